@@ -1,0 +1,1 @@
+"""Asynchronous upload and lifecycle manager for training checkpoints."""

@@ -1,0 +1,171 @@
+"""Every error of the package. One base; below it, classes by what the caller does next.
+
+A failure that heals never becomes one of these at the trainer: the engine retries by `FailureReason`.
+"""
+
+from __future__ import annotations
+
+import enum
+
+
+class FailureReason(enum.Enum):
+    """Why one attempt failed. The values are metric labels: a closed set, never free text."""
+
+    THROTTLED = "throttled"  # 503 SlowDown, 429: slow down and go on
+    TRANSIENT = "transient"  # 5xx, reset connection: try again
+    TIMEOUT = "timeout"  # deadline passed or no byte moved for too long
+    AUTH = "auth"  # 401, 403, expired token: never "missing"; credentials may be rotated in
+    NOT_FOUND = "not_found"  # 404: bucket or object
+    PRECONDITION = "precondition"  # 412, 409: a fact to decide on, not a failure
+    CHECKSUM = "checksum"  # what the store has is not what we sent
+    SOURCE_CHANGED = "source_changed"  # a local shard was overwritten or truncated after enqueue
+    SOURCE_MISSING = "source_missing"  # a local shard is gone
+    DISK = "disk"  # ENOSPC, EIO, read-only file system
+    OTHER = "other"  # a request the store will never accept
+
+    @property
+    def is_retryable(self) -> bool:
+        """Whether another attempt of the same request may succeed.
+
+        AUTH counts: tokens are rotated beneath us, and giving up would lose what waiting keeps.
+        """
+        return self in _RETRYABLE
+
+
+_RETRYABLE = frozenset(
+    {
+        FailureReason.THROTTLED,
+        FailureReason.TRANSIENT,
+        FailureReason.TIMEOUT,
+        FailureReason.AUTH,
+        FailureReason.CHECKSUM,
+        FailureReason.DISK,
+    }
+)
+
+
+class CkptAsyncError(Exception):
+    """Base of all errors of this package. `hint` says what to do; it is part of the message."""
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(f"{message} ({hint})" if hint else message)
+        self.hint = hint
+
+
+# --- wrong input: fix the call ---------------------------------------------------------------------------
+
+
+class SettingsError(CkptAsyncError, ValueError):
+    """A setting has a value that cannot work. Names the setting and its allowed range."""
+
+
+class InvalidNameError(CkptAsyncError, ValueError):
+    """A path, checkpoint name or key that would be unsafe or ambiguous. Nothing was done with it."""
+
+
+class InvalidShardError(CkptAsyncError, ValueError):
+    """A path handed to `enqueue` is not a regular file inside the folder. Nothing was enqueued."""
+
+
+class SealedError(CkptAsyncError):
+    """The checkpoint was sealed (or given up) by this rank: it takes no more shards (rule R11)."""
+
+
+class UploaderClosedError(CkptAsyncError):
+    """The uploader is closed, or this process is a fork of the one that opened it."""
+
+
+# --- local durability: the folder needs attention ---------------------------------------------------------
+
+
+class JournalError(CkptAsyncError):
+    """The journal cannot be used as it is. The message says what is wrong and what to do."""
+
+
+class FolderInUseError(JournalError):
+    """Another live process owns this rank's journal in this folder."""
+
+
+class NoSpaceError(JournalError, OSError):
+    """The folder's file system is full. Nothing was enqueued; call again when there is space."""
+
+
+# --- the store ---------------------------------------------------------------------------------------------
+
+
+class StoreError(CkptAsyncError):
+    """A store request failed. `reason` decides what the engine does next; `key` and `operation` say where.
+
+    Stores raise nothing else: every SDK and operating-system error is translated in `ckpt_async.stores`.
+    """
+
+    def __init__(
+        self, message: str, *, reason: FailureReason, operation: str = "", key: str = "", hint: str = ""
+    ) -> None:
+        where = " ".join(part for part in (operation, repr(key) if key else "") if part)
+        super().__init__(f"{where}: {message}" if where else message, hint=hint)
+        self.reason = reason
+        self.operation = operation
+        self.key = key
+
+
+class ObjectNotFoundError(StoreError):
+    """No object at this key."""
+
+    def __init__(self, message: str = "no such object", *, operation: str = "", key: str = "") -> None:
+        super().__init__(message, reason=FailureReason.NOT_FOUND, operation=operation, key=key)
+
+
+class PreconditionFailedError(StoreError):
+    """A conditional write was refused, or *seems* to have been: after a lost reply our own success reads
+    like this too (rule R13), so read back and compare before deciding that someone else won.
+    """
+
+    def __init__(self, message: str = "precondition failed", *, operation: str = "", key: str = "") -> None:
+        super().__init__(message, reason=FailureReason.PRECONDITION, operation=operation, key=key)
+
+
+class IntegrityError(StoreError):
+    """The store holds other bytes than were sent."""
+
+    def __init__(self, message: str, *, operation: str = "", key: str = "") -> None:
+        super().__init__(message, reason=FailureReason.CHECKSUM, operation=operation, key=key)
+
+
+class SourceError(CkptAsyncError):
+    """A local shard no longer holds the bytes that were enqueued: it is never committed."""
+
+    def __init__(self, message: str, *, reason: FailureReason) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class InvalidRecordError(CkptAsyncError):
+    """An object of the protocol (receipt, decision, latest, …) is not one this version can have written."""
+
+
+# --- outcomes ----------------------------------------------------------------------------------------------
+
+
+class UploadFailedError(CkptAsyncError):
+    """Shards could not be uploaded within `upload_timeout_s`. They stay in the spool, and the next start,
+    `ckpt-async drain` or the sweeper tries again.
+    """
+
+
+class CheckpointAbortedError(CkptAsyncError):
+    """The checkpoint was given up and will never be committed; the message says who gave it up and why."""
+
+
+class CommitTimeoutError(CkptAsyncError, TimeoutError):
+    """`wait` ran out of time. The checkpoint may still be committed later."""
+
+
+class FencedError(CkptAsyncError):
+    """A newer generation of this run has started: this trainer is superseded and takes no new checkpoint
+    (rule R11). What it had sealed is still finished. Stop this process.
+    """
+
+
+class CapabilityError(CkptAsyncError):
+    """The store cannot do what the chosen settings need."""

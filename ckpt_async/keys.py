@@ -1,0 +1,121 @@
+"""Object keys and local paths <-> the things they name: every format once, with its parser beside it. Pure.
+
+Remote, relative to the run's root (`s3://bucket/prefix/run-a`):
+
+    ckpt/<name>.g<generation>/<shard>                        data; never overwritten
+    .ckpt_async/generations/<g:06d>.json                     create-once
+    .ckpt_async/members/<g:06d>/<rank:05d>.json              create-once: which process is rank r of it
+    .ckpt_async/receipts/<g:06d>-<step:012d>/<rank:05d>.json
+    .ckpt_async/decisions/<g:06d>-<step:012d>.json           LIST order is checkpoint order
+    .ckpt_async/latest.json
+    latest-rank0.pt.symlink                                  Composer's text pointer, when asked for
+
+Local, relative to the folder:
+
+    .ckpt_async/journal.sqlite
+    .ckpt_async/rank-<rank:05d>.lock                         flock; never replaced
+    .ckpt_async/spool/rank-<rank:05d>/<g:06d>-<step:012d>/<shard>       hard links
+    .ckpt_async/spool/rank-<rank:05d>/<g:06d>-<step:012d>.json          what was enqueued and sealed (rule R10)
+"""
+
+from __future__ import annotations
+
+import re
+
+from ckpt_async.model import CheckpointId
+
+PRIVATE = ".ckpt_async"
+DATA = "ckpt/"
+GENERATIONS = f"{PRIVATE}/generations/"
+MEMBERS = f"{PRIVATE}/members/"
+RECEIPTS = f"{PRIVATE}/receipts/"
+DECISIONS = f"{PRIVATE}/decisions/"
+LEASES = f"{PRIVATE}/leases/"
+PROBES = f"{PRIVATE}/probe/"
+LATEST = f"{PRIVATE}/latest.json"
+
+# Wide enough for any run, and refused beyond: a longer number would break the LIST order.
+MAX_GENERATION = 10**6 - 1
+MAX_STEP = 10**12 - 1
+MAX_RANK = 10**5 - 1
+
+_CHECKPOINT = re.compile(r"(\d{6})-(\d{12})")
+_GENERATION = re.compile(re.escape(GENERATIONS) + r"(\d{6})\.json")
+_RECEIPT = re.compile(re.escape(RECEIPTS) + _CHECKPOINT.pattern + r"/(\d{5})\.json")
+_DECISION = re.compile(re.escape(DECISIONS) + _CHECKPOINT.pattern + r"\.json")
+_RANK_LOCK = re.compile(r"rank-(\d{5})\.lock")
+
+
+def checkpoint_tag(checkpoint: CheckpointId) -> str:
+    return f"{checkpoint.generation:06d}-{checkpoint.step:012d}"
+
+
+def parse_checkpoint_tag(tag: str) -> CheckpointId | None:
+    match = _CHECKPOINT.fullmatch(tag)
+    return CheckpointId(int(match[1]), int(match[2])) if match else None
+
+
+def data_prefix(name: str, generation: int) -> str:
+    """Where a checkpoint's shards are; ends in '/', so that step-1 is not a prefix of step-10 (F26)."""
+    return f"{DATA}{name}.g{generation}/"
+
+
+def data_key(name: str, generation: int, shard: str) -> str:
+    return data_prefix(name, generation) + shard
+
+
+def generation_key(generation: int) -> str:
+    return f"{GENERATIONS}{generation:06d}.json"
+
+
+def parse_generation_key(key: str) -> int | None:
+    match = _GENERATION.fullmatch(key)
+    return int(match[1]) if match else None
+
+
+def member_key(generation: int, rank: int) -> str:
+    return f"{MEMBERS}{generation:06d}/{rank:05d}.json"
+
+
+def receipts_prefix(checkpoint: CheckpointId) -> str:
+    return f"{RECEIPTS}{checkpoint_tag(checkpoint)}/"
+
+
+def receipt_key(checkpoint: CheckpointId, rank: int) -> str:
+    return f"{receipts_prefix(checkpoint)}{rank:05d}.json"
+
+
+def parse_receipt_key(key: str) -> tuple[CheckpointId, int] | None:
+    match = _RECEIPT.fullmatch(key)
+    return (CheckpointId(int(match[1]), int(match[2])), int(match[3])) if match else None
+
+
+def decision_key(checkpoint: CheckpointId) -> str:
+    return f"{DECISIONS}{checkpoint_tag(checkpoint)}.json"
+
+
+def parse_decision_key(key: str) -> CheckpointId | None:
+    match = _DECISION.fullmatch(key)
+    return CheckpointId(int(match[1]), int(match[2])) if match else None
+
+
+def lock_name(rank: int) -> str:
+    return f"rank-{rank:05d}.lock"
+
+
+def parse_lock_name(name: str) -> int | None:
+    match = _RANK_LOCK.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def spool_rank(rank: int) -> str:
+    return f"spool/rank-{rank:05d}"
+
+
+def spool_checkpoint(checkpoint: CheckpointId, rank: int) -> str:
+    """The folder of a rank's hard links for one checkpoint, relative to `.ckpt_async`."""
+    return f"{spool_rank(rank)}/{checkpoint_tag(checkpoint)}"
+
+
+def spool_manifest(checkpoint: CheckpointId, rank: int) -> str:
+    return f"{spool_checkpoint(checkpoint, rank)}.json"

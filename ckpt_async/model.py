@@ -1,0 +1,426 @@
+"""The values the package thinks in, and the events of the journal. Pure: no I/O, no clock.
+
+`fold` is the only way to build local state: replay after a crash and everyday operation are one code path.
+What a crash invalidates (work in flight) is never an event.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import assert_never
+
+from ckpt_async.errors import FailureReason
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class CheckpointId:
+    """One point of training in one incarnation of the run. Its order is the order of `latest` (rule R6)."""
+
+    generation: int
+    step: int
+
+    def __str__(self) -> str:
+        return f"generation {self.generation} step {self.step}"
+
+
+@dataclass(frozen=True, slots=True)
+class Checksum:
+    """A full-object checksum as S3 writes it: base64 of the big-endian value."""
+
+    algorithm: str  # "crc64nvme" | "crc32c"
+    value: str
+
+
+@dataclass(frozen=True, slots=True)
+class FileIdentity:
+    """What tells one version of a file from another. An inode number alone does not: it is reused."""
+
+    device: int
+    inode: int
+    size_bytes: int
+    mtime_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One immutable file that one rank has finished writing.
+
+    `name` is its path within the checkpoint, `source` its path within the folder, both with '/'.
+    `is_linked` says that the spool holds a hard link; otherwise only the user's own file is there.
+    """
+
+    name: str
+    source: str
+    identity: FileIdentity
+    is_linked: bool
+
+    @property
+    def size_bytes(self) -> int:
+        return self.identity.size_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StoredShard:
+    """A shard as the store answered that it has it: what a receipt lists."""
+
+    name: str
+    key: str
+    size_bytes: int
+    checksum: Checksum
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """Rank r has verified all its shards of this checkpoint."""
+
+    checkpoint: CheckpointId
+    name: str
+    rank: int
+    world_size: int
+    shards: tuple[StoredShard, ...]
+    metrics: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(shard.size_bytes for shard in self.shards)
+
+
+class Outcome(enum.Enum):
+    """What a decision says. absent → COMMIT | ABORT; COMMIT → PRUNING → PRUNED; nothing ever goes back."""
+
+    COMMIT = "commit"
+    ABORT = "abort"
+    PRUNING = "pruning"
+    PRUNED = "pruned"
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The one object per checkpoint that settles its fate. A COMMIT is the commit (rule R4).
+
+    `receipts` holds the checksum of each rank's receipt, indexed by rank: it binds the decision to exactly
+    those receipts, and so to every byte of every shard.
+    """
+
+    checkpoint: CheckpointId
+    outcome: Outcome
+    name: str
+    world_size: int
+    nonce: str
+    decided_at: float
+    decided_by: str
+    receipts: tuple[Checksum, ...] = ()
+    num_shards: int = 0
+    size_bytes: int = 0
+    metrics: tuple[tuple[str, float], ...] = ()
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Latest:
+    """The hint that names the newest committed checkpoint. `number` grows with every move: an ETag is
+    made from content alone, so A→B→A would pass a compare-and-swap without it (rule R13).
+    """
+
+    checkpoint: CheckpointId
+    name: str
+    prefix: str
+    number: int
+    nonce: str
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One incarnation of the run, claimed once by whichever rank came first."""
+
+    number: int
+    launch_key: str
+    world_size: int
+    host: str
+    nonce: str
+    claimed_at: float
+
+
+# --- journal events ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """An engine took over this rank's journal. Shards that had finally failed get another chance."""
+
+    generation: int
+    world_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Enqueued:
+    """The trainer handed over a shard; its spool link exists."""
+
+    checkpoint: CheckpointId
+    name: str
+    shard: Shard
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """This rank has no more shards for the checkpoint."""
+
+    checkpoint: CheckpointId
+    name: str
+    world_size: int
+    metrics: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class MadeDurable:
+    """Shards, their folder and the journal rows before this one were fsynced: they survive power loss."""
+
+    checkpoint: CheckpointId
+    shards: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MultipartOpened:
+    """A multipart upload was begun for the shard: its parts need not be sent twice."""
+
+    checkpoint: CheckpointId
+    shard: str
+    upload_id: str
+    part_size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """The store answered with the size and checksum we computed from the local file."""
+
+    checkpoint: CheckpointId
+    stored: StoredShard
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The shard could not be uploaded in time, or never can be (`reason` not retryable)."""
+
+    checkpoint: CheckpointId
+    shard: str
+    reason: FailureReason
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiptStored:
+    """This rank's receipt is in the store."""
+
+    checkpoint: CheckpointId
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """A decision was read back from the store (also our own)."""
+
+    checkpoint: CheckpointId
+    outcome: Outcome
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """The spool links are gone; the user's own files are where they were."""
+
+    checkpoint: CheckpointId
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """Local retention deleted this rank's files of the checkpoint: nothing of it is left here."""
+
+    checkpoint: CheckpointId
+
+
+Event = (
+    Opened
+    | Enqueued
+    | Sealed
+    | MadeDurable
+    | MultipartOpened
+    | Verified
+    | Failed
+    | ReceiptStored
+    | Decided
+    | Released
+    | Removed
+)
+
+
+@dataclass(frozen=True, slots=True)
+class JournalRow:
+    """One event with its place in the journal and the local time it was written (for people, not rules)."""
+
+    sequence: int
+    rank: int
+    written_at: float
+    event: Event
+
+
+# --- local state: what one rank knows from its journal -----------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LocalShard:
+    """A shard and how far it has come."""
+
+    shard: Shard
+    enqueued_at: float
+    is_durable: bool = False
+    multipart: MultipartOpened | None = None
+    stored: StoredShard | None = None
+    failure: Failed | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LocalCheckpoint:
+    """What this rank holds of one checkpoint."""
+
+    id: CheckpointId
+    name: str
+    shards: Mapping[str, LocalShard] = field(default_factory=dict)
+    sealed: Sealed | None = None
+    sealed_at: float = 0.0
+    has_receipt: bool = False
+    decision: Decided | None = None
+    is_released: bool = False
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(each.shard.size_bytes for each in self.shards.values())
+
+    @property
+    def is_verified(self) -> bool:
+        """Every shard of this rank is in the store, and there will be no more."""
+        return self.sealed is not None and all(each.stored is not None for each in self.shards.values())
+
+    @property
+    def is_committed(self) -> bool:
+        return self.decision is not None and self.decision.outcome is Outcome.COMMIT
+
+    @property
+    def loss(self) -> Failed | None:
+        """Why this rank can never complete the checkpoint, if that is so: a source is gone or changed."""
+        losses = (each.failure for each in self.shards.values())
+        return next((failure for failure in losses if failure and failure.reason in _LOSSES), None)
+
+
+_LOSSES = frozenset({FailureReason.SOURCE_CHANGED, FailureReason.SOURCE_MISSING})
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """Everything one rank's journal says. Checkpoints that were removed or dropped are not in it."""
+
+    rank: int
+    checkpoints: Mapping[CheckpointId, LocalCheckpoint] = field(default_factory=dict)
+    newest_committed: CheckpointId | None = None
+    newest_enqueued: CheckpointId | None = None
+    sequence: int = 0
+
+
+def fold(rows: Iterable[JournalRow], start: Local) -> Local:
+    """Apply journal rows of `start.rank` in order and return the new state; `start` is left as it was.
+
+    Replay is idempotent: an event seen twice changes nothing the second time.
+    """
+    checkpoints = dict(start.checkpoints)
+    owned: dict[CheckpointId, dict[str, LocalShard]] = {}  # copied once per call, not once per event
+    newest_committed, newest_enqueued = start.newest_committed, start.newest_enqueued
+    sequence = start.sequence
+    for row in rows:
+        if row.rank != start.rank:
+            continue
+        sequence = max(sequence, row.sequence)
+        event = row.event
+        match event:
+            case Opened():
+                owned.clear()
+                checkpoints = {key: _retry_failed(value) for key, value in checkpoints.items()}
+                continue
+            case Removed():
+                owned.pop(event.checkpoint, None)
+                checkpoints.pop(event.checkpoint, None)
+                continue
+            case Enqueued() | Sealed():
+                before = checkpoints.get(event.checkpoint) or LocalCheckpoint(event.checkpoint, event.name)
+                newest_enqueued = _newer(newest_enqueued, event.checkpoint)
+            case _:
+                known = checkpoints.get(event.checkpoint)
+                if known is None:
+                    continue
+                before = known
+        shards = owned.get(event.checkpoint)
+        if shards is None:
+            shards = owned[event.checkpoint] = dict(before.shards)
+            before = replace(before, shards=shards)
+        checkpoints[event.checkpoint] = after = _apply(before, shards, event, row.written_at)
+        if after.is_committed:
+            newest_committed = _newer(newest_committed, event.checkpoint)
+    return Local(start.rank, checkpoints, newest_committed, newest_enqueued, sequence)
+
+
+def _apply(
+    checkpoint: LocalCheckpoint,
+    shards: dict[str, LocalShard],
+    event: Enqueued
+    | Sealed
+    | MadeDurable
+    | MultipartOpened
+    | Verified
+    | Failed
+    | ReceiptStored
+    | Decided
+    | Released,
+    written_at: float,
+) -> LocalCheckpoint:
+    match event:
+        case Enqueued():
+            shards.setdefault(event.shard.name, LocalShard(event.shard, written_at))
+        case Sealed():
+            if checkpoint.sealed is None:
+                return replace(checkpoint, sealed=event, sealed_at=written_at)
+        case MadeDurable():
+            for name in event.shards:
+                if name in shards:
+                    shards[name] = replace(shards[name], is_durable=True)
+        case MultipartOpened():
+            if event.shard in shards:
+                shards[event.shard] = replace(shards[event.shard], multipart=event)
+        case Verified():
+            if event.stored.name in shards:
+                shards[event.stored.name] = replace(
+                    shards[event.stored.name], stored=event.stored, failure=None
+                )
+        case Failed():
+            if event.shard in shards:
+                shards[event.shard] = replace(shards[event.shard], failure=event)
+        case ReceiptStored():
+            return replace(checkpoint, has_receipt=True)
+        case Decided():
+            return replace(checkpoint, decision=event)
+        case Released():
+            return replace(checkpoint, is_released=True)
+        case _:
+            assert_never(event)
+    return checkpoint
+
+
+def _retry_failed(checkpoint: LocalCheckpoint) -> LocalCheckpoint:
+    """A new engine tries again what an old one gave up on, except where the bytes themselves are gone."""
+    if checkpoint.loss is not None or all(each.failure is None for each in checkpoint.shards.values()):
+        return checkpoint
+    return replace(
+        checkpoint, shards={name: replace(each, failure=None) for name, each in checkpoint.shards.items()}
+    )
+
+
+def _newer(one: CheckpointId | None, other: CheckpointId) -> CheckpointId:
+    return other if one is None else max(one, other)

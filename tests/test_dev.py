@@ -1,0 +1,221 @@
+"""./dev, the way in: it sets up once, repairs what was interrupted, and says what is missing."""
+
+import contextlib
+import fcntl
+import importlib.machinery
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+DEV = Path(__file__).resolve().parent.parent / "dev"
+PYPROJECT = """
+[build-system]
+requires = ["hatchling"]
+build-backend = "hatchling.build"
+[project]
+name = "tiny"
+version = "1"
+[project.optional-dependencies]
+dev = ["iniconfig"]
+"""
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    shutil.copy(DEV, tmp_path)
+    (tmp_path / "pyproject.toml").write_text(PYPROJECT)
+    (tmp_path / "constraints.txt").write_text("")
+    return tmp_path
+
+
+def load(tree: Path) -> ModuleType:
+    loader = importlib.machinery.SourceFileLoader("dev_under_test", str(tree / "dev"))
+    spec = importlib.util.spec_from_loader(loader.name, loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+class Commands:
+    """Stands in for subprocess.run: records each command, and fails those that `fails` picks."""
+
+    def __init__(self, tree: Path, fails: Callable[[str], bool] = lambda _command: False) -> None:
+        self.python = tree / ".venv" / "bin" / "python"
+        self.fails = fails
+        self.seen: list[str] = []
+
+    def __call__(self, command: tuple[object, ...], **_options: object) -> subprocess.CompletedProcess[str]:
+        self.seen.append(" ".join(str(part) for part in command))
+        if "-m venv" in self.seen[-1]:
+            self.python.parent.mkdir(parents=True, exist_ok=True)
+            self.python.touch()
+        failed = self.fails(self.seen[-1])
+        return subprocess.CompletedProcess(command, int(failed), "", "the reason\n" if failed else "")
+
+
+def run(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, **options)
+
+
+def dev(tree: Path, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    plain_python = [sys.executable, "-I", "-S", str(tree / "dev"), *args]  # -S: no site-packages
+    return run(plain_python, cwd="/", env=os.environ | env)
+
+
+def test_help_needs_nothing_but_python() -> None:
+    done = dev(DEV.parent, "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    for command in ("test", "demo", "bench", "soak", "setup", "clean"):
+        assert f"./dev {command}" in done.stdout
+
+
+@pytest.mark.parametrize("args", [("nonsense",), (), ("setup", "now"), ("soak", "1", "2"), ("soak", "long")])
+def test_a_wrong_call_is_refused(tree: Path, args: tuple[str, ...]) -> None:
+    done = dev(tree, *args)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("dev: ")
+    assert not (tree / ".venv").exists()
+
+
+def test_an_old_python_is_told_so_in_one_sentence() -> None:
+    pretend = "import sys; sys.version_info = (3, 10, 1); exec(compile(open('dev').read(), 'dev', 'exec'))"
+    done = run([sys.executable, "-c", pretend], cwd=DEV.parent)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    assert "needs Python 3.11 or newer" in done.stderr
+
+
+def test_the_second_set_up_starts_nothing(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, first, second, third = load(tree), Commands(tree), Commands(tree), Commands(tree)
+    monkeypatch.setattr(module.subprocess, "run", first)
+    assert module.main(["setup"]) == 0
+    assert [command for command in first.seen if "-m uv pip install" in command]
+    monkeypatch.setattr(module.subprocess, "run", second)
+    (tree / "pyproject.toml").write_text(PYPROJECT + "[tool.ruff]\nline-length = 99\n")  # needs no install
+    assert module.main(["setup"]) == 0
+    assert not second.seen
+    monkeypatch.setattr(module.subprocess, "run", third)
+    (tree / "constraints.txt").write_text("iniconfig>=2\n")
+    assert module.main(["setup"]) == 0
+    assert len(third.seen) == len(first.seen)
+
+
+def test_an_interrupted_set_up_is_repaired(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(command: str) -> bool:
+        if "-m uv pip install" in command:
+            raise KeyboardInterrupt
+        return False
+
+    module, again = load(tree), Commands(tree)
+    monkeypatch.setattr(module.subprocess, "run", Commands(tree, interrupt))
+    assert module.main(["setup"]) == 130
+    assert not module.ready()
+    monkeypatch.setattr(module.subprocess, "run", again)
+    assert module.main(["setup"]) == 0
+    assert "-m venv --clear" in again.seen[0]
+    assert module.ready()
+
+
+@pytest.mark.parametrize("broken", ["pip install -q uv", "-m uv pip install"])
+def test_without_uv_pip_installs_the_same(tree: Path, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    module, commands = load(tree), Commands(tree, lambda command: broken in command)
+    monkeypatch.setattr(module.subprocess, "run", commands)
+    assert module.main(["setup"]) == 0
+    assert commands.seen[-1].endswith("-m pip install -e .[dev] -c constraints.txt")
+
+
+def test_two_at_once_set_up_once(tree: Path) -> None:
+    """The second waits for the first, and then finds that there is nothing left to do."""
+    module = load(tree)
+    first = os.open(tree, os.O_RDONLY)
+    fcntl.flock(first, fcntl.LOCK_EX)
+    command = [sys.executable, tree / "dev", "setup"]
+    with contextlib.ExitStack() as processes, contextlib.ExitStack() as lock:
+        second = processes.enter_context(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
+        lock.callback(os.close, first)
+        assert second.stderr is not None
+        assert "waiting for another ./dev" in second.stderr.readline()
+        module.PYTHON.parent.mkdir(parents=True)
+        module.PYTHON.touch()
+        module.STAMP.write_text(module.wanted_stamp())
+        lock.close()
+        assert second.stderr.read() == ""
+        assert second.wait(30) == 0
+
+
+def test_an_installer_that_outlives_dev_keeps_the_lock(tree: Path) -> None:
+    module = load(tree)
+    with module.exclusive() as lock:
+        look = f"import os; os.fstat({lock}); print('held')"
+        assert module.stage("any", sys.executable, "-c", look, lock=lock) == "held\n"
+
+
+def test_uv_looks_where_pip_looks(tree: Path) -> None:
+    wheels, extra = tree / "wheels", tree / "simple"
+    wheels.mkdir()
+    extra.mkdir()
+    listing = (
+        f"global.find-links='{wheels} /nowhere/wheels'\n"
+        f"global.extra-index-url='file://{extra} file:///nowhere/simple'\n"
+        "global.index-url='https://first.invalid/simple'\n"
+        "install.index-url='https://second.invalid/simple'\n"
+        ":env:.cert='/ca.pem'\n:env:.no-color='1'\n:env:.index-url=''\n"
+    )
+    own = {"UV_HTTP_TIMEOUT": "7", "CKPT_ASYNC_TORCH_INDEX": "https://torch.invalid/cpu"}
+    env = load(tree).install_environment(listing, own)
+    assert env["UV_FIND_LINKS"] == str(wheels)
+    assert env["UV_DEFAULT_INDEX"] == "https://second.invalid/simple"
+    assert env["UV_INDEX"] == env["PIP_EXTRA_INDEX_URL"] == f"file://{extra} https://torch.invalid/cpu"
+    assert (env["SSL_CERT_FILE"], env["UV_HTTP_TIMEOUT"]) == ("/ca.pem", "7")
+    assert "UV_INDEX" not in load(tree).install_environment("", {})
+
+
+def test_a_failing_check_does_not_hide_the_others(
+    tree: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module, calls = load(tree), []
+    monkeypatch.setattr(module, "set_up", lambda: None)
+
+    def call(command: tuple[str, ...], **_options: object) -> int:
+        calls.append(command[2])
+        return int(command[2] in ("mypy", "ruff"))
+
+    monkeypatch.setattr(module.subprocess, "call", call)
+    assert module.main(["test"]) == 1
+    assert calls == ["ruff", "ruff", "mypy", "pip", "pytest"]
+    out, err = capsys.readouterr()
+    assert (out, err.splitlines()[-1]) == ("", "dev: FAILED: ruff check, ruff format, mypy")
+
+
+def test_bench_lists_what_is_there(tree: Path) -> None:
+    (tree / "benchmarks").mkdir()
+    (tree / "benchmarks" / "upload.py").write_text('"""How fast parts move.\n\nMore.\n"""\n')
+    (tree / "benchmarks" / "_common.py").write_text("")
+    assert dev(tree, "bench").stdout.split(maxsplit=1) == ["upload", "How fast parts move.\n"]
+    unknown = dev(tree, "bench", "uplaod")
+    assert (unknown.returncode, unknown.stdout) == (2, "")
+    assert "How fast parts move." in unknown.stderr
+
+
+def test_a_broken_index_is_a_clear_message(tree: Path) -> None:
+    closed = "http://127.0.0.1:9/simple"
+    offline = {
+        **dict.fromkeys(("PIP_INDEX_URL", "UV_DEFAULT_INDEX"), closed),
+        **dict.fromkeys(("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL", "UV_FIND_LINKS", "UV_INDEX"), ""),
+        "PIP_CONFIG_FILE": os.devnull,
+        "PIP_RETRIES": "0",
+    }
+    done = dev(tree, "setup", **offline)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "-m pip install -e '.[dev]' -c constraints.txt" in done.stderr  # which command failed
+    assert "No matching distribution found for hatchling" in done.stderr  # its last lines
+    assert "check the network" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+    assert not load(tree).ready()
