@@ -1,1 +1,60 @@
-"""Asynchronous upload and lifecycle manager for training checkpoints."""
+"""Asynchronous upload and lifecycle manager for training checkpoints.
+
+    from ckpt_async import Uploader
+
+    with Uploader("checkpoints", "s3://bucket/prefix/run-a", num_checkpoints_to_keep=3) as uploader:
+        ...                                      # write checkpoints/step-100/…
+        uploader.enqueue("checkpoints/step-100", step=100)
+        uploader.seal(step=100)
+
+What holds at any time, also after SIGKILL or power loss:
+
+- Write order: shards → receipts → decision `commit` → latest → local symlink. A checkpoint is visible only
+  when every shard of every rank is in the store and verified.
+- Delete order: latest is ahead → decision `pruning` → readers are gone → shards → receipts → `pruned`.
+- Read order: latest (a hint) or the list of decisions (the truth) → lease → decision → shards.
+
+`docs/design.md` says why. Names are loaded on first use: importing the package costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ckpt_async.errors import (
+        CheckpointAbortedError,
+        CkptAsyncError,
+        CommitTimeoutError,
+        FencedError,
+        SettingsError,
+        StoreError,
+        UploadFailedError,
+    )
+    from ckpt_async.settings import Settings
+    from ckpt_async.stores import StoreOptions
+    from ckpt_async.uploader import Uploader
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CheckpointAbortedError",
+    "CkptAsyncError",
+    "CommitTimeoutError",
+    "FencedError",
+    "Settings",
+    "SettingsError",
+    "StoreError",
+    "StoreOptions",
+    "UploadFailedError",
+    "Uploader",
+]
+
+_HOMES = {"Uploader": "uploader", "Settings": "settings", "StoreOptions": "stores"}
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module 'ckpt_async' has no attribute {name!r}")
+    return getattr(import_module(f"ckpt_async.{_HOMES.get(name, 'errors')}"), name)

@@ -175,10 +175,13 @@ class Sealed:
 
 @dataclass(frozen=True, slots=True)
 class MadeDurable:
-    """Shards, their folder and the journal rows before this one were fsynced: they survive power loss."""
+    """Shards, their folders, the spool's manifest and the journal rows before this one were fsynced: they
+    survive power loss. `is_sealed` says that the manifest on disk says so too.
+    """
 
     checkpoint: CheckpointId
     shards: tuple[str, ...]
+    is_sealed: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,10 +236,11 @@ class Released:
 
 
 @dataclass(frozen=True, slots=True)
-class Removed:
-    """Local retention deleted this rank's files of the checkpoint: nothing of it is left here."""
+class Forgotten:
+    """This rank has nothing more to do with the checkpoint; its other rows are gone from the journal."""
 
     checkpoint: CheckpointId
+    committed_at: float | None  # local time; None if it was never committed
 
 
 Event = (
@@ -250,7 +254,7 @@ Event = (
     | ReceiptStored
     | Decided
     | Released
-    | Removed
+    | Forgotten
 )
 
 
@@ -288,8 +292,10 @@ class LocalCheckpoint:
     shards: Mapping[str, LocalShard] = field(default_factory=dict)
     sealed: Sealed | None = None
     sealed_at: float = 0.0
+    is_seal_durable: bool = False
     has_receipt: bool = False
     decision: Decided | None = None
+    decided_at: float = 0.0
     is_released: bool = False
 
     @property
@@ -302,8 +308,9 @@ class LocalCheckpoint:
         return self.sealed is not None and all(each.stored is not None for each in self.shards.values())
 
     @property
-    def is_committed(self) -> bool:
-        return self.decision is not None and self.decision.outcome is Outcome.COMMIT
+    def was_committed(self) -> bool:
+        """It was whole in the store once; remote retention may have pruned it since."""
+        return self.decision is not None and self.decision.outcome is not Outcome.ABORT
 
     @property
     def loss(self) -> Failed | None:
@@ -317,12 +324,15 @@ _LOSSES = frozenset({FailureReason.SOURCE_CHANGED, FailureReason.SOURCE_MISSING}
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """Everything one rank's journal says. Checkpoints that were removed or dropped are not in it."""
+    """Everything one rank's journal says. Forgotten checkpoints are not in it."""
 
     rank: int
+    generation: int = 0  # of the newest start on this rank; 0 before the first
     checkpoints: Mapping[CheckpointId, LocalCheckpoint] = field(default_factory=dict)
     newest_committed: CheckpointId | None = None
+    newest_committed_at: float = 0.0
     newest_enqueued: CheckpointId | None = None
+    newest_enqueued_at: float = 0.0
     sequence: int = 0
 
 
@@ -333,8 +343,9 @@ def fold(rows: Iterable[JournalRow], start: Local) -> Local:
     """
     checkpoints = dict(start.checkpoints)
     owned: dict[CheckpointId, dict[str, LocalShard]] = {}  # copied once per call, not once per event
-    newest_committed, newest_enqueued = start.newest_committed, start.newest_enqueued
-    sequence = start.sequence
+    generation, sequence = start.generation, start.sequence
+    committed, committed_at = start.newest_committed, start.newest_committed_at
+    enqueued, enqueued_at = start.newest_enqueued, start.newest_enqueued_at
     for row in rows:
         if row.rank != start.rank:
             continue
@@ -342,16 +353,20 @@ def fold(rows: Iterable[JournalRow], start: Local) -> Local:
         event = row.event
         match event:
             case Opened():
+                generation = max(generation, event.generation)
                 owned.clear()
                 checkpoints = {key: _retry_failed(value) for key, value in checkpoints.items()}
                 continue
-            case Removed():
+            case Forgotten():
                 owned.pop(event.checkpoint, None)
                 checkpoints.pop(event.checkpoint, None)
+                if event.committed_at is not None and (committed is None or event.checkpoint > committed):
+                    committed, committed_at = event.checkpoint, event.committed_at
                 continue
             case Enqueued() | Sealed():
                 before = checkpoints.get(event.checkpoint) or LocalCheckpoint(event.checkpoint, event.name)
-                newest_enqueued = _newer(newest_enqueued, event.checkpoint)
+                if enqueued is None or event.checkpoint >= enqueued:
+                    enqueued, enqueued_at = event.checkpoint, row.written_at
             case _:
                 known = checkpoints.get(event.checkpoint)
                 if known is None:
@@ -362,9 +377,11 @@ def fold(rows: Iterable[JournalRow], start: Local) -> Local:
             shards = owned[event.checkpoint] = dict(before.shards)
             before = replace(before, shards=shards)
         checkpoints[event.checkpoint] = after = _apply(before, shards, event, row.written_at)
-        if after.is_committed:
-            newest_committed = _newer(newest_committed, event.checkpoint)
-    return Local(start.rank, checkpoints, newest_committed, newest_enqueued, sequence)
+        if after.was_committed and (committed is None or event.checkpoint > committed):
+            committed, committed_at = event.checkpoint, after.decided_at
+    return Local(
+        start.rank, generation, checkpoints, committed, committed_at, enqueued, enqueued_at, sequence
+    )
 
 
 def _apply(
@@ -391,6 +408,8 @@ def _apply(
             for name in event.shards:
                 if name in shards:
                     shards[name] = replace(shards[name], is_durable=True)
+            if event.is_sealed:
+                return replace(checkpoint, is_seal_durable=True)
         case MultipartOpened():
             if event.shard in shards:
                 shards[event.shard] = replace(shards[event.shard], multipart=event)
@@ -405,7 +424,7 @@ def _apply(
         case ReceiptStored():
             return replace(checkpoint, has_receipt=True)
         case Decided():
-            return replace(checkpoint, decision=event)
+            return replace(checkpoint, decision=event, decided_at=written_at)
         case Released():
             return replace(checkpoint, is_released=True)
         case _:
@@ -420,7 +439,3 @@ def _retry_failed(checkpoint: LocalCheckpoint) -> LocalCheckpoint:
     return replace(
         checkpoint, shards={name: replace(each, failure=None) for name, each in checkpoint.shards.items()}
     )
-
-
-def _newer(one: CheckpointId | None, other: CheckpointId) -> CheckpointId:
-    return other if one is None else max(one, other)

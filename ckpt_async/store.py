@@ -173,7 +173,7 @@ class Store(Protocol):
         """Send one part; verified by the store against `checksum`."""
         ...
 
-    async def list_parts(self, key: str, upload_id: str) -> list[StoredPart]:
+    async def list_parts(self, key: str, upload_id: str) -> Sequence[StoredPart]:
         """The parts the store has, by number. ObjectNotFoundError if there is no such upload."""
         ...
 
@@ -187,6 +187,6 @@ class Store(Protocol):
         """Drop the parts. No error if there is no such upload."""
         ...
 
-    async def list_multiparts(self, prefix: str) -> list[MultipartInfo]:
+    async def list_multiparts(self, prefix: str) -> Sequence[MultipartInfo]:
         """Unfinished multipart uploads under `prefix`."""
         ...

@@ -1,0 +1,312 @@
+"""Every rule of the protocol, in one pure function: values in, actions out.
+
+It must not know how anything is carried out: no clock, no I/O, no retries, no concurrency. The engine calls
+it whenever something changed, and starts those actions that are not under way yet; so `decide` may return an
+action many times and must return it for as long as it is due. `docs/design.md` lists the rules R1-R14.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from ckpt_async import retention
+from ckpt_async.model import (
+    CheckpointId,
+    Latest,
+    Local,
+    LocalCheckpoint,
+    Outcome,
+    Receipt,
+)
+
+# --- what is known of the store ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """How often this engine has looked for the other ranks' part of one checkpoint, and when it may again."""
+
+    num_looks: int = 0
+    next_look_at: float = 0.0
+    ranks: frozenset[int] | None = None  # whose receipts the last complete listing showed
+
+
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """What the engine has seen of the store. Memory only: after a crash it is looked up again."""
+
+    watches: Mapping[CheckpointId, Watch] = field(default_factory=dict)
+    latest: Latest | None = None  # as last read; older than the truth, never newer
+    to_publish: CheckpointId | None = None  # committed by this engine: it also moves latest
+    local_latest: CheckpointId | None = None  # what this engine pointed the local symlink at
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """The settings that rules depend on."""
+
+    num_checkpoints_to_keep: int = -1
+    has_local_latest: bool = True
+    may_decide: bool = True  # False: the store has no conditional PUT, and another rank decides
+
+
+# --- actions -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class MakeDurable:
+    """fsync shards, folders, manifest and journal: from here on they survive power loss."""
+
+    checkpoint: CheckpointId
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """Send one shard and have the store verify it."""
+
+    checkpoint: CheckpointId
+    shard: str
+
+
+@dataclass(frozen=True, slots=True)
+class StoreReceipt:
+    """Say in the store that this rank is done."""
+
+    checkpoint: CheckpointId
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """List the receipts and read the decision, if there is one."""
+
+    checkpoint: CheckpointId
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Read all receipts, check them against each other, and create the decision `commit`."""
+
+    checkpoint: CheckpointId
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Create the decision `abort`: this rank can never deliver its shards."""
+
+    checkpoint: CheckpointId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class MoveLatest:
+    """Move `latest.json` forward to this committed checkpoint."""
+
+    checkpoint: CheckpointId
+
+
+@dataclass(frozen=True, slots=True)
+class MoveLocalLatest:
+    """Point the local symlink at this committed checkpoint."""
+
+    checkpoint: CheckpointId
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Drop the spool's links of a decided checkpoint. The user's own files stay."""
+
+    checkpoint: CheckpointId
+
+
+@dataclass(frozen=True, slots=True)
+class Remove:
+    """Delete this rank's own files of a committed checkpoint that retention no longer keeps."""
+
+    checkpoint: CheckpointId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Drop the checkpoint from journal and spool: nothing is left to do for it here."""
+
+    checkpoint: CheckpointId
+
+
+@dataclass(frozen=True, slots=True)
+class WaitUntil:
+    """Nothing is due before this time (unless something changes)."""
+
+    time: float
+
+
+Action = (
+    MakeDurable
+    | Upload
+    | StoreReceipt
+    | Look
+    | Commit
+    | Abort
+    | MoveLatest
+    | MoveLocalLatest
+    | Release
+    | Remove
+    | Forget
+    | WaitUntil
+)
+
+
+# --- the rules ---------------------------------------------------------------------------------------------
+
+
+def decide(local: Local, remote: Remote, policy: Policy, now: float) -> list[Action]:
+    """Everything that is due now for one rank, oldest checkpoint first."""
+    actions: list[Action] = []
+    for _, checkpoint in sorted(local.checkpoints.items()):
+        if checkpoint.decision is None:
+            actions += _towards_decision(checkpoint, local, remote, policy, now)
+    actions += _after_decision(local, remote, policy)
+    return actions
+
+
+def _towards_decision(
+    checkpoint: LocalCheckpoint, local: Local, remote: Remote, policy: Policy, now: float
+) -> Iterable[Action]:
+    """Write order (R1): shards → receipt → decision. Never waits for another checkpoint."""
+    hopeless = why_hopeless(checkpoint, local.generation)
+    if hopeless is not None:
+        # The others must not wait for a shard that cannot come: abort competes with commit (R4).
+        if policy.may_decide:
+            yield Abort(checkpoint.id, hopeless)
+        return
+    watch = remote.watches.get(checkpoint.id, Watch())
+    if checkpoint.id.generation < local.generation and watch.num_looks == 0:
+        yield Look(checkpoint.id)  # the others, or the sweeper, may have settled it while we were away
+        return
+    if is_volatile(checkpoint):
+        yield MakeDurable(checkpoint.id)
+    for name, each in checkpoint.shards.items():
+        if each.stored is None and each.failure is None:
+            yield Upload(checkpoint.id, name)
+    if not checkpoint.is_verified:
+        return
+    if not checkpoint.has_receipt:
+        yield StoreReceipt(checkpoint.id)
+        return
+    if policy.may_decide and watch.ranks is not None and is_complete(checkpoint, watch.ranks):
+        yield Commit(checkpoint.id)
+    elif now >= watch.next_look_at:
+        yield Look(checkpoint.id)
+    else:
+        yield WaitUntil(watch.next_look_at)
+
+
+def _after_decision(local: Local, remote: Remote, policy: Policy) -> Iterable[Action]:
+    """latest → local symlink → release → local retention; all of it only past a decision (R1, R7)."""
+    decided = {id_: each for id_, each in sorted(local.checkpoints.items()) if each.decision is not None}
+    committed = [id_ for id_, each in decided.items() if each.was_committed]
+    loadable = [id_ for id_, each in decided.items() if is_loadable(each)]
+    newest = max(loadable, default=None)
+    publish = remote.to_publish
+    if publish is not None and is_ahead(publish, remote.latest):
+        yield MoveLatest(publish)
+    else:
+        publish = None
+    if newest is not None:
+        if policy.has_local_latest and policy.num_checkpoints_to_keep != 0 and remote.local_latest != newest:
+            yield MoveLocalLatest(newest)
+    kept = retention.keep_local(committed, policy.num_checkpoints_to_keep)
+    is_all_kept = policy.num_checkpoints_to_keep < 0
+    for id_, checkpoint in decided.items():
+        if not checkpoint.is_released:
+            yield Release(id_)
+        elif not checkpoint.was_committed or (is_all_kept and id_ not in (newest, publish)):
+            yield Forget(id_)  # the user's own files stay where they are
+        elif id_ not in kept and id_ != publish:
+            yield Remove(id_, f"beyond num_checkpoints_to_keep={policy.num_checkpoints_to_keep}")
+
+
+# --- the rules, one by one ---------------------------------------------------------------------------------
+
+
+def why_hopeless(checkpoint: LocalCheckpoint, generation: int) -> str | None:
+    """Why this rank can never deliver the checkpoint, or None.
+
+    What an earlier generation had sealed is still finished (R11); what it had not sealed never will be.
+    """
+    if checkpoint.loss is not None:
+        return checkpoint.loss.message
+    if checkpoint.sealed is None and checkpoint.id.generation < generation:
+        return f"the trainer stopped before it sealed {checkpoint.id}"
+    return None
+
+
+def is_volatile(checkpoint: LocalCheckpoint) -> bool:
+    """Whether power loss could still take something of it."""
+    if checkpoint.sealed is not None and not checkpoint.is_seal_durable:
+        return True
+    return any(not each.is_durable for each in checkpoint.shards.values())
+
+
+def is_loadable(checkpoint: LocalCheckpoint) -> bool:
+    """Whether it is committed and, as far as we read, not pruned."""
+    return checkpoint.decision is not None and checkpoint.decision.outcome is Outcome.COMMIT
+
+
+def is_complete(checkpoint: LocalCheckpoint, ranks: frozenset[int]) -> bool:
+    """Whether receipts of all ranks of *this generation's* world size are there (R5)."""
+    return checkpoint.sealed is not None and ranks >= frozenset(range(checkpoint.sealed.world_size))
+
+
+def is_ahead(checkpoint: CheckpointId, latest: Latest | None) -> bool:
+    """Whether `latest` may move to `checkpoint` (R6)."""
+    return latest is None or checkpoint > latest.checkpoint
+
+
+def obstacle(checkpoint: CheckpointId, receipts: Iterable[Receipt]) -> str | None:
+    """Why these receipts must not be committed together, or None if they may be (R5).
+
+    They are the receipts found under the checkpoint's own keys; that each belongs there was checked when it
+    was decoded.
+    """
+    by_rank = sorted(receipts, key=lambda receipt: receipt.rank)
+    if not by_rank:
+        return "there are no receipts"
+    first = by_rank[0]
+    for receipt in by_rank:
+        if receipt.checkpoint != checkpoint:
+            return f"rank {receipt.rank}'s receipt is of {receipt.checkpoint}"
+        if receipt.world_size != first.world_size:
+            return f"rank {receipt.rank} says world size {receipt.world_size}, rank {first.rank} says {first.world_size}"
+        if receipt.shards and receipt.name != name_of(by_rank):
+            return f"rank {receipt.rank} calls it {receipt.name!r}, another rank {name_of(by_rank)!r}"
+    if [receipt.rank for receipt in by_rank] != list(range(first.world_size)):
+        return f"receipts of ranks {[receipt.rank for receipt in by_rank]} for world size {first.world_size}"
+    owners: dict[str, tuple[int, object]] = {}
+    for receipt in by_rank:
+        for shard in receipt.shards:
+            content = (shard.size_bytes, shard.checksum)
+            rank, other = owners.setdefault(shard.key, (receipt.rank, content))
+            if other != content:
+                return f"ranks {rank} and {receipt.rank} both wrote {shard.key}, with different content"
+    return None
+
+
+def name_of(receipts: Iterable[Receipt]) -> str:
+    """The checkpoint's name: that of the lowest rank with shards (a rank without any need not know it)."""
+    by_rank = sorted(receipts, key=lambda receipt: (not receipt.shards, receipt.rank))
+    return by_rank[0].name
+
+
+def merged_metrics(receipts: Iterable[Receipt]) -> tuple[tuple[str, float], ...]:
+    """The metrics given at `seal`; where ranks differ, the lowest rank's count."""
+    merged: dict[str, float] = {}
+    for receipt in sorted(receipts, key=lambda receipt: receipt.rank, reverse=True):
+        merged.update(receipt.metrics)
+    return tuple(sorted(merged.items()))
+
+
+def next_look(watch: Watch, now: float, *, first_s: float, longest_s: float) -> float:
+    """When to look again: doubled each time, so that a rank that never comes costs a few requests an hour."""
+    return float(now + min(longest_s, first_s * 2.0 ** min(watch.num_looks, 32)))

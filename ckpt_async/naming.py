@@ -1,0 +1,124 @@
+"""Which names are safe, and which launch of the run this is. Pure: values in, values or a clear error out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from ckpt_async.errors import InvalidNameError, SettingsError
+
+# What POSIX, S3, GCS, R2 and shells all take without quoting, plus '=+@,' for Lightning's
+# 'epoch=1-step=100.ckpt'. No space, backslash, control or non-ASCII character: SeaweedFS accepts a newline
+# and folds 'p//q' into 'p/q', so what is ambiguous must be refused here (table rows F25, F26).
+_COMPONENT = re.compile(r"[A-Za-z0-9._=+@,-]{1,200}")
+
+# S3 allows 1,024 bytes of key. What is left is for the run's prefix.
+MAX_SHARD_NAME_LENGTH = 600
+MAX_CHECKPOINT_NAME_LENGTH = 200
+MAX_KEY_LENGTH = 1024
+
+
+def check_component(component: str, what: str) -> str:
+    """Return `component` if it is one safe path component, else raise InvalidNameError saying why not."""
+    if component in {"", ".", ".."}:
+        raise InvalidNameError(f"{what} {component!r} is not a name")
+    if not _COMPONENT.fullmatch(component):
+        raise InvalidNameError(
+            f"{what} {component!r} has a character or length that is not safe in every store",
+            hint="use 1 to 200 of A-Z a-z 0-9 . _ - = + @ ,",
+        )
+    return component
+
+
+def check_relative(path: str, what: str) -> str:
+    """Return `path` if it is a relative '/'-joined path of safe components."""
+    if path.startswith("/"):
+        raise InvalidNameError(f"{what} {path!r} must be relative")
+    for component in path.split("/"):
+        check_component(component, f"{what} {path!r}: component")
+    if len(path) > MAX_SHARD_NAME_LENGTH:
+        raise InvalidNameError(f"{what} {path[:80]!r}… has {len(path)} characters, more than {MAX_SHARD_NAME_LENGTH}")
+    return path
+
+
+def check_key_length(root: str, key: str) -> None:
+    """Refuse a key that S3 would refuse, before anything is enqueued."""
+    length = len(root) + 1 + len(key)
+    if length > MAX_KEY_LENGTH:
+        raise InvalidNameError(
+            f"object key {key[:80]!r}… would have {length} bytes with its prefix, more than {MAX_KEY_LENGTH}",
+            hint="shorten the remote prefix, the checkpoint's name or the shard's path",
+        )
+
+
+def checkpoint_name(name: str | None, step: int) -> str:
+    """The human name of a checkpoint, made unique in its generation: the last number in it is the step.
+
+    `ep1-ba100` at step 100 stays; `best` becomes `best-100`; none becomes `step-100`. Without this, two
+    steps called `last` would share keys, and the second would overwrite a committed checkpoint (rule R11).
+    """
+    if name is None:
+        return f"step-{step}"
+    check_component(name, "checkpoint name")
+    numbers = re.findall(r"\d+", name)
+    if not numbers or int(numbers[-1]) != step:
+        name = f"{name}-{step}"
+    if len(name) > MAX_CHECKPOINT_NAME_LENGTH:
+        raise InvalidNameError(f"checkpoint name {name!r} has more than {MAX_CHECKPOINT_NAME_LENGTH} characters")
+    return name
+
+
+def launch_key(environment: Mapping[str, str], *, world_size: int, parent: str) -> str | None:
+    """What all ranks of one start of the run share, and no other start has. None: the launcher says nothing.
+
+    `parent` identifies the launching process on this machine. It serves only where every rank has the same
+    one: a single node. TORCHELASTIC_RESTART_COUNT likewise: after a failure on one of several nodes the
+    agents disagree about it (torch/distributed/elastic/agent/server/api.py counts only local failures down),
+    so across nodes a reused key is told apart by the members' objects instead (see `generation`).
+    """
+    get = environment.get
+    if explicit := get("CKPT_ASYNC_LAUNCH_ID"):
+        return f"id={explicit}"
+    is_one_node = get("LOCAL_WORLD_SIZE", get("WORLD_SIZE", "1")) == get("WORLD_SIZE", "1")
+    run_id = get("TORCHELASTIC_RUN_ID", "none")
+    if run_id != "none":
+        key = f"torchelastic={run_id}"
+        if is_one_node:
+            return f"{key} restart={get('TORCHELASTIC_RESTART_COUNT', '0')} parent={parent}"
+        return f"{key} master={get('MASTER_ADDR', '')}:{get('MASTER_PORT', '')}"
+    if job := get("SLURM_JOB_ID"):
+        step, restart = get("SLURM_STEP_ID", ""), get("SLURM_RESTART_COUNT", "0")
+        return f"slurm={job}.{step} restart={restart}"
+    if world_size > 1 and "LOCAL_WORLD_SIZE" in environment and is_one_node:
+        return f"parent={parent} restart={get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    return None
+
+
+def rank_and_world_size(
+    environment: Mapping[str, str], rank: int | None, world_size: int | None
+) -> tuple[int, int]:
+    """Arguments over RANK / WORLD_SIZE of the launcher over 0 / 1; refuses what cannot be."""
+
+    def number(name: str, given: int | None, default: int) -> int:
+        if given is not None:
+            return given
+        text = environment.get(name, str(default))
+        try:
+            return int(text)
+        except ValueError:
+            raise SettingsError(f"{name}={text!r} in the environment is not a number") from None
+
+    rank, world_size = number("RANK", rank, 0), number("WORLD_SIZE", world_size, 1)
+    if not 1 <= world_size <= 100_000:
+        raise SettingsError(f"world_size={world_size} must be from 1 to 100000")
+    if not 0 <= rank < world_size:
+        raise SettingsError(f"rank={rank} must be from 0 to world_size-1 = {world_size - 1}")
+    return rank, world_size
+
+
+def fill(template: str, *, rank: int) -> str:
+    """Replace `{rank}` in a file-name template; any other variable is refused by name."""
+    try:
+        return template.format(rank=rank)
+    except (KeyError, IndexError, ValueError) as error:
+        raise InvalidNameError(f"template {template!r}: only {{rank}} can be used ({error})") from None

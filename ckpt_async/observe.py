@@ -1,0 +1,58 @@
+"""What the engine tells whoever counts: facts only, no opinion. Observers must not raise or block; one that
+does is switched off and logged once.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from ckpt_async.errors import FailureReason
+
+
+class Observer(Protocol):
+    """Receives facts, from any thread."""
+
+    def shard_enqueued(self, duration_s: float) -> None:
+        """The trainer spent this long in `enqueue` for one shard."""
+
+    def request_finished(self, operation: str, duration_s: float) -> None:
+        """One attempt of a store request ended, well or not."""
+
+    def attempt_failed(self, reason: FailureReason) -> None:
+        """One attempt failed; it may be retried."""
+
+    def bytes_uploaded(self, size_bytes: int) -> None:
+        """The store acknowledged this many bytes of shards."""
+
+    def shard_finished(self, result: str, duration_s: float) -> None:
+        """A shard reached an end: ok, failed, source_changed or source_missing."""
+
+    def checkpoint_committed(self, step: int, latency_s: float, at: float) -> None:
+        """A checkpoint was seen committed, `latency_s` after its first shard was enqueued here."""
+
+    def checkpoint_aborted(self) -> None:
+        """A checkpoint was seen given up."""
+
+    def checkpoint_pruned(self, location: str) -> None:
+        """Retention removed a checkpoint, location local or remote."""
+
+    def fenced(self) -> None:
+        """A newer generation superseded this trainer."""
+
+    def engine_restarted(self) -> None:
+        """The engine died of a bug and was started again."""
+
+
+class NullObserver:
+    """Counts nothing."""
+
+    def shard_enqueued(self, duration_s: float) -> None: ...
+    def request_finished(self, operation: str, duration_s: float) -> None: ...
+    def attempt_failed(self, reason: FailureReason) -> None: ...
+    def bytes_uploaded(self, size_bytes: int) -> None: ...
+    def shard_finished(self, result: str, duration_s: float) -> None: ...
+    def checkpoint_committed(self, step: int, latency_s: float, at: float) -> None: ...
+    def checkpoint_aborted(self) -> None: ...
+    def checkpoint_pruned(self, location: str) -> None: ...
+    def fenced(self) -> None: ...
+    def engine_restarted(self) -> None: ...

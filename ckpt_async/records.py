@@ -1,0 +1,381 @@
+"""Protocol objects <-> bytes: JSON with a format version, canonical, size-capped, schema-checked. Pure.
+
+What another machine wrote is input, never trusted: every reader refuses with InvalidRecordError what this
+package cannot have written, before it costs memory or time (table row F28). No pickle, no YAML, ever.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ckpt_async import keys
+from ckpt_async.errors import InvalidNameError, InvalidRecordError
+from ckpt_async.model import (
+    CheckpointId,
+    Checksum,
+    Decision,
+    Enqueued,
+    FileIdentity,
+    Generation,
+    Latest,
+    Outcome,
+    Receipt,
+    Sealed,
+    Shard,
+    StoredShard,
+)
+from ckpt_async.naming import check_component, check_relative
+
+FORMAT_VERSION = 1
+# A receipt of 100,000 shards takes about 20 MiB; a decision holds 30 bytes a rank.
+MAX_RECEIPT_SIZE_BYTES = 64 << 20
+MAX_RECORD_SIZE_BYTES = 8 << 20
+
+Json = dict[str, Any]
+
+
+# --- receipts ----------------------------------------------------------------------------------------------
+
+
+def encode_receipt(receipt: Receipt) -> bytes:
+    return _encode(
+        "receipt",
+        {
+            **_checkpoint_fields(receipt.checkpoint),
+            "name": receipt.name,
+            "rank": receipt.rank,
+            "world_size": receipt.world_size,
+            "metrics": dict(receipt.metrics),
+            "shards": [
+                {
+                    "name": shard.name,
+                    "key": shard.key,
+                    "size_bytes": shard.size_bytes,
+                    shard.checksum.algorithm: shard.checksum.value,
+                }
+                for shard in receipt.shards
+            ],
+        },
+    )
+
+
+def decode_receipt(data: bytes, expected: CheckpointId, rank: int) -> Receipt:
+    """Read a receipt and check that it is the one its key claims: a receipt of another checkpoint,
+    generation or rank under this key would mix checkpoints (rule R5).
+    """
+    fields = _decode("receipt", data, MAX_RECEIPT_SIZE_BYTES)
+    name = _name(fields)
+    receipt = Receipt(
+        checkpoint=_checkpoint(fields),
+        name=name,
+        rank=_int(fields, "rank", 0, keys.MAX_RANK),
+        world_size=_int(fields, "world_size", 1, keys.MAX_RANK + 1),
+        shards=tuple(_stored_shard(item, name, expected.generation) for item in _list(fields, "shards")),
+        metrics=_metrics(fields),
+    )
+    if (receipt.checkpoint, receipt.rank) != (expected, rank):
+        raise InvalidRecordError(
+            f"receipt of rank {receipt.rank}, {receipt.checkpoint} found under the key of rank {rank}, {expected}"
+        )
+    if receipt.rank >= receipt.world_size:
+        raise InvalidRecordError(f"receipt: rank {receipt.rank} is not below world size {receipt.world_size}")
+    if len({shard.name for shard in receipt.shards}) != len(receipt.shards):
+        raise InvalidRecordError(f"receipt of rank {rank}, {expected} lists a shard twice")
+    return receipt
+
+
+def _stored_shard(item: object, checkpoint_name: str, generation: int) -> StoredShard:
+    fields = _object(item, "shard")
+    shard = StoredShard(
+        name=_relative(fields, "name"),
+        key=_str(fields, "key"),
+        size_bytes=_int(fields, "size_bytes", 0, 1 << 60),
+        checksum=_checksum(fields),
+    )
+    if shard.key != keys.data_key(checkpoint_name, generation, shard.name):
+        raise InvalidRecordError(f"receipt: key {shard.key!r} is not that of shard {shard.name!r}")
+    return shard
+
+
+# --- decisions, latest, generations ------------------------------------------------------------------------
+
+
+def encode_decision(decision: Decision) -> bytes:
+    return _encode(
+        "decision",
+        {
+            **_checkpoint_fields(decision.checkpoint),
+            "outcome": decision.outcome.value,
+            "name": decision.name,
+            "world_size": decision.world_size,
+            "nonce": decision.nonce,
+            "decided_at": decision.decided_at,
+            "decided_by": decision.decided_by,
+            "receipts": [{checksum.algorithm: checksum.value} for checksum in decision.receipts],
+            "num_shards": decision.num_shards,
+            "size_bytes": decision.size_bytes,
+            "metrics": dict(decision.metrics),
+            "reason": decision.reason,
+        },
+    )
+
+
+def decode_decision(data: bytes, expected: CheckpointId) -> Decision:
+    fields = _decode("decision", data, MAX_RECORD_SIZE_BYTES)
+    try:
+        outcome = Outcome(_str(fields, "outcome"))
+    except ValueError:
+        raise InvalidRecordError(f"decision: unknown outcome {fields['outcome']!r}") from None
+    decision = Decision(
+        checkpoint=_checkpoint(fields),
+        outcome=outcome,
+        name=_name(fields),
+        world_size=_int(fields, "world_size", 1, keys.MAX_RANK + 1),
+        nonce=_str(fields, "nonce"),
+        decided_at=_float(fields, "decided_at"),
+        decided_by=_str(fields, "decided_by"),
+        receipts=tuple(_checksum(_object(item, "receipt")) for item in _list(fields, "receipts")),
+        num_shards=_int(fields, "num_shards", 0, 1 << 40),
+        size_bytes=_int(fields, "size_bytes", 0, 1 << 62),
+        metrics=_metrics(fields),
+        reason=_str(fields, "reason"),
+    )
+    if decision.checkpoint != expected:
+        raise InvalidRecordError(f"decision of {decision.checkpoint} found under the key of {expected}")
+    if outcome is not Outcome.ABORT and len(decision.receipts) != decision.world_size:
+        raise InvalidRecordError(
+            f"decision of {expected}: {len(decision.receipts)} receipts for world size {decision.world_size}"
+        )
+    return decision
+
+
+def encode_latest(latest: Latest) -> bytes:
+    return _encode(
+        "latest",
+        {
+            **_checkpoint_fields(latest.checkpoint),
+            "name": latest.name,
+            "prefix": latest.prefix,
+            "number": latest.number,
+            "nonce": latest.nonce,
+        },
+    )
+
+
+def decode_latest(data: bytes) -> Latest:
+    fields = _decode("latest", data, MAX_RECORD_SIZE_BYTES)
+    checkpoint, name = _checkpoint(fields), _name(fields)
+    latest = Latest(
+        checkpoint=checkpoint,
+        name=name,
+        prefix=_str(fields, "prefix"),
+        number=_int(fields, "number", 0, 1 << 62),
+        nonce=_str(fields, "nonce"),
+    )
+    if latest.prefix != keys.data_prefix(name, checkpoint.generation):
+        raise InvalidRecordError(f"latest: prefix {latest.prefix!r} is not that of {name!r}")
+    return latest
+
+
+def encode_generation(generation: Generation) -> bytes:
+    return _encode(
+        "generation",
+        {
+            "generation": generation.number,
+            "launch_key": generation.launch_key,
+            "world_size": generation.world_size,
+            "host": generation.host,
+            "nonce": generation.nonce,
+            "claimed_at": generation.claimed_at,
+        },
+    )
+
+
+def decode_generation(data: bytes, expected: int) -> Generation:
+    fields = _decode("generation", data, MAX_RECORD_SIZE_BYTES)
+    generation = Generation(
+        number=_int(fields, "generation", 1, keys.MAX_GENERATION),
+        launch_key=_str(fields, "launch_key"),
+        world_size=_int(fields, "world_size", 1, keys.MAX_RANK + 1),
+        host=_str(fields, "host"),
+        nonce=_str(fields, "nonce"),
+        claimed_at=_float(fields, "claimed_at"),
+    )
+    if generation.number != expected:
+        raise InvalidRecordError(f"generation {generation.number} found under the key of {expected}")
+    return generation
+
+
+def encode_member(nonce: str, rank: int) -> bytes:
+    return _encode("member", {"nonce": nonce, "rank": rank})
+
+
+def decode_member(data: bytes) -> str:
+    """The nonce of the process that is this rank of this generation."""
+    return _str(_decode("member", data, MAX_RECORD_SIZE_BYTES), "nonce")
+
+
+# --- the spool's manifest: what the journal said, kept beside the links (rule R10) --------------------------
+
+
+def encode_manifest(enqueued: list[Enqueued], sealed: Sealed | None) -> bytes:
+    checkpoint, name = (sealed or enqueued[0]).checkpoint, (sealed or enqueued[0]).name
+    return _encode(
+        "manifest",
+        {
+            **_checkpoint_fields(checkpoint),
+            "name": name,
+            "world_size": sealed.world_size if sealed else None,
+            "metrics": dict(sealed.metrics) if sealed else {},
+            "shards": [_shard_fields(event.shard) for event in enqueued],
+        },
+    )
+
+
+def decode_manifest(data: bytes, expected: CheckpointId) -> tuple[list[Enqueued], Sealed | None]:
+    fields = _decode("manifest", data, MAX_RECEIPT_SIZE_BYTES)
+    checkpoint, name = _checkpoint(fields), _name(fields)
+    if checkpoint != expected:
+        raise InvalidRecordError(f"manifest of {checkpoint} found under the name of {expected}")
+    enqueued = [Enqueued(checkpoint, name, decode_shard(item)) for item in _list(fields, "shards")]
+    if fields.get("world_size") is None:
+        return enqueued, None
+    world_size = _int(fields, "world_size", 1, keys.MAX_RANK + 1)
+    return enqueued, Sealed(checkpoint, name, world_size, _metrics(fields))
+
+
+def _shard_fields(shard: Shard) -> Json:
+    identity = shard.identity
+    return {
+        "name": shard.name,
+        "source": shard.source,
+        "identity": [identity.device, identity.inode, identity.size_bytes, identity.mtime_ns],
+        "is_linked": shard.is_linked,
+    }
+
+
+def decode_shard(item: object) -> Shard:
+    fields = _object(item, "shard")
+    identity = _list(fields, "identity")
+    if len(identity) != 4 or not all(type(number) is int for number in identity):
+        raise InvalidRecordError(f"shard: identity {identity!r} is not four numbers")
+    if not isinstance(fields.get("is_linked"), bool):
+        raise InvalidRecordError("shard: is_linked is not true or false")
+    return Shard(
+        _relative(fields, "name"), _relative(fields, "source"), FileIdentity(*identity), fields["is_linked"]
+    )
+
+
+# --- JSON, capped and checked ------------------------------------------------------------------------------
+
+
+def _encode(kind: str, fields: Json) -> bytes:
+    document = {"format": f"ckpt_async/{kind}", "version": FORMAT_VERSION, **fields}
+    return json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+
+
+def _decode(kind: str, data: bytes, max_size_bytes: int) -> Json:
+    if len(data) > max_size_bytes:
+        raise InvalidRecordError(f"{kind}: {len(data)} bytes, more than {max_size_bytes}")
+    try:
+        document = json.loads(
+            data, parse_int=_small_int, parse_constant=_no_constant, object_pairs_hook=_no_duplicates
+        )
+    except (ValueError, RecursionError) as error:  # deep nesting ends in RecursionError, not in a crash
+        raise InvalidRecordError(f"{kind}: not JSON this package writes: {error}") from None
+    fields = _object(document, kind)
+    if fields.get("format") != f"ckpt_async/{kind}":
+        raise InvalidRecordError(f"{kind}: format is {fields.get('format')!r}")
+    version = fields.get("version")
+    if version != FORMAT_VERSION or type(version) is not int:
+        raise InvalidRecordError(
+            f"{kind}: format version {version!r}; this program reads version {FORMAT_VERSION}",
+            hint="upgrade ckpt_async if a newer one wrote it",
+        )
+    return fields
+
+
+def _small_int(text: str) -> int:
+    if len(text) > 20:
+        raise ValueError(f"number of {len(text)} digits")
+    return int(text)
+
+
+def _no_constant(text: str) -> float:
+    raise ValueError(f"{text} is not a number")
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> Json:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a name appears twice in one object")
+    return result
+
+
+def _object(value: object, what: str) -> Json:
+    if not isinstance(value, dict):
+        raise InvalidRecordError(f"{what}: not a JSON object")
+    return value
+
+
+def _typed(fields: Mapping[str, Any], name: str, is_right: Callable[[Any], bool]) -> Any:
+    if name not in fields:
+        raise InvalidRecordError(f"field {name!r} is missing")
+    if not is_right(fields[name]):
+        raise InvalidRecordError(f"field {name!r} has the value {str(fields[name])[:80]!r}")
+    return fields[name]
+
+
+def _str(fields: Mapping[str, Any], name: str) -> str:
+    return str(_typed(fields, name, lambda value: isinstance(value, str)))
+
+
+def _int(fields: Mapping[str, Any], name: str, low: int, high: int) -> int:
+    return int(_typed(fields, name, lambda value: type(value) is int and low <= value <= high))
+
+
+def _float(fields: Mapping[str, Any], name: str) -> float:
+    return float(_typed(fields, name, lambda value: type(value) in (int, float) and math.isfinite(value)))
+
+
+def _list(fields: Mapping[str, Any], name: str) -> list[Any]:
+    return list(_typed(fields, name, lambda value: isinstance(value, list)))
+
+
+def _checkpoint_fields(checkpoint: CheckpointId) -> Json:
+    return {"generation": checkpoint.generation, "step": checkpoint.step}
+
+
+def _checkpoint(fields: Mapping[str, Any]) -> CheckpointId:
+    return CheckpointId(
+        _int(fields, "generation", 1, keys.MAX_GENERATION), _int(fields, "step", 0, keys.MAX_STEP)
+    )
+
+
+def _name(fields: Mapping[str, Any]) -> str:
+    try:
+        return check_component(_str(fields, "name"), "checkpoint name")
+    except InvalidNameError as error:
+        raise InvalidRecordError(str(error)) from None
+
+
+def _relative(fields: Mapping[str, Any], name: str) -> str:
+    try:
+        return check_relative(_str(fields, name), name)
+    except InvalidNameError as error:
+        raise InvalidRecordError(str(error)) from None
+
+
+def _checksum(fields: Mapping[str, Any]) -> Checksum:
+    for algorithm in ("crc64nvme", "crc32c"):
+        if algorithm in fields:
+            return Checksum(algorithm, _str(fields, algorithm))
+    raise InvalidRecordError("no checksum")
+
+
+def _metrics(fields: Mapping[str, Any]) -> tuple[tuple[str, float], ...]:
+    metrics = _object(_typed(fields, "metrics", lambda value: isinstance(value, dict)), "metrics")
+    return tuple((name, _float(metrics, name)) for name in sorted(metrics))

@@ -1,0 +1,150 @@
+"""All numbers and switches in one frozen value, and where they come from. Pure: files and environment are
+arguments. Order of precedence: keyword arguments, then `CKPT_ASYNC_*`, then the TOML file, then the default.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt_async.errors import SettingsError
+
+MIB = 1 << 20
+ENVIRONMENT_PREFIX = "CKPT_ASYNC_"
+
+
+def _setting(default: Any, help_: str, low: float | None = None, high: float | None = None, **more: Any) -> Any:
+    metadata = {"help": help_, "low": low, "high": high, **more}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Everything an engine can be told. `docs/settings.md` is made from these lines."""
+
+    num_checkpoints_to_keep: int = _setting(
+        -1, "local checkpoints to keep: -1 all, 0 none once committed, N the newest N", -1, 10**6
+    )
+    num_concurrent_uploads: int = _setting(8, "requests that carry shard bytes at once, per engine", 1, 1024)
+    upload_timeout_s: float = _setting(3600.0, "how long one shard may fail before it is reported", 1, 604_800)
+    on_error: str = _setting(
+        "raise", "a final failure: raise it at the next call, or only warn", choices=("raise", "warn")
+    )
+    metrics_port: int = _setting(
+        -1, "Prometheus port: -1 none, 0 any free one; local rank r takes metrics_port + r", -1, 65_535
+    )
+    metrics_address: str = _setting("127.0.0.1", "address the metrics are served on")
+    latest_filename: str = _setting(
+        "latest-rank{rank}", "local symlink to the newest committed checkpoint; empty for none"
+    )
+    composer_symlink: str = _setting(
+        "", "remote text pointer as Composer writes it, e.g. latest-rank{rank}.pt.symlink; empty for none"
+    )
+    max_inflight_bytes: int = _setting(1024 * MIB, "bytes of shards on the wire at once", MIB, 1 << 50)
+    part_size_bytes: int = _setting(
+        16 * MIB, "smallest part of a multipart upload; grows so that 10,000 parts suffice", 5 * MIB, 1 << 32
+    )
+    request_timeout_s: float = _setting(30.0, "deadline of a request, before its bytes are added", 0.05, 3600)
+    minimum_rate_bytes_per_s: float = _setting(
+        1.0 * MIB, "slowest useful transfer: a request's deadline grows by size / this rate", 1, 1e12
+    )
+    stall_timeout_s: float = _setting(20.0, "a request during which no byte moves is given up", 0.05, 3600)
+    retry_initial_s: float = _setting(0.2, "first back-off, doubled with full jitter", 0.001, 60)
+    retry_max_s: float = _setting(20.0, "longest back-off", 0.01, 3600)
+    decision_poll_s: float = _setting(
+        1.0, "first wait for the other ranks' receipts, doubled up to decision_poll_max_s", 0.01, 3600
+    )
+    decision_poll_max_s: float = _setting(60.0, "longest wait between looks at the decision", 0.01, 3600)
+    close_grace_s: float = _setting(
+        30.0, "how long close() waits for other ranks once all of ours is uploaded", 0, 86_400
+    )
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            _check(field, getattr(self, field.name), f"{field.name}")
+        if self.retry_max_s < self.retry_initial_s:
+            raise SettingsError(
+                f"retry_max_s={self.retry_max_s} must be at least retry_initial_s={self.retry_initial_s}"
+            )
+        if self.decision_poll_max_s < self.decision_poll_s:
+            raise SettingsError(
+                f"decision_poll_max_s={self.decision_poll_max_s} must be at least"
+                f" decision_poll_s={self.decision_poll_s}"
+            )
+
+
+def load(arguments: Mapping[str, Any], environment: Mapping[str, str], toml: str = "") -> Settings:
+    """Merge the three sources and check every value. An argument of None counts as not given.
+
+    Raises SettingsError with the name, its source, the value and what is allowed; also for unknown names.
+    """
+    fields = {field.name: field for field in dataclasses.fields(Settings)}
+    values: dict[str, Any] = {}
+    for name, value in _parse_toml(toml).items():
+        if name not in fields:
+            raise SettingsError(f"settings file: unknown setting {name!r}", hint=_nearest(name, fields))
+        values[name] = _check(fields[name], value, f"settings file: {name}")
+    for name, field in fields.items():
+        variable = ENVIRONMENT_PREFIX + name.upper()
+        if variable in environment:
+            values[name] = _check(field, _parse_text(field, environment[variable], variable), variable)
+    for name, value in arguments.items():
+        if name not in fields:
+            raise SettingsError(f"unknown setting {name!r}", hint=_nearest(name, fields))
+        if value is not None:
+            values[name] = _check(fields[name], value, name)
+    return Settings(**values)
+
+
+def _check(field: dataclasses.Field[Any], value: Any, where: str) -> Any:
+    low, high = field.metadata["low"], field.metadata["high"]
+    allowed = field.metadata.get("choices")
+    match field.type:
+        case "int":
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise SettingsError(f"{where}={value!r} must be a whole number from {low} to {high}")
+        case "float":
+            if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
+                raise SettingsError(f"{where}={value!r} must be a number from {low} to {high}")
+            value = float(value)
+        case _:
+            if not isinstance(value, str):
+                raise SettingsError(f"{where}={value!r} must be text")
+            if allowed and value not in allowed:
+                raise SettingsError(f"{where}={value!r} must be one of {', '.join(allowed)}")
+    if low is not None and not low <= value <= high:
+        raise SettingsError(f"{where}={value!r} must be from {low} to {high}")
+    return value
+
+
+def _parse_text(field: dataclasses.Field[Any], text: str, where: str) -> Any:
+    convert = {"int": int, "float": float}.get(str(field.type), str)
+    try:
+        return convert(text)
+    except ValueError:
+        low, high = field.metadata["low"], field.metadata["high"]
+        raise SettingsError(f"{where}={text!r} must be a number from {low} to {high}") from None
+
+
+def _parse_toml(text: str) -> dict[str, Any]:
+    """The whole file, or its `[tool.ckpt_async]` table when it has one (so pyproject.toml can be used)."""
+    try:
+        document = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise SettingsError(f"settings file is not TOML: {error}") from None
+    tool = document.get("tool", {})
+    if isinstance(tool, dict) and "ckpt_async" in tool:
+        document = tool["ckpt_async"]
+    elif "tool" in document or "project" in document:
+        return {}
+    return dict(document)
+
+
+def _nearest(name: str, fields: Mapping[str, Any]) -> str:
+    import difflib
+
+    close = difflib.get_close_matches(name, fields, n=1)
+    return f"did you mean {close[0]}?" if close else f"known settings: {', '.join(sorted(fields))}"
