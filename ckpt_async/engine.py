@@ -1,0 +1,675 @@
+"""The engine: observe, decide, act, record. One per rank; it owns no rule, only how actions are carried out.
+
+State comes from the journal alone (`fold`), so a new engine continues wherever the last one was killed. What
+is in flight is memory only. Nothing here blocks the event loop: disk work goes to worker threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import assert_never
+from urllib.parse import urlsplit
+
+from ckpt_async import conditional, decide, keys, naming, records, transfer
+from ckpt_async.errors import (
+    CkptAsyncError,
+    FailureReason,
+    InvalidNameError,
+    InvalidRecordError,
+    JournalError,
+    SourceError,
+    StoreError,
+)
+from ckpt_async.files import Folder, fsync_path, point_symlink, write_durably
+from ckpt_async.generation import newest_generation
+from ckpt_async.journal import Journal
+from ckpt_async.model import (
+    CheckpointId,
+    Decided,
+    Decision,
+    Enqueued,
+    Event,
+    Failed,
+    Forgotten,
+    JournalRow,
+    Latest,
+    Local,
+    LocalCheckpoint,
+    LocalShard,
+    MadeDurable,
+    MultipartOpened,
+    Outcome,
+    Receipt,
+    ReceiptStored,
+    Released,
+    StoredShard,
+    Verified,
+    fold,
+)
+from ckpt_async.observe import Observer
+from ckpt_async.requests import Requests
+from ckpt_async.settings import Settings
+from ckpt_async.store import Store
+
+logger = logging.getLogger(__name__)
+
+# Another process may have appended (DCP's PROCESS mode, a second thread's wake-up lost at shutdown): the
+# wake-up is only a hint, this is the safety net.
+POLL_S = 1.0
+# After an action failed for good (its own retries are over) it is tried again this much later.
+RETRY_ACTION_S = 30.0
+# Outcomes remembered for `wait` after a checkpoint has left the journal.
+MAX_OUTCOMES = 1000
+
+
+class Engine:
+    """Carries one rank's checkpoints from the spool to a decision, and cleans up behind them.
+
+    Lives on one event loop; `wake`, `hurry` and `stop` may be called from any thread. `local` is an
+    immutable snapshot that any thread may read. `on_change` is called on the loop after every change.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        folder: Folder,
+        journal: Journal,
+        store: Store,
+        requests: Requests,
+        settings: Settings,
+        observer: Observer,
+        clock: Callable[[], float],
+        is_trainer: bool = True,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.rank = rank
+        self.local = Local(rank)
+        self.outcomes: dict[CheckpointId, Decided] = {}
+        self.failures: deque[CkptAsyncError] = deque(maxlen=MAX_OUTCOMES)
+        self.fenced_by: int | None = None
+        self.num_due = 0  # actions of our own that are due or under way, not counting looks at the others
+        self.num_rounds = 0
+        self._folder, self._journal, self._store, self._requests = folder, journal, store, requests
+        self._settings, self._observer, self._clock, self._on_change = settings, observer, clock, on_change
+        self._is_trainer = is_trainer
+        self._policy = decide.Policy(
+            num_checkpoints_to_keep=settings.num_checkpoints_to_keep,
+            has_local_latest=bool(settings.latest_filename),
+            may_decide=store.capabilities.conditional_put or rank == 0,
+        )
+        self._remote = decide.Remote()
+        self._running: dict[decide.Action, asyncio.Task[None]] = {}
+        self._not_before: dict[decide.Action, float] = {}
+        self._uploads: deque[decide.Upload] = deque()
+        self._sent_bytes: dict[decide.Upload, int] = {}
+        self._is_progress_new = False
+        self._is_hurried = False
+        self._is_stopping = False
+        self._loop = asyncio.get_running_loop()
+        self._woken = asyncio.Event()
+        self._crash: asyncio.Future[None] = self._loop.create_future()
+
+    # --- from other threads --------------------------------------------------------------------------------
+
+    def wake(self) -> None:
+        """Something was appended to the journal: look now. Any thread; a lost call costs POLL_S."""
+        with contextlib.suppress(RuntimeError):  # the loop is closing: the journal has it
+            self._loop.call_soon_threadsafe(self._woken.set)
+
+    def hurry(self, is_hurried: bool) -> None:
+        """While someone waits, look for the others' receipts at the shortest interval. Any thread."""
+
+        def change() -> None:
+            self._is_hurried = is_hurried
+            if is_hurried:
+                watches = {id_: replace(each, next_look_at=0.0) for id_, each in self._remote.watches.items()}
+                self._remote = replace(self._remote, watches=watches)
+            self._woken.set()
+
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(change)
+
+    def stop(self) -> None:
+        """Make `run` return soon, cancelling what is in flight: the journal has it. Any thread."""
+
+        def change() -> None:
+            self._is_stopping = True
+            self._woken.set()
+
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(change)
+
+    # --- the loop ------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Work until `stop`. Raises only on a bug or when the journal cannot be used."""
+        try:
+            await asyncio.to_thread(self._rebuild)
+            self._remote = replace(self._remote, to_publish=self._newest_loadable())
+            while not self._is_stopping:
+                self._woken.clear()
+                self._refresh()
+                pause_s = self._start_due()
+                self._on_change()
+                await self._sleep(pause_s)
+                if self._crash.done():
+                    self._crash.result()
+                await self._housekeep()
+        finally:
+            await self._cancel_all()
+            self._on_change()
+
+    def _start_due(self) -> float:
+        """Start what is due and not under way; return how long nothing else can become due."""
+        now = self._loop.time()
+        wake_at = now + POLL_S
+        uploads: deque[decide.Upload] = deque()
+        due: set[decide.Action] = set()
+        num_due = 0
+        for action in decide.decide(self.local, self._remote, self._policy, now):
+            if isinstance(action, decide.WaitUntil):
+                wake_at = min(wake_at, action.time)
+                continue
+            due.add(action)
+            num_due += not isinstance(action, decide.Look)
+            if action in self._running:
+                continue
+            not_before = self._not_before.get(action, 0.0)
+            if now < not_before:
+                wake_at = min(wake_at, not_before)
+            elif isinstance(action, decide.Upload):
+                uploads.append(action)
+            else:
+                self._start(action)
+        self._not_before = {action: at for action, at in self._not_before.items() if action in due}
+        self._uploads = uploads
+        self._start_uploads()
+        self.num_due, self.num_rounds = num_due, self.num_rounds + 1
+        return max(0.0, wake_at - now)
+
+    def _start_uploads(self) -> None:
+        """Fill the free places. A checkpoint of 10,000 shards is 10,000 actions but few tasks."""
+        running = sum(isinstance(action, decide.Upload) for action in self._running)
+        while self._uploads and running < self._settings.num_concurrent_uploads:
+            self._start(self._uploads.popleft())
+            running += 1
+
+    def _start(self, action: decide.Action) -> None:
+        task = self._loop.create_task(self._perform(action), name=type(action).__name__)
+        self._running[action] = task
+        task.add_done_callback(lambda task: self._finished(action, task))
+
+    def _finished(self, action: decide.Action, task: asyncio.Task[None]) -> None:
+        del self._running[action]
+        self._sent_bytes.pop(action, None) if isinstance(action, decide.Upload) else None
+        if not task.cancelled() and (error := task.exception()) is not None:
+            if not self._crash.done():
+                self._crash.set_exception(error)
+            self._woken.set()
+            return
+        if isinstance(action, decide.Upload) and self._uploads:
+            self._start_uploads()  # without asking `decide` after each of many small shards
+            return
+        self._woken.set()
+
+    async def _sleep(self, pause_s: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(pause_s):
+                await self._woken.wait()
+
+    async def _cancel_all(self) -> None:
+        self._uploads.clear()
+        tasks = list(self._running.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._crash.done():
+            self._crash.exception()  # it was raised, or something worse is being raised
+
+    def _refresh(self) -> None:
+        self.local = fold(self._journal.rows(after=self.local.sequence), self.local)
+
+    async def _record(self, *events: Event) -> None:
+        """Append to the journal and take note at once."""
+        self._journal.append(self.rank, events)
+        self._refresh()
+
+    async def _housekeep(self) -> None:
+        if self._is_progress_new:
+            self._is_progress_new = False
+            self._journal.note_progress(
+                self.rank, [(each.checkpoint, each.shard, sent) for each, sent in self._sent_bytes.items()]
+            )
+        await asyncio.to_thread(self._journal.compact)
+
+    # --- recovery ------------------------------------------------------------------------------------------
+
+    def _rebuild(self) -> None:
+        """Replay the journal, and take from the spool's manifests what it does not know (rule R10)."""
+        self._refresh()
+        spool = self._folder.private / keys.spool_rank(self.rank)
+        spool.mkdir(parents=True, exist_ok=True)
+        known = set(self.local.checkpoints)
+        for entry in sorted(os.listdir(spool)):
+            tag, dot, suffix = entry.partition(".")
+            checkpoint = keys.parse_checkpoint_tag(tag)
+            if checkpoint is None:
+                (spool / entry).unlink(missing_ok=True)  # a tmp file of a write that a crash cut short
+            elif checkpoint in known:
+                continue
+            elif dot and suffix == "json":
+                self._rebuild_from(spool / entry, checkpoint)
+            elif not (spool / f"{tag}.json").exists():
+                # Links that no journal row and no manifest speaks of: the caller of `enqueue` was never
+                # told that they are safe, and the user's own files are untouched.
+                self._folder.remove_spool(f"{keys.spool_rank(self.rank)}/{entry}")
+        self._refresh()
+
+    def _rebuild_from(self, path: Path, checkpoint: CheckpointId) -> None:
+        try:
+            enqueued, sealed = records.decode_manifest(path.read_bytes(), checkpoint)
+        except InvalidRecordError as error:
+            logger.warning("manifest_unreadable path=%s error=%s; its files are left in place", path, error)
+            return
+        logger.warning("journal_rebuilt rank=%d %s shards=%d", self.rank, checkpoint, len(enqueued))
+        self._journal.append(self.rank, [*enqueued, *([sealed] if sealed else [])])
+
+    def _newest_loadable(self) -> CheckpointId | None:
+        loadable = (id_ for id_, each in self.local.checkpoints.items() if decide.is_loadable(each))
+        return max(loadable, default=None)
+
+    # --- actions -------------------------------------------------------------------------------------------
+
+    async def _perform(self, action: decide.Action) -> None:
+        """Carry out one action. Trouble of the store or the disk is noted and tried again later; anything
+        else is a bug and stops the engine, loudly.
+        """
+        try:
+            match action:
+                case decide.MakeDurable():
+                    await self._make_durable(action)
+                case decide.Upload():
+                    await self._upload(action)
+                case decide.StoreReceipt():
+                    await self._store_receipt(action)
+                case decide.Look():
+                    await self._look(action)
+                case decide.Commit():
+                    await self._commit(action)
+                case decide.Abort():
+                    await self._abort(action)
+                case decide.MoveLatest():
+                    await self._move_latest(action)
+                case decide.MoveLocalLatest():
+                    await asyncio.to_thread(self._move_local_latest, action)
+                case decide.Release():
+                    await self._release(action)
+                case decide.Remove():
+                    await self._remove(action)
+                case decide.Forget():
+                    await self._forget(action.checkpoint)
+                case decide.WaitUntil():
+                    pass
+                case _:
+                    assert_never(action)
+        except (StoreError, JournalError, InvalidRecordError, OSError) as error:
+            self._not_before[action] = self._loop.time() + RETRY_ACTION_S
+            logger.warning("action_failed action=%s error=%s; tried again in %.0f s", action, error, RETRY_ACTION_S)
+            if isinstance(error, CkptAsyncError):
+                self.failures.append(error)
+
+    def _checkpoint(self, id_: CheckpointId) -> LocalCheckpoint:
+        return self.local.checkpoints[id_]
+
+    async def _make_durable(self, action: decide.MakeDurable) -> None:
+        checkpoint = self._checkpoint(action.checkpoint)
+        volatile = [each for each in checkpoint.shards.values() if not each.is_durable]
+        failed = await asyncio.to_thread(self._fsync_shards, checkpoint, volatile)
+        if failed:
+            await self._fail(checkpoint, failed)
+            return
+        await asyncio.to_thread(self._write_manifest, checkpoint)
+        await asyncio.to_thread(self._journal.sync)
+        names = tuple(each.shard.name for each in volatile)
+        await self._record(MadeDurable(checkpoint.id, names, checkpoint.sealed is not None))
+
+    def _fsync_shards(self, checkpoint: LocalCheckpoint, shards: Iterable[LocalShard]) -> list[Failed]:
+        failed = []
+        folders = {self._folder.private / keys.spool_checkpoint(checkpoint.id, self.rank)}
+        for each in shards:
+            path = self._path(checkpoint, each)
+            try:
+                fsync_path(path)
+            except FileNotFoundError:
+                message = f"shard {str(path)!r} is gone: it was deleted before it was uploaded"
+                failed.append(Failed(checkpoint.id, each.shard.name, FailureReason.SOURCE_MISSING, message))
+            except OSError as error:
+                # After a failed fsync the pages may be dropped and marked clean: what is read next is not
+                # what was written, so it must never be uploaded (https://lwn.net/Articles/752063/).
+                message = f"shard {str(path)!r}: fsync failed ({error.strerror}), its content cannot be trusted"
+                failed.append(Failed(checkpoint.id, each.shard.name, FailureReason.SOURCE_CHANGED, message))
+            folders |= {path.parent, (self._folder.path / each.shard.source).parent}
+        for folder in folders:
+            while folder != self._folder.path.parent and folder.is_relative_to(self._folder.path):
+                with contextlib.suppress(FileNotFoundError):
+                    fsync_path(folder)
+                folder = folder.parent
+        return failed
+
+    def _write_manifest(self, checkpoint: LocalCheckpoint) -> None:
+        enqueued = [Enqueued(checkpoint.id, checkpoint.name, each.shard) for each in checkpoint.shards.values()]
+        if enqueued or checkpoint.sealed:
+            path = self._folder.private / keys.spool_manifest(checkpoint.id, self.rank)
+            write_durably(path, records.encode_manifest(enqueued, checkpoint.sealed))
+
+    def _spool_path(self, checkpoint: LocalCheckpoint, shard: LocalShard) -> str | None:
+        if not shard.shard.is_linked:
+            return None
+        return f"{keys.spool_checkpoint(checkpoint.id, self.rank)}/{shard.shard.name}"
+
+    def _path(self, checkpoint: LocalCheckpoint, shard: LocalShard) -> Path:
+        spool = self._spool_path(checkpoint, shard)
+        return self._folder.private / spool if spool else self._folder.path / shard.shard.source
+
+    async def _upload(self, action: decide.Upload) -> None:
+        checkpoint = self._checkpoint(action.checkpoint)
+        local = checkpoint.shards[action.shard]
+        shard, started = local.shard, self._loop.time()
+        key = keys.data_key(checkpoint.name, checkpoint.id.generation, shard.name)
+        begun = local.multipart
+        resume = transfer.Resume(begun.upload_id, begun.part_size_bytes) if begun else None
+
+        def opened(multipart: transfer.Resume) -> None:
+            event = MultipartOpened(checkpoint.id, shard.name, multipart.upload_id, multipart.part_size_bytes)
+            self._journal.append(self.rank, [event])
+
+        def sent(size_bytes: int) -> None:
+            self._sent_bytes[action] = self._sent_bytes.get(action, 0) + size_bytes
+            self._is_progress_new = True
+            self._observer.bytes_uploaded(size_bytes)
+
+        try:
+            source = await asyncio.to_thread(self._open, checkpoint, local)
+            try:
+                size_bytes, checksum = await transfer.upload(
+                    self._store,
+                    self._requests,
+                    source,
+                    key,
+                    smallest_part_bytes=self._settings.part_size_bytes,
+                    resume=resume,
+                    opened=opened,
+                    sent=sent,
+                )
+            finally:
+                source.close()
+        except (SourceError, StoreError) as error:
+            await self._fail(checkpoint, [Failed(checkpoint.id, shard.name, error.reason, str(error))])
+            return
+        await self._record(Verified(checkpoint.id, StoredShard(shard.name, key, size_bytes, checksum)))
+        self._observer.shard_finished("ok", self._loop.time() - started)
+        logger.debug("shard_verified key=%s size_bytes=%d", key, size_bytes)
+
+    def _open(self, checkpoint: LocalCheckpoint, local: LocalShard) -> transfer.Source:
+        shard = local.shard
+        spool = self._spool_path(checkpoint, local)
+        descriptor = self._folder.open_source(shard.source, spool, shard.identity)
+        return transfer.Source(descriptor, shard.identity, str(self._path(checkpoint, local)))
+
+    async def _fail(self, checkpoint: LocalCheckpoint, failed: list[Failed]) -> None:
+        """Shards reached an end that is not the store: recorded, counted, logged, handed to the trainer."""
+        await self._record(*failed)
+        for each in failed:
+            is_lost = each.reason in {FailureReason.SOURCE_CHANGED, FailureReason.SOURCE_MISSING}
+            self._observer.shard_finished(each.reason.value if is_lost else "failed", 0.0)
+            logger.error("shard_failed %s shard=%s error=%s", checkpoint.id, each.shard, each.message)
+            self.failures.append(CkptAsyncError(f"{checkpoint.id}, shard {each.shard!r}: {each.message}"))
+
+    async def _store_receipt(self, action: decide.StoreReceipt) -> None:
+        checkpoint = self._checkpoint(action.checkpoint)
+        assert checkpoint.sealed is not None
+        receipt = Receipt(
+            checkpoint.id,
+            checkpoint.name,
+            self.rank,
+            checkpoint.sealed.world_size,
+            tuple(each.stored for each in checkpoint.shards.values() if each.stored is not None),
+            checkpoint.sealed.metrics,
+        )
+        key, data = keys.receipt_key(checkpoint.id, self.rank), records.encode_receipt(receipt)
+        there = await conditional.create_once(self._store, self._requests, key, data)
+        if there != data:
+            message = f"another process wrote a different receipt for rank {self.rank}"
+            await self._decide(checkpoint, self._decision(checkpoint, Outcome.ABORT, reason=message))
+            return
+        await self._record(ReceiptStored(checkpoint.id))
+
+    async def _look(self, action: decide.Look) -> None:
+        """See whether the others are done: receipts the first time, from then on the decision first."""
+        checkpoint, id_ = self._checkpoint(action.checkpoint), action.checkpoint
+        watch = self._remote.watches.get(id_, decide.Watch())
+        is_first = watch.num_looks == 0 and id_.generation == self.local.generation
+        ranks: frozenset[int] | None
+        if is_first:
+            await self._look_for_successor()
+            ranks = await self._list_receipts(id_)
+        else:
+            data = await conditional.read(self._store, self._requests, keys.decision_key(id_))
+            if data is not None:
+                await self._learn(checkpoint, records.decode_decision(data[0], id_))
+                return
+            ranks = await self._list_receipts(id_) if checkpoint.has_receipt else None
+        longest_s = self._settings.decision_poll_s if self._is_hurried else self._settings.decision_poll_max_s
+        next_look_at = decide.next_look(
+            watch, self._loop.time(), first_s=self._settings.decision_poll_s, longest_s=longest_s
+        )
+        self._watch(id_, decide.Watch(watch.num_looks + 1, next_look_at, ranks))
+
+    async def _list_receipts(self, id_: CheckpointId) -> frozenset[int]:
+        prefix = keys.receipts_prefix(id_)
+        listing = await self._requests.control("list", lambda: self._store.list(prefix))
+        parsed = (keys.parse_receipt_key(each.key) for each in listing.objects)
+        return frozenset(rank for checkpoint, rank in filter(None, parsed) if checkpoint == id_)
+
+    async def _look_for_successor(self) -> None:
+        """A newer generation means that this trainer is superseded (rule R11)."""
+        own = self.local.generation
+        if not self._is_trainer or self.fenced_by is not None:
+            return
+        newest = await newest_generation(self._store, self._requests, after=own)
+        if newest > own:
+            self.fenced_by = newest
+            self._observer.fenced()
+            logger.error(
+                "fenced generation=%d by=%d: a newer start of this run exists; no new checkpoint is taken", own, newest
+            )
+
+    def missing_ranks(self, id_: CheckpointId) -> list[int]:
+        """Ranks whose receipts were not there when this engine last looked. Any thread."""
+        checkpoint, watch = self.local.checkpoints.get(id_), self._remote.watches.get(id_)
+        if checkpoint is None or checkpoint.sealed is None or watch is None or watch.ranks is None:
+            return []
+        return sorted(set(range(checkpoint.sealed.world_size)) - watch.ranks)
+
+    def _watch(self, id_: CheckpointId, watch: decide.Watch) -> None:
+        self._remote = replace(self._remote, watches={**self._remote.watches, id_: watch})
+
+    async def _commit(self, action: decide.Commit) -> None:
+        checkpoint = self._checkpoint(action.checkpoint)
+        assert checkpoint.sealed is not None
+        found = await transfer.all_or_none(
+            conditional.read(
+                self._store,
+                self._requests,
+                keys.receipt_key(checkpoint.id, rank),
+                max_size_bytes=records.MAX_RECEIPT_SIZE_BYTES,
+            )
+            for rank in range(checkpoint.sealed.world_size)
+        )
+        raw = [data[0] for data in found if data is not None]
+        if len(raw) != checkpoint.sealed.world_size:
+            # Receipts vanish only after an abort: look again, the decision will say so.
+            self._watch(checkpoint.id, decide.Watch(num_looks=1))
+            return
+        receipts = [records.decode_receipt(data, checkpoint.id, rank) for rank, data in enumerate(raw)]
+        obstacle = decide.obstacle(checkpoint.id, receipts)
+        if obstacle is not None:
+            decision = self._decision(checkpoint, Outcome.ABORT, reason=obstacle)
+        else:
+            algorithm = self._store.capabilities.checksum_algorithm
+            decision = replace(
+                self._decision(checkpoint, Outcome.COMMIT),
+                name=decide.name_of(receipts),
+                receipts=tuple(transfer.checksum_of_bytes(data, algorithm) for data in raw),
+                num_shards=sum(len(receipt.shards) for receipt in receipts),
+                size_bytes=sum(receipt.size_bytes for receipt in receipts),
+                metrics=decide.merged_metrics(receipts),
+            )
+        await self._decide(checkpoint, decision)
+
+    async def _abort(self, action: decide.Abort) -> None:
+        checkpoint = self._checkpoint(action.checkpoint)
+        reason = f"rank {self.rank}: {action.reason}"
+        await self._decide(checkpoint, self._decision(checkpoint, Outcome.ABORT, reason=reason))
+
+    def _decision(self, checkpoint: LocalCheckpoint, outcome: Outcome, *, reason: str = "") -> Decision:
+        return Decision(
+            checkpoint=checkpoint.id,
+            outcome=outcome,
+            name=checkpoint.name,
+            world_size=checkpoint.sealed.world_size if checkpoint.sealed else 1,
+            nonce=uuid.uuid4().hex,
+            decided_at=self._clock(),
+            decided_by=f"rank {self.rank} on {socket.gethostname()}",
+            reason=reason,
+        )
+
+    async def _decide(self, checkpoint: LocalCheckpoint, wanted: Decision) -> None:
+        """Try to be the one who decides; learn what was decided, by whomever (rule R4)."""
+        data = records.encode_decision(wanted)
+        there = await conditional.create_once(
+            self._store, self._requests, keys.decision_key(checkpoint.id), data
+        )
+        decision = records.decode_decision(there, checkpoint.id)
+        if there == data and decision.outcome is Outcome.COMMIT:
+            logger.info(
+                "checkpoint_committed %s name=%s world_size=%d num_shards=%d size_bytes=%d",
+                checkpoint.id,
+                decision.name,
+                decision.world_size,
+                decision.num_shards,
+                decision.size_bytes,
+            )
+            publish = max(filter(None, (self._remote.to_publish, checkpoint.id)))
+            self._remote = replace(self._remote, to_publish=publish)
+        await self._learn(checkpoint, decision)
+
+    async def _learn(self, checkpoint: LocalCheckpoint, decision: Decision) -> None:
+        """Record a decision that was read back from the store."""
+        event = Decided(checkpoint.id, decision.outcome, decision.reason)
+        await self._record(event)
+        self.outcomes[checkpoint.id] = event
+        while len(self.outcomes) > MAX_OUTCOMES:
+            self.outcomes.pop(next(iter(self.outcomes)))
+        watches = {id_: each for id_, each in self._remote.watches.items() if id_ != checkpoint.id}
+        self._remote = replace(self._remote, watches=watches)
+        if decision.outcome is Outcome.ABORT:
+            self._observer.checkpoint_aborted()
+            logger.error("checkpoint_aborted %s reason=%s", checkpoint.id, decision.reason)
+            return
+        now = self._clock()
+        first = min((each.enqueued_at for each in checkpoint.shards.values()), default=checkpoint.sealed_at)
+        self._observer.checkpoint_committed(checkpoint.id.step, max(0.0, now - first), now)
+
+    async def _move_latest(self, action: decide.MoveLatest) -> None:
+        checkpoint = self._checkpoint(action.checkpoint)
+        name, nonce = checkpoint.name, uuid.uuid4().hex
+
+        def change(there: bytes | None) -> bytes | None:
+            latest = None
+            if there is not None:
+                try:
+                    latest = records.decode_latest(there)
+                except InvalidRecordError as error:
+                    logger.warning("latest_unreadable error=%s; it is written anew", error)
+            if not decide.is_ahead(checkpoint.id, latest):
+                return None
+            prefix = keys.data_prefix(name, checkpoint.id.generation)
+            number = latest.number + 1 if latest else 1
+            return records.encode_latest(Latest(checkpoint.id, name, prefix, number, nonce))
+
+        data = await conditional.advance(self._store, self._requests, keys.LATEST, change)
+        assert data is not None
+        latest = records.decode_latest(data)
+        if self._settings.composer_symlink and latest.checkpoint == checkpoint.id:
+            await self._write_composer_symlink(latest)
+        self._remote = replace(self._remote, latest=latest)
+
+    async def _write_composer_symlink(self, latest: Latest) -> None:
+        """Composer's remote 'symlink': a text object that holds an object name without its bucket
+        (composer/utils/file_helpers.py, create_symlink_file).
+        """
+        root = urlsplit(self._store.url).path.strip("/")
+        target = f"{root}/{latest.prefix}".strip("/")
+        key = naming.fill(self._settings.composer_symlink, rank=self.rank)
+        await conditional.put(self._store, self._requests, key, target.encode())
+
+    def _move_local_latest(self, action: decide.MoveLocalLatest) -> None:
+        checkpoint = self._checkpoint(action.checkpoint)
+        target = local_target([(each.shard.source, each.shard.name) for each in checkpoint.shards.values()])
+        if target is not None:
+            link = self._folder.path / naming.fill(self._settings.latest_filename, rank=self.rank)
+            try:
+                point_symlink(link, self._folder.path / target)
+            except InvalidNameError as error:
+                logger.warning("local_latest_skipped error=%s", error)
+        self._remote = replace(self._remote, local_latest=action.checkpoint)
+
+    async def _release(self, action: decide.Release) -> None:
+        spool = keys.spool_checkpoint(action.checkpoint, self.rank)
+        await asyncio.to_thread(self._folder.remove_spool, spool)
+        await self._record(Released(action.checkpoint))
+
+    async def _remove(self, action: decide.Remove) -> None:
+        checkpoint = self._checkpoint(action.checkpoint)
+
+        def remove() -> None:
+            for each in checkpoint.shards.values():
+                if not self._folder.remove_source(each.shard.source, each.shard.identity):
+                    logger.info("local_file_kept path=%s: it is not the file that was enqueued", each.shard.source)
+
+        await asyncio.to_thread(remove)
+        self._observer.checkpoint_pruned("local")
+        logger.info("local_checkpoint_removed %s reason=%s", action.checkpoint, action.reason)
+        await self._forget(action.checkpoint)
+
+    async def _forget(self, id_: CheckpointId) -> None:
+        checkpoint = self._checkpoint(id_)
+        await asyncio.to_thread(self._folder.unlink, keys.spool_manifest(id_, self.rank))
+        event = Forgotten(id_, checkpoint.decided_at if checkpoint.was_committed else None)
+        self._journal.forget(self.rank, event)
+        row = JournalRow(self.local.sequence, self.rank, self._clock(), event)
+        self.local = fold([row], self.local)
+
+
+def local_target(shards: list[tuple[str, str]]) -> str | None:
+    """What the local symlink points at, from (source, name) of the shards: the folder they were enqueued
+    from; the file itself if one file lies in the uploader's folder; None if several do.
+    """
+    roots = {source.removesuffix(name).rstrip("/") for source, name in shards}
+    if len(roots) != 1:
+        return None
+    root = roots.pop()
+    if root:
+        return root
+    return shards[0][0] if len(shards) == 1 else None

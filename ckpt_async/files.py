@@ -1,0 +1,395 @@
+"""Local durability: everything that touches the folder. Blocking calls, safe from any thread.
+
+Nothing outside the folder is ever opened, linked or removed: paths are walked component by component with
+`O_NOFOLLOW`, so a symlink on the way is refused and not followed (invariant I10, table row F27).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from ckpt_async import keys
+from ckpt_async.errors import (
+    FailureReason,
+    InvalidNameError,
+    InvalidShardError,
+    JournalError,
+    NoSpaceError,
+    SourceError,
+)
+from ckpt_async.model import FileIdentity
+from ckpt_async.naming import check_relative
+
+# SQLite's WAL needs shared memory and POSIX locks of one kernel, and flock must mean what it says
+# (https://sqlite.org/wal.html: "does not work over a network filesystem").
+NETWORK_FILESYSTEMS = frozenset(
+    "nfs nfs4 cifs smb3 smbfs ncpfs afs ceph lustre gpfs beegfs glusterfs orangefs 9p fuse.sshfs fuse.s3fs"
+    " fuse.gcsfuse fuse.goofys fuse.ceph fuse.glusterfs fuse.mount-s3 fuse.rclone fuse.juicefs".split()
+)
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+# O_NONBLOCK: opening a FIFO must not hang the trainer.
+_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+
+class Folder:
+    """The trainer's checkpoint folder with our private part, `.ckpt_async/`, in it.
+
+    Opening creates what is missing and checks what everything else relies on: that the folder can be
+    written, is on a local file system, and that hard links work there (else `can_link` is False).
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(os.path.realpath(path))
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.private = self.path / keys.PRIVATE
+            (self.private / "spool").mkdir(parents=True, exist_ok=True)
+        except FileExistsError as error:
+            raise JournalError(f"folder {str(self.path)!r}: {error.filename!r} is not a folder") from error
+        except OSError as error:
+            raise _folder_error(self.path, error) from error
+        filesystem = filesystem_of(str(self.path), Path("/proc/self/mountinfo"))
+        if filesystem in NETWORK_FILESYSTEMS:
+            raise JournalError(
+                f"folder {str(self.path)!r} is on a network file system ({filesystem}): the journal would not"
+                " be safe there",
+                hint="give a folder on a local disk of each node",
+            )
+        self.can_link = self._probe()
+
+    def _probe(self) -> bool:
+        """Write, link and remove one small file: the clear error is here, not in the first save."""
+        probe = self.private / f"probe-{os.getpid()}-{os.urandom(4).hex()}"
+        linked = probe.with_suffix(".link")
+        try:
+            probe.write_bytes(b"probe")
+            try:
+                os.link(probe, linked)
+            except OSError as error:
+                if error.errno in _FULL:
+                    raise
+                return False
+            return True
+        except OSError as error:
+            raise _folder_error(self.path, error) from error
+        finally:
+            probe.unlink(missing_ok=True)
+            linked.unlink(missing_ok=True)
+
+    # --- paths ---------------------------------------------------------------------------------------------
+
+    def relative(self, path: str | os.PathLike[str]) -> str:
+        """The path of a file of the user's within the folder, '/'-joined and checked, symlinks not followed
+        in its last component. Relative paths are taken from the working directory, as everywhere in Python.
+        """
+        text = os.fspath(path)
+        if not isinstance(text, str):
+            raise InvalidShardError(f"path {text!r} must be text, not bytes")
+        if "\0" in text:
+            raise InvalidNameError(f"path {text!r} has a NUL character")
+        parent, name = os.path.split(os.path.abspath(text))
+        relative = os.path.relpath(os.path.join(os.path.realpath(parent), name), self.path)
+        if relative == "." or relative.split(os.sep)[0] in {"..", keys.PRIVATE}:
+            raise InvalidShardError(
+                f"{text!r} is not a file or sub-folder of the folder {str(self.path)!r}",
+                hint="write checkpoints below the folder the uploader was opened with",
+            )
+        return check_relative(relative.replace(os.sep, "/"), "path")
+
+    @contextlib.contextmanager
+    def _parent(self, relative: str) -> Iterator[tuple[int, str]]:
+        """Descriptor of the folder that holds `relative`, reached without following any symlink."""
+        *folders, name = relative.split("/")
+        descriptor = os.open(self.path, _DIRECTORY)
+        try:
+            for folder in folders:
+                below = os.open(folder, _DIRECTORY, dir_fd=descriptor)
+                os.close(descriptor)
+                descriptor = below
+            yield descriptor, name
+        finally:
+            os.close(descriptor)
+
+    def walk(self, relative: str) -> list[str]:
+        """`relative` itself if it is a regular file, else every regular file below it, sorted.
+
+        Raises InvalidShardError if anything is neither a file nor a folder: a symlink could lead anywhere,
+        a FIFO would hang the upload.
+        """
+        found: list[str] = []
+
+        def visit(here: str) -> None:
+            try:
+                with self._parent(here) as (parent, name):
+                    mode = os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode
+                    if stat.S_ISREG(mode):
+                        found.append(here)
+                        return
+                    if not stat.S_ISDIR(mode):
+                        raise InvalidShardError(f"{here!r} is {_kind(mode)}, not a regular file or folder")
+                    descriptor = os.open(name, _DIRECTORY, dir_fd=parent)
+                    try:
+                        names = sorted(os.listdir(descriptor))
+                    finally:
+                        os.close(descriptor)
+            except FileNotFoundError:
+                raise InvalidShardError(f"{str(self.path / here)!r} does not exist") from None
+            except OSError as error:
+                raise _source_walk_error(self.path / here, error) from error
+            for each in names:
+                visit(check_relative(f"{here}/{each}", "path"))
+
+        visit(relative)
+        return found
+
+    # --- the spool -----------------------------------------------------------------------------------------
+
+    def link(self, source: str, spool: str) -> tuple[FileIdentity, bool]:
+        """Hard-link the regular file `source` to `spool` (below `.ckpt_async/`); atomic, not yet durable.
+
+        Returns what the file is now and whether it was linked; it is not where the file system cannot
+        (another mount inside the folder, no hard links): then only the user's own file holds the bytes.
+        """
+        target = self.private / spool
+        try:
+            with self._parent(source) as (parent, name):
+                descriptor = os.open(name, _FILE, dir_fd=parent)
+                try:
+                    before = os.fstat(descriptor)
+                    if not stat.S_ISREG(before.st_mode):
+                        raise InvalidShardError(f"{source!r} is {_kind(before.st_mode)}, not a regular file")
+                    identity = _identity(before)
+                    if not self.can_link:
+                        return identity, False
+                    is_linked = _link(name, parent, target)
+                finally:
+                    os.close(descriptor)
+            if is_linked and _identity(os.lstat(target)) != identity:
+                target.unlink()
+                raise InvalidShardError(f"{source!r} changed while it was enqueued: enqueue finished files only")
+            return identity, is_linked
+        except FileNotFoundError:
+            raise InvalidShardError(f"{str(self.path / source)!r} does not exist") from None
+        except OSError as error:
+            if error.errno in _FULL:
+                raise no_space(self.path) from error
+            raise _source_walk_error(self.path / source, error) from error
+
+    def is_same(self, source: str, identity: FileIdentity) -> bool:
+        """Whether the user's file is still the one that was enqueued."""
+        try:
+            with self._parent(source) as (parent, name):
+                return _identity(os.stat(name, dir_fd=parent, follow_symlinks=False)) == identity
+        except OSError:
+            return False
+
+    def unlink(self, spool: str) -> None:
+        """Remove one spool file if it is there. Not yet durable."""
+        (self.private / spool).unlink(missing_ok=True)
+
+    def remove_spool(self, spool: str) -> None:
+        """Remove a spool folder with all its links; idempotent. The linked files themselves stay."""
+        top = self.private / spool
+        for folder, _, names in os.walk(top, topdown=False):
+            for name in names:
+                Path(folder, name).unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                os.rmdir(folder)
+
+    def open_source(self, source: str, spool: str | None, identity: FileIdentity) -> int:
+        """Open a shard for reading and return its descriptor, checked to be the file that was enqueued.
+
+        Raises SourceError with SOURCE_MISSING or SOURCE_CHANGED; OSError for trouble of the disk.
+        """
+        path = str(self.private / spool) if spool else str(self.path / source)
+        try:
+            if spool:
+                descriptor = os.open(path, _FILE)
+            else:
+                with self._parent(source) as (parent, name):
+                    descriptor = os.open(name, _FILE, dir_fd=parent)
+        except (FileNotFoundError, NotADirectoryError):
+            raise SourceError(
+                f"shard {path!r} is gone: it was deleted before it was uploaded",
+                reason=FailureReason.SOURCE_MISSING,
+            ) from None
+        try:
+            check_identity(descriptor, identity, path)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    def remove_source(self, source: str, identity: FileIdentity) -> bool:
+        """Delete the user's file that was enqueued, and folders that became empty; False if it is not the
+        same file any more (the trainer wrote a new one to that path), which then stays.
+        """
+        try:
+            with self._parent(source) as (parent, name):
+                there = os.stat(name, dir_fd=parent, follow_symlinks=False)
+                if _identity(there) != identity:
+                    return False
+                os.unlink(name, dir_fd=parent)
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        above = source.rpartition("/")[0]
+        while above:
+            try:
+                with self._parent(above) as (parent, name):
+                    os.rmdir(name, dir_fd=parent)
+            except OSError:
+                break  # not empty: other ranks or the user still have files there
+            above = above.rpartition("/")[0]
+        return True
+
+    # --- facts ---------------------------------------------------------------------------------------------
+
+    def space(self) -> tuple[int, int]:
+        """Free and total bytes of the folder's file system, as an unprivileged user sees them."""
+        facts = os.statvfs(self.path)
+        return facts.f_bavail * facts.f_frsize, facts.f_blocks * facts.f_frsize
+
+
+def _link(name: str, parent: int, target: Path) -> bool:
+    while True:
+        try:
+            os.link(name, target, src_dir_fd=parent, follow_symlinks=False)
+            return True
+        except FileNotFoundError:
+            if target.parent.is_dir():
+                raise  # it is the source that is gone
+            target.parent.mkdir(parents=True, exist_ok=True)
+        except FileExistsError:
+            # Left by a crash between link and journal row: nothing refers to it.
+            target.unlink(missing_ok=True)
+        except OSError as error:
+            if error.errno in {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP}:
+                return False
+            raise
+
+
+def check_identity(descriptor: int, identity: FileIdentity, path: str) -> None:
+    """Raise SourceError unless the open file is still what was enqueued, to the nanosecond of its mtime."""
+    if _identity(os.fstat(descriptor)) != identity:
+        raise SourceError(
+            f"shard {path!r} was changed after it was enqueued (overwritten in place or truncated)",
+            reason=FailureReason.SOURCE_CHANGED,
+        )
+
+
+def _identity(facts: os.stat_result) -> FileIdentity:
+    return FileIdentity(facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns)
+
+
+# --- durable writes ----------------------------------------------------------------------------------------
+
+
+def fsync_path(path: str | os.PathLike[str]) -> None:
+    """fsync a file or folder. An error is final: the kernel may have dropped the dirty pages (fsyncgate),
+    so the caller must not retry and trust.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Replace `path` by `data` atomically; durable on return. Readers see the old or the new, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    fsync_path(path.parent)
+
+
+def point_symlink(link: Path, target: Path) -> None:
+    """Make `link` a relative symlink to `target`; readers never find it missing (table row F20).
+
+    Refuses to replace anything that is not a symlink: that is the user's.
+    """
+    if os.path.lexists(link):
+        if not link.is_symlink():
+            raise InvalidNameError(f"{str(link)!r} exists and is not a symlink: it is left alone")
+        if os.readlink(link) == os.path.relpath(target, link.parent):
+            return
+    temporary = link.with_name(f".{link.name}.{os.getpid()}.tmp")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(os.path.relpath(target, link.parent))
+    temporary.replace(link)
+    fsync_path(link.parent)
+
+
+# --- file systems and errors -------------------------------------------------------------------------------
+
+
+def filesystem_of(path: str, mountinfo: Path) -> str:
+    """Type of the file system a path is on, from Linux's mountinfo; '' where there is none."""
+    try:
+        lines = mountinfo.read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    return parse_mountinfo(path, lines)
+
+
+def parse_mountinfo(path: str, lines: list[str]) -> str:
+    """The type of the mount with the longest mount point above `path`; of equal ones the last mounted.
+
+    Format: proc(5), /proc/pid/mountinfo: field 5 is the mount point with octal escapes; the type follows '-'.
+    """
+    best, kind = -1, ""
+    for line in lines:
+        before, _, after = line.partition(" - ")
+        fields = before.split(" ")
+        if len(fields) < 5 or not after:
+            continue
+        point = fields[4].encode().decode("unicode_escape").rstrip("/")
+        if (path == point or path.startswith(point + "/")) and len(point) >= best:
+            best, kind = len(point), after.split(" ")[0]
+    return kind
+
+
+def _kind(mode: int) -> str:
+    for is_kind, name in (
+        (stat.S_ISLNK, "a symlink"),
+        (stat.S_ISDIR, "a folder"),
+        (stat.S_ISFIFO, "a FIFO"),
+        (stat.S_ISSOCK, "a socket"),
+    ):
+        if is_kind(mode):
+            return name
+    return "a device"
+
+
+def no_space(path: Path) -> NoSpaceError:
+    return NoSpaceError(
+        f"the file system of {str(path)!r} is full: nothing was enqueued",
+        hint="free space, lower num_checkpoints_to_keep, or put the folder on a larger disk; then enqueue again",
+    )
+
+
+def _folder_error(path: Path, error: OSError) -> JournalError:
+    if error.errno in _FULL:
+        return no_space(path)
+    return JournalError(
+        f"folder {str(path)!r} cannot be used: {error.strerror}", hint="it must exist or be creatable, and writable"
+    )
+
+
+def _source_walk_error(path: Path, error: OSError) -> InvalidShardError:
+    if error.errno in {errno.ELOOP, errno.ENOTDIR}:
+        return InvalidShardError(f"{str(path)!r} is or passes through a symlink, which is not followed")
+    return InvalidShardError(f"{str(path)!r} cannot be read: {error.strerror}")

@@ -1,0 +1,178 @@
+"""How every store request is made: admission, deadline, stall watchdog, retries, accounting.
+
+The one place for each of these rules. The SDK's own retries are off: two layers would multiply.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+import tenacity
+
+from ckpt_async.errors import FailureReason, StoreError
+from ckpt_async.observe import Observer
+from ckpt_async.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# Receipts, decisions and latest never queue behind shards: a lane of their own (restic exempts its lock
+# files from the connection limit for the same reason).
+CONTROL_REQUESTS = 16
+# A wrong checksum is a broken wire or a broken client; a few attempts tell which.
+MAX_CHECKSUM_ATTEMPTS = 5
+# A store that fails for less than this is not worth a line in the log.
+QUIET_OUTAGE_S = 5.0
+
+
+class Progress:
+    """Told of every byte that moves; keeps the attempt's stall deadline ahead of it."""
+
+    def __init__(self, scope: asyncio.Timeout, deadline: float, stall_timeout_s: float) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._scope, self._deadline, self._stall_timeout_s = scope, deadline, stall_timeout_s
+
+    def moved(self, *, is_last: bool = False) -> None:
+        """Bytes moved. After the last one only the overall deadline counts: the store may need time."""
+        if not self._scope.expired():
+            stalled_at = self._loop.time() + self._stall_timeout_s
+            self._scope.reschedule(self._deadline if is_last else min(self._deadline, stalled_at))
+
+
+class ByteBudget:
+    """Admission by bytes. One item larger than the whole budget is let in when nothing else is."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self._free = self._size_bytes = size_bytes
+        self._changed = asyncio.Condition()
+
+    @asynccontextmanager
+    async def hold(self, size_bytes: int) -> AsyncIterator[None]:
+        size_bytes = min(size_bytes, self._size_bytes)
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._free >= size_bytes)
+            self._free -= size_bytes
+        try:
+            yield
+        finally:
+            self._free += size_bytes
+            async with self._changed:
+                self._changed.notify_all()
+
+
+class Requests:
+    """Makes requests of one store for one engine. Belongs to one event loop."""
+
+    def __init__(self, settings: Settings, observer: Observer, store_url: str) -> None:
+        self._settings, self._observer, self._store_url = settings, observer, store_url
+        self._control = asyncio.Semaphore(CONTROL_REQUESTS)
+        self._bulk = asyncio.Semaphore(settings.num_concurrent_uploads)
+        self._bytes = ByteBudget(settings.max_inflight_bytes)
+        self._failing_since: float | None = None
+        self._has_warned = False
+
+    async def control(self, operation: str, attempt: Callable[[], Awaitable[T]]) -> T:
+        """Make a small request, again and again until it succeeds or `upload_timeout_s` is over.
+
+        Raises the last StoreError; at once if it is not one that another attempt may heal.
+        """
+
+        async def once() -> T:
+            async with self._control, asyncio.timeout(self._settings.request_timeout_s):
+                return await attempt()
+
+        return await self._persist(operation, once)
+
+    async def bulk(
+        self, operation: str, size_bytes: int, attempt: Callable[[Progress], Awaitable[T]]
+    ) -> T:
+        """Make a request that carries shard bytes, within the budgets of requests and bytes.
+
+        Each attempt has a deadline that grows with its size and ends early when no byte moves (rule R14:
+        aiobotocore's own read timeout is not armed while a body is being written).
+        """
+        settings = self._settings
+
+        async def once() -> T:
+            loop = asyncio.get_running_loop()
+            async with self._bulk, self._bytes.hold(size_bytes):
+                deadline = loop.time() + settings.request_timeout_s
+                deadline += size_bytes / settings.minimum_rate_bytes_per_s
+                async with asyncio.timeout_at(min(deadline, loop.time() + settings.stall_timeout_s)) as scope:
+                    return await attempt(Progress(scope, deadline, settings.stall_timeout_s))
+
+        return await self._persist(operation, once)
+
+    async def _persist(self, operation: str, once: Callable[[], Awaitable[T]]) -> T:
+        loop = asyncio.get_running_loop()
+        give_up_at = loop.time() + self._settings.upload_timeout_s
+        backoff = tenacity.wait_random_exponential(
+            multiplier=self._settings.retry_initial_s, max=self._settings.retry_max_s
+        )
+
+        def is_final(state: tenacity.RetryCallState) -> bool:
+            error = state.outcome.exception() if state.outcome else None
+            if isinstance(error, StoreError) and error.reason is FailureReason.CHECKSUM:
+                return state.attempt_number >= MAX_CHECKSUM_ATTEMPTS
+            return loop.time() >= give_up_at
+
+        retrying = tenacity.AsyncRetrying(
+            retry=tenacity.retry_if_exception(
+                lambda error: isinstance(error, StoreError) and error.reason.is_retryable
+            ),
+            wait=backoff,
+            stop=is_final,
+            sleep=asyncio.sleep,
+            reraise=True,
+        )
+        return await retrying(self._observed, operation, once)
+
+    async def _observed(self, operation: str, once: Callable[[], Awaitable[T]]) -> T:
+        """One attempt: its time is measured, its error classified, the store's health noted."""
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        try:
+            try:
+                result = await once()
+            finally:
+                self._observer.request_finished(operation, loop.time() - started)
+        except TimeoutError:
+            error = StoreError(
+                f"no answer or no progress within {loop.time() - started:.1f} s",
+                reason=FailureReason.TIMEOUT,
+                operation=operation,
+            )
+            self._failed(error)
+            raise error from None
+        except StoreError as error:
+            self._failed(error)
+            raise
+        self._succeeded()
+        return result
+
+    def _failed(self, error: StoreError) -> None:
+        if error.reason in {FailureReason.PRECONDITION, FailureReason.NOT_FOUND}:
+            return  # an answer, not a failure; who asked decides
+        self._observer.attempt_failed(error.reason)
+        now = asyncio.get_running_loop().time()
+        if self._failing_since is None:
+            self._failing_since = now
+        elif not self._has_warned and now - self._failing_since >= QUIET_OUTAGE_S:
+            self._has_warned = True
+            logger.warning(
+                "store_failing url=%s for_s=%.0f error=%s; training goes on and uploads are retried",
+                self._store_url,
+                now - self._failing_since,
+                error,
+            )
+
+    def _succeeded(self) -> None:
+        if self._has_warned and self._failing_since is not None:
+            failed_s = asyncio.get_running_loop().time() - self._failing_since
+            logger.info("store_recovered url=%s after_s=%.0f", self._store_url, failed_s)
+        self._failing_since, self._has_warned = None, False

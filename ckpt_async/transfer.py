@@ -1,0 +1,338 @@
+"""How bytes move: parts, checksums, bodies that read a shard slice by slice.
+
+A shard is read through small reused buffers, never mapped: truncating a mapped file is a SIGBUS that kills
+the trainer, while here it is an error. Memory does not grow with the shard.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from awscrt import checksums
+
+from ckpt_async.errors import (
+    FailureReason,
+    IntegrityError,
+    ObjectNotFoundError,
+    SourceError,
+    StoreError,
+)
+from ckpt_async.files import check_identity
+from ckpt_async.model import Checksum, FileIdentity
+from ckpt_async.requests import Progress, Requests
+from ckpt_async.store import BytesBody, Capabilities, ObjectInfo, Store, StoredPart
+
+T = TypeVar("T")
+
+MIB = 1 << 20
+# Large enough that a slice costs little Python, small enough that 16 in flight are 16 MiB.
+SLICE_BYTES = 1 * MIB
+
+_CRC: dict[str, tuple[Callable[..., int], Callable[[int, int, int], int], int]] = {
+    # name: function, combination of two results, width in bytes
+    "crc64nvme": (checksums.crc64nvme, checksums.combine_crc64nvme, 8),
+    "crc32c": (checksums.crc32c, checksums.combine_crc32c, 4),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedPart:
+    """One part of a multipart upload."""
+
+    number: int  # from 1
+    offset: int
+    size_bytes: int
+
+
+def plan_parts(size_bytes: int, part_size_bytes: int) -> list[PlannedPart]:
+    """Cut a file into parts of `part_size_bytes`; the last one is what remains."""
+    return [
+        PlannedPart(number, offset, min(part_size_bytes, size_bytes - offset))
+        for number, offset in enumerate(range(0, size_bytes, part_size_bytes), start=1)
+    ]
+
+
+def part_size(size_bytes: int, smallest_bytes: int, capabilities: Capabilities) -> int:
+    """The part size for a file: `smallest_bytes`, or more in whole MiB so that the store's limit on the
+    number of parts is kept with a tenth to spare. 16 MiB reaches 140 GiB; beyond it the parts grow.
+    """
+    needed = -(-size_bytes // (capabilities.max_parts * 9 // 10))
+    return max(smallest_bytes, capabilities.min_part_size_bytes, -(-needed // MIB) * MIB)
+
+
+def checksum_of_bytes(data: bytes | memoryview, algorithm: str) -> Checksum:
+    """The checksum of a buffer, in the caller's thread (20 GB/s and more)."""
+    function, _, width = _CRC[algorithm]
+    return _checksum(function(data), width, algorithm)
+
+
+def bytes_body(data: bytes, algorithm: str) -> tuple[BytesBody, Checksum]:
+    """What `Store.put` takes for a small object."""
+    return BytesBody(data), checksum_of_bytes(data, algorithm)
+
+
+def _checksum(value: int, width: int, algorithm: str) -> Checksum:
+    return Checksum(algorithm, base64.b64encode(value.to_bytes(width, "big")).decode())
+
+
+def _value(checksum: Checksum) -> int:
+    return int.from_bytes(base64.b64decode(checksum.value), "big")
+
+
+def combine(parts: list[tuple[Checksum, int]], algorithm: str) -> Checksum:
+    """The checksum of the whole from those of its parts, in order, with their sizes in bytes."""
+    _, join, width = _CRC[algorithm]
+    whole = 0
+    for checksum, size_bytes in parts:
+        whole = join(whole, _value(checksum), size_bytes)
+    return _checksum(whole, width, algorithm)
+
+
+class Source:
+    """An open shard, checked to be the file that was enqueued. Close it."""
+
+    def __init__(self, descriptor: int, identity: FileIdentity, path: str) -> None:
+        self.descriptor, self.identity, self.path = descriptor, identity, path
+
+    @property
+    def size_bytes(self) -> int:
+        return self.identity.size_bytes
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+
+    def check(self) -> None:
+        """Raise SourceError if the file was changed since it was enqueued. Done after the last read."""
+        check_identity(self.descriptor, self.identity, self.path)
+
+    async def checksum(self, offset: int, size_bytes: int, algorithm: str) -> Checksum:
+        """Checksum of a range, read in a worker thread."""
+        return await asyncio.to_thread(self._checksum, offset, size_bytes, algorithm)
+
+    def _checksum(self, offset: int, size_bytes: int, algorithm: str) -> Checksum:
+        function, _, width = _CRC[algorithm]
+        buffer = memoryview(bytearray(min(SLICE_BYTES, max(size_bytes, 1))))
+        value, end = 0, offset + size_bytes
+        while offset < end:
+            piece = buffer[: min(len(buffer), end - offset)]
+            self.read_into(piece, offset)
+            value = function(piece, value)
+            offset += len(piece)
+        return _checksum(value, width, algorithm)
+
+    def read_into(self, piece: memoryview, offset: int, flags: int = 0) -> None:
+        """Fill `piece`; a file that ends early was truncated."""
+        filled = 0
+        while filled < len(piece):
+            try:
+                count = os.preadv(self.descriptor, [piece[filled:]], offset + filled, flags)
+            except BlockingIOError:
+                raise
+            except OSError as error:
+                raise StoreError(
+                    f"shard {self.path!r} cannot be read: {error.strerror}", reason=FailureReason.DISK
+                ) from error
+            if count == 0:
+                raise SourceError(
+                    f"shard {self.path!r} was truncated while it was read", reason=FailureReason.SOURCE_CHANGED
+                )
+            filled += count
+
+
+_NOWAIT = getattr(os, "RWF_NOWAIT", 0)  # Linux: read only what is in the page cache
+
+
+class FileBody:
+    """A range of a shard as a request body; reads one slice at a time into its one buffer."""
+
+    def __init__(self, source: Source, offset: int, size_bytes: int, progress: Progress) -> None:
+        self._source, self._offset, self._size_bytes, self._progress = source, offset, size_bytes, progress
+
+    @property
+    def size_bytes(self) -> int:
+        return self._size_bytes
+
+    async def chunks(self) -> AsyncIterator[memoryview]:
+        buffer = memoryview(bytearray(min(SLICE_BYTES, max(self._size_bytes, 1))))
+        offset, end = self._offset, self._offset + self._size_bytes
+        while offset < end:
+            piece = buffer[: min(len(buffer), end - offset)]
+            await self._fill(piece, offset)
+            offset += len(piece)
+            yield piece
+            self._progress.moved(is_last=offset == end)
+        self._source.check()
+
+    async def _fill(self, piece: memoryview, offset: int) -> None:
+        if _NOWAIT:
+            try:
+                self._source.read_into(piece, offset, _NOWAIT)
+                return
+            except (BlockingIOError, StoreError):
+                pass  # not in the page cache, or a file system without RWF_NOWAIT
+        await asyncio.to_thread(self._source.read_into, piece, offset)
+
+
+# --- one shard ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """A multipart upload that an earlier attempt or process has begun."""
+
+    upload_id: str
+    part_size_bytes: int
+
+
+async def upload(
+    store: Store,
+    requests: Requests,
+    source: Source,
+    key: str,
+    *,
+    smallest_part_bytes: int,
+    resume: Resume | None,
+    opened: Callable[[Resume], None],
+    sent: Callable[[int], None],
+) -> tuple[int, Checksum]:
+    """Send one shard and return its size and checksum *as the store answered them* (rule R1).
+
+    `opened` is called once a multipart upload exists, before its first part; `sent` with the size of every
+    piece the store has acknowledged (and with what it already had, when resuming). Retries are made part by
+    part. Raises SourceError if the file changed, StoreError when the requests give up.
+    """
+    capabilities = store.capabilities
+    is_small = source.size_bytes <= max(smallest_part_bytes, capabilities.min_part_size_bytes)
+    if is_small or not capabilities.multipart:
+        info, checksum = await _put(store, requests, source, key)
+        sent(source.size_bytes)
+    else:
+        info, checksum = await _multipart(
+            store, requests, source, key, smallest_part_bytes, resume, opened, sent
+        )
+    await asyncio.to_thread(source.check)
+    await _verify(store, requests, info, key, source.size_bytes, checksum)
+    return source.size_bytes, checksum
+
+
+async def _put(store: Store, requests: Requests, source: Source, key: str) -> tuple[ObjectInfo, Checksum]:
+    async def attempt(progress: Progress) -> tuple[ObjectInfo, Checksum]:
+        checksum = await source.checksum(0, source.size_bytes, store.capabilities.checksum_algorithm)
+        progress.moved()
+        return await store.put(key, FileBody(source, 0, source.size_bytes, progress), checksum), checksum
+
+    return await _unless_changed(source, requests.bulk("put", source.size_bytes, attempt))
+
+
+async def _multipart(
+    store: Store,
+    requests: Requests,
+    source: Source,
+    key: str,
+    smallest_part_bytes: int,
+    resume: Resume | None,
+    opened: Callable[[Resume], None],
+    sent: Callable[[int], None],
+) -> tuple[ObjectInfo, Checksum]:
+    algorithm = store.capabilities.checksum_algorithm
+    there: dict[int, StoredPart] = {}
+    if resume is not None:
+        try:
+            upload_id = resume.upload_id
+            listed = await requests.control("list_parts", lambda: store.list_parts(key, upload_id))
+            there = {part.number: part for part in listed}
+        except ObjectNotFoundError:
+            resume = None  # completed or aborted meanwhile; sending again is always right
+    if resume is None:
+        upload_id = await requests.control("create_multipart", lambda: store.create_multipart(key))
+        size = part_size(source.size_bytes, smallest_part_bytes, store.capabilities)
+        resume = Resume(upload_id, size)
+        opened(resume)
+
+    async def send(part: PlannedPart) -> StoredPart:
+        async def attempt(progress: Progress) -> StoredPart:
+            checksum = await source.checksum(part.offset, part.size_bytes, algorithm)
+            progress.moved()
+            have = there.get(part.number)
+            if have is not None and (have.size_bytes, have.checksum) == (part.size_bytes, checksum):
+                return have
+            body = FileBody(source, part.offset, part.size_bytes, progress)
+            have = await store.put_part(key, resume.upload_id, part.number, body, checksum)
+            return StoredPart(part.number, part.size_bytes, have.etag, checksum)
+
+        have = await _unless_changed(source, requests.bulk("upload_part", part.size_bytes, attempt))
+        sent(part.size_bytes)
+        return have
+
+    parts = await all_or_none(send(part) for part in plan_parts(source.size_bytes, resume.part_size_bytes))
+    whole = combine([(part.checksum, part.size_bytes) for part in parts if part.checksum], algorithm)
+    await asyncio.to_thread(source.check)
+    info = await requests.control(
+        "complete",
+        lambda: store.complete_multipart(key, resume.upload_id, parts, whole, source.size_bytes),
+    )
+    return info, whole
+
+
+async def all_or_none(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run them all and return their results in order; the first failure cancels the rest and is raised."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+
+
+async def _unless_changed(source: Source, request: Awaitable[T]) -> T:
+    """A refused checksum means a broken wire, or bytes that changed between our two reads: say which."""
+    try:
+        return await request
+    except IntegrityError:
+        await asyncio.to_thread(source.check)
+        raise
+
+
+async def _verify(
+    store: Store, requests: Requests, info: ObjectInfo, key: str, size_bytes: int, checksum: Checksum
+) -> None:
+    """Compare what the store says with what was read locally; ask, or read back, if it did not say."""
+    if info.checksum is None:
+        info = await requests.control("head", lambda: store.head(key))
+    if info.checksum is None:
+        info = await read_back(store, requests, key, size_bytes, checksum.algorithm)
+    if (info.size_bytes, info.checksum) != (size_bytes, checksum):
+        raise IntegrityError(
+            f"the store has {info.size_bytes} bytes with {info.checksum}, sent were {size_bytes} with {checksum}",
+            operation="verify",
+            key=key,
+        )
+
+
+async def read_back(
+    store: Store, requests: Requests, key: str, size_bytes: int, algorithm: str
+) -> ObjectInfo:
+    """Verify the slow way, for stores that keep no checksum: read every byte again."""
+    function, _, width = _CRC[algorithm]
+
+    async def attempt(progress: Progress) -> ObjectInfo:
+        state = [0, 0]
+
+        def sink(piece: memoryview) -> None:
+            state[0] = function(piece, state[0])
+            state[1] += len(piece)
+            progress.moved()
+
+        info = await store.get_range(key, 0, size_bytes, sink)
+        return ObjectInfo(key, state[1], info.etag, _checksum(state[0], width, algorithm))
+
+    return await requests.bulk("get", size_bytes, attempt)
+
+

@@ -1,0 +1,569 @@
+"""The trainer's side: `Uploader`. Its calls link, append and return; an engine on a background thread does
+the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn, Self
+
+from ckpt_async import generation as generations
+from ckpt_async import keys, naming
+from ckpt_async.engine import Engine
+from ckpt_async.errors import (
+    CheckpointAbortedError,
+    CkptAsyncError,
+    CommitTimeoutError,
+    FailureReason,
+    FencedError,
+    InvalidNameError,
+    InvalidShardError,
+    SealedError,
+    SettingsError,
+    StoreError,
+    UploaderClosedError,
+    UploadFailedError,
+)
+from ckpt_async.files import Folder
+from ckpt_async.journal import Journal, RankLock
+from ckpt_async.metrics import Metrics, serve
+from ckpt_async.model import CheckpointId, Enqueued, Opened, Outcome, Sealed, Shard
+from ckpt_async.requests import Requests
+from ckpt_async.settings import Settings, load
+from ckpt_async.store import Store
+from ckpt_async.stores import StoreOptions, open_store
+
+logger = logging.getLogger(__name__)
+
+# A predecessor that was just killed, or a sweeper that is finishing its work, gives the lock back soon.
+LOCK_WAIT_S = 15.0
+# A store that is briefly away when training starts; wrong credentials and a missing bucket fail at once.
+START_TIMEOUT_S = 60.0
+# After an exception in the training loop: long enough for receipts, too short to hide the traceback.
+CLOSE_AFTER_ERROR_S = 10.0
+ENGINE_RESTART_S = 1.0
+# Threads for disk work: reading and checksumming shards release the GIL.
+NUM_THREADS = 8
+
+
+@dataclass(slots=True)
+class _Open:
+    """A checkpoint this process is filling."""
+
+    name: str
+    shards: dict[str, Shard] = field(default_factory=dict)
+    is_sealed: bool = False
+
+
+class Uploader:
+    """Hands checkpoints of one rank to the store in the background.
+
+    `enqueue`, `seal`, `wait`, `raise_failures` and `close` may be called from any thread of the process that
+    opened it. `enqueue` and `seal` cost a hard link and a journal row and never touch the network.
+
+    Args:
+        folder: Where the trainer writes its checkpoints, on a local disk. `.ckpt_async/` is made in it.
+        remote: `s3://bucket/prefix/run` or `file:///path/run`. One run, one remote.
+        rank, world_size: Default: RANK and WORLD_SIZE of the launcher, else 0 and 1.
+        generation: A number all ranks of this start were given, larger than any before. Default: agreed
+            through the store from what the launcher says (torchrun, Slurm, or CKPT_ASYNC_LAUNCH_ID).
+        store_options: Endpoint, region, SSE, storage class, tags, …
+        settings_file: TOML file with settings; keyword arguments and CKPT_ASYNC_* go before it.
+        settings: Any field of `ckpt_async.Settings`, e.g. `num_checkpoints_to_keep=3`.
+
+    Opening blocks until the store was reached and the generation agreed, and raises at once, with nothing
+    changed, when a setting, the folder, the credentials or the bucket are wrong.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        remote: str,
+        *,
+        rank: int | None = None,
+        world_size: int | None = None,
+        generation: int | None = None,
+        store_options: StoreOptions | None = None,
+        settings_file: str | os.PathLike[str] | None = None,
+        **settings: Any,
+    ) -> None:
+        environment = dict(os.environ)
+        self.rank, self.world_size = naming.rank_and_world_size(environment, rank, world_size)
+        self.settings = _load_settings(settings, environment, settings_file)
+        if generation is not None and not 1 <= generation <= keys.MAX_GENERATION:
+            raise SettingsError(f"generation={generation} must be from 1 to {keys.MAX_GENERATION}")
+        self._launch_key = _launch_key(environment, self.world_size, generation)
+        self._explicit_generation = generation
+        naming.fill(self.settings.latest_filename, rank=self.rank)
+        self._store: Store = open_store(remote, store_options, env=environment)
+        self.remote = self._store.url
+        self._folder = Folder(folder)
+        self.folder = self._folder.path
+
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition()
+        self._open: dict[int, _Open] = {}
+        self._num_waiting = 0
+        self._is_closed = False
+        self._engine: Engine | None = None
+        self._death: BaseException | None = None
+        self._journal = Journal(self._folder)
+        self.metrics = Metrics(self.remote.rstrip("/").rpartition("/")[2], self._folder, self._journal)
+        started: Future[int] = Future()
+        self._thread = threading.Thread(
+            target=self._run, args=(started,), name=f"ckpt-async-rank-{self.rank}", daemon=True
+        )
+        self._thread.start()
+        try:
+            self.generation = started.result()
+        except BaseException:
+            self._thread.join()
+            self._journal.close()
+            raise
+        self._metrics_server = serve(
+            self.metrics, self.settings.metrics_port, self.settings.metrics_address, environment
+        )
+        _close_before_exit(self)
+
+    # --- the trainer's calls -------------------------------------------------------------------------------
+
+    def enqueue(self, path: str | os.PathLike[str], step: int, name: str | None = None) -> None:
+        """Hand over a finished file, or every regular file of a folder, as shards of the checkpoint at `step`.
+
+        Returns after one hard link per file and one journal transaction: from then on the shards survive
+        SIGKILL, deletion and rotation of the originals; a moment later (see `MadeDurable`) power loss. They
+        must not be overwritten in place: that is found out and the checkpoint is given up.
+
+        A file becomes the shard of its own name; the files of a folder keep their paths within it. Enqueueing
+        the same file again changes nothing.
+
+        Raises InvalidShardError or InvalidNameError (not a regular file in the folder, an unsafe name),
+        SealedError, NoSpaceError, FencedError, and in strict mode UploadFailedError for what failed in the
+        background since the last call. Whatever it raises, nothing was enqueued by this call.
+        """
+        started = time.perf_counter()
+        self._check_usable()
+        checkpoint = self._checkpoint(step)
+        full_name = naming.checkpoint_name(name, step)
+        root = self._folder.relative(path)
+        sources = self._folder.walk(root)
+        if not sources:
+            raise InvalidShardError(f"folder {os.fspath(path)!r} has no files")
+        parent = root if sources != [root] else root.rpartition("/")[0]
+        with self._lock:
+            there = self._open.get(step) or _Open(full_name)
+            self._check_takes_shards(there, step, full_name)
+            added: dict[str, Shard] = {}
+            try:
+                for source in sources:
+                    shard_name = source[len(parent) + 1 :] if parent else source
+                    key = keys.data_key(full_name, self.generation, shard_name)
+                    naming.check_key_length(self._store.url, key)
+                    self._link(checkpoint, there, source, shard_name, added)
+                if added:
+                    events = [Enqueued(checkpoint, full_name, shard) for shard in added.values()]
+                    self._journal.append(self.rank, events)
+            except BaseException:
+                for shard_name in added:
+                    self._folder.unlink(f"{keys.spool_checkpoint(checkpoint, self.rank)}/{shard_name}")
+                raise
+            there.shards.update(added)
+            self._open[step] = there
+        self._engine_now().wake()
+        self.metrics.shard_enqueued(time.perf_counter() - started)
+
+    def _link(
+        self, checkpoint: CheckpointId, there: _Open, source: str, name: str, added: dict[str, Shard]
+    ) -> None:
+        before = there.shards.get(name)
+        if before is not None:
+            if before.source != source or not self._folder.is_same(source, before.identity):
+                raise InvalidShardError(
+                    f"shard {name!r} of step {checkpoint.step} was enqueued before, from other content"
+                )
+            return
+        identity, is_linked = self._folder.link(
+            source, f"{keys.spool_checkpoint(checkpoint, self.rank)}/{name}"
+        )
+        added[name] = Shard(name, source, identity, is_linked)
+
+    def seal(
+        self, step: int, *, name: str | None = None, metrics: Mapping[str, float] | None = None
+    ) -> None:
+        """Say that this rank has no more shards for `step`. Returns at once; survives SIGKILL.
+
+        The checkpoint is committed once every rank has sealed it and all shards are verified, by whichever
+        rank is last. A rank without shards of its own seals too. `metrics` (a loss, say) are kept with the
+        commit for retention by value.
+        """
+        self._check_usable()
+        checkpoint = self._checkpoint(step)
+        values = tuple(sorted((metrics or {}).items()))
+        for key, value in values:
+            if type(key) is not str or type(value) not in (int, float) or not math.isfinite(value):
+                raise InvalidNameError(f"metrics: {key!r}: {value!r} is not a name with a number")
+        with self._lock:
+            there = self._open.get(step)
+            if there is None:
+                there = _Open(naming.checkpoint_name(name, step))
+            if there.is_sealed:
+                raise SealedError(f"step {step} was sealed before in generation {self.generation}")
+            self._journal.append(self.rank, [Sealed(checkpoint, there.name, self.world_size, values)])
+            there.is_sealed = True
+            there.shards.clear()  # only needed while shards may be added
+            self._open[step] = there
+        self._engine_now().wake()
+
+    def wait(self, step: int, timeout_s: float | None = None) -> None:
+        """Block until the checkpoint at `step` is committed, of all ranks.
+
+        Raises CheckpointAbortedError, UploadFailedError, CommitTimeoutError (it names the ranks whose part
+        is missing); SealedError if this rank has not sealed it, because then it never would be.
+        """
+        self._check_process()
+        checkpoint = self._checkpoint(step)
+        there = self._open.get(step)
+        if there is None or not there.is_sealed:
+            raise SealedError(f"step {step} was not sealed by this rank: call seal(step={step}) before wait")
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._hurried(), self._changed:
+            while not self._is_committed(checkpoint):
+                left_s = None if deadline is None else deadline - time.monotonic()
+                if left_s is not None and left_s <= 0:
+                    raise CommitTimeoutError(self._describe_unfinished(checkpoint, timeout_s))
+                self._changed.wait(left_s)
+
+    def raise_failures(self) -> None:
+        """In strict mode raise UploadFailedError for what finally failed since the last call; else nothing.
+
+        `enqueue`, `seal` and `close` call it. A failure that healed is never raised, only counted.
+        """
+        if self._death is not None:
+            raise UploadFailedError(f"the uploader's thread has died: {self._death!r}") from self._death
+        failures = self._engine_now().failures
+        if not failures or self.settings.on_error != "raise":
+            return
+        found: list[CkptAsyncError] = []
+        with contextlib.suppress(IndexError):
+            while True:
+                found.append(failures.popleft())
+        raise UploadFailedError(
+            "; ".join(str(each) for each in found[:3]) + (f"; and {len(found) - 3} more" if found[3:] else ""),
+            hint="what is in the spool is tried again at the next start or by `ckpt-async drain`",
+        ) from found[0]
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Finish what was sealed, stop the thread, release the folder. Idempotent.
+
+        Waits until this rank's part is in the store (at most `timeout_s`, default `upload_timeout_s`) and
+        then up to `close_grace_s` for the other ranks, so that latest and local retention are done too.
+        What is left when it returns is in the journal: the next start, `ckpt-async drain` or the sweeper
+        finish it. In strict mode raises what failed.
+        """
+        if os.getpid() != self._pid or self._is_closed:
+            return
+        self._is_closed = True
+        _close_without_exit(self)
+        try:
+            if self._thread.is_alive():
+                self._drain(self.settings.upload_timeout_s if timeout_s is None else timeout_s)
+        finally:
+            if self._engine is not None:
+                self._engine.stop()
+            self._thread.join()
+            if self._metrics_server is not None:
+                self._metrics_server.close()
+            self._journal.close()
+        self.raise_failures()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        try:
+            self.close(timeout_s=CLOSE_AFTER_ERROR_S)
+        except CkptAsyncError:
+            logger.exception("close_failed; the exception of the training loop is raised")
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("an Uploader belongs to one process and cannot be pickled; open one where it is needed")
+
+    # --- checks --------------------------------------------------------------------------------------------
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise UploaderClosedError(
+                f"this uploader was opened by process {self._pid}; this is a fork of it, process {os.getpid()}",
+                hint="call it from the process that opened it",
+            )
+        if self._is_closed:
+            raise UploaderClosedError("the uploader is closed")
+
+    def _check_usable(self) -> None:
+        self._check_process()
+        self.raise_failures()
+        fenced_by = self._engine_now().fenced_by
+        if fenced_by is not None:
+            raise FencedError(
+                f"generation {fenced_by} of this run has started; this trainer is generation {self.generation}",
+                hint="stop this process; what it had sealed is still finished",
+            )
+
+    def _check_takes_shards(self, there: _Open, step: int, name: str) -> None:
+        if there.is_sealed:
+            raise SealedError(f"step {step} was sealed in generation {self.generation} and takes no more shards")
+        if there.name != name:
+            raise InvalidNameError(f"step {step} is called {there.name!r} already, not {name!r}")
+
+    def _checkpoint(self, step: int) -> CheckpointId:
+        if type(step) is not int or not 0 <= step <= keys.MAX_STEP:
+            raise InvalidNameError(f"step={step!r} must be a whole number from 0 to {keys.MAX_STEP}")
+        return CheckpointId(self.generation, step)
+
+    def _engine_now(self) -> Engine:
+        engine = self._engine
+        if engine is None:
+            raise UploaderClosedError("the uploader's thread has ended")
+        return engine
+
+    # --- waiting -------------------------------------------------------------------------------------------
+
+    def _is_committed(self, id_: CheckpointId) -> bool:
+        if self._death is not None:
+            raise UploadFailedError(f"the uploader's thread has died: {self._death!r}")
+        engine = self._engine_now()
+        checkpoint = engine.local.checkpoints.get(id_)
+        decision = engine.outcomes.get(id_) or (checkpoint.decision if checkpoint else None)
+        if decision is not None:
+            if decision.outcome is Outcome.ABORT:
+                raise CheckpointAbortedError(f"{id_} was given up: {decision.reason}")
+            return True
+        for each in checkpoint.shards.values() if checkpoint else ():
+            if each.failure is not None and checkpoint and checkpoint.loss is None:
+                raise UploadFailedError(f"{id_}, shard {each.shard.name!r}: {each.failure.message}")
+        return False
+
+    def _describe_unfinished(self, id_: CheckpointId, timeout_s: float | None) -> str:
+        engine = self._engine_now()
+        checkpoint = engine.local.checkpoints.get(id_)
+        message = f"{id_} was not committed within {timeout_s} s"
+        if checkpoint is not None and not checkpoint.is_verified:
+            done = sum(each.stored is not None for each in checkpoint.shards.values())
+            return f"{message}: {done} of {len(checkpoint.shards)} shards of this rank are uploaded"
+        missing = engine.missing_ranks(id_)
+        shown = ", ".join(map(str, missing[:8])) + (" …" if missing[8:] else "")
+        return f"{message}: nothing was seen yet of rank {shown}" if missing else message
+
+    @contextlib.contextmanager
+    def _hurried(self) -> Any:
+        with self._lock:
+            self._num_waiting += 1
+            self._engine_now().hurry(True)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_waiting -= 1
+                if not self._num_waiting and self._engine is not None:
+                    self._engine.hurry(False)
+
+    def _drain(self, timeout_s: float) -> None:
+        """Wait for our own work, then a while for the others', and say what is left."""
+        engine = self._engine_now()
+        deadline = time.monotonic() + timeout_s
+        seen_round = engine.num_rounds + 1  # one that began after everything was appended
+        engine.wake()
+        with self._hurried(), self._changed:
+            while self._death is None and (engine.num_rounds <= seen_round or engine.num_due):
+                if not self._changed.wait(min(deadline - time.monotonic(), 1.0)) and time.monotonic() >= deadline:
+                    break
+                engine.wake() if engine.num_rounds <= seen_round else None
+            grace = min(deadline, time.monotonic() + self.settings.close_grace_s)
+            while self._death is None and self._waits_for_others(engine) and time.monotonic() < grace:
+                self._changed.wait(max(0.0, min(grace - time.monotonic(), 1.0)))
+            while self._death is None and engine.num_due and time.monotonic() < deadline:
+                self._changed.wait(1.0)
+        left = [each for each in engine.local.checkpoints.values() if each.decision is None]
+        if left:
+            unsent = [shard for each in left for shard in each.shards.values() if shard.stored is None]
+            logger.warning(
+                "closed_with_unfinished checkpoints=%s shards_to_upload=%d bytes_to_upload=%d;"
+                " the next start, `ckpt-async drain` or the sweeper finish what was sealed",
+                [each.id.step for each in left],
+                len(unsent),
+                sum(each.shard.size_bytes for each in unsent),
+            )
+
+    def _waits_for_others(self, engine: Engine) -> bool:
+        return any(each.has_receipt and each.decision is None for each in engine.local.checkpoints.values())
+
+    # --- the thread ----------------------------------------------------------------------------------------
+
+    def _run(self, started: Future[int]) -> None:
+        try:
+            with asyncio.Runner() as runner:
+                executor = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="ckpt-async-disk")
+                runner.get_loop().set_default_executor(executor)
+                runner.run(self._main(started))
+        except BaseException as error:  # noqa: BLE001  handed to the trainer, at start or at its next call
+            if not started.done():
+                started.set_exception(error)
+            else:
+                logger.critical("uploader_died error=%r", error)
+                self._death = error
+        finally:
+            with self._changed:
+                self._changed.notify_all()
+
+    async def _main(self, started: Future[int]) -> None:
+        lock = RankLock(self._folder, self.rank)
+        await asyncio.to_thread(lock.acquire, wait_s=LOCK_WAIT_S)
+        requests = Requests(self.settings, self.metrics, self.remote)
+        try:
+            await _open_patiently(self._store)
+            generation = await generations.agree(
+                self._store,
+                requests,
+                rank=self.rank,
+                world_size=self.world_size,
+                launch_key=self._launch_key,
+                explicit=self._explicit_generation,
+                now=time.time(),
+            )
+            self._journal.open_rank(self.rank, Opened(generation, self.world_size))
+            while True:
+                engine = self._new_engine(requests)
+                try:
+                    work = asyncio.ensure_future(engine.run())
+                    await asyncio.sleep(0)
+                    self._engine = engine
+                    if not started.done():
+                        started.set_result(generation)
+                    await work
+                    return
+                except Exception:  # a bug, or a journal that cannot be read: start again, loudly
+                    logger.exception("engine_failed; it is started again in %.0f s", ENGINE_RESTART_S)
+                    self.metrics.engine_restarted()
+                    if self._is_closed:
+                        raise
+                    await asyncio.sleep(ENGINE_RESTART_S)
+        finally:
+            await self._store.close()
+            lock.release()
+
+    def _new_engine(self, requests: Requests) -> Engine:
+        return Engine(
+            rank=self.rank,
+            folder=self._folder,
+            journal=self._journal,
+            store=self._store,
+            requests=requests,
+            settings=self.settings,
+            observer=self.metrics,
+            clock=time.time,
+            on_change=self._notify,
+        )
+
+    def _notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+
+def _load_settings(
+    arguments: Mapping[str, Any], environment: Mapping[str, str], path: str | os.PathLike[str] | None
+) -> Settings:
+    path = path or environment.get("CKPT_ASYNC_SETTINGS_FILE")
+    if path is None:
+        return load(arguments, environment)
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise SettingsError(f"settings file {os.fspath(path)!r} cannot be read: {error.strerror}") from error
+    return load(arguments, environment, text)
+
+
+def _launch_key(environment: Mapping[str, str], world_size: int, generation: int | None) -> str:
+    key = naming.launch_key(environment, world_size=world_size, parent=_parent_identity())
+    if key is not None:
+        return key
+    if world_size == 1 or generation is not None:
+        return f"single={os.urandom(16).hex()}"
+    raise SettingsError(
+        "the launcher does not say which start of the run this is, so ranks of two starts could be taken for one",
+        hint="set CKPT_ASYNC_LAUNCH_ID to a value that is equal on all ranks and new at every start,"
+        " or pass generation=",
+    )
+
+
+def _parent_identity() -> str:
+    """The launching process: its pid alone would be reused."""
+    boot, started = "", ""
+    with contextlib.suppress(OSError, IndexError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        # proc(5): field 22 of stat is the start time; the name in field 2 may hold spaces and parentheses
+        started = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]
+    return f"{boot}:{os.getppid()}:{started}"
+
+
+async def _open_patiently(store: Store) -> None:
+    """Open the store, waiting out a short outage; what waiting cannot heal is raised at once."""
+    patient = {FailureReason.THROTTLED, FailureReason.TRANSIENT, FailureReason.TIMEOUT}
+    deadline = time.monotonic() + START_TIMEOUT_S
+    pause_s = 0.2
+    while True:
+        try:
+            return await store.open()
+        except StoreError as error:
+            if error.reason not in patient or time.monotonic() + pause_s > deadline:
+                raise
+        await asyncio.sleep(pause_s)
+        pause_s = min(5.0, pause_s * 2)
+
+
+# --- interpreter exit --------------------------------------------------------------------------------------
+# `atexit` runs after executors refuse work, too late for an asyncio thread; `threading._register_atexit`
+# runs before (it is what concurrent.futures itself uses). Private, hence guarded: without it, a trainer that
+# forgets to close loses nothing, the journal has it.
+
+_open_uploaders: set[Uploader] = set()
+_is_exit_registered = False
+
+
+def _close_before_exit(uploader: Uploader) -> None:
+    global _is_exit_registered  # noqa: PLW0603  one registration for the life of the process
+    _open_uploaders.add(uploader)
+    if not _is_exit_registered:
+        _is_exit_registered = True
+        register = getattr(threading, "_register_atexit", None)
+        if register is not None:
+            register(_close_all)
+
+
+def _close_without_exit(uploader: Uploader) -> None:
+    _open_uploaders.discard(uploader)
+
+
+def _close_all() -> None:
+    for uploader in list(_open_uploaders):
+        logger.warning("not_closed folder=%s: closing at exit; use `with Uploader(...)`", uploader.folder)
+        try:
+            uploader.close()
+        except CkptAsyncError:
+            logger.exception("close_failed folder=%s", uploader.folder)
