@@ -187,7 +187,7 @@ def _towards_decision(
     if is_volatile(checkpoint):
         yield MakeDurable(checkpoint.id)
     for name, each in checkpoint.shards.items():
-        if each.stored is None and each.failure is None:
+        if each.stored is None:
             yield Upload(checkpoint.id, name)
     if not checkpoint.is_verified:
         return
@@ -213,9 +213,9 @@ def _after_decision(local: Local, remote: Remote, policy: Policy) -> Iterable[Ac
         yield MoveLatest(publish)
     else:
         publish = None
-    if newest is not None:
-        if policy.has_local_latest and policy.num_checkpoints_to_keep != 0 and remote.local_latest != newest:
-            yield MoveLocalLatest(newest)
+    wants_link = policy.has_local_latest and policy.num_checkpoints_to_keep != 0
+    if newest is not None and wants_link and remote.local_latest != newest:
+        yield MoveLocalLatest(newest)
     kept = retention.keep_local(committed, policy.num_checkpoints_to_keep)
     is_all_kept = policy.num_checkpoints_to_keep < 0
     for id_, checkpoint in decided.items():
@@ -278,7 +278,8 @@ def obstacle(checkpoint: CheckpointId, receipts: Iterable[Receipt]) -> str | Non
         if receipt.checkpoint != checkpoint:
             return f"rank {receipt.rank}'s receipt is of {receipt.checkpoint}"
         if receipt.world_size != first.world_size:
-            return f"rank {receipt.rank} says world size {receipt.world_size}, rank {first.rank} says {first.world_size}"
+            sizes = f"{receipt.world_size}, rank {first.rank} says {first.world_size}"
+            return f"rank {receipt.rank} says world size {sizes}"
         if receipt.shards and receipt.name != name_of(by_rank):
             return f"rank {receipt.rank} calls it {receipt.name!r}, another rank {name_of(by_rank)!r}"
     if [receipt.rank for receipt in by_rank] != list(range(first.world_size)):

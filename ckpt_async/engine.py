@@ -65,7 +65,8 @@ logger = logging.getLogger(__name__)
 # Another process may have appended (DCP's PROCESS mode, a second thread's wake-up lost at shutdown): the
 # wake-up is only a hint, this is the safety net.
 POLL_S = 1.0
-# After an action failed for good (its own retries are over) it is tried again this much later.
+# After an action failed for good (its own retries are over, the trainer was told) it is tried again this much
+# later: an outage longer than any timeout must not need a restart to heal.
 RETRY_ACTION_S = 30.0
 # Outcomes remembered for `wait` after a checkpoint has left the journal.
 MAX_OUTCOMES = 1000
@@ -113,11 +114,16 @@ class Engine:
         self._uploads: deque[decide.Upload] = deque()
         self._sent_bytes: dict[decide.Upload, int] = {}
         self._is_progress_new = False
+        self._housekeep_at = 0.0
         self._is_hurried = False
         self._is_stopping = False
         self._loop = asyncio.get_running_loop()
         self._woken = asyncio.Event()
         self._crash: asyncio.Future[None] = self._loop.create_future()
+
+    def succeed(self, dead: Engine) -> None:
+        """Take over what a crashed engine knew that is not in the journal."""
+        self.outcomes, self.failures, self.fenced_by = dead.outcomes, dead.failures, dead.fenced_by
 
     # --- from other threads --------------------------------------------------------------------------------
 
@@ -151,10 +157,16 @@ class Engine:
 
     # --- the loop ------------------------------------------------------------------------------------------
 
+    async def recover(self) -> None:
+        """Rebuild what the journal lost from the spool's manifests (rule R10), and clear the spool of what
+        nobody was promised. Once, after the lock was taken and before anything is enqueued.
+        """
+        await asyncio.to_thread(self._rebuild)
+
     async def run(self) -> None:
         """Work until `stop`. Raises only on a bug or when the journal cannot be used."""
         try:
-            await asyncio.to_thread(self._rebuild)
+            self._refresh()
             self._remote = replace(self._remote, to_publish=self._newest_loadable())
             while not self._is_stopping:
                 self._woken.clear()
@@ -181,17 +193,21 @@ class Engine:
                 wake_at = min(wake_at, action.time)
                 continue
             due.add(action)
+            not_before = self._not_before.get(action, 0.0)
+            if now < not_before and action not in self._running:
+                wake_at = min(wake_at, not_before)
+                continue
             num_due += not isinstance(action, decide.Look)
             if action in self._running:
                 continue
-            not_before = self._not_before.get(action, 0.0)
-            if now < not_before:
-                wake_at = min(wake_at, not_before)
-            elif isinstance(action, decide.Upload):
+            if isinstance(action, decide.Upload):
                 uploads.append(action)
             else:
                 self._start(action)
         self._not_before = {action: at for action, at in self._not_before.items() if action in due}
+        for action, task in self._running.items():
+            if isinstance(action, decide.Upload) and action not in due:
+                task.cancel()  # given up meanwhile: its bytes would only have to be deleted again
         self._uploads = uploads
         self._start_uploads()
         self.num_due, self.num_rounds = num_due, self.num_rounds + 1
@@ -239,12 +255,15 @@ class Engine:
     def _refresh(self) -> None:
         self.local = fold(self._journal.rows(after=self.local.sequence), self.local)
 
-    async def _record(self, *events: Event) -> None:
-        """Append to the journal and take note at once."""
+    def _record(self, *events: Event) -> None:
+        """Append to the journal; the next round takes note."""
         self._journal.append(self.rank, events)
-        self._refresh()
 
     async def _housekeep(self) -> None:
+        """Once in a while: what the trainer's own appends must not pay for."""
+        if self._loop.time() < self._housekeep_at:
+            return
+        self._housekeep_at = self._loop.time() + POLL_S
         if self._is_progress_new:
             self._is_progress_new = False
             self._journal.note_progress(
@@ -312,6 +331,7 @@ class Engine:
                     await self._move_latest(action)
                 case decide.MoveLocalLatest():
                     await asyncio.to_thread(self._move_local_latest, action)
+                    self._remote = replace(self._remote, local_latest=action.checkpoint)
                 case decide.Release():
                     await self._release(action)
                 case decide.Remove():
@@ -324,9 +344,11 @@ class Engine:
                     assert_never(action)
         except (StoreError, JournalError, InvalidRecordError, OSError) as error:
             self._not_before[action] = self._loop.time() + RETRY_ACTION_S
-            logger.warning("action_failed action=%s error=%s; tried again in %.0f s", action, error, RETRY_ACTION_S)
-            if isinstance(error, CkptAsyncError):
+            logger.warning("action_failed action=%s retry_in_s=%.0f error=%s", action, RETRY_ACTION_S, error)
+            if isinstance(error, StoreError | InvalidRecordError):
                 self.failures.append(error)
+            else:
+                self._observer.attempt_failed(FailureReason.DISK)  # heals when there is space again
 
     def _checkpoint(self, id_: CheckpointId) -> LocalCheckpoint:
         return self.local.checkpoints[id_]
@@ -336,12 +358,12 @@ class Engine:
         volatile = [each for each in checkpoint.shards.values() if not each.is_durable]
         failed = await asyncio.to_thread(self._fsync_shards, checkpoint, volatile)
         if failed:
-            await self._fail(checkpoint, failed)
+            self._fail(checkpoint, failed)
             return
         await asyncio.to_thread(self._write_manifest, checkpoint)
         await asyncio.to_thread(self._journal.sync)
         names = tuple(each.shard.name for each in volatile)
-        await self._record(MadeDurable(checkpoint.id, names, checkpoint.sealed is not None))
+        self._record(MadeDurable(checkpoint.id, names, checkpoint.sealed is not None))
 
     def _fsync_shards(self, checkpoint: LocalCheckpoint, shards: Iterable[LocalShard]) -> list[Failed]:
         failed = []
@@ -356,18 +378,19 @@ class Engine:
             except OSError as error:
                 # After a failed fsync the pages may be dropped and marked clean: what is read next is not
                 # what was written, so it must never be uploaded (https://lwn.net/Articles/752063/).
-                message = f"shard {str(path)!r}: fsync failed ({error.strerror}), its content cannot be trusted"
+                message = f"shard {str(path)!r}: fsync failed ({error.strerror}): it cannot be trusted"
                 failed.append(Failed(checkpoint.id, each.shard.name, FailureReason.SOURCE_CHANGED, message))
             folders |= {path.parent, (self._folder.path / each.shard.source).parent}
-        for folder in folders:
-            while folder != self._folder.path.parent and folder.is_relative_to(self._folder.path):
-                with contextlib.suppress(FileNotFoundError):
-                    fsync_path(folder)
-                folder = folder.parent
+        top = self._folder.path
+        above = {each for folder in folders for each in folder.parents if each.is_relative_to(top)}
+        for each in folders | above:
+            with contextlib.suppress(FileNotFoundError):
+                fsync_path(each)
         return failed
 
     def _write_manifest(self, checkpoint: LocalCheckpoint) -> None:
-        enqueued = [Enqueued(checkpoint.id, checkpoint.name, each.shard) for each in checkpoint.shards.values()]
+        shards = [each.shard for each in checkpoint.shards.values()]
+        enqueued = [Enqueued(checkpoint.id, checkpoint.name, shard) for shard in shards]
         if enqueued or checkpoint.sealed:
             path = self._folder.private / keys.spool_manifest(checkpoint.id, self.rank)
             write_durably(path, records.encode_manifest(enqueued, checkpoint.sealed))
@@ -414,9 +437,10 @@ class Engine:
             finally:
                 source.close()
         except (SourceError, StoreError) as error:
-            await self._fail(checkpoint, [Failed(checkpoint.id, shard.name, error.reason, str(error))])
+            self._not_before[action] = self._loop.time() + RETRY_ACTION_S
+            self._fail(checkpoint, [Failed(checkpoint.id, shard.name, error.reason, str(error))])
             return
-        await self._record(Verified(checkpoint.id, StoredShard(shard.name, key, size_bytes, checksum)))
+        self._record(Verified(checkpoint.id, StoredShard(shard.name, key, size_bytes, checksum)))
         self._observer.shard_finished("ok", self._loop.time() - started)
         logger.debug("shard_verified key=%s size_bytes=%d", key, size_bytes)
 
@@ -426,9 +450,12 @@ class Engine:
         descriptor = self._folder.open_source(shard.source, spool, shard.identity)
         return transfer.Source(descriptor, shard.identity, str(self._path(checkpoint, local)))
 
-    async def _fail(self, checkpoint: LocalCheckpoint, failed: list[Failed]) -> None:
+    def _fail(self, checkpoint: LocalCheckpoint, failed: list[Failed]) -> None:
         """Shards reached an end that is not the store: recorded, counted, logged, handed to the trainer."""
-        await self._record(*failed)
+        now = self.local.checkpoints.get(checkpoint.id)
+        if now is None or now.decision is not None:
+            return  # settled meanwhile, its links released: nothing was lost
+        self._record(*failed)
         for each in failed:
             is_lost = each.reason in {FailureReason.SOURCE_CHANGED, FailureReason.SOURCE_MISSING}
             self._observer.shard_finished(each.reason.value if is_lost else "failed", 0.0)
@@ -452,7 +479,7 @@ class Engine:
             message = f"another process wrote a different receipt for rank {self.rank}"
             await self._decide(checkpoint, self._decision(checkpoint, Outcome.ABORT, reason=message))
             return
-        await self._record(ReceiptStored(checkpoint.id))
+        self._record(ReceiptStored(checkpoint.id))
 
     async def _look(self, action: decide.Look) -> None:
         """See whether the others are done: receipts the first time, from then on the decision first."""
@@ -490,9 +517,7 @@ class Engine:
         if newest > own:
             self.fenced_by = newest
             self._observer.fenced()
-            logger.error(
-                "fenced generation=%d by=%d: a newer start of this run exists; no new checkpoint is taken", own, newest
-            )
+            logger.error("fenced generation=%d by=%d; no new checkpoint is taken", own, newest)
 
     def missing_ranks(self, id_: CheckpointId) -> list[int]:
         """Ranks whose receipts were not there when this engine last looked. Any thread."""
@@ -519,7 +544,8 @@ class Engine:
         raw = [data[0] for data in found if data is not None]
         if len(raw) != checkpoint.sealed.world_size:
             # Receipts vanish only after an abort: look again, the decision will say so.
-            self._watch(checkpoint.id, decide.Watch(num_looks=1))
+            look_at = self._loop.time() + self._settings.decision_poll_s
+            self._watch(checkpoint.id, decide.Watch(num_looks=1, next_look_at=look_at))
             return
         receipts = [records.decode_receipt(data, checkpoint.id, rank) for rank, data in enumerate(raw)]
         obstacle = decide.obstacle(checkpoint.id, receipts)
@@ -577,7 +603,7 @@ class Engine:
     async def _learn(self, checkpoint: LocalCheckpoint, decision: Decision) -> None:
         """Record a decision that was read back from the store."""
         event = Decided(checkpoint.id, decision.outcome, decision.reason)
-        await self._record(event)
+        self._record(event)
         self.outcomes[checkpoint.id] = event
         while len(self.outcomes) > MAX_OUTCOMES:
             self.outcomes.pop(next(iter(self.outcomes)))
@@ -633,12 +659,11 @@ class Engine:
                 point_symlink(link, self._folder.path / target)
             except InvalidNameError as error:
                 logger.warning("local_latest_skipped error=%s", error)
-        self._remote = replace(self._remote, local_latest=action.checkpoint)
 
     async def _release(self, action: decide.Release) -> None:
         spool = keys.spool_checkpoint(action.checkpoint, self.rank)
         await asyncio.to_thread(self._folder.remove_spool, spool)
-        await self._record(Released(action.checkpoint))
+        self._record(Released(action.checkpoint))
 
     async def _remove(self, action: decide.Remove) -> None:
         checkpoint = self._checkpoint(action.checkpoint)
@@ -646,7 +671,7 @@ class Engine:
         def remove() -> None:
             for each in checkpoint.shards.values():
                 if not self._folder.remove_source(each.shard.source, each.shard.identity):
-                    logger.info("local_file_kept path=%s: it is not the file that was enqueued", each.shard.source)
+                    logger.info("local_file_kept path=%s; it is another file by now", each.shard.source)
 
         await asyncio.to_thread(remove)
         self._observer.checkpoint_pruned("local")

@@ -172,7 +172,9 @@ class Folder:
                     os.close(descriptor)
             if is_linked and _identity(os.lstat(target)) != identity:
                 target.unlink()
-                raise InvalidShardError(f"{source!r} changed while it was enqueued: enqueue finished files only")
+                raise InvalidShardError(
+                    f"{source!r} changed while it was enqueued: enqueue finished files only"
+                )
             return identity, is_linked
         except FileNotFoundError:
             raise InvalidShardError(f"{str(self.path / source)!r} does not exist") from None
@@ -385,7 +387,8 @@ def _folder_error(path: Path, error: OSError) -> JournalError:
     if error.errno in _FULL:
         return no_space(path)
     return JournalError(
-        f"folder {str(path)!r} cannot be used: {error.strerror}", hint="it must exist or be creatable, and writable"
+        f"folder {str(path)!r} cannot be used: {error.strerror}",
+        hint="it must exist or be creatable, and writable",
     )
 
 

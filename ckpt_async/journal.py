@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar, assert_never
+from typing import Any, ClassVar
 
 from ckpt_async import keys
 from ckpt_async.errors import FailureReason, FolderInUseError, JournalError
@@ -240,7 +240,9 @@ def _connect(path: Path) -> sqlite3.Connection:
         connection.execute("PRAGMA wal_autocheckpoint = 0").fetchall()
         version = connection.execute("PRAGMA user_version").fetchone()[0]
         if version == 0:
-            connection.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version = {FORMAT_VERSION}; COMMIT;")
+            connection.executescript(
+                f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version = {FORMAT_VERSION}; COMMIT;"
+            )
         elif version != FORMAT_VERSION:
             raise JournalError(
                 f"journal {str(path)!r} has format {version}; this program writes {FORMAT_VERSION}",

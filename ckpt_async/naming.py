@@ -37,7 +37,9 @@ def check_relative(path: str, what: str) -> str:
     for component in path.split("/"):
         check_component(component, f"{what} {path!r}: component")
     if len(path) > MAX_SHARD_NAME_LENGTH:
-        raise InvalidNameError(f"{what} {path[:80]!r}… has {len(path)} characters, more than {MAX_SHARD_NAME_LENGTH}")
+        raise InvalidNameError(
+            f"{what} {path[:80]!r}… has {len(path)} characters, more than {MAX_SHARD_NAME_LENGTH}"
+        )
     return path
 
 
@@ -64,7 +66,9 @@ def checkpoint_name(name: str | None, step: int) -> str:
     if not numbers or int(numbers[-1]) != step:
         name = f"{name}-{step}"
     if len(name) > MAX_CHECKPOINT_NAME_LENGTH:
-        raise InvalidNameError(f"checkpoint name {name!r} has more than {MAX_CHECKPOINT_NAME_LENGTH} characters")
+        raise InvalidNameError(
+            f"checkpoint name {name!r} has more than {MAX_CHECKPOINT_NAME_LENGTH} characters"
+        )
     return name
 
 

@@ -88,9 +88,7 @@ class Requests:
 
         return await self._persist(operation, once)
 
-    async def bulk(
-        self, operation: str, size_bytes: int, attempt: Callable[[Progress], Awaitable[T]]
-    ) -> T:
+    async def bulk(self, operation: str, size_bytes: int, attempt: Callable[[Progress], Awaitable[T]]) -> T:
         """Make a request that carries shard bytes, within the budgets of requests and bytes.
 
         Each attempt has a deadline that grows with its size and ends early when no byte moves (rule R14:

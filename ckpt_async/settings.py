@@ -16,7 +16,9 @@ MIB = 1 << 20
 ENVIRONMENT_PREFIX = "CKPT_ASYNC_"
 
 
-def _setting(default: Any, help_: str, low: float | None = None, high: float | None = None, **more: Any) -> Any:
+def _setting(
+    default: Any, help_: str, low: float | None = None, high: float | None = None, **more: Any
+) -> Any:
     metadata = {"help": help_, "low": low, "high": high, **more}
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -29,7 +31,9 @@ class Settings:
         -1, "local checkpoints to keep: -1 all, 0 none once committed, N the newest N", -1, 10**6
     )
     num_concurrent_uploads: int = _setting(8, "requests that carry shard bytes at once, per engine", 1, 1024)
-    upload_timeout_s: float = _setting(3600.0, "how long one shard may fail before it is reported", 1, 604_800)
+    upload_timeout_s: float = _setting(
+        3600.0, "how long one shard may fail before it is reported", 1, 604_800
+    )
     on_error: str = _setting(
         "raise", "a final failure: raise it at the next call, or only warn", choices=("raise", "warn")
     )
@@ -55,7 +59,7 @@ class Settings:
     retry_initial_s: float = _setting(0.2, "first back-off, doubled with full jitter", 0.001, 60)
     retry_max_s: float = _setting(20.0, "longest back-off", 0.01, 3600)
     decision_poll_s: float = _setting(
-        1.0, "first wait for the other ranks' receipts, doubled up to decision_poll_max_s", 0.01, 3600
+        0.5, "first wait for the other ranks' receipts, doubled up to decision_poll_max_s", 0.01, 3600
     )
     decision_poll_max_s: float = _setting(60.0, "longest wait between looks at the decision", 0.01, 3600)
     close_grace_s: float = _setting(

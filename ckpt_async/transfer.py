@@ -139,7 +139,8 @@ class Source:
                 ) from error
             if count == 0:
                 raise SourceError(
-                    f"shard {self.path!r} was truncated while it was read", reason=FailureReason.SOURCE_CHANGED
+                    f"shard {self.path!r} was truncated while it was read",
+                    reason=FailureReason.SOURCE_CHANGED,
                 )
             filled += count
 
@@ -334,5 +335,3 @@ async def read_back(
         return ObjectInfo(key, state[1], info.etag, _checksum(state[0], width, algorithm))
 
     return await requests.bulk("get", size_bytes, attempt)
-
-

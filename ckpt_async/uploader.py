@@ -11,7 +11,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -199,9 +199,7 @@ class Uploader:
         )
         added[name] = Shard(name, source, identity, is_linked)
 
-    def seal(
-        self, step: int, *, name: str | None = None, metrics: Mapping[str, float] | None = None
-    ) -> None:
+    def seal(self, step: int, *, name: str | None = None, metrics: Mapping[str, float] | None = None) -> None:
         """Say that this rank has no more shards for `step`. Returns at once; survives SIGKILL.
 
         The checkpoint is committed once every rank has sealed it and all shards are verified, by whichever
@@ -260,7 +258,8 @@ class Uploader:
             while True:
                 found.append(failures.popleft())
         raise UploadFailedError(
-            "; ".join(str(each) for each in found[:3]) + (f"; and {len(found) - 3} more" if found[3:] else ""),
+            "; ".join(str(each) for each in found[:3])
+            + (f"; and {len(found) - 3} more" if found[3:] else ""),
             hint="what is in the spool is tried again at the next start or by `ckpt-async drain`",
         ) from found[0]
 
@@ -303,7 +302,9 @@ class Uploader:
             logger.exception("close_failed; the exception of the training loop is raised")
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("an Uploader belongs to one process and cannot be pickled; open one where it is needed")
+        raise TypeError(
+            "an Uploader belongs to one process and cannot be pickled; open one where it is needed"
+        )
 
     # --- checks --------------------------------------------------------------------------------------------
 
@@ -328,7 +329,9 @@ class Uploader:
 
     def _check_takes_shards(self, there: _Open, step: int, name: str) -> None:
         if there.is_sealed:
-            raise SealedError(f"step {step} was sealed in generation {self.generation} and takes no more shards")
+            raise SealedError(
+                f"step {step} was sealed in generation {self.generation} and takes no more shards"
+            )
         if there.name != name:
             raise InvalidNameError(f"step {step} is called {there.name!r} already, not {name!r}")
 
@@ -386,20 +389,15 @@ class Uploader:
 
     def _drain(self, timeout_s: float) -> None:
         """Wait for our own work, then a while for the others', and say what is left."""
-        engine = self._engine_now()
         deadline = time.monotonic() + timeout_s
-        seen_round = engine.num_rounds + 1  # one that began after everything was appended
-        engine.wake()
-        with self._hurried(), self._changed:
-            while self._death is None and (engine.num_rounds <= seen_round or engine.num_due):
-                if not self._changed.wait(min(deadline - time.monotonic(), 1.0)) and time.monotonic() >= deadline:
-                    break
-                engine.wake() if engine.num_rounds <= seen_round else None
+        first_round = self._engine_now().num_rounds + 1  # it began after everything was appended
+        with self._hurried():
+            self._engine_now().wake()
+            self._wait_while(lambda engine: engine.num_rounds <= first_round or engine.num_due > 0, deadline)
             grace = min(deadline, time.monotonic() + self.settings.close_grace_s)
-            while self._death is None and self._waits_for_others(engine) and time.monotonic() < grace:
-                self._changed.wait(max(0.0, min(grace - time.monotonic(), 1.0)))
-            while self._death is None and engine.num_due and time.monotonic() < deadline:
-                self._changed.wait(1.0)
+            self._wait_while(_waits_for_others, grace)
+            self._wait_while(lambda engine: engine.num_due > 0, deadline)
+        engine = self._engine_now()
         left = [each for each in engine.local.checkpoints.values() if each.decision is None]
         if left:
             unsent = [shard for each in left for shard in each.shards.values() if shard.stored is None]
@@ -411,8 +409,13 @@ class Uploader:
                 sum(each.shard.size_bytes for each in unsent),
             )
 
-    def _waits_for_others(self, engine: Engine) -> bool:
-        return any(each.has_receipt and each.decision is None for each in engine.local.checkpoints.values())
+    def _wait_while(self, is_busy: Callable[[Engine], bool], deadline: float) -> None:
+        with self._changed:
+            while self._death is None and is_busy(self._engine_now()):
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    return
+                self._changed.wait(left_s)
 
     # --- the thread ----------------------------------------------------------------------------------------
 
@@ -448,22 +451,20 @@ class Uploader:
                 now=time.time(),
             )
             self._journal.open_rank(self.rank, Opened(generation, self.world_size))
+            self._engine = self._new_engine(requests)
+            await self._engine.recover()
+            started.set_result(generation)
             while True:
-                engine = self._new_engine(requests)
                 try:
-                    work = asyncio.ensure_future(engine.run())
-                    await asyncio.sleep(0)
-                    self._engine = engine
-                    if not started.done():
-                        started.set_result(generation)
-                    await work
-                    return
-                except Exception:  # a bug, or a journal that cannot be read: start again, loudly
-                    logger.exception("engine_failed; it is started again in %.0f s", ENGINE_RESTART_S)
-                    self.metrics.engine_restarted()
+                    return await self._engine.run()
+                except Exception:
                     if self._is_closed:
                         raise
-                    await asyncio.sleep(ENGINE_RESTART_S)
+                    logger.exception("engine_failed; it is started again in %.0f s", ENGINE_RESTART_S)
+                self.metrics.engine_restarted()
+                await asyncio.sleep(ENGINE_RESTART_S)
+                dead, self._engine = self._engine, self._new_engine(requests)
+                self._engine.succeed(dead)
         finally:
             await self._store.close()
             lock.release()
@@ -484,6 +485,10 @@ class Uploader:
     def _notify(self) -> None:
         with self._changed:
             self._changed.notify_all()
+
+
+def _waits_for_others(engine: Engine) -> bool:
+    return any(each.has_receipt and each.decision is None for each in engine.local.checkpoints.values())
 
 
 def _load_settings(
