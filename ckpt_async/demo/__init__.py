@@ -1,0 +1,1 @@
+"""A demonstration that needs nothing but this machine: `ckpt-async demo`."""

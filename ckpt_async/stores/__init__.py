@@ -1,0 +1,246 @@
+"""Object stores: the URL that chooses one, the options it takes, and what every kind shares.
+
+Each kind is a module of its own, imported when a URL asks for it: aiobotocore alone takes half a second.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from base64 import b64encode
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from ckpt_async.errors import FailureReason, SettingsError, StoreError
+from ckpt_async.model import Checksum
+
+if TYPE_CHECKING:
+    from ckpt_async.store import Store
+
+# S3-compatible services that people name by scheme; `<NAME>_ENDPOINT_URL` says where one is.
+_ALIASES = frozenset({"b2", "ceph", "coreweave", "minio", "r2", "tigris", "wasabi", "weka"})
+_GENERIC_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "S3_ENDPOINT_URL")
+
+# What PutObject and CreateMultipartUpload both take, and no other request needs to be told again (a customer
+# key would have to go with every part and read, so SSECustomerKey is not here).
+_PUT_ARGS = frozenset(
+    {
+        "ACL",
+        "BucketKeyEnabled",
+        "CacheControl",
+        "ContentType",
+        "GrantFullControl",
+        "GrantRead",
+        "GrantReadACP",
+        "GrantWriteACP",
+        "Metadata",
+        "SSEKMSEncryptionContext",
+        "SSEKMSKeyId",
+        "ServerSideEncryption",
+        "StorageClass",
+        "Tagging",
+    }
+)
+# Objects of these classes cannot be read at once, and neither could the decisions and receipts.
+_OFFLINE_CLASSES = frozenset({"GLACIER", "DEEP_ARCHIVE"})
+
+_SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
+_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreOptions:
+    """How to reach and use a store. Only S3 and its relatives look at them.
+
+    `addressing_style` "auto" means path-style as soon as an endpoint is set, else what AWS wants.
+    `put_args` go into every PutObject and CreateMultipartUpload as they are (`{"StorageClass": …}`).
+    `read_timeout_s` is the longest silence on a socket, not a deadline for a request.
+    """
+
+    endpoint_url: str | None = None
+    region: str | None = None
+    profile: str | None = None
+    addressing_style: str = "auto"
+    put_args: Mapping[str, object] = field(default_factory=dict)
+    connect_timeout_s: float = 10.0
+    read_timeout_s: float = 60.0
+    max_connections: int = 64
+
+    def __post_init__(self) -> None:
+        if self.addressing_style not in ("auto", "path", "virtual"):
+            raise SettingsError(f"addressing_style is {self.addressing_style!r}, not auto, path or virtual")
+        if unknown := sorted(set(self.put_args) - _PUT_ARGS):
+            raise SettingsError(
+                f"put_args has {', '.join(unknown)}", hint=f"allowed are {', '.join(sorted(_PUT_ARGS))}"
+            )
+        if self.put_args.get("StorageClass") in _OFFLINE_CLASSES:
+            raise SettingsError(
+                f"StorageClass {self.put_args['StorageClass']} cannot be read back at once",
+                hint="use STANDARD_IA or GLACIER_IR, or move old checkpoints by a lifecycle rule",
+            )
+        if self.connect_timeout_s <= 0 or self.read_timeout_s <= 0:
+            raise SettingsError("connect_timeout_s and read_timeout_s must be more than 0")
+        if self.max_connections < 1:
+            raise SettingsError(f"max_connections is {self.max_connections}, must be at least 1")
+        if self.endpoint_url is not None:
+            check_endpoint(self.endpoint_url)
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """A parsed store URL. For `file` the bucket is "" and the prefix the absolute path."""
+
+    scheme: str
+    bucket: str
+    prefix: str
+
+
+def parse_url(url: str) -> Location:
+    """Take a store URL apart, refusing whatever could name another place than it seems to. Pure.
+
+    Raises SettingsError.
+    """
+    scheme, separator, rest = url.partition("://")
+    if not separator or not _SCHEME.fullmatch(scheme):
+        raise SettingsError(f"{url!r} is not a store URL", hint="s3://bucket/prefix or file:///folder")
+    if scheme not in _ALIASES | {"s3", "file", "memory"}:
+        raise SettingsError(
+            f"{scheme}:// is not a known kind of store",
+            hint=f"known are s3, file, memory, {', '.join(sorted(_ALIASES))}",
+        )
+    bucket, _, path = rest.partition("/")
+    if "@" in bucket:
+        raise SettingsError(
+            f"a {scheme}:// URL must not hold credentials", hint="use AWS_* variables or a profile"
+        )
+    if "?" in rest or "#" in rest:
+        raise SettingsError(f"{url!r} has a query or fragment", hint="use StoreOptions")
+    if _UNPRINTABLE.search(rest) or "\\" in rest:
+        raise SettingsError(f"{url!r} has a control character or backslash")
+    path = path.removesuffix("/")
+    if path and any(segment in ("", ".", "..") for segment in path.split("/")):
+        raise SettingsError(f"{url!r} has an empty, '.' or '..' segment")
+    if scheme == "file":
+        if bucket or not path:
+            raise SettingsError(f"{url!r} names no absolute folder", hint="file:///folder, three slashes")
+        return Location(scheme, "", f"/{path}")
+    if not _BUCKET.fullmatch(bucket):
+        raise SettingsError(f"{url!r} names no valid bucket", hint=f"{scheme}://bucket/prefix")
+    return Location(scheme, bucket, path)
+
+
+def find_endpoint(scheme: str, options: StoreOptions, env: Mapping[str, str]) -> str | None:
+    """The endpoint for an S3 scheme: the options', else the alias's own variable, else a generic one. Pure.
+
+    None means AWS. Raises SettingsError when an alias has none, for it would silently go to AWS.
+    """
+    if options.endpoint_url is not None:
+        return options.endpoint_url
+    own = f"{scheme.upper()}_ENDPOINT_URL"
+    names = (own, *_GENERIC_ENDPOINTS) if scheme in _ALIASES else _GENERIC_ENDPOINTS
+    endpoint = next((env[name] for name in names if env.get(name)), None)
+    if endpoint is not None:
+        check_endpoint(endpoint)
+    elif scheme in _ALIASES:
+        raise SettingsError(f"{scheme}:// needs an endpoint", hint=f"set endpoint_url or {own}")
+    return endpoint
+
+
+def check_endpoint(endpoint_url: str) -> None:
+    """Raises SettingsError unless this is `http(s)://host[:port]` with perhaps a path."""
+    parts = urlsplit(endpoint_url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise SettingsError(f"endpoint {endpoint_url!r} is not a URL", hint="https://host:port")
+    if parts.username or parts.password:
+        raise SettingsError("an endpoint URL must not hold credentials", hint="use AWS_* variables")
+    if parts.query or parts.fragment:
+        raise SettingsError(f"endpoint {endpoint_url!r} has a query or fragment")
+
+
+def open_store(
+    url: str, options: StoreOptions | None = None, *, env: Mapping[str, str] | None = None
+) -> Store:
+    """Make the store that `url` names; `await store.open()` connects it.
+
+    `env` (default: this process's) is asked for endpoints only; credentials are found by the SDK.
+
+    Raises SettingsError.
+    """
+    location = parse_url(url)
+    options = options or StoreOptions()
+    match location.scheme:
+        case "file":
+            from ckpt_async.stores.directory import DirectoryStore
+
+            return DirectoryStore(location.prefix, url=url)
+        case "memory":
+            from ckpt_async.stores.memory import MemoryStore, shared_bucket
+
+            return MemoryStore(shared_bucket(location.bucket), prefix=location.prefix, url=url)
+        case _:
+            from ckpt_async.stores.s3 import S3Store
+
+            return S3Store(
+                location.bucket,
+                location.prefix,
+                options,
+                endpoint_url=find_endpoint(location.scheme, options, env=os.environ if env is None else env),
+                url=url,
+            )
+
+
+# --- for the stores ----------------------------------------------------------------------------------------
+
+
+def check_key(key: str, operation: str) -> str:
+    """Return `key` if it can only name an object below the root (invariant I10), else raise StoreError."""
+    if any(segment in ("", ".", "..") for segment in key.split("/")) or "\\" in key:
+        raise StoreError(
+            "the key has an empty, '.' or '..' segment or a backslash",
+            reason=FailureReason.OTHER,
+            operation=operation,
+            key=key,
+        )
+    if _UNPRINTABLE.search(key):
+        raise StoreError(
+            "the key has a control character", reason=FailureReason.OTHER, operation=operation, key=key
+        )
+    return key
+
+
+def check_prefix(prefix: str, operation: str) -> str:
+    """Like `check_key` for the start of a key: it may be empty and may end in '/'."""
+    if prefix:
+        check_key(prefix.removesuffix("/"), operation)
+    return prefix
+
+
+class Digest:
+    """A running checksum by awscrt, which releases the GIL and runs at memory speed."""
+
+    def __init__(self, algorithm: str) -> None:
+        from awscrt import checksums
+
+        functions: dict[str, tuple[Callable[[bytes | memoryview, int], int], int]] = {
+            "crc64nvme": (checksums.crc64nvme, 8),
+            "crc32c": (checksums.crc32c, 4),
+        }
+        self._algorithm = algorithm
+        self._function, self._size_bytes = functions[algorithm]
+        self._value = 0
+
+    def update(self, data: bytes | memoryview) -> None:
+        self._value = self._function(data, self._value)
+
+    def checksum(self) -> Checksum:
+        return Checksum(self._algorithm, b64encode(self._value.to_bytes(self._size_bytes, "big")).decode())
+
+
+def checksum_of(data: bytes | memoryview, algorithm: str) -> Checksum:
+    """The checksum of a small body held in memory."""
+    digest = Digest(algorithm)
+    digest.update(data)
+    return digest.checksum()

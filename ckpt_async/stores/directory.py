@@ -1,0 +1,517 @@
+"""A folder as a store, `file:///folder`: a local disk, NFS, Lustre, or a mounted bucket.
+
+Every write is: temporary file in the same file system → write → fsync → read back → link or replace → fsync
+of the parent and of every newly made folder. What the store answers as checksum is computed from what it
+reads back; the page cache may have served that read.
+
+What is weaker than S3: ages are measured against this machine's clock, and a compare-and-swap excludes other
+writers by flock, which some network file systems keep to one host. Create-once is a hard link, atomic on
+POSIX file systems and NFS (open(2), O_EXCL).
+"""
+
+# ruff: noqa: ARG002 - the multipart methods take what the protocol says, and refuse
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+import stat
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn, ParamSpec, TypeVar
+
+from ckpt_async.errors import (
+    FailureReason,
+    IntegrityError,
+    ObjectNotFoundError,
+    PreconditionFailedError,
+    SourceError,
+    StoreError,
+)
+from ckpt_async.keys import PRIVATE
+from ckpt_async.model import Checksum
+from ckpt_async.store import (
+    Body,
+    Capabilities,
+    Condition,
+    Create,
+    Listing,
+    Match,
+    MultipartInfo,
+    ObjectInfo,
+    Sink,
+    StoredPart,
+)
+from ckpt_async.stores import Digest, check_key, check_prefix
+
+# Temporary files and the lock; below a name that no key may start with. Left-overs are harmless.
+_OWN = f"{PRIVATE}/tmp"  # noqa: S108 - a key, not a path
+_LOCK = "lock"
+
+_ALGORITHM = "crc64nvme"
+# Large enough that a thread hop per slice costs nothing, small enough to stay in the cache.
+_SLICE_BYTES = 4 << 20
+# A parent that `delete` finds empty may vanish between its making and its use.
+_PARENT_ATTEMPTS = 10
+# Holders keep the lock for a rename and an fsync; beyond this one of them hangs.
+_LOCK_TIMEOUT_S = 30.0
+_LOCK_POLL_S = 0.002
+# Far above the time any upload goes without a write.
+_LEFT_OVER_AGE_S = 24 * 3600.0
+
+_DISK = {
+    errno.ENOSPC: "the file system is full",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EROFS: "the file system is read-only",
+    errno.EIO: "the device reports errors: see dmesg",
+    errno.ESTALE: "the network file system was exported anew: mount it again",
+}
+_AUTH = {
+    errno.EACCES: "this user may not: check owner and mode",
+    errno.EPERM: "this user may not: check owner and mode",
+}
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class DirectoryStore:
+    """Objects as files below `root`. Blocking calls run in the loop's default executor.
+
+    A cancelled call returns only when its running disk operation has: buffer and descriptor are in use.
+    """
+
+    def __init__(self, root: Path | str, *, url: str = "") -> None:
+        self._root = Path(root)
+        self._own = self._root / _OWN
+        self._url = url or f"file://{self._root}"
+        self._capabilities = Capabilities(
+            conditional_put=True,
+            multipart=False,
+            checksum_algorithm=_ALGORITHM,
+            max_put_size_bytes=1 << 62,  # the file system decides
+        )
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    async def open(self) -> None:
+        """Make the folder if it is missing and try one write, one hard link and one lock in it.
+
+        Where hard links do not work, `conditional_put` is False.
+        """
+        with _translating("open", ""):
+            can_link = await _in_thread(self._probe)
+        self._capabilities = replace(self._capabilities, conditional_put=can_link)
+
+    async def close(self) -> None:
+        """Nothing is held open between calls."""
+
+    async def put(
+        self, key: str, body: Body, checksum: Checksum, *, condition: Condition = None
+    ) -> ObjectInfo:
+        self._check_key(key, "put")
+        with _translating("put", key):
+            temporary, descriptor = await _in_thread(self._create_temporary)
+            try:
+                try:
+                    await _write(descriptor, body, key)
+                    stored = await _in_thread(_sync_and_read_back, descriptor, checksum.algorithm)
+                finally:
+                    os.close(descriptor)
+                if stored != checksum:
+                    raise IntegrityError(
+                        f"the bytes have {stored.value}, not {checksum.value}", operation="put", key=key
+                    )
+                status = await _in_thread(self._publish, temporary, key, condition)
+            finally:
+                await _in_thread(_unlink_if_there, temporary)
+        return _info(key, status, stored)
+
+    async def get(self, key: str, *, max_size_bytes: int) -> tuple[bytes, ObjectInfo]:
+        self._check_key(key, "get")
+        with _translating("get", key):
+            return await _in_thread(self._read_whole, key, max_size_bytes)
+
+    async def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> ObjectInfo:
+        self._check_key(key, "get_range")
+        with _translating("get_range", key):
+            descriptor = await _in_thread(self._open, key)
+        try:
+            status = os.fstat(descriptor)
+            if offset + size_bytes > status.st_size:
+                raise StoreError(
+                    f"bytes {offset}+{size_bytes} are beyond the object's {status.st_size}",
+                    reason=FailureReason.OTHER,
+                    operation="get_range",
+                    key=key,
+                )
+            buffer = memoryview(bytearray(min(size_bytes, _SLICE_BYTES)))
+            end = offset + size_bytes
+            while offset < end:
+                with _translating("get_range", key):
+                    slice_ = buffer[: end - offset]
+                    count = await _in_thread(os.preadv, descriptor, [slice_], offset)
+                    if count == 0:
+                        raise IntegrityError("was cut short beneath us", operation="get_range", key=key)
+                sink(slice_[:count])
+                offset += count
+        finally:
+            os.close(descriptor)
+        return _info(key, status)
+
+    async def head(self, key: str) -> ObjectInfo:
+        """As promised, with a checksum: reads the whole file to compute it."""
+        self._check_key(key, "head")
+        with _translating("head", key):
+            return await _in_thread(self._read_back, key)
+
+    async def list(self, prefix: str, *, start_after: str = "") -> Listing:
+        check_prefix(prefix, "list")
+        with _translating("list", prefix):
+            return await _in_thread(self._walk, prefix, start_after)
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self._check_key(key, "delete")
+        for key in keys:
+            with _translating("delete", key):
+                await _in_thread(self._delete, key)
+
+    async def create_multipart(self, key: str) -> str:
+        _refuse_multipart("create_multipart", key)
+
+    async def put_part(
+        self, key: str, upload_id: str, number: int, body: Body, checksum: Checksum
+    ) -> StoredPart:
+        _refuse_multipart("put_part", key)
+
+    async def list_parts(self, key: str, upload_id: str) -> Sequence[StoredPart]:
+        _refuse_multipart("list_parts", key)
+
+    async def complete_multipart(
+        self, key: str, upload_id: str, parts: Sequence[StoredPart], checksum: Checksum, size_bytes: int
+    ) -> ObjectInfo:
+        _refuse_multipart("complete_multipart", key)
+
+    async def abort_multipart(self, key: str, upload_id: str) -> None:
+        _refuse_multipart("abort_multipart", key)
+
+    async def list_multiparts(self, prefix: str) -> Sequence[MultipartInfo]:
+        """None: there are no multipart uploads here."""
+        check_prefix(prefix, "list_multiparts")
+        return []
+
+    # --- names; everything below blocks and runs in a worker thread ----------------------------------------
+
+    def _check_key(self, key: str, operation: str) -> None:
+        check_key(key, operation)
+        if key == _OWN or key.startswith(f"{_OWN}/"):
+            raise StoreError(
+                "the store keeps its own files here",
+                reason=FailureReason.OTHER,
+                operation=operation,
+                key=key,
+            )
+
+    def _path(self, key: str) -> Path:
+        """The file of a key. A link among its folders could lead out of the root: refused (I10)."""
+        path = self._root / key
+        parent = path.parent
+        while parent != self._root:
+            if parent.is_symlink():
+                raise OSError(errno.ELOOP, "a folder on the way is a symbolic link", str(parent))
+            parent = parent.parent
+        return path
+
+    def _open(self, key: str) -> int:
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+        try:
+            descriptor = os.open(self._path(key), flags)
+        except NotADirectoryError as error:
+            raise FileNotFoundError(errno.ENOENT, "a file is on the way", key) from error
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise FileNotFoundError(errno.ENOENT, "not a regular file", key)
+        return descriptor
+
+    # --- writing -------------------------------------------------------------------------------------------
+
+    def _probe(self) -> bool:
+        temporary, descriptor = self._create_temporary()
+        self._remove_left_overs()
+        linked = temporary.with_name(f"{temporary.name}.link")
+        try:
+            os.write(descriptor, b"probe")
+            os.fsync(descriptor)
+            with self._locked():
+                pass
+            try:
+                os.link(temporary, linked)
+            except OSError as error:
+                if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
+                    raise
+                return False
+            return True
+        finally:
+            os.close(descriptor)
+            _unlink_if_there(temporary)
+            _unlink_if_there(linked)
+
+    def _remove_left_overs(self) -> None:
+        """Drop temporary files of writers that died, best effort."""
+        oldest = time.time() - _LEFT_OVER_AGE_S
+        for entry in os.scandir(self._own):
+            with contextlib.suppress(OSError):
+                if entry.name != _LOCK and entry.stat(follow_symlinks=False).st_mtime < oldest:
+                    os.unlink(entry)
+
+    def _create_temporary(self) -> tuple[Path, int]:
+        path = self._own / secrets.token_hex(16)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        try:
+            return path, os.open(path, flags, 0o666)
+        except FileNotFoundError:
+            _make_folders(self._own)
+            return path, os.open(path, flags, 0o666)
+
+    def _publish(self, temporary: Path, key: str, condition: Condition) -> os.stat_result:
+        """Make a finished, synced file visible under its key, durably; returns what is visible now."""
+        target = self._path(key)
+        match condition:
+            case None:
+                self._into_parent(target, lambda: os.replace(temporary, target))
+            case Create():
+                try:
+                    self._into_parent(target, lambda: os.link(temporary, target))
+                except FileExistsError:
+                    raise PreconditionFailedError(operation="put", key=key) from None
+            case Match(etag):
+                with self._locked():
+                    self._swap(temporary, target, key, etag)
+        status = os.stat(target, follow_symlinks=False)
+        _sync_folder(target.parent)
+        return status
+
+    def _swap(self, temporary: Path, target: Path, key: str, etag: str) -> None:
+        try:
+            current = os.stat(target, follow_symlinks=False)
+        except FileNotFoundError:
+            raise PreconditionFailedError("there is no object", operation="put", key=key) from None
+        if _etag(current) != etag:
+            raise PreconditionFailedError(operation="put", key=key)
+        # An inode number can come back within one tick of the file system's clock, and an old ETag with it:
+        # a growing time makes every version of a swapped object differ from all before.
+        modified_ns = max(time.time_ns(), current.st_mtime_ns + 1)
+        os.utime(temporary, ns=(modified_ns, modified_ns))
+        os.replace(temporary, target)
+
+    def _into_parent(self, target: Path, place: Callable[[], None]) -> None:
+        for _ in range(_PARENT_ATTEMPTS):
+            try:
+                return place()
+            except FileNotFoundError:
+                _make_folders(target.parent)
+        return place()
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Exclude the compare-and-swaps and deletes of every other process and thread.
+
+        The lock file is never removed: whoever waits on it must wait on the same inode. The wait is bounded,
+        for the holder may be a stopped process.
+        """
+        _make_folders(self._own)
+        descriptor = os.open(self._own / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            deadline = time.monotonic() + _LOCK_TIMEOUT_S
+            while True:
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        raise TimeoutError(errno.ETIMEDOUT, "another process holds the lock") from None
+                    time.sleep(_LOCK_POLL_S)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _delete(self, key: str) -> None:
+        path = self._path(key)
+        if not os.path.lexists(path) or path.is_dir():
+            return
+        with self._locked():
+            _unlink_if_there(path)
+            _sync_folder(path.parent)
+        # Best effort: a parent in use stays, and a shared file system may refuse.
+        parent = path.parent
+        with contextlib.suppress(OSError):
+            while parent != self._root:
+                parent.rmdir()
+                parent = parent.parent
+
+    # --- reading -------------------------------------------------------------------------------------------
+
+    def _read_whole(self, key: str, max_size_bytes: int) -> tuple[bytes, ObjectInfo]:
+        with open(self._open(key), "rb") as file:
+            status = os.fstat(file.fileno())
+            if status.st_size > max_size_bytes:
+                raise StoreError(
+                    f"has {status.st_size} bytes, more than {max_size_bytes}",
+                    reason=FailureReason.OTHER,
+                    operation="get",
+                    key=key,
+                )
+            data = file.read()
+        digest = Digest(_ALGORITHM)
+        digest.update(data)
+        return data, _info(key, status, digest.checksum())
+
+    def _read_back(self, key: str) -> ObjectInfo:
+        descriptor = self._open(key)
+        try:
+            return _info(key, os.fstat(descriptor), _checksum_file(descriptor, _ALGORITHM))
+        finally:
+            os.close(descriptor)
+
+    def _walk(self, prefix: str, start_after: str) -> Listing:
+        server_time = time.time()
+        start = prefix.rpartition("/")[0]
+        found = [
+            _info(key, entry.stat(follow_symlinks=False))
+            for key, entry in self._files(f"{start}/" if start else "")
+            if key.startswith(prefix) and key > start_after
+        ]
+        return Listing(tuple(sorted(found, key=lambda info: info.key)), server_time)
+
+    def _files(self, folder: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
+        """Every regular file below `folder` ("" or ending in '/'), in no order; links are not followed."""
+        try:
+            entries = list(os.scandir(self._path(folder) if folder else self._root))
+        except (FileNotFoundError, NotADirectoryError):
+            return  # deleted since its parent was read
+        for entry in entries:
+            key = folder + entry.name
+            if entry.is_dir(follow_symlinks=False):
+                if key != _OWN:
+                    yield from self._files(f"{key}/")
+            elif entry.is_file(follow_symlinks=False):
+                yield key, entry
+
+
+async def _in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Run `function` in a worker thread; when cancelled, wait for it all the same before leaving."""
+    work = asyncio.ensure_future(asyncio.to_thread(function, *args, **kwargs))
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        while not work.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([work])
+        if not work.cancelled():
+            work.exception()  # seen: the cancellation is what counts
+        raise
+
+
+async def _write(descriptor: int, body: Body, key: str) -> None:
+    written = 0
+    async for chunk in body.chunks():
+        await _in_thread(_write_all, descriptor, chunk)
+        written += len(chunk)
+    if written != body.size_bytes:
+        raise SourceError(
+            f"the body of {key!r} gave {written} of {body.size_bytes} bytes",
+            reason=FailureReason.SOURCE_CHANGED,
+        )
+
+
+def _write_all(descriptor: int, data: memoryview) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def _sync_and_read_back(descriptor: int, algorithm: str) -> Checksum:
+    os.fsync(descriptor)
+    return _checksum_file(descriptor, algorithm)
+
+
+def _checksum_file(descriptor: int, algorithm: str) -> Checksum:
+    digest = Digest(algorithm)
+    buffer = memoryview(bytearray(_SLICE_BYTES))
+    offset = 0
+    while count := os.preadv(descriptor, [buffer], offset):
+        digest.update(buffer[:count])
+        offset += count
+    return digest.checksum()
+
+
+def _make_folders(path: Path) -> None:
+    """Make a folder and its missing parents, each durable in its own parent."""
+    if path.is_dir():
+        return
+    _make_folders(path.parent)
+    with contextlib.suppress(FileExistsError):
+        path.mkdir()
+    _sync_folder(path.parent)
+
+
+def _sync_folder(path: Path) -> None:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return  # removed by a delete since: with it went what was to be made durable
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _unlink_if_there(path: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        path.unlink()
+
+
+def _info(key: str, status: os.stat_result, checksum: Checksum | None = None) -> ObjectInfo:
+    return ObjectInfo(key, status.st_size, _etag(status), checksum, status.st_mtime)
+
+
+def _etag(status: os.stat_result) -> str:
+    """Of one version of a file, without reading it."""
+    return f'"{status.st_ino:x}-{status.st_mtime_ns:x}-{status.st_size:x}"'
+
+
+def _refuse_multipart(operation: str, key: str) -> NoReturn:
+    raise StoreError(
+        "a folder has no multipart uploads", reason=FailureReason.OTHER, operation=operation, key=key
+    )
+
+
+@contextlib.contextmanager
+def _translating(operation: str, key: str) -> Iterator[None]:
+    """Turn every OSError into a StoreError of the right reason."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise ObjectNotFoundError(operation=operation, key=key) from error
+    except OSError as error:
+        number = error.errno or 0
+        if number in _DISK:
+            reason, hint = FailureReason.DISK, _DISK[number]
+        elif number in _AUTH:
+            reason, hint = FailureReason.AUTH, _AUTH[number]
+        elif isinstance(error, TimeoutError):
+            reason, hint = FailureReason.TIMEOUT, "is a writer stopped, or the file system hung?"
+        else:
+            reason, hint = FailureReason.OTHER, ""
+        raise StoreError(str(error), reason=reason, operation=operation, key=key, hint=hint) from error

@@ -1,0 +1,303 @@
+"""A store in this process's memory, for tests: exact about conditions, checksums and multipart uploads.
+
+Every request yields to the event loop once and never sleeps. Faults are not its business: wrap it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from ckpt_async.errors import (
+    FailureReason,
+    IntegrityError,
+    ObjectNotFoundError,
+    PreconditionFailedError,
+    SourceError,
+    StoreError,
+)
+from ckpt_async.model import Checksum
+from ckpt_async.store import (
+    Body,
+    Capabilities,
+    Condition,
+    Create,
+    Listing,
+    Match,
+    MultipartInfo,
+    ObjectInfo,
+    Sink,
+    StoredPart,
+)
+from ckpt_async.stores import check_key, check_prefix, checksum_of
+
+CAPABILITIES = Capabilities(conditional_put=True, multipart=True, checksum_algorithm="crc64nvme")
+
+
+@dataclass(frozen=True, slots=True)
+class _Object:
+    data: bytes
+    etag: str
+    checksum: Checksum
+    last_modified: float
+
+
+@dataclass(slots=True)
+class _Upload:
+    key: str
+    initiated_at: float
+    parts: dict[int, tuple[bytes, StoredPart]] = field(default_factory=dict)
+    completed: ObjectInfo | None = None
+
+
+class MemoryBucket:
+    """The objects that several MemoryStores share. Safe to share between threads, each with its own loop."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self.clock = clock
+        self.lock = threading.Lock()
+        self.objects: dict[str, _Object] = {}
+        self.uploads: dict[str, _Upload] = {}
+        self.upload_ids = itertools.count(1)
+
+
+_shared: dict[str, MemoryBucket] = {}
+
+
+def shared_bucket(name: str) -> MemoryBucket:
+    """The bucket of this name; lives as long as the process."""
+    return _shared.setdefault(name, MemoryBucket())
+
+
+class MemoryStore:
+    """A view of a MemoryBucket below `prefix`. `last_modified` and ages follow the bucket's clock."""
+
+    def __init__(
+        self,
+        bucket: MemoryBucket | None = None,
+        *,
+        prefix: str = "",
+        url: str = "memory://",
+        capabilities: Capabilities = CAPABILITIES,
+    ) -> None:
+        self._bucket = bucket or MemoryBucket()
+        self._root = f"{prefix}/" if prefix else ""
+        self._url = url
+        self._capabilities = capabilities
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    async def open(self) -> None:
+        await asyncio.sleep(0)
+
+    async def close(self) -> None:
+        await asyncio.sleep(0)
+
+    async def put(
+        self, key: str, body: Body, checksum: Checksum, *, condition: Condition = None
+    ) -> ObjectInfo:
+        check_key(key, "put")
+        data = await _receive(body, checksum, "put", key)
+        with self._bucket.lock:
+            current = self._bucket.objects.get(self._root + key)
+            match condition:
+                case Create() if current is not None:
+                    raise PreconditionFailedError(operation="put", key=key)
+                case Match(etag) if current is None or current.etag != etag:
+                    raise PreconditionFailedError(operation="put", key=key)
+            return self._store(key, data, _etag(data), checksum)
+
+    async def get(self, key: str, *, max_size_bytes: int) -> tuple[bytes, ObjectInfo]:
+        await asyncio.sleep(0)
+        stored = self._find(key, "get")
+        if len(stored.data) > max_size_bytes:
+            raise StoreError(
+                f"has {len(stored.data)} bytes, more than {max_size_bytes}",
+                reason=FailureReason.OTHER,
+                operation="get",
+                key=key,
+            )
+        return stored.data, _info(key, stored)
+
+    async def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> ObjectInfo:
+        await asyncio.sleep(0)
+        stored = self._find(key, "get_range")
+        if offset + size_bytes > len(stored.data):
+            raise StoreError(
+                f"bytes {offset}+{size_bytes} are beyond the object's {len(stored.data)}",
+                reason=FailureReason.OTHER,
+                operation="get_range",
+                key=key,
+            )
+        view = memoryview(stored.data)[offset : offset + size_bytes]
+        for start in range(0, size_bytes, 1 << 20):
+            sink(view[start : start + (1 << 20)])
+        return _info(key, stored)
+
+    async def head(self, key: str) -> ObjectInfo:
+        await asyncio.sleep(0)
+        return _info(key, self._find(key, "head"))
+
+    async def list(self, prefix: str, *, start_after: str = "") -> Listing:
+        check_prefix(prefix, "list")
+        await asyncio.sleep(0)
+        with self._bucket.lock:
+            found = [
+                _info(full.removeprefix(self._root), stored)
+                for full, stored in sorted(self._bucket.objects.items())
+                if full.startswith(self._root + prefix) and full > self._root + start_after
+            ]
+            return Listing(tuple(found), self._bucket.clock())
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            check_key(key, "delete")
+        await asyncio.sleep(0)
+        with self._bucket.lock:
+            for key in keys:
+                self._bucket.objects.pop(self._root + key, None)
+
+    async def create_multipart(self, key: str) -> str:
+        check_key(key, "create_multipart")
+        await asyncio.sleep(0)
+        with self._bucket.lock:
+            upload_id = f"upload-{next(self._bucket.upload_ids)}"
+            self._bucket.uploads[upload_id] = _Upload(self._root + key, self._bucket.clock())
+            return upload_id
+
+    async def put_part(
+        self, key: str, upload_id: str, number: int, body: Body, checksum: Checksum
+    ) -> StoredPart:
+        data = await _receive(body, checksum, "put_part", key)
+        with self._bucket.lock:
+            upload = self._find_upload(key, upload_id, "put_part")
+            if not 1 <= number <= self._capabilities.max_parts:
+                raise StoreError(
+                    f"part number {number} is out of range",
+                    reason=FailureReason.OTHER,
+                    operation="put_part",
+                    key=key,
+                )
+            part = StoredPart(number, len(data), _etag(data), checksum)
+            upload.parts[number] = (data, part)
+            return part
+
+    async def list_parts(self, key: str, upload_id: str) -> Sequence[StoredPart]:
+        await asyncio.sleep(0)
+        with self._bucket.lock:
+            upload = self._find_upload(key, upload_id, "list_parts")
+            return [part for _, (_, part) in sorted(upload.parts.items())]
+
+    async def complete_multipart(
+        self, key: str, upload_id: str, parts: Sequence[StoredPart], checksum: Checksum, size_bytes: int
+    ) -> ObjectInfo:
+        await asyncio.sleep(0)
+        with self._bucket.lock:
+            upload = self._bucket.uploads.get(upload_id)
+            if upload is not None and upload.key == self._root + key and upload.completed is not None:
+                return upload.completed
+            upload = self._find_upload(key, upload_id, "complete_multipart")
+            data = self._assemble(key, upload, parts)
+            if len(data) != size_bytes or checksum_of(data, checksum.algorithm) != checksum:
+                raise IntegrityError(
+                    "the parts do not add up to the declared size and checksum",
+                    operation="complete_multipart",
+                    key=key,
+                )
+            digests = b"".join(bytes.fromhex(part.etag.strip('"')) for part in parts)
+            info = self._store(key, data, f'{_etag(digests)[:-1]}-{len(parts)}"', checksum)
+            upload.completed = info
+            upload.parts.clear()
+            return info
+
+    async def abort_multipart(self, key: str, upload_id: str) -> None:
+        check_key(key, "abort_multipart")
+        await asyncio.sleep(0)
+        with self._bucket.lock:
+            upload = self._bucket.uploads.get(upload_id)
+            if upload is not None and upload.completed is None:
+                del self._bucket.uploads[upload_id]
+
+    async def list_multiparts(self, prefix: str) -> Sequence[MultipartInfo]:
+        check_prefix(prefix, "list_multiparts")
+        await asyncio.sleep(0)
+        with self._bucket.lock:
+            return [
+                MultipartInfo(upload.key.removeprefix(self._root), upload_id, upload.initiated_at)
+                for upload_id, upload in sorted(self._bucket.uploads.items(), key=lambda item: item[1].key)
+                if upload.completed is None and upload.key.startswith(self._root + prefix)
+            ]
+
+    def _find(self, key: str, operation: str) -> _Object:
+        check_key(key, operation)
+        with self._bucket.lock:
+            stored = self._bucket.objects.get(self._root + key)
+        if stored is None:
+            raise ObjectNotFoundError(operation=operation, key=key)
+        return stored
+
+    def _find_upload(self, key: str, upload_id: str, operation: str) -> _Upload:
+        upload = self._bucket.uploads.get(upload_id)
+        if upload is None or upload.completed is not None or upload.key != self._root + key:
+            raise ObjectNotFoundError("no such multipart upload", operation=operation, key=key)
+        return upload
+
+    def _assemble(self, key: str, upload: _Upload, parts: Sequence[StoredPart]) -> bytes:
+        pieces: list[bytes] = []
+        for position, part in enumerate(parts, 1):
+            data, stored = upload.parts.get(part.number, (b"", None))
+            is_ascending = position == 1 or part.number > parts[position - 2].number
+            if stored is None or stored.etag != part.etag or not is_ascending:
+                raise IntegrityError(
+                    f"part {part.number} is not the one that was stored",
+                    operation="complete_multipart",
+                    key=key,
+                )
+            if position < len(parts) and len(data) < self._capabilities.min_part_size_bytes:
+                raise StoreError(
+                    f"part {part.number} has {len(data)} bytes, too few",
+                    reason=FailureReason.OTHER,
+                    operation="complete_multipart",
+                    key=key,
+                )
+            pieces.append(data)
+        return b"".join(pieces)
+
+    def _store(self, key: str, data: bytes, etag: str, checksum: Checksum) -> ObjectInfo:
+        stored = _Object(data, etag, checksum, self._bucket.clock())
+        self._bucket.objects[self._root + key] = stored
+        return _info(key, stored)
+
+
+async def _receive(body: Body, checksum: Checksum, operation: str, key: str) -> bytes:
+    """Take the whole body in, then yield once: a cancelled request has changed nothing."""
+    data = b"".join([bytes(chunk) async for chunk in body.chunks()])
+    await asyncio.sleep(0)
+    if len(data) != body.size_bytes:
+        raise SourceError(
+            f"the body of {key!r} gave {len(data)} of {body.size_bytes} bytes",
+            reason=FailureReason.SOURCE_CHANGED,
+        )
+    if checksum_of(data, checksum.algorithm) != checksum:
+        raise IntegrityError("the bytes do not have the declared checksum", operation=operation, key=key)
+    return data
+
+
+def _etag(data: bytes) -> str:
+    """Like S3's for a plain PUT: made from content alone, so A→B→A passes an If-Match (rule R13)."""
+    return f'"{hashlib.md5(data, usedforsecurity=False).hexdigest()}"'
+
+
+def _info(key: str, stored: _Object) -> ObjectInfo:
+    return ObjectInfo(key, len(stored.data), stored.etag, stored.checksum, stored.last_modified)

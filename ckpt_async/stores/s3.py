@@ -1,0 +1,598 @@
+"""S3 and its relatives, over aiobotocore.
+
+A body is never copied in Python: its slices go straight to the socket, past the SDK's checksums and body
+signing. What guards the bytes instead is our own full-object checksum, computed beforehand and sent as a
+header, which the store compares with what arrived.
+
+This module must not know retries: one call is one attempt. (Only what has no body and changes nothing, a GET,
+HEAD or abort, is repeated once by aiohttp when its connection breaks before an answer.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime as dt
+import email.utils
+import hashlib
+import secrets
+import socket
+import time
+from base64 import b64encode
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
+
+import botocore.exceptions
+import botocore.parsers
+from aiobotocore.config import AioConfig
+from aiobotocore.session import AioSession
+from botocore.handlers import add_expect_header
+
+from ckpt_async.errors import (
+    FailureReason,
+    IntegrityError,
+    ObjectNotFoundError,
+    PreconditionFailedError,
+    StoreError,
+)
+from ckpt_async.keys import PROBES
+from ckpt_async.model import Checksum
+from ckpt_async.store import (
+    Body,
+    BytesBody,
+    Capabilities,
+    Condition,
+    Create,
+    Listing,
+    Match,
+    MultipartInfo,
+    ObjectInfo,
+    Sink,
+    StoredPart,
+)
+from ckpt_async.stores import StoreOptions, check_key, check_prefix, checksum_of
+from ckpt_async.stores.s3_body import BodyPayload
+from ckpt_async.stores.s3_errors import Place, hint_for, reason_of, translating
+
+# What the SDK hands back is untyped: dictionaries shaped by the service model.
+Response = Mapping[str, Any]
+T = TypeVar("T")
+
+# Parameter and response names of full-object checksums, the preferred one first. CRC64NVME is always
+# full-object; CRC32C can also be a composite "…-N", which says nothing about the whole (S3 user guide,
+# "Checking object integrity").
+_FIELDS = {"crc64nvme": "ChecksumCRC64NVME", "crc32c": "ChecksumCRC32C"}
+
+# How a condition is refused: 409 is S3's answer to two at once, and 404 that of an If-Match on nothing
+# (S3 user guide, "Conditional writes").
+_UNMET = {"IfNoneMatch": frozenset({409, 412}), "IfMatch": frozenset({404, 409, 412})}
+
+# What an answer must hold; something between us and the store may answer 200 without.
+_ANSWERS = {
+    "put_object": ("ETag",),
+    "get_object": ("ETag", "ContentLength"),
+    "head_object": ("ETag", "ContentLength"),
+    "create_multipart_upload": ("UploadId",),
+    "upload_part": ("ETag",),
+    "complete_multipart_upload": ("ETag",),
+}
+
+_DELETE_BATCH = 1000  # DeleteObjects takes no more (S3 API reference)
+
+
+class S3Store:
+    """Objects below `prefix` of one bucket. Belongs to the event loop that opened it.
+
+    `put` answers with the size it sent: S3 stores a body whole, exactly Content-Length bytes, or not at all.
+    """
+
+    def __init__(
+        self, bucket: str, prefix: str, options: StoreOptions, *, endpoint_url: str | None, url: str
+    ) -> None:
+        self._bucket = bucket
+        self._root = f"{prefix}/" if prefix else ""
+        self._options = options
+        self._endpoint_url = endpoint_url
+        self._place = Place(bucket, self._root, endpoint_url)
+        self._url = url
+        self._exit_stack = contextlib.AsyncExitStack()
+        self._client: Any = None
+        self._capabilities: Capabilities | None = None
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    @property
+    def capabilities(self) -> Capabilities:
+        assert self._capabilities is not None, "open() first"
+        return self._capabilities
+
+    async def open(self) -> None:
+        """Connect, then find out by seven requests on two objects below `.ckpt_async/probe/` what the store
+        enforces; both are deleted again.
+
+        A store that compares neither CRC64NVME nor CRC32C with what arrived is taken all the same, with the
+        one that `head` answers: such a store only repeats our checksum, so `put` cannot tell that bytes
+        changed on the way, and only reading the object back can.
+        """
+        await self._connect()
+        try:
+            self._capabilities = await self._probe()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        await self._exit_stack.aclose()
+        self._client = None
+
+    async def put(
+        self, key: str, body: Body, checksum: Checksum, *, condition: Condition = None
+    ) -> ObjectInfo:
+        response = await self._send(
+            "put_object", key, body, checksum, **_condition_parameters(condition), **self._options.put_args
+        )
+        return ObjectInfo(key, body.size_bytes, response["ETag"], _checksum(response))
+
+    async def get(self, key: str, *, max_size_bytes: int) -> tuple[bytes, ObjectInfo]:
+        """As promised; where the store kept a checksum, the bytes were compared with it."""
+        with translating("get_object", key, self._place):
+            response = await self._call("get_object", key, ChecksumMode="ENABLED")
+            stream = response["Body"]
+            try:
+                size_bytes = response["ContentLength"]
+                if size_bytes > max_size_bytes:
+                    raise StoreError(
+                        f"has {size_bytes} bytes, more than {max_size_bytes}",
+                        reason=FailureReason.OTHER,
+                        operation="get_object",
+                        key=key,
+                    )
+                data: bytes = await stream.read()
+            finally:
+                stream.close()  # drops the connection unless the body was read to its end
+        return data, _info(key, size_bytes, response)
+
+    async def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> ObjectInfo:
+        if size_bytes == 0:
+            return await self.head(key)  # HTTP cannot ask for an empty range
+        with translating("get_object", key, self._place):
+            response = await self._call("get_object", key, Range=f"bytes={offset}-{offset + size_bytes - 1}")
+        stream = response["Body"]
+        try:
+            total_bytes = _range_total(response, offset, size_bytes, key)
+            # Past the SDK's reader, which joins what arrived into pieces of the size asked for.
+            raw: Any = getattr(stream, "raw_stream", stream)
+            content = raw.content
+            received = 0
+            while received < size_bytes:
+                with translating("get_object", key, self._place):
+                    data, _ = await content.readchunk()
+                    if not data and content.at_eof():
+                        raise StoreError(
+                            f"the body ended after {received} of {size_bytes} bytes",
+                            reason=FailureReason.TRANSIENT,
+                            operation="get_object",
+                            key=key,
+                        )
+                if data:
+                    sink(memoryview(data))
+                    received += len(data)
+        finally:
+            stream.close()
+        return _info(key, total_bytes, response)
+
+    async def head(self, key: str) -> ObjectInfo:
+        response = await self._call("head_object", key, ChecksumMode="ENABLED")
+        return _info(key, response["ContentLength"], response)
+
+    async def list(self, prefix: str, *, start_after: str = "") -> Listing:
+        check_prefix(prefix, "list_objects_v2")
+        parameters = {"Prefix": self._root + prefix}
+        if start := _server_start(prefix, start_after):
+            parameters["StartAfter"] = self._root + start
+        objects: list[ObjectInfo] = []
+        server_time: float | None = None
+        while True:
+            page = await self._call("list_objects_v2", None, **parameters)
+            # The first page's time: an age measured against a later one would be too great.
+            server_time = server_time or _server_time(page)
+            for each in page.get("Contents", ()):
+                if not each["Key"].endswith("/"):  # a folder marker that some console made
+                    key = self._strip(each["Key"])
+                    modified_at = each["LastModified"].timestamp()
+                    objects.append(ObjectInfo(key, each["Size"], each["ETag"], None, modified_at))
+            if not page.get("IsTruncated"):
+                break
+            parameters["ContinuationToken"] = self._next_page(page, "NextContinuationToken", prefix)
+        # The order and the start are ours to keep: see _server_start.
+        found = {each.key: each for each in objects if each.key > start_after}
+        return Listing(tuple(found[key] for key in sorted(found)), server_time)
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        names = [{"Key": self._root + check_key(key, "delete_objects")} for key in keys]
+        for start in range(0, len(names), _DELETE_BATCH):
+            batch = names[start : start + _DELETE_BATCH]
+            response = await self._call("delete_objects", None, Delete={"Objects": batch, "Quiet": True})
+            for error in response.get("Errors", ()):
+                code = error.get("Code", "")
+                if code != "NoSuchKey":
+                    raise StoreError(
+                        f"{code}: {error.get('Message', '')}",
+                        reason=reason_of(code, 0),
+                        operation="delete_objects",
+                        key=self._strip(error.get("Key", self._root)),
+                        hint=hint_for(code, "delete_objects", self._place),
+                    )
+
+    async def create_multipart(self, key: str) -> str:
+        response = await self._call(
+            "create_multipart_upload",
+            key,
+            ChecksumAlgorithm=self.capabilities.checksum_algorithm.upper(),
+            ChecksumType="FULL_OBJECT",
+            **self._options.put_args,
+        )
+        upload_id: str = response["UploadId"]
+        return upload_id
+
+    async def put_part(
+        self, key: str, upload_id: str, number: int, body: Body, checksum: Checksum
+    ) -> StoredPart:
+        response = await self._send("upload_part", key, body, checksum, UploadId=upload_id, PartNumber=number)
+        return StoredPart(number, body.size_bytes, response["ETag"], _checksum(response))
+
+    async def list_parts(self, key: str, upload_id: str) -> Sequence[StoredPart]:
+        """As promised. SeaweedFS 4.48 lists a part that was sent twice twice: then the newer one counts."""
+        newest: dict[int, Response] = {}
+        parameters: dict[str, Any] = {"UploadId": upload_id}
+        while True:
+            page = await self._call("list_parts", key, **parameters)
+            for each in page.get("Parts", ()):
+                known = newest.get(each["PartNumber"])
+                if known is None or known["LastModified"] <= each["LastModified"]:
+                    newest[each["PartNumber"]] = each
+            if not page.get("IsTruncated"):
+                return [
+                    StoredPart(number, each["Size"], each["ETag"], _checksum(each))
+                    for number, each in sorted(newest.items())
+                ]
+            parameters["PartNumberMarker"] = self._next_page(page, "NextPartNumberMarker", key)
+
+    async def complete_multipart(
+        self, key: str, upload_id: str, parts: Sequence[StoredPart], checksum: Checksum, size_bytes: int
+    ) -> ObjectInfo:
+        """As promised. S3 forgets an upload it has completed: then the object itself is asked whether it is
+        what this call would have made.
+        """
+        try:
+            response = await self._call(
+                "complete_multipart_upload",
+                key,
+                UploadId=upload_id,
+                MultipartUpload={"Parts": [_part_parameters(part) for part in parts]},
+                ChecksumType="FULL_OBJECT",
+                MpuObjectSize=size_bytes,
+                **_checksum_parameters(checksum),
+            )
+        except ObjectNotFoundError:
+            with contextlib.suppress(ObjectNotFoundError):
+                info = await self.head(key)
+                if info.size_bytes == size_bytes and info.checksum == checksum:
+                    return info
+            raise
+        return ObjectInfo(key, size_bytes, response["ETag"], _checksum(response))
+
+    async def abort_multipart(self, key: str, upload_id: str) -> None:
+        with contextlib.suppress(ObjectNotFoundError):
+            await self._call("abort_multipart_upload", key, UploadId=upload_id)
+
+    async def list_multiparts(self, prefix: str) -> Sequence[MultipartInfo]:
+        check_prefix(prefix, "list_multipart_uploads")
+        uploads: list[MultipartInfo] = []
+        parameters = {"Prefix": self._root + prefix}
+        while True:
+            page = await self._call("list_multipart_uploads", None, **parameters)
+            uploads.extend(
+                MultipartInfo(self._strip(each["Key"]), each["UploadId"], each["Initiated"].timestamp())
+                for each in page.get("Uploads", ())
+            )
+            if not page.get("IsTruncated"):
+                return uploads
+            parameters["KeyMarker"] = self._next_page(page, "NextKeyMarker", prefix)
+            parameters["UploadIdMarker"] = page.get("NextUploadIdMarker", "")
+
+    # --- keys: joined in `_call`, stripped here, nowhere else -----------------------------------------------
+
+    def _strip(self, full: str) -> str:
+        if not full.startswith(self._root):
+            raise StoreError(
+                f"the store answered with a key outside of {self._root!r}",
+                reason=FailureReason.OTHER,
+                key=full,
+            )
+        return full.removeprefix(self._root)
+
+    def _next_page(self, page: Response, name: str, key: str) -> Any:
+        if not page.get(name):
+            raise StoreError(
+                f"the listing was cut short: truncated, but without {name}",
+                reason=FailureReason.TRANSIENT,
+                key=key,
+            )
+        return page[name]
+
+    # --- requests ------------------------------------------------------------------------------------------
+
+    async def _connect(self) -> None:
+        with translating("open", "", self._place):
+            self._client = await self._exit_stack.enter_async_context(self._create_client())
+        # The SDK waits for "100 Continue" without any timeout (rule R14), and a body sent in vain is cheaper
+        # than a round trip for each one that is taken.
+        self._client.meta.events.unregister("before-call.s3", add_expect_header)
+        self._client.meta.events.register("before-call.s3.DeleteObjects", _add_content_md5)
+
+    def _create_client(self) -> Any:
+        options = self._options
+        style = options.addressing_style
+        if style == "auto" and self._endpoint_url is not None:
+            style = "path"
+        settings: dict[str, Any] = {
+            "connect_timeout": options.connect_timeout_s,
+            "read_timeout": options.read_timeout_s,
+            "max_pool_connections": options.max_connections,
+            "retries": {"mode": "standard", "total_max_attempts": 1},  # counted by test_s3_errors
+            # The SDK's own checksums go as trailers, which many relatives of S3 refuse; ours is a header.
+            "request_checksum_calculation": "when_required",
+            "response_checksum_validation": "when_required",
+            "s3": {"addressing_style": style, "payload_signing_enabled": False},
+        }
+        try:
+            config = AioConfig(**settings, connector_args={"socket_factory": _create_socket})
+        except botocore.exceptions.ParamValidationError:
+            config = AioConfig(**settings)  # aiobotocore before 2.27 has no way to set socket options
+        return AioSession(profile=options.profile).create_client(
+            "s3", region_name=options.region, endpoint_url=self._endpoint_url, config=config
+        )
+
+    async def _call(self, operation: str, key: str | None, **parameters: Any) -> Response:
+        if key is not None:
+            parameters["Key"] = self._root + check_key(key, operation)
+        unmet = next((statuses for name, statuses in _UNMET.items() if name in parameters), frozenset[int]())
+        with translating(operation, key or parameters.get("Prefix", ""), self._place, unmet=unmet):
+            response: Response = await getattr(self._client, operation)(Bucket=self._bucket, **parameters)
+        if missing := [name for name in _ANSWERS.get(operation, ()) if name not in response]:
+            raise StoreError(
+                f"the store answered without {', '.join(missing)}",
+                reason=FailureReason.TRANSIENT,
+                operation=operation,
+                key=key or "",
+            )
+        return response
+
+    async def _send(
+        self, operation: str, key: str, body: Body, checksum: Checksum, **parameters: Any
+    ) -> Response:
+        """A call with a body. On return or raise nothing reads the body or its buffers any more."""
+        payload = BodyPayload(body)
+        try:
+            response = await self._call(
+                operation,
+                key,
+                Body=payload,
+                ContentLength=body.size_bytes,
+                **_checksum_parameters(checksum),
+                **parameters,
+            )
+        except StoreError:
+            if payload.failure is not None:
+                raise payload.failure from None  # the connection broke because of it
+            raise
+        finally:
+            await payload.stop()
+        if not payload.is_sent:  # before its answer is believed
+            raise StoreError(
+                "the store answered before it had the whole body",
+                reason=FailureReason.TRANSIENT,
+                operation=operation,
+                key=key,
+            )
+        return response
+
+    # --- probe ---------------------------------------------------------------------------------------------
+
+    async def _probe(self) -> Capabilities:
+        name = f"{PROBES}{secrets.token_hex(8)}"
+        key, spoiled = f"{name}-a", f"{name}-b"
+        try:
+            capabilities = await self._try_out(key, spoiled)
+        except StoreError as error:
+            if error.reason is not FailureReason.TIMEOUT:
+                await self._delete_probes(key, spoiled)
+            raise
+        await self._delete_probes(key, spoiled)
+        return capabilities
+
+    async def _try_out(self, key: str, spoiled: str) -> Capabilities:
+        created, algorithm, is_enforced = await self._probe_checksums(key, spoiled)
+        is_refused, is_stale_refused, info = await _gather(
+            self._is_refused(key, algorithm, Create()),
+            self._is_refused(key, algorithm, Match('"0123456789abcdef0123456789abcdef"')),
+            self._within(self.head(key)),
+        )
+        # A store that refuses every If-Match enforces nothing either.
+        is_swapped = not await self._is_refused(key, algorithm, Match(created.etag))
+        if not is_enforced and info.checksum is not None:
+            algorithm = info.checksum.algorithm
+        return Capabilities(
+            conditional_put=is_refused and is_stale_refused and is_swapped,
+            multipart=True,
+            checksum_algorithm=algorithm,
+        )
+
+    async def _delete_probes(self, *keys: str) -> None:
+        """Best effort: credentials that may not delete are allowed, and keep what they write."""
+        with contextlib.suppress(StoreError):
+            await self._within(self.delete(keys))
+
+    async def _probe_checksums(self, key: str, spoiled: str) -> tuple[ObjectInfo, str, bool]:
+        """Create the probe object; returns it, the best algorithm, and whether the store compares it."""
+        accepted: tuple[ObjectInfo, str, bool] | None = None
+        for algorithm in _FIELDS:
+            right, wrong = checksum_of(b"a", algorithm), checksum_of(b"b", algorithm)
+            written, spoilt = await asyncio.gather(
+                self._within(self.put(key, BytesBody(b"a"), right)),
+                self._within(self.put(spoiled, BytesBody(b"a"), wrong)),
+                return_exceptions=True,
+            )
+            for outcome in (written, spoilt):
+                if isinstance(outcome, BaseException) and not _is_verdict(outcome):
+                    raise outcome
+            if isinstance(written, BaseException):
+                refusal = written
+            elif isinstance(spoilt, IntegrityError):
+                return written, algorithm, True
+            else:
+                accepted = accepted or (written, algorithm, False)
+        if accepted is None:
+            raise refusal
+        return accepted
+
+    async def _is_refused(self, key: str, algorithm: str, condition: Condition) -> bool:
+        body = BytesBody(secrets.token_bytes(8))
+        try:
+            await self._within(self.put(key, body, checksum_of(body.data, algorithm), condition=condition))
+        except PreconditionFailedError:
+            return True
+        except StoreError as error:
+            # Headers that the store does not know are an answer too: it enforces nothing.
+            if not _is_verdict(error):
+                raise
+        return False
+
+    async def _within(self, request: Coroutine[Any, Any, T]) -> T:
+        limit_s = self._options.connect_timeout_s + self._options.read_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                return await request
+        except TimeoutError as error:
+            raise StoreError(
+                f"no answer within {limit_s:g} s",
+                reason=FailureReason.TIMEOUT,
+                operation="open",
+                hint=f"is {self._endpoint_url or 'AWS'} reachable from here?",
+            ) from error
+
+
+# --- values <-> parameters ---------------------------------------------------------------------------------
+
+
+def _checksum_parameters(checksum: Checksum) -> dict[str, str]:
+    return {_FIELDS[checksum.algorithm]: checksum.value}
+
+
+def _condition_parameters(condition: Condition) -> dict[str, str]:
+    match condition:
+        case None:
+            return {}
+        case Create():
+            return {"IfNoneMatch": "*"}
+        case Match(etag):
+            return {"IfMatch": etag}
+
+
+def _part_parameters(part: StoredPart) -> dict[str, Any]:
+    checksum = _checksum_parameters(part.checksum) if part.checksum is not None else {}
+    return {"PartNumber": part.number, "ETag": part.etag, **checksum}
+
+
+def _checksum(response: Response) -> Checksum | None:
+    """The checksum of the whole object or part, if the store has one."""
+    if response.get("ChecksumType") == "COMPOSITE":
+        return None
+    for algorithm, name in _FIELDS.items():
+        value = response.get(name)
+        if value and "-" not in value:  # base64 has no "-", a composite does
+            return Checksum(algorithm, value)
+    return None
+
+
+def _info(key: str, size_bytes: int, response: Response) -> ObjectInfo:
+    modified_at: dt.datetime | None = response.get("LastModified")
+    return ObjectInfo(
+        key,
+        size_bytes,
+        response["ETag"],
+        _checksum(response),
+        modified_at.timestamp() if modified_at is not None else None,
+    )
+
+
+def _range_total(response: Response, offset: int, size_bytes: int, key: str) -> int:
+    """The size of the whole object, from an answer that must be exactly the range asked for."""
+    content_range = response.get("ContentRange") or f"bytes 0-/{response['ContentLength']}"
+    start, _, total = content_range.removeprefix("bytes ").partition("/")
+    if response["ContentLength"] != size_bytes or int(start.partition("-")[0]) != offset:
+        raise StoreError(
+            f"asked for bytes {offset}+{size_bytes}, the answer is {content_range}",
+            reason=FailureReason.OTHER,
+            operation="get_object",
+            key=key,
+        )
+    return int(total)
+
+
+def _server_start(prefix: str, start_after: str) -> str:
+    """How far a server may be asked to skip, so that it skips no key beyond `start_after`.
+
+    SeaweedFS 4.48 orders folder by folder, as if "/" came before all other characters ("a/z/1" before
+    "a/z-1"), and skips a folder of just the name it starts after. So the start ends before the first
+    character below "/", and then where the next one is above it.
+    """
+    if not start_after.startswith(prefix):
+        return ""
+    low = (i for i in range(len(prefix), len(start_after)) if start_after[i] < "/")
+    end = next(low, len(start_after)) - 1
+    while end > len(prefix) and start_after[end] == "/":
+        end -= 1
+    return start_after[:end] if end > len(prefix) else ""
+
+
+def _server_time(response: Response) -> float:
+    date = response["ResponseMetadata"]["HTTPHeaders"].get("date")
+    return email.utils.parsedate_to_datetime(date).timestamp() if date else time.time()
+
+
+def _is_verdict(error: BaseException) -> bool:
+    """Whether a probe's failure says something of the store's abilities, not of this connection."""
+    return isinstance(error, StoreError) and error.reason in (FailureReason.CHECKSUM, FailureReason.OTHER)
+
+
+# --- the client's ways -------------------------------------------------------------------------------------
+
+
+def _add_content_md5(params: dict[str, Any], **_: object) -> None:
+    """DeleteObjects must carry a digest of its body; older relatives of S3 take only this one."""
+    digest = hashlib.md5(params["body"], usedforsecurity=False).digest()
+    params["headers"]["Content-MD5"] = b64encode(digest).decode()
+
+
+def _create_socket(address: tuple[Any, ...]) -> socket.socket:
+    """A socket that notices within about a minute and a half that its peer is gone."""
+    family, kind, protocol, *_ = address
+    made = socket.socket(family, kind, protocol)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 45), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 3)):
+        if hasattr(socket, name):
+            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return made
+
+
+async def _gather(*requests: Coroutine[Any, Any, Any]) -> Sequence[Any]:
+    """All results, or the first failure once every request has ended."""
+    results = await asyncio.gather(*requests, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results

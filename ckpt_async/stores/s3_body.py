@@ -1,0 +1,96 @@
+"""How a body travels: its slices, uncopied, from the caller's buffers to the socket."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import aiohttp
+from aiohttp.abc import AbstractStreamWriter
+from aiohttp.payload import Payload
+
+from ckpt_async.errors import CkptAsyncError, FailureReason, SourceError
+from ckpt_async.store import Body
+
+# Up to here it pays to send headers and body in one packet, though they are copied together for that.
+_JOIN_BYTES = 16 << 10
+
+
+class BodyPayload(Payload):
+    """A Body as aiohttp and botocore want it: botocore asks for a `read` and never calls it; aiohttp calls
+    `write` once, in a task of its own.
+    """
+
+    _autoclose = True
+
+    def __init__(self, body: Body) -> None:
+        super().__init__(body)
+        self._body = body
+        self._size = body.size_bytes
+        self._sent_bytes = 0
+        self._writing: asyncio.Task[Any] | None = None
+        self.failure: CkptAsyncError | None = None
+
+    @property
+    def is_sent(self) -> bool:
+        return self._sent_bytes == self._body.size_bytes
+
+    def read(self, _size: int = -1) -> bytes:
+        raise NotImplementedError("the body is written, never read")
+
+    def seek(self, _offset: int, _whence: int = 0) -> int:
+        """The SDK rewinds before it follows a redirect to another region."""
+        self._sent_bytes, self._writing = 0, None
+        return 0
+
+    def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
+        raise NotImplementedError("the body is written, never decoded")
+
+    async def write(self, writer: AbstractStreamWriter) -> None:
+        """Hand every slice to the socket, and ask for the next one only when the kernel has all of it.
+
+        From Python 3.12 on, and on uvloop, the transport keeps a reference to what it could not send at
+        once, and slices are views of reused buffers. So its high-water mark is 0, which makes `drain` wait
+        for the last byte; and on any failure it is aborted, not closed, for a closing transport goes on
+        sending what it refers to.
+        """
+        if self._writing is not None:
+            # aiohttp repeats a PUT by itself when a kept-alive connection turns out to be dead.
+            raise aiohttp.ClientConnectionError("one call is one attempt")
+        self._writing = asyncio.current_task()
+        transport: asyncio.Transport | None = getattr(writer, "transport", None)
+        if transport is None:
+            raise aiohttp.ClientConnectionError("the connection is gone")
+        transport.set_write_buffer_limits(high=0)
+        if self._body.size_bytes > _JOIN_BYTES and hasattr(writer, "send_headers"):
+            writer.send_headers()  # else the first slice is copied to join it to them
+        chunks = self._body.chunks()
+        try:
+            async for chunk in chunks:
+                if chunk:
+                    await writer.write(chunk)
+                    await writer.drain()
+                    self._sent_bytes += len(chunk)
+            self._check_complete()
+        except BaseException as error:
+            if isinstance(error, CkptAsyncError):
+                self.failure = error
+            transport.abort()
+            raise
+        finally:
+            if isinstance(chunks, AsyncGenerator):
+                await chunks.aclose()
+
+    def _check_complete(self) -> None:
+        if not self.is_sent:
+            raise SourceError(
+                f"a body gave {self._sent_bytes} of {self._body.size_bytes} bytes",
+                reason=FailureReason.SOURCE_CHANGED,
+            )
+
+    async def stop(self) -> None:
+        """Return when `write` has ended: aiohttp cancels it, but waits for nobody."""
+        if self._writing is not None and not self._writing.done():
+            self._writing.cancel()
+            await asyncio.wait([self._writing])

@@ -1,0 +1,201 @@
+"""What the SDK's, the HTTP client's and the system's errors mean. The only module that knows them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import email.utils
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import botocore.exceptions
+import botocore.parsers
+
+from ckpt_async.errors import (
+    CkptAsyncError,
+    FailureReason,
+    IntegrityError,
+    ObjectNotFoundError,
+    PreconditionFailedError,
+    StoreError,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where requests go, for hints."""
+
+    bucket: str
+    root: str
+    endpoint_url: str | None
+
+    def __str__(self) -> str:
+        return f"{self.bucket}/{self.root}"
+
+
+@contextlib.contextmanager
+def translating(
+    operation: str, key: str, place: Place, *, unmet: frozenset[int] = frozenset()
+) -> Iterator[None]:
+    """Turn every error of the SDK, the HTTP client and the system into a StoreError.
+
+    `unmet` holds the HTTP statuses by which this request's condition may be refused. Cancellation passes,
+    and so do this package's own errors.
+    """
+    try:
+        yield
+    except CkptAsyncError:
+        raise
+    except botocore.exceptions.ClientError as error:
+        raise _refusal(error.response, operation, key, place, unmet) from error
+    except botocore.exceptions.FlexibleChecksumError as error:
+        raise IntegrityError(str(error), operation=operation, key=key) from error
+    except Exception as error:
+        reason, hint = _failure(error, place)
+        message = f"{type(error).__name__}: {error}"
+        raise StoreError(message, reason=reason, operation=operation, key=key, hint=hint) from error
+
+
+def _refusal(
+    response: Mapping[str, Any], operation: str, key: str, place: Place, unmet: frozenset[int]
+) -> StoreError:
+    """What an HTTP error answer means."""
+    said = response.get("Error", {})
+    metadata = response.get("ResponseMetadata", {})
+    code, status = said.get("Code", ""), metadata.get("HTTPStatusCode", 0)
+    message = f"{status} {code}: {said.get('Message', '')}"
+    if operation == "head_object" and status == 400:
+        code = "ExpiredToken"  # a HEAD answer has no body; S3 gives 400 for an expired token
+    reason = reason_of(code, status)
+    if status in unmet and code != "NoSuchBucket":
+        return PreconditionFailedError(message, operation=operation, key=key)
+    if reason is FailureReason.CHECKSUM:
+        return IntegrityError(message, operation=operation, key=key)
+    if reason is FailureReason.NOT_FOUND and code != "NoSuchBucket":
+        return ObjectNotFoundError(message, operation=operation, key=key)
+    hint = hint_for(code, operation, place)
+    if code == "RequestTimeTooSkewed":
+        here, there = email.utils.formatdate(usegmt=True), metadata.get("HTTPHeaders", {}).get("date", "?")
+        hint = f"this machine's clock is off: here it is {here}, at the store {there}"
+    elif reason is FailureReason.AUTH and not hint:
+        hint = f"the credentials may not do {operation} in {place}"
+    return StoreError(message, reason=reason, operation=operation, key=key, hint=hint)
+
+
+def hint_for(code: str, operation: str, place: Place) -> str:
+    """What to do about an error code, or ""."""
+    match code:
+        case "NoSuchBucket":
+            return f"there is no bucket {place.bucket} at {place.endpoint_url or 'AWS'}: create it"
+        case "AccessDenied":
+            return f"the credentials may not do {operation} in {place}"
+        case "PermanentRedirect" | "AuthorizationHeaderMalformed" | "IllegalLocationConstraintException":
+            return f"is {place.bucket} in another region? set region"
+        case _:
+            return _HINTS.get(code, "")
+
+
+# S3 API reference, "List of error codes"; then what its relatives say.
+_REASONS = {
+    "SlowDown": FailureReason.THROTTLED,
+    "ServiceUnavailable": FailureReason.THROTTLED,
+    "Throttling": FailureReason.THROTTLED,
+    "ThrottlingException": FailureReason.THROTTLED,
+    "RequestLimitExceeded": FailureReason.THROTTLED,
+    "TooManyRequests": FailureReason.THROTTLED,
+    "RequestTimeout": FailureReason.TIMEOUT,
+    "InternalError": FailureReason.TRANSIENT,
+    "IncompleteBody": FailureReason.TRANSIENT,
+    "OperationAborted": FailureReason.TRANSIENT,
+    "ConditionalRequestConflict": FailureReason.TRANSIENT,
+    "AccessDenied": FailureReason.AUTH,
+    "ExpiredToken": FailureReason.AUTH,
+    "ExpiredTokenException": FailureReason.AUTH,
+    "InvalidAccessKeyId": FailureReason.AUTH,
+    "InvalidToken": FailureReason.AUTH,
+    "RequestTimeTooSkewed": FailureReason.AUTH,
+    "SignatureDoesNotMatch": FailureReason.AUTH,
+    "TokenRefreshRequired": FailureReason.AUTH,
+    "NoSuchBucket": FailureReason.NOT_FOUND,
+    "NoSuchKey": FailureReason.NOT_FOUND,
+    "NoSuchUpload": FailureReason.NOT_FOUND,
+    "PreconditionFailed": FailureReason.PRECONDITION,
+    "BadDigest": FailureReason.CHECKSUM,
+    "InvalidDigest": FailureReason.CHECKSUM,
+    "InvalidPart": FailureReason.CHECKSUM,
+    "XAmzContentChecksumMismatch": FailureReason.CHECKSUM,
+    "XAmzContentSHA256Mismatch": FailureReason.CHECKSUM,
+    "InvalidObjectState": FailureReason.OTHER,  # with 403, but it is about the storage class
+}
+
+_HINTS = {
+    "ExpiredToken": "the session token has expired: renew the credentials",
+    "ExpiredTokenException": "the session token has expired: renew the credentials",
+    "TokenRefreshRequired": "the session token has expired: renew the credentials",
+    "InvalidToken": "the session token is not one: renew the credentials",
+    "InvalidAccessKeyId": "the store does not know this access key: is the endpoint right?",
+    "SignatureDoesNotMatch": "the secret key does not belong to the access key",
+    "InvalidObjectState": "the object is in an archive class: restore it first",
+}
+
+_MISSING_CREDENTIALS = (
+    botocore.exceptions.NoCredentialsError,
+    botocore.exceptions.PartialCredentialsError,
+    botocore.exceptions.CredentialRetrievalError,
+    botocore.exceptions.SSOError,
+    botocore.exceptions.TokenRetrievalError,
+    botocore.exceptions.ProfileNotFound,
+)
+_BROKEN_CONNECTIONS = (
+    botocore.exceptions.HTTPClientError,
+    botocore.exceptions.IncompleteReadError,
+    botocore.parsers.ResponseParserError,
+    aiohttp.ClientError,
+    asyncio.IncompleteReadError,
+    OSError,
+)
+
+
+def reason_of(code: str, status: int) -> FailureReason:
+    """By error code, else by HTTP status (HEAD answers have no code)."""
+    if code in _REASONS:
+        return _REASONS[code]
+    match status:
+        case 401 | 403:
+            return FailureReason.AUTH
+        case 404:
+            return FailureReason.NOT_FOUND
+        case 408:
+            return FailureReason.TIMEOUT
+        case 409:
+            return FailureReason.TRANSIENT
+        case 412:
+            return FailureReason.PRECONDITION
+        case 429 | 503:
+            return FailureReason.THROTTLED
+        case 501:
+            return FailureReason.OTHER
+        case _:
+            return FailureReason.TRANSIENT if status >= 500 else FailureReason.OTHER
+
+
+def _failure(error: Exception, place: Place) -> tuple[FailureReason, str]:
+    """Why a request got no answer, and what to do about it."""
+    reachable = f"is {place.endpoint_url or 'AWS'} right, and reachable from here?"
+    match error:
+        case botocore.exceptions.ConnectTimeoutError():
+            return FailureReason.TIMEOUT, reachable
+        case botocore.exceptions.ReadTimeoutError() | TimeoutError():
+            return FailureReason.TIMEOUT, ""
+        case botocore.exceptions.SSLError():
+            return FailureReason.TRANSIENT, "is the endpoint's certificate trusted here? see AWS_CA_BUNDLE"
+        case botocore.exceptions.EndpointConnectionError():
+            return FailureReason.TRANSIENT, reachable
+        case _ if isinstance(error, _MISSING_CREDENTIALS):
+            return FailureReason.AUTH, "no usable credentials: set AWS_* variables, a profile or a role"
+        case _ if isinstance(error, _BROKEN_CONNECTIONS):
+            return FailureReason.TRANSIENT, ""
+        case _:
+            return FailureReason.OTHER, ""

@@ -1,0 +1,38 @@
+"""What every folder of tests may use: a way to run coroutines, and a real S3 server."""
+
+import asyncio
+import uuid
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, TypeVar
+
+import pytest
+
+from ckpt_async.demo.seaweed import SeaweedServer
+
+T = TypeVar("T")
+Run = Callable[[Coroutine[Any, Any, T]], T]
+
+
+@pytest.fixture
+def run() -> Run[Any]:
+    """Run a coroutine in a loop of its own; one that hangs fails after a minute."""
+
+    def run(coroutine: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run(asyncio.wait_for(coroutine, 60))
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedServer]:
+    """One SeaweedFS for the whole session. A test that kills a server starts one of its own."""
+    with SeaweedServer(tmp_path_factory.mktemp("seaweed")) as server:
+        yield server
+
+
+@pytest.fixture
+def s3_url(s3_server: SeaweedServer, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A prefix in the session's S3 server that no other test uses; the environment leads there."""
+    for name, value in s3_server.environment().items():
+        monkeypatch.setenv(name, value)
+    return f"s3://{s3_server.bucket}/test-{uuid.uuid4().hex}"

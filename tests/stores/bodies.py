@@ -1,0 +1,61 @@
+"""Bodies for tests of stores."""
+
+from collections.abc import AsyncIterator
+
+from ckpt_async.errors import FailureReason, SourceError
+from ckpt_async.store import BytesBody
+from ckpt_async.stores import checksum_of
+
+
+def crc(data: bytes):
+    return checksum_of(data, "crc64nvme")
+
+
+async def put(store, key: str, data: bytes, **condition):
+    """Put a small object with its right checksum."""
+    return await store.put(key, BytesBody(data), crc(data), **condition)
+
+
+class ReusingBody:
+    """Like a body over a file: hands out one buffer again and again, and spoils it in between."""
+
+    def __init__(self, data: bytes, slice_bytes: int) -> None:
+        self.data = data
+        self.slice_bytes = slice_bytes
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.data)
+
+    async def chunks(self) -> AsyncIterator[memoryview]:
+        buffer = bytearray(self.slice_bytes)
+        for start in range(0, len(self.data), self.slice_bytes):
+            piece = self.data[start : start + self.slice_bytes]
+            buffer[: len(piece)] = piece
+            yield memoryview(buffer)[: len(piece)]
+            buffer[:] = b"\xff" * self.slice_bytes
+
+
+class ChangedBody:
+    """A body whose file turns out to be another one after `good_bytes`."""
+
+    def __init__(self, size_bytes: int, good_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        self.good_bytes = good_bytes
+        self.error = SourceError("the file was overwritten", reason=FailureReason.SOURCE_CHANGED)
+        self.is_closed = False
+
+    async def chunks(self) -> AsyncIterator[memoryview]:
+        try:
+            yield memoryview(bytes(self.good_bytes))
+            raise self.error
+        finally:
+            self.is_closed = True
+
+
+class ShortBody(BytesBody):
+    """Promises one byte more than it has."""
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.data) + 1

@@ -1,0 +1,523 @@
+"""Every promise of `store.py`, kept by every store. SeaweedFS stands for S3, always."""
+
+import asyncio
+import functools
+import os
+import random
+
+import pytest
+
+from ckpt_async.errors import (
+    FailureReason,
+    IntegrityError,
+    ObjectNotFoundError,
+    PreconditionFailedError,
+    SourceError,
+    StoreError,
+)
+from ckpt_async.store import BytesBody, Create, Match
+from ckpt_async.stores import checksum_of, open_store
+from ckpt_async.stores.memory import MemoryBucket, MemoryStore
+from tests.stores.bodies import ChangedBody, ReusingBody, ShortBody, crc, put
+
+MIB = 1 << 20
+UNSAFE_KEYS = ["", "/a", "a/", "a//b", "../a", "a/../b", "a/./b", ".", "a\\b", "a\nb", "a\0b"]
+ODD_KEY = "run=1/step=10+rank@0,a b/é~%41%2F&?#(1).distcp"
+
+
+def with_stores(count: int):
+    """Give an async test `count` open stores that see the same objects."""
+
+    def decorate(test):
+        def opened(self, make_store, run):
+            async def body():
+                stores = [make_store() for _ in range(count)]
+                try:
+                    for store in stores:
+                        await store.open()
+                    await test(self, *stores)
+                finally:
+                    for store in stores:
+                        await store.close()
+
+            run(body())
+
+        opened.__name__, opened.__doc__ = test.__name__, test.__doc__
+        return opened
+
+    return decorate
+
+
+with_store = with_stores(1)
+
+
+async def read(store, key: str, offset: int, size_bytes: int) -> bytes:
+    received = bytearray()
+    await store.get_range(key, offset, size_bytes, received.extend)
+    return bytes(received)
+
+
+async def keys(store, prefix: str = "", **options) -> list[str]:
+    return [each.key for each in (await store.list(prefix, **options)).objects]
+
+
+class StoreTests:
+    """What holds for every store."""
+
+    # --- objects -------------------------------------------------------------------------------------------
+
+    @with_store
+    async def test_object_reads_back_as_it_was_put(self, store):
+        """put, get, head and list tell one story."""
+        stored = await put(store, "a/b", b"hello")
+        data, got = await store.get("a/b", max_size_bytes=5)
+        headed = await store.head("a/b")
+        listing = await store.list("a/")
+        assert data == b"hello"
+        assert headed.checksum == crc(b"hello")
+        assert stored.checksum in (None, crc(b"hello"))
+        assert {stored.etag, got.etag, headed.etag, listing.objects[0].etag} == {headed.etag}
+        assert {stored.size_bytes, got.size_bytes, headed.size_bytes, listing.objects[0].size_bytes} == {5}
+        assert {each.key for each in (stored, got, headed, listing.objects[0])} == {"a/b"}
+        assert abs(listing.server_time - headed.last_modified) < 10
+        assert headed.last_modified == listing.objects[0].last_modified
+
+    @with_store
+    async def test_crc32c_is_kept_and_compared(self, store):
+        stored = await store.put("a", BytesBody(b"hello"), checksum_of(b"hello", "crc32c"))
+        assert stored.checksum in (None, checksum_of(b"hello", "crc32c"))
+        with pytest.raises(IntegrityError):
+            await store.put("b", BytesBody(b"hello"), checksum_of(b"other", "crc32c"))
+
+    @with_store
+    async def test_zero_bytes(self, store):
+        await put(store, "empty", b"")
+        assert await store.get("empty", max_size_bytes=0) == (b"", await store.head("empty"))
+        assert await read(store, "empty", 0, 0) == b""
+
+    @with_store
+    async def test_body_in_slices_of_one_reused_buffer(self, store):
+        """A slice that is still referred to when the next is asked for would be sent spoiled."""
+        data = random.Random(1).randbytes(24 * MIB + 7)
+        stored = await store.put("big", ReusingBody(data, MIB), crc(data))
+        assert stored.size_bytes == len(data)
+        assert await read(store, "big", 0, len(data)) == data
+
+    @with_store
+    async def test_ranges(self, store):
+        data = os.urandom(3 * MIB + 5)
+        await put(store, "a", data)
+        info = await store.get_range("a", MIB - 3, 7, lambda _: None)
+        assert info.size_bytes == len(data)
+        assert await read(store, "a", MIB - 3, 2 * MIB) == data[MIB - 3 :][: 2 * MIB]
+        assert await read(store, "a", len(data) - 1, 1) == data[-1:]
+        assert await read(store, "a", 5, 0) == b""
+
+    @pytest.mark.parametrize(("offset", "size_bytes"), [(5, 1), (0, 6), (3, 3)])
+    def test_range_beyond_the_end_is_refused(self, make_store, run, offset, size_bytes):
+        """Half an answer must not pass for a whole one."""
+
+        async def body(_, store):
+            await put(store, "a", b"hello")
+            with pytest.raises(StoreError) as raised:
+                await read(store, "a", offset, size_bytes)
+            assert raised.value.reason is FailureReason.OTHER
+
+        with_store(body)(self, make_store, run)
+
+    @with_store
+    async def test_error_of_a_sink_passes(self, store):
+        await put(store, "a", b"hello")
+
+        def sink(_):
+            raise OSError("the destination is full")
+
+        with pytest.raises(OSError, match="the destination is full"):
+            await store.get_range("a", 0, 5, sink)
+        assert await read(store, "a", 0, 5) == b"hello"
+
+    @with_store
+    async def test_get_refuses_what_is_too_large(self, store):
+        await put(store, "a", b"hello")
+        with pytest.raises(StoreError) as raised:
+            await store.get("a", max_size_bytes=4)
+        assert raised.value.reason is FailureReason.OTHER
+        assert (await store.get("a", max_size_bytes=5))[0] == b"hello"
+
+    @with_store
+    async def test_overwriting(self, store):
+        first = await put(store, "a", b"one")
+        second = await put(store, "a", b"three")
+        assert first.etag != second.etag
+        assert (await store.get("a", max_size_bytes=9))[0] == b"three"
+
+    @with_store
+    async def test_missing_object(self, store):
+        for request in (
+            store.get("a/b", max_size_bytes=1),
+            store.head("a/b"),
+            store.get_range("a/b", 0, 1, lambda _: None),
+        ):
+            with pytest.raises(ObjectNotFoundError) as raised:
+                await request
+            assert raised.value.key == "a/b"
+
+    @with_store
+    async def test_key_below_an_object_is_missing(self, store):
+        await put(store, "a", b"1")
+        with pytest.raises(ObjectNotFoundError):
+            await store.head("a/b")
+        await store.delete(["a/b"])
+        assert await keys(store) == ["a"]
+
+    @with_store
+    async def test_odd_characters_in_keys(self, store):
+        await put(store, ODD_KEY, b"1")
+        assert await keys(store) == [ODD_KEY]
+        assert await keys(store, ODD_KEY[:-3]) == [ODD_KEY]
+        assert (await store.get(ODD_KEY, max_size_bytes=1))[0] == b"1"
+        await store.delete([ODD_KEY])
+        assert await keys(store) == []
+
+    @pytest.mark.parametrize("key", UNSAFE_KEYS)
+    def test_unsafe_key_is_refused(self, make_store, run, key):
+        """No key outside the prefix can be named (I10)."""
+
+        async def body(_, store):
+            await put(store, "kept", b"1")
+            for request in (
+                lambda: put(store, key, b"1"),
+                lambda: store.get(key, max_size_bytes=1),
+                lambda: store.head(key),
+                lambda: store.get_range(key, 0, 1, lambda _: None),
+                lambda: store.delete(["kept", key]),
+                lambda: store.create_multipart(key),
+            ):
+                with pytest.raises(StoreError) as raised:
+                    await request()
+                assert raised.value.reason is FailureReason.OTHER
+            assert await keys(store) == ["kept"]
+
+        with_store(body)(self, make_store, run)
+
+    # --- bodies that fail ----------------------------------------------------------------------------------
+
+    @with_store
+    async def test_wrong_checksum_is_refused(self, store):
+        """And nothing is visible, nor is what was there before touched."""
+        await put(store, "old", b"old")
+        for key in ("new", "old"):
+            with pytest.raises(IntegrityError):
+                await store.put(key, BytesBody(b"hello"), crc(b"other"))
+        assert await keys(store) == ["old"]
+        assert (await store.get("old", max_size_bytes=3))[0] == b"old"
+
+    @with_store
+    async def test_source_error_passes_unchanged(self, store):
+        """The engine must see that the file changed, not that a connection broke."""
+        for good_bytes in (0, 10, 2 * MIB):
+            body = ChangedBody(4 * MIB, good_bytes)
+            with pytest.raises(SourceError) as raised:
+                await store.put("a", body, crc(bytes(4 * MIB)))
+            assert raised.value is body.error
+            assert body.is_closed
+        assert await keys(store) == []
+        await put(store, "a", b"still works")
+
+    @with_store
+    async def test_body_that_ends_early_is_a_source_error(self, store):
+        with pytest.raises(SourceError):
+            await store.put("a", ShortBody(b"hello"), crc(b"hello"))
+        assert await keys(store) == []
+
+    @with_store
+    async def test_cancelled_put_leaves_nothing(self, store):
+        """Cut before every step of the body: nothing is visible, and the store goes on working."""
+        data = bytes(4 * MIB)
+
+        class Stopping(ReusingBody):
+            async def chunks(self):
+                async for chunk in super().chunks():
+                    yield chunk
+                    reached.set()
+                    await asyncio.Event().wait()
+
+        reached = asyncio.Event()
+        task = asyncio.ensure_future(store.put("a", Stopping(data, MIB), crc(data)))
+        await reached.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert await keys(store) == []
+        await put(store, "a", b"1")
+
+    # --- conditions ----------------------------------------------------------------------------------------
+
+    @with_stores(4)
+    async def test_create_once_has_exactly_one_winner(self, *stores):
+        """16 concurrent writers, 2 rounds (rule R4)."""
+        for attempt in range(2):
+            key = f"decisions/{attempt}"
+            outcomes = await asyncio.gather(
+                *(put(stores[i % 4], key, b"writer %d" % i, condition=Create()) for i in range(16)),
+                return_exceptions=True,
+            )
+            winners = [i for i, outcome in enumerate(outcomes) if not isinstance(outcome, Exception)]
+            losers = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
+            assert len(winners) == 1
+            assert {type(loser) for loser in losers} == {PreconditionFailedError}
+            assert (await stores[0].get(key, max_size_bytes=99))[0] == b"writer %d" % winners[0]
+
+    @with_stores(4)
+    async def test_compare_and_swap_loses_no_update(self, *stores):
+        """8 writers add 5 each."""
+        await put(stores[0], "counter", b"0")
+
+        async def add(store):
+            done = 0
+            while done < 5:
+                data, info = await store.get("counter", max_size_bytes=9)
+                try:
+                    await put(store, "counter", b"%d" % (int(data) + 1), condition=Match(info.etag))
+                    done += 1
+                except PreconditionFailedError:
+                    continue
+
+        await asyncio.gather(*(add(stores[i % 4]) for i in range(8)))
+        assert (await stores[0].get("counter", max_size_bytes=9))[0] == b"40"
+
+    @with_store
+    async def test_conditions_that_do_not_hold(self, store):
+        first = await put(store, "a", b"1")
+        second = await put(store, "a", b"2", condition=Match(first.etag))
+        for condition in (Create(), Match(first.etag), Match('"no such etag"')):
+            with pytest.raises(PreconditionFailedError):
+                await put(store, "a", b"3", condition=condition)
+        with pytest.raises(PreconditionFailedError):
+            await put(store, "missing", b"3", condition=Match(second.etag))
+        assert await keys(store) == ["a"]
+        assert (await store.get("a", max_size_bytes=1))[0] == b"2"
+
+    # --- listing and deleting ------------------------------------------------------------------------------
+
+    @with_store
+    async def test_listing_is_in_key_order(self, store):
+        """In the order of the whole key: a walk folder by folder would put a/z before a-b."""
+        names = ["a-b", "a.b/c", "a/z-1/x", "a/z/1", "a0", "b", "é"]
+        for name in reversed(names):
+            await put(store, name, b"1")
+        assert await keys(store) == sorted(names)
+        assert await keys(store, start_after="a/z-1/x") == ["a/z/1", "a0", "b", "é"]
+        assert await keys(store, "a/", start_after="a/z-1/x") == ["a/z/1"]
+        for start in (
+            "a",
+            "a-b",
+            "a.b",
+            "a.b/c",
+            "a/z",
+            "a/z-1",
+            "a/z-1/x",
+            "a/z/",
+            "a/z/0",
+            "a/z/1",
+            "a0",
+            "b",
+            "zz",
+        ):
+            assert await keys(store, start_after=start) == [name for name in sorted(names) if name > start]
+
+    @with_store
+    async def test_prefix_is_a_string_not_a_folder(self, store):
+        for name in ("step-1/a", "step-10/a", "step-2/a"):
+            await put(store, name, b"1")
+        assert await keys(store, "step-1") == ["step-1/a", "step-10/a"]
+        assert await keys(store, "step-1/") == ["step-1/a"]
+        assert await keys(store, "step-3") == []
+        assert await keys(store, "no/such/folder") == []
+
+    @with_store
+    async def test_more_than_one_page(self, store):
+        """S3 lists and deletes 1,000 at a time."""
+        names = [f"r/{i:05d}" for i in range(1203)]
+        for start in range(0, len(names), 32):
+            await asyncio.gather(*(put(store, name, b"") for name in names[start : start + 32]))
+        await put(store, "s", b"")
+        assert await keys(store, "r/") == names
+        assert await keys(store, "r/", start_after=names[100]) == names[101:]
+        await store.delete(names[1:])
+        assert await keys(store) == [names[0], "s"]
+
+    @with_store
+    async def test_start_after_need_not_exist(self, store):
+        for name in ("a/1", "a/3"):
+            await put(store, name, b"")
+        assert await keys(store, "a/", start_after="a/2") == ["a/3"]
+        assert await keys(store, "a/", start_after="a/3") == []
+
+    @with_store
+    async def test_delete_takes_exactly_the_keys(self, store):
+        for name in ("step-1/a", "step-1/b", "step-10/a"):
+            await put(store, name, b"")
+        await store.delete(["step-1/a", "missing", "step-1"])
+        assert await keys(store) == ["step-1/b", "step-10/a"]
+        await store.delete(["step-1/a"])
+        await store.delete([])
+        assert await keys(store) == ["step-1/b", "step-10/a"]
+
+    # --- life ----------------------------------------------------------------------------------------------
+
+    @with_store
+    async def test_open_leaves_nothing_and_finds_everything(self, store):
+        assert await keys(store) == []
+        assert not await store.list_multiparts("")
+        assert store.capabilities.conditional_put
+        assert store.capabilities.checksum_algorithm == "crc64nvme"
+
+    @with_store
+    async def test_close_twice(self, store):
+        await store.close()
+        await store.close()
+
+
+class MultipartTests(StoreTests):
+    """What holds for stores with multipart uploads."""
+
+    BIG = bytes(range(256)) * (5 * 4096)  # 5 MiB, the smallest part that is not the last
+    SMALL = b"the last part may be small"
+
+    async def put_parts(self, store, key: str):
+        upload_id = await store.create_multipart(key)
+        last = await store.put_part(key, upload_id, 2, BytesBody(self.SMALL), crc(self.SMALL))
+        first = await store.put_part(key, upload_id, 1, ReusingBody(self.BIG, MIB), crc(self.BIG))
+        return upload_id, [first, last]
+
+    @property
+    def whole(self) -> bytes:
+        return self.BIG + self.SMALL
+
+    @with_stores(2)
+    async def test_life_of_an_upload(self, store, after_restart):
+        """Parts in any order, invisible until completed, by whoever knows the id."""
+        upload_id, parts = await self.put_parts(store, "a/b")
+        assert [part.size_bytes for part in parts] == [len(self.BIG), len(self.SMALL)]
+        assert await keys(store) == []
+        listed = await after_restart.list_parts("a/b", upload_id)
+        assert [(part.number, part.size_bytes, part.etag) for part in listed] == [
+            (part.number, part.size_bytes, part.etag) for part in parts
+        ]
+        stored = await after_restart.complete_multipart(
+            "a/b", upload_id, listed, crc(self.whole), len(self.whole)
+        )
+        headed = await store.head("a/b")
+        assert stored.checksum in (None, crc(self.whole))
+        assert headed.checksum == crc(self.whole)
+        assert (
+            (stored.etag, stored.size_bytes)
+            == (headed.etag, headed.size_bytes)
+            == (stored.etag, len(self.whole))
+        )
+        assert await read(store, "a/b", 0, len(self.whole)) == self.whole
+        assert not await store.list_multiparts("")
+
+    @with_store
+    async def test_part_is_replaced_by_its_number(self, store):
+        upload_id, (first, _) = await self.put_parts(store, "a")
+        last = await store.put_part("a", upload_id, 2, BytesBody(b"other"), crc(b"other"))
+        assert [part.number for part in await store.list_parts("a", upload_id)] == [1, 2]
+        whole = self.BIG + b"other"
+        await store.complete_multipart("a", upload_id, [first, last], crc(whole), len(whole))
+        assert await read(store, "a", len(self.BIG), 5) == b"other"
+
+    @with_store
+    async def test_wrong_part_is_refused(self, store):
+        upload_id = await store.create_multipart("a")
+        with pytest.raises(IntegrityError):
+            await store.put_part("a", upload_id, 1, BytesBody(b"hello"), crc(b"other"))
+        body = ChangedBody(4 * MIB, MIB)
+        with pytest.raises(SourceError) as raised:
+            await store.put_part("a", upload_id, 1, body, crc(bytes(4 * MIB)))
+        assert raised.value is body.error
+        assert list(await store.list_parts("a", upload_id)) == []
+
+    @with_store
+    async def test_wrong_whole_is_refused(self, store):
+        """Right parts in a wrong order, or another file's: the checksum of the whole finds out."""
+        upload_id, parts = await self.put_parts(store, "a")
+        with pytest.raises(IntegrityError):
+            await store.complete_multipart("a", upload_id, parts, crc(b"other"), len(self.whole))
+        assert await keys(store) == []
+
+    @with_store
+    async def test_completing_twice(self, store):
+        """A lost reply makes us ask again."""
+        upload_id, parts = await self.put_parts(store, "a")
+        first = await store.complete_multipart("a", upload_id, parts, crc(self.whole), len(self.whole))
+        second = await store.complete_multipart("a", upload_id, parts, crc(self.whole), len(self.whole))
+        assert (first.etag, first.size_bytes) == (second.etag, second.size_bytes)
+        with pytest.raises(ObjectNotFoundError):
+            await store.list_parts("a", upload_id)
+        await store.abort_multipart("a", upload_id)
+        assert await keys(store) == ["a"]
+
+    @with_store
+    async def test_aborting(self, store):
+        upload_id, parts = await self.put_parts(store, "a")
+        await store.abort_multipart("a", upload_id)
+        await store.abort_multipart("a", upload_id)
+        for request in (
+            store.list_parts("a", upload_id),
+            store.put_part("a", upload_id, 1, BytesBody(b"1"), crc(b"1")),
+            store.complete_multipart("a", upload_id, parts, crc(self.whole), len(self.whole)),
+        ):
+            with pytest.raises(ObjectNotFoundError):
+                await request
+        assert await keys(store) == []
+        assert not await store.list_multiparts("")
+
+    @with_store
+    async def test_part_that_is_too_small(self, store):
+        upload_id = await store.create_multipart("a")
+        parts = [
+            await store.put_part("a", upload_id, number, BytesBody(b"tiny"), crc(b"tiny"))
+            for number in (1, 2)
+        ]
+        with pytest.raises(StoreError) as raised:
+            await store.complete_multipart("a", upload_id, parts, crc(b"tinytiny"), 8)
+        assert raised.value.reason is FailureReason.OTHER
+        assert await keys(store) == []
+
+    @with_store
+    async def test_unfinished_uploads_are_listed_below_a_prefix(self, store):
+        ids = {key: await store.create_multipart(key) for key in ("step-1/a", "step-1/b", "step-10/a")}
+        found = await store.list_multiparts("step-1/")
+        assert {(each.key, each.upload_id) for each in found} == {
+            (key, ids[key]) for key in ("step-1/a", "step-1/b")
+        }
+        now = (await store.list("")).server_time
+        assert all(abs(now - each.initiated_at) < 10 for each in found)
+        assert {each.key for each in await store.list_multiparts("")} == set(ids)
+
+
+class TestMemoryStore(MultipartTests):
+    @pytest.fixture
+    def make_store(self):
+        return functools.partial(MemoryStore, MemoryBucket(), prefix="run")
+
+
+class TestDirectoryStore(StoreTests):
+    @pytest.fixture
+    def make_store(self, tmp_path):
+        return functools.partial(open_store, f"file://{tmp_path}/made/run")
+
+    @with_store
+    async def test_multipart_is_declared_missing(self, store):
+        assert not store.capabilities.multipart
+        with pytest.raises(StoreError) as raised:
+            await store.create_multipart("a")
+        assert raised.value.reason is FailureReason.OTHER
+
+
+class TestS3Store(MultipartTests):
+    @pytest.fixture
+    def make_store(self, s3_url):
+        return functools.partial(open_store, f"{s3_url}/run")

@@ -1,0 +1,243 @@
+"""What only a folder can get wrong: durability, links, locks, and the errors of disks."""
+
+import asyncio
+import errno
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from ckpt_async.errors import FailureReason, ObjectNotFoundError, PreconditionFailedError, StoreError
+from ckpt_async.store import BytesBody, Create, Match
+from ckpt_async.stores.directory import DirectoryStore
+from tests.stores.bodies import ReusingBody, crc, put
+
+OWN = ".ckpt_async/tmp"
+
+
+@pytest.fixture
+def store(tmp_path, run):
+    made = DirectoryStore(tmp_path / "run")
+    run(made.open())
+    return made
+
+
+def files(root: Path) -> set[str]:
+    return {str(each.relative_to(root)) for each in root.rglob("*") if each.is_file()}
+
+
+def test_every_step_of_a_write_is_durable_before_the_next(store, tmp_path, run, monkeypatch):
+    """fsync of the file before its link; of each new folder's parent and of the folder before we return."""
+    steps = []
+    real_fsync, real_link = os.fsync, os.link
+
+    def fsync(descriptor):
+        steps.append(("fsync", Path(os.readlink(f"/proc/self/fd/{descriptor}")).relative_to(tmp_path)))
+        real_fsync(descriptor)
+
+    def link(source, target, **options):
+        real_link(source, target, **options)
+        steps.append(("link", Path(target).relative_to(tmp_path)))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "link", link)
+    run(put(store, "a/b/c", b"1", condition=Create()))
+    (kind, first), *rest = steps
+    assert (kind, first.parent) == ("fsync", Path("run") / OWN)
+    assert rest == [
+        ("fsync", Path("run")),
+        ("fsync", Path("run/a")),
+        ("link", Path("run/a/b/c")),
+        ("fsync", Path("run/a/b")),
+    ]
+
+
+def test_own_files_are_hidden_and_left_overs_harmless(store, tmp_path, run):
+    (tmp_path / "run" / OWN / "0123").write_bytes(b"half a shard of a writer that was killed")
+    run(put(store, ".ckpt_async/latest.json", b"{}"))
+    listing = run(store.list(""))
+    assert [each.key for each in listing.objects] == [".ckpt_async/latest.json"]
+    for request in (store.head(f"{OWN}/0123"), store.delete([f"{OWN}/0123"]), put(store, f"{OWN}/x", b"1")):
+        with pytest.raises(StoreError):
+            run(request)
+
+
+def test_old_left_overs_are_removed_at_open(store, tmp_path, run):
+    own = tmp_path / "run" / OWN
+    for name, age_s in (("old", 90_000), ("young", 60), ("lock", 90_000)):
+        (own / name).touch()
+        then = (own / name).stat().st_mtime - age_s
+        os.utime(own / name, (then, then))
+    run(store.open())
+    assert {each.name for each in own.iterdir()} == {"young", "lock"}
+
+
+def test_no_temporary_file_stays(store, tmp_path, run):
+    run(put(store, "a", b"1"))
+    for body, condition in ((BytesBody(b"1"), Create()), (BytesBody(b"2"), None)):
+        with pytest.raises(StoreError):
+            run(store.put("a", body, crc(b"1"), condition=condition))
+    assert files(tmp_path / "run") == {"a", f"{OWN}/lock"}
+
+
+def test_links_are_not_followed(store, tmp_path, run):
+    """A link among the folders could lead out of the root (I10)."""
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "secret").write_bytes(b"1")
+    (tmp_path / "run" / "way").symlink_to(outside)
+    (tmp_path / "run" / "file").symlink_to(outside / "secret")
+    assert run(store.list("")).objects == ()
+    for request in (
+        store.head("way/secret"),
+        store.get("file", max_size_bytes=9),
+        put(store, "way/new", b"1"),
+        store.delete(["way/secret"]),
+    ):
+        with pytest.raises(StoreError):
+            run(request)
+    assert files(outside) == {"secret"}
+
+
+def test_delete_removes_empty_parents_but_never_the_root(store, tmp_path, run):
+    run(put(store, "a/b/c", b"1"))
+    run(put(store, "a/d", b"1"))
+    run(store.delete(["a/b/c"]))
+    assert not (tmp_path / "run/a/b").exists()
+    run(store.delete(["a/d", "a"]))
+    assert not (tmp_path / "run/a").exists()
+    assert (tmp_path / "run").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [
+        (errno.ENOSPC, FailureReason.DISK),
+        (errno.EDQUOT, FailureReason.DISK),
+        (errno.EROFS, FailureReason.DISK),
+        (errno.EIO, FailureReason.DISK),
+        (errno.EACCES, FailureReason.AUTH),
+    ],
+)
+@pytest.mark.parametrize("call", ["open", "write", "fsync", "link"])
+def test_errors_of_the_disk(store, tmp_path, run, monkeypatch, call, number, reason):
+    real = getattr(os, call)
+
+    def failing(first, *args, **kwargs):
+        if call == "open" and OWN not in str(first):
+            return real(first, *args, **kwargs)
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, failing)
+        with pytest.raises(StoreError) as raised:
+            run(put(store, "a", b"1", condition=Create()))
+    assert raised.value.reason is reason
+    assert raised.value.hint
+    assert run(store.list("")).objects == ()
+
+
+def test_file_system_without_hard_links(tmp_path, run, monkeypatch):
+    def link(*_):
+        raise OSError(errno.EPERM, "no hard links here")
+
+    monkeypatch.setattr(os, "link", link)
+    store = DirectoryStore(tmp_path)
+    run(store.open())
+    assert not store.capabilities.conditional_put
+
+
+def test_swapped_back_content_has_another_etag(store, run, monkeypatch):
+    """A→B→A must not pass a compare-and-swap, even within one tick of the clock: inode numbers come back."""
+    monkeypatch.setattr(time, "time_ns", lambda: 10**18)
+
+    async def body():
+        etags = [(await put(store, "a", b"A")).etag]
+        for i in range(20):
+            info = await put(store, "a", b"AB"[i % 2 : i % 2 + 1], condition=Match(etags[-1]))
+            etags.append(info.etag)
+        times = [int(etag.split("-")[1], 16) for etag in etags]
+        assert times == sorted(set(times))
+        with pytest.raises(PreconditionFailedError):
+            await put(store, "a", b"C", condition=Match(etags[0]))
+
+    run(body())
+
+
+ADDER = """
+import asyncio, sys
+from ckpt_async.errors import PreconditionFailedError
+from ckpt_async.store import BytesBody, Match
+from ckpt_async.stores import checksum_of
+from ckpt_async.stores.directory import DirectoryStore
+
+async def main():
+    store = DirectoryStore(sys.argv[1])
+    done = 0
+    while done < 25:
+        data, info = await store.get("counter", max_size_bytes=9)
+        new = b"%d" % (int(data) + 1)
+        try:
+            checksum = checksum_of(new, "crc64nvme")
+            await store.put("counter", BytesBody(new), checksum, condition=Match(info.etag))
+            done += 1
+        except PreconditionFailedError:
+            pass
+
+asyncio.run(main())
+"""
+
+
+def test_processes_exclude_each_other(store, tmp_path, run):
+    run(put(store, "counter", b"0"))
+    adders = [subprocess.Popen([sys.executable, "-c", ADDER, str(tmp_path / "run")]) for _ in range(4)]
+    assert [adder.wait() for adder in adders] == [0] * 4
+    assert run(store.get("counter", max_size_bytes=9))[0] == b"100"
+
+
+def test_puts_and_deletes_share_a_parent(store, run):
+    """A parent that a delete finds empty may vanish between its making and its use."""
+
+    async def body():
+        async def churn(name):
+            for _ in range(50):
+                await put(store, f"p/q/{name}", b"1", condition=Create())
+                await store.delete([f"p/q/{name}"])
+
+        await asyncio.gather(*(churn(str(i)) for i in range(8)))
+        with pytest.raises(ObjectNotFoundError):
+            await store.head("p/q/0")
+
+    run(body())
+
+
+def test_cancelled_put_waits_for_its_running_write(store, tmp_path, run, monkeypatch):
+    """Buffer and descriptor belong to the write until it ends."""
+    real = os.write
+    entered, may_go = threading.Event(), threading.Event()
+    ended = []
+
+    def slow(descriptor, data):
+        entered.set()
+        may_go.wait()
+        written = real(descriptor, data)
+        ended.append(written)
+        return written
+
+    async def body():
+        putting = asyncio.ensure_future(store.put("a", ReusingBody(b"12345678", 8), crc(b"12345678")))
+        await asyncio.to_thread(entered.wait)
+        putting.cancel()
+        asyncio.get_running_loop().call_soon(may_go.set)
+        with pytest.raises(asyncio.CancelledError):
+            await putting
+        assert ended == [8]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", slow)
+        run(body())
+    assert files(tmp_path / "run") == {f"{OWN}/lock"}

@@ -1,0 +1,648 @@
+"""What S3Store makes of answers that a healthy server does not give, over real sockets."""
+
+import asyncio
+import contextlib
+import random
+
+import pytest
+
+from ckpt_async.errors import (
+    FailureReason,
+    IntegrityError,
+    ObjectNotFoundError,
+    PreconditionFailedError,
+    SourceError,
+    StoreError,
+)
+from ckpt_async.model import Checksum
+from ckpt_async.store import BytesBody, Capabilities, Create, Match, StoredPart
+from ckpt_async.stores import StoreOptions, open_store
+from ckpt_async.stores.s3_body import BodyPayload
+from tests.stores.bodies import ChangedBody, ReusingBody, crc, put
+from tests.stores.peer import RESET, SILENCE, Peer, answer
+
+MIB = 1 << 20
+CAPABILITIES = Capabilities(conditional_put=True, multipart=True, checksum_algorithm="crc64nvme")
+
+
+@pytest.fixture(autouse=True)
+def credentials(monkeypatch, tmp_path):
+    for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+
+
+@contextlib.asynccontextmanager
+async def connected(peer: Peer, **options):
+    """A store that speaks to `peer` without having probed it."""
+    async with peer.serve() as url:
+        store = open_store("s3://bucket/run", StoreOptions(endpoint_url=url, **options))
+        await store._connect()
+        store._capabilities = CAPABILITIES
+        try:
+            yield store
+        finally:
+            await store.close()
+
+
+def tasks() -> set[asyncio.Task]:
+    return asyncio.all_tasks() - {asyncio.current_task()}
+
+
+CALLS = {
+    "put": lambda store: put(store, "a", b"hello"),
+    "get": lambda store: store.get("a", max_size_bytes=9),
+    "get_range": lambda store: store.get_range("a", 0, 5, lambda _: None),
+    "head": lambda store: store.head("a"),
+    "list": lambda store: store.list(""),
+    "delete": lambda store: store.delete(["a"]),
+    "create_multipart": lambda store: store.create_multipart("a"),
+    "put_part": lambda store: store.put_part("a", "u", 1, BytesBody(b"hello"), crc(b"hello")),
+    "list_parts": lambda store: store.list_parts("a", "u"),
+    "complete_multipart": lambda store: store.complete_multipart(
+        "a", "u", [StoredPart(1, 5, '"e"', None)], crc(b"hello"), 5
+    ),
+    "abort_multipart": lambda store: store.abort_multipart("a", "u"),
+    "list_multiparts": lambda store: store.list_multiparts(""),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(
+    ("reply", "reason"),
+    [
+        (answer(500, "InternalError"), FailureReason.TRANSIENT),
+        (answer(503, "SlowDown"), FailureReason.THROTTLED),
+        (answer(429), FailureReason.THROTTLED),
+        (answer(403, "AccessDenied"), FailureReason.AUTH),
+        (answer(403, "RequestTimeTooSkewed"), FailureReason.AUTH),
+        (RESET, FailureReason.TRANSIENT),
+    ],
+    ids=["500", "503", "429", "403", "skew", "reset"],
+)
+def test_one_call_is_one_attempt(run, call, reply, reason):
+    """Retries belong to the engine: an SDK that repeats by itself would multiply them."""
+
+    async def body():
+        peer = Peer(lambda _: reply)
+        async with connected(peer) as store:
+            with pytest.raises(StoreError) as raised:
+                await CALLS[call](store)
+        assert raised.value.reason is reason
+        # aiohttp itself repeats what has no body and changes nothing, once, when no answer came.
+        is_repeated = reply == RESET and peer.requests[0].method in ("GET", "HEAD", "DELETE")
+        assert len(peer.requests) == (2 if is_repeated else 1)
+
+    run(body())
+
+
+@pytest.mark.parametrize(
+    ("reply", "reason", "hint"),
+    [
+        (answer(503), FailureReason.THROTTLED, ""),
+        (answer(502), FailureReason.TRANSIENT, ""),
+        (answer(501, "NotImplemented"), FailureReason.OTHER, ""),
+        (answer(400, "RequestTimeout"), FailureReason.TIMEOUT, ""),
+        (answer(400, "IncompleteBody"), FailureReason.TRANSIENT, ""),
+        (answer(400, "EntityTooLarge"), FailureReason.OTHER, ""),
+        (answer(400, "BadDigest"), FailureReason.CHECKSUM, ""),
+        (answer(400, "XAmzContentChecksumMismatch"), FailureReason.CHECKSUM, ""),
+        (answer(400, "ExpiredToken"), FailureReason.AUTH, "expired"),
+        (answer(401), FailureReason.AUTH, "may not do put_object"),
+        (answer(403, "InvalidAccessKeyId"), FailureReason.AUTH, "access key"),
+        (answer(403, "SignatureDoesNotMatch"), FailureReason.AUTH, "secret key"),
+        (answer(403, "AccessDenied"), FailureReason.AUTH, "bucket/run/"),
+        (answer(403, "RequestTimeTooSkewed"), FailureReason.AUTH, "Sat, 21 Nov 2026 04:00:00 GMT"),
+        (answer(404, "NoSuchBucket"), FailureReason.NOT_FOUND, "no bucket bucket"),
+        (answer(409, "OperationAborted"), FailureReason.TRANSIENT, ""),
+        (answer(400, "AuthorizationHeaderMalformed"), FailureReason.OTHER, "region"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\nshort", FailureReason.TIMEOUT, ""),
+        (b"not HTTP at all\r\n\r\n", FailureReason.TRANSIENT, ""),
+    ],
+)
+def test_refusals_are_told_apart(run, reply, reason, hint):
+    async def body():
+        async with connected(Peer(lambda _: reply), read_timeout_s=0.2) as store:
+            with pytest.raises(StoreError) as raised:
+                await put(store, "a", b"hello")
+        assert raised.value.reason is reason
+        assert hint in raised.value.hint
+        assert raised.value.key == "a"
+
+    run(body())
+
+
+@pytest.mark.parametrize(
+    ("condition", "status", "code", "error"),
+    [
+        (Create(), 412, "PreconditionFailed", PreconditionFailedError),
+        (Create(), 409, "ConditionalRequestConflict", PreconditionFailedError),
+        (Match('"e"'), 412, "PreconditionFailed", PreconditionFailedError),
+        (Match('"e"'), 404, "NoSuchKey", PreconditionFailedError),
+        (Match('"e"'), 404, "NoSuchBucket", StoreError),
+        (Create(), 404, "NoSuchKey", ObjectNotFoundError),
+        (None, 404, "NoSuchKey", ObjectNotFoundError),
+    ],
+)
+def test_refused_condition_is_a_fact(run, condition, status, code, error):
+    async def body():
+        async with connected(Peer(lambda _: answer(status, code))) as store:
+            with pytest.raises(StoreError) as raised:
+                await put(store, "a", b"1", condition=condition)
+        assert type(raised.value) is error
+
+    run(body())
+
+
+@pytest.mark.parametrize(
+    ("call", "status", "code", "error", "reason"),
+    [
+        ("head", 404, "", ObjectNotFoundError, FailureReason.NOT_FOUND),
+        ("head", 403, "", StoreError, FailureReason.AUTH),
+        ("head", 400, "", StoreError, FailureReason.AUTH),
+        ("list_parts", 404, "NoSuchUpload", ObjectNotFoundError, FailureReason.NOT_FOUND),
+        ("list", 404, "NoSuchBucket", StoreError, FailureReason.NOT_FOUND),
+        ("complete_multipart", 200, "InternalError", StoreError, FailureReason.TRANSIENT),
+        ("complete_multipart", 200, "SlowDown", StoreError, FailureReason.THROTTLED),
+        ("complete_multipart", 200, "BadDigest", IntegrityError, FailureReason.CHECKSUM),
+        ("complete_multipart", 400, "InvalidPart", IntegrityError, FailureReason.CHECKSUM),
+    ],
+)
+def test_error_answers_of_other_calls(run, call, status, code, error, reason):
+    """A 200 with an error inside is an error (S3 API reference, CompleteMultipartUpload)."""
+
+    async def body():
+        async with connected(Peer(lambda _: answer(status, code))) as store:
+            with pytest.raises(StoreError) as raised:
+                await CALLS[call](store)
+        assert (type(raised.value), raised.value.reason) == (error, reason)
+
+    run(body())
+
+
+@pytest.mark.parametrize("reply", [b"", b"<CompleteMultipartUploadResult/>"])
+def test_completion_without_a_result_is_an_error(run, reply):
+    async def body():
+        async with connected(Peer(lambda _: answer(200, body=reply))) as store:
+            with pytest.raises(StoreError) as raised:
+                await CALLS["complete_multipart"](store)
+        assert raised.value.reason is FailureReason.TRANSIENT
+
+    run(body())
+
+
+@pytest.mark.parametrize("call", ["put", "get", "get_range", "head", "create_multipart", "put_part"])
+def test_empty_success_is_an_error(run, call):
+    """Something between us and the store answers 200 to everything."""
+
+    async def body():
+        async with connected(Peer(lambda _: answer(200))) as store:
+            with pytest.raises(StoreError) as raised:
+                await CALLS[call](store)
+        assert raised.value.reason is FailureReason.TRANSIENT
+
+    run(body())
+
+
+@pytest.mark.parametrize(("found", "is_ours"), [(crc(b"hello"), True), (crc(b"other"), False)])
+def test_completing_a_forgotten_upload_asks_for_the_object(run, found, is_ours):
+    """S3 forgets an upload once it is completed: a lost reply must not look like a lost upload."""
+
+    def respond(request):
+        if request.method == "POST":
+            return answer(404, "NoSuchUpload")
+        size = {"Content-Length": "5", "ETag": '"e"', "x-amz-checksum-crc64nvme": found.value}
+        return answer(200, headers=size)
+
+    async def body():
+        async with connected(Peer(respond)) as store:
+            if is_ours:
+                assert (await CALLS["complete_multipart"](store)).checksum == found
+            else:
+                with pytest.raises(ObjectNotFoundError):
+                    await CALLS["complete_multipart"](store)
+
+    run(body())
+
+
+def test_composite_checksum_is_none(run):
+    """ "…-N" says nothing about the whole object."""
+    for headers in (
+        {"x-amz-checksum-crc32c": "mnG7TA==-2"},
+        {"x-amz-checksum-crc32c": "mnG7TA==", "x-amz-checksum-type": "COMPOSITE"},
+    ):
+
+        async def body(headers=headers):
+            reply = answer(200, headers={"ETag": '"e"', "Content-Length": "5", **headers})
+            async with connected(Peer(lambda _: reply)) as store:
+                assert (await store.head("a")).checksum is None
+
+        run(body())
+
+
+def test_request_is_lean(run):
+    """Our checksum as a header, an unsigned and unencoded body, nothing that waits for 100 Continue."""
+
+    async def body():
+        peer = Peer(lambda _: answer(200, headers={"ETag": '"e"'}))
+        async with connected(peer, put_args={"StorageClass": "STANDARD_IA"}) as store:
+            info = await store.put("a b", ReusingBody(b"x" * MIB, 1 << 16), Checksum("crc32c", "AAAAAA=="))
+        (request,) = peer.requests
+        assert info.checksum is None
+        assert request.path == "/bucket/run/a%20b"
+        assert request.body == b"x" * MIB
+        assert request.headers["content-length"] == str(MIB)
+        assert request.headers["x-amz-checksum-crc32c"] == "AAAAAA=="
+        assert request.headers["x-amz-content-sha256"] == "UNSIGNED-PAYLOAD"
+        assert request.headers["x-amz-storage-class"] == "STANDARD_IA"
+        assert {"expect", "transfer-encoding", "content-encoding", "x-amz-trailer"}.isdisjoint(
+            request.headers
+        )
+
+    run(body())
+
+
+def test_deletion_reads_the_errors_of_each_key(run):
+    """DeleteObjects answers 200 and tells the failures inside."""
+    reply = answer(
+        200,
+        body=b"<DeleteResult><Error><Key>run/b</Key><Code>AccessDenied</Code></Error></DeleteResult>",
+    )
+
+    async def body():
+        peer = Peer(lambda _: reply)
+        async with connected(peer) as store:
+            with pytest.raises(StoreError) as raised:
+                await store.delete(["a", "b"])
+        assert (raised.value.reason, raised.value.key) == (FailureReason.AUTH, "b")
+        assert "content-md5" in peer.requests[0].headers
+
+    run(body())
+
+
+def test_listing_outside_of_the_prefix_is_an_error(run):
+    item = (
+        "<Contents><Key>{}</Key><Size>1</Size><ETag>e</ETag><LastModified>2026-11-21T04:00:00Z</LastModified>"
+    )
+    pages = {
+        "other/a": FailureReason.OTHER,
+        "run2/a": FailureReason.OTHER,
+    }
+    for key, reason in pages.items():
+
+        async def body(key=key, reason=reason):
+            reply = f"<ListBucketResult>{item.format(key)}</Contents></ListBucketResult>".encode()
+            async with connected(Peer(lambda _: answer(200, body=reply))) as store:
+                with pytest.raises(StoreError) as raised:
+                    await store.list("")
+            assert raised.value.reason is reason
+
+        run(body())
+
+
+def test_listing_cut_short_is_never_returned(run):
+    """Retention over half a listing deletes the wrong ones (rule R8)."""
+
+    async def body():
+        reply = b"<ListBucketResult><IsTruncated>true</IsTruncated></ListBucketResult>"
+        async with connected(Peer(lambda _: answer(200, body=reply))) as store:
+            for request in (store.list(""), store.list_multiparts(""), store.list_parts("a", "u")):
+                with pytest.raises(StoreError):
+                    await request
+
+    run(body())
+
+
+def test_listing_has_the_time_of_the_store(run):
+    async def body():
+        async with connected(Peer(lambda _: answer(200, body=b"<ListBucketResult/>"))) as store:
+            assert (await store.list("")).server_time == 1795233600.0
+
+    run(body())
+
+
+# --- connections -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_silent_peer_and_cancellation_leave_no_task(run, call):
+    """Every deadline of the engine is a cancellation (rule R14)."""
+
+    async def body():
+        peer = Peer(lambda _: SILENCE)
+        async with connected(peer) as store:
+            before = tasks()
+            calling = asyncio.ensure_future(CALLS[call](store))
+            await peer.arrived.wait()
+            calling.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await calling
+            await peer.all_closed.wait()
+            assert {task.get_coro().__qualname__ for task in tasks() - before} <= {
+                "Peer.serve.<locals>.accept"
+            }
+
+    run(body())
+
+
+def test_cancelled_in_the_middle_of_a_body(run):
+    """A peer that stops reading: nothing reads the body any more once the call has ended."""
+
+    class Watched(ReusingBody):
+        is_closed = False
+
+        async def chunks(self):
+            try:
+                async for chunk in super().chunks():
+                    yield chunk
+            finally:
+                for _ in range(10):  # as a read in a thread would, it takes its time to end
+                    await asyncio.sleep(0)
+                self.is_closed = True
+
+    async def body():
+        peer = Peer(lambda _: SILENCE)
+
+        async def read_nothing(reader, writer):
+            peer.arrived.set()
+            await stop.wait()
+            writer.transport.abort()
+
+        stop = asyncio.Event()
+        server = await asyncio.start_server(read_nothing, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        store = open_store("s3://bucket/run", StoreOptions(endpoint_url=url))
+        await store._connect()
+        watched = Watched(bytes(64 * MIB), MIB)
+        calling = asyncio.ensure_future(store.put("a", watched, crc(b"")))
+        await peer.arrived.wait()
+        calling.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await calling
+        assert watched.is_closed
+        stop.set()
+        await store.close()
+        server.close()
+        await server.wait_closed()
+
+    run(body())
+
+
+def test_source_error_closes_the_connection(run):
+    """A half-sent request: whatever is sent next on this connection would be taken for the body."""
+
+    async def body():
+        peer = Peer(lambda _: answer(200, headers={"ETag": '"e"'}))
+        async with connected(peer) as store:
+            broken = ChangedBody(4 * MIB, 2 * MIB)
+            with pytest.raises(SourceError) as raised:
+                await store.put("a", broken, crc(b""))
+            assert raised.value is broken.error
+            await peer.all_closed.wait()
+            await put(store, "a", b"1")
+        assert peer.num_connections == 2
+
+    run(body())
+
+
+def test_answer_before_the_whole_body_is_no_success(run):
+    """A 200 from something that did not read what we sent."""
+
+    async def body():
+        peer = Peer(lambda _: answer(200, headers={"ETag": '"e"'}), stop_after=MIB)
+        async with connected(peer) as store:
+            with pytest.raises(StoreError) as raised:
+                await store.put("a", ReusingBody(bytes(64 * MIB), MIB), crc(b""))
+            assert raised.value.reason is FailureReason.TRANSIENT
+
+    run(body())
+
+
+def test_reset_in_the_middle_of_a_body(run):
+    async def body():
+        peer = Peer(lambda _: RESET, stop_after=MIB)
+        async with connected(peer) as store:
+            with pytest.raises(StoreError) as raised:
+                await store.put("a", ReusingBody(bytes(64 * MIB), MIB), crc(b""))
+        assert raised.value.reason is FailureReason.TRANSIENT
+        assert len(peer.requests) == 1
+
+    run(body())
+
+
+def test_reset_of_a_kept_connection_is_not_repeated(run):
+    """aiohttp sends an idempotent request again by itself when a kept-alive connection proves dead. For a
+    conditional PUT the second answer is a lie (rule R13).
+    """
+
+    async def body():
+        replies = iter([answer(200, headers={"ETag": '"e"'}), RESET, answer(412, "PreconditionFailed")])
+        peer = Peer(lambda _: next(replies))
+        async with connected(peer) as store:
+            await put(store, "a", b"1")
+            with pytest.raises(StoreError) as raised:
+                await put(store, "b", b"1", condition=Create())
+        assert raised.value.reason is FailureReason.TRANSIENT
+        assert [request.path for request in peer.requests if request.body] == [
+            "/bucket/run/a",
+            "/bucket/run/b",
+        ]
+
+    run(body())
+
+
+def test_download_that_breaks_off(run):
+    head = b"HTTP/1.1 206 X\r\nETag: e\r\nContent-Length: 5\r\nContent-Range: bytes 0-4/5\r\n\r\nhe"
+
+    async def body():
+        async with connected(Peer(lambda _: head), read_timeout_s=0.2) as store:
+            with pytest.raises(StoreError) as raised:
+                await store.get_range("a", 0, 5, lambda _: None)
+        assert raised.value.reason is FailureReason.TIMEOUT
+
+    run(body())
+
+
+def test_server_that_ignores_ranges_is_refused(run):
+    """The first bytes of the object are not the ones asked for."""
+
+    async def body():
+        async with connected(Peer(lambda _: answer(200, headers={"ETag": "e"}, body=b"hello"))) as store:
+            with pytest.raises(StoreError):
+                await store.get_range("a", 2, 3, lambda _: None)
+            received = bytearray()
+            await store.get_range("a", 0, 5, received.extend)
+            assert received == b"hello"
+
+    run(body())
+
+
+def test_get_compares_the_bytes_with_the_stores_checksum(run):
+    async def body():
+        headers = {"ETag": "e", "x-amz-checksum-crc64nvme": crc(b"other").value}
+        async with connected(Peer(lambda _: answer(200, headers=headers, body=b"hello"))) as store:
+            with pytest.raises(IntegrityError):
+                await store.get("a", max_size_bytes=9)
+
+    run(body())
+
+
+class Wire:
+    """A writer and its transport: takes a slice only when told to, as a slow peer would."""
+
+    def __init__(self):
+        self.transport = self
+        self.high = None
+        self.is_aborted = False
+        self.kept: list[memoryview] = []
+        self.received = bytearray()
+
+    def set_write_buffer_limits(self, high):
+        self.high = high
+
+    def send_headers(self):
+        pass
+
+    def abort(self):
+        self.is_aborted = True
+
+    async def write(self, chunk):
+        self.kept.append(chunk)
+
+    async def drain(self):
+        await asyncio.sleep(0)
+        for chunk in self.kept:
+            self.received += chunk
+        self.kept.clear()
+
+
+def test_slice_is_taken_before_the_next_is_asked_for(run):
+    """A transport may keep a reference to what it could not send at once, and buffers are reused."""
+
+    async def body():
+        wire, data = Wire(), random.Random(2).randbytes(MIB)
+        payload = BodyPayload(ReusingBody(data, 1 << 16))
+        await payload.write(wire)
+        assert (wire.received, wire.high, wire.is_aborted, payload.is_sent) == (data, 0, False, True)
+
+    run(body())
+
+
+def test_transport_of_a_failed_body_is_aborted(run):
+    """A transport that is merely closed goes on sending from a buffer that holds other bytes by then."""
+
+    async def body():
+        wire = Wire()
+        with pytest.raises(SourceError):
+            await BodyPayload(ChangedBody(MIB, 1 << 16)).write(wire)
+        assert wire.is_aborted
+
+    run(body())
+
+
+# --- open --------------------------------------------------------------------------------------------------
+
+
+async def open_failure(url: str, **options) -> StoreError:
+    store = open_store(url, StoreOptions(**options))
+    with pytest.raises(StoreError) as raised:
+        await store.open()
+    await store.close()
+    return raised.value
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason", "hint"),
+    [
+        ("AWS_ACCESS_KEY_ID", "wrong", FailureReason.AUTH, "access key"),
+        ("AWS_SECRET_ACCESS_KEY", "wrong", FailureReason.AUTH, "secret key"),
+    ],
+)
+def test_wrong_credentials(run, s3_server, monkeypatch, name, value, reason, hint):
+    for each, known in s3_server.environment().items():
+        monkeypatch.setenv(each, known)
+    monkeypatch.setenv(name, value)
+    error = run(open_failure(f"s3://{s3_server.bucket}/run"))
+    assert error.reason is reason
+    assert hint in error.hint
+
+
+def test_missing_bucket(run, s3_url):
+    error = run(open_failure("s3://no-such-bucket/run"))
+    assert error.reason is FailureReason.NOT_FOUND
+    assert "no-such-bucket" in error.hint
+
+
+def test_missing_credentials(run, monkeypatch):
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    error = run(open_failure("s3://bucket/run", endpoint_url="http://127.0.0.1:9"))
+    assert error.reason is FailureReason.AUTH
+    assert "credentials" in error.hint
+
+
+def test_missing_profile(run):
+    error = run(open_failure("s3://bucket/run", profile="nobody", endpoint_url="http://127.0.0.1:9"))
+    assert error.reason is FailureReason.AUTH
+
+
+def test_unreachable_endpoint(run):
+    error = run(open_failure("s3://bucket/run", endpoint_url="http://127.0.0.1:9"))
+    assert error.reason is FailureReason.TRANSIENT
+    assert "http://127.0.0.1:9" in error.hint
+
+
+def test_silent_endpoint(run):
+    async def body():
+        async with Peer(lambda _: SILENCE).serve() as url:
+            return await open_failure(
+                "s3://bucket/run", endpoint_url=url, connect_timeout_s=0.1, read_timeout_s=0.1
+            )
+
+    assert run(body()).reason is FailureReason.TIMEOUT
+
+
+@pytest.mark.parametrize(
+    ("kept", "conditional", "checked", "expected"),
+    [
+        ("crc64nvme", False, (), (False, "crc64nvme")),
+        ("crc32c", False, (), (False, "crc32c")),
+        ("crc32c", True, ("crc32c",), (True, "crc32c")),
+        ("crc64nvme", True, ("crc64nvme", "crc32c"), (True, "crc64nvme")),
+    ],
+)
+def test_probe_finds_out_what_is_enforced(run, kept, conditional, checked, expected):
+    """A store that takes every PUT must not be trusted with create-once."""
+
+    def respond(request):
+        if request.method != "PUT":
+            return answer(200, headers={"ETag": '"e"', f"x-amz-checksum-{kept}": "AAAAAA=="})
+        if conditional and request.headers.get("if-none-match") == "*":
+            return answer(412, "PreconditionFailed")
+        if conditional and request.headers.get("if-match", '"e"') != '"e"':
+            return answer(412, "PreconditionFailed")
+        for name in checked:
+            value = request.headers.get(f"x-amz-checksum-{name}")
+            from ckpt_async.stores import checksum_of
+
+            if value is not None and checksum_of(request.body, name).value != value:
+                return answer(400, "BadDigest")
+        return answer(200, headers={"ETag": '"e"'})
+
+    async def body():
+        peer = Peer(respond)
+        async with peer.serve() as url:
+            store = open_store("s3://bucket/run", StoreOptions(endpoint_url=url))
+            await store.open()
+            found = store.capabilities
+            await store.close()
+        assert (found.conditional_put, found.checksum_algorithm) == expected
+        assert all("/run/.ckpt_async/probe/" in each.path for each in peer.requests if each.method != "POST")
+        assert peer.requests[-1].body.count(b"<Key>run/.ckpt_async/probe/") == 2
+
+    run(body())

@@ -1,0 +1,144 @@
+"""Which store a URL names, and what is refused before anything is touched."""
+
+import subprocess
+import sys
+
+import pytest
+
+from ckpt_async.errors import SettingsError
+from ckpt_async.stores import Location, StoreOptions, find_endpoint, open_store, parse_url
+
+
+@pytest.mark.parametrize(
+    ("url", "location"),
+    [
+        ("s3://bucket", Location("s3", "bucket", "")),
+        ("s3://bucket/", Location("s3", "bucket", "")),
+        ("s3://my.bucket-1/a/b=1", Location("s3", "my.bucket-1", "a/b=1")),
+        ("s3://bucket/a/", Location("s3", "bucket", "a")),
+        ("r2://bucket/run", Location("r2", "bucket", "run")),
+        ("weka://bucket/run", Location("weka", "bucket", "run")),
+        ("file:///data/run 1", Location("file", "", "/data/run 1")),
+        ("memory://test/run", Location("memory", "test", "run")),
+    ],
+)
+def test_url_is_taken_apart(url, location):
+    assert parse_url(url) == location
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "bucket/run",
+        "/data/run",
+        "s3:/bucket",
+        "S3://bucket",
+        "gs://bucket/run",
+        "s3://",
+        "s3:///run",
+        "s3://-bucket/run",
+        "s3://buck et/run",
+        "s3://bucket:80/run",
+        "s3://key:secret@bucket/run",
+        "s3://bucket/a/../b",
+        "s3://bucket/./b",
+        "s3://bucket//b",
+        "s3://bucket/b//",
+        "s3://bucket/b?region=x",
+        "s3://bucket/b#1",
+        "s3://bucket/b\\c",
+        "s3://bucket/b\n",
+        "file://data/run",
+        "file:///",
+        "file:////run",
+        "file:///data/../etc",
+    ],
+)
+def test_url_is_refused(url):
+    with pytest.raises(SettingsError):
+        parse_url(url)
+
+
+def test_credentials_are_not_repeated_in_the_message():
+    with pytest.raises(SettingsError) as raised:
+        parse_url("s3://key:secret@bucket/run")
+    assert "secret" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "env", "endpoint"),
+    [
+        ("s3", {}, None),
+        ("s3", {"R2_ENDPOINT_URL": "http://r2"}, None),
+        ("s3", {"S3_ENDPOINT_URL": "http://c", "AWS_ENDPOINT_URL": "http://b"}, "http://b"),
+        ("s3", {"AWS_ENDPOINT_URL": "http://b", "AWS_ENDPOINT_URL_S3": "http://a"}, "http://a"),
+        ("s3", {"AWS_ENDPOINT_URL_S3": "", "S3_ENDPOINT_URL": "http://c"}, "http://c"),
+        ("r2", {"R2_ENDPOINT_URL": "https://r2", "AWS_ENDPOINT_URL": "http://b"}, "https://r2"),
+        ("weka", {"WEKA_ENDPOINT_URL": "https://w:9000"}, "https://w:9000"),
+        ("minio", {"S3_ENDPOINT_URL": "http://c"}, "http://c"),
+    ],
+)
+def test_endpoint_comes_from_the_environment(scheme, env, endpoint):
+    assert find_endpoint(scheme, StoreOptions(), env) == endpoint
+
+
+def test_option_wins_over_the_environment():
+    options = StoreOptions(endpoint_url="http://mine")
+    assert find_endpoint("r2", options, {"R2_ENDPOINT_URL": "http://other"}) == "http://mine"
+
+
+def test_alias_without_an_endpoint_does_not_go_to_aws():
+    with pytest.raises(SettingsError, match="R2_ENDPOINT_URL"):
+        open_store("r2://bucket/run", env={})
+
+
+@pytest.mark.parametrize("endpoint", ["host:80", "ftp://host", "http://", "http://a:b@host", "http://h/?x=1"])
+def test_endpoint_is_refused(endpoint):
+    with pytest.raises(SettingsError):
+        StoreOptions(endpoint_url=endpoint)
+    with pytest.raises(SettingsError):
+        find_endpoint("s3", StoreOptions(), {"AWS_ENDPOINT_URL": endpoint})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"addressing_style": "dns"},
+        {"put_args": {"Body": b""}},
+        {"put_args": {"IfNoneMatch": "*"}},
+        {"put_args": {"StorageClass": "DEEP_ARCHIVE"}},
+        {"connect_timeout_s": 0},
+        {"read_timeout_s": -1},
+        {"max_connections": 0},
+    ],
+)
+def test_options_are_refused(options):
+    with pytest.raises(SettingsError):
+        StoreOptions(**options)
+
+
+def test_put_args_are_taken():
+    args = {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": "k", "Metadata": {"a": "b"}, "Tagging": "a=b"}
+    assert StoreOptions(put_args=args).put_args == args
+
+
+def test_memory_stores_of_one_name_share_their_objects(run):
+    async def body():
+        from tests.stores.bodies import put
+
+        one, same, other = (open_store(f"memory://{name}/run") for name in ("urls-a", "urls-a", "urls-b"))
+        await put(one, "x", b"1")
+        assert len((await same.list("")).objects) == 1
+        assert len((await other.list("")).objects) == 0
+
+    run(body())
+
+
+def test_choosing_a_store_does_not_import_the_sdk():
+    """It takes half a second, and not everybody uses S3."""
+    code = (
+        "import sys; from ckpt_async.stores import open_store; open_store('file:///x');"
+        "sys.exit(any(n.partition('.')[0] in ('aiobotocore', 'botocore', 'aiohttp') for n in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
