@@ -10,8 +10,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import socket
-import uuid
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -19,7 +17,7 @@ from pathlib import Path
 from typing import assert_never
 from urllib.parse import urlsplit
 
-from ckpt_async import conditional, decide, keys, naming, records, transfer
+from ckpt_async import conditional, decide, keys, naming, protocol, records, transfer
 from ckpt_async.errors import (
     CkptAsyncError,
     FailureReason,
@@ -326,7 +324,7 @@ class Engine:
                 case decide.Commit():
                     await self._commit(action)
                 case decide.Abort():
-                    await self._abort(action)
+                    await self._abort(self._checkpoint(action.checkpoint), action.reason)
                 case decide.MoveLatest():
                     await self._move_latest(action)
                 case decide.MoveLocalLatest():
@@ -383,9 +381,9 @@ class Engine:
             folders |= {path.parent, (self._folder.path / each.shard.source).parent}
         top = self._folder.path
         above = {each for folder in folders for each in folder.parents if each.is_relative_to(top)}
-        for each in folders | above:
+        for folder in folders | above:
             with contextlib.suppress(FileNotFoundError):
-                fsync_path(each)
+                fsync_path(folder)
         return failed
 
     def _write_manifest(self, checkpoint: LocalCheckpoint) -> None:
@@ -476,8 +474,7 @@ class Engine:
         key, data = keys.receipt_key(checkpoint.id, self.rank), records.encode_receipt(receipt)
         there = await conditional.create_once(self._store, self._requests, key, data)
         if there != data:
-            message = f"another process wrote a different receipt for rank {self.rank}"
-            await self._decide(checkpoint, self._decision(checkpoint, Outcome.ABORT, reason=message))
+            await self._abort(checkpoint, "another process wrote a different receipt for this rank")
             return
         self._record(ReceiptStored(checkpoint.id))
 
@@ -491,9 +488,9 @@ class Engine:
             await self._look_for_successor()
             ranks = await self._list_receipts(id_)
         else:
-            data = await conditional.read(self._store, self._requests, keys.decision_key(id_))
-            if data is not None:
-                await self._learn(checkpoint, records.decode_decision(data[0], id_))
+            decision = await protocol.read_decision(self._store, self._requests, id_)
+            if decision is not None:
+                self._learn(checkpoint, decision)
                 return
             ranks = await self._list_receipts(id_) if checkpoint.has_receipt else None
         longest_s = self._settings.decision_poll_s if self._is_hurried else self._settings.decision_poll_max_s
@@ -532,77 +529,41 @@ class Engine:
     async def _commit(self, action: decide.Commit) -> None:
         checkpoint = self._checkpoint(action.checkpoint)
         assert checkpoint.sealed is not None
-        found = await transfer.all_or_none(
-            conditional.read(
-                self._store,
-                self._requests,
-                keys.receipt_key(checkpoint.id, rank),
-                max_size_bytes=records.MAX_RECEIPT_SIZE_BYTES,
-            )
-            for rank in range(checkpoint.sealed.world_size)
+        settled = await protocol.settle(
+            self._store,
+            self._requests,
+            checkpoint.id,
+            world_size=checkpoint.sealed.world_size,
+            by=f"rank {self.rank}",
+            now=self._clock(),
         )
-        raw = [data[0] for data in found if data is not None]
-        if len(raw) != checkpoint.sealed.world_size:
+        if settled is None:
             # Receipts vanish only after an abort: look again, the decision will say so.
             look_at = self._loop.time() + self._settings.decision_poll_s
             self._watch(checkpoint.id, decide.Watch(num_looks=1, next_look_at=look_at))
             return
-        receipts = [records.decode_receipt(data, checkpoint.id, rank) for rank, data in enumerate(raw)]
-        obstacle = decide.obstacle(checkpoint.id, receipts)
-        if obstacle is not None:
-            decision = self._decision(checkpoint, Outcome.ABORT, reason=obstacle)
-        else:
-            algorithm = self._store.capabilities.checksum_algorithm
-            decision = replace(
-                self._decision(checkpoint, Outcome.COMMIT),
-                name=decide.name_of(receipts),
-                receipts=tuple(transfer.checksum_of_bytes(data, algorithm) for data in raw),
-                num_shards=sum(len(receipt.shards) for receipt in receipts),
-                size_bytes=sum(receipt.size_bytes for receipt in receipts),
-                metrics=decide.merged_metrics(receipts),
-            )
-        await self._decide(checkpoint, decision)
-
-    async def _abort(self, action: decide.Abort) -> None:
-        checkpoint = self._checkpoint(action.checkpoint)
-        reason = f"rank {self.rank}: {action.reason}"
-        await self._decide(checkpoint, self._decision(checkpoint, Outcome.ABORT, reason=reason))
-
-    def _decision(self, checkpoint: LocalCheckpoint, outcome: Outcome, *, reason: str = "") -> Decision:
-        return Decision(
-            checkpoint=checkpoint.id,
-            outcome=outcome,
-            name=checkpoint.name,
-            world_size=checkpoint.sealed.world_size if checkpoint.sealed else 1,
-            nonce=uuid.uuid4().hex,
-            decided_at=self._clock(),
-            decided_by=f"rank {self.rank} on {socket.gethostname()}",
-            reason=reason,
-        )
-
-    async def _decide(self, checkpoint: LocalCheckpoint, wanted: Decision) -> None:
-        """Try to be the one who decides; learn what was decided, by whomever (rule R4)."""
-        data = records.encode_decision(wanted)
-        there = await conditional.create_once(
-            self._store, self._requests, keys.decision_key(checkpoint.id), data
-        )
-        decision = records.decode_decision(there, checkpoint.id)
-        if there == data and decision.outcome is Outcome.COMMIT:
-            logger.info(
-                "checkpoint_committed %s name=%s world_size=%d num_shards=%d size_bytes=%d",
-                checkpoint.id,
-                decision.name,
-                decision.world_size,
-                decision.num_shards,
-                decision.size_bytes,
-            )
+        decision, is_ours = settled
+        if is_ours and decision.outcome is Outcome.COMMIT:
             publish = max(filter(None, (self._remote.to_publish, checkpoint.id)))
             self._remote = replace(self._remote, to_publish=publish)
-        await self._learn(checkpoint, decision)
+        self._learn(checkpoint, decision)
 
-    async def _learn(self, checkpoint: LocalCheckpoint, decision: Decision) -> None:
+    async def _abort(self, checkpoint: LocalCheckpoint, reason: str) -> None:
+        wanted = protocol.new_decision(
+            checkpoint.id,
+            Outcome.ABORT,
+            name=checkpoint.name,
+            world_size=checkpoint.sealed.world_size if checkpoint.sealed else 1,
+            by=f"rank {self.rank}",
+            now=self._clock(),
+            reason=f"rank {self.rank}: {reason}",
+        )
+        decision, _ = await protocol.decide_once(self._store, self._requests, wanted)
+        self._learn(checkpoint, decision)
+
+    def _learn(self, checkpoint: LocalCheckpoint, decision: Decision) -> None:
         """Record a decision that was read back from the store."""
-        event = Decided(checkpoint.id, decision.outcome, decision.reason)
+        event = Decided(checkpoint.id, decision.outcome, decision.name, decision.reason)
         self._record(event)
         self.outcomes[checkpoint.id] = event
         while len(self.outcomes) > MAX_OUTCOMES:
@@ -618,26 +579,11 @@ class Engine:
         self._observer.checkpoint_committed(checkpoint.id.step, max(0.0, now - first), now)
 
     async def _move_latest(self, action: decide.MoveLatest) -> None:
-        checkpoint = self._checkpoint(action.checkpoint)
-        name, nonce = checkpoint.name, uuid.uuid4().hex
-
-        def change(there: bytes | None) -> bytes | None:
-            latest = None
-            if there is not None:
-                try:
-                    latest = records.decode_latest(there)
-                except InvalidRecordError as error:
-                    logger.warning("latest_unreadable error=%s; it is written anew", error)
-            if not decide.is_ahead(checkpoint.id, latest):
-                return None
-            prefix = keys.data_prefix(name, checkpoint.id.generation)
-            number = latest.number + 1 if latest else 1
-            return records.encode_latest(Latest(checkpoint.id, name, prefix, number, nonce))
-
-        data = await conditional.advance(self._store, self._requests, keys.LATEST, change)
-        assert data is not None
-        latest = records.decode_latest(data)
-        if self._settings.composer_symlink and latest.checkpoint == checkpoint.id:
+        decided = self._checkpoint(action.checkpoint).decision
+        assert decided is not None
+        name = decided.name
+        latest = await protocol.move_latest(self._store, self._requests, action.checkpoint, name)
+        if self._settings.composer_symlink and latest.checkpoint == action.checkpoint:
             await self._write_composer_symlink(latest)
         self._remote = replace(self._remote, latest=latest)
 

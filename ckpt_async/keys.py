@@ -8,6 +8,8 @@ Remote, relative to the run's root (`s3://bucket/prefix/run-a`):
     .ckpt_async/receipts/<g:06d>-<step:012d>/<rank:05d>.json
     .ckpt_async/decisions/<g:06d>-<step:012d>.json           LIST order is checkpoint order
     .ckpt_async/latest.json
+    .ckpt_async/boundary.json                                up to where old decisions were collected
+    .ckpt_async/leases/<g:06d>-<step:012d>/<reader>.json     readers, with expiry
     latest-rank0.pt.symlink                                  Composer's text pointer, when asked for
 
 Local, relative to the folder:
@@ -32,6 +34,7 @@ RECEIPTS = f"{PRIVATE}/receipts/"
 DECISIONS = f"{PRIVATE}/decisions/"
 LEASES = f"{PRIVATE}/leases/"
 PROBES = f"{PRIVATE}/probe/"
+BOUNDARY = f"{PRIVATE}/boundary.json"
 LATEST = f"{PRIVATE}/latest.json"
 
 # Wide enough for any run, and refused beyond: a longer number would break the LIST order.
@@ -43,6 +46,10 @@ _CHECKPOINT = re.compile(r"(\d{6})-(\d{12})")
 _GENERATION = re.compile(re.escape(GENERATIONS) + r"(\d{6})\.json")
 _RECEIPT = re.compile(re.escape(RECEIPTS) + _CHECKPOINT.pattern + r"/(\d{5})\.json")
 _DECISION = re.compile(re.escape(DECISIONS) + _CHECKPOINT.pattern + r"\.json")
+_LEASE = re.compile(re.escape(LEASES) + _CHECKPOINT.pattern + r"/[^/]+\.json")
+_MEMBER = re.compile(re.escape(MEMBERS) + r"(\d{6})/\d{5}\.json")
+_DATA = re.compile(re.escape(DATA) + r"([^/]+)\.g(\d{1,6})/.+")
+_LAST_NUMBER = re.compile(r"(\d+)\D*$")
 _RANK_LOCK = re.compile(r"rank-(\d{5})\.lock")
 
 
@@ -62,6 +69,33 @@ def data_prefix(name: str, generation: int) -> str:
 
 def data_key(name: str, generation: int, shard: str) -> str:
     return data_prefix(name, generation) + shard
+
+
+def parse_data_key(key: str) -> tuple[CheckpointId, str] | None:
+    """The checkpoint and its name; the step is the last number of the name (see `naming.checkpoint_name`)."""
+    match = _DATA.fullmatch(key)
+    number = _LAST_NUMBER.search(match[1]) if match else None
+    if match is None or number is None or len(number[1]) > 12:
+        return None
+    return CheckpointId(int(match[2]), int(number[1])), match[1]
+
+
+def lease_key(checkpoint: CheckpointId, reader: str) -> str:
+    return f"{leases_prefix(checkpoint)}{reader}.json"
+
+
+def leases_prefix(checkpoint: CheckpointId) -> str:
+    return f"{LEASES}{checkpoint_tag(checkpoint)}/"
+
+
+def parse_lease_key(key: str) -> CheckpointId | None:
+    match = _LEASE.fullmatch(key)
+    return CheckpointId(int(match[1]), int(match[2])) if match else None
+
+
+def parse_member_key(key: str) -> int | None:
+    match = _MEMBER.fullmatch(key)
+    return int(match[1]) if match else None
 
 
 def generation_key(generation: int) -> str:

@@ -116,6 +116,36 @@ class Decision:
     size_bytes: int = 0
     metrics: tuple[tuple[str, float], ...] = ()
     reason: str = ""
+    is_pinned: bool = False  # set by compare-and-swap, so that pruning and pinning cannot both succeed
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """Up to where old decisions have been collected (rule R4).
+
+    A create-once object is forgotten when it is deleted. So this one moves first: a decision at or below `upto`
+    that is not in `kept` is void, whatever it says, and a committer looks here after its create.
+    """
+
+    upto: CheckpointId
+    kept: frozenset[CheckpointId]
+    number: int
+    nonce: str
+
+    def voids(self, checkpoint: CheckpointId) -> bool:
+        return checkpoint <= self.upto and checkpoint not in self.kept
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A reader is loading the checkpoint: its shards stay until the lease is gone or has expired.
+
+    It expires `ttl_s` after the store's `Last-Modified` of it; the holder stops reading at two thirds of that.
+    """
+
+    checkpoint: CheckpointId
+    reader: str
+    ttl_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +255,7 @@ class Decided:
 
     checkpoint: CheckpointId
     outcome: Outcome
+    name: str  # as decided: a rank without shards may have called it otherwise
     reason: str = ""
 
 

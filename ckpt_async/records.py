@@ -14,6 +14,7 @@ from typing import Any
 from ckpt_async import keys
 from ckpt_async.errors import InvalidNameError, InvalidRecordError
 from ckpt_async.model import (
+    Boundary,
     CheckpointId,
     Checksum,
     Decision,
@@ -21,6 +22,7 @@ from ckpt_async.model import (
     FileIdentity,
     Generation,
     Latest,
+    Lease,
     Outcome,
     Receipt,
     Sealed,
@@ -119,6 +121,7 @@ def encode_decision(decision: Decision) -> bytes:
             "size_bytes": decision.size_bytes,
             "metrics": dict(decision.metrics),
             "reason": decision.reason,
+            "is_pinned": decision.is_pinned,
         },
     )
 
@@ -142,6 +145,7 @@ def decode_decision(data: bytes, expected: CheckpointId) -> Decision:
         size_bytes=_int(fields, "size_bytes", 0, 1 << 62),
         metrics=_metrics(fields),
         reason=_str(fields, "reason"),
+        is_pinned=_bool(fields, "is_pinned"),
     )
     if decision.checkpoint != expected:
         raise InvalidRecordError(f"decision of {decision.checkpoint} found under the key of {expected}")
@@ -150,6 +154,40 @@ def decode_decision(data: bytes, expected: CheckpointId) -> Decision:
             f"decision of {expected}: {len(decision.receipts)} receipts for world size {decision.world_size}"
         )
     return decision
+
+
+def encode_boundary(boundary: Boundary) -> bytes:
+    kept = [_checkpoint_fields(checkpoint) for checkpoint in sorted(boundary.kept)]
+    return _encode(
+        "boundary",
+        {
+            **_checkpoint_fields(boundary.upto),
+            "kept": kept,
+            "number": boundary.number,
+            "nonce": boundary.nonce,
+        },
+    )
+
+
+def decode_boundary(data: bytes) -> Boundary:
+    fields = _decode("boundary", data, MAX_RECORD_SIZE_BYTES)
+    return Boundary(
+        upto=_checkpoint(fields),
+        kept=frozenset(_checkpoint(_object(item, "kept")) for item in _list(fields, "kept")),
+        number=_int(fields, "number", 1, 1 << 62),
+        nonce=_str(fields, "nonce"),
+    )
+
+
+def encode_lease(lease: Lease) -> bytes:
+    return _encode(
+        "lease", {**_checkpoint_fields(lease.checkpoint), "reader": lease.reader, "ttl_s": lease.ttl_s}
+    )
+
+
+def decode_lease(data: bytes) -> Lease:
+    fields = _decode("lease", data, MAX_RECORD_SIZE_BYTES)
+    return Lease(_checkpoint(fields), _str(fields, "reader"), _float(fields, "ttl_s"))
 
 
 def encode_latest(latest: Latest) -> bytes:
@@ -339,6 +377,10 @@ def _int(fields: Mapping[str, Any], name: str, low: int, high: int) -> int:
 
 def _float(fields: Mapping[str, Any], name: str) -> float:
     return float(_typed(fields, name, lambda value: type(value) in (int, float) and math.isfinite(value)))
+
+
+def _bool(fields: Mapping[str, Any], name: str) -> bool:
+    return bool(_typed(fields, name, lambda value: isinstance(value, bool)))
 
 
 def _list(fields: Mapping[str, Any], name: str) -> list[Any]:

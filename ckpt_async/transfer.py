@@ -7,14 +7,13 @@ the trainer, while here it is an error. Memory does not grow with the shard.
 from __future__ import annotations
 
 import asyncio
-import base64
+import hashlib
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from awscrt import checksums
-
+from ckpt_async.checksums import Digest, checksum_of, combine
 from ckpt_async.errors import (
     FailureReason,
     IntegrityError,
@@ -32,12 +31,6 @@ T = TypeVar("T")
 MIB = 1 << 20
 # Large enough that a slice costs little Python, small enough that 16 in flight are 16 MiB.
 SLICE_BYTES = 1 * MIB
-
-_CRC: dict[str, tuple[Callable[..., int], Callable[[int, int, int], int], int]] = {
-    # name: function, combination of two results, width in bytes
-    "crc64nvme": (checksums.crc64nvme, checksums.combine_crc64nvme, 8),
-    "crc32c": (checksums.crc32c, checksums.combine_crc32c, 4),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,32 +58,9 @@ def part_size(size_bytes: int, smallest_bytes: int, capabilities: Capabilities) 
     return max(smallest_bytes, capabilities.min_part_size_bytes, -(-needed // MIB) * MIB)
 
 
-def checksum_of_bytes(data: bytes | memoryview, algorithm: str) -> Checksum:
-    """The checksum of a buffer, in the caller's thread (20 GB/s and more)."""
-    function, _, width = _CRC[algorithm]
-    return _checksum(function(data), width, algorithm)
-
-
 def bytes_body(data: bytes, algorithm: str) -> tuple[BytesBody, Checksum]:
     """What `Store.put` takes for a small object."""
-    return BytesBody(data), checksum_of_bytes(data, algorithm)
-
-
-def _checksum(value: int, width: int, algorithm: str) -> Checksum:
-    return Checksum(algorithm, base64.b64encode(value.to_bytes(width, "big")).decode())
-
-
-def _value(checksum: Checksum) -> int:
-    return int.from_bytes(base64.b64decode(checksum.value), "big")
-
-
-def combine(parts: list[tuple[Checksum, int]], algorithm: str) -> Checksum:
-    """The checksum of the whole from those of its parts, in order, with their sizes in bytes."""
-    _, join, width = _CRC[algorithm]
-    whole = 0
-    for checksum, size_bytes in parts:
-        whole = join(whole, _value(checksum), size_bytes)
-    return _checksum(whole, width, algorithm)
+    return BytesBody(data), checksum_of(data, algorithm)
 
 
 class Source:
@@ -115,15 +85,29 @@ class Source:
         return await asyncio.to_thread(self._checksum, offset, size_bytes, algorithm)
 
     def _checksum(self, offset: int, size_bytes: int, algorithm: str) -> Checksum:
-        function, _, width = _CRC[algorithm]
+        digest = Digest(algorithm)
+        for piece in self._pieces(offset, size_bytes):
+            digest.update(piece)
+        return digest.checksum()
+
+    async def md5(self, offset: int, size_bytes: int) -> str:
+        """MD5 of a range in hex, read in a worker thread: a part's ETag, where the store says nothing else."""
+        return await asyncio.to_thread(self._md5, offset, size_bytes)
+
+    def _md5(self, offset: int, size_bytes: int) -> str:
+        digest = hashlib.md5(usedforsecurity=False)
+        for piece in self._pieces(offset, size_bytes):
+            digest.update(piece)
+        return digest.hexdigest()
+
+    def _pieces(self, offset: int, size_bytes: int) -> Iterator[memoryview]:
         buffer = memoryview(bytearray(min(SLICE_BYTES, max(size_bytes, 1))))
-        value, end = 0, offset + size_bytes
+        end = offset + size_bytes
         while offset < end:
             piece = buffer[: min(len(buffer), end - offset)]
             self.read_into(piece, offset)
-            value = function(piece, value)
             offset += len(piece)
-        return _checksum(value, width, algorithm)
+            yield piece
 
     def read_into(self, piece: memoryview, offset: int, flags: int = 0) -> None:
         """Fill `piece`; a file that ends early was truncated."""
@@ -260,8 +244,8 @@ async def _multipart(
             checksum = await source.checksum(part.offset, part.size_bytes, algorithm)
             progress.moved()
             have = there.get(part.number)
-            if have is not None and (have.size_bytes, have.checksum) == (part.size_bytes, checksum):
-                return have
+            if have is not None and await _is_same(source, part, have, checksum):
+                return StoredPart(part.number, part.size_bytes, have.etag, checksum)
             body = FileBody(source, part.offset, part.size_bytes, progress)
             have = await store.put_part(key, resume.upload_id, part.number, body, checksum)
             return StoredPart(part.number, part.size_bytes, have.etag, checksum)
@@ -278,6 +262,15 @@ async def _multipart(
         lambda: store.complete_multipart(key, resume.upload_id, parts, whole, source.size_bytes),
     )
     return info, whole
+
+
+async def _is_same(source: Source, part: PlannedPart, have: StoredPart, checksum: Checksum) -> bool:
+    """Whether the store already has this very part. SeaweedFS lists parts without their checksums; then the ETag
+    has to do, which is the part's MD5 unless the store encrypts (S3 API reference, "Object": ETag).
+    """
+    if have.size_bytes != part.size_bytes or have.checksum is not None:
+        return (have.size_bytes, have.checksum) == (part.size_bytes, checksum)
+    return have.etag.strip('"') == await source.md5(part.offset, part.size_bytes)
 
 
 async def all_or_none(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
@@ -321,17 +314,15 @@ async def read_back(
     store: Store, requests: Requests, key: str, size_bytes: int, algorithm: str
 ) -> ObjectInfo:
     """Verify the slow way, for stores that keep no checksum: read every byte again."""
-    function, _, width = _CRC[algorithm]
 
     async def attempt(progress: Progress) -> ObjectInfo:
-        state = [0, 0]
+        digest = Digest(algorithm)
 
         def sink(piece: memoryview) -> None:
-            state[0] = function(piece, state[0])
-            state[1] += len(piece)
+            digest.update(piece)
             progress.moved()
 
         info = await store.get_range(key, 0, size_bytes, sink)
-        return ObjectInfo(key, state[1], info.etag, _checksum(state[0], width, algorithm))
+        return ObjectInfo(key, info.size_bytes, info.etag, digest.checksum())
 
     return await requests.bulk("get", size_bytes, attempt)

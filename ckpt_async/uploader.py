@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self
@@ -39,7 +39,7 @@ from ckpt_async.files import Folder
 from ckpt_async.journal import Journal, RankLock
 from ckpt_async.metrics import Metrics, serve
 from ckpt_async.model import CheckpointId, Enqueued, Opened, Outcome, Sealed, Shard
-from ckpt_async.requests import Requests
+from ckpt_async.requests import CONTROL_REQUESTS, Requests
 from ckpt_async.settings import Settings, load
 from ckpt_async.store import Store
 from ckpt_async.stores import StoreOptions, open_store
@@ -106,7 +106,7 @@ class Uploader:
         self._launch_key = _launch_key(environment, self.world_size, generation)
         self._explicit_generation = generation
         naming.fill(self.settings.latest_filename, rank=self.rank)
-        self._store: Store = open_store(remote, store_options, env=environment)
+        self._store: Store = open_store(remote, _with_room(store_options, self.settings), env=environment)
         self.remote = self._store.url
         self._folder = Folder(folder)
         self.folder = self._folder.path
@@ -485,6 +485,13 @@ class Uploader:
     def _notify(self) -> None:
         with self._changed:
             self._changed.notify_all()
+
+
+def _with_room(options: StoreOptions | None, settings: Settings) -> StoreOptions:
+    """Connections for every request that may be under way: control never queues behind shards."""
+    options = options or StoreOptions()
+    needed = settings.num_concurrent_uploads + CONTROL_REQUESTS
+    return replace(options, max_connections=max(options.max_connections, needed))
 
 
 def _waits_for_others(engine: Engine) -> bool:

@@ -23,9 +23,11 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("__main__", "cli", "demo", "integrations", "torch"),
     ("__init__",),  # the public names, `ckpt_async` itself
     ("uploader", "sweeper", "restore"),
-    ("engine", "generation", "metrics"),
+    ("drain", "status"),
+    ("engine", "generation", "metrics", "protocol"),
     ("transfer", "requests", "conditional"),
     ("stores", "journal", "files"),
+    ("checksums", "plan"),
     ("store", "observe"),
     ("decide",),
     ("retention", "records", "keys", "naming", "settings", "model"),
@@ -33,7 +35,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 DEPTH = {name: depth for depth, layer in enumerate(LAYERS) for name in layer}
 
-PURE = {"errors", "settings", "model", "keys", "naming", "records", "retention", "decide"}
+PURE = {"errors", "settings", "model", "keys", "naming", "records", "retention", "decide", "plan"}
 IMPURE_IMPORTS = {
     *("asyncio", "multiprocessing", "os", "random", "secrets", "shutil", "socket", "sqlite3", "subprocess"),
     *("tempfile", "threading", "time"),

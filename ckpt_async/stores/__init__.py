@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import os
 import re
-from base64 import b64encode
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from ckpt_async.errors import FailureReason, SettingsError, StoreError
-from ckpt_async.model import Checksum
 
 if TYPE_CHECKING:
     from ckpt_async.store import Store
@@ -216,31 +214,3 @@ def check_prefix(prefix: str, operation: str) -> str:
     if prefix:
         check_key(prefix.removesuffix("/"), operation)
     return prefix
-
-
-class Digest:
-    """A running checksum by awscrt, which releases the GIL and runs at memory speed."""
-
-    def __init__(self, algorithm: str) -> None:
-        from awscrt import checksums
-
-        functions: dict[str, tuple[Callable[[bytes | memoryview, int], int], int]] = {
-            "crc64nvme": (checksums.crc64nvme, 8),
-            "crc32c": (checksums.crc32c, 4),
-        }
-        self._algorithm = algorithm
-        self._function, self._size_bytes = functions[algorithm]
-        self._value = 0
-
-    def update(self, data: bytes | memoryview) -> None:
-        self._value = self._function(data, self._value)
-
-    def checksum(self) -> Checksum:
-        return Checksum(self._algorithm, b64encode(self._value.to_bytes(self._size_bytes, "big")).decode())
-
-
-def checksum_of(data: bytes | memoryview, algorithm: str) -> Checksum:
-    """The checksum of a small body held in memory."""
-    digest = Digest(algorithm)
-    digest.update(data)
-    return digest.checksum()

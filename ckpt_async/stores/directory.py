@@ -25,6 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn, ParamSpec, TypeVar
 
+from ckpt_async.checksums import Digest
 from ckpt_async.errors import (
     FailureReason,
     IntegrityError,
@@ -47,7 +48,7 @@ from ckpt_async.store import (
     Sink,
     StoredPart,
 )
-from ckpt_async.stores import Digest, check_key, check_prefix
+from ckpt_async.stores import check_key, check_prefix
 
 # Temporary files and the lock; below a name that no key may start with. Left-overs are harmless.
 _OWN = f"{PRIVATE}/tmp"  # noqa: S108 - a key, not a path

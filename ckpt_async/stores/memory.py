@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from ckpt_async.checksums import checksum_of
 from ckpt_async.errors import (
     FailureReason,
     IntegrityError,
@@ -34,7 +35,7 @@ from ckpt_async.store import (
     Sink,
     StoredPart,
 )
-from ckpt_async.stores import check_key, check_prefix, checksum_of
+from ckpt_async.stores import check_key, check_prefix
 
 CAPABILITIES = Capabilities(conditional_put=True, multipart=True, checksum_algorithm="crc64nvme")
 

@@ -28,6 +28,7 @@ from aiobotocore.config import AioConfig
 from aiobotocore.session import AioSession
 from botocore.handlers import add_expect_header
 
+from ckpt_async.checksums import checksum_of
 from ckpt_async.errors import (
     FailureReason,
     IntegrityError,
@@ -50,7 +51,7 @@ from ckpt_async.store import (
     Sink,
     StoredPart,
 )
-from ckpt_async.stores import StoreOptions, check_key, check_prefix, checksum_of
+from ckpt_async.stores import StoreOptions, check_key, check_prefix
 from ckpt_async.stores.s3_body import BodyPayload
 from ckpt_async.stores.s3_errors import Place, hint_for, reason_of, translating
 

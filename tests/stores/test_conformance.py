@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from ckpt_async.checksums import checksum_of
 from ckpt_async.errors import (
     FailureReason,
     IntegrityError,
@@ -16,7 +17,7 @@ from ckpt_async.errors import (
     StoreError,
 )
 from ckpt_async.store import BytesBody, Create, Match
-from ckpt_async.stores import checksum_of, open_store
+from ckpt_async.stores import open_store
 from ckpt_async.stores.memory import MemoryBucket, MemoryStore
 from tests.stores.bodies import ChangedBody, ReusingBody, ShortBody, crc, put
 

@@ -172,7 +172,7 @@ ADDER = """
 import asyncio, sys
 from ckpt_async.errors import PreconditionFailedError
 from ckpt_async.store import BytesBody, Match
-from ckpt_async.stores import checksum_of
+from ckpt_async.checksums import checksum_of
 from ckpt_async.stores.directory import DirectoryStore
 
 async def main():

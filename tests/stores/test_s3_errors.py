@@ -628,7 +628,7 @@ def test_probe_finds_out_what_is_enforced(run, kept, conditional, checked, expec
             return answer(412, "PreconditionFailed")
         for name in checked:
             value = request.headers.get(f"x-amz-checksum-{name}")
-            from ckpt_async.stores import checksum_of
+            from ckpt_async.checksums import checksum_of
 
             if value is not None and checksum_of(request.body, name).value != value:
                 return answer(400, "BadDigest")

@@ -1,0 +1,309 @@
+"""The steps of the protocol that touch shared objects, for whoever takes them: engine, sweeper, reader, `pin`.
+
+Each is safe to repeat and to cut short anywhere; what may happen only once is decided by a conditional write.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import uuid
+from dataclasses import replace
+
+from ckpt_async import decide, keys, plan, records, transfer
+from ckpt_async.checksums import checksum_of
+from ckpt_async.conditional import advance, create_once, put, read
+from ckpt_async.errors import InvalidRecordError
+from ckpt_async.model import Boundary, CheckpointId, Checksum, Decision, Latest, Lease, Outcome, Receipt
+from ckpt_async.requests import Requests
+from ckpt_async.store import Listing, Store
+
+logger = logging.getLogger(__name__)
+
+DELETE_BATCH = 1000  # one S3 request, so that the deadline of an attempt covers one
+
+
+def new_decision(
+    checkpoint: CheckpointId,
+    outcome: Outcome,
+    *,
+    name: str,
+    world_size: int,
+    by: str,
+    now: float,
+    reason: str = "",
+) -> Decision:
+    return Decision(
+        checkpoint=checkpoint,
+        outcome=outcome,
+        name=name,
+        world_size=world_size,
+        nonce=uuid.uuid4().hex,
+        decided_at=now,
+        decided_by=f"{by} on {socket.gethostname()}",
+        reason=reason,
+    )
+
+
+async def settle(
+    store: Store, requests: Requests, checkpoint: CheckpointId, *, world_size: int, by: str, now: float
+) -> tuple[Decision, bool] | None:
+    """Read every rank's receipt, check them against each other, and decide: commit, or abort if they contradict.
+
+    Returns what was decided, by whomever, and whether it was us; None if a receipt is not there.
+    """
+    raw = await read_receipts(store, requests, checkpoint, world_size)
+    if raw is None:
+        return None
+    receipts = [records.decode_receipt(data, checkpoint, rank) for rank, data in enumerate(raw)]
+    obstacle = decide.obstacle(checkpoint, receipts)
+    outcome = Outcome.COMMIT if obstacle is None else Outcome.ABORT
+    wanted = new_decision(
+        checkpoint,
+        outcome,
+        name=decide.name_of(receipts),
+        world_size=world_size,
+        by=by,
+        now=now,
+        reason=obstacle or "",
+    )
+    if obstacle is None:
+        wanted = replace(
+            wanted,
+            receipts=tuple(_checksum(store, data) for data in raw),
+            num_shards=sum(len(receipt.shards) for receipt in receipts),
+            size_bytes=sum(receipt.size_bytes for receipt in receipts),
+            metrics=decide.merged_metrics(receipts),
+        )
+    return await decide_once(store, requests, wanted)
+
+
+async def read_receipts(
+    store: Store, requests: Requests, checkpoint: CheckpointId, world_size: int
+) -> list[bytes] | None:
+    """The receipts of ranks 0..N-1, in parallel; None if one is missing."""
+    found = await transfer.all_or_none(
+        read(
+            store, requests, keys.receipt_key(checkpoint, rank), max_size_bytes=records.MAX_RECEIPT_SIZE_BYTES
+        )
+        for rank in range(world_size)
+    )
+    there = [data[0] for data in found if data is not None]
+    return there if len(there) == world_size else None
+
+
+async def bound_receipts(store: Store, requests: Requests, decision: Decision) -> list[Receipt]:
+    """The receipts that a decision was made from, checked against the checksums it holds.
+
+    Raises InvalidRecordError if one is missing or is not the one that was decided on.
+    """
+    raw = await read_receipts(store, requests, decision.checkpoint, decision.world_size)
+    if raw is None:
+        raise InvalidRecordError(f"{decision.checkpoint}: a receipt of its decision is missing")
+    for rank, (data, checksum) in enumerate(zip(raw, decision.receipts, strict=True)):
+        if checksum_of(data, checksum.algorithm) != checksum:
+            raise InvalidRecordError(
+                f"{decision.checkpoint}: rank {rank}'s receipt is not the one decided on"
+            )
+    return [records.decode_receipt(data, decision.checkpoint, rank) for rank, data in enumerate(raw)]
+
+
+async def decide_once(store: Store, requests: Requests, wanted: Decision) -> tuple[Decision, bool]:
+    """Try to be the one who decides (rule R4). Returns what holds now, and whether it is ours.
+
+    A decision below the boundary is void: an older one was collected, so the checkpoint is long settled.
+    """
+    id_, data = wanted.checkpoint, records.encode_decision(wanted)
+    there = await create_once(store, requests, keys.decision_key(id_), data)
+    decision, is_ours = records.decode_decision(there, id_), there == data
+    if is_ours and wanted.outcome is Outcome.COMMIT:
+        boundary = await read_boundary(store, requests)
+        if plan.is_void(id_, boundary):
+            return replace(
+                wanted, outcome=Outcome.ABORT, reason="it was given up and collected long ago"
+            ), False
+        logger.info(
+            "checkpoint_committed %s name=%s world_size=%d num_shards=%d size_bytes=%d",
+            id_,
+            wanted.name,
+            wanted.world_size,
+            wanted.num_shards,
+            wanted.size_bytes,
+        )
+    return decision, is_ours
+
+
+async def read_decision(store: Store, requests: Requests, checkpoint: CheckpointId) -> Decision | None:
+    """What was decided, or None. Not checked against the boundary."""
+    there = await read(store, requests, keys.decision_key(checkpoint))
+    return records.decode_decision(there[0], checkpoint) if there else None
+
+
+async def read_boundary(store: Store, requests: Requests) -> Boundary | None:
+    there = await read(store, requests, keys.BOUNDARY)
+    return records.decode_boundary(there[0]) if there else None
+
+
+async def read_latest(store: Store, requests: Requests) -> Latest | None:
+    """The hint, or None if there is none or it is nonsense (R3: it never hides a good checkpoint)."""
+    there = await read(store, requests, keys.LATEST)
+    return _latest(there[0] if there else None)
+
+
+async def move_latest(store: Store, requests: Requests, checkpoint: CheckpointId, name: str) -> Latest:
+    """Move `latest` forward to `checkpoint`, or leave it where it is ahead (rule R6). Returns what it says then."""
+    nonce = uuid.uuid4().hex
+
+    def change(there: bytes | None) -> bytes | None:
+        latest = _latest(there)
+        if not decide.is_ahead(checkpoint, latest):
+            return None
+        number = latest.number + 1 if latest else 1
+        prefix = keys.data_prefix(name, checkpoint.generation)
+        return records.encode_latest(Latest(checkpoint, name, prefix, number, nonce))
+
+    data = await advance(store, requests, keys.LATEST, change)
+    assert data is not None
+    return records.decode_latest(data)
+
+
+def _latest(data: bytes | None) -> Latest | None:
+    if data is None:
+        return None
+    try:
+        return records.decode_latest(data)
+    except InvalidRecordError as error:
+        logger.warning("latest_unreadable error=%s; it is taken for none", error)
+        return None
+
+
+async def begin_prune(store: Store, requests: Requests, checkpoint: CheckpointId) -> bool:
+    """Swap `commit` for `pruning`; False if it is pinned or not `commit` any more. Never reverts."""
+    decision = await _swap(store, requests, checkpoint, Outcome.COMMIT, Outcome.PRUNING)
+    return decision is not None and decision.outcome is Outcome.PRUNING
+
+
+async def finish_prune(store: Store, requests: Requests, checkpoint: CheckpointId) -> bool:
+    """Delete a checkpoint that is `pruning`: shards, receipts, then `pruned`. False if readers are left, or it is
+    not `pruning`.
+
+    Leases are listed here, after the decision was read: a reader whose lease is not seen yet will read `pruning`.
+    """
+    decision = await read_decision(store, requests, checkpoint)
+    if decision is None or decision.outcome is not Outcome.PRUNING:
+        return False
+    if await readers(store, requests, checkpoint):
+        return False
+    victims: list[str] = []
+    for rank in range(decision.world_size):
+        data = await read(
+            store, requests, keys.receipt_key(checkpoint, rank), max_size_bytes=records.MAX_RECEIPT_SIZE_BYTES
+        )
+        if data is not None:  # gone: an earlier sweep was cut short after its shards were deleted
+            receipt = records.decode_receipt(data[0], checkpoint, rank)
+            victims += [shard.key for shard in receipt.shards]
+    await delete(store, requests, victims)
+    await delete(store, requests, [keys.receipt_key(checkpoint, rank) for rank in range(decision.world_size)])
+    await _swap(store, requests, checkpoint, Outcome.PRUNING, Outcome.PRUNED)
+    return True
+
+
+async def set_pin(
+    store: Store, requests: Requests, checkpoint: CheckpointId, is_pinned: bool
+) -> Decision | None:
+    """Pin or unpin a committed checkpoint. Returns the decision as it is then; None if there is none.
+
+    The pin is part of the decision, so that pruning, which swaps the same object, cannot overlook it.
+    """
+    nonce = uuid.uuid4().hex
+
+    def change(there: bytes | None) -> bytes | None:
+        decision = records.decode_decision(there, checkpoint) if there else None
+        if decision is None or decision.outcome is not Outcome.COMMIT or decision.is_pinned == is_pinned:
+            return None
+        return records.encode_decision(replace(decision, is_pinned=is_pinned, nonce=nonce))
+
+    data = await advance(store, requests, keys.decision_key(checkpoint), change)
+    return records.decode_decision(data, checkpoint) if data else None
+
+
+async def _swap(
+    store: Store, requests: Requests, checkpoint: CheckpointId, old: Outcome, new: Outcome
+) -> Decision | None:
+    nonce = uuid.uuid4().hex
+
+    def change(there: bytes | None) -> bytes | None:
+        decision = records.decode_decision(there, checkpoint) if there else None
+        if decision is None or decision.outcome is not old or decision.is_pinned:
+            return None
+        return records.encode_decision(replace(decision, outcome=new, nonce=nonce))
+
+    data = await advance(store, requests, keys.decision_key(checkpoint), change)
+    return records.decode_decision(data, checkpoint) if data else None
+
+
+async def collect(store: Store, requests: Requests, action: plan.CollectDecisions) -> None:
+    """Move the boundary, and only then delete the decisions below it (rule R4)."""
+    nonce = uuid.uuid4().hex
+
+    def change(there: bytes | None) -> bytes | None:
+        boundary = records.decode_boundary(there) if there else None
+        if boundary is None:
+            return records.encode_boundary(Boundary(action.upto, action.kept, 1, nonce))
+        if boundary.upto > action.upto:
+            return None  # another sweeper is further: what it collects next covers ours
+        # What it voided already stays void; what it kept and we do not is collected now.
+        kept = frozenset(id_ for id_ in action.kept if not boundary.voids(id_))
+        if (boundary.upto, boundary.kept) == (action.upto, kept):
+            return None
+        return records.encode_boundary(Boundary(action.upto, kept, boundary.number + 1, nonce))
+
+    data = await advance(store, requests, keys.BOUNDARY, change)
+    boundary = records.decode_boundary(data) if data else None
+    parsed = [(key, keys.parse_decision_key(key)) for key in action.object_keys]
+    await delete(store, requests, [key for key, id_ in parsed if id_ and plan.is_void(id_, boundary)])
+
+
+# --- readers -----------------------------------------------------------------------------------------------
+
+
+async def readers(store: Store, requests: Requests, checkpoint: CheckpointId) -> list[str]:
+    """Who holds a lease on the checkpoint that has not expired, by the store's clock."""
+    prefix = keys.leases_prefix(checkpoint)
+    listing: Listing = await requests.control("list", lambda: store.list(prefix))
+    found: list[str] = []
+    for each in listing.objects:
+        data = await read(store, requests, each.key)
+        if data is None:
+            continue
+        lease = records.decode_lease(data[0])
+        if listing.server_time < plan.expires_at(lease, each.last_modified or listing.server_time):
+            found.append(lease.reader)
+    return found
+
+
+async def take_lease(store: Store, requests: Requests, lease: Lease) -> Decision | None:
+    """Write or renew a lease, then read the decision *again* (rule R3): only if it is still `commit` may the reader
+    go on, until two thirds of `ttl_s` have passed since this call began. Otherwise the lease is dropped: None.
+    """
+    await put(store, requests, keys.lease_key(lease.checkpoint, lease.reader), records.encode_lease(lease))
+    decision = await read_decision(store, requests, lease.checkpoint)
+    if decision is not None and decision.outcome is Outcome.COMMIT:
+        return decision
+    await drop_lease(store, requests, lease)
+    return None
+
+
+async def drop_lease(store: Store, requests: Requests, lease: Lease) -> None:
+    await delete(store, requests, [keys.lease_key(lease.checkpoint, lease.reader)])
+
+
+async def delete(store: Store, requests: Requests, object_keys: list[str]) -> None:
+    """Delete these keys; a missing one counts as deleted."""
+    for start in range(0, len(object_keys), DELETE_BATCH):
+        batch = object_keys[start : start + DELETE_BATCH]
+        await requests.control("delete", lambda batch=batch: store.delete(batch))  # type: ignore[misc]
+
+
+def _checksum(store: Store, data: bytes) -> Checksum:
+    return checksum_of(data, store.capabilities.checksum_algorithm)
