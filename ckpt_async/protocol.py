@@ -92,20 +92,19 @@ async def read_receipts(
     return there if len(there) == world_size else None
 
 
-async def bound_receipts(store: Store, requests: Requests, decision: Decision) -> list[Receipt]:
-    """The receipts that a decision was made from, checked against the checksums it holds.
+async def bound_receipt(store: Store, requests: Requests, decision: Decision, rank: int) -> Receipt:
+    """One rank's receipt of a committed checkpoint, checked to be the very one that was decided on.
 
-    Raises InvalidRecordError if one is missing or is not the one that was decided on.
+    Raises InvalidRecordError if it is missing or another.
     """
-    raw = await read_receipts(store, requests, decision.checkpoint, decision.world_size)
-    if raw is None:
-        raise InvalidRecordError(f"{decision.checkpoint}: a receipt of its decision is missing")
-    for rank, (data, checksum) in enumerate(zip(raw, decision.receipts, strict=True)):
-        if checksum_of(data, checksum.algorithm) != checksum:
-            raise InvalidRecordError(
-                f"{decision.checkpoint}: rank {rank}'s receipt is not the one decided on"
-            )
-    return [records.decode_receipt(data, decision.checkpoint, rank) for rank, data in enumerate(raw)]
+    id_, checksum = decision.checkpoint, decision.receipts[rank]
+    key = keys.receipt_key(id_, rank)
+    there = await read(store, requests, key, max_size_bytes=records.MAX_RECEIPT_SIZE_BYTES)
+    if there is None:
+        raise InvalidRecordError(f"{id_}: rank {rank}'s receipt is missing")
+    if checksum_of(there[0], checksum.algorithm) != checksum:
+        raise InvalidRecordError(f"{id_}: rank {rank}'s receipt is not the one that was decided on")
+    return records.decode_receipt(there[0], id_, rank)
 
 
 async def decide_once(store: Store, requests: Requests, wanted: Decision) -> tuple[Decision, bool]:

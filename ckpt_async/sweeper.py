@@ -1,0 +1,247 @@
+"""The sweeper: finishes what dead trainers left, applies remote retention, leaves nothing behind.
+
+It looks, has `plan` say what to do, and does it. It never touches what a live owner holds; two of them at once are
+safe; killed anywhere, the next one finishes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import assert_never
+
+from ckpt_async import keys, plan, protocol, records
+from ckpt_async.conditional import read
+from ckpt_async.errors import CkptAsyncError, InvalidRecordError
+from ckpt_async.model import CheckpointId, Decision, Lease, Outcome
+from ckpt_async.requests import Requests
+from ckpt_async.retention import RetentionPolicy
+from ckpt_async.store import Listing, MultipartInfo, ObjectInfo, Store
+from ckpt_async.transfer import all_or_none
+
+logger = logging.getLogger(__name__)
+
+# Passes over one remote in one sweep: give up → delete → collect, or prune → delete, need one after the other.
+MAX_PASSES = 5
+# AWS: parts in flight may survive an abort, "it might be necessary to abort a given multipart upload multiple times"
+# (S3 API reference, AbortMultipartUpload).
+MAX_ABORTS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """One action of a sweep and what became of it; `error` is empty if it worked (or was only planned)."""
+
+    action: plan.Planned
+    error: str = ""
+
+
+@dataclass(slots=True)
+class RemoteReport:
+    """What a sweep did to one remote, or would do."""
+
+    url: str
+    done: list[Done] = field(default_factory=list)
+    error: str = ""
+
+    @property
+    def is_clean(self) -> bool:
+        return not self.error and not any(each.error for each in self.done)
+
+
+@dataclass(slots=True)
+class RemoteSweep:
+    """Sweeps of one remote. Keeps what never changes between them: decisions by ETag."""
+
+    store: Store
+    requests: Requests
+    policy: RetentionPolicy
+    ages: plan.Ages
+    clock: Callable[[], float]
+    _decisions: dict[str, tuple[str, Decision]] = field(default_factory=dict)
+
+    async def run(self, *, is_dry_run: bool) -> RemoteReport:
+        """Sweep once, in as many passes as it takes. A failure of one action is reported and does not stop the
+        others.
+        """
+        report = RemoteReport(self.store.url)
+        for _ in range(1 if is_dry_run else MAX_PASSES):
+            view = await self.observe()
+            planned = plan.plan(view, self.policy, self.ages)
+            if is_dry_run:
+                report.done += [Done(action) for action in planned]
+                break
+            active = [action for action in planned if not isinstance(action, plan.Wait)]
+            tried = {each.action for each in report.done}
+            fresh = [action for action in active if action not in tried]
+            for action in fresh:
+                report.done.append(await self._attempt(action))
+            if not fresh:
+                report.done += [Done(action) for action in planned if isinstance(action, plan.Wait)]
+                break
+        return report
+
+    async def _attempt(self, action: plan.Planned) -> Done:
+        try:
+            await self.perform(action)
+        except CkptAsyncError as error:
+            logger.warning("sweep_action_failed action=%s error=%s", action, error)
+            return Done(action, str(error))
+        logger.info("swept action=%s", action)
+        return Done(action)
+
+    # --- look ----------------------------------------------------------------------------------------------
+
+    async def observe(self) -> plan.View:
+        """List everything of the run. Each listing is complete or this raises (rule R8)."""
+        prefixes = (
+            keys.GENERATIONS,
+            keys.DECISIONS,
+            keys.RECEIPTS,
+            keys.DATA,
+            keys.LEASES,
+            keys.MEMBERS,
+            keys.PROBES,
+        )
+        found = await all_or_none(self._list(prefix) for prefix in prefixes)
+        generations, decisions, receipts, data, leases, members, probes = found
+        latest = await protocol.read_latest(self.store, self.requests)
+        boundary = await protocol.read_boundary(self.store, self.requests)
+        numbers = [keys.parse_generation_key(each.key) for each in generations.objects]
+        by_rank: dict[CheckpointId, dict[int, ObjectInfo]] = {}
+        for each in receipts.objects:
+            if parsed := keys.parse_receipt_key(each.key):
+                by_rank.setdefault(parsed[0], {})[parsed[1]] = each
+        shards: dict[CheckpointId, list[ObjectInfo]] = {}
+        names: dict[CheckpointId, str] = {}
+        for each in data.objects:
+            if named := keys.parse_data_key(each.key):
+                shards.setdefault(named[0], []).append(each)
+                names[named[0]] = named[1]
+        decoded = await self._read_decisions(decisions)
+        undecided = {id_.generation for id_ in {*by_rank, *shards} - decoded.keys()}
+        member_keys = {each.key: keys.parse_member_key(each.key) for each in members.objects}
+        return plan.View(
+            server_time=max(each.server_time for each in found),
+            newest_generation=max((number for number in numbers if number), default=0),
+            world_sizes=await self._world_sizes(undecided & {number for number in numbers if number}),
+            decisions=decoded,
+            decided_at={
+                id_: each.last_modified or 0.0
+                for each in decisions.objects
+                if (id_ := keys.parse_decision_key(each.key)) is not None
+            },
+            receipts=by_rank,
+            data={id_: tuple(each) for id_, each in shards.items()},
+            names=names,
+            multiparts=await self._multiparts(),
+            leases=await self._read_leases(leases),
+            members={key: number for key, number in member_keys.items() if number is not None},
+            probes=probes.objects,
+            latest=latest,
+            boundary=boundary,
+        )
+
+    async def _list(self, prefix: str) -> Listing:
+        return await self.requests.control("list", lambda: self.store.list(prefix))
+
+    async def _multiparts(self) -> tuple[MultipartInfo, ...]:
+        if not self.store.capabilities.multipart:
+            return ()
+        listed = await self.requests.control("list_multiparts", lambda: self.store.list_multiparts(keys.DATA))
+        return tuple(listed)
+
+    async def _read_decisions(self, listing: Listing) -> dict[CheckpointId, Decision]:
+        fresh = [each for each in listing.objects if self._decisions.get(each.key, ("",))[0] != each.etag]
+        read_now = await all_or_none(self._read_decision(each) for each in fresh)
+        listed = {each.key for each in listing.objects}
+        self._decisions = {key: known for key, known in self._decisions.items() if key in listed}
+        self._decisions |= {each.key: known for each, known in zip(fresh, read_now, strict=True) if known}
+        return {decision.checkpoint: decision for _, decision in self._decisions.values()}
+
+    async def _read_decision(self, each: ObjectInfo) -> tuple[str, Decision] | None:
+        """A decision that cannot be read raises: deciding without it could give up what is committed."""
+        checkpoint = keys.parse_decision_key(each.key)
+        if checkpoint is None:
+            return None  # not ours
+        there = await read(self.store, self.requests, each.key)
+        return (there[1], records.decode_decision(there[0], checkpoint)) if there else None
+
+    async def _read_leases(self, listing: Listing) -> dict[str, tuple[Lease, float]]:
+        leases: dict[str, tuple[Lease, float]] = {}
+        for each in listing.objects:
+            checkpoint = keys.parse_lease_key(each.key)
+            there = await read(self.store, self.requests, each.key) if checkpoint else None
+            if checkpoint is None or there is None:
+                continue
+            modified_at = each.last_modified or listing.server_time
+            try:
+                lease = records.decode_lease(there[0])
+            except InvalidRecordError as error:
+                logger.warning("lease_unreadable key=%s error=%s; it counts until it is old", each.key, error)
+                lease = Lease(checkpoint, each.key, plan.MAX_LEASE_S)
+            leases[each.key] = (lease, modified_at)
+        return leases
+
+    async def _world_sizes(self, generations: set[int]) -> dict[int, int]:
+        sizes: dict[int, int] = {}
+        for number in sorted(generations):
+            there = await read(self.store, self.requests, keys.generation_key(number))
+            if there is not None:
+                sizes[number] = records.decode_generation(there[0], number).world_size
+        return sizes
+
+    # --- act -----------------------------------------------------------------------------------------------
+
+    async def perform(self, action: plan.Planned) -> None:
+        """Carry out one action. Whatever another sweeper, trainer or reader did meanwhile, it stays safe."""
+        store, requests = self.store, self.requests
+        match action:
+            case plan.Settle():
+                await protocol.settle(
+                    store,
+                    requests,
+                    action.checkpoint,
+                    world_size=action.world_size,
+                    by="sweeper",
+                    now=self.clock(),
+                )
+            case plan.GiveUp():
+                wanted = protocol.new_decision(
+                    action.checkpoint,
+                    Outcome.ABORT,
+                    name=action.name,
+                    world_size=action.world_size,
+                    by="sweeper",
+                    now=self.clock(),
+                    reason=action.reason,
+                )
+                await protocol.decide_once(store, requests, wanted)
+            case plan.MoveLatest():
+                await protocol.move_latest(store, requests, action.checkpoint, action.name)
+            case plan.BeginPrune():
+                await protocol.begin_prune(store, requests, action.checkpoint)
+            case plan.FinishPrune():
+                await protocol.finish_prune(store, requests, action.checkpoint)
+            case plan.AbortMultipart():
+                await self._abort_multipart(action.key, action.upload_id)
+            case plan.Delete():
+                await protocol.delete(store, requests, list(action.object_keys))
+            case plan.CollectDecisions():
+                await protocol.collect(store, requests, action)
+            case plan.Wait():
+                pass
+            case _:
+                assert_never(action)
+
+    async def _abort_multipart(self, key: str, upload_id: str) -> None:
+        for _ in range(MAX_ABORTS):
+            await self.requests.control("abort_multipart", lambda: self.store.abort_multipart(key, upload_id))
+            listed: Sequence[MultipartInfo] = await self.requests.control(
+                "list_multiparts", lambda: self.store.list_multiparts(key)
+            )
+            if all(each.upload_id != upload_id for each in listed):
+                return
+            await asyncio.sleep(0)

@@ -1,0 +1,232 @@
+"""Does the store keep its promises? Recomputes the invariants of one run's remote from the store alone.
+
+What it finds is either a violation (data is lost, damaged or forged: somebody must look) or a leftover (nothing refers
+to it; the sweeper removes it). The oracle of the fault tests, and `ckpt-async verify`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ckpt_async import keys, plan, protocol, records
+from ckpt_async.conditional import read
+from ckpt_async.decide import obstacle
+from ckpt_async.errors import InvalidRecordError, ObjectNotFoundError
+from ckpt_async.model import CheckpointId, Decision, Outcome, StoredShard
+from ckpt_async.requests import Requests
+from ckpt_async.store import Listing, MultipartInfo, ObjectInfo, Store
+from ckpt_async.transfer import all_or_none, read_back
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is not as it must be. `rule` is the invariant's number in docs/design.md."""
+
+    rule: str
+    key: str
+    message: str
+    is_leftover: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.rule} {self.key}: {self.message}"
+
+
+@dataclass(slots=True)
+class Verification:
+    """What was looked at, and what was found."""
+
+    num_committed: int = 0
+    num_shards: int = 0
+    size_bytes: int = 0
+    num_shards_read: int = 0
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def violations(self) -> list[Finding]:
+        return [each for each in self.findings if not each.is_leftover]
+
+
+async def verify(
+    store: Store,
+    requests: Requests,
+    *,
+    step: int | None = None,
+    read_percent: float = 0.0,
+    seed: int = 0,
+) -> Verification:
+    """Check every committed checkpoint (or those of one step): receipts against the decision, shards against the
+    receipts, by the store's own sizes and checksums, and `read_percent` of the shards by reading every byte.
+
+    A checkpoint that is pruned while this looks is not reported. Read-only; safe beside trainers and sweepers.
+    """
+    result = Verification()
+    rng = random.Random(seed)
+    decisions = await _read_decisions(store, requests, result)
+    boundary = await protocol.read_boundary(store, requests)
+    for id_ in [id_ for id_ in decisions if plan.is_void(id_, boundary)]:
+        del decisions[id_]
+        result.findings.append(
+            Finding("R4", keys.decision_key(id_), "below the boundary and not kept: void", is_leftover=True)
+        )
+    chosen = [each for each in decisions.values() if step is None or each.checkpoint.step == step]
+    referenced: set[str] = set()
+    for decision in chosen:
+        if decision.outcome is Outcome.COMMIT:
+            findings, shards = await _check_committed(store, requests, decision, read_percent, rng, result)
+            referenced |= {shard.key for shard in shards}
+            if findings and not await _is_still_committed(store, requests, decision.checkpoint):
+                continue
+            result.findings += findings
+            result.num_committed += 1
+    if step is None:
+        await _check_latest(store, requests, decisions, result)
+        await _check_strays(store, requests, decisions, referenced, result)
+    return result
+
+
+async def _read_decisions(
+    store: Store, requests: Requests, result: Verification
+) -> dict[CheckpointId, Decision]:
+    listing: Listing = await requests.control("list", lambda: store.list(keys.DECISIONS))
+    decisions: dict[CheckpointId, Decision] = {}
+    for each in listing.objects:
+        checkpoint = keys.parse_decision_key(each.key)
+        if checkpoint is None:
+            result.findings.append(Finding("R4", each.key, "not the key of a decision"))
+            continue
+        try:
+            decision = await protocol.read_decision(store, requests, checkpoint)
+        except InvalidRecordError as error:
+            result.findings.append(Finding("R4", each.key, str(error)))
+            continue
+        if decision is not None:
+            decisions[checkpoint] = decision
+    return decisions
+
+
+async def _check_committed(
+    store: Store,
+    requests: Requests,
+    decision: Decision,
+    read_percent: float,
+    rng: random.Random,
+    result: Verification,
+) -> tuple[list[Finding], list[StoredShard]]:
+    """I1: every receipt is there and is the one that was decided on; every shard is there, whole."""
+    id_, key = decision.checkpoint, keys.decision_key(decision.checkpoint)
+    findings: list[Finding] = []
+    receipts = []
+    for rank in range(decision.world_size):
+        try:
+            receipts.append(await protocol.bound_receipt(store, requests, decision, rank))
+        except InvalidRecordError as error:
+            findings.append(Finding("I1", keys.receipt_key(id_, rank), str(error)))
+    if not findings:
+        reason = obstacle(id_, receipts)
+        shards = [shard for receipt in receipts for shard in receipt.shards]
+        if reason is not None:
+            findings.append(Finding("R5", key, reason))
+        if (decision.num_shards, decision.size_bytes) != (
+            len(shards),
+            sum(each.size_bytes for each in shards),
+        ):
+            findings.append(Finding("I1", key, "its counts are not those of its receipts"))
+    shards = list({shard.key: shard for receipt in receipts for shard in receipt.shards}.values())
+    to_read = [rng.random() * 100 < read_percent for _ in shards]
+    checked = await all_or_none(
+        _check_shard(store, requests, shard, is_read) for shard, is_read in zip(shards, to_read, strict=True)
+    )
+    findings += [each for each in checked if each is not None]
+    result.num_shards += len(shards)
+    result.num_shards_read += sum(to_read)
+    result.size_bytes += sum(shard.size_bytes for shard in shards)
+    return findings, shards
+
+
+async def _check_shard(store: Store, requests: Requests, shard: StoredShard, is_read: bool) -> Finding | None:
+    try:
+        info: ObjectInfo = await requests.control("head", lambda: store.head(shard.key))
+        if info.size_bytes == shard.size_bytes and (is_read or info.checksum is None):
+            info = await read_back(store, requests, shard.key, shard.size_bytes, shard.checksum.algorithm)
+    except ObjectNotFoundError:
+        return Finding("I1", shard.key, "the shard is missing")
+    if info.size_bytes != shard.size_bytes:
+        return Finding("I1", shard.key, f"has {info.size_bytes} bytes, its receipt says {shard.size_bytes}")
+    if info.checksum != shard.checksum:
+        have = info.checksum.value if info.checksum else "no checksum"
+        return Finding("I6", shard.key, f"has {have}, its receipt says {shard.checksum.value}: damaged")
+    return None
+
+
+async def _is_still_committed(store: Store, requests: Requests, checkpoint: CheckpointId) -> bool:
+    try:
+        decision = await protocol.read_decision(store, requests, checkpoint)
+    except InvalidRecordError:
+        return True
+    return decision is not None and decision.outcome is Outcome.COMMIT
+
+
+async def _check_latest(
+    store: Store, requests: Requests, decisions: dict[CheckpointId, Decision], result: Verification
+) -> None:
+    """I2: latest names a committed checkpoint. It may be behind: it is a hint."""
+    there = await read(store, requests, keys.LATEST)
+    if there is None:
+        return
+    try:
+        latest = records.decode_latest(there[0])
+    except InvalidRecordError as error:
+        result.findings.append(Finding("I2", keys.LATEST, str(error)))
+        return
+    decision = decisions.get(latest.checkpoint)
+    if decision is None:
+        decision = await protocol.read_decision(store, requests, latest.checkpoint)  # committed meanwhile?
+    if decision is None or decision.outcome is not Outcome.COMMIT:
+        outcome = decision.outcome.value if decision else "no decision"
+        result.findings.append(Finding("I2", keys.LATEST, f"names {latest.checkpoint}, which has {outcome}"))
+    elif decision.name != latest.name:
+        message = f"calls {latest.checkpoint} {latest.name!r}, its decision {decision.name!r}"
+        result.findings.append(Finding("I2", keys.LATEST, message))
+
+
+async def _check_strays(
+    store: Store,
+    requests: Requests,
+    decisions: dict[CheckpointId, Decision],
+    referenced: set[str],
+    result: Verification,
+) -> None:
+    """I7: what nothing refers to. Objects of undecided checkpoints are under way, not stray."""
+    data: Listing = await requests.control("list", lambda: store.list(keys.DATA))
+    receipts: Listing = await requests.control("list", lambda: store.list(keys.RECEIPTS))
+    final = {Outcome.ABORT, Outcome.PRUNED}
+    for each in data.objects:
+        parsed = keys.parse_data_key(each.key)
+        decision = decisions.get(parsed[0]) if parsed else None
+        if parsed is None:
+            result.findings.append(_stray(each.key, "not the key of a shard"))
+        elif decision is not None and decision.outcome in final:
+            result.findings.append(_stray(each.key, f"its checkpoint is decided: {decision.outcome.value}"))
+        elif decision is not None and decision.outcome is Outcome.COMMIT and each.key not in referenced:
+            result.findings.append(_stray(each.key, "no receipt of its committed checkpoint lists it"))
+    for each in receipts.objects:
+        of = keys.parse_receipt_key(each.key)
+        decision = decisions.get(of[0]) if of else None
+        if decision is not None and decision.outcome in final:
+            result.findings.append(_stray(each.key, f"its checkpoint is decided: {decision.outcome.value}"))
+    if store.capabilities.multipart:
+        uploads: Sequence[MultipartInfo] = await requests.control(
+            "list_multiparts", lambda: store.list_multiparts(keys.DATA)
+        )
+        for upload in uploads:
+            parsed = keys.parse_data_key(upload.key)
+            if parsed and parsed[0] in decisions:
+                result.findings.append(
+                    _stray(upload.key, "an unfinished multipart upload of a decided checkpoint")
+                )
+
+
+def _stray(key: str, message: str) -> Finding:
+    return Finding("I7", key, message, is_leftover=True)
