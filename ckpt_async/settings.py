@@ -47,9 +47,12 @@ class Settings:
     composer_symlink: str = _setting(
         "", "remote text pointer as Composer writes it, e.g. latest-rank{rank}.pt.symlink; empty for none"
     )
-    max_inflight_bytes: int = _setting(1024 * MIB, "bytes of shards on the wire at once", MIB, 1 << 50)
+    max_inflight_bytes: int = _setting(1024 * MIB, "bytes of shards on the wire at once", MIB, 10**15)
     part_size_bytes: int = _setting(
-        16 * MIB, "smallest part of a multipart upload; grows so that 10,000 parts suffice", 5 * MIB, 1 << 32
+        16 * MIB,
+        "smallest part of a multipart upload; grows so that 10,000 parts suffice",
+        5 * MIB,
+        5 * 10**9,
     )
     request_timeout_s: float = _setting(30.0, "deadline of a request, before its bytes are added", 0.05, 3600)
     minimum_rate_bytes_per_s: float = _setting(
@@ -103,6 +106,32 @@ def load(arguments: Mapping[str, Any], environment: Mapping[str, str], toml: str
     return Settings(**values)
 
 
+def describe() -> str:
+    """`docs/settings.md`, which a test compares with this."""
+    lines = [
+        "# Settings",
+        "",
+        "Keyword arguments of `Uploader` go before the environment (`CKPT_ASYNC_` and the name in capitals), before",
+        "the TOML file (`settings_file=` or `CKPT_ASYNC_SETTINGS_FILE`; its `[tool.ckpt_async]` table if it has one),",
+        "before the default. Made by `python -m ckpt_async.settings`.",
+        "",
+        "| name | default | allowed | meaning |",
+        "|---|---|---|---|",
+    ]
+    for field in dataclasses.fields(Settings):
+        low, high = field.metadata["low"], field.metadata["high"]
+        allowed = ", ".join(field.metadata.get("choices", ())) or (
+            "text" if low is None else f"{_plain(low)} to {_plain(high)}"
+        )
+        default = _plain(field.default) or "(empty)"
+        lines.append(f"| `{field.name}` | {default} | {allowed} | {field.metadata['help']} |")
+    return "\n".join(lines) + "\n"
+
+
+def _plain(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:,.10g}"
+
+
 def _check(field: dataclasses.Field[Any], value: Any, where: str) -> Any:
     low, high = field.metadata["low"], field.metadata["high"]
     allowed = field.metadata.get("choices")
@@ -152,3 +181,7 @@ def _nearest(name: str, fields: Mapping[str, Any]) -> str:
 
     close = difflib.get_close_matches(name, fields, n=1)
     return f"did you mean {close[0]}?" if close else f"known settings: {', '.join(sorted(fields))}"
+
+
+if __name__ == "__main__":
+    print(describe(), end="")
