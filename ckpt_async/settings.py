@@ -128,7 +128,7 @@ def describe() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _plain(value: float | str) -> str:
+def _plain(value: Any) -> str:
     return value if isinstance(value, str) else f"{value:,.10g}"
 
 
