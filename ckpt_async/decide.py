@@ -19,6 +19,7 @@ from ckpt_async.model import (
     Outcome,
     Receipt,
 )
+from ckpt_async.retention import Candidate, RetentionPolicy
 
 # --- what is known of the store ----------------------------------------------------------------------------
 
@@ -221,6 +222,8 @@ def _after_decision(local: Local, remote: Remote, policy: Policy) -> Iterable[Ac
     for id_, checkpoint in decided.items():
         if not checkpoint.is_released:
             yield Release(id_)
+        elif checkpoint.superseded and not checkpoint.was_committed and not is_all_kept:
+            yield Remove(id_, checkpoint.superseded)
         elif not checkpoint.was_committed or (is_all_kept and id_ not in (newest, publish)):
             yield Forget(id_)  # the user's own files stay where they are
         elif id_ not in kept and id_ != publish:
@@ -237,6 +240,8 @@ def why_hopeless(checkpoint: LocalCheckpoint, generation: int) -> str | None:
     """
     if checkpoint.loss is not None:
         return checkpoint.loss.message
+    if checkpoint.superseded:
+        return checkpoint.superseded
     if checkpoint.sealed is None and checkpoint.id.generation < generation:
         return f"the trainer stopped before it sealed {checkpoint.id}"
     return None
@@ -306,6 +311,32 @@ def merged_metrics(receipts: Iterable[Receipt]) -> tuple[tuple[str, float], ...]
     for receipt in sorted(receipts, key=lambda receipt: receipt.rank, reverse=True):
         merged.update(receipt.metrics)
     return tuple(sorted(merged.items()))
+
+
+def backlog(local: Local) -> list[LocalCheckpoint]:
+    """Checkpoints that this rank has not finished uploading, oldest first. What waits for other ranks is not in it:
+    holding a trainer up for a rank that died would stall it for ever.
+    """
+    return [
+        each
+        for _, each in sorted(local.checkpoints.items())
+        if each.decision is None and not each.has_receipt and not each.superseded
+    ]
+
+
+def supersedable(local: Local, policy: RetentionPolicy) -> list[CheckpointId]:
+    """Which checkpoints of the backlog may be given up for newer ones, oldest first.
+
+    Never the newest sealed one, nor what the retention policy would keep if everything in the backlog were
+    committed.
+    """
+    candidates = [
+        Candidate(id_, each.name, each.sealed_at, dict(each.sealed.metrics))
+        for id_, each in local.checkpoints.items()
+        if each.sealed is not None and not each.superseded
+    ]
+    kept = retention.apply(policy, candidates)
+    return [each.id for each in backlog(local) if each.sealed is not None and each.id not in kept]
 
 
 def next_look(watch: Watch, now: float, *, first_s: float, longest_s: float) -> float:

@@ -419,6 +419,7 @@ class Engine:
             self._is_progress_new = True
             self._observer.bytes_uploaded(size_bytes)
 
+        self._observer.upload_started()
         try:
             source = await asyncio.to_thread(self._open, checkpoint, local)
             try:
@@ -438,6 +439,8 @@ class Engine:
             self._not_before[action] = self._loop.time() + RETRY_ACTION_S
             self._fail(checkpoint, [Failed(checkpoint.id, shard.name, error.reason, str(error))])
             return
+        finally:
+            self._observer.upload_ended()
         self._record(Verified(checkpoint.id, StoredShard(shard.name, key, size_bytes, checksum)))
         self._observer.shard_finished("ok", self._loop.time() - started)
         logger.debug("shard_verified key=%s size_bytes=%d", key, size_bytes)

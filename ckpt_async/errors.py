@@ -71,6 +71,12 @@ class SealedError(CkptAsyncError):
     """The checkpoint was sealed (or given up) by this rank: it takes no more shards (rule R11)."""
 
 
+class BacklogError(CkptAsyncError):
+    """Uploads have fallen behind or the disk has run low, and the policy says to raise (or waiting took longer than
+    `block_timeout_s`). Nothing was enqueued; call again later, or save less often.
+    """
+
+
 class UploaderClosedError(CkptAsyncError):
     """The uploader is closed, or this process is a fork of the one that opened it."""
 

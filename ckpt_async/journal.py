@@ -44,6 +44,7 @@ from ckpt_async.model import (
     Sealed,
     Shard,
     StoredShard,
+    Superseded,
     Verified,
     fold,
 )
@@ -263,6 +264,7 @@ _KINDS: dict[str, Any] = {
         Enqueued,
         Sealed,
         MadeDurable,
+        Superseded,
         MultipartOpened,
         Verified,
         Failed,

@@ -215,6 +215,14 @@ class MadeDurable:
 
 
 @dataclass(frozen=True, slots=True)
+class Superseded:
+    """The user's policy gives the checkpoint up for newer ones, because uploads fell behind or the disk ran full."""
+
+    checkpoint: CheckpointId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class MultipartOpened:
     """A multipart upload was begun for the shard: its parts need not be sent twice."""
 
@@ -279,6 +287,7 @@ Event = (
     | Enqueued
     | Sealed
     | MadeDurable
+    | Superseded
     | MultipartOpened
     | Verified
     | Failed
@@ -324,6 +333,7 @@ class LocalCheckpoint:
     sealed: Sealed | None = None
     sealed_at: float = 0.0
     is_seal_durable: bool = False
+    superseded: str = ""  # why, if it was
     has_receipt: bool = False
     decision: Decided | None = None
     decided_at: float = 0.0
@@ -421,6 +431,7 @@ def _apply(
     event: Enqueued
     | Sealed
     | MadeDurable
+    | Superseded
     | MultipartOpened
     | Verified
     | Failed
@@ -452,6 +463,8 @@ def _apply(
         case Failed():
             if event.shard in shards:
                 shards[event.shard] = replace(shards[event.shard], failure=event)
+        case Superseded():
+            return replace(checkpoint, superseded=event.reason)
         case ReceiptStored():
             return replace(checkpoint, has_receipt=True)
         case Decided():

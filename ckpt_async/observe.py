@@ -12,8 +12,17 @@ from ckpt_async.errors import FailureReason
 class Observer(Protocol):
     """Receives facts, from any thread."""
 
-    def shard_enqueued(self, duration_s: float) -> None:
-        """The trainer spent this long in `enqueue` for one shard."""
+    def shards_enqueued(self, num_shards: int, duration_s: float) -> None:
+        """The trainer spent this long in one call of `enqueue`."""
+
+    def trainer_blocked(self, duration_s: float) -> None:
+        """The trainer was held up in `enqueue` by the backlog or the disk."""
+
+    def upload_started(self) -> None:
+        """A shard's upload is under way, until `upload_ended`."""
+
+    def upload_ended(self) -> None:
+        """It ended: well, badly, or cut short."""
 
     def request_finished(self, operation: str, duration_s: float) -> None:
         """One attempt of a store request ended, well or not."""
@@ -25,7 +34,9 @@ class Observer(Protocol):
         """The store acknowledged this many bytes of shards."""
 
     def shard_finished(self, result: str, duration_s: float) -> None:
-        """A shard reached an end: ok, failed, source_changed or source_missing."""
+        """A shard is verified (ok), gave up for now (failed), or can never be sent (source_changed,
+        source_missing, superseded).
+        """
 
     def checkpoint_committed(self, step: int, latency_s: float, at: float) -> None:
         """A checkpoint was seen committed, `latency_s` after its first shard was enqueued here."""
@@ -46,7 +57,10 @@ class Observer(Protocol):
 class NullObserver:
     """Counts nothing."""
 
-    def shard_enqueued(self, duration_s: float) -> None: ...
+    def shards_enqueued(self, num_shards: int, duration_s: float) -> None: ...
+    def trainer_blocked(self, duration_s: float) -> None: ...
+    def upload_started(self) -> None: ...
+    def upload_ended(self) -> None: ...
     def request_finished(self, operation: str, duration_s: float) -> None: ...
     def attempt_failed(self, reason: FailureReason) -> None: ...
     def bytes_uploaded(self, size_bytes: int) -> None: ...

@@ -123,7 +123,9 @@ class KeepNamed:
     names: frozenset[str]
 
     def keep(self, candidates: Sequence[Candidate]) -> Kept:
-        return {each.id: "named to be kept" for each in candidates if {each.name, str(each.id.step)} & self.names}
+        return {
+            each.id: "named to be kept" for each in candidates if {each.name, str(each.id.step)} & self.names
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +204,9 @@ def keep_local(committed: Iterable[CheckpointId], num_checkpoints_to_keep: int) 
     newest_first = sorted(committed, reverse=True)
     if num_checkpoints_to_keep < 0:
         return dict.fromkeys(newest_first, "all are kept")
-    return dict.fromkeys(newest_first[:num_checkpoints_to_keep], f"one of the newest {num_checkpoints_to_keep}")
+    return dict.fromkeys(
+        newest_first[:num_checkpoints_to_keep], f"one of the newest {num_checkpoints_to_keep}"
+    )
 
 
 def _require(what: str, value: float, low: float) -> None:

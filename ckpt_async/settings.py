@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ckpt_async import retention
 from ckpt_async.errors import SettingsError
 
 MIB = 1 << 20
@@ -65,11 +66,41 @@ class Settings:
         0.5, "first wait for the other ranks' receipts, doubled up to decision_poll_max_s", 0.01, 3600
     )
     decision_poll_max_s: float = _setting(60.0, "longest wait between looks at the decision", 0.01, 3600)
+    max_backlog_checkpoints: int = _setting(
+        0, "checkpoints that may wait to be uploaded before `on_backlog` holds; 0 for no bound", 0, 10**6
+    )
+    max_backlog_bytes: int = _setting(
+        0, "bytes that may wait to be uploaded before `on_backlog` holds; 0 for no bound", 0, 10**15
+    )
+    on_backlog: str = _setting(
+        "block",
+        "when uploads fall behind: wait in `enqueue`, give up what retention would not keep, or raise",
+        choices=("block", "supersede", "raise"),
+    )
+    min_free_bytes: int = _setting(
+        0, "free bytes on the folder's file system below which `on_disk_low` holds; 0 for none", 0, 10**15
+    )
+    on_disk_low: str = _setting(
+        "block",
+        "when the disk runs low: wait in `enqueue`, give up what retention would not keep, or raise",
+        choices=("block", "supersede", "raise"),
+    )
+    block_timeout_s: float = _setting(1800.0, "longest wait in `enqueue`; then it raises", 0, 604_800)
+    remote_retention: str = _setting(
+        "",
+        "what to keep remotely, e.g. last=3,every-steps=1000,best=2:loss:min; empty keeps all",
+    )
     close_grace_s: float = _setting(
         30.0, "how long close() waits for other ranks once all of ours is uploaded", 0, 86_400
     )
 
     def __post_init__(self) -> None:
+        policy = retention.parse(self.remote_retention)
+        if "supersede" in (self.on_backlog, self.on_disk_low) and isinstance(policy, retention.KeepAll):
+            raise SettingsError(
+                "on_backlog or on_disk_low is 'supersede', but remote_retention keeps all: nothing could be given up",
+                hint="say what must be kept, e.g. remote_retention='last=2,every-steps=1000'",
+            )
         for field in dataclasses.fields(self):
             _check(field, getattr(self, field.name), f"{field.name}")
         if self.retry_max_s < self.retry_initial_s:

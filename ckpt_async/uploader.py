@@ -120,7 +120,12 @@ class Uploader:
         self._engine: Engine | None = None
         self._death: BaseException | None = None
         self._journal = Journal(self._folder)
-        self.metrics = Metrics(self.remote.rstrip("/").rpartition("/")[2], self._folder, self._journal)
+        self.metrics = Metrics(
+            self.remote.rstrip("/").rpartition("/")[2],
+            self._folder,
+            self._journal,
+            num_upload_workers=self.settings.num_concurrent_uploads,
+        )
         started: Future[int] = Future()
         self._thread = threading.Thread(
             target=self._run, args=(started,), name=f"ckpt-async-rank-{self.rank}", daemon=True
@@ -136,6 +141,11 @@ class Uploader:
             self.metrics, self.settings.metrics_port, self.settings.metrics_address, environment
         )
         _close_before_exit(self)
+
+    @property
+    def metrics_url(self) -> str | None:
+        """Where Prometheus finds this process, or None if it serves no metrics."""
+        return self._metrics_server.url if self._metrics_server else None
 
     # --- the trainer's calls -------------------------------------------------------------------------------
 
@@ -182,7 +192,7 @@ class Uploader:
             there.shards.update(added)
             self._open[step] = there
         self._engine_now().wake()
-        self.metrics.shard_enqueued(time.perf_counter() - started)
+        self.metrics.shards_enqueued(len(added), time.perf_counter() - started)
 
     def _link(
         self, checkpoint: CheckpointId, there: _Open, source: str, name: str, added: dict[str, Shard]

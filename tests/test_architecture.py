@@ -23,7 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("__main__", "cli", "demo", "integrations", "torch"),
     ("__init__",),  # the public names, `ckpt_async` itself
     ("uploader", "sweeper", "restore"),
-    ("drain", "status"),
+    ("drain", "status", "verify"),
     ("engine", "generation", "metrics", "protocol"),
     ("transfer", "requests", "conditional"),
     ("stores", "journal", "files"),

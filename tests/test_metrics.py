@@ -1,0 +1,596 @@
+"""What Prometheus is told, read as Prometheus reads it: over HTTP, parsed by its own parser."""
+
+import ast
+import contextlib
+import logging
+import re
+import shutil
+import socket
+import subprocess
+import threading
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from prometheus_client import REGISTRY, generate_latest
+from prometheus_client.openmetrics import parser as openmetrics
+from prometheus_client.parser import text_string_to_metric_families
+
+from ckpt_async import metrics as module
+from ckpt_async.errors import FailureReason, JournalError
+from ckpt_async.files import Folder
+from ckpt_async.journal import Journal
+from ckpt_async.metrics import DEFINITIONS, Metrics, describe, serve
+from ckpt_async.model import (
+    CheckpointId,
+    Checksum,
+    Decided,
+    Enqueued,
+    Event,
+    Failed,
+    FileIdentity,
+    Forgotten,
+    MultipartOpened,
+    Opened,
+    Outcome,
+    Released,
+    Sealed,
+    Shard,
+    StoredShard,
+    Verified,
+)
+
+ROOT = Path(__file__).resolve().parent.parent
+Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+class Clock:
+    """Time that passes when told."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    return Folder(tmp_path / "checkpoints")
+
+
+@pytest.fixture
+def wall() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def journal(folder: Folder, wall: Clock) -> Iterator[Journal]:
+    opened = Journal(folder, clock=wall)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def metrics(folder: Folder, journal: Journal) -> Metrics:
+    """With a clock that stands still: replaying costs nothing, so every scrape begins anew."""
+    return Metrics("run-a", folder, journal, clock=Clock())
+
+
+def fetch(metrics: Metrics, accept: str = "text/plain;version=0.0.4") -> str:
+    server = serve(metrics, 0, "127.0.0.1", {})
+    assert server is not None
+    try:
+        request = urllib.request.Request(server.url, headers={"Accept": accept})
+        with urllib.request.urlopen(request, timeout=30) as reply:
+            assert reply.status == 200
+            return reply.read().decode()
+    finally:
+        server.close()
+
+
+def parse(text: str) -> Samples:
+    found: Samples = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            key = (sample.name, tuple(sorted(sample.labels.items())))
+            assert key not in found, key
+            found[key] = sample.value
+    return found
+
+
+def scrape(metrics: Metrics) -> Samples:
+    """Without the half second that stopping a server takes."""
+    return parse(generate_latest(metrics.registry).decode())
+
+
+def value(samples: Samples, name: str, **labels: str) -> float | None:
+    """A sample by its name without the prefix; None if it is absent. `run` is added where it belongs."""
+    full = f"ckpt_async_{name}"
+    for run in ({"run": "run-a"}, {}):
+        found = samples.get((full, tuple(sorted({**run, **labels}.items()))))
+        if found is not None:
+            return found
+    return None
+
+
+def shard(name: str, size_bytes: int, *, inode: int = 0, is_linked: bool = True) -> Shard:
+    identity = FileIdentity(1, inode or hash(name) & 0xFFFFFF, size_bytes, 3)
+    return Shard(name, f"step/{name}", identity, is_linked)
+
+
+def verified(id_: CheckpointId, each: Shard) -> Verified:
+    return Verified(
+        id_, StoredShard(each.name, f"k/{each.name}", each.size_bytes, Checksum("crc32c", "AAAA"))
+    )
+
+
+def committed(id_: CheckpointId) -> list[Event]:
+    """All that a checkpoint of one shard of 10 bytes goes through."""
+    name, one = f"step-{id_.step}", shard(f"one-{id_.step}", 10)
+    return [
+        Enqueued(id_, name, one),
+        Sealed(id_, name, 1),
+        verified(id_, one),
+        Decided(id_, Outcome.COMMIT, name),
+        Released(id_),
+    ]
+
+
+def report_everything(metrics: Metrics) -> None:
+    """Every fact of an Observer, with every value it may have."""
+    metrics.shards_enqueued(1, 0.002)
+    for operation in module.OPERATIONS:
+        metrics.request_finished(operation, 0.2)
+    for reason in FailureReason:
+        metrics.attempt_failed(reason)
+    metrics.bytes_uploaded(1 << 40)
+    for result in module.RESULTS:
+        metrics.shard_finished(result, 12.0)
+    metrics.checkpoint_committed(300, 40.0, 1.7e9)
+    metrics.checkpoint_aborted()
+    for location in module.LOCATIONS:
+        metrics.checkpoint_pruned(location)
+    metrics.fenced()
+    metrics.engine_restarted()
+
+
+# --- the shape of what is exported -------------------------------------------------------------------------
+
+
+def test_every_child_is_there_before_anything_happened(metrics):
+    """`increase()` misses a failure that is also the first sample of its series."""
+    samples = parse(fetch(metrics))
+    counters = {
+        key: number for key, number in samples.items() if key[0].endswith(("_total", "_count", "_bucket"))
+    }
+    assert set(counters.values()) == {0}
+
+    def children(name: str, label: str) -> set[str]:
+        return {dict(labels)[label] for full, labels in samples if full == f"ckpt_async_{name}"}
+
+    assert children("upload_attempt_failures_total", "reason") == {reason.value for reason in FailureReason}
+    assert children("uploads_total", "result") == {
+        "ok",
+        "failed",
+        "source_changed",
+        "source_missing",
+        "superseded",
+    }
+    assert children("queue_files", "state") == {"queued", "uploading", "retrying", "failed"}
+    assert children("queue_bytes", "state") == {"queued", "uploading", "retrying", "failed"}
+    assert children("pruned_checkpoints_total", "location") == {"local", "remote"}
+    operations = "put upload_part create_multipart complete list_parts head get list delete".split()
+    assert children("store_request_duration_seconds_count", "operation") >= set(operations)
+    assert value(samples, "fenced") == 0
+
+
+def test_names_and_labels_keep_the_rules(metrics, journal):
+    """Units and suffixes as Prometheus asks; no label whose values grow with the run."""
+    report_everything(metrics)
+    journal.append(0, [Enqueued(CheckpointId(1, 3), "step-3", shard("a", 1)), *committed(CheckpointId(1, 2))])
+    text = fetch(metrics)
+    kinds = dict(re.findall(r"^# TYPE (\S+) (\S+)$", text, re.MULTILINE))
+    assert kinds == {each.name: each.kind for each in DEFINITIONS}
+    for name, kind in kinds.items():
+        assert name.startswith("ckpt_async_")
+        assert name.endswith("_total") == (kind == "counter")
+        assert kind != "histogram" or name.endswith("_seconds")
+        assert not re.search(r"_(bytes|seconds)_(?!total$)", name), "the unit comes last"
+    assert "_created" not in text
+    allowed = {"run", "result", "reason", "state", "location", "operation", "le", "version", "python_version"}
+    assert {label for _, labels in parse(text) for label, _ in labels} <= allowed
+    assert len(parse(text)) <= 200
+
+
+def test_openmetrics_is_valid_too(metrics, journal):
+    """What a Prometheus server asks for by default, and whose parser is strict."""
+    report_everything(metrics)
+    journal.append(0, committed(CheckpointId(1, 2)))
+    text = fetch(metrics, "application/openmetrics-text;version=1.0.0")
+    families = list(openmetrics.text_string_to_metric_families(text))
+    assert {family.name for family in families} >= {
+        each.name.removesuffix("_total") for each in DEFINITIONS[:-1]
+    } - {"ckpt_async_oldest_pending_timestamp_seconds"}
+    assert "_created" not in text
+
+
+def test_promtool_has_no_complaint(metrics, journal):
+    """Prometheus' own linter, where there is one; and the parser finds every definition in any case."""
+    report_everything(metrics)
+    journal.append(0, [Enqueued(CheckpointId(1, 3), "step-3", shard("a", 1)), *committed(CheckpointId(1, 2))])
+    text = fetch(metrics)
+    assert text.count("# HELP ") == len(DEFINITIONS)
+    promtool = shutil.which("promtool")
+    if promtool is not None:
+        done = subprocess.run(
+            [promtool, "check", "metrics"], input=text, capture_output=True, text=True, timeout=60
+        )
+        assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
+def test_the_page_says_what_the_code_does():
+    """docs/metrics.md is made from the definitions; its second paragraph says how to make it anew."""
+    assert (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8") == describe()
+
+
+def test_everything_the_package_reports_is_counted():
+    """A label value that is not defined is dropped, so a new operation or result must be added here first."""
+    reported: dict[str, set[str]] = {}
+    for path in (ROOT / "ckpt_async").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
+                first = node.args[0]
+                if isinstance(first, ast.Constant) and isinstance(first.value, str):
+                    reported.setdefault(node.func.attr, set()).add(first.value)
+    operations = reported["control"] | reported["bulk"]
+    assert {"put", "upload_part", "list"} <= operations <= set(module.OPERATIONS)
+    assert {"ok"} <= reported["shard_finished"] <= set(module.RESULTS)
+    assert reported["checkpoint_pruned"] <= set(module.LOCATIONS)
+
+
+# --- counting ----------------------------------------------------------------------------------------------
+
+
+def test_facts_are_counted(metrics):
+    report_everything(metrics)
+    metrics.bytes_uploaded(1)
+    samples = scrape(metrics)
+    assert value(samples, "files_enqueued_total") == 1
+    assert value(samples, "upload_bytes_total") == (1 << 40) + 1
+    assert value(samples, "checkpoints_committed_total") == 1
+    assert value(samples, "checkpoints_aborted_total") == 1
+    assert value(samples, "fenced") == 1
+    assert value(samples, "engine_restarts_total") == 1
+    for result in module.RESULTS:
+        assert value(samples, "uploads_total", result=result) == 1
+    for reason in FailureReason:
+        assert value(samples, "upload_attempt_failures_total", reason=reason.value) == 1
+    for location in module.LOCATIONS:
+        assert value(samples, "pruned_checkpoints_total", location=location) == 1
+    for operation in module.OPERATIONS:
+        assert value(samples, "store_request_duration_seconds_count", operation=operation) == 1
+    assert value(samples, "commit_latency_seconds_sum") == 40
+    assert value(samples, "enqueue_duration_seconds_count") == 1
+    assert value(samples, "upload_duration_seconds_count") == 1, "failed shards took no meaningful time"
+
+
+def test_an_observer_never_raises(metrics):
+    """A value no definition knows, a clock set back, a duration that is no number: training goes on."""
+    before = scrape(metrics)
+    metrics.request_finished("dance", 1.0)
+    metrics.shard_finished("lost in space", 1.0)
+    metrics.checkpoint_pruned("moon")
+    assert scrape(metrics).keys() == before.keys()
+    metrics.shards_enqueued(1, -5.0)
+    metrics.shards_enqueued(1, float("nan"))
+    samples = scrape(metrics)
+    assert value(samples, "enqueue_duration_seconds_count") == 2
+    assert value(samples, "enqueue_duration_seconds_sum") == 0
+
+
+def test_buckets_are_cumulative_and_inclusive(metrics):
+    for duration_s in (0.1, 0.10001, 30.0, 3600.0, 3600.5, 9e9):
+        metrics.shard_finished("ok", duration_s)
+    report_everything(metrics)
+    buckets: dict[tuple[str, tuple[tuple[str, str], ...]], list[tuple[float, float]]] = {}
+    samples = scrape(metrics)
+    for (name, labels), count in samples.items():
+        if name.endswith("_bucket"):
+            rest = tuple(pair for pair in labels if pair[0] != "le")
+            buckets.setdefault((name, rest), []).append((float(dict(labels)["le"]), count))
+    assert len(buckets) == 3 + len(module.OPERATIONS)
+    for (name, rest), found in buckets.items():
+        assert found == sorted(found)
+        assert [count for _, count in found] == sorted(count for _, count in found)
+        assert found[-1] == (float("inf"), samples[name.replace("_bucket", "_count"), rest])
+    upload = dict(buckets["ckpt_async_upload_duration_seconds_bucket", ()])
+    assert (upload[0.1], upload[0.5], upload[10], upload[30], upload[3600]) == (1, 2, 2, 4, 5)
+    assert upload[float("inf")] == 7
+
+
+def test_two_in_one_process_do_not_clash(folder, journal):
+    """Two uploaders in a trainer that exports metrics of its own."""
+    before = sorted(family.name for family in REGISTRY.collect())
+    one, two = Metrics("run-a", folder, journal), Metrics("run-b", folder, journal)
+    one.bytes_uploaded(7)
+    assert value(scrape(one), "upload_bytes_total") == 7
+    assert scrape(two)["ckpt_async_upload_bytes_total", (("run", "run-b"),)] == 0
+    assert sorted(family.name for family in REGISTRY.collect()) == before
+    assert not any(name.startswith("ckpt_async") for name in before)
+
+
+def test_a_run_of_any_name_can_be_scraped(folder, journal):
+    metrics = Metrics('a"b\\c\nd\udc80', folder, journal)
+    runs = {dict(labels)["run"] for name, labels in scrape(metrics) if name == "ckpt_async_fenced"}
+    assert runs == {'a"b\\c\nd?'}
+
+
+# --- what the folder holds ---------------------------------------------------------------------------------
+
+
+def test_queue_of_all_ranks_is_told_by_state(metrics, journal, wall):
+    """One scrape covers the node, also ranks that run in other processes or are dead."""
+    old, new = CheckpointId(1, 100), CheckpointId(2, 100)
+    a, b, c, d, e, f = (
+        shard(name, size) for name, size in zip("abcdef", (1, 10, 100, 1000, 10_000, 100_000), strict=True)
+    )
+    wall.now = 500.0
+    journal.append(0, [Enqueued(old, "s", a), Sealed(old, "s", 2)])
+    journal.open_rank(0, Opened(2, 2))
+    wall.now = 600.0
+    journal.append(0, [Enqueued(new, "s", b), Enqueued(new, "s", c), Enqueued(new, "s", f)])
+    journal.append(0, [verified(new, b), MultipartOpened(new, "c", "id", 5 << 20)])
+    journal.append(
+        1, [Enqueued(new, "s", d), Enqueued(new, "s", e), Failed(new, "e", FailureReason.AUTH, "no")]
+    )
+    journal.note_progress(1, [(new, "d", 512)])
+    samples = scrape(metrics)
+    files = {state: value(samples, "queue_files", state=state) for state in module.STATES}
+    sizes = {state: value(samples, "queue_bytes", state=state) for state in module.STATES}
+    assert files == {"queued": 1, "uploading": 2, "retrying": 1, "failed": 1}
+    assert sizes == {"queued": 100_000, "uploading": 1100, "retrying": 1, "failed": 10_000}
+    assert value(samples, "oldest_pending_timestamp_seconds") == 500
+    assert value(samples, "last_enqueued_step") == 100
+    assert value(samples, "last_enqueued_timestamp_seconds") == 600
+    assert value(samples, "last_committed_step") is None
+    assert value(samples, "last_committed_timestamp_seconds") is None
+
+
+def test_an_empty_queue_has_no_oldest_shard(metrics, journal, wall):
+    wall.now = 700.0
+    journal.append(0, committed(CheckpointId(1, 100)))
+    samples = scrape(metrics)
+    assert value(samples, "oldest_pending_timestamp_seconds") is None
+    assert value(samples, "last_committed_step") == 100
+    assert value(samples, "last_committed_timestamp_seconds") == 700
+    assert sum(value(samples, "queue_files", state=state) for state in module.STATES) == 0
+    assert value(samples, "checkpoints_retained", location="local") == 1
+
+
+def test_newest_is_by_generation_before_step(metrics, journal, wall):
+    """A run restarted from an older step: its checkpoints are newer although their step is smaller (R6)."""
+    wall.now = 800.0
+    journal.append(0, committed(CheckpointId(1, 900)))
+    wall.now = 801.0
+    journal.append(1, committed(CheckpointId(2, 300)))
+    wall.now = 802.0
+    journal.append(2, committed(CheckpointId(1, 901)))
+    samples = scrape(metrics)
+    assert value(samples, "last_committed_step") == 300
+    assert value(samples, "last_committed_timestamp_seconds") == 801
+    assert value(samples, "last_enqueued_step") == 300
+    assert value(samples, "checkpoints_retained", location="local") == 3
+
+
+def test_an_aborted_checkpoint_leaves_the_queue(metrics, journal):
+    id_ = CheckpointId(1, 5)
+    journal.append(
+        0, [Enqueued(id_, "s", shard("a", 9)), Failed(id_, "a", FailureReason.SOURCE_MISSING, "gone")]
+    )
+    assert value(scrape(metrics), "queue_files", state="failed") == 1
+    journal.append(0, [Decided(id_, Outcome.ABORT, "s")])
+    samples = scrape(metrics)
+    assert value(samples, "queue_files", state="failed") == 0
+    assert value(samples, "checkpoints_retained", location="local") == 0
+
+
+def test_pinned_bytes_are_those_of_links(metrics, journal):
+    """Each file once, however often it was enqueued; nothing after release; nothing that is not linked."""
+    one, two = CheckpointId(1, 1), CheckpointId(1, 2)
+    journal.append(0, [Enqueued(one, "s", shard("same", 10, inode=7)), Enqueued(one, "s", shard("b", 200))])
+    journal.append(0, [Enqueued(two, "t", shard("same", 10, inode=7))])
+    journal.append(0, [Enqueued(two, "t", shard("far", 4000, is_linked=False))])
+    assert value(scrape(metrics), "spool_pinned_bytes") == 210
+    journal.append(0, [Decided(one, Outcome.ABORT, "s"), Released(one)])
+    assert value(scrape(metrics), "spool_pinned_bytes") == 10
+
+
+def test_file_system_is_that_of_the_folder(metrics, folder):
+    samples = scrape(metrics)
+    free, size = folder.space()
+    assert value(samples, "spool_filesystem_size_bytes") == size
+    assert 0 <= value(samples, "spool_filesystem_free_bytes") <= size
+    assert abs(value(samples, "spool_filesystem_free_bytes") - free) < size
+
+
+def test_removed_checkpoints_are_noticed(folder, journal):
+    """`forget` deletes rows and leaves no trace: the journal is replayed anew once that costs little."""
+    clock = Clock()
+    metrics = Metrics("run-a", folder, journal, clock=clock)
+    journal.append(0, committed(CheckpointId(1, 1)) + committed(CheckpointId(1, 2)))
+    rows = journal.rows
+
+    def slow_rows(*, after: int = 0):
+        clock.now += 0.5
+        return rows(after=after)
+
+    journal.rows = slow_rows
+    assert value(scrape(metrics), "checkpoints_retained", location="local") == 2
+    journal.forget(0, Forgotten(CheckpointId(1, 1), None))
+    journal.append(0, committed(CheckpointId(1, 3)))
+    assert value(scrape(metrics), "checkpoints_retained", location="local") == 3, "only what was added"
+    assert value(scrape(metrics), "last_committed_step") == 3
+    clock.now += 0.5 / module.REPLAY_SHARE
+    assert value(scrape(metrics), "checkpoints_retained", location="local") == 2
+
+
+def test_last_enqueued_outlives_its_rows(metrics, journal, wall):
+    """With num_checkpoints_to_keep=0 the rows go with the files; an alert compares this with the commit."""
+    wall.now = 900.0
+    id_ = CheckpointId(1, 4)
+    journal.append(0, committed(id_))
+    assert value(scrape(metrics), "last_enqueued_step") == 4
+    journal.forget(0, Forgotten(id_, 901.0))
+    samples = scrape(metrics)
+    assert value(samples, "last_enqueued_step") == 4
+    assert value(samples, "last_enqueued_timestamp_seconds") == 900
+    assert value(samples, "last_committed_step") == 4
+    assert value(samples, "last_committed_timestamp_seconds") == 901
+
+
+def test_a_closed_journal_leaves_the_rest(metrics, journal):
+    journal.append(0, committed(CheckpointId(1, 4)))
+    metrics.bytes_uploaded(5)
+    journal.close()
+    samples = scrape(metrics)
+    assert value(samples, "upload_bytes_total") == 5
+    assert value(samples, "spool_filesystem_size_bytes") > 0
+    for name in ("last_committed_step", "spool_pinned_bytes"):
+        assert value(samples, name) is None
+    assert value(samples, "queue_files", state="queued") is None
+
+
+def test_a_locked_journal_leaves_the_rest(metrics, journal, monkeypatch):
+    """In WAL mode readers wait for nobody but a recovery; then the queue is left out, not the scrape."""
+    journal.append(0, committed(CheckpointId(1, 4)))
+    assert value(scrape(metrics), "last_committed_step") == 4
+
+    def locked(*, after: int = 0):
+        raise JournalError("journal: database is locked [SQLITE_BUSY_RECOVERY]")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(journal, "rows", locked)
+        assert value(scrape(metrics), "last_committed_step") is None
+        assert value(scrape(metrics), "fenced") == 0
+    assert value(scrape(metrics), "last_committed_step") == 4
+
+
+def test_scrapes_while_others_append(folder, journal):
+    """2,000 events from another thread; every scrape succeeds and none sees the queue shrink or skip."""
+    metrics = Metrics("run-a", folder, journal)
+    id_ = CheckpointId(1, 1)
+    done = threading.Event()
+    failures: list[BaseException] = []
+
+    def append() -> None:
+        try:
+            for number in range(2000):
+                journal.append(number % 4, [Enqueued(id_, "s", shard(f"f{number}", 1, inode=number + 1))])
+                metrics.shards_enqueued(1, 0.001)
+        except BaseException as error:
+            failures.append(error)
+        finally:
+            done.set()
+
+    thread = threading.Thread(target=append)
+    server = serve(metrics, 0, "127.0.0.1", {})
+    seen: list[float] = []
+    thread.start()
+    try:
+        while True:
+            is_last = done.is_set()
+            with urllib.request.urlopen(server.url, timeout=30) as reply:
+                samples = parse(reply.read().decode())
+            seen.append(value(samples, "queue_files", state="queued"))
+            assert (
+                value(samples, "queue_bytes", state="queued")
+                == seen[-1]
+                == value(samples, "spool_pinned_bytes")
+            )
+            if is_last:
+                break
+    finally:
+        thread.join()
+        server.close()
+    assert not failures
+    assert seen == sorted(seen)
+    assert seen[-1] == value(samples, "files_enqueued_total") == 2000
+
+
+# --- serving -----------------------------------------------------------------------------------------------
+
+
+def test_no_port_no_server(metrics):
+    assert serve(metrics, -1, "127.0.0.1", {}) is None
+    assert serve(metrics, -1, "127.0.0.1", {"LOCAL_RANK": "3"}) is None
+
+
+def two_free_ports() -> int:
+    """The first of two neighbours that nobody uses."""
+    while True:
+        with socket.socket() as one, socket.socket() as other:
+            one.bind(("127.0.0.1", 0))
+            port: int = one.getsockname()[1]
+            with contextlib.suppress(OSError, OverflowError):
+                other.bind(("127.0.0.1", port + 1))
+                return port
+
+
+def test_each_local_rank_has_its_port(metrics):
+    port = two_free_ports()
+    for local_rank, expected in ((None, port), ("0", port), ("1", port + 1)):
+        server = serve(metrics, port, "127.0.0.1", {} if local_rank is None else {"LOCAL_RANK": local_rank})
+        assert server is not None
+        server.close()
+        assert server.url == f"http://127.0.0.1:{expected}/metrics"
+
+
+@pytest.mark.parametrize("environment", [{}, {"LOCAL_RANK": "5"}])
+def test_any_free_port_ignores_the_rank(metrics, environment):
+    one, two = serve(metrics, 0, "127.0.0.1", environment), serve(metrics, 0, "127.0.0.1", environment)
+    assert one.url != two.url
+    one.close()
+    two.close()
+
+
+def test_a_busy_port_is_one_warning(metrics, caplog):
+    """Training never stops for metrics."""
+    with socket.socket() as taken, caplog.at_level(logging.WARNING):
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert serve(metrics, port, "127.0.0.1", {}) is None
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert f"address=127.0.0.1 port={port}" in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("port", "address", "local_rank"),
+    [(65_535, "127.0.0.1", "1"), (9000, "203.0.113.1", "0"), (9000, "127.0.0.1", "first")],
+)
+def test_an_impossible_port_is_one_warning(metrics, caplog, port, address, local_rank):
+    with caplog.at_level(logging.WARNING):
+        assert serve(metrics, port, address, {"LOCAL_RANK": local_rank}) is None
+    assert len(caplog.records) == 1
+
+
+def test_a_closed_server_is_gone(metrics):
+    """The port is free again and no thread is left: a second Uploader in the process may take both."""
+    before = threading.active_count()
+    server = serve(metrics, 0, "127.0.0.1", {})
+    port = int(server.url.rpartition(":")[2].removesuffix("/metrics"))
+    server.close()
+    server.close()
+    assert threading.active_count() == before
+    again = serve(metrics, port, "127.0.0.1", {})
+    assert again is not None
+    again.close()
+
+
+def test_one_metric_can_be_asked_for(metrics):
+    """`?name[]=`: what a dashboard's author tries by hand."""
+    text = generate_latest(metrics.registry.restricted_registry(["ckpt_async_fenced"])).decode()
+    assert {name for name, _ in parse(text)} == {"ckpt_async_fenced"}
