@@ -324,6 +324,10 @@ def backlog(local: Local) -> list[LocalCheckpoint]:
     ]
 
 
+def unsent_bytes(checkpoint: LocalCheckpoint) -> int:
+    return sum(each.shard.size_bytes for each in checkpoint.shards.values() if each.stored is None)
+
+
 def supersedable(local: Local, policy: RetentionPolicy) -> list[CheckpointId]:
     """Which checkpoints of the backlog may be given up for newer ones, oldest first.
 

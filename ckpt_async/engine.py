@@ -114,6 +114,7 @@ class Engine:
         self._is_progress_new = False
         self._housekeep_at = 0.0
         self._is_hurried = False
+        self._is_newest_first = False
         self._is_stopping = False
         self._loop = asyncio.get_running_loop()
         self._woken = asyncio.Event()
@@ -124,6 +125,11 @@ class Engine:
         self.outcomes, self.failures, self.fenced_by = dead.outcomes, dead.failures, dead.fenced_by
 
     # --- from other threads --------------------------------------------------------------------------------
+
+    def fresh_local(self) -> Local:
+        """The state with everything that is in the journal by now: one query. Any thread."""
+        local = self.local
+        return fold(self._journal.rows(after=local.sequence), local)
 
     def wake(self) -> None:
         """Something was appended to the journal: look now. Any thread; a lost call costs POLL_S."""
@@ -138,6 +144,18 @@ class Engine:
             if is_hurried:
                 watches = {id_: replace(each, next_look_at=0.0) for id_, each in self._remote.watches.items()}
                 self._remote = replace(self._remote, watches=watches)
+            self._woken.set()
+
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(change)
+
+    def put_newest_first(self) -> None:
+        """Upload the newest sealed checkpoint before all others, and stop what is under way of the others: there may
+        be little time left. Any thread.
+        """
+
+        def change() -> None:
+            self._is_newest_first = True
             self._woken.set()
 
         with contextlib.suppress(RuntimeError):
@@ -206,10 +224,24 @@ class Engine:
         for action, task in self._running.items():
             if isinstance(action, decide.Upload) and action not in due:
                 task.cancel()  # given up meanwhile: its bytes would only have to be deleted again
+        if self._is_newest_first:
+            uploads = self._newest_first(uploads)
         self._uploads = uploads
         self._start_uploads()
         self.num_due, self.num_rounds = num_due, self.num_rounds + 1
         return max(0.0, wake_at - now)
+
+    def _newest_first(self, uploads: deque[decide.Upload]) -> deque[decide.Upload]:
+        """Reorder, and free the places that older checkpoints take while the newest complete one waits."""
+        sealed = [id_ for id_, each in self.local.checkpoints.items() if each.sealed is not None]
+        newest = max(sealed, default=None)
+        if any(each.checkpoint == newest for each in uploads):
+            for action, task in self._running.items():
+                if isinstance(action, decide.Upload) and action.checkpoint != newest:
+                    task.cancel()  # its finished parts are kept
+        return deque(
+            sorted(uploads, key=lambda each: (each.checkpoint == newest, each.checkpoint), reverse=True)
+        )
 
     def _start_uploads(self) -> None:
         """Fill the free places. A checkpoint of 10,000 shards is 10,000 actions but few tasks."""
@@ -561,7 +593,10 @@ class Engine:
             now=self._clock(),
             reason=f"rank {self.rank}: {reason}",
         )
-        decision, _ = await protocol.decide_once(self._store, self._requests, wanted)
+        decision, is_ours = await protocol.decide_once(self._store, self._requests, wanted)
+        if checkpoint.superseded and is_ours:
+            for _ in checkpoint.shards:
+                self._observer.shard_finished("superseded", 0.0)
         self._learn(checkpoint, decision)
 
     def _learn(self, checkpoint: LocalCheckpoint, decision: Decision) -> None:

@@ -306,6 +306,11 @@ class Metrics:
         fixed = {"run": self._run, "version": _version(), "python_version": platform.python_version()}
         return itertools.product(*(values or (fixed[label],) for label, values in definition.labels.items()))
 
+    @property
+    def num_committed(self) -> int:
+        """Checkpoints this process has seen committed."""
+        return int(self._counts["ckpt_async_checkpoints_committed_total", (self._run,)])
+
     # --- Observer ------------------------------------------------------------------------------------------
 
     def shards_enqueued(self, num_shards: int, duration_s: float) -> None:

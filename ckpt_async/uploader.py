@@ -18,10 +18,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
+from ckpt_async import decide, keys, naming, retention
 from ckpt_async import generation as generations
-from ckpt_async import keys, naming
 from ckpt_async.engine import Engine
 from ckpt_async.errors import (
+    BacklogError,
     CheckpointAbortedError,
     CkptAsyncError,
     CommitTimeoutError,
@@ -38,7 +39,7 @@ from ckpt_async.errors import (
 from ckpt_async.files import Folder
 from ckpt_async.journal import Journal, RankLock
 from ckpt_async.metrics import Metrics, serve
-from ckpt_async.model import CheckpointId, Enqueued, Opened, Outcome, Sealed, Shard
+from ckpt_async.model import CheckpointId, Enqueued, Opened, Outcome, Sealed, Shard, Superseded
 from ckpt_async.requests import CONTROL_REQUESTS, Requests
 from ckpt_async.settings import Settings, load
 from ckpt_async.store import Store
@@ -53,8 +54,21 @@ START_TIMEOUT_S = 60.0
 # After an exception in the training loop: long enough for receipts, too short to hide the traceback.
 CLOSE_AFTER_ERROR_S = 10.0
 ENGINE_RESTART_S = 1.0
+# While `enqueue` is held up: how often the disk and the backlog are looked at, besides at every change.
+BLOCK_POLL_S = 0.5
 # Threads for disk work: reading and checksumming shards release the GIL.
 NUM_THREADS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class FlushReport:
+    """What `flush` got done, and what the next process or the sweeper has to finish."""
+
+    is_done: bool
+    num_committed: int
+    num_shards_left: int
+    size_bytes_left: int
+    steps_left: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -172,6 +186,8 @@ class Uploader:
         if not sources:
             raise InvalidShardError(f"folder {os.fspath(path)!r} has no files")
         parent = root if sources != [root] else root.rpartition("/")[0]
+        if step not in self._open:
+            self._make_room()
         with self._lock:
             there = self._open.get(step) or _Open(full_name)
             self._check_takes_shards(there, step, full_name)
@@ -208,6 +224,60 @@ class Uploader:
             source, f"{keys.spool_checkpoint(checkpoint, self.rank)}/{name}"
         )
         added[name] = Shard(name, source, identity, is_linked)
+
+    def _make_room(self) -> None:
+        """Apply `on_backlog` and `on_disk_low` before a new checkpoint is begun."""
+        settings = self.settings
+        if not (settings.max_backlog_checkpoints or settings.max_backlog_bytes or settings.min_free_bytes):
+            return
+        started, has_warned = time.monotonic(), False
+        try:
+            while (trouble := self._trouble()) is not None:
+                what, reaction = trouble
+                if reaction == "supersede" and self._supersede(what):
+                    continue
+                waited_s = time.monotonic() - started
+                if reaction == "raise" or waited_s >= settings.block_timeout_s:
+                    raise BacklogError(what, hint="save less often, allow more, or see why uploads are slow")
+                if not has_warned:
+                    has_warned = True
+                    logger.warning("trainer_blocked reason=%s", what)
+                with self._changed:
+                    self._changed.wait(min(BLOCK_POLL_S, settings.block_timeout_s - waited_s))
+                self._check_usable()
+        finally:
+            self.metrics.trainer_blocked(time.monotonic() - started)
+
+    def _trouble(self) -> tuple[str, str] | None:
+        """Why no new checkpoint should be begun now and what the policy does about it, or None."""
+        settings = self.settings
+        free_bytes, _ = self._folder.space()
+        if free_bytes < settings.min_free_bytes:
+            return (
+                f"{free_bytes} bytes are free, min_free_bytes={settings.min_free_bytes}",
+                settings.on_disk_low,
+            )
+        waiting = decide.backlog(self._engine_now().fresh_local())
+        if 0 < settings.max_backlog_checkpoints <= len(waiting):
+            limit = settings.max_backlog_checkpoints
+            return f"{len(waiting)} checkpoints wait, max_backlog_checkpoints={limit}", settings.on_backlog
+        waiting_bytes = sum(decide.unsent_bytes(each) for each in waiting)
+        if 0 < settings.max_backlog_bytes <= waiting_bytes:
+            limit = settings.max_backlog_bytes
+            return f"{waiting_bytes} bytes wait, max_backlog_bytes={limit}", settings.on_backlog
+        return None
+
+    def _supersede(self, what: str) -> bool:
+        """Give up the oldest checkpoint of the backlog that retention would not keep; False if there is none."""
+        policy = retention.parse(self.settings.remote_retention)
+        victims = decide.supersedable(self._engine_now().fresh_local(), policy)
+        if not victims:
+            return False
+        reason = f"superseded by newer checkpoints: {what}"
+        logger.warning("checkpoint_superseded %s reason=%s", victims[0], what)
+        self._journal.append(self.rank, [Superseded(victims[0], reason)])
+        self._engine_now().wake()
+        return True
 
     def seal(self, step: int, *, name: str | None = None, metrics: Mapping[str, float] | None = None) -> None:
         """Say that this rank has no more shards for `step`. Returns at once; survives SIGKILL.
@@ -273,6 +343,32 @@ class Uploader:
             hint="what is in the spool is tried again at the next start or by `ckpt-async drain`",
         ) from found[0]
 
+    def flush(self, timeout_s: float) -> FlushReport:
+        """Get as much as possible into the store within `timeout_s`, the newest complete checkpoint first; then say
+        what is left. For the last seconds before a node goes away.
+
+        Nothing is lost by what is left: the next process on this node, `ckpt-async drain` or the sweeper finish it.
+        The uploader stays open.
+        """
+        self._check_process()
+        before = self.metrics.num_committed
+        self._engine_now().put_newest_first()
+        self._drain(timeout_s, grace_s=timeout_s)
+        return self._report(before)
+
+    def _report(self, committed_before: int) -> FlushReport:
+        left = [
+            each for each in self._engine_now().fresh_local().checkpoints.values() if each.decision is None
+        ]
+        shards = [shard for each in left for shard in each.shards.values() if shard.stored is None]
+        return FlushReport(
+            is_done=not left,
+            num_committed=self.metrics.num_committed - committed_before,
+            num_shards_left=len(shards),
+            size_bytes_left=sum(each.shard.size_bytes for each in shards),
+            steps_left=tuple(sorted(each.id.step for each in left)),
+        )
+
     def close(self, timeout_s: float | None = None) -> None:
         """Finish what was sealed, stop the thread, release the folder. Idempotent.
 
@@ -287,7 +383,9 @@ class Uploader:
         _close_without_exit(self)
         try:
             if self._thread.is_alive():
-                self._drain(self.settings.upload_timeout_s if timeout_s is None else timeout_s)
+                timeout_s = self.settings.upload_timeout_s if timeout_s is None else timeout_s
+                self._drain(timeout_s, grace_s=self.settings.close_grace_s)
+                self._log_what_is_left()
         finally:
             if self._engine is not None:
                 self._engine.stop()
@@ -397,26 +495,25 @@ class Uploader:
                 if not self._num_waiting and self._engine is not None:
                     self._engine.hurry(False)
 
-    def _drain(self, timeout_s: float) -> None:
-        """Wait for our own work, then a while for the others', and say what is left."""
+    def _drain(self, timeout_s: float, *, grace_s: float) -> None:
+        """Wait for our own work, then a while for the others'."""
         deadline = time.monotonic() + timeout_s
         first_round = self._engine_now().num_rounds + 1  # it began after everything was appended
         with self._hurried():
             self._engine_now().wake()
             self._wait_while(lambda engine: engine.num_rounds <= first_round or engine.num_due > 0, deadline)
-            grace = min(deadline, time.monotonic() + self.settings.close_grace_s)
-            self._wait_while(_waits_for_others, grace)
+            self._wait_while(_waits_for_others, min(deadline, time.monotonic() + grace_s))
             self._wait_while(lambda engine: engine.num_due > 0, deadline)
-        engine = self._engine_now()
-        left = [each for each in engine.local.checkpoints.values() if each.decision is None]
-        if left:
-            unsent = [shard for each in left for shard in each.shards.values() if shard.stored is None]
+
+    def _log_what_is_left(self) -> None:
+        report = self._report(0)
+        if not report.is_done:
             logger.warning(
-                "closed_with_unfinished checkpoints=%s shards_to_upload=%d bytes_to_upload=%d;"
+                "closed_with_unfinished steps=%s shards_to_upload=%d bytes_to_upload=%d;"
                 " the next start, `ckpt-async drain` or the sweeper finish what was sealed",
-                [each.id.step for each in left],
-                len(unsent),
-                sum(each.shard.size_bytes for each in unsent),
+                list(report.steps_left),
+                report.num_shards_left,
+                report.size_bytes_left,
             )
 
     def _wait_while(self, is_busy: Callable[[Engine], bool], deadline: float) -> None:
