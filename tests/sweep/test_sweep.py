@@ -1,0 +1,404 @@
+"""What a sweep of a remote does, step by step, and that being cut short or doubled changes nothing."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from ckpt_async import keys, plan, protocol, records
+from ckpt_async.conditional import put
+from ckpt_async.model import CheckpointId, Lease, Outcome
+from ckpt_async.plan import Ages
+from ckpt_async.retention import AnyOf, KeepBest, KeepEveryNSteps, KeepLast
+from tests.sweep.world import HOUR_S, Counted, StoppedError, World, ids
+
+
+def test_remote_retention_keeps_what_the_policy_keeps(run: Any) -> None:
+    """The point of it all: old checkpoints go, whole, and what is kept stays whole."""
+
+    async def main() -> None:
+        world = World()
+        await world.start(1)
+        for step, loss in zip((10, 20, 30, 40, 50), (0.5, 0.1, 0.4, 0.3, 0.2), strict=True):
+            await world.commit(CheckpointId(1, step), loss=loss)
+        await world.sweep(AnyOf((KeepLast(1), KeepBest(1, "loss"), KeepEveryNSteps(40))))
+        outcomes = {step: await world.outcome(CheckpointId(1, step)) for step in (10, 20, 30, 40, 50)}
+        assert [step for step, outcome in outcomes.items() if outcome is Outcome.COMMIT] == [20, 40, 50]
+        assert [step for step, outcome in outcomes.items() if outcome is Outcome.PRUNED] == [10, 30]
+        assert {keys.parse_data_key(key)[0].step for key in world.keys(keys.DATA)} == {20, 40, 50}  # type: ignore[index]
+        result = await world.verify()
+        assert result.findings == []
+        assert result.num_committed == 3
+
+    run(main())
+
+
+def test_dry_run_touches_nothing_and_says_why(run: Any) -> None:
+    """A plan one can read before it is carried out."""
+
+    async def main() -> None:
+        world = World()
+        await world.start(1)
+        for id_ in ids(1, 2):
+            await world.commit(id_)
+        before = dict(world.bucket.objects)
+        report = await world.sweeper(KeepLast(1)).run(is_dry_run=True)
+        assert [type(each.action) for each in report.done] == [plan.BeginPrune]
+        assert "retention" in report.done[0].action.reason
+        assert world.bucket.objects == before
+
+    run(main())
+
+
+def test_a_checkpoint_latest_is_not_ahead_of_is_not_pruned(run: Any) -> None:
+    """R2: readers follow latest; what it names, or will be asked for next, must be there."""
+
+    async def main() -> None:
+        world = World()
+        await world.start(1)
+        for id_ in ids(1, 2):
+            await world.commit(id_, moves_latest=False)
+        view = await world.sweeper(KeepLast(1)).observe()
+        planned = plan.plan(view, KeepLast(1), Ages())
+        assert any(isinstance(each, plan.MoveLatest) for each in planned)
+        assert not any(isinstance(each, plan.BeginPrune) for each in planned)
+
+    run(main())
+
+
+def test_pinned_survives_any_policy_and_pinning_what_is_pruned_fails(run: Any) -> None:
+    """A pin is in the object that pruning swaps: one of the two happens, never both."""
+
+    async def main() -> None:
+        world = World()
+        await world.start(1)
+        for id_ in ids(1, 2, 3):
+            await world.commit(id_)
+        pinned = await protocol.set_pin(world.store, world.requests, CheckpointId(1, 1), True)
+        assert pinned is not None
+        assert pinned.is_pinned
+        await world.sweep(KeepLast(1))
+        assert await world.outcome(CheckpointId(1, 1)) is Outcome.COMMIT
+        assert await world.outcome(CheckpointId(1, 2)) is Outcome.PRUNED
+        late = await protocol.set_pin(world.store, world.requests, CheckpointId(1, 2), True)
+        assert late is not None
+        assert not late.is_pinned
+        await protocol.set_pin(world.store, world.requests, CheckpointId(1, 1), False)
+        await world.sweep(KeepLast(1))
+        assert await world.outcome(CheckpointId(1, 1)) is Outcome.PRUNED
+
+    run(main())
+
+
+def test_a_pin_set_between_plan_and_prune_wins(run: Any) -> None:
+    """The sweeper planned on a view that is old by now."""
+
+    async def main() -> None:
+        world = World()
+        await world.start(1)
+        for id_ in ids(1, 2):
+            await world.commit(id_)
+        sweeper = world.sweeper(KeepLast(1))
+        planned = plan.plan(await sweeper.observe(), KeepLast(1), Ages())
+        await protocol.set_pin(world.store, world.requests, CheckpointId(1, 1), True)
+        for action in planned:
+            await sweeper.perform(action)
+        assert await world.outcome(CheckpointId(1, 1)) is Outcome.COMMIT
+
+    run(main())
+
+
+def test_pruning_waits_for_readers_until_their_lease_expires(run: Any) -> None:
+    """A slow restore never sees a shard vanish; a dead reader does not hold space for ever."""
+
+    async def main() -> None:
+        world = World()
+        await world.start(1)
+        for id_ in ids(1, 2):
+            await world.commit(id_)
+        lease = Lease(CheckpointId(1, 1), "reader-a", ttl_s=600.0)
+        assert await protocol.take_lease(world.store, world.requests, lease) is not None
+        shards = world.keys("ckpt/step-1.")
+        report = await world.sweep(KeepLast(1))
+        assert await world.outcome(CheckpointId(1, 1)) is Outcome.PRUNING
+        assert world.keys("ckpt/step-1.") == shards
+        assert any("reader-a" in each.action.reason for each in report.done)
+        world.now += 600.0 + plan.LEASE_MARGIN_S
+        await world.sweep(KeepLast(1))
+        assert await world.outcome(CheckpointId(1, 1)) is Outcome.PRUNED
+        assert world.keys("ckpt/step-1.") == []
+        assert world.keys(keys.LEASES) == []
+
+    run(main())
+
+
+def test_a_lease_taken_after_pruning_began_is_refused(run: Any) -> None:
+    """R3: lease, then the decision again. The reader goes to another checkpoint and leaves nothing behind."""
+
+    async def main() -> None:
+        world = World()
+        await world.start(1)
+        for id_ in ids(1, 2):
+            await world.commit(id_)
+        assert await protocol.begin_prune(world.store, world.requests, CheckpointId(1, 1))
+        lease = Lease(CheckpointId(1, 1), "reader-a", ttl_s=600.0)
+        assert await protocol.take_lease(world.store, world.requests, lease) is None
+        assert world.keys(keys.LEASES) == []
+
+    run(main())
+
+
+def test_a_lease_that_appears_after_the_plan_still_holds_pruning_up(run: Any) -> None:
+    """The view of the leases is older than the decision `pruning`: they are listed again before anything is
+    deleted.
+    """
+
+    async def main() -> None:
+        world = World()
+        await world.start(1)
+        for id_ in ids(1, 2):
+            await world.commit(id_)
+        lease = Lease(CheckpointId(1, 1), "reader-a", ttl_s=600.0)
+        assert await protocol.take_lease(world.store, world.requests, lease) is not None
+        assert await protocol.begin_prune(world.store, world.requests, CheckpointId(1, 1))
+        assert not await protocol.finish_prune(world.store, world.requests, CheckpointId(1, 1))
+        assert len(world.keys("ckpt/step-1.")) == 2
+
+    run(main())
+
+
+def test_commit_is_finished_for_engines_that_died(run: Any) -> None:
+    """All receipts are there, nobody decided: the checkpoint is whole and must become visible."""
+
+    async def main() -> None:
+        world = World()
+        await world.start(1)
+        for rank in range(2):
+            await world.receipt(CheckpointId(1, 7), rank)
+        await world.sweep()
+        assert await world.outcome(CheckpointId(1, 7)) is None, "its engines may be about to"
+        world.now += Ages().help_s
+        await world.sweep()
+        assert await world.outcome(CheckpointId(1, 7)) is Outcome.COMMIT
+        latest = await protocol.read_latest(world.store, world.requests)
+        assert latest is not None
+        assert latest.checkpoint == CheckpointId(1, 7)
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("is_superseded", "limit_s"), [(True, Ages().superseded_s), (False, Ages().newest_s)]
+)
+def test_what_cannot_finish_is_given_up_after_an_age_and_removed(
+    run: Any, is_superseded: bool, limit_s: float
+) -> None:
+    """Half a checkpoint costs money for ever; but a paused trainer of the newest generation gets more time."""
+
+    async def main() -> None:
+        world = World()
+        await world.start(1)
+        if is_superseded:
+            await world.start(2)
+        id_ = CheckpointId(1, 7)
+        await world.receipt(id_, 0)
+        await world.shard(id_, 1)
+        world.now += limit_s - 1
+        await world.sweep()
+        assert await world.outcome(id_) is None
+        assert len(world.keys(keys.DATA)) == 2
+        world.now += 1
+        await world.sweep()
+        assert await world.outcome(id_) is Outcome.ABORT
+        assert world.keys(keys.DATA) == []
+        assert world.keys(keys.RECEIPTS) == []
+
+    run(main())
+
+
+def test_a_straggler_cannot_commit_what_was_given_up(run: Any) -> None:
+    """R4: commit and abort compete for one create, also when the abort was collected since."""
+
+    async def main() -> None:
+        world = World()
+        await world.start(1)
+        await world.start(2)
+        id_ = CheckpointId(1, 7)
+        await world.receipt(id_, 0)
+        world.now += Ages().superseded_s
+        await world.sweep()
+        await world.receipt(id_, 1)
+        await world.receipt(id_, 0)
+        settled = await protocol.settle(
+            world.store, world.requests, id_, world_size=2, by="straggler", now=world.now
+        )
+        assert settled is not None
+        assert settled[0].outcome is Outcome.ABORT
+        await world.sweep()
+        assert world.keys(keys.DATA) == []
+
+    run(main())
+
+
+def test_old_decisions_are_collected_and_stay_settled(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Listing cost follows what is kept, and a create-once that was forgotten does not come back to life."""
+    monkeypatch.setattr(plan, "COLLECT_AT_LEAST", 3)
+
+    async def main() -> None:
+        world = World(world_size=1)
+        await world.start(1)
+        for id_ in ids(1, 2, 3, 4, 5):
+            await world.commit(id_)
+        await protocol.set_pin(world.store, world.requests, CheckpointId(1, 2), True)
+        await world.start(2)
+        await world.commit(CheckpointId(2, 1))
+        await world.sweep(KeepLast(1))
+        world.now += Ages().superseded_s
+        await world.sweep(KeepLast(1))
+        decisions = [keys.parse_decision_key(key) for key in world.keys(keys.DECISIONS)]
+        assert decisions == [CheckpointId(1, 2), CheckpointId(2, 1)]
+        # A straggler creates the decision that was collected: void for itself, for readers, and swept away.
+        await world.receipt(CheckpointId(1, 3), 0)
+        settled = await protocol.settle(
+            world.store, world.requests, CheckpointId(1, 3), world_size=1, by="straggler", now=world.now
+        )
+        assert settled is not None
+        assert settled[0].outcome is Outcome.ABORT
+        assert not settled[1]
+        result = await world.verify()
+        assert result.violations == []
+        assert result.num_committed == 2
+        await world.sweep(KeepLast(1))
+        await world.sweep(KeepLast(1))
+        assert keys.decision_key(CheckpointId(1, 3)) not in world.bucket.objects
+        assert world.keys("ckpt/step-3.") == []
+        # The kept one is pruned later, and collected like the others.
+        await protocol.set_pin(world.store, world.requests, CheckpointId(1, 2), False)
+        await world.sweep(KeepLast(1))
+        assert await world.outcome(CheckpointId(1, 2)) is Outcome.PRUNED
+
+    run(main())
+
+
+def test_stale_multiparts_leases_members_and_probes_are_cleared(run: Any) -> None:
+    """What is billed and invisible, and what would make every listing longer."""
+
+    async def main() -> None:
+        world = World()
+        await world.start(1)
+        await world.commit(CheckpointId(1, 5))
+        await world.start(2)
+        old = keys.data_key("step-6", 1, "rank-0.pt")
+        await world.store.create_multipart(old)
+        decided = keys.data_key("step-5", 1, "rank-9.pt")
+        await world.store.create_multipart(decided)
+        live = keys.data_key("step-7", 2, "rank-0.pt")
+        await world.store.create_multipart(live)
+        await put(world.store, world.requests, f"{keys.PROBES}abc-a", b"probe")
+        lease = records.encode_lease(Lease(CheckpointId(1, 5), "dead", ttl_s=60.0))
+        await put(world.store, world.requests, keys.lease_key(CheckpointId(1, 5), "dead"), lease)
+        await world.sweep()
+        assert {each.key for each in await world.store.list_multiparts("")} == {old, live}
+        assert {keys.parse_member_key(key) for key in world.keys(keys.MEMBERS)} == {2}
+        world.now += Ages().superseded_s
+        await world.sweep()
+        assert {each.key for each in await world.store.list_multiparts("")} == {live}
+        assert world.keys(keys.PROBES) == []
+        assert world.keys(keys.LEASES) == []
+
+    run(main())
+
+
+def test_ages_are_by_the_stores_clock(run: Any) -> None:
+    """A sweeper whose own clock is a year ahead decides nothing differently."""
+
+    async def main() -> None:
+        world = World()
+        await world.start(1)
+        await world.start(2)
+        await world.receipt(CheckpointId(1, 7), 0)
+        sweeper = world.sweeper()
+        sweeper.clock = lambda: world.now + 365 * 24 * HOUR_S
+        await sweeper.run(is_dry_run=False)
+        assert await world.outcome(CheckpointId(1, 7)) is None
+
+    run(main())
+
+
+def test_an_unreadable_decision_stops_the_sweep_before_anything_is_done(run: Any) -> None:
+    """Deciding without it could give up what is committed."""
+
+    async def main() -> None:
+        world = World()
+        await world.start(1)
+        for id_ in ids(1, 2):
+            await world.commit(id_)
+        await put(world.store, world.requests, keys.decision_key(CheckpointId(1, 1)), b"{}")
+        before = dict(world.bucket.objects)
+        with pytest.raises(Exception, match="decision"):
+            await world.sweeper(KeepLast(1)).run(is_dry_run=False)
+        assert world.bucket.objects == before
+
+    run(main())
+
+
+async def _messy() -> World:
+    world = World()
+    await world.start(1)
+    for id_ in ids(1, 2, 3):
+        await world.commit(id_)
+    await world.receipt(CheckpointId(1, 4), 0)
+    await world.store.create_multipart(keys.data_key("step-4", 1, "rank-1.pt"))
+    await world.start(2)
+    await world.commit(CheckpointId(2, 3), moves_latest=False)
+    world.now += Ages().superseded_s
+    return world
+
+
+async def _assert_settled(world: World) -> None:
+    await world.sweep(KeepLast(2))
+    await world.sweep(KeepLast(2))
+    result = await world.verify()
+    assert result.findings == []
+    assert result.num_committed == 2
+    assert {keys.parse_data_key(key)[0] for key in world.keys(keys.DATA)} == {  # type: ignore[index]
+        CheckpointId(1, 3),
+        CheckpointId(2, 3),
+    }
+    assert await world.store.list_multiparts("") == []
+    latest = await protocol.read_latest(world.store, world.requests)
+    assert latest is not None
+    assert latest.checkpoint == CheckpointId(2, 3)
+
+
+@pytest.mark.parametrize("after_effect", [False, True])
+def test_killed_at_any_request_the_next_sweep_finishes(run: Any, after_effect: bool) -> None:
+    """Every request of a sweep in turn is its last; at every such moment nothing committed is damaged."""
+
+    async def main() -> None:
+        counter = Counted((await _messy()).store)
+        world = await _messy()
+        counter = Counted(world.store)
+        await world.sweeper(KeepLast(2), store=counter).run(is_dry_run=False)  # type: ignore[arg-type]
+        total = counter.num_requests
+        assert total > 40
+        for die_at in range(1, total + 1):
+            world = await _messy()
+            dying = Counted(world.store, die_at, after_effect=after_effect)
+            with pytest.raises(StoppedError):
+                await world.sweeper(KeepLast(2), store=dying).run(is_dry_run=False)  # type: ignore[arg-type]
+            assert (await world.verify()).violations == [], die_at
+            await _assert_settled(world)
+
+    run(main())
+
+
+def test_two_sweepers_at_once_are_safe(run: Any) -> None:
+    """Their requests interleave at every await."""
+
+    async def main() -> None:
+        world = await _messy()
+        await asyncio.gather(*(world.sweeper(KeepLast(2)).run(is_dry_run=False) for _ in range(3)))
+        await _assert_settled(world)
+
+    run(main())

@@ -1,0 +1,133 @@
+"""The oracle of all fault tests must itself be tested: it says exactly what was damaged, and nothing else."""
+
+from typing import Any
+
+import pytest
+
+from ckpt_async import keys, protocol, records
+from ckpt_async.checksums import checksum_of
+from ckpt_async.conditional import put
+from ckpt_async.model import CheckpointId, Latest, Outcome
+from ckpt_async.store import BytesBody
+from ckpt_async.verify import verify
+from tests.sweep.world import World, ids, replaced
+
+ID = CheckpointId(1, 5)
+SHARD = keys.data_key("step-5", 1, "rank-1.pt")
+
+
+async def _world() -> World:
+    world = World()
+    await world.start(1)
+    for id_ in ids(4, 5):
+        await world.commit(id_)
+    return world
+
+
+def test_a_sound_run_has_no_findings(run: Any) -> None:
+    """No false alarms."""
+
+    async def main() -> None:
+        result = await (await _world()).verify()
+        assert result.findings == []
+        assert (result.num_committed, result.num_shards) == (2, 4)
+
+    run(main())
+
+
+def test_one_damaged_byte_is_named(run: Any) -> None:
+    """By the store's own checksum, and by reading where the store only repeats what it was told."""
+
+    async def main() -> None:
+        world = await _world()
+        stored = world.bucket.objects[SHARD]
+        damaged = bytes([stored.data[0] ^ 1]) + stored.data[1:]
+        await world.store.put(SHARD, BytesBody(damaged), checksum_of(damaged, "crc64nvme"))
+        assert [(each.rule, each.key) for each in (await world.verify()).findings] == [("I6", SHARD)]
+        world.bucket.objects[SHARD] = replaced(stored, data=damaged)  # the checksum it keeps is the old one
+        assert (await world.verify()).findings == []
+        result = await verify(world.store, world.requests, read_percent=100)
+        assert [(each.rule, each.key) for each in result.findings] == [("I6", SHARD)]
+        assert result.num_shards_read == 4
+
+    run(main())
+
+
+@pytest.mark.parametrize("key", [SHARD, keys.receipt_key(ID, 0)])
+def test_one_missing_key_is_named(run: Any, key: str) -> None:
+    """A lifecycle rule, a careless hand."""
+
+    async def main() -> None:
+        world = await _world()
+        await world.store.delete([key])
+        result = await world.verify()
+        assert [(each.rule, each.key) for each in result.violations] == [("I1", key)]
+
+    run(main())
+
+
+def test_a_truncated_shard_is_named(run: Any) -> None:
+    """The classic of stores that lie: a short object under the right name."""
+
+    async def main() -> None:
+        world = await _world()
+        await world.store.put(SHARD, BytesBody(b"x"), checksum_of(b"x", "crc64nvme"))
+        result = await world.verify()
+        assert [(each.rule, each.key) for each in result.findings] == [("I1", SHARD)]
+        assert "1 bytes" in result.findings[0].message
+
+    run(main())
+
+
+def test_a_forged_decision_is_named(run: Any) -> None:
+    """A commit whose receipts are not the ones it was made from, or that claims other counts."""
+
+    async def main() -> None:
+        world = await _world()
+        decision = await protocol.read_decision(world.store, world.requests, ID)
+        assert decision is not None
+        other = checksum_of(b"forged", "crc64nvme")
+        for forged, where in (
+            (replaced(decision, receipts=(other, decision.receipts[1])), keys.receipt_key(ID, 0)),
+            (replaced(decision, num_shards=99), keys.decision_key(ID)),
+        ):
+            await put(world.store, world.requests, keys.decision_key(ID), records.encode_decision(forged))
+            result = await world.verify()
+            assert [(each.rule, each.key) for each in result.violations] == [("I1", where)]
+        await put(world.store, world.requests, keys.decision_key(ID), b'{"outcome":"commit"}')
+        assert keys.decision_key(ID) in {each.key for each in (await world.verify()).violations}
+
+    run(main())
+
+
+def test_latest_that_names_nothing_committed_is_named(run: Any) -> None:
+    """It may be behind, it is a hint; but it must never lead to what is not there."""
+
+    async def main() -> None:
+        world = await _world()
+        latest = Latest(CheckpointId(1, 4), "step-4", keys.data_prefix("step-4", 1), 9, "nonce")
+        await put(world.store, world.requests, keys.LATEST, records.encode_latest(latest))
+        assert (await world.verify()).findings == []
+        nowhere = Latest(CheckpointId(9, 9), "step-9", keys.data_prefix("step-9", 9), 9, "nonce")
+        for data in (records.encode_latest(nowhere), b"nonsense"):
+            await put(world.store, world.requests, keys.LATEST, data)
+            assert [each.rule for each in (await world.verify()).violations] == ["I2"]
+
+    run(main())
+
+
+def test_strays_are_leftovers_not_violations(run: Any) -> None:
+    """Garbage is the sweeper's business; nobody has to be woken up for it."""
+
+    async def main() -> None:
+        world = await _world()
+        await world.shard(ID, 9)
+        await world.shard(CheckpointId(1, 6), 0)  # under way: not stray
+        result = await world.verify()
+        assert result.violations == []
+        assert [each.key for each in result.findings] == [keys.data_key("step-5", 1, "rank-9.pt")]
+        assert await protocol.begin_prune(world.store, world.requests, CheckpointId(1, 4))
+        assert await world.outcome(CheckpointId(1, 4)) is Outcome.PRUNING
+        assert (await world.verify()).violations == []
+
+    run(main())
