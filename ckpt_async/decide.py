@@ -16,6 +16,7 @@ from ckpt_async.model import (
     Latest,
     Local,
     LocalCheckpoint,
+    LocalShard,
     Outcome,
     Receipt,
 )
@@ -50,6 +51,7 @@ class Policy:
     num_checkpoints_to_keep: int = -1
     has_local_latest: bool = True
     may_decide: bool = True  # False: the store has no conditional PUT, and another rank decides
+    is_adopted: bool = False  # the trainer is dead: what it has not sealed, it never will
 
 
 # --- actions -----------------------------------------------------------------------------------------------
@@ -175,13 +177,15 @@ def _towards_decision(
     checkpoint: LocalCheckpoint, local: Local, remote: Remote, policy: Policy, now: float
 ) -> Iterable[Action]:
     """Write order (R1): shards → receipt → decision. Never waits for another checkpoint."""
-    hopeless = why_hopeless(checkpoint, local.generation)
+    watch = remote.watches.get(checkpoint.id, Watch())
+    hopeless = why_hopeless(checkpoint, local.generation, is_adopted=policy.is_adopted)
     if hopeless is not None:
         # The others must not wait for a shard that cannot come: abort competes with commit (R4).
         if policy.may_decide:
             yield Abort(checkpoint.id, hopeless)
+        else:  # whoever may will give it up: learn of it, or its links stay for ever
+            yield Look(checkpoint.id) if now >= watch.next_look_at else WaitUntil(watch.next_look_at)
         return
-    watch = remote.watches.get(checkpoint.id, Watch())
     if checkpoint.id.generation < local.generation and watch.num_looks == 0:
         yield Look(checkpoint.id)  # the others, or the sweeper, may have settled it while we were away
         return
@@ -197,7 +201,7 @@ def _towards_decision(
         return
     if policy.may_decide and watch.ranks is not None and is_complete(checkpoint, watch.ranks):
         yield Commit(checkpoint.id)
-    elif now >= watch.next_look_at:
+    elif watch.ranks is None or now >= watch.next_look_at:
         yield Look(checkpoint.id)
     else:
         yield WaitUntil(watch.next_look_at)
@@ -215,8 +219,10 @@ def _after_decision(local: Local, remote: Remote, policy: Policy) -> Iterable[Ac
     else:
         publish = None
     wants_link = policy.has_local_latest and policy.num_checkpoints_to_keep != 0
-    if newest is not None and wants_link and remote.local_latest != newest:
-        yield MoveLocalLatest(newest)
+    linked = newest if wants_link else None
+    is_linked = linked is None or remote.local_latest == linked
+    if linked is not None and not is_linked:
+        yield MoveLocalLatest(linked)
     kept = retention.keep_local(committed, policy.num_checkpoints_to_keep)
     is_all_kept = policy.num_checkpoints_to_keep < 0
     for id_, checkpoint in decided.items():
@@ -226,14 +232,14 @@ def _after_decision(local: Local, remote: Remote, policy: Policy) -> Iterable[Ac
             yield Remove(id_, checkpoint.superseded)
         elif not checkpoint.was_committed or (is_all_kept and id_ not in (newest, publish)):
             yield Forget(id_)  # the user's own files stay where they are
-        elif id_ not in kept and id_ != publish:
+        elif id_ not in kept and id_ not in (publish, linked) and is_linked:  # R2: the symlink is ahead first
             yield Remove(id_, f"beyond num_checkpoints_to_keep={policy.num_checkpoints_to_keep}")
 
 
 # --- the rules, one by one ---------------------------------------------------------------------------------
 
 
-def why_hopeless(checkpoint: LocalCheckpoint, generation: int) -> str | None:
+def why_hopeless(checkpoint: LocalCheckpoint, generation: int, *, is_adopted: bool = False) -> str | None:
     """Why this rank can never deliver the checkpoint, or None.
 
     What an earlier generation had sealed is still finished (R11); what it had not sealed never will be.
@@ -242,7 +248,7 @@ def why_hopeless(checkpoint: LocalCheckpoint, generation: int) -> str | None:
         return checkpoint.loss.message
     if checkpoint.superseded:
         return checkpoint.superseded
-    if checkpoint.sealed is None and checkpoint.id.generation < generation:
+    if checkpoint.sealed is None and (is_adopted or checkpoint.id.generation < generation):
         return f"the trainer stopped before it sealed {checkpoint.id}"
     return None
 
@@ -313,6 +319,11 @@ def merged_metrics(receipts: Iterable[Receipt]) -> tuple[tuple[str, float], ...]
     return tuple(sorted(merged.items()))
 
 
+def undecided(local: Local) -> list[LocalCheckpoint]:
+    """Checkpoints whose fate this rank does not know yet, oldest first."""
+    return [each for _, each in sorted(local.checkpoints.items()) if each.decision is None]
+
+
 def backlog(local: Local) -> list[LocalCheckpoint]:
     """Checkpoints that this rank has not finished uploading, oldest first. What waits for other ranks is not in it:
     holding a trainer up for a rank that died would stall it for ever.
@@ -322,6 +333,27 @@ def backlog(local: Local) -> list[LocalCheckpoint]:
         for _, each in sorted(local.checkpoints.items())
         if each.decision is None and not each.has_receipt and not each.superseded
     ]
+
+
+def stranded(local: Local, url: str) -> list[CheckpointId]:
+    """Unfinished checkpoints that were begun at another remote than `url`. What is verified there is not here: a
+    commit here would name shards that do not exist (R1).
+    """
+    if local.remote is None or local.remote.url.rstrip("/") == url.rstrip("/"):
+        return []
+    return sorted(id_ for id_, each in local.checkpoints.items() if each.decision is None)
+
+
+def queue_state(each: LocalShard, *, is_begun: bool, is_inherited: bool) -> str:
+    """Which part of the queue a shard that is not in the store yet belongs to: queued, uploading, retrying, failed.
+
+    `is_begun`: some bytes are acknowledged. `is_inherited`: an earlier start of the run left it.
+    """
+    if each.failure is not None:
+        return "failed"
+    if is_begun or (each.multipart is not None and not is_inherited):
+        return "uploading"
+    return "retrying" if is_inherited else "queued"
 
 
 def unsent_bytes(checkpoint: LocalCheckpoint) -> int:

@@ -105,6 +105,7 @@ class Engine:
             num_checkpoints_to_keep=settings.num_checkpoints_to_keep,
             has_local_latest=bool(settings.latest_filename),
             may_decide=store.capabilities.conditional_put or rank == 0,
+            is_adopted=not is_trainer,
         )
         self._remote = decide.Remote()
         self._running: dict[decide.Action, asyncio.Task[None]] = {}
@@ -213,7 +214,7 @@ class Engine:
             if now < not_before and action not in self._running:
                 wake_at = min(wake_at, not_before)
                 continue
-            num_due += not isinstance(action, decide.Look)
+            num_due += not self._is_look_at_others(action)
             if action in self._running:
                 continue
             if isinstance(action, decide.Upload):
@@ -230,6 +231,13 @@ class Engine:
         self._start_uploads()
         self.num_due, self.num_rounds = num_due, self.num_rounds + 1
         return max(0.0, wake_at - now)
+
+    def _is_look_at_others(self, action: decide.Action) -> bool:
+        """Until the receipts were listed once a look is our own work: shards, or the commit, wait for it."""
+        if not isinstance(action, decide.Look):
+            return False
+        watch = self._remote.watches.get(action.checkpoint)
+        return watch is not None and watch.ranks is not None
 
     def _newest_first(self, uploads: deque[decide.Upload]) -> deque[decide.Upload]:
         """Reorder, and free the places that older checkpoints take while the newest complete one waits."""
@@ -575,7 +583,7 @@ class Engine:
         if settled is None:
             # Receipts vanish only after an abort: look again, the decision will say so.
             look_at = self._loop.time() + self._settings.decision_poll_s
-            self._watch(checkpoint.id, decide.Watch(num_looks=1, next_look_at=look_at))
+            self._watch(checkpoint.id, decide.Watch(num_looks=1, next_look_at=look_at, ranks=frozenset()))
             return
         decision, is_ours = settled
         if is_ours and decision.outcome is Outcome.COMMIT:

@@ -88,6 +88,10 @@ class JournalError(CkptAsyncError):
     """The journal cannot be used as it is. The message says what is wrong and what to do."""
 
 
+class NoJournalError(JournalError):
+    """There is no journal in the folder: no uploader was ever opened there. Looking never makes one."""
+
+
 class FolderInUseError(JournalError):
     """Another live process owns this rank's journal in this folder."""
 

@@ -19,10 +19,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from ckpt_async import keys
-from ckpt_async.errors import FailureReason, FolderInUseError, JournalError
+from ckpt_async.errors import FailureReason, FolderInUseError, JournalError, NoJournalError
 from ckpt_async.files import Folder, fsync_path, no_space
 from ckpt_async.model import (
     CheckpointId,
@@ -41,6 +41,7 @@ from ckpt_async.model import (
     Outcome,
     ReceiptStored,
     Released,
+    RemoteAddress,
     Sealed,
     Shard,
     StoredShard,
@@ -76,12 +77,29 @@ class Journal:
     """
 
     def __init__(self, folder: Folder, *, clock: Callable[[], float] = time.time) -> None:
+        self._open(folder.path, clock, _connect)
+
+    @classmethod
+    def open_readonly(cls, folder: str | os.PathLike[str]) -> Self:
+        """Open a folder's journal to look at it, also beside live writers. Makes no file; writing raises
+        JournalError, and later appends may not be seen.
+
+        Raises NoJournalError if there is none.
+        """
+        journal = cls.__new__(cls)
+        journal._open(Path(os.path.realpath(folder)), time.time, _connect_readonly)  # noqa: SLF001  our own
+        return journal
+
+    def _open(
+        self, folder: Path, clock: Callable[[], float], connect: Callable[[Path], sqlite3.Connection]
+    ) -> None:
         self._folder = folder
-        self._path = folder.private / "journal.sqlite"
+        self._path = folder / keys.PRIVATE / "journal.sqlite"
         self._clock = clock
         self._lock = threading.Lock()
+        self._is_abandoned = False
         with self._translated():
-            self._connection = _connect(self._path)
+            self._connection = connect(self._path)
         _after_fork.add(self)
 
     # --- writing -------------------------------------------------------------------------------------------
@@ -193,6 +211,8 @@ class Journal:
     def close(self) -> None:
         """Close the handle. Idempotent. The journal itself stays."""
         _after_fork.discard(self)
+        if self._is_abandoned:
+            return
         with self._lock:
             self._connection.close()
 
@@ -202,6 +222,7 @@ class Journal:
         across a fork").
         """
         _abandoned.append(self._connection)
+        self._is_abandoned = True
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -216,12 +237,14 @@ class Journal:
 
     @contextlib.contextmanager
     def _translated(self) -> Iterator[None]:
+        if self._is_abandoned:
+            raise JournalError("this journal was opened by another process, of which this one is a fork")
         try:
             yield
         except sqlite3.Error as error:
             code = getattr(error, "sqlite_errorname", "") or ""
             if code == "SQLITE_FULL":
-                raise no_space(self._folder.path) from error
+                raise no_space(self._folder) from error
             hint = ""
             if code.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
                 hint = "move the file away and start again: the spool's manifests rebuild it"
@@ -244,15 +267,51 @@ def _connect(path: Path) -> sqlite3.Connection:
             connection.executescript(
                 f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version = {FORMAT_VERSION}; COMMIT;"
             )
-        elif version != FORMAT_VERSION:
-            raise JournalError(
-                f"journal {str(path)!r} has format {version}; this program writes {FORMAT_VERSION}",
-                hint="finish it with the version of ckpt_async that wrote it (`ckpt-async drain`)",
-            )
+        else:
+            _check_format(version, path)
     except BaseException:
         connection.close()
         raise
     return connection
+
+
+def _connect_readonly(path: Path) -> sqlite3.Connection:
+    if not path.is_file():
+        raise _no_journal(path)
+    # Without a WAL nobody has the journal open, and all of it is in the main file. Read as immutable then, for
+    # SQLite would make a WAL and leave it behind (https://sqlite.org/wal.html, 5 "Read-Only Databases").
+    mode = "mode=ro" if os.path.exists(f"{path}-wal") else "mode=ro&immutable=1"
+    connection = sqlite3.connect(
+        f"{path.as_uri()}?{mode}",
+        uri=True,
+        timeout=BUSY_TIMEOUT_S,
+        isolation_level=None,
+        check_same_thread=False,
+    )
+    try:
+        version = connection.execute("PRAGMA user_version").fetchone()[0]
+        if version == 0:
+            raise _no_journal(path)  # its maker was killed before the first row
+        _check_format(version, path)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _no_journal(path: Path) -> NoJournalError:
+    return NoJournalError(
+        f"there is no journal in {str(path.parent.parent)!r}",
+        hint="give the folder that the uploader was opened with",
+    )
+
+
+def _check_format(version: int, path: Path) -> None:
+    if version != FORMAT_VERSION:
+        raise JournalError(
+            f"journal {str(path)!r} has format {version}; this program writes {FORMAT_VERSION}",
+            hint="finish it with the version of ckpt_async that wrote it (`ckpt-async drain`)",
+        )
 
 
 # --- events <-> rows ---------------------------------------------------------------------------------------
@@ -291,6 +350,10 @@ def _decode(kind: str, body: str) -> Event:
         if "checkpoint" in fields:
             fields["checkpoint"] = CheckpointId(**fields["checkpoint"])
         match kind:
+            case "Opened":
+                remote = fields.get("remote")
+                fields["remote"] = RemoteAddress(**remote) if remote else None
+                fields["settings"] = tuple((name, value) for name, value in fields.get("settings", ()))
             case "Enqueued":
                 shard = fields["shard"]
                 shard["identity"] = FileIdentity(**shard["identity"])

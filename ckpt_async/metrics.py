@@ -25,6 +25,7 @@ from wsgiref.simple_server import WSGIServer
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from ckpt_async.decide import queue_state
 from ckpt_async.errors import CkptAsyncError, FailureReason
 from ckpt_async.files import Folder
 from ckpt_async.journal import Journal
@@ -484,12 +485,7 @@ class _View:
                     )
 
     def _add_pending(self, each: LocalShard, *, is_begun: bool, is_inherited: bool) -> None:
-        if each.failure is not None:
-            state = "failed"
-        elif is_begun or (each.multipart is not None and not is_inherited):
-            state = "uploading"
-        else:
-            state = "retrying" if is_inherited else "queued"
+        state = queue_state(each, is_begun=is_begun, is_inherited=is_inherited)
         self.num_files[state] += 1
         self.size_bytes[state] += each.shard.size_bytes
         if self.oldest_pending_at is None or each.enqueued_at < self.oldest_pending_at:

@@ -173,6 +173,20 @@ class Generation:
     claimed_at: float
 
 
+@dataclass(frozen=True, slots=True)
+class RemoteAddress:
+    """Where a run's checkpoints go, as far as it may be written to disk: everything but credentials.
+
+    `put_args` are in it because they say how objects are encrypted, which whoever finishes them must keep.
+    """
+
+    url: str
+    endpoint_url: str | None = None
+    region: str | None = None
+    addressing_style: str = "auto"
+    put_args: Mapping[str, object] = field(default_factory=dict)
+
+
 # --- journal events ----------------------------------------------------------------------------------------
 
 
@@ -182,6 +196,10 @@ class Opened:
 
     generation: int
     world_size: int
+    remote: RemoteAddress | None = None  # None: written by a version that did not record it
+    settings: tuple[
+        tuple[str, str | int], ...
+    ] = ()  # `settings.INHERITED`: what whoever adopts it must follow
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,6 +393,11 @@ class Local:
     newest_enqueued: CheckpointId | None = None
     newest_enqueued_at: float = 0.0
     sequence: int = 0
+    opened: Opened | None = None  # the newest
+
+    @property
+    def remote(self) -> RemoteAddress | None:
+        return self.opened.remote if self.opened else None
 
 
 def fold(rows: Iterable[JournalRow], start: Local) -> Local:
@@ -384,7 +407,7 @@ def fold(rows: Iterable[JournalRow], start: Local) -> Local:
     """
     checkpoints = dict(start.checkpoints)
     owned: dict[CheckpointId, dict[str, LocalShard]] = {}  # copied once per call, not once per event
-    generation, sequence = start.generation, start.sequence
+    generation, sequence, opened = start.generation, start.sequence, start.opened
     committed, committed_at = start.newest_committed, start.newest_committed_at
     enqueued, enqueued_at = start.newest_enqueued, start.newest_enqueued_at
     for row in rows:
@@ -394,7 +417,7 @@ def fold(rows: Iterable[JournalRow], start: Local) -> Local:
         event = row.event
         match event:
             case Opened():
-                generation = max(generation, event.generation)
+                generation, opened = max(generation, event.generation), event
                 owned.clear()
                 checkpoints = {key: _retry_failed(value) for key, value in checkpoints.items()}
                 continue
@@ -421,7 +444,7 @@ def fold(rows: Iterable[JournalRow], start: Local) -> Local:
         if after.was_committed and (committed is None or event.checkpoint > committed):
             committed, committed_at = event.checkpoint, after.decided_at
     return Local(
-        start.rank, generation, checkpoints, committed, committed_at, enqueued, enqueued_at, sequence
+        start.rank, generation, checkpoints, committed, committed_at, enqueued, enqueued_at, sequence, opened
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import TypeVar
@@ -16,6 +17,7 @@ import tenacity
 from ckpt_async.errors import FailureReason, StoreError
 from ckpt_async.observe import Observer
 from ckpt_async.settings import Settings
+from ckpt_async.store import Store
 
 logger = logging.getLogger(__name__)
 
@@ -30,12 +32,58 @@ MAX_CHECKSUM_ATTEMPTS = 5
 QUIET_OUTAGE_S = 5.0
 
 
+async def open_patiently(store: Store, timeout_s: float) -> None:
+    """Open the store, waiting out a short outage; what waiting cannot heal is raised at once."""
+    patient = {FailureReason.THROTTLED, FailureReason.TRANSIENT, FailureReason.TIMEOUT}
+    deadline = time.monotonic() + timeout_s
+    pause_s = 0.2
+    while True:
+        try:
+            return await store.open()
+        except StoreError as error:
+            if error.reason not in patient or time.monotonic() + pause_s > deadline:
+                raise
+        await asyncio.sleep(pause_s)
+        pause_s = min(5.0, pause_s * 2)
+
+
+class Bandwidth:
+    """A token bucket that may go into debt: whoever takes more than is there waits until it is paid back, so one
+    slice larger than the bucket needs no special case. It holds a tenth of a second's worth.
+    """
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self._bytes_per_s = bytes_per_s  # 0: no cap
+        self._free = self._burst = bytes_per_s / 10
+        self._counted_at = float("-inf")
+
+    def reserve(self, size_bytes: int, now: float) -> float:
+        """Take `size_bytes` and return for how many seconds the taker must wait before it sends them."""
+        if not self._bytes_per_s:
+            return 0.0
+        self._free = min(self._burst, self._free + max(0.0, now - self._counted_at) * self._bytes_per_s)
+        self._counted_at = now
+        self._free -= size_bytes
+        return max(0.0, -self._free / self._bytes_per_s)
+
+
 class Progress:
     """Told of every byte that moves; keeps the attempt's stall deadline ahead of it."""
 
-    def __init__(self, scope: asyncio.Timeout, deadline: float, stall_timeout_s: float) -> None:
+    def __init__(
+        self, scope: asyncio.Timeout, deadline: float, stall_timeout_s: float, bandwidth: Bandwidth
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self._scope, self._deadline, self._stall_timeout_s = scope, deadline, stall_timeout_s
+        self._bandwidth = bandwidth
+
+    async def may_send(self, size_bytes: int) -> None:
+        """Wait until the bandwidth cap lets this many more bytes go. Being held back is not a stall."""
+        held_s = self._bandwidth.reserve(size_bytes, self._loop.time())
+        if held_s > 0 and not self._scope.expired():
+            self._deadline += held_s
+            self._scope.reschedule(min(self._deadline, self._loop.time() + held_s + self._stall_timeout_s))
+            await asyncio.sleep(held_s)
 
     def moved(self, *, is_last: bool = False) -> None:
         """Bytes moved. After the last one only the overall deadline counts: the store may need time."""
@@ -73,6 +121,7 @@ class Requests:
         self._control = asyncio.Semaphore(CONTROL_REQUESTS)
         self._bulk = asyncio.Semaphore(settings.num_concurrent_uploads)
         self._bytes = ByteBudget(settings.max_inflight_bytes)
+        self._bandwidth = Bandwidth(settings.max_bytes_per_s)
         self._failing_since: float | None = None
         self._has_warned = False
 
@@ -102,7 +151,7 @@ class Requests:
                 deadline = loop.time() + settings.request_timeout_s
                 deadline += size_bytes / settings.minimum_rate_bytes_per_s
                 async with asyncio.timeout_at(min(deadline, loop.time() + settings.stall_timeout_s)) as scope:
-                    return await attempt(Progress(scope, deadline, settings.stall_timeout_s))
+                    return await attempt(Progress(scope, deadline, settings.stall_timeout_s, self._bandwidth))
 
         return await self._persist(operation, once)
 

@@ -15,6 +15,8 @@ from ckpt_async.errors import SettingsError
 
 MIB = 1 << 20
 ENVIRONMENT_PREFIX = "CKPT_ASYNC_"
+# Recorded in the journal, so that `drain` treats the user's files and pointers as the trainer would have.
+INHERITED = ("num_checkpoints_to_keep", "latest_filename", "composer_symlink")
 
 
 def _setting(
@@ -49,6 +51,9 @@ class Settings:
         "", "remote text pointer as Composer writes it, e.g. latest-rank{rank}.pt.symlink; empty for none"
     )
     max_inflight_bytes: int = _setting(1024 * MIB, "bytes of shards on the wire at once", MIB, 10**15)
+    max_bytes_per_s: float = _setting(
+        0.0, "upload bandwidth of one engine, so that training keeps the network; 0 for no cap", 0, 1e12
+    )
     part_size_bytes: int = _setting(
         16 * MIB,
         "smallest part of a multipart upload; grows so that 10,000 parts suffice",

@@ -122,9 +122,11 @@ class Store(Protocol):
         """Known after `open`."""
         ...
 
-    async def open(self) -> None:
+    async def open(self, *, is_read_only: bool = False) -> None:
         """Connect and probe: checks that the bucket or folder exists and may be written, and finds out the
         capabilities by writing, comparing and deleting one small object. Raises StoreError with a hint.
+
+        Read-only: nothing is made or written, and nothing is claimed that a writer would rely on.
         """
         ...
 

@@ -26,13 +26,11 @@ from ckpt_async.errors import (
     CheckpointAbortedError,
     CkptAsyncError,
     CommitTimeoutError,
-    FailureReason,
     FencedError,
     InvalidNameError,
     InvalidShardError,
     SealedError,
     SettingsError,
-    StoreError,
     UploaderClosedError,
     UploadFailedError,
 )
@@ -40,10 +38,10 @@ from ckpt_async.files import Folder
 from ckpt_async.journal import Journal, RankLock
 from ckpt_async.metrics import Metrics, serve
 from ckpt_async.model import CheckpointId, Enqueued, Opened, Outcome, Sealed, Shard, Superseded
-from ckpt_async.requests import CONTROL_REQUESTS, Requests
-from ckpt_async.settings import Settings, load
+from ckpt_async.requests import CONTROL_REQUESTS, Requests, open_patiently
+from ckpt_async.settings import INHERITED, Settings, load
 from ckpt_async.store import Store
-from ckpt_async.stores import StoreOptions, open_store
+from ckpt_async.stores import StoreOptions, address_of, open_store
 
 logger = logging.getLogger(__name__)
 
@@ -122,6 +120,7 @@ class Uploader:
         naming.fill(self.settings.latest_filename, rank=self.rank)
         self._store: Store = open_store(remote, _with_room(store_options, self.settings), env=environment)
         self.remote = self._store.url
+        self._address = address_of(remote, store_options, env=environment)
         self._folder = Folder(folder)
         self.folder = self._folder.path
 
@@ -322,6 +321,21 @@ class Uploader:
                 if left_s is not None and left_s <= 0:
                     raise CommitTimeoutError(self._describe_unfinished(checkpoint, timeout_s))
                 self._changed.wait(left_s)
+
+    def wait_for_predecessor(self, timeout_s: float) -> bool:
+        """Block until what an earlier start of the run had sealed on this rank is decided, at most `timeout_s`; True
+        if it is. Call it before choosing what to resume from: the newest checkpoint is often the one that was still
+        uploading when the trainer was killed.
+        """
+        self._check_process()
+
+        def is_busy(engine: Engine) -> bool:
+            local = engine.fresh_local()
+            return any(each.id.generation < self.generation for each in decide.undecided(local))
+
+        with self._hurried():
+            self._wait_while(is_busy, time.monotonic() + timeout_s)
+        return not is_busy(self._engine_now())
 
     def raise_failures(self) -> None:
         """In strict mode raise UploadFailedError for what finally failed since the last call; else nothing.
@@ -547,7 +561,14 @@ class Uploader:
         await asyncio.to_thread(lock.acquire, wait_s=LOCK_WAIT_S)
         requests = Requests(self.settings, self.metrics, self.remote)
         try:
-            await _open_patiently(self._store)
+            local = await asyncio.to_thread(self._journal.local, self.rank)
+            if stranded := decide.stranded(local, self.remote):
+                assert local.remote is not None
+                raise SettingsError(
+                    f"folder {str(self.folder)!r} still holds {stranded[-1]}, which was going to {local.remote.url!r}",
+                    hint="finish it with `ckpt-async drain`, or give another folder",
+                )
+            await open_patiently(self._store, START_TIMEOUT_S)
             generation = await generations.agree(
                 self._store,
                 requests,
@@ -557,7 +578,9 @@ class Uploader:
                 explicit=self._explicit_generation,
                 now=time.time(),
             )
-            self._journal.open_rank(self.rank, Opened(generation, self.world_size))
+            inherited = tuple((name, getattr(self.settings, name)) for name in INHERITED)
+            opened = Opened(generation, self.world_size, self._address, inherited)
+            self._journal.open_rank(self.rank, opened)
             self._engine = self._new_engine(requests)
             await self._engine.recover()
             started.set_result(generation)
@@ -639,21 +662,6 @@ def _parent_identity() -> str:
         # proc(5): field 22 of stat is the start time; the name in field 2 may hold spaces and parentheses
         started = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]
     return f"{boot}:{os.getppid()}:{started}"
-
-
-async def _open_patiently(store: Store) -> None:
-    """Open the store, waiting out a short outage; what waiting cannot heal is raised at once."""
-    patient = {FailureReason.THROTTLED, FailureReason.TRANSIENT, FailureReason.TIMEOUT}
-    deadline = time.monotonic() + START_TIMEOUT_S
-    pause_s = 0.2
-    while True:
-        try:
-            return await store.open()
-        except StoreError as error:
-            if error.reason not in patient or time.monotonic() + pause_s > deadline:
-                raise
-        await asyncio.sleep(pause_s)
-        pause_s = min(5.0, pause_s * 2)
 
 
 # --- interpreter exit --------------------------------------------------------------------------------------

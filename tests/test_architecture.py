@@ -22,7 +22,7 @@ HERE = "tests/test_architecture.py"
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("__main__", "cli", "demo", "integrations", "torch"),
     ("__init__",),  # the public names, `ckpt_async` itself
-    ("uploader", "sweeper", "restore"),
+    ("uploader", "sweeper", "restore", "preemption"),
     ("drain", "status", "verify"),
     ("engine", "generation", "metrics", "protocol"),
     ("transfer", "requests", "conditional"),

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from ckpt_async.errors import FailureReason, SettingsError, StoreError
+from ckpt_async.model import RemoteAddress
 
 if TYPE_CHECKING:
     from ckpt_async.store import Store
@@ -188,6 +189,38 @@ def open_store(
                 endpoint_url=find_endpoint(location.scheme, options, env=os.environ if env is None else env),
                 url=url,
             )
+
+
+# --- what a journal may keep of it ------------------------------------------------------------------------
+
+
+def address_of(url: str, options: StoreOptions | None, *, env: Mapping[str, str]) -> RemoteAddress:
+    """What someone else needs to reach the same store with credentials of their own. Pure.
+
+    Raises SettingsError.
+    """
+    options = options or StoreOptions()
+    scheme = parse_url(url).scheme
+    if scheme in ("file", "memory"):
+        return RemoteAddress(url)
+    return RemoteAddress(
+        url,
+        find_endpoint(scheme, options, env=env),
+        options.region or env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION") or None,
+        options.addressing_style,
+        dict(options.put_args),
+    )
+
+
+def options_of(address: RemoteAddress, *, profile: str | None = None) -> StoreOptions:
+    """The other way round."""
+    return StoreOptions(
+        endpoint_url=address.endpoint_url,
+        region=address.region,
+        profile=profile,
+        addressing_style=address.addressing_style,
+        put_args=address.put_args,
+    )
 
 
 # --- for the stores ----------------------------------------------------------------------------------------

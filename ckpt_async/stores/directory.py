@@ -106,12 +106,16 @@ class DirectoryStore:
     def capabilities(self) -> Capabilities:
         return self._capabilities
 
-    async def open(self) -> None:
+    async def open(self, *, is_read_only: bool = False) -> None:
         """Make the folder if it is missing and try one write, one hard link and one lock in it.
 
         Where hard links do not work, `conditional_put` is False.
         """
         with _translating("open", ""):
+            if is_read_only:
+                if not await _in_thread(self._root.is_dir):
+                    raise StoreError("no such folder", reason=FailureReason.NOT_FOUND, operation="open")
+                return
             can_link = await _in_thread(self._probe)
         self._capabilities = replace(self._capabilities, conditional_put=can_link)
 

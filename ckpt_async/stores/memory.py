@@ -99,7 +99,7 @@ class MemoryStore:
     def capabilities(self) -> Capabilities:
         return self._capabilities
 
-    async def open(self) -> None:
+    async def open(self, *, is_read_only: bool = False) -> None:  # noqa: ARG002
         await asyncio.sleep(0)
 
     async def close(self) -> None:

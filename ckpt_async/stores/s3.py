@@ -109,7 +109,7 @@ class S3Store:
         assert self._capabilities is not None, "open() first"
         return self._capabilities
 
-    async def open(self) -> None:
+    async def open(self, *, is_read_only: bool = False) -> None:
         """Connect, then find out by seven requests on two objects below `.ckpt_async/probe/` what the store
         enforces; both are deleted again.
 
@@ -118,6 +118,10 @@ class S3Store:
         changed on the way, and only reading the object back can.
         """
         await self._connect()
+        if is_read_only:
+            # Not probed: what a writer would have to rely on is not claimed.
+            self._capabilities = Capabilities(conditional_put=False, multipart=True, checksum_algorithm="crc64nvme")
+            return
         try:
             self._capabilities = await self._probe()
         except BaseException:

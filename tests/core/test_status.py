@@ -1,0 +1,266 @@
+"""What `status` makes of journals: a pure view, and a loader that leaves no trace."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckpt_async import status
+from ckpt_async.errors import FailureReason, JournalError, NoJournalError
+from ckpt_async.files import Folder
+from ckpt_async.journal import Journal, RankLock
+from ckpt_async.model import (
+    CheckpointId,
+    Checksum,
+    Decided,
+    Enqueued,
+    Event,
+    Failed,
+    FileIdentity,
+    Forgotten,
+    JournalRow,
+    Local,
+    MultipartOpened,
+    Opened,
+    Outcome,
+    ReceiptStored,
+    RemoteAddress,
+    Sealed,
+    Shard,
+    StoredShard,
+    Superseded,
+    Verified,
+    fold,
+)
+
+NOW = 10_000.0
+REMOTE = RemoteAddress("s3://bucket/run")
+
+
+def id_(step: int, generation: int = 1) -> CheckpointId:
+    return CheckpointId(generation, step)
+
+
+def enqueued(step: int, *sizes: int, generation: int = 1) -> list[Event]:
+    name = f"step-{step}"
+    return [
+        Enqueued(
+            id_(step, generation), name, Shard(f"f{n}", f"{name}/f{n}", FileIdentity(1, n, size, 1), True)
+        )
+        for n, size in enumerate(sizes)
+    ]
+
+
+def sealed(step: int, world_size: int = 1) -> Sealed:
+    return Sealed(id_(step), f"step-{step}", world_size)
+
+
+def verified(step: int, name: str, size_bytes: int) -> Verified:
+    return Verified(id_(step), StoredShard(name, f"key/{name}", size_bytes, Checksum("crc64nvme", "x")))
+
+
+def local(*events: Event | list[Event], rank: int = 0, at: float = NOW - 60) -> Local:
+    flat = [one for each in events for one in (each if isinstance(each, list) else [each])]
+    rows = [JournalRow(number, rank, at, event) for number, event in enumerate(flat, 1)]
+    return fold(rows, Local(rank))
+
+
+def summary(*locals_: Local, progress: status.Progress | None = None) -> str:
+    return status.view(locals_, progress or {}, NOW).summary
+
+
+COMMITTED_300 = Forgotten(id_(300), NOW - 9 * 60)
+
+
+def test_the_line_names_what_is_safe_and_how_far_the_next_one_is() -> None:
+    """The one question an operator has before draining a node."""
+    here = local(
+        Opened(1, 1, REMOTE), COMMITTED_300, enqueued(400, 50, 50), sealed(400), verified(400, "f0", 50)
+    )
+    sent = {(0, id_(400), "f1"): 12}
+    assert summary(here, progress=sent) == "last committed step 300, 9 min ago; step 400 is 62 % uploaded"
+
+
+@pytest.mark.parametrize(
+    ("events", "expected"),
+    [
+        ([], "nothing committed yet; nothing is pending"),
+        ([COMMITTED_300], "last committed step 300, 9 min ago; nothing is pending"),
+        ([enqueued(1, 10)], "nothing committed yet; step 1 is 0 % uploaded and not sealed yet"),
+        (
+            [enqueued(1, 10), sealed(1), verified(1, "f0", 10)],
+            "nothing committed yet; step 1 is uploaded and about to be committed",
+        ),
+        (
+            [enqueued(1, 10), sealed(1, 2), verified(1, "f0", 10), ReceiptStored(id_(1))],
+            "nothing committed yet; step 1 is uploaded and waits for other nodes",
+        ),
+        (
+            [COMMITTED_300, enqueued(400, 10), sealed(400), enqueued(500, 10), sealed(500)],
+            "last committed step 300, 9 min ago; step 500 is 0 % uploaded; 1 more checkpoint pending (step 400)",
+        ),
+        (
+            [enqueued(1, 9, 9), sealed(1), Failed(id_(1), "f0", FailureReason.TRANSIENT, "503")],
+            "nothing committed yet; step 1 is 0 % uploaded; 1 shard failed",
+        ),
+        (
+            [enqueued(1, 9), sealed(1), Failed(id_(1), "f0", FailureReason.SOURCE_MISSING, "f0 is gone")],
+            "nothing committed yet; step 1 can never be committed: f0 is gone; 1 shard failed",
+        ),
+        (
+            [enqueued(1, 9), sealed(1), Superseded(id_(1), "behind")],
+            "nothing committed yet; step 1 is given up for a newer one",
+        ),
+        (
+            [enqueued(1, 9), sealed(1), Decided(id_(1), Outcome.ABORT, "step-1", "rank 1 died")],
+            "nothing committed yet; nothing is pending",
+        ),
+        (
+            [enqueued(1, 9), sealed(1), Decided(id_(1), Outcome.COMMIT, "step-1")],
+            "last committed step 1, 60 s ago; nothing is pending",
+        ),
+    ],
+)
+def test_the_line_in_every_other_case(events: list[Event | list[Event]], expected: str) -> None:
+    assert summary(local(Opened(1, 1), *events)) == expected
+
+
+def test_a_checkpoint_is_counted_over_all_ranks_of_the_node() -> None:
+    """Half of the ranks done is half done, whatever one rank alone would say."""
+    done = local(enqueued(1, 100), sealed(1, 2), verified(1, "f0", 100), ReceiptStored(id_(1)), rank=0)
+    begun = local(enqueued(1, 100), sealed(1, 2), rank=1)
+    (found,) = status.view([done, begun], {(1, id_(1), "f0"): 50, (0, id_(1), "f0"): 99}, NOW).checkpoints
+    assert (found.state, found.percent, found.ranks, found.num_verified) == ("uploading", 75, (0, 1), 1)
+    assert (found.size_bytes, found.uploaded_bytes, found.world_size) == (200, 150, 2)
+
+
+def test_a_rank_that_read_the_decision_is_enough() -> None:
+    knows = local(enqueued(1, 9), sealed(1, 2), Decided(id_(1), Outcome.COMMIT, "step-1"), rank=0)
+    waits = local(enqueued(1, 9), sealed(1, 2), verified(1, "f0", 9), rank=1)
+    assert [each.state for each in status.view([knows, waits], {}, NOW).checkpoints] == ["committed"]
+
+
+def test_what_was_sent_never_exceeds_the_shard_and_full_means_full() -> None:
+    """99.9 % must not read as 100 %: someone would turn the machine off."""
+    here = local(enqueued(1, 1000), sealed(1))
+    assert status.view([here], {(0, id_(1), "f0"): 5000}, NOW).checkpoints[0].uploaded_bytes == 1000
+    assert status.view([here], {(0, id_(1), "f0"): 999}, NOW).checkpoints[0].percent == 99
+
+
+def test_the_queue_has_every_unstored_shard_of_undecided_checkpoints_once() -> None:
+    here = local(
+        *(Opened(1, 1), enqueued(1, 1), sealed(1), enqueued(2, 2), sealed(2)),
+        Decided(id_(2), Outcome.ABORT, "step-2"),
+        Opened(2, 1),
+        enqueued(3, 4, 8, 16, 32, generation=2),
+        MultipartOpened(id_(3, 2), "f1", "upload", 5 << 20),
+        Failed(id_(3, 2), "f2", FailureReason.TIMEOUT, "slow"),
+    )
+    queue = status.view([here], {(0, id_(3, 2), "f3"): 1}, NOW).queue
+    assert queue == {"queued": (1, 4), "uploading": (2, 40), "retrying": (1, 1), "failed": (1, 16)}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(-5, "0 s"), (119, "119 s"), (120, "2 min"), (7199, "119 min"), (7200, "2 h"), (172_800, "2 days")],
+)
+def test_an_age_reads_as_people_say_it(seconds: float, text: str) -> None:
+    assert status.age(seconds) == text
+
+
+# --- the folder --------------------------------------------------------------------------------------------
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(str(each.relative_to(folder)) for each in folder.rglob("*"))
+
+
+def test_looking_where_no_journal_is_makes_nothing(tmp_path: Path) -> None:
+    """A typo must not leave a folder behind that looks like a checkpoint folder."""
+    for folder in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(NoJournalError, match="no journal"):
+            status.load(folder)
+    assert files(tmp_path) == []
+
+
+@pytest.mark.parametrize("is_live", [True, False])
+def test_looking_leaves_the_folder_as_it_is(tmp_path: Path, is_live: bool) -> None:
+    journal = Journal(Folder(tmp_path))
+    journal.open_rank(0, Opened(1, 1, REMOTE))
+    journal.append(0, [*enqueued(1, 10), sealed(1)])
+    journal.note_progress(0, [(id_(1), "f0", 5)])
+    if not is_live:
+        journal.close()
+    before = files(tmp_path)
+    found = status.load(tmp_path, now=NOW)
+    assert (found.remote, found.checkpoints[0].percent) == ("s3://bucket/run", 50)
+    assert files(tmp_path) == before
+    journal.close()
+
+
+def test_a_journal_opened_to_look_at_cannot_be_written(tmp_path: Path) -> None:
+    writer = Journal(Folder(tmp_path))
+    writer.append(0, [sealed(1)])
+    reader = Journal.open_readonly(tmp_path)
+    with pytest.raises(JournalError, match="readonly"):
+        reader.append(0, [sealed(2)])
+    writer.append(0, [sealed(3)])
+    assert len(reader.rows()) == 2
+    reader.close()
+    writer.close()
+
+
+def test_the_journal_of_a_killed_trainer_is_read_with_its_last_row(tmp_path: Path) -> None:
+    """Its rows are still in the WAL: reading the main file alone would show none of them."""
+    code = (
+        "import os, signal, sys\n"
+        "from ckpt_async.files import Folder\nfrom ckpt_async.journal import Journal\n"
+        "from ckpt_async.model import CheckpointId, Sealed\n"
+        "Journal(Folder(sys.argv[1])).append(0, [Sealed(CheckpointId(1, 7), 'step-7', 1)])\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    assert [each.id.step for each in status.load(tmp_path).checkpoints] == [7]
+
+
+def test_what_the_journal_says_of_the_remote_comes_back(tmp_path: Path) -> None:
+    """`drain` goes by it, so encryption arguments must survive too; the newest start counts."""
+    address = RemoteAddress(
+        "r2://bucket/run", "https://r2:9", "auto", "path", {"SSEKMSKeyId": "k", "Metadata": {"a": "b"}}
+    )
+    opened = Opened(2, 4, address, (("num_checkpoints_to_keep", 3), ("latest_filename", "")))
+    journal = Journal(Folder(tmp_path))
+    journal.open_rank(0, Opened(1, 4, REMOTE))
+    journal.open_rank(0, opened)
+    assert (journal.local(0).opened, journal.local(0).remote) == (opened, address)
+    journal.close()
+
+
+def test_the_newest_start_says_where_it_goes() -> None:
+    here = local(Opened(1, 1, REMOTE), Opened(2, 1, RemoteAddress("s3://bucket/moved")))
+    assert status.view([here], {}, NOW).remote == "s3://bucket/moved"
+
+
+def test_a_journal_of_an_older_version_names_no_remote(tmp_path: Path) -> None:
+    journal = Journal(Folder(tmp_path))
+    journal._connection.execute(
+        "INSERT INTO events (rank, generation, step, written_at, kind, body)"
+        """ VALUES (0, 0, 0, 1.0, 'Opened', '{"generation":1,"world_size":1}')"""
+    )
+    assert journal.local(0).opened == Opened(1, 1)
+    journal.close()
+
+
+def test_an_owner_is_seen_and_not_disturbed(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    assert not status.has_owner(tmp_path, 0)
+    lock = RankLock(folder, 0)
+    lock.acquire()
+    assert status.has_owner(tmp_path, 0)
+    lock.release()
+    assert not status.has_owner(tmp_path, 0)
+    assert os.listdir(folder.private / "spool") == []

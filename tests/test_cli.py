@@ -1,0 +1,344 @@
+"""The command line as a shell sees it: exit codes, one line of error, JSON that scripts may rely on."""
+
+import asyncio
+import json
+import logging
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_async import Uploader, __version__, cli, keys
+from ckpt_async.conditional import put
+from ckpt_async.errors import FailureReason, StoreError
+from ckpt_async.model import Boundary, CheckpointId
+from ckpt_async.observe import NullObserver
+from ckpt_async.protocol import begin_prune, finish_prune, move_latest, set_pin
+from ckpt_async.records import encode_boundary
+from ckpt_async.requests import Requests
+from ckpt_async.settings import Settings
+from ckpt_async.stores import open_store
+
+ROOT = Path(__file__).resolve().parent.parent
+HEAVY = ("aiobotocore", "aiohttp", "asyncio", "awscrt", "botocore", "prometheus_client", "tenacity", "torch")
+Json = dict[str, Any]
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "ckpt_async", *map(str, arguments)]
+
+
+def shell(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*arguments),
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "checkpoints"
+
+
+@pytest.fixture
+def remote(tmp_path: Path) -> str:
+    return f"file://{tmp_path}/run"
+
+
+def train(folder: Path, remote: str, *steps: int) -> None:
+    with Uploader(folder, remote, rank=0, world_size=1) as uploader:
+        for step in steps:
+            path = folder / f"step-{step}" / "model.bin"
+            path.parent.mkdir(parents=True)
+            path.write_bytes(b"x" * 1024)
+            uploader.enqueue(path.parent, step=step)
+            uploader.seal(step, metrics={"loss": 0.5})
+
+
+def on_store(remote: str, act: Callable[[Any, Requests], Any]) -> None:
+    async def main() -> None:
+        store = open_store(remote)
+        await store.open()
+        await act(store, Requests(Settings(), NullObserver(), remote))
+        await store.close()
+
+    asyncio.run(main())
+
+
+def json_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> Json:
+    assert cli.main([*map(str, arguments), "--json"]) == 0
+    found: Json = json.loads(capsys.readouterr().out)
+    return found
+
+
+# --- looking -----------------------------------------------------------------------------------------------
+
+
+def test_looking_imports_nothing_heavy(folder: Path, remote: str) -> None:
+    """`status` is what a person types when something is wrong: it must answer at once."""
+    train(folder, remote, 1)
+    for arguments in (["status", str(folder)], ["version"], ["--help"], ["status", str(folder / "no")]):
+        code = (
+            f"import sys; from ckpt_async.cli import main; main({arguments});"
+            f" print('heavy:', *sorted(sys.modules.keys() & set({HEAVY})))"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+        )
+        assert done.stdout.splitlines()[-1] == "heavy:", (arguments, done.stdout, done.stderr)
+
+
+def test_status_says_first_what_would_be_lost(folder: Path, remote: str) -> None:
+    train(folder, remote, 100, 200)
+    done = shell("status", folder)
+    first, *rest = done.stdout.splitlines()
+    assert re.fullmatch(r"last committed step 200, \d+ s ago; nothing is pending", first)
+    assert f"remote  {remote}" in rest
+    assert "queue   empty" in rest
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_status_as_json_has_the_documented_fields(
+    folder: Path, remote: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Scripts rely on them, so docs/cli.md names every one."""
+    train(folder, remote, 100)
+    found = json_of(capsys, "status", folder)
+    documented = (ROOT / "docs/cli.md").read_text()
+    assert found.keys() == {"folder", "remote", "summary", "last_committed", "queue", "ranks", "checkpoints"}
+    assert found["last_committed"].keys() == {"generation", "step", "committed_at", "age_s"}
+    assert found["queue"] == {
+        state: {"shards": 0, "bytes": 0} for state in ("queued", "uploading", "retrying", "failed")
+    }
+    assert found["ranks"] == [{"rank": 0, "is_running": False}]
+    fields = {*found, *found["last_committed"], *found["checkpoints"][0], *found["queue"], *found["ranks"][0]}
+    assert {each for each in fields if f"`{each}`" not in documented} == set()
+    listed = json_of(capsys, "ls", remote)
+    drained = json_of(capsys, "drain", folder)
+    fields = {*listed, *listed["checkpoints"][0], *drained, *drained["ranks"][0]}
+    assert {each for each in fields if f"`{each}`" not in documented} == set()
+
+
+def test_ls_shows_what_is_committed_and_which_is_latest(folder: Path, remote: str) -> None:
+    train(folder, remote, 9, 10)
+    on_store(remote, lambda store, requests: set_pin(store, requests, CheckpointId(1, 9), True))
+    done = shell("ls", remote)
+    assert done.returncode == 0, done.stderr
+    titles, *rows = done.stdout.splitlines()
+    assert titles.split() == ["STEP", "NAME", "GENERATION", "RANKS", "SHARDS", "SIZE", "AGE"]
+    assert [row.split()[:6] for row in rows] == [
+        ["9", "step-9", "1", "1", "1", "1.0"],
+        ["10", "step-10", "1", "1", "1", "1.0"],
+    ]
+    assert [row.split()[-1] for row in rows] == ["pinned", "latest"]
+    assert len({row.index("step-") for row in rows}) == 1
+
+
+def test_ls_goes_by_the_decisions_and_not_by_the_pointer(
+    folder: Path, remote: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rule R3: a stale pointer never hides a good checkpoint; one that is pruned is not shown as good."""
+    train(folder, remote, 1, 2, 3)
+
+    async def act(store: Any, requests: Requests) -> None:
+        await begin_prune(store, requests, CheckpointId(1, 1))
+        await finish_prune(store, requests, CheckpointId(1, 1))
+        await move_latest(store, requests, CheckpointId(9, 9), "step-9")
+
+    on_store(remote, act)
+    found = json_of(capsys, "ls", remote)
+    assert found["latest"] == {"generation": 1, "step": 3}
+    assert [(each["step"], each["is_latest"]) for each in found["checkpoints"]] == [(2, False), (3, True)]
+    assert found["checkpoints"][0]["metrics"] == {"loss": 0.5}
+    every = json_of(capsys, "ls", remote, "--all")["checkpoints"]
+    assert [each["outcome"] for each in every] == ["pruned", "commit", "commit"]
+
+
+def test_ls_leaves_out_what_the_boundary_voids(
+    folder: Path, remote: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rule R4: a commit below the boundary that is not kept was written by a straggler; its shards are gone."""
+    train(folder, remote, 1, 2, 3)
+    boundary = Boundary(CheckpointId(1, 2), frozenset({CheckpointId(1, 1)}), 1, "nonce")
+    on_store(remote, lambda store, requests: put(store, requests, keys.BOUNDARY, encode_boundary(boundary)))
+    assert [each["step"] for each in json_of(capsys, "ls", remote, "--all")["checkpoints"]] == [1, 3]
+
+
+def test_ls_only_reads(folder: Path, remote: str, tmp_path: Path) -> None:
+    """It runs with keys that may only read, and a typo in a URL makes no folder."""
+    train(folder, remote, 1)
+    root = Path(remote.removeprefix("file://"))
+
+    def snapshot() -> dict[Path, int]:
+        return {each: each.stat().st_mtime_ns for each in [root, *root.rglob("*")]}
+
+    before = snapshot()
+    assert shell("ls", remote).returncode == 0
+    assert snapshot() == before
+    done = shell("ls", f"file://{tmp_path}/tyop")
+    assert (done.returncode, (tmp_path / "tyop").exists()) == (3, False)
+
+
+def test_ls_of_a_run_without_a_checkpoint_is_not_an_error(folder: Path, remote: str) -> None:
+    train(folder, remote)
+    done = shell("ls", remote)
+    assert (done.returncode, done.stdout) == (0, "no checkpoint is committed yet\n")
+
+
+def test_ls_on_s3(
+    folder: Path, s3_url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is written there either, not even a probe: keys that may only read suffice."""
+    train(folder, s3_url, 1, 2)
+
+    async def refuse(*_: object, **__: object) -> None:
+        raise StoreError("AccessDenied", reason=FailureReason.AUTH)
+
+    for name in ("put", "delete", "create_multipart"):
+        monkeypatch.setattr(f"ckpt_async.stores.s3.S3Store.{name}", refuse)
+    assert [each["step"] for each in json_of(capsys, "ls", s3_url)["checkpoints"]] == [1, 2]
+    assert cli.main(["ls", f"{s3_url}-none"]) == 3
+    assert cli.main(["ls", f"s3://no-such-bucket/{s3_url.rpartition('/')[2]}"]) == 3
+    assert cli.main(["ls", s3_url, "--profile", "no-such-profile"]) not in (0, 3)
+
+
+# --- errors ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        ([], 2, "required: COMMAND"),
+        (["bogus"], 2, "invalid choice: 'bogus'"),
+        (["ls"], 2, "required: REMOTE (see `ckpt-async ls --help`)"),
+        (["ls", "nonsense"], 2, "'nonsense' is not a store URL (s3://bucket/prefix or file:///folder)"),
+        (["drain", "x", "--timeout", "soon"], 2, "'soon' is not a number of seconds"),
+        (["drain", "x", "--grace", "nan"], 2, "'nan' is not a number of seconds"),
+        (["status", "/nonexistent"], 3, "no journal in '/nonexistent'"),
+        (["drain", "/nonexistent"], 3, "no journal in '/nonexistent'"),
+        (["ls", "file:///nonexistent/run"], 3, "no such folder"),
+    ],
+)
+def test_an_error_is_one_line_and_an_object(
+    arguments: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(arguments) == code
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n"), err.startswith("ckpt-async: ")) == ("", 1, True)
+    assert message in err
+    assert cli.main([*arguments, "--json"]) == code
+    out, err_again = capsys.readouterr()
+    told = json.loads(out)["error"]
+    assert (told.keys(), told["exit_code"]) == ({"kind", "message", "hint", "exit_code"}, code)
+    assert err_again == err
+    assert told["message"] in err
+    assert (told["hint"] or "") in err
+
+
+def test_a_bug_is_one_line_unless_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("oh")
+
+    monkeypatch.setattr("ckpt_async.status.load", broken)
+    assert cli.main(["status", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == (
+        "ckpt-async: this is a bug: ZeroDivisionError('oh') (CKPT_ASYNC_DEBUG=1 shows where)\n"
+    )
+    monkeypatch.setenv("CKPT_ASYNC_DEBUG", "1")
+    assert cli.main(["status", str(tmp_path)]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_corrupt_decision_is_not_shown_as_a_checkpoint(folder: Path, remote: str) -> None:
+    train(folder, remote, 1)
+    (decision,) = Path(remote.removeprefix("file://"), ".ckpt_async/decisions").iterdir()
+    decision.write_bytes(b'{"format": "who knows"}')
+    done = shell("ls", remote)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (4, "", 1)
+
+
+def test_ctrl_c_is_quiet(folder: Path) -> None:
+    """Against a server that takes the connection and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.settimeout(60)
+        process = subprocess.Popen(
+            command("ls", "s3://bucket/run", "--endpoint-url", f"http://127.0.0.1:{silent.getsockname()[1]}"),
+            cwd=ROOT,
+            env={
+                **os.environ,
+                "AWS_ACCESS_KEY_ID": "a",
+                "AWS_SECRET_ACCESS_KEY": "b",
+                "AWS_REGION": "eu-north-1",
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        connection, _ = silent.accept()
+        with connection:
+            process.send_signal(signal.SIGINT)
+            assert process.communicate(timeout=60) == ("", "")
+    assert process.returncode == 130
+
+
+@pytest.mark.parametrize("arguments", [["version"], ["--help"], ["version", "--json"], ["bogus", "--json"]])
+def test_a_reader_that_went_away_is_no_error(arguments: list[str]) -> None:
+    """`ckpt-async ls … | head -1` must not end in a traceback."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        command(*arguments),
+        cwd=ROOT,
+        env={**os.environ, "PYTHONUNBUFFERED": ""},  # the output is still in a buffer when it turns out
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+    )
+    os.close(writer)
+    assert done.returncode == 141
+    assert "Traceback" not in done.stderr
+    assert "BrokenPipe" not in done.stderr
+
+
+def test_verbose_logs_to_stderr_and_leaves_no_handler(
+    folder: Path, remote: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """stdout stays one JSON object; a second call does not log twice."""
+    train(folder, remote, 1)
+    logger = logging.getLogger("ckpt_async")
+    before = (list(logger.handlers), logger.level)
+    for _ in range(2):
+        assert cli.main(["drain", str(folder), "--json", "-vv"]) == 0
+        json.loads(capsys.readouterr().out)
+    assert (list(logger.handlers), logger.level) == before
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    assert shell("version").stdout == shell("--version").stdout == f"ckpt-async {__version__}\n"
+    assert json_of(capsys, "version")["version"] == __version__
+
+
+def test_the_documentation_names_every_exit_code_and_command() -> None:
+    text = (ROOT / "docs/cli.md").read_text()
+    assert {int(number) for number in re.findall(r"^\| (\d+) \|", text, re.MULTILINE)} == {
+        int(code) for code in cli.Exit
+    }
+    helped = shell("--help").stdout
+    for name in ("status", "ls", "drain", "version"):
+        assert f"`{name}" in text
+        assert name in helped
+    for name in ("status", "ls", "drain", "version"):
+        flags = set(re.findall(r"--[a-z][a-z-]+", shell(name, "--help").stdout)) - {"--help"}
+        assert {flag for flag in flags if f"`{flag}" not in text} == set()

@@ -1,0 +1,391 @@
+"""Adopting what dead trainers left: real trainers, really killed, and `ckpt-async drain` after them."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_async import Uploader, cli
+from ckpt_async.demo.seaweed import SeaweedServer
+from ckpt_async.drain import drain
+from ckpt_async.errors import FailureReason, NoJournalError, SettingsError, StoreError
+from ckpt_async.journal import Journal
+from ckpt_async.model import CheckpointId
+from ckpt_async.stores import StoreOptions
+
+Json = dict[str, Any]
+Drain = Callable[..., tuple[int, Json]]
+
+# A trainer whose uploads never get anywhere. It tells when all it saved would survive power loss, and then lives on
+# until it is killed or its input ends.
+TRAINER = """
+import asyncio, json, sys
+from pathlib import Path
+from ckpt_async import StoreOptions, Uploader
+from ckpt_async.engine import Engine
+
+async def never(self, action):
+    await asyncio.Event().wait()
+
+told = json.loads(sys.argv[1])
+Engine._upload = never
+folder = Path(told["folder"])
+uploader = Uploader(folder, told["remote"], rank=told["rank"], world_size=told["world_size"], generation=1,
+                    store_options=StoreOptions(put_args=told["put_args"]), **told["settings"])
+for step in told["steps"]:
+    (folder / f"step-{step}").mkdir(parents=True, exist_ok=True)
+    path = folder / f"step-{step}" / f"rank{told['rank']}.bin"
+    path.write_bytes(f"{step} {told['rank']}".encode() * 1000)
+    uploader.enqueue(path, step=step)
+    if step in told["sealed"]:
+        uploader.seal(step)
+
+def is_durable():
+    found = uploader._engine.local.checkpoints.values()
+    return len(found) == len(told["steps"]) and all(
+        all(shard.is_durable for shard in each.shards.values())
+        and each.is_seal_durable == (each.id.step in told["sealed"]) for each in found)
+
+with uploader._changed:
+    assert uploader._changed.wait_for(is_durable, 60)
+print("saved", flush=True)
+sys.stdin.read()
+"""
+
+
+class Trainers:
+    """Starts trainers and sees to it that none outlives the test."""
+
+    def __init__(self) -> None:
+        self._running: list[subprocess.Popen[str]] = []
+
+    def start(
+        self,
+        folder: Path,
+        remote: str,
+        *steps: int,
+        sealed: tuple[int, ...] | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+        put_args: Json | None = None,
+        **settings: Any,
+    ) -> subprocess.Popen[str]:
+        """Returns when all it saved is safe on disk."""
+        told = {
+            "folder": str(folder),
+            "remote": remote,
+            "steps": steps,
+            "sealed": steps if sealed is None else sealed,
+            "rank": rank,
+            "world_size": world_size,
+            "put_args": put_args or {},
+            "settings": settings,
+        }
+        process = subprocess.Popen(
+            [sys.executable, "-c", TRAINER, json.dumps(told)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._running.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "saved\n"
+        return process
+
+    def kill(self, *processes: subprocess.Popen[str]) -> None:
+        """SIGKILL, as the kernel does when memory is out."""
+        for process in processes or self._running:
+            process.send_signal(signal.SIGKILL)
+            process.communicate(timeout=60)
+
+    def die(self, *args: Any, **more: Any) -> None:
+        """Start one and kill it."""
+        self.kill(self.start(*args, **more))
+
+
+@pytest.fixture
+def trainers() -> Iterator[Trainers]:
+    made = Trainers()
+    yield made
+    made.kill()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "checkpoints"
+
+
+@pytest.fixture
+def remote(tmp_path: Path) -> str:
+    return f"file://{tmp_path}/store/run"
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Drain:
+    """Run a command with --json and return its exit code and its object."""
+
+    def call(*arguments: object) -> tuple[int, Json]:
+        code = cli.main([*map(str, arguments), "--json"])
+        return code, json.loads(capsys.readouterr().out)
+
+    return call
+
+
+def steps(found: list[Json]) -> list[int]:
+    return [each["step"] for each in found]
+
+
+def test_what_a_killed_trainer_had_sealed_is_committed(
+    trainers: Trainers, call: Drain, folder: Path, remote: str
+) -> None:
+    """The promise of the journal, with no word about where it goes. A second drain finds nothing to do."""
+    trainers.die(folder, remote, 100, 200)
+    assert call("ls", remote)[1]["checkpoints"] == []
+    code, told = call("drain", folder)
+    assert (code, told["is_drained"], told["remotes"], told["uploaded_bytes"]) == (0, True, [remote], 10_000)
+    assert steps(told["ranks"][0]["committed"]) == [100, 200]
+    code, listed = call("ls", remote)
+    assert (code, listed["latest"]) == (0, {"generation": 1, "step": 200})
+    assert steps(listed["checkpoints"]) == [100, 200]
+    assert call("status", folder)[1]["last_committed"]["step"] == 200
+    stored = Path(remote.removeprefix("file://"), "ckpt/step-100.g1/rank0.bin")
+    assert stored.read_bytes() == (folder / "step-100/rank0.bin").read_bytes()
+    code, told = call("drain", folder)
+    assert (code, told["uploaded_bytes"], told["ranks"][0]["committed"]) == (0, 0, [])
+    assert call("ls", remote)[1]["checkpoints"] == [
+        {**each, "age_s": pytest.approx(each["age_s"], abs=600)} for each in listed["checkpoints"]
+    ]
+
+
+def test_to_s3_with_credentials_alone(
+    trainers: Trainers,
+    call: Drain,
+    folder: Path,
+    s3_url: str,
+    s3_server: SeaweedServer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a node whose shell knows only the credentials, endpoint, region and arguments come from the journal. The
+    credentials themselves are never on disk.
+    """
+    trainers.die(folder, s3_url, 7, put_args={"Metadata": {"owner": "me"}})
+    for name in ("AWS_ENDPOINT_URL_S3", "AWS_DEFAULT_REGION"):
+        monkeypatch.delenv(name)
+    journal = Journal.open_readonly(folder)
+    address = journal.local(0).remote
+    journal.close()
+    assert address is not None
+    assert (address.endpoint_url, address.region) == (s3_server.url, "us-east-1")
+    assert address.put_args == {"Metadata": {"owner": "me"}}
+    for each in (folder / ".ckpt_async").rglob("*"):
+        assert not each.is_file() or os.environ["AWS_SECRET_ACCESS_KEY"].encode() not in each.read_bytes()
+    code, told = call("drain", folder)
+    assert (code, steps(told["ranks"][0]["committed"])) == (0, [7])
+    code, listed = call("ls", s3_url, "--endpoint-url", s3_server.url, "--region", "us-east-1")
+    assert (code, listed["checkpoints"][0]["size_bytes"], listed["checkpoints"][0]["shards"]) == (0, 3000, 1)
+
+
+def test_a_live_owner_is_left_alone(trainers: Trainers, call: Drain, folder: Path, remote: str) -> None:
+    """Two engines on one journal would fight. A dead neighbour in the same folder is still finished."""
+    owner = trainers.start(folder, remote, 1, rank=0, world_size=2)
+    trainers.die(folder, remote, 1, rank=1, world_size=2)
+    assert call("status", folder)[1]["ranks"] == [
+        {"rank": 0, "is_running": True},
+        {"rank": 1, "is_running": False},
+    ]
+    code, told = call("drain", folder, "--grace", 0)
+    live, dead = told["ranks"]
+    assert (code, told["is_drained"]) == (5, False)
+    assert live == {
+        **live,
+        "in_use_by": f"process {owner.pid}",
+        "uploaded_bytes": 0,
+        "left": [],
+        "committed": [],
+    }
+    assert (dead["waiting"][0]["missing_ranks"], dead["uploaded_bytes"], dead["in_use_by"]) == (
+        [0],
+        3000,
+        None,
+    )
+    assert owner.poll() is None
+    trainers.kill(owner)
+    code, told = call("drain", folder)
+    assert (code, [steps(each["committed"]) for each in told["ranks"]]) == (0, [[1], [1]])
+
+
+def test_ranks_elsewhere_are_waited_for_and_named(
+    trainers: Trainers, call: Drain, tmp_path: Path, remote: str
+) -> None:
+    """All of this node being safe is not the checkpoint being whole: a script can tell."""
+    for rank in (0, 1):
+        trainers.die(tmp_path / f"node{rank}", remote, 5, rank=rank, world_size=2)
+    code, told = call("drain", tmp_path / "node0", "--grace", 0)
+    assert (code, told["ranks"][0]["waiting"][0]["missing_ranks"]) == (4, [1])
+    assert call("drain", tmp_path / "node1")[0] == 0
+    code, told = call("drain", tmp_path / "node0")
+    assert (code, steps(told["ranks"][0]["committed"]), told["uploaded_bytes"]) == (0, [5], 0)
+
+
+def test_what_was_never_sealed_is_given_up(
+    trainers: Trainers, call: Drain, folder: Path, remote: str
+) -> None:
+    """Its trainer is dead, so it never will be; the other ranks must not wait for it."""
+    trainers.die(folder, remote, 1, 2, sealed=(1,))
+    code, told = call("drain", folder)
+    (rank,) = told["ranks"]
+    assert (code, steps(rank["committed"]), steps(rank["aborted"])) == (0, [1], [2])
+    assert "before it sealed" in rank["aborted"][0]["reason"]
+    assert steps(call("ls", remote)[1]["checkpoints"]) == [1]
+    outcomes = [each["outcome"] for each in call("ls", remote, "--all")[1]["checkpoints"]]
+    assert outcomes == ["commit", "abort"]
+    assert (folder / "step-2/rank0.bin").exists()
+
+
+@pytest.mark.parametrize(("keep", "there"), [(1, {"step-2"}), (-1, {"step-1", "step-2"})])
+def test_local_files_are_treated_as_the_trainer_would_have(
+    trainers: Trainers, call: Drain, folder: Path, remote: str, keep: int, there: set[str]
+) -> None:
+    """The wish is the user's, not the drain's: with a default of its own it would delete or pile up files."""
+    trainers.die(folder, remote, 1, 2, num_checkpoints_to_keep=keep, latest_filename="newest")
+    assert call("drain", folder)[0] == 0
+    assert {each.name for each in folder.glob("step-*")} == there
+    assert (folder / "newest").resolve() == folder.resolve() / "step-2"
+
+
+def test_time_that_runs_out_leaves_everything_in_the_journal(
+    trainers: Trainers, call: Drain, folder: Path, remote: str
+) -> None:
+    trainers.die(folder, remote, 1)
+    code, told = call("drain", folder, "--timeout", 0)
+    assert (code, steps(told["ranks"][0]["left"]), told["ranks"][0]["left"][0]["reason"]) == (
+        6,
+        [1],
+        "time ran out",
+    )
+    assert call("drain", folder)[0] == 0
+
+
+def test_a_store_that_cannot_be_reached_is_a_reason_to_come_back(
+    trainers: Trainers, call: Drain, folder: Path, s3_url: str
+) -> None:
+    trainers.die(folder, s3_url, 1)
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        endpoint = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        code, told = call("drain", folder, "--endpoint-url", endpoint, "--timeout", 0)
+    assert (code, told["error"]["kind"], told["error"]["exit_code"]) == (5, "StoreError", 5)
+    assert call("drain", folder)[0] == 0
+
+
+def test_a_lost_journal_is_rebuilt_and_needs_to_be_told_the_remote(
+    trainers: Trainers, call: Drain, folder: Path, remote: str
+) -> None:
+    """Rule R10. The spool knows what was promised, not where to."""
+    trainers.die(folder, remote, 3)
+    for each in (folder / ".ckpt_async").glob("journal.sqlite*"):
+        each.unlink()
+    code, told = call("drain", folder)
+    assert (code, told["error"]["hint"]) == (2, "say so with --remote")
+    code, told = call("drain", folder, "--remote", remote)
+    assert (code, steps(told["ranks"][0]["committed"])) == (0, [3])
+
+
+def test_a_folder_is_not_finished_at_another_remote(
+    trainers: Trainers, call: Drain, folder: Path, remote: str, tmp_path: Path
+) -> None:
+    """What is verified in one place is not in the other: the commit would name shards that are not there."""
+    trainers.die(folder, remote, 1)
+    code, told = call("drain", folder, "--remote", f"file://{tmp_path}/other")
+    assert (code, told["error"]["kind"]) == (2, "SettingsError")
+    with pytest.raises(SettingsError, match="still holds"):
+        Uploader(folder, f"file://{tmp_path}/other", rank=0, world_size=1)
+    assert not (tmp_path / "other/ckpt").exists()
+    assert call("drain", folder, "--remote", f"{remote}/")[0] == 0
+
+
+def test_a_folder_without_a_journal_stays_as_it_is(tmp_path: Path, call: Drain) -> None:
+    code, told = call("drain", tmp_path)
+    assert (code, told["error"]["kind"], list(tmp_path.iterdir())) == (3, "NoJournalError", [])
+    with pytest.raises(NoJournalError):
+        asyncio.run(drain(tmp_path / "missing", timeout_s=1, grace_s=0))
+
+
+def test_a_shard_that_fails_is_reported_with_its_reason(
+    trainers: Trainers, call: Drain, folder: Path, remote: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A refusal that no retry heals ends the drain at once; it does not sit out its timeout."""
+
+    async def refuse(*_: object, **__: object) -> None:
+        raise StoreError("no such storage class", reason=FailureReason.OTHER)
+
+    trainers.die(folder, remote, 1)
+    with monkeypatch.context() as patched:
+        patched.setattr("ckpt_async.transfer.upload", refuse)
+        code, told = call("drain", folder)
+    assert (code, told["ranks"][0]["left"][0]["reason"]) == (6, "no such storage class")
+    assert call("drain", folder)[0] == 0
+
+
+def test_an_engine_that_dies_does_not_take_the_others_along(
+    trainers: Trainers, call: Drain, folder: Path, remote: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ckpt_async.engine import Engine
+
+    upload = Engine._upload
+
+    async def buggy(self: Engine, action: Any) -> None:
+        if self.rank == 0:
+            raise ZeroDivisionError
+        await upload(self, action)
+
+    trainers.die(folder, remote, 1, rank=0, world_size=2)
+    trainers.die(folder, remote, 1, rank=1, world_size=2)
+    with monkeypatch.context() as patched:
+        patched.setattr(Engine, "_upload", buggy)
+        code, told = call("drain", folder, "--grace", 0)
+    assert (code, told["ranks"][0]["error"]) == (1, "ZeroDivisionError()")
+    assert (told["ranks"][1]["uploaded_bytes"], told["ranks"][1]["waiting"][0]["missing_ranks"]) == (
+        3000,
+        [0],
+    )
+    assert call("drain", folder)[0] == 0
+
+
+def test_an_older_generation_is_looked_up_before_it_counts_as_idle(
+    trainers: Trainers, call: Drain, folder: Path, remote: str
+) -> None:
+    """Its shards wait for one look at its decision; a drain that ended meanwhile would leave them."""
+    trainers.die(folder, remote, 1)
+    code = (
+        "import sys; from dataclasses import replace; from ckpt_async.files import Folder\n"
+        "from ckpt_async.journal import Journal\n"
+        "journal = Journal(Folder(sys.argv[1])); opened = journal.local(0).opened\n"
+        "journal.open_rank(0, replace(opened, generation=2)); journal.close()"
+    )
+    subprocess.run([sys.executable, "-c", code, str(folder)], check=True, timeout=60)
+    report = asyncio.run(drain(folder, timeout_s=60, grace_s=0))
+    assert [each.checkpoint for each in report.ranks[0].committed] == [CheckpointId(1, 1)]
+
+
+def test_options_a_trainer_gave_go_before_the_environment(
+    folder: Path, s3_url: str, s3_server: SeaweedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are what is recorded: the environment of the drain may differ."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:1")
+    options = StoreOptions(endpoint_url=s3_server.url, region="us-east-1", addressing_style="path")
+    with Uploader(folder, s3_url, rank=0, world_size=1, store_options=options):
+        pass
+    journal = Journal.open_readonly(folder)
+    address = journal.local(0).remote
+    journal.close()
+    assert address is not None
+    assert (address.endpoint_url, address.addressing_style) == (s3_server.url, "path")
