@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 # `status` holds a lock for a microsecond to see whether anybody else does: that is no owner.
 LOCK_WAIT_S = 0.1
+# How often it is looked whether a trainer wants its lock back; a starting trainer waits much longer.
+WANTED_POLL_S = 0.5
 # Longest wait for a store that does not answer at all.
 OPEN_TIMEOUT_S = 60.0
 
@@ -112,7 +114,7 @@ async def drain(
     locks: list[RankLock] = []
     try:
         reports: list[RankReport] = []
-        adopted: list[Local] = []
+        adopted: list[tuple[Local, RankLock]] = []
         for rank in known_ranks(opened, journal):
             lock = RankLock(opened, rank)
             try:
@@ -121,9 +123,13 @@ async def drain(
                 reports.append(RankReport(rank, in_use_by=_owner(error)))
                 continue
             locks.append(lock)
+            if lock.is_wanted():
+                reports.append(RankReport(rank, in_use_by="a trainer that is starting"))
+                lock.release()
+                continue
             local = await asyncio.to_thread(journal.local, rank)
             if local.checkpoints or _has_spool(opened, rank):
-                adopted.append(local)
+                adopted.append((local, lock))
             else:
                 reports.append(RankReport(rank))
         adoptions = [
@@ -158,11 +164,12 @@ def _has_spool(folder: Folder, rank: int) -> bool:
 
 
 def _by_remote(
-    adopted: Iterable[Local], change: Callable[[RemoteAddress | None], RemoteAddress] | None
-) -> list[tuple[RemoteAddress, list[Local]]]:
+    adopted: Iterable[tuple[Local, RankLock]],
+    change: Callable[[RemoteAddress | None], RemoteAddress] | None,
+) -> list[tuple[RemoteAddress, list[tuple[Local, RankLock]]]]:
     """Ranks of one folder have one remote; nothing forces them to."""
-    groups: list[tuple[RemoteAddress, list[Local]]] = []
-    for local in adopted:
+    groups: list[tuple[RemoteAddress, list[tuple[Local, RankLock]]]] = []
+    for local, lock in adopted:
         address = change(local.remote) if change else local.remote
         if address is None:
             raise SettingsError(
@@ -176,17 +183,18 @@ def _by_remote(
             )
         group = next((members for known, members in groups if known == address), None)
         if group is None:
-            groups.append((address, [local]))
+            groups.append((address, [(local, lock)]))
         else:
-            group.append(local)
+            group.append((local, lock))
     return groups
 
 
 class _Adopted:
     """One rank while it is worked on."""
 
-    def __init__(self, local: Local) -> None:
-        self.before = local
+    def __init__(self, local: Local, lock: RankLock) -> None:
+        self.before, self.lock = local, lock
+        self.is_given_back = False
         self.observer = _Counter()
         self.engine: Engine | None = None
         self.task: asyncio.Task[None] | None = None
@@ -215,7 +223,7 @@ class _Adoption:
         address: RemoteAddress,
         profile: str | None,
         settings: Settings,
-        adopted: Iterable[Local],
+        adopted: Iterable[tuple[Local, RankLock]],
     ) -> None:
         self.address = address
         self._folder, self._journal, self._settings = folder, journal, settings
@@ -223,7 +231,7 @@ class _Adoption:
         room = settings.num_concurrent_uploads + CONTROL_REQUESTS
         options = replace(options, max_connections=max(options.max_connections, room))
         self._store: Store = open_store(address.url, options)
-        self._ranks = [_Adopted(local) for local in adopted]
+        self._ranks = [_Adopted(local, lock) for local, lock in adopted]
         self._changed = asyncio.Event()
 
     async def run(self, deadline: float, grace_s: float) -> list[RankReport]:
@@ -284,7 +292,20 @@ class _Adoption:
             if left_s <= 0:
                 return
             self._changed.clear()
-            await _within(left_s, self._changed.wait())
+            await _within(min(left_s, WANTED_POLL_S), self._changed.wait())
+            for each in self._ranks:
+                if each.live and each.lock.is_wanted():
+                    await self._give_back(each)
+
+    async def _give_back(self, each: _Adopted) -> None:
+        """A trainer of this rank is starting: it finishes the rest itself."""
+        assert each.engine is not None
+        assert each.task is not None
+        logger.info("adoption_ended rank=%d: its trainer is back", each.engine.rank)
+        each.is_given_back = True
+        each.engine.stop()
+        await asyncio.gather(each.task, return_exceptions=True)
+        each.lock.release()
 
     async def _stop(self) -> None:
         tasks = [each.task for each in self._ranks if each.task is not None]
@@ -316,6 +337,7 @@ def _report(adopted: _Adopted) -> RankReport:
     undecided = [each for _, each in sorted(local.checkpoints.items()) if each.decision is None]
     return RankReport(
         engine.rank,
+        in_use_by="a trainer that has started" if adopted.is_given_back else "",
         committed=tuple(each for id_, each in fates.items() if id_ not in aborted),
         aborted=tuple(each for id_, each in fates.items() if id_ in aborted),
         waiting=tuple(

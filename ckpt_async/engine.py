@@ -124,6 +124,9 @@ class Engine:
     def succeed(self, dead: Engine) -> None:
         """Take over what a crashed engine knew that is not in the journal."""
         self.outcomes, self.failures, self.fenced_by = dead.outcomes, dead.failures, dead.fenced_by
+        # Whoever waits for rounds to pass and work to be done must not notice the change.
+        self.num_due, self.num_rounds = dead.num_due, dead.num_rounds
+        self._is_hurried, self._is_newest_first = dead._is_hurried, dead._is_newest_first
 
     # --- from other threads --------------------------------------------------------------------------------
 
@@ -215,7 +218,7 @@ class Engine:
                 wake_at = min(wake_at, not_before)
                 continue
             num_due += not self._is_look_at_others(action)
-            if action in self._running:
+            if action in self._running or self._is_in_use(action):
                 continue
             if isinstance(action, decide.Upload):
                 uploads.append(action)
@@ -238,6 +241,10 @@ class Engine:
             return False
         watch = self._remote.watches.get(action.checkpoint)
         return watch is not None and watch.ranks is not None
+
+    def _is_in_use(self, action: decide.Action) -> bool:
+        """A store may be faster than this disk's fsync: a manifest written after the release would stay behind."""
+        return isinstance(action, decide.Release) and decide.MakeDurable(action.checkpoint) in self._running
 
     def _newest_first(self, uploads: deque[decide.Upload]) -> deque[decide.Upload]:
         """Reorder, and free the places that older checkpoints take while the newest complete one waits."""
@@ -302,12 +309,15 @@ class Engine:
         if self._loop.time() < self._housekeep_at:
             return
         self._housekeep_at = self._loop.time() + POLL_S
-        if self._is_progress_new:
-            self._is_progress_new = False
-            self._journal.note_progress(
-                self.rank, [(each.checkpoint, each.shard, sent) for each, sent in self._sent_bytes.items()]
-            )
-        await asyncio.to_thread(self._journal.compact)
+        try:
+            if self._is_progress_new:
+                self._is_progress_new = False
+                self._journal.note_progress(
+                    self.rank, [(each.checkpoint, each.shard, sent) for each, sent in self._sent_bytes.items()]
+                )
+            await asyncio.to_thread(self._journal.compact)
+        except JournalError as error:  # a full disk, say: no reason to cut short what is on its way
+            logger.debug("housekeeping_skipped error=%s", error)
 
     # --- recovery ------------------------------------------------------------------------------------------
 
@@ -470,6 +480,7 @@ class Engine:
                     key,
                     smallest_part_bytes=self._settings.part_size_bytes,
                     resume=resume,
+                    may_be_there=checkpoint.id.generation < self.local.generation,
                     opened=opened,
                     sent=sent,
                 )
@@ -535,12 +546,31 @@ class Engine:
             if decision is not None:
                 self._learn(checkpoint, decision)
                 return
+            if await self._recall_receipt(checkpoint):
+                return  # the next look has more to see
             ranks = await self._list_receipts(id_) if checkpoint.has_receipt else None
         longest_s = self._settings.decision_poll_s if self._is_hurried else self._settings.decision_poll_max_s
         next_look_at = decide.next_look(
             watch, self._loop.time(), first_s=self._settings.decision_poll_s, longest_s=longest_s
         )
         self._watch(id_, decide.Watch(watch.num_looks + 1, next_look_at, ranks))
+
+    async def _recall_receipt(self, checkpoint: LocalCheckpoint) -> bool:
+        """After the journal was lost (rule R10): what our own receipt lists was verified, and is not sent again."""
+        if checkpoint.has_receipt or checkpoint.sealed is None:
+            return False
+        key = keys.receipt_key(checkpoint.id, self.rank)
+        there = await conditional.read(
+            self._store, self._requests, key, max_size_bytes=records.MAX_RECEIPT_SIZE_BYTES
+        )
+        if there is None:
+            return False
+        receipt = records.decode_receipt(there[0], checkpoint.id, self.rank)
+        stored = {each.name: each.size_bytes for each in receipt.shards}
+        if stored != {name: each.shard.size_bytes for name, each in checkpoint.shards.items()}:
+            return False  # storing ours will find the contradiction
+        self._record(*(Verified(checkpoint.id, each) for each in receipt.shards), ReceiptStored(checkpoint.id))
+        return True
 
     async def _list_receipts(self, id_: CheckpointId) -> frozenset[int]:
         prefix = keys.receipts_prefix(id_)

@@ -394,8 +394,17 @@ class RankLock:
         self.rank = rank
         self._descriptor: int | None = None
 
-    def acquire(self, *, wait_s: float = 0.0) -> None:
-        """Take the lock, waiting up to `wait_s` for a predecessor that is still ending.
+    @property
+    def _wanted(self) -> Path:
+        return self._path.with_suffix(".wanted")
+
+    def is_wanted(self) -> bool:
+        """Whether a trainer waits for this lock: whoever only adopted the journal gives it back."""
+        return self._wanted.exists()
+
+    def acquire(self, *, wait_s: float = 0.0, is_trainer: bool = False) -> None:
+        """Take the lock, waiting up to `wait_s` for a predecessor that is still ending. A trainer also asks an
+        adopter (`drain`, the sweeper) to give it back.
 
         Raises FolderInUseError naming the holder.
         """
@@ -406,6 +415,8 @@ class RankLock:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
+                if is_trainer:
+                    self._wanted.touch()
                 if time.monotonic() >= deadline:
                     holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "unknown"
                     os.close(descriptor)
@@ -417,6 +428,8 @@ class RankLock:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()}\n".encode(), 0)
         self._descriptor = descriptor
+        if is_trainer:
+            self._wanted.unlink(missing_ok=True)
         _after_fork.add(self)
 
     def release(self) -> None:

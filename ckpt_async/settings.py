@@ -91,6 +91,12 @@ class Settings:
         choices=("block", "supersede", "raise"),
     )
     block_timeout_s: float = _setting(1800.0, "longest wait in `enqueue`; then it raises", 0, 604_800)
+    abandon_after_s: float = _setting(
+        86_400.0, "sweeper: age at which what a superseded generation left unfinished is given up", 60, 1e9
+    )
+    abandon_newest_after_s: float = _setting(
+        604_800.0, "sweeper: the same for the newest generation, whose trainer may only be paused", 60, 1e9
+    )
     remote_retention: str = _setting(
         "",
         "what to keep remotely, e.g. last=3,every-steps=1000,best=2:loss:min; empty keeps all",
@@ -100,14 +106,17 @@ class Settings:
     )
 
     def __post_init__(self) -> None:
-        policy = retention.parse(self.remote_retention)
+        for field in dataclasses.fields(self):
+            _check(field, getattr(self, field.name), f"{field.name}")
+        try:
+            policy = retention.parse(self.remote_retention)
+        except SettingsError as error:
+            raise SettingsError(f"remote_retention={self.remote_retention!r}: {error}") from None
         if "supersede" in (self.on_backlog, self.on_disk_low) and isinstance(policy, retention.KeepAll):
             raise SettingsError(
                 "on_backlog or on_disk_low is 'supersede', but remote_retention keeps all: nothing could be given up",
                 hint="say what must be kept, e.g. remote_retention='last=2,every-steps=1000'",
             )
-        for field in dataclasses.fields(self):
-            _check(field, getattr(self, field.name), f"{field.name}")
         if self.retry_max_s < self.retry_initial_s:
             raise SettingsError(
                 f"retry_max_s={self.retry_max_s} must be at least retry_initial_s={self.retry_initial_s}"

@@ -8,23 +8,35 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import assert_never
 
-from ckpt_async import keys, plan, protocol, records
+from ckpt_async import keys, plan, protocol, records, retention
 from ckpt_async.conditional import read
-from ckpt_async.errors import CkptAsyncError, InvalidRecordError
-from ckpt_async.model import CheckpointId, Decision, Lease, Outcome
-from ckpt_async.requests import Requests
+from ckpt_async.drain import DrainReport, drain
+from ckpt_async.errors import CkptAsyncError, InvalidRecordError, NoJournalError
+from ckpt_async.journal import Journal
+from ckpt_async.model import CheckpointId, Decision, Lease, Outcome, RemoteAddress
+from ckpt_async.observe import NullObserver
+from ckpt_async.requests import CONTROL_REQUESTS, Requests, open_patiently
 from ckpt_async.retention import RetentionPolicy
+from ckpt_async.settings import Settings
 from ckpt_async.store import Listing, MultipartInfo, ObjectInfo, Store
+from ckpt_async.stores import StoreOptions, address_of, open_store, options_of
 from ckpt_async.transfer import all_or_none
 
 logger = logging.getLogger(__name__)
 
 # Passes over one remote in one sweep: give up → delete → collect, or prune → delete, need one after the other.
 MAX_PASSES = 5
+# A store that is away is tried for this long; the next sweep comes anyway.
+OPEN_TIMEOUT_S = 30.0
+REQUEST_PATIENCE_S = 120.0
+# Ranks elsewhere commit by themselves; a sweep does not wait for them.
+ADOPTION_GRACE_S = 5.0
 # AWS: parts in flight may survive an abort, "it might be necessary to abort a given multipart upload multiple times"
 # (S3 API reference, AbortMultipartUpload).
 MAX_ABORTS = 5
@@ -53,14 +65,14 @@ class RemoteReport:
 
 @dataclass(slots=True)
 class RemoteSweep:
-    """Sweeps of one remote. Keeps what never changes between them: decisions by ETag."""
+    """Sweeps of one remote. `known` holds decisions that were read before, with their ETag, by key."""
 
     store: Store
     requests: Requests
     policy: RetentionPolicy
     ages: plan.Ages
     clock: Callable[[], float]
-    _decisions: dict[str, tuple[str, Decision]] = field(default_factory=dict)
+    known: dict[str, tuple[str, Decision]] = field(default_factory=dict)
 
     async def run(self, *, is_dry_run: bool) -> RemoteReport:
         """Sweep once, in as many passes as it takes. A failure of one action is reported and does not stop the
@@ -154,12 +166,12 @@ class RemoteSweep:
         return tuple(listed)
 
     async def _read_decisions(self, listing: Listing) -> dict[CheckpointId, Decision]:
-        fresh = [each for each in listing.objects if self._decisions.get(each.key, ("",))[0] != each.etag]
+        fresh = [each for each in listing.objects if self.known.get(each.key, ("",))[0] != each.etag]
         read_now = await all_or_none(self._read_decision(each) for each in fresh)
-        listed = {each.key for each in listing.objects}
-        self._decisions = {key: known for key, known in self._decisions.items() if key in listed}
-        self._decisions |= {each.key: known for each, known in zip(fresh, read_now, strict=True) if known}
-        return {decision.checkpoint: decision for _, decision in self._decisions.values()}
+        for gone in self.known.keys() - {each.key for each in listing.objects}:
+            del self.known[gone]
+        self.known |= {each.key: known for each, known in zip(fresh, read_now, strict=True) if known}
+        return {decision.checkpoint: decision for _, decision in self.known.values()}
 
     async def _read_decision(self, each: ObjectInfo) -> tuple[str, Decision] | None:
         """A decision that cannot be read raises: deciding without it could give up what is committed."""
@@ -245,3 +257,130 @@ class RemoteSweep:
             if all(each.upload_id != upload_id for each in listed):
                 return
             await asyncio.sleep(0)
+
+
+# --- the process -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class FolderReport:
+    """What a sweep did for one local folder: `drained`, or why it could not."""
+
+    folder: str
+    drained: DrainReport | None = None
+    waiting_ranks: tuple[int, ...] = ()  # dry run: ranks with unfinished checkpoints
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SweepReport:
+    """One sweep over everything."""
+
+    folders: tuple[FolderReport, ...]
+    remotes: tuple[RemoteReport, ...]
+
+    @property
+    def is_clean(self) -> bool:
+        return all(each.is_clean for each in self.remotes) and not any(each.error for each in self.folders)
+
+
+class Sweeper:
+    """Sweeps local folders, the remotes their journals name, and remotes given by URL. Needs no torch.
+
+    One per node is enough for the folders; any number, anywhere, for the remotes. What it keeps remotely is
+    `settings.remote_retention` (empty: all).
+    """
+
+    def __init__(
+        self,
+        folders: Sequence[str | os.PathLike[str]] = (),
+        remotes: Sequence[str] = (),
+        *,
+        settings: Settings | None = None,
+        store_options: StoreOptions | None = None,
+        adoption_timeout_s: float = 3600.0,
+    ) -> None:
+        self._folders = [os.path.realpath(folder) for folder in folders]
+        self._settings = settings or Settings()
+        self._policy = retention.parse(self._settings.remote_retention)
+        self._profile = store_options.profile if store_options else None
+        self._given = [address_of(url, store_options, env=os.environ) for url in remotes]
+        self._adoption_timeout_s = adoption_timeout_s
+        self._ages = plan.Ages(
+            superseded_s=self._settings.abandon_after_s, newest_s=self._settings.abandon_newest_after_s
+        )
+        self._known: dict[str, dict[str, tuple[str, Decision]]] = {}  # decisions already read, by remote
+
+    async def sweep(self, *, is_dry_run: bool = False) -> SweepReport:
+        """Sweep once. A folder or remote that fails is reported and does not stop the others; a dry run adopts
+        nothing and writes nothing.
+        """
+        folders = [await self._sweep_folder(folder, is_dry_run=is_dry_run) for folder in self._folders]
+        addresses = {each.url: each for each in (*self._recorded(), *self._given)}
+        remotes = [await self._sweep_remote(each, is_dry_run=is_dry_run) for each in addresses.values()]
+        return SweepReport(tuple(folders), tuple(remotes))
+
+    async def _sweep_folder(self, folder: str, *, is_dry_run: bool) -> FolderReport:
+        try:
+            if is_dry_run:
+                return FolderReport(folder, waiting_ranks=_unfinished_ranks(folder))
+            drained = await drain(
+                folder,
+                timeout_s=self._adoption_timeout_s,
+                grace_s=ADOPTION_GRACE_S,
+                settings=self._settings,
+                profile=self._profile,
+            )
+        except NoJournalError:
+            return FolderReport(folder)  # no trainer has run here yet
+        except CkptAsyncError as error:
+            logger.warning("sweep_folder_failed folder=%s error=%s", folder, error)
+            return FolderReport(folder, error=str(error))
+        return FolderReport(folder, drained)
+
+    def _recorded(self) -> list[RemoteAddress]:
+        found: list[RemoteAddress] = []
+        for folder in self._folders:
+            try:
+                journal = Journal.open_readonly(folder)
+            except CkptAsyncError:
+                continue  # reported by `_sweep_folder`
+            try:
+                locals_ = [journal.local(rank) for rank in journal.ranks()]
+            finally:
+                journal.close()
+            found += [each.remote for each in locals_ if each.remote is not None]
+        return found
+
+    async def _sweep_remote(self, address: RemoteAddress, *, is_dry_run: bool) -> RemoteReport:
+        options = options_of(address, profile=self._profile)
+        room = self._settings.num_concurrent_uploads + CONTROL_REQUESTS
+        options = replace(options, max_connections=max(options.max_connections, room))
+        try:
+            store = open_store(address.url, options)
+            try:
+                if is_dry_run:
+                    await store.open(is_read_only=True)
+                else:
+                    await open_patiently(store, OPEN_TIMEOUT_S)
+                settings = replace(self._settings, upload_timeout_s=REQUEST_PATIENCE_S)
+                requests = Requests(settings, NullObserver(), address.url)
+                sweep = RemoteSweep(store, requests, self._policy, self._ages, time.time)
+                sweep.known = self._known.setdefault(address.url, {})
+                return await sweep.run(is_dry_run=is_dry_run)
+            finally:
+                await store.close()
+        except CkptAsyncError as error:
+            logger.warning("sweep_remote_failed url=%s error=%s", address.url, error)
+            return RemoteReport(address.url, error=str(error))
+
+
+def _unfinished_ranks(folder: str) -> tuple[int, ...]:
+    journal = Journal.open_readonly(folder)
+    try:
+        locals_ = [journal.local(rank) for rank in journal.ranks()]
+    finally:
+        journal.close()
+    return tuple(
+        each.rank for each in locals_ if any(found.decision is None for found in each.checkpoints.values())
+    )

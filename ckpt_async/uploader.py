@@ -147,6 +147,7 @@ class Uploader:
         try:
             self.generation = started.result()
         except BaseException:
+            started.cancel()  # interrupted while waiting: the thread ends when it finds out
             self._thread.join()
             self._journal.close()
             raise
@@ -558,7 +559,7 @@ class Uploader:
 
     async def _main(self, started: Future[int]) -> None:
         lock = RankLock(self._folder, self.rank)
-        await asyncio.to_thread(lock.acquire, wait_s=LOCK_WAIT_S)
+        await asyncio.to_thread(lock.acquire, wait_s=LOCK_WAIT_S, is_trainer=True)
         requests = Requests(self.settings, self.metrics, self.remote)
         try:
             local = await asyncio.to_thread(self._journal.local, self.rank)
@@ -583,6 +584,8 @@ class Uploader:
             self._journal.open_rank(self.rank, opened)
             self._engine = self._new_engine(requests)
             await self._engine.recover()
+            if not started.set_running_or_notify_cancel():
+                return None
             started.set_result(generation)
             while True:
                 try:
@@ -689,6 +692,8 @@ def _close_without_exit(uploader: Uploader) -> None:
 
 def _close_all() -> None:
     for uploader in list(_open_uploaders):
+        if uploader._pid != os.getpid():  # noqa: SLF001  a dataloader worker ends: not its business
+            continue
         logger.warning("not_closed folder=%s: closing at exit; use `with Uploader(...)`", uploader.folder)
         try:
             uploader.close()
