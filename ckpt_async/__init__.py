@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ckpt_async.errors import (
+        BacklogError,
         CheckpointAbortedError,
         CkptAsyncError,
         CommitTimeoutError,
@@ -34,11 +35,13 @@ if TYPE_CHECKING:
     )
     from ckpt_async.settings import Settings
     from ckpt_async.stores import StoreOptions
+    from ckpt_async.sweeper import Sweeper
     from ckpt_async.uploader import Uploader
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "BacklogError",
     "CheckpointAbortedError",
     "CkptAsyncError",
     "CommitTimeoutError",
@@ -47,11 +50,12 @@ __all__ = [
     "SettingsError",
     "StoreError",
     "StoreOptions",
+    "Sweeper",
     "UploadFailedError",
     "Uploader",
 ]
 
-_HOMES = {"Uploader": "uploader", "Settings": "settings", "StoreOptions": "stores"}
+_HOMES = {"Uploader": "uploader", "Settings": "settings", "StoreOptions": "stores", "Sweeper": "sweeper"}
 
 
 def __getattr__(name: str) -> object:

@@ -145,6 +145,37 @@ def _parser() -> argparse.ArgumentParser:
         type=_seconds,
         help="wait this long for ranks elsewhere once all of this folder is uploaded (default: close_grace_s)",
     )
+    sweep = add("sweep", _sweep, "finish what dead trainers left, and clean up remotely", store)
+    sweep.add_argument("folders", metavar="FOLDER", nargs="*", help="folders of trainers on this node")
+    sweep.add_argument(
+        "--remote", metavar="URL", action="append", default=[], help="also this remote; repeatable"
+    )
+    sweep.add_argument("--keep", metavar="POLICY", help="remote retention, e.g. last=3,every-steps=1000")
+    sweep.add_argument(
+        "--dry-run", action="store_true", help="print the plan with its reasons; touch nothing"
+    )
+    how_often = sweep.add_mutually_exclusive_group()
+    how_often.add_argument("--once", action="store_true", help="sweep once (the default)")
+    how_often.add_argument(
+        "--interval", metavar="S", type=_seconds, help="sweep every S seconds, until SIGTERM"
+    )
+    prune = add("prune", _prune, "remove committed checkpoints that a policy does not keep", store)
+    prune.add_argument("url", metavar="REMOTE")
+    prune.add_argument("--keep", metavar="POLICY", help="default: the setting remote_retention")
+    prune_how = prune.add_mutually_exclusive_group()
+    prune_how.add_argument("--dry-run", action="store_true", help="only print the plan (the default)")
+    prune_how.add_argument("--yes", action="store_true", help="do it")
+    for name, help_ in (("pin", "keep a checkpoint whatever the policy says"), ("unpin", "take a pin back")):
+        pin = add(name, _pin, help_, store)
+        pin.add_argument("url", metavar="REMOTE")
+        pin.add_argument("checkpoint", metavar="STEP|NAME")
+    verify = add("verify", _verify, "recompute what must hold from the store alone", store)
+    verify.add_argument("url", metavar="REMOTE")
+    verify.add_argument("--step", metavar="S", type=int, help="only checkpoints of this step")
+    verify.add_argument(
+        "--read-data", metavar="PERCENT", type=float, default=0.0, help="read so many of the shards whole"
+    )
+    verify.add_argument("--seed", type=int, default=0, help="which shards are read")
     add("version", _version, "print the version")
     return parser
 
@@ -478,6 +509,34 @@ def _rank_lines(each: RankReport) -> Iterator[str]:
         yield f"{rank} step {fate.checkpoint.step} is not uploaded: {fate.reason}"
     if each.error:
         yield f"{rank} failed: {each.error}"
+
+
+# --- commands of `cli_sweep` ------------------------------------------------------------------------------
+
+
+def _sweep(options: argparse.Namespace) -> int:
+    from ckpt_async import cli_sweep
+
+    return Exit.OK if cli_sweep.sweep(options, _settings(os.environ)) else Exit.ERROR
+
+
+def _prune(options: argparse.Namespace) -> int:
+    from ckpt_async import cli_sweep
+
+    return Exit.OK if cli_sweep.prune(options, _settings(os.environ)) else Exit.ERROR
+
+
+def _pin(options: argparse.Namespace) -> int:
+    from ckpt_async import cli_sweep
+
+    cli_sweep.pin(options, is_pinned=options.command == "pin")
+    return Exit.OK
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from ckpt_async import cli_sweep
+
+    return Exit.OK if cli_sweep.verify_remote(options) else Exit.INCOMPLETE
 
 
 # --- version -----------------------------------------------------------------------------------------------

@@ -14,8 +14,6 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, Protocol
 
-from ckpt_async.errors import SettingsError
-
 logger = logging.getLogger(__name__)
 
 # A main thread in native code (a collective, say) runs no signal handler: then the process is ended without it.
@@ -38,10 +36,6 @@ def flush_on_sigterm(uploader: Flushes, budget_s: float) -> Callable[[], None]:
     The handler itself takes no lock and waits for nothing: it may interrupt the main thread anywhere. Call from the
     main thread.
     """
-    if threading.current_thread() is not threading.main_thread():
-        raise SettingsError(
-            "sigterm_flush_s needs the uploader to be opened in the main thread: only it may set signal handlers"
-        )
     before = signal.getsignal(signal.SIGTERM)
     has_begun, has_ended = threading.Event(), threading.Event()
 

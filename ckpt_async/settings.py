@@ -101,6 +101,9 @@ class Settings:
         "",
         "what to keep remotely, e.g. last=3,every-steps=1000,best=2:loss:min; empty keeps all",
     )
+    sigterm_flush_s: float = _setting(
+        0.0, "flush on SIGTERM within this many seconds, newest checkpoint first; 0 for no handler", 0, 3600
+    )
     close_grace_s: float = _setting(
         30.0, "how long close() waits for other ranks once all of ours is uploaded", 0, 86_400
     )

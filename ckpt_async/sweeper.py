@@ -281,6 +281,7 @@ class SweepReport:
 
     @property
     def is_clean(self) -> bool:
+        """Whether everything that was tried worked."""
         return all(each.is_clean for each in self.remotes) and not any(each.error for each in self.folders)
 
 

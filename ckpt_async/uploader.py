@@ -38,6 +38,7 @@ from ckpt_async.files import Folder
 from ckpt_async.journal import Journal, RankLock
 from ckpt_async.metrics import Metrics, serve
 from ckpt_async.model import CheckpointId, Enqueued, Opened, Outcome, Sealed, Shard, Superseded
+from ckpt_async.preemption import flush_on_sigterm
 from ckpt_async.requests import CONTROL_REQUESTS, Requests, open_patiently
 from ckpt_async.settings import INHERITED, Settings, load
 from ckpt_async.store import Store
@@ -118,6 +119,10 @@ class Uploader:
         self._launch_key = _launch_key(environment, self.world_size, generation)
         self._explicit_generation = generation
         naming.fill(self.settings.latest_filename, rank=self.rank)
+        if self.settings.sigterm_flush_s and threading.current_thread() is not threading.main_thread():
+            raise SettingsError(
+                "sigterm_flush_s needs the uploader to be opened in the main thread: only it may set signal handlers"
+            )
         self._store: Store = open_store(remote, _with_room(store_options, self.settings), env=environment)
         self.remote = self._store.url
         self._address = address_of(remote, store_options, env=environment)
@@ -155,6 +160,9 @@ class Uploader:
             self.metrics, self.settings.metrics_port, self.settings.metrics_address, environment
         )
         _close_before_exit(self)
+        self._undo_sigterm: Callable[[], None] | None = None
+        if self.settings.sigterm_flush_s:
+            self._undo_sigterm = flush_on_sigterm(self, self.settings.sigterm_flush_s)
 
     @property
     def metrics_url(self) -> str | None:
@@ -396,6 +404,8 @@ class Uploader:
             return
         self._is_closed = True
         _close_without_exit(self)
+        if self._undo_sigterm is not None:
+            self._undo_sigterm()
         try:
             if self._thread.is_alive():
                 timeout_s = self.settings.upload_timeout_s if timeout_s is None else timeout_s
