@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,6 +35,7 @@ NETWORK_FILESYSTEMS = frozenset(
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # O_NONBLOCK: opening a FIFO must not hang the trainer.
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+_OCTAL = re.compile(r"\\([0-7]{3})")
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
@@ -341,7 +343,7 @@ def point_symlink(link: Path, target: Path) -> None:
 def filesystem_of(path: str, mountinfo: Path) -> str:
     """Type of the file system a path is on, from Linux's mountinfo; '' where there is none."""
     try:
-        lines = mountinfo.read_text(errors="replace").splitlines()
+        lines = mountinfo.read_text(encoding="utf-8", errors="surrogateescape").split("\n")
     except OSError:
         return ""
     return parse_mountinfo(path, lines)
@@ -358,7 +360,7 @@ def parse_mountinfo(path: str, lines: list[str]) -> str:
         fields = before.split(" ")
         if len(fields) < 5 or not after:
             continue
-        point = fields[4].encode().decode("unicode_escape").rstrip("/")
+        point = _OCTAL.sub(lambda match: chr(int(match[1], 8)), fields[4]).rstrip("/")
         if (path == point or path.startswith(point + "/")) and len(point) >= best:
             best, kind = len(point), after.split(" ")[0]
     return kind

@@ -42,15 +42,15 @@ MAX_GENERATION = 10**6 - 1
 MAX_STEP = 10**12 - 1
 MAX_RANK = 10**5 - 1
 
-_CHECKPOINT = re.compile(r"(\d{6})-(\d{12})")
-_GENERATION = re.compile(re.escape(GENERATIONS) + r"(\d{6})\.json")
-_RECEIPT = re.compile(re.escape(RECEIPTS) + _CHECKPOINT.pattern + r"/(\d{5})\.json")
+_CHECKPOINT = re.compile(r"([0-9]{6})-([0-9]{12})")
+_GENERATION = re.compile(re.escape(GENERATIONS) + r"([0-9]{6})\.json")
+_RECEIPT = re.compile(re.escape(RECEIPTS) + _CHECKPOINT.pattern + r"/([0-9]{5})\.json")
 _DECISION = re.compile(re.escape(DECISIONS) + _CHECKPOINT.pattern + r"\.json")
 _LEASE = re.compile(re.escape(LEASES) + _CHECKPOINT.pattern + r"/[^/]+\.json")
-_MEMBER = re.compile(re.escape(MEMBERS) + r"(\d{6})/\d{5}\.json")
-_DATA = re.compile(re.escape(DATA) + r"([^/]+)\.g(\d{1,6})/.+")
-_LAST_NUMBER = re.compile(r"(\d+)\D*$")
-_RANK_LOCK = re.compile(r"rank-(\d{5})\.lock")
+_MEMBER = re.compile(re.escape(MEMBERS) + r"([0-9]{6})/[0-9]{5}\.json")
+_DATA = re.compile(re.escape(DATA) + r"([^/]+)\.g([0-9]{1,6})/.+")
+_LAST_NUMBER = re.compile(r"([0-9]+)[^0-9]*$")
+_RANK_LOCK = re.compile(r"rank-([0-9]{5})\.lock")
 
 
 def checkpoint_tag(checkpoint: CheckpointId) -> str:

@@ -63,7 +63,8 @@ def checkpoint_name(name: str | None, step: int) -> str:
         return f"step-{step}"
     check_component(name, "checkpoint name")
     numbers = re.findall(r"\d+", name)
-    if not numbers or int(numbers[-1]) != step:
+    # Twelve digits at most: `keys.parse_data_key` must find the step again, or nobody could clean up behind it.
+    if not numbers or len(numbers[-1]) > 12 or int(numbers[-1]) != step:
         name = f"{name}-{step}"
     if len(name) > MAX_CHECKPOINT_NAME_LENGTH:
         raise InvalidNameError(
@@ -121,8 +122,11 @@ def rank_and_world_size(
 
 
 def fill(template: str, *, rank: int) -> str:
-    """Replace `{rank}` in a file-name template; any other variable is refused by name."""
+    """Replace `{rank}` in a file-name template; any other variable is refused by name, and what would lead out of
+    the folder too. Empty stays empty.
+    """
     try:
-        return template.format(rank=rank)
-    except (KeyError, IndexError, ValueError) as error:
+        filled = template.format(rank=rank)
+    except (AttributeError, KeyError, IndexError, ValueError) as error:
         raise InvalidNameError(f"template {template!r}: only {{rank}} can be used ({error})") from None
+    return check_relative(filled, "template") if filled else filled

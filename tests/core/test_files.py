@@ -1,0 +1,335 @@
+"""The folder, on a real file system: nothing outside it is touched, and what is not the same file is found out."""
+
+import errno
+import os
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+
+from ckpt_async import files
+from ckpt_async.errors import (
+    FailureReason,
+    InvalidNameError,
+    InvalidShardError,
+    JournalError,
+    SourceError,
+)
+from ckpt_async.files import Folder, fsync_path, parse_mountinfo, point_symlink, write_durably
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    return Folder(tmp_path / "checkpoints")
+
+
+def write(folder: Folder, name: str, content: bytes = b"content") -> Path:
+    path = folder.path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return path
+
+
+# --- what may be enqueued ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["symlink", "folder symlink", "fifo", "socket", "device"])
+def test_only_regular_files_are_walked_and_linked(folder: Folder, tmp_path: Path, kind: str) -> None:
+    """A symlink leads to /etc/shadow, a FIFO hangs the trainer (table row F27)."""
+    secret = tmp_path / "secret"
+    secret.mkdir()
+    (secret / "x").write_bytes(b"secret")
+    path = folder.path / "x"
+    match kind:
+        case "symlink":
+            path.symlink_to(secret / "x")
+        case "folder symlink":
+            path.symlink_to(secret)
+        case "fifo":
+            os.mkfifo(path)
+        case "socket":
+            with socket.socket(socket.AF_UNIX) as bound:
+                bound.bind(str(path))
+        case _:
+            try:
+                os.mknod(path, 0o600 | 0o020000, os.makedev(1, 3))
+            except PermissionError:
+                pytest.skip("making a device needs root")
+    with pytest.raises(InvalidShardError):
+        folder.walk("x")
+    with pytest.raises(InvalidShardError):
+        folder.link("x", "spool/x")
+    assert not (folder.private / "spool" / "x").exists()
+
+
+def test_symlink_on_the_way_is_not_followed(folder: Folder, tmp_path: Path) -> None:
+    """Somebody swaps a folder for a symlink between the check and the use (I10)."""
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    victim = outside / "a"
+    victim.write_bytes(b"theirs")
+    (folder.path / "step-1").symlink_to(outside)
+    facts = victim.stat()
+    identity = files.FileIdentity(facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns)
+    with pytest.raises(InvalidShardError):
+        folder.link("step-1/a", "spool/a")
+    with pytest.raises((SourceError, OSError)):
+        os.close(folder.open_source("step-1/a", None, identity))
+    assert folder.remove_source("step-1/a", identity)
+    assert victim.exists()
+    assert not folder.is_same("step-1/a", identity)
+
+
+@pytest.mark.parametrize(
+    "path", ["..", ".", "../x", "sub/../../x", "/etc/passwd", ".ckpt_async/journal.sqlite", ""]
+)
+def test_path_outside_the_folder_is_refused(
+    folder: Folder, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also our own private files: a checkpoint of the journal would be a loop."""
+    monkeypatch.chdir(folder.path)
+    with pytest.raises((InvalidShardError, InvalidNameError)):
+        folder.relative(path)
+
+
+def test_path_through_a_symlink_to_the_folder_is_inside(folder: Folder, tmp_path: Path) -> None:
+    """Clusters give scratch space by a symlink."""
+    (tmp_path / "alias").symlink_to(folder.path)
+    write(folder, "step-1/a")
+    assert folder.relative(tmp_path / "alias" / "step-1" / "a") == "step-1/a"
+
+
+def test_walk_finds_every_file_in_order(folder: Folder) -> None:
+    """All ranks and all restarts must see the same shards."""
+    for name in ("s/b", "s/a/c", "s/a/b"):
+        write(folder, name)
+    assert folder.walk("s") == ["s/a/b", "s/a/c", "s/b"]
+    assert folder.walk("s/b") == ["s/b"]
+    with pytest.raises(InvalidShardError, match="does not exist"):
+        folder.walk("missing")
+    write(folder, "s/a b")
+    with pytest.raises(InvalidNameError):
+        folder.walk("s")
+
+
+# --- links and identity --------------------------------------------------------------------------------------
+
+
+def test_hard_link_survives_deletion_of_the_original(folder: Folder) -> None:
+    """transformers rotates before `on_save`: the bytes must still be there."""
+    path = write(folder, "step-1/a", b"bytes")
+    identity, is_linked = folder.link("step-1/a", "spool/rank-00000/x/a")
+    assert is_linked
+    path.unlink()
+    descriptor = folder.open_source("step-1/a", "spool/rank-00000/x/a", identity)
+    assert os.read(descriptor, 10) == b"bytes"
+    os.close(descriptor)
+
+
+def test_left_over_link_is_replaced(folder: Folder) -> None:
+    """A crash between link and journal row leaves one behind: the next save must not fail, nor read the old one."""
+    write(folder, "old", b"old")
+    folder.link("old", "spool/a")
+    write(folder, "new", b"new")
+    folder.link("new", "spool/a")
+    assert (folder.private / "spool/a").read_bytes() == b"new"
+
+
+@pytest.mark.parametrize("how", ["overwrite", "truncate", "append", "same size", "replace", "delete"])
+def test_changed_file_is_found_out(folder: Folder, how: str) -> None:
+    """A hard link does not protect from writing in place; mixed bytes must never be committed."""
+    path = write(folder, "a", b"content")
+    os.utime(path, ns=(10**18, 10**18))
+    identity, _ = folder.link("a", "spool/a")
+    assert folder.is_same("a", identity)
+    match how:
+        case "overwrite":
+            path.write_bytes(b"other content")
+        case "truncate":
+            os.truncate(path, 3)
+        case "append":
+            with path.open("ab") as file:
+                file.write(b"more")
+        case "same size":
+            path.write_bytes(b"CONTENT")
+        case "replace":
+            write(folder, "b", b"content").replace(path)
+        case _:
+            path.unlink()
+    assert not folder.is_same("a", identity)
+    reason = FailureReason.SOURCE_MISSING if how == "delete" else FailureReason.SOURCE_CHANGED
+    with pytest.raises(SourceError) as caught:
+        folder.open_source("a", None, identity)
+    assert reason is caught.value.reason
+    if how in {"replace", "delete"}:  # the link still holds what was enqueued
+        os.close(folder.open_source("a", "spool/a", identity))
+        return
+    with pytest.raises(SourceError):
+        folder.open_source("a", "spool/a", identity)
+
+
+def test_remove_source_leaves_another_file_at_the_same_path(folder: Folder) -> None:
+    """The trainer saved the same step again after a restart: that file is not ours to delete."""
+    path = write(folder, "step-1/a")
+    identity, _ = folder.link("step-1/a", "spool/a")
+    path.unlink()
+    write(folder, "step-1/a", b"another")
+    assert not folder.remove_source("step-1/a", identity)
+    assert path.read_bytes() == b"another"
+
+
+def test_remove_source_removes_empty_folders_only(folder: Folder) -> None:
+    """Other ranks may still have files there; the folder itself stays in any case."""
+    write(folder, "step-1/r0/a")
+    write(folder, "step-1/r1/b")
+    one, _ = folder.link("step-1/r0/a", "spool/a")
+    two, _ = folder.link("step-1/r1/b", "spool/b")
+    assert folder.remove_source("step-1/r0/a", one)
+    assert not (folder.path / "step-1/r0").exists()
+    assert (folder.path / "step-1/r1/b").exists()
+    assert folder.remove_source("step-1/r1/b", two)
+    assert not (folder.path / "step-1").exists()
+    assert folder.path.exists()
+    assert folder.remove_source("step-1/r1/b", two), "done again after a crash"
+
+
+@pytest.mark.parametrize("code", [errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP])
+def test_without_links_the_original_is_kept(
+    folder: Folder, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another mount inside the folder, or a file system without hard links: weaker, not broken."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    write(folder, "a", b"bytes")
+    monkeypatch.setattr(os, "link", refuse)
+    identity, is_linked = folder.link("a", "spool/a")
+    assert not is_linked
+    descriptor = folder.open_source("a", None, identity)
+    assert os.read(descriptor, 10) == b"bytes"
+    os.close(descriptor)
+
+
+def test_remove_spool_leaves_the_user_s_files(folder: Folder) -> None:
+    """It removes names, not bytes; and may be cut short and done again."""
+    path = write(folder, "a")
+    folder.link("a", "spool/x/sub/a")
+    folder.remove_spool("spool/x")
+    folder.remove_spool("spool/x")
+    assert path.read_bytes() == b"content"
+    assert not (folder.private / "spool/x").exists()
+
+
+# --- the local symlink ---------------------------------------------------------------------------------------
+
+
+def test_readers_never_find_the_symlink_missing(folder: Folder) -> None:
+    """Table row F20: remove and link again leaves a moment in which a restart finds no checkpoint."""
+    targets = [write(folder, f"step-{number}/a").parent for number in range(2)]
+    link = folder.path / "latest"
+    point_symlink(link, targets[0])
+    missing: list[OSError] = []
+    num_reads, is_over = 0, threading.Event()
+
+    def read() -> None:
+        nonlocal num_reads
+        while num_reads < 20_000 or not is_over.is_set():
+            try:
+                os.readlink(link)
+            except OSError as error:
+                missing.append(error)
+            num_reads += 1
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for number in range(1, 301):
+        point_symlink(link, targets[number % 2])
+    is_over.set()
+    reader.join()
+    assert missing == []
+    assert not os.path.isabs(os.readlink(link)), "the folder may be mounted elsewhere"
+    assert sorted(os.listdir(folder.path)) == [".ckpt_async", "latest", "step-0", "step-1"]
+
+
+def test_symlink_never_replaces_a_file(folder: Folder) -> None:
+    """A user's own `latest` is the user's."""
+    path = write(folder, "latest")
+    with pytest.raises(InvalidNameError, match="not a symlink"):
+        point_symlink(path, folder.path / "step-1")
+    assert path.read_bytes() == b"content"
+
+
+# --- durable writes, file systems ----------------------------------------------------------------------------
+
+
+def test_durable_write_leaves_nothing_behind_when_it_fails(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The old content stays whole, and no temporary file fills a full disk further."""
+    path = write(folder, "m", b"old")
+
+    def fail(_: int) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="full"):
+        write_durably(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert sorted(os.listdir(folder.path)) == [".ckpt_async", "m"]
+    with pytest.raises(OSError, match="full"):
+        fsync_path(path)
+
+
+MOUNTS = [
+    "22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw",
+    "23 22 0:40 / /shared rw - nfs4 server:/x rw",
+    "24 23 0:41 / /shared/scratch rw shared:2 master:3 - xfs /dev/nvme0n1 rw",
+    r"25 22 0:42 / /with\040space rw - lustre x rw",
+    r"26 22 0:43 / /tab\011and\134backslash rw - cifs x rw",
+    "27 22 0:44 / /donn\u00e9es rw - nfs server:/y rw",
+    "28 22 0:45 / /over rw - nfs server:/z rw",
+    "29 28 0:46 / /over rw - tmpfs tmpfs rw",
+    "",
+    "garbage",
+    "30 22 0:47 / /no-separator rw ext4",
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/", "ext4"),
+        ("/home/x", "ext4"),
+        ("/shared", "nfs4"),
+        ("/shared/a", "nfs4"),
+        ("/sharedbutnot", "ext4"),
+        ("/shared/scratch/a", "xfs"),
+        ("/with space/a", "lustre"),
+        ("/tab\tand\\backslash", "cifs"),
+        ("/donn\u00e9es/a", "nfs"),
+        ("/over/a", "tmpfs"),
+        ("/no-separator/a", "ext4"),
+    ],
+)
+def test_file_system_is_that_of_the_deepest_mount(path: str, kind: str) -> None:
+    """Otherwise a journal on NFS goes unnoticed until two nodes tear it apart (table row F21)."""
+    assert kind == parse_mountinfo(path, MOUNTS)
+
+
+def test_network_file_system_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """WAL needs one kernel's shared memory: better a clear error than a torn journal."""
+    for kind in ("nfs4", "fuse.s3fs", "lustre"):
+        monkeypatch.setattr(files, "filesystem_of", lambda *_, kind=kind: kind)
+        with pytest.raises(JournalError, match=kind):
+            Folder(tmp_path / "x")
+
+
+def test_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    """At the start, with the reason."""
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(JournalError):
+        Folder(tmp_path / "file")
+    with pytest.raises(JournalError):
+        Folder(tmp_path / "file" / "below")

@@ -1,0 +1,157 @@
+"""Replay: the same journal must always give the same state, however it is cut (rule R10)."""
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt_async.errors import FailureReason
+from ckpt_async.model import (
+    CheckpointId,
+    Checksum,
+    Decided,
+    Enqueued,
+    Event,
+    Failed,
+    FileIdentity,
+    Forgotten,
+    JournalRow,
+    Local,
+    MadeDurable,
+    MultipartOpened,
+    Opened,
+    Outcome,
+    ReceiptStored,
+    Released,
+    Sealed,
+    Shard,
+    StoredShard,
+    Verified,
+    fold,
+)
+
+NAMES = ("a", "b")
+
+
+def shard(name: str) -> Shard:
+    return Shard(name, f"step/{name}", FileIdentity(1, 2, 3, 4), is_linked=True)
+
+
+def stored(name: str) -> StoredShard:
+    return StoredShard(name, f"ckpt/x.g1/{name}", 3, Checksum("crc32c", "AAAAAA=="))
+
+
+def life(id_: CheckpointId, names: list[str], outcome: Outcome, is_lost: bool) -> list[Event]:
+    """Everything that can happen to a checkpoint, in an order in which it can."""
+    events: list[Event] = [Enqueued(id_, "x", shard(name)) for name in names]
+    events += [Sealed(id_, "x", 2), MadeDurable(id_, tuple(names), is_sealed=True)]
+    for name in names:
+        events += [
+            MultipartOpened(id_, name, "upload", 5),
+            Failed(id_, name, FailureReason.TIMEOUT, "slow"),
+            Failed(id_, name, FailureReason.SOURCE_MISSING, "gone")
+            if is_lost
+            else Verified(id_, stored(name)),
+        ]
+    events += [ReceiptStored(id_), Decided(id_, outcome, "x"), Released(id_)]
+    return [*events, Forgotten(id_, 1.0 if outcome is not Outcome.ABORT else None)]
+
+
+@st.composite
+def journals(draw: st.DrawFn) -> list[JournalRow]:
+    """Several lives, each cut somewhere, interleaved; restarts in between."""
+    queues: list[list[Event]] = []
+    for number in range(draw(st.integers(0, 4))):
+        id_ = CheckpointId(1 + number % 2, number)
+        names = draw(st.lists(st.sampled_from(NAMES), unique=True))
+        whole = life(id_, names, draw(st.sampled_from(Outcome)), draw(st.booleans()))
+        queues.append(whole[: draw(st.integers(0, len(whole)))])
+    queues.append([Opened(each, 2) for each in range(1, draw(st.integers(1, 4)))])
+    events: list[Event] = []
+    while any(queues):
+        queue = draw(st.sampled_from([each for each in queues if each]))
+        events.append(queue.pop(0))
+    return [JournalRow(number, 0, 100.0 + number, event) for number, event in enumerate(events, 1)]
+
+
+@given(journals(), st.data())
+def test_folding_a_prefix_twice_changes_nothing(rows: list[JournalRow], data: st.DataObject) -> None:
+    """A reader that polls may see rows again; a shard that is in the store must stay there."""
+    prefix = rows[: data.draw(st.integers(0, len(rows)))]
+    once = fold(prefix, Local(0))
+    assert fold(prefix, once) == once
+    assert fold(rows, once) == fold(rows, Local(0))
+
+
+@given(journals(), st.lists(st.integers(1, 5)))
+def test_folding_in_chunks_is_folding_at_once(rows: list[JournalRow], sizes: list[int]) -> None:
+    """The engine folds what is new, a restart folds everything: both must know the same."""
+    whole, rest, state = fold(rows, Local(0)), list(rows), Local(0)
+    for size in sizes:
+        chunk, rest = rest[:size], rest[size:]
+        state = fold(chunk, state)
+    assert fold(rest, state) == whole
+
+
+@given(journals())
+def test_fold_leaves_its_start_alone(rows: list[JournalRow]) -> None:
+    """Other threads read the old snapshot while the new one is made."""
+    middle = len(rows) // 2
+    start = fold(rows[:middle], Local(0))
+    before = repr(start)
+    fold(rows[middle:], start)
+    assert before == repr(start)
+
+
+@given(journals())
+def test_rows_of_other_ranks_are_not_ours(rows: list[JournalRow]) -> None:
+    """One journal serves all ranks of a node."""
+    assert Local(1) == fold(rows, Local(1))
+
+
+def test_events_of_an_unknown_checkpoint_are_ignored() -> None:
+    """A straggling task may write after the checkpoint was forgotten: it must not come back half."""
+    id_ = CheckpointId(1, 1)
+    events = life(id_, ["a"], Outcome.COMMIT, is_lost=False)[2:-1]
+    rows = [JournalRow(number, 0, 1.0, event) for number, event in enumerate(events, 1)]
+    assert fold(rows, Local(0)).checkpoints == {}
+    assert fold(rows, Local(0)).newest_committed is None
+
+
+def test_a_restart_retries_what_failed_but_not_what_is_lost() -> None:
+    """An outage longer than the timeout heals with the next start; bytes that are gone do not come back."""
+    id_ = CheckpointId(1, 1)
+
+    def state(reason: FailureReason) -> Local:
+        events: list[Event] = [Enqueued(id_, "x", shard("a")), Failed(id_, "a", reason, "why"), Opened(2, 1)]
+        return fold([JournalRow(number, 0, 1.0, event) for number, event in enumerate(events, 1)], Local(0))
+
+    assert state(FailureReason.TIMEOUT).checkpoints[id_].shards["a"].failure is None
+    assert state(FailureReason.SOURCE_CHANGED).checkpoints[id_].loss is not None
+
+
+def test_newest_committed_survives_forgetting() -> None:
+    """Fencing and metrics ask for it long after the rows are gone."""
+    id_ = CheckpointId(2, 7)
+    rows = [
+        JournalRow(number, 0, 5.0, event)
+        for number, event in enumerate(life(id_, ["a"], Outcome.PRUNED, is_lost=False), 1)
+    ]
+    after = fold(rows, Local(0))
+    assert (id_, {}) == (after.newest_committed, after.checkpoints)
+    older = replace(rows[-1], event=Forgotten(CheckpointId(1, 9), 9.0))
+    assert id_ == fold([older], after).newest_committed
+
+
+def test_shard_enqueued_after_a_restart_is_not_lost() -> None:
+    """A restart in the middle of one replay: what comes after it belongs to the new state, not to the old one."""
+    id_ = CheckpointId(1, 1)
+    events: list[Event] = [
+        Enqueued(id_, "x", shard("a")),
+        Failed(id_, "a", FailureReason.TIMEOUT, "slow"),
+        Opened(2, 1),
+        Enqueued(id_, "x", shard("b")),
+    ]
+    after = fold([JournalRow(number, 0, 1.0, event) for number, event in enumerate(events, 1)], Local(0))
+    assert sorted(after.checkpoints[id_].shards) == ["a", "b"]
+    assert after.checkpoints[id_].shards["a"].failure is None

@@ -1,0 +1,98 @@
+"""Every key is read back as what it was made from, and nothing else is taken for one of ours."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt_async import keys, naming
+from ckpt_async.model import CheckpointId
+
+generations = st.integers(1, keys.MAX_GENERATION)
+steps = st.integers(0, keys.MAX_STEP)
+ranks = st.integers(0, keys.MAX_RANK)
+ids = st.builds(CheckpointId, generations, steps)
+PARSERS: list[Callable[[str], Any]] = [
+    keys.parse_checkpoint_tag,
+    keys.parse_data_key,
+    keys.parse_lease_key,
+    keys.parse_member_key,
+    keys.parse_generation_key,
+    keys.parse_receipt_key,
+    keys.parse_decision_key,
+    keys.parse_lock_name,
+]
+
+
+@given(ids, ranks)
+def test_keys_round_trip(id_: CheckpointId, rank: int) -> None:
+    """A key that is not read back is an object that nobody ever finds, or deletes."""
+    assert id_ == keys.parse_checkpoint_tag(keys.checkpoint_tag(id_))
+    assert id_ == keys.parse_decision_key(keys.decision_key(id_))
+    assert (id_, rank) == keys.parse_receipt_key(keys.receipt_key(id_, rank))
+    assert id_ == keys.parse_lease_key(keys.lease_key(id_, "reader"))
+    assert id_.generation == keys.parse_generation_key(keys.generation_key(id_.generation))
+    assert id_.generation == keys.parse_member_key(keys.member_key(id_.generation, rank))
+    assert rank == keys.parse_lock_name(keys.lock_name(rank))
+
+
+@given(ids, ids)
+def test_order_of_decision_keys_is_checkpoint_order(one: CheckpointId, two: CheckpointId) -> None:
+    """Readers take the last decision of a listing for the newest (R3)."""
+    assert (one < two) == (keys.decision_key(one) < keys.decision_key(two))
+    assert (one == two) == (keys.receipts_prefix(one) == keys.receipts_prefix(two))
+
+
+names = st.from_regex(r"[a-z0-9.=-]{1,10}", fullmatch=True).filter(lambda name: name not in {".", ".."})
+
+
+@given(names, st.integers(0, 200), st.integers(1, 20), names, st.integers(0, 200), st.integers(1, 20))
+def test_no_checkpoint_is_a_prefix_of_another(
+    name: str, step: int, generation: int, other: str, other_step: int, other_generation: int
+) -> None:
+    """Table row F26: `step-1` is a prefix of `step-10`; deleting one must not delete both."""
+    one = keys.data_prefix(naming.checkpoint_name(name, step), generation)
+    two = keys.data_prefix(naming.checkpoint_name(other, other_step), other_generation)
+    assert (one == two) == (one.startswith(two) or two.startswith(one))
+
+
+@given(st.integers(1, 999), st.integers(0, 999), st.integers(1, 999), st.integers(0, 999))
+def test_receipts_of_one_checkpoint_are_not_listed_with_another(
+    g: int, s: int, other_g: int, other_s: int
+) -> None:
+    """A listing by prefix must never show another checkpoint's receipts (R5)."""
+    one, two = CheckpointId(g, s), CheckpointId(other_g, other_s)
+    assert (one == two) == keys.receipt_key(one, 0).startswith(keys.receipts_prefix(two))
+
+
+@pytest.mark.parametrize("parse", PARSERS, ids=lambda parse: parse.__name__)
+@pytest.mark.parametrize(
+    "key",
+    [
+        "", "x", "/", "ckpt/", "ckpt/x", "ckpt/x.g1", "ckpt/step.g1/x", "ckpt/step-1.gx/x", "ckpt//x",
+        ".ckpt_async/decisions/1-2.json", ".ckpt_async/decisions/000001-000000000002.json.bak",
+        ".ckpt_async/decisions/000001-000000000002.json\n", "x/.ckpt_async/decisions/000001-000000000002.json",
+        ".ckpt_async/decisions/\u0660\u0660\u0660\u0660\u0660\u0661-\u0660\u0660\u0660\u0660\u0660\u0660\u0660\u0660\u0660\u0660\u0660\u0662.json",
+        ".ckpt_async/generations/\u0660\u0660\u0660\u0660\u0660\u0661.json",
+        ".ckpt_async/receipts/000001-000000000002/1.json", ".ckpt_async/receipts/000001-000000000002/00001.json/x",
+        ".ckpt_async/leases/000001-000000000002/a/b.json", ".ckpt_async/members/000001/x.json",
+        "rank-00001.lock.bak",
+        "rank-1.lock",
+        "rank-\u0660\u0660\u0660\u0660\u0661.lock",
+        "000001-00000000000\u0662",
+    ],
+    ids=ascii,
+)  # fmt: skip
+def test_other_keys_are_not_ours(parse: Callable[[str], Any], key: str) -> None:
+    """What is not ours is never deleted."""
+    assert parse(key) is None
+
+
+@given(ids, ranks)
+def test_spool_of_one_checkpoint_is_not_another_s(id_: CheckpointId, rank: int) -> None:
+    """Links are removed by folder."""
+    folder = keys.spool_checkpoint(id_, rank)
+    assert keys.spool_manifest(id_, rank) == f"{folder}.json"
+    assert folder.startswith(f"{keys.spool_rank(rank)}/")

@@ -1,0 +1,174 @@
+"""Names that lead outside, or that two stores read differently, are refused before anything is done with them (I10)."""
+
+import os
+import posixpath
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt_async import keys, naming
+from ckpt_async.errors import InvalidNameError, SettingsError
+
+HOSTILE = [
+    "", ".", "..", "/", "//", "/etc/shadow", "../x", "a/../b", "a/..", "a/./b", "./a", "a//b", "a/", "/a",
+    "a\0b", "\0", "a\nb", "a\n", "\n", "a\rb", "a\tb", "a b", " a", "a ", "C:\\x", "C:", "C:/x", "a\\b", "..\\b",
+    "\\\\host\\share", "\u202eexe.gpj", "a\u200bb", "e\u0301", "é", "\uff0e\uff0e/x", "a\uff0fb", "\u2024\u2024/x",
+    "\u0430", "\u0661", "a\u2028b", "\ud800", "~", "~root", "$HOME", "`id`", "a;b", "a|b", "a&b", "a*", "a?", "[a]",
+    "a:b", 'a"b', "a'b", "a#b", "a%2e%2e", "%2e%2e/x", "{a}", "<a>", "\x7f", "\x1b[2J", "a" * 201,
+    "/".join(["a" * 100] * 7), "é" * 600, "a/" * 400 + "a" * 300,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE, ids=ascii)
+def test_hostile_path_is_refused(name: str) -> None:
+    """Table row F25: traversal, absolute, NUL, newline, drive letters, look-alikes, too long."""
+    with pytest.raises(InvalidNameError):
+        naming.check_relative(name, "path")
+
+
+@pytest.mark.parametrize("name", [name for name in HOSTILE if "/" in name or len(name) < 201], ids=ascii)
+def test_hostile_checkpoint_name_is_refused(name: str) -> None:
+    """It becomes part of every key."""
+    with pytest.raises(InvalidNameError):
+        naming.checkpoint_name(name, 1)
+
+
+@given(st.text(alphabet=st.sampled_from("abA0._-=+@,/\\\0\n\u202e~: "), max_size=40) | st.text(max_size=40))
+def test_accepted_path_never_escapes(path: str) -> None:
+    """What is accepted means the same to POSIX, to S3 and to us."""
+    try:
+        accepted = naming.check_relative(path, "path")
+    except InvalidNameError:
+        return
+    assert path == accepted == posixpath.normpath(path)
+    assert os.path.join("/folder", path).startswith("/folder/")
+    assert re.fullmatch(r"[\x21-\x7e]+", path)
+    assert len(path.encode()) <= naming.MAX_SHARD_NAME_LENGTH
+
+
+@given(st.text(alphabet="ab.-g01", min_size=1, max_size=12), st.integers(0, 200), st.integers(0, 200))
+def test_two_steps_never_share_a_name(name: str, step: int, other: int) -> None:
+    """They would share keys, and the second would overwrite the first (R11)."""
+    try:
+        names = naming.checkpoint_name(name, step), naming.checkpoint_name(name, other)
+    except InvalidNameError:
+        return
+    assert (names[0] == names[1]) == (step == other)
+
+
+@given(st.none() | st.from_regex(r"[a-z0-9.=-]{1,40}", fullmatch=True), st.integers(0, keys.MAX_STEP))
+def test_step_can_be_read_from_the_name(name: str | None, step: int) -> None:
+    """The sweeper finds the checkpoint of an object by its key alone; what it cannot read stays for ever."""
+    try:
+        full = naming.checkpoint_name(name, step)
+    except InvalidNameError:
+        return
+    parsed = keys.parse_data_key(keys.data_key(full, 7, "shard/0"))
+    assert parsed is not None
+    assert (7, step, full) == (parsed[0].generation, parsed[0].step, parsed[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "step", "expected"),
+    [
+        (None, 100, "step-100"),
+        ("ep1-ba100", 100, "ep1-ba100"),
+        ("ep1-ba0100", 100, "ep1-ba0100"),
+        ("best", 100, "best-100"),
+        ("ep1", 100, "ep1-100"),
+        ("epoch=1-step=100.ckpt", 100, "epoch=1-step=100.ckpt"),
+        ("ba" + "0" * 20 + "100", 100, "ba" + "0" * 20 + "100-100"),
+    ],
+)
+def test_name_ends_in_its_step(name: str | None, step: int, expected: str) -> None:
+    """Composer's and Lightning's own names stay as they are."""
+    assert expected == naming.checkpoint_name(name, step)
+
+
+def test_name_that_grows_too_long_is_refused() -> None:
+    """Before anything is linked, not when S3 refuses the key."""
+    with pytest.raises(InvalidNameError, match="200"):
+        naming.checkpoint_name("a" * 199, 100)
+    with pytest.raises(InvalidNameError, match="1024"):
+        naming.check_key_length("s3://bucket/" + "p" * 600, "k" * 500)
+
+
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "run",
+    "TORCHELASTIC_RESTART_COUNT": "0",
+    "MASTER_ADDR": "n0",
+    "MASTER_PORT": "29500",
+}
+ONE_NODE = {**TORCHRUN, "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8"}
+TWO_NODES = {**TORCHRUN, "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}
+SLURM = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_RESTART_COUNT": "1"}
+
+
+def key(environment: dict[str, str], parent: str = "p", world_size: int = 8) -> str | None:
+    return naming.launch_key(environment, world_size=world_size, parent=parent)
+
+
+def test_ranks_of_one_start_have_one_key() -> None:
+    """If they differed, they would join different generations and no checkpoint would ever be whole."""
+    for environment in (ONE_NODE, TWO_NODES, SLURM):
+        ranks = [{**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(8)]
+        assert len({key(each) for each in ranks}) == 1
+    assert key(TWO_NODES, "here") == key(TWO_NODES, "there"), "each node has its own launcher"
+    agents = [{**TWO_NODES, "TORCHELASTIC_RESTART_COUNT": count} for count in "01"]
+    assert key(agents[0]) == key(agents[1]), "agents disagree about the restart count"
+    assert key(SLURM, "here") == key(SLURM, "there")
+
+
+def test_two_starts_have_two_keys() -> None:
+    """If they were equal, receipts of two incarnations could be taken for one (R5)."""
+    assert key(ONE_NODE, "first") != key(ONE_NODE, "second")
+    assert key(ONE_NODE) != key({**ONE_NODE, "TORCHELASTIC_RESTART_COUNT": "1"})
+    assert key(SLURM) != key({**SLURM, "SLURM_RESTART_COUNT": "2"})
+    assert key(SLURM) != key({**SLURM, "SLURM_STEP_ID": "1"})
+    assert key(TWO_NODES) != key({**TWO_NODES, "MASTER_PORT": "29501"})
+
+
+def test_explicit_launch_id_goes_first_and_silence_is_none() -> None:
+    """The operator knows; and where nobody knows, guessing would mix two starts."""
+    assert key({**ONE_NODE, **SLURM, "CKPT_ASYNC_LAUNCH_ID": "x"}) == "id=x"
+    assert key({}) is None
+    assert key({"WORLD_SIZE": "8", "RANK": "0"}) is None
+
+
+@pytest.mark.parametrize(
+    ("environment", "rank", "world_size"),
+    [
+        ({"RANK": "x"}, None, None),
+        ({}, 1, 1),
+        ({}, -1, 2),
+        ({}, 0, 0),
+        ({"RANK": "3", "WORLD_SIZE": "2"}, None, None),
+    ],
+)
+def test_impossible_rank_is_refused(
+    environment: dict[str, str], rank: int | None, world_size: int | None
+) -> None:
+    """Two processes that both take themselves for rank 0 would each commit half."""
+    with pytest.raises(SettingsError):
+        naming.rank_and_world_size(environment, rank, world_size)
+
+
+def test_arguments_go_before_the_launcher() -> None:
+    """A pipeline stage may number its ranks otherwise."""
+    assert naming.rank_and_world_size({"RANK": "0", "WORLD_SIZE": "2"}, 1, 4) == (1, 4)
+    assert naming.rank_and_world_size({}, None, None) == (0, 1)
+
+
+@pytest.mark.parametrize("template", ["{step}", "{}", "{rank", "{rank.real.x}", "../x", "/x", "a//b", "a\n"])
+def test_template_that_is_unsafe_is_refused(template: str) -> None:
+    """`latest_filename` must not place a symlink outside the folder (I10)."""
+    with pytest.raises(InvalidNameError):
+        naming.fill(template, rank=0)
+
+
+def test_template_is_filled() -> None:
+    """Composer's default."""
+    assert naming.fill("latest-rank{rank}.pt", rank=3) == "latest-rank3.pt"
+    assert naming.fill("", rank=3) == ""

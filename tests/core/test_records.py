@@ -1,0 +1,324 @@
+"""What another machine wrote is input: read back exactly, or refused quickly with one error (table row F28)."""
+
+import contextlib
+import json
+import time
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt_async import keys, records
+from ckpt_async.errors import InvalidRecordError
+from ckpt_async.model import (
+    Boundary,
+    CheckpointId,
+    Checksum,
+    Decision,
+    Enqueued,
+    FileIdentity,
+    Generation,
+    Latest,
+    Lease,
+    Outcome,
+    Receipt,
+    Sealed,
+    Shard,
+    StoredShard,
+)
+
+ids = st.builds(CheckpointId, st.integers(1, keys.MAX_GENERATION), st.integers(0, keys.MAX_STEP))
+components = st.from_regex(r"[A-Za-z0-9_=+@,-]{1,20}", fullmatch=True)
+numbers = st.floats(allow_nan=False, allow_infinity=False)
+metrics = st.dictionaries(st.text(max_size=5), numbers, max_size=3).map(
+    lambda each: tuple(sorted(each.items()))
+)
+checksums = st.builds(Checksum, st.sampled_from(["crc64nvme", "crc32c"]), st.just("AAAAAA=="))
+sizes = st.integers(0, 1 << 50)
+
+
+@st.composite
+def receipts(draw: st.DrawFn) -> Receipt:
+    id_, name, world_size = draw(ids), draw(components), draw(st.integers(1, 100_000))
+    names = draw(
+        st.lists(st.lists(components, min_size=1, max_size=3).map("/".join), unique=True, max_size=4)
+    )
+    shards = tuple(
+        StoredShard(each, keys.data_key(name, id_.generation, each), draw(sizes), draw(checksums))
+        for each in names
+    )
+    return Receipt(id_, name, draw(st.integers(0, world_size - 1)), world_size, shards, draw(metrics))
+
+
+@st.composite
+def decisions(draw: st.DrawFn) -> Decision:
+    world_size = draw(st.integers(1, 4))
+    return Decision(
+        draw(ids), draw(st.sampled_from(Outcome)), draw(components), world_size, draw(st.text(max_size=5)),
+        draw(numbers), draw(st.text(max_size=5)), tuple(draw(checksums) for _ in range(world_size)), draw(sizes) % 1000,
+        draw(sizes), draw(metrics), draw(st.text(max_size=9)), draw(st.booleans()),
+    )  # fmt: skip
+
+
+@given(receipts())
+def test_receipt_round_trips(receipt: Receipt) -> None:
+    """The decision binds its very bytes: the same receipt must always be the same bytes."""
+    data = records.encode_receipt(receipt)
+    assert receipt == records.decode_receipt(data, receipt.checkpoint, receipt.rank)
+    assert data == records.encode_receipt(records.decode_receipt(data, receipt.checkpoint, receipt.rank))
+
+
+@given(decisions())
+def test_decision_round_trips(decision: Decision) -> None:
+    """A swap to `pruning` must lose nothing of what was committed."""
+    assert decision == records.decode_decision(records.encode_decision(decision), decision.checkpoint)
+
+
+@given(ids, st.frozensets(ids, max_size=4), st.integers(1, 1 << 60), st.text(max_size=5))
+def test_boundary_round_trips(
+    upto: CheckpointId, kept: frozenset[CheckpointId], number: int, nonce: str
+) -> None:
+    """What it forgets would come back to life."""
+    boundary = Boundary(upto, kept, number, nonce)
+    assert boundary == records.decode_boundary(records.encode_boundary(boundary))
+
+
+@given(ids, components, numbers, st.integers(1, 1000), st.text(max_size=5))
+def test_small_records_round_trip(id_: CheckpointId, name: str, number: float, count: int, text: str) -> None:
+    """Leases, latest, generations, members."""
+    lease = Lease(id_, text, number)
+    assert lease == records.decode_lease(records.encode_lease(lease))
+    latest = Latest(id_, name, keys.data_prefix(name, id_.generation), count, text)
+    assert latest == records.decode_latest(records.encode_latest(latest))
+    generation = Generation(id_.generation, text, count, name, text, number)
+    assert generation == records.decode_generation(records.encode_generation(generation), id_.generation)
+    assert text == records.decode_member(records.encode_member(text, count))
+
+
+@given(ids, components, st.lists(components, unique=True, min_size=1, max_size=3), st.booleans(), metrics)
+def test_manifest_round_trips(
+    id_: CheckpointId, name: str, names: list[str], is_sealed: bool, values: tuple[tuple[str, float], ...]
+) -> None:
+    """It rebuilds the journal (R10): whatever it loses is not uploaded."""
+    shards = [
+        Shard(each, f"x/{each}", FileIdentity(1, 1 << 40, 3, 1 << 62), is_linked=is_sealed) for each in names
+    ]
+    enqueued = [Enqueued(id_, name, shard) for shard in shards]
+    sealed = Sealed(id_, name, 3, values) if is_sealed else None
+    assert (enqueued, sealed) == records.decode_manifest(records.encode_manifest(enqueued, sealed), id_)
+
+
+ID = CheckpointId(3, 300)
+RECEIPT = Receipt(
+    ID,
+    "step-300",
+    1,
+    2,
+    (StoredShard("a/b", "ckpt/step-300.g3/a/b", 9, Checksum("crc64nvme", "AAAAAAAAAAA=")),),
+)
+DECISION = Decision(ID, Outcome.COMMIT, "step-300", 1, "n", 1.0, "me", (Checksum("crc32c", "AAAAAA=="),))
+MANIFEST = [Enqueued(ID, "step-300", Shard("a", "x/a", FileIdentity(1, 2, 3, 4), is_linked=True))]
+
+Decode = Callable[[bytes], object]
+DECODERS: dict[str, tuple[bytes, Decode]] = {
+    "receipt": (records.encode_receipt(RECEIPT), lambda data: records.decode_receipt(data, ID, 1)),
+    "decision": (records.encode_decision(DECISION), lambda data: records.decode_decision(data, ID)),
+    "boundary": (records.encode_boundary(Boundary(ID, frozenset({ID}), 1, "n")), records.decode_boundary),
+    "lease": (records.encode_lease(Lease(ID, "r", 1.0)), records.decode_lease),
+    "latest": (
+        records.encode_latest(Latest(ID, "step-300", "ckpt/step-300.g3/", 1, "n")),
+        records.decode_latest,
+    ),
+    "generation": (
+        records.encode_generation(Generation(3, "k", 2, "h", "n", 1.0)),
+        lambda data: records.decode_generation(data, 3),
+    ),
+    "manifest": (
+        records.encode_manifest(MANIFEST, Sealed(ID, "step-300", 2)),
+        lambda data: records.decode_manifest(data, ID),
+    ),
+}
+every_kind = pytest.mark.parametrize("kind", DECODERS)
+
+
+def field_with(kind: str, name: str, text: str) -> bytes:
+    """A good record with one field's value replaced by raw JSON."""
+    document = json.loads(DECODERS[kind][0])
+    document[name] = "PLACE"
+    return json.dumps(document).replace('"PLACE"', text).encode()
+
+
+BOMBS = {
+    "empty": b"",
+    "not JSON": b"\x80\x04\x95pickle",
+    "not UTF-8": b'{"format":"\xff"}',
+    "a number": b"1",
+    "a list": b"[]",
+    "null": b"null",
+    "NaN": b"NaN",
+    "infinity": b'{"a":-Infinity}',
+    "twice": b'{"format":"x","format":"y"}',
+    "nested lists": b"[" * 100_000,
+    "nested objects": b'{"a":' * 100_000,
+    "many lists": b"[" + b"[]," * 2_000_000 + b"[]]",
+    "many objects": b"[" + b"{}," * 2_000_000 + b"{}]",
+    "many numbers": b"[" + b"1," * 3_000_000 + b"1]",
+    "many strings": b"[" + b'"ab",' * 1_500_000 + b"1]",
+    "huge integer": b"[" + b"9" * 4_000_000 + b"]",
+    "huge fraction": b"[0." + b"9" * 4_000_000 + b"]",
+    "huge exponent": b"[1e" + b"9" * 4_000_000 + b"]",
+    "long string": b'["' + b"a" * 8_000_000 + b'"]',
+    "escapes": b'["' + b"\\u0000" * 1_000_000 + b'"]',
+    "too large": b" " * (65 << 20),
+}
+
+
+@every_kind
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_bomb_is_refused(kind: str, bomb: str) -> None:
+    """One object in a shared bucket must not take down every reader of it."""
+    durations = []
+    for _ in range(3):  # the quickest: another process on the machine is no property of ours
+        started = time.process_time()
+        with pytest.raises(InvalidRecordError) as caught:
+            DECODERS[kind][1](BOMBS[bomb])
+        durations.append(time.process_time() - started)
+        assert len(str(caught.value)) < 500
+    assert min(durations) < 0.1
+
+
+def test_bomb_takes_little_memory() -> None:
+    """256 MiB is what the sweeper's container has."""
+    for bomb in BOMBS.values():
+        tracemalloc.start()
+        with pytest.raises(InvalidRecordError):
+            DECODERS["receipt"][1](bomb)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 64 << 20
+
+
+WRONG = ["null", "[]", "{}", '"x"', "1e999", "1e308", "-1", "1.5", "true", "9" * 25, "NaN", "[[[]]]"]
+WRONG += ["[" * depth + "]" * depth for depth in (200, 900, 950, 970, 980, 990, 995, 1000)]
+
+
+@every_kind
+@pytest.mark.parametrize("value", WRONG, ids=lambda value: value[:12] + str(len(value)))
+def test_wrong_type_is_refused_or_harmless(kind: str, value: str) -> None:
+    """Nothing but InvalidRecordError: any other exception would stop the engine as a bug."""
+    good, decode = DECODERS[kind]
+    for name in json.loads(good):
+        with contextlib.suppress(InvalidRecordError):
+            decode(field_with(kind, name, value))
+
+
+@every_kind
+def test_missing_field_is_refused(kind: str) -> None:
+    """Half a record decides nothing."""
+    good, decode = DECODERS[kind]
+    decode(good)
+    for name in set(json.loads(good)) - {"rank"} | {"format"}:
+        document = json.loads(good)
+        del document[name]
+        if kind == "manifest" and name == "world_size":
+            continue  # not sealed
+        with pytest.raises(InvalidRecordError):
+            decode(json.dumps(document).encode())
+
+
+@every_kind
+@given(data=st.data())
+def test_any_damage_is_refused_or_harmless(kind: str, data: st.DataObject) -> None:
+    """A flipped byte may give another valid record, never another exception."""
+    good, decode = DECODERS[kind]
+    damaged = bytearray(good)
+    for _ in range(data.draw(st.integers(1, 3))):
+        damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
+    with contextlib.suppress(InvalidRecordError):
+        decode(bytes(damaged))
+
+
+@every_kind
+def test_other_version_is_refused_with_a_hint(kind: str) -> None:
+    """A newer program's record must not be half understood."""
+    good, decode = DECODERS[kind]
+    with pytest.raises(InvalidRecordError, match="upgrade"):
+        decode(good.replace(b'"version":1', b'"version":2'))
+    other = next(data for name, (data, _) in DECODERS.items() if name != kind)
+    with pytest.raises(InvalidRecordError, match="format"):
+        decode(other)
+
+
+def test_record_under_another_key_is_refused() -> None:
+    """R5: a receipt of another checkpoint, generation or rank would mix checkpoints with every checksum valid."""
+    data = records.encode_receipt(RECEIPT)
+    for other, rank in ((CheckpointId(2, 300), 1), (CheckpointId(3, 301), 1), (ID, 0)):
+        with pytest.raises(InvalidRecordError, match=r"found under|is not that of"):
+            records.decode_receipt(data, other, rank)
+    with pytest.raises(InvalidRecordError, match="found under"):
+        records.decode_decision(records.encode_decision(DECISION), CheckpointId(4, 300))
+    with pytest.raises(InvalidRecordError, match="found under"):
+        records.decode_manifest(DECODERS["manifest"][0], CheckpointId(4, 300))
+    with pytest.raises(InvalidRecordError, match="found under"):
+        records.decode_generation(DECODERS["generation"][0], 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("../../x", "ckpt/step-300.g3/../../x"),
+        ("a/b", "ckpt/step-300.g2/a/b"),
+        ("a/b", "ckpt/other.g3/a/b"),
+        ("a/b", ".ckpt_async/latest.json"),
+        ("/a", "ckpt/step-300.g3//a"),
+    ],
+)
+def test_shard_outside_its_checkpoint_is_refused(name: str, key: str) -> None:
+    """The sweeper deletes what receipts list: a forged one must not name another's objects (I10)."""
+    document = json.loads(records.encode_receipt(RECEIPT))
+    document["shards"][0] |= {"name": name, "key": key}
+    with pytest.raises(InvalidRecordError):
+        records.decode_receipt(json.dumps(document).encode(), ID, 1)
+
+
+def test_commit_without_all_receipts_is_refused() -> None:
+    """R5: whatever wrote it, it is not a commit."""
+    document = json.loads(records.encode_decision(DECISION))
+    document["world_size"] = 2
+    with pytest.raises(InvalidRecordError, match="1 receipts for world size 2"):
+        records.decode_decision(json.dumps(document).encode(), ID)
+
+
+def test_nan_is_never_written() -> None:
+    """A metric that is not a number would make a record that no one can read."""
+    broken: Any = Receipt(ID, "step-300", 1, 2, (), (("loss", float("nan")),))
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        records.encode_receipt(broken)
+
+
+def test_largest_receipt_that_is_documented_is_read() -> None:
+    """The caps must refuse bombs only: 20,000 shards with the shortest names."""
+    shards = tuple(
+        StoredShard(str(number), keys.data_key("s-300", 3, str(number)), 1, Checksum("crc32c", "AAAAAA=="))
+        for number in range(20_000)
+    )
+    receipt = Receipt(ID, "s-300", 0, 1, shards)
+    assert receipt == records.decode_receipt(records.encode_receipt(receipt), ID, 0)
+    kept = frozenset(CheckpointId(1, step) for step in range(20_000))
+    boundary = Boundary(CheckpointId(1, 30_000), kept, 1, "n")
+    assert boundary == records.decode_boundary(records.encode_boundary(boundary))
+    many = tuple(Checksum("crc32c", "AAAAAA==") for _ in range(20_000))
+    decision = Decision(ID, Outcome.COMMIT, "s-300", 20_000, "n", 1.0, "me", many)
+    assert decision == records.decode_decision(records.encode_decision(decision), ID)
+
+
+@every_kind
+@pytest.mark.parametrize("extra", [b'"format":"x",', b'"z":' + b"9" * 25 + b","], ids=["twice", "huge"])
+def test_good_record_with_a_bad_addition_is_refused(kind: str, extra: bytes) -> None:
+    """Two readers may take different ones of two equal names; a huge integer costs quadratic time to read."""
+    good, decode = DECODERS[kind]
+    with pytest.raises(InvalidRecordError):
+        decode(good.replace(b"{", b"{" + extra, 1))

@@ -1,0 +1,101 @@
+"""Settings: where a value comes from, and that one that cannot work is refused by its name at the start."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from ckpt_async.errors import SettingsError
+from ckpt_async.settings import ENVIRONMENT_PREFIX, Settings, load
+
+FIELDS = {field.name: field for field in dataclasses.fields(Settings)}
+NUMBERS = [name for name, field in FIELDS.items() if field.metadata["low"] is not None]
+
+
+def test_arguments_before_environment_before_file_before_default() -> None:
+    """One order, everywhere the same."""
+    name, toml = "num_concurrent_uploads", "num_concurrent_uploads = 3"
+    variable = {ENVIRONMENT_PREFIX + name.upper(): "4"}
+    assert Settings().num_concurrent_uploads == load({}, {}).num_concurrent_uploads
+    assert load({}, {}, toml).num_concurrent_uploads == 3
+    assert load({}, variable, toml).num_concurrent_uploads == 4
+    assert load({name: 5}, variable, toml).num_concurrent_uploads == 5
+    assert load({name: None}, variable, toml).num_concurrent_uploads == 4
+
+
+def test_file_may_be_a_pyproject() -> None:
+    """`[tool.ckpt_async]` of a project counts; the rest of it is not ours."""
+    assert load({}, {}, "[tool.ckpt_async]\nmetrics_port = 9\n[tool.ruff]\nx = 1").metrics_port == 9
+    assert load({}, {}, "[project]\nname = 'x'") == Settings()
+
+
+def wrong_values(name: str) -> list[Any]:
+    field = FIELDS[name]
+    low, high = field.metadata["low"], field.metadata["high"]
+    wrong: list[Any] = [[], {}, b"1", object()]
+    match field.type:
+        case "int":
+            return [*wrong, True, "1", 1.5, low - 1, high + 1]
+        case "float":
+            nothing = float("nan")
+            return [*wrong, True, "1", nothing, float("inf"), -float("inf"), low - 1, high * 2 + 1]
+        case "bool":
+            return [*wrong, 1, "true"]
+        case _:
+            return [*wrong, 1, True, *(["neither"] if "choices" in field.metadata else [])]
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_value_that_cannot_work_is_refused_by_name(name: str) -> None:
+    """At the start, with the name and what is allowed, not hours later in a thread."""
+    for value in wrong_values(name):
+        with pytest.raises(SettingsError, match=name) as caught:
+            Settings(**{name: value})
+        if name in NUMBERS:
+            assert str(FIELDS[name].metadata["high"]) in str(caught.value)
+        with pytest.raises(SettingsError, match=name):
+            load({name: value}, {})
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_environment_is_checked_too(name: str) -> None:
+    """It names the variable, which is what the operator can see."""
+    variable = ENVIRONMENT_PREFIX + name.upper()
+    for text in ("", "x", "nan", "1e400", "9" * 5000):
+        with pytest.raises(SettingsError, match=variable):
+            load({}, {variable: text})
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_bounds_themselves_are_allowed(name: str) -> None:
+    """Off by one would refuse what the page promises."""
+    low, high = FIELDS[name].metadata["low"], FIELDS[name].metadata["high"]
+    others = {"retry_initial_s": {"retry_max_s": 3600.0}, "decision_poll_s": {"decision_poll_max_s": 3600.0}}
+    lows = {"retry_max_s": {"retry_initial_s": 0.001}, "decision_poll_max_s": {"decision_poll_s": 0.01}}
+    assert getattr(load({**lows.get(name, {}), name: low}, {}), name) == low
+    assert getattr(load({**others.get(name, {}), name: high}, {}), name) == high
+
+
+def test_unknown_name_suggests_the_nearest() -> None:
+    """A typing mistake must not silently keep the default."""
+    with pytest.raises(SettingsError, match="num_concurrent_uploads"):
+        load({"num_concurent_uploads": 3}, {})
+    with pytest.raises(SettingsError, match=r"settings file: .*did you mean metrics_port"):
+        load({}, {}, "metrics_prt = 1")
+
+
+@pytest.mark.parametrize(
+    "toml", ["x", "metrics_port = ", "metrics_port = '1'", "metrics_port = true", "[metrics_port]"]
+)
+def test_broken_file_is_refused(toml: str) -> None:
+    """Said as our error, with the file as its place."""
+    with pytest.raises(SettingsError, match="settings file"):
+        load({}, {}, toml)
+
+
+def test_longest_wait_is_not_below_the_first() -> None:
+    """Back-off that shrinks hammers a store that is down."""
+    with pytest.raises(SettingsError, match="retry_max_s"):
+        Settings(retry_initial_s=5.0, retry_max_s=1.0)
+    with pytest.raises(SettingsError, match="decision_poll_max_s"):
+        Settings(decision_poll_s=5.0, decision_poll_max_s=1.0)

@@ -1,0 +1,910 @@
+"""A small world for the real engine, sweeper and protocol steps: hosts with disks that lose power, one bucket, and
+a scheduler that cuts every coroutine at each of its awaits. No threads, no event loop, no clock of its own.
+
+What is real: `decide`, `fold`, `Engine` (its choice and its carrying out of actions), `protocol`, `conditional`,
+`records`, `RemoteSweep`, `plan`, `MemoryStore`. What is not: the disk, the journal's file, and how bytes move.
+`World.check` holds the invariants; it runs after every single step.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import random
+import types
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import PurePosixPath
+from typing import Any
+from unittest import mock
+
+from ckpt_async import conditional, engine, keys, plan, protocol, records, sweeper
+from ckpt_async.checksums import checksum_of
+from ckpt_async.engine import Engine
+from ckpt_async.errors import (
+    FailureReason,
+    InvalidRecordError,
+    SourceError,
+    StoreError,
+)
+from ckpt_async.model import (
+    Boundary,
+    CheckpointId,
+    Decided,
+    Decision,
+    Enqueued,
+    Event,
+    FileIdentity,
+    Forgotten,
+    Generation,
+    JournalRow,
+    Latest,
+    Lease,
+    MadeDurable,
+    Opened,
+    Outcome,
+    Sealed,
+    Shard,
+)
+from ckpt_async.naming import checkpoint_name
+from ckpt_async.observe import NullObserver
+from ckpt_async.retention import KeepLast
+from ckpt_async.settings import Settings
+from ckpt_async.stores.memory import MemoryBucket, MemoryStore
+from ckpt_async.transfer import bytes_body
+
+COMMITTED = (Outcome.COMMIT, Outcome.PRUNING, Outcome.PRUNED)
+NEXT = {
+    None: {Outcome.COMMIT, Outcome.ABORT},
+    Outcome.COMMIT: {Outcome.COMMIT, Outcome.PRUNING},
+    Outcome.PRUNING: {Outcome.PRUNING, Outcome.PRUNED},
+    Outcome.PRUNED: {Outcome.PRUNED},
+    Outcome.ABORT: {Outcome.ABORT},
+}
+LEASE_TTL_S = 60.0
+
+
+class ViolationError(AssertionError):
+    """An invariant does not hold."""
+
+    was_raised = False  # in this world: then there is nothing to be settled
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        ViolationError.was_raised = True
+
+
+# --- coroutines, cut at every await --------------------------------------------------------------------------
+
+
+@types.coroutine
+def pause() -> Iterator[None]:
+    """A point at which anybody else may act, and at which this process may be killed."""
+    yield
+
+
+async def in_turn(coroutines: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
+    return [await each for each in coroutines]
+
+
+class Task:
+    """What `loop.create_task` gives: advanced one await at a time, by hand."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        self._coroutine, self._is_cancelled, self._error = coroutine, False, None
+        self._callbacks: list[Callable[[Any], None]] = []
+        self.is_done = False
+
+    def step(self) -> None:
+        try:
+            if self._is_cancelled:
+                self._coroutine.throw(asyncio.CancelledError())
+            else:
+                self._coroutine.send(None)
+            return
+        except StopIteration:
+            self._is_cancelled = False
+        except asyncio.CancelledError:
+            self._is_cancelled = True
+        except Exception as error:
+            self._error = error
+        self.is_done = True
+        for callback in self._callbacks:
+            callback(self)
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        self._callbacks.append(callback)
+
+    def cancel(self) -> None:
+        self._is_cancelled = True
+
+    def cancelled(self) -> bool:
+        return self._is_cancelled
+
+    def exception(self) -> BaseException | None:
+        return self._error
+
+    def kill(self) -> None:
+        self._coroutine.close()
+
+
+class Crash:
+    """The future in which an engine puts an error that is a bug."""
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+
+    def done(self) -> bool:
+        return self.error is not None
+
+    def set_exception(self, error: BaseException) -> None:
+        self.error = error
+
+
+class Loop:
+    def __init__(self, world: "World") -> None:
+        self.world = world
+
+    def time(self) -> float:
+        return self.world.now
+
+    def create_task(self, coroutine: Coroutine[Any, Any, Any], name: str = "") -> Task:
+        self.world.fresh.append(Task(coroutine))
+        return self.world.fresh[-1]
+
+    def create_future(self) -> Crash:
+        return Crash()
+
+
+class Requests:
+    """Requests whose replies can be lost: before the effect, after it, or after it and then tried again."""
+
+    def __init__(self, world: "World") -> None:
+        self.world = world
+
+    async def control(self, operation: str, attempt: Callable[[], Any]) -> Any:
+        fault = self.world.take_fault(operation)
+        if fault == "before":
+            await pause()
+            raise StoreError("connection reset", reason=FailureReason.TRANSIENT, operation=operation)
+        try:
+            result = await attempt()  # the store itself pauses once before its effect
+            if fault == "retried":
+                await pause()
+                result = await attempt()
+        except StoreError:
+            await pause()
+            raise
+        await pause()
+        if fault == "after":
+            raise StoreError("no reply", reason=FailureReason.TIMEOUT, operation=operation)
+        return result
+
+
+# --- the disk ------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False, slots=True)
+class Inode:
+    number: int
+    content: bytes
+    mtime_ns: int
+    is_synced: bool = False
+
+    @property
+    def identity(self) -> FileIdentity:
+        return FileIdentity(1, self.number, len(self.content), self.mtime_ns)
+
+
+class DiskPath(PurePosixPath):
+    """A path on the one disk that is in use right now."""
+
+    disk: "Disk"
+
+    def mkdir(self, **_: bool) -> None:
+        pass
+
+    def exists(self) -> bool:
+        return str(self) in self.disk.entries
+
+    def unlink(self, **_: bool) -> None:
+        self.disk.entries.pop(str(self), None)
+
+    def read_bytes(self) -> bytes:
+        return self.disk.entries[str(self)].content
+
+
+class Disk:
+    """Files, links and folders; what was not fsynced may be gone, or back, after a power loss.
+
+    It is also what the engine knows as its `Folder`.
+    """
+
+    _numbers = itertools.count(1)
+
+    def __init__(self, world: "World", rank: int) -> None:
+        self.world, self.rank = world, rank
+        self.entries: dict[str, Inode] = {}
+        self.durable: dict[str, dict[str, Inode | None]] = {}  # folder: what it held at its last fsync
+        self.link_target: str | None = None
+        self.path, self.private = DiskPath("/disk"), DiskPath("/disk") / keys.PRIVATE
+
+    def children(self, folder: str) -> dict[str, Inode | None]:
+        found: dict[str, Inode | None] = {}
+        for path, inode in self.entries.items():
+            if path.startswith(folder + "/"):
+                name, slash, _ = path[len(folder) + 1 :].partition("/")
+                found[name] = None if slash else inode
+        return found
+
+    def listdir(self, folder: DiskPath) -> list[str]:
+        return list(self.children(str(folder)))
+
+    def fsync(self, path: DiskPath) -> None:
+        if (inode := self.entries.get(str(path))) is not None:
+            inode.is_synced = True
+            return
+        children = self.children(str(path))
+        if not children and str(path) not in self.durable:
+            raise FileNotFoundError(path)
+        self.durable[str(path)] = children
+
+    def write_durably(self, path: DiskPath, data: bytes) -> None:
+        self.entries[str(path)] = Inode(next(self._numbers), data, 0, is_synced=True)
+        self.fsync(path.parent)
+
+    def write(self, source: str, content: bytes) -> Inode:
+        """The trainer writes a new file."""
+        number = next(self._numbers)
+        inode = self.entries[str(self.path / source)] = Inode(number, content, number)
+        return inode
+
+    def lose_power(self, is_lucky: bool) -> None:
+        """Everything not fsynced is gone (or, with luck, all of it is there)."""
+        if is_lucky:
+            return
+        found: dict[str, Inode] = {}
+
+        def visit(folder: str) -> None:
+            for name, inode in self.durable.get(folder, {}).items():
+                if inode is None:
+                    visit(f"{folder}/{name}")
+                else:
+                    found[f"{folder}/{name}"] = inode
+
+        visit(str(self.path))
+        for inode in found.values():
+            if not inode.is_synced:
+                inode.content = b""  # the inode was written, its data was not
+        self.entries = found
+
+    # --- what the engine calls ---------------------------------------------------------------------------
+
+    def open_source(self, source: str, spool: str | None, identity: FileIdentity) -> Inode:
+        inode = self.entries.get(str(self.private / spool if spool else self.path / source))
+        if inode is None:
+            raise SourceError("gone", reason=FailureReason.SOURCE_MISSING)
+        if inode.identity != identity:
+            raise SourceError("changed", reason=FailureReason.SOURCE_CHANGED)
+        return inode
+
+    def unlink(self, spool: str) -> None:
+        self.entries.pop(str(self.private / spool), None)
+
+    def remove_spool(self, spool: str) -> None:
+        top = str(self.private / spool)
+        held = [path for path in self.entries if path == top or path.startswith(top + "/")]
+        if held:
+            self.world.on_release(self.rank, keys.parse_checkpoint_tag(top.rpartition("/")[2]), self)
+        for path in held:
+            del self.entries[path]
+
+    def remove_source(self, source: str, identity: FileIdentity) -> bool:
+        path = str(self.path / source)
+        inode = self.entries.get(path)
+        if inode is None:
+            return True
+        if inode.identity != identity:
+            return False
+        self.world.on_remove(self.rank, path, self)
+        del self.entries[path]
+        return True
+
+    def point_symlink(self, link: DiskPath, target: DiskPath) -> None:
+        self.link_target = str(target)
+
+
+class Source:
+    """An open shard."""
+
+    def __init__(self, descriptor: Inode, identity: FileIdentity, path: str) -> None:
+        self.inode, self.identity = descriptor, identity
+
+    def close(self) -> None:
+        pass
+
+
+async def upload(store: Any, requests: Any, source: Source, key: str, **_: Any) -> tuple[int, Any]:
+    """How a shard moves: read it, send it, look whether it is still the file that was opened."""
+    await pause()
+    data = source.inode.content
+    body, checksum = bytes_body(data, store.capabilities.checksum_algorithm)
+    await requests.control("put", lambda: store.put(key, body, checksum))
+    if source.inode.identity != source.identity:
+        raise SourceError("changed", reason=FailureReason.SOURCE_CHANGED)
+    return len(data), checksum
+
+
+# --- the journal ---------------------------------------------------------------------------------------------
+
+
+class Journal:
+    """Rows, with every state since the last fsync: power loss takes back to one of them."""
+
+    def __init__(self, world: "World", rank: int) -> None:
+        self.world, self.rank = world, rank
+        self.states: list[tuple[JournalRow, ...]] = [()]
+        self.sequence = 0
+
+    def _change(self, keep: Callable[[JournalRow], bool], events: Iterable[Event]) -> None:
+        rows = [row for row in self.states[-1] if keep(row)]
+        for event in events:
+            self.sequence += 1
+            rows.append(JournalRow(self.sequence, self.rank, self.world.now, event))
+        self.states.append(tuple(rows))
+
+    def append(self, rank: int, events: Iterable[Event]) -> None:
+        events = list(events)
+        for event in events:
+            self.world.on_event(rank, event)
+        self._change(lambda _: True, events)
+
+    def open_rank(self, rank: int, event: Opened) -> None:
+        self._change(lambda row: not isinstance(row.event, Opened), [event])
+
+    def forget(self, rank: int, event: Forgotten) -> None:
+        marks = [row.event.checkpoint for row in self.states[-1] if isinstance(row.event, Forgotten)]
+        is_mark = event.committed_at is not None and all(event.checkpoint > each for each in marks)
+
+        def keep(row: JournalRow) -> bool:
+            if is_mark and isinstance(row.event, Forgotten):
+                return False
+            return getattr(row.event, "checkpoint", None) != event.checkpoint
+
+        self._change(keep, [event] if is_mark else [])
+
+    def rows(self, *, after: int = 0) -> list[JournalRow]:
+        return [row for row in self.states[-1] if row.sequence > after]
+
+    def sync(self) -> None:
+        self.states = self.states[-1:]
+
+    def lose_power(self, is_lucky: bool) -> None:
+        self.states = self.states[-1:] if is_lucky else self.states[:1]
+
+    def compact(self) -> None:
+        pass
+
+    def note_progress(self, *_: Any) -> None:
+        pass
+
+
+# --- hosts ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False, slots=True)
+class Host:
+    """One rank's machine: its disk outlives the processes on it."""
+
+    rank: int
+    disk: Disk
+    journal: Journal
+    engine: Engine | None = None
+    generation: int = 0  # of the trainer that runs here; 0: none
+    next_step: int = 0
+
+
+@dataclass(slots=True)
+class Truth:
+    """What a trainer handed over: kept outside of everything under test."""
+
+    shards: dict[str, bytes] = field(default_factory=dict)
+    is_sealed: bool = False
+    is_promised: bool = True  # no fault has happened to it that it need not survive
+    is_acknowledged: bool = False  # made durable, seal and all: it survives power loss
+
+
+class World:
+    """Everything there is, and what must hold of it."""
+
+    def __init__(
+        self,
+        *,
+        num_checkpoints_to_keep: int = -1,
+        keep_remote: int = 1,
+        collect_at_least: int = 10**6,
+        is_strict: bool = False,
+    ) -> None:
+        ViolationError.was_raised = False
+        self.now = 1000.0
+        self.settings = Settings(num_checkpoints_to_keep=num_checkpoints_to_keep)
+        self.keep_remote, self._collect_at_least = keep_remote, collect_at_least
+        self.is_strict = is_strict
+        self.bucket = MemoryBucket(clock=lambda: self.now)
+        self.store = MemoryStore(self.bucket)
+        self.hosts: list[Host] = []
+        self.world_sizes: dict[int, int] = {}
+        self.truths: dict[tuple[CheckpointId, int], Truth] = {}
+        self.fault = ""
+        self.fresh: list[Task] = []  # an event loop starts them in turn before anything else happens
+        self.others: list[Task] = []  # a sweeper, a reader
+        self._seen: dict[str, Any] = {}
+        self._contents: dict[str, bytes] = {}
+        self._decisions: dict[CheckpointId, Decision] = {}
+        self.committed: set[CheckpointId] = set()
+        self.given_up: set[CheckpointId] = set()
+        self._latest: Latest | None = None
+        self._boundary: Boundary | None = None
+        self._patches = contextlib.ExitStack()
+        self._patch()
+
+    def _patch(self) -> None:
+        """Put the world in the place of the operating system's."""
+        patch = self._patches.enter_context
+        loop = Loop(self)
+
+        async def to_thread(function: Callable[..., Any], *arguments: Any) -> Any:
+            if not self.is_strict and function.__name__ == "_move_local_latest":
+                return function(*arguments)
+            await pause()
+            result = function(*arguments)
+            await pause()
+            return result
+
+        fake = types.SimpleNamespace(
+            **{name: getattr(asyncio, name) for name in dir(asyncio) if not name.startswith("_")}
+        )
+        fake.get_running_loop, fake.to_thread = lambda: loop, to_thread
+        patch(mock.patch.object(engine, "asyncio", fake))
+        patch(mock.patch.object(engine, "os", types.SimpleNamespace(listdir=self._listdir)))
+        patch(mock.patch.object(engine, "fsync_path", lambda path: path.disk.fsync(path)))
+        patch(
+            mock.patch.object(engine, "write_durably", lambda path, data: path.disk.write_durably(path, data))
+        )
+        patch(
+            mock.patch.object(
+                engine, "point_symlink", lambda link, target: link.disk.point_symlink(link, target)
+            )
+        )
+        patch(mock.patch.object(engine, "transfer", types.SimpleNamespace(upload=upload, Source=Source)))
+        patch(mock.patch.object(protocol.transfer, "all_or_none", in_turn))
+        patch(mock.patch.object(sweeper, "all_or_none", in_turn))
+        patch(mock.patch.object(plan, "COLLECT_AT_LEAST", self._collect_at_least))
+        logger = logging.getLogger("ckpt_async")
+        self._patches.callback(logger.setLevel, logger.level)
+        logger.setLevel(logging.CRITICAL + 1)
+
+    def _listdir(self, folder: DiskPath) -> list[str]:
+        return folder.disk.listdir(folder)
+
+    def close(self) -> None:
+        for host in self.hosts:
+            self._stop(host)
+        for task in self.others:
+            task.kill()
+        self._patches.close()
+
+    # --- trainers ----------------------------------------------------------------------------------------
+
+    def start(self, hosts: list[Host], *, first_step: int = 1) -> int:
+        """A new generation on these hosts; `hosts` are in rank order."""
+        generation = max(self.world_sizes, default=0) + 1
+        self.world_sizes[generation] = len(hosts)
+        record = Generation(generation, "launch", len(hosts), "host", f"nonce-{generation}", self.now)
+        self._put(keys.generation_key(generation), records.encode_generation(record))
+        for host in hosts:
+            self.stop(host)
+            host.generation, host.next_step = generation, first_step
+            host.journal.open_rank(host.rank, Opened(generation, len(hosts)))
+            self.start_engine(host, is_trainer=True)
+        return generation
+
+    def _put(self, key: str, data: bytes) -> None:
+        task = Task(self.store.put(key, *bytes_body(data, "crc64nvme")))
+        while not task.is_done:
+            task.step()
+
+    def new_hosts(self, num_ranks: int, *, first_rank: int = 0) -> list[Host]:
+        ranks = range(first_rank, first_rank + num_ranks)
+        hosts = [Host(rank, Disk(self, rank), Journal(self, rank)) for rank in ranks]
+        self.hosts += hosts
+        return hosts
+
+    def start_engine(self, host: Host, *, is_trainer: bool = False) -> None:
+        """As `Uploader` or a drain does: recover, then be ready to run."""
+        DiskPath.disk = host.disk
+        host.engine = made = Engine(
+            rank=host.rank,
+            folder=host.disk,  # type: ignore[arg-type]
+            journal=host.journal,  # type: ignore[arg-type]
+            store=self.store,
+            requests=Requests(self),  # type: ignore[arg-type]
+            settings=self.settings,
+            observer=NullObserver(),
+            clock=lambda: self.now,
+            is_trainer=is_trainer,
+        )
+        made._rebuild()
+        made._refresh()
+        made._remote = replace(made._remote, to_publish=made._newest_loadable())
+
+    def save(self, host: Host, *, num_shards: int, is_sealed: bool, name: str | None = None) -> None:
+        """The trainer's `enqueue` and `seal` of its next step."""
+        id_ = CheckpointId(host.generation, host.next_step)
+        truth = self.truths.setdefault((id_, host.rank), Truth())
+        full_name = checkpoint_name(name, id_.step)
+        events: list[Event] = []
+        for number in range(len(truth.shards), len(truth.shards) + num_shards):
+            shard = f"r{host.rank}-{number}"
+            content = f"{id_} {shard}".encode()
+            source = f"{full_name}/{shard}"
+            inode = host.disk.write(source, content)
+            spool = f"{keys.spool_checkpoint(id_, host.rank)}/{shard}"
+            host.disk.entries[str(host.disk.private / spool)] = inode
+            truth.shards[shard] = content
+            events.append(Enqueued(id_, full_name, Shard(shard, source, inode.identity, is_linked=True)))
+        if events:
+            host.journal.append(host.rank, events)
+        if is_sealed:
+            host.journal.append(host.rank, [Sealed(id_, full_name, self.world_sizes[host.generation])])
+            truth.is_sealed = True
+            host.next_step += 1
+
+    def tamper(self, host: Host, how: str) -> None:
+        """The trainer does to the oldest undecided file in the spool what it must not."""
+        for path, inode in list(host.disk.entries.items()):
+            tag = path.split("/")[-2] if f"/{keys.spool_rank(host.rank)}/" in path else ""
+            id_ = keys.parse_checkpoint_tag(tag)
+            if id_ is None or id_ in self.committed:
+                continue
+            self.truths[id_, host.rank].is_promised = False
+            if how == "overwrite":
+                inode.content, inode.mtime_ns = b"overwritten", inode.mtime_ns + 1
+            else:
+                del host.disk.entries[path]
+            return
+
+    def rotate(self, host: Host) -> None:
+        """The trainer deletes its own files: the links must do."""
+        for path in list(host.disk.entries):
+            if not path.startswith(str(host.disk.private)):
+                del host.disk.entries[path]
+
+    # --- processes come and go ---------------------------------------------------------------------------
+
+    def _stop(self, host: Host) -> None:
+        if host.engine is not None:
+            for task in host.engine._running.values():
+                task.kill()  # type: ignore[attr-defined]
+        host.engine = None
+
+    def stop(self, host: Host) -> None:
+        """SIGKILL."""
+        self._stop(host)
+        host.generation = 0
+
+    def lose_power(self, host: Host, *, is_lucky: bool) -> None:
+        self.stop(host)
+        host.disk.lose_power(is_lucky)
+        host.journal.lose_power(is_lucky)
+        self._break_promises(host, is_lucky)
+
+    def lose_journal(self, host: Host) -> None:
+        """Somebody deletes the journal: what had been made durable is in the manifests too (R10)."""
+        self.stop(host)
+        host.journal = Journal(self, host.rank)
+        self._break_promises(host, False)
+
+    def _break_promises(self, host: Host, is_lucky: bool) -> None:
+        if is_lucky:
+            return
+        for (_, rank), truth in self.truths.items():
+            if rank == host.rank and not truth.is_acknowledged:
+                truth.is_promised = False
+
+    # --- the scheduler -----------------------------------------------------------------------------------
+
+    def take_fault(self, operation: str) -> str:
+        if operation != "put":
+            return ""
+        fault, self.fault = self.fault, ""
+        return fault
+
+    def run(self, host: Host, num_steps: int, choice: int = 0) -> int:
+        """Let a host's engine work for some awaits; returns how many it could use."""
+        made = host.engine
+        if made is None:
+            return 0
+        DiskPath.disk = host.disk
+        chance = random.Random(choice) if choice else None  # 0: the oldest first
+        for done in range(num_steps):
+            made._refresh()
+            made._start_due()
+            while self.fresh:
+                self.fresh.pop(0).step()
+            running = list(made._running.values())
+            if not running:
+                self.check(host)
+                return done
+            running[chance.randrange(len(running)) if chance else 0].step()  # type: ignore[attr-defined]
+            if made._crash.done():
+                error = made._crash.error  # type: ignore[attr-defined]
+                if isinstance(error, ViolationError):
+                    raise error
+                if self.is_strict:
+                    raise ViolationError(f"R12: the engine died of {error!r}")
+                self._stop(host)
+                self.start_engine(host, is_trainer=host.generation > 0)
+                return done
+            self.check(host)
+        return num_steps
+
+    def run_other(self, task: Task, num_steps: int) -> None:
+        for _ in range(num_steps):
+            if task.is_done:
+                break
+            task.step()
+            self.check()
+        if task.is_done:
+            self.others.remove(task)
+            if (error := task.exception()) is not None and not isinstance(error, StoreError):
+                raise error
+
+    def start_sweep(self, *, age_s: float) -> Task:
+        ages = plan.Ages(age_s, age_s, age_s)
+        sweep = sweeper.RemoteSweep(
+            self.store,
+            Requests(self),  # type: ignore[arg-type]
+            KeepLast(self.keep_remote),
+            ages,
+            lambda: self.now,
+        )
+        task = Task(sweep.run(is_dry_run=False))
+        self.others.append(task)
+        return task
+
+    def start_reader(self) -> Task:
+        task = Task(self._read())
+        self.others.append(task)
+        return task
+
+    async def _read(self) -> None:
+        requests: Any = Requests(self)
+        latest = await protocol.read_latest(self.store, requests)
+        if latest is None:
+            return
+        began, lease = self.now, Lease(latest.checkpoint, "reader", LEASE_TTL_S)
+        decision = await protocol.take_lease(self.store, requests, lease)
+        if decision is None:
+            return
+        for rank in range(decision.world_size):
+            try:
+                receipt = await protocol.bound_receipt(self.store, requests, decision, rank)
+                for shard in receipt.shards:
+                    there = await conditional.read(self.store, requests, shard.key)
+                    if there is None or checksum_of(there[0], "crc64nvme") != shard.checksum:
+                        raise InvalidRecordError(f"{shard.key} is gone")
+            except InvalidRecordError as error:
+                if self.now - began < LEASE_TTL_S * 2 / 3:
+                    raise ViolationError(f"R3: vanished while it was read: {error}") from None
+                return
+        await protocol.drop_lease(self.store, requests, lease)
+
+    # --- what must hold ----------------------------------------------------------------------------------
+
+    def on_event(self, rank: int, event: Event) -> None:
+        if isinstance(event, MadeDurable) and event.is_sealed:
+            truth = self.truths[event.checkpoint, rank]
+            truth.is_acknowledged = truth.is_acknowledged or truth.is_promised
+        if isinstance(event, Decided):
+            self.check()
+            known = self.committed if event.outcome is not Outcome.ABORT else self.given_up
+            if event.checkpoint not in known:
+                raise ViolationError(f"R13: rank {rank} believes {event}, the store says otherwise")
+
+    def on_release(self, rank: int, id_: CheckpointId | None, disk: Disk) -> None:
+        self.check()
+        truth = self.truths.get((id_, rank)) if id_ else None
+        if (
+            truth
+            and truth.is_acknowledged
+            and truth.is_promised
+            and id_ not in self.committed | self.given_up
+        ):
+            raise ViolationError(f"I3: spool links of rank {rank}, {id_} dropped before a decision")
+
+    def on_remove(self, rank: int, path: str, disk: Disk) -> None:
+        self.check()
+        content = disk.entries[path].content
+        owner = next(
+            (
+                id_
+                for (id_, at), each in self.truths.items()
+                if at == rank and content in each.shards.values()
+            ),
+            None,
+        )
+        if owner not in self.committed:
+            raise ViolationError(f"I3: {path} of rank {rank} removed, but {owner} is not committed")
+        newer = {
+            id_ for id_ in self.committed if owner is not None and id_ > owner and (id_, rank) in self.truths
+        }
+        keep = self.settings.num_checkpoints_to_keep
+        if keep < 0 or len(newer) < keep:
+            raise ViolationError(f"I5: {path} of rank {rank} removed, only {newer} are newer; keep {keep}")
+
+    def check(self, host: Host | None = None) -> None:
+        """Compare the bucket with what it was: cheap when nothing changed."""
+        objects = self.bucket.objects
+        if host is not None:
+            self._check_link(host)
+        if objects == self._seen:
+            return
+        before, self._seen = self._seen, dict(objects)
+        if boundary := objects.get(keys.BOUNDARY):
+            self._boundary = records.decode_boundary(boundary.data)
+        gone = [key for key in before if key not in objects]
+        new = [key for key, each in objects.items() if before.get(key) is not each]
+        for key in new:
+            self._check_written(key, objects[key].data)
+        for key in gone:
+            self._check_deleted(key)
+        self._check_latest()
+        there = sum(each.outcome is Outcome.COMMIT for each in self._decisions.values())
+        if there < min(self.keep_remote, len(self.committed)):
+            raise ViolationError(f"I5: {there} committed checkpoints are left, keep {self.keep_remote}")
+
+    def _check_written(self, key: str, data: bytes) -> None:
+        if self._contents.setdefault(key, data) != data and key.startswith((keys.DATA, keys.RECEIPTS)):
+            parsed = keys.parse_receipt_key(key) or keys.parse_data_key(key)
+            owner = parsed[0] if parsed else None
+            was_tampered = any(
+                id_ == owner and not each.is_promised for (id_, _), each in self.truths.items()
+            )
+            if owner in self.committed or not was_tampered:
+                raise ViolationError(f"I6: {key} changed its content")
+        id_ = keys.parse_decision_key(key)
+        if id_ is None:
+            return
+        decision = records.decode_decision(data, id_) if b'"abort"' in data else self._commit(id_, data)
+        if plan.is_void(id_, self._boundary):
+            return
+        known = self._decisions.get(id_)
+        if decision.outcome not in NEXT[known.outcome if known else None]:
+            raise ViolationError(f"R4: {id_} went from {known and known.outcome} to {decision.outcome}")
+        if known is None and (id_ in self.committed or id_ in self.given_up):
+            raise ViolationError(f"R4: {id_} was decided, collected, and is decided again")
+        self._decisions[id_] = decision
+        if decision.outcome is Outcome.ABORT:
+            if known is None:
+                self._check_abort(id_, decision)
+            self.given_up.add(id_)
+            return
+        if known is None:
+            self._check_commit(id_, decision)
+        self.committed.add(id_)
+
+    def _commit(self, id_: CheckpointId, data: bytes) -> Decision:
+        try:
+            return records.decode_decision(data, id_)
+        except InvalidRecordError as error:
+            raise ViolationError(f"I1: {id_} committed by {error}") from None
+
+    def _check_abort(self, id_: CheckpointId, decision: Decision) -> None:
+        """I4: what was promised is not given up by those who promised it."""
+        if not decision.decided_by.startswith("rank "):
+            return
+        rank = int(decision.decided_by.split()[1])
+        truth = self.truths[id_, rank]
+        if truth.is_sealed and truth.is_promised:
+            raise ViolationError(f"I4: rank {rank} gave up {id_}, which it had promised: {decision.reason}")
+
+    def _check_commit(self, id_: CheckpointId, decision: Decision) -> None:
+        """I1 and R5: every rank of that generation, every shard, every byte."""
+        world_size = self.world_sizes[id_.generation]
+        if decision.world_size != world_size:
+            raise ViolationError(
+                f"R5: {id_} committed for world size {decision.world_size}, not {world_size}"
+            )
+        for rank in range(world_size):
+            there = self.bucket.objects.get(keys.receipt_key(id_, rank))
+            truth = self.truths.get((id_, rank))
+            if there is None or truth is None or not truth.is_sealed:
+                raise ViolationError(f"I1: {id_} committed without rank {rank}")
+            try:
+                receipt = records.decode_receipt(there.data, id_, rank)
+            except InvalidRecordError as error:
+                raise ViolationError(f"R5: {id_} committed with another receipt: {error}") from None
+            stored = {each.name: self.bucket.objects.get(each.key) for each in receipt.shards}
+            if {name: each and each.data for name, each in stored.items()} != truth.shards:
+                raise ViolationError(f"I1: {id_} committed, rank {rank} has {stored}, not {truth.shards}")
+
+    def _check_deleted(self, key: str) -> None:
+        decision = keys.parse_decision_key(key)
+        if decision is not None:
+            known = self._decisions.pop(decision, None)
+            if known is not None and not plan.is_void(decision, self._boundary):
+                raise ViolationError(f"R4: the decision of {decision} was deleted above the boundary")
+            return
+        receipt, data = keys.parse_receipt_key(key), keys.parse_data_key(key)
+        id_ = receipt[0] if receipt else data[0] if data else None
+        if id_ is None:
+            return
+        known = self._decisions.get(id_)
+        if known is None and not plan.is_void(id_, self._boundary):
+            raise ViolationError(f"R4: {key} was deleted without a decision")
+        if known is not None and known.outcome is Outcome.COMMIT:
+            raise ViolationError(f"I1: {key} of a committed checkpoint was deleted")
+
+    def _check_latest(self) -> None:
+        there = self.bucket.objects.get(keys.LATEST)
+        if there is None:
+            return
+        latest = records.decode_latest(there.data)
+        if self._latest is not None and latest.checkpoint < self._latest.checkpoint:
+            raise ViolationError(f"I2: latest moved back from {self._latest} to {latest}")
+        decision = self._decisions.get(latest.checkpoint)
+        if decision is None or decision.outcome is not Outcome.COMMIT:
+            raise ViolationError(
+                f"I2: latest names {latest.checkpoint}, which is {decision and decision.outcome}"
+            )
+        self._latest = latest
+
+    def _check_link(self, host: Host) -> None:
+        """The local symlink leads to files that are there."""
+        target = host.disk.link_target
+        if target is None or any(path.startswith(f"{target}/") for path in host.disk.entries):
+            return
+        if any(rank == host.rank and not each.shards for (_, rank), each in self.truths.items()):
+            return  # a checkpoint without files here moves no link
+        raise ViolationError(f"R2: rank {host.rank}'s local latest leads to {target}, which is gone")
+
+    # --- the end -----------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Faults end, somebody finishes for the dead, time passes: then everything that can be is committed."""
+        self.fault = ""
+        for task in list(self.others):
+            self.run_other(task, 10_000)
+        for host in self.hosts:
+            if host.engine is None:
+                self.start_engine(host)
+        for _ in range(12):
+            for host in self.hosts:
+                self.run(host, 5_000)
+            self.now += 61.0
+        for id_ in {id_ for id_, _ in self.truths}:
+            truths = [self.truths.get((id_, rank)) for rank in range(self.world_sizes[id_.generation])]
+            is_whole = all(each and each.is_sealed and each.is_promised for each in truths)
+            if is_whole and id_ not in self.committed | self.given_up:
+                raise ViolationError(f"I8: all ranks sealed {id_}, but it is not committed")
+            if not all(each and each.is_sealed for each in truths) and id_ in self.committed:
+                raise ViolationError(f"I1: {id_} is committed without all ranks")
+        for host in self.hosts:
+            for id_, known in (host.engine.local.checkpoints if host.engine else {}).items():
+                if known.decision is None and known.sealed and id_ in self.committed | self.given_up:
+                    raise ViolationError(f"I8: rank {host.rank} never learned what became of {id_}")
+        for _ in range(2):
+            self.run_other(self.start_sweep(age_s=0.0), 10_000)
+            self.now += 200.0
+        self._check_clean()
+
+    def _check_clean(self) -> None:
+        """I7: what is left belongs to what is committed; and latest names the newest of it."""
+        alive = {id_ for id_, each in self._decisions.items() if each.outcome is Outcome.COMMIT}
+        for key in self.bucket.objects:
+            parsed = keys.parse_receipt_key(key) or keys.parse_data_key(key)
+            if parsed and parsed[0] not in alive:
+                raise ViolationError(f"I7: {key} is left, and nothing refers to it")
+        if alive and (self._latest is None or self._latest.checkpoint != max(alive)):
+            raise ViolationError(f"R6: latest is {self._latest}, the newest commit is {max(alive)}")
