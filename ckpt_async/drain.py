@@ -269,7 +269,7 @@ class _Adoption:
             is_trainer=False,
             on_change=self._changed.set,
         )
-        await engine.recover()
+        await engine.recover(each.before.opened)
         each.task = asyncio.create_task(engine.run(), name=f"drain-rank-{engine.rank}")
         each.task.add_done_callback(lambda _: self._changed.set())
         engine.hurry(True)

@@ -27,7 +27,7 @@ from ckpt_async.errors import (
     SourceError,
     StoreError,
 )
-from ckpt_async.files import Folder, fsync_path, point_symlink, write_durably
+from ckpt_async.files import Folder, boot_id, fsync_path, point_symlink, write_durably
 from ckpt_async.generation import newest_generation
 from ckpt_async.journal import Journal
 from ckpt_async.model import (
@@ -45,6 +45,7 @@ from ckpt_async.model import (
     LocalShard,
     MadeDurable,
     MultipartOpened,
+    Opened,
     Outcome,
     Receipt,
     ReceiptStored,
@@ -177,11 +178,15 @@ class Engine:
 
     # --- the loop ------------------------------------------------------------------------------------------
 
-    async def recover(self) -> None:
-        """Rebuild what the journal lost from the spool's manifests (rule R10), and clear the spool of what
-        nobody was promised. Once, after the lock was taken and before anything is enqueued.
+    async def recover(self, before: Opened | None) -> None:
+        """Rebuild what the journal lost from the spool's manifests (rule R10), clear the spool of what nobody was
+        promised, and give up what a reboot may have taken; `before` is the start that the journal knew.
+
+        Once, after the lock was taken and before anything is enqueued.
         """
         await asyncio.to_thread(self._rebuild)
+        if before is not None and before.boot_id not in ("", boot_id()):
+            await asyncio.to_thread(self._distrust_after_reboot)
 
     async def run(self) -> None:
         """Work until `stop`. Raises only on a bug or when the journal cannot be used."""
@@ -243,7 +248,11 @@ class Engine:
         return watch is not None and watch.ranks is not None
 
     def _is_in_use(self, action: decide.Action) -> bool:
-        """A store may be faster than this disk's fsync: a manifest written after the release would stay behind."""
+        """Whether it must wait for another: a manifest written after the release would stay behind, and of two moves
+        of the symlink the older could end last.
+        """
+        if isinstance(action, decide.MoveLocalLatest):
+            return any(isinstance(each, decide.MoveLocalLatest) for each in self._running)
         return isinstance(action, decide.Release) and decide.MakeDurable(action.checkpoint) in self._running
 
     def _newest_first(self, uploads: deque[decide.Upload]) -> deque[decide.Upload]:
@@ -313,7 +322,8 @@ class Engine:
             if self._is_progress_new:
                 self._is_progress_new = False
                 self._journal.note_progress(
-                    self.rank, [(each.checkpoint, each.shard, sent) for each, sent in self._sent_bytes.items()]
+                    self.rank,
+                    [(each.checkpoint, each.shard, sent) for each, sent in self._sent_bytes.items()],
                 )
             await asyncio.to_thread(self._journal.compact)
         except JournalError as error:  # a full disk, say: no reason to cut short what is on its way
@@ -350,6 +360,35 @@ class Engine:
             return
         logger.warning("journal_rebuilt rank=%d %s shards=%d", self.rank, checkpoint, len(enqueued))
         self._journal.append(self.rank, [*enqueued, *([sealed] if sealed else [])])
+
+    def _distrust_after_reboot(self) -> None:
+        """Power loss may leave a file its size and times but not its bytes. Only what a manifest lists was fsynced:
+        the manifest is written after the fsync, and durably.
+        """
+        for checkpoint in list(self.local.checkpoints.values()):
+            doubtful = [
+                each for each in checkpoint.shards.values() if not each.is_durable and each.stored is None
+            ]
+            if checkpoint.decision is not None or not doubtful:
+                continue
+            path = self._folder.private / keys.spool_manifest(checkpoint.id, self.rank)
+            safe: set[str] = set()
+            with contextlib.suppress(OSError, InvalidRecordError):
+                enqueued, _ = records.decode_manifest(path.read_bytes(), checkpoint.id)
+                safe = {event.shard.name for event in enqueued}
+            lost = [
+                Failed(
+                    checkpoint.id,
+                    each.shard.name,
+                    FailureReason.SOURCE_CHANGED,
+                    f"shard {str(self._path(checkpoint, each))!r} was not fsynced yet when the machine went down",
+                )
+                for each in doubtful
+                if each.shard.name not in safe
+            ]
+            if lost:
+                self._fail(checkpoint, lost)
+        self._refresh()
 
     def _newest_loadable(self) -> CheckpointId | None:
         loadable = (id_ for id_, each in self.local.checkpoints.items() if decide.is_loadable(each))
@@ -542,35 +581,16 @@ class Engine:
             await self._look_for_successor()
             ranks = await self._list_receipts(id_)
         else:
-            decision = await protocol.read_decision(self._store, self._requests, id_)
+            decision = await protocol.read_settled(self._store, self._requests, id_)
             if decision is not None:
                 self._learn(checkpoint, decision)
                 return
-            if await self._recall_receipt(checkpoint):
-                return  # the next look has more to see
             ranks = await self._list_receipts(id_) if checkpoint.has_receipt else None
         longest_s = self._settings.decision_poll_s if self._is_hurried else self._settings.decision_poll_max_s
         next_look_at = decide.next_look(
             watch, self._loop.time(), first_s=self._settings.decision_poll_s, longest_s=longest_s
         )
         self._watch(id_, decide.Watch(watch.num_looks + 1, next_look_at, ranks))
-
-    async def _recall_receipt(self, checkpoint: LocalCheckpoint) -> bool:
-        """After the journal was lost (rule R10): what our own receipt lists was verified, and is not sent again."""
-        if checkpoint.has_receipt or checkpoint.sealed is None:
-            return False
-        key = keys.receipt_key(checkpoint.id, self.rank)
-        there = await conditional.read(
-            self._store, self._requests, key, max_size_bytes=records.MAX_RECEIPT_SIZE_BYTES
-        )
-        if there is None:
-            return False
-        receipt = records.decode_receipt(there[0], checkpoint.id, self.rank)
-        stored = {each.name: each.size_bytes for each in receipt.shards}
-        if stored != {name: each.shard.size_bytes for name, each in checkpoint.shards.items()}:
-            return False  # storing ours will find the contradiction
-        self._record(*(Verified(checkpoint.id, each) for each in receipt.shards), ReceiptStored(checkpoint.id))
-        return True
 
     async def _list_receipts(self, id_: CheckpointId) -> frozenset[int]:
         prefix = keys.receipts_prefix(id_)
@@ -617,8 +637,7 @@ class Engine:
             return
         decision, is_ours = settled
         if is_ours and decision.outcome is Outcome.COMMIT:
-            publish = max(filter(None, (self._remote.to_publish, checkpoint.id)))
-            self._remote = replace(self._remote, to_publish=publish)
+            self._publish(checkpoint.id)
         self._learn(checkpoint, decision)
 
     async def _abort(self, checkpoint: LocalCheckpoint, reason: str) -> None:
@@ -650,9 +669,19 @@ class Engine:
             self._observer.checkpoint_aborted()
             logger.error("checkpoint_aborted %s reason=%s", checkpoint.id, decision.reason)
             return
+        if decision.outcome is Outcome.COMMIT and self._is_left_over(checkpoint.id):
+            # Whoever committed it may have died before it could move latest.
+            self._publish(checkpoint.id)
         now = self._clock()
         first = min((each.enqueued_at for each in checkpoint.shards.values()), default=checkpoint.sealed_at)
         self._observer.checkpoint_committed(checkpoint.id.step, max(0.0, now - first), now)
+
+    def _is_left_over(self, id_: CheckpointId) -> bool:
+        return not self._is_trainer or id_.generation < self.local.generation
+
+    def _publish(self, id_: CheckpointId) -> None:
+        publish = max(filter(None, (self._remote.to_publish, id_)))
+        self._remote = replace(self._remote, to_publish=publish)
 
     async def _move_latest(self, action: decide.MoveLatest) -> None:
         decided = self._checkpoint(action.checkpoint).decision
@@ -673,14 +702,18 @@ class Engine:
         await conditional.put(self._store, self._requests, key, target.encode())
 
     def _move_local_latest(self, action: decide.MoveLocalLatest) -> None:
-        checkpoint = self._checkpoint(action.checkpoint)
+        checkpoint = self.local.checkpoints.get(action.checkpoint)
+        if checkpoint is None:
+            return  # forgotten meanwhile
         target = local_target([(each.shard.source, each.shard.name) for each in checkpoint.shards.values()])
-        if target is not None:
-            link = self._folder.path / naming.fill(self._settings.latest_filename, rank=self.rank)
-            try:
+        link = self._folder.path / naming.fill(self._settings.latest_filename, rank=self.rank)
+        try:
+            if target is not None:
                 point_symlink(link, self._folder.path / target)
-            except InvalidNameError as error:
-                logger.warning("local_latest_skipped error=%s", error)
+            elif link.is_symlink():
+                link.unlink()  # the newest has no files here, and what it pointed at will be removed
+        except InvalidNameError as error:
+            logger.warning("local_latest_skipped error=%s", error)
 
     async def _release(self, action: decide.Release) -> None:
         spool = keys.spool_checkpoint(action.checkpoint, self.rank)
@@ -690,8 +723,15 @@ class Engine:
     async def _remove(self, action: decide.Remove) -> None:
         checkpoint = self._checkpoint(action.checkpoint)
 
+        others = (each for id_, each in self.local.checkpoints.items() if id_ != action.checkpoint)
+        shared = {
+            (shard.shard.source, shard.shard.identity) for each in others for shard in each.shards.values()
+        }
+
         def remove() -> None:
             for each in checkpoint.shards.values():
+                if (each.shard.source, each.shard.identity) in shared:
+                    continue  # the same file is part of another checkpoint, which goes later or stays
                 if not self._folder.remove_source(each.shard.source, each.shard.identity):
                     logger.info("local_file_kept path=%s; it is another file by now", each.shard.source)
 

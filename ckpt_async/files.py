@@ -337,6 +337,17 @@ def point_symlink(link: Path, target: Path) -> None:
     fsync_path(link.parent)
 
 
+# --- facts of the machine ----------------------------------------------------------------------------------
+
+
+def boot_id() -> str:
+    """Changes with every boot of this machine (random(4)); '' where the system does not say."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+
+
 # --- file systems and errors -------------------------------------------------------------------------------
 
 

@@ -416,7 +416,8 @@ class RankLock:
                 break
             except BlockingIOError:
                 if is_trainer:
-                    self._wanted.touch()
+                    with contextlib.suppress(OSError):
+                        self._wanted.touch()
                 if time.monotonic() >= deadline:
                     holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "unknown"
                     os.close(descriptor)
@@ -425,8 +426,9 @@ class RankLock:
                         hint="one uploader per rank and folder; stop the other one or use another folder",
                     ) from None
                 time.sleep(0.05)
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"process {os.getpid()}\n".encode(), 0)
+        with contextlib.suppress(OSError):  # only for messages; the lock is held also on a full disk
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"process {os.getpid()}\n".encode(), 0)
         self._descriptor = descriptor
         if is_trainer:
             self._wanted.unlink(missing_ok=True)

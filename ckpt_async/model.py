@@ -200,6 +200,7 @@ class Opened:
     settings: tuple[
         tuple[str, str | int], ...
     ] = ()  # `settings.INHERITED`: what whoever adopts it must follow
+    boot_id: str = ""  # of the machine's kernel: under another one, what was not fsynced may be gone
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,12 +115,9 @@ async def decide_once(store: Store, requests: Requests, wanted: Decision) -> tup
     id_, data = wanted.checkpoint, records.encode_decision(wanted)
     there = await create_once(store, requests, keys.decision_key(id_), data)
     decision, is_ours = records.decode_decision(there, id_), there == data
-    if is_ours and wanted.outcome is Outcome.COMMIT:
-        boundary = await read_boundary(store, requests)
-        if plan.is_void(id_, boundary):
-            return replace(
-                wanted, outcome=Outcome.ABORT, reason="it was given up and collected long ago"
-            ), False
+    decision = await _unless_void(store, requests, decision)
+    is_ours = is_ours and decision.outcome is wanted.outcome
+    if is_ours and decision.outcome is Outcome.COMMIT:
         logger.info(
             "checkpoint_committed %s name=%s world_size=%d num_shards=%d size_bytes=%d",
             id_,
@@ -130,6 +127,29 @@ async def decide_once(store: Store, requests: Requests, wanted: Decision) -> tup
             wanted.size_bytes,
         )
     return decision, is_ours
+
+
+async def read_settled(store: Store, requests: Requests, checkpoint: CheckpointId) -> Decision | None:
+    """What holds for the checkpoint, or None if nothing was decided. Below the boundary it was settled long ago: a
+    commit there was created by a straggler and is void, and no decision at all means that it was collected (R4).
+    """
+    decision = await read_decision(store, requests, checkpoint)
+    if decision is not None:
+        return await _unless_void(store, requests, decision)
+    nothing = new_decision(
+        checkpoint, Outcome.COMMIT, name=f"step-{checkpoint.step}", world_size=1, by="nobody", now=0
+    )
+    settled = await _unless_void(store, requests, nothing)
+    return None if settled is nothing else settled
+
+
+async def _unless_void(store: Store, requests: Requests, decision: Decision) -> Decision:
+    """The decision, or an abort in place of a commit that is below the boundary."""
+    if decision.outcome is Outcome.COMMIT:
+        boundary = await read_boundary(store, requests)
+        if plan.is_void(decision.checkpoint, boundary):
+            return replace(decision, outcome=Outcome.ABORT, reason="it was given up and collected long ago")
+    return decision
 
 
 async def read_decision(store: Store, requests: Requests, checkpoint: CheckpointId) -> Decision | None:
@@ -286,7 +306,7 @@ async def take_lease(store: Store, requests: Requests, lease: Lease) -> Decision
     go on, until two thirds of `ttl_s` have passed since this call began. Otherwise the lease is dropped: None.
     """
     await put(store, requests, keys.lease_key(lease.checkpoint, lease.reader), records.encode_lease(lease))
-    decision = await read_decision(store, requests, lease.checkpoint)
+    decision = await read_settled(store, requests, lease.checkpoint)
     if decision is not None and decision.outcome is Outcome.COMMIT:
         return decision
     await drop_lease(store, requests, lease)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from base64 import b64decode
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -341,7 +342,9 @@ def _decode(kind: str, data: bytes, max_size_bytes: int) -> Json:
 
 def _shown(value: object) -> str:
     """A value for a message: short, and never by walking into what may be nested a thousand deep."""
-    return f"{str(value)[:80]!r}" if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
+    return (
+        f"{str(value)[:80]!r}" if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
+    )
 
 
 def _small_int(text: str) -> int:
@@ -420,10 +423,20 @@ def _relative(fields: Mapping[str, Any], name: str) -> str:
 
 
 def _checksum(fields: Mapping[str, Any]) -> Checksum:
-    for algorithm in ("crc64nvme", "crc32c"):
+    for algorithm, width in (("crc64nvme", 8), ("crc32c", 4)):
         if algorithm in fields:
-            return Checksum(algorithm, _str(fields, algorithm))
+            value = _str(fields, algorithm)
+            if not _is_base64(value, width):
+                raise InvalidRecordError(f"{algorithm} {value[:40]!r} is not base64 of {width} bytes")
+            return Checksum(algorithm, value)
     raise InvalidRecordError("no checksum")
+
+
+def _is_base64(text: str, width: int) -> bool:
+    try:
+        return len(b64decode(text, validate=True)) == width
+    except ValueError:
+        return False
 
 
 def _metrics(fields: Mapping[str, Any]) -> tuple[tuple[str, float], ...]:

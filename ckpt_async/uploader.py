@@ -34,7 +34,7 @@ from ckpt_async.errors import (
     UploaderClosedError,
     UploadFailedError,
 )
-from ckpt_async.files import Folder
+from ckpt_async.files import Folder, boot_id
 from ckpt_async.journal import Journal, RankLock
 from ckpt_async.metrics import Metrics, serve
 from ckpt_async.model import CheckpointId, Enqueued, Opened, Outcome, Sealed, Shard, Superseded
@@ -590,10 +590,10 @@ class Uploader:
                 now=time.time(),
             )
             inherited = tuple((name, getattr(self.settings, name)) for name in INHERITED)
-            opened = Opened(generation, self.world_size, self._address, inherited)
+            opened = Opened(generation, self.world_size, self._address, inherited, boot_id())
             self._journal.open_rank(self.rank, opened)
             self._engine = self._new_engine(requests)
-            await self._engine.recover()
+            await self._engine.recover(local.opened)
             if not started.set_running_or_notify_cancel():
                 return None
             started.set_result(generation)
@@ -669,12 +669,11 @@ def _launch_key(environment: Mapping[str, str], world_size: int, generation: int
 
 def _parent_identity() -> str:
     """The launching process: its pid alone would be reused."""
-    boot, started = "", ""
+    started = ""
     with contextlib.suppress(OSError, IndexError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         # proc(5): field 22 of stat is the start time; the name in field 2 may hold spaces and parentheses
         started = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]
-    return f"{boot}:{os.getppid()}:{started}"
+    return f"{boot_id()}:{os.getppid()}:{started}"
 
 
 # --- interpreter exit --------------------------------------------------------------------------------------

@@ -327,7 +327,7 @@ MUTANTS = [
     (skips_fsync_of_folders, Protocol, "I4|I3|I8|R2"),
     (skips_read_back, Protocol, "R13"),
     (abort_does_not_compete, Protocol, "R4"),
-    (sweeps_without_abort, Protocol, "R4"),
+    (sweeps_without_abort, Protocol, "R4|I1"),
     (prunes_what_is_read, Reading, "R3"),
     (prunes_shards_first, Protocol, "I1"),
     (prunes_past_latest, Steady, "I2"),

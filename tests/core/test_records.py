@@ -36,7 +36,7 @@ numbers = st.floats(allow_nan=False, allow_infinity=False)
 metrics = st.dictionaries(st.text(max_size=5), numbers, max_size=3).map(
     lambda each: tuple(sorted(each.items()))
 )
-checksums = st.builds(Checksum, st.sampled_from(["crc64nvme", "crc32c"]), st.just("AAAAAA=="))
+checksums = st.sampled_from([Checksum("crc64nvme", "AAAAAAAAAAA="), Checksum("crc32c", "AAAAAA==")])
 sizes = st.integers(0, 1 << 50)
 
 

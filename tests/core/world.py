@@ -207,7 +207,12 @@ class DiskPath(PurePosixPath):
     def exists(self) -> bool:
         return str(self) in self.disk.entries
 
+    def is_symlink(self) -> bool:
+        return self.name.startswith("latest-") and self.disk.link_target is not None
+
     def unlink(self, **_: bool) -> None:
+        if self.is_symlink():
+            self.disk.link_target = None
         self.disk.entries.pop(str(self), None)
 
     def read_bytes(self) -> bytes:
@@ -423,13 +428,11 @@ class World:
         num_checkpoints_to_keep: int = -1,
         keep_remote: int = 1,
         collect_at_least: int = 10**6,
-        is_strict: bool = False,
     ) -> None:
         ViolationError.was_raised = False
         self.now = 1000.0
         self.settings = Settings(num_checkpoints_to_keep=num_checkpoints_to_keep)
         self.keep_remote, self._collect_at_least = keep_remote, collect_at_least
-        self.is_strict = is_strict
         self.bucket = MemoryBucket(clock=lambda: self.now)
         self.store = MemoryStore(self.bucket)
         self.hosts: list[Host] = []
@@ -454,8 +457,6 @@ class World:
         loop = Loop(self)
 
         async def to_thread(function: Callable[..., Any], *arguments: Any) -> Any:
-            if not self.is_strict and function.__name__ == "_move_local_latest":
-                return function(*arguments)
             await pause()
             result = function(*arguments)
             await pause()
@@ -641,11 +642,7 @@ class World:
                 error = made._crash.error  # type: ignore[attr-defined]
                 if isinstance(error, ViolationError):
                     raise error
-                if self.is_strict:
-                    raise ViolationError(f"R12: the engine died of {error!r}")
-                self._stop(host)
-                self.start_engine(host, is_trainer=host.generation > 0)
-                return done
+                raise ViolationError(f"R12: the engine died of {error!r}")
             self.check(host)
         return num_steps
 
@@ -702,6 +699,13 @@ class World:
 
     # --- what must hold ----------------------------------------------------------------------------------
 
+    def _is_collected(self, event: Decided) -> bool:
+        """Of what was collected nobody can know any more that it had been committed; taking it for given up keeps the
+        user's files.
+        """
+        boundary = self._boundary
+        return event.outcome is Outcome.ABORT and boundary is not None and boundary.voids(event.checkpoint)
+
     def on_event(self, rank: int, event: Event) -> None:
         if isinstance(event, MadeDurable) and event.is_sealed:
             truth = self.truths[event.checkpoint, rank]
@@ -709,7 +713,7 @@ class World:
         if isinstance(event, Decided):
             self.check()
             known = self.committed if event.outcome is not Outcome.ABORT else self.given_up
-            if event.checkpoint not in known:
+            if event.checkpoint not in known and not self._is_collected(event):
                 raise ViolationError(f"R13: rank {rank} believes {event}, the store says otherwise")
 
     def on_release(self, rank: int, id_: CheckpointId | None, disk: Disk) -> None:
@@ -753,6 +757,9 @@ class World:
         before, self._seen = self._seen, dict(objects)
         if boundary := objects.get(keys.BOUNDARY):
             self._boundary = records.decode_boundary(boundary.data)
+            # What nobody had decided is given up by it: its node was away for longer than any age.
+            voided = {id_ for id_, _ in self.truths if self._boundary.voids(id_)}
+            self.given_up |= voided - self.committed
         gone = [key for key in before if key not in objects]
         new = [key for key, each in objects.items() if before.get(key) is not each]
         for key in new:
@@ -865,8 +872,6 @@ class World:
         target = host.disk.link_target
         if target is None or any(path.startswith(f"{target}/") for path in host.disk.entries):
             return
-        if any(rank == host.rank and not each.shards for (_, rank), each in self.truths.items()):
-            return  # a checkpoint without files here moves no link
         raise ViolationError(f"R2: rank {host.rank}'s local latest leads to {target}, which is gone")
 
     # --- the end -----------------------------------------------------------------------------------------
