@@ -136,6 +136,9 @@ def _train(config: Config) -> Run:
         "OMP_NUM_THREADS": "1",
         "PYTHONWARNINGS": "ignore",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
+        # Else torchrun (2.13) hands restarted ranks the rendezvous store of the dead ones, with addresses where nobody
+        # listens any more.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
     say(f"training 2 ranks with FSDP2 under torchrun, checkpoints to {config.remote}")
     started = time.monotonic()
@@ -258,7 +261,7 @@ def _result(config: Config, run: Run, verdict: Verdict) -> dict[str, Any]:
         )
         for id_, decision in verdict.committed.items()
         if run.kill is None
-        or not id_.generation == 1
+        or id_.generation > 1
         or decision.decided_at < run.kill.at  # not what waited for it
     }
     metrics = _metrics(logs)

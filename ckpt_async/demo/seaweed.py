@@ -86,7 +86,8 @@ class SeaweedServer:
             self._process = subprocess.Popen(
                 [find_weed(), *self._flags(data)],
                 cwd=self._folder,
-                env={**os.environ, **self.environment()},
+                # It also leaves logs in the folder for temporary files.
+                env={**os.environ, **self.environment(), "TMPDIR": str(self._folder)},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

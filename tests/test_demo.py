@@ -1,0 +1,33 @@
+"""The demo is the main job, so it runs here for real; and its verdict must be able to be 'no'."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from ckpt_async import keys
+from ckpt_async.demo.check import check
+from ckpt_async.demo.config import Config
+
+
+def test_a_killed_rank_loses_nothing_and_a_damaged_byte_is_found(tmp_path: Path) -> None:
+    """torchrun, SIGKILL in the middle of an upload, resume, every byte; then the same check on a damaged store."""
+    command = [sys.executable, "-m", "ckpt_async.demo", "--store", "file", "--json", "--keep", str(tmp_path)]
+    ended = subprocess.run([*command, "--steps", "12"], capture_output=True, text=True, timeout=240)
+    result = json.loads(ended.stdout)
+    assert (ended.returncode, result["wrong"]) == (0, []), ended.stderr[-3000:]
+    assert result["kill"]["rank"] == 1
+    assert result["kill"]["resumed_from_step"] == result["kill"]["step"]
+    assert result["generations"] == [1, 2]
+    assert result["shards_compared"] == 2 * result["checkpoints_committed"] > 0
+    assert all(url.startswith("http://127.0.0.1:") for url in result["metrics_urls"])
+
+    config = Config.read(str(tmp_path / "config.json"))
+    assert check(config, 2).wrong == []
+    root = Path(config.remote.removeprefix("file://"))
+    shard = next(path for path in sorted((root / keys.DATA).rglob("*")) if path.is_file())
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    key = shard.relative_to(root).as_posix()
+    assert any(key in wrong for wrong in check(config, 2).wrong)
