@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Protocol, Self
 
 from ckpt_async import keys
 from ckpt_async.errors import FailureReason, FolderInUseError, JournalError, NoJournalError
@@ -53,6 +53,7 @@ from ckpt_async.model import (
 FORMAT_VERSION = 1
 # Waiting for another process's write; each of them takes well under a millisecond.
 BUSY_TIMEOUT_S = 10.0
+BUSY_PAUSE_S = 0.0003
 # Frames in the WAL before the engine moves them into the main file, off the trainer's path.
 CHECKPOINT_PAGES = 1000
 
@@ -100,7 +101,7 @@ class Journal:
         self._is_abandoned = False
         with self._translated():
             self._connection = connect(self._path)
-        _after_fork.add(self)
+        after_fork.add(self)
 
     # --- writing -------------------------------------------------------------------------------------------
 
@@ -141,6 +142,11 @@ class Journal:
                 " VALUES (?, ?, ?, ?, 'Forgotten', ?)",
                 (rank, *mark, self._clock(), _encode(event)),
             )
+
+    def forget_marks(self, rank: int) -> None:
+        """Drop what `forget` keeps: the rank goes on with another remote."""
+        with self._translated(), self._lock, self._transaction():
+            self._connection.execute("DELETE FROM events WHERE rank = ? AND kind = 'Forgotten'", (rank,))
 
     def open_rank(self, rank: int, event: Opened) -> None:
         """Record a new start; the rows of earlier starts are not needed any more."""
@@ -210,7 +216,7 @@ class Journal:
 
     def close(self) -> None:
         """Close the handle. Idempotent. The journal itself stays."""
-        _after_fork.discard(self)
+        after_fork.discard(self)
         if self._is_abandoned:
             return
         with self._lock:
@@ -226,7 +232,7 @@ class Journal:
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
-        self._connection.execute("BEGIN IMMEDIATE")
+        self._begin()
         try:
             yield
             self._connection.execute("COMMIT")
@@ -234,6 +240,24 @@ class Journal:
             with contextlib.suppress(sqlite3.Error):  # SQLite rolls back by itself when the disk is full
                 self._connection.execute("ROLLBACK")
             raise
+
+    def _begin(self) -> None:
+        """Take the write lock. SQLite's own waiting doubles its pauses up to 100 ms, while whoever holds the lock needs
+        a tenth of a millisecond; so this does its own. Reading keeps SQLite's (a WAL that is being recovered).
+        """
+        deadline = time.monotonic() + BUSY_TIMEOUT_S
+        self._connection.execute("PRAGMA busy_timeout = 0")
+        try:
+            while True:
+                try:
+                    self._connection.execute("BEGIN IMMEDIATE")
+                    return
+                except sqlite3.OperationalError as error:
+                    if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() >= deadline:
+                        raise
+                time.sleep(BUSY_PAUSE_S)
+        finally:
+            self._connection.execute(f"PRAGMA busy_timeout = {int(BUSY_TIMEOUT_S * 1000)}")
 
     @contextlib.contextmanager
     def _translated(self) -> Iterator[None]:
@@ -432,11 +456,11 @@ class RankLock:
         self._descriptor = descriptor
         if is_trainer:
             self._wanted.unlink(missing_ok=True)
-        _after_fork.add(self)
+        after_fork.add(self)
 
     def release(self) -> None:
         """Free the lock. Idempotent."""
-        _after_fork.discard(self)
+        after_fork.discard(self)
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -448,21 +472,27 @@ class RankLock:
             self._descriptor = None
 
 
+class Abandoned(Protocol):
+    """Something of the parent's that a forked child must let go of."""
+
+    def abandon(self) -> None: ...
+
+
 class _AfterFork:
     """Handles that a forked child must let go of. One `register_at_fork` for the life of the process."""
 
     _is_registered: ClassVar[bool] = False
 
     def __init__(self) -> None:
-        self._handles: set[Journal | RankLock] = set()
+        self._handles: set[Abandoned] = set()
 
-    def add(self, handle: Journal | RankLock) -> None:
+    def add(self, handle: Abandoned) -> None:
         if not _AfterFork._is_registered:
             os.register_at_fork(after_in_child=self._abandon_all)
             _AfterFork._is_registered = True
         self._handles.add(handle)
 
-    def discard(self, handle: Journal | RankLock) -> None:
+    def discard(self, handle: Abandoned) -> None:
         self._handles.discard(handle)
 
     def _abandon_all(self) -> None:
@@ -471,5 +501,5 @@ class _AfterFork:
         self._handles.clear()
 
 
-_after_fork = _AfterFork()
+after_fork = _AfterFork()
 _abandoned: list[sqlite3.Connection] = []

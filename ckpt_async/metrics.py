@@ -28,7 +28,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from ckpt_async.decide import queue_state
 from ckpt_async.errors import CkptAsyncError, FailureReason
 from ckpt_async.files import Folder
-from ckpt_async.journal import Journal
+from ckpt_async.journal import Journal, after_fork
 from ckpt_async.model import CheckpointId, Local, LocalShard, fold
 
 logger = logging.getLogger(__name__)
@@ -546,8 +546,15 @@ class MetricsServer:
         text = host if isinstance(host, str) else host.decode()
         self.url = f"http://[{text}]:{port}/metrics" if ":" in text else f"http://{text}:{port}/metrics"
 
+        after_fork.add(self)
+
+    def abandon(self) -> None:
+        """In a forked child: close our copy of the socket, or it would keep a dead trainer's port."""
+        self._server.socket.close()
+
     def close(self) -> None:
         """Stop answering and free the port. Idempotent; takes up to half a second."""
+        after_fork.discard(self)
         if self._thread.is_alive():
             self._server.shutdown()
         self._server.server_close()

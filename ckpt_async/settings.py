@@ -56,7 +56,7 @@ class Settings:
     )
     part_size_bytes: int = _setting(
         16 * MIB,
-        "smallest part of a multipart upload; grows so that 10,000 parts suffice",
+        "smallest part of a multipart upload; grows with the shard, so that few requests suffice",
         5 * MIB,
         5 * 10**9,
     )

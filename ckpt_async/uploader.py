@@ -29,6 +29,7 @@ from ckpt_async.errors import (
     FencedError,
     InvalidNameError,
     InvalidShardError,
+    JournalError,
     SealedError,
     SettingsError,
     UploaderClosedError,
@@ -37,7 +38,17 @@ from ckpt_async.errors import (
 from ckpt_async.files import Folder, boot_id
 from ckpt_async.journal import Journal, RankLock
 from ckpt_async.metrics import Metrics, serve
-from ckpt_async.model import CheckpointId, Enqueued, Opened, Outcome, Sealed, Shard, Superseded
+from ckpt_async.model import (
+    CheckpointId,
+    Enqueued,
+    Forgotten,
+    Local,
+    Opened,
+    Outcome,
+    Sealed,
+    Shard,
+    Superseded,
+)
 from ckpt_async.preemption import flush_on_sigterm
 from ckpt_async.requests import CONTROL_REQUESTS, Requests, open_patiently
 from ckpt_async.settings import INHERITED, Settings, load
@@ -53,6 +64,8 @@ START_TIMEOUT_S = 60.0
 # After an exception in the training loop: long enough for receipts, too short to hide the traceback.
 CLOSE_AFTER_ERROR_S = 10.0
 ENGINE_RESTART_S = 1.0
+# An uploader that was never closed: the process should end, and the journal has what is left.
+EXIT_TIMEOUT_S = 60.0
 # While `enqueue` is held up: how often the disk and the backlog are looked at, besides at every change.
 BLOCK_POLL_S = 0.5
 # Threads for disk work: reading and checksumming shards release the GIL.
@@ -579,6 +592,9 @@ class Uploader:
                     f"folder {str(self.folder)!r} still holds {stranded[-1]}, which was going to {local.remote.url!r}",
                     hint="finish it with `ckpt-async drain`, or give another folder",
                 )
+            if local.remote is not None and local.remote.url != self.remote:
+                await asyncio.to_thread(self._forget_all, local)
+                local = Local(self.rank)
             await open_patiently(self._store, START_TIMEOUT_S)
             generation = await generations.agree(
                 self._store,
@@ -589,6 +605,12 @@ class Uploader:
                 explicit=self._explicit_generation,
                 now=time.time(),
             )
+            if generation <= local.generation:
+                raise JournalError(
+                    f"the journal of {str(self.folder)!r} knows generation {local.generation} of {self.remote!r}, the"
+                    f" store only {generation - 1}: the remote was wiped",
+                    hint="use a new remote, or remove .ckpt_async from the folder to begin anew",
+                )
             inherited = tuple((name, getattr(self.settings, name)) for name in INHERITED)
             opened = Opened(generation, self.world_size, self._address, inherited, boot_id())
             self._journal.open_rank(self.rank, opened)
@@ -611,6 +633,16 @@ class Uploader:
         finally:
             await self._store.close()
             lock.release()
+
+    def _forget_all(self, local: Local) -> None:
+        """Generations of another remote would be taken for this one's. All of them are decided; their local files are
+        the user's from now on.
+        """
+        for id_ in local.checkpoints:
+            self._folder.remove_spool(keys.spool_checkpoint(id_, self.rank))
+            self._folder.unlink(keys.spool_manifest(id_, self.rank))
+            self._journal.forget(self.rank, Forgotten(id_, None))
+        self._journal.forget_marks(self.rank)
 
     def _new_engine(self, requests: Requests) -> Engine:
         return Engine(
@@ -705,6 +737,6 @@ def _close_all() -> None:
             continue
         logger.warning("not_closed folder=%s: closing at exit; use `with Uploader(...)`", uploader.folder)
         try:
-            uploader.close()
+            uploader.close(timeout_s=EXIT_TIMEOUT_S)
         except CkptAsyncError:
             logger.exception("close_failed folder=%s", uploader.folder)

@@ -120,7 +120,9 @@ class S3Store:
         await self._connect()
         if is_read_only:
             # Not probed: what a writer would have to rely on is not claimed.
-            self._capabilities = Capabilities(conditional_put=False, multipart=True, checksum_algorithm="crc64nvme")
+            self._capabilities = Capabilities(
+                conditional_put=False, multipart=True, checksum_algorithm="crc64nvme"
+            )
             return
         try:
             self._capabilities = await self._probe()

@@ -74,9 +74,8 @@ class BodyPayload(Payload):
         is_joined = self._body.size_bytes <= _JOIN_BYTES
         if not is_joined and hasattr(writer, "send_headers"):
             writer.send_headers()  # else the first slice is copied to join it to them
-        is_plain = transport.get_extra_info("sslcontext") is None
         try:
-            if is_plain and not is_joined and isinstance(self._body, FileRange):
+            if not is_joined and isinstance(self._body, FileRange) and _is_plain(transport):
                 await self._send_file(self._body, writer, transport)
             else:
                 await self._send_chunks(writer)
@@ -102,9 +101,7 @@ class BodyPayload(Payload):
     async def _send_file(
         self, body: FileRange, writer: AbstractStreamWriter, transport: asyncio.Transport
     ) -> None:
-        await writer.drain()
-        while transport.get_write_buffer_size():  # uvloop sends at the end of its turn: headers go first
-            await asyncio.sleep(0)
+        await writer.drain()  # of the headers
         # A descriptor of its own, for the loop lets nobody wait for a transport's; reading goes on meanwhile,
         # so that an early refusal is seen.
         connection = os.dup(transport.get_extra_info("socket").fileno())
@@ -126,3 +123,7 @@ class BodyPayload(Payload):
         if self._writing is not None and not self._writing.done():
             self._writing.cancel()
             await asyncio.wait([self._writing])
+
+
+def _is_plain(transport: asyncio.Transport) -> bool:
+    return transport.get_extra_info("sslcontext") is None

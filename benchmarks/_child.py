@@ -1,0 +1,125 @@
+"""One measured client in a process of its own: the handshake both sides speak. Standard library only.
+
+The child gets everything ready (imports, connections), says so and waits; then it does the work and reports. So
+wall and CPU time are those of the transfer alone, and memory is compared with the idle process's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+MIB = 1 << 20
+SAMPLE_S = 0.01  # a look at /proc costs some 20 µs
+
+Prepare = Callable[["Work"], Callable[[], None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One file to send."""
+
+    path: str
+    size_bytes: int
+    endpoint_url: str
+    bucket: str
+    key: str
+    part_bytes: int
+    concurrency: int
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What one transfer took. `anonymous_bytes` is the most above the idle process."""
+
+    wall_s: float
+    cpu_s: float
+    anonymous_bytes: int
+
+
+def cpu_s() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def child_main(clients: Mapping[str, Prepare]) -> None:
+    """In the child: `PROGRAM --child NAME WORK`."""
+    name, work = sys.argv[2], Work(**json.loads(sys.argv[3]))
+    run = clients[name](work)
+    print("ready", flush=True)
+    sys.stdin.readline()
+    wall, cpu = time.perf_counter(), cpu_s()
+    run()
+    print(json.dumps([time.perf_counter() - wall, cpu_s() - cpu]), flush=True)
+    sys.stdin.readline()
+    os._exit(0)  # what a client does at exit is not measured, and must not hang
+
+
+def measure(python: str, program: Path, name: str, work: Work, environment: Mapping[str, str]) -> Measured:
+    """In the parent. Raises RuntimeError with what the child printed."""
+    command = [python, str(program), "--child", name, json.dumps(asdict(work))]
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
+    ) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        if child.stdout.readline() != "ready\n":
+            raise RuntimeError(f"{name} did not get ready")
+        idle = anonymous_bytes(child.pid)
+        child.stdin.write("\n")
+        child.stdin.flush()
+        os.set_blocking(child.stdout.fileno(), False)
+        most = idle
+        while not (line := child.stdout.readline()):
+            if child.poll() is not None:
+                raise RuntimeError(f"{name} failed")
+            most = max(most, anonymous_bytes(child.pid))
+            time.sleep(SAMPLE_S)
+        wall, cpu = json.loads(line)
+        child.stdin.write("\n")
+        child.stdin.flush()
+        child.wait(30)
+    return Measured(wall, cpu, most - idle)
+
+
+def measure_command(command: list[str], idle_command: list[str], environment: Mapping[str, str]) -> Measured:
+    """A program that is not Python: the whole process, less the CPU of one that does nothing."""
+    idle_cpu = _command(idle_command, environment).cpu_s
+    measured = _command(command, environment)
+    return Measured(measured.wall_s, measured.cpu_s - idle_cpu, measured.anonymous_bytes)
+
+
+def _command(command: list[str], environment: Mapping[str, str]) -> Measured:
+    started, most = time.perf_counter(), 0
+    child = subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**os.environ, **environment})
+    while True:
+        pid, status, usage = os.wait4(child.pid, os.WNOHANG)
+        if pid:
+            break
+        most = max(most, anonymous_bytes(child.pid))
+        time.sleep(SAMPLE_S)
+    wall_s = time.perf_counter() - started
+    child.returncode = os.waitstatus_to_exitcode(status)
+    if child.returncode:
+        raise RuntimeError(f"{command[0]} exited with {child.returncode}")
+    return Measured(wall_s, usage.ru_utime + usage.ru_stime, most)
+
+
+def anonymous_bytes(pid: int) -> int:
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return 0
+    line = next((line for line in status.splitlines() if line.startswith("RssAnon")), "RssAnon: 0 kB")
+    return int(line.split()[1]) * 1024

@@ -1,0 +1,245 @@
+"""How long is the trainer held up by the enqueue of a 1 GiB shard, p50 and p99, while other shards are written?
+
+One process per rank, all in one folder, each calling `enqueue` and `seal` for one step after another, while a writer
+process per rank writes real data beside them as fast as the disk takes it (into few files that are deleted and made
+again, and no more than `--write-gib` in all), and an engine per rank uploads to the sink. The shards are sparse files
+of 1 GiB: `enqueue` never looks inside, and a disk for hundreds of real ones is not needed; `--real` writes 64 MiB of
+real data for each instead. What the engines have not uploaded at the end is counted and left.
+
+Times are in ms, of the calling thread. "core" is time the thread was ready to run but had no core (from the kernel's
+schedstat): with more processes than cores that is the machine, not the code. "held" is what remains beyond CPU time
+and that: locks, the disk, the interpreter's lock. The split by operation wraps the called functions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from sink import SinkServer, Stats
+
+MIB = 1 << 20
+OPERATIONS = {
+    "walk": ("ckpt_async.files", "Folder", "walk"),
+    "link": ("ckpt_async.files", "Folder", "link"),
+    "journal": ("ckpt_async.journal", "Journal", "append"),
+    "wake": ("ckpt_async.engine", "Engine", "wake"),
+}
+
+
+# --- one rank ----------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Time of operations within one call, in seconds, as far as the calling thread spent it."""
+
+    def __init__(self) -> None:
+        self.spent = dict.fromkeys(OPERATIONS, 0.0)
+        self._caller = threading.get_ident()
+        for name, (module, cls, method) in OPERATIONS.items():
+            owner = getattr(__import__(module, fromlist=[cls]), cls)
+            setattr(owner, method, self._wrapped(name, getattr(owner, method)))
+
+    def _wrapped(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != self._caller:
+                return function(*args, **kwargs)
+            started = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.spent[name] += time.perf_counter() - started
+
+        return timed
+
+
+def waited_for_core_s() -> float:
+    return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+
+
+def rank_main(settings: dict[str, Any]) -> None:
+    from ckpt_async import Uploader
+
+    folder, rank = Path(settings["folder"]), settings["rank"]
+    clock = Clock()
+    uploader = Uploader(
+        folder,
+        "s3://ckpt/run",
+        rank=rank,
+        world_size=settings["ranks"],
+        generation=1,
+        on_error="warn",
+        latest_filename="",
+    )
+    print("ready", flush=True)
+    sys.stdin.readline()
+    block = os.urandom(MIB)
+    samples = []
+    for step in range(1, settings["count"] + 1):
+        path = folder / f"step-{step}" / f"rank-{rank}.bin"
+        path.parent.mkdir(exist_ok=True)
+        with path.open("wb") as file:
+            if settings["real"]:
+                for _ in range(settings["mib"]):
+                    file.write(block)
+            else:
+                file.truncate(settings["mib"] * MIB)
+        clock.spent = dict.fromkeys(OPERATIONS, 0.0)
+        core, cpu, started = waited_for_core_s(), time.thread_time(), time.perf_counter()
+        uploader.enqueue(path, step=step)
+        wall = time.perf_counter() - started
+        cpu, core = time.thread_time() - cpu, waited_for_core_s() - core
+        samples.append(
+            {"wall": wall, "cpu": cpu, "core": core, "held": max(0.0, wall - cpu - core), **clock.spent}
+        )
+        uploader.seal(step)
+        time.sleep(settings["pause_s"])
+    print(json.dumps(samples), flush=True)
+    os._exit(0)  # what is not uploaded yet is of no interest
+
+
+# --- the writer beside it ----------------------------------------------------------------------------------
+
+
+def writer_main(settings: dict[str, Any]) -> None:
+    """Write until killed, or until the bound."""
+    block = os.urandom(8 * MIB)
+    left = settings["write_bytes"]
+    for number in itertools.cycle(range(4)):
+        path = Path(settings["folder"]) / f"noise-{settings['rank']}-{number}"
+        path.unlink(missing_ok=True)
+        with path.open("wb") as file:
+            for _ in range(16):
+                file.write(block)
+                left -= len(block)
+                if left <= 0:
+                    return
+
+
+# --- the whole ---------------------------------------------------------------------------------------------
+
+
+def run(ranks: int, arguments: argparse.Namespace) -> tuple[list[dict[str, float]], Stats, float]:
+    count = max(1, arguments.total // ranks)
+    processes: list[subprocess.Popen[str]] = []
+    folder = Path(tempfile.mkdtemp(prefix="ckpt-enqueue-", dir=arguments.folder))
+    try:
+        with SinkServer() as sink:
+
+            def start(kind: str, rank: int) -> subprocess.Popen[str]:
+                settings = {
+                    "folder": str(folder / kind),
+                    "rank": rank,
+                    "ranks": ranks,
+                    "count": count,
+                    "mib": arguments.mib,
+                    "real": arguments.real,
+                    "pause_s": arguments.pause_ms / 1000,
+                    "write_bytes": int(arguments.write_gib * 1024 * MIB / ranks),
+                }
+                process = subprocess.Popen(
+                    [sys.executable, __file__, f"--{kind}", json.dumps(settings)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                    env={**os.environ, **sink.environment()},
+                )
+                processes.append(process)
+                return process
+
+            (folder / "rank").mkdir()
+            (folder / "writer").mkdir()
+            members = [start("rank", rank) for rank in range(ranks)]
+            for each in members:
+                if each.stdout is None or each.stdout.readline() != "ready\n":
+                    raise RuntimeError("a rank did not start")
+            if not arguments.quiet:
+                for rank in range(ranks):
+                    start("writer", rank)
+            started = time.monotonic()
+            for each in members:
+                assert each.stdin is not None
+                each.stdin.write("\n")
+                each.stdin.flush()
+            samples = [sample for each in members for sample in json.loads(each.communicate()[0])]
+            return samples, sink.stats(), time.monotonic() - started
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGKILL)
+            process.wait()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def quantile(values: list[float], q: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(q * len(ordered)))]
+
+
+def summary(samples: list[dict[str, float]]) -> dict[str, dict[str, float]]:
+    """In ms. The last row says what the slowest hundredth of the calls (at least three) spent their time on."""
+    tail = sorted(samples, key=lambda each: each["wall"])[-max(3, len(samples) // 100) :]
+    columns = list(samples[0])
+    rows = {
+        name: {column: quantile([each[column] for each in samples], q) * 1000 for column in columns}
+        for name, q in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("max", 1.0))
+    }
+    rows["tail"] = {column: statistics.mean(each[column] for each in tail) * 1000 for column in columns}
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--total", type=int, default=240, help="shards enqueued, over all ranks")
+    parser.add_argument("--real", action="store_true", help="64 MiB of real data per shard (total 80)")
+    parser.add_argument("--pause-ms", type=float, default=100.0, help="of a rank between two steps")
+    parser.add_argument("--write-gib", type=float, default=24.0, help="bound of what the writers write")
+    parser.add_argument("--quiet", action="store_true", help="no writers")
+    parser.add_argument("--folder", help="where; default: the folder for temporary files")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    arguments.mib = 64 if arguments.real else 1024
+    if arguments.real:
+        arguments.total = min(arguments.total, 80)
+    results = []
+    for ranks in arguments.ranks:
+        samples, stats, wall_s = run(ranks, arguments)
+        rows = summary(samples)
+        arrived = {"bytes_at_sink": stats.bytes_in, "requests": stats.requests, "wall_s": wall_s}
+        results.append({"ranks": ranks, "count": len(samples), "ms": rows, **arrived})
+        if arguments.json:
+            continue
+        kind = f"{arguments.mib} MiB, {'real' if arguments.real else 'sparse'}"
+        beside = "alone" if arguments.quiet else "a writer beside each"
+        print(
+            f"\n{ranks} ranks, {len(samples)} shards of {kind}, {beside};"
+            f" {stats.bytes_in / 2**30:.1f} GiB reached the sink in {wall_s:.0f} s"
+        )
+        print(f"{'ms':6}" + "".join(f"{column:>9}" for column in samples[0]))
+        for name, row in rows.items():
+            print(f"{name:6}" + "".join(f"{value:9.3f}" for value in row.values()))
+    if arguments.json:
+        print(json.dumps({"settings": vars(arguments), "results": results}))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--rank"]:
+        rank_main(json.loads(sys.argv[2]))
+    elif sys.argv[1:2] == ["--writer"]:
+        writer_main(json.loads(sys.argv[2]))
+    else:
+        main()

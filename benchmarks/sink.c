@@ -1,0 +1,534 @@
+/* sink: an honest S3 stand-in for measuring clients, on 127.0.0.1.
+ *
+ *   cc -O2 -pthread -o sink sink.c && ./sink PORT [verify]
+ *
+ * It reads every byte of a body before it answers, and one thread serves one connection. A body of up to 4 MiB is
+ * kept, and its CRC64NVME or CRC32C is compared with the header or trailer. A larger body is counted and thrown away:
+ * the object's size, ETag and the checksum *it was told* stay, and a GET answers zeros. With `verify` large bodies are
+ * checked too, part by part and as a whole, which costs the sink CPU. Nothing is authenticated.
+ *
+ * Understood, path-style only: PutObject with If-None-Match: * and If-Match, GetObject with Range, HeadObject,
+ * DeleteObject(s), ListObjectsV2, CreateMultipartUpload, UploadPart, ListParts, CompleteMultipartUpload,
+ * AbortMultipartUpload, ListMultipartUploads, HeadBucket, Expect: 100-continue, chunked and aws-chunked bodies.
+ * GET /__stats answers "bytes_in bytes_out requests" since the start: bytes of objects and parts, without framing. */
+#define _GNU_SOURCE
+#include <arpa/inet.h>
+#include <netinet/tcp.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <strings.h>
+#include <sys/socket.h>
+#include <time.h>
+#include <unistd.h>
+
+#define BUF (1 << 20)
+#define KEEP (4 << 20)
+static atomic_llong bytes_in, bytes_out, requests;
+static int verify_large;
+static char *zeros;
+
+/* --- checksums: both are reflected CRCs, so one table-driven form and one way to combine serve both -------------- */
+
+enum { NONE, CRC64NVME, CRC32C };
+static const uint64_t POLY[] = {0, 0x9a6c9329ac4bc9b5ull, 0x82f63b78ull};
+static const int WIDTH[] = {0, 64, 32};
+static uint64_t table[3][8][256];
+
+static void make_tables(void) {
+    for (int a = CRC64NVME; a <= CRC32C; a++)
+        for (int i = 0; i < 256; i++) {
+            uint64_t r = i;
+            for (int k = 0; k < 8; k++) r = (r >> 1) ^ (r & 1 ? POLY[a] : 0);
+            table[a][0][i] = r;
+        }
+    for (int a = CRC64NVME; a <= CRC32C; a++)
+        for (int s = 1; s < 8; s++)
+            for (int i = 0; i < 256; i++) table[a][s][i] = (table[a][s - 1][i] >> 8) ^ table[a][0][table[a][s - 1][i] & 255];
+}
+static uint64_t mask(int a) { return WIDTH[a] == 64 ? ~0ull : 0xffffffffull; }
+static uint64_t crc(int a, uint64_t r, const char *p, size_t n) {
+    r ^= mask(a);
+    for (; n >= 8; p += 8, n -= 8) {
+        uint64_t w; memcpy(&w, p, 8); r ^= w;
+        r = table[a][7][r & 255] ^ table[a][6][r >> 8 & 255] ^ table[a][5][r >> 16 & 255] ^ table[a][4][r >> 24 & 255] ^
+            table[a][3][r >> 32 & 255] ^ table[a][2][r >> 40 & 255] ^ table[a][1][r >> 48 & 255] ^ table[a][0][r >> 56];
+    }
+    for (; n; p++, n--) r = (r >> 8) ^ table[a][0][(r ^ (uint8_t)*p) & 255];
+    return r ^ mask(a);
+}
+static uint64_t times(const uint64_t *m, uint64_t v) {
+    uint64_t s = 0;
+    for (; v; v >>= 1, m++) if (v & 1) s ^= *m;
+    return s;
+}
+/* As zlib's crc32_combine: the first CRC is pushed through n zero bytes by repeated squaring of the shift operator. */
+static uint64_t combine(int a, uint64_t first, uint64_t second, uint64_t n) {
+    uint64_t even[64], odd[64], *from = odd, *to = even;
+    odd[0] = POLY[a];
+    for (int i = 1; i < WIDTH[a]; i++) odd[i] = 1ull << (i - 1);
+    for (int i = 0; i < 2; i++) { for (int k = 0; k < WIDTH[a]; k++) to[k] = times(from, from[k]); uint64_t *t = from; from = to; to = t; }
+    for (; n; n >>= 1) { /* the operator for 1 byte, 2, 4, … */
+        for (int k = 0; k < WIDTH[a]; k++) to[k] = times(from, from[k]);
+        uint64_t *t = from; from = to; to = t;
+        if (n & 1) first = times(from, first);
+    }
+    return first ^ second;
+}
+static void base64(int a, uint64_t value, char *out) {
+    static const char digits[] = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+    int n = WIDTH[a] / 8; uint8_t b[9] = {0};
+    for (int i = 0; i < n; i++) b[i] = value >> (8 * (n - 1 - i));
+    for (int i = 0; i < n; i += 3) {
+        uint32_t w = b[i] << 16 | (i + 1 < n ? b[i + 1] << 8 : 0) | (i + 2 < n ? b[i + 2] : 0);
+        for (int k = 0; k < 4; k++) *out++ = i + k <= n ? digits[w >> (18 - 6 * k) & 63] : '=';
+    }
+    *out = 0;
+}
+
+/* --- text ---------------------------------------------------------------------------------------------------- */
+
+struct text { char *p; size_t n, cap; };
+static void add(struct text *t, const char *format, ...) {
+    for (;;) {
+        va_list args; va_start(args, format);
+        int n = vsnprintf(t->p + t->n, t->cap - t->n, format, args);
+        va_end(args);
+        if (t->n + n < t->cap) { t->n += n; return; }
+        t->cap = (t->cap + n + 1) * 2; t->p = realloc(t->p, t->cap);
+    }
+}
+static void add_xml(struct text *t, const char *s) {
+    for (; *s; s++)
+        if (*s == '&') add(t, "&amp;"); else if (*s == '<') add(t, "&lt;"); else if (*s == '>') add(t, "&gt;"); else add(t, "%c", *s);
+}
+static void unescape(char *s) { /* XML, in place */
+    static const struct { const char *from; char to; } names[] = {{"&amp;", '&'}, {"&lt;", '<'}, {"&gt;", '>'}, {"&quot;", '"'}, {"&apos;", '\''}};
+    char *to = s;
+    while (*s) {
+        size_t i = 0;
+        while (i < 5 && strncmp(s, names[i].from, strlen(names[i].from))) i++;
+        if (i < 5) { *to++ = names[i].to; s += strlen(names[i].from); } else *to++ = *s++;
+    }
+    *to = 0;
+}
+static void decode(char *s) { /* %XX, in place */
+    char *to = s; unsigned x;
+    while (*s) { if (*s == '%' && sscanf(s + 1, "%2x", &x) == 1) { *to++ = x; s += 3; } else *to++ = *s++; }
+    *to = 0;
+}
+/* The value of a query parameter, decoded, or NULL if there is none. */
+static char *parameter(const char *query, const char *name, char *out, size_t size) {
+    size_t n = strlen(name);
+    for (const char *p = query; p && *p; p = strchr(p, '&') ? strchr(p, '&') + 1 : NULL)
+        if (!strncmp(p, name, n) && (p[n] == '=' || p[n] == '&' || !p[n])) {
+            const char *v = p[n] == '=' ? p + n + 1 : p + n;
+            snprintf(out, size, "%.*s", (int)strcspn(v, "&"), v);
+            decode(out);
+            return out;
+        }
+    return NULL;
+}
+static void date(char *out, time_t at, int is_iso) {
+    struct tm tm; gmtime_r(&at, &tm);
+    strftime(out, 40, is_iso ? "%Y-%m-%dT%H:%M:%S.000Z" : "%a, %d %b %Y %H:%M:%S GMT", &tm);
+}
+
+/* --- what is stored: sorted by key, behind one lock ------------------------------------------------------------- */
+
+struct sum { char name[16], value[64]; }; /* "crc64nvme", base64 */
+struct object { char *key, *data; long long size; unsigned long long etag; struct sum sum; time_t at; };
+struct part { long long size; unsigned long long etag; struct sum sum; int algorithm; uint64_t crc; };
+struct upload { char *key; unsigned long long id; struct part *parts; int num_parts; time_t at; };
+static struct object **objects; static size_t num_objects, cap_objects;
+static struct upload **uploads; static size_t num_uploads, cap_uploads;
+static unsigned long long serial;
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+
+static size_t place(const char *key) { /* of the first object at or after key */
+    size_t low = 0, high = num_objects;
+    while (low < high) { size_t mid = (low + high) / 2; if (strcmp(objects[mid]->key, key) < 0) low = mid + 1; else high = mid; }
+    return low;
+}
+static struct object *find(const char *key) {
+    size_t i = place(key);
+    return i < num_objects && !strcmp(objects[i]->key, key) ? objects[i] : NULL;
+}
+static void erase(const char *key) {
+    struct object *o = find(key);
+    if (!o) return;
+    size_t i = place(key);
+    memmove(objects + i, objects + i + 1, (--num_objects - i) * sizeof *objects);
+    free(o->key); free(o->data); free(o);
+}
+static struct object *store(const char *key, char *data, long long size, struct sum sum) { /* takes data */
+    erase(key);
+    if (num_objects == cap_objects) objects = realloc(objects, (cap_objects = cap_objects * 2 + 64) * sizeof *objects);
+    size_t i = place(key);
+    memmove(objects + i + 1, objects + i, (num_objects++ - i) * sizeof *objects);
+    struct object *o = objects[i] = calloc(1, sizeof *o);
+    *o = (struct object){strdup(key), data, size, ++serial, sum, time(NULL)};
+    return o;
+}
+static struct upload *find_upload(const char *key, const char *id) {
+    for (size_t i = 0; i < num_uploads; i++) if (uploads[i]->id == strtoull(id, NULL, 16) && !strcmp(uploads[i]->key, key)) return uploads[i];
+    return NULL;
+}
+static void end_upload(struct upload *u) {
+    size_t i = 0; while (uploads[i] != u) i++;
+    uploads[i] = uploads[--num_uploads];
+    free(u->key); free(u->parts); free(u);
+}
+
+/* --- reading ----------------------------------------------------------------------------------------------------- */
+
+struct conn { int fd; size_t have, pos; char *buf; };
+struct body { long long size; char *data; int is_kept, algorithm; uint64_t crc; struct sum sum; };
+
+static int fill(struct conn *c) {
+    if (c->pos == c->have) c->pos = c->have = 0;
+    if (c->have == BUF) return -1;
+    ssize_t n = recv(c->fd, c->buf + c->have, BUF - c->have, 0);
+    if (n <= 0) return -1;
+    c->have += n;
+    return 0;
+}
+static char *line(struct conn *c) { /* one CRLF line, terminated in place */
+    for (;;) {
+        char *nl = c->have > c->pos ? memmem(c->buf + c->pos, c->have - c->pos, "\r\n", 2) : NULL;
+        if (nl) { char *s = c->buf + c->pos; *nl = 0; c->pos = nl + 2 - c->buf; return s; }
+        if (c->pos) { memmove(c->buf, c->buf + c->pos, c->have - c->pos); c->have -= c->pos; c->pos = 0; }
+        if (fill(c)) return NULL;
+    }
+}
+static void take(struct body *b, const char *p, size_t n) {
+    if (b->is_kept && b->size + (long long)n > KEEP) b->is_kept = 0, free(b->data), b->data = NULL;
+    if (b->is_kept) { b->data = realloc(b->data, b->size + n + 1); memcpy(b->data + b->size, p, n); b->data[b->size + n] = 0; }
+    if (verify_large && b->algorithm) b->crc = crc(b->algorithm, b->crc, p, n);
+    b->size += n;
+}
+static int read_plain(struct conn *c, long long n, struct body *b) {
+    while (n > 0) {
+        if (c->pos == c->have) {
+            c->pos = c->have = 0;
+            ssize_t r = recv(c->fd, c->buf, n < BUF ? (size_t)n : BUF, 0);
+            if (r <= 0) return -1;
+            take(b, c->buf, r); n -= r;
+            continue;
+        }
+        long long m = (long long)(c->have - c->pos) < n ? (long long)(c->have - c->pos) : n;
+        take(b, c->buf + c->pos, m); c->pos += m; n -= m;
+    }
+    return 0;
+}
+static void note_checksum(struct body *b, const char *s) { /* "x-amz-checksum-NAME: value", as header or trailer */
+    char name[32], value[64];
+    if (strncasecmp(s, "x-amz-checksum-", 15) || sscanf(s + 15, "%31[A-Za-z0-9]: %63s", name, value) != 2) return;
+    for (char *p = name; *p; p++) if (*p >= 'A' && *p <= 'Z') *p += 32;
+    if (strcmp(name, "crc64nvme") && strcmp(name, "crc32c") && strcmp(name, "crc32") && strcmp(name, "sha1") && strcmp(name, "sha256")) return;
+    snprintf(b->sum.name, sizeof b->sum.name, "%.15s", name);
+    snprintf(b->sum.value, sizeof b->sum.value, "%s", value);
+    b->algorithm = !strcmp(name, "crc64nvme") ? CRC64NVME : !strcmp(name, "crc32c") ? CRC32C : NONE;
+}
+static int read_chunked(struct conn *c, struct body *b) { /* HTTP's chunks and aws-chunked look the same */
+    for (;;) {
+        char *s = line(c); if (!s) return -1;
+        long long n = strtoll(s, NULL, 16);
+        if (n) { if (read_plain(c, n, b) || !line(c)) return -1; continue; }
+        while ((s = line(c)) && *s) note_checksum(b, s);
+        return s ? 0 : -1;
+    }
+}
+static int is_right(struct body *b) {
+    char text[16];
+    if (!b->algorithm || !(b->is_kept || verify_large)) return 1;
+    base64(b->algorithm, b->is_kept ? crc(b->algorithm, 0, b->data ? b->data : "", b->size) : b->crc, text);
+    return !strcmp(text, b->sum.value);
+}
+
+/* --- answering --------------------------------------------------------------------------------------------------- */
+
+static int put(int fd, const char *p, long long n) {
+    while (n > 0) { ssize_t w = send(fd, p, n, MSG_NOSIGNAL); if (w <= 0) return -1; p += w; n -= w; }
+    return 0;
+}
+static int reply(int fd, const char *status, const char *headers, const char *body, size_t n) {
+    struct text t = {0}; char now[40]; date(now, time(NULL), 0);
+    add(&t, "HTTP/1.1 %s\r\nDate: %s\r\nContent-Length: %zu\r\nx-amz-request-id: 1\r\n%s\r\n", status, now, n, headers);
+    if (n) add(&t, "%.*s", (int)n, body);
+    int bad = put(fd, t.p, t.n);
+    free(t.p);
+    return bad;
+}
+static int fail(int fd, const char *status, const char *code, int is_head) {
+    char b[256]; int n = snprintf(b, sizeof b, "<Error><Code>%s</Code><Message>%s</Message></Error>", code, code);
+    return reply(fd, status, "Content-Type: application/xml\r\n", b, is_head ? 0 : n);
+}
+static void add_sum_header(struct text *t, const struct sum *sum, int is_whole) {
+    if (sum->name[0]) add(t, "x-amz-checksum-%s: %s\r\n%s", sum->name, sum->value, is_whole && !strchr(sum->value, '-') ? "x-amz-checksum-type: FULL_OBJECT\r\n" : "");
+}
+static void add_sum_xml(struct text *t, const struct sum *sum) {
+    if (!sum->name[0]) return;
+    char name[16]; int i = 0;
+    for (; sum->name[i]; i++) name[i] = sum->name[i] >= 'a' && sum->name[i] <= 'z' ? sum->name[i] - 32 : sum->name[i];
+    name[i] = 0;
+    add(t, "<Checksum%s>%s</Checksum%s>", name, sum->value, name);
+}
+
+struct request { char method[16], path[4096], query[4096], if_match[128]; int if_none; long long from, to; };
+
+static int get_object(int fd, struct request *r, const char *key) {
+    pthread_mutex_lock(&lock);
+    struct object *o = find(key);
+    if (!o) { pthread_mutex_unlock(&lock); return fail(fd, "404 Not Found", "NoSuchKey", r->method[0] == 'H'); }
+    long long size = o->size, from = r->from < 0 ? 0 : r->from, to = r->to < 0 || r->to >= size ? size - 1 : r->to, n = to - from + 1;
+    char *data = NULL, at[40], now[40]; struct text t = {0};
+    if (o->data && n > 0 && from < size) { data = malloc(n); memcpy(data, o->data + from, n); }
+    date(at, o->at, 0); date(now, time(NULL), 0);
+    int is_ranged = r->from >= 0;
+    add(&t, "HTTP/1.1 %s\r\nDate: %s\r\nContent-Length: %lld\r\nETag: \"%032llx\"\r\nLast-Modified: %s\r\nAccept-Ranges: bytes\r\n", is_ranged ? "206 Partial Content" : "200 OK", now, n, o->etag, at);
+    if (is_ranged) add(&t, "Content-Range: bytes %lld-%lld/%lld\r\n", from, to, size);
+    else add_sum_header(&t, &o->sum, 1);
+    add(&t, "\r\n");
+    pthread_mutex_unlock(&lock);
+    int bad = size && from >= size ? fail(fd, "416 Range Not Satisfiable", "InvalidRange", 0) : put(fd, t.p, t.n);
+    if (size && from >= size) n = 0;
+    if (!bad && r->method[0] == 'G') {
+        if (data) bad = put(fd, data, n);
+        else for (long long left = n; left > 0 && !bad; left -= BUF) bad = put(fd, zeros, left < BUF ? left : BUF);
+        atomic_fetch_add(&bytes_out, n);
+    }
+    free(data); free(t.p);
+    return bad;
+}
+static int put_object(int fd, struct request *r, const char *key, struct body *b) {
+    struct text t = {0};
+    pthread_mutex_lock(&lock);
+    struct object *there = find(key); char etag[40] = "";
+    if (there) snprintf(etag, sizeof etag, "%032llx", there->etag);
+    int is_unmet = (r->if_none && there) || (r->if_match[0] && !(there && strstr(r->if_match, etag))), is_absent = r->if_match[0] && !there;
+    if (!is_unmet) {
+        struct object *o = store(key, b->is_kept ? b->data : NULL, b->size, b->sum);
+        if (b->is_kept) b->data = NULL;
+        add(&t, "ETag: \"%032llx\"\r\n", o->etag);
+        add_sum_header(&t, &o->sum, 1);
+    }
+    pthread_mutex_unlock(&lock);
+    int bad = is_absent ? fail(fd, "404 Not Found", "NoSuchKey", 0) : is_unmet ? fail(fd, "412 Precondition Failed", "PreconditionFailed", 0) : reply(fd, "200 OK", t.p, "", 0);
+    free(t.p);
+    return bad;
+}
+static int list_objects(int fd, struct request *r, const char *bucket) {
+    char value[2048], from[4096] = "", prefix[4096], at[40]; int max = 1000, n = 0, is_cut = 0;
+    size_t skip = strlen(bucket) + 1;
+    snprintf(prefix, sizeof prefix, "%s/%s", bucket, parameter(r->query, "prefix", value, sizeof value) ? value : "");
+    if (parameter(r->query, "max-keys", value, sizeof value) && atoi(value) > 0 && atoi(value) < 1000) max = atoi(value);
+    if (parameter(r->query, "continuation-token", value, sizeof value) || parameter(r->query, "start-after", value, sizeof value))
+        snprintf(from, sizeof from, "%s/%s", bucket, value);
+    struct text t = {0}, last = {0};
+    add(&t, "<?xml version=\"1.0\" encoding=\"UTF-8\"?><ListBucketResult xmlns=\"http://s3.amazonaws.com/doc/2006-03-01/\">");
+    pthread_mutex_lock(&lock);
+    for (size_t i = place(strcmp(from, prefix) > 0 ? from : prefix); i < num_objects; i++) {
+        struct object *o = objects[i];
+        if (strncmp(o->key, prefix, strlen(prefix))) break;
+        if (!strcmp(o->key, from)) continue;
+        if (n == max) { is_cut = 1; break; }
+        n++;
+        date(at, o->at, 1);
+        add(&t, "<Contents><Key>"); add_xml(&t, o->key + skip);
+        add(&t, "</Key><LastModified>%s</LastModified><ETag>\"%032llx\"</ETag><Size>%lld</Size><StorageClass>STANDARD</StorageClass></Contents>", at, o->etag, o->size);
+        last.n = 0; add(&last, "%s", o->key + skip);
+    }
+    pthread_mutex_unlock(&lock);
+    add(&t, "<KeyCount>%d</KeyCount><IsTruncated>%s</IsTruncated>", n, is_cut ? "true" : "false");
+    if (is_cut) { add(&t, "<NextContinuationToken>"); add_xml(&t, last.p); add(&t, "</NextContinuationToken>"); }
+    add(&t, "</ListBucketResult>");
+    int bad = reply(fd, "200 OK", "Content-Type: application/xml\r\n", t.p, t.n);
+    free(t.p); free(last.p);
+    return bad;
+}
+static int delete_objects(int fd, const char *bucket, struct body *b) {
+    pthread_mutex_lock(&lock);
+    for (char *p = b->data; p && (p = strstr(p, "<Key>"));) {
+        char *end = strstr(p += 5, "</Key>"), key[4096];
+        if (!end) break;
+        *end = 0; unescape(p);
+        snprintf(key, sizeof key, "%s/%s", bucket, p);
+        erase(key);
+        p = end + 1;
+    }
+    pthread_mutex_unlock(&lock);
+    const char *x = "<DeleteResult xmlns=\"http://s3.amazonaws.com/doc/2006-03-01/\"></DeleteResult>";
+    return reply(fd, "200 OK", "Content-Type: application/xml\r\n", x, strlen(x));
+}
+static int list_uploads(int fd, struct request *r, const char *bucket) {
+    char value[2048], prefix[4096], at[40]; struct text t = {0};
+    snprintf(prefix, sizeof prefix, "%s/%s", bucket, parameter(r->query, "prefix", value, sizeof value) ? value : "");
+    add(&t, "<ListMultipartUploadsResult xmlns=\"http://s3.amazonaws.com/doc/2006-03-01/\"><IsTruncated>false</IsTruncated>");
+    pthread_mutex_lock(&lock);
+    for (size_t i = 0; i < num_uploads; i++) {
+        struct upload *u = uploads[i];
+        if (strncmp(u->key, prefix, strlen(prefix))) continue;
+        date(at, u->at, 1);
+        add(&t, "<Upload><Key>"); add_xml(&t, u->key + strlen(bucket) + 1);
+        add(&t, "</Key><UploadId>%llx</UploadId><Initiated>%s</Initiated></Upload>", u->id, at);
+    }
+    pthread_mutex_unlock(&lock);
+    add(&t, "</ListMultipartUploadsResult>");
+    int bad = reply(fd, "200 OK", "Content-Type: application/xml\r\n", t.p, t.n);
+    free(t.p);
+    return bad;
+}
+static int create_upload(int fd, const char *bucket, const char *key) {
+    struct text t = {0};
+    pthread_mutex_lock(&lock);
+    if (num_uploads == cap_uploads) uploads = realloc(uploads, (cap_uploads = cap_uploads * 2 + 64) * sizeof *uploads);
+    struct upload *u = uploads[num_uploads++] = calloc(1, sizeof *u);
+    *u = (struct upload){strdup(key), ++serial, NULL, 0, time(NULL)};
+    add(&t, "<InitiateMultipartUploadResult xmlns=\"http://s3.amazonaws.com/doc/2006-03-01/\"><Bucket>%s</Bucket><Key>", bucket);
+    add_xml(&t, key + strlen(bucket) + 1);
+    add(&t, "</Key><UploadId>%llx</UploadId></InitiateMultipartUploadResult>", u->id);
+    pthread_mutex_unlock(&lock);
+    int bad = reply(fd, "200 OK", "Content-Type: application/xml\r\n", t.p, t.n);
+    free(t.p);
+    return bad;
+}
+static int with_upload(int fd, struct request *r, const char *bucket, const char *key, const char *id, struct body *b) {
+    char value[64], at[40]; struct text t = {0}, h = {0}; int bad = 0, number = 0;
+    pthread_mutex_lock(&lock);
+    struct upload *u = find_upload(key, id);
+    if (!u) { pthread_mutex_unlock(&lock); return fail(fd, "404 Not Found", "NoSuchUpload", 0); }
+    if (r->method[0] == 'D') {
+        end_upload(u);
+        pthread_mutex_unlock(&lock);
+        return reply(fd, "204 No Content", "", "", 0);
+    }
+    if (r->method[0] == 'G') {
+        date(at, u->at, 1);
+        add(&t, "<ListPartsResult xmlns=\"http://s3.amazonaws.com/doc/2006-03-01/\"><IsTruncated>false</IsTruncated>");
+        for (int i = 0; i < u->num_parts; i++) {
+            if (!u->parts[i].etag) continue;
+            add(&t, "<Part><PartNumber>%d</PartNumber><LastModified>%s</LastModified><ETag>\"%032llx\"</ETag><Size>%lld</Size>", i + 1, at, u->parts[i].etag, u->parts[i].size);
+            add_sum_xml(&t, &u->parts[i].sum);
+            add(&t, "</Part>");
+        }
+        add(&t, "</ListPartsResult>");
+    } else if (r->method[0] == 'P' && r->method[1] == 'U') {
+        number = parameter(r->query, "partNumber", value, sizeof value) ? atoi(value) : 0;
+        if (number < 1 || number > 10000) { pthread_mutex_unlock(&lock); return fail(fd, "400 Bad Request", "InvalidArgument", 0); }
+        if (number > u->num_parts) {
+            u->parts = realloc(u->parts, number * sizeof *u->parts);
+            memset(u->parts + u->num_parts, 0, (number - u->num_parts) * sizeof *u->parts);
+            u->num_parts = number;
+        }
+        uint64_t value_crc = b->is_kept && b->algorithm ? crc(b->algorithm, 0, b->data ? b->data : "", b->size) : b->crc;
+        u->parts[number - 1] = (struct part){b->size, ++serial, b->sum, b->algorithm, value_crc};
+        add(&h, "ETag: \"%032llx\"\r\n", serial);
+        add_sum_header(&h, &b->sum, 0);
+    } else { /* complete, of all parts that are there */
+        long long size = 0; int algorithm = b->algorithm, is_known = algorithm && verify_large; uint64_t whole = 0;
+        for (int i = 0; i < u->num_parts; i++) {
+            size += u->parts[i].size;
+            is_known &= u->parts[i].algorithm == algorithm;
+            if (is_known) whole = i ? combine(algorithm, whole, u->parts[i].crc, u->parts[i].size) : u->parts[i].crc;
+        }
+        char text[16] = "";
+        if (is_known) base64(algorithm, whole, text);
+        if (is_known && strcmp(text, b->sum.value)) { pthread_mutex_unlock(&lock); return fail(fd, "400 Bad Request", "BadDigest", 0); }
+        struct object *o = store(key, NULL, size, b->sum);
+        end_upload(u);
+        add(&t, "<CompleteMultipartUploadResult xmlns=\"http://s3.amazonaws.com/doc/2006-03-01/\"><Bucket>%s</Bucket><Key>", bucket);
+        add_xml(&t, key + strlen(bucket) + 1);
+        add(&t, "</Key><ETag>\"%032llx\"</ETag>", o->etag);
+        add_sum_xml(&t, &o->sum);
+        add(&t, "%s</CompleteMultipartUploadResult>", o->sum.name[0] ? "<ChecksumType>FULL_OBJECT</ChecksumType>" : "");
+    }
+    pthread_mutex_unlock(&lock);
+    bad = reply(fd, "200 OK", h.p ? h.p : "Content-Type: application/xml\r\n", t.p ? t.p : "", t.n);
+    free(t.p); free(h.p);
+    return bad;
+}
+static int answer(int fd, struct request *r, struct body *b) {
+    char bucket[256], id[64], ignored[64], *key = r->path + 1; int is_head = !strcmp(r->method, "HEAD");
+    snprintf(bucket, sizeof bucket, "%.*s", (int)strcspn(key, "/"), key);
+    int has_key = key[strlen(bucket)] == '/' && key[strlen(bucket) + 1];
+    if (!strcmp(r->method, "PUT") && !is_right(b)) return fail(fd, "400 Bad Request", "BadDigest", 0);
+    if (!has_key) {
+        if (is_head) return reply(fd, "200 OK", "x-amz-bucket-region: us-east-1\r\n", "", 0);
+        if (!strcmp(r->method, "POST")) return delete_objects(fd, bucket, b);
+        if (parameter(r->query, "uploads", ignored, sizeof ignored)) return list_uploads(fd, r, bucket);
+        if (!strcmp(r->method, "GET")) return list_objects(fd, r, bucket);
+    } else {
+        if (parameter(r->query, "uploadId", id, sizeof id)) return with_upload(fd, r, bucket, key, id, b);
+        if (!strcmp(r->method, "POST")) return create_upload(fd, bucket, key);
+        if (!strcmp(r->method, "PUT")) return put_object(fd, r, key, b);
+        if (is_head || !strcmp(r->method, "GET")) return get_object(fd, r, key);
+        if (!strcmp(r->method, "DELETE")) {
+            pthread_mutex_lock(&lock); erase(key); pthread_mutex_unlock(&lock);
+            return reply(fd, "204 No Content", "", "", 0);
+        }
+    }
+    return fail(fd, "501 Not Implemented", "NotImplemented", is_head);
+}
+static int serve_one(struct conn *c) {
+    char target[4096] = "", *s = line(c); struct request r = {.from = -1, .to = -1};
+    struct body b = {.is_kept = 1}; long long length = 0; int is_chunked = 0, is_aws = 0, expects = 0;
+    if (!s) return -1;
+    sscanf(s, "%15s %4095s", r.method, target);
+    while ((s = line(c)) && *s) {
+        if (!strncasecmp(s, "content-length:", 15)) length = atoll(s + 15);
+        else if (!strncasecmp(s, "transfer-encoding:", 18) && strcasestr(s, "chunked")) is_chunked = 1;
+        else if (!strncasecmp(s, "content-encoding:", 17) && strcasestr(s, "aws-chunked")) is_aws = 1;
+        else if (!strncasecmp(s, "expect:", 7)) expects = 1;
+        else if (!strncasecmp(s, "if-none-match:", 14)) r.if_none = 1;
+        else if (!strncasecmp(s, "if-match:", 9)) snprintf(r.if_match, sizeof r.if_match, "%s", s + 9);
+        else if (!strncasecmp(s, "range:", 6) && strchr(s, '=')) sscanf(strchr(s, '=') + 1, "%lld-%lld", &r.from, &r.to);
+        else note_checksum(&b, s);
+    }
+    if (!s || (is_chunked && is_aws)) return -1;
+    if (expects && put(c->fd, "HTTP/1.1 100 Continue\r\n\r\n", 25)) return -1;
+    if (length > KEEP) b.is_kept = 0;
+    int bad = is_chunked || is_aws ? read_chunked(c, &b) : read_plain(c, length, &b);
+    if (bad) { free(b.data); return -1; }
+    char *query = strchr(target, '?');
+    if (query) { *query++ = 0; snprintf(r.query, sizeof r.query, "%s", query); }
+    snprintf(r.path, sizeof r.path, "%s", target);
+    decode(r.path);
+    if (!strcmp(r.path, "/__stats")) {
+        char text[128]; int n = snprintf(text, sizeof text, "%lld %lld %lld\n", atomic_load(&bytes_in), atomic_load(&bytes_out), atomic_load(&requests));
+        bad = reply(c->fd, "200 OK", "Content-Type: text/plain\r\n", text, n);
+    } else {
+        atomic_fetch_add(&requests, 1);
+        if (!strcmp(r.method, "PUT")) atomic_fetch_add(&bytes_in, b.size);
+        bad = answer(c->fd, &r, &b);
+    }
+    free(b.data);
+    return bad;
+}
+static void *serve(void *arg) {
+    struct conn c = {.fd = (int)(long)arg, .buf = malloc(BUF)};
+    int one = 1; setsockopt(c.fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+    while (!serve_one(&c)) {}
+    close(c.fd); free(c.buf);
+    return NULL;
+}
+int main(int argc, char **argv) {
+    signal(SIGPIPE, SIG_IGN);
+    verify_large = argc > 2 && !strcmp(argv[2], "verify");
+    zeros = calloc(1, BUF); make_tables();
+    int fd = socket(AF_INET, SOCK_STREAM, 0), one = 1;
+    setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
+    struct sockaddr_in a = {.sin_family = AF_INET, .sin_port = htons(argc > 1 ? atoi(argv[1]) : 9100), .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+    if (bind(fd, (struct sockaddr *)&a, sizeof a) || listen(fd, 1024)) { perror("sink"); return 1; }
+    socklen_t size = sizeof a; getsockname(fd, (struct sockaddr *)&a, &size);
+    printf("%d\n", ntohs(a.sin_port)); fflush(stdout); /* port 0 takes a free one: say which */
+    for (;;) {
+        int c = accept(fd, NULL, NULL); pthread_t t;
+        if (c >= 0 && !pthread_create(&t, NULL, serve, (void *)(long)c)) pthread_detach(t); else if (c >= 0) close(c);
+    }
+}

@@ -1,0 +1,137 @@
+"""What does an S3 client send, counted by a server that reads every byte before it answers?
+
+The other benchmarks send to it; run alone, it prints the variables that point any client at it. Sinks that answer
+before they have read the body (nginx `return 200`) make clients look two to four times faster than they are.
+`sink.c` says what it understands. Plain HTTP only: put a TLS proxy (stunnel, say) before it if need be, but that
+decrypts on the cores the client needs, so such a run measures the proxy: compare CPU seconds then, not MiB/s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+SOURCE = Path(__file__).with_name("sink.c")
+CACHE = (
+    Path(__file__).resolve().parent.parent / ".venv" / "benchmarks"
+)  # ignored by git, gone with ./dev clean
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Since the sink started. Bytes are those of objects and parts, without any framing."""
+
+    bytes_in: int
+    bytes_out: int
+    requests: int
+
+    def __sub__(self, before: Stats) -> Stats:
+        return Stats(
+            self.bytes_in - before.bytes_in,
+            self.bytes_out - before.bytes_out,
+            self.requests - before.requests,
+        )
+
+
+class SinkServer:
+    """One sink process on a free port. A context manager."""
+
+    def __init__(self, *, verify: bool = False) -> None:
+        self._verify = verify
+        self._process: subprocess.Popen[str] | None = None
+        self._port = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
+    def __enter__(self) -> Self:
+        command = [str(build()), "0", *(["verify"] if self._verify else [])]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        self._port = int(self._process.stdout.readline())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGKILL)  # it holds nothing that could be lost
+        self._process.wait()
+
+    def stats(self) -> Stats:
+        with urllib.request.urlopen(f"{self.url}/__stats", timeout=30) as answer:
+            return Stats(*map(int, answer.read().split()))
+
+    def cpu_s(self) -> float:
+        """User and system seconds of the sink so far."""
+        assert self._process is not None
+        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def size_of(self, bucket: str, key: str) -> int:
+        """The object's size as the sink has it. Raises urllib.error.HTTPError if there is none."""
+        request = urllib.request.Request(f"{self.url}/{bucket}/{key}", method="HEAD")
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return int(answer.headers["Content-Length"])
+
+    def environment(self) -> dict[str, str]:
+        """The variables that make an S3 client find the sink."""
+        return {
+            "AWS_ACCESS_KEY_ID": "sink",
+            "AWS_SECRET_ACCESS_KEY": "sink-secret",
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_REGION": "us-east-1",
+            "AWS_ENDPOINT_URL": self.url,
+            "AWS_ENDPOINT_URL_S3": self.url,
+            "AWS_EC2_METADATA_DISABLED": "true",
+        }
+
+
+def build() -> Path:
+    """Compile the sink once per version of its source. Exits with a clear message without a compiler."""
+    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        sys.exit(
+            "benchmarks: the sink is written in C and there is no compiler: install gcc or clang, or set CC"
+        )
+    program = CACHE / f"sink-{hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]}"
+    if not program.exists():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        temporary = program.with_suffix(f".{os.getpid()}")
+        done = subprocess.run([compiler, "-O2", "-pthread", "-o", temporary, SOURCE], stderr=subprocess.PIPE)
+        if done.returncode:
+            sys.exit(f"benchmarks: {compiler} cannot compile sink.c:\n{done.stderr.decode()}")
+        temporary.rename(program)
+    return program
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument(
+        "--verify", action="store_true", help="check CRC64NVME and CRC32C of large bodies too"
+    )
+    parser.add_argument("--json", action="store_true", help="print the totals as JSON at the end")
+    arguments = parser.parse_args()
+    with SinkServer(verify=arguments.verify) as sink:
+        try:
+            for name, value in sink.environment().items():
+                print(f"export {name}={value}", flush=True)
+            signal.sigwait({signal.SIGINT, signal.SIGTERM})
+        finally:
+            stats = sink.stats()
+    totals = {"bytes_in": stats.bytes_in, "bytes_out": stats.bytes_out, "requests": stats.requests}
+    print(json.dumps(totals) if arguments.json else "  ".join(f"{k}={v:,}" for k, v in totals.items()))
+
+
+if __name__ == "__main__":
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    main()

@@ -1,0 +1,317 @@
+"""How requests are admitted, timed and retried: an hour of trouble in virtual time."""
+
+import asyncio
+import logging
+
+import pytest
+
+from ckpt_async.checksums import checksum_of
+from ckpt_async.conditional import advance, create_once, read
+from ckpt_async.errors import FailureReason, StoreError
+from ckpt_async.observe import NullObserver
+from ckpt_async.requests import MAX_CHECKSUM_ATTEMPTS, Progress, Requests
+from ckpt_async.settings import MIB, Settings
+from ckpt_async.store import BytesBody, Create
+from tests.engine.stores import Ambiguous, Meddled, trouble
+from tests.engine.virtual_time import run
+
+
+class Counting(NullObserver):
+    def __init__(self) -> None:
+        self.failures: list[FailureReason] = []
+
+    def attempt_failed(self, reason: FailureReason) -> None:
+        self.failures.append(reason)
+
+
+def make(**settings: float) -> Requests:
+    return Requests(Settings(**settings), Counting(), "memory://test")  # type: ignore[arg-type]
+
+
+class Gauge:
+    """An attempt that takes a second, and how many and how much of them is under way."""
+
+    def __init__(self) -> None:
+        self.now = self.most = self.bytes_now = self.most_bytes = 0
+
+    async def attempt(self, size_bytes: int) -> None:
+        self.now, self.bytes_now = self.now + 1, self.bytes_now + size_bytes
+        self.most, self.most_bytes = max(self.most, self.now), max(self.most_bytes, self.bytes_now)
+        await asyncio.sleep(1)
+        self.now, self.bytes_now = self.now - 1, self.bytes_now - size_bytes
+
+
+def test_bulk_requests_are_bounded_by_number() -> None:
+    """A checkpoint of 10,000 shards must not open 10,000 connections."""
+
+    async def main() -> None:
+        gauge, requests = Gauge(), make(num_concurrent_uploads=3)
+        await asyncio.gather(*(requests.bulk("put", 1, lambda _: gauge.attempt(1)) for _ in range(20)))
+        assert gauge.most == 3
+        assert asyncio.get_running_loop().time() == pytest.approx(7)
+
+    run(main())
+
+
+def test_bulk_requests_are_bounded_by_bytes_and_one_larger_than_the_budget_still_goes() -> None:
+    """What is on the wire is bounded in bytes whatever the shards' sizes; no size may wait for ever."""
+
+    async def main() -> None:
+        gauge, requests = Gauge(), make(num_concurrent_uploads=8, max_inflight_bytes=10 * MIB)
+        sizes = [4 * MIB] * 6 + [50 * MIB] + [1 * MIB] * 6
+        await asyncio.gather(
+            *(
+                requests.bulk("put", size, lambda _, size=size: gauge.attempt(min(size, 10 * MIB)))  # type: ignore[misc]
+                for size in sizes
+            )
+        )
+        assert gauge.most_bytes == 10 * MIB
+        assert gauge.bytes_now == 0
+
+    run(main())
+
+
+def test_a_cancelled_bulk_request_gives_its_bytes_back() -> None:
+    """A budget that leaks would stop all uploads after a while."""
+
+    async def main() -> None:
+        requests = make(max_inflight_bytes=MIB, stall_timeout_s=3600, request_timeout_s=3600)
+        never = asyncio.create_task(requests.bulk("put", MIB, lambda _: asyncio.Event().wait()))
+        waiting = asyncio.create_task(requests.bulk("put", MIB, lambda _: asyncio.Event().wait()))
+        await asyncio.sleep(1)
+        for task in (waiting, never):
+            task.cancel()
+        await asyncio.gather(never, waiting, return_exceptions=True)
+        assert (
+            await asyncio.wait_for(requests.bulk("put", MIB, lambda _: asyncio.sleep(0, "sent")), 1) == "sent"
+        )
+
+    run(main())
+
+
+def test_control_requests_never_wait_behind_bulk() -> None:
+    """A receipt behind a terabyte of shards would keep every other rank waiting."""
+
+    async def main() -> None:
+        requests = make(num_concurrent_uploads=1, max_inflight_bytes=MIB, stall_timeout_s=600)
+        stuck = [
+            asyncio.create_task(requests.bulk("put", MIB, lambda _: asyncio.Event().wait())) for _ in "abc"
+        ]
+        await asyncio.sleep(1)
+        assert (
+            await asyncio.wait_for(requests.control("put", lambda: asyncio.sleep(0, "sent")), 0.1) == "sent"
+        )
+        for task in stuck:
+            task.cancel()
+        await asyncio.gather(*stuck, return_exceptions=True)
+
+    run(main())
+
+
+@pytest.mark.parametrize("reason", FailureReason)
+@pytest.mark.parametrize("lane", ["control", "bulk"])
+def test_retries_go_by_the_class_of_the_error(reason: FailureReason, lane: str) -> None:
+    """What another attempt may heal is tried again; what it cannot heal is told at once."""
+
+    async def main() -> None:
+        requests, num_attempts = make(), 0
+
+        async def attempt(*_: object) -> str:
+            nonlocal num_attempts
+            num_attempts += 1
+            if num_attempts < 4:
+                raise trouble(reason)
+            return "healed"
+
+        going = requests.control("put", attempt) if lane == "control" else requests.bulk("put", 1, attempt)
+        if reason.is_retryable:
+            assert await going == "healed"
+            assert requests._observer.failures == [reason] * 3
+        else:
+            with pytest.raises(StoreError) as caught:
+                await going
+            assert caught.value.reason is reason
+            assert num_attempts == 1
+
+    run(main())
+
+
+def test_an_hour_of_outage_costs_few_requests_and_then_is_told() -> None:
+    """Back-off is capped, jittered and ends at `upload_timeout_s`: no storm, and no retrying for ever."""
+
+    async def main() -> None:
+        requests, num_attempts = make(upload_timeout_s=3600, retry_max_s=20), 0
+
+        async def attempt() -> None:
+            nonlocal num_attempts
+            num_attempts += 1
+            raise trouble(FailureReason.TRANSIENT)
+
+        with pytest.raises(StoreError):
+            await requests.control("put", attempt)
+        assert 3600 <= asyncio.get_running_loop().time() <= 3620
+        assert 3600 / 20 < num_attempts < 700
+
+    run(main())
+
+
+def test_a_wrong_checksum_is_given_up_after_a_few_attempts() -> None:
+    """Sending a terabyte for an hour because the client computes nonsense helps nobody."""
+
+    async def main() -> None:
+        requests, num_attempts = make(), 0
+
+        async def attempt(_: Progress) -> None:
+            nonlocal num_attempts
+            num_attempts += 1
+            raise trouble(FailureReason.CHECKSUM)
+
+        with pytest.raises(StoreError):
+            await requests.bulk("put", 1, attempt)
+        assert num_attempts == MAX_CHECKSUM_ATTEMPTS
+
+    run(main())
+
+
+@pytest.mark.parametrize("lane", ["control", "bulk"])
+def test_an_attempt_that_is_never_answered_ends(lane: str) -> None:
+    """R14: the SDK's own timeouts are not armed while a body is sent; ours always are."""
+
+    async def main() -> None:
+        settings = {"request_timeout_s": 30, "stall_timeout_s": 20, "upload_timeout_s": 1}
+        requests = make(**settings)
+        silence = asyncio.Event()
+        if lane == "control":
+            going = requests.control("put", silence.wait)
+        else:
+            going = requests.bulk("put", 1000 * MIB, lambda _: silence.wait())
+        with pytest.raises(StoreError) as caught:
+            await going
+        assert caught.value.reason is FailureReason.TIMEOUT
+        assert asyncio.get_running_loop().time() == pytest.approx(30 if lane == "control" else 20)
+
+    run(main())
+
+
+def test_slow_but_steady_bytes_are_let_through_until_the_deadline() -> None:
+    """The watchdog asks whether bytes move, not whether they are fast; a trickle still ends some time."""
+
+    async def main() -> None:
+        requests = make(
+            request_timeout_s=30, stall_timeout_s=20, minimum_rate_bytes_per_s=MIB, upload_timeout_s=1
+        )
+        loop = asyncio.get_running_loop()
+
+        async def trickle(progress: Progress, num_slices: int) -> str:
+            for _ in range(num_slices):
+                await asyncio.sleep(19)
+                progress.moved()
+            return "sent"
+
+        # 1000 MiB at 1 MiB/s: 1030 s are granted.
+        assert await requests.bulk("put", 1000 * MIB, lambda progress: trickle(progress, 54)) == "sent"
+        started = loop.time()
+        with pytest.raises(StoreError):
+            await requests.bulk("put", 1000 * MIB, lambda progress: trickle(progress, 60))
+        assert loop.time() - started == pytest.approx(1030)
+
+    run(main())
+
+
+def test_after_the_last_byte_the_store_has_time_to_answer() -> None:
+    """A store that checksums a large body takes a while; only the deadline counts then."""
+
+    async def main() -> None:
+        requests = make(request_timeout_s=30, stall_timeout_s=5, upload_timeout_s=1)
+
+        async def attempt(progress: Progress) -> str:
+            progress.moved(is_last=True)
+            await asyncio.sleep(25)
+            return "sent"
+
+        assert await requests.bulk("put", MIB, attempt) == "sent"
+
+    run(main())
+
+
+def test_one_warning_for_an_outage_and_one_line_when_it_is_over(caplog: pytest.LogCaptureFixture) -> None:
+    """A minute without S3 is not worth a thousand lines, nor none."""
+
+    async def main() -> None:
+        requests, loop = make(retry_max_s=2), asyncio.get_running_loop()
+
+        async def attempt(*_: object) -> None:
+            if loop.time() < 60:
+                raise trouble(FailureReason.TRANSIENT)
+
+        going = [requests.control("list", attempt), *(requests.bulk("put", 1, attempt) for _ in range(8))]
+        await asyncio.gather(*going)
+
+    with caplog.at_level(logging.INFO, "ckpt_async"):
+        run(main())
+    assert [(each.levelname, each.getMessage().split()[0]) for each in caplog.records] == [
+        ("WARNING", "store_failing"),
+        ("INFO", "store_recovered"),
+    ]
+
+
+def test_a_short_hiccup_is_not_worth_a_line(caplog: pytest.LogCaptureFixture) -> None:
+    """503 SlowDown is everyday life of S3."""
+
+    async def main() -> None:
+        requests, loop = make(retry_max_s=1), asyncio.get_running_loop()
+
+        async def attempt() -> None:
+            if loop.time() < 3:
+                raise trouble(FailureReason.THROTTLED)
+
+        await requests.control("put", attempt)
+
+    with caplog.at_level(logging.INFO, "ckpt_async"):
+        run(main())
+    assert not caplog.records
+
+
+def test_a_conditional_write_whose_answer_was_lost_is_recognised_as_our_own() -> None:
+    """R13: the retry of our own success reads like a defeat."""
+
+    async def main() -> None:
+        requests = make()
+        store = Ambiguous()
+        assert await create_once(store, requests, "a", b"mine") == b"mine"
+        assert store.asked["put", "a"] == 2
+        assert await create_once(store, requests, "a", b"another") == b"mine"
+        moved = Ambiguous(store.bucket)
+        assert await advance(moved, requests, "a", lambda there: b"next") == b"next"
+        assert moved.asked["put", "a"] == 2
+
+    run(main())
+
+
+def test_a_conditional_write_that_lost_for_real_says_who_won() -> None:
+    """The same answer, the other truth: a competitor wrote between our two attempts."""
+
+    class Raced(Meddled):
+        async def before(self, operation: str, key: str) -> None:
+            if operation == "put" and self.asked[operation, key] == 1:
+                theirs = BytesBody(b"theirs")
+                checksum = checksum_of(theirs.data, self.capabilities.checksum_algorithm)
+                await self._store.put(key, theirs, checksum, condition=Create())
+
+    async def main() -> None:
+        requests = make()
+        assert await create_once(Raced(), requests, "a", b"mine") == b"theirs"
+        raced = Raced()
+        seen: list[bytes | None] = []
+
+        def change(there: bytes | None) -> bytes | None:
+            seen.append(there)
+            return b"mine"
+
+        assert await advance(raced, requests, "a", change) == b"mine"
+        assert seen == [None, b"theirs"]
+        there = await read(raced, requests, "a")
+        assert there is not None
+        assert there[0] == b"mine"
+
+    run(main())

@@ -1,0 +1,639 @@
+"""The uploader in this process, over stores that misbehave on purpose."""
+
+import json
+import logging
+import os
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import generate_latest
+
+from ckpt_async import (
+    CheckpointAbortedError,
+    CommitTimeoutError,
+    FencedError,
+    Uploader,
+    UploadFailedError,
+    keys,
+    transfer,
+)
+from ckpt_async import engine as engine_module
+from ckpt_async.errors import FailureReason, InvalidShardError, SealedError, UploaderClosedError
+from ckpt_async.journal import Journal
+from ckpt_async.model import CheckpointId
+from ckpt_async.stores.memory import CAPABILITIES, MemoryBucket
+from tests.engine.stores import Faulty, Meddled, Slow, trouble
+
+QUICK = {
+    "decision_poll_s": 0.01,
+    "decision_poll_max_s": 0.05,
+    "retry_initial_s": 0.01,
+    "retry_max_s": 0.05,
+    "close_grace_s": 0.0,
+    "upload_timeout_s": 20.0,
+}
+
+Open = Callable[..., Any]
+
+
+@pytest.fixture
+def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Open:
+    """`with opened(store, **settings) as uploader`: closes, or cuts it short after an error."""
+    monkeypatch.setattr(engine_module, "RETRY_ACTION_S", 0.05)
+
+    @contextmanager
+    def opened(store: Meddled, folder: Path = tmp_path / "folder", **more: Any) -> Iterator[Uploader]:
+        monkeypatch.setattr("ckpt_async.uploader.open_store", lambda *_, **__: store)
+        uploader = Uploader(folder, "memory://test", **QUICK | more)  # type: ignore[arg-type]
+        try:
+            yield uploader
+        except BaseException:
+            uploader.close(timeout_s=0)
+            raise
+        uploader.close()
+
+    return opened
+
+
+def write(uploader: Uploader, name: str, data: bytes = b"shard") -> Path:
+    path = uploader.folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_bytes(data)
+    temporary.replace(path)
+    return path
+
+
+def save(uploader: Uploader, step: int, *names: str) -> None:
+    for name in names or ("a.pt", "b.pt"):
+        uploader.enqueue(write(uploader, f"step-{step}/{name}", f"{step} {name}".encode()), step)
+    uploader.seal(step)
+
+
+def decisions(store: Meddled) -> dict[CheckpointId, str]:
+    found = {}
+    for key in store.keys(keys.DECISIONS):
+        id_ = keys.parse_decision_key(key)
+        assert id_ is not None
+        found[id_] = json.loads(store.bucket.objects[key].data)["outcome"]
+    return found
+
+
+def wait_until(is_so: Callable[[], bool], uploader: Uploader, timeout_s: float = 10.0) -> None:
+    """At every change the engine makes."""
+    deadline = time.monotonic() + timeout_s
+    with uploader._changed:
+        while not is_so():
+            left_s = deadline - time.monotonic()
+            assert left_s > 0, "not in time"
+            uploader._changed.wait(min(left_s, 0.05))
+
+
+# --- faults that heal ------------------------------------------------------------------------------------------
+
+
+def test_faults_that_heal_are_silent_and_counted(opened: Open, caplog: pytest.LogCaptureFixture) -> None:
+    """R12: a trainer hears of what it can act on; operators see the rest in the counters."""
+    store = Faulty()
+    store.start, store.times, store.error = "ckpt/", 5, trouble(FailureReason.THROTTLED)
+    with caplog.at_level(logging.WARNING), opened(store) as uploader:
+        save(uploader, 1)
+        uploader.wait(1, timeout_s=10)
+        assert not caplog.records
+        assert _counter(uploader, "ckpt_async_upload_attempt_failures_total", "throttled") == 5
+    assert decisions(store) == {CheckpointId(1, 1): "commit"}
+
+
+def _scrape(uploader: Uploader) -> str:
+    return generate_latest(uploader.metrics.registry).decode()
+
+
+def _counter(uploader: Uploader, name: str, label: str = "") -> float:
+    lines = [line for line in _scrape(uploader).splitlines() if line.startswith(name) and label in line]
+    return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+
+@pytest.mark.parametrize("is_closing", [False, True])
+@pytest.mark.parametrize("where", ["ckpt/", keys.RECEIPTS, keys.DECISIONS, keys.LATEST])
+def test_a_crash_of_the_engine_is_healed_counted_and_loses_nothing(
+    opened: Open, where: str, is_closing: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A bug of ours in one request must not end uploading for the rest of a training run."""
+    store = Faulty()
+    with opened(store) as uploader:
+        for step in range(30):  # many rounds: the next engine starts counting them from none
+            save(uploader, step)
+        uploader.wait(29, timeout_s=10)
+        store.start, store.times, store.error = where, 1, ZeroDivisionError("an injected bug")
+        started = time.monotonic()
+        save(uploader, 100)
+        if not is_closing:
+            uploader.wait(100, timeout_s=10)
+        wait_until(lambda: not store.times, uploader)
+        wait_until(lambda: _counter(uploader, "ckpt_async_engine_restarts_total") == 1, uploader, timeout_s=5)
+        assert uploader.flush(60).is_done
+    assert time.monotonic() - started < 30, "who waits for rounds to pass must not notice the new engine"
+    assert set(decisions(store).values()) == {"commit"}
+    assert len(decisions(store)) == 31
+    assert "an injected bug" in caplog.text
+    assert json.loads(store.bucket.objects[keys.LATEST].data)["step"] == 100
+
+
+def test_a_crash_while_closing_is_told_and_what_is_left_is_done_by_the_next_start(opened: Open) -> None:
+    """The last seconds of a run are no time to hide a bug, nor to lose the last checkpoint to it."""
+    store = Slow()
+    with opened(store) as uploader:
+        save(uploader, 1)
+        assert store.has_come.wait(10)
+
+        async def bug(operation: str, key: str) -> None:
+            if key.startswith("ckpt/"):
+                raise ZeroDivisionError("an injected bug")
+
+        def close() -> None:
+            with pytest.raises(UploadFailedError, match="has died"):
+                uploader.close()
+            told.append(True)
+
+        told: list[bool] = []
+        closing = threading.Thread(target=close)
+        closing.start()
+        wait_until(lambda: uploader._is_closed, uploader)
+        store.before, store.after = bug, bug  # type: ignore[method-assign]
+        store.go.set()
+        closing.join(10)
+        assert told
+    again = Meddled(store.bucket)
+    with opened(again):
+        pass
+    assert decisions(again) == {CheckpointId(1, 1): "commit"}
+
+
+# --- faults that do not heal -------------------------------------------------------------------------------------
+
+
+def test_a_final_failure_is_raised_at_the_next_call_and_tried_again_later(opened: Open) -> None:
+    """Strict mode: a trainer that wants to know is told once, with what to do; the shard is not given up."""
+
+    class SlowAndFaulty(Slow):
+        async def before(self, operation: str, key: str) -> None:
+            await super().before(operation, key)
+            if key == "ckpt/step-1.g1/a.pt" and self.asked[operation, key] == 1:
+                raise trouble(FailureReason.OTHER)
+
+    store = SlowAndFaulty()
+    with opened(store) as uploader:
+        save(uploader, 1)
+        store.go.set()
+        wait_until(lambda: bool(uploader._engine_now().failures), uploader)
+        with pytest.raises(UploadFailedError, match=r"step 1, shard 'a\.pt'.*by the test.*ckpt-async drain"):
+            uploader.enqueue(write(uploader, "step-2/a.pt"), 2)
+        save(uploader, 2)  # told once
+        uploader.wait(2, timeout_s=10)
+        wait_until(lambda: CheckpointId(1, 1) in decisions(store), uploader)
+    assert set(decisions(store).values()) == {"commit"}
+
+
+def test_a_final_failure_is_only_logged_and_counted_in_warn_mode(
+    opened: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Warn mode: nothing of uploading may ever stop the training."""
+    store = Faulty()
+    store.start, store.times, store.error = "ckpt/", 1, trouble(FailureReason.OTHER)
+    with opened(store, on_error="warn") as uploader:
+        save(uploader, 1)
+        wait_until(lambda: bool(uploader._engine_now().failures), uploader)
+        save(uploader, 2)
+        wait_until(lambda: len(decisions(store)) == 2, uploader)
+        assert _counter(uploader, "ckpt_async_uploads_total", "failed") == 1
+    assert "shard_failed" in caplog.text
+
+
+def test_wait_tells_a_failed_upload_from_one_that_takes_time(opened: Open) -> None:
+    """Waiting for what will not come by itself helps nobody."""
+    store = Faulty()
+    store.start, store.times, store.error = "ckpt/", 10**9, trouble(FailureReason.OTHER)
+    with opened(store, on_error="warn", upload_timeout_s=1) as uploader:
+        save(uploader, 1)
+        with pytest.raises(UploadFailedError, match="by the test"):
+            uploader.wait(1, timeout_s=10)
+
+
+# --- wait --------------------------------------------------------------------------------------------------------
+
+
+def test_wait_says_what_is_missing(opened: Open) -> None:
+    """At 1,000 ranks "timeout" is no help: it must say whose part is missing."""
+    store = Slow()
+    with opened(store, rank=0, world_size=3, generation=1) as uploader:
+        with pytest.raises(SealedError, match=r"call seal\(step=1\) before wait"):
+            uploader.wait(1)
+        save(uploader, 1)
+        with pytest.raises(CommitTimeoutError, match="0 of 2 shards of this rank are uploaded"):
+            uploader.wait(1, timeout_s=0.05)
+        store.go.set()
+        wait_until(lambda: bool(store.keys(keys.RECEIPTS)), uploader)
+        wait_until(lambda: bool(uploader._engine_now().missing_ranks(CheckpointId(1, 1))), uploader)
+        with pytest.raises(CommitTimeoutError, match="nothing was seen yet of rank 1, 2"):
+            uploader.wait(1, timeout_s=0.05)
+        with pytest.raises(TimeoutError):  # for those who do not know this package's errors
+            uploader.wait(1, timeout_s=0.01)
+
+
+def test_wait_returns_for_every_thread_and_also_afterwards(opened: Open) -> None:
+    """A checkpoint leaves the journal once it is done; that it was committed stays known."""
+    store = Slow()
+    with opened(store) as uploader:
+        save(uploader, 1)
+        done: list[str] = []
+
+        def wait() -> None:
+            uploader.wait(1, timeout_s=10)
+            done.append("committed")
+
+        threads = [threading.Thread(target=wait) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        store.go.set()
+        for thread in threads:
+            thread.join(10)
+        assert done == ["committed"] * 4
+        uploader.flush(10)
+        uploader.wait(1, timeout_s=0.01)
+
+
+def test_calls_after_close_say_so(opened: Open) -> None:
+    """A callback that fires after the training loop's end must not hang or write anywhere."""
+    with opened(Meddled()) as uploader:
+        save(uploader, 1)
+        uploader.close()
+        for call in (lambda: uploader.enqueue("x", 2), lambda: uploader.seal(2), lambda: uploader.wait(1)):
+            with pytest.raises(UploaderClosedError, match="closed"):
+                call()
+        uploader.close()
+
+
+def test_pickling_is_refused(opened: Open) -> None:
+    """A spawn-started dataloader would otherwise get a copy that shares lock and journal."""
+    with opened(Meddled()) as uploader, pytest.raises(TypeError, match="cannot be pickled"):
+        pickle.dumps(uploader)
+
+
+# --- threads -----------------------------------------------------------------------------------------------------
+
+
+def test_threads_may_enqueue_at_once(opened: Open) -> None:
+    """Frameworks save from threads of their own; every shard must arrive, each once."""
+    store = Meddled()
+    with opened(store) as uploader:
+        barrier = threading.Barrier(8)
+
+        def work(number: int) -> None:
+            barrier.wait(10)
+            for step in range(5):
+                uploader.enqueue(write(uploader, f"step-{step}/{number}.pt", f"{number}".encode()), step)
+                uploader.enqueue(uploader.folder / f"step-{step}/{number}.pt", step)  # again: changes nothing
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        sealers = [threading.Thread(target=uploader.seal, args=(step,)) for step in range(5)]
+        for thread in sealers:
+            thread.start()
+        for thread in sealers:
+            thread.join(10)
+        for step in range(5):
+            uploader.wait(step, timeout_s=10)
+    assert len(store.keys("ckpt/")) == 40
+    assert {count for (operation, key), count in store.asked.items() if key.startswith("ckpt/")} == {1}
+
+
+def test_uploads_are_bounded_and_the_next_checkpoint_is_not_held_up_by_enqueue(opened: Open) -> None:
+    """The trainer goes on whatever the store does; the store sees no more than it was told to expect."""
+    store = Slow()
+    with opened(store, num_concurrent_uploads=3) as uploader:
+        started = time.monotonic()
+        for step in range(5):
+            save(uploader, step, *(f"{number}.pt" for number in range(10)))
+        assert time.monotonic() - started < 10
+        assert store.has_come.wait(10)
+        assert uploader._engine_now().num_due > 3
+        store.go.set()
+        uploader.wait(4, timeout_s=20)
+    assert store.most_held <= 3
+
+
+# --- generations -------------------------------------------------------------------------------------------------
+
+
+def test_a_superseded_trainer_takes_nothing_new_and_what_it_had_sealed_still_commits(
+    opened: Open, tmp_path: Path
+) -> None:
+    """R11: after a split brain the old trainer must stop; its sealed work is often the newest there is."""
+    bucket = MemoryBucket()
+    old_store = Slow()
+    old_store.bucket, old_store._store = bucket, Meddled(bucket)._store
+    with opened(old_store) as old:
+        save(old, 1)
+        assert old_store.has_come.wait(10)
+        with opened(Meddled(bucket), folder=tmp_path / "other") as new:
+            assert new.generation == old.generation + 1
+            old_store.go.set()
+            old.wait(1, timeout_s=10)
+            wait_until(lambda: old._engine_now().fenced_by is not None, old)
+            for call in (lambda: old.enqueue("x", 2), lambda: old.seal(2)):
+                with pytest.raises(FencedError, match="generation 2 of this run has started"):
+                    call()
+            save(new, 1)
+            new.wait(1, timeout_s=10)
+    assert decisions(old_store) == {CheckpointId(1, 1): "commit", CheckpointId(2, 1): "commit"}
+    latest = json.loads(bucket.objects[keys.LATEST].data)
+    assert (latest["generation"], latest["step"]) == (2, 1)
+
+
+def test_an_unsealed_checkpoint_is_given_up_by_the_next_start(opened: Open) -> None:
+    """Half a checkpoint of a dead trainer would keep the other ranks, and the disk, waiting for ever."""
+    store = Meddled()
+    with opened(store) as uploader:
+        uploader.enqueue(write(uploader, "step-1/a.pt"), 1)
+    with opened(store) as uploader:
+        save(uploader, 1)
+        uploader.wait(1, timeout_s=10)
+        uploader.flush(10)
+        assert not list((uploader.folder / ".ckpt_async/spool").rglob("*.pt"))
+    assert decisions(store) == {CheckpointId(1, 1): "abort", CheckpointId(2, 1): "commit"}
+
+
+@pytest.mark.parametrize("lost", ["the answer", "latest"])
+def test_latest_is_moved_by_the_next_start_if_the_committer_died_before_it_could(
+    opened: Open, lost: str
+) -> None:
+    """The last checkpoint of a run is committed, then the node goes: nobody else would ever move latest to it."""
+    store = Slow()
+    store.start = keys.LATEST
+
+    async def die(operation: str, key: str) -> None:
+        if operation == "put" and key.startswith(keys.DECISIONS) and lost == "the answer":
+            raise trouble(FailureReason.OTHER)
+
+    store.after = die  # type: ignore[method-assign]
+    with opened(store, on_error="warn") as uploader:
+        save(uploader, 1)
+        wait_until(lambda: bool(decisions(store)), uploader)
+        if lost == "latest":
+            assert store.has_come.wait(10)
+        uploader.close(timeout_s=0)
+    assert keys.LATEST not in store.bucket.objects
+    with opened(Meddled(store.bucket)):
+        pass
+    assert json.loads(store.bucket.objects[keys.LATEST].data)["step"] == 1
+
+
+# --- what happens to the files -----------------------------------------------------------------------------------
+
+
+def test_a_shard_that_takes_longer_to_read_than_a_stall_may_last_is_uploaded(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store without parts gets 100 GB in one piece; reading them for the checksum is progress too."""
+    original = transfer.Source.read_into
+
+    def slow(self: transfer.Source, *args: Any) -> None:
+        time.sleep(0.05)  # the disk
+        original(self, *args)
+
+    monkeypatch.setattr(transfer.Source, "read_into", slow)
+    monkeypatch.setattr(transfer, "CHECKSUM_BYTES", transfer.SLICE_BYTES, raising=False)
+    store = Meddled(capabilities=replace(CAPABILITIES, multipart=False))
+    with opened(store, stall_timeout_s=0.3) as uploader:
+        uploader.enqueue(write(uploader, "step-1/a.pt", bytes(10 * transfer.SLICE_BYTES)), 1)
+        uploader.seal(1)
+        uploader.wait(1, timeout_s=15)
+        assert _counter(uploader, "ckpt_async_upload_attempt_failures_total") == 0
+
+
+@pytest.mark.parametrize("how", ["deleted", "truncated", "overwritten", "replaced"])
+def test_what_the_trainer_does_to_a_file_after_enqueue(opened: Open, how: str) -> None:
+    """Rotation must cost nothing; a change in place must never be committed as if it were the checkpoint."""
+    store = Slow()
+    with opened(store, on_error="warn") as uploader:
+        path = write(uploader, "step-1/a.pt", b"the checkpoint")
+        uploader.enqueue(path, 1)
+        uploader.seal(1)
+        assert store.has_come.wait(10)
+        match how:
+            case "deleted":
+                path.unlink()
+            case "truncated":
+                os.truncate(path, 3)
+            case "overwritten":
+                later_ns = path.stat().st_mtime_ns + 10**7  # file systems stamp in ticks of milliseconds
+                with path.open("r+b") as file:
+                    file.write(b"AN")
+                os.utime(path, ns=(later_ns, later_ns))
+            case "replaced":
+                write(uploader, "step-1/a.pt", b"another")
+        store.go.set()
+        if how in ("deleted", "replaced"):
+            uploader.wait(1, timeout_s=10)
+            assert store.bucket.objects["ckpt/step-1.g1/a.pt"].data == b"the checkpoint"
+        else:
+            with pytest.raises(CheckpointAbortedError, match=r"changed after it was enqueued|truncated"):
+                uploader.wait(1, timeout_s=10)
+            save(uploader, 2)
+            uploader.wait(2, timeout_s=10)
+            assert _counter(uploader, "ckpt_async_uploads_total", "source_changed") == 1
+
+
+def test_without_hard_links_a_deleted_file_is_a_clear_loss(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """File systems without links keep only the user's own file; losing it must not look like a commit."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    store = Slow()
+    with opened(store, on_error="warn", num_concurrent_uploads=1) as uploader:
+        uploader.enqueue(write(uploader, "step-1/a.pt", b"kept"), 1)
+        uploader.seal(1)
+        assert store.has_come.wait(10)
+        lost = write(uploader, "step-2/a.pt", b"lost")
+        uploader.enqueue(lost, 2)
+        uploader.seal(2)
+        lost.unlink()
+        store.go.set()
+        uploader.wait(1, timeout_s=10)
+        with pytest.raises(CheckpointAbortedError, match="it was deleted before it was uploaded"):
+            uploader.wait(2, timeout_s=10)
+
+
+@pytest.mark.parametrize("keep", [-1, 0, 1, 3])
+def test_local_retention_counts_committed_checkpoints_over_restarts(opened: Open, keep: int) -> None:
+    """R7, R8: what is not committed is never removed; what a former start committed counts too."""
+    store = Slow()
+    store.go.set()
+    with opened(store, num_checkpoints_to_keep=keep) as uploader:
+        for step in (1, 2):
+            save(uploader, step)
+            uploader.wait(step, timeout_s=10)
+    store.go.clear()
+    with opened(store, num_checkpoints_to_keep=keep) as uploader:
+        folder = uploader.folder
+        save(uploader, 3)
+        save(uploader, 4)
+        assert store.has_come.wait(10)
+        before = {1, 2, 3, 4} if keep in (-1, 3) else {3, 4} if keep == 0 else {2, 3, 4}
+        wait_until(lambda: _steps(folder) == before, uploader)
+        replaced = write(uploader, "step-3/a.pt", b"the trainer's next file at the same path")
+        store.go.set()
+        for step in (3, 4):
+            uploader.wait(step, timeout_s=10)
+    after = {-1: {1, 2, 3, 4}, 0: {3}, 1: {3, 4}, 3: {2, 3, 4}}[keep]
+    assert _steps(folder) == after
+    assert replaced.read_bytes() == b"the trainer's next file at the same path"
+    assert (folder / "step-3/b.pt").exists() == (keep in (-1, 3)), "its old files go, the new one stays"
+    link = folder / "latest-rank0"
+    assert link.is_symlink() == (keep != 0)
+    if keep:
+        assert os.readlink(link) == "step-4"
+
+
+def _steps(folder: Path) -> set[int]:
+    return {int(path.name.removeprefix("step-")) for path in folder.glob("step-*")}
+
+
+def test_shards_are_refused_before_anything_is_enqueued(opened: Open, tmp_path: Path) -> None:
+    """A symlink or a FIFO in a checkpoint folder could lead anywhere, or hang the upload."""
+    store = Meddled()
+    with opened(store) as uploader:
+        good = write(uploader, "step-1/a.pt")
+        (uploader.folder / "step-1/link").symlink_to("/etc/passwd")
+        for path in (good.parent, uploader.folder / "step-1/link", tmp_path / "outside", uploader.folder):
+            with pytest.raises(InvalidShardError):
+                uploader.enqueue(path, 1)
+        os.mkfifo(uploader.folder / "fifo")
+        with pytest.raises(InvalidShardError, match="FIFO"):
+            uploader.enqueue(uploader.folder / "fifo", 1)
+        uploader.seal(1)
+        uploader.wait(1, timeout_s=10)
+    assert not store.keys("ckpt/")
+
+
+# --- the journal -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cut", ["ckpt/step-1.g1/b.pt", keys.RECEIPTS, keys.DECISIONS])
+def test_a_journal_deleted_between_two_starts_is_rebuilt_and_nothing_is_sent_twice(
+    opened: Open, cut: str
+) -> None:
+    """R10: the journal is a cache. The spool has the shards, the store knows what it has."""
+    store = Slow()
+    store.start = cut
+    with opened(store, upload_timeout_s=1) as uploader:
+        folder = uploader.folder
+        save(uploader, 1)
+        assert store.has_come.wait(10)
+        wait_until(lambda: len(store.keys("ckpt/")) == (1 if cut.startswith("ckpt") else 2), uploader)
+        wait_until(lambda: _is_durable(uploader), uploader)
+        uploader.close(timeout_s=0)
+    for path in (folder / ".ckpt_async").glob("journal.sqlite*"):
+        path.unlink()
+    again = Meddled(store.bucket)
+    with opened(again) as uploader:
+        assert uploader.generation == 2
+        wait_until(lambda: decisions(again).get(CheckpointId(1, 1)) == "commit", uploader)
+    sent = {key for (operation, key), _ in again.asked.items() if operation == "put" and key[:5] == "ckpt/"}
+    assert sent == ({"ckpt/step-1.g1/b.pt"} if cut.startswith("ckpt") else set())
+
+
+def _is_durable(uploader: Uploader) -> bool:
+    local = uploader._engine_now().fresh_local()
+    return all(each.is_seal_durable for each in local.checkpoints.values())
+
+
+def test_a_shard_that_arrived_though_the_process_died_before_it_knew_is_not_sent_again(opened: Open) -> None:
+    """A 100 GB shard whose last acknowledgement was lost with the process costs one HEAD, not 100 GB."""
+    store = Faulty()
+
+    async def die(operation: str, key: str) -> None:
+        if operation == "put" and key.startswith("ckpt/"):
+            raise trouble(FailureReason.OTHER)
+
+    store.after = die  # type: ignore[method-assign]
+    with opened(store, on_error="warn") as uploader:
+        save(uploader, 1, "a.pt")
+        wait_until(lambda: bool(uploader._engine_now().failures), uploader)
+        uploader.close(timeout_s=0)
+    again = Meddled(store.bucket)
+    with opened(again) as uploader:
+        wait_until(lambda: decisions(again).get(CheckpointId(1, 1)) == "commit", uploader)
+    assert again.asked["put", "ckpt/step-1.g1/a.pt"] == 0
+
+
+def test_a_full_disk_under_the_journal_does_not_stop_what_is_on_its_way(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The note of progress is for people; not being able to write it must not cut uploads short."""
+    from ckpt_async.files import no_space
+
+    def full(*_: object) -> None:
+        raise no_space(Path("folder"))
+
+    monkeypatch.setattr(Journal, "note_progress", full)
+    monkeypatch.setattr(Journal, "compact", full)
+    store = Slow()
+    store.start = "ckpt/step-1.g1/b.pt"
+    monkeypatch.setattr(engine_module, "POLL_S", 0.01)
+    with opened(store) as uploader:
+        save(uploader, 1)
+        assert store.has_come.wait(10)
+        engine = uploader._engine_now()
+        rounds = engine.num_rounds
+        wait_until(lambda: engine.num_rounds > rounds + 20, uploader)
+        assert store.held == 1
+        store.go.set()
+        uploader.wait(1, timeout_s=10)
+        assert _counter(uploader, "ckpt_async_engine_restarts_total") == 0
+    assert store.asked["put", "ckpt/step-1.g1/b.pt"] == 1
+
+
+def test_links_are_not_released_while_they_are_being_made_durable(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store faster than the disk's fsync is normal; nothing may be left behind in the spool by that."""
+    go, has_come = threading.Event(), threading.Event()
+    original = engine_module.fsync_path
+
+    def slow(path: Any) -> None:
+        if "000001-000000000001" in str(path) and str(path).endswith(".pt"):
+            has_come.set()
+            assert go.wait(10)
+        original(path)
+
+    monkeypatch.setattr(engine_module, "fsync_path", slow)
+    with opened(Meddled()) as uploader:
+        save(uploader, 1)
+        uploader.wait(1, timeout_s=10)
+        save(uploader, 2)  # step 1 is not the newest any more: it could be forgotten altogether
+        uploader.wait(2, timeout_s=10)
+        assert has_come.is_set()
+        engine = uploader._engine_now()
+        rounds = engine.num_rounds
+        engine.wake()
+        wait_until(lambda: engine.num_rounds > rounds + 1, uploader)
+        spool = uploader.folder / ".ckpt_async/spool/rank-00000"
+        assert (spool / "000001-000000000001/a.pt").exists()
+        go.set()
+        uploader.flush(10)
+        wait_until(lambda: not list(spool.glob("000001-000000000001*")), uploader)

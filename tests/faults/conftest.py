@@ -1,0 +1,42 @@
+"""Processes to kill, a server to break, and the seed that replays what chance decided."""
+
+import os
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from ckpt_async.demo.seaweed import SeaweedServer
+from tests.faults.processes import Nursery
+from tests.faults.proxy import FaultProxy
+
+
+@pytest.fixture(scope="session")
+def _nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    with Nursery(tmp_path_factory.mktemp("trainers")) as nursery:
+        yield nursery
+
+
+@pytest.fixture
+def nursery(_nursery: Nursery) -> Iterator[Nursery]:
+    """Whatever a test started is gone after it."""
+    yield _nursery
+    _nursery.kill_all()
+
+
+@pytest.fixture
+def seed() -> int:
+    """Of everything random in one test; printed when it fails. CKPT_ASYNC_SEED sets it."""
+    number = int(os.environ.get("CKPT_ASYNC_SEED", random.SystemRandom().randrange(10**9)))
+    print(f"CKPT_ASYNC_SEED={number}")
+    return number
+
+
+@pytest.fixture
+def proxy(
+    s3_server: SeaweedServer, s3_url: str, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> Iterator[FaultProxy]:
+    """In front of the session's server, and in this test's environment instead of it."""
+    with FaultProxy(s3_server.url, seed) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", proxy.url)
+        yield proxy

@@ -1,0 +1,89 @@
+"""What must hold of a remote at any time, checked byte by byte by someone who knows what every shard holds."""
+
+import asyncio
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ckpt_async import keys, records
+from ckpt_async.errors import ObjectNotFoundError
+from ckpt_async.model import CheckpointId, Outcome
+from ckpt_async.store import Store
+from ckpt_async.stores import open_store
+from tests.faults.trainer import content, shard_name
+
+
+@dataclass
+class Oracle:
+    """Looks at one remote again and again. `committed` is what it has seen and checked."""
+
+    remote: str
+    world_size: int
+    num_shards: int = 2
+    size_bytes: int = 5000
+    environment: dict[str, str] | None = None
+    committed: set[CheckpointId] = field(default_factory=set)
+    aborted: set[CheckpointId] = field(default_factory=set)
+    latest: CheckpointId | None = None
+
+    def look(self) -> set[CheckpointId]:
+        """Read everything that is new, and check it: no half checkpoint is visible, latest never goes back."""
+        asyncio.run(asyncio.wait_for(self._look(), 60))
+        return self.committed
+
+    async def _look(self) -> None:
+        store = open_store(self.remote, env=self.environment)
+        await store.open()
+        try:
+            latest = await self._read(store, keys.LATEST)
+            decisions = (await store.list(keys.DECISIONS)).objects
+            for each in decisions:
+                id_ = keys.parse_decision_key(each.key)
+                assert id_ is not None, each.key
+                if id_ not in self.committed | self.aborted:
+                    await self._check(store, id_)
+            if latest is not None:
+                named = records.decode_latest(latest).checkpoint
+                assert self.latest is None or named >= self.latest, (
+                    f"latest went back from {self.latest} to {named}"
+                )
+                assert named in self.committed, f"latest names {named}, which is not committed"
+                self.latest = named
+        finally:
+            await store.close()
+
+    async def _check(self, store: Store, id_: CheckpointId) -> None:
+        raw = await self._read(store, keys.decision_key(id_))
+        assert raw is not None
+        decision = records.decode_decision(raw, id_)
+        if decision.outcome is Outcome.ABORT:
+            self.aborted.add(id_)
+            return
+        assert decision.world_size == self.world_size
+        for rank in range(self.world_size):
+            receipt = await self._read(store, keys.receipt_key(id_, rank))
+            assert receipt is not None, f"{id_} is committed without the receipt of rank {rank}"
+            named = [each["key"] for each in json.loads(receipt)["shards"]]
+            wanted = {
+                keys.data_key(f"step-{id_.step}", id_.generation, shard_name(rank, number)): number
+                for number in range(self.num_shards)
+            }
+            assert sorted(named) == sorted(wanted)
+            for key, number in wanted.items():
+                data = await self._read(store, key)
+                assert data == content(id_.generation, id_.step, rank, number, self.size_bytes), (
+                    f"{id_} is committed, but {key} is {'missing' if data is None else 'other content'}"
+                )
+        self.committed.add(id_)
+
+    async def _read(self, store: Store, key: str) -> bytes | None:
+        try:
+            return (await store.get(key, max_size_bytes=1 << 30))[0]
+        except ObjectNotFoundError:
+            return None
+
+
+def heard(lines: Iterable[str], what: str) -> set[CheckpointId]:
+    """The checkpoints of which a trainer said this."""
+    words = (line.split() for line in lines)
+    return {CheckpointId(int(each[1]), int(each[2])) for each in words if each[0] == what}

@@ -1,0 +1,290 @@
+"""An HTTP proxy on loopback, in a thread of its own, that counts requests and breaks them on purpose.
+
+It forwards every byte as it is (so signatures hold: clients sign the proxy's own address), and knows just enough
+of HTTP/1.1 and S3 to tell requests apart.
+"""
+
+import asyncio
+import contextlib
+import random
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Self
+from urllib.parse import parse_qs, unquote, urlsplit
+
+_REFUSALS = {"unavailable": (503, "SlowDown"), "denied": (403, "ExpiredToken")}
+
+
+@dataclass
+class Fault:
+    """What to do to requests whose method and key match.
+
+    `drop_reply`: forward it, then close without an answer. `unavailable`, `denied`: 503 SlowDown, 403 ExpiredToken,
+    not forwarded. `reset`: break the connection after `after_bytes` of its body. `silent`: accept, never read or
+    answer. `continue_then_stop`: say 100 Continue and read no more. `delay`: forward the answer `delay_s` later.
+    `hold`: forward nothing until `release`.
+    """
+
+    kind: str
+    method: str = ""
+    key: str = ""  # regular expression, searched for in the key
+    is_part: bool | None = None
+    times: int | None = None  # None: always
+    probability: float = 1.0
+    after_bytes: int = 0
+    delay_s: float = 0.0
+    num_hits: int = 0
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One request as it went. `status` is 0 where no answer went back; `body_bytes` is what was read of it."""
+
+    method: str
+    key: str
+    query: str
+    part: int | None
+    body_bytes: int
+    status: int
+    fault: str
+    upstream_status: int = 0
+
+
+class FaultProxy:
+    """Context manager; `url` goes to clients instead of the server's."""
+
+    def __init__(self, upstream_url: str, seed: int = 0) -> None:
+        parts = urlsplit(upstream_url)
+        assert parts.hostname
+        self._upstream = (parts.hostname, parts.port or 80)
+        self._random = random.Random(seed)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="fault-proxy", daemon=True)
+        self._changed = threading.Condition()
+        self._faults: list[Fault] = []
+        self._connections: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server | None = None
+        self._released = asyncio.Event()
+        self.exchanges: list[Exchange] = []
+        self.num_under_way = 0
+        self.most_under_way = 0
+        self.port = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    # --- for the test ----------------------------------------------------------------------------------------
+
+    def add(self, fault: Fault) -> Fault:
+        with self._changed:
+            self._faults.append(fault)
+        return fault
+
+    def heal(self) -> None:
+        """Forget all faults, and break the connections that hang in one."""
+        with self._changed:
+            self._faults.clear()
+        self._do(self._break_all())
+
+    def release(self) -> None:
+        """Let go of every request that is held."""
+        self._loop.call_soon_threadsafe(self._released.set)
+
+    def wait_for(self, is_there: Callable[[], bool], timeout_s: float = 30.0) -> None:
+        """Wait for something that exchanges bring about."""
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while not is_there():
+                left_s = deadline - time.monotonic()
+                assert left_s > 0, f"not within {timeout_s} s; last: {self.exchanges[-5:]}"
+                self._changed.wait(left_s)
+
+    def sent(self, key: str = "", method: str = "PUT") -> Counter[tuple[str, int | None]]:
+        """How often each object or part was stored with success, whether or not the answer went back."""
+        found = [each for each in list(self.exchanges) if each.method == method and re.search(key, each.key)]
+        return Counter((each.key, each.part) for each in found if each.upstream_status // 100 == 2)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        self._do(self._start())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._do(self._stop())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _do(self, coroutine: object) -> None:
+        asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(30)  # type: ignore[arg-type]
+
+    # --- on the loop -----------------------------------------------------------------------------------------
+
+    async def _start(self) -> None:
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def _stop(self) -> None:
+        assert self._server is not None
+        self._server.close()
+        await self._break_all()
+        await self._server.wait_closed()
+
+    async def _break_all(self) -> None:
+        tasks = list(self._connections)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections.add(task)
+        try:
+            await self._serve(reader, writer)
+        except (OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
+            pass  # one of the two went away, or we stop
+        finally:
+            self._connections.discard(task)
+            writer.transport.abort()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        up_reader = up_writer = None
+        try:
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                if up_writer is None:
+                    up_reader, up_writer = await asyncio.open_connection(*self._upstream)
+                assert up_reader is not None
+                if not await self._exchange(head, reader, writer, up_reader, up_writer):
+                    return
+        finally:
+            if up_writer is not None:
+                up_writer.transport.abort()
+
+    async def _exchange(
+        self,
+        head: bytes,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        up_reader: asyncio.StreamReader,
+        up_writer: asyncio.StreamWriter,
+    ) -> bool:
+        """Carry one request through; False if the connection cannot be used any more."""
+        method, target, headers = _parse(head)
+        parts = urlsplit(target)
+        number = parse_qs(parts.query).get("partNumber")
+        part = int(number[0]) if number else None
+        key = unquote(parts.path)
+        size = int(headers.get("content-length", "0"))
+        fault = self._fault_for(method, key, part)
+        kind = fault.kind if fault else ""
+        seen = {"body": 0, "status": 0, "upstream": 0}
+        self.num_under_way += 1
+        self.most_under_way = max(self.most_under_way, self.num_under_way)
+        self._note(None)
+        try:
+            if kind in _REFUSALS:
+                seen["status"], code = _REFUSALS[kind]
+                body = f"<Error><Code>{code}</Code><Message>by the test</Message></Error>".encode()
+                lines = f"HTTP/1.1 {seen['status']} No\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+                while seen["body"] < size and (data := await reader.read(1 << 18)):
+                    seen["body"] += len(data)
+                writer.write(lines.encode() + (b"" if method == "HEAD" else body))
+                await writer.drain()
+                return False
+            if kind in ("silent", "continue_then_stop"):
+                if kind == "continue_then_stop":
+                    writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+                await asyncio.Event().wait()
+            if kind == "hold":
+                await self._released.wait()
+            limit = fault.after_bytes if fault and kind == "reset" else None
+            up_writer.write(head)
+            if headers.get("expect", "").lower() == "100-continue":
+                writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+                up_head = await up_reader.readuntil(b"\r\n\r\n")
+                assert b" 100 " in up_head, up_head
+            while seen["body"] < size:
+                wanted = min(1 << 18, size - seen["body"])
+                if limit is not None:
+                    wanted = min(wanted, limit - seen["body"])
+                    if wanted <= 0:
+                        return False
+                data = await reader.read(wanted)
+                if not data:
+                    return False
+                seen["body"] += len(data)
+                up_writer.write(data)
+                await up_writer.drain()
+            answer = await _read_answer(up_reader, method)
+            seen["upstream"] = int(answer.split(b" ", 2)[1])
+            if kind == "drop_reply":
+                return False
+            if fault and kind == "delay":
+                await asyncio.sleep(fault.delay_s)
+            writer.write(answer)
+            seen["status"] = seen["upstream"]
+            await writer.drain()
+            return b"connection: close" not in answer[:2000].lower()
+        finally:
+            self.num_under_way -= 1
+            self._note(
+                Exchange(method, key, parts.query, part, seen["body"], seen["status"], kind, seen["upstream"])
+            )
+
+    def _fault_for(self, method: str, key: str, part: int | None) -> Fault | None:
+        with self._changed:
+            for fault in self._faults:
+                if (fault.method and fault.method != method) or not re.search(fault.key, key):
+                    continue
+                if fault.is_part is not None and fault.is_part != (part is not None):
+                    continue
+                if fault.times is not None and fault.num_hits >= fault.times:
+                    continue
+                if self._random.random() < fault.probability:
+                    fault.num_hits += 1
+                    return fault
+        return None
+
+    def _note(self, exchange: Exchange | None) -> None:
+        with self._changed:
+            if exchange is not None:
+                self.exchanges.append(exchange)
+            self._changed.notify_all()
+
+
+def _parse(head: bytes) -> tuple[str, str, dict[str, str]]:
+    first, *lines = head.decode("latin-1").strip().split("\r\n")
+    method, target, _ = first.split(" ", 2)
+    pairs = (line.partition(":") for line in lines)
+    return method, target, {name.lower(): value.strip() for name, _, value in pairs}
+
+
+async def _read_answer(reader: asyncio.StreamReader, method: str) -> bytes:
+    while True:
+        head = await reader.readuntil(b"\r\n\r\n")
+        first, *lines = head.decode("latin-1").strip().split("\r\n")
+        status = int(first.split(" ", 2)[1])
+        if status != 100:
+            break
+    headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    if method == "HEAD" or status in (204, 304):
+        return head
+    if headers.get("transfer-encoding", "").lower() == "chunked":
+        pieces = [head]
+        while True:
+            line = await reader.readuntil(b"\r\n")
+            data = await reader.readexactly(int(line.split(b";")[0], 16) + 2)
+            pieces += [line, data]
+            if line.strip() == b"0":
+                return b"".join(pieces)
+    body = b""
+    with contextlib.suppress(asyncio.IncompleteReadError):
+        body = await reader.readexactly(int(headers.get("content-length", "0")))
+    return head + body

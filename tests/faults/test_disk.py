@@ -1,0 +1,235 @@
+"""Folders that cannot be used, disks that run full, and mounts in the wrong place: a clear error each."""
+
+import contextlib
+import errno
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import pytest
+
+from ckpt_async import StoreError, Uploader, files
+from ckpt_async.errors import FailureReason, JournalError
+from ckpt_async.model import CheckpointId
+from tests.faults.oracle import Oracle
+from tests.faults.processes import ROOT
+
+
+@pytest.mark.parametrize("kind", ["not writable", "a file", "network"])
+def test_a_folder_that_cannot_be_used_is_refused_at_the_start(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found out before the first step, not after the first checkpoint."""
+    folder = tmp_path / "folder"
+    match kind:
+        case "not writable":
+            folder, match = Path("/proc/checkpoints"), "cannot be used: .*writable"
+        case "a file":
+            folder.write_text("")
+            match = "is not a folder"
+        case _:
+            monkeypatch.setattr(files, "filesystem_of", lambda *_: "nfs4")
+            match = r"network file system \(nfs4\).*local disk"
+    before = threading.active_count()
+    with pytest.raises(JournalError, match=match):
+        Uploader(folder, f"file://{tmp_path}/remote")
+    assert threading.active_count() == before
+    assert not (tmp_path / "remote").exists()
+
+
+def test_a_remote_folder_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
+    """The same for the other side; nothing is left locked or running."""
+    before = threading.active_count()
+    with pytest.raises(StoreError) as caught:
+        Uploader(tmp_path / "folder", "file:///proc/checkpoints")
+    assert caught.value.reason is not FailureReason.TRANSIENT
+    assert threading.active_count() == before
+    with Uploader(tmp_path / "folder", f"file://{tmp_path}/remote") as uploader:
+        assert uploader.generation == 1
+
+
+def on_small_disk(tmp_path: Path, script: str, size: str = "1m") -> subprocess.CompletedProcess[str]:
+    """Run a script that finds an empty file system of this size at `disk`, in a mount namespace of its own."""
+    disk = tmp_path / "disk"
+    disk.mkdir(exist_ok=True)
+    unshare = shutil.which("unshare")
+    command = f'mount -t tmpfs -o size={size} none "$0" && shift 0 && exec "$@"'
+    if unshare is None or subprocess.run([unshare, "-Urm", "true"], capture_output=True).returncode:
+        pytest.skip("no user and mount namespaces here")
+    preamble = """
+        import os, sys, threading, time
+        from pathlib import Path
+        from ckpt_async import *
+        from ckpt_async import engine
+        from ckpt_async.errors import NoSpaceError, JournalError
+        from tests.faults.trainer import write_shards
+        tmp = Path(sys.argv[1])
+        disk, remote = tmp / "disk", f"file://{tmp}/remote"
+        engine.RETRY_ACTION_S = 0.1
+        def fill(folder):
+            with open(folder / "ballast", "wb", buffering=0) as file:
+                try:
+                    while True:
+                        file.write(bytes(4096))
+                except OSError:
+                    pass
+    """
+    text = textwrap.dedent(preamble) + textwrap.dedent(script)
+    return subprocess.run(
+        [unshare, "-Urm", "sh", "-c", command, str(disk), sys.executable, "-c", text, str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+def test_a_full_disk_is_a_clear_error_and_heals_when_there_is_space(tmp_path: Path) -> None:
+    """The most common accident of all. The trainer hears of it, loses nothing, and goes on when space is back."""
+    done = on_small_disk(
+        tmp_path,
+        """
+        with Uploader(disk / "folder", remote) as uploader:
+            write_shards(disk / "folder", 1, 1, 0, 2)
+            write_shards(disk / "folder", 1, 2, 0, 2)
+            uploader.enqueue(disk / "folder/step-1/rank-0", 1)
+            uploader.seal(1)
+            uploader.wait(1, 30)
+            fill(disk)
+            refused = 0
+            for _ in range(3):
+                try:
+                    uploader.enqueue(disk / "folder/step-2/rank-0", 2)
+                    uploader.seal(2)
+                    break
+                except NoSpaceError as error:
+                    assert "is full: nothing was enqueued" in str(error)
+                    refused += 1
+            os.unlink(disk / "ballast")
+            if refused:
+                uploader.enqueue(disk / "folder/step-2/rank-0", 2)
+                uploader.seal(2)
+            uploader.wait(2, 30)
+            print("refused", refused)
+        """,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "refused 3\n"
+    assert "Traceback" not in done.stderr
+    assert Oracle(f"file://{tmp_path}/remote", 1).look() == {CheckpointId(1, 1), CheckpointId(1, 2)}
+
+
+def test_a_disk_that_runs_full_under_an_upload_is_waited_out(tmp_path: Path) -> None:
+    """What is enqueued needs no more space to be uploaded than the journal's rows; those come when they can."""
+    done = on_small_disk(
+        tmp_path,
+        """
+        from ckpt_async.stores.directory import DirectoryStore
+        put, gate = DirectoryStore.put, threading.Event()
+        has_come = threading.Event()
+        async def slow(self, key, *args, **kwargs):
+            if key.startswith("ckpt/"):
+                has_come.set()
+                import asyncio
+                while not gate.is_set():
+                    await asyncio.sleep(0.01)
+            return await put(self, key, *args, **kwargs)
+        DirectoryStore.put = slow
+        with Uploader(disk / "folder", remote, on_error="warn") as uploader:
+            write_shards(disk / "folder", 1, 1, 0, 2)
+            uploader.enqueue(disk / "folder/step-1/rank-0", 1)
+            uploader.seal(1)
+            assert has_come.wait(30)
+            fill(disk)
+            gate.set()
+            try:
+                uploader.wait(1, 3)
+            except CommitTimeoutError as error:
+                print("full")
+            os.unlink(disk / "ballast")
+            uploader.wait(1, 30)
+            print("committed")
+        """,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("committed\n")
+    assert "engine_failed" not in done.stderr
+    assert Oracle(f"file://{tmp_path}/remote", 1).look() == {CheckpointId(1, 1)}
+
+
+def test_a_full_remote_disk_is_retried_until_there_is_space(tmp_path: Path) -> None:
+    """A shared file system that fills up over night must not cost the checkpoints of the night."""
+    done = on_small_disk(
+        tmp_path,
+        """
+        with Uploader(tmp / "folder", f"file://{disk}/remote", retry_max_s=0.3) as uploader:
+            fill(disk)
+            uploader.enqueue(write_shards(tmp / "folder", 1, 1, 0, 2), 1)
+            uploader.seal(1)
+            try:
+                uploader.wait(1, 1)
+            except CommitTimeoutError:
+                print("full")
+            os.unlink(disk / "ballast")
+            uploader.wait(1, 30)
+            print("committed")
+        """,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "full\ncommitted\n"
+
+
+def test_shards_on_another_mount_inside_the_folder_are_uploaded_without_a_link(tmp_path: Path) -> None:
+    """Hard links do not cross mounts: then the user's own file is read, and only it holds the bytes."""
+    done = on_small_disk(
+        tmp_path,
+        """
+        with Uploader(tmp, remote) as uploader:
+            (disk / "a.pt").write_bytes(b"x" * 5000)
+            uploader.enqueue(disk / "a.pt", 1)
+            uploader.seal(1)
+            uploader.wait(1, 30)
+        assert (tmp / "remote/ckpt/step-1.g1/a.pt").read_bytes() == b"x" * 5000
+        """,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_failed_fsync_is_never_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After EIO the kernel may show other bytes than were written: retrying and trusting loses data silently."""
+    from ckpt_async import CheckpointAbortedError, engine
+
+    original = engine.fsync_path
+
+    def broken(path: os.PathLike[str] | str) -> None:
+        if str(path).endswith(".pt"):
+            raise OSError(errno.EIO, "Input/output error")
+        original(path)
+
+    monkeypatch.setattr(engine, "fsync_path", broken)
+    blocked = threading.Event()
+    from ckpt_async.stores.directory import DirectoryStore
+
+    put = DirectoryStore.put
+
+    async def held(self: DirectoryStore, key: str, *args: object, **kwargs: object) -> object:
+        import asyncio
+
+        while key.startswith("ckpt/") and not blocked.is_set():
+            await asyncio.sleep(0.005)
+        return await put(self, key, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(DirectoryStore, "put", held)
+    uploader = Uploader(tmp_path / "folder", f"file://{tmp_path}/remote", on_error="warn")
+    with uploader, contextlib.ExitStack() as after:
+        after.callback(blocked.set)
+        path = tmp_path / "folder/a.pt"
+        path.write_bytes(b"shard")
+        uploader.enqueue(path, 1)
+        uploader.seal(1)
+        with pytest.raises(CheckpointAbortedError, match="fsync failed"):
+            uploader.wait(1, timeout_s=20)

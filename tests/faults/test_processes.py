@@ -1,0 +1,158 @@
+"""Forks, exits, and who may touch what when processes come and go."""
+
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from ckpt_async.model import CheckpointId
+from tests.faults.oracle import Oracle
+from tests.faults.processes import ROOT, Nursery
+
+
+@contextmanager
+def fifo_in(tmp_path: Path) -> Iterator[str]:
+    """Whoever reads it stays until the block ends."""
+    path = str(tmp_path / "fifo")
+    os.mkfifo(path)
+    writer = os.open(path, os.O_RDWR)
+    try:
+        yield path
+    finally:
+        os.close(writer)
+
+
+@pytest.mark.parametrize("how", ["os.fork", "multiprocessing"])
+def test_a_forked_child_is_told_at_once_and_does_no_harm(nursery: Nursery, tmp_path: Path, how: str) -> None:
+    """Dataloader workers are forks of the trainer: a call into a loop that does not run there would hang."""
+    remote = f"file://{tmp_path}/remote"
+    with fifo_in(tmp_path) as fifo:
+        trainer = nursery.start("forks", folder=str(tmp_path / "f"), remote=remote, how=how, fifo=fifo)
+        trainer.expect("forked")
+        trainer.expect("child pid")
+    errors = [line for line in trainer.said if line.startswith("child UploaderClosedError")]
+    assert len(errors) == 3
+    assert all("this is a fork of it" in line for line in errors)
+    took_s = float(trainer.expect("child took").split()[-1])
+    assert took_s < 1
+    trainer.tell("go on")
+    assert trainer.finish() == 0, trainer.log.read_text()
+    assert "not_closed" not in trainer.log.read_text()
+    assert Oracle(remote, 1, num_shards=200).look() == {CheckpointId(1, 1)}
+
+
+def test_a_forked_child_does_not_keep_the_lock_of_a_killed_parent(nursery: Nursery, tmp_path: Path) -> None:
+    """Otherwise a dataloader worker that outlives its trainer keeps the restarted one out."""
+    remote = f"file://{tmp_path}/remote"
+    with fifo_in(tmp_path) as fifo:
+        trainer = nursery.start("forks", folder=str(tmp_path / "f"), remote=remote, how="os.fork", fifo=fifo)
+        child = int(trainer.expect("child pid").split()[-1])
+        trainer.kill()
+        os.kill(child, 0)  # it is still there
+        started = time.monotonic()
+        again = nursery.start(
+            "saves", folder=str(tmp_path / "f"), remote=remote, rank=0, world_size=1, steps=[]
+        )
+        again.expect("opened 2")
+        assert time.monotonic() - started < 10
+        again.tell("stop")
+        assert again.finish() == 0, again.log.read_text()
+    assert Oracle(remote, 1, num_shards=200).look() == {CheckpointId(1, 1)}
+
+
+def run_script(text: str, *args: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", textwrap.dedent(text), *args],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+
+
+PREAMBLE = """
+import sys
+from pathlib import Path
+from ckpt_async import Uploader
+from tests.faults.trainer import write_shards
+folder, remote = sys.argv[1:3]
+def save(uploader, step, num_shards=20):
+    uploader.enqueue(write_shards(Path(folder), uploader.generation, step, 0, num_shards), step)
+    uploader.seal(step)
+"""
+
+
+def test_a_script_that_forgets_to_close_still_uploads_before_it_exits(tmp_path: Path) -> None:
+    """The last checkpoint of a run is the one that everyone wants; executors refuse work at exit."""
+    remote = f"file://{tmp_path}/remote"
+    done = run_script(
+        PREAMBLE + "uploader = Uploader(folder, remote)\nsave(uploader, 1)\nprint('end')",
+        str(tmp_path / "folder"),
+        remote,
+    )
+    assert (done.returncode, done.stdout) == (0, "end\n"), done.stderr
+    assert "not_closed" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert Oracle(remote, 1, num_shards=20).look() == {CheckpointId(1, 1)}
+
+
+def test_an_exception_in_the_training_loop_is_what_one_sees(tmp_path: Path) -> None:
+    """An uploader that hides the training's own error, or exits as if all were well, is worse than none."""
+    remote = f"file://{tmp_path}/remote"
+    done = run_script(
+        PREAMBLE
+        + "with Uploader(folder, remote) as uploader:\n    save(uploader, 1)\n    raise ValueError('loss is nan')",
+        str(tmp_path / "folder"),
+        remote,
+    )
+    assert done.returncode == 1
+    assert done.stderr.strip().endswith("ValueError: loss is nan")
+    assert done.stderr.count("Traceback") == 1
+    assert Oracle(remote, 1, num_shards=20).look() == {CheckpointId(1, 1)}
+
+
+def test_a_second_uploader_of_the_same_rank_and_folder_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two engines on one journal would race for every shard; the message must say who is there."""
+    from ckpt_async import Uploader, uploader
+    from ckpt_async.errors import FolderInUseError
+
+    monkeypatch.setattr(uploader, "LOCK_WAIT_S", 0.1)
+    remote = f"file://{tmp_path}/remote"
+    with Uploader(tmp_path / "folder", remote):
+        before = threading.active_count()
+        with pytest.raises(FolderInUseError, match=f"rank 0 of folder .* is in use by process {os.getpid()}"):
+            Uploader(tmp_path / "folder", remote)
+        assert threading.active_count() == before
+
+
+def test_ctrl_c_while_opening_does_not_hang(tmp_path: Path) -> None:
+    """Someone who sees that the bucket is wrong presses Ctrl-C, once."""
+    done = run_script(
+        PREAMBLE
+        + textwrap.dedent("""
+        import os, signal
+        from ckpt_async import engine
+        recover = engine.Engine.recover
+        async def interrupted(self, *args):
+            os.kill(os.getpid(), signal.SIGINT)
+            import asyncio
+            await asyncio.sleep(0.3)
+            await recover(self, *args)
+        engine.Engine.recover = interrupted
+        Uploader(folder, remote)
+        """),
+        str(tmp_path / "folder"),
+        f"file://{tmp_path}/remote",
+        timeout_s=30,
+    )
+    assert done.returncode != 0
+    assert "KeyboardInterrupt" in done.stderr

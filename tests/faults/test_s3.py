@@ -1,0 +1,377 @@
+"""A real S3 server that is slow, silent, wrong, away or killed; a proxy in front of it counts what is sent."""
+
+import json
+import logging
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import generate_latest
+
+from ckpt_async import StoreError, StoreOptions, Uploader, requests
+from ckpt_async.demo.seaweed import SeaweedServer
+from ckpt_async.errors import FailureReason
+from ckpt_async.journal import Journal
+from ckpt_async.model import CheckpointId
+from tests.faults.oracle import Oracle
+from tests.faults.processes import ROOT, Nursery
+from tests.faults.proxy import Fault, FaultProxy
+from tests.faults.trainer import write_shards
+
+MIB = 1 << 20
+PART = 5 * MIB
+QUICK: dict[str, Any] = {
+    "decision_poll_s": 0.05,
+    "retry_initial_s": 0.02,
+    "retry_max_s": 0.2,
+    "request_timeout_s": 2.0,
+    "stall_timeout_s": 1.0,
+    "minimum_rate_bytes_per_s": 100.0 * MIB,
+    "close_grace_s": 0.0,
+}
+CONTROL = r"/\.ckpt_async/"
+SHARDS = r"/ckpt/step-"
+
+
+def save(uploader: Uploader, step: int, num_shards: int = 2, size_bytes: int = 5000) -> None:
+    place = write_shards(uploader.folder, uploader.generation, step, uploader.rank, num_shards, size_bytes)
+    uploader.enqueue(place, step)
+    uploader.seal(step)
+
+
+# --- one request at a time ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lane", [SHARDS, rf"{CONTROL}(receipts|decisions|latest)"], ids=["bulk", "control"])
+@pytest.mark.parametrize("kind", ["silent", "continue_then_stop", "unavailable", "reset", "drop_reply"])
+def test_every_way_a_request_can_break_is_survived(
+    proxy: FaultProxy, s3_url: str, tmp_path: Path, kind: str, lane: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """R13, R14: a peer that accepts and stays silent hung aiobotocore for ever; a lost reply reads like a defeat."""
+    with Uploader(tmp_path / "folder", f"{s3_url}/run", **QUICK) as uploader:
+        fault = proxy.add(Fault(kind, "PUT", lane, times=2, after_bytes=100))
+        started = time.monotonic()
+        save(uploader, 1)
+        uploader.wait(1, timeout_s=30)
+        assert time.monotonic() - started < 25, "nearer to the SDK's timeouts than to ours"
+        assert fault.num_hits == 2
+    assert Oracle(f"{s3_url}/run", 1).look() == {CheckpointId(1, 1)}
+    assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
+
+
+def test_an_attempt_at_a_silent_peer_ends_at_its_deadline(
+    proxy: FaultProxy, s3_url: str, tmp_path: Path
+) -> None:
+    """R14, measured: the attempt ends when no byte has moved for `stall_timeout_s`, not when the SDK gives up."""
+    with Uploader(tmp_path / "folder", f"{s3_url}/run", **QUICK | {"stall_timeout_s": 0.4}) as uploader:
+        fault = proxy.add(Fault("silent", "PUT", SHARDS, times=1))
+        started = time.monotonic()
+        save(uploader, 1, num_shards=1, size_bytes=20 * 1000)
+        proxy.wait_for(lambda: fault.num_hits == 1)
+        proxy.wait_for(lambda: bool(proxy.sent(SHARDS)), timeout_s=10)
+        assert 0.35 <= time.monotonic() - started < 15
+        uploader.wait(1, timeout_s=30)
+
+
+def test_every_conditional_write_may_lose_its_answer(proxy: FaultProxy, s3_url: str, tmp_path: Path) -> None:
+    """R13: all that the protocol decides it decides by these; none may be taken for another's because of it."""
+    kinds = ("generations", "members", "receipts", "decisions", "latest")
+    faults = [proxy.add(Fault("drop_reply", "PUT", f"{CONTROL}{kind}", times=1)) for kind in kinds]
+    with Uploader(tmp_path / "folder", f"{s3_url}/run", **QUICK) as uploader:
+        assert uploader.generation == 1
+        for step in (1, 2):
+            save(uploader, step)
+            uploader.wait(step, timeout_s=30)
+    assert [fault.num_hits for fault in faults] == [1] * len(kinds)
+    refused = {
+        each.key.split("/.ckpt_async/")[1].split("/")[0] for each in proxy.exchanges if each.status == 412
+    }
+    assert {"generations", "members", "receipts", "decisions", "latest.json"} <= refused
+    oracle = Oracle(f"{s3_url}/run", 1)
+    assert oracle.look() == {CheckpointId(1, 1), CheckpointId(1, 2)}
+    assert oracle.latest == CheckpointId(1, 2)
+    assert not oracle.aborted
+
+
+def test_half_of_all_requests_refused_delays_and_loses_nothing(
+    proxy: FaultProxy, s3_url: str, tmp_path: Path
+) -> None:
+    """503 SlowDown by the thousand is how S3 says that a prefix is busy: everything arrives, without a storm."""
+    with Uploader(tmp_path / "folder", f"{s3_url}/run", **QUICK) as uploader:
+        before = len(proxy.exchanges)
+        proxy.add(Fault("unavailable", probability=0.5))
+        for step in range(10):
+            save(uploader, step, num_shards=4)
+        for step in range(10):
+            uploader.wait(step, timeout_s=60)
+        num_requests = len(proxy.exchanges) - before
+        # Its own retries are off: two layers of them would multiply. Ten checkpoints of 4 + about 5 requests.
+        assert num_requests < 3 * 10 * (4 + 6)
+        proxy.heal()
+    assert len(Oracle(f"{s3_url}/run", 1, num_shards=4).look()) == 10
+
+
+def test_the_sdk_makes_one_attempt_per_request(proxy: FaultProxy, s3_url: str, tmp_path: Path) -> None:
+    """Retries belong to one layer: the engine's, which knows the deadline, the class of error and the budget."""
+    settings = QUICK | {"retry_initial_s": 5.0, "retry_max_s": 5.0, "upload_timeout_s": 30.0}
+    with Uploader(tmp_path / "folder", f"{s3_url}/run", **settings) as uploader:
+        proxy.add(Fault("unavailable", "PUT", SHARDS, times=1))
+        failed = [False]
+        observe = uploader.metrics.attempt_failed
+
+        def note(reason: FailureReason) -> None:
+            failed[0] = True
+            observe(reason)
+
+        uploader.metrics.attempt_failed = note  # type: ignore[method-assign]
+        save(uploader, 1, num_shards=1)
+        with uploader._changed:
+            uploader._changed.wait_for(lambda: failed[0], 10)
+        assert len([each for each in proxy.exchanges if re.search(SHARDS, each.key)]) == 1
+        uploader.wait(1, timeout_s=30)
+
+
+def test_uploads_are_bounded_at_the_wire_and_control_goes_past_them(
+    proxy: FaultProxy, s3_url: str, tmp_path: Path
+) -> None:
+    """The budget is kept where it counts, and a receipt does not queue behind shards that hang."""
+    settings = QUICK | {"num_concurrent_uploads": 3, "stall_timeout_s": 30.0, "request_timeout_s": 30.0}
+    with Uploader(tmp_path / "folder", f"{s3_url}/run", **settings) as uploader:
+        proxy.add(Fault("hold", "PUT", rf"{SHARDS}2"))
+        save(uploader, 2, num_shards=20)
+        proxy.wait_for(lambda: proxy.num_under_way == 3)
+        uploader.seal(3)
+        uploader.wait(3, timeout_s=10)
+        held = [each for each in proxy.exchanges if re.search(rf"{SHARDS}2", each.key)]
+        assert not held
+        assert proxy.num_under_way == 3
+        proxy.release()
+        uploader.wait(2, timeout_s=30)
+
+
+# --- multipart ---------------------------------------------------------------------------------------------------
+
+
+def test_a_killed_multipart_upload_is_resumed_and_no_finished_part_is_sent_again(
+    nursery: Nursery, proxy: FaultProxy, s3_url: str, tmp_path: Path
+) -> None:
+    """A 100 GB shard that starts over after every preemption never arrives."""
+    remote, size_bytes = f"{s3_url}/run", 6 * PART + 12345
+    arguments: dict[str, Any] = {
+        "folder": str(tmp_path / "folder"),
+        "remote": remote,
+        "rank": 0,
+        "world_size": 1,
+        "num_shards": 1,
+        "size_bytes": size_bytes,
+        "settings": QUICK | {"part_size_bytes": PART, "num_concurrent_uploads": 2, "stall_timeout_s": 30.0},
+    }
+    held = proxy.add(Fault("hold", "PUT", SHARDS, is_part=True))
+    held.kind = "delay"  # the first parts pass
+    trainer = nursery.start("saves", steps=[1], **arguments)
+    trainer.expect("saved")
+    proxy.wait_for(lambda: len(proxy.sent(SHARDS)) >= 3)
+    held.kind = "hold"
+    proxy.wait_for(lambda: proxy.num_under_way >= 1)
+    trainer.kill()
+    proxy.heal()
+    proxy.wait_for(lambda: proxy.num_under_way == 0)
+    done = {part for (_, part), count in proxy.sent(SHARDS).items()}
+    assert 3 <= len(done) < 7, "killed too late to prove anything"
+    again = nursery.start("saves", steps=[], **arguments)
+    again.expect("saved")
+    again.tell("stop")
+    assert again.finish() == 0, again.log.read_text()
+    assert Oracle(remote, 1, num_shards=1, size_bytes=size_bytes).look() == {CheckpointId(1, 1)}
+    sent = proxy.sent(SHARDS)
+    assert {part for _, part in sent} == set(range(1, 8))
+    assert {sent[key] for key in sent} == {1}
+    num_created = [each for each in proxy.exchanges if each.method == "POST" and "uploads" in each.query]
+    assert len(num_created) == 1
+
+
+def test_a_broken_part_is_retried_alone(proxy: FaultProxy, s3_url: str, tmp_path: Path) -> None:
+    """One reset in a terabyte costs one part."""
+    settings = QUICK | {"part_size_bytes": PART, "num_concurrent_uploads": 3}
+    with Uploader(tmp_path / "folder", f"{s3_url}/run", **settings) as uploader:
+        faults = [
+            proxy.add(Fault("reset", "PUT", SHARDS, is_part=True, times=2, after_bytes=MIB)),
+            proxy.add(Fault("silent", "PUT", SHARDS, is_part=True, times=1)),
+            proxy.add(Fault("drop_reply", "PUT", SHARDS, is_part=True, times=1)),
+        ]
+        save(uploader, 1, num_shards=1, size_bytes=6 * PART)
+        uploader.wait(1, timeout_s=60)
+        assert [fault.num_hits for fault in faults] == [2, 1, 1]
+    sent = proxy.sent(SHARDS)
+    assert sum(sent.values()) == 6 + 1, "only the part whose answer was lost arrived twice"
+    num_bytes = sum(each.body_bytes for each in proxy.exchanges if re.search(SHARDS, each.key))
+    assert num_bytes <= 7 * PART + 2 * MIB + 64 * 1024
+    assert Oracle(f"{s3_url}/run", 1, num_shards=1, size_bytes=6 * PART).look() == {CheckpointId(1, 1)}
+
+
+# --- outages -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def own_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SeaweedServer]:
+    with SeaweedServer(tmp_path / "seaweed") as server:
+        for name, value in server.environment().items():
+            monkeypatch.setenv(name, value)
+        yield server
+
+
+@pytest.mark.parametrize(
+    "outage_s",
+    [
+        2.0,
+        pytest.param(
+            60.0 * float(os.environ.get("CKPT_ASYNC_SOAK_MINUTES", "1")),
+            marks=[
+                pytest.mark.soak,
+                pytest.mark.skipif("CKPT_ASYNC_SOAK_MINUTES" not in os.environ, reason="./dev soak"),
+            ],
+        ),
+    ],
+)
+def test_training_goes_on_while_s3_is_down_and_everything_is_committed_afterwards(
+    own_server: SeaweedServer,
+    tmp_path: Path,
+    outage_s: float,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An outage is the store's business: the trainer sees a warning line, operators see counters, nobody a loss."""
+    monkeypatch.setattr(requests, "QUIET_OUTAGE_S", min(5.0, outage_s / 4))
+    remote, training = f"s3://{own_server.bucket}/run", threading.Event()  # that goes on and on
+    settings = QUICK | {"retry_max_s": 1.0 if outage_s < 30 else 20.0}
+    with (
+        caplog.at_level(logging.INFO, "ckpt_async"),
+        Uploader(tmp_path / "folder", remote, **settings) as uploader,
+    ):
+        save(uploader, 1)
+        uploader.wait(1, timeout_s=30)
+        own_server.kill()
+        down_at = time.monotonic()
+        slowest_s, step = 0.0, 1
+        while time.monotonic() - down_at < outage_s:
+            step += 1
+            started = time.monotonic()
+            save(uploader, step)
+            slowest_s = max(slowest_s, time.monotonic() - started)
+            training.wait(outage_s / 8)
+        own_server.start()
+        for each in range(1, step + 1):
+            uploader.wait(each, timeout_s=60)
+        uploader.flush(30)
+        assert slowest_s < 1
+        counts = uploader.metrics
+        assert counts.num_committed == step
+        text = generate_latest(counts.registry).decode()
+
+        def count(name: str, label: str = "") -> float:
+            lines = (line for line in text.splitlines() if line.startswith(f"ckpt_async_{name}{{"))
+            return sum(float(line.split()[-1]) for line in lines if label in line)
+
+        assert count("upload_attempt_failures_total") > 0
+        assert count("files_enqueued_total") == count("uploads_total", 'result="ok"') == 2 * step
+        assert count("uploads_total") == 2 * step
+        assert count("upload_bytes_total") == 2 * step * 5000
+    warnings = [each.getMessage().split()[0] for each in caplog.records if each.levelno >= logging.WARNING]
+    assert warnings == ["store_failing"]
+    assert sum(each.getMessage().startswith("store_recovered") for each in caplog.records) == 1
+    oracle = Oracle(remote, 1)
+    assert len(oracle.look()) == step
+    assert oracle.latest == CheckpointId(1, step)
+
+
+def test_an_exit_without_close_while_the_store_is_silent_ends_in_bounded_time(
+    proxy: FaultProxy, s3_url: str, tmp_path: Path
+) -> None:
+    """A job that cannot end costs a node; what is left is in the journal, for the next start."""
+    script = """
+import sys
+from pathlib import Path
+from ckpt_async import Uploader
+from tests.faults.trainer import write_shards
+folder, remote = sys.argv[1:]
+uploader = Uploader(folder, remote, upload_timeout_s=2, request_timeout_s=0.5, stall_timeout_s=0.5, close_grace_s=0)
+uploader.enqueue(write_shards(Path(folder), 1, 1, 0, 2), 1)
+uploader.seal(1)
+print("end")
+"""
+    proxy.add(Fault("silent", "PUT", SHARDS))
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script, str(tmp_path / "folder"), f"{s3_url}/run"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert time.monotonic() - started < 20
+    assert done.stdout == "end\n"
+    assert "closed_with_unfinished steps=[1]" in done.stderr, done.stderr
+    proxy.heal()
+    with Uploader(tmp_path / "folder", f"{s3_url}/run", **QUICK):
+        pass
+    assert Oracle(f"{s3_url}/run", 1).look() == {CheckpointId(1, 1)}
+
+
+# --- wrong from the start ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def silence() -> Iterator[socket.socket]:
+    """A peer that is connected to, by its kernel, and never says a word."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield listening
+
+
+@pytest.mark.parametrize("what", ["credentials", "bucket", "nobody there", "silence"])
+def test_what_is_wrong_from_the_start_is_told_at_once(
+    s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silence: socket.socket, what: str
+) -> None:
+    """Before the first step, in one sentence, with what to do; and nothing is left behind."""
+    remote, options = f"{s3_url}/run", StoreOptions(connect_timeout_s=0.5, read_timeout_s=0.5)
+    monkeypatch.setattr("ckpt_async.uploader.START_TIMEOUT_S", 1.0)
+    match what:
+        case "credentials":
+            monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+            wanted = FailureReason.AUTH
+        case "bucket":
+            remote, wanted = "s3://no-such-bucket/run", FailureReason.NOT_FOUND
+        case "nobody there":
+            monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:1")
+            wanted = FailureReason.TRANSIENT
+        case _:
+            monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://127.0.0.1:{silence.getsockname()[1]}")
+            wanted = FailureReason.TIMEOUT
+    started = time.monotonic()
+    with pytest.raises(StoreError) as caught:
+        Uploader(tmp_path / "folder", remote, store_options=options)
+    assert time.monotonic() - started < 20
+    assert caught.value.reason is wanted
+    assert caught.value.hint or "127.0.0.1" in str(caught.value)
+    journal = Journal.open_readonly(tmp_path / "folder")
+    assert not journal.rows()
+    journal.close()
+
+
+def test_credentials_that_expire_in_the_middle_are_waited_for(
+    proxy: FaultProxy, s3_url: str, tmp_path: Path
+) -> None:
+    """Tokens are rotated beneath a long run; a 403 is never "missing", and giving up would lose the checkpoint."""
+    with Uploader(tmp_path / "folder", f"{s3_url}/run", **QUICK) as uploader:
+        fault = proxy.add(Fault("denied", key=SHARDS, times=6))
+        save(uploader, 1)
+        uploader.wait(1, timeout_s=30)
+        assert fault.num_hits == 6
+    assert json.dumps([each.status for each in proxy.exchanges]).count("403") == 6
