@@ -190,9 +190,14 @@ def main() -> None:
             metrics_url=uploader.metrics_url,
         )
         if rank == 0:
+            start = f"generation {uploader.generation}: "
+            if newest[0] is not None:
+                was = f"step {first_step} of generation {newest[0].generation}"
+                start += (
+                    f"what the killed start had sealed is committed; resumed from {was}, shards {source}; "
+                )
             say(
-                f"generation {uploader.generation}: training from step {first_step} on {world_size} ranks"
-                f"; metrics at {uploader.metrics_url}"
+                f"{start}training from step {first_step} on {world_size} ranks; metrics at {uploader.metrics_url}"
             )
         picker = torch.Generator().manual_seed(config.seed + 1000 * rank + first_step)
         for step in range(first_step + 1, config.steps + 1):
