@@ -172,7 +172,7 @@ def _sweep_json(report: SweepReport, *, is_dry_run: bool) -> Json:
 def prune(options: argparse.Namespace, settings: Settings) -> bool:
     """Apply a retention policy to a remote; a dry run unless `--yes`."""
     text = options.keep if options.keep is not None else settings.remote_retention
-    if isinstance(retention.parse(text), retention.KeepAll):
+    if retention.keeps_all(retention.parse(text)):
         raise SettingsError(
             "the policy keeps all: nothing to prune",
             hint="say what to keep, e.g. --keep last=3,every-steps=1000",

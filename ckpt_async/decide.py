@@ -325,13 +325,17 @@ def undecided(local: Local) -> list[LocalCheckpoint]:
 
 
 def backlog(local: Local) -> list[LocalCheckpoint]:
-    """Checkpoints that this rank has not finished uploading, oldest first. What waits for other ranks is not in it:
-    holding a trainer up for a rank that died would stall it for ever.
+    """Checkpoints that this rank has not finished uploading, oldest first. What waits for other ranks, for whoever
+    gives up what is hopeless, or for the trainer itself to add shards or seal is not in it: holding the trainer up
+    for those would stall it for ever.
     """
     return [
         each
         for _, each in sorted(local.checkpoints.items())
-        if each.decision is None and not each.has_receipt and not each.superseded
+        if each.decision is None
+        and not each.has_receipt
+        and why_hopeless(each, local.generation) is None
+        and not (each.sealed is None and all(shard.stored is not None for shard in each.shards.values()))
     ]
 
 
@@ -364,12 +368,13 @@ def supersedable(local: Local, policy: RetentionPolicy) -> list[CheckpointId]:
     """Which checkpoints of the backlog may be given up for newer ones, oldest first.
 
     Never the newest sealed one, nor what the retention policy would keep if everything in the backlog were
-    committed.
+    committed. What was given up, or is bound to be, protects nothing: it does not count.
     """
     candidates = [
         Candidate(id_, each.name, each.sealed_at, dict(each.sealed.metrics))
         for id_, each in local.checkpoints.items()
-        if each.sealed is not None and not each.superseded
+        if each.sealed is not None
+        and (is_loadable(each) if each.decision else why_hopeless(each, local.generation) is None)
     ]
     kept = retention.apply(policy, candidates)
     return [each.id for each in backlog(local) if each.sealed is not None and each.id not in kept]

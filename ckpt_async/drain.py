@@ -132,6 +132,7 @@ async def drain(
                 adopted.append((local, lock))
             else:
                 reports.append(RankReport(rank))
+                lock.release()  # others may take long: its trainer must not wait for them
         adoptions = [
             _Adoption(opened, journal, address, profile, settings or Settings(), ranks)
             for address, ranks in _by_remote(adopted, change)
@@ -240,19 +241,38 @@ class _Adoption:
         # Retries go on for as long as there is time, and no longer.
         settings = replace(self._settings, upload_timeout_s=min(604_800.0, max(1.0, left_s)))
         try:
-            await open_patiently(self._store, min(OPEN_TIMEOUT_S, left_s))
+            if not await self._open(min(OPEN_TIMEOUT_S, left_s)):
+                return [_report(each) for each in self._ranks]
             requests = Requests(settings, NullObserver(), self.address.url)
             try:
                 for each in self._ranks:
-                    await self._start(each, requests, settings)
+                    if not each.is_given_back:
+                        await self._start(each, requests, settings)
                 await self._wait_while(self._is_working, deadline)
                 await self._wait_while(self._waits_for_others, min(deadline, time.monotonic() + grace_s))
                 await self._wait_while(self._is_working, deadline)
             finally:
                 await self._stop()
         finally:
+            for each in self._ranks:
+                each.lock.release()  # adoptions of other remotes may take longer
             await self._store.close()
         return [_report(each) for each in self._ranks]
+
+    async def _open(self, timeout_s: float) -> bool:
+        """Open the store; False if every trainer came back before that succeeded."""
+        opening = asyncio.ensure_future(open_patiently(self._store, timeout_s))
+        try:
+            while not opening.done():
+                await asyncio.wait({opening}, timeout=WANTED_POLL_S)
+                await self._give_back_wanted()
+                if all(each.is_given_back for each in self._ranks):
+                    return False
+            opening.result()
+            return True
+        finally:
+            opening.cancel()
+            await asyncio.gather(opening, return_exceptions=True)
 
     async def _start(self, each: _Adopted, requests: Requests, settings: Settings) -> None:
         recorded = each.before.opened.settings if each.before.opened else ()
@@ -293,19 +313,20 @@ class _Adoption:
                 return
             self._changed.clear()
             await _within(min(left_s, WANTED_POLL_S), self._changed.wait())
-            for each in self._ranks:
-                if each.live and each.lock.is_wanted():
-                    await self._give_back(each)
+            await self._give_back_wanted()
 
-    async def _give_back(self, each: _Adopted) -> None:
-        """A trainer of this rank is starting: it finishes the rest itself."""
-        assert each.engine is not None
-        assert each.task is not None
-        logger.info("adoption_ended rank=%d: its trainer is back", each.engine.rank)
-        each.is_given_back = True
-        each.engine.stop()
-        await asyncio.gather(each.task, return_exceptions=True)
-        each.lock.release()
+    async def _give_back_wanted(self) -> None:
+        """Trainers of these ranks are starting: they finish the rest themselves."""
+        for each in self._ranks:
+            if each.is_given_back or not each.lock.is_wanted():
+                continue
+            logger.info("adoption_ended rank=%d: its trainer is back", each.before.rank)
+            each.is_given_back = True
+            if each.engine is not None:
+                each.engine.stop()
+            if each.task is not None:
+                await asyncio.gather(each.task, return_exceptions=True)
+            each.lock.release()
 
     async def _stop(self) -> None:
         tasks = [each.task for each in self._ranks if each.task is not None]
@@ -323,8 +344,8 @@ async def _within(timeout_s: float, waiting: Awaitable[object]) -> None:
 
 def _report(adopted: _Adopted) -> RankReport:
     engine, task = adopted.engine, adopted.task
-    assert engine is not None
-    assert task is not None
+    if engine is None or task is None:
+        return RankReport(adopted.before.rank, in_use_by="a trainer that has started")
     crash = task.exception() if task.done() and not task.cancelled() else None
     if crash is not None:
         logger.error("drain_failed rank=%d", engine.rank, exc_info=crash)

@@ -154,13 +154,13 @@ class Engine:
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(change)
 
-    def put_newest_first(self) -> None:
+    def put_newest_first(self, is_newest_first: bool = True) -> None:
         """Upload the newest sealed checkpoint before all others, and stop what is under way of the others: there may
-        be little time left. Any thread.
+        be little time left. False: oldest first again. Any thread.
         """
 
         def change() -> None:
-            self._is_newest_first = True
+            self._is_newest_first = is_newest_first
             self._woken.set()
 
         with contextlib.suppress(RuntimeError):
@@ -257,14 +257,14 @@ class Engine:
 
     def _newest_first(self, uploads: deque[decide.Upload]) -> deque[decide.Upload]:
         """Reorder, and free the places that older checkpoints take while the newest complete one waits."""
-        sealed = [id_ for id_, each in self.local.checkpoints.items() if each.sealed is not None]
+        sealed = {id_ for id_, each in self.local.checkpoints.items() if each.sealed is not None}
         newest = max(sealed, default=None)
         if any(each.checkpoint == newest for each in uploads):
             for action, task in self._running.items():
                 if isinstance(action, decide.Upload) and action.checkpoint != newest:
                     task.cancel()  # its finished parts are kept
         return deque(
-            sorted(uploads, key=lambda each: (each.checkpoint == newest, each.checkpoint), reverse=True)
+            sorted(uploads, key=lambda each: (each.checkpoint in sealed, each.checkpoint), reverse=True)
         )
 
     def _start_uploads(self) -> None:

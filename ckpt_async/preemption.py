@@ -34,10 +34,15 @@ def flush_on_sigterm(uploader: Flushes, budget_s: float) -> Callable[[], None]:
     store sooner) and is then ended by the same signal.
 
     The handler itself takes no lock and waits for nothing: it may interrupt the main thread anywhere. Call from the
-    main thread.
+    main thread; what is returned may be called from any.
     """
     before = signal.getsignal(signal.SIGTERM)
-    has_begun, has_ended = threading.Event(), threading.Event()
+    ends_process = before in (
+        signal.SIG_DFL,
+        None,
+    )  # None: C code's handler, which cannot be called from here
+    pid = os.getpid()
+    has_begun, has_ended, is_undone = threading.Event(), threading.Event(), threading.Event()
 
     def work() -> None:
         try:
@@ -46,25 +51,31 @@ def flush_on_sigterm(uploader: Flushes, budget_s: float) -> Callable[[], None]:
         except Exception:
             logger.exception("sigterm_flush_failed; the journal has what is left")
         has_ended.set()
-        if not callable(before):
+        if ends_process:
             os.kill(os.getpid(), signal.SIGTERM)  # `handle` ends the process, unless the main thread is stuck
             threading.Event().wait(END_ANYWAY_S)
             os._exit(128 + signal.SIGTERM)
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if has_ended.is_set() and not callable(before):
+        # A dataloader worker inherits the handler when it is forked, but has nothing to flush.
+        is_over = has_ended.is_set() or is_undone.is_set() or os.getpid() != pid
+        if is_over and ends_process:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
             return
-        if not has_begun.is_set():
+        if not is_over and not has_begun.is_set():
             has_begun.set()
             threading.Thread(target=work, name="ckpt-async-sigterm", daemon=True).start()
         if callable(before):
             before(number, frame)
 
     def undo() -> None:
-        if signal.getsignal(signal.SIGTERM) is handle and not has_begun.is_set():
-            signal.signal(signal.SIGTERM, before)
+        if has_begun.is_set():
+            return  # the process is ending
+        is_undone.set()
+        is_main = threading.current_thread() is threading.main_thread()  # only it may set signal handlers
+        if is_main and signal.getsignal(signal.SIGTERM) is handle:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
 
     signal.signal(signal.SIGTERM, handle)
     return undo

@@ -157,6 +157,13 @@ def apply(policy: RetentionPolicy, candidates: Iterable[Candidate]) -> Kept:
     return kept
 
 
+def keeps_all(policy: RetentionPolicy) -> bool:
+    """Whether nothing would ever be removed, however that was written."""
+    if isinstance(policy, AnyOf):
+        return any(keeps_all(each) for each in policy.policies)
+    return isinstance(policy, KeepAll)
+
+
 def parse(text: str) -> RetentionPolicy:
     """A policy from text: comma-separated, each keeps what it says, all together keep any of it.
 

@@ -147,6 +147,7 @@ class Uploader:
         self._changed = threading.Condition()
         self._open: dict[int, _Open] = {}
         self._num_waiting = 0
+        self._num_flushing = 0
         self._is_closed = False
         self._engine: Engine | None = None
         self._death: BaseException | None = None
@@ -272,13 +273,14 @@ class Uploader:
     def _trouble(self) -> tuple[str, str] | None:
         """Why no new checkpoint should be begun now and what the policy does about it, or None."""
         settings = self.settings
+        local = self._engine_now().fresh_local()
         free_bytes, _ = self._folder.space()
         if free_bytes < settings.min_free_bytes:
-            return (
-                f"{free_bytes} bytes are free, min_free_bytes={settings.min_free_bytes}",
-                settings.on_disk_low,
-            )
-        waiting = decide.backlog(self._engine_now().fresh_local())
+            reaction = settings.on_disk_low
+            if reaction == "supersede" and any(each.superseded for each in local.checkpoints.values()):
+                reaction = "block"  # what was given up still takes its space: that is enough, maybe
+            return f"{free_bytes} bytes are free, min_free_bytes={settings.min_free_bytes}", reaction
+        waiting = decide.backlog(local)
         if 0 < settings.max_backlog_checkpoints <= len(waiting):
             limit = settings.max_backlog_checkpoints
             return f"{len(waiting)} checkpoints wait, max_backlog_checkpoints={limit}", settings.on_backlog
@@ -388,8 +390,8 @@ class Uploader:
         """
         self._check_process()
         before = self.metrics.num_committed
-        self._engine_now().put_newest_first()
-        self._drain(timeout_s, grace_s=timeout_s)
+        with self._newest_first():
+            self._drain(timeout_s, grace_s=timeout_s)
         return self._report(before)
 
     def _report(self, committed_before: int) -> FlushReport:
@@ -532,6 +534,19 @@ class Uploader:
                 self._num_waiting -= 1
                 if not self._num_waiting and self._engine is not None:
                     self._engine.hurry(False)
+
+    @contextlib.contextmanager
+    def _newest_first(self) -> Any:
+        with self._lock:
+            self._num_flushing += 1
+            self._engine_now().put_newest_first(True)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_flushing -= 1
+                if not self._num_flushing and self._engine is not None:
+                    self._engine.put_newest_first(False)  # or, from now on, older ones might starve
 
     def _drain(self, timeout_s: float, *, grace_s: float) -> None:
         """Wait for our own work, then a while for the others'."""

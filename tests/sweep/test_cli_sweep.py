@@ -1,0 +1,387 @@
+"""`sweep`, `prune`, `pin`, `unpin` and `verify` as a shell sees them: exit codes, JSON, and what they leave alone."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_async import Uploader, cli, keys, records
+from ckpt_async.cli import Exit
+from ckpt_async.conditional import put
+from ckpt_async.model import CheckpointId, Outcome
+from ckpt_async.observe import NullObserver
+from ckpt_async.protocol import new_decision
+from ckpt_async.requests import Requests
+from ckpt_async.settings import Settings
+from ckpt_async.stores import open_store
+from tests.test_drain import Trainers
+
+Json = dict[str, Any]
+Call = Callable[..., tuple[int, Json]]
+
+
+@pytest.fixture
+def trainers() -> Iterator[Trainers]:
+    made = Trainers()
+    yield made
+    made.kill()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "checkpoints"
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Path:
+    return tmp_path / "store" / "run"
+
+
+@pytest.fixture
+def remote(stored: Path) -> str:
+    return f"file://{stored}"
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Call:
+    """Run a command with --json and return its exit code and its object."""
+
+    def call(*arguments: object) -> tuple[int, Json]:
+        code = cli.main([*map(str, arguments), "--json"])
+        return code, json.loads(capsys.readouterr().out)
+
+    return call
+
+
+def train(folder: Path, remote: str, *steps: int) -> None:
+    with Uploader(folder, remote, rank=0, world_size=1) as uploader:
+        for step in steps:
+            path = folder / f"step-{step}" / "model.bin"
+            path.parent.mkdir(parents=True)
+            path.write_bytes(f"{step}".encode() * 1000)
+            uploader.enqueue(path.parent, step, name=f"ep1-ba{step}")
+            uploader.seal(step, metrics={"loss": 1 / step})
+
+
+def tree(root: Path) -> dict[str, bytes]:
+    return {str(each): each.read_bytes() for each in root.rglob("*") if each.is_file()}
+
+
+def steps(call: Call, remote: str) -> list[int]:
+    return [each["step"] for each in call("ls", remote)[1]["checkpoints"]]
+
+
+# --- sweep -------------------------------------------------------------------------------------------------
+
+
+def test_sweep_finishes_a_folder_and_prunes_its_remote(
+    trainers: Trainers, call: Call, folder: Path, remote: str
+) -> None:
+    """What a cron job runs. JSON says what was done and why."""
+    trainers.die(folder, remote, 1, 2, 3)
+    code, told = call("sweep", folder, "--once", "--keep", "last=2")
+    assert (code, told["is_dry_run"], told["is_clean"]) == (0, False, True)
+    assert told["folders"] == [
+        {
+            "folder": str(folder),
+            "error": None,
+            "unfinished_ranks": [],
+            "uploaded_bytes": 9000,
+            "committed": 3,
+        }
+    ]
+    (swept,) = told["remotes"]
+    assert (swept["remote"], swept["error"]) == (remote, None)
+    assert [(each["action"], each["error"]) for each in swept["actions"]] == [
+        ("BeginPrune", None),
+        ("FinishPrune", None),
+    ]
+    assert all(each["what"] and each["reason"] for each in swept["actions"])
+    assert steps(call, remote) == [2, 3]
+
+
+def test_sweep_dry_run_touches_nothing(
+    trainers: Trainers,
+    call: Call,
+    folder: Path,
+    remote: str,
+    stored: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    train(folder, remote, 1, 2)
+    trainers.die(folder.with_name("other"), f"{remote}-other", 7)
+    before = tree(stored)
+    arguments = ["sweep", folder, folder.with_name("other"), "--dry-run", "--keep", "last=1"]
+    code, told = call(*arguments)
+    assert (code, told["is_dry_run"]) == (0, True)
+    assert [each["unfinished_ranks"] for each in told["folders"]] == [[], [0]]
+    assert [each["action"] for each in told["remotes"][0]["actions"]] == ["BeginPrune"]
+    assert tree(stored) == before
+    assert cli.main(list(map(str, arguments))) == 0
+    out = capsys.readouterr().out
+    assert "would begin to prune generation 1 step 1: beyond retention" in out
+    assert "would finish what ranks [0] left" in out
+
+
+def test_sweep_without_anything_is_a_usage_error_and_an_unreachable_remote_fails(
+    call: Call, tmp_path: Path, remote: str
+) -> None:
+    """A unit file with a forgotten variable must not look healthy for ever."""
+    code, told = call("sweep")
+    assert (code, told["error"]["kind"]) == (2, "SettingsError")
+    code, told = call("sweep", "--remote", remote, "--keep", "last=0")
+    assert (code, told["error"]["kind"]) == (2, "SettingsError")
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")
+    code, told = call("sweep", "--remote", f"file://{blocked}/run")
+    assert (code, told["is_clean"]) == (1, False)
+    assert told["remotes"][0]["error"]
+
+
+def test_sweep_interval_ends_at_sigterm(folder: Path, remote: str) -> None:
+    """systemd stops it with SIGTERM: between sweeps, within the interval, with exit code 0."""
+    train(folder, remote, 1, 2)
+    command = ["sweep", folder, "--keep", "last=1", "--interval", "0.05", "--json"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ckpt_async", *map(str, command)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        told = [json.loads(process.stdout.readline()) for _ in range(3)]
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 0
+    done = [[each["action"] for each in sweep["remotes"][0]["actions"]] for sweep in told]
+    assert done == [["BeginPrune", "FinishPrune"], [], []]
+
+
+def test_sigterm_during_a_sweep_ends_it_and_frees_the_folder(
+    trainers: Trainers, call: Call, folder: Path, remote: str
+) -> None:
+    """A sweep that takes hours is no reason to wait for SIGKILL: the next one goes on."""
+    trainers.die(folder, remote, 1)
+    code = (
+        "import sys\nfrom ckpt_async import cli\nfrom ckpt_async.engine import Engine\n"
+        "upload = Engine._upload\n"
+        "async def loudly(self, action):\n    print('uploading', flush=True)\n    await upload(self, action)\n"
+        "Engine._upload = loudly\nsys.exit(cli.main(sys.argv[1:]))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "sweep", str(folder), "--interval", "3600"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "CKPT_ASYNC_MAX_BYTES_PER_S": "10"},
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "uploading\n"
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 0
+    assert call("sweep", folder)[1]["folders"][0]["committed"] == 1
+
+
+# --- prune, pin, unpin -------------------------------------------------------------------------------------
+
+
+def test_prune_is_dry_until_yes(
+    call: Call, folder: Path, remote: str, stored: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(folder, remote, 1, 2, 3)
+    before = tree(stored)
+    assert cli.main(["prune", remote, "--keep", "last=1"]) == 0
+    assert "nothing was touched; --yes does it" in capsys.readouterr().out
+    code, told = call("prune", remote, "--keep", "last=1", "--dry-run")
+    assert (code, told["is_dry_run"]) == (0, True)
+    assert [each["action"] for each in told["remotes"][0]["actions"]] == ["BeginPrune"] * 2
+    assert tree(stored) == before
+    code, told = call("prune", remote, "--keep", "last=1", "--yes")
+    assert (code, told["is_dry_run"], steps(call, remote)) == (0, False, [3])
+    assert [each.name for each in (stored / "ckpt").iterdir()] == ["ep1-ba3.g1"]
+    assert call("verify", remote, "--read-data", 100)[0] == 0
+
+
+@pytest.mark.parametrize("keep", [None, "", "all", "last=3,all", "last=0", "last=1,"])
+def test_prune_refuses_what_keeps_all_or_could_mean_delete_all(
+    call: Call, folder: Path, remote: str, stored: Path, keep: str | None
+) -> None:
+    train(folder, remote, 1, 2)
+    before = tree(stored)
+    policy = [] if keep is None else ["--keep", keep]
+    code, told = call("prune", remote, *policy, "--yes")
+    assert (code, told["error"]["kind"]) == (2, "SettingsError")
+    assert tree(stored) == before
+
+
+def test_prune_takes_its_policy_from_the_environment(
+    call: Call, folder: Path, remote: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The setting `remote_retention`, as the sweeper on the node has it."""
+    train(folder, remote, 1, 2, 3)
+    monkeypatch.setenv("CKPT_ASYNC_REMOTE_RETENTION", "last=1,best=1:loss:max")
+    assert call("prune", remote, "--yes")[0] == 0
+    assert steps(call, remote) == [1, 3]
+
+
+def test_a_pin_holds_until_it_is_taken_back(
+    call: Call, folder: Path, remote: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By step or by name, whichever the user knows."""
+    train(folder, remote, 1, 2, 3, 4)
+    assert call("pin", remote, "1") == (0, {"generation": 1, "step": 1, "is_pinned": True})
+    assert call("pin", remote, "ep1-ba2") == (0, {"generation": 1, "step": 2, "is_pinned": True})
+    assert cli.main(["pin", remote, "2"]) == 0, "again changes nothing"
+    assert capsys.readouterr().out == "step 2 (ep1-ba2) is pinned\n"
+    call("prune", remote, "--keep", "last=1", "--yes")
+    assert steps(call, remote) == [1, 2, 4]
+    assert call("unpin", remote, "ep1-ba1") == (0, {"generation": 1, "step": 1, "is_pinned": False})
+    call("prune", remote, "--keep", "last=1", "--yes")
+    assert steps(call, remote) == [2, 4]
+    assert call("verify", remote)[0] == 0
+    for gone in ("1", "ep1-ba3", "nobody"):
+        code, told = call("pin", remote, gone)
+        assert (code, told["error"]["kind"]) == (3, "ObjectNotFoundError")
+
+
+# --- verify ------------------------------------------------------------------------------------------------
+
+
+def test_verify_says_that_all_is_well(
+    call: Call, folder: Path, remote: str, stored: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(folder, remote, 1, 2)
+    before = tree(stored)
+    code, told = call("verify", remote)
+    assert code == 0
+    assert told == {
+        "committed": 2,
+        "shards": 2,
+        "shards_read": 0,
+        "size_bytes": 2000,
+        "violations": [],
+        "leftovers": [],
+    }
+    assert call("verify", remote, "--step", 2, "--read-data", 100)[1]["shards_read"] == 1
+    assert cli.main(["verify", remote]) == 0
+    assert (
+        "2 committed checkpoints, 2 shards (by the store's checksums), 0 violations"
+        in capsys.readouterr().out
+    )
+    assert tree(stored) == before
+
+
+def flip_a_byte(stored: Path) -> str:
+    path = stored / "ckpt/ep1-ba2.g1/model.bin"
+    data = bytearray(path.read_bytes())
+    data[500] ^= 1
+    path.write_bytes(data)
+    return "I6"
+
+
+def cut_a_shard(stored: Path) -> str:
+    path = stored / "ckpt/ep1-ba2.g1/model.bin"
+    path.write_bytes(path.read_bytes()[:-1])
+    return "I1"
+
+
+def lose_a_shard(stored: Path) -> str:
+    (stored / "ckpt/ep1-ba2.g1/model.bin").unlink()
+    return "I1"
+
+
+def lose_a_receipt(stored: Path) -> str:
+    (stored / keys.receipt_key(CheckpointId(1, 2), 0)).unlink()
+    return "I1"
+
+
+def swap_a_receipt(stored: Path) -> str:
+    """A well-formed receipt with other content than what was decided on."""
+    key = keys.receipt_key(CheckpointId(1, 2), 0)
+    receipt = records.decode_receipt((stored / key).read_bytes(), CheckpointId(1, 2), 0)
+    (stored / key).unlink()
+    store_object(stored, key, records.encode_receipt(type(receipt)(**_fields(receipt) | {"metrics": ()})))
+    return "I1"
+
+
+def forge_a_decision(stored: Path) -> str:
+    """A commit of a checkpoint of which no rank ever said that it is done."""
+    id_ = CheckpointId(1, 9)
+    real = records.decode_decision(
+        (stored / keys.decision_key(CheckpointId(1, 2))).read_bytes(), CheckpointId(1, 2)
+    )
+    decision = new_decision(id_, Outcome.COMMIT, name="ep1-ba9", world_size=1, by="a forger", now=0.0)
+    forged = type(decision)(**_fields(decision) | {"receipts": real.receipts, "num_shards": 1})
+    store_object(stored, keys.decision_key(id_), records.encode_decision(forged))
+    return "I1"
+
+
+def garble_a_decision(stored: Path) -> str:
+    (stored / keys.decision_key(CheckpointId(1, 1))).write_bytes(b"{}")
+    return "R4"
+
+
+def garble_latest(stored: Path) -> str:
+    (stored / keys.LATEST).write_bytes(b"ckpt/ep1-ba2")
+    return "I2"
+
+
+def _fields(record: Any) -> Json:
+    return {name: getattr(record, name) for name in record.__dataclass_fields__}
+
+
+def store_object(stored: Path, key: str, data: bytes) -> None:
+    async def main() -> None:
+        store = open_store(f"file://{stored}")
+        await store.open()
+        await put(store, Requests(Settings(), NullObserver(), store.url), key, data)
+        await store.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        flip_a_byte,
+        cut_a_shard,
+        lose_a_shard,
+        lose_a_receipt,
+        swap_a_receipt,
+        forge_a_decision,
+        garble_a_decision,
+        garble_latest,
+    ],
+)
+def test_verify_finds_damage(
+    call: Call, folder: Path, remote: str, stored: Path, damage: Callable[[Path], str]
+) -> None:
+    """Exit code 4, the rule that is broken, and the object at fault."""
+    train(folder, remote, 1, 2)
+    assert call("verify", remote, "--read-data", 100)[0] == 0
+    rule = damage(stored)
+    code, told = call("verify", remote, "--read-data", 100)
+    assert code == Exit.INCOMPLETE
+    assert rule in {each["rule"] for each in told["violations"]}
+    assert all(each["key"] and each["message"] for each in told["violations"])
+
+
+def test_where_there_is_no_run_nothing_is_found(call: Call, tmp_path: Path) -> None:
+    """A typo in the prefix must not look like a sound, empty run; and looking must not create it."""
+    (tmp_path / "empty").mkdir()
+    for name in ("empty", "missing"):
+        code, told = call("verify", f"file://{tmp_path}/{name}")
+        assert (code, told["error"]["exit_code"]) == (3, 3), told
+    assert [each.name for each in tmp_path.rglob("*")] == ["empty"]
+    for command in ("pin", "unpin"):
+        assert call(command, f"file://{tmp_path}/missing", "1")[0] == 3

@@ -1,0 +1,405 @@
+"""When uploads fall behind or the disk runs low: wait, raise, or give up what nobody wants to keep. Never silently."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import generate_latest
+
+from ckpt_async import CheckpointAbortedError, Uploader
+from ckpt_async import engine as engine_module
+from ckpt_async.errors import BacklogError, SettingsError
+from ckpt_async.files import Folder
+from ckpt_async.model import CheckpointId, LocalCheckpoint
+from ckpt_async.settings import Settings
+from ckpt_async.stores.memory import CAPABILITIES, MemoryBucket, MemoryStore
+from tests.engine.stores import Meddled, Slow
+from tests.engine.test_uploader import QUICK, decisions, wait_until, write
+
+SIZE_BYTES = 1000
+Open = Callable[..., Any]
+
+
+class Stuck(Slow):
+    """Shards do not arrive until `go` is set. Several may share a bucket."""
+
+    def __init__(self, bucket: MemoryBucket | None = None) -> None:
+        super().__init__()
+        if bucket is not None:
+            self.bucket = bucket
+            self._store = MemoryStore(bucket, url="memory://test", capabilities=CAPABILITIES)
+
+
+@pytest.fixture
+def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Open:
+    """`with opened(store, **settings) as uploader`: closes, or cuts it short after an error."""
+    monkeypatch.setattr(engine_module, "RETRY_ACTION_S", 0.05)
+
+    @contextmanager
+    def opened(store: Meddled, folder: Path = tmp_path / "folder", **more: Any) -> Iterator[Uploader]:
+        monkeypatch.setattr("ckpt_async.uploader.open_store", lambda *_, **__: store)
+        uploader = Uploader(folder, "memory://test", **QUICK | more)  # type: ignore[arg-type]
+        try:
+            yield uploader
+        except BaseException:
+            uploader.close(timeout_s=0)
+            raise
+        uploader.close()
+
+    return opened
+
+
+class Blocked(logging.Handler):
+    """Tells when a trainer was held up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_come, self.num = threading.Event(), 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.getMessage().startswith("trainer_blocked"):
+            self.num += 1
+            self.has_come.set()
+
+
+@pytest.fixture
+def blocked() -> Iterator[Blocked]:
+    handler = Blocked()
+    logging.getLogger("ckpt_async.uploader").addHandler(handler)
+    yield handler
+    logging.getLogger("ckpt_async.uploader").removeHandler(handler)
+
+
+def save(uploader: Uploader, step: int, **metrics: float) -> None:
+    uploader.enqueue(write(uploader, f"step-{step}/a.pt", b"x" * SIZE_BYTES), step)
+    uploader.seal(step, metrics=metrics)
+
+
+def in_thread(work: Callable[[], None]) -> tuple[threading.Thread, list[Exception]]:
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            work()
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, errors
+
+
+def blocked_s(uploader: Uploader) -> float:
+    for line in generate_latest(uploader.metrics).decode().splitlines():
+        if line.startswith("ckpt_async_trainer_blocked_seconds_total"):
+            return float(line.rpartition(" ")[2])
+    raise AssertionError("no such metric")
+
+
+def outcomes(store: Meddled) -> dict[int, str]:
+    return {id_.step: outcome for id_, outcome in decisions(store).items()}
+
+
+def known(uploader: Uploader) -> Mapping[CheckpointId, LocalCheckpoint]:
+    """What the engine has taken note of."""
+    assert uploader._engine is not None
+    return uploader._engine.local.checkpoints
+
+
+def is_stored(uploader: Uploader, id_: CheckpointId) -> bool:
+    found = known(uploader).get(id_)
+    return found is not None and all(each.stored is not None for each in found.shards.values())
+
+
+BOUNDS = [{"max_backlog_checkpoints": 2}, {"max_backlog_bytes": 2 * SIZE_BYTES}]
+
+
+# --- block, raise ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bound", BOUNDS)
+def test_block_holds_the_trainer_until_there_is_room(
+    opened: Open, blocked: Blocked, bound: dict[str, int]
+) -> None:
+    """One warning, the time counted, nothing lost; and shards of a checkpoint that is begun always go in."""
+    store = Stuck()
+    with opened(store, **bound) as uploader:
+        save(uploader, 1)
+        uploader.enqueue(write(uploader, "step-2/a.pt", b"x" * SIZE_BYTES), 2)
+        uploader.enqueue(write(uploader, "step-2/b.pt", b"x"), 2)
+        uploader.seal(2)
+        assert blocked_s(uploader) < 0.1
+        thread, errors = in_thread(lambda: save(uploader, 3))
+        assert blocked.has_come.wait(10)
+        assert thread.is_alive()
+        assert 3 not in uploader._open
+        store.go.set()
+        thread.join(10)
+        assert not thread.is_alive()
+        uploader.wait(3, timeout_s=10)
+        assert (errors, blocked.num) == ([], 1)
+        assert blocked_s(uploader) > 0
+    assert outcomes(store) == {1: "commit", 2: "commit", 3: "commit"}
+
+
+@pytest.mark.parametrize("bound", BOUNDS)
+def test_raise_says_so_at_once_and_enqueues_nothing(opened: Open, bound: dict[str, int]) -> None:
+    store = Stuck()
+    with opened(store, on_backlog="raise", **bound) as uploader:
+        save(uploader, 1)
+        save(uploader, 2)
+        with pytest.raises(BacklogError, match="max_backlog"):
+            save(uploader, 3)
+        assert 3 not in uploader._open
+        store.go.set()
+        uploader.wait(2, timeout_s=10)
+        uploader.wait(1, timeout_s=10)
+        save(uploader, 3)
+        uploader.wait(3, timeout_s=10)
+    assert outcomes(store) == {1: "commit", 2: "commit", 3: "commit"}
+
+
+def test_blocking_ends_with_an_error_and_its_time_is_counted(opened: Open) -> None:
+    """A store that is gone for good must not stop training for good."""
+    store = Stuck()
+    with opened(store, max_backlog_checkpoints=1, block_timeout_s=0.3) as uploader:
+        save(uploader, 1)
+        started = time.monotonic()
+        with pytest.raises(BacklogError, match="1 checkpoints wait"):
+            save(uploader, 2)
+        assert 0.3 <= time.monotonic() - started < 5
+        assert blocked_s(uploader) >= 0.3
+        store.go.set()
+
+
+def test_bandwidth_that_is_too_low_is_a_backlog_like_any_other(opened: Open, blocked: Blocked) -> None:
+    """The cap that leaves the network to training slows saving down, not the disk full."""
+    store = Meddled()
+    with opened(store, max_backlog_checkpoints=1, max_bytes_per_s=5 * SIZE_BYTES) as uploader:
+        started = time.monotonic()
+        for step in range(1, 5):
+            save(uploader, step)
+        assert time.monotonic() - started > 0.3
+        assert blocked.num >= 2
+    assert outcomes(store) == dict.fromkeys(range(1, 5), "commit")
+
+
+# --- what is no backlog ------------------------------------------------------------------------------------
+
+
+def test_what_waits_for_another_rank_is_no_backlog(opened: Open) -> None:
+    """A rank that died would stall all the others, in `enqueue`, where nobody looks for it."""
+    store = Meddled()
+    settings = {"rank": 0, "world_size": 2, "generation": 1}
+    with opened(store, max_backlog_checkpoints=1, block_timeout_s=0, **settings) as uploader:
+        for step in (1, 2, 3):
+            save(uploader, step)
+            id_ = CheckpointId(1, step)
+            wait_until(lambda id_=id_: (found := known(uploader).get(id_)) and found.has_receipt, uploader)  # type: ignore[misc]
+    assert outcomes(store) == {}
+
+
+def test_what_only_the_trainer_can_go_on_with_is_no_backlog(opened: Open) -> None:
+    """Its shards are in the store; that it is not sealed yet is up to the very thread that would be held up."""
+    store = Meddled()
+    with opened(store, max_backlog_checkpoints=1, block_timeout_s=0) as uploader:
+        uploader.enqueue(write(uploader, "step-1/a.pt"), 1)
+        id_ = CheckpointId(uploader.generation, 1)
+        wait_until(lambda: is_stored(uploader, id_), uploader)
+        save(uploader, 2)
+        uploader.seal(1)
+    assert outcomes(store) == {1: "commit", 2: "commit"}
+
+
+def test_what_cannot_be_finished_is_no_backlog(opened: Open, tmp_path: Path) -> None:
+    """Without conditional writes another rank has to give it up; this one only waits for that."""
+    store = Stuck()
+    store._store = MemoryStore(
+        store.bucket, url="memory://test", capabilities=replace(CAPABILITIES, conditional_put=False)
+    )
+    settings = {"rank": 1, "world_size": 2, "generation": 1, "on_error": "warn"}
+    with opened(store, max_backlog_checkpoints=1, block_timeout_s=0, **settings) as uploader:
+        path = write(uploader, "step-1/a.pt", b"first")
+        uploader.enqueue(path, 1)
+        with path.open("r+b") as file:
+            file.write(b"other")
+        uploader.seal(1)
+        store.go.set()
+        lost = CheckpointId(1, 1)
+        wait_until(lambda: lost in known(uploader) and known(uploader)[lost].loss is not None, uploader)
+        save(uploader, 2)
+
+
+# --- supersede ---------------------------------------------------------------------------------------------
+
+
+def test_supersede_gives_up_the_oldest_that_retention_would_not_keep(
+    opened: Open, blocked: Blocked, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither the newest, nor the best, nor every tenth; when only those are left, it waits like `block`."""
+    store = Stuck()
+    retention = "last=1,every-steps=10,best=1:loss:min"
+    settings = {"on_backlog": "supersede", "max_backlog_checkpoints": 4, "block_timeout_s": 0.2}
+    with opened(store, remote_retention=retention, **settings) as uploader:
+        for step, loss in ((5, 0.9), (10, 0.8), (15, 0.1), (17, 0.7), (20, 0.6), (23, 0.5)):
+            save(uploader, step, loss=loss)
+        assert blocked.num == 0
+        with pytest.raises(CheckpointAbortedError, match="superseded by newer checkpoints"):
+            uploader.wait(5, timeout_s=10)
+        with pytest.raises(CheckpointAbortedError):
+            uploader.wait(17, timeout_s=10)
+        assert outcomes(store) == {5: "abort", 17: "abort"}
+        assert blocked_s(uploader) < 0.2
+        with pytest.raises(BacklogError, match="4 checkpoints wait"):
+            save(uploader, 24)
+        store.go.set()
+        for step in (10, 15, 20, 23):
+            uploader.wait(step, timeout_s=10)
+        lines = generate_latest(uploader.metrics).decode().splitlines()
+        assert [each[-4:] for each in lines if 'result="superseded"' in each] == [" 2.0"]
+    assert outcomes(store) == {5: "abort", 17: "abort", **dict.fromkeys((10, 15, 20, 23), "commit")}
+    assert not store.keys("ckpt/step-5.") + store.keys("ckpt/step-17.")
+    said = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
+    assert sum("checkpoint_superseded" in each for each in said) == 2
+
+
+def test_a_newest_that_was_given_up_protects_nothing(opened: Open) -> None:
+    """If it counted as the newest, the one before it, now the newest there is, could be given up too."""
+    store = Stuck()
+    settings = {"on_backlog": "supersede", "max_backlog_checkpoints": 2, "block_timeout_s": 0}
+    with opened(store, remote_retention="last=1", on_error="warn", **settings) as uploader:
+        save(uploader, 1)
+        path = write(uploader, "step-2/a.pt", b"first")
+        uploader.enqueue(path, 2)
+        with path.open("r+b") as file:
+            file.write(b"other")
+        uploader.seal(2)
+        with pytest.raises(CheckpointAbortedError):
+            uploader.wait(2, timeout_s=10)
+        uploader.enqueue(write(uploader, "step-3/a.pt"), 3)  # not sealed: two wait now
+        with pytest.raises(BacklogError):
+            uploader.enqueue(write(uploader, "step-4/a.pt"), 4)
+        store.go.set()
+        uploader.wait(1, timeout_s=10)
+    assert outcomes(store)[1] == "commit"
+
+
+@pytest.mark.parametrize(("keep", "is_there"), [(-1, True), (0, False), (1, False), (3, False)])
+def test_local_files_of_what_was_superseded_go_unless_all_are_kept(
+    opened: Open, keep: int, is_there: bool
+) -> None:
+    """Giving it up is to free the disk too; but -1 promises that no local file is ever touched."""
+    store = Stuck()
+    settings = {"on_backlog": "supersede", "max_backlog_checkpoints": 2, "num_checkpoints_to_keep": keep}
+    with opened(store, remote_retention="last=1", **settings) as uploader:
+        for step in (1, 2, 3):
+            save(uploader, step)
+        with pytest.raises(CheckpointAbortedError):
+            uploader.wait(1, timeout_s=10)
+        gone = CheckpointId(uploader.generation, 1)
+        wait_until(lambda: gone not in known(uploader), uploader)
+        assert (uploader.folder / "step-1/a.pt").exists() == is_there
+        assert all((uploader.folder / f"step-{step}/a.pt").exists() for step in (2, 3))
+        store.go.set()
+
+
+def test_superseded_on_one_rank_is_given_up_on_all(opened: Open, tmp_path: Path) -> None:
+    """One decision for the checkpoint, whichever rank fell behind. The other rank's upload stops."""
+    bucket = MemoryBucket()
+    behind, other = Stuck(bucket), Stuck(bucket)
+    policy = {"on_backlog": "supersede", "max_backlog_checkpoints": 1, "remote_retention": "last=1"}
+    ranks = {"world_size": 2, "generation": 1}
+    with ExitStack() as stack:
+        first = stack.enter_context(
+            opened(behind, tmp_path / "0", rank=0, **ranks, **policy, block_timeout_s=0.1)
+        )
+        second = stack.enter_context(opened(other, tmp_path / "1", rank=1, **ranks))
+        for uploader in (first, second):
+            save(uploader, 1)
+        other.go.set()
+        with pytest.raises(BacklogError):
+            first.enqueue(write(first, "step-2/a.pt"), 2)  # the newest sealed one is never given up
+        first.seal(2)  # without shards: the backlog is of both now
+        save(second, 2)
+        for uploader in (first, second):
+            uploader.wait(2, timeout_s=10)
+        save(first, 3)
+        save(second, 3)
+        for uploader in (first, second):
+            with pytest.raises(CheckpointAbortedError, match="rank 0: superseded"):
+                uploader.wait(1, timeout_s=10)
+        behind.go.set()
+        for uploader in (first, second):
+            uploader.wait(3, timeout_s=10)
+    assert outcomes(behind) == {1: "abort", 2: "commit", 3: "commit"}
+
+
+@pytest.mark.parametrize("setting", ["on_backlog", "on_disk_low"])
+def test_supersede_needs_a_retention_that_lets_something_go(setting: str) -> None:
+    with pytest.raises(SettingsError, match="supersede"):
+        Settings(**{setting: "supersede"})
+    assert getattr(Settings(**{setting: "supersede", "remote_retention": "last=1"}), setting) == "supersede"
+
+
+# --- the disk ----------------------------------------------------------------------------------------------
+
+
+class Disk:
+    """How much is free, as the uploader is told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.free_bytes = 10_000
+        monkeypatch.setattr(Folder, "space", lambda folder: (self.space_of(folder), 20_000))
+
+    def space_of(self, folder: Folder) -> int:
+        return self.free_bytes
+
+
+def test_low_disk_raises_or_blocks(
+    opened: Open, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, blocked: Blocked
+) -> None:
+    disk, store = Disk(monkeypatch), Meddled()
+    with opened(store, min_free_bytes=5000, on_disk_low="raise") as uploader:
+        save(uploader, 1)
+        disk.free_bytes = 4999
+        with pytest.raises(BacklogError, match="4999 bytes are free, min_free_bytes=5000"):
+            save(uploader, 2)
+        disk.free_bytes = 5000
+        save(uploader, 2)
+    disk.free_bytes = 4000
+    with opened(store, tmp_path / "second", min_free_bytes=5000, on_disk_low="block") as uploader:
+        thread, errors = in_thread(lambda: save(uploader, 3))
+        assert blocked.has_come.wait(10)
+        assert thread.is_alive()
+        disk.free_bytes = 6000
+        thread.join(10)
+        assert (thread.is_alive(), errors) == (False, [])
+    assert outcomes(store) == {1: "commit", 2: "commit", 3: "commit"}
+
+
+def test_low_disk_gives_up_no_more_than_it_takes(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Space comes back when the files are gone, a moment later: until then nothing else is given up."""
+    disk, store = Disk(monkeypatch), Stuck()
+
+    def space_of(folder: Folder) -> int:
+        return 5000 - 1000 * sum(1 for _ in folder.path.glob("step-*/*")) + 4000
+
+    settings = {"on_disk_low": "supersede", "min_free_bytes": 5000, "num_checkpoints_to_keep": 1}
+    with opened(store, remote_retention="last=1", block_timeout_s=10, **settings) as uploader:
+        for step in (1, 2, 3, 4):
+            save(uploader, step)
+        disk.space_of = space_of  # type: ignore[method-assign]
+        uploader.enqueue(write(uploader, "step-5/a.pt"), 5)  # its own file makes it 4000: one has to go
+        uploader.seal(5)
+        with pytest.raises(CheckpointAbortedError):
+            uploader.wait(1, timeout_s=10)
+        store.go.set()
+        for step in (2, 3, 4, 5):
+            uploader.wait(step, timeout_s=10)
+    assert outcomes(store) == {1: "abort", **dict.fromkeys((2, 3, 4, 5), "commit")}
