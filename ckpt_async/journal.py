@@ -54,6 +54,8 @@ FORMAT_VERSION = 1
 # Waiting for another process's write; each of them takes well under a millisecond.
 BUSY_TIMEOUT_S = 10.0
 BUSY_PAUSE_S = 0.0003
+# A trainer that waits for a lock renews its mark twenty times a second.
+WANTED_S = 5.0
 # Frames in the WAL before the engine moves them into the main file, off the trainer's path.
 CHECKPOINT_PAGES = 1000
 
@@ -423,8 +425,13 @@ class RankLock:
         return self._path.with_suffix(".wanted")
 
     def is_wanted(self) -> bool:
-        """Whether a trainer waits for this lock: whoever only adopted the journal gives it back."""
-        return self._wanted.exists()
+        """Whether a trainer waits for this lock now: whoever only adopted the journal gives it back. A mark that is not
+        renewed was left by one that was killed while it waited.
+        """
+        try:
+            return abs(time.time() - self._wanted.stat().st_mtime) < WANTED_S
+        except FileNotFoundError:
+            return False
 
     def acquire(self, *, wait_s: float = 0.0, is_trainer: bool = False) -> None:
         """Take the lock, waiting up to `wait_s` for a predecessor that is still ending. A trainer also asks an
@@ -443,6 +450,8 @@ class RankLock:
                     with contextlib.suppress(OSError):
                         self._wanted.touch()
                 if time.monotonic() >= deadline:
+                    if is_trainer:
+                        self._wanted.unlink(missing_ok=True)
                     holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "unknown"
                     os.close(descriptor)
                     raise FolderInUseError(

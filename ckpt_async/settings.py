@@ -115,7 +115,7 @@ class Settings:
             policy = retention.parse(self.remote_retention)
         except SettingsError as error:
             raise SettingsError(f"remote_retention={self.remote_retention!r}: {error}") from None
-        if "supersede" in (self.on_backlog, self.on_disk_low) and isinstance(policy, retention.KeepAll):
+        if "supersede" in (self.on_backlog, self.on_disk_low) and retention.keeps_all(policy):
             raise SettingsError(
                 "on_backlog or on_disk_low is 'supersede', but remote_retention keeps all: nothing could be given up",
                 hint="say what must be kept, e.g. remote_retention='last=2,every-steps=1000'",

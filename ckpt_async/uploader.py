@@ -552,9 +552,15 @@ class Uploader:
         """Wait for our own work, then a while for the others'."""
         deadline = time.monotonic() + timeout_s
         first_round = self._engine_now().num_rounds + 1  # it began after everything was appended
+
+        def is_busy(engine: Engine) -> bool:
+            if engine.num_rounds > first_round:
+                return engine.num_due > 0
+            engine.wake()  # or an idle engine's next round would be POLL_S away
+            return True
+
         with self._hurried():
-            self._engine_now().wake()
-            self._wait_while(lambda engine: engine.num_rounds <= first_round or engine.num_due > 0, deadline)
+            self._wait_while(is_busy, deadline)
             self._wait_while(_waits_for_others, min(deadline, time.monotonic() + grace_s))
             self._wait_while(lambda engine: engine.num_due > 0, deadline)
 

@@ -278,7 +278,7 @@ def test_a_newest_that_was_given_up_protects_nothing(opened: Open) -> None:
         path = write(uploader, "step-2/a.pt", b"first")
         uploader.enqueue(path, 2)
         with path.open("r+b") as file:
-            file.write(b"other")
+            file.write(b"of another size")
         uploader.seal(2)
         with pytest.raises(CheckpointAbortedError):
             uploader.wait(2, timeout_s=10)

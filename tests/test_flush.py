@@ -1,0 +1,372 @@
+"""The last seconds before a node goes away: `flush`, and SIGTERM with a budget."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_async import Uploader, keys
+from ckpt_async import engine as engine_module
+from ckpt_async.preemption import flush_on_sigterm
+from ckpt_async.records import decode_decision
+from tests.engine.stores import Meddled, Slow
+from tests.engine.test_uploader import QUICK, decisions, wait_until, write
+
+Open = Callable[..., Any]
+
+
+class Ordered(Slow):
+    """Holds shards until `go` is set. `came` says in which order their uploads began."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.came: list[int] = []
+
+    async def before(self, operation: str, key: str) -> None:
+        if operation == "put" and (parsed := keys.parse_data_key(key)):
+            self.came.append(parsed[0].step)
+        await super().before(operation, key)
+
+
+@pytest.fixture
+def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Open:
+    """`with opened(store, **settings) as uploader`: closes, or cuts it short after an error."""
+    monkeypatch.setattr(engine_module, "RETRY_ACTION_S", 0.05)
+
+    @contextmanager
+    def opened(store: Meddled, folder: Path = tmp_path / "folder", **more: Any) -> Iterator[Uploader]:
+        monkeypatch.setattr("ckpt_async.uploader.open_store", lambda *_, **__: store)
+        uploader = Uploader(folder, "memory://test", **QUICK | more)  # type: ignore[arg-type]
+        try:
+            yield uploader
+        except BaseException:
+            uploader.close(timeout_s=0)
+            raise
+        uploader.close()
+
+    return opened
+
+
+def save(uploader: Uploader, step: int, *names: str, is_sealed: bool = True) -> None:
+    for name in names or ("a.pt",):
+        uploader.enqueue(write(uploader, f"step-{step}/{name}", b"x" * 1000), step)
+    if is_sealed:
+        uploader.seal(step)
+
+
+def outcomes(store: Meddled) -> dict[int, str]:
+    return {id_.step: outcome for id_, outcome in decisions(store).items()}
+
+
+# --- flush -------------------------------------------------------------------------------------------------
+
+
+def test_the_newest_complete_checkpoint_goes_first(opened: Open) -> None:
+    """Older ones are queued, or even under way; a newer one that is not sealed is of no use to anyone."""
+    store = Ordered()
+    with opened(store, num_concurrent_uploads=1) as uploader:
+        for step in (1, 2, 3):
+            save(uploader, step)
+        assert store.has_come.wait(10)
+        save(uploader, 4, is_sealed=False)
+        reports: list[Any] = []
+        flushing = threading.Thread(target=lambda: reports.append(uploader.flush(10)))
+        flushing.start()
+        wait_until(lambda: len(store.came) > 1, uploader)
+        assert store.came == [1, 3]
+        store.go.set()
+        uploader.wait(1, timeout_s=10)
+        flushing.join(15)
+        assert store.came[:4] == [1, 3, 2, 1]
+        (report,) = reports
+        assert (report.num_committed, report.num_shards_left, report.steps_left) == (3, 0, (4,))
+        assert not report.is_done, "4 is not sealed: it cannot be in the store"
+        uploader.seal(4)
+        assert uploader.flush(10).is_done
+    assert outcomes(store) == dict.fromkeys((1, 2, 3, 4), "commit")
+
+
+def test_when_there_is_nothing_to_do_flush_returns_at_once(opened: Open) -> None:
+    store = Meddled()
+    with opened(store) as uploader:
+        save(uploader, 1)
+        assert uploader.flush(30).is_done
+        started = time.monotonic()
+        report = uploader.flush(30)
+        assert time.monotonic() - started < 0.9, "an idle engine was waited for"
+        assert (report.is_done, report.num_committed, report.steps_left) == (True, 0, ())
+
+
+def test_after_a_flush_the_oldest_goes_first_again(opened: Open) -> None:
+    """A flush that did not end the process must not starve what is older from then on."""
+    store = Ordered()
+    with opened(store, num_concurrent_uploads=1) as uploader:
+        uploader.flush(10)
+        for step in (1, 2, 3):
+            save(uploader, step)
+        assert store.has_come.wait(10)
+        store.go.set()
+        uploader.wait(3, timeout_s=10)
+    assert store.came == [1, 2, 3]
+
+
+def test_a_budget_is_kept_and_the_next_start_finishes_the_rest(opened: Open) -> None:
+    """A store that does not answer. Nothing is lost by giving up the wait."""
+    store = Ordered()
+    with opened(store, generation=1, num_concurrent_uploads=1) as uploader:
+        save(uploader, 1)
+        save(uploader, 2, "a.pt", "b.pt", "c.pt")
+        started = time.monotonic()
+        report = uploader.flush(0.5)
+        assert 0.5 <= time.monotonic() - started < 1.5
+        assert (report.is_done, report.num_committed, report.steps_left) == (False, 0, (1, 2))
+        assert (report.num_shards_left, report.size_bytes_left) == (4, 4000)
+        uploader.close(timeout_s=0)
+    store.go.set()
+    with opened(store, generation=2) as uploader:
+        assert uploader.wait_for_predecessor(timeout_s=10)
+    assert outcomes(store) == {1: "commit", 2: "commit"}
+
+
+def test_a_rank_that_does_not_come_uses_up_the_budget_but_no_more(opened: Open) -> None:
+    """Our part is in the store; whether it becomes a commit is not in our hands."""
+    store = Meddled()
+    with opened(store, rank=0, world_size=2, generation=1) as uploader:
+        save(uploader, 1)
+        started = time.monotonic()
+        report = uploader.flush(0.5)
+        assert 0.5 <= time.monotonic() - started < 1.5
+        assert (report.is_done, report.num_shards_left, report.steps_left) == (False, 0, (1,))
+
+
+# --- SIGTERM -----------------------------------------------------------------------------------------------
+
+# Uploads wait for a flush (or for ever, if told so). Says when it has saved; then computes until told to stop.
+TRAINER = """
+import asyncio, json, logging, os, signal, sys, threading, time
+from pathlib import Path
+from ckpt_async import Uploader
+from ckpt_async.engine import Engine
+
+logging.basicConfig(level=logging.WARNING)
+folder, remote, settings, how = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3]), sys.argv[4]
+may_go, upload, flush = threading.Event(), Engine._upload, Uploader.flush
+
+async def waits(self, action):
+    while how == "stuck" or not may_go.is_set():
+        await asyncio.sleep(0.01)
+    await upload(self, action)
+
+def flushes(self, timeout_s):
+    may_go.set()
+    return flush(self, timeout_s)
+
+def mine(number, frame):
+    print("mine", uploader._open[1].is_sealed, flush=True)
+
+Engine._upload, Uploader.flush = waits, flushes
+if how == "handler":
+    signal.signal(signal.SIGTERM, mine)
+if how == "ignored":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+uploader = Uploader(folder, remote, rank=0, world_size=1, generation=1, **settings)
+path = folder / "model.bin"
+path.write_bytes(b"x" * 1000)
+uploader.enqueue(path, 1)
+uploader.seal(1)
+if how == "fork":
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(write_end, b".")  # Python drops signals that come before this
+        while True:
+            time.sleep(0.01)  # loads data
+    os.read(read_end, 1)
+    os.kill(child, signal.SIGTERM)
+    print("child", os.waitpid(child, 0)[1], may_go.is_set(), flush=True)
+if how == "closed":
+    may_go.set()
+    closing = threading.Thread(target=uploader.close)
+    closing.start()
+    closing.join()
+print("saved", flush=True)
+for line in sys.stdin:
+    uploader.wait(1, timeout_s=30)
+    print("committed", flush=True)
+uploader.close()
+"""
+
+
+class Started:
+    """A trainer that has saved."""
+
+    def __init__(self, tmp_path: Path, how: str, **settings: Any) -> None:
+        self.folder, self.stored = tmp_path / "folder", tmp_path / "run"
+        self.process = subprocess.Popen(
+            [
+                sys.executable,
+                "-c",
+                TRAINER,
+                str(self.folder),
+                f"file://{self.stored}",
+                json.dumps(settings),
+                how,
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        self.said = list(iter(self._line, "saved"))
+
+    def _line(self) -> str:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline().strip()
+        assert line or self.process.poll() is None, self.process.communicate()[1]
+        return line
+
+    def terminate(self) -> float:
+        """SIGTERM; returns how long it lived on."""
+        started = time.monotonic()
+        self.process.send_signal(signal.SIGTERM)
+        self.errors = self.process.communicate(timeout=30)[1]
+        return time.monotonic() - started
+
+    def is_committed(self) -> bool:
+        (found,) = list((self.stored / keys.DECISIONS).glob("*")) or [None]
+        if found is None:
+            return False
+        id_ = keys.parse_decision_key(f"{keys.DECISIONS}{found.name}")
+        assert id_ is not None
+        return decode_decision(found.read_bytes(), id_).outcome.value == "commit"
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[Callable[..., Started]]:
+    made: list[Started] = []
+
+    def start(how: str, **settings: Any) -> Started:
+        (tmp_path / "folder").mkdir()
+        made.append(Started(tmp_path, how, **settings))
+        return made[-1]
+
+    yield start
+    for each in made:
+        each.process.kill()
+        each.process.communicate()
+
+
+def test_sigterm_flushes_and_then_ends_the_process_as_it_would_have(started: Any) -> None:
+    """The launcher sees signal 15, and the checkpoint is in the store; the budget is a limit, not a delay."""
+    trainer = started("default", sigterm_flush_s=20.0)
+    assert not trainer.is_committed()
+    assert trainer.terminate() < 10
+    assert trainer.process.returncode == -signal.SIGTERM
+    assert trainer.is_committed()
+    assert "sigterm_flushed report=FlushReport(is_done=True, num_committed=1" in trainer.errors
+
+
+def test_sigterm_with_a_store_that_does_not_answer_ends_within_the_budget(started: Any) -> None:
+    """SIGKILL comes after the budget; what is left is finished by the next start."""
+    trainer = started("stuck", sigterm_flush_s=0.5)
+    assert 0.5 <= trainer.terminate() < 1.5 + 1.0
+    assert trainer.process.returncode == -signal.SIGTERM
+    assert not trainer.is_committed()
+    with Uploader(
+        trainer.folder, f"file://{trainer.stored}", rank=0, world_size=1, generation=2, metrics_port=-1
+    ) as uploader:
+        assert uploader.wait_for_predecessor(timeout_s=20)
+    assert trainer.is_committed()
+
+
+def test_a_handler_of_the_users_own_decides_when_the_process_ends(started: Any) -> None:
+    """Frameworks save and requeue in theirs. It runs at once, every time; the flush goes on beside it."""
+    trainer = started("handler", sigterm_flush_s=20.0)
+    for _ in range(2):
+        trainer.process.send_signal(signal.SIGTERM)
+        assert trainer.process.stdout.readline() == "mine True\n"
+    out, errors = trainer.process.communicate("go on\n", timeout=30)
+    assert (out, trainer.process.returncode) == ("committed\n", 0)
+    assert errors.count("sigterm_flushed") == 1
+    assert trainer.is_committed()
+
+
+def test_who_ignores_sigterm_is_not_ended(started: Any) -> None:
+    """`nohup`-like wrappers do; the flush is welcome all the same."""
+    trainer = started("ignored", sigterm_flush_s=20.0)
+    trainer.process.send_signal(signal.SIGTERM)
+    out, errors = trainer.process.communicate("go on\n", timeout=30)
+    assert (out, trainer.process.returncode) == ("committed\n", 0)
+    assert "sigterm_flushed" in errors
+
+
+def test_a_forked_worker_ends_at_once_and_flushes_nothing(started: Any) -> None:
+    """Dataloader workers inherit the handler, and are ended by SIGTERM every epoch."""
+    trainer = started("fork", sigterm_flush_s=20.0)
+    assert trainer.said == [f"child {signal.SIGTERM.value} False"]
+    trainer.terminate()
+    assert "Traceback" not in trainer.errors
+
+
+def test_closed_from_another_thread_it_no_longer_delays_sigterm(started: Any) -> None:
+    """Only the main thread may set handlers, but any may close."""
+    trainer = started("closed", sigterm_flush_s=20.0)
+    assert trainer.is_committed()
+    trainer.terminate()
+    assert trainer.process.returncode == -signal.SIGTERM
+    assert "sigterm" not in trainer.errors
+
+
+def test_nothing_is_installed_unless_asked_and_it_is_undone_at_close(opened: Open, tmp_path: Path) -> None:
+    """Signals belong to the training framework."""
+    before = signal.getsignal(signal.SIGTERM)
+    with opened(Meddled()):
+        assert signal.getsignal(signal.SIGTERM) is before
+    with opened(Meddled(), tmp_path / "second", sigterm_flush_s=5):
+        assert signal.getsignal(signal.SIGTERM) is not before
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_undo_leaves_a_handler_that_was_set_after_ours() -> None:
+    """Whoever came later wraps ours, maybe, or replaced it: not ours to take away."""
+
+    def later(*_: object) -> None: ...
+
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        undo = flush_on_sigterm(_Nothing(), 1.0)
+        signal.signal(signal.SIGTERM, later)
+        undo()
+        assert signal.getsignal(signal.SIGTERM) is later
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class _Nothing:
+    def flush(self, timeout_s: float) -> None: ...
+
+
+def test_outside_the_main_thread_the_setting_is_refused_before_anything_is_opened(tmp_path: Path) -> None:
+    errors: list[Exception] = []
+
+    def open_it() -> None:
+        try:
+            Uploader(tmp_path / "folder", f"file://{tmp_path}/run", rank=0, world_size=1, sigterm_flush_s=1.0)
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=open_it)
+    thread.start()
+    thread.join(30)
+    assert "main thread" in str(errors[0])
+    assert os.listdir(tmp_path) == []
