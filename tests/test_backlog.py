@@ -1,6 +1,7 @@
 """When uploads fall behind or the disk runs low: wait, raise, or give up what nobody wants to keep. Never silently."""
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -228,7 +229,7 @@ def test_what_cannot_be_finished_is_no_backlog(opened: Open, tmp_path: Path) -> 
         path = write(uploader, "step-1/a.pt", b"first")
         uploader.enqueue(path, 1)
         with path.open("r+b") as file:
-            file.write(b"other")
+            file.write(b"of another size")
         uploader.seal(1)
         store.go.set()
         lost = CheckpointId(1, 1)
@@ -267,27 +268,6 @@ def test_supersede_gives_up_the_oldest_that_retention_would_not_keep(
     assert not store.keys("ckpt/step-5.") + store.keys("ckpt/step-17.")
     said = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
     assert sum("checkpoint_superseded" in each for each in said) == 2
-
-
-def test_a_newest_that_was_given_up_protects_nothing(opened: Open) -> None:
-    """If it counted as the newest, the one before it, now the newest there is, could be given up too."""
-    store = Stuck()
-    settings = {"on_backlog": "supersede", "max_backlog_checkpoints": 2, "block_timeout_s": 0}
-    with opened(store, remote_retention="last=1", on_error="warn", **settings) as uploader:
-        save(uploader, 1)
-        path = write(uploader, "step-2/a.pt", b"first")
-        uploader.enqueue(path, 2)
-        with path.open("r+b") as file:
-            file.write(b"of another size")
-        uploader.seal(2)
-        with pytest.raises(CheckpointAbortedError):
-            uploader.wait(2, timeout_s=10)
-        uploader.enqueue(write(uploader, "step-3/a.pt"), 3)  # not sealed: two wait now
-        with pytest.raises(BacklogError):
-            uploader.enqueue(write(uploader, "step-4/a.pt"), 4)
-        store.go.set()
-        uploader.wait(1, timeout_s=10)
-    assert outcomes(store)[1] == "commit"
 
 
 @pytest.mark.parametrize(("keep", "is_there"), [(-1, True), (0, False), (1, False), (3, False)])
@@ -388,7 +368,9 @@ def test_low_disk_gives_up_no_more_than_it_takes(opened: Open, monkeypatch: pyte
     disk, store = Disk(monkeypatch), Stuck()
 
     def space_of(folder: Folder) -> int:
-        return 5000 - 1000 * sum(1 for _ in folder.path.glob("step-*/*")) + 4000
+        # os.walk, for the engine removes files and folders beneath it
+        held = (names for where, _, names in os.walk(folder.path) if Path(where).name.startswith("step-"))
+        return 5000 - 1000 * sum(map(len, held)) + 4000
 
     settings = {"on_disk_low": "supersede", "min_free_bytes": 5000, "num_checkpoints_to_keep": 1}
     with opened(store, remote_retention="last=1", block_timeout_s=10, **settings) as uploader:
