@@ -326,7 +326,8 @@ class DirectoryStore:
             try:
                 return place()
             except FileNotFoundError:
-                _make_folders(target.parent)
+                with contextlib.suppress(FileNotFoundError):  # a delete took the one just made: again
+                    _make_folders(target.parent)
         return place()
 
     @contextlib.contextmanager

@@ -145,14 +145,13 @@ def test_uploads_are_bounded_at_the_wire_and_control_goes_past_them(
     """The budget is kept where it counts, and a receipt does not queue behind shards that hang."""
     settings = QUICK | {"num_concurrent_uploads": 3, "stall_timeout_s": 30.0, "request_timeout_s": 30.0}
     with Uploader(tmp_path / "folder", f"{s3_url}/run", **settings) as uploader:
-        proxy.add(Fault("hold", "PUT", rf"{SHARDS}2"))
+        hold = proxy.add(Fault("hold", "PUT", rf"{SHARDS}2"))
         save(uploader, 2, num_shards=20)
-        proxy.wait_for(lambda: proxy.num_under_way == 3)
+        proxy.wait_for(lambda: hold.num_hits == 3)
         uploader.seal(3)
         uploader.wait(3, timeout_s=10)
-        held = [each for each in proxy.exchanges if re.search(rf"{SHARDS}2", each.key)]
-        assert not held
-        assert proxy.num_under_way == 3
+        assert not [each for each in proxy.exchanges if re.search(rf"{SHARDS}2", each.key)]
+        assert hold.num_hits == 3
         proxy.release()
         uploader.wait(2, timeout_s=30)
 
