@@ -85,6 +85,10 @@ class Progress:
             self._scope.reschedule(min(self._deadline, self._loop.time() + held_s + self._stall_timeout_s))
             await asyncio.sleep(held_s)
 
+    def moved_in_thread(self) -> None:
+        """`moved`, for a worker thread: a sink runs in one."""
+        self._loop.call_soon_threadsafe(self.moved)
+
     def moved(self, *, is_last: bool = False) -> None:
         """Bytes moved. After the last one only the overall deadline counts: the store may need time."""
         if not self._scope.expired():

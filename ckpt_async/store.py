@@ -150,7 +150,10 @@ class Store(Protocol):
         ...
 
     async def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> ObjectInfo:
-        """Read a range, handing slices to `sink` in order as they arrive."""
+        """Read a range, handing slices to `sink` in order as they arrive: one at a time, as a rule from a worker
+        thread, each valid only until it returns. What it raises is raised here; after this has returned, raised or
+        been cancelled it is not called again.
+        """
         ...
 
     async def head(self, key: str) -> ObjectInfo:

@@ -430,7 +430,7 @@ async def read_back(
 
         def sink(piece: memoryview) -> None:
             digest.update(piece)
-            progress.moved()
+            progress.moved_in_thread()
 
         info = await store.get_range(key, 0, size_bytes, sink)
         return ObjectInfo(key, info.size_bytes, info.etag, digest.checksum())

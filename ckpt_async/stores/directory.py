@@ -161,16 +161,7 @@ class DirectoryStore:
                     operation="get_range",
                     key=key,
                 )
-            buffer = memoryview(bytearray(min(size_bytes, _SLICE_BYTES)))
-            end = offset + size_bytes
-            while offset < end:
-                with _translating("get_range", key):
-                    slice_ = buffer[: end - offset]
-                    count = await _in_thread(os.preadv, descriptor, [slice_], offset)
-                    if count == 0:
-                        raise IntegrityError("was cut short beneath us", operation="get_range", key=key)
-                sink(slice_[:count])
-                offset += count
+            await _in_thread(_read_range, descriptor, key, offset, size_bytes, sink)
         finally:
             os.close(descriptor)
         return _info(key, status)
@@ -460,6 +451,18 @@ def _checksum_file(descriptor: int, algorithm: str) -> Checksum:
         digest.update(buffer[:count])
         offset += count
     return digest.checksum()
+
+
+def _read_range(descriptor: int, key: str, offset: int, size_bytes: int, sink: Sink) -> None:
+    buffer = memoryview(bytearray(min(size_bytes, _SLICE_BYTES)))
+    end = offset + size_bytes
+    while offset < end:
+        with _translating("get_range", key):
+            count = os.preadv(descriptor, [buffer[: end - offset]], offset)
+            if count == 0:
+                raise IntegrityError("was cut short beneath us", operation="get_range", key=key)
+        sink(buffer[:count])
+        offset += count
 
 
 def _make_folders(path: Path) -> None:

@@ -15,14 +15,16 @@ import contextlib
 import datetime as dt
 import email.utils
 import hashlib
+import os
 import secrets
 import socket
 import time
 from base64 import b64encode
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import botocore.exceptions
+import botocore.httpsession
 import botocore.parsers
 from aiobotocore.config import AioConfig
 from aiobotocore.session import AioSession
@@ -30,6 +32,7 @@ from botocore.handlers import add_expect_header
 
 from ckpt_async.checksums import checksum_of
 from ckpt_async.errors import (
+    CkptAsyncError,
     FailureReason,
     IntegrityError,
     ObjectNotFoundError,
@@ -53,7 +56,8 @@ from ckpt_async.store import (
 )
 from ckpt_async.stores import StoreOptions, check_key, check_prefix
 from ckpt_async.stores.s3_body import BodyPayload
-from ckpt_async.stores.s3_errors import Place, hint_for, reason_of, translating
+from ckpt_async.stores.s3_download import Answer, Downloads, has_proxy
+from ckpt_async.stores.s3_errors import Place, hint_for, reason_of, refusal, translating
 
 # What the SDK hands back is untyped: dictionaries shaped by the service model.
 Response = Mapping[str, Any]
@@ -98,6 +102,7 @@ class S3Store:
         self._url = url
         self._exit_stack = contextlib.AsyncExitStack()
         self._client: Any = None
+        self._downloads: Downloads  # made with the client
         self._capabilities: Capabilities | None = None
 
     @property
@@ -165,10 +170,31 @@ class S3Store:
         if size_bytes == 0:
             return await self.head(key)  # HTTP cannot ask for an empty range
         with translating("get_object", key, self._place):
+            url = await self._client.generate_presigned_url(
+                "get_object", {"Bucket": self._bucket, "Key": self._root + check_key(key, "get_object")}
+            )
+        if has_proxy(url):
+            return await self._get_range_through_sdk(key, offset, size_bytes, sink)
+        found: list[ObjectInfo] = []
+
+        def check(answer: Answer) -> None:
+            found.append(_info_of_range(answer, offset, size_bytes, key))
+
+        with _telling_sinks_failures(sink) as guarded, translating("get_object", key, self._place):
+            answer = await self._downloads.get_range(url, offset, size_bytes, guarded, check)
+        if not found:
+            raise refusal(answer.as_sdk_response(), "get_object", key, self._place)
+        return found[0]
+
+    async def _get_range_through_sdk(self, key: str, offset: int, size_bytes: int, sink: Sink) -> ObjectInfo:
+        """The slow way, which knows of proxies."""
+        with translating("get_object", key, self._place):
             response = await self._call("get_object", key, Range=f"bytes={offset}-{offset + size_bytes - 1}")
         stream = response["Body"]
         try:
-            total_bytes = _range_total(response, offset, size_bytes, key)
+            total_bytes = _range_total(
+                response.get("ContentRange"), response["ContentLength"], offset, size_bytes, key
+            )
             # Past the SDK's reader, which joins what arrived into pieces of the size asked for.
             raw: Any = getattr(stream, "raw_stream", stream)
             content = raw.content
@@ -334,13 +360,17 @@ class S3Store:
 
     async def _connect(self) -> None:
         with translating("open", "", self._place):
-            self._client = await self._exit_stack.enter_async_context(self._create_client())
+            session = AioSession(profile=self._options.profile)
+            self._client = await self._exit_stack.enter_async_context(self._create_client(session))
+        self._downloads = self._create_downloads(session)
+        self._exit_stack.callback(self._downloads.close)
         # The SDK waits for "100 Continue" without any timeout (rule R14), and a body sent in vain is cheaper
         # than a round trip for each one that is taken.
         self._client.meta.events.unregister("before-call.s3", add_expect_header)
         self._client.meta.events.register("before-call.s3.DeleteObjects", _add_content_md5)
+        self._client.meta.events.register_first("choose-signer.s3", _keep_signature_version)
 
-    def _create_client(self) -> Any:
+    def _create_client(self, session: AioSession) -> Any:
         options = self._options
         style = options.addressing_style
         if style == "auto" and self._endpoint_url is not None:
@@ -359,8 +389,17 @@ class S3Store:
             config = AioConfig(**settings, connector_args={"socket_factory": _create_socket})
         except botocore.exceptions.ParamValidationError:
             config = AioConfig(**settings)  # aiobotocore before 2.27 has no way to set socket options
-        return AioSession(profile=options.profile).create_client(
+        return session.create_client(
             "s3", region_name=options.region, endpoint_url=self._endpoint_url, config=config
+        )
+
+    def _create_downloads(self, session: AioSession) -> Downloads:
+        ca_file = session.get_config_variable("ca_bundle") or os.environ.get("REQUESTS_CA_BUNDLE")
+        return Downloads(
+            max_connections=self._options.max_connections,
+            connect_timeout_s=self._options.connect_timeout_s,
+            read_timeout_s=self._options.read_timeout_s,
+            ca_file=ca_file or botocore.httpsession.where(),
         )
 
     async def _call(self, operation: str, key: str | None, **parameters: Any) -> Response:
@@ -536,11 +575,13 @@ def _info(key: str, size_bytes: int, response: Response) -> ObjectInfo:
     )
 
 
-def _range_total(response: Response, offset: int, size_bytes: int, key: str) -> int:
+def _range_total(
+    content_range: str | None, content_length: int, offset: int, size_bytes: int, key: str
+) -> int:
     """The size of the whole object, from an answer that must be exactly the range asked for."""
-    content_range = response.get("ContentRange") or f"bytes 0-/{response['ContentLength']}"
+    content_range = content_range or f"bytes 0-/{content_length}"
     start, _, total = content_range.removeprefix("bytes ").partition("/")
-    if response["ContentLength"] != size_bytes or int(start.partition("-")[0]) != offset:
+    if content_length != size_bytes or int(start.partition("-")[0]) != offset:
         raise StoreError(
             f"asked for bytes {offset}+{size_bytes}, the answer is {content_range}",
             reason=FailureReason.OTHER,
@@ -548,6 +589,45 @@ def _range_total(response: Response, offset: int, size_bytes: int, key: str) -> 
             key=key,
         )
     return int(total)
+
+
+def _info_of_range(answer: Answer, offset: int, size_bytes: int, key: str) -> ObjectInfo:
+    headers = answer.headers
+    if missing := [name for name in ("etag", "content-length") if name not in headers]:
+        raise StoreError(
+            f"the store answered without {', '.join(missing)}",
+            reason=FailureReason.TRANSIENT,
+            operation="get_object",
+            key=key,
+        )
+    total = _range_total(
+        headers.get("content-range"), int(headers["content-length"]), offset, size_bytes, key
+    )
+    modified = headers.get("last-modified")
+    modified_at = email.utils.parsedate_to_datetime(modified).timestamp() if modified else None
+    return ObjectInfo(key, total, headers["etag"], None, modified_at)
+
+
+class _SinkError(CkptAsyncError):
+    """Carries what a sink raised past the translation of the store's own errors."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
+@contextlib.contextmanager
+def _telling_sinks_failures(sink: Sink) -> Iterator[Sink]:
+    def guarded(piece: memoryview) -> None:
+        try:
+            sink(piece)
+        except Exception as error:
+            raise _SinkError(error) from error
+
+    try:
+        yield guarded
+    except _SinkError as error:
+        raise error.cause from None
 
 
 def _server_start(prefix: str, start_after: str) -> str:
@@ -583,6 +663,11 @@ def _add_content_md5(params: dict[str, Any], **_: object) -> None:
     """DeleteObjects must carry a digest of its body; older relatives of S3 take only this one."""
     digest = hashlib.md5(params["body"], usedforsecurity=False).digest()
     params["headers"]["Content-MD5"] = b64encode(digest).decode()
+
+
+def _keep_signature_version(signature_version: str, **_: object) -> str | None:
+    """Left alone, the SDK signs URLs the old way (version 2), which AWS has retired for new buckets."""
+    return signature_version if signature_version.startswith("s3v4") else None
 
 
 def _create_socket(address: tuple[Any, ...]) -> socket.socket:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import email.utils
+import http.client
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -49,7 +50,7 @@ def translating(
     except CkptAsyncError:
         raise
     except botocore.exceptions.ClientError as error:
-        raise _refusal(error.response, operation, key, place, unmet) from error
+        raise refusal(error.response, operation, key, place, unmet) from error
     except botocore.exceptions.FlexibleChecksumError as error:
         raise IntegrityError(str(error), operation=operation, key=key) from error
     except Exception as error:
@@ -58,10 +59,14 @@ def translating(
         raise StoreError(message, reason=reason, operation=operation, key=key, hint=hint) from error
 
 
-def _refusal(
-    response: Mapping[str, Any], operation: str, key: str, place: Place, unmet: frozenset[int]
+def refusal(
+    response: Mapping[str, Any],
+    operation: str,
+    key: str,
+    place: Place,
+    unmet: frozenset[int] = frozenset(),
 ) -> StoreError:
-    """What an HTTP error answer means."""
+    """What an HTTP error answer means, given in the shape in which the SDK reports one."""
     said = response.get("Error", {})
     metadata = response.get("ResponseMetadata", {})
     code, status = said.get("Code", ""), metadata.get("HTTPStatusCode", 0)
@@ -153,6 +158,7 @@ _BROKEN_CONNECTIONS = (
     botocore.exceptions.IncompleteReadError,
     botocore.parsers.ResponseParserError,
     aiohttp.ClientError,
+    http.client.HTTPException,
     asyncio.IncompleteReadError,
     OSError,
 )

@@ -1,0 +1,217 @@
+"""Ranged GETs at the speed of the link: blocking sockets in worker threads, received straight into one buffer each.
+
+aiohttp hands a body over in pieces of at most 64 KiB, each a `bytes` of its own, all in the event loop. Here a thread
+receives into a buffer that it uses again and again, and `recv_into`, the checksum and the write to disk all release the
+GIL. The SDK still makes and signs the request; only the bytes go past it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import re
+import socket
+import ssl
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import SplitResult, urlsplit
+
+from ckpt_async.store import Sink
+
+# Large enough that a slice costs little Python, small enough that 64 in flight are 64 MiB and stay in the cache.
+BUFFER_BYTES = 1 << 20
+# A slow link fills no buffer in this time; whoever watches for stalls wants to hear of it all the same.
+FLUSH_S = 1.0
+_MAX_ERROR_BYTES = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Status and headers (names in lower case); `error` is the body of a refusal."""
+
+    status: int
+    headers: Mapping[str, str]
+    error: bytes = b""
+
+    def as_sdk_response(self) -> dict[str, Any]:
+        """The refusal in the shape in which the SDK reports one."""
+        text = self.error.decode("utf-8", "replace")
+        said = {name: re.search(rf"<{name}>([^<]*)</{name}>", text) for name in ("Code", "Message")}
+        return {
+            "Error": {name: match[1] if match else "" for name, match in said.items()},
+            "ResponseMetadata": {"HTTPStatusCode": self.status, "HTTPHeaders": dict(self.headers)},
+        }
+
+
+Check = Callable[[Answer], None]
+
+
+class _CancelledError(Exception):
+    """Whoever waited for the range has gone."""
+
+
+class _Flight:
+    """One range on its way: lets the event loop break the connection beneath the thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+        self._is_cancelled = False
+
+    def uses(self, connected: socket.socket | None) -> None:
+        with self._lock:
+            if self._is_cancelled:
+                raise _CancelledError
+            self._socket = connected
+
+    def cancel(self) -> None:
+        with self._lock:
+            self._is_cancelled = True
+            if self._socket is not None:
+                with contextlib.suppress(OSError):
+                    self._socket.shutdown(socket.SHUT_RDWR)
+
+
+class Downloads:
+    """Keep-alive connections to one store and the threads that read from them."""
+
+    def __init__(
+        self, *, max_connections: int, connect_timeout_s: float, read_timeout_s: float, ca_file: str | None
+    ) -> None:
+        self._connect_timeout_s, self._read_timeout_s = connect_timeout_s, read_timeout_s
+        self._ca_file = ca_file
+        self._tls: ssl.SSLContext | None = None
+        self._threads = ThreadPoolExecutor(max_connections, thread_name_prefix="ckpt-async-download")
+        self._lock = threading.Lock()
+        self._idle: list[http.client.HTTPConnection] = []
+        self._is_closed = False
+
+    def close(self) -> None:
+        """Release connections; those of ranges still on their way when they end. Does not block."""
+        with self._lock:
+            self._is_closed = True
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+        self._threads.shutdown(wait=False)
+
+    async def get_range(self, url: str, offset: int, size_bytes: int, sink: Sink, check: Check) -> Answer:
+        """GET a range of `url`, at least one byte. `check` sees the answer before any byte reaches `sink`, which is
+        called in a worker thread and never again once this has returned or raised.
+
+        Raises whatever the socket, `check` or `sink` raise; IncompleteRead if the body is cut short. A refusal (status
+        300 and above) is returned with its body.
+        """
+        flight = _Flight()
+        loop = asyncio.get_running_loop()
+        work = loop.run_in_executor(
+            self._threads, self._get, flight, urlsplit(url), offset, size_bytes, sink, check
+        )
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            flight.cancel()
+            while not work.done():  # the thread must have let go of the destination
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait({work})
+            work.exception() if not work.cancelled() else None
+            raise
+
+    # --- in a worker thread --------------------------------------------------------------------------------
+
+    def _get(
+        self, flight: _Flight, url: SplitResult, offset: int, size_bytes: int, sink: Sink, check: Check
+    ) -> Answer:
+        connection, is_fresh = self._take(url)
+        try:
+            try:
+                response = self._ask(flight, connection, url, offset, size_bytes)
+            except (http.client.BadStatusLine, ConnectionError):
+                if is_fresh:
+                    raise
+                connection.close()  # the server had closed it between two requests
+                connection = self._connect(url)
+                response = self._ask(flight, connection, url, offset, size_bytes)
+            answer = Answer(response.status, {name.lower(): value for name, value in response.getheaders()})
+            if response.status >= 300:
+                answer = Answer(answer.status, answer.headers, response.read(_MAX_ERROR_BYTES))
+                connection.close()
+                return answer
+            check(answer)
+            self._receive(response, size_bytes, sink)
+            response.close()
+            flight.uses(None)
+            self._put_back(connection)
+            return answer
+        except BaseException:
+            connection.close()
+            raise
+
+    def _ask(
+        self,
+        flight: _Flight,
+        connection: http.client.HTTPConnection,
+        url: SplitResult,
+        offset: int,
+        size: int,
+    ) -> http.client.HTTPResponse:
+        if connection.sock is None:
+            connection.connect()
+        connected: socket.socket = connection.sock
+        connected.settimeout(self._read_timeout_s)
+        flight.uses(connected)
+        target = f"{url.path}?{url.query}" if url.query else url.path
+        connection.request("GET", target, headers={"Range": f"bytes={offset}-{offset + size - 1}"})
+        return connection.getresponse()
+
+    def _receive(self, response: http.client.HTTPResponse, size_bytes: int, sink: Sink) -> None:
+        """Hand over exactly `size_bytes`, in slices as large as arrive within a second."""
+        buffer = memoryview(bytearray(min(BUFFER_BYTES, size_bytes)))
+        stream: Any = response.fp
+        filled, left, flush_at = 0, size_bytes, time.monotonic() + FLUSH_S
+        while left:
+            count = stream.readinto1(buffer[filled : min(len(buffer), filled + left)])
+            if not count:
+                raise http.client.IncompleteRead(b"", left)
+            filled += count
+            left -= count
+            if filled == len(buffer) or not left or time.monotonic() >= flush_at:
+                sink(buffer[:filled])
+                filled, flush_at = 0, time.monotonic() + FLUSH_S
+
+    def _take(self, url: SplitResult) -> tuple[http.client.HTTPConnection, bool]:
+        with self._lock:
+            for index in range(len(self._idle) - 1, -1, -1):
+                if self._idle[index].host == url.hostname:
+                    return self._idle.pop(index), False
+        return self._connect(url), True
+
+    def _connect(self, url: SplitResult) -> http.client.HTTPConnection:
+        assert url.hostname is not None
+        if url.scheme != "https":
+            return http.client.HTTPConnection(url.hostname, url.port, timeout=self._connect_timeout_s)
+        with self._lock:
+            self._tls = self._tls or ssl.create_default_context(cafile=self._ca_file)
+        return http.client.HTTPSConnection(
+            url.hostname, url.port, timeout=self._connect_timeout_s, context=self._tls
+        )
+
+    def _put_back(self, connection: http.client.HTTPConnection) -> None:
+        with self._lock:
+            if not self._is_closed and connection.sock is not None:
+                self._idle.append(connection)
+                return
+        connection.close()
+
+
+def has_proxy(url: str) -> bool:
+    """Whether the environment sends requests to `url` through a proxy: then the SDK's HTTP client must make them."""
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    return parts.scheme in urllib.request.getproxies() and not urllib.request.proxy_bypass(host)
