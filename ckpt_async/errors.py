@@ -177,5 +177,25 @@ class FencedError(CkptAsyncError):
     """
 
 
+class DamagedCheckpointError(CkptAsyncError):
+    """A committed checkpoint cannot be read as it was decided: a shard is missing, cut short or changed. It was
+    marked, so that `restore.find` passes it over from now on; ask again for the next older one.
+    """
+
+
+class NoUsableCheckpointError(CkptAsyncError):
+    """There are committed checkpoints and none of them can be used; the message says why, one by one. Starting from
+    scratch would throw them away: look at `ckpt-async verify` first.
+    """
+
+
+class DestinationError(CkptAsyncError):
+    """A file could not be put where it was wanted: another one is there, or it cannot be written."""
+
+
+class CheckpointGoneError(CkptAsyncError):
+    """The checkpoint was pruned, or this reader's lease on it was lost, before it was read. Find another one."""
+
+
 class CapabilityError(CkptAsyncError):
     """The store cannot do what the chosen settings need."""

@@ -10,6 +10,7 @@ Remote, relative to the run's root (`s3://bucket/prefix/run-a`):
     .ckpt_async/latest.json
     .ckpt_async/boundary.json                                up to where old decisions were collected
     .ckpt_async/leases/<g:06d>-<step:012d>/<reader>.json     readers, with expiry
+    .ckpt_async/damaged/<g:06d>-<step:012d>.json             committed, and found to be unreadable
     latest-rank0.pt.symlink                                  Composer's text pointer, when asked for
 
 Local, relative to the folder:
@@ -33,6 +34,7 @@ MEMBERS = f"{PRIVATE}/members/"
 RECEIPTS = f"{PRIVATE}/receipts/"
 DECISIONS = f"{PRIVATE}/decisions/"
 LEASES = f"{PRIVATE}/leases/"
+DAMAGED = f"{PRIVATE}/damaged/"
 PROBES = f"{PRIVATE}/probe/"
 BOUNDARY = f"{PRIVATE}/boundary.json"
 LATEST = f"{PRIVATE}/latest.json"
@@ -46,11 +48,11 @@ _CHECKPOINT = re.compile(r"([0-9]{6})-([0-9]{12})")
 _GENERATION = re.compile(re.escape(GENERATIONS) + r"([0-9]{6})\.json")
 _RECEIPT = re.compile(re.escape(RECEIPTS) + _CHECKPOINT.pattern + r"/([0-9]{5})\.json")
 _DECISION = re.compile(re.escape(DECISIONS) + _CHECKPOINT.pattern + r"\.json")
+_DAMAGE = re.compile(re.escape(DAMAGED) + _CHECKPOINT.pattern + r"\.json")
 _LEASE = re.compile(re.escape(LEASES) + _CHECKPOINT.pattern + r"/[^/]+\.json")
 _MEMBER = re.compile(re.escape(MEMBERS) + r"([0-9]{6})/[0-9]{5}\.json")
 _DATA = re.compile(re.escape(DATA) + r"([^/]+)\.g([0-9]{1,6})/.+")
 _LAST_NUMBER = re.compile(r"([0-9]+)[^0-9]*$")
-_RANK_LOCK = re.compile(r"rank-([0-9]{5})\.lock")
 
 
 def checkpoint_tag(checkpoint: CheckpointId) -> str:
@@ -90,6 +92,15 @@ def leases_prefix(checkpoint: CheckpointId) -> str:
 
 def parse_lease_key(key: str) -> CheckpointId | None:
     match = _LEASE.fullmatch(key)
+    return CheckpointId(int(match[1]), int(match[2])) if match else None
+
+
+def damage_key(checkpoint: CheckpointId) -> str:
+    return f"{DAMAGED}{checkpoint_tag(checkpoint)}.json"
+
+
+def parse_damage_key(key: str) -> CheckpointId | None:
+    match = _DAMAGE.fullmatch(key)
     return CheckpointId(int(match[1]), int(match[2])) if match else None
 
 
@@ -135,11 +146,6 @@ def parse_decision_key(key: str) -> CheckpointId | None:
 
 def lock_name(rank: int) -> str:
     return f"rank-{rank:05d}.lock"
-
-
-def parse_lock_name(name: str) -> int | None:
-    match = _RANK_LOCK.fullmatch(name)
-    return int(match[1]) if match else None
 
 
 def spool_rank(rank: int) -> str:

@@ -35,9 +35,11 @@ class Checksum:
 
 @dataclass(frozen=True, slots=True)
 class FileIdentity:
-    """What tells one version of a file from another. An inode number alone does not: it is reused."""
+    """What tells one version of a file from another. An inode number alone does not: it is reused. Nor does the device:
+    disks may be numbered in another order after a boot, and the file is the same.
+    """
 
-    device: int
+    device: int = field(compare=False)
     inode: int
     size_bytes: int
     mtime_ns: int
@@ -146,6 +148,19 @@ class Lease:
     checkpoint: CheckpointId
     reader: str
     ttl_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """A reader found a committed checkpoint that cannot be read as it was decided, so that no other tries in vain.
+
+    It takes nothing away: retention keeps as many others. Deleting it gives the checkpoint another chance.
+    """
+
+    checkpoint: CheckpointId
+    reason: str
+    found_by: str
+    found_at: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -301,6 +301,24 @@ async def readers(store: Store, requests: Requests, checkpoint: CheckpointId) ->
     return found
 
 
+async def read_damages(store: Store, requests: Requests) -> dict[CheckpointId, str]:
+    """Why readers could not read what was committed. A mark that cannot be read is none."""
+    listing: Listing = await requests.control("list", lambda: store.list(keys.DAMAGED))
+    found: dict[CheckpointId, str] = {}
+    for each in listing.objects:
+        checkpoint = keys.parse_damage_key(each.key)
+        data = await read(store, requests, each.key) if checkpoint else None
+        if checkpoint is None or data is None:
+            continue
+        try:
+            damage = records.decode_damage(data[0], checkpoint)
+        except InvalidRecordError as error:
+            logger.warning("damage_unreadable key=%s error=%s", each.key, error)
+            continue
+        found[checkpoint] = f"{damage.reason} (found by {damage.found_by})"
+    return found
+
+
 async def take_lease(store: Store, requests: Requests, lease: Lease) -> Decision | None:
     """Write or renew a lease, then read the decision *again* (rule R3): only if it is still `commit` may the reader
     go on, until two thirds of `ttl_s` have passed since this call began. Otherwise the lease is dropped: None.

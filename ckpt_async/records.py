@@ -18,6 +18,7 @@ from ckpt_async.model import (
     Boundary,
     CheckpointId,
     Checksum,
+    Damage,
     Decision,
     Enqueued,
     FileIdentity,
@@ -189,6 +190,31 @@ def encode_lease(lease: Lease) -> bytes:
 def decode_lease(data: bytes) -> Lease:
     fields = _decode("lease", data, MAX_RECORD_SIZE_BYTES)
     return Lease(_checkpoint(fields), _str(fields, "reader"), _float(fields, "ttl_s"))
+
+
+def encode_damage(damage: Damage) -> bytes:
+    return _encode(
+        "damage",
+        {
+            **_checkpoint_fields(damage.checkpoint),
+            "reason": damage.reason,
+            "found_by": damage.found_by,
+            "found_at": damage.found_at,
+        },
+    )
+
+
+def decode_damage(data: bytes, expected: CheckpointId) -> Damage:
+    fields = _decode("damage", data, MAX_RECORD_SIZE_BYTES)
+    damage = Damage(
+        checkpoint=_checkpoint(fields),
+        reason=_str(fields, "reason"),
+        found_by=_str(fields, "found_by"),
+        found_at=_float(fields, "found_at"),
+    )
+    if damage.checkpoint != expected:
+        raise InvalidRecordError(f"damage: is of {damage.checkpoint}, not of {expected}")
+    return damage
 
 
 def encode_latest(latest: Latest) -> bytes:

@@ -28,6 +28,8 @@ T = TypeVar("T")
 CONTROL_REQUESTS = 16
 # A wrong checksum is a broken wire or a broken client; a few attempts tell which.
 MAX_CHECKSUM_ATTEMPTS = 5
+# A probe is a handful of small requests; without a deadline a peer that falls silent holds them for ever (rule R14).
+OPEN_ATTEMPT_S = 30.0
 # A store that fails for less than this is not worth a line in the log.
 QUIET_OUTAGE_S = 5.0
 
@@ -39,10 +41,14 @@ async def open_patiently(store: Store, timeout_s: float) -> None:
     pause_s = 0.2
     while True:
         try:
-            return await store.open()
-        except StoreError as error:
+            async with asyncio.timeout(OPEN_ATTEMPT_S):
+                return await store.open()
+        except (StoreError, TimeoutError) as error:
+            if not isinstance(error, StoreError):
+                message = f"no answer within {OPEN_ATTEMPT_S:.0f} s"
+                error = StoreError(message, reason=FailureReason.TIMEOUT, operation="open")
             if error.reason not in patient or time.monotonic() + pause_s > deadline:
-                raise
+                raise error from None
         await asyncio.sleep(pause_s)
         pause_s = min(5.0, pause_s * 2)
 
@@ -66,6 +72,10 @@ class Bandwidth:
         self._free -= size_bytes
         return max(0.0, -self._free / self._bytes_per_s)
 
+    def give_back(self, size_bytes: int) -> None:
+        """What was reserved is not sent after all."""
+        self._free = min(self._burst, self._free + size_bytes)
+
 
 class Progress:
     """Told of every byte that moves; keeps the attempt's stall deadline ahead of it."""
@@ -83,7 +93,11 @@ class Progress:
         if held_s > 0 and not self._scope.expired():
             self._deadline += held_s
             self._scope.reschedule(min(self._deadline, self._loop.time() + held_s + self._stall_timeout_s))
-            await asyncio.sleep(held_s)
+            try:
+                await asyncio.sleep(held_s)
+            except BaseException:
+                self._bandwidth.give_back(size_bytes)  # or those that go on would pay for it
+                raise
 
     def moved_in_thread(self) -> None:
         """`moved`, for a worker thread: a sink runs in one."""
@@ -118,9 +132,16 @@ class ByteBudget:
 
 
 class Requests:
-    """Makes requests of one store for one engine. Belongs to one event loop."""
+    """Makes requests of one store for one engine. Belongs to one event loop.
 
-    def __init__(self, settings: Settings, observer: Observer, store_url: str) -> None:
+    `is_patient`: whether refused credentials and a full or read-only disk are tried again, because they may be rotated
+    in and freed. Where someone waits for the answer they are rather wrong.
+    """
+
+    def __init__(
+        self, settings: Settings, observer: Observer, store_url: str, *, is_patient: bool = True
+    ) -> None:
+        self._is_patient = is_patient
         self._settings, self._observer, self._store_url = settings, observer, store_url
         self._control = asyncio.Semaphore(CONTROL_REQUESTS)
         self._bulk = asyncio.Semaphore(settings.num_concurrent_uploads)
@@ -173,15 +194,18 @@ class Requests:
             return loop.time() >= give_up_at
 
         retrying = tenacity.AsyncRetrying(
-            retry=tenacity.retry_if_exception(
-                lambda error: isinstance(error, StoreError) and error.reason.is_retryable
-            ),
+            retry=tenacity.retry_if_exception(self._may_heal),
             wait=backoff,
             stop=is_final,
             sleep=asyncio.sleep,
             reraise=True,
         )
         return await retrying(self._observed, operation, once)
+
+    def _may_heal(self, error: BaseException) -> bool:
+        if not isinstance(error, StoreError) or not error.reason.is_retryable:
+            return False
+        return self._is_patient or error.reason not in (FailureReason.AUTH, FailureReason.DISK)
 
     async def _observed(self, operation: str, once: Callable[[], Awaitable[T]]) -> T:
         """One attempt: its time is measured, its error classified, the store's health noted."""

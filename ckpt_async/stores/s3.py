@@ -55,8 +55,8 @@ from ckpt_async.store import (
     StoredPart,
 )
 from ckpt_async.stores import StoreOptions, check_key, check_prefix
+from ckpt_async.stores.http_ranges import Answer, Downloads, has_proxy
 from ckpt_async.stores.s3_body import BodyPayload
-from ckpt_async.stores.s3_download import Answer, Downloads, has_proxy
 from ckpt_async.stores.s3_errors import Place, hint_for, reason_of, refusal, translating
 
 # What the SDK hands back is untyped: dictionaries shaped by the service model.

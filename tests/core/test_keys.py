@@ -22,7 +22,6 @@ PARSERS: list[Callable[[str], Any]] = [
     keys.parse_generation_key,
     keys.parse_receipt_key,
     keys.parse_decision_key,
-    keys.parse_lock_name,
 ]
 
 
@@ -35,7 +34,6 @@ def test_keys_round_trip(id_: CheckpointId, rank: int) -> None:
     assert id_ == keys.parse_lease_key(keys.lease_key(id_, "reader"))
     assert id_.generation == keys.parse_generation_key(keys.generation_key(id_.generation))
     assert id_.generation == keys.parse_member_key(keys.member_key(id_.generation, rank))
-    assert rank == keys.parse_lock_name(keys.lock_name(rank))
 
 
 @given(ids, ids)

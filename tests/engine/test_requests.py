@@ -315,3 +315,22 @@ def test_a_conditional_write_that_lost_for_real_says_who_won() -> None:
         assert there[0] == b"mine"
 
     run(main())
+
+
+def test_a_cancelled_request_gives_back_the_bandwidth_it_had_reserved() -> None:
+    """A superseded checkpoint that stops uploading must not hold up the one it made room for."""
+
+    async def main() -> None:
+        requests = make(max_bytes_per_s=MIB, stall_timeout_s=3600, request_timeout_s=3600)
+        cancelled = [
+            asyncio.create_task(requests.bulk("put", MIB, lambda progress: progress.may_send(10 * MIB)))
+            for _ in range(3)
+        ]
+        await asyncio.sleep(1)
+        for each in cancelled:
+            each.cancel()
+        await asyncio.gather(*cancelled, return_exceptions=True)
+        await requests.bulk("put", MIB, lambda progress: progress.may_send(2 * MIB))
+        assert 1 < asyncio.get_running_loop().time() < 3.1
+
+    run(main())

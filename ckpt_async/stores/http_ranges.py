@@ -1,4 +1,4 @@
-"""Ranged GETs at the speed of the link: blocking sockets in worker threads, received straight into one buffer each.
+"""Ranged GETs over HTTP at the speed of the link: blocking sockets in worker threads, one reused buffer each.
 
 aiohttp hands a body over in pieces of at most 64 KiB, each a `bytes` of its own, all in the event loop. Here a thread
 receives into a buffer that it uses again and again, and `recv_into`, the checksum and the write to disk all release the

@@ -1,0 +1,43 @@
+"""Getting a checkpoint back: find the newest good one, fetch it or read parts of it.
+
+    from ckpt_async import restore
+
+    checkpoint = restore.find("s3://bucket/prefix/run-a")
+    if checkpoint is not None:
+        report = restore.fetch(checkpoint, "checkpoints/resume", folder="checkpoints")
+        state = torch.load(report.paths["model.pt"], weights_only=True)
+
+Nothing here needs torch. `ckpt_async.torch` loads what was fetched, resharded if need be, on many ranks.
+"""
+
+from ckpt_async.errors import (
+    CheckpointGoneError,
+    DamagedCheckpointError,
+    DestinationError,
+    NoUsableCheckpointError,
+)
+from ckpt_async.restore.checkpoint import Checkpoint, Rejected, RemoteFile
+from ckpt_async.restore.discovery import find
+from ckpt_async.restore.fetching import FetchReport, fetch, fetch_latest
+from ckpt_async.restore.peers import Peer, PeerServer
+from ckpt_async.restore.reading import Reader, ReadInto
+from ckpt_async.restore.reading import open_reader as open  # noqa: A004  read as restore.open
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointGoneError",
+    "DamagedCheckpointError",
+    "DestinationError",
+    "FetchReport",
+    "NoUsableCheckpointError",
+    "Peer",
+    "PeerServer",
+    "ReadInto",
+    "Reader",
+    "Rejected",
+    "RemoteFile",
+    "fetch",
+    "fetch_latest",
+    "find",
+    "open",
+]

@@ -1,0 +1,123 @@
+"""The values of restoring: a checkpoint that can be read, its files, and what was passed over to find it."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from ckpt_async.errors import InvalidNameError
+from ckpt_async.model import CheckpointId, Checksum, Decision, Receipt
+from ckpt_async.stores import StoreOptions
+
+OWN_FORMAT = "ckpt_async"
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteFile:
+    """One file of a checkpoint in the store. `checksum` is None where another tool wrote it: then only its size can be
+    checked. `ranks` have it in their receipts.
+    """
+
+    name: str  # its path within the checkpoint
+    key: str
+    size_bytes: int
+    checksum: Checksum | None
+    ranks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """A newer checkpoint that cannot be used, and why."""
+
+    id: CheckpointId
+    name: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"step {self.id.step} ({self.name}, generation {self.id.generation}): {self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A complete checkpoint in the store. A plain value: may be pickled and broadcast to other ranks.
+
+    `format` is "ckpt_async", or the name of the tool whose mark says that it is complete (then `generation` is 0 and
+    there are no checksums). `rejected` are the newer ones that were passed over.
+    """
+
+    remote: str
+    id: CheckpointId
+    name: str
+    world_size: int
+    files: Mapping[str, RemoteFile]
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    rejected: tuple[Rejected, ...] = ()
+    format: str = OWN_FORMAT
+    store_options: StoreOptions | None = field(default=None, repr=False)
+
+    @property
+    def generation(self) -> int:
+        return self.id.generation
+
+    @property
+    def step(self) -> int:
+        return self.id.step
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(each.size_bytes for each in self.files.values())
+
+    def select(
+        self, ranks: Collection[int] | None = None, files: Collection[str] | None = None
+    ) -> list[RemoteFile]:
+        """The files of these ranks whose names match one of these globs, in the order of their names; None: all.
+
+        Raises InvalidNameError if a glob or rank matches nothing: a typing error must not look like a success.
+        """
+        for rank in ranks or ():
+            if not 0 <= rank < self.world_size:
+                raise InvalidNameError(
+                    f"{self.name} was saved by ranks 0 to {self.world_size - 1}, not {rank}"
+                )
+        for glob in files or ():
+            if not any(fnmatch.fnmatchcase(name, glob) for name in self.files):
+                raise InvalidNameError(f"no file of {self.name} matches {glob!r}")
+        return [
+            self.files[name]
+            for name in sorted(self.files)
+            if (ranks is None or not set(ranks).isdisjoint(self.files[name].ranks))
+            and (files is None or any(fnmatch.fnmatchcase(name, glob) for glob in files))
+        ]
+
+
+def files_of(receipts: Collection[Receipt]) -> dict[str, RemoteFile]:
+    """The files that ranks' receipts list, by name."""
+    ranks: dict[str, list[int]] = {}
+    found: dict[str, RemoteFile] = {}
+    for receipt in receipts:
+        for shard in receipt.shards:
+            ranks.setdefault(shard.name, []).append(receipt.rank)
+            found[shard.name] = RemoteFile(
+                shard.name, shard.key, shard.size_bytes, shard.checksum, tuple(ranks[shard.name])
+            )
+    return found
+
+
+def checkpoint_of(
+    decision: Decision,
+    receipts: Collection[Receipt],
+    remote: str,
+    options: StoreOptions | None,
+    rejected: Collection[Rejected],
+) -> Checkpoint:
+    return Checkpoint(
+        remote=remote,
+        id=decision.checkpoint,
+        name=decision.name,
+        world_size=decision.world_size,
+        files=files_of(receipts),
+        metrics=dict(decision.metrics),
+        rejected=tuple(rejected),
+        store_options=options,
+    )

@@ -1,0 +1,205 @@
+"""Finding the newest checkpoint that is complete: decisions are the truth, latest is a hint (rule R3)."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import AsyncIterator, Collection
+
+from ckpt_async import keys, protocol
+from ckpt_async.decide import obstacle
+from ckpt_async.drain import drain
+from ckpt_async.errors import (
+    CkptAsyncError,
+    FailureReason,
+    InvalidRecordError,
+    NoJournalError,
+    NoUsableCheckpointError,
+    ObjectNotFoundError,
+    StoreError,
+)
+from ckpt_async.model import CheckpointId, Decision, Outcome, Receipt
+from ckpt_async.restore.checkpoint import Checkpoint, Rejected, checkpoint_of
+from ckpt_async.restore.foreign import find_foreign
+from ckpt_async.restore.session import Session, blocking, mark_damaged, session
+from ckpt_async.store import ObjectInfo
+from ckpt_async.stores import StoreOptions
+from ckpt_async.transfer import all_or_none
+
+logger = logging.getLogger(__name__)
+
+
+def find(
+    remote: str,
+    *,
+    folder: str | os.PathLike[str] | None = None,
+    step: int | None = None,
+    drain_timeout_s: float = 0.0,
+    store_options: StoreOptions | None = None,
+    passing_over: Collection[CheckpointId] = (),
+) -> Checkpoint | None:
+    """The newest complete checkpoint of a run, by `(generation, step)`, or None if there is none: a fresh start.
+
+    A committed checkpoint whose receipts are not those that were decided on, or of which a shard is missing or has
+    another size, is marked as damaged and passed over; it is then in `rejected` of the one that is returned. Bytes are
+    compared with their checksums when they are read. With `step`, that step's newest generation and no other, marked
+    or not. What the caller could not use is in `passing_over`. In a run of several ranks call it on one of them and
+    broadcast the answer: it is a plain value.
+
+    The newest checkpoint is often the one that was still uploading when the trainer died: with `folder` and
+    `drain_timeout_s`, what a dead trainer left on this node is finished first. (Beside an open `Uploader` call its
+    `wait_for_predecessor` instead.)
+
+    Where no run of ckpt_async is, complete checkpoints of DCP, OLMo, OLMo-core, Composer, ML Flashpoint and Orbax are
+    recognised by the marks that those leave.
+
+    Blocks. Raises NoUsableCheckpointError if there are checkpoints and all of them are damaged, StoreError if the store
+    cannot be asked.
+    """
+
+    async def work() -> Checkpoint | None:
+        if folder is not None and drain_timeout_s > 0:
+            await _finish_predecessor(folder, drain_timeout_s)
+        async with session(remote, store_options) as opened:
+            return await _find(opened, remote, store_options, step, passing_over)
+
+    return blocking(work())
+
+
+async def _finish_predecessor(folder: str | os.PathLike[str], timeout_s: float) -> None:
+    """Best effort: an older checkpoint is better than none."""
+    try:
+        report = await drain(folder, timeout_s=timeout_s, grace_s=min(timeout_s, 10.0))
+    except NoJournalError:
+        return  # nothing was ever saved here
+    except CkptAsyncError as error:
+        logger.warning("predecessor_not_finished folder=%s error=%s", folder, error)
+        return
+    for rank in report.ranks:
+        for fate in (*rank.committed, *rank.waiting, *rank.left):
+            what = "committed" if fate in rank.committed else "not committed yet"
+            logger.info("predecessor %s rank=%d %s %s", fate.checkpoint, rank.rank, what, fate.reason)
+
+
+async def _find(
+    opened: Session,
+    remote: str,
+    options: StoreOptions | None,
+    step: int | None,
+    passing_over: Collection[CheckpointId],
+) -> Checkpoint | None:
+    rejected: list[Rejected] = []
+    marks = await _damaged(opened)
+    is_own = False
+    async for id_ in _newest_first(opened):
+        is_own = True
+        if step is not None and id_.step != step:
+            continue
+        name = f"step-{id_.step}"
+        reason = "the caller could not use it" if id_ in passing_over else marks.get(id_)
+        if reason is not None and step is None:
+            rejected.append(Rejected(id_, name, reason))
+            continue
+        try:
+            decision = await protocol.read_settled(opened.store, opened.asking, id_)
+            if decision is None or decision.outcome is not Outcome.COMMIT:
+                continue
+            name = decision.name
+            receipts = await _check(opened, decision)
+        except InvalidRecordError as error:
+            if await is_gone(opened, id_):
+                continue  # pruned while we looked
+            rejected.append(Rejected(id_, name, str(error)))
+            await mark_damaged(opened, id_, str(error))
+            if step is not None:
+                break  # that one was asked for, not what an older start saved
+            continue
+        return checkpoint_of(decision, receipts, remote, options, rejected)
+    if rejected:
+        raise NoUsableCheckpointError(
+            f"{remote} has {len(rejected)} committed checkpoints and none can be used: "
+            + "; ".join(str(each) for each in rejected[:5])
+            + (f"; and {len(rejected) - 5} more" if rejected[5:] else ""),
+            hint=f"see `ckpt-async verify {remote}`",
+        )
+    if is_own:
+        return None
+    return await find_foreign(opened, remote, options, step)
+
+
+async def _newest_first(opened: Session) -> AsyncIterator[CheckpointId]:
+    """Every checkpoint that was decided. Credentials that may not list get what latest names."""
+    store, requests = opened.store, opened.asking
+    try:
+        listing = await requests.control("list", lambda: store.list(keys.DECISIONS))
+    except StoreError as error:
+        latest = None
+        if error.reason is FailureReason.AUTH:
+            latest = await protocol.read_latest(store, requests)
+        if latest is None:
+            raise
+        logger.warning("listing_refused error=%s; only what latest names is looked at", error)
+        yield latest.checkpoint
+        return
+    found = [keys.parse_decision_key(each.key) for each in listing.objects]
+    for id_ in sorted((each for each in found if each is not None), reverse=True):
+        yield id_
+
+
+async def _damaged(opened: Session) -> dict[CheckpointId, str]:
+    """What other readers have found, as `find` tells it. Nonsense counts for nothing: it is only a hint."""
+    try:
+        return await protocol.read_damages(opened.store, opened.asking)
+    except StoreError as error:
+        if error.reason is FailureReason.AUTH:
+            return {}  # may not list: then no mark can save us a try
+        raise
+
+
+async def _check(opened: Session, decision: Decision) -> list[Receipt]:
+    """The receipts of a committed checkpoint; InvalidRecordError if it cannot be read as it was decided."""
+    store, requests = opened.store, opened.asking
+    receipts = await all_or_none(
+        protocol.bound_receipt(store, requests, decision, rank) for rank in range(decision.world_size)
+    )
+    if reason := obstacle(decision.checkpoint, receipts):
+        raise InvalidRecordError(f"{decision.checkpoint}: {reason}")
+    sizes = await _sizes(opened, decision)
+    for receipt in receipts:
+        for shard in receipt.shards:
+            size_bytes = sizes.get(shard.key)
+            if size_bytes is None:
+                size_bytes = (await _head(opened, shard.key)).size_bytes
+            if size_bytes != shard.size_bytes:
+                raise InvalidRecordError(
+                    f"{decision.checkpoint}: {shard.key} has {size_bytes} bytes, its receipt says {shard.size_bytes}"
+                )
+    return receipts
+
+
+async def _sizes(opened: Session, decision: Decision) -> dict[str, int]:
+    """One listing instead of a request for every shard."""
+    prefix = keys.data_prefix(decision.name, decision.checkpoint.generation)
+    try:
+        listing = await opened.asking.control("list", lambda: opened.store.list(prefix))
+    except StoreError as error:
+        if error.reason is FailureReason.AUTH:
+            return {}
+        raise
+    return {each.key: each.size_bytes for each in listing.objects}
+
+
+async def _head(opened: Session, key: str) -> ObjectInfo:
+    try:
+        return await opened.asking.control("head", lambda: opened.store.head(key))
+    except ObjectNotFoundError:
+        raise InvalidRecordError(f"{key} is missing") from None
+
+
+async def is_gone(opened: Session, checkpoint: CheckpointId) -> bool:
+    """Whether it was pruned meanwhile: then what is missing is no damage."""
+    try:
+        decision = await protocol.read_settled(opened.store, opened.asking, checkpoint)
+    except InvalidRecordError:
+        return False
+    return decision is None or decision.outcome is not Outcome.COMMIT

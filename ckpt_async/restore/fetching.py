@@ -1,0 +1,349 @@
+"""Bringing files of a checkpoint to a local folder: in parallel, verified while they arrive, continued after a kill."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpt_async.checksums import Digest
+from ckpt_async.errors import (
+    CheckpointGoneError,
+    CkptAsyncError,
+    DamagedCheckpointError,
+    DestinationError,
+    NoSpaceError,
+    ObjectNotFoundError,
+)
+from ckpt_async.model import CheckpointId
+from ckpt_async.naming import check_relative
+from ckpt_async.restore import discovery
+from ckpt_async.restore.checkpoint import OWN_FORMAT, Checkpoint, RemoteFile
+from ckpt_async.restore.partial import PartialFile, checksum_of_file, locked
+from ckpt_async.restore.peers import Peer, PeerSource, peer_downloads
+from ckpt_async.restore.session import HeldLease, Session, blocking, leased, mark_damaged, session
+from ckpt_async.restore.sources import FileSource, LocalCopies, LocalSource, StoreSource, has_size
+from ckpt_async.store import Sink
+from ckpt_async.stores import StoreOptions
+from ckpt_async.stores.http_ranges import Downloads
+from ckpt_async.transfer import all_or_none
+
+logger = logging.getLogger(__name__)
+
+# Below the destination: on its file system, so that finished files are renamed into place.
+PARTIAL_FOLDER = ".ckpt_async-partial"
+
+OnProgress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class FetchReport:
+    """Where each file is now, and where its bytes came from: `there` (already in the destination), `resumed` (left by
+    an earlier fetch), `local`, `peer`, `remote`.
+    """
+
+    paths: Mapping[str, Path]
+    bytes_from: Mapping[str, int]
+    duration_s: float
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(self.bytes_from.values())
+
+
+def fetch(
+    checkpoint: Checkpoint,
+    destination: str | os.PathLike[str],
+    *,
+    ranks: Collection[int] | None = None,
+    files: Collection[str] | None = None,
+    folder: str | os.PathLike[str] | None = None,
+    peers: Collection[Peer] = (),
+    verify: bool = True,
+    overwrite: bool = False,
+    num_concurrent_reads: int = 8,
+    on_progress: OnProgress | None = None,
+) -> FetchReport:
+    """Bring the files of these `ranks` that match one of the globs `files` (default: all) into `destination`, under
+    their names in the checkpoint.
+
+    Each file is taken from where it is nearest: it is in the destination already; `folder`, the trainer's, has it
+    (journal, usual place or spool); one of `peers` has it; the store. A copy counts only if it has the size and
+    checksum of the rank's receipt; if not, the next place is tried. Files appear whole, by rename, and are durable on
+    return. Killed, it goes on where it was when called again with the same destination. Several processes may fetch the
+    same files: each file is fetched once, the others wait for it.
+
+    Blocks; `on_progress(done_bytes, total_bytes)` is called now and then, in another thread. Memory: 1 MiB for each of
+    `num_concurrent_reads`. A reader's lease keeps retention away meanwhile.
+
+    Raises NoSpaceError before anything is fetched if it would not fit; DestinationError if a file there is another one
+    (`overwrite` replaces it); DamagedCheckpointError if the store does not have what was committed (then call `find`
+    again: it is passed over from now on); CheckpointGoneError if it was pruned.
+    """
+
+    async def work() -> FetchReport:
+        async with session(
+            checkpoint.remote, checkpoint.store_options, num_concurrent_reads=num_concurrent_reads
+        ) as opened:
+            with contextlib.closing(peer_downloads(num_concurrent_reads)) as downloads:
+                near = _Nearer(LocalCopies(folder, checkpoint), tuple(peers), downloads)
+                fetching = _Fetching(opened, checkpoint, destination, near, verify, overwrite, on_progress)
+                return await fetching.run(checkpoint.select(ranks, files), num_concurrent_reads)
+
+    return blocking(work())
+
+
+def fetch_latest(
+    remote: str,
+    destination: str | os.PathLike[str],
+    *,
+    ranks: Collection[int] | None = None,
+    files: Collection[str] | None = None,
+    folder: str | os.PathLike[str] | None = None,
+    step: int | None = None,
+    drain_timeout_s: float = 0.0,
+    store_options: StoreOptions | None = None,
+    verify: bool = True,
+    overwrite: bool = False,
+    num_concurrent_reads: int = 8,
+    on_progress: OnProgress | None = None,
+) -> tuple[Checkpoint, FetchReport] | None:
+    """`find` and `fetch`; one that turns out damaged while it is read gives way to the next older one. None if there is
+    no checkpoint. Files of a damaged one that were already fetched stay in the destination; so give each attempt an
+    empty one, or look at the names in the report.
+
+    For one process. Ranks that resume together must agree on a checkpoint: see `ckpt_async.torch`.
+    """
+    bad: set[CheckpointId] = set()
+    while True:
+        checkpoint = discovery.find(
+            remote,
+            folder=folder,
+            step=step,
+            drain_timeout_s=0.0 if bad else drain_timeout_s,
+            store_options=store_options,
+            passing_over=bad,
+        )
+        if checkpoint is None:
+            return None
+        try:
+            report = fetch(
+                checkpoint,
+                destination,
+                ranks=ranks,
+                files=files,
+                folder=folder,
+                verify=verify,
+                overwrite=overwrite,
+                num_concurrent_reads=num_concurrent_reads,
+                on_progress=on_progress,
+            )
+        except (DamagedCheckpointError, CheckpointGoneError) as error:
+            if step is not None:
+                raise
+            logger.warning("checkpoint_passed_over %s error=%s", checkpoint.id, error)
+            bad.add(checkpoint.id)
+            continue
+        return checkpoint, report
+
+
+@dataclass(frozen=True, slots=True)
+class _Nearer:
+    """Where else than in the store a file may be."""
+
+    local: LocalCopies
+    peers: tuple[Peer, ...]
+    downloads: Downloads
+
+    def sources(self, file: RemoteFile) -> list[FileSource]:
+        local: list[FileSource] = [LocalSource(path) for path in self.local.find(file)]
+        return local + [PeerSource(self.downloads, peer, file) for peer in self.peers if peer.has(file)]
+
+
+class _Fetching:
+    """One call of `fetch`."""
+
+    def __init__(
+        self,
+        opened: Session,
+        checkpoint: Checkpoint,
+        destination: str | os.PathLike[str],
+        nearer: _Nearer,
+        is_verified: bool,
+        may_overwrite: bool,
+        on_progress: OnProgress | None,
+    ) -> None:
+        self._opened, self._checkpoint, self._nearer = opened, checkpoint, nearer
+        self._destination = Path(os.path.realpath(destination))
+        self._partials = self._destination / PARTIAL_FOLDER
+        self._is_verified, self._may_overwrite = is_verified, may_overwrite
+        self._on_progress = on_progress
+        self._total_bytes = 0
+        self._bytes_from: dict[str, int] = {}
+
+    async def run(self, files: list[RemoteFile], num_at_once: int) -> FetchReport:
+        began = time.monotonic()
+        self._total_bytes = sum(file.size_bytes for file in files)
+        try:
+            self._partials.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise DestinationError(f"cannot write to {str(self._destination)!r}: {error.strerror}") from error
+        there = await asyncio.to_thread(self._already_there, files)
+        self._note("there", sum(file.size_bytes for file in there))
+        left = [file for file in files if file not in there]
+        await asyncio.to_thread(self._check_space, left)
+        if left:
+            async with leased(self._opened, self._checkpoint) as lease:
+                at_once = asyncio.Semaphore(num_at_once)
+                await all_or_none(self._fetch(file, lease, at_once) for file in left)
+        with contextlib.suppress(OSError):
+            self._partials.rmdir()  # not empty: another process fetches
+        paths = {file.name: self._target(file) for file in files}
+        return FetchReport(paths, dict(self._bytes_from), time.monotonic() - began)
+
+    # --- the destination -----------------------------------------------------------------------------------
+
+    def _target(self, file: RemoteFile) -> Path:
+        return self._destination / check_relative(file.name, "file")
+
+    def _already_there(self, files: list[RemoteFile]) -> set[RemoteFile]:
+        return {file for file in files if self._is_there(file)}
+
+    def _is_there(self, file: RemoteFile) -> bool:
+        target = self._target(file)
+        if not os.path.lexists(target):
+            return False
+        if has_size(target, file.size_bytes) and self._is_right(target, file):
+            return True
+        if self._may_overwrite and not target.is_dir():
+            return False
+        raise DestinationError(
+            f"{str(target)!r} is there and is not the file of {self._checkpoint.name}: it is left alone",
+            hint="give another destination, or say that it may be overwritten",
+        )
+
+    def _is_right(self, path: Path, file: RemoteFile) -> bool:
+        if file.checksum is None or not self._is_verified:
+            return True
+        return checksum_of_file(path, file.checksum.algorithm) == file.checksum
+
+    def _check_space(self, files: list[RemoteFile]) -> None:
+        needed_bytes = 0
+        for file in files:
+            try:
+                allocated_bytes = os.stat(self._partial_path(file)).st_blocks * 512
+            except OSError:
+                allocated_bytes = 0
+            needed_bytes += max(0, file.size_bytes - allocated_bytes)
+        facts = os.statvfs(self._destination)
+        free_bytes = facts.f_bavail * facts.f_frsize
+        if needed_bytes > free_bytes:
+            raise NoSpaceError(
+                f"{str(self._destination)!r} has {free_bytes} bytes free, {needed_bytes} more are needed",
+                hint="free some, or fetch only some ranks or files",
+            )
+
+    def _partial_path(self, file: RemoteFile) -> Path:
+        """Its own for every content, so that what an earlier fetch of another checkpoint left does not mix in."""
+        told = f"{self._checkpoint.remote}\n{file.key}\n{file.size_bytes}\n{file.checksum}\n{file.name}"
+        return self._partials / hashlib.sha256(told.encode()).hexdigest()[:32]
+
+    # --- one file ------------------------------------------------------------------------------------------
+
+    async def _fetch(self, file: RemoteFile, lease: HeldLease, at_once: asyncio.Semaphore) -> None:
+        target = self._target(file)
+        algorithm = file.checksum.algorithm if file.checksum else "crc64nvme"
+        async with at_once:
+            try:
+                self._make_parent(target)
+                async with locked(self._partial_path(file), file.size_bytes, algorithm) as partial:
+                    if await asyncio.to_thread(self._is_there, file):
+                        self._note("there", file.size_bytes)  # another process was faster
+                        partial.discard()
+                        return
+                    self._note("resumed", await asyncio.to_thread(partial.prepare))
+                    await self._fill(partial, file, lease)
+                    await asyncio.to_thread(partial.publish, target)
+            except OSError as error:
+                if isinstance(error, CkptAsyncError):
+                    raise
+                if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                    raise NoSpaceError(
+                        f"{str(self._destination)!r} ran full while {file.name!r} was fetched",
+                        hint="free some space and call again: it goes on where it was",
+                    ) from error
+                raise DestinationError(f"cannot write {str(target)!r}: {error}") from error
+
+    def _make_parent(self, target: Path) -> None:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if Path(os.path.realpath(target.parent)) != target.parent:
+            raise DestinationError(
+                f"a symbolic link leads out of the destination on the way to {str(target)!r}"
+            )
+
+    async def _fill(self, partial: PartialFile, file: RemoteFile, lease: HeldLease) -> None:
+        """Fill it from the nearest source that has the right bytes."""
+        remote = StoreSource(self._opened, lease, file)
+        # The store twice: bytes may also have been spoilt on the way, or in what an earlier fetch left.
+        for source in (*self._nearer.sources(file), remote, remote):
+            try:
+                await self._fill_from(source, partial)
+            except ObjectNotFoundError as error:
+                await self._damaged(f"{error}", error)
+            except (CkptAsyncError, OSError) as error:
+                if source is remote or (
+                    isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+                ):
+                    raise
+                logger.warning("source_failed file=%s from=%s error=%s", file.name, source.kind, error)
+                continue
+            if file.checksum is None or not self._is_verified or partial.checksum() == file.checksum:
+                return
+            logger.warning("checksum_differs file=%s from=%s; it is fetched again", file.name, source.kind)
+            partial.forget()
+        await self._damaged(f"{file.key} does not have the checksum of its receipt, twice", None)
+
+    async def _fill_from(self, source: FileSource, partial: PartialFile) -> None:
+        async def get(offset: int, size_bytes: int) -> None:
+            digest = Digest(partial.algorithm)
+
+            def begin() -> Sink:
+                nonlocal digest
+                digest, position = Digest(partial.algorithm), offset
+
+                def sink(piece: memoryview) -> None:
+                    nonlocal position
+                    digest.update(piece)
+                    partial.write(piece, position)
+                    position += len(piece)
+
+                return sink
+
+            await source.get_range(offset, size_bytes, begin)
+            partial.finished(offset, digest.checksum())
+            self._note(source.kind, size_bytes)
+
+        await all_or_none(get(offset, size_bytes) for offset, size_bytes in partial.missing)
+
+    async def _damaged(self, reason: str, cause: Exception | None) -> None:
+        checkpoint = self._checkpoint
+        if checkpoint.format == OWN_FORMAT:
+            if await discovery.is_gone(self._opened, checkpoint.id):
+                raise CheckpointGoneError(
+                    f"{checkpoint.id} was pruned while it was read", hint="find another one"
+                )
+            await mark_damaged(self._opened, checkpoint.id, reason)
+        raise DamagedCheckpointError(f"{checkpoint.name} ({checkpoint.id}) is damaged: {reason}") from cause
+
+    def _note(self, kind: str, size_bytes: int) -> None:
+        if size_bytes:
+            self._bytes_from[kind] = self._bytes_from.get(kind, 0) + size_bytes
+            if self._on_progress is not None:
+                self._on_progress(min(sum(self._bytes_from.values()), self._total_bytes), self._total_bytes)

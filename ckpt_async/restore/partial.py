@@ -1,0 +1,147 @@
+"""A file that is being fetched: preallocated, locked, and continued after a kill from the ranges that are whole."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import fcntl
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from ckpt_async.checksums import Digest, combine
+from ckpt_async.files import fsync_path
+from ckpt_async.model import Checksum
+
+# One range is one request and one line of the record. Measured on loopback: 16 MiB cost a tenth of the throughput.
+RANGE_BYTES = 32 << 20
+READ_BYTES = 1 << 20
+LOCK_POLL_S = 0.05
+
+
+class PartialFile:
+    """`<folder>/<tag>` with the bytes and `<folder>/<tag>.ranges` with what is known of them. Blocking calls."""
+
+    def __init__(self, path: Path, descriptor: int, size_bytes: int, algorithm: str) -> None:
+        self._path, self._descriptor = path, descriptor
+        self._size_bytes, self.algorithm = size_bytes, algorithm
+        self._record = path.with_name(f"{path.name}.ranges")
+        self._sizes = {
+            offset: min(RANGE_BYTES, size_bytes - offset) for offset in range(0, size_bytes, RANGE_BYTES)
+        }
+        self._whole: dict[int, Checksum] = {}
+
+    def prepare(self) -> int:
+        """Make room for the whole file, and read what an earlier fetch recorded: a range counts if its bytes still have
+        the checksum they arrived with. Returns the bytes that need not be fetched again.
+        """
+        try:
+            os.posix_fallocate(self._descriptor, 0, max(self._size_bytes, 1))
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+                raise
+        os.ftruncate(self._descriptor, self._size_bytes)
+        with contextlib.suppress(FileNotFoundError):
+            for line in self._record.read_text("ascii", "replace").splitlines():
+                offset, _, value = line.partition(" ")
+                if offset.isdecimal() and int(offset) in self._sizes:
+                    recorded = Checksum(self.algorithm, value)
+                    if self.checksum_of_range(int(offset)) == recorded:
+                        self._whole[int(offset)] = recorded
+        return sum(self._sizes[offset] for offset in self._whole)
+
+    @property
+    def missing(self) -> list[tuple[int, int]]:
+        """Offset and size of every range that is still to be fetched."""
+        return [(offset, size) for offset, size in self._sizes.items() if offset not in self._whole]
+
+    def write(self, piece: memoryview, offset: int) -> None:
+        while piece:
+            count = os.pwrite(self._descriptor, piece, offset)
+            piece, offset = piece[count:], offset + count
+
+    def finished(self, offset: int, checksum: Checksum) -> None:
+        """All of the range is written."""
+        with self._record.open("a", encoding="ascii") as record:
+            record.write(f"{offset} {checksum.value}\n")
+        self._whole[offset] = checksum
+
+    def checksum_of_range(self, offset: int) -> Checksum:
+        return _digest(self._descriptor, offset, self._sizes[offset], self.algorithm)
+
+    def checksum(self) -> Checksum:
+        """Of the whole file, from its ranges'."""
+        return combine([(self._whole[offset], size) for offset, size in self._sizes.items()], self.algorithm)
+
+    def forget(self) -> None:
+        """Nothing of it is right: fetch all again."""
+        self._whole.clear()
+        self._record.unlink(missing_ok=True)
+
+    def discard(self) -> None:
+        """Another process has fetched the file meanwhile."""
+        self._path.unlink(missing_ok=True)
+        self._record.unlink(missing_ok=True)
+
+    def publish(self, target: Path) -> None:
+        """Move it to its place, atomically; durable on return."""
+        os.fsync(self._descriptor)
+        os.replace(self._path, target)
+        fsync_path(target.parent)
+        self._record.unlink(missing_ok=True)
+
+
+@contextlib.asynccontextmanager
+async def locked(path: Path, size_bytes: int, algorithm: str) -> AsyncIterator[PartialFile]:
+    """Open the partial file when nobody else fetches it: ranks of a node that need the same file wait here."""
+    while True:
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        descriptor = os.open(path, flags, 0o666)
+        try:
+            while not _try_lock(descriptor):  # noqa: ASYNC110  other processes set no event
+                await asyncio.sleep(LOCK_POLL_S)
+            if _is_at(path, descriptor):
+                yield PartialFile(path, descriptor, size_bytes, algorithm)
+                return
+        finally:
+            os.close(descriptor)  # and so unlocks
+        # Whoever had it has published it, and the path is free for another one.
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    try:
+        there = os.stat(path, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return os.path.samestat(there, os.fstat(descriptor))
+
+
+def checksum_of_file(path: Path, algorithm: str) -> Checksum:
+    """Of a regular file. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        return _digest(descriptor, 0, os.fstat(descriptor).st_size, algorithm)
+    finally:
+        os.close(descriptor)
+
+
+def _digest(descriptor: int, offset: int, size_bytes: int, algorithm: str) -> Checksum:
+    digest = Digest(algorithm)
+    buffer = memoryview(bytearray(min(READ_BYTES, max(size_bytes, 1))))
+    end = offset + size_bytes
+    while offset < end:
+        count = os.preadv(descriptor, [buffer[: end - offset]], offset)
+        if count == 0:
+            break  # cut short beneath us: the checksum will not match
+        digest.update(buffer[:count])
+        offset += count
+    return digest.checksum()

@@ -1,0 +1,175 @@
+"""An open store for reading, the lease that holds a checkpoint in place meanwhile, the bridge from blocking calls."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import re
+import secrets
+import socket
+import time
+from collections.abc import AsyncIterator, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from ckpt_async import keys, protocol, records
+from ckpt_async.conditional import put
+from ckpt_async.errors import CheckpointGoneError, FailureReason, StoreError
+from ckpt_async.model import CheckpointId, Damage, Lease
+from ckpt_async.observe import NullObserver
+from ckpt_async.requests import CONTROL_REQUESTS, Requests
+from ckpt_async.restore.checkpoint import OWN_FORMAT, Checkpoint
+from ckpt_async.settings import Settings, load
+from ckpt_async.store import Store
+from ckpt_async.stores import StoreOptions, open_store
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# Long enough that a renewal may fail for minutes, short enough that a killed reader does not keep data for long.
+LEASE_TTL_S = 900.0
+# Someone waits for the answer: a store that is away for longer is an error to be told.
+PATIENCE_S = 60.0
+
+
+def blocking(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end in a loop of its own, also where the calling thread already runs one (notebooks)."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    with ThreadPoolExecutor(1, thread_name_prefix="ckpt-async-restore") as thread:
+        return thread.submit(asyncio.run, work).result()
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A store opened for reading. `bulk` goes on as long as a long transfer may take, also past credentials that are
+    being rotated; `asking` answers within a minute or raises.
+    """
+
+    store: Store
+    bulk: Requests
+    asking: Requests
+
+
+@contextlib.asynccontextmanager
+async def session(
+    remote: str, options: StoreOptions | None, *, num_concurrent_reads: int = 8
+) -> AsyncIterator[Session]:
+    """Open `remote` read-only for as long as the block lasts."""
+    options = options or StoreOptions()
+    room = num_concurrent_reads + CONTROL_REQUESTS
+    store = open_store(remote, replace(options, max_connections=max(options.max_connections, room)))
+    settings: Settings = load({"num_concurrent_uploads": num_concurrent_reads}, os.environ)
+    asking = replace(settings, upload_timeout_s=min(settings.upload_timeout_s, PATIENCE_S))
+    try:
+        await store.open(is_read_only=True)
+        yield Session(
+            store,
+            Requests(settings, NullObserver(), store.url),
+            Requests(asking, NullObserver(), store.url, is_patient=False),
+        )
+    finally:
+        await store.close()
+
+
+class HeldLease:
+    """Keeps retention away from a checkpoint while it is read (rule R3)."""
+
+    def __init__(self, session: Session, lease: Lease, taken_at: float) -> None:
+        self._session, self._lease = session, lease
+        self._good_until = taken_at + lease.ttl_s * 2 / 3
+        self._is_gone = False
+
+    def check(self) -> None:
+        """Raise CheckpointGoneError once the lease no longer protects what is read."""
+        if self._is_gone or time.monotonic() > self._good_until:
+            raise CheckpointGoneError(
+                f"{self._lease.checkpoint} "
+                + (
+                    "was pruned while it was read" if self._is_gone else "is read without a lease: it ran out"
+                ),
+                hint="find a checkpoint again",
+            )
+
+    async def keep(self) -> None:
+        """Renew until cancelled."""
+        while not self._is_gone:
+            await asyncio.sleep(self._lease.ttl_s / 3)
+            began = time.monotonic()
+            try:
+                decision = await protocol.take_lease(self._session.store, self._session.asking, self._lease)
+            except StoreError as error:
+                logger.warning("lease_not_renewed %s error=%s", self._lease.checkpoint, error)
+                continue
+            if decision is None:
+                self._is_gone = True
+            else:
+                self._good_until = began + self._lease.ttl_s * 2 / 3
+
+
+class _NoLease(HeldLease):
+    def __init__(self) -> None:
+        pass
+
+    def check(self) -> None:
+        """What is read without a lease may vanish, and then says so itself."""
+
+
+@contextlib.asynccontextmanager
+async def leased(
+    session: Session, checkpoint: Checkpoint, ttl_s: float = LEASE_TTL_S
+) -> AsyncIterator[HeldLease]:
+    """Hold a lease on the checkpoint for as long as the block lasts. Credentials that may not write read without one,
+    and say so in the log; nor can what another tool wrote be leased.
+
+    Raises CheckpointGoneError if it is not there any more.
+    """
+    if checkpoint.format != OWN_FORMAT:
+        yield _NoLease()
+        return
+    lease = Lease(checkpoint.id, _reader_name(), ttl_s)
+    began = time.monotonic()
+    try:
+        decision = await protocol.take_lease(session.store, session.asking, lease)
+    except StoreError as error:
+        if error.reason not in (FailureReason.AUTH, FailureReason.DISK):
+            raise
+        logger.warning(
+            "reading_without_lease %s error=%s; retention may take it meanwhile", checkpoint.id, error
+        )
+        yield _NoLease()
+        return
+    if decision is None:
+        raise CheckpointGoneError(f"{checkpoint.id} was pruned before it was read", hint="find another one")
+    held = HeldLease(session, lease, began)
+    keeping = asyncio.ensure_future(held.keep())
+    try:
+        yield held
+    finally:
+        keeping.cancel()
+        await asyncio.gather(keeping, return_exceptions=True)
+        try:
+            await protocol.drop_lease(session.store, session.asking, lease)
+        except StoreError as error:
+            logger.warning("lease_not_dropped %s error=%s; it expires by itself", checkpoint.id, error)
+
+
+async def mark_damaged(session: Session, checkpoint: CheckpointId, reason: str) -> None:
+    """Tell later readers, best effort: credentials may not write, and the finding is reported here anyway."""
+    logger.error("checkpoint_damaged %s reason=%s", checkpoint, reason)
+    damage = Damage(checkpoint, reason, _reader_name(), time.time())
+    try:
+        await put(session.store, session.asking, keys.damage_key(checkpoint), records.encode_damage(damage))
+    except StoreError as error:
+        logger.warning("damage_not_marked %s error=%s", checkpoint, error)
+
+
+def _reader_name() -> str:
+    host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname())[:64]
+    return f"{host}-{os.getpid()}-{secrets.token_hex(4)}"
