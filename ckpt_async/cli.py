@@ -20,12 +20,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from ckpt_async import __version__
 from ckpt_async.errors import (
     CkptAsyncError,
+    DamagedCheckpointError,
     FailureReason,
     FolderInUseError,
     IntegrityError,
     InvalidNameError,
     InvalidRecordError,
     NoJournalError,
+    NoUsableCheckpointError,
     SettingsError,
     StoreError,
 )
@@ -154,6 +156,12 @@ def _parser() -> argparse.ArgumentParser:
     sweep.add_argument(
         "--dry-run", action="store_true", help="print the plan with its reasons; touch nothing"
     )
+    sweep.add_argument(
+        "--verify", action="store_true", help="also verify every committed checkpoint: one HEAD per shard"
+    )
+    sweep.add_argument(
+        "--metrics-port", metavar="P", type=_port, default=-1, help="Prometheus port (0: any free one)"
+    )
     how_often = sweep.add_mutually_exclusive_group()
     how_often.add_argument("--once", action="store_true", help="sweep once (the default)")
     how_often.add_argument(
@@ -176,6 +184,24 @@ def _parser() -> argparse.ArgumentParser:
         "--read-data", metavar="PERCENT", type=float, default=0.0, help="read so many of the shards whole"
     )
     verify.add_argument("--seed", type=int, default=0, help="which shards are read")
+    pull = add("pull", _pull, "bring a checkpoint back to a local folder, verified", store)
+    pull.add_argument("url", metavar="REMOTE")
+    pull.add_argument("destination", metavar="DEST", help="folder for the files, under their names")
+    pull.add_argument("--step", metavar="S", type=int, help="not the newest complete one, but this step's")
+    pull.add_argument("--only", metavar="GLOB", action="append", help="files whose names match; repeatable")
+    pull.add_argument("--rank", metavar="R", type=int, action="append", help="files of this rank; repeatable")
+    pull.add_argument(
+        "--folder", metavar="F", help="a trainer's folder that may still have some of the files"
+    )
+    pull.add_argument(
+        "--verify",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="compare every file with its checksum (the default)",
+    )
+    pull.add_argument("--overwrite", action="store_true", help="replace other files of the same names")
+    pull.add_argument("--concurrency", metavar="N", type=int, default=8, help="reads at once (default: 8)")
+    pull.add_argument("--dry-run", action="store_true", help="only print what would be pulled")
     add("version", _version, "print the version")
     return parser
 
@@ -185,6 +211,12 @@ def _seconds(text: str) -> float:
         if 0 <= (value := float(text)) <= 604_800:
             return value
     raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0 to 604800")
+
+
+def _port(text: str) -> int:
+    if text.isdecimal() and int(text) <= 65_535:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a port from 0 to 65535")
 
 
 # --- status ------------------------------------------------------------------------------------------------
@@ -539,6 +571,16 @@ def _verify(options: argparse.Namespace) -> int:
     return Exit.OK if cli_sweep.verify_remote(options) else Exit.INCOMPLETE
 
 
+# --- pull --------------------------------------------------------------------------------------------------
+
+
+def _pull(options: argparse.Namespace) -> int:
+    from ckpt_async import cli_restore
+
+    cli_restore.pull(options)
+    return Exit.OK
+
+
 # --- version -----------------------------------------------------------------------------------------------
 
 
@@ -618,7 +660,7 @@ def _code(error: CkptAsyncError) -> Exit:
             return Exit.USAGE
         case NoJournalError() | StoreError(reason=FailureReason.NOT_FOUND):
             return Exit.NOT_FOUND
-        case InvalidRecordError() | IntegrityError():
+        case InvalidRecordError() | IntegrityError() | DamagedCheckpointError() | NoUsableCheckpointError():
             return Exit.INCOMPLETE
         case FolderInUseError():
             return Exit.TEMPORARY

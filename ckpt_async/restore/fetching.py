@@ -116,8 +116,7 @@ def fetch_latest(
     on_progress: OnProgress | None = None,
 ) -> tuple[Checkpoint, FetchReport] | None:
     """`find` and `fetch`; one that turns out damaged while it is read gives way to the next older one. None if there is
-    no checkpoint. Files of a damaged one that were already fetched stay in the destination; so give each attempt an
-    empty one, or look at the names in the report.
+    no checkpoint.
 
     For one process. Ranks that resume together must agree on a checkpoint: see `ckpt_async.torch`.
     """
@@ -186,6 +185,7 @@ class _Fetching:
         self._is_verified, self._may_overwrite = is_verified, may_overwrite
         self._on_progress = on_progress
         self._total_bytes = 0
+        self._published: list[Path] = []
         self._bytes_from: dict[str, int] = {}
 
     async def run(self, files: list[RemoteFile], num_at_once: int) -> FetchReport:
@@ -200,9 +200,13 @@ class _Fetching:
         left = [file for file in files if file not in there]
         await asyncio.to_thread(self._check_space, left)
         if left:
-            async with leased(self._opened, self._checkpoint) as lease:
-                at_once = asyncio.Semaphore(num_at_once)
-                await all_or_none(self._fetch(file, lease, at_once) for file in left)
+            try:
+                async with leased(self._opened, self._checkpoint) as lease:
+                    at_once = asyncio.Semaphore(num_at_once)
+                    await all_or_none(self._fetch(file, lease, at_once) for file in left)
+            except (DamagedCheckpointError, CheckpointGoneError):
+                await asyncio.to_thread(self._take_back, left)
+                raise
         with contextlib.suppress(OSError):
             self._partials.rmdir()  # not empty: another process fetches
         paths = {file.name: self._target(file) for file in files}
@@ -255,6 +259,15 @@ class _Fetching:
         told = f"{self._checkpoint.remote}\n{file.key}\n{file.size_bytes}\n{file.checksum}\n{file.name}"
         return self._partials / hashlib.sha256(told.encode()).hexdigest()[:32]
 
+    def _take_back(self, files: list[RemoteFile]) -> None:
+        """A checkpoint that cannot be had leaves nothing that could be taken for part of another one."""
+        for file in files:
+            self._partial_path(file).unlink(missing_ok=True)
+        for target in self._published:
+            target.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self._partials.rmdir()
+
     # --- one file ------------------------------------------------------------------------------------------
 
     async def _fetch(self, file: RemoteFile, lease: HeldLease, at_once: asyncio.Semaphore) -> None:
@@ -271,6 +284,7 @@ class _Fetching:
                     self._note("resumed", await asyncio.to_thread(partial.prepare))
                     await self._fill(partial, file, lease)
                     await asyncio.to_thread(partial.publish, target)
+                    self._published.append(target)
             except OSError as error:
                 if isinstance(error, CkptAsyncError):
                     raise

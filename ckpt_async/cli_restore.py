@@ -1,0 +1,162 @@
+"""The command that brings a checkpoint back: `pull`. See `cli`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from typing import Any
+
+from ckpt_async import restore
+from ckpt_async.errors import ObjectNotFoundError
+from ckpt_async.stores import StoreOptions
+
+Json = dict[str, Any]
+
+BAR_WIDTH = 30
+BAR_EVERY_S = 0.1
+
+
+def pull(options: argparse.Namespace) -> None:
+    """Fetch the newest complete checkpoint (or that of `--step`) into a folder; with `--dry-run` only say what."""
+    store_options = StoreOptions(
+        endpoint_url=options.endpoint_url, region=options.region, profile=options.profile
+    )
+    if options.dry_run:
+        _plan(options, store_options)
+        return
+    bar = _Bar() if sys.stderr.isatty() else None
+    try:
+        found = restore.fetch_latest(
+            options.url,
+            options.destination,
+            ranks=options.rank,
+            files=options.only,
+            folder=options.folder,
+            step=options.step,
+            store_options=store_options,
+            verify=options.verify,
+            overwrite=options.overwrite,
+            num_concurrent_reads=options.concurrency,
+            on_progress=bar,
+        )
+    finally:
+        if bar is not None:
+            bar.clear()
+    if found is None:
+        raise _none(options)
+    checkpoint, report = found
+    if options.json:
+        _print_json(
+            {
+                **_checkpoint_json(checkpoint),
+                "destination": os.path.realpath(options.destination),
+                "files": {name: str(path) for name, path in report.paths.items()},
+                "size_bytes": report.size_bytes,
+                "bytes_from": dict(report.bytes_from),
+                "duration_s": round(report.duration_s, 3),
+            }
+        )
+        return
+    _tell_rejected(checkpoint)
+    came = ", ".join(f"{_size(count)} {_ORIGINS[kind]}" for kind, count in report.bytes_from.items())
+    rate = report.size_bytes / max(report.duration_s, 1e-9)
+    print(
+        f"step {checkpoint.step} ({checkpoint.name}): {len(report.paths)} files, {_size(report.size_bytes)} in"
+        f" {report.duration_s:.1f} s, {_size(rate)}/s" + (f" ({came})" if came else "")
+    )
+
+
+_ORIGINS = {
+    "there": "were there",
+    "resumed": "from an earlier pull",
+    "local": "from this node",
+    "peer": "from peers",
+    "remote": "from the store",
+}
+
+
+def _plan(options: argparse.Namespace, store_options: StoreOptions) -> None:
+    checkpoint = restore.find(options.url, step=options.step, store_options=store_options)
+    if checkpoint is None:
+        raise _none(options)
+    files = checkpoint.select(options.rank, options.only)
+    size_bytes = sum(file.size_bytes for file in files)
+    if options.json:
+        _print_json(
+            {
+                **_checkpoint_json(checkpoint),
+                "destination": os.path.realpath(options.destination),
+                "files": {file.name: file.size_bytes for file in files},
+                "size_bytes": size_bytes,
+            }
+        )
+        return
+    _tell_rejected(checkpoint)
+    for file in files:
+        print(f"{_size(file.size_bytes):>12}  {file.name}")
+    print(
+        f"step {checkpoint.step} ({checkpoint.name}): {len(files)} files, {_size(size_bytes)} would be pulled"
+    )
+
+
+def _none(options: argparse.Namespace) -> ObjectNotFoundError:
+    which = "no checkpoint" if options.step is None else f"no checkpoint of step {options.step}"
+    return ObjectNotFoundError(f"{options.url} has {which} that is complete")
+
+
+def _tell_rejected(checkpoint: restore.Checkpoint) -> None:
+    for each in checkpoint.rejected:
+        print(f"passed over {each}")
+
+
+def _checkpoint_json(checkpoint: restore.Checkpoint) -> Json:
+    return {
+        "remote": checkpoint.remote,
+        "format": checkpoint.format,
+        "generation": checkpoint.generation,
+        "step": checkpoint.step,
+        "name": checkpoint.name,
+        "ranks": checkpoint.world_size,
+        "passed_over": [
+            {"generation": each.id.generation, "step": each.id.step, "reason": each.reason}
+            for each in checkpoint.rejected
+        ],
+    }
+
+
+class _Bar:
+    """A progress bar on a terminal. Called from another thread."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._drawn_at = 0.0
+
+    def __call__(self, done_bytes: int, total_bytes: int) -> None:
+        now = time.monotonic()
+        if now - self._drawn_at < BAR_EVERY_S:
+            return
+        self._drawn_at = now
+        share = done_bytes / max(total_bytes, 1)
+        rate = done_bytes / max(now - self._began, 1e-9)
+        left_s = (total_bytes - done_bytes) / max(rate, 1.0)
+        filled = "#" * int(share * BAR_WIDTH)
+        text = f"{filled:<{BAR_WIDTH}} {share:4.0%} of {_size(total_bytes)}, {_size(rate)}/s, {left_s:.0f} s left"
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def _print_json(value: Json) -> None:
+    print(json.dumps(value, indent=2))
+
+
+def _size(size_bytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size_bytes < 1024:
+            return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
+        size_bytes /= 1024
+    return f"{size_bytes:.1f} TiB"
