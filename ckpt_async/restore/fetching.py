@@ -26,7 +26,7 @@ from ckpt_async.model import CheckpointId
 from ckpt_async.naming import check_relative
 from ckpt_async.restore import discovery
 from ckpt_async.restore.checkpoint import OWN_FORMAT, Checkpoint, RemoteFile
-from ckpt_async.restore.partial import PartialFile, checksum_of_file, locked
+from ckpt_async.restore.partial import PartialFile, checksum_of_file, discard, locked
 from ckpt_async.restore.peers import Peer, PeerSource, peer_downloads
 from ckpt_async.restore.session import HeldLease, Session, blocking, leased, mark_damaged, session
 from ckpt_async.restore.sources import FileSource, LocalCopies, LocalSource, StoreSource, has_size
@@ -262,7 +262,7 @@ class _Fetching:
     def _take_back(self, files: list[RemoteFile]) -> None:
         """A checkpoint that cannot be had leaves nothing that could be taken for part of another one."""
         for file in files:
-            self._partial_path(file).unlink(missing_ok=True)
+            discard(self._partial_path(file))
         for target in self._published:
             target.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
@@ -279,7 +279,7 @@ class _Fetching:
                 async with locked(self._partial_path(file), file.size_bytes, algorithm) as partial:
                     if await asyncio.to_thread(self._is_there, file):
                         self._note("there", file.size_bytes)  # another process was faster
-                        partial.discard()
+                        discard(self._partial_path(file))
                         return
                     self._note("resumed", await asyncio.to_thread(partial.prepare))
                     await self._fill(partial, file, lease)

@@ -26,7 +26,7 @@ class PartialFile:
     def __init__(self, path: Path, descriptor: int, size_bytes: int, algorithm: str) -> None:
         self._path, self._descriptor = path, descriptor
         self._size_bytes, self.algorithm = size_bytes, algorithm
-        self._record = path.with_name(f"{path.name}.ranges")
+        self._record = _record_of(path)
         self._sizes = {
             offset: min(RANGE_BYTES, size_bytes - offset) for offset in range(0, size_bytes, RANGE_BYTES)
         }
@@ -79,11 +79,6 @@ class PartialFile:
         self._whole.clear()
         self._record.unlink(missing_ok=True)
 
-    def discard(self) -> None:
-        """Another process has fetched the file meanwhile."""
-        self._path.unlink(missing_ok=True)
-        self._record.unlink(missing_ok=True)
-
     def publish(self, target: Path) -> None:
         """Move it to its place, atomically; durable on return."""
         os.fsync(self._descriptor)
@@ -107,6 +102,16 @@ async def locked(path: Path, size_bytes: int, algorithm: str) -> AsyncIterator[P
         finally:
             os.close(descriptor)  # and so unlocks
         # Whoever had it has published it, and the path is free for another one.
+
+
+def discard(path: Path) -> None:
+    """Remove a partial file and what was recorded of it."""
+    path.unlink(missing_ok=True)
+    _record_of(path).unlink(missing_ok=True)
+
+
+def _record_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.ranges")
 
 
 def _try_lock(descriptor: int) -> bool:
