@@ -6,14 +6,18 @@ The one place for each of these rules. The SDK's own retries are off: two layers
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
 import tenacity
 
+from ckpt_async import concurrency
+from ckpt_async.concurrency import Concurrency
 from ckpt_async.errors import FailureReason, StoreError
 from ckpt_async.observe import Observer
 from ckpt_async.settings import Settings
@@ -34,7 +38,7 @@ OPEN_ATTEMPT_S = 30.0
 QUIET_OUTAGE_S = 5.0
 
 
-async def open_patiently(store: Store, timeout_s: float) -> None:
+async def open_patiently(store: Store, timeout_s: float, *, is_read_only: bool = False) -> None:
     """Open the store, waiting out a short outage; what waiting cannot heal is raised at once."""
     patient = {FailureReason.THROTTLED, FailureReason.TRANSIENT, FailureReason.TIMEOUT}
     deadline = time.monotonic() + timeout_s
@@ -42,7 +46,7 @@ async def open_patiently(store: Store, timeout_s: float) -> None:
     while True:
         try:
             async with asyncio.timeout(OPEN_ATTEMPT_S):
-                return await store.open()
+                return await store.open(is_read_only=is_read_only)
         except (StoreError, TimeoutError) as error:
             if not isinstance(error, StoreError):
                 message = f"no answer within {OPEN_ATTEMPT_S:.0f} s"
@@ -110,6 +114,60 @@ class Progress:
             self._scope.reschedule(self._deadline if is_last else min(self._deadline, stalled_at))
 
 
+class Lane:
+    """Admission by number. The number adapts (see `concurrency`); owners take turns, so that a rank with 10,000 shards
+    does not keep those that share its engine waiting.
+    """
+
+    def __init__(self, start: int, most: int) -> None:
+        self.concurrency = Concurrency(limit=start, most=max(start, most))
+        self._running = 0
+        self._waiting: dict[int, deque[asyncio.Future[None]]] = {}  # in the order of their turns
+
+    @asynccontextmanager
+    async def hold(self, owner: int) -> AsyncIterator[None]:
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(owner, deque()).append(turn)
+        self._admit()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self._leave()
+            raise
+        try:
+            yield
+        finally:
+            self._leave()
+
+    def finished(self, size_bytes: int, began_s: float, now_s: float) -> None:
+        self.concurrency = concurrency.finished(
+            self.concurrency,
+            size_bytes=size_bytes,
+            is_waited_for=any(self._waiting.values()),
+            began_s=began_s,
+            now_s=now_s,
+        )
+
+    def throttled(self, began_s: float, now_s: float) -> None:
+        self.concurrency = concurrency.throttled(self.concurrency, began_s=began_s, now_s=now_s)
+
+    def _leave(self) -> None:
+        self._running -= 1
+        self._admit()
+
+    def _admit(self) -> None:
+        while self._waiting and self._running < self.concurrency.limit:
+            owner, turns = next(iter(self._waiting.items()))
+            del self._waiting[owner]
+            turn = turns.popleft()
+            if turns:
+                self._waiting[owner] = turns  # behind the others
+            if not turn.done():
+                self._running += 1
+                turn.set_result(None)
+
+
 class ByteBudget:
     """Admission by bytes. One item larger than the whole budget is let in when nothing else is."""
 
@@ -144,11 +202,23 @@ class Requests:
         self._is_patient = is_patient
         self._settings, self._observer, self._store_url = settings, observer, store_url
         self._control = asyncio.Semaphore(CONTROL_REQUESTS)
-        self._bulk = asyncio.Semaphore(settings.num_concurrent_uploads)
+        self._bulk = Lane(settings.num_concurrent_uploads, settings.max_concurrent_uploads)
+        self._owner = 0
         self._bytes = ByteBudget(settings.max_inflight_bytes)
         self._bandwidth = Bandwidth(settings.max_bytes_per_s)
         self._failing_since: float | None = None
         self._has_warned = False
+
+    def of(self, owner: int) -> Requests:
+        """The same budgets for another owner: they take turns."""
+        other = copy.copy(self)
+        other._owner = owner  # noqa: SLF001  its own
+        return other
+
+    @property
+    def concurrency(self) -> int:
+        """How many requests may carry shard bytes at once, now."""
+        return self._bulk.concurrency.limit
 
     async def control(self, operation: str, attempt: Callable[[], Awaitable[T]]) -> T:
         """Make a small request, again and again until it succeeds or `upload_timeout_s` is over.
@@ -172,11 +242,20 @@ class Requests:
 
         async def once() -> T:
             loop = asyncio.get_running_loop()
-            async with self._bulk, self._bytes.hold(size_bytes):
-                deadline = loop.time() + settings.request_timeout_s
+            async with self._bulk.hold(self._owner), self._bytes.hold(size_bytes):
+                began = loop.time()
+                deadline = began + settings.request_timeout_s
                 deadline += size_bytes / settings.minimum_rate_bytes_per_s
-                async with asyncio.timeout_at(min(deadline, loop.time() + settings.stall_timeout_s)) as scope:
-                    return await attempt(Progress(scope, deadline, settings.stall_timeout_s, self._bandwidth))
+                try:
+                    async with asyncio.timeout_at(min(deadline, began + settings.stall_timeout_s)) as scope:
+                        progress = Progress(scope, deadline, settings.stall_timeout_s, self._bandwidth)
+                        result = await attempt(progress)
+                except StoreError as error:
+                    if error.reason is FailureReason.THROTTLED:
+                        self._bulk.throttled(began, loop.time())
+                    raise
+                self._bulk.finished(size_bytes, began, loop.time())
+                return result
 
         return await self._persist(operation, once)
 

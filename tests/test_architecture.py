@@ -27,15 +27,15 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("engine", "generation", "metrics", "protocol"),
     ("transfer", "requests", "conditional"),
     ("stores", "journal", "files"),
-    ("checksums", "plan"),
-    ("store", "observe"),
+    ("checksums", "concurrency", "plan"),
+    ("store", "observe", "threads"),
     ("decide",),
     ("retention", "records", "keys", "naming", "settings", "model"),
     ("errors",),
 )
 DEPTH = {name: depth for depth, layer in enumerate(LAYERS) for name in layer}
 
-PURE = {"errors", "settings", "model", "keys", "naming", "records", "retention", "decide", "plan"}
+PURE = {"errors", "settings", "model", "keys", "naming", "records", "retention", "decide", "plan", "concurrency"}
 IMPURE_IMPORTS = {
     *("asyncio", "multiprocessing", "os", "random", "secrets", "shutil", "socket", "sqlite3", "subprocess"),
     *("tempfile", "threading", "time"),

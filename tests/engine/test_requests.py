@@ -45,7 +45,7 @@ def test_bulk_requests_are_bounded_by_number() -> None:
     """A checkpoint of 10,000 shards must not open 10,000 connections."""
 
     async def main() -> None:
-        gauge, requests = Gauge(), make(num_concurrent_uploads=3)
+        gauge, requests = Gauge(), make(num_concurrent_uploads=3, max_concurrent_uploads=3)
         await asyncio.gather(*(requests.bulk("put", 1, lambda _: gauge.attempt(1)) for _ in range(20)))
         assert gauge.most == 3
         assert asyncio.get_running_loop().time() == pytest.approx(7)

@@ -1,0 +1,97 @@
+"""Admission of requests that carry bytes: adaptive, and fair between those who share it."""
+
+import asyncio
+
+from ckpt_async.errors import FailureReason
+from ckpt_async.observe import NullObserver
+from ckpt_async.requests import Lane, Requests
+from ckpt_async.settings import Settings
+from tests.engine.stores import trouble
+from tests.engine.virtual_time import run
+
+
+def test_owners_take_turns() -> None:
+    """A rank with many shards must not keep the others of its node waiting."""
+
+    async def main() -> None:
+        lane, order = Lane(1, 1), []
+
+        async def work(owner: int) -> None:
+            async with lane.hold(owner):
+                order.append(owner)
+                await asyncio.sleep(1)
+
+        await asyncio.gather(*(work(owner) for owner in (0, 0, 0, 0, 1, 1, 2)))
+        assert order == [0, 0, 1, 2, 0, 1, 0]
+
+    run(main())
+
+
+def test_one_that_gives_up_waiting_leaves_its_place() -> None:
+    async def main() -> None:
+        lane, done = Lane(1, 1), []
+
+        async def work(name: str) -> None:
+            async with lane.hold(0):
+                await asyncio.sleep(1)
+                done.append(name)
+
+        tasks = [asyncio.create_task(work(name)) for name in "abcd"]
+        await asyncio.sleep(0.5)
+        tasks[0].cancel()  # has its turn
+        tasks[1].cancel()  # still waits, and would be next
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert done == ["c", "d"]
+
+    run(main())
+
+
+def test_one_that_is_cancelled_as_its_turn_comes_hands_it_on() -> None:
+    async def main() -> None:
+        lane, done = Lane(1, 1), []
+
+        async def work(name: str) -> None:
+            async with lane.hold(0):
+                done.append(name)
+
+        async with lane.hold(0):
+            first, second = asyncio.create_task(work("first")), asyncio.create_task(work("second"))
+            await asyncio.sleep(0)
+            asyncio.get_running_loop().call_soon(first.cancel)  # in the same step in which it is admitted
+        await asyncio.gather(first, second, return_exceptions=True)
+        assert done == ["second"]
+
+    run(main())
+
+
+def test_slow_down_halves_what_goes_at_once() -> None:
+    """Sixteen requests that are all told to slow down are one reason to, not sixteen."""
+
+    async def main() -> None:
+        settings = Settings(num_concurrent_uploads=16, retry_initial_s=1.0)
+        requests = Requests(settings, NullObserver(), "memory://test")
+        now = 0
+        refused = set()
+
+        async def attempt(number: int) -> None:
+            nonlocal now
+            now += 1
+            try:
+                await asyncio.sleep(1)
+                if number < 16 and number not in refused:
+                    refused.add(number)
+                    raise trouble(FailureReason.THROTTLED)
+            finally:
+                now -= 1
+
+        tasks = [
+            asyncio.create_task(requests.bulk("put", 1, lambda _, number=number: attempt(number)))
+            for number in range(48)
+        ]
+        await asyncio.sleep(0.5)
+        assert now == 16
+        await asyncio.sleep(1)
+        assert (now, requests.concurrency) == (8, 8)
+        await asyncio.gather(*tasks)
+
+    run(main())
