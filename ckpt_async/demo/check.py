@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from dataclasses import dataclass, field
 
 from ckpt_async import keys, protocol
 from ckpt_async.demo.config import Config, read_log
-from ckpt_async.demo.resume import with_store
 from ckpt_async.model import CheckpointId, Decision, Outcome
+from ckpt_async.observe import NullObserver
 from ckpt_async.requests import Requests
+from ckpt_async.settings import Settings
 from ckpt_async.store import Store
+from ckpt_async.stores import open_store
 from ckpt_async.verify import verify
 
 
@@ -39,7 +42,15 @@ def check(config: Config, world_size: int) -> Verdict:
             if line["event"] == "sealed":
                 sealed.setdefault(CheckpointId(line["generation"], line["step"]), set()).add(rank)
 
-    async def work(store: Store, requests: Requests) -> Verdict:
+    async def read() -> Verdict:
+        store = open_store(config.remote)
+        await store.open(is_read_only=True)
+        try:
+            return await compare(store, Requests(Settings(), NullObserver(), config.remote))
+        finally:
+            await store.close()
+
+    async def compare(store: Store, requests: Requests) -> Verdict:
         verdict = Verdict()
         listing = await requests.control("list", lambda: store.list(keys.DECISIONS))
         for each in listing.objects:
@@ -66,7 +77,7 @@ def check(config: Config, world_size: int) -> Verdict:
         verdict.wrong += [str(each) for each in verification.violations]
         return verdict
 
-    verdict = with_store(config.remote, work)
+    verdict = asyncio.run(read())
     _check_local(config, verdict)
     return verdict
 

@@ -23,9 +23,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from ckpt_async import Uploader  # <-
+from ckpt_async import Uploader, restore  # <-
 from ckpt_async.demo.config import Config
-from ckpt_async.demo.resume import find_newest, load_shard
 
 CONTEXT, BATCH, TEXT_BYTES = 96, 4, 2 << 20
 PREDECESSOR_TIMEOUT_S = 30.0
@@ -174,11 +173,14 @@ def main() -> None:
     ) as uploader:
         is_finished = uploader.wait_for_predecessor(PREDECESSOR_TIMEOUT_S)  # <-
         dist.barrier()  # every rank has finished what its predecessor left; only now look for the newest
-        newest = [find_newest(config.remote) if rank == 0 else None]
+        newest = [restore.find(config.remote) if rank == 0 else None]  # <-
         dist.broadcast_object_list(newest)
         first_step = 0
         if newest[0] is not None:
-            path, source = load_shard(config.remote, newest[0], rank, config.folder, Path(config.work))
+            here = config.folder / newest[0].name  # where it still is, if this node has not lost its disk
+            report = restore.fetch(newest[0], here, ranks=[rank], folder=config.folder)  # <- verified
+            (path,) = report.paths.values()
+            source = "remote" if "remote" in report.bytes_from else "local"
             load_sharded_state(model, optimizer, torch.load(path, weights_only=True))
             first_step = newest[0].step
             log.write("resumed", step=first_step, generation=newest[0].generation, source=source)
