@@ -148,7 +148,9 @@ def _parser() -> argparse.ArgumentParser:
         help="wait this long for ranks elsewhere once all of this folder is uploaded (default: close_grace_s)",
     )
     sweep = add("sweep", _sweep, "finish what dead trainers left, and clean up remotely", store)
-    sweep.add_argument("folders", metavar="FOLDER", nargs="*", help="folders of trainers on this node")
+    sweep.add_argument(
+        "folders", metavar="FOLDER", nargs="*", help="folders of trainers on this node; '*' matches names"
+    )
     sweep.add_argument(
         "--remote", metavar="URL", action="append", default=[], help="also this remote; repeatable"
     )

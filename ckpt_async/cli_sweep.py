@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import logging
 import os
+import random
 import signal
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from ckpt_async import keys, plan, protocol, retention
+from ckpt_async import keys, metrics, plan, protocol, retention
 from ckpt_async.errors import ObjectNotFoundError, SettingsError
 from ckpt_async.model import CheckpointId, Decision, Outcome
 from ckpt_async.observe import NullObserver
@@ -19,55 +21,74 @@ from ckpt_async.requests import Requests
 from ckpt_async.settings import Settings
 from ckpt_async.store import Store
 from ckpt_async.stores import StoreOptions, open_store
-from ckpt_async.sweeper import FolderReport, RemoteReport, Sweeper, SweepReport
+from ckpt_async.sweeper import Done, FolderReport, RemoteReport, Sweeper, SweepReport, open_run
 from ckpt_async.verify import verify
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Json = dict[str, Any]
 
 # Someone is waiting at a terminal, or a script has its own retries.
 COMMAND_TIMEOUT_S = 120.0
+# Share of `--interval` by which a pause is longer or shorter.
+JITTER = 0.1
 
 
 # --- sweep -------------------------------------------------------------------------------------------------
 
 
 def sweep(options: argparse.Namespace, settings: Settings) -> bool:
-    """Sweep once, or every `--interval` seconds until SIGTERM. Returns whether the last one was clean."""
+    """Sweep once, and return whether all went well; or every `--interval` seconds until SIGTERM."""
     if not options.folders and not options.remote:
         raise SettingsError("nothing to sweep", hint="give a folder, or --remote URL")
     if options.keep is not None:
         settings = replace(settings, remote_retention=options.keep)
     sweeper = Sweeper(
-        options.folders, options.remote, settings=settings, store_options=_store_options(options)
+        options.folders,
+        options.remote,
+        settings=settings,
+        store_options=_store_options(options),
+        verifies=options.verify,
     )
-    return asyncio.run(_sweep(options, sweeper))
+    server = metrics.serve(sweeper.metrics, options.metrics_port, settings.metrics_address, {})
+    try:
+        if options.interval is None:
+            report = asyncio.run(sweeper.sweep(is_dry_run=options.dry_run))
+            _print_sweep(report, options)
+            return report.is_clean
+        asyncio.run(_sweep_until_stopped(options, sweeper))
+        return True
+    finally:
+        if server is not None:
+            server.close()
 
 
-async def _sweep(options: argparse.Namespace, sweeper: Sweeper) -> bool:
+async def _sweep_until_stopped(options: argparse.Namespace, sweeper: Sweeper) -> None:
+    """Sweep until SIGTERM or SIGINT. Whatever goes wrong in one sweep, the next one is made."""
     stopped = asyncio.Event()
-    if options.interval is not None:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, stopped.set)
-    while True:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    stopping = asyncio.ensure_future(stopped.wait())
+    while not stopping.done():
         sweeping = asyncio.ensure_future(sweeper.sweep(is_dry_run=options.dry_run))
-        stopping = asyncio.ensure_future(stopped.wait())
         await asyncio.wait({sweeping, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
         if not sweeping.done():
             sweeping.cancel()  # safe anywhere: the next sweep finishes
             await asyncio.wait({sweeping})
-            return True
-        report = sweeping.result()
-        _print_sweep(report, options)
-        if options.interval is None:
-            return report.is_clean
-        try:
-            async with asyncio.timeout(options.interval):
-                await stopped.wait()
-            return report.is_clean
-        except TimeoutError:
-            continue
+            return
+        if (bug := sweeping.exception()) is None:
+            _print_sweep(sweeping.result(), options)
+        else:
+            logger.error("sweep_failed error=%r; the next one is made all the same", bug, exc_info=bug)
+            if options.json:
+                print(
+                    json.dumps({"is_dry_run": options.dry_run, "is_clean": False, "error": repr(bug)}),
+                    flush=True,
+                )
+        # Sweepers of a thousand nodes that were started together must not list the same remote together for ever.
+        pause_s = options.interval * random.uniform(1 - JITTER, 1 + JITTER)
+        await asyncio.wait({stopping}, timeout=pause_s)
 
 
 def _print_sweep(report: SweepReport, options: argparse.Namespace) -> None:
@@ -87,27 +108,49 @@ def _folder_lines(each: FolderReport) -> Iterator[str]:
     elif each.drained is None:
         yield f"{each.folder}: nothing left to finish"
     else:
-        committed = sum(len(rank.committed) for rank in each.drained.ranks)
-        left = sum(len(rank.left) + len(rank.waiting) for rank in each.drained.ranks)
-        owned = [rank.rank for rank in each.drained.ranks if rank.in_use_by]
+        ranks = each.drained.ranks
+        committed = sum(len(rank.committed) for rank in ranks)
+        left = sum(len(rank.left) + len(rank.waiting) for rank in ranks)
+        owned = [rank.rank for rank in ranks if rank.in_use_by]
         yield (
             f"{each.folder}: {committed} committed, {left} left, {each.drained.uploaded_bytes} bytes uploaded"
             + (f"; ranks {owned} have a live owner" if owned else "")
         )
+        for rank in ranks:
+            if rank.error:
+                yield f"{each.folder}: rank {rank.rank} FAILED ({rank.error})"
+            for fate in rank.left:
+                yield f"{each.folder}: rank {rank.rank} step {fate.checkpoint.step} is not uploaded: {fate.reason}"
 
 
 def _remote_lines(each: RemoteReport, *, is_dry_run: bool) -> Iterator[str]:
     if each.error:
-        yield f"{each.url}: {each.error}"
+        yield f"{each.url}: FAILED ({each.error})"
         return
-    if not each.done:
+    if not each.done and not each.violations:
         yield f"{each.url}: nothing to do"
     for done in each.done:
-        what = describe(done.action)
-        state = f"FAILED ({done.error})" if done.error else "would" if is_dry_run else "did"
-        if isinstance(done.action, plan.Wait):
-            state = "waits:"
-        yield f"{each.url}: {state} {what}: {done.action.reason}"
+        if is_dry_run and (objects := _objects(done.action)):
+            yield from (f"{each.url}: would delete {key}: {done.action.reason}" for key in objects)
+        else:
+            yield f"{each.url}: {_state(done, is_dry_run)} {describe(done.action)}: {done.action.reason}"
+    for finding in each.violations:
+        yield f"{each.url}: VIOLATION {finding}"
+
+
+def _state(done: Done, is_dry_run: bool) -> str:
+    if done.error:
+        return f"FAILED ({done.error})"
+    if isinstance(done.action, plan.Wait):
+        return "waits:"
+    if is_dry_run:
+        return "would"
+    is_settling = isinstance(done.action, plan.Settle | plan.GiveUp | plan.BeginPrune | plan.FinishPrune)
+    return "no longer had to" if is_settling and done.outcome is None else "did"
+
+
+def _objects(action: plan.Planned) -> tuple[str, ...]:
+    return action.object_keys if isinstance(action, plan.Delete | plan.CollectDecisions) else ()
 
 
 def describe(action: plan.Planned) -> str:
@@ -144,6 +187,7 @@ def _sweep_json(report: SweepReport, *, is_dry_run: bool) -> Json:
                 "unfinished_ranks": list(each.waiting_ranks),
                 "uploaded_bytes": each.drained.uploaded_bytes if each.drained else 0,
                 "committed": sum(len(rank.committed) for rank in each.drained.ranks) if each.drained else 0,
+                "left": sum(len(rank.left) for rank in each.drained.ranks) if each.drained else 0,
             }
             for each in report.folders
         ],
@@ -156,10 +200,13 @@ def _sweep_json(report: SweepReport, *, is_dry_run: bool) -> Json:
                         "action": type(done.action).__name__,
                         "what": describe(done.action),
                         "reason": done.action.reason,
+                        "keys": list(_objects(done.action)),
+                        "outcome": done.outcome.value if done.outcome else None,
                         "error": done.error or None,
                     }
                     for done in each.done
                 ],
+                "violations": [_finding(found) for found in each.violations],
             }
             for each in report.remotes
         ],
@@ -177,8 +224,14 @@ def prune(options: argparse.Namespace, settings: Settings) -> bool:
             "the policy keeps all: nothing to prune",
             hint="say what to keep, e.g. --keep last=3,every-steps=1000",
         )
+
+    async def nothing(*_: object) -> None:
+        """What is to be pruned is there: the sweep would say otherwise too, but not with the same exit code."""
+
+    _with_store(options, nothing, is_read_only=True)
     options.folders, options.remote, options.interval = [], [options.url], None
     options.keep, options.dry_run = text, not options.yes
+    options.metrics_port, options.verify = -1, False
     is_clean = sweep(options, settings)
     if options.dry_run and not options.json:
         print("nothing was touched; --yes does it")
@@ -237,6 +290,8 @@ def verify_remote(options: argparse.Namespace) -> bool:
         )
 
     result = _with_store(options, work, is_read_only=True)
+    if options.step is not None and not result.num_committed and not result.findings:
+        raise ObjectNotFoundError(f"no committed checkpoint has step {options.step}: nothing to verify")
     if options.json:
         fields = {
             "committed": result.num_committed,
@@ -263,7 +318,7 @@ def verify_remote(options: argparse.Namespace) -> bool:
 
 
 def _finding(each: Any) -> Json:
-    return {"rule": each.rule, "key": each.key, "message": each.message}
+    return {"rule": each.rule, "kind": each.kind, "key": each.key, "message": each.message}
 
 
 # --- the store ---------------------------------------------------------------------------------------------
@@ -282,20 +337,12 @@ def _with_store(
     async def main() -> T:
         store = open_store(options.url, _store_options(options), env=os.environ)
         try:
-            await store.open(is_read_only=is_read_only)
-            requests = Requests(Settings(upload_timeout_s=COMMAND_TIMEOUT_S), NullObserver(), store.url)
-            if not await _has_run(store, requests):
+            settings = Settings(upload_timeout_s=COMMAND_TIMEOUT_S)
+            requests = Requests(settings, NullObserver(), store.url, is_patient=False)
+            if not await open_run(store, is_read_only=is_read_only, timeout_s=COMMAND_TIMEOUT_S):
                 raise ObjectNotFoundError(f"{store.url} holds no run of ckpt_async")
             return await work(store, requests)
         finally:
             await store.close()
 
     return asyncio.run(main())
-
-
-async def _has_run(store: Store, requests: Requests) -> bool:
-    for prefix in (keys.GENERATIONS, keys.DECISIONS):
-        listing = await requests.control("list", lambda prefix=prefix: store.list(prefix))  # type: ignore[misc]
-        if listing.objects:
-            return True
-    return False

@@ -20,7 +20,7 @@ from ckpt_async.model import (
     Outcome,
     Receipt,
 )
-from ckpt_async.retention import Candidate, RetentionPolicy
+from ckpt_async.retention import Candidate, KeepLocal, RetentionPolicy
 
 # --- what is known of the store ----------------------------------------------------------------------------
 
@@ -48,7 +48,8 @@ class Remote:
 class Policy:
     """The settings that rules depend on."""
 
-    num_checkpoints_to_keep: int = -1
+    local_retention: KeepLocal = field(default_factory=KeepLocal)
+    may_supersede: bool = False  # the user lets go of what newer checkpoints have made useless
     has_local_latest: bool = True
     may_decide: bool = True  # False: the store has no conditional PUT, and another rank decides
     is_adopted: bool = False  # the trainer is dead: what it has not sealed, it never will
@@ -210,7 +211,8 @@ def _towards_decision(
 def _after_decision(local: Local, remote: Remote, policy: Policy) -> Iterable[Action]:
     """latest → local symlink → release → local retention; all of it only past a decision (R1, R7)."""
     decided = {id_: each for id_, each in sorted(local.checkpoints.items()) if each.decision is not None}
-    committed = [id_ for id_, each in decided.items() if each.was_committed]
+    committed = [_candidate(each) for each in decided.values() if each.was_committed]
+    kept = policy.local_retention.keep(committed)
     loadable = [id_ for id_, each in decided.items() if is_loadable(each)]
     newest = max(loadable, default=None)
     publish = remote.to_publish
@@ -218,22 +220,29 @@ def _after_decision(local: Local, remote: Remote, policy: Policy) -> Iterable[Ac
         yield MoveLatest(publish)
     else:
         publish = None
-    wants_link = policy.has_local_latest and policy.num_checkpoints_to_keep != 0
-    linked = newest if wants_link else None
+    linkable = [id_ for id_ in loadable if policy.local_retention.count != 0 or id_ in kept]
+    linked = max(linkable, default=None) if policy.has_local_latest else None
     is_linked = linked is None or remote.local_latest == linked
     if linked is not None and not is_linked:
         yield MoveLocalLatest(linked)
-    kept = retention.keep_local(committed, policy.num_checkpoints_to_keep)
-    is_all_kept = policy.num_checkpoints_to_keep < 0
+    is_all_kept = policy.local_retention.is_all
     for id_, checkpoint in decided.items():
         if not checkpoint.is_released:
             yield Release(id_)
-        elif checkpoint.superseded and not checkpoint.was_committed and not is_all_kept:
-            yield Remove(id_, checkpoint.superseded)
+        elif (reason := _why_superseded(checkpoint, policy)) and not is_all_kept:
+            yield Remove(id_, reason)
         elif not checkpoint.was_committed or (is_all_kept and id_ not in (newest, publish)):
             yield Forget(id_)  # the user's own files stay where they are
         elif id_ not in kept and id_ not in (publish, linked) and is_linked:  # R2: the symlink is ahead first
-            yield Remove(id_, f"beyond num_checkpoints_to_keep={policy.num_checkpoints_to_keep}")
+            yield Remove(id_, f"beyond {policy.local_retention}")
+
+
+def _why_superseded(checkpoint: LocalCheckpoint, policy: Policy) -> str:
+    """Why it was given up for newer ones, here or by another rank whose policy this one shares; empty if it was not."""
+    if checkpoint.decision is None or checkpoint.was_committed:
+        return ""
+    is_by_others = policy.may_supersede and checkpoint.decision.is_superseded
+    return checkpoint.superseded or (checkpoint.decision.reason if is_by_others else "")
 
 
 # --- the rules, one by one ---------------------------------------------------------------------------------
@@ -371,13 +380,19 @@ def supersedable(local: Local, policy: RetentionPolicy) -> list[CheckpointId]:
     committed. What was given up, or is bound to be, protects nothing: it does not count.
     """
     candidates = [
-        Candidate(id_, each.name, each.sealed_at, dict(each.sealed.metrics))
-        for id_, each in local.checkpoints.items()
+        _candidate(each)
+        for each in local.checkpoints.values()
         if each.sealed is not None
         and (is_loadable(each) if each.decision else why_hopeless(each, local.generation) is None)
     ]
     kept = retention.apply(policy, candidates)
     return [each.id for each in backlog(local) if each.sealed is not None and each.id not in kept]
+
+
+def _candidate(checkpoint: LocalCheckpoint) -> Candidate:
+    """For a policy that is applied here: times are those of the saves, metrics those that this rank gave at `seal`."""
+    metrics = dict(checkpoint.sealed.metrics) if checkpoint.sealed else {}
+    return Candidate(checkpoint.id, checkpoint.name, checkpoint.sealed_at, metrics)
 
 
 def next_look(watch: Watch, now: float, *, first_s: float, longest_s: float) -> float:

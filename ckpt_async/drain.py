@@ -67,6 +67,7 @@ class RankReport:
     aborted: tuple[Fate, ...] = ()
     waiting: tuple[Fate, ...] = ()
     left: tuple[Fate, ...] = ()
+    uploaded_shards: int = 0
     uploaded_bytes: int = 0
     error: str = ""  # the engine itself failed
 
@@ -208,10 +209,13 @@ class _Adopted:
 
 class _Counter(NullObserver):
     def __init__(self) -> None:
-        self.uploaded_bytes = 0
+        self.uploaded_shards = self.uploaded_bytes = 0
 
     def bytes_uploaded(self, size_bytes: int) -> None:
         self.uploaded_bytes += size_bytes
+
+    def shard_finished(self, result: str, duration_s: float) -> None:  # noqa: ARG002
+        self.uploaded_shards += result == "ok"
 
 
 class _Adoption:
@@ -369,6 +373,7 @@ def _report(adopted: _Adopted) -> RankReport:
         left=tuple(
             Fate(each.id, each.name, _why_left(each, engine)) for each in undecided if not each.has_receipt
         ),
+        uploaded_shards=adopted.observer.uploaded_shards,
         uploaded_bytes=adopted.observer.uploaded_bytes,
         error=repr(crash) if crash is not None else "",
     )

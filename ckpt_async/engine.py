@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import assert_never
 from urllib.parse import urlsplit
 
-from ckpt_async import conditional, decide, keys, naming, protocol, records, transfer
+from ckpt_async import conditional, decide, keys, naming, protocol, records, retention, transfer
 from ckpt_async.errors import (
     CkptAsyncError,
     FailureReason,
@@ -103,7 +103,8 @@ class Engine:
         self._settings, self._observer, self._clock, self._on_change = settings, observer, clock, on_change
         self._is_trainer = is_trainer
         self._policy = decide.Policy(
-            num_checkpoints_to_keep=settings.num_checkpoints_to_keep,
+            local_retention=retention.keep_local(settings.num_checkpoints_to_keep, settings.local_retention),
+            may_supersede="supersede" in (settings.on_backlog, settings.on_disk_low),
             has_local_latest=bool(settings.latest_filename),
             may_decide=store.capabilities.conditional_put or rank == 0,
             is_adopted=not is_trainer,
@@ -270,9 +271,10 @@ class Engine:
     def _start_uploads(self) -> None:
         """Fill the free places. A checkpoint of 10,000 shards is 10,000 actions but few tasks."""
         running = sum(isinstance(action, decide.Upload) for action in self._running)
-        while self._uploads and running < self._settings.num_concurrent_uploads:
+        while self._uploads and running < self._requests.concurrency:
             self._start(self._uploads.popleft())
             running += 1
+        self._requests.has_more(bool(self._uploads))
 
     def _start(self, action: decide.Action) -> None:
         task = self._loop.create_task(self._perform(action), name=type(action).__name__)
@@ -542,7 +544,9 @@ class Engine:
         return transfer.Source(descriptor, shard.identity, str(self._path(checkpoint, local)))
 
     def _fail(self, checkpoint: LocalCheckpoint, failed: list[Failed]) -> None:
-        """Shards reached an end that is not the store: recorded, counted, logged, handed to the trainer."""
+        """Shards reached an end that is not the store: recorded, counted, logged, and handed to the trainer that saved
+        them; one that was restarted should not be ended by what its predecessor lost.
+        """
         now = self.local.checkpoints.get(checkpoint.id)
         if now is None or now.decision is not None:
             return  # settled meanwhile, its links released: nothing was lost
@@ -551,6 +555,8 @@ class Engine:
             is_lost = each.reason in {FailureReason.SOURCE_CHANGED, FailureReason.SOURCE_MISSING}
             self._observer.shard_finished(each.reason.value if is_lost else "failed", 0.0)
             logger.error("shard_failed %s shard=%s error=%s", checkpoint.id, each.shard, each.message)
+            if self._is_trainer and checkpoint.id.generation < self.local.generation:
+                continue
             self.failures.append(CkptAsyncError(f"{checkpoint.id}, shard {each.shard!r}: {each.message}"))
 
     async def _store_receipt(self, action: decide.StoreReceipt) -> None:
@@ -650,6 +656,7 @@ class Engine:
             now=self._clock(),
             reason=f"rank {self.rank}: {reason}",
         )
+        wanted = replace(wanted, is_superseded=bool(checkpoint.superseded))
         decision, is_ours = await protocol.decide_once(self._store, self._requests, wanted)
         if checkpoint.superseded and is_ours:
             for _ in checkpoint.shards:
@@ -658,7 +665,9 @@ class Engine:
 
     def _learn(self, checkpoint: LocalCheckpoint, decision: Decision) -> None:
         """Record a decision that was read back from the store."""
-        event = Decided(checkpoint.id, decision.outcome, decision.name, decision.reason)
+        event = Decided(
+            checkpoint.id, decision.outcome, decision.name, decision.reason, decision.is_superseded
+        )
         self._record(event)
         self.outcomes[checkpoint.id] = event
         while len(self.outcomes) > MAX_OUTCOMES:
@@ -709,7 +718,7 @@ class Engine:
         link = self._folder.path / naming.fill(self._settings.latest_filename, rank=self.rank)
         try:
             if target is not None:
-                point_symlink(link, self._folder.path / target)
+                point_symlink(link, self._folder.path / target, self._folder.private)
             elif link.is_symlink():
                 link.unlink()  # the newest has no files here, and what it pointed at will be removed
         except InvalidNameError as error:

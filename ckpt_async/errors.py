@@ -154,6 +154,10 @@ class InvalidRecordError(CkptAsyncError):
     """An object of the protocol (receipt, decision, latest, …) is not one this version can have written."""
 
 
+class UnknownVersionError(InvalidRecordError):
+    """It is of another format version: whoever wrote it can read it, so it is not damaged. Upgrade this program."""
+
+
 # --- outcomes ----------------------------------------------------------------------------------------------
 
 

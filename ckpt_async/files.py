@@ -11,6 +11,7 @@ import errno
 import os
 import re
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,6 +38,8 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _OCTAL = re.compile(r"\\([0-7]{3})")
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+# Temporary files live for milliseconds; older ones were left by a kill.
+LEFT_OVER_AGE_S = 3600.0
 
 
 class Folder:
@@ -64,6 +67,7 @@ class Folder:
                 hint="give a folder on a local disk of each node",
             )
         self.can_link = self._probe()
+        self._remove_left_overs()
 
     def _probe(self) -> bool:
         """Write, link and remove one small file: the clear error is here, not in the first save."""
@@ -83,6 +87,14 @@ class Folder:
         finally:
             probe.unlink(missing_ok=True)
             linked.unlink(missing_ok=True)
+
+    def _remove_left_overs(self) -> None:
+        """Drop temporary files of processes that were killed, best effort: by their age, for others may be at it."""
+        oldest = time.time() - LEFT_OVER_AGE_S
+        for path in (*self.private.glob("probe-*"), *self.private.glob("*.tmp")):
+            with contextlib.suppress(OSError):
+                if path.lstat().st_mtime < oldest:
+                    path.unlink()
 
     # --- paths ---------------------------------------------------------------------------------------------
 
@@ -320,8 +332,9 @@ def write_durably(path: Path, data: bytes) -> None:
     fsync_path(path.parent)
 
 
-def point_symlink(link: Path, target: Path) -> None:
-    """Make `link` a relative symlink to `target`; readers never find it missing (table row F20).
+def point_symlink(link: Path, target: Path, private: Path) -> None:
+    """Make `link` a relative symlink to `target`; readers never find it missing (table row F20). What a kill leaves
+    half done is in `private`, where the next `Folder` removes it.
 
     Refuses to replace anything that is not a symlink: that is the user's.
     """
@@ -330,7 +343,7 @@ def point_symlink(link: Path, target: Path) -> None:
             raise InvalidNameError(f"{str(link)!r} exists and is not a symlink: it is left alone")
         if os.readlink(link) == os.path.relpath(target, link.parent):
             return
-    temporary = link.with_name(f".{link.name}.{os.getpid()}.tmp")
+    temporary = private / f"{link.name}.{os.getpid()}.tmp"
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(os.path.relpath(target, link.parent))
     temporary.replace(link)

@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self, get_args
 
 from ckpt_async import keys
 from ckpt_async.errors import FailureReason, FolderInUseError, JournalError, NoJournalError
@@ -27,26 +27,16 @@ from ckpt_async.files import Folder, fsync_path, no_space
 from ckpt_async.model import (
     CheckpointId,
     Checksum,
-    Decided,
-    Enqueued,
     Event,
-    Failed,
     FileIdentity,
     Forgotten,
     JournalRow,
     Local,
-    MadeDurable,
-    MultipartOpened,
     Opened,
     Outcome,
-    ReceiptStored,
-    Released,
     RemoteAddress,
-    Sealed,
     Shard,
     StoredShard,
-    Superseded,
-    Verified,
     fold,
 )
 
@@ -342,23 +332,7 @@ def _check_format(version: int, path: Path) -> None:
 
 # --- events <-> rows ---------------------------------------------------------------------------------------
 
-_KINDS: dict[str, Any] = {
-    kind.__name__: kind
-    for kind in (
-        Opened,
-        Enqueued,
-        Sealed,
-        MadeDurable,
-        Superseded,
-        MultipartOpened,
-        Verified,
-        Failed,
-        ReceiptStored,
-        Decided,
-        Released,
-        Forgotten,
-    )
-}
+_KINDS: dict[str, Any] = {kind.__name__: kind for kind in get_args(Event)}
 
 
 def _place(event: Event) -> tuple[int, int]:

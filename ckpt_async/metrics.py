@@ -11,6 +11,7 @@ Not used, on purpose: the global registry (the trainer may export its own metric
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import itertools
 import logging
@@ -18,7 +19,7 @@ import platform
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from wsgiref.simple_server import WSGIServer
 
@@ -30,6 +31,7 @@ from ckpt_async.errors import CkptAsyncError, FailureReason
 from ckpt_async.files import Folder
 from ckpt_async.journal import Journal, after_fork
 from ckpt_async.model import CheckpointId, Local, LocalShard, fold
+from ckpt_async.observe import NullObserver
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +45,11 @@ RESULTS = ("ok", "failed", "source_changed", "source_missing", "superseded")
 REASONS = tuple(reason.value for reason in FailureReason)
 STATES = ("queued", "uploading", "retrying", "failed")
 LOCATIONS = ("local", "remote")
+SWEEPS = ("ok", "failed")
+SWEEP_SCOPES = ("folder", "remote", "action")
+ENDS = ("committed", "aborted", "pruned")
+ORPHANS = ("partial_checkpoint", "multipart", "lease", "member", "probe", "damage", "decision")
+VERIFY_KINDS = ("missing", "size", "checksum", "record")
 OPERATIONS = (
     *("put", "get", "head", "list", "delete"),
     *("create_multipart", "upload_part", "list_parts", "complete", "list_multiparts", "abort_multipart"),
@@ -216,12 +223,86 @@ DEFINITIONS = (
     ),
 )
 
+_OF_REQUESTS = tuple(each for each in DEFINITIONS if each.labels.keys() == {"operation"})
+
+SWEEPER_DEFINITIONS = (
+    DEFINITIONS[0],
+    Definition(
+        "ckpt_async_sweep_last_success_timestamp_seconds",
+        "gauge",
+        "Unix time at which the last sweep ended in which everything worked; absent before the first.",
+    ),
+    Definition(
+        "ckpt_async_sweep_started_timestamp_seconds",
+        "gauge",
+        "Unix time at which this sweeper was started: what to compare with until there is a success.",
+    ),
+    Definition(
+        "ckpt_async_sweeps_total",
+        "counter",
+        "Sweeps; `failed`: some folder, remote or action of it did.",
+        {"result": SWEEPS},
+    ),
+    Definition(
+        "ckpt_async_sweep_failures_total",
+        "counter",
+        "What failed in them: a whole folder or remote (its store does not answer, say), or one action.",
+        {"scope": SWEEP_SCOPES},
+    ),
+    Definition(
+        "ckpt_async_sweep_duration_seconds",
+        "histogram",
+        "Time of one sweep, uploads for dead owners included.",
+        bounds_s=(0.1, 1, 5, 30, 60, 300, 1800, 3600),
+    ),
+    Definition(
+        "ckpt_async_sweep_adopted_uploads_total",
+        "counter",
+        "Shards brought into the store for owners that are dead.",
+    ),
+    Definition(
+        "ckpt_async_sweep_adopted_upload_bytes_total",
+        "counter",
+        "Bytes the store acknowledged of such shards.",
+    ),
+    Definition(
+        "ckpt_async_sweep_checkpoints_total",
+        "counter",
+        "Checkpoints this sweeper ended: committed for dead engines, given up, or pruned by retention.",
+        {"result": ENDS},
+    ),
+    Definition(
+        "ckpt_async_sweep_orphans_removed_total",
+        "counter",
+        "Objects that nothing referred to any more and that it removed: of checkpoints given up or lost, stale"
+        " multipart uploads, expired leases of readers, records of former starts, left-overs of probes, marks of"
+        " damaged checkpoints that are gone, old decisions.",
+        {"kind": ORPHANS},
+    ),
+    Definition(
+        "ckpt_async_verify_failures_total",
+        "counter",
+        "What verifying after a sweep (`--verify`) found to be damaged: shards that are missing, of another size or of"
+        " other content, and records that are missing, unreadable or contradict each other. Counted at every sweep.",
+        {"kind": VERIFY_KINDS},
+    ),
+    Definition(
+        "ckpt_async_sweep_attempt_failures_total",
+        "counter",
+        "Attempts of its store requests that failed, whether or not a later attempt healed it.",
+        {"reason": REASONS},
+    ),
+    *_OF_REQUESTS,
+)
+
 _NOTES = """\
 # Metrics
 
 Made by `ckpt_async/metrics.py`; do not edit. To make it anew:
 
     python -c "from ckpt_async import metrics; print(metrics.describe(), end='')" > docs/metrics.md
+
+## Of an uploader
 
 Set `metrics_port` (0: any free port; N: port N + `LOCAL_RANK`) and let Prometheus scrape `/metrics` there.
 A port that is busy is logged and does not stop training. With a server of your own, hand it
@@ -235,26 +316,38 @@ take `max by (run, state)` over a node's ports and not `sum`. While the journal 
 `checkpoints_retained` may be late by a hundred times what replaying the journal takes. Everything else is
 counted by the process itself and starts at 0 with it.
 
-Labels and their values:
+## Of a sweeper
+
+`ckpt-async sweep --interval S --metrics-port P` (0: any free port) on `metrics_address`; with a server of your own,
+`Sweeper.metrics.registry`. One series for all folders and remotes of the process: which of them it is, the log says.
 
 """
 
 
 def describe() -> str:
     """The text of `docs/metrics.md`."""
+    return _NOTES + _table(DEFINITIONS) + _AFTERWORD + _table(SWEEPER_DEFINITIONS)
+
+
+def _table(definitions: Iterable[Definition]) -> str:
     lines = ["| name | type | labels | meaning |", "|---|---|---|---|"]
     values: dict[str, dict[tuple[str, ...], None]] = {}
-    for each in DEFINITIONS:
+    for each in definitions:
         labels = ", ".join(f"`{label}`" for label in each.labels) or "none"
         lines.append(f"| `{each.name}` | {each.kind} | {labels} | {each.meaning} |")
         for label, allowed in each.labels.items():
             values.setdefault(label, {})[allowed] = None
     closed = [
-        f"- `{label}`: {', '.join(f'`{value}`' for value in max(sets, key=len))}"
+        f"- `{label}`: " + ", or ".join(", ".join(f"`{value}`" for value in each) for each in _widest(sets))
         for label, sets in values.items()
         if any(sets)
     ]
-    return _NOTES + "\n".join(lines) + "\n" + _AFTERWORD + "\n".join(closed) + "\n"
+    return "\n".join([*lines, "", "Labels and their values:", "", *closed, ""])
+
+
+def _widest(sets: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Without those that are part of another."""
+    return [each for each in sets if not any({*each} < {*other} for other in sets)]
 
 
 # --- counting ----------------------------------------------------------------------------------------------
@@ -262,11 +355,75 @@ def describe() -> str:
 _Key = tuple[str, tuple[str, ...]]  # name of a metric, values of its labels
 
 
-class Metrics:
-    """An `Observer` that counts, and a collector of its own `registry`.
+class _Counters:
+    """Plain numbers behind one lock, and a collector of its own `registry`.
 
-    Observer methods take one lock for a few additions, from any thread, and raise nothing: a label value that
-    is not one of the definition's is dropped. A scrape runs on the scraper's thread and never holds that lock
+    From any thread; raises nothing: a label value that is not one of the definition's is dropped.
+    """
+
+    def __init__(self, definitions: tuple[Definition, ...], run: str = "") -> None:
+        self._definitions, self._run = definitions, run
+        self._lock = threading.Lock()
+        self._counts: dict[_Key, float] = {}
+        self._histograms: dict[_Key, _Histogram] = {}
+        for each in definitions:
+            for labels in self._children(each):
+                if each.kind == "counter":
+                    self._counts[each.name, labels] = 0
+                elif each.kind == "histogram":
+                    self._histograms[each.name, labels] = _Histogram(each.bounds_s)
+        self.registry = CollectorRegistry()
+        self.registry.register(self)
+
+    def _children(self, definition: Definition) -> Iterator[tuple[str, ...]]:
+        """Every combination of label values: a child that appears with its first failure would hide that
+        failure from `increase()`.
+        """
+        fixed = {"run": self._run, "version": _version(), "python_version": platform.python_version()}
+        return itertools.product(*(values or (fixed[label],) for label, values in definition.labels.items()))
+
+    def _add(self, name: str, *labels: str, amount: float = 1) -> None:
+        with self._lock:
+            if (name, labels) in self._counts:
+                self._counts[name, labels] += amount
+
+    def _observe(self, name: str, value_s: float, *labels: str) -> None:
+        with self._lock:
+            histogram = self._histograms.get((name, labels))
+            if histogram is not None:
+                histogram.observe(value_s)
+
+    def describe(self) -> Iterator[Metric]:
+        """What the registry asks once, so that a scrape can be restricted by name."""
+        return (_family(each) for each in self._definitions)
+
+    def collect(self) -> Iterator[Metric]:
+        """One scrape. What cannot be read now is left out, and the rest is told."""
+        with self._lock:
+            counts = dict(self._counts)
+            buckets = {key: (each.cumulative(), each.sum_s) for key, each in self._histograms.items()}
+        gauges = self._gauges()
+        for each in self._definitions:
+            family = _family(each)
+            for labels in self._children(each):
+                key = (each.name, labels)
+                if isinstance(family, HistogramMetricFamily):
+                    family.add_metric(labels, *buckets[key])
+                elif isinstance(family, CounterMetricFamily):
+                    family.add_metric(labels, counts[key])
+                elif key in gauges:
+                    family.add_metric(labels, gauges[key])
+            yield family
+
+    def _gauges(self) -> dict[_Key, float]:
+        """What is looked up at each scrape."""
+        return {("ckpt_async_build_info", (_version(), platform.python_version())): 1}
+
+
+class Metrics(_Counters):
+    """An `Observer` that counts what an uploader does.
+
+    Its methods take one lock for a few additions. A scrape runs on the scraper's thread and never holds that lock
     while it reads the journal.
     """
 
@@ -279,17 +436,9 @@ class Metrics:
         num_upload_workers: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._run = run.encode(errors="replace").decode()  # a lone surrogate would break every scrape
+        # A lone surrogate would break every scrape.
+        super().__init__(DEFINITIONS, run.encode(errors="replace").decode())
         self._folder, self._journal, self._clock = folder, journal, clock
-        self._lock = threading.Lock()
-        self._counts: dict[_Key, float] = {}
-        self._histograms: dict[_Key, _Histogram] = {}
-        for each in DEFINITIONS:
-            for labels in self._children(each):
-                if each.kind == "counter":
-                    self._counts[each.name, labels] = 0
-                elif each.kind == "histogram":
-                    self._histograms[each.name, labels] = _Histogram(each.bounds_s)
         self._is_fenced = False
         self._num_uploads, self._num_upload_workers = 0, num_upload_workers
         self._replay_lock = threading.Lock()
@@ -297,15 +446,6 @@ class Metrics:
         self._locals: dict[int, Local] = {}
         self._sequence = 0
         self._newest_enqueued: tuple[CheckpointId, float] | None = None
-        self.registry = CollectorRegistry()
-        self.registry.register(self)
-
-    def _children(self, definition: Definition) -> Iterator[tuple[str, ...]]:
-        """Every combination of label values: a child that appears with its first failure would hide that
-        failure from `increase()`.
-        """
-        fixed = {"run": self._run, "version": _version(), "python_version": platform.python_version()}
-        return itertools.product(*(values or (fixed[label],) for label, values in definition.labels.items()))
 
     @property
     def num_committed(self) -> int:
@@ -359,45 +499,11 @@ class Metrics:
     def engine_restarted(self) -> None:
         self._add("ckpt_async_engine_restarts_total")
 
-    def _add(self, name: str, *labels: str, amount: float = 1) -> None:
-        with self._lock:
-            if (name, labels) in self._counts:
-                self._counts[name, labels] += amount
-
-    def _observe(self, name: str, value_s: float, *labels: str) -> None:
-        with self._lock:
-            histogram = self._histograms.get((name, labels))
-            if histogram is not None:
-                histogram.observe(value_s)
-
     # --- collector -----------------------------------------------------------------------------------------
-
-    def describe(self) -> Iterator[Metric]:
-        """What the registry asks once, so that a scrape can be restricted by name."""
-        return (_family(each) for each in DEFINITIONS)
-
-    def collect(self) -> Iterator[Metric]:
-        """One scrape. What cannot be read now is left out, and the rest is told."""
-        with self._lock:
-            counts = dict(self._counts)
-            buckets = {key: (each.cumulative(), each.sum_s) for key, each in self._histograms.items()}
-        gauges = self._gauges()
-        for each in DEFINITIONS:
-            family = _family(each)
-            for labels in self._children(each):
-                key = (each.name, labels)
-                if isinstance(family, HistogramMetricFamily):
-                    family.add_metric(labels, *buckets[key])
-                elif isinstance(family, CounterMetricFamily):
-                    family.add_metric(labels, counts[key])
-                elif key in gauges:
-                    family.add_metric(labels, gauges[key])
-            yield family
 
     def _gauges(self) -> dict[_Key, float]:
         run = (self._run,)
-        gauges: dict[_Key, float] = {
-            ("ckpt_async_build_info", (_version(), platform.python_version())): 1,
+        gauges = super()._gauges() | {
             ("ckpt_async_fenced", run): int(self._is_fenced),
             ("ckpt_async_uploads_in_progress", ()): self._num_uploads,
             ("ckpt_async_upload_workers", ()): self._num_upload_workers,
@@ -452,6 +558,56 @@ class Metrics:
         if is_due:
             ended = self._clock()
             self._replay_due_at = ended + (ended - started) / REPLAY_SHARE
+
+
+class SweeperMetrics(_Counters, NullObserver):
+    """Counts what a sweeper does; an `Observer` of the requests it makes for a remote."""
+
+    def __init__(self, *, clock: Callable[[], float] = time.time) -> None:
+        super().__init__(SWEEPER_DEFINITIONS)
+        self._clock = clock
+        self._started_at = clock()
+        self._succeeded_at: float | None = None
+
+    def request_finished(self, operation: str, duration_s: float) -> None:
+        self._observe("ckpt_async_store_request_duration_seconds", duration_s, operation)
+
+    def attempt_failed(self, reason: FailureReason) -> None:
+        self._add("ckpt_async_sweep_attempt_failures_total", reason.value)
+
+    def swept(self, duration_s: float, *, is_clean: bool) -> None:
+        """A sweep ended, well or not."""
+        self._observe("ckpt_async_sweep_duration_seconds", duration_s)
+        self._add("ckpt_async_sweeps_total", "ok" if is_clean else "failed")
+        if is_clean:
+            self._succeeded_at = self._clock()
+
+    def failed(self, scope: str) -> None:
+        """A folder, a remote or an action of a sweep failed."""
+        self._add("ckpt_async_sweep_failures_total", scope)
+
+    def adopted(self, num_shards: int, size_bytes: int) -> None:
+        """Shards of a dead owner were brought into the store."""
+        self._add("ckpt_async_sweep_adopted_uploads_total", amount=num_shards)
+        self._add("ckpt_async_sweep_adopted_upload_bytes_total", amount=size_bytes)
+
+    def ended(self, result: str, num_checkpoints: int = 1) -> None:
+        """Checkpoints were committed, aborted or pruned."""
+        self._add("ckpt_async_sweep_checkpoints_total", result, amount=num_checkpoints)
+
+    def removed(self, kind: str, num_objects: int) -> None:
+        """Orphans were removed."""
+        self._add("ckpt_async_sweep_orphans_removed_total", kind, amount=num_objects)
+
+    def damaged(self, kind: str) -> None:
+        """Verifying found a violation."""
+        self._add("ckpt_async_verify_failures_total", kind)
+
+    def _gauges(self) -> dict[_Key, float]:
+        gauges = super()._gauges() | {("ckpt_async_sweep_started_timestamp_seconds", ()): self._started_at}
+        if self._succeeded_at is not None:
+            gauges["ckpt_async_sweep_last_success_timestamp_seconds", ()] = self._succeeded_at
+        return gauges
 
 
 @dataclass(slots=True)
@@ -527,6 +683,7 @@ def _family(definition: Definition) -> CounterMetricFamily | GaugeMetricFamily |
     return GaugeMetricFamily(name, help_, labels=labels)
 
 
+@functools.cache  # it reads files
 def _version() -> str:
     try:
         return importlib.metadata.version("ckpt-async")
@@ -561,10 +718,12 @@ class MetricsServer:
         self._thread.join()
 
 
-def serve(metrics: Metrics, port: int, address: str, environment: Mapping[str, str]) -> MetricsServer | None:
+def serve(
+    metrics: Metrics | SweeperMetrics, port: int, address: str, environment: Mapping[str, str]
+) -> MetricsServer | None:
     """Serve `metrics` over HTTP: on no port (-1), any free one (0), or `port` + LOCAL_RANK.
 
-    Returns None, and logs one warning, if that port cannot be had: training never stops for metrics.
+    Returns None, and logs one warning, if that port cannot be had: nothing stops for metrics.
     """
     if port < 0:
         return None
@@ -573,7 +732,7 @@ def serve(metrics: Metrics, port: int, address: str, environment: Mapping[str, s
         started = MetricsServer(*start_http_server(port, address, metrics.registry))
     except (OSError, OverflowError, ValueError) as error:  # busy, no such address; beyond 65,535; no number
         logger.warning(
-            "metrics_not_served address=%s port=%d error=%s; training goes on", address, port, error
+            "metrics_not_served address=%s port=%d error=%s; the work goes on", address, port, error
         )
         return None
     logger.info("metrics_served url=%s", started.url)

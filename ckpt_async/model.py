@@ -119,6 +119,7 @@ class Decision:
     metrics: tuple[tuple[str, float], ...] = ()
     reason: str = ""
     is_pinned: bool = False  # set by compare-and-swap, so that pruning and pinning cannot both succeed
+    is_superseded: bool = False  # an abort because a rank gave it up for newer ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,6 +300,7 @@ class Decided:
     outcome: Outcome
     name: str  # as decided: a rank without shards may have called it otherwise
     reason: str = ""
+    is_superseded: bool = False
 
 
 @dataclass(frozen=True, slots=True)

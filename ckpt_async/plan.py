@@ -54,6 +54,7 @@ class View:
     leases: Mapping[str, tuple[Lease, float]] = field(default_factory=dict)  # by key: lease, Last-Modified
     members: Mapping[str, int] = field(default_factory=dict)  # key to generation
     probes: tuple[ObjectInfo, ...] = ()
+    damaged: frozenset[CheckpointId] = frozenset()  # committed, but a reader could not read it
     latest: Latest | None = None
     boundary: Boundary | None = None
 
@@ -120,7 +121,7 @@ class Delete:
     """Delete objects that nothing refers to any more, by their explicit keys."""
 
     object_keys: tuple[str, ...]
-    kind: str  # partial_checkpoint | lease | member | probe: a metric label
+    kind: str  # partial_checkpoint | lease | member | probe | damage: a metric label
     reason: str
 
 
@@ -208,11 +209,21 @@ def _publish(view: View, valid: Mapping[CheckpointId, Decision]) -> Iterable[Pla
 
 
 def _retain(view: View, valid: Mapping[CheckpointId, Decision], policy: RetentionPolicy) -> Iterable[Planned]:
-    """Delete order (R2): only what latest is ahead of, only after `pruning`, only when no reader is left."""
+    """Delete order (R2): only what latest is ahead of, only after `pruning`, only when no reader is left.
+
+    A damaged checkpoint takes no other one's place: what the policy would keep without it stays too.
+    """
     committed = {id_: each for id_, each in valid.items() if each.outcome is Outcome.COMMIT}
-    kept = retention.apply(policy, (_candidate(id_, each, view) for id_, each in committed.items()))
+    candidates = [_candidate(id_, each, view) for id_, each in committed.items()]
+    sound = [each for each in candidates if each.id not in view.damaged]
+    kept = retention.apply(policy, candidates) | retention.apply(policy, sound)
+    is_refused = retention.would_keep_nothing(policy, candidates)
     for id_ in sorted(committed.keys() - kept.keys()):
-        if view.latest is None or view.latest.checkpoint <= id_:
+        if is_refused:
+            yield Wait(
+                id_, "the policy keeps none of what is there, so nothing is pruned: is it what you mean?"
+            )
+        elif view.latest is None or view.latest.checkpoint <= id_:
             yield Wait(id_, "beyond retention, but latest is not ahead of it yet")
         else:
             yield BeginPrune(id_, "beyond retention")
@@ -266,6 +277,10 @@ def _clean(view: View, valid: Mapping[CheckpointId, Decision], ages: Ages) -> It
     for key, (lease, modified_at) in sorted(view.leases.items()):
         if view.server_time >= expires_at(lease, modified_at):
             yield Delete((key,), "lease", f"the lease of {lease.reader} has expired")
+    gone = {id_ for id_ in view.damaged if id_ in final or is_void(id_, view.boundary)}
+    if gone:
+        marks = tuple(keys.damage_key(id_) for id_ in sorted(gone))
+        yield Delete(marks, "damage", "marks of damaged checkpoints that are gone")
     past = tuple(
         sorted(key for key, generation in view.members.items() if generation < view.newest_generation)
     )

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ckpt_async import keys
-from ckpt_async.errors import InvalidNameError, InvalidRecordError
+from ckpt_async.errors import InvalidNameError, InvalidRecordError, UnknownVersionError
 from ckpt_async.model import (
     Boundary,
     CheckpointId,
@@ -124,6 +124,7 @@ def encode_decision(decision: Decision) -> bytes:
             "metrics": dict(decision.metrics),
             "reason": decision.reason,
             "is_pinned": decision.is_pinned,
+            **({"is_superseded": True} if decision.is_superseded else {}),
         },
     )
 
@@ -148,6 +149,7 @@ def decode_decision(data: bytes, expected: CheckpointId) -> Decision:
         metrics=_metrics(fields),
         reason=_str(fields, "reason"),
         is_pinned=_bool(fields, "is_pinned"),
+        is_superseded="is_superseded" in fields and _bool(fields, "is_superseded"),
     )
     if decision.checkpoint != expected:
         raise InvalidRecordError(f"decision of {decision.checkpoint} found under the key of {expected}")
@@ -359,7 +361,7 @@ def _decode(kind: str, data: bytes, max_size_bytes: int) -> Json:
         raise InvalidRecordError(f"{kind}: format is {_shown(fields.get('format'))}")
     version = fields.get("version")
     if version != FORMAT_VERSION or type(version) is not int:
-        raise InvalidRecordError(
+        raise UnknownVersionError(
             f"{kind}: format version {_shown(version)}; this program reads version {FORMAT_VERSION}",
             hint="upgrade ckpt_async if a newer one wrote it",
         )

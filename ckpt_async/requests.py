@@ -123,6 +123,7 @@ class Lane:
         self.concurrency = Concurrency(limit=start, most=max(start, most))
         self._running = 0
         self._waiting: dict[int, deque[asyncio.Future[None]]] = {}  # in the order of their turns
+        self.have_more: set[int] = set()  # owners that would ask for more if more were let in
 
     @asynccontextmanager
     async def hold(self, owner: int) -> AsyncIterator[None]:
@@ -144,7 +145,7 @@ class Lane:
         self.concurrency = concurrency.finished(
             self.concurrency,
             size_bytes=size_bytes,
-            is_waited_for=any(self._waiting.values()),
+            is_waited_for=bool(self._waiting or self.have_more),
             began_s=began_s,
             now_s=now_s,
         )
@@ -219,6 +220,10 @@ class Requests:
     def concurrency(self) -> int:
         """How many requests may carry shard bytes at once, now."""
         return self._bulk.concurrency.limit
+
+    def has_more(self, has_more: bool) -> None:
+        """Whether the owner would make more requests at once: only then is `concurrency` what bounds the rate."""
+        (self._bulk.have_more.add if has_more else self._bulk.have_more.discard)(self._owner)
 
     async def control(self, operation: str, attempt: Callable[[], Awaitable[T]]) -> T:
         """Make a small request, again and again until it succeeds or `upload_timeout_s` is over.

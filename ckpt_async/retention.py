@@ -122,6 +122,10 @@ class KeepNamed:
 
     names: frozenset[str]
 
+    def __post_init__(self) -> None:
+        if not self.names:
+            raise SettingsError("retention: a policy that keeps nothing is refused")
+
     def keep(self, candidates: Sequence[Candidate]) -> Kept:
         return {
             each.id: "named to be kept" for each in candidates if {each.name, str(each.id.step)} & self.names
@@ -155,6 +159,14 @@ def apply(policy: RetentionPolicy, candidates: Iterable[Candidate]) -> Kept:
     if ordered:
         kept.setdefault(ordered[-1].id, "the newest is never removed")
     return kept
+
+
+def would_keep_nothing(policy: RetentionPolicy, candidates: Iterable[Candidate]) -> bool:
+    """Whether the policy picks none of what is there: a metric or name that was mistyped, say. Remotely it is refused
+    then; without this, `apply` would leave the newest and the pinned ones only.
+    """
+    ordered = sorted(candidates, key=lambda each: each.id)
+    return bool(ordered) and not policy.keep(ordered)
 
 
 def keeps_all(policy: RetentionPolicy) -> bool:
@@ -206,14 +218,35 @@ def _parse_one(part: str) -> RetentionPolicy:
     )
 
 
-def keep_local(committed: Iterable[CheckpointId], num_checkpoints_to_keep: int) -> Kept:
-    """What stays on the local disk: -1 all, 0 none, N the newest N (Composer's meaning)."""
-    newest_first = sorted(committed, reverse=True)
-    if num_checkpoints_to_keep < 0:
-        return dict.fromkeys(newest_first, "all are kept")
-    return dict.fromkeys(
-        newest_first[:num_checkpoints_to_keep], f"one of the newest {num_checkpoints_to_keep}"
-    )
+@dataclass(frozen=True, slots=True)
+class KeepLocal:
+    """What stays on the local disk: the newest `count` (Composer's meaning: -1 all, 0 none) and what `policy` keeps.
+
+    With both, `count` -1 leaves the choice to the policy, which then keeps the newest one too. `count` 0 takes even
+    that, once it is committed, unless the policy keeps it.
+    """
+
+    count: int = -1
+    policy: RetentionPolicy | None = None
+
+    @property
+    def is_all(self) -> bool:
+        return self.count < 0 if self.policy is None else keeps_all(self.policy)
+
+    def keep(self, candidates: Sequence[Candidate]) -> Kept:
+        newest = candidates[len(candidates) - min(max(self.count, 0), len(candidates)) :]
+        kept = {each.id: f"one of the newest {self.count}" for each in newest}
+        if self.count < 0:
+            return apply(self.policy or KeepAll(), candidates)
+        return kept if self.policy is None else {**self.policy.keep(candidates), **kept}
+
+    def __str__(self) -> str:
+        return f"num_checkpoints_to_keep={self.count}" + (" and local_retention" if self.policy else "")
+
+
+def keep_local(count: int, text: str) -> KeepLocal:
+    """From the settings `num_checkpoints_to_keep` and `local_retention` (empty: the number alone counts)."""
+    return KeepLocal(count, parse(text) if text.strip() else None)
 
 
 def _require(what: str, value: float, low: float) -> None:

@@ -16,7 +16,7 @@ from ckpt_async.errors import SettingsError
 MIB = 1 << 20
 ENVIRONMENT_PREFIX = "CKPT_ASYNC_"
 # Recorded in the journal, so that `drain` treats the user's files and pointers as the trainer would have.
-INHERITED = ("num_checkpoints_to_keep", "latest_filename", "composer_symlink")
+INHERITED = ("num_checkpoints_to_keep", "local_retention", "latest_filename", "composer_symlink")
 
 
 def _setting(
@@ -33,7 +33,17 @@ class Settings:
     num_checkpoints_to_keep: int = _setting(
         -1, "local checkpoints to keep: -1 all, 0 none once committed, N the newest N", -1, 10**6
     )
-    num_concurrent_uploads: int = _setting(8, "requests that carry shard bytes at once, per engine", 1, 1024)
+    local_retention: str = _setting(
+        "",
+        "what else to keep locally, in the words of remote_retention; num_checkpoints_to_keep=-1 leaves the choice"
+        " to it and the newest is kept too; empty for nothing else",
+    )
+    num_concurrent_uploads: int = _setting(
+        8, "requests that carry shard bytes at once, per engine, to begin with", 1, 1024
+    )
+    max_concurrent_uploads: int = _setting(
+        32, "how far that may grow while it makes it faster; it shrinks when the store says SlowDown", 1, 1024
+    )
     upload_timeout_s: float = _setting(
         3600.0, "how long one shard may fail before it is reported", 1, 604_800
     )
@@ -111,10 +121,8 @@ class Settings:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             _check(field, getattr(self, field.name), f"{field.name}")
-        try:
-            policy = retention.parse(self.remote_retention)
-        except SettingsError as error:
-            raise SettingsError(f"remote_retention={self.remote_retention!r}: {error}") from None
+        policy = _parse_policy("remote_retention", self.remote_retention)
+        _parse_policy("local_retention", self.local_retention)
         if "supersede" in (self.on_backlog, self.on_disk_low) and retention.keeps_all(policy):
             raise SettingsError(
                 "on_backlog or on_disk_low is 'supersede', but remote_retention keeps all: nothing could be given up",
@@ -129,6 +137,13 @@ class Settings:
                 f"decision_poll_max_s={self.decision_poll_max_s} must be at least"
                 f" decision_poll_s={self.decision_poll_s}"
             )
+
+
+def _parse_policy(name: str, text: str) -> retention.RetentionPolicy:
+    try:
+        return retention.parse(text)
+    except SettingsError as error:
+        raise SettingsError(f"{name}={text!r}: {error}") from None
 
 
 def load(arguments: Mapping[str, Any], environment: Mapping[str, str], toml: str = "") -> Settings:

@@ -6,20 +6,29 @@ safe; killed anywhere, the next one finishes.
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
+import glob
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import assert_never
 
 from ckpt_async import keys, plan, protocol, records, retention
 from ckpt_async.conditional import read
 from ckpt_async.drain import DrainReport, drain
-from ckpt_async.errors import CkptAsyncError, InvalidRecordError, NoJournalError
+from ckpt_async.errors import (
+    CkptAsyncError,
+    FailureReason,
+    InvalidRecordError,
+    NoJournalError,
+    ObjectNotFoundError,
+    StoreError,
+)
 from ckpt_async.journal import Journal
-from ckpt_async.model import CheckpointId, Decision, Lease, Outcome, RemoteAddress
+from ckpt_async.metrics import SweeperMetrics
+from ckpt_async.model import CheckpointId, Decision, Lease, Local, Outcome, RemoteAddress
 from ckpt_async.observe import NullObserver
 from ckpt_async.requests import CONTROL_REQUESTS, Requests, open_patiently
 from ckpt_async.retention import RetentionPolicy
@@ -27,6 +36,7 @@ from ckpt_async.settings import Settings
 from ckpt_async.store import Listing, MultipartInfo, ObjectInfo, Store
 from ckpt_async.stores import StoreOptions, address_of, open_store, options_of
 from ckpt_async.transfer import all_or_none
+from ckpt_async.verify import Finding, verify
 
 logger = logging.getLogger(__name__)
 
@@ -44,10 +54,15 @@ MAX_ABORTS = 5
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """One action of a sweep and what became of it; `error` is empty if it worked (or was only planned)."""
+    """One action of a sweep and what became of it; `error` is empty if it worked (or was only planned).
+
+    `outcome` is what this sweep made of a checkpoint; None if the action is of another kind, or something had changed
+    meanwhile and there was nothing to do.
+    """
 
     action: plan.Planned
     error: str = ""
+    outcome: Outcome | None = None
 
 
 @dataclass(slots=True)
@@ -57,10 +72,11 @@ class RemoteReport:
     url: str
     done: list[Done] = field(default_factory=list)
     error: str = ""
+    violations: list[Finding] = field(default_factory=list)  # if the sweep was to verify
 
     @property
     def is_clean(self) -> bool:
-        return not self.error and not any(each.error for each in self.done)
+        return not self.error and not self.violations and not any(each.error for each in self.done)
 
 
 @dataclass(slots=True)
@@ -97,12 +113,12 @@ class RemoteSweep:
 
     async def _attempt(self, action: plan.Planned) -> Done:
         try:
-            await self.perform(action)
+            outcome = await self.perform(action)
         except CkptAsyncError as error:
             logger.warning("sweep_action_failed action=%s error=%s", action, error)
             return Done(action, str(error))
         logger.info("swept action=%s", action)
-        return Done(action)
+        return Done(action, outcome=outcome)
 
     # --- look ----------------------------------------------------------------------------------------------
 
@@ -116,9 +132,10 @@ class RemoteSweep:
             keys.LEASES,
             keys.MEMBERS,
             keys.PROBES,
+            keys.DAMAGED,
         )
         found = await all_or_none(self._list(prefix) for prefix in prefixes)
-        generations, decisions, receipts, data, leases, members, probes = found
+        generations, decisions, receipts, data, leases, members, probes, damages = found
         latest = await protocol.read_latest(self.store, self.requests)
         boundary = await protocol.read_boundary(self.store, self.requests)
         numbers = [keys.parse_generation_key(each.key) for each in generations.objects]
@@ -152,6 +169,7 @@ class RemoteSweep:
             leases=await self._read_leases(leases),
             members={key: number for key, number in member_keys.items() if number is not None},
             probes=probes.objects,
+            damaged=frozenset(filter(None, (keys.parse_damage_key(each.key) for each in damages.objects))),
             latest=latest,
             boundary=boundary,
         )
@@ -207,12 +225,14 @@ class RemoteSweep:
 
     # --- act -----------------------------------------------------------------------------------------------
 
-    async def perform(self, action: plan.Planned) -> None:
-        """Carry out one action. Whatever another sweeper, trainer or reader did meanwhile, it stays safe."""
+    async def perform(self, action: plan.Planned) -> Outcome | None:
+        """Carry out one action, and return what it made of a checkpoint, if anything. Whatever another sweeper,
+        trainer or reader did meanwhile, it stays safe.
+        """
         store, requests = self.store, self.requests
         match action:
             case plan.Settle():
-                await protocol.settle(
+                settled = await protocol.settle(
                     store,
                     requests,
                     action.checkpoint,
@@ -220,6 +240,7 @@ class RemoteSweep:
                     by="sweeper",
                     now=self.clock(),
                 )
+                return settled[0].outcome if settled and settled[1] else None
             case plan.GiveUp():
                 wanted = protocol.new_decision(
                     action.checkpoint,
@@ -230,13 +251,16 @@ class RemoteSweep:
                     now=self.clock(),
                     reason=action.reason,
                 )
-                await protocol.decide_once(store, requests, wanted)
+                _, is_ours = await protocol.decide_once(store, requests, wanted)
+                return Outcome.ABORT if is_ours else None
             case plan.MoveLatest():
                 await protocol.move_latest(store, requests, action.checkpoint, action.name)
             case plan.BeginPrune():
-                await protocol.begin_prune(store, requests, action.checkpoint)
+                has_begun = await protocol.begin_prune(store, requests, action.checkpoint)
+                return Outcome.PRUNING if has_begun else None
             case plan.FinishPrune():
-                await protocol.finish_prune(store, requests, action.checkpoint)
+                has_ended = await protocol.finish_prune(store, requests, action.checkpoint)
+                return Outcome.PRUNED if has_ended else None
             case plan.AbortMultipart():
                 await self._abort_multipart(action.key, action.upload_id)
             case plan.Delete():
@@ -247,6 +271,7 @@ class RemoteSweep:
                 pass
             case _:
                 assert_never(action)
+        return None
 
     async def _abort_multipart(self, key: str, upload_id: str) -> None:
         for _ in range(MAX_ABORTS):
@@ -256,7 +281,12 @@ class RemoteSweep:
             )
             if all(each.upload_id != upload_id for each in listed):
                 return
-            await asyncio.sleep(0)
+        raise StoreError(
+            f"still there after {MAX_ABORTS} aborts: parts were on their way; the next sweep goes on",
+            reason=FailureReason.TRANSIENT,
+            operation="abort_multipart",
+            key=key,
+        )
 
 
 # --- the process -------------------------------------------------------------------------------------------
@@ -271,6 +301,12 @@ class FolderReport:
     waiting_ranks: tuple[int, ...] = ()  # dry run: ranks with unfinished checkpoints
     error: str = ""
 
+    @property
+    def is_clean(self) -> bool:
+        """Whether all of it that has no live owner is in the store."""
+        ranks = self.drained.ranks if self.drained else ()
+        return not self.error and not any(each.error or (each.left and not each.in_use_by) for each in ranks)
+
 
 @dataclass(frozen=True, slots=True)
 class SweepReport:
@@ -281,15 +317,17 @@ class SweepReport:
 
     @property
     def is_clean(self) -> bool:
-        """Whether everything that was tried worked."""
-        return all(each.is_clean for each in self.remotes) and not any(each.error for each in self.folders)
+        """Whether everything that was tried worked, and nothing was found to be damaged."""
+        return all(each.is_clean for each in self.folders) and all(each.is_clean for each in self.remotes)
 
 
 class Sweeper:
     """Sweeps local folders, the remotes their journals name, and remotes given by URL. Needs no torch.
 
-    One per node is enough for the folders; any number, anywhere, for the remotes. What it keeps remotely is
-    `settings.remote_retention` (empty: all).
+    One per node is enough for the folders; any number, anywhere, for the remotes. A folder may be a pattern
+    (`/data/*/checkpoints`), which is looked up at every sweep: trainers come and go. What it keeps remotely is
+    `settings.remote_retention` (empty: all). With `verifies`, every committed checkpoint is also verified, as by
+    `ckpt-async verify`: one HEAD per shard. `metrics.registry` can be exported.
     """
 
     def __init__(
@@ -300,24 +338,45 @@ class Sweeper:
         settings: Settings | None = None,
         store_options: StoreOptions | None = None,
         adoption_timeout_s: float = 3600.0,
+        verifies: bool = False,
     ) -> None:
-        self._folders = [os.path.realpath(folder) for folder in folders]
+        self._folders = [os.fspath(folder) for folder in folders]
         self._settings = settings or Settings()
         self._policy = retention.parse(self._settings.remote_retention)
         self._profile = store_options.profile if store_options else None
-        self._given = [address_of(url, store_options, env=os.environ) for url in remotes]
+        self._given = {
+            address.url: address
+            for address in (address_of(url, store_options, env=os.environ) for url in remotes)
+        }
         self._adoption_timeout_s = adoption_timeout_s
+        self._verifies = verifies
         self._ages = plan.Ages(
             superseded_s=self._settings.abandon_after_s, newest_s=self._settings.abandon_newest_after_s
         )
         self._known: dict[str, dict[str, tuple[str, Decision]]] = {}  # decisions already read, by remote
+        self.metrics = SweeperMetrics()
 
     async def sweep(self, *, is_dry_run: bool = False) -> SweepReport:
         """Sweep once. A folder or remote that fails is reported and does not stop the others; a dry run adopts
-        nothing and writes nothing.
+        nothing, writes nothing and counts nothing.
+
+        A remote that was given and holds no run is a failure, and nothing is made there.
         """
-        folders = [await self._sweep_folder(folder, is_dry_run=is_dry_run) for folder in self._folders]
-        addresses = {each.url: each for each in (*self._recorded(), *self._given)}
+        if is_dry_run:
+            return await self._sweep(is_dry_run=True)
+        started, is_clean = time.monotonic(), False
+        try:
+            report = await self._sweep(is_dry_run=False)
+            is_clean = report.is_clean
+        finally:
+            self.metrics.swept(time.monotonic() - started, is_clean=is_clean)
+        _count(report, self.metrics)
+        return report
+
+    async def _sweep(self, *, is_dry_run: bool) -> SweepReport:
+        found = list(dict.fromkeys(path for folder in self._folders for path in _folders(folder)))
+        folders = [await self._sweep_folder(folder, is_dry_run=is_dry_run) for folder in found]
+        addresses = {each.url: each for each in _recorded(found)} | self._given
         remotes = [await self._sweep_remote(each, is_dry_run=is_dry_run) for each in addresses.values()]
         return SweepReport(tuple(folders), tuple(remotes))
 
@@ -334,24 +393,10 @@ class Sweeper:
             )
         except NoJournalError:
             return FolderReport(folder)  # no trainer has run here yet
-        except CkptAsyncError as error:
+        except (CkptAsyncError, OSError) as error:
             logger.warning("sweep_folder_failed folder=%s error=%s", folder, error)
             return FolderReport(folder, error=str(error))
         return FolderReport(folder, drained)
-
-    def _recorded(self) -> list[RemoteAddress]:
-        found: list[RemoteAddress] = []
-        for folder in self._folders:
-            try:
-                journal = Journal.open_readonly(folder)
-            except CkptAsyncError:
-                continue  # reported by `_sweep_folder`
-            try:
-                locals_ = [journal.local(rank) for rank in journal.ranks()]
-            finally:
-                journal.close()
-            found += [each.remote for each in locals_ if each.remote is not None]
-        return found
 
     async def _sweep_remote(self, address: RemoteAddress, *, is_dry_run: bool) -> RemoteReport:
         options = options_of(address, profile=self._profile)
@@ -359,29 +404,122 @@ class Sweeper:
         options = replace(options, max_connections=max(options.max_connections, room))
         try:
             store = open_store(address.url, options)
+            settings = replace(self._settings, upload_timeout_s=REQUEST_PATIENCE_S)
+            requests = Requests(settings, self.metrics, address.url)
             try:
-                if is_dry_run:
-                    await store.open(is_read_only=True)
-                else:
-                    await open_patiently(store, OPEN_TIMEOUT_S)
-                settings = replace(self._settings, upload_timeout_s=REQUEST_PATIENCE_S)
-                requests = Requests(settings, NullObserver(), address.url)
+                if not await open_run(store, is_read_only=is_dry_run, timeout_s=OPEN_TIMEOUT_S):
+                    if address.url in self._given:
+                        raise ObjectNotFoundError(f"{address.url} holds no run of ckpt_async")
+                    return RemoteReport(address.url)
                 sweep = RemoteSweep(store, requests, self._policy, self._ages, time.time)
                 sweep.known = self._known.setdefault(address.url, {})
-                return await sweep.run(is_dry_run=is_dry_run)
+                report = await sweep.run(is_dry_run=is_dry_run)
+                if self._verifies:
+                    report.violations = (await verify(store, requests)).violations
+                return report
             finally:
                 await store.close()
-        except CkptAsyncError as error:
+        except (CkptAsyncError, OSError) as error:
             logger.warning("sweep_remote_failed url=%s error=%s", address.url, error)
             return RemoteReport(address.url, error=str(error))
 
 
+async def open_run(store: Store, *, is_read_only: bool, timeout_s: float) -> bool:
+    """Open the store of a run; False if there is none. Then nothing was made there, not even a folder or a probe."""
+    settings = Settings(upload_timeout_s=max(1.0, timeout_s))
+    looking = Requests(settings, NullObserver(), store.url, is_patient=False)
+    try:
+        await open_patiently(store, timeout_s, is_read_only=True)
+    except StoreError as error:
+        if error.reason is FailureReason.NOT_FOUND:
+            return False
+        raise
+    for prefix in (keys.GENERATIONS, keys.DECISIONS):
+        listing = await looking.control("list", lambda prefix=prefix: store.list(prefix))  # type: ignore[misc]
+        if listing.objects:
+            break
+    else:
+        return False
+    if not is_read_only:
+        await store.close()
+        await open_patiently(store, timeout_s)
+    return True
+
+
+def _count(report: SweepReport, metrics: SweeperMetrics) -> None:
+    for folder in report.folders:
+        if not folder.is_clean:
+            metrics.failed("folder")
+        ranks = folder.drained.ranks if folder.drained else ()
+        for rank in ranks:
+            metrics.adopted(rank.uploaded_shards, rank.uploaded_bytes)
+        metrics.ended("committed", len({fate.checkpoint for rank in ranks for fate in rank.committed}))
+        metrics.ended("aborted", len({fate.checkpoint for rank in ranks for fate in rank.aborted}))
+    for remote in report.remotes:
+        if remote.error:
+            metrics.failed("remote")
+        for finding in remote.violations:
+            metrics.damaged(finding.kind)
+        for done in remote.done:
+            if done.error:
+                metrics.failed("action")
+            else:
+                _count_done(done, metrics)
+
+
+def _count_done(done: Done, metrics: SweeperMetrics) -> None:
+    match done.outcome:
+        case Outcome.COMMIT:
+            metrics.ended("committed")
+        case Outcome.ABORT:
+            metrics.ended("aborted")
+        case Outcome.PRUNED:
+            metrics.ended("pruned")
+        case Outcome.PRUNING | None:
+            pass
+    match done.action:
+        case plan.AbortMultipart():
+            metrics.removed("multipart", 1)
+        case plan.Delete():
+            metrics.removed(done.action.kind, len(done.action.object_keys))
+        case plan.CollectDecisions():
+            metrics.removed("decision", len(done.action.object_keys))
+        case _:
+            pass
+
+
+def _folders(pattern: str) -> list[str]:
+    """The folder of this name, else those that match it and in which a trainer has run."""
+    if os.path.exists(pattern) or not glob.has_magic(pattern):
+        return [os.path.realpath(pattern)]
+    return [
+        os.path.realpath(each)
+        for each in sorted(glob.glob(pattern))
+        if os.path.isdir(f"{each}/{keys.PRIVATE}")
+    ]
+
+
+def _recorded(folders: Iterable[str]) -> list[RemoteAddress]:
+    """The remotes that the folders' journals name."""
+    found: list[RemoteAddress] = []
+    for folder in folders:
+        with contextlib.suppress(CkptAsyncError):  # reported by `_sweep_folder`
+            found += [each.remote for each in _locals(folder) if each.remote is not None]
+    return found
+
+
 def _unfinished_ranks(folder: str) -> tuple[int, ...]:
+    return tuple(
+        each.rank
+        for each in _locals(folder)
+        if any(found.decision is None for found in each.checkpoints.values())
+    )
+
+
+def _locals(folder: str) -> list[Local]:
+    """What the folder's journal says of each rank."""
     journal = Journal.open_readonly(folder)
     try:
-        locals_ = [journal.local(rank) for rank in journal.ranks()]
+        return [journal.local(rank) for rank in journal.ranks()]
     finally:
         journal.close()
-    return tuple(
-        each.rank for each in locals_ if any(found.decision is None for found in each.checkpoints.values())
-    )

@@ -22,12 +22,20 @@ from ckpt_async.transfer import all_or_none, read_back
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is not as it must be. `rule` is the invariant's number in docs/design.md."""
+    """One thing that is not as it must be. `rule` is the invariant's number in docs/design.md.
+
+    `kind`, a metric label: missing | size | checksum (a shard is), record (one is missing, unreadable or contradicts
+    another), leftover.
+    """
 
     rule: str
     key: str
     message: str
-    is_leftover: bool = False
+    kind: str = "record"
+
+    @property
+    def is_leftover(self) -> bool:
+        return self.kind == "leftover"
 
     def __str__(self) -> str:
         return f"{self.rule} {self.key}: {self.message}"
@@ -68,7 +76,7 @@ async def verify(
     for id_ in [id_ for id_ in decisions if plan.is_void(id_, boundary)]:
         del decisions[id_]
         result.findings.append(
-            Finding("R4", keys.decision_key(id_), "below the boundary and not kept: void", is_leftover=True)
+            Finding("R4", keys.decision_key(id_), "below the boundary and not kept: void", "leftover")
         )
     chosen = [each for each in decisions.values() if step is None or each.checkpoint.step == step]
     referenced: set[str] = set()
@@ -151,12 +159,14 @@ async def _check_shard(store: Store, requests: Requests, shard: StoredShard, is_
         if info.size_bytes == shard.size_bytes and (is_read or info.checksum is None):
             info = await read_back(store, requests, shard.key, shard.size_bytes, shard.checksum.algorithm)
     except ObjectNotFoundError:
-        return Finding("I1", shard.key, "the shard is missing")
+        return Finding("I1", shard.key, "the shard is missing", "missing")
     if info.size_bytes != shard.size_bytes:
-        return Finding("I1", shard.key, f"has {info.size_bytes} bytes, its receipt says {shard.size_bytes}")
+        message = f"has {info.size_bytes} bytes, its receipt says {shard.size_bytes}"
+        return Finding("I1", shard.key, message, "size")
     if info.checksum != shard.checksum:
         have = info.checksum.value if info.checksum else "no checksum"
-        return Finding("I6", shard.key, f"has {have}, its receipt says {shard.checksum.value}: damaged")
+        message = f"has {have}, its receipt says {shard.checksum.value}: damaged"
+        return Finding("I6", shard.key, message, "checksum")
     return None
 
 
@@ -234,4 +244,4 @@ async def _check_strays(
 
 
 def _stray(key: str, message: str) -> Finding:
-    return Finding("I7", key, message, is_leftover=True)
+    return Finding("I7", key, message, "leftover")

@@ -289,17 +289,21 @@ def test_local_files_of_what_was_superseded_go_unless_all_are_kept(
         store.go.set()
 
 
-def test_superseded_on_one_rank_is_given_up_on_all(opened: Open, tmp_path: Path) -> None:
-    """One decision for the checkpoint, whichever rank fell behind. The other rank's upload stops."""
+@pytest.mark.parametrize("shares_policy", [True, False])
+def test_superseded_on_one_rank_is_given_up_on_all(opened: Open, tmp_path: Path, shares_policy: bool) -> None:
+    """One decision for the checkpoint, whichever rank fell behind. The other rank's upload stops; its files go too, if
+    it has the same policy.
+    """
     bucket = MemoryBucket()
     behind, other = Stuck(bucket), Stuck(bucket)
     policy = {"on_backlog": "supersede", "max_backlog_checkpoints": 1, "remote_retention": "last=1"}
-    ranks = {"world_size": 2, "generation": 1}
+    ranks = {"world_size": 2, "generation": 1, "num_checkpoints_to_keep": 5}
     with ExitStack() as stack:
         first = stack.enter_context(
             opened(behind, tmp_path / "0", rank=0, **ranks, **policy, block_timeout_s=0.1)
         )
-        second = stack.enter_context(opened(other, tmp_path / "1", rank=1, **ranks))
+        shared = {**policy, "max_backlog_checkpoints": 0} if shares_policy else {}
+        second = stack.enter_context(opened(other, tmp_path / "1", rank=1, **ranks, **shared))
         for uploader in (first, second):
             save(uploader, 1)
         other.go.set()
@@ -317,6 +321,9 @@ def test_superseded_on_one_rank_is_given_up_on_all(opened: Open, tmp_path: Path)
         behind.go.set()
         for uploader in (first, second):
             uploader.wait(3, timeout_s=10)
+            wait_until(lambda uploader=uploader: CheckpointId(1, 1) not in known(uploader), uploader)
+        is_there = [(uploader.folder / "step-1/a.pt").exists() for uploader in (first, second)]
+        assert is_there == [False, not shares_policy]
     assert outcomes(behind) == {1: "abort", 2: "commit", 3: "commit"}
 
 

@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import logging
+import math
 import re
 import shutil
 import socket
@@ -18,10 +19,13 @@ from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from ckpt_async import metrics as module
+from ckpt_async import plan
+from ckpt_async import sweeper as sweeper_module
+from ckpt_async.drain import DrainReport, Fate, RankReport
 from ckpt_async.errors import FailureReason, JournalError
 from ckpt_async.files import Folder
 from ckpt_async.journal import Journal
-from ckpt_async.metrics import DEFINITIONS, Metrics, describe, serve
+from ckpt_async.metrics import DEFINITIONS, Metrics, SweeperMetrics, describe, serve
 from ckpt_async.model import (
     CheckpointId,
     Checksum,
@@ -40,6 +44,8 @@ from ckpt_async.model import (
     StoredShard,
     Verified,
 )
+from ckpt_async.sweeper import Done, FolderReport, RemoteReport, SweepReport
+from ckpt_async.verify import Finding
 
 ROOT = Path(__file__).resolve().parent.parent
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -78,7 +84,7 @@ def metrics(folder: Folder, journal: Journal) -> Metrics:
     return Metrics("run-a", folder, journal, clock=Clock())
 
 
-def fetch(metrics: Metrics, accept: str = "text/plain;version=0.0.4") -> str:
+def fetch(metrics: Metrics | SweeperMetrics, accept: str = "text/plain;version=0.0.4") -> str:
     server = serve(metrics, 0, "127.0.0.1", {})
     assert server is not None
     try:
@@ -100,7 +106,7 @@ def parse(text: str) -> Samples:
     return found
 
 
-def scrape(metrics: Metrics) -> Samples:
+def scrape(metrics: Metrics | SweeperMetrics) -> Samples:
     """Without the half second that stopping a server takes."""
     return parse(generate_latest(metrics.registry).decode())
 
@@ -594,3 +600,96 @@ def test_one_metric_can_be_asked_for(metrics):
     """`?name[]=`: what a dashboard's author tries by hand."""
     text = generate_latest(metrics.registry.restricted_registry(["ckpt_async_fenced"])).decode()
     assert {name for name, _ in parse(text)} == {"ckpt_async_fenced"}
+
+
+# --- the sweeper -------------------------------------------------------------------------------------------
+
+
+def test_a_sweeper_counts_what_it_did() -> None:
+    """From the report of one sweep: every kind of action, what failed, and what verifying found."""
+    one, two, three = CheckpointId(1, 1), CheckpointId(1, 2), CheckpointId(1, 3)
+    fate, lost = Fate(one, "step-1"), Finding("I1", "k", "the shard is missing", "missing")
+    ranks = tuple(
+        RankReport(rank, committed=(fate,), uploaded_shards=2, uploaded_bytes=10) for rank in (0, 1)
+    )
+    done = [
+        Done(plan.Settle(one, 2, "r"), outcome=Outcome.COMMIT),
+        Done(plan.Settle(two, 2, "r"), outcome=Outcome.ABORT),
+        Done(plan.Settle(three, 2, "r")),  # somebody else was first
+        Done(plan.GiveUp(two, "step-2", 2, "r"), outcome=Outcome.ABORT),
+        Done(plan.BeginPrune(one, "r"), outcome=Outcome.PRUNING),
+        Done(plan.FinishPrune(one, 2, "r"), outcome=Outcome.PRUNED),
+        Done(plan.FinishPrune(two, 2, "r"), error="no answer"),
+        Done(plan.AbortMultipart("k", "id", "r")),
+        *(
+            Done(plan.Delete(("a", "b"), kind, "r"))
+            for kind in module.ORPHANS
+            if kind not in ("multipart", "decision")
+        ),
+        Done(plan.Delete(("a", "b"), "lease", "r"), error="no answer"),
+        Done(plan.CollectDecisions(one, frozenset(), ("a", "b", "c"), "r")),
+        Done(plan.Wait(three, "r")),
+    ]
+    report = SweepReport(
+        (FolderReport("f", DrainReport("f", (), ranks)), FolderReport("g", error="unreadable")),
+        (RemoteReport("u", done, violations=[lost]), RemoteReport("v", error="away")),
+    )
+    sweeper = SweeperMetrics(clock=Clock())
+    sweeper_module._count(report, sweeper)
+    sweeper.swept(2.0, is_clean=report.is_clean)
+    samples = scrape(sweeper)
+    ends = {each: value(samples, "sweep_checkpoints_total", result=each) for each in module.ENDS}
+    assert ends == {"committed": 2, "aborted": 2, "pruned": 1}
+    removed = {each: value(samples, "sweep_orphans_removed_total", kind=each) for each in module.ORPHANS}
+    assert removed == dict.fromkeys(module.ORPHANS, 2) | {"multipart": 1, "decision": 3}
+    failed = {each: value(samples, "sweep_failures_total", scope=each) for each in module.SWEEP_SCOPES}
+    assert failed == {"folder": 1, "remote": 1, "action": 2}
+    assert value(samples, "sweep_adopted_uploads_total") == 4
+    assert value(samples, "sweep_adopted_upload_bytes_total") == 20
+    assert value(samples, "verify_failures_total", kind="missing") == 1
+    assert value(samples, "sweeps_total", result="failed") == 1
+    assert value(samples, "sweep_duration_seconds_sum") == 2
+    assert value(samples, "sweep_last_success_timestamp_seconds") is None
+    sweeper.swept(1.0, is_clean=True)
+    assert value(scrape(sweeper), "sweep_last_success_timestamp_seconds") == 100
+
+
+def test_every_value_a_sweeper_reports_is_one_of_its_definitions() -> None:
+    """Another one would be dropped in silence."""
+
+    def arguments(path: str, name: str, place: int) -> set[str]:
+        calls = (node for node in ast.walk(ast.parse((ROOT / "ckpt_async" / path).read_text())))
+        return {
+            node.args[place].value
+            for node in calls
+            if isinstance(node, ast.Call)
+            and getattr(node.func, "id", getattr(node.func, "attr", "")) == name
+            and len(node.args) > place
+            and isinstance(node.args[place], ast.Constant)
+        }
+
+    assert arguments("plan.py", "Delete", 1) | {"multipart", "decision"} == set(module.ORPHANS)
+    assert arguments("verify.py", "Finding", 3) | {"record"} == {*module.VERIFY_KINDS, "leftover"}
+    assert arguments("sweeper.py", "failed", 0) == set(module.SWEEP_SCOPES)
+    assert arguments("sweeper.py", "ended", 0) == set(module.ENDS)
+
+
+def test_a_sweepers_metrics_keep_the_rules() -> None:
+    """As those of an uploader: all children at 0 from the start, units last, no growing labels, valid OpenMetrics."""
+    metrics = SweeperMetrics()
+    samples = parse(fetch(metrics))
+    totals = {key: count for key, count in samples.items() if key[0].endswith("_total")}
+    assert set(totals.values()) == {0}
+    for each in module.SWEEPER_DEFINITIONS:
+        assert each.name.startswith("ckpt_async_")
+        assert each.name.endswith("_total") == (each.kind == "counter")
+        assert not re.search(r"_(bytes|seconds)_(?!total$)", each.name), "the unit comes last"
+        if each.kind == "counter":
+            children = math.prod(len(values) for values in each.labels.values())
+            assert sum(name == each.name for name, _ in totals) == children
+    assert len(samples) <= 170
+    assert list(
+        openmetrics.text_string_to_metric_families(
+            fetch(metrics, "application/openmetrics-text;version=1.0.0")
+        )
+    )

@@ -229,7 +229,7 @@ def test_readers_never_find_the_symlink_missing(folder: Folder) -> None:
     """Table row F20: remove and link again leaves a moment in which a restart finds no checkpoint."""
     targets = [write(folder, f"step-{number}/a").parent for number in range(2)]
     link = folder.path / "latest"
-    point_symlink(link, targets[0])
+    point_symlink(link, targets[0], folder.private)
     missing: list[OSError] = []
     num_reads, is_over = 0, threading.Event()
 
@@ -245,7 +245,7 @@ def test_readers_never_find_the_symlink_missing(folder: Folder) -> None:
     reader = threading.Thread(target=read)
     reader.start()
     for number in range(1, 301):
-        point_symlink(link, targets[number % 2])
+        point_symlink(link, targets[number % 2], folder.private)
     is_over.set()
     reader.join()
     assert missing == []
@@ -253,11 +253,22 @@ def test_readers_never_find_the_symlink_missing(folder: Folder) -> None:
     assert sorted(os.listdir(folder.path)) == [".ckpt_async", "latest", "step-0", "step-1"]
 
 
+def test_what_killed_processes_left_is_removed_when_it_is_old(folder: Folder) -> None:
+    """A probe and a half-made symlink per kill add up; a young one may be another rank's."""
+    for name in ("probe-1-a", "probe-1-a.link", "latest.1.tmp"):
+        (folder.private / name).symlink_to("gone")
+        os.utime(folder.private / name, (0, 0), follow_symlinks=False)
+    young = folder.private / "latest.2.tmp"
+    young.symlink_to("gone")
+    Folder(folder.path)
+    assert sorted(os.listdir(folder.private)) == ["latest.2.tmp", "spool"]
+
+
 def test_symlink_never_replaces_a_file(folder: Folder) -> None:
     """A user's own `latest` is the user's."""
     path = write(folder, "latest")
     with pytest.raises(InvalidNameError, match="not a symlink"):
-        point_symlink(path, folder.path / "step-1")
+        point_symlink(path, folder.path / "step-1", folder.private)
     assert path.read_bytes() == b"content"
 
 

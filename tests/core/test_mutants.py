@@ -152,13 +152,13 @@ def retention_counts_uncommitted() -> contextlib.AbstractContextManager[None]:
     """R8: the newest N are kept, committed or not."""
 
     def after(local: Any, remote: Any, policy: Any) -> Any:
-        def keep_local(_: Any, count: int) -> Any:
-            return retention.keep_local(local.checkpoints, count)
+        def keep_(self: Any, _: Any) -> Any:
+            return keep(self, [decide._candidate(each) for _, each in sorted(local.checkpoints.items())])
 
-        with mock.patch.object(decide, "retention", _with(retention, keep_local=keep_local)):
+        with mock.patch.object(retention.KeepLocal, "keep", keep_):
             yield from list(real(local, remote, policy))
 
-    real = decide._after_decision
+    real, keep = decide._after_decision, retention.KeepLocal.keep
     return patched((decide, "_after_decision", after))
 
 

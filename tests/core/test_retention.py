@@ -1,10 +1,13 @@
 """Retention: what is chosen to go is gone for ever, so what stays is a property and not an example (rule R8)."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_async import retention
+from ckpt_async import retention, settings
 from ckpt_async.errors import SettingsError
 from ckpt_async.model import CheckpointId
 from ckpt_async.retention import (
@@ -15,6 +18,7 @@ from ckpt_async.retention import (
     KeepEveryNSteps,
     KeepEverySeconds,
     KeepLast,
+    KeepLocal,
     KeepNamed,
 )
 
@@ -69,14 +73,203 @@ def test_applying_twice_removes_nothing_more(
     assert kept.keys() == retention.apply(policy, [each for each in found if each.id in kept]).keys()
 
 
-@given(st.sets(ids), st.integers(-1, 5))
-def test_local_keeps_the_newest(committed: set[CheckpointId], count: int) -> None:
+def made(step: int, generation: int = 1, **more: Any) -> Candidate:
+    return Candidate(CheckpointId(generation, step), name=more.pop("name", f"step-{step}"), **more)
+
+
+def steps(kept: retention.Kept) -> list[int]:
+    return [id_.step for id_ in sorted(kept)]
+
+
+# --- what each policy picks --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("count", "expected"), [(1, [40]), (3, [20, 30, 40]), (4, [10, 20, 30, 40]), (9, [10, 20, 30, 40])]
+)
+def test_last_picks_the_newest(count: int, expected: list[int]) -> None:
+    assert steps(KeepLast(count).keep([made(step) for step in (10, 20, 30, 40)])) == expected
+
+
+def test_newest_is_by_generation_before_step() -> None:
+    """A run restarted from step 10: its step 20 is newer than step 90 of the start before."""
+    found = [made(80), made(90), made(10, 2), made(20, 2)]
+    assert set(KeepLast(2).keep(found)) == {CheckpointId(2, 10), CheckpointId(2, 20)}
+    assert set(retention.apply(KeepNamed(frozenset({"step-80"})), found)) == {
+        CheckpointId(1, 80),
+        CheckpointId(2, 20),
+    }
+
+
+def test_every_n_steps_picks_multiples() -> None:
+    """Step 0 is a multiple too; one that was saved a step late is not."""
+    found = [made(step) for step in (0, 500, 999, 1000, 1001, 1500, 2000)]
+    assert steps(KeepEveryNSteps(1000).keep(found)) == [0, 1000, 2000]
+
+
+def test_every_seconds_counts_from_the_one_kept_before() -> None:
+    """Not on a grid of the clock: a late one moves those after it, and there is never less time between two."""
+    times = {1: 50.0, 2: 60.0, 3: 149.9, 4: 150.0, 5: 249.0, 6: 251.0, 7: 1000.0}
+    found = [made(step, committed_at=at) for step, at in times.items()]
+    assert steps(KeepEverySeconds(100.0).keep(found)) == [1, 4, 6, 7]
+
+
+def test_every_seconds_goes_by_time_and_not_by_step() -> None:
+    """Of a run that was set back: what was committed first counts first."""
+    found = [made(5, 1, committed_at=500.0), made(1, 2, committed_at=100.0), made(2, 2, committed_at=550.0)]
+    assert set(KeepEverySeconds(100.0).keep(found)) == {CheckpointId(2, 1), CheckpointId(1, 5)}
+
+
+@pytest.mark.parametrize(
+    ("mode", "count", "expected"),
+    [
+        ("min", 1, [30]),
+        ("min", 2, [30, 50]),
+        ("max", 1, [10]),
+        ("max", 2, [10, 20]),
+        ("min", 9, [10, 20, 30, 50]),
+    ],
+)
+def test_best_picks_by_the_metric(mode: str, count: int, expected: list[int]) -> None:
+    """Checkpoints without the metric (step 40) are neither good nor bad."""
+    losses = {10: 9.0, 20: 5.0, 30: 1.0, 40: None, 50: 2.0}
+    found = [made(step, metrics={} if loss is None else {"loss": loss}) for step, loss in losses.items()]
+    assert steps(KeepBest(count, "loss", mode).keep(found)) == expected
+    assert KeepBest(count, "accuracy", mode).keep(found) == {}
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_of_equally_good_ones_the_newer_is_better(mode: str) -> None:
+    found = [
+        made(10, metrics={"loss": 1.0}),
+        made(20, metrics={"loss": 1.0}),
+        made(5, 2, metrics={"loss": 1.0}),
+    ]
+    assert set(KeepBest(2, "loss", mode).keep(found)) == {CheckpointId(1, 20), CheckpointId(2, 5)}
+
+
+def test_named_picks_by_name_or_step() -> None:
+    """The whole name: `step-1` is no prefix of anything here."""
+    found = [made(1), made(10), made(11, name="best-11"), made(12)]
+    assert steps(KeepNamed(frozenset({"step-1"})).keep(found)) == [1]
+    assert steps(KeepNamed(frozenset({"best-11", "12"})).keep(found)) == [11, 12]
+
+
+def test_any_of_picks_what_any_of_them_picks_with_the_first_ones_reason() -> None:
+    found = [made(step, metrics={"loss": float(step)}) for step in (10, 20, 30, 40)]
+    kept = AnyOf((KeepLast(1), KeepEveryNSteps(20), KeepBest(1, "loss"))).keep(found)
+    assert {id_.step: reason for id_, reason in kept.items()} == {
+        10: "best 1 by min loss",
+        20: "step is a multiple of 20",
+        40: "one of the newest 1",
+    }
+
+
+def test_pinned_and_newest_are_told_apart_from_what_the_policy_chose() -> None:
+    """Each kept one has its reason: an operator asks why the bucket does not shrink."""
+    found = [made(10, is_pinned=True), made(20), made(30)]
+    kept = retention.apply(KeepEveryNSteps(20), found)
+    assert {id_.step: reason for id_, reason in kept.items()} == {
+        10: "pinned",
+        20: "step is a multiple of 20",
+        30: "the newest is never removed",
+    }
+
+
+@pytest.mark.parametrize(
+    "policy", [KeepBest(3, "los"), KeepNamed(frozenset({"step-7"})), KeepEveryNSteps(1000)]
+)
+def test_a_policy_that_picks_nothing_is_noticed(policy: retention.RetentionPolicy) -> None:
+    """A metric or a name that was mistyped would otherwise leave the newest one only."""
+    found = [made(step, metrics={"loss": 1.0}) for step in (10, 20)]
+    assert retention.would_keep_nothing(policy, found)
+    assert not retention.would_keep_nothing(AnyOf((policy, KeepLast(1))), found)
+    assert not retention.would_keep_nothing(policy, [])
+
+
+def test_policies_that_could_keep_nothing_cannot_be_made() -> None:
+    """Zero never means 'delete all'."""
+    for make in (
+        lambda: KeepLast(0),
+        lambda: KeepBest(0, "loss"),
+        lambda: KeepEveryNSteps(0),
+        lambda: KeepEverySeconds(0),
+        lambda: KeepNamed(frozenset()),
+        lambda: AnyOf(()),
+    ):
+        with pytest.raises(SettingsError, match="retention"):
+            make()
+
+
+class _KeepNone:
+    """A policy of the user's own, and a bad one."""
+
+    def keep(self, candidates: Sequence[Candidate]) -> retention.Kept:
+        return {}
+
+
+def test_not_even_a_policy_of_the_users_own_takes_the_newest_or_the_pinned() -> None:
+    found = [made(10, is_pinned=True), made(20), made(30)]
+    assert steps(retention.apply(_KeepNone(), found)) == [10, 30]
+    assert retention.would_keep_nothing(_KeepNone(), found)
+
+
+@pytest.mark.parametrize("text", ["0", "last=0", "-1", "best=0:loss", "none"])
+@pytest.mark.parametrize("name", ["remote_retention", "local_retention"])
+def test_no_setting_ever_means_delete_all(name: str, text: str) -> None:
+    """As an argument, from the environment, from a file, or to a sweeper; and the number 0 is no policy either."""
+    with pytest.raises(SettingsError, match=name):
+        settings.Settings(**{name: text})
+    with pytest.raises(SettingsError, match=name):
+        settings.load({}, {f"CKPT_ASYNC_{name.upper()}": text})
+    with pytest.raises(SettingsError, match=name):
+        settings.load({}, {}, f"{name} = '{text}'")
+    with pytest.raises(SettingsError, match=name):
+        settings.load({}, {}, f"{name} = 0")
+
+
+# --- local -------------------------------------------------------------------------------------------------
+
+
+@given(candidates, st.integers(-1, 5))
+def test_local_keeps_the_newest(found: list[Candidate], count: int) -> None:
     """Composer's meaning of save_num_checkpoints_to_keep: -1 all, 0 none."""
-    kept = retention.keep_local(committed, count)
-    expected = (
-        committed if count < 0 else set(sorted(committed)[len(committed) - min(count, len(committed)) :])
+    ordered = sorted(found, key=lambda each: each.id)
+    kept = retention.keep_local(count, "").keep(ordered)
+    assert [each.id for each in ordered][-count if count > 0 else 0 if count else len(ordered) :] == sorted(
+        kept
     )
-    assert expected == kept.keys()
+    assert retention.keep_local(count, "").is_all == (count < 0)
+
+
+@given(candidates, st.integers(0, 5), policies)
+def test_local_number_and_policy_keep_what_either_keeps(
+    found: list[Candidate], count: int, policy: retention.RetentionPolicy
+) -> None:
+    ordered = sorted(found, key=lambda each: each.id)
+    kept = KeepLocal(count, policy).keep(ordered)
+    assert kept.keys() == policy.keep(ordered).keys() | KeepLocal(count).keep(ordered).keys()
+
+
+@given(candidates, policies)
+def test_local_policy_alone_also_keeps_the_newest(
+    found: list[Candidate], policy: retention.RetentionPolicy
+) -> None:
+    """-1 leaves the choice to the policy; the one to resume from stays."""
+    kept = KeepLocal(-1, policy)
+    assert kept.keep(sorted(found, key=lambda each: each.id)) == retention.apply(policy, found)
+    assert kept.is_all == retention.keeps_all(policy)
+
+
+def test_local_policy_is_written_like_the_remote_one() -> None:
+    assert retention.keep_local(2, "best=1:loss") == KeepLocal(2, AnyOf((KeepBest(1, "loss"),)))
+    assert retention.keep_local(2, " ") == KeepLocal(2)
+    assert retention.keep_local(0, "all").is_all
+    with pytest.raises(SettingsError, match="retention"):
+        retention.keep_local(2, "last=0")
+
+
+# --- text --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -103,7 +296,8 @@ def test_text_becomes_a_policy(text: str, policy: object) -> None:
 @pytest.mark.parametrize(
     "text",
     ["last=0", "last=-1", "last=x", "last", "every-steps=0", "every-seconds=0", "every-seconds=nan", "best=1",
-     "best=0:loss", "best=1:loss:median", "best=1:loss:min:x", "named=", "all=1", ",", "last=1,", "newest=1"],
+     "best=0:loss", "best=1:loss:median", "best=1:loss:min:x", "named=", "all=1", ",", "last=1,", "newest=1",
+     "0", "-1", "none"],
 )  # fmt: skip
 def test_text_that_could_mean_delete_all_is_refused(text: str) -> None:
     """A typing mistake must not delete a training run."""

@@ -159,6 +159,11 @@ class Loop:
 class Requests:
     """Requests whose replies can be lost: before the effect, after it, or after it and then tried again."""
 
+    concurrency = 8
+
+    def has_more(self, has_more: bool) -> None:
+        """Nothing here is slow enough for it to matter."""
+
     def __init__(self, world: "World") -> None:
         self.world = world
 
@@ -474,7 +479,7 @@ class World:
         )
         patch(
             mock.patch.object(
-                engine, "point_symlink", lambda link, target: link.disk.point_symlink(link, target)
+                engine, "point_symlink", lambda link, target, private: link.disk.point_symlink(link, target)
             )
         )
         patch(mock.patch.object(engine, "transfer", types.SimpleNamespace(upload=upload, Source=Source)))

@@ -1,18 +1,23 @@
 """`sweep`, `prune`, `pin`, `unpin` and `verify` as a shell sees them: exit codes, JSON, and what they leave alone."""
 
 import asyncio
+import contextlib
 import json
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
-from ckpt_async import Uploader, cli, keys, records
+from ckpt_async import Sweeper, Uploader, cli, keys, records
 from ckpt_async.cli import Exit
 from ckpt_async.conditional import put
 from ckpt_async.model import CheckpointId, Outcome
@@ -95,6 +100,7 @@ def test_sweep_finishes_a_folder_and_prunes_its_remote(
             "unfinished_ranks": [],
             "uploaded_bytes": 9000,
             "committed": 3,
+            "left": 0,
         }
     ]
     (swept,) = told["remotes"]
@@ -145,21 +151,154 @@ def test_sweep_without_anything_is_a_usage_error_and_an_unreachable_remote_fails
     assert told["remotes"][0]["error"]
 
 
+@contextlib.contextmanager
+def sweeping(*arguments: object, log: Path | None = None) -> Iterator[subprocess.Popen[str]]:
+    """A sweeper of its own process; stopped by SIGTERM at the end, which it must take for no failure."""
+    with open(log or os.devnull, "w", encoding="utf-8") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "ckpt_async", "sweep", *map(str, arguments)],
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+        )
+    try:
+        yield process
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=30)
+        assert process.returncode == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def told_by(process: subprocess.Popen[str]) -> Json:
+    assert process.stdout is not None
+    told: Json = json.loads(process.stdout.readline())
+    return told
+
+
+def scraped(log: Path) -> dict[str, float]:
+    """What Prometheus would see, where the log says that it is."""
+    (url,) = re.findall(r"metrics_served url=(\S+)", log.read_text(encoding="utf-8"))
+    with urllib.request.urlopen(url, timeout=30) as reply:
+        families = text_string_to_metric_families(reply.read().decode())
+        return {
+            " ".join([each.name.removeprefix("ckpt_async_"), *each.labels.values()]): each.value
+            for family in families
+            for each in family.samples
+        }
+
+
+def test_sweep_serves_metrics_and_goes_on_while_the_store_is_away(
+    trainers: Trainers, folder: Path, remote: str, stored: Path, tmp_path: Path
+) -> None:
+    """An outage is logged and counted and ends by itself: the next sweep does what this one could not."""
+    trainers.die(folder, remote, 1, 2, 3)
+    away, log = stored.with_name("away"), tmp_path / "log"
+    options = ["--interval", "0.05", "--metrics-port", "0", "--keep", "last=1", "--json", "--verify", "-v"]
+    with sweeping(folder, "--remote", remote, *options, log=log) as sweeper:
+        first = told_by(sweeper)
+        assert (first["is_clean"], first["folders"][0]["committed"]) == (True, 3)
+        samples = scraped(log)
+        assert (
+            samples["sweep_last_success_timestamp_seconds"] >= samples["sweep_started_timestamp_seconds"] > 0
+        )
+        assert samples["sweep_adopted_uploads_total"] == 3
+        assert samples["sweep_adopted_upload_bytes_total"] == 9000
+        assert samples["sweep_checkpoints_total committed"] == 3
+        assert samples["sweep_checkpoints_total pruned"] == 2
+        assert samples["sweep_failures_total remote"] == 0
+        stored.rename(away)
+        stored.write_text("where the folder was")
+        while told_by(sweeper)["is_clean"]:
+            pass
+        samples = scraped(log)
+        assert samples["sweeps_total failed"] >= 1
+        assert samples["sweep_failures_total remote"] >= 1
+        stored.unlink()
+        away.rename(stored)
+        while not told_by(sweeper)["is_clean"]:
+            pass
+        shard = next((stored / "ckpt").rglob("*.bin"))
+        shard.unlink()
+        while not (violations := told_by(sweeper)["remotes"][0].get("violations")):
+            pass
+        lost = str(shard.relative_to(stored))
+        assert [(each["kind"], each["key"]) for each in violations] == [("missing", lost)]
+        assert scraped(log)["verify_failures_total missing"] >= 1
+
+
+def test_a_busy_metrics_port_stops_no_sweep(folder: Path, remote: str) -> None:
+    train(folder, remote, 1)
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        options = ["--metrics-port", busy.getsockname()[1], "--interval", "0.05", "--json"]
+        with sweeping(folder, *options) as sweeper:
+            assert told_by(sweeper)["is_clean"]
+
+
+def test_a_bug_in_one_sweep_is_told_and_the_next_one_is_made(
+    folder: Path, remote: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A process that dies of what it meets would meet it again at every start, and clean up nothing else."""
+    train(folder, remote, 1)
+    sweep, num_sweeps = Sweeper.sweep, 0
+
+    async def meddled(self: Sweeper, **more: Any) -> Any:
+        nonlocal num_sweeps
+        num_sweeps += 1
+        if num_sweeps == 1:
+            raise ZeroDivisionError
+        os.kill(os.getpid(), signal.SIGTERM)
+        return await sweep(self, **more)
+
+    monkeypatch.setattr(Sweeper, "sweep", meddled)
+    assert cli.main(["sweep", str(folder), "--interval", "0.01", "--json"]) == 0
+    told = capsys.readouterr()
+    assert json.loads(told.out.splitlines()[0])["error"] == "ZeroDivisionError()"
+    assert "sweep_failed" in told.err
+    assert num_sweeps == 2
+    num_sweeps = 0
+    assert cli.main(["sweep", str(folder), "--once"]) == Exit.ERROR
+
+
+def test_sweep_finds_folders_by_pattern(
+    trainers: Trainers, call: Call, folder: Path, remote: str, tmp_path: Path
+) -> None:
+    """One unit file for all runs of a node; what is no trainer's folder is passed over."""
+    trainers.die(folder / "a", f"{remote}-a", 1)
+    trainers.die(folder / "[b]", f"{remote}-b", 1)
+    (folder / "lost+found").mkdir()
+    code, told = call("sweep", folder / "*")
+    assert code == 0
+    assert [(each["folder"], each["committed"]) for each in told["folders"]] == [
+        (str(folder / "[b]"), 1),
+        (str(folder / "a"), 1),
+    ]
+    assert [each["remote"] for each in told["remotes"]] == [f"{remote}-b", f"{remote}-a"]
+    assert len(call("sweep", folder / "[b]")[1]["folders"]) == 1
+    assert call("sweep", tmp_path / "nothing*")[1]["folders"] == []
+
+
+def test_a_journal_that_cannot_be_read_stops_no_other_folder(
+    trainers: Trainers, call: Call, folder: Path, remote: str
+) -> None:
+    trainers.die(folder / "a", f"{remote}-a", 1)
+    trainers.die(folder / "b", f"{remote}-b", 1)
+    for left in (folder / "a/.ckpt_async").glob("journal.sqlite*"):
+        left.unlink()
+    (folder / "a/.ckpt_async/journal.sqlite").write_bytes(b"no database" * 1000)
+    code, told = call("sweep", folder / "a", folder / "b")
+    assert (code, told["is_clean"]) == (1, False)
+    assert told["folders"][0]["error"]
+    assert told["folders"][1]["committed"] == 1
+    assert call("ls", f"{remote}-b")[1]["checkpoints"][0]["step"] == 1
+
+
 def test_sweep_interval_ends_at_sigterm(folder: Path, remote: str) -> None:
     """systemd stops it with SIGTERM: between sweeps, within the interval, with exit code 0."""
     train(folder, remote, 1, 2)
-    command = ["sweep", folder, "--keep", "last=1", "--interval", "0.05", "--json"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "ckpt_async", *map(str, command)], stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert process.stdout is not None
-        told = [json.loads(process.stdout.readline()) for _ in range(3)]
-        process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=30)
-    finally:
-        process.kill()
-    assert process.returncode == 0
+    with sweeping(folder, "--keep", "last=1", "--interval", "0.05", "--json") as sweeper:
+        told = [told_by(sweeper) for _ in range(3)]
     done = [[each["action"] for each in sweep["remotes"][0]["actions"]] for sweep in told]
     assert done == [["BeginPrune", "FinishPrune"], [], []]
 
@@ -212,7 +351,7 @@ def test_prune_is_dry_until_yes(
     assert call("verify", remote, "--read-data", 100)[0] == 0
 
 
-@pytest.mark.parametrize("keep", [None, "", "all", "last=3,all", "last=0", "last=1,"])
+@pytest.mark.parametrize("keep", [None, "", "all", "last=3,all", "last=0", "last=1,", "0", "none"])
 def test_prune_refuses_what_keeps_all_or_could_mean_delete_all(
     call: Call, folder: Path, remote: str, stored: Path, keep: str | None
 ) -> None:
@@ -232,6 +371,21 @@ def test_prune_takes_its_policy_from_the_environment(
     monkeypatch.setenv("CKPT_ASYNC_REMOTE_RETENTION", "last=1,best=1:loss:max")
     assert call("prune", remote, "--yes")[0] == 0
     assert steps(call, remote) == [1, 3]
+
+
+@pytest.mark.parametrize("keep", ["best=1:los", "named=nobody", "every-steps=1000"])
+def test_a_policy_that_would_keep_nothing_prunes_nothing(
+    call: Call, folder: Path, remote: str, keep: str
+) -> None:
+    """The metric's name has a typing mistake: all but the newest would be gone."""
+    train(folder, remote, 1, 2, 3)
+    code, told = call("prune", remote, "--keep", keep, "--yes")
+    assert (code, steps(call, remote)) == (0, [1, 2, 3])
+    actions = told["remotes"][0]["actions"]
+    assert {each["action"] for each in actions} == {"Wait"}
+    assert all("keeps none" in each["reason"] for each in actions)
+    assert call("prune", remote, "--keep", f"{keep},last=1", "--yes")[0] == 0
+    assert steps(call, remote) == [3]
 
 
 def test_a_pin_holds_until_it_is_taken_back(
@@ -273,6 +427,7 @@ def test_verify_says_that_all_is_well(
         "leftovers": [],
     }
     assert call("verify", remote, "--step", 2, "--read-data", 100)[1]["shards_read"] == 1
+    assert call("verify", remote, "--step", 7)[0] == Exit.NOT_FOUND
     assert cli.main(["verify", remote]) == 0
     assert (
         "2 committed checkpoints, 2 shards (by the store's checksums), 0 violations"
@@ -385,3 +540,7 @@ def test_where_there_is_no_run_nothing_is_found(call: Call, tmp_path: Path) -> N
     assert [each.name for each in tmp_path.rglob("*")] == ["empty"]
     for command in ("pin", "unpin"):
         assert call(command, f"file://{tmp_path}/missing", "1")[0] == 3
+    assert call("prune", f"file://{tmp_path}/missing", "--keep", "last=1", "--yes")[0] == 3
+    code, told = call("sweep", "--remote", f"file://{tmp_path}/missing")
+    assert (code, "holds no run" in told["remotes"][0]["error"]) == (1, True)
+    assert [each.name for each in tmp_path.rglob("*")] == ["empty"], "nothing is made at a place mistyped"

@@ -7,9 +7,10 @@ import pytest
 
 from ckpt_async import keys, plan, protocol, records
 from ckpt_async.conditional import put
-from ckpt_async.model import CheckpointId, Lease, Outcome
+from ckpt_async.model import CheckpointId, Damage, Lease, Outcome
 from ckpt_async.plan import Ages
 from ckpt_async.retention import AnyOf, KeepBest, KeepEveryNSteps, KeepLast
+from ckpt_async.sweeper import MAX_ABORTS
 from tests.sweep.world import HOUR_S, Counted, StoppedError, World, ids
 
 
@@ -17,8 +18,7 @@ def test_remote_retention_keeps_what_the_policy_keeps(run: Any) -> None:
     """The point of it all: old checkpoints go, whole, and what is kept stays whole."""
 
     async def main() -> None:
-        world = World()
-        await world.start(1)
+        world = await World.begun()
         for step, loss in zip((10, 20, 30, 40, 50), (0.5, 0.1, 0.4, 0.3, 0.2), strict=True):
             await world.commit(CheckpointId(1, step), loss=loss)
         await world.sweep(AnyOf((KeepLast(1), KeepBest(1, "loss"), KeepEveryNSteps(40))))
@@ -37,10 +37,7 @@ def test_dry_run_touches_nothing_and_says_why(run: Any) -> None:
     """A plan one can read before it is carried out."""
 
     async def main() -> None:
-        world = World()
-        await world.start(1)
-        for id_ in ids(1, 2):
-            await world.commit(id_)
+        world = await World.begun(1, 2)
         before = dict(world.bucket.objects)
         report = await world.sweeper(KeepLast(1)).run(is_dry_run=True)
         assert [type(each.action) for each in report.done] == [plan.BeginPrune]
@@ -50,14 +47,85 @@ def test_dry_run_touches_nothing_and_says_why(run: Any) -> None:
     run(main())
 
 
+async def _mark_damaged(world: World, id_: CheckpointId) -> None:
+    mark = records.encode_damage(Damage(id_, "a shard is short", "a reader", world.now))
+    await put(world.store, world.requests, keys.damage_key(id_), mark)
+
+
+def test_a_damaged_checkpoint_takes_no_other_ones_place(run: Any) -> None:
+    """What cannot be read must not push out what can; it goes when its turn comes, and the mark with it."""
+
+    async def main() -> None:
+        world = await World.begun(1, 2, 3)
+        for step in (2, 3):
+            await _mark_damaged(world, CheckpointId(1, step))
+        await world.sweep(KeepLast(1))
+        outcomes = [await world.outcome(id_) for id_ in ids(1, 2, 3)]
+        assert outcomes == [Outcome.COMMIT, Outcome.PRUNED, Outcome.COMMIT]
+        assert world.keys(keys.DAMAGED) == [keys.damage_key(CheckpointId(1, 3))]
+        await world.commit(CheckpointId(1, 4))
+        await world.sweep(KeepLast(1))
+        assert [await world.outcome(id_) for id_ in ids(1, 3, 4)] == [
+            Outcome.PRUNED,
+            Outcome.PRUNED,
+            Outcome.COMMIT,
+        ]
+        assert world.keys(keys.DAMAGED) == []
+
+    run(main())
+
+
+def test_a_policy_that_would_keep_nothing_prunes_nothing(run: Any) -> None:
+    """It says why, and what other policies keep goes on to count."""
+
+    async def main() -> None:
+        world = await World.begun(1, 2, 3)
+        report = await world.sweep(KeepBest(1, "los"))
+        assert [type(each.action) for each in report.done] == [plan.Wait, plan.Wait]
+        assert {await world.outcome(id_) for id_ in ids(1, 2, 3)} == {Outcome.COMMIT}
+        await world.sweep(AnyOf((KeepBest(1, "los"), KeepLast(2))))
+        assert await world.outcome(CheckpointId(1, 1)) is Outcome.PRUNED
+
+    run(main())
+
+
+class _Stubborn(Counted):
+    """Multipart uploads survive so many aborts: parts were on their way."""
+
+    def __init__(self, store: Any, num_aborts: int) -> None:
+        super().__init__(store)
+        self.num_left = num_aborts
+
+    async def abort_multipart(self, key: str, upload_id: str) -> None:
+        self.num_left -= 1
+        if self.num_left < 0:
+            await self._store.abort_multipart(key, upload_id)
+
+
+@pytest.mark.parametrize(("num_aborts", "is_clean"), [(MAX_ABORTS - 1, True), (MAX_ABORTS, False)])
+def test_a_multipart_upload_is_aborted_until_the_store_has_none(
+    run: Any, num_aborts: int, is_clean: bool
+) -> None:
+    """One that is still there after all is no success; the next sweep ends it."""
+
+    async def main() -> None:
+        world = await World.begun(5)
+        await world.store.create_multipart(keys.data_key("step-5", 1, "rank-9.pt"))
+        stubborn = _Stubborn(world.store, num_aborts)
+        report = await world.sweeper(store=stubborn).run(is_dry_run=False)  # type: ignore[arg-type]
+        assert report.is_clean == is_clean
+        assert (await world.store.list_multiparts("") == []) == is_clean
+        await world.sweep()
+        assert await world.store.list_multiparts("") == []
+
+    run(main())
+
+
 def test_a_checkpoint_latest_is_not_ahead_of_is_not_pruned(run: Any) -> None:
     """R2: readers follow latest; what it names, or will be asked for next, must be there."""
 
     async def main() -> None:
-        world = World()
-        await world.start(1)
-        for id_ in ids(1, 2):
-            await world.commit(id_, moves_latest=False)
+        world = await World.begun(1, 2, moves_latest=False)
         view = await world.sweeper(KeepLast(1)).observe()
         planned = plan.plan(view, KeepLast(1), Ages())
         assert any(isinstance(each, plan.MoveLatest) for each in planned)
@@ -70,10 +138,7 @@ def test_pinned_survives_any_policy_and_pinning_what_is_pruned_fails(run: Any) -
     """A pin is in the object that pruning swaps: one of the two happens, never both."""
 
     async def main() -> None:
-        world = World()
-        await world.start(1)
-        for id_ in ids(1, 2, 3):
-            await world.commit(id_)
+        world = await World.begun(1, 2, 3)
         pinned = await protocol.set_pin(world.store, world.requests, CheckpointId(1, 1), True)
         assert pinned is not None
         assert pinned.is_pinned
@@ -94,10 +159,7 @@ def test_a_pin_set_between_plan_and_prune_wins(run: Any) -> None:
     """The sweeper planned on a view that is old by now."""
 
     async def main() -> None:
-        world = World()
-        await world.start(1)
-        for id_ in ids(1, 2):
-            await world.commit(id_)
+        world = await World.begun(1, 2)
         sweeper = world.sweeper(KeepLast(1))
         planned = plan.plan(await sweeper.observe(), KeepLast(1), Ages())
         await protocol.set_pin(world.store, world.requests, CheckpointId(1, 1), True)
@@ -112,10 +174,7 @@ def test_pruning_waits_for_readers_until_their_lease_expires(run: Any) -> None:
     """A slow restore never sees a shard vanish; a dead reader does not hold space for ever."""
 
     async def main() -> None:
-        world = World()
-        await world.start(1)
-        for id_ in ids(1, 2):
-            await world.commit(id_)
+        world = await World.begun(1, 2)
         lease = Lease(CheckpointId(1, 1), "reader-a", ttl_s=600.0)
         assert await protocol.take_lease(world.store, world.requests, lease) is not None
         shards = world.keys("ckpt/step-1.")
@@ -136,10 +195,7 @@ def test_a_lease_taken_after_pruning_began_is_refused(run: Any) -> None:
     """R3: lease, then the decision again. The reader goes to another checkpoint and leaves nothing behind."""
 
     async def main() -> None:
-        world = World()
-        await world.start(1)
-        for id_ in ids(1, 2):
-            await world.commit(id_)
+        world = await World.begun(1, 2)
         assert await protocol.begin_prune(world.store, world.requests, CheckpointId(1, 1))
         lease = Lease(CheckpointId(1, 1), "reader-a", ttl_s=600.0)
         assert await protocol.take_lease(world.store, world.requests, lease) is None
@@ -154,10 +210,7 @@ def test_a_lease_that_appears_after_the_plan_still_holds_pruning_up(run: Any) ->
     """
 
     async def main() -> None:
-        world = World()
-        await world.start(1)
-        for id_ in ids(1, 2):
-            await world.commit(id_)
+        world = await World.begun(1, 2)
         lease = Lease(CheckpointId(1, 1), "reader-a", ttl_s=600.0)
         assert await protocol.take_lease(world.store, world.requests, lease) is not None
         assert await protocol.begin_prune(world.store, world.requests, CheckpointId(1, 1))
@@ -171,8 +224,7 @@ def test_commit_is_finished_for_engines_that_died(run: Any) -> None:
     """All receipts are there, nobody decided: the checkpoint is whole and must become visible."""
 
     async def main() -> None:
-        world = World()
-        await world.start(1)
+        world = await World.begun()
         for rank in range(2):
             await world.receipt(CheckpointId(1, 7), rank)
         await world.sweep()
@@ -196,8 +248,7 @@ def test_what_cannot_finish_is_given_up_after_an_age_and_removed(
     """Half a checkpoint costs money for ever; but a paused trainer of the newest generation gets more time."""
 
     async def main() -> None:
-        world = World()
-        await world.start(1)
+        world = await World.begun()
         if is_superseded:
             await world.start(2)
         id_ = CheckpointId(1, 7)
@@ -220,8 +271,7 @@ def test_a_straggler_cannot_commit_what_was_given_up(run: Any) -> None:
     """R4: commit and abort compete for one create, also when the abort was collected since."""
 
     async def main() -> None:
-        world = World()
-        await world.start(1)
+        world = await World.begun()
         await world.start(2)
         id_ = CheckpointId(1, 7)
         await world.receipt(id_, 0)
@@ -245,10 +295,7 @@ def test_old_decisions_are_collected_and_stay_settled(run: Any, monkeypatch: pyt
     monkeypatch.setattr(plan, "COLLECT_AT_LEAST", 3)
 
     async def main() -> None:
-        world = World(world_size=1)
-        await world.start(1)
-        for id_ in ids(1, 2, 3, 4, 5):
-            await world.commit(id_)
+        world = await World.begun(1, 2, 3, 4, 5, world_size=1)
         await protocol.set_pin(world.store, world.requests, CheckpointId(1, 2), True)
         await world.start(2)
         await world.commit(CheckpointId(2, 1))
@@ -284,8 +331,7 @@ def test_stale_multiparts_leases_members_and_probes_are_cleared(run: Any) -> Non
     """What is billed and invisible, and what would make every listing longer."""
 
     async def main() -> None:
-        world = World()
-        await world.start(1)
+        world = await World.begun()
         await world.commit(CheckpointId(1, 5))
         await world.start(2)
         old = keys.data_key("step-6", 1, "rank-0.pt")
@@ -313,8 +359,7 @@ def test_ages_are_by_the_stores_clock(run: Any) -> None:
     """A sweeper whose own clock is a year ahead decides nothing differently."""
 
     async def main() -> None:
-        world = World()
-        await world.start(1)
+        world = await World.begun()
         await world.start(2)
         await world.receipt(CheckpointId(1, 7), 0)
         sweeper = world.sweeper()
@@ -329,10 +374,7 @@ def test_an_unreadable_decision_stops_the_sweep_before_anything_is_done(run: Any
     """Deciding without it could give up what is committed."""
 
     async def main() -> None:
-        world = World()
-        await world.start(1)
-        for id_ in ids(1, 2):
-            await world.commit(id_)
+        world = await World.begun(1, 2)
         await put(world.store, world.requests, keys.decision_key(CheckpointId(1, 1)), b"{}")
         before = dict(world.bucket.objects)
         with pytest.raises(Exception, match="decision"):
@@ -343,10 +385,7 @@ def test_an_unreadable_decision_stops_the_sweep_before_anything_is_done(run: Any
 
 
 async def _messy() -> World:
-    world = World()
-    await world.start(1)
-    for id_ in ids(1, 2, 3):
-        await world.commit(id_)
+    world = await World.begun(1, 2, 3)
     await world.receipt(CheckpointId(1, 4), 0)
     await world.store.create_multipart(keys.data_key("step-4", 1, "rank-1.pt"))
     await world.start(2)

@@ -24,6 +24,7 @@ from ckpt_async.records import decode_latest
 from ckpt_async.requests import Requests
 from ckpt_async.settings import Settings
 from ckpt_async.stores import open_store
+from ckpt_async.stores.directory import DirectoryStore
 from ckpt_async.sweeper import Sweeper, SweepReport
 from ckpt_async.uploader import LOCK_WAIT_S
 from ckpt_async.verify import Verification, verify
@@ -185,6 +186,36 @@ def test_a_dry_run_touches_nothing_and_says_what_would_be_done(
     assert (other.folders[0].waiting_ranks, other.folders[0].drained) == ((0,), None)
     assert tree(tmp_path) == before
     assert not is_finished(tmp_path / "other")
+
+
+def test_what_could_not_be_uploaded_in_time_is_no_success(
+    trainers: Trainers, folder: Path, remote: str
+) -> None:
+    """A cron job that mails on failure; the next sweep goes on."""
+    trainers.die(folder, remote, 1)
+    slow = Sweeper([folder], settings=Settings(max_bytes_per_s=1.0), adoption_timeout_s=0.0)
+    report = asyncio.run(asyncio.wait_for(slow.sweep(), 60))
+    assert [each.checkpoint.step for each in ranks_of(report)[0].left] == [1]
+    assert not report.is_clean
+    assert sweep(folder).is_clean
+
+
+def test_looking_opens_no_store_for_writing(
+    trainers: Trainers, folder: Path, remote: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dry run with a reader's rights: in S3 opening for writing stores a probe."""
+    trainers.die(folder, remote, 1, 2)
+    sweep(folder)
+    opened: list[bool] = []
+    really = DirectoryStore.open
+
+    async def noted(self: DirectoryStore, *, is_read_only: bool = False) -> None:
+        opened.append(is_read_only)
+        await really(self, is_read_only=is_read_only)
+
+    monkeypatch.setattr(DirectoryStore, "open", noted)
+    sweep(folder, is_dry_run=True, remote_retention="last=1")
+    assert opened == [True]
 
 
 def test_two_sweepers_at_once(trainers: Trainers, folder: Path, remote: str) -> None:

@@ -10,18 +10,14 @@ from ckpt_async.conditional import put
 from ckpt_async.model import CheckpointId, Latest, Outcome
 from ckpt_async.store import BytesBody
 from ckpt_async.verify import verify
-from tests.sweep.world import World, ids, replaced
+from tests.sweep.world import World, replaced
 
 ID = CheckpointId(1, 5)
 SHARD = keys.data_key("step-5", 1, "rank-1.pt")
 
 
 async def _world() -> World:
-    world = World()
-    await world.start(1)
-    for id_ in ids(4, 5):
-        await world.commit(id_)
-    return world
+    return await World.begun(4, 5)
 
 
 def test_a_sound_run_has_no_findings(run: Any) -> None:

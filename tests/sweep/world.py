@@ -33,6 +33,15 @@ class World:
         self.requests = Requests(Settings(), NullObserver(), "memory://")
         self.world_size = world_size
 
+    @classmethod
+    async def begun(cls, *steps: int, world_size: int = 2, moves_latest: bool = True) -> "World":
+        """Generation 1 was started, and these steps were committed."""
+        world = cls(world_size)
+        await world.start(1)
+        for id_ in ids(*steps):
+            await world.commit(id_, moves_latest=moves_latest)
+        return world
+
     def keys(self, prefix: str = "") -> list[str]:
         return sorted(key for key in self.bucket.objects if key.startswith(prefix))
 

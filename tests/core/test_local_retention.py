@@ -1,0 +1,181 @@
+"""Local retention by `decide`, and what may be given up for newer checkpoints: from journal events to actions, pure."""
+
+from collections.abc import Iterable
+
+import pytest
+
+from ckpt_async import decide, retention
+from ckpt_async.decide import Forget, MoveLocalLatest, Policy, Remove, supersedable
+from ckpt_async.errors import FailureReason
+from ckpt_async.model import (
+    CheckpointId,
+    Decided,
+    Enqueued,
+    Event,
+    Failed,
+    FileIdentity,
+    JournalRow,
+    Local,
+    Opened,
+    Outcome,
+    Released,
+    Sealed,
+    Shard,
+    Superseded,
+    fold,
+)
+
+REASON = "the disk is full"
+
+
+def id_of(step: int) -> CheckpointId:
+    return CheckpointId(1, step)
+
+
+def saved(step: int, loss: float = 1.0) -> list[Event]:
+    shard = Shard("a.pt", f"step-{step}/a.pt", FileIdentity(1, step, 10, 3), True)
+    return [
+        Enqueued(id_of(step), f"step-{step}", shard),
+        Sealed(id_of(step), f"step-{step}", 1, (("loss", loss),)),
+    ]
+
+
+def decided(step: int, outcome: Outcome = Outcome.COMMIT) -> list[Event]:
+    return [Decided(id_of(step), outcome, f"step-{step}"), Released(id_of(step))]
+
+
+def local(*events: Iterable[Event]) -> Local:
+    """One event each second."""
+    rows = [Opened(1, 1), *(event for each in events for event in each)]
+    return fold(
+        [JournalRow(number, 0, float(number), event) for number, event in enumerate(rows, 1)], Local(0)
+    )
+
+
+def removed(state: Local, count: int, text: str, linked: int) -> list[int]:
+    """Steps whose local files go, once the symlink leads to `linked`."""
+    policy = Policy(local_retention=retention.keep_local(count, text))
+    remote = decide.Remote(local_latest=id_of(linked))
+    actions = decide.decide(state, remote, policy, now=0.0)
+    assert not any(isinstance(each, MoveLocalLatest) for each in actions)
+    return [each.checkpoint.step for each in actions if isinstance(each, Remove)]
+
+
+def committed(losses: dict[int, float]) -> Local:
+    return local(*([*saved(step, loss), *decided(step)] for step, loss in losses.items()))
+
+
+LOSSES = {10: 0.5, 20: 0.1, 30: 0.4, 40: 0.3, 50: 0.2}
+
+
+@pytest.mark.parametrize(
+    ("count", "text", "linked", "gone"),
+    [
+        (-1, "", 50, []),
+        (2, "", 50, [10, 20, 30]),
+        (2, "best=1:loss", 50, [10, 30]),
+        (1, "every-steps=20", 50, [10, 30]),
+        (-1, "best=2:loss:max", 50, [20, 40]),  # 50 is the newest
+        (0, "best=1:loss:min", 20, [10, 30, 40, 50]),
+        (3, "all", 50, []),
+        (-1, "every-seconds=9", 50, [20, 30]),  # one was saved every four seconds
+        (1, "named=step-20", 50, [10, 30, 40]),
+    ],
+)
+def test_local_files_go_by_number_and_policy(count: int, text: str, linked: int, gone: list[int]) -> None:
+    assert removed(committed(LOSSES), count, text, linked) == gone
+
+
+def test_a_reason_is_given() -> None:
+    policy = Policy(local_retention=retention.keep_local(2, "best=1:loss"))
+    actions = decide.decide(committed(LOSSES), decide.Remote(local_latest=id_of(50)), policy, now=0.0)
+    reasons = {each.reason for each in actions if isinstance(each, Remove)}
+    assert reasons == {"beyond num_checkpoints_to_keep=2 and local_retention"}
+
+
+def test_only_committed_checkpoints_count_and_only_they_go() -> None:
+    """R7, R8: two that are on their way do not push out the last one that is safe; an aborted one is the user's."""
+    state = local([*saved(10), *decided(10)], [*saved(20), *decided(20, Outcome.ABORT)], saved(30), saved(40))
+    policy = Policy(local_retention=retention.keep_local(1, "every-steps=20"))
+    actions = decide.decide(state, decide.Remote(local_latest=id_of(10)), policy, now=0.0)
+    assert not any(isinstance(each, Remove) for each in actions)
+    assert [each.checkpoint.step for each in actions if isinstance(each, Forget)] == [20]
+
+
+def test_the_symlink_leads_to_what_stays_before_anything_goes() -> None:
+    """R2, locally: with 0 and a policy, the newest one that the policy keeps."""
+    policy = Policy(local_retention=retention.keep_local(0, "best=1:loss"))
+    actions = decide.decide(committed(LOSSES), decide.Remote(local_latest=id_of(50)), policy, now=0.0)
+    assert [each for each in actions if isinstance(each, MoveLocalLatest)] == [MoveLocalLatest(id_of(20))]
+    assert not any(isinstance(each, Remove) for each in actions)
+
+
+# --- superseding -------------------------------------------------------------------------------------------
+
+
+def steps(found: list[CheckpointId]) -> list[int]:
+    return [each.step for each in found]
+
+
+def test_all_but_the_newest_sealed_may_be_given_up() -> None:
+    assert steps(supersedable(local(saved(10), saved(20), saved(30)), retention.parse("last=1"))) == [10, 20]
+    assert steps(supersedable(local(saved(10), saved(20), saved(30)), retention.parse("every-steps=20"))) == [
+        10
+    ]
+    assert steps(supersedable(local(saved(10), saved(20), saved(30)), retention.parse("all"))) == []
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        decided(30, Outcome.ABORT),
+        [Superseded(id_of(30), REASON)],
+        [Failed(id_of(30), "a.pt", FailureReason.SOURCE_MISSING, "gone")],
+    ],
+    ids=["aborted", "superseded", "lost"],
+)
+def test_a_newest_one_that_is_given_up_or_bound_to_be_protects_nothing(end: list[Event]) -> None:
+    """Counted as the newest it would let the one before it go: then nothing new would be left at all."""
+    state = local(saved(10), saved(20), saved(30), end)
+    assert steps(supersedable(state, retention.parse("last=1"))) == [10]
+
+
+def test_a_committed_newer_one_protects_none_of_the_backlog() -> None:
+    state = local(saved(10), saved(20), [*saved(30), *decided(30)])
+    assert steps(supersedable(state, retention.parse("last=1"))) == [10, 20]
+
+
+def test_a_pruned_newer_one_does_not_count() -> None:
+    state = local(saved(10), saved(20), [*saved(30), *decided(30, Outcome.PRUNED)])
+    assert steps(supersedable(state, retention.parse("last=1"))) == [10]
+
+
+def test_what_is_not_sealed_is_never_given_up() -> None:
+    """The trainer is still writing it."""
+    state = local(saved(10), saved(20), saved(30)[:1])
+    assert steps(supersedable(state, retention.parse("last=1"))) == [10]
+
+
+@pytest.mark.parametrize(
+    ("count", "may_supersede", "is_superseded", "is_removed"),
+    [
+        (1, True, True, True),
+        (0, True, True, True),
+        (1, False, True, False),
+        (1, True, False, False),
+        (-1, True, True, False),
+    ],
+)
+def test_what_another_rank_gave_up_is_removed_where_the_user_lets_go_of_such(
+    count: int, may_supersede: bool, is_superseded: bool, is_removed: bool
+) -> None:
+    """One decision, one policy: its files are as useless here. R7: never without the user's word."""
+    end = Decided(id_of(10), Outcome.ABORT, "step-10", "rank 1: superseded by newer ones", is_superseded)
+    state = local([*saved(10), end, Released(id_of(10))], saved(20))
+    policy = Policy(local_retention=retention.keep_local(count, ""), may_supersede=may_supersede)
+    actions = [
+        each
+        for each in decide.decide(state, decide.Remote(), policy, now=0.0)
+        if each.checkpoint == id_of(10)
+    ]
+    assert actions == [Remove(id_of(10), end.reason) if is_removed else Forget(id_of(10))]

@@ -1,0 +1,268 @@
+"""The files of deploy/ and docs/operations.md cannot rot: their command lines, settings, metrics and rights are those
+of the code. Each is read as far as that needs, and no further: there is no YAML parser among our dependencies.
+"""
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_async import Uploader, cli, keys, restore, settings
+from ckpt_async.metrics import DEFINITIONS, SWEEPER_DEFINITIONS, Definition
+from ckpt_async.model import CheckpointId
+from ckpt_async.plan import Ages
+from ckpt_async.retention import KeepLast
+from ckpt_async.stores.memory import MemoryStore
+from tests.engine.stores import Meddled
+from tests.sweep.world import World
+
+ROOT = Path(__file__).resolve().parents[2]
+DEPLOY = ROOT / "deploy"
+UNIT = DEPLOY / "systemd/ckpt-async-sweeper.service"
+ENVIRONMENT = DEPLOY / "systemd/sweeper.env"
+MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
+ALERTS = DEPLOY / "prometheus/alerts.yaml"
+OPERATIONS = ROOT / "docs/operations.md"
+
+
+def environment_of(path: Path) -> dict[str, str]:
+    lines = (line for line in path.read_text().splitlines() if line and not line.startswith("#"))
+    return {name: value.strip('"') for name, _, value in (line.partition("=") for line in lines)}
+
+
+def command_lines() -> Iterator[tuple[str, list[str]]]:
+    """Every `ckpt-async …` that somebody will run, and where it is written."""
+    (started,) = re.findall(r"^ExecStart=\S+/ckpt-async (.*)$", UNIT.read_text(), re.MULTILINE)
+    folders = environment_of(ENVIRONMENT)["SWEEP_FOLDERS"]
+    yield UNIT.name, shlex.split(started.replace("$SWEEP_FOLDERS", folders))
+    for path in MANIFESTS:
+        for arguments in re.findall(r"^ *args: (\[.*\])$", path.read_text(), re.MULTILINE):
+            yield path.name, json.loads(arguments)
+        for command in re.findall(r"while ckpt-async ([^;]*);", path.read_text()):
+            yield path.name, shlex.split(command)
+    for command in re.findall(r"^(?:\$ )?ckpt-async (.*)$", OPERATIONS.read_text(), re.MULTILINE):
+        yield OPERATIONS.name, shlex.split(command, comments=True)
+
+
+def test_command_lines_are_understood() -> None:
+    found = list(command_lines())
+    for where, arguments in found:
+        try:
+            cli._parser().parse_args(arguments)
+        except cli._UsageError as error:
+            pytest.fail(f"{where}: ckpt-async {shlex.join(arguments)}: {error}")
+    assert {where for where, _ in found} == {UNIT.name, OPERATIONS.name, *(path.name for path in MANIFESTS)}
+    assert {arguments[0] for _, arguments in found} >= {"sweep", "drain", "verify", "prune", "status"}
+
+
+def test_environments_are_understood() -> None:
+    """A variable that nobody reads looks like a setting that is made."""
+    given = environment_of(ENVIRONMENT)
+    manifests = [
+        dict(re.findall(r'\{name: (CKPT_ASYNC_\w+), value: "([^"]*)"\}', path.read_text()))
+        for path in MANIFESTS
+    ]
+    for each in (given, *manifests):
+        assert each
+        ours = {name for name in each if name.startswith(settings.ENVIRONMENT_PREFIX)}
+        known = {
+            settings.ENVIRONMENT_PREFIX + name.upper() for name in settings.Settings.__dataclass_fields__
+        }
+        assert ours <= known
+        settings.load({}, each)
+    assert settings.load({}, given).remote_retention
+
+
+def test_manifests_are_whole() -> None:
+    assert len(MANIFESTS) == 2
+    for path in MANIFESTS:
+        text = path.read_text()
+        assert re.findall(r"^(apiVersion|kind|metadata|spec):", text, re.MULTILINE) == [
+            "apiVersion",
+            "kind",
+            "metadata",
+            "spec",
+        ]
+        volumes = set(re.findall(r"- name: (\w+)\n +(?:hostPath|emptyDir)", text))
+        assert set(re.findall(r"\{name: (\w+), mountPath:", text)) == volumes
+        for line in text.splitlines():
+            assert "\t" not in line
+            assert (len(line) - len(line.lstrip())) % 2 == 0, line
+
+
+def test_the_unit_is_one_that_systemd_takes(tmp_path: Path) -> None:
+    """By systemd's own judgement where it is there; its sections and the places of its files in any case."""
+    text = UNIT.read_text()
+    assert re.findall(r"^\[(\w+)\]$", text, re.MULTILINE) == ["Unit", "Service", "Install"]
+    (writable,) = re.findall(r"^ReadWritePaths=(.*)$", text, re.MULTILINE)
+    assert all(
+        folder.startswith(f"{writable}/") for folder in environment_of(ENVIRONMENT)["SWEEP_FOLDERS"].split()
+    )
+    analyze = shutil.which("systemd-analyze")
+    if analyze is not None:
+        unit = tmp_path / UNIT.name
+        unit.write_text(re.sub(r"^ExecStart=\S+", f"ExecStart={sys.executable}", text, flags=re.MULTILINE))
+        done = subprocess.run([analyze, "verify", str(unit)], capture_output=True, text=True, timeout=60)
+        assert UNIT.name not in done.stdout + done.stderr
+
+
+def test_the_image_is_made_of_files_that_are_there() -> None:
+    text = (DEPLOY / "Dockerfile").read_text()
+    copied = re.findall(r"^COPY (?!--from)(.*) \S+$", text, re.MULTILINE)
+    assert {"ckpt_async", "pyproject.toml"} <= {name for line in copied for name in line.split()}
+    assert all((ROOT / name).exists() for line in copied for name in line.split())
+    assert "torch" not in text.partition("\n")[2].replace("without torch", "")
+
+
+def test_alerts_are_about_metrics_that_are_there() -> None:
+    """An alert on a name that nobody exports never fires."""
+    known = {each.name: each for each in (*DEFINITIONS, *SWEEPER_DEFINITIONS)}
+    text = ALERTS.read_text()
+    used = re.findall(
+        r"(ckpt_async_\w+)(\{[^}]*\})?", re.sub(r"^ *- (name|alert):.*$", "", text, flags=re.MULTILINE)
+    )
+    assert len({name for name, _ in used}) >= 12
+    for name, matchers in used:
+        assert name in known, name
+        for label, values in re.findall(r'(\w+)=~?"([^"]*)"', matchers):
+            assert set(values.split("|")) <= set(known[name].labels[label]), (name, matchers)
+    for expression in re.split(r"^ *- alert: ", text, flags=re.MULTILINE)[1:]:
+        labels = set(re.findall(r"\$labels\.(\w+)", expression)) - {"instance"}
+        names = {name for name, _ in re.findall(r"(ckpt_async_\w+)(\{)?", expression.partition("expr:")[2])}
+        assert all(_has_labels(known[name], labels) for name in names), expression
+    promtool = shutil.which("promtool")
+    if promtool is not None:
+        subprocess.run([promtool, "check", "rules", str(ALERTS)], check=True, capture_output=True, timeout=60)
+
+
+def _has_labels(definition: Definition, labels: set[str]) -> bool:
+    return labels <= definition.labels.keys()
+
+
+def test_every_alert_is_explained() -> None:
+    """Whoever is woken up finds what to do."""
+    for alert in re.findall(r"- alert: (\w+)", ALERTS.read_text()):
+        assert f"`{alert}`" in OPERATIONS.read_text(), alert
+
+
+# --- rights ------------------------------------------------------------------------------------------------
+
+# What each request of ours needs (S3 user guide, "Required permissions for Amazon S3 API operations").
+ACTIONS = {
+    "put": "s3:PutObject",
+    "create_multipart": "s3:PutObject",
+    "put_part": "s3:PutObject",
+    "complete_multipart": "s3:PutObject",
+    "get": "s3:GetObject",
+    "get_range": "s3:GetObject",
+    "head": "s3:GetObject",
+    "delete": "s3:DeleteObject",
+    "list_parts": "s3:ListMultipartUploadParts",
+    "abort_multipart": "s3:AbortMultipartUpload",
+    "list": "s3:ListBucket",
+    "list_multiparts": "s3:ListBucketMultipartUploads",
+}
+OF_BUCKET = {"list", "list_multiparts"}
+# What opening a store for writing asks (`S3Store.open`), which a memory store does not.
+PROBE = {(operation, f"{keys.PROBES}x") for operation in ("put", "get", "delete")}
+
+
+class Recorded(Meddled):
+    """Remembers every request with its key."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requests: set[tuple[str, str]] = set()
+
+    def __getattr__(self, operation: str) -> Callable[..., Awaitable[Any]]:
+        request = super().__getattr__(operation)
+
+        async def recorded(*args: Any, **kwargs: Any) -> Any:
+            if operation in ACTIONS:
+                named = [args[0]] if isinstance(args[0], str) else args[0]
+                self.requests |= {(operation, key) for key in named}
+            return await request(*args, **kwargs)
+
+        return recorded
+
+
+def refused(role: str, requests: set[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Those of the requests that the role's policy does not allow."""
+    policy = json.loads((DEPLOY / "iam" / f"{role}.json").read_text())
+    allowed = {
+        (action, resource)
+        for each in policy["Statement"]
+        for action in each["Action"]
+        for resource in each["Resource"]
+        if each["Effect"] == "Allow"
+    }
+
+    def is_allowed(operation: str, key: str) -> bool:
+        wanted = "arn:aws:s3:::BUCKET" if operation in OF_BUCKET else f"arn:aws:s3:::BUCKET/PREFIX/RUN/{key}"
+        return any(action == ACTIONS[operation] and fnmatchcase(wanted, each) for action, each in allowed)
+
+    return sorted(each for each in requests if not is_allowed(*each))
+
+
+def test_rights_of_each_role_suffice_and_are_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Any
+) -> None:
+    """Two starts of a trainer, a restore and a sweep, every request of them held against the policies of deploy/iam."""
+    store = Recorded()
+    monkeypatch.setattr("ckpt_async.uploader.open_store", lambda *_, **__: store)
+    monkeypatch.setattr("ckpt_async.restore.session.open_store", lambda *_, **__: store)
+    for generation in (1, 2):
+        folder = tmp_path / "folder"
+        with Uploader(
+            folder, "memory://test", rank=0, world_size=1, generation=generation, part_size_bytes=5 << 20
+        ) as uploader:
+            path = uploader.folder / f"step-{generation}/model.bin"
+            path.parent.mkdir()
+            path.write_bytes(b"x" * (6 << 20))
+            (path.parent / "small.bin").write_bytes(b"x")
+            uploader.enqueue(path.parent, generation)
+            uploader.seal(generation)
+            uploader.wait(generation, timeout_s=60)
+    trainer = store.requests | PROBE | {("list_parts", "ckpt/step-1.g1/model.bin")}
+    assert {operation for operation, _ in trainer} >= {"put", "put_part", "complete_multipart", "list", "get"}
+    assert refused("trainer", trainer) == []
+    assert refused("sweeper", trainer) == [], "it finishes a trainer's uploads"
+    assert {operation for operation, _ in refused("reader", trainer)} >= {"put", "put_part"}
+
+    store.requests = set()
+    found = restore.find("memory://test")
+    assert found is not None
+    restore.fetch(found, tmp_path / "restored")
+    assert {operation for operation, _ in store.requests} >= {"put", "get_range", "delete", "list"}
+    marking = store.requests | {("put", keys.damage_key(CheckpointId(1, 1)))}
+    assert refused("reader", marking) == refused("trainer", marking) == []
+
+    async def sweep() -> set[tuple[str, str]]:
+        world = await World.begun(1, 2)
+        await world.start(2)
+        await world.store.create_multipart(keys.data_key("step-1", 1, "rank-9.pt"))
+        store = Recorded()
+        store._store = MemoryStore(world.bucket)
+        await world.sweeper(KeepLast(1), Ages(), store).run(is_dry_run=False)  # type: ignore[arg-type]
+        return store.requests
+
+    swept = run(sweep())
+    assert {operation for operation, _ in swept} >= {"delete", "abort_multipart", "list_multiparts", "put"}
+    assert refused("sweeper", swept) == []
+    assert {operation for operation, _ in refused("trainer", swept)} >= {"delete", "abort_multipart"}
+
+
+def test_lifecycle_rule_only_ends_uploads_that_the_sweeper_has_given_up_on() -> None:
+    """A rule that lets objects expire would take shards of committed checkpoints."""
+    (rule,) = json.loads((DEPLOY / "iam/lifecycle.json").read_text())["Rules"]
+    assert rule.keys() == {"ID", "Status", "Filter", "AbortIncompleteMultipartUpload"}
+    days = rule["AbortIncompleteMultipartUpload"]["DaysAfterInitiation"]
+    assert days * 24 * 3600 > settings.Settings().abandon_newest_after_s
