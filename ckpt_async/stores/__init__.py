@@ -47,7 +47,7 @@ _OFFLINE_CLASSES = frozenset({"GLACIER", "DEEP_ARCHIVE"})
 
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
-_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f]")
+_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")  # a lone surrogate has no UTF-8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,7 +237,10 @@ def check_key(key: str, operation: str) -> str:
         )
     if _UNPRINTABLE.search(key):
         raise StoreError(
-            "the key has a control character", reason=FailureReason.OTHER, operation=operation, key=key
+            "the key has a control character or a lone surrogate",
+            reason=FailureReason.OTHER,
+            operation=operation,
+            key=key,
         )
     return key
 

@@ -53,7 +53,7 @@ class _Upload:
     key: str
     initiated_at: float
     parts: dict[int, tuple[bytes, StoredPart]] = field(default_factory=dict)
-    completed: ObjectInfo | None = None
+    is_completed: bool = False
 
 
 class MemoryBucket:
@@ -180,6 +180,8 @@ class MemoryStore:
     async def put_part(
         self, key: str, upload_id: str, number: int, body: Body, checksum: Checksum
     ) -> StoredPart:
+        with self._bucket.lock:
+            self._find_upload(key, upload_id, "put_part")  # S3 says so before it looks at the bytes
         data = await _receive(body, checksum, "put_part", key)
         with self._bucket.lock:
             upload = self._find_upload(key, upload_id, "put_part")
@@ -206,9 +208,8 @@ class MemoryStore:
         await asyncio.sleep(0)
         with self._bucket.lock:
             upload = self._bucket.uploads.get(upload_id)
-            if upload is not None and upload.key == self._root + key and upload.completed is not None:
-                return upload.completed
-            upload = self._find_upload(key, upload_id, "complete_multipart")
+            if upload is None or upload.key != self._root + key or upload.is_completed:
+                return self._completed_before(key, checksum, size_bytes)
             data = self._assemble(key, upload, parts)
             if len(data) != size_bytes or checksum_of(data, checksum.algorithm) != checksum:
                 raise IntegrityError(
@@ -218,7 +219,7 @@ class MemoryStore:
                 )
             digests = b"".join(bytes.fromhex(part.etag.strip('"')) for part in parts)
             info = self._store(key, data, f'{_etag(digests)[:-1]}-{len(parts)}"', checksum)
-            upload.completed = info
+            upload.is_completed = True
             upload.parts.clear()
             return info
 
@@ -227,7 +228,7 @@ class MemoryStore:
         await asyncio.sleep(0)
         with self._bucket.lock:
             upload = self._bucket.uploads.get(upload_id)
-            if upload is not None and upload.completed is None:
+            if upload is not None and upload.key == self._root + key and not upload.is_completed:
                 del self._bucket.uploads[upload_id]
 
     async def list_multiparts(self, prefix: str) -> Sequence[MultipartInfo]:
@@ -237,7 +238,7 @@ class MemoryStore:
             return [
                 MultipartInfo(upload.key.removeprefix(self._root), upload_id, upload.initiated_at)
                 for upload_id, upload in sorted(self._bucket.uploads.items(), key=lambda item: item[1].key)
-                if upload.completed is None and upload.key.startswith(self._root + prefix)
+                if not upload.is_completed and upload.key.startswith(self._root + prefix)
             ]
 
     def _find(self, key: str, operation: str) -> _Object:
@@ -250,9 +251,16 @@ class MemoryStore:
 
     def _find_upload(self, key: str, upload_id: str, operation: str) -> _Upload:
         upload = self._bucket.uploads.get(upload_id)
-        if upload is None or upload.completed is not None or upload.key != self._root + key:
+        if upload is None or upload.is_completed or upload.key != self._root + key:
             raise ObjectNotFoundError("no such multipart upload", operation=operation, key=key)
         return upload
+
+    def _completed_before(self, key: str, checksum: Checksum, size_bytes: int) -> ObjectInfo:
+        """What the S3 store does for an upload that S3 does not know (any more): only the object itself tells."""
+        stored = self._bucket.objects.get(self._root + key)
+        if stored is None or (len(stored.data), stored.checksum) != (size_bytes, checksum):
+            raise ObjectNotFoundError("no such multipart upload", operation="complete_multipart", key=key)
+        return _info(key, stored)
 
     def _assemble(self, key: str, upload: _Upload, parts: Sequence[StoredPart]) -> bytes:
         pieces: list[bytes] = []

@@ -8,8 +8,12 @@ from dataclasses import dataclass, field
 from ckpt_async import keys, records
 from ckpt_async.errors import ObjectNotFoundError
 from ckpt_async.model import CheckpointId, Outcome
+from ckpt_async.observe import NullObserver
+from ckpt_async.requests import Requests
+from ckpt_async.settings import Settings
 from ckpt_async.store import Store
 from ckpt_async.stores import open_store
+from ckpt_async.verify import Verification, verify
 from tests.faults.trainer import content, shard_name
 
 
@@ -21,6 +25,7 @@ class Oracle:
     world_size: int
     num_shards: int = 2
     size_bytes: int = 5000
+    sizes_bytes: tuple[int, ...] = ()  # by the shard's number, where they differ
     environment: dict[str, str] | None = None
     committed: set[CheckpointId] = field(default_factory=set)
     aborted: set[CheckpointId] = field(default_factory=set)
@@ -59,6 +64,9 @@ class Oracle:
         if decision.outcome is Outcome.ABORT:
             self.aborted.add(id_)
             return
+        if decision.outcome is not Outcome.COMMIT:
+            self.committed.add(id_)  # it was: retention takes only what is committed
+            return
         assert decision.world_size == self.world_size
         for rank in range(self.world_size):
             receipt = await self._read(store, keys.receipt_key(id_, rank))
@@ -71,7 +79,8 @@ class Oracle:
             assert sorted(named) == sorted(wanted)
             for key, number in wanted.items():
                 data = await self._read(store, key)
-                assert data == content(id_.generation, id_.step, rank, number, self.size_bytes), (
+                size_bytes = self.sizes_bytes[number] if self.sizes_bytes else self.size_bytes
+                assert data == content(id_.generation, id_.step, rank, number, size_bytes), (
                     f"{id_} is committed, but {key} is {'missing' if data is None else 'other content'}"
                 )
         self.committed.add(id_)
@@ -87,3 +96,17 @@ def heard(lines: Iterable[str], what: str) -> set[CheckpointId]:
     """The checkpoints of which a trainer said this."""
     words = (line.split() for line in lines)
     return {CheckpointId(int(each[1]), int(each[2])) for each in words if each[0] == what}
+
+
+def verified(remote: str) -> Verification:
+    """What `ckpt-async verify --read-data 100` finds."""
+
+    async def look() -> Verification:
+        store = open_store(remote)
+        await store.open(is_read_only=True)
+        try:
+            return await verify(store, Requests(Settings(), NullObserver(), remote), read_percent=100)
+        finally:
+            await store.close()
+
+    return asyncio.run(asyncio.wait_for(look(), 120))

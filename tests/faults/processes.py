@@ -13,14 +13,25 @@ import time
 from pathlib import Path
 from typing import Any, Self
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 60.0
+# Of the long version of a test.
+SOAK = (
+    pytest.mark.soak,
+    pytest.mark.skipif("CKPT_ASYNC_SOAK_MINUTES" not in os.environ, reason="./dev soak"),
+)
 
 
 class Nursery:
-    """Starts trainers (see `trainer.py` for what they can play) and reaps them. Any thread."""
+    """Starts processes (see `trainer.py` and `plays.py` for what they can play) and reaps them. Any thread.
 
-    def __init__(self, logs: Path) -> None:
+    `preload` is a library to start them under: with `shim.c`, `kill_at=n` ends one before its n-th call that changes
+    a file (0: never), and it says `calls` and their number when its play is over.
+    """
+
+    def __init__(self, logs: Path, preload: Path | None = None) -> None:
         self._logs, self._lock, self._num_started = logs, threading.Lock(), 0
         self._children: list[Trainer] = []
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -28,11 +39,19 @@ class Nursery:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.faults.zygote", str(theirs.fileno())],
                 cwd=ROOT,
+                env=os.environ | ({"LD_PRELOAD": str(preload)} if preload else {}),
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
             )
 
-    def start(self, play: str, environment: dict[str, str] | None = None, **arguments: Any) -> "Trainer":
+    def start(
+        self,
+        play: str,
+        environment: dict[str, str] | None = None,
+        *,
+        kill_at: int | None = None,
+        **arguments: Any,
+    ) -> "Trainer":
         with self._lock:
             self._num_started += 1
             log = self._logs / f"trainer-{self._num_started}.log"
@@ -46,7 +65,7 @@ class Nursery:
             "play": play,
             "environment": store | (environment or {}),
             "arguments": arguments,
-        }
+        } | ({} if kill_at is None else {"kill_at": kill_at})
         try:
             pid = self._ask(request, [their_in, their_out, their_log])
         finally:

@@ -16,15 +16,20 @@ from dataclasses import dataclass
 from typing import Self
 from urllib.parse import parse_qs, unquote, urlsplit
 
-_REFUSALS = {"unavailable": (503, "SlowDown"), "denied": (403, "ExpiredToken")}
+_REFUSALS = {
+    "unavailable": (503, "SlowDown"),
+    "denied": (403, "ExpiredToken"),
+    "expired": (400, "ExpiredToken"),
+}
 
 
 @dataclass
 class Fault:
-    """What to do to requests whose method and key match.
+    """What to do to requests whose method, key and query match.
 
-    `drop_reply`: forward it, then close without an answer. `unavailable`, `denied`: 503 SlowDown, 403 ExpiredToken,
-    not forwarded. `reset`: break the connection after `after_bytes` of its body. `silent`: accept, never read or
+    `drop_reply`: forward it, then close without an answer. `cut_reply`: the same after `after_bytes` of the answer.
+    `unavailable`, `denied`, `expired`: 503 SlowDown, 403 and 400 ExpiredToken, not forwarded. `reset`: break the
+    connection after `after_bytes` of its body; `stall`: read no more after them. `silent`: accept, never read or
     answer. `continue_then_stop`: say 100 Continue and read no more. `delay`: forward the answer `delay_s` later.
     `hold`: forward nothing until `release`.
     """
@@ -32,6 +37,7 @@ class Fault:
     kind: str
     method: str = ""
     key: str = ""  # regular expression, searched for in the key
+    query: str = ""  # the same for the query
     is_part: bool | None = None
     times: int | None = None  # None: always
     probability: float = 1.0
@@ -182,7 +188,7 @@ class FaultProxy:
         part = int(number[0]) if number else None
         key = unquote(parts.path)
         size = int(headers.get("content-length", "0"))
-        fault = self._fault_for(method, key, part)
+        fault = self._fault_for(method, key, parts.query, part)
         kind = fault.kind if fault else ""
         seen = {"body": 0, "status": 0, "upstream": 0}
         self.num_under_way += 1
@@ -204,7 +210,7 @@ class FaultProxy:
                 await asyncio.Event().wait()
             if kind == "hold":
                 await self._released.wait()
-            limit = fault.after_bytes if fault and kind == "reset" else None
+            limit = fault.after_bytes if fault and kind in ("reset", "stall") else None
             up_writer.write(head)
             if headers.get("expect", "").lower() == "100-continue":
                 writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -215,6 +221,8 @@ class FaultProxy:
                 if limit is not None:
                     wanted = min(wanted, limit - seen["body"])
                     if wanted <= 0:
+                        if kind == "stall":
+                            await asyncio.Event().wait()
                         return False
                 data = await reader.read(wanted)
                 if not data:
@@ -225,6 +233,10 @@ class FaultProxy:
             answer = await _read_answer(up_reader, method)
             seen["upstream"] = int(answer.split(b" ", 2)[1])
             if kind == "drop_reply":
+                return False
+            if fault and kind == "cut_reply":
+                writer.write(answer[: fault.after_bytes])
+                await writer.drain()
                 return False
             if fault and kind == "delay":
                 await asyncio.sleep(fault.delay_s)
@@ -238,10 +250,12 @@ class FaultProxy:
                 Exchange(method, key, parts.query, part, seen["body"], seen["status"], kind, seen["upstream"])
             )
 
-    def _fault_for(self, method: str, key: str, part: int | None) -> Fault | None:
+    def _fault_for(self, method: str, key: str, query: str, part: int | None) -> Fault | None:
         with self._changed:
             for fault in self._faults:
                 if (fault.method and fault.method != method) or not re.search(fault.key, key):
+                    continue
+                if not re.search(fault.query, query):
                     continue
                 if fault.is_part is not None and fault.is_part != (part is not None):
                     continue

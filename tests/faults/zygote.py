@@ -5,6 +5,7 @@ other side closes.
 """
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -16,7 +17,7 @@ import warnings
 import ckpt_async.stores.directory
 import ckpt_async.stores.s3
 import ckpt_async.uploader  # noqa: F401
-from tests.faults import trainer
+from tests.faults import plays, trainer
 
 
 def serve(control: socket.socket) -> None:
@@ -52,7 +53,12 @@ def _become(request: dict, descriptors: list[int]) -> None:
             os.dup2(descriptor, wanted)
             os.close(descriptor)
         os.environ.update(request["environment"])
-        getattr(trainer, request["play"])(**request["arguments"])
+        play = getattr(trainer, request["play"], None) or getattr(plays, request["play"])
+        if "kill_at" in request:  # only under the shim
+            ctypes.CDLL(None).shim_kill_at(request["kill_at"])
+        play(**request["arguments"])
+        if "kill_at" in request:
+            trainer.say("calls", ctypes.CDLL(None).shim_num_calls())
         code = 0
     except BaseException:
         traceback.print_exc()

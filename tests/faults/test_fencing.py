@@ -1,0 +1,112 @@
+"""Two trainers of one run: the older is stopped somewhere, a newer one takes over, and then the older wakes up."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_async.model import CheckpointId
+from tests.faults.oracle import Oracle, verified
+from tests.faults.processes import PATIENCE_S, Nursery, Trainer
+from tests.faults.proxy import Fault, FaultProxy
+
+# Whoever is stopped for longer than any timeout is merely late; a newer trainer waits for nobody.
+SETTINGS: dict[str, Any] = {
+    "decision_poll_s": 0.05,
+    "retry_initial_s": 0.02,
+    "retry_max_s": 0.2,
+    "request_timeout_s": 60.0,
+    "stall_timeout_s": 60.0,
+    "close_grace_s": 0.0,
+}
+# Where the older one is stopped: with what request of its step 2 under way.
+MOMENTS = {
+    "before seal": "",
+    "during upload": r"/ckpt/step-2\.g1/",
+    "before its receipt": "/receipts/000001-0+2/",
+    "before its commit": "/decisions/000001-0+2",
+}
+
+
+def start(nursery: Nursery, tmp_path: Path, remote: str, which: str) -> Trainer:
+    """On a node of its own: nothing but the store tells the two of each other."""
+    return nursery.start(
+        "obeys",
+        {"CKPT_ASYNC_LAUNCH_ID": which},
+        folder=str(tmp_path / which),
+        remote=remote,
+        settings=SETTINGS,
+    )
+
+
+def do(trainer: Trainer, *lines: str) -> None:
+    for line in lines:
+        trainer.tell(line)
+        trainer.expect(f"done {line}")
+
+
+def stop(trainer: Trainer) -> None:
+    """SIGSTOP, and wait until it has."""
+    os.kill(trainer.pid, signal.SIGSTOP)
+    deadline = time.monotonic() + PATIENCE_S
+    while Path(f"/proc/{trainer.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        assert time.monotonic() < deadline
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_stopped_trainer_wakes_up_after_another_has_taken_over(
+    nursery: Nursery, proxy: FaultProxy, s3_url: str, tmp_path: Path, moment: str
+) -> None:
+    """What it had sealed may commit; it takes nothing new and says why; latest stays where the newer one put it."""
+    remote = f"{s3_url}/run"
+    oracle = Oracle(remote, 1)
+    older = start(nursery, tmp_path, remote, "older")
+    older.expect("opened 1")
+    do(older, "enqueue 1", "seal 1", "wait 1")
+    if MOMENTS[moment]:
+        held = proxy.add(Fault("hold", "PUT", MOMENTS[moment]))
+        do(older, "enqueue 2", "seal 2")
+        proxy.wait_for(lambda: held.num_hits > 0)
+    else:
+        do(older, "enqueue 2")
+        proxy.wait_for(lambda: len(proxy.sent(r"/ckpt/step-2\.g1/")) == 2)
+    stop(older)
+    oracle.look()
+
+    newer = start(nursery, tmp_path, remote, "newer")
+    newer.expect("opened 2")
+    do(newer, "enqueue 1", "seal 1", "wait 1")  # from an older step: the generation goes first
+    oracle.look()
+    assert oracle.latest == CheckpointId(2, 1)
+
+    os.kill(older.pid, signal.SIGCONT)
+    proxy.release()
+    if moment == "before seal":
+        do(older, "seal 2")
+    do(older, "wait 2")
+    committed = {CheckpointId(1, 1), CheckpointId(1, 2), CheckpointId(2, 1), CheckpointId(2, 2)}
+    if moment == "before its commit":
+        # It had looked for a successor just before there was one, and does so once for each checkpoint.
+        do(older, "enqueue 3", "seal 3", "wait 3")
+        committed.add(CheckpointId(1, 3))
+    do(older, "fenced")
+    assert older.expect("ckpt_async_fenced").endswith(" 1.0")
+    older.tell("enqueue 4")
+    assert "generation 2 of this run has started" in older.expect("error FencedError")
+    older.tell("stop")
+    assert older.finish() == 0, older.log.read_text()
+    oracle.look()
+    assert oracle.latest == CheckpointId(2, 1)
+    do(newer, "enqueue 2", "seal 2", "wait 2", "fenced")
+    assert newer.expect("ckpt_async_fenced").endswith(" 0.0")
+    newer.tell("stop")
+    assert newer.finish() == 0, newer.log.read_text()
+    assert oracle.look() == committed
+    assert oracle.latest == CheckpointId(2, 2)
+    assert set(proxy.sent(r"/run/(ckpt|\.ckpt_async/receipts|\.ckpt_async/decisions)/").values()) == {1}, (
+        "no key was written twice"
+    )
+    assert verified(remote).findings == []

@@ -1,0 +1,34 @@
+"""docs/reliability.md says which test shows what: each must exist, and no fault be forgotten."""
+
+import ast
+import re
+
+from tests.faults.processes import ROOT
+
+PAGE = (ROOT / "docs" / "reliability.md").read_text()
+
+
+def test_every_test_that_the_page_names_exists() -> None:
+    """A promise without a test, or with one that was renamed away, is none."""
+    named = set(re.findall(r"`([\w/]+\.py)(?:::(\w+))?`", PAGE))
+    assert len(named) > 50
+    missing = []
+    for path, test in sorted(named):
+        file = ROOT / "tests" / path.removeprefix("tests/")
+        if not file.is_file():
+            missing.append(path)
+            continue
+        tree = ast.parse(file.read_text())
+        functions = {
+            each.name for each in ast.walk(tree) if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)
+        }
+        if test and test not in functions:
+            missing.append(f"{path}::{test}")
+    assert missing == []
+
+
+def test_every_fault_has_a_row_with_a_test() -> None:
+    """F1 to F32, in order."""
+    rows = re.findall(r"(?m)^\| \*\*F(\d+)\*\* [^|]+\|[^|]+\|([^|]+)\|[^|]+\|$", PAGE)
+    assert [int(number) for number, _ in rows] == list(range(1, 33))
+    assert all("::test_" in tests for _, tests in rows)

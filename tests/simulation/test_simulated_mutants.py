@@ -1,0 +1,54 @@
+"""Deliberate mistakes: the schedules of `test_simulation` must find each of them, or their silence means nothing."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from ckpt_async.requests import Requests
+from tests.core import test_mutants as core
+from tests.core.world import ViolationError
+from tests.simulation.simulation import simulate
+
+
+def skips_the_deadline() -> contextlib.AbstractContextManager[None]:
+    """R14: a request waits for its answer for ever."""
+
+    async def control(self: Requests, operation: str, attempt: Callable[[], Any]) -> Any:
+        return await self._persist(operation, attempt)
+
+    return core.patched((Requests, "control", control))
+
+
+# What is said when each is found: another invariant would mean a broken mutant. The number is that of seeds
+# within which it is: room for schedules that change.
+MUTANTS = [
+    (core.commits_without_all_receipts, "I1", 10),
+    (core.commits_before_uploads, "I1", 10),
+    (core.mixes_generations, "I6|R5", 10),
+    (core.moves_latest_before_commit, "I2", 10),
+    (core.moves_latest_back, "I2", 10),
+    (core.compares_latest_by_step, "R6", 10),
+    (core.removes_before_commit, "I3", 10),
+    (core.releases_before_decision, "I3", 10),
+    (core.retention_counts_uncommitted, "I5", 100),
+    (core.skips_read_back, "R13", 10),
+    (core.abort_does_not_compete, "R4|I1", 100),
+    (core.sweeps_without_abort, "R4", 20),
+    (core.prunes_what_is_read, "R3", 250),
+    (core.prunes_shards_first, "I1", 10),
+    (skips_the_deadline, "R14", 20),
+]
+
+
+@pytest.mark.parametrize(
+    ("mutant", "invariant", "num_seeds"), MUTANTS, ids=lambda value: getattr(value, "__name__", value)
+)
+def test_mistake_is_found(mutant: core.Mutant, invariant: str, num_seeds: int) -> None:
+    def play() -> None:
+        for seed in range(num_seeds):
+            simulate(seed)
+
+    with mutant(), pytest.raises(ViolationError, match=f"^({invariant}):"):
+        play()
