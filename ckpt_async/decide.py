@@ -221,7 +221,8 @@ def _after_decision(local: Local, remote: Remote, policy: Policy) -> Iterable[Ac
     else:
         publish = None
     linkable = [id_ for id_ in loadable if policy.local_retention.count != 0 or id_ in kept]
-    linked = max(linkable, default=None) if policy.has_local_latest else None
+    # Where all were pruned remotely, what stays here is still whole, and what goes must not be pointed at (R2).
+    linked = max(linkable or kept, default=None) if policy.has_local_latest else None
     is_linked = linked is None or remote.local_latest == linked
     if linked is not None and not is_linked:
         yield MoveLocalLatest(linked)

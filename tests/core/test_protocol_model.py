@@ -225,3 +225,23 @@ def test_no_schedule_breaks_an_invariant(machine: type[Protocol], max_examples: 
 def test_collected_decision_stays_void() -> None:
     """R4: a decision below the boundary is void, whoever reads it; believing it loses local files."""
     explore(1000, Collecting, phases=[Phase.generate])
+
+
+def test_local_latest_never_leads_to_what_is_removed_where_all_was_pruned_remotely() -> None:
+    """Found by the model: the owner lost power, the run went on elsewhere, and its checkpoints were pruned meanwhile."""
+    state = Protocol()
+    state.begin(num_ranks=2, keep=1, keep_remote=1)
+    for _ in range(2):
+        state.read()
+    state.save_everywhere(num_shards=1)
+    state.save_everywhere(num_shards=2)
+    state.sweep(age_s=50.0)
+    state.all_work(num_steps=30, order=1)
+    state.all_work(num_steps=30, order=0)
+    state.suffer(what="power", who=0)
+    state.restart(first_step=1, is_elsewhere=True, num_ranks=1)
+    state.save_everywhere(num_shards=1)
+    state.all_work(num_steps=30, order=0)
+    for _ in range(7):
+        state.finish_for_the_dead(who=0)
+    state.teardown()
