@@ -51,6 +51,7 @@ class Policy:
     local_retention: KeepLocal = field(default_factory=KeepLocal)
     may_supersede: bool = False  # the user lets go of what newer checkpoints have made useless
     has_local_latest: bool = True
+    may_send_ahead: bool = False  # the store takes a shard in parts
     may_decide: bool = True  # False: the store has no conditional PUT, and another rank decides
     is_adopted: bool = False  # the trainer is dead: what it has not sealed, it never will
 
@@ -63,6 +64,14 @@ class MakeDurable:
     """fsync shards, folders, manifest and journal: from here on they survive power loss."""
 
     checkpoint: CheckpointId
+
+
+@dataclass(frozen=True, slots=True)
+class SendAhead:
+    """Send the finished parts of a shard that is still being written."""
+
+    checkpoint: CheckpointId
+    shard: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +156,7 @@ class WaitUntil:
 
 Action = (
     MakeDurable
+    | SendAhead
     | Upload
     | StoreReceipt
     | Look
@@ -192,6 +202,9 @@ def _towards_decision(
         return
     if is_volatile(checkpoint):
         yield MakeDurable(checkpoint.id)
+    for name in checkpoint.growing:
+        if policy.may_send_ahead:
+            yield SendAhead(checkpoint.id, name)
     for name, each in checkpoint.shards.items():
         if each.stored is None:
             yield Upload(checkpoint.id, name)

@@ -229,6 +229,18 @@ class Enqueued:
 
 
 @dataclass(frozen=True, slots=True)
+class Growing:
+    """The trainer is writing a shard: parts that are finished may be sent ahead. `source` is None when it stopped
+    without enqueueing it.
+    """
+
+    checkpoint: CheckpointId
+    name: str
+    shard: str
+    source: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class Sealed:
     """This rank has no more shards for the checkpoint."""
 
@@ -320,6 +332,7 @@ class Forgotten:
 
 Event = (
     Opened
+    | Growing
     | Enqueued
     | Sealed
     | MadeDurable
@@ -366,6 +379,7 @@ class LocalCheckpoint:
     id: CheckpointId
     name: str
     shards: Mapping[str, LocalShard] = field(default_factory=dict)
+    growing: Mapping[str, str] = field(default_factory=dict)  # sources of shards that are still being written
     sealed: Sealed | None = None
     sealed_at: float = 0.0
     is_seal_durable: bool = False
@@ -445,7 +459,7 @@ def fold(rows: Iterable[JournalRow], start: Local) -> Local:
                 if event.committed_at is not None and (committed is None or event.checkpoint > committed):
                     committed, committed_at = event.checkpoint, event.committed_at
                 continue
-            case Enqueued() | Sealed():
+            case Growing() | Enqueued() | Sealed():
                 before = checkpoints.get(event.checkpoint) or LocalCheckpoint(event.checkpoint, event.name)
                 if enqueued is None or event.checkpoint >= enqueued:
                     enqueued, enqueued_at = event.checkpoint, row.written_at
@@ -469,7 +483,8 @@ def fold(rows: Iterable[JournalRow], start: Local) -> Local:
 def _apply(
     checkpoint: LocalCheckpoint,
     shards: dict[str, LocalShard],
-    event: Enqueued
+    event: Growing
+    | Enqueued
     | Sealed
     | MadeDurable
     | Superseded
@@ -482,8 +497,18 @@ def _apply(
     written_at: float,
 ) -> LocalCheckpoint:
     match event:
+        case Growing():
+            rest = {name: source for name, source in checkpoint.growing.items() if name != event.shard}
+            return replace(
+                checkpoint, growing=rest if event.source is None else {**rest, event.shard: event.source}
+            )
         case Enqueued():
             shards.setdefault(event.shard.name, LocalShard(event.shard, written_at))
+            if event.shard.name in checkpoint.growing:
+                rest = {
+                    name: source for name, source in checkpoint.growing.items() if name != event.shard.name
+                }
+                return replace(checkpoint, growing=rest)
         case Sealed():
             if checkpoint.sealed is None:
                 return replace(checkpoint, sealed=event, sealed_at=written_at)

@@ -256,10 +256,13 @@ class FileBody:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """A multipart upload that an earlier attempt or process has begun."""
+    """A multipart upload that an earlier attempt or process has begun. `parts` are known to be there; if there are
+    none, the store is asked.
+    """
 
     upload_id: str
     part_size_bytes: int
+    parts: tuple[StoredPart, ...] = ()
 
 
 async def upload(
@@ -337,10 +340,16 @@ async def _multipart(
 ) -> tuple[ObjectInfo, Checksum]:
     algorithm = store.capabilities.checksum_algorithm
     there: dict[int, StoredPart] = {}
+    if resume is not None and resume.part_size_bytes * store.capabilities.max_parts < source.size_bytes:
+        upload_id = resume.upload_id
+        await requests.control("abort_multipart", lambda: store.abort_multipart(key, upload_id))
+        resume = None  # begun when nobody knew how large it would be
     if resume is not None:
         try:
             upload_id = resume.upload_id
-            listed = await requests.control("list_parts", lambda: store.list_parts(key, upload_id))
+            listed: Iterable[StoredPart] = resume.parts
+            if not listed:
+                listed = await requests.control("list_parts", lambda: store.list_parts(key, upload_id))
             there = {part.number: part for part in listed}
         except ObjectNotFoundError:
             resume = None  # completed or aborted meanwhile; sending again is always right
