@@ -81,6 +81,12 @@ class UploaderClosedError(CkptAsyncError):
     """The uploader is closed, or this process is a fork of the one that opened it."""
 
 
+class RunnerError(CkptAsyncError):
+    """The process that is to run the engine (`runner="process"`) cannot be started or reached. The message has the end
+    of what it wrote.
+    """
+
+
 # --- local durability: the folder needs attention ---------------------------------------------------------
 
 

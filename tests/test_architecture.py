@@ -23,9 +23,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("__main__", "cli", "cli_restore", "cli_sweep", "demo", "integrations", "torch"),
     ("__init__",),  # the public names, `ckpt_async` itself
     ("uploader", "sweeper", "restore", "preemption"),
+    ("runners",),
     ("drain", "status", "verify"),
     ("engine", "generation", "metrics", "protocol"),
-    ("transfer", "requests", "conditional"),
+    ("ahead", "transfer", "requests", "conditional"),
     ("stores", "journal", "files"),
     ("checksums", "concurrency", "plan"),
     ("store", "observe", "threads"),

@@ -73,21 +73,26 @@ class Checkpoint:
     ) -> list[RemoteFile]:
         """The files of these ranks whose names match one of these globs, in the order of their names; None: all.
 
-        Raises InvalidNameError if a glob or rank matches nothing: a typing error must not look like a success.
+        Raises InvalidNameError if a rank is none, or a glob matches nothing of theirs: a typing error must not look
+        like a success.
         """
         for rank in ranks or ():
             if not 0 <= rank < self.world_size:
                 raise InvalidNameError(
                     f"{self.name} was saved by ranks 0 to {self.world_size - 1}, not {rank}"
                 )
-        for glob in files or ():
-            if not any(fnmatch.fnmatchcase(name, glob) for name in self.files):
-                raise InvalidNameError(f"no file of {self.name} matches {glob!r}")
-        return [
+        theirs = [
             self.files[name]
             for name in sorted(self.files)
-            if (ranks is None or not set(ranks).isdisjoint(self.files[name].ranks))
-            and (files is None or any(fnmatch.fnmatchcase(name, glob) for glob in files))
+            if ranks is None or not set(ranks).isdisjoint(self.files[name].ranks)
+        ]
+        for glob in files or ():
+            if not any(fnmatch.fnmatchcase(each.name, glob) for each in theirs):
+                raise InvalidNameError(f"no file of {self.name} that is asked for matches {glob!r}")
+        return [
+            each
+            for each in theirs
+            if files is None or any(fnmatch.fnmatchcase(each.name, glob) for glob in files)
         ]
 
 

@@ -17,11 +17,12 @@ from ckpt_async.errors import (
     NoUsableCheckpointError,
     ObjectNotFoundError,
     StoreError,
+    UnknownVersionError,
 )
 from ckpt_async.model import CheckpointId, Decision, Outcome, Receipt
 from ckpt_async.restore.checkpoint import Checkpoint, Rejected, checkpoint_of
 from ckpt_async.restore.foreign import find_foreign
-from ckpt_async.restore.session import Session, blocking, mark_damaged, session
+from ckpt_async.restore.session import Session, blocking, is_gone, mark_damaged, session
 from ckpt_async.store import ObjectInfo
 from ckpt_async.stores import StoreOptions
 from ckpt_async.transfer import all_or_none
@@ -50,18 +51,24 @@ def find(
     `drain_timeout_s`, what a dead trainer left on this node is finished first. (Beside an open `Uploader` call its
     `wait_for_predecessor` instead.)
 
-    Where no run of ckpt_async is, complete checkpoints of DCP, OLMo, OLMo-core, Composer, ML Flashpoint and Orbax are
-    recognised by the marks that those leave.
+    Where nothing of ckpt_async is committed, complete checkpoints of DCP, OLMo, OLMo-core, Composer, ML Flashpoint and
+    Orbax are recognised by the marks that those leave.
 
     Blocks. Raises NoUsableCheckpointError if there are checkpoints and all of them are damaged, StoreError if the store
-    cannot be asked.
+    cannot be asked, InvalidRecordError if the run's boundary cannot be read.
     """
 
     async def work() -> Checkpoint | None:
         if folder is not None and drain_timeout_s > 0:
             await _finish_predecessor(folder, drain_timeout_s)
-        async with session(remote, store_options) as opened:
-            return await _find(opened, remote, store_options, step, passing_over)
+        try:
+            async with session(remote, store_options) as opened:
+                return await _find(opened, remote, store_options, step, passing_over)
+        except StoreError as error:
+            if error.operation == "open" and error.reason is FailureReason.NOT_FOUND:
+                logger.warning("remote_missing %s error=%s; taken for a fresh start", remote, error)
+                return None
+            raise
 
     return blocking(work())
 
@@ -90,9 +97,9 @@ async def _find(
 ) -> Checkpoint | None:
     rejected: list[Rejected] = []
     marks = await _damaged(opened)
-    is_own = False
+    # Every verdict below hangs on it: that it cannot be read must not look like damage of all checkpoints.
+    await protocol.read_boundary(opened.store, opened.asking)
     async for id_ in _newest_first(opened):
-        is_own = True
         if step is not None and id_.step != step:
             continue
         name = f"step-{id_.step}"
@@ -110,21 +117,24 @@ async def _find(
             if await is_gone(opened, id_):
                 continue  # pruned while we looked
             rejected.append(Rejected(id_, name, str(error)))
-            await mark_damaged(opened, id_, str(error))
+            if not isinstance(error, UnknownVersionError):
+                await mark_damaged(opened, id_, str(error))
             if step is not None:
                 break  # that one was asked for, not what an older start saved
             continue
         return checkpoint_of(decision, receipts, remote, options, rejected)
+    if not rejected:
+        foreign, rejected = await find_foreign(opened, remote, options, step, passing_over)
+        if foreign is not None:
+            return foreign
     if rejected:
         raise NoUsableCheckpointError(
-            f"{remote} has {len(rejected)} committed checkpoints and none can be used: "
+            f"none of the checkpoints in {remote} can be used ({len(rejected)} tried): "
             + "; ".join(str(each) for each in rejected[:5])
             + (f"; and {len(rejected) - 5} more" if rejected[5:] else ""),
             hint=f"see `ckpt-async verify {remote}`",
         )
-    if is_own:
-        return None
-    return await find_foreign(opened, remote, options, step)
+    return None
 
 
 async def _newest_first(opened: Session) -> AsyncIterator[CheckpointId]:
@@ -165,15 +175,15 @@ async def _check(opened: Session, decision: Decision) -> list[Receipt]:
     if reason := obstacle(decision.checkpoint, receipts):
         raise InvalidRecordError(f"{decision.checkpoint}: {reason}")
     sizes = await _sizes(opened, decision)
-    for receipt in receipts:
-        for shard in receipt.shards:
-            size_bytes = sizes.get(shard.key)
-            if size_bytes is None:
-                size_bytes = (await _head(opened, shard.key)).size_bytes
-            if size_bytes != shard.size_bytes:
-                raise InvalidRecordError(
-                    f"{decision.checkpoint}: {shard.key} has {size_bytes} bytes, its receipt says {shard.size_bytes}"
-                )
+    wanted = {shard.key: shard.size_bytes for receipt in receipts for shard in receipt.shards}
+    unlisted = [key for key in wanted if key not in sizes]
+    for info in await all_or_none(_head(opened, key) for key in unlisted):
+        sizes[info.key] = info.size_bytes
+    for key, size_bytes in wanted.items():
+        if sizes[key] != size_bytes:
+            raise InvalidRecordError(
+                f"{decision.checkpoint}: {key} has {sizes[key]} bytes, its receipt says {size_bytes}"
+            )
     return receipts
 
 
@@ -194,12 +204,3 @@ async def _head(opened: Session, key: str) -> ObjectInfo:
         return await opened.asking.control("head", lambda: opened.store.head(key))
     except ObjectNotFoundError:
         raise InvalidRecordError(f"{key} is missing") from None
-
-
-async def is_gone(opened: Session, checkpoint: CheckpointId) -> bool:
-    """Whether it was pruned meanwhile: then what is missing is no damage."""
-    try:
-        decision = await protocol.read_settled(opened.store, opened.asking, checkpoint)
-    except InvalidRecordError:
-        return False
-    return decision is None or decision.outcome is not Outcome.COMMIT

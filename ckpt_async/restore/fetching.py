@@ -9,6 +9,7 @@ import hashlib
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,19 +21,18 @@ from ckpt_async.errors import (
     DamagedCheckpointError,
     DestinationError,
     NoSpaceError,
-    ObjectNotFoundError,
 )
 from ckpt_async.model import CheckpointId
 from ckpt_async.naming import check_relative
 from ckpt_async.restore import discovery
-from ckpt_async.restore.checkpoint import OWN_FORMAT, Checkpoint, RemoteFile
+from ckpt_async.restore.checkpoint import Checkpoint, RemoteFile
 from ckpt_async.restore.partial import PartialFile, checksum_of_file, discard, locked
-from ckpt_async.restore.peers import Peer, PeerSource, peer_downloads
-from ckpt_async.restore.session import HeldLease, Session, blocking, leased, mark_damaged, session
+from ckpt_async.restore.peers import Peer, Peers
+from ckpt_async.restore.session import HeldLease, Session, blocking, damaged, leased, session
 from ckpt_async.restore.sources import FileSource, LocalCopies, LocalSource, StoreSource, has_size
 from ckpt_async.store import Sink
 from ckpt_async.stores import StoreOptions
-from ckpt_async.stores.http_ranges import Downloads
+from ckpt_async.threads import in_thread
 from ckpt_async.transfer import all_or_none
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ OnProgress = Callable[[int, int], None]
 @dataclass(frozen=True, slots=True)
 class FetchReport:
     """Where each file is now, and where its bytes came from: `there` (already in the destination), `resumed` (left by
-    an earlier fetch), `local`, `peer`, `remote`.
+    an earlier fetch), `local`, `peer`, `remote`. What turned out wrong and was fetched again counts once.
     """
 
     paths: Mapping[str, Path]
@@ -76,12 +76,13 @@ def fetch(
 
     Each file is taken from where it is nearest: it is in the destination already; `folder`, the trainer's, has it
     (journal, usual place or spool); one of `peers` has it; the store. A copy counts only if it has the size and
-    checksum of the rank's receipt; if not, the next place is tried. Files appear whole, by rename, and are durable on
-    return. Killed, it goes on where it was when called again with the same destination. Several processes may fetch the
-    same files: each file is fetched once, the others wait for it.
+    checksum of the rank's receipt; if not, the next place is tried. Without `verify`, what is in the destination and
+    what the store has counts by its size alone. Files appear whole, by rename, and are durable on return. Killed, it
+    goes on where it was when called again with the same destination. Several processes may fetch the same files: each
+    file is fetched once, the others wait for it.
 
-    Blocks; `on_progress(done_bytes, total_bytes)` is called now and then, in another thread. Memory: 1 MiB for each of
-    `num_concurrent_reads`. A reader's lease keeps retention away meanwhile.
+    Blocks; `on_progress(done_bytes, total_bytes)` is called from time to time, while this waits. Memory: 1 MiB for each
+    of `num_concurrent_reads`. A reader's lease keeps retention away meanwhile.
 
     Raises NoSpaceError before anything is fetched if it would not fit; DestinationError if a file there is another one
     (`overwrite` replaces it); DamagedCheckpointError if the store does not have what was committed (then call `find`
@@ -89,13 +90,22 @@ def fetch(
     """
 
     async def work() -> FetchReport:
+        wanted = checkpoint.select(ranks, files)
         async with session(
             checkpoint.remote, checkpoint.store_options, num_concurrent_reads=num_concurrent_reads
         ) as opened:
-            with contextlib.closing(peer_downloads(num_concurrent_reads)) as downloads:
-                near = _Nearer(LocalCopies(folder, checkpoint), tuple(peers), downloads)
-                fetching = _Fetching(opened, checkpoint, destination, near, verify, overwrite, on_progress)
-                return await fetching.run(checkpoint.select(ranks, files), num_concurrent_reads)
+            with contextlib.closing(Peers(peers, num_concurrent_reads)) as connected:
+                fetching = _Fetching(
+                    opened,
+                    checkpoint,
+                    destination,
+                    LocalCopies(folder, checkpoint),
+                    connected,
+                    is_verified=verify,
+                    may_overwrite=overwrite,
+                    on_progress=on_progress,
+                )
+                return await fetching.run(wanted, num_concurrent_reads)
 
     return blocking(work())
 
@@ -153,19 +163,6 @@ def fetch_latest(
         return checkpoint, report
 
 
-@dataclass(frozen=True, slots=True)
-class _Nearer:
-    """Where else than in the store a file may be."""
-
-    local: LocalCopies
-    peers: tuple[Peer, ...]
-    downloads: Downloads
-
-    def sources(self, file: RemoteFile) -> list[FileSource]:
-        local: list[FileSource] = [LocalSource(path) for path in self.local.find(file)]
-        return local + [PeerSource(self.downloads, peer, file) for peer in self.peers if peer.has(file)]
-
-
 class _Fetching:
     """One call of `fetch`."""
 
@@ -174,60 +171,80 @@ class _Fetching:
         opened: Session,
         checkpoint: Checkpoint,
         destination: str | os.PathLike[str],
-        nearer: _Nearer,
+        local: LocalCopies,
+        peers: Peers,
+        *,
         is_verified: bool,
         may_overwrite: bool,
         on_progress: OnProgress | None,
     ) -> None:
-        self._opened, self._checkpoint, self._nearer = opened, checkpoint, nearer
-        self._destination = Path(os.path.realpath(destination))
-        self._partials = self._destination / PARTIAL_FOLDER
+        self._opened, self._checkpoint = opened, checkpoint
+        self._local, self._peers = local, peers
         self._is_verified, self._may_overwrite = is_verified, may_overwrite
         self._on_progress = on_progress
+        self._destination = Path(os.path.realpath(destination))
+        self._partials = self._destination / PARTIAL_FOLDER
         self._total_bytes = 0
+        self._bytes_from: Counter[str] = Counter()
         self._published: list[Path] = []
-        self._bytes_from: dict[str, int] = {}
 
     async def run(self, files: list[RemoteFile], num_at_once: int) -> FetchReport:
         began = time.monotonic()
         self._total_bytes = sum(file.size_bytes for file in files)
         try:
             self._partials.mkdir(parents=True, exist_ok=True)
+            if self._partials.is_symlink():
+                raise DestinationError(f"{str(self._partials)!r} is a symbolic link")
         except OSError as error:
             raise DestinationError(f"cannot write to {str(self._destination)!r}: {error.strerror}") from error
-        there = await asyncio.to_thread(self._already_there, files)
-        self._note("there", sum(file.size_bytes for file in there))
-        left = [file for file in files if file not in there]
-        await asyncio.to_thread(self._check_space, left)
+        at_once = asyncio.Semaphore(num_at_once)
+        there = await all_or_none(self._was_there(file, at_once) for file in files)
+        left = [file for file, is_there in zip(files, there, strict=True) if not is_there]
+        self._check_space(left)
         if left:
             try:
                 async with leased(self._opened, self._checkpoint) as lease:
-                    at_once = asyncio.Semaphore(num_at_once)
-                    await all_or_none(self._fetch(file, lease, at_once) for file in left)
+                    await all_or_none(self._bring(file, lease, at_once) for file in left)
             except (DamagedCheckpointError, CheckpointGoneError):
-                await asyncio.to_thread(self._take_back, left)
+                self._take_back(left)
                 raise
         with contextlib.suppress(OSError):
             self._partials.rmdir()  # not empty: another process fetches
         paths = {file.name: self._target(file) for file in files}
         return FetchReport(paths, dict(self._bytes_from), time.monotonic() - began)
 
+    def _take_back(self, files: list[RemoteFile]) -> None:
+        """A checkpoint that cannot be had leaves nothing that could be taken for part of another one."""
+        for file in files:
+            discard(self._partial_path(file))
+        for target in self._published:
+            target.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self._partials.rmdir()
+
     # --- the destination -----------------------------------------------------------------------------------
 
     def _target(self, file: RemoteFile) -> Path:
         return self._destination / check_relative(file.name, "file")
 
-    def _already_there(self, files: list[RemoteFile]) -> set[RemoteFile]:
-        return {file for file in files if self._is_there(file)}
+    async def _was_there(self, file: RemoteFile, at_once: asyncio.Semaphore) -> bool:
+        async with at_once:
+            is_there = await in_thread(self._is_there, file)
+        if is_there:
+            self._note("there", file.size_bytes)
+        return is_there
 
     def _is_there(self, file: RemoteFile) -> bool:
         target = self._target(file)
-        if not os.path.lexists(target):
-            return False
-        if has_size(target, file.size_bytes) and self._is_right(target, file):
-            return True
-        if self._may_overwrite and not target.is_dir():
-            return False
+        try:
+            if not os.path.lexists(target):
+                return False
+            if has_size(target, file.size_bytes) and self._is_right(target, file):
+                return True
+            if self._may_overwrite and not target.is_dir():
+                return False
+        except OSError as error:
+            raise DestinationError(f"cannot read {str(target)!r}: {error.strerror}") from error
         raise DestinationError(
             f"{str(target)!r} is there and is not the file of {self._checkpoint.name}: it is left alone",
             hint="give another destination, or say that it may be overwritten",
@@ -259,36 +276,27 @@ class _Fetching:
         told = f"{self._checkpoint.remote}\n{file.key}\n{file.size_bytes}\n{file.checksum}\n{file.name}"
         return self._partials / hashlib.sha256(told.encode()).hexdigest()[:32]
 
-    def _take_back(self, files: list[RemoteFile]) -> None:
-        """A checkpoint that cannot be had leaves nothing that could be taken for part of another one."""
-        for file in files:
-            discard(self._partial_path(file))
-        for target in self._published:
-            target.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            self._partials.rmdir()
-
     # --- one file ------------------------------------------------------------------------------------------
 
-    async def _fetch(self, file: RemoteFile, lease: HeldLease, at_once: asyncio.Semaphore) -> None:
+    async def _bring(self, file: RemoteFile, lease: HeldLease, at_once: asyncio.Semaphore) -> None:
         target = self._target(file)
         algorithm = file.checksum.algorithm if file.checksum else "crc64nvme"
         async with at_once:
             try:
                 self._make_parent(target)
                 async with locked(self._partial_path(file), file.size_bytes, algorithm) as partial:
-                    if await asyncio.to_thread(self._is_there, file):
+                    if await in_thread(self._is_there, file):
                         self._note("there", file.size_bytes)  # another process was faster
                         discard(self._partial_path(file))
                         return
-                    self._note("resumed", await asyncio.to_thread(partial.prepare))
-                    await self._fill(partial, file, lease)
-                    await asyncio.to_thread(partial.publish, target)
-                    self._published.append(target)
+                    got: Counter[str] = Counter()
+                    self._note("resumed", await in_thread(partial.prepare), got)
+                    await self._fill(partial, file, lease, got)
+                    await in_thread(self._publish, partial, target)
             except OSError as error:
                 if isinstance(error, CkptAsyncError):
                     raise
-                if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                if _is_full(error):
                     raise NoSpaceError(
                         f"{str(self._destination)!r} ran full while {file.name!r} was fetched",
                         hint="free some space and call again: it goes on where it was",
@@ -296,35 +304,51 @@ class _Fetching:
                 raise DestinationError(f"cannot write {str(target)!r}: {error}") from error
 
     def _make_parent(self, target: Path) -> None:
-        target.parent.mkdir(parents=True, exist_ok=True)
         if Path(os.path.realpath(target.parent)) != target.parent:
             raise DestinationError(
                 f"a symbolic link leads out of the destination on the way to {str(target)!r}"
             )
+        target.parent.mkdir(parents=True, exist_ok=True)
 
-    async def _fill(self, partial: PartialFile, file: RemoteFile, lease: HeldLease) -> None:
-        """Fill it from the nearest source that has the right bytes."""
-        remote = StoreSource(self._opened, lease, file)
-        # The store twice: bytes may also have been spoilt on the way, or in what an earlier fetch left.
-        for source in (*self._nearer.sources(file), remote, remote):
+    def _publish(self, partial: PartialFile, target: Path) -> None:
+        partial.publish(target)
+        self._published.append(target)  # here: a cancelled caller would not come to it
+
+    async def _fill(
+        self, partial: PartialFile, file: RemoteFile, lease: HeldLease, got: Counter[str]
+    ) -> None:
+        """Fill it from the nearest source that has the right bytes. `got` counts them by source."""
+        remote = StoreSource(self._opened, lease, self._checkpoint, file)
+        nearer: list[FileSource] = [LocalSource(path) for path in self._local.find(file)]
+        num_spoilt = 0
+        # The first time, ranges that other sources gave may be among them. And the wire may spoil a byte: only the
+        # same verdict twice, on nothing but what the store gave, is the store's.
+        for source in (*nearer, *self._peers.sources(file), remote, remote, remote):
+            is_all_its_own = source is remote and partial.is_empty
             try:
-                await self._fill_from(source, partial)
-            except ObjectNotFoundError as error:
-                await self._damaged(f"{error}", error)
+                await self._fill_from(source, partial, got)
             except (CkptAsyncError, OSError) as error:
-                if source is remote or (
-                    isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-                ):
+                if source is remote or (isinstance(error, OSError) and _is_full(error)):
                     raise
                 logger.warning("source_failed file=%s from=%s error=%s", file.name, source.kind, error)
                 continue
-            if file.checksum is None or not self._is_verified or partial.checksum() == file.checksum:
+            if file.checksum is None or partial.checksum() == file.checksum:
                 return
+            if is_all_its_own and not self._is_verified:
+                logger.warning("checksum_differs file=%s from=%s; taken all the same", file.name, source.kind)
+                return
+            num_spoilt += is_all_its_own
+            if num_spoilt == 2:
+                break
             logger.warning("checksum_differs file=%s from=%s; it is fetched again", file.name, source.kind)
+            self._bytes_from -= got
+            got.clear()
             partial.forget()
-        await self._damaged(f"{file.key} does not have the checksum of its receipt, twice", None)
+        raise await damaged(
+            self._opened, self._checkpoint, f"{file.key} does not have the checksum of its receipt, twice"
+        )
 
-    async def _fill_from(self, source: FileSource, partial: PartialFile) -> None:
+    async def _fill_from(self, source: FileSource, partial: PartialFile, got: Counter[str]) -> None:
         async def get(offset: int, size_bytes: int) -> None:
             digest = Digest(partial.algorithm)
 
@@ -342,22 +366,18 @@ class _Fetching:
 
             await source.get_range(offset, size_bytes, begin)
             partial.finished(offset, digest.checksum())
-            self._note(source.kind, size_bytes)
+            self._note(source.kind, size_bytes, got)
 
         await all_or_none(get(offset, size_bytes) for offset, size_bytes in partial.missing)
 
-    async def _damaged(self, reason: str, cause: Exception | None) -> None:
-        checkpoint = self._checkpoint
-        if checkpoint.format == OWN_FORMAT:
-            if await discovery.is_gone(self._opened, checkpoint.id):
-                raise CheckpointGoneError(
-                    f"{checkpoint.id} was pruned while it was read", hint="find another one"
-                )
-            await mark_damaged(self._opened, checkpoint.id, reason)
-        raise DamagedCheckpointError(f"{checkpoint.name} ({checkpoint.id}) is damaged: {reason}") from cause
-
-    def _note(self, kind: str, size_bytes: int) -> None:
+    def _note(self, kind: str, size_bytes: int, got: Counter[str] | None = None) -> None:
         if size_bytes:
-            self._bytes_from[kind] = self._bytes_from.get(kind, 0) + size_bytes
+            self._bytes_from[kind] += size_bytes
+            if got is not None:
+                got[kind] += size_bytes
             if self._on_progress is not None:
-                self._on_progress(min(sum(self._bytes_from.values()), self._total_bytes), self._total_bytes)
+                self._on_progress(self._bytes_from.total(), self._total_bytes)
+
+
+def _is_full(error: OSError) -> bool:
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)

@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from urllib.parse import urlsplit
 
 from ckpt_async import keys
 from ckpt_async.conditional import read
-from ckpt_async.errors import InvalidNameError, StoreError
+from ckpt_async.errors import InvalidNameError
 from ckpt_async.model import CheckpointId
 from ckpt_async.naming import check_relative
 from ckpt_async.restore.checkpoint import Checkpoint, Rejected, RemoteFile
@@ -41,6 +41,7 @@ _FLASHPOINT = re.compile(r"step-([0-9]{1,12})_ckpt")
 _UNFINISHED = re.compile(r"(step-[0-9]{1,12}_ckpt).*unfinished")
 _OLMO = re.compile(r"step([0-9]{1,12})(-unsharded)?")
 _ORBAX = re.compile(r"(?:[a-z_]*_)?([0-9]{1,12})")
+_ORBAX_COMMIT = "commit_success.txt"
 _COMPOSER = re.compile(r"(.*)-rank([0-9]+)\.(?:pt|safetensors)(?:\..+)?")
 _BATCH = re.compile(r"ba([0-9]{1,12})")
 
@@ -73,10 +74,15 @@ def recognise(names: Iterable[str], pointers: Mapping[str, str]) -> list[Found]:
                 unfinished.add("/".join([*parts[:depth], match[1]]))
     found: list[Found] = []
     taken: set[str] = set()
+    # Where folders cannot be renamed, Orbax writes this file last, and its other mark says nothing.
+    is_committed_by_file = any(_ORBAX_COMMIT in files for files in folders.values())
     for folder in sorted(folders):
         if any(str(parent) in taken for parent in PurePosixPath(folder).parents):
             continue  # part of a checkpoint that was recognised
-        each = _of_folder(folder, folders[folder], unfinished)
+        if _UNFINISHED.fullmatch(folder.rpartition("/")[2]):
+            taken.add(folder)  # the mark itself: nothing in it is whole
+            continue
+        each = _of_folder(folder, folders[folder], unfinished, is_committed_by_file)
         if each is not None:
             taken.add(folder)
             found.append(each)
@@ -84,13 +90,13 @@ def recognise(names: Iterable[str], pointers: Mapping[str, str]) -> list[Found]:
     return sorted(found, key=lambda each: (each.step, not each.path.endswith("-unsharded")), reverse=True)
 
 
-def _of_folder(folder: str, files: set[str], unfinished: set[str]) -> Found | None:
+def _of_folder(
+    folder: str, files: set[str], unfinished: set[str], is_committed_by_file: bool
+) -> Found | None:
     name = folder.rpartition("/")[2]
     if match := _FLASHPOINT.fullmatch(name):
         reason = "an …unfinished mark is beside it" if folder in unfinished else ""
         return Found("ml-flashpoint", int(match[1]), folder, reason)
-    if _UNFINISHED.fullmatch(name):
-        return None
     if ".orbax-checkpoint-tmp" in name:
         number = _LAST_NUMBER.search(name.partition(".")[0])
         return Found("orbax", int(number[1]) if number else 0, folder, "it was never finalised")
@@ -98,8 +104,9 @@ def _of_folder(folder: str, files: set[str], unfinished: set[str]) -> Found | No
         return Found("olmo-core", _step(name), folder)
     if "config.yaml" in files and (match := _OLMO.fullmatch(name)):
         return Found("olmo", int(match[1]), folder)
-    if (match := _ORBAX.fullmatch(name)) and files & {"commit_success.txt", "_CHECKPOINT_METADATA"}:
-        return Found("orbax", int(match[1]), folder)
+    if (match := _ORBAX.fullmatch(name)) and files & {_ORBAX_COMMIT, "_CHECKPOINT_METADATA"}:
+        reason = "" if _ORBAX_COMMIT in files or not is_committed_by_file else f"it has no {_ORBAX_COMMIT}"
+        return Found("orbax", int(match[1]), folder, reason)
     if ".metadata" in files:
         return Found("dcp", _step(name), folder)
     return None
@@ -133,28 +140,37 @@ def _step(name: str) -> int:
 
 
 async def find_foreign(
-    opened: Session, remote: str, options: StoreOptions | None, step: int | None
-) -> Checkpoint | None:
-    """The newest complete checkpoint of another tool (or that of one step), or None."""
+    opened: Session,
+    remote: str,
+    options: StoreOptions | None,
+    step: int | None,
+    passing_over: Collection[CheckpointId],
+) -> tuple[Checkpoint | None, list[Rejected]]:
+    """The newest complete checkpoint of another tool (or that of one step) or None, and the complete ones that cannot
+    be used. What our own trainers are uploading is none, whatever marks are in it.
+    """
     listing = await opened.asking.control("list", lambda: opened.store.list(""))
-    objects = {each.key: each for each in listing.objects if not each.key.startswith(f"{keys.PRIVATE}/")}
+    objects = {each.key: each for each in listing.objects if not _is_own(each.key)}
     rejected: list[Rejected] = []
     for each in recognise(objects, await _read_pointers(opened, objects, remote)):
         name = each.path.rpartition("/")[2]
         if step is not None and each.step != step:
             continue
         if each.reason:
-            rejected.append(Rejected(CheckpointId(0, each.step), name, each.reason))
             logger.warning("checkpoint_incomplete path=%s reason=%s", each.path, each.reason)
+            continue
+        id_ = CheckpointId(0, each.step)
+        if id_ in passing_over:
+            rejected.append(Rejected(id_, name, "the caller could not use it"))
             continue
         try:
             files = _files(objects, each.path)
         except InvalidNameError as error:
-            rejected.append(Rejected(CheckpointId(0, each.step), name, str(error)))
+            rejected.append(Rejected(id_, name, str(error)))
             continue
-        return Checkpoint(
+        checkpoint = Checkpoint(
             remote=remote,
-            id=CheckpointId(0, each.step),
+            id=id_,
             name=name,
             world_size=1,
             files=files,
@@ -162,7 +178,12 @@ async def find_foreign(
             format=each.format,
             store_options=options,
         )
-    return None
+        return checkpoint, rejected
+    return None, rejected
+
+
+def _is_own(key: str) -> bool:
+    return key.startswith(f"{keys.PRIVATE}/") or keys.parse_data_key(key) is not None
 
 
 def _files(objects: Mapping[str, ObjectInfo], path: str) -> dict[str, RemoteFile]:
@@ -188,10 +209,7 @@ async def _read_pointers(opened: Session, objects: Mapping[str, ObjectInfo], rem
     ]
     for each in pointers[:MAX_POINTERS]:
         there = await read(opened.store, opened.asking, each.key, max_size_bytes=MAX_POINTER_BYTES)
-        try:
-            target = there[0].decode().strip() if there else ""
-        except (UnicodeDecodeError, StoreError):
-            continue
+        target = there[0].decode("utf-8", "replace").strip() if there else ""
         for prefix in (f"{root}/", ""):
             relative = target.removeprefix(prefix)
             if relative in objects or any(key.startswith(f"{relative}/") for key in objects if relative):

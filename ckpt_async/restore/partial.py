@@ -52,6 +52,11 @@ class PartialFile:
         return sum(self._sizes[offset] for offset in self._whole)
 
     @property
+    def is_empty(self) -> bool:
+        """Whether none of it is there yet."""
+        return not self._whole
+
+    @property
     def missing(self) -> list[tuple[int, int]]:
         """Offset and size of every range that is still to be fetched."""
         return [(offset, size) for offset, size in self._sizes.items() if offset not in self._whole]
@@ -92,15 +97,22 @@ async def locked(path: Path, size_bytes: int, algorithm: str) -> AsyncIterator[P
     """Open the partial file when nobody else fetches it: ranks of a node that need the same file wait here."""
     while True:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        descriptor = os.open(path, flags, 0o666)
+        try:
+            descriptor = os.open(path, flags, 0o666)
+        except FileNotFoundError:
+            path.parent.mkdir(exist_ok=True)  # whoever finished before us has removed it
+            continue
         try:
             while not _try_lock(descriptor):  # noqa: ASYNC110  other processes set no event
                 await asyncio.sleep(LOCK_POLL_S)
-            if _is_at(path, descriptor):
-                yield PartialFile(path, descriptor, size_bytes, algorithm)
-                return
+            try:
+                if _is_at(path, descriptor):
+                    yield PartialFile(path, descriptor, size_bytes, algorithm)
+                    return
+            finally:
+                fcntl.flock(descriptor, fcntl.LOCK_UN)  # a forked child may have the descriptor too
         finally:
-            os.close(descriptor)  # and so unlocks
+            os.close(descriptor)
         # Whoever had it has published it, and the path is free for another one.
 
 

@@ -8,24 +8,22 @@ import logging
 import os
 import threading
 from collections.abc import Collection, Coroutine, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from ckpt_async.errors import CheckpointGoneError, CkptAsyncError, InvalidNameError
 from ckpt_async.restore.checkpoint import Checkpoint, RemoteFile
 from ckpt_async.restore.partial import checksum_of_file
-from ckpt_async.restore.peers import Peer, PeerSource, peer_downloads
+from ckpt_async.restore.peers import Peer, Peers
 from ckpt_async.restore.session import leased, session
 from ckpt_async.restore.sources import FileSource, LocalCopies, LocalSource, StoreSource
 from ckpt_async.store import Sink
 from ckpt_async.transfer import all_or_none
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 # A request costs about as long as half a MiB takes; but what is read in vain stays below a twentieth of what is wanted.
 MAX_GAP_BYTES = 512 << 10
@@ -63,19 +61,18 @@ def coalesce(wants: Collection[tuple[int, memoryview]]) -> list[Run]:
     pieces.sort(key=lambda piece: piece[0])
     runs: list[Run] = []
     group: list[tuple[int, memoryview]] = []
-    start = end = wanted = 0
+    start = end = wanted = waste = 0
     for offset, buffer in pieces:
         far = max(end, offset + len(buffer))
-        gap = max(0, offset - end)
-        waste = far - start - wanted - len(buffer)
-        is_near = gap <= MAX_GAP_BYTES and waste * WASTE_DIVISOR <= wanted + len(buffer)
+        gap, new = max(0, offset - end), far - max(end, offset)
+        is_near = gap <= MAX_GAP_BYTES and (waste + gap) * WASTE_DIVISOR <= wanted + new
         if group and not (is_near and far - start <= MAX_RUN_BYTES):
             runs.append(Run(start, end - start, tuple(group)))
             group = []
         if not group:
-            start, end, wanted = offset, offset, 0
+            start, far, gap, new, wanted, waste = offset, offset + len(buffer), 0, len(buffer), 0, 0
         group.append((offset, buffer))
-        end, wanted = max(end, offset + len(buffer)), wanted + len(buffer)
+        end, wanted, waste = far, wanted + new, waste + gap
     if group:
         runs.append(Run(start, end - start, tuple(group)))
     return runs
@@ -83,18 +80,26 @@ def coalesce(wants: Collection[tuple[int, memoryview]]) -> list[Run]:
 
 def scatter(run: Run) -> Sink:
     """Copies the slices of a run, as they arrive in order, into its buffers."""
-    position = run.offset
+    position, num_filled = run.offset, 0
 
     def sink(piece: memoryview) -> None:
-        nonlocal position
+        nonlocal position, num_filled
         end = position + len(piece)
-        for offset, buffer in run.wants:
+        for offset, buffer in run.wants[num_filled:]:
+            if offset >= end:
+                break
             first, last = max(offset, position), min(offset + len(buffer), end)
             if first < last:
                 buffer[first - offset : last - offset] = piece[first - position : last - position]
         position = end
+        while num_filled < len(run.wants) and _end(run.wants[num_filled]) <= position:
+            num_filled += 1
 
     return sink
+
+
+def _end(want: tuple[int, memoryview]) -> int:
+    return want[0] + len(want[1])
 
 
 class Reader:
@@ -112,17 +117,20 @@ class Reader:
         num_concurrent_reads: int,
     ) -> None:
         self.checkpoint = checkpoint
-        self._local, self._peers = LocalCopies(folder, checkpoint), tuple(peers)
+        self._local, self._peers = LocalCopies(folder, checkpoint), Peers(peers, num_concurrent_reads)
         self._num_concurrent_reads = num_concurrent_reads
         self._sources: dict[str, asyncio.Future[list[FileSource]]] = {}
+        self._reads: set[asyncio.Task[object]] = set()
+        self._closing = threading.Lock()
+        self._is_closed = False
         self._bytes_from: dict[str, int] = {}
         self._ended = asyncio.Event()
-        opened: Future[None] = Future()
+        opened: Future[asyncio.AbstractEventLoop] = Future()
         self._thread = threading.Thread(
             target=self._run, args=(opened,), name="ckpt-async-reader", daemon=True
         )
         self._thread.start()
-        opened.result()
+        self._loop = opened.result()
 
     @property
     def files(self) -> Mapping[str, RemoteFile]:
@@ -136,7 +144,8 @@ class Reader:
     def read_into(self, wants: Sequence[ReadInto]) -> None:
         """Fill all the buffers, in parallel and with few requests. What is in them after an error is undefined.
 
-        Raises InvalidNameError if a file or range is not in the checkpoint, before anything is read.
+        Raises InvalidNameError if a file or range is not in the checkpoint, before anything is read;
+        DamagedCheckpointError if a file is missing or cut short in the store.
         """
         by_file: dict[str, list[tuple[int, memoryview]]] = {}
         for want in wants:
@@ -162,9 +171,11 @@ class Reader:
         return bytes(data)
 
     def close(self) -> None:
-        """Drop the lease and the connections. Idempotent."""
-        with contextlib.suppress(RuntimeError):  # its loop has ended
-            self._loop.call_soon_threadsafe(self._ended.set)
+        """Drop the lease and the connections; reads on their way are broken off. Idempotent."""
+        with self._closing:
+            if not self._is_closed and self._thread.is_alive():
+                self._loop.call_soon_threadsafe(self._ended.set)
+            self._is_closed = True
         self._thread.join()
 
     def __enter__(self) -> Self:
@@ -177,18 +188,22 @@ class Reader:
 
     # --- the reader's own thread ---------------------------------------------------------------------------
 
-    def _do(self, work: Coroutine[Any, Any, T]) -> T:
-        if not self._thread.is_alive():
-            work.close()
-            raise CheckpointGoneError("the reader is closed", hint="read within its `with` block")
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+    def _do(self, work: Coroutine[Any, Any, None]) -> None:
+        closed = CheckpointGoneError("the reader is closed", hint="read within its `with` block")
+        with self._closing:
+            if self._is_closed or not self._thread.is_alive():  # as in a forked child
+                work.close()
+                raise closed
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
-            return future.result()
+            future.result()
+        except CancelledError:
+            raise closed from None
         except BaseException:
             future.cancel()
             raise
 
-    def _run(self, opened: Future[None]) -> None:
+    def _run(self, opened: Future[asyncio.AbstractEventLoop]) -> None:
         try:
             asyncio.run(self._serve(opened))
         except BaseException as error:
@@ -197,11 +212,9 @@ class Reader:
             else:
                 opened.set_exception(error)
 
-    async def _serve(self, opened: Future[None]) -> None:
-        self._loop = asyncio.get_running_loop()
+    async def _serve(self, opened: Future[asyncio.AbstractEventLoop]) -> None:
         checkpoint = self.checkpoint
-        self._downloads = peer_downloads(self._num_concurrent_reads)
-        try:
+        with contextlib.closing(self._peers):
             async with (
                 session(
                     checkpoint.remote,
@@ -210,12 +223,17 @@ class Reader:
                 ) as self._opened,
                 leased(self._opened, checkpoint) as self._lease,
             ):
-                opened.set_result(None)
+                opened.set_result(asyncio.get_running_loop())
                 await self._ended.wait()
-        finally:
-            self._downloads.close()
+                for read in self._reads:
+                    read.cancel()
+                await asyncio.gather(*self._reads, return_exceptions=True)
 
     async def _read(self, by_file: Mapping[str, list[tuple[int, memoryview]]]) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._reads.add(task)
+        task.add_done_callback(self._reads.discard)
         at_once = asyncio.Semaphore(2 * self._num_concurrent_reads)  # local reads have no other bound
 
         async def read(file: RemoteFile, run: Run) -> None:
@@ -231,7 +249,7 @@ class Reader:
             try:
                 await source.get_range(run.offset, run.size_bytes, lambda: scatter(run))
             except (CkptAsyncError, OSError) as error:
-                if source is sources[-1] or isinstance(error, CheckpointGoneError):
+                if source is sources[-1]:
                     raise
                 logger.warning("source_failed file=%s from=%s error=%s", file.name, source.kind, error)
                 continue
@@ -246,18 +264,21 @@ class Reader:
         return await asyncio.shield(found)
 
     async def _look_for_sources(self, file: RemoteFile) -> list[FileSource]:
-        remote = StoreSource(self._opened, self._lease, file)
+        remote = StoreSource(self._opened, self._lease, self.checkpoint, file)
         for path in self._local.find(file):
-            if await asyncio.to_thread(_is_right, path, file):
-                return [LocalSource(path), remote]
-        return [*(PeerSource(self._downloads, peer, file) for peer in self._peers if peer.has(file)), remote]
+            if (facts := await asyncio.to_thread(_facts_if_right, path, file)) is not None:
+                return [LocalSource(path, facts), remote]
+        return [*self._peers.sources(file), remote]
 
 
-def _is_right(path: Path, file: RemoteFile) -> bool:
+def _facts_if_right(path: Path, file: RemoteFile) -> os.stat_result | None:
     try:
-        return file.checksum is not None and checksum_of_file(path, file.checksum.algorithm) == file.checksum
+        facts = os.stat(path, follow_symlinks=False)
+        if file.checksum is not None and checksum_of_file(path, file.checksum.algorithm) == file.checksum:
+            return facts
     except OSError:
-        return False
+        pass
+    return None
 
 
 def open_reader(

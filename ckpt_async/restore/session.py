@@ -10,15 +10,22 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Coroutine
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from ckpt_async import keys, protocol, records
 from ckpt_async.conditional import put
-from ckpt_async.errors import CheckpointGoneError, FailureReason, StoreError
-from ckpt_async.model import CheckpointId, Damage, Lease
+from ckpt_async.errors import (
+    CheckpointGoneError,
+    CkptAsyncError,
+    DamagedCheckpointError,
+    FailureReason,
+    InvalidRecordError,
+    StoreError,
+)
+from ckpt_async.model import CheckpointId, Damage, Lease, Outcome
 from ckpt_async.observe import NullObserver
 from ckpt_async.requests import CONTROL_REQUESTS, Requests
 from ckpt_async.restore.checkpoint import OWN_FORMAT, Checkpoint
@@ -32,6 +39,8 @@ T = TypeVar("T")
 
 # Long enough that a renewal may fail for minutes, short enough that a killed reader does not keep data for long.
 LEASE_TTL_S = 900.0
+# A lease expires by itself, so nobody waits long for its end.
+DROP_TIMEOUT_S = 5.0
 # Someone waits for the answer: a store that is away for longer is an error to be told.
 PATIENCE_S = 60.0
 
@@ -42,8 +51,22 @@ def blocking(work: Coroutine[Any, Any, T]) -> T:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(work)
+    begun: Future[Callable[[], object]] = Future()
+
+    async def stoppable() -> T:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        begun.set_result(lambda: loop.call_soon_threadsafe(task.cancel))
+        return await work
+
     with ThreadPoolExecutor(1, thread_name_prefix="ckpt-async-restore") as thread:
-        return thread.submit(asyncio.run, work).result()
+        done = thread.submit(asyncio.run, stoppable())
+        try:
+            return done.result()
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # the work has ended, and its loop with it
+                begun.result()()  # Ctrl-C: the work must not go on without who wanted it
+            raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +88,10 @@ async def session(
     options = options or StoreOptions()
     room = num_concurrent_reads + CONTROL_REQUESTS
     store = open_store(remote, replace(options, max_connections=max(options.max_connections, room)))
-    settings: Settings = load({"num_concurrent_uploads": num_concurrent_reads}, os.environ)
+    settings: Settings = load(
+        {"num_concurrent_uploads": num_concurrent_reads, "max_concurrent_uploads": num_concurrent_reads},
+        os.environ,
+    )
     asking = replace(settings, upload_timeout_s=min(settings.upload_timeout_s, PATIENCE_S))
     try:
         await store.open(is_read_only=True)
@@ -98,19 +124,35 @@ class HeldLease:
             )
 
     async def keep(self) -> None:
-        """Renew until cancelled."""
+        """Renew until cancelled; what failed is tried again soon, for the lease still holds for a while."""
+        pause_s = self._lease.ttl_s / 3
         while not self._is_gone:
-            await asyncio.sleep(self._lease.ttl_s / 3)
+            await asyncio.sleep(pause_s)
             began = time.monotonic()
             try:
-                decision = await protocol.take_lease(self._session.store, self._session.asking, self._lease)
-            except StoreError as error:
+                is_kept = await self._renew()
+            except CkptAsyncError as error:
                 logger.warning("lease_not_renewed %s error=%s", self._lease.checkpoint, error)
+                pause_s = self._lease.ttl_s / 30
                 continue
-            if decision is None:
-                self._is_gone = True
-            else:
+            pause_s = self._lease.ttl_s / 3
+            if is_kept:
                 self._good_until = began + self._lease.ttl_s * 2 / 3
+            else:
+                self._is_gone = True
+
+    async def _renew(self) -> bool:
+        """Whether nothing was taken. Retention that has decided to prune it waits for leases to end, and this one has
+        been there before it looked, as long as it never ran out.
+        """
+        store, requests, lease = self._session.store, self._session.asking, self._lease
+        await put(
+            store, requests, keys.lease_key(lease.checkpoint, lease.reader), records.encode_lease(lease)
+        )
+        decision = await protocol.read_settled(store, requests, lease.checkpoint)
+        outcome = decision.outcome if decision is not None else None
+        has_run_out = time.monotonic() > self._good_until
+        return outcome is Outcome.COMMIT or (outcome is Outcome.PRUNING and not has_run_out)
 
 
 class _NoLease(HeldLease):
@@ -155,9 +197,32 @@ async def leased(
         keeping.cancel()
         await asyncio.gather(keeping, return_exceptions=True)
         try:
-            await protocol.drop_lease(session.store, session.asking, lease)
-        except StoreError as error:
-            logger.warning("lease_not_dropped %s error=%s; it expires by itself", checkpoint.id, error)
+            async with asyncio.timeout(DROP_TIMEOUT_S):
+                await protocol.drop_lease(session.store, session.asking, lease)
+        except (StoreError, TimeoutError) as error:
+            logger.warning("lease_not_dropped %s error=%r; it expires by itself", checkpoint.id, error)
+
+
+async def damaged(session: Session, checkpoint: Checkpoint, reason: str) -> CkptAsyncError:
+    """What to raise when the store does not have what was committed: CheckpointGoneError if it was pruned meanwhile,
+    else DamagedCheckpointError, and later readers are told.
+    """
+    if checkpoint.format == OWN_FORMAT:
+        if await is_gone(session, checkpoint.id):
+            return CheckpointGoneError(
+                f"{checkpoint.id} was pruned while it was read", hint="find another one"
+            )
+        await mark_damaged(session, checkpoint.id, reason)
+    return DamagedCheckpointError(f"{checkpoint.name} ({checkpoint.id}) is damaged: {reason}")
+
+
+async def is_gone(session: Session, checkpoint: CheckpointId) -> bool:
+    """Whether it was pruned meanwhile: then what is missing is no damage."""
+    try:
+        decision = await protocol.read_settled(session.store, session.asking, checkpoint)
+    except InvalidRecordError:
+        return False
+    return decision is None or decision.outcome is not Outcome.COMMIT
 
 
 async def mark_damaged(session: Session, checkpoint: CheckpointId, reason: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import errno
 import os
 import stat
 from collections.abc import Iterable
@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Protocol
 
 from ckpt_async import keys
-from ckpt_async.errors import CkptAsyncError, NoJournalError
+from ckpt_async.errors import CkptAsyncError, FailureReason, ObjectNotFoundError, StoreError
 from ckpt_async.journal import Journal
 from ckpt_async.model import Local, fold
 from ckpt_async.requests import Progress
 from ckpt_async.restore.checkpoint import Checkpoint, RemoteFile
-from ckpt_async.restore.session import HeldLease, Session
+from ckpt_async.restore.session import HeldLease, Session, damaged
 from ckpt_async.store import Sink
+from ckpt_async.threads import in_thread
 
 SLICE_BYTES = 1 << 20
 
@@ -30,8 +31,8 @@ class FileSource(Protocol):
         ...
 
     async def get_range(self, offset: int, size_bytes: int, sink: SinkFactory) -> None:
-        """Hand over a range in order. `sink` makes the receiver; made anew for every attempt. Raises CkptAsyncError or
-        OSError: then another source is tried.
+        """Hand over a range in order. `sink` makes the receiver; made anew for every attempt, and called no more once
+        this has returned, raised or been cancelled. Raises CkptAsyncError or OSError: then another source is tried.
         """
         ...
 
@@ -43,12 +44,14 @@ class SinkFactory(Protocol):
 
 
 class StoreSource:
-    """The store itself, under the reader's lease."""
+    """The store itself, under the reader's lease. What it does not have as it was committed is told as
+    DamagedCheckpointError or CheckpointGoneError.
+    """
 
     kind = "remote"
 
-    def __init__(self, opened: Session, lease: HeldLease, file: RemoteFile) -> None:
-        self._opened, self._lease, self._file = opened, lease, file
+    def __init__(self, opened: Session, lease: HeldLease, checkpoint: Checkpoint, file: RemoteFile) -> None:
+        self._opened, self._lease, self._checkpoint, self._file = opened, lease, checkpoint, file
 
     async def get_range(self, offset: int, size_bytes: int, sink: SinkFactory) -> None:
         async def attempt(progress: Progress) -> None:
@@ -61,33 +64,59 @@ class StoreSource:
 
             await self._opened.store.get_range(self._file.key, offset, size_bytes, told)
 
-        await self._opened.bulk.bulk("get", size_bytes, attempt)
+        try:
+            await self._opened.bulk.bulk("get", size_bytes, attempt)
+        except StoreError as error:
+            if reason := await self._damage(error):
+                raise await damaged(self._opened, self._checkpoint, reason) from error
+            raise
+
+    async def _damage(self, error: StoreError) -> str:
+        """What a refused read says of the object, or "": a range that is beyond its end reads like many refusals."""
+        key = self._file.key
+        try:
+            if isinstance(error, ObjectNotFoundError):
+                raise error
+            if error.reason is not FailureReason.OTHER:
+                return ""
+            there = await self._opened.asking.control("head", lambda: self._opened.store.head(key))
+        except ObjectNotFoundError:
+            return f"{key} is missing"
+        if there.size_bytes == self._file.size_bytes:
+            return ""
+        return f"{key} has {there.size_bytes} bytes instead of {self._file.size_bytes}"
 
 
 class LocalSource:
-    """A file of this node that has the right size."""
+    """A file of this node that has the right size, and, if `facts` are given, has not changed since."""
 
     kind = "local"
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, facts: os.stat_result | None = None) -> None:
+        self._path, self._facts = path, facts
 
     async def get_range(self, offset: int, size_bytes: int, sink: SinkFactory) -> None:
-        await asyncio.to_thread(self._read, offset, size_bytes, sink())
+        await in_thread(self._read, offset, size_bytes, sink())
 
     def _read(self, offset: int, size_bytes: int, sink: Sink) -> None:
-        descriptor = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        descriptor = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
+            if self._facts is not None and not _is_same(self._facts, os.fstat(descriptor)):
+                raise OSError(errno.ESTALE, "the file was changed since it was verified", str(self._path))
             buffer = memoryview(bytearray(min(SLICE_BYTES, size_bytes)))
             end = offset + size_bytes
             while offset < end:
                 count = os.preadv(descriptor, [buffer[: end - offset]], offset)
                 if count == 0:
-                    raise OSError(f"{self.path} was cut short while it was read")
+                    raise OSError(errno.EIO, "the file was cut short while it was read", str(self._path))
                 sink(buffer[:count])
                 offset += count
         finally:
             os.close(descriptor)
+
+
+def _is_same(a: os.stat_result, b: os.stat_result) -> bool:
+    return os.path.samestat(a, b) and (a.st_size, a.st_mtime_ns) == (b.st_size, b.st_mtime_ns)
 
 
 class LocalCopies:
@@ -101,8 +130,10 @@ class LocalCopies:
         self._sources = dict(_sources(self._folder, checkpoint)) if self._folder else {}
 
     def find(self, file: RemoteFile) -> list[Path]:
-        """Regular files of the right size, the likeliest first. Their bytes are not looked at."""
-        if self._folder is None:
+        """Regular files of the right size, the likeliest first. Their bytes are not looked at, so what has no checksum
+        has no copies: the files of other steps have the same size.
+        """
+        if self._folder is None or file.checksum is None:
             return []
         candidates = [self._sources.get(file.name), f"{self._checkpoint.name}/{file.name}", file.name]
         paths = [self._folder / each for each in candidates if each is not None]
@@ -126,7 +157,7 @@ def _sources(folder: Path, checkpoint: Checkpoint) -> Iterable[tuple[str, str]]:
     """Where the trainer wrote the checkpoint's files, as long as the journal remembers. It is only a hint."""
     try:
         journal = Journal.open_readonly(folder)
-    except (NoJournalError, CkptAsyncError):
+    except CkptAsyncError:
         return
     try:
         for rank in journal.ranks():

@@ -12,7 +12,6 @@ POSIX file systems and NFS (open(2), O_EXCL).
 # ruff: noqa: ARG002 - the multipart methods take what the protocol says, and refuse
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import fcntl
@@ -23,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn, ParamSpec, TypeVar
+from typing import NoReturn
 
 from ckpt_async.checksums import Digest
 from ckpt_async.errors import (
@@ -49,6 +48,7 @@ from ckpt_async.store import (
     StoredPart,
 )
 from ckpt_async.stores import check_key, check_prefix
+from ckpt_async.threads import in_thread
 
 # Temporary files and the lock; below a name that no key may start with. Left-overs are harmless.
 _OWN = f"{PRIVATE}/tmp"  # noqa: S108 - a key, not a path
@@ -76,9 +76,6 @@ _AUTH = {
     errno.EACCES: "this user may not: check owner and mode",
     errno.EPERM: "this user may not: check owner and mode",
 }
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 class DirectoryStore:
@@ -113,10 +110,10 @@ class DirectoryStore:
         """
         with _translating("open", ""):
             if is_read_only:
-                if not await _in_thread(self._root.is_dir):
+                if not await in_thread(self._root.is_dir):
                     raise StoreError("no such folder", reason=FailureReason.NOT_FOUND, operation="open")
                 return
-            can_link = await _in_thread(self._probe)
+            can_link = await in_thread(self._probe)
         self._capabilities = replace(self._capabilities, conditional_put=can_link)
 
     async def close(self) -> None:
@@ -127,62 +124,48 @@ class DirectoryStore:
     ) -> ObjectInfo:
         self._check_key(key, "put")
         with _translating("put", key):
-            temporary, descriptor = await _in_thread(self._create_temporary)
+            temporary, descriptor = await in_thread(self._create_temporary)
             try:
                 try:
                     await _write(descriptor, body, key)
-                    stored = await _in_thread(_sync_and_read_back, descriptor, checksum.algorithm)
+                    stored = await in_thread(_sync_and_read_back, descriptor, checksum.algorithm)
                 finally:
                     os.close(descriptor)
                 if stored != checksum:
                     raise IntegrityError(
                         f"the bytes have {stored.value}, not {checksum.value}", operation="put", key=key
                     )
-                status = await _in_thread(self._publish, temporary, key, condition)
+                status = await in_thread(self._publish, temporary, key, condition)
             finally:
-                await _in_thread(_unlink_if_there, temporary)
+                await in_thread(_unlink_if_there, temporary)
         return _info(key, status, stored)
 
     async def get(self, key: str, *, max_size_bytes: int) -> tuple[bytes, ObjectInfo]:
         self._check_key(key, "get")
         with _translating("get", key):
-            return await _in_thread(self._read_whole, key, max_size_bytes)
+            return await in_thread(self._read_whole, key, max_size_bytes)
 
     async def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> ObjectInfo:
         self._check_key(key, "get_range")
-        with _translating("get_range", key):
-            descriptor = await _in_thread(self._open, key)
-        try:
-            status = os.fstat(descriptor)
-            if offset + size_bytes > status.st_size:
-                raise StoreError(
-                    f"bytes {offset}+{size_bytes} are beyond the object's {status.st_size}",
-                    reason=FailureReason.OTHER,
-                    operation="get_range",
-                    key=key,
-                )
-            await _in_thread(_read_range, descriptor, key, offset, size_bytes, sink)
-        finally:
-            os.close(descriptor)
-        return _info(key, status)
+        return await in_thread(self._read_range, key, offset, size_bytes, sink)
 
     async def head(self, key: str) -> ObjectInfo:
         """As promised, with a checksum: reads the whole file to compute it."""
         self._check_key(key, "head")
         with _translating("head", key):
-            return await _in_thread(self._read_back, key)
+            return await in_thread(self._read_back, key)
 
     async def list(self, prefix: str, *, start_after: str = "") -> Listing:
         check_prefix(prefix, "list")
         with _translating("list", prefix):
-            return await _in_thread(self._walk, prefix, start_after)
+            return await in_thread(self._walk, prefix, start_after)
 
     async def delete(self, keys: Sequence[str]) -> None:
         for key in keys:
             self._check_key(key, "delete")
         for key in keys:
             with _translating("delete", key):
-                await _in_thread(self._delete, key)
+                await in_thread(self._delete, key)
 
     async def create_multipart(self, key: str) -> str:
         _refuse_multipart("create_multipart", key)
@@ -375,6 +358,31 @@ class DirectoryStore:
         digest.update(data)
         return data, _info(key, status, digest.checksum())
 
+    def _read_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> ObjectInfo:
+        with _translating("get_range", key):
+            descriptor = self._open(key)
+        try:
+            status = os.fstat(descriptor)
+            end = offset + size_bytes
+            if end > status.st_size:
+                raise StoreError(
+                    f"bytes {offset}+{size_bytes} are beyond the object's {status.st_size}",
+                    reason=FailureReason.OTHER,
+                    operation="get_range",
+                    key=key,
+                )
+            buffer = memoryview(bytearray(min(size_bytes, _SLICE_BYTES)))
+            while offset < end:
+                with _translating("get_range", key):
+                    count = os.preadv(descriptor, [buffer[: end - offset]], offset)
+                    if count == 0:
+                        raise IntegrityError("was cut short beneath us", operation="get_range", key=key)
+                sink(buffer[:count])  # what it raises is not ours
+                offset += count
+        finally:
+            os.close(descriptor)
+        return _info(key, status)
+
     def _read_back(self, key: str) -> ObjectInfo:
         descriptor = self._open(key)
         try:
@@ -385,11 +393,11 @@ class DirectoryStore:
     def _walk(self, prefix: str, start_after: str) -> Listing:
         server_time = time.time()
         start = prefix.rpartition("/")[0]
-        found = [
-            _info(key, entry.stat(follow_symlinks=False))
-            for key, entry in self._files(f"{start}/" if start else "")
-            if key.startswith(prefix) and key > start_after
-        ]
+        found: list[ObjectInfo] = []
+        for key, entry in self._files(f"{start}/" if start else ""):
+            if key.startswith(prefix) and key > start_after:
+                with contextlib.suppress(FileNotFoundError):  # deleted since its folder was read
+                    found.append(_info(key, entry.stat(follow_symlinks=False)))
         return Listing(tuple(sorted(found, key=lambda info: info.key)), server_time)
 
     def _files(self, folder: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
@@ -407,24 +415,10 @@ class DirectoryStore:
                 yield key, entry
 
 
-async def _in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Run `function` in a worker thread; when cancelled, wait for it all the same before leaving."""
-    work = asyncio.ensure_future(asyncio.to_thread(function, *args, **kwargs))
-    try:
-        return await asyncio.shield(work)
-    except asyncio.CancelledError:
-        while not work.done():
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait([work])
-        if not work.cancelled():
-            work.exception()  # seen: the cancellation is what counts
-        raise
-
-
 async def _write(descriptor: int, body: Body, key: str) -> None:
     written = 0
     async for chunk in body.chunks():
-        await _in_thread(_write_all, descriptor, chunk)
+        await in_thread(_write_all, descriptor, chunk)
         written += len(chunk)
     if written != body.size_bytes:
         raise SourceError(
@@ -451,18 +445,6 @@ def _checksum_file(descriptor: int, algorithm: str) -> Checksum:
         digest.update(buffer[:count])
         offset += count
     return digest.checksum()
-
-
-def _read_range(descriptor: int, key: str, offset: int, size_bytes: int, sink: Sink) -> None:
-    buffer = memoryview(bytearray(min(size_bytes, _SLICE_BYTES)))
-    end = offset + size_bytes
-    while offset < end:
-        with _translating("get_range", key):
-            count = os.preadv(descriptor, [buffer[: end - offset]], offset)
-            if count == 0:
-                raise IntegrityError("was cut short beneath us", operation="get_range", key=key)
-        sink(buffer[:count])
-        offset += count
 
 
 def _make_folders(path: Path) -> None:

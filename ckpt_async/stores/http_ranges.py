@@ -65,21 +65,28 @@ class _Flight:
         self._is_cancelled = False
 
     def uses(self, connected: socket.socket | None) -> None:
+        """The thread has a connection from here on, or none any more. Only with one does it call the sink."""
         with self._lock:
             if self._is_cancelled:
                 raise _CancelledError
             self._socket = connected
 
-    def cancel(self) -> None:
+    def cancel(self) -> bool:
+        """Break it off. Whether the thread may still be at the sink: else it never will be again."""
         with self._lock:
             self._is_cancelled = True
-            if self._socket is not None:
-                with contextlib.suppress(OSError):
-                    self._socket.shutdown(socket.SHUT_RDWR)
+            if self._socket is None:
+                return False
+            with contextlib.suppress(OSError):
+                # Not SSLSocket's own, after which the thread would take what is still encrypted for the body.
+                socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+            return True
 
 
 class Downloads:
-    """Keep-alive connections to one store and the threads that read from them."""
+    """Keep-alive connections and the threads that read from them. Whoever asks for more than `max_connections` at once
+    waits for a thread.
+    """
 
     def __init__(
         self, *, max_connections: int, connect_timeout_s: float, read_timeout_s: float, ca_file: str | None
@@ -116,11 +123,12 @@ class Downloads:
         try:
             return await asyncio.shield(work)
         except asyncio.CancelledError:
-            flight.cancel()
-            while not work.done():  # the thread must have let go of the destination
-                with contextlib.suppress(asyncio.CancelledError):
-                    await asyncio.wait({work})
-            work.exception() if not work.cancelled() else None
+            if flight.cancel():
+                while not work.done():  # the thread must have let go of the destination
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await asyncio.wait({work})
+            if not work.cancel() and not work.cancelled():
+                work.exception()  # seen: the cancellation is what counts
             raise
 
     # --- in a worker thread --------------------------------------------------------------------------------
@@ -129,27 +137,35 @@ class Downloads:
         self, flight: _Flight, url: SplitResult, offset: int, size_bytes: int, sink: Sink, check: Check
     ) -> Answer:
         connection, is_fresh = self._take(url)
+        response: http.client.HTTPResponse | None = None
         try:
             try:
                 response = self._ask(flight, connection, url, offset, size_bytes)
-            except (http.client.BadStatusLine, ConnectionError):
+            except (http.client.BadStatusLine, ConnectionError, ssl.SSLEOFError, ssl.SSLZeroReturnError):
                 if is_fresh:
                     raise
+                flight.uses(None)
                 connection.close()  # the server had closed it between two requests
                 connection = self._connect(url)
                 response = self._ask(flight, connection, url, offset, size_bytes)
             answer = Answer(response.status, {name.lower(): value for name, value in response.getheaders()})
             if response.status >= 300:
                 answer = Answer(answer.status, answer.headers, response.read(_MAX_ERROR_BYTES))
+                response.close()
                 connection.close()
                 return answer
             check(answer)
+            # Chunked, or of another length: what is left would be the next answer's.
+            if response.length != size_bytes:
+                raise http.client.IncompleteRead(b"", size_bytes)
             self._receive(response, size_bytes, sink)
             response.close()
             flight.uses(None)
             self._put_back(connection)
             return answer
         except BaseException:
+            if response is not None:
+                response.close()  # which has taken the socket over if it is the connection's last
             connection.close()
             raise
 
@@ -186,13 +202,15 @@ class Downloads:
                 filled, flush_at = 0, time.monotonic() + FLUSH_S
 
     def _take(self, url: SplitResult) -> tuple[http.client.HTTPConnection, bool]:
+        fresh = self._connect(url)
         with self._lock:
-            for index in range(len(self._idle) - 1, -1, -1):
-                if self._idle[index].host == url.hostname:
+            for index, idle in reversed(list(enumerate(self._idle))):
+                if (type(idle), idle.host, idle.port) == (type(fresh), fresh.host, fresh.port):
                     return self._idle.pop(index), False
-        return self._connect(url), True
+        return fresh, True
 
     def _connect(self, url: SplitResult) -> http.client.HTTPConnection:
+        """A connection that is made with its first request."""
         assert url.hostname is not None
         if url.scheme != "https":
             return http.client.HTTPConnection(url.hostname, url.port, timeout=self._connect_timeout_s)
@@ -213,5 +231,4 @@ class Downloads:
 def has_proxy(url: str) -> bool:
     """Whether the environment sends requests to `url` through a proxy: then the SDK's HTTP client must make them."""
     parts = urlsplit(url)
-    host = parts.hostname or ""
-    return parts.scheme in urllib.request.getproxies() and not urllib.request.proxy_bypass(host)
+    return parts.scheme in urllib.request.getproxies() and not urllib.request.proxy_bypass(parts.netloc)

@@ -1,0 +1,124 @@
+"""What the child processes of these tests do. Each is told how by its arguments and talks over one pipe."""
+
+import asyncio
+import os
+import resource
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from ckpt_async import restore
+from ckpt_async.restore import partial, session
+from ckpt_async.stores.directory import DirectoryStore
+
+_CONTEXT = get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["ckpt_async.stores.s3", "tests.restore.plays"])
+PATIENCE_S = 60.0
+
+
+@contextmanager
+def playing(play: Callable[..., None], *arguments: Any) -> Iterator[tuple[BaseProcess, Connection]]:
+    """A process of its own that plays; killed at the end if it still does."""
+    ours, theirs = _CONTEXT.Pipe()
+    aws = {name: value for name, value in os.environ.items() if name.startswith(("AWS_", "CKPT_ASYNC_"))}
+    process = _CONTEXT.Process(target=_play, args=(play, aws, theirs, *arguments), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        yield process, ours
+    finally:
+        process.kill()
+        process.join(PATIENCE_S)
+        ours.close()
+
+
+def _play(play: Callable[..., None], environment: dict[str, str], pipe: Connection, *arguments: Any) -> None:
+    os.environ.update(environment)
+    play(pipe, *arguments)
+
+
+def told(pipe: Connection) -> Any:
+    assert pipe.poll(PATIENCE_S), "it says nothing"
+    return pipe.recv()
+
+
+def fetches(pipe: Connection, checkpoint: Any, destination: str, options: dict[str, Any]) -> None:
+    """Fetch when told to; send the report's numbers or the error's name."""
+    pipe.send("ready")
+    pipe.recv()
+    try:
+        report = restore.fetch(checkpoint, destination, **options)
+    except Exception as error:
+        pipe.send((type(error).__name__, str(error)))
+    else:
+        pipe.send(dict(report.bytes_from))
+
+
+def fetches_by_pieces(
+    pipe: Connection, checkpoint: Any, destination: str, range_bytes: int, num_pieces: int
+) -> None:
+    """Fetch from a folder in small ranges and die, by SIGKILL, before piece number `num_pieces` is taken from the
+    store. Sends every range before it is read, and the report at the end.
+    """
+    partial.RANGE_BYTES = range_bytes
+    get_range, lock = DirectoryStore.get_range, threading.Lock()
+    left = num_pieces
+
+    async def counted(self: DirectoryStore, key: str, offset: int, size_bytes: int, sink: Any) -> Any:
+        def cut(piece: memoryview) -> None:
+            nonlocal left
+            with lock:
+                left -= 1
+                if left < 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            half = len(piece) // 2  # so that it also dies between two pieces of one range
+            sink(piece[:half])
+            with lock:
+                left -= 1
+                if left < 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            sink(piece[half:])
+
+        with lock:
+            pipe.send((key, offset, size_bytes))
+        return await get_range(self, key, offset, size_bytes, cut)
+
+    DirectoryStore.get_range = counted  # type: ignore[method-assign]
+    report = restore.fetch(checkpoint, destination)
+    pipe.send(dict(report.bytes_from))
+
+
+def measures(pipe: Connection, checkpoint: Any, small: Any, destination: str) -> None:
+    """The largest resident set after a small fetch, and after the whole one; KiB. Mapped files do not count."""
+    restore.fetch(small, f"{destination}/small")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    restore.fetch(checkpoint, f"{destination}/large")
+    pipe.send((before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss))
+
+
+def holds(pipe: Connection, checkpoint: Any, ttl_s: float) -> None:
+    """Open a reader with a short lease and keep it."""
+    session.LEASE_TTL_S = ttl_s
+    session.leased.__wrapped__.__defaults__ = (ttl_s,)  # type: ignore[attr-defined]
+    with restore.open(checkpoint):
+        pipe.send("open")
+        pipe.recv()
+
+
+def never_ends(pipe: Connection, checkpoint: Any, destination: str) -> None:
+    """Fetch from a store that takes its time; says what Ctrl-C leads to."""
+
+    async def slow(*_: Any) -> Any:
+        pipe.send("reading")
+        await asyncio.Event().wait()
+
+    DirectoryStore.get_range = slow  # type: ignore[method-assign]
+    try:
+        restore.fetch(checkpoint, destination, files=["rank-0.pt"])
+    except KeyboardInterrupt:
+        pipe.send("interrupted")

@@ -1,0 +1,97 @@
+"""A TCP relay on loopback that notes every ranged GET that passes and counts the bytes that come back."""
+
+import contextlib
+import re
+import socket
+import threading
+from typing import Self
+from urllib.parse import unquote, urlsplit
+
+_RANGED = re.compile(rb"GET (\S+) HTTP/1\.1\r\n(?:[^\r\n]+\r\n)*?[Rr]ange: bytes=([0-9]+)-([0-9]+)\r\n")
+
+
+class Relay:
+    """Context manager; `url` goes to clients instead of the server's."""
+
+    def __init__(self, upstream_url: str) -> None:
+        parts = urlsplit(upstream_url)
+        self._upstream = (parts.hostname, parts.port)
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listening.getsockname()[1]}"
+        self._accepting = threading.Thread(target=self._accept, daemon=True)
+        self._carrying: list[threading.Thread] = []
+        self._changed = threading.Condition()
+        self._ends: set[socket.socket] = set()
+        self.ranges: list[tuple[str, int, int]] = []  # key, offset, size
+        self.bytes_back = 0
+        self.num_connections = 0
+
+    def __enter__(self) -> Self:
+        self._accepting.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._listening.shutdown(socket.SHUT_RDWR)
+        self._listening.close()
+        self._accepting.join()
+        self.break_all()
+        for thread in self._carrying:
+            thread.join(10)
+
+    def break_all(self) -> None:
+        """Every connection, now."""
+        with self._changed:
+            for end in self._ends:
+                with contextlib.suppress(OSError):
+                    end.shutdown(socket.SHUT_RDWR)
+
+    def asked(self, key: str) -> list[tuple[int, int]]:
+        """Offset and size of every ranged GET of keys that end so."""
+        with self._changed:
+            return [(offset, size) for each, offset, size in self.ranges if each.endswith(key)]
+
+    def wait_for_bytes(self, more: int, timeout_s: float = 30.0) -> None:
+        """Wait until this many more have come back."""
+        with self._changed:
+            wanted = self.bytes_back + more
+            assert self._changed.wait_for(lambda: self.bytes_back >= wanted, timeout_s)
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listening.accept()
+                thread = threading.Thread(target=self._carry, args=(near,), daemon=True)
+                self._carrying.append(thread)
+                thread.start()
+
+    def _carry(self, near: socket.socket) -> None:
+        with near, socket.create_connection(self._upstream) as far:
+            with self._changed:
+                self._ends |= {near, far}
+                self.num_connections += 1
+            back = threading.Thread(target=self._pump, args=(far, near, True), daemon=True)
+            back.start()
+            self._pump(near, far, False)
+            back.join()
+            with self._changed:
+                self._ends -= {near, far}
+
+    def _pump(self, source: socket.socket, target: socket.socket, is_back: bool) -> None:
+        told = b""
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 18):
+                with self._changed:
+                    if is_back:
+                        self.bytes_back += len(data)
+                    else:
+                        told += data
+                        for match in _RANGED.finditer(told):
+                            path = unquote(match[1].decode().partition("?")[0])
+                            first, last = int(match[2]), int(match[3])
+                            self.ranges.append((path, first, last - first + 1))
+                        told = told[told.rfind(b"\r\n\r\n") + 4 :] if b"\r\n\r\n" in told else told[-8192:]
+                    self._changed.notify_all()
+                target.sendall(data)
+        for end in (source, target):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,162 @@
+"""Committed checkpoints in any store, made by the protocol's own steps; and what may be done to them."""
+
+import asyncio
+import contextlib
+import hashlib
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ckpt_async import keys, protocol, records
+from ckpt_async.checksums import checksum_of
+from ckpt_async.conditional import put
+from ckpt_async.model import CheckpointId, Decision, Lease, Outcome, Receipt, StoredShard
+from ckpt_async.observe import NullObserver
+from ckpt_async.requests import Requests
+from ckpt_async.settings import Settings
+from ckpt_async.store import BytesBody, Store
+from ckpt_async.stores import open_store
+
+ALGORITHM = "crc64nvme"
+
+
+def content(step: int, name: str, size_bytes: int = 3000) -> bytes:
+    """Another one for every place it could turn up in."""
+    return hashlib.shake_128(f"{step}/{name}".encode()).digest(size_bytes)
+
+
+def files_of(step: int, world_size: int = 2, size_bytes: int = 3000) -> dict[int, dict[str, bytes]]:
+    """Two files a rank, one of them in a folder."""
+    return {
+        rank: {name: content(step, name, size_bytes) for name in (f"rank-{rank}.pt", f"optim/rank-{rank}.pt")}
+        for rank in range(world_size)
+    }
+
+
+class Run:
+    """One run at `url`. Every call opens the store anew, in a loop of its own."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    @contextlib.asynccontextmanager
+    async def opened(self) -> AsyncIterator[tuple[Store, Requests]]:
+        store = open_store(self.url)
+        await store.open()
+        try:
+            yield store, Requests(Settings(), NullObserver(), self.url)
+        finally:
+            await store.close()
+
+    def commit(
+        self,
+        step: int,
+        files: Mapping[int, Mapping[str, bytes]] | None = None,
+        *,
+        generation: int = 1,
+        moves_latest: bool = True,
+    ) -> CheckpointId:
+        asyncio.run(self.commit_in_loop(step, files, generation=generation, moves_latest=moves_latest))
+        return CheckpointId(generation, step)
+
+    async def commit_in_loop(
+        self,
+        step: int,
+        files: Mapping[int, Mapping[str, bytes]] | None = None,
+        *,
+        generation: int = 1,
+        moves_latest: bool = True,
+    ) -> None:
+        files = files_of(step) if files is None else files
+        id_ = CheckpointId(generation, step)
+        async with self.opened() as (store, requests):
+            for rank, theirs in files.items():
+                shards = []
+                for name, data in theirs.items():
+                    key, checksum = (
+                        keys.data_key(f"step-{step}", generation, name),
+                        checksum_of(data, ALGORITHM),
+                    )
+                    await store.put(key, BytesBody(data), checksum)
+                    shards.append(StoredShard(name, key, len(data), checksum))
+                receipt = Receipt(id_, f"step-{step}", rank, len(files), tuple(shards))
+                await put(store, requests, keys.receipt_key(id_, rank), records.encode_receipt(receipt))
+            settled = await protocol.settle(
+                store, requests, id_, world_size=len(files), by="test", now=1_000_000.0
+            )
+            assert settled is not None
+            assert settled[0].outcome is Outcome.COMMIT
+            if moves_latest:
+                await protocol.move_latest(store, requests, id_, f"step-{step}")
+
+    def prune(self, id_: CheckpointId, *, finish: bool = True) -> None:
+        asyncio.run(self.prune_in_loop(id_, finish=finish))
+
+    async def prune_in_loop(self, id_: CheckpointId, *, finish: bool = True) -> bool:
+        async with self.opened() as (store, requests):
+            await protocol.begin_prune(store, requests, id_)
+            return finish and await protocol.finish_prune(store, requests, id_)
+
+    def put(self, key: str, data: bytes) -> None:
+        async def main() -> None:
+            async with self.opened() as (store, _):
+                await store.put(key, BytesBody(data), checksum_of(data, ALGORITHM))
+
+        asyncio.run(main())
+
+    def get(self, key: str) -> bytes:
+        async def main() -> bytes:
+            async with self.opened() as (store, _):
+                return (await store.get(key, max_size_bytes=1 << 30))[0]
+
+        return asyncio.run(main())
+
+    def delete(self, *object_keys: str) -> None:
+        async def main() -> None:
+            async with self.opened() as (store, _):
+                await store.delete(list(object_keys))
+
+        asyncio.run(main())
+
+    def keys(self, prefix: str = "") -> list[str]:
+        async def main() -> list[str]:
+            async with self.opened() as (store, _):
+                return [each.key for each in (await store.list(prefix)).objects]
+
+        return asyncio.run(main())
+
+    def decision(self, id_: CheckpointId) -> Decision:
+        return records.decode_decision(self.get(keys.decision_key(id_)), id_)
+
+    def damages(self) -> dict[CheckpointId, str]:
+        async def main() -> dict[CheckpointId, str]:
+            async with self.opened() as (store, requests):
+                return await protocol.read_damages(store, requests)
+
+        return asyncio.run(main())
+
+    def leases(self) -> list[Lease]:
+        return [records.decode_lease(self.get(key)) for key in self.keys(keys.LEASES)]
+
+    def flip(self, key: str, at: int = 100) -> None:
+        """One bit of one byte."""
+        data = bytearray(self.get(key))
+        data[at] ^= 1
+        self.put(key, bytes(data))
+
+
+def shard_key(step: int, name: str, generation: int = 1) -> str:
+    return keys.data_key(f"step-{step}", generation, name)
+
+
+def is_whole(report: Any, files: Mapping[int, Mapping[str, bytes]]) -> bool:
+    """Whether exactly these files are where the report says, byte for byte."""
+    wanted = {name: data for theirs in files.values() for name, data in theirs.items()}
+    return set(report.paths) == set(wanted) and all(
+        Path(report.paths[name]).read_bytes() == data for name, data in wanted.items()
+    )
+
+
+def left_in(folder: Path) -> list[str]:
+    """Every file below, relative."""
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir())

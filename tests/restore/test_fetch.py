@@ -1,0 +1,359 @@
+"""Fetching: byte-identical, only what is wanted, from the nearest right copy, and never over anything else."""
+
+import asyncio
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_async import Uploader, keys, restore
+from ckpt_async.errors import FailureReason, InvalidNameError, NoSpaceError, StoreError
+from ckpt_async.model import CheckpointId
+from ckpt_async.restore import fetching, partial
+from ckpt_async.stores.directory import DirectoryStore
+from tests.restore.runs import Run, content, files_of, is_whole, left_in, shard_key
+
+
+def _committed(run: Run, step: int = 10, **options: Any) -> restore.Checkpoint:
+    run.commit(step, **options)
+    checkpoint = restore.find(run.url, step=step)
+    assert checkpoint is not None
+    return checkpoint
+
+
+@pytest.fixture
+def num_gets(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The key of every range that is read from a folder's store."""
+    asked: list[str] = []
+    get_range = DirectoryStore.get_range
+
+    async def counted(self: DirectoryStore, key: str, *rest: Any) -> Any:
+        asked.append(key)
+        return await get_range(self, key, *rest)
+
+    monkeypatch.setattr(DirectoryStore, "get_range", counted)
+    return asked
+
+
+def test_byte_identical(any_run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Empty files, files of many ranges with a short last one; no lease and no partial file is left."""
+    monkeypatch.setattr(partial, "RANGE_BYTES", 1000)
+    files = files_of(10) | {2: {"empty.pt": b"", "exact.pt": content(1, "x", 2000)}}
+    checkpoint = _committed(any_run, files=files)
+    seen: list[tuple[int, int]] = []
+    report = restore.fetch(checkpoint, tmp_path / "there", on_progress=lambda *now: seen.append(now))
+    assert is_whole(report, files)
+    assert left_in(tmp_path / "there") == sorted(checkpoint.files)
+    assert report.bytes_from == {"remote": checkpoint.size_bytes} == {"remote": report.size_bytes}
+    assert seen == sorted(seen)
+    assert seen[-1] == (checkpoint.size_bytes, checkpoint.size_bytes)
+    assert any_run.leases() == []
+
+
+def test_only_what_is_wanted(run_: Run, tmp_path: Path, num_gets: list[str]) -> None:
+    """By rank, by glob, by both; a typing error is told and nothing is made."""
+    checkpoint = _committed(run_)
+    fetch = lambda **which: sorted(restore.fetch(checkpoint, tmp_path / str(which), **which).paths)  # noqa: E731
+    assert fetch(ranks=[1]) == ["optim/rank-1.pt", "rank-1.pt"]
+    assert fetch(files=["rank-*"]) == ["rank-0.pt", "rank-1.pt"]
+    assert fetch(ranks=[0], files=["optim/*"]) == ["optim/rank-0.pt"]
+    assert sorted(num_gets) == sorted(
+        shard_key(10, name)
+        for name in ("optim/rank-1.pt", "rank-1.pt", "rank-0.pt", "rank-1.pt", "optim/rank-0.pt")
+    )
+    for which in ({"ranks": [2]}, {"files": ["nothing"]}, {"ranks": [0], "files": ["rank-1.pt"]}):
+        with pytest.raises(InvalidNameError):
+            fetch(**which)
+        assert not (tmp_path / str(which)).exists()
+
+
+def test_what_is_there_is_not_fetched_again(run_: Run, tmp_path: Path, num_gets: list[str]) -> None:
+    checkpoint = _committed(run_)
+    restore.fetch(checkpoint, tmp_path / "there")
+    num_gets.clear()
+    assert restore.fetch(checkpoint, tmp_path / "there").bytes_from == {"there": checkpoint.size_bytes}
+    assert num_gets == []
+
+
+@pytest.mark.parametrize(
+    "other", ["another", "another of its size", "a folder", "a link to it", "a dead link"]
+)
+def test_another_file_is_left_alone(run_: Run, tmp_path: Path, other: str) -> None:
+    """And `overwrite` replaces it, the link and not what it leads to; but never a folder."""
+    checkpoint = _committed(run_)
+    there = tmp_path / "there"
+    target, mine = there / "rank-0.pt", tmp_path / "mine"
+    there.mkdir()
+    mine.write_bytes(content(10, "rank-0.pt"))
+    match other:
+        case "another":
+            target.write_bytes(b"precious")
+        case "another of its size":
+            target.write_bytes(bytes(3000))
+        case "a folder":
+            target.mkdir()
+        case "a link to it":
+            target.symlink_to(mine)
+        case "a dead link":
+            target.symlink_to(tmp_path / "nothing")
+    before = os.lstat(target)
+    with pytest.raises(restore.DestinationError, match=r"rank-0\.pt"):
+        restore.fetch(checkpoint, there)
+    assert os.lstat(target) == before
+    if other == "a folder":
+        with pytest.raises(restore.DestinationError):
+            restore.fetch(checkpoint, there, overwrite=True)
+        return
+    assert is_whole(restore.fetch(checkpoint, there, overwrite=True), files_of(10))
+    assert not target.is_symlink()
+    assert mine.read_bytes() == content(10, "rank-0.pt")
+
+
+def test_a_link_on_the_way_leads_nowhere(run_: Run, tmp_path: Path) -> None:
+    """Nothing is made or written outside of the destination; the destination itself may be a link."""
+    checkpoint = _committed(run_, files={0: {"a/b/c.pt": b"x" * 100}})
+    outside = tmp_path / "outside"
+    for link in ("a", fetching.PARTIAL_FOLDER):
+        there = tmp_path / f"there-{link}"
+        there.mkdir()
+        outside.mkdir()
+        (there / link).symlink_to(outside)
+        with pytest.raises(restore.DestinationError, match="symbolic link"):
+            restore.fetch(checkpoint, there)
+        assert list(outside.iterdir()) == []
+        outside.rmdir()
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    assert is_whole(restore.fetch(checkpoint, tmp_path / "link"), {0: {"a/b/c.pt": b"x" * 100}})
+
+
+def test_names_that_would_escape(run_: Run, tmp_path: Path) -> None:
+    """A Checkpoint may come from anywhere: the name is checked where it becomes a path."""
+    checkpoint = _committed(run_)
+    file = next(iter(checkpoint.files.values()))
+    for name in ("../escaped", "/etc/escaped", "a/../../escaped", "a//b"):
+        hostile = restore.Checkpoint(
+            checkpoint.remote,
+            checkpoint.id,
+            "x",
+            1,
+            {name: restore.RemoteFile(name, file.key, file.size_bytes, file.checksum)},
+        )
+        with pytest.raises(InvalidNameError):
+            restore.fetch(hostile, tmp_path / "a" / "there")
+    assert [path for path in left_in(tmp_path) if "escaped" in path] == []
+
+
+@pytest.mark.parametrize("place", ["usual", "beside", "spool"])
+def test_a_local_copy_serves(run_: Run, tmp_path: Path, num_gets: list[str], place: str) -> None:
+    """If its bytes are right, wherever it is; a damaged one of the right size is passed over."""
+    checkpoint = _committed(run_)
+    folder = tmp_path / "folder"
+    at = {
+        "usual": folder / checkpoint.name / "rank-0.pt",
+        "beside": folder / "rank-0.pt",
+        "spool": folder / keys.PRIVATE / keys.spool_checkpoint(checkpoint.id, 0) / "rank-0.pt",
+    }[place]
+    at.parent.mkdir(parents=True)
+    at.write_bytes(content(10, "rank-0.pt"))
+    report = restore.fetch(checkpoint, tmp_path / "there", folder=folder)
+    assert is_whole(report, files_of(10))
+    assert report.bytes_from == {"local": 3000, "remote": 9000}
+    assert shard_key(10, "rank-0.pt") not in num_gets
+    at.write_bytes(content(9, "rank-0.pt"))
+    for verify in (True, False):
+        report = restore.fetch(checkpoint, tmp_path / f"again-{verify}", folder=folder, verify=verify)
+        assert is_whole(report, files_of(10))
+        assert report.bytes_from == {"remote": 12000}
+
+
+def test_a_local_copy_that_the_journal_remembers(run_: Run, tmp_path: Path) -> None:
+    """The trainer's own file, under a name of the trainer's own."""
+    folder = tmp_path / "folder"
+    place = folder / "odd" / "place"
+    with Uploader(folder, run_.url, rank=0, world_size=1, latest_filename="") as uploader:
+        place.mkdir(parents=True)
+        (place / "model.pt").write_bytes(content(1, "model"))
+        uploader.enqueue(place, 1)
+        uploader.seal(1)
+        uploader.wait(1, timeout_s=60)
+    checkpoint = restore.find(run_.url)
+    assert checkpoint is not None
+    report = restore.fetch(checkpoint, tmp_path / "there", folder=folder)
+    assert report.bytes_from == {"local": 3000}
+    assert (tmp_path / "there" / "model.pt").read_bytes() == content(1, "model")
+
+
+def test_one_flipped_bit_is_found(any_run: Run, tmp_path: Path) -> None:
+    """Nothing of it stays, it is marked, and the next older one is fetched instead."""
+    any_run.commit(10)
+    checkpoint = _committed(any_run, 20)
+    any_run.flip(shard_key(20, "rank-1.pt"))
+    with pytest.raises(restore.DamagedCheckpointError, match=r"rank-1\.pt .*checksum"):
+        restore.fetch(checkpoint, tmp_path / "there")
+    assert left_in(tmp_path / "there") == []
+    assert "checksum" in any_run.damages()[CheckpointId(1, 20)]
+    any_run.delete(*any_run.keys(keys.DAMAGED))
+    found = restore.fetch_latest(any_run.url, tmp_path / "there")
+    assert found is not None
+    assert found[0].step == 10
+    assert [each.id.step for each in found[0].rejected] == [20]
+    assert is_whole(found[1], files_of(10))
+    assert left_in(tmp_path / "there") == sorted(found[0].files)
+    assert any_run.leases() == []
+    report = restore.fetch(checkpoint, tmp_path / "unverified", verify=False)
+    assert report.bytes_from == {"remote": checkpoint.size_bytes}
+
+
+@pytest.mark.parametrize("damage", ["gone", "cut short"])
+def test_damage_since_it_was_found(any_run: Run, tmp_path: Path, damage: str) -> None:
+    """What a refused range means is looked at: it is no failure of the store."""
+    checkpoint = _committed(any_run)
+    any_run.delete(shard_key(10, "rank-0.pt"))
+    if damage == "cut short":
+        any_run.put(shard_key(10, "rank-0.pt"), content(10, "rank-0.pt")[:1000])
+    with pytest.raises(restore.DamagedCheckpointError, match=r"is missing|has 1000 bytes instead of 3000"):
+        restore.fetch(checkpoint, tmp_path / "there")
+    assert list(any_run.damages()) == [checkpoint.id]
+
+
+def test_all_damaged_is_told(run_: Run, tmp_path: Path) -> None:
+    for step in (10, 20):
+        run_.commit(step)
+        run_.flip(shard_key(step, "rank-0.pt"))
+    with pytest.raises(restore.NoUsableCheckpointError):
+        restore.fetch_latest(run_.url, tmp_path / "there")
+    with pytest.raises(restore.DamagedCheckpointError):
+        restore.fetch_latest(run_.url, tmp_path / "there", step=10)
+    assert left_in(tmp_path / "there") == []
+
+
+def test_a_byte_that_the_wire_spoils_is_no_damage(
+    run_: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Read again, it is right."""
+    checkpoint = _committed(run_, files={0: {"a.pt": content(1, "a")}})
+    get_range, num_calls = DirectoryStore.get_range, 0
+
+    async def spoilt(self: DirectoryStore, key: str, offset: int, size_bytes: int, sink: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        bad = num_calls == 1
+        return await get_range(
+            self,
+            key,
+            offset,
+            size_bytes,
+            lambda piece: sink(memoryview(bytes(len(piece)))) if bad else sink(piece),
+        )
+
+    monkeypatch.setattr(DirectoryStore, "get_range", spoilt)
+    report = restore.fetch(checkpoint, tmp_path / "there")
+    assert is_whole(report, {0: {"a.pt": content(1, "a")}})
+    assert (num_calls, report.bytes_from) == (2, {"remote": 3000})
+    assert run_.damages() == {}
+
+
+def test_no_space_is_told_beforehand(
+    run_: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_gets: list[str]
+) -> None:
+    """By what the file system says is free, less what an earlier fetch holds already."""
+    checkpoint = _committed(run_)
+    statvfs = os.statvfs
+
+    def small(path: Any) -> os.statvfs_result:
+        facts = list(statvfs(path))
+        facts[1], facts[4] = 1, 11_999  # f_frsize, f_bavail
+        return os.statvfs_result(facts)
+
+    monkeypatch.setattr(os, "statvfs", small)
+    with pytest.raises(NoSpaceError, match="11999 bytes free, 12000 more are needed"):
+        restore.fetch(checkpoint, tmp_path / "there")
+    assert num_gets == []
+    assert is_whole(restore.fetch(checkpoint, tmp_path / "there", ranks=[0]), {0: files_of(10)[0]})
+
+
+def test_a_disk_that_runs_full_is_told(run_: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle; called again, it goes on."""
+    checkpoint = _committed(run_)
+    write, is_full = partial.PartialFile.write, True
+
+    def full(self: partial.PartialFile, piece: memoryview, offset: int) -> None:
+        if is_full:
+            raise OSError(28, "No space left on device")
+        write(self, piece, offset)
+
+    monkeypatch.setattr(partial.PartialFile, "write", full)
+    with pytest.raises(NoSpaceError, match="ran full"):
+        restore.fetch(checkpoint, tmp_path / "there")
+    is_full = False
+    assert is_whole(restore.fetch(checkpoint, tmp_path / "there"), files_of(10))
+
+
+def test_in_a_running_loop(run_: Run, tmp_path: Path) -> None:
+    """A notebook's."""
+    _committed(run_)
+
+    async def main() -> Any:
+        return restore.fetch_latest(run_.url, tmp_path / "there")
+
+    assert is_whole(asyncio.run(main())[1], files_of(10))
+
+
+def test_one_failure_leaves_no_thread_at_a_closed_file(
+    run_: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file fails while another is being prepared: its descriptor, a number that the next file gets, stays until the
+    thread has left it.
+    """
+    checkpoint = _committed(run_)
+    preparing, failed, used = threading.Event(), threading.Event(), []
+    prepare, get_range = partial.PartialFile.prepare, DirectoryStore.get_range
+
+    def slowly(self: partial.PartialFile) -> int:
+        if self._size_bytes and not preparing.is_set():
+            preparing.set()
+            assert failed.wait(30)
+            threading.Event().wait(0.2)  # the time in which a loop that did not wait would close it
+            used.append(os.fstat(self._descriptor).st_ino == os.stat(self._path).st_ino)
+        return prepare(self)
+
+    async def failing(self: DirectoryStore, key: str, *rest: Any) -> Any:
+        await asyncio.to_thread(preparing.wait, 30)
+        failed.set()
+        raise StoreError("no", reason=FailureReason.PRECONDITION, operation="get")
+
+    monkeypatch.setattr(partial.PartialFile, "prepare", slowly)
+    monkeypatch.setattr(DirectoryStore, "get_range", failing)
+    with pytest.raises(StoreError):
+        restore.fetch(checkpoint, tmp_path / "there")
+    assert used == [True]
+    monkeypatch.setattr(DirectoryStore, "get_range", get_range)
+
+
+def test_no_descriptor_and_no_thread_is_left(any_run: Run, tmp_path: Path) -> None:
+    """After successes and failures alike."""
+    checkpoint = _committed(any_run)
+    restore.fetch(checkpoint, tmp_path / "warm-up")
+    before = len(os.listdir("/proc/self/fd")), threading.active_count()
+    for number in range(3):
+        restore.fetch(checkpoint, tmp_path / f"there-{number}")
+        with restore.open(checkpoint) as reader:
+            reader.read("rank-0.pt", 5, 10)
+    any_run.flip(shard_key(10, "rank-1.pt"))
+    with pytest.raises(restore.DamagedCheckpointError):
+        restore.fetch(checkpoint, tmp_path / "damaged")
+    assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
+
+
+def test_many_at_once_in_one_process(run_: Run, tmp_path: Path, num_gets: list[str]) -> None:
+    """Threads that fetch into the same place wait for each other, too."""
+    checkpoint = _committed(run_)
+    with ThreadPoolExecutor(4) as threads:
+        reports = list(threads.map(lambda _: restore.fetch(checkpoint, tmp_path / "there"), range(4)))
+    assert all(is_whole(report, files_of(10)) for report in reports)
+    assert len(num_gets) == len(set(num_gets)) == 4
+    assert left_in(tmp_path / "there") == sorted(checkpoint.files)

@@ -1,0 +1,303 @@
+"""Which checkpoint is found: the newest one that can be read, whatever pointers say; and what is told of the others."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_async import keys, records, restore
+from ckpt_async.errors import FailureReason, InvalidRecordError, StoreError
+from ckpt_async.model import Boundary, CheckpointId, Latest
+from ckpt_async.stores.directory import DirectoryStore
+from tests.faults.processes import Nursery
+from tests.faults.proxy import Fault, FaultProxy
+from tests.restore.runs import Run, content, files_of, is_whole, shard_key
+
+
+def _found(run: Run, **options: Any) -> restore.Checkpoint:
+    checkpoint = restore.find(run.url, **options)
+    assert checkpoint is not None
+    return checkpoint
+
+
+def test_nothing_is_a_fresh_start(any_run: Run) -> None:
+    """An empty prefix, a folder that nobody made yet, and a run that has committed nothing."""
+    assert restore.find(any_run.url) is None
+    any_run.put(keys.generation_key(1), b"{}")
+    assert restore.find(any_run.url) is None
+
+
+def test_the_newest_by_generation_then_step(any_run: Run) -> None:
+    """A run restarted from an older step: its smaller step is newer. A plain value with every file comes back."""
+    any_run.commit(300)
+    id_ = any_run.commit(200, generation=2)
+    any_run.commit(100, generation=1, moves_latest=False)
+    checkpoint = _found(any_run)
+    assert (checkpoint.id, checkpoint.rejected, checkpoint.world_size) == (id_, (), 2)
+    assert sorted(checkpoint.files) == sorted(
+        ["rank-0.pt", "rank-1.pt", "optim/rank-0.pt", "optim/rank-1.pt"]
+    )
+    assert _found(any_run, step=300).id == CheckpointId(1, 300)
+    assert restore.find(any_run.url, step=7) is None
+
+
+def _latest(step: int, generation: int = 1) -> bytes:
+    name = f"step-{step}"
+    prefix = keys.data_prefix(name, generation)
+    return records.encode_latest(Latest(CheckpointId(generation, step), name, prefix, 99, "nonce"))
+
+
+@pytest.mark.parametrize("latest", [None, b"nonsense", b"", _latest(10), _latest(5), _latest(77)])
+def test_latest_hides_nothing(run_: Run, latest: bytes | None) -> None:
+    """Missing, nonsense, stale, pruned, never there: it is a hint."""
+    pruned = run_.commit(5)
+    for step in (10, 20):
+        run_.commit(step)
+    run_.prune(pruned)
+    run_.delete(keys.LATEST)
+    if latest is not None:
+        run_.put(keys.LATEST, latest)
+    checkpoint = _found(run_)
+    assert (checkpoint.step, checkpoint.rejected) == (20, ())
+    assert run_.damages() == {}
+
+
+def _forged_decision(run: Run, id_: CheckpointId) -> None:
+    """A commit that names receipts nobody wrote."""
+    document = json.loads(run.get(keys.decision_key(id_)))
+    document["receipts"] = document["receipts"][::-1]
+    run.put(keys.decision_key(id_), json.dumps(document).encode())
+
+
+def _replaced_receipt(run: Run, id_: CheckpointId) -> None:
+    document = json.loads(run.get(keys.receipt_key(id_, 1)))
+    document["shards"][0]["size_bytes"] += 1
+    run.put(keys.receipt_key(id_, 1), json.dumps(document).encode())
+
+
+DAMAGES = {
+    "a shard is gone": (lambda run, id_: run.delete(shard_key(20, "rank-1.pt")), "rank-1.pt is missing"),
+    "a shard is cut short": (
+        lambda run, id_: run.put(shard_key(20, "rank-0.pt"), content(20, "rank-0.pt")[:-1]),
+        "has 2999 bytes, its receipt says 3000",
+    ),
+    "a receipt is gone": (
+        lambda run, id_: run.delete(keys.receipt_key(id_, 0)),
+        "rank 0's receipt is missing",
+    ),
+    "a receipt is another": (_replaced_receipt, "rank 1's receipt is not the one that was decided on"),
+    "the decision is forged": (_forged_decision, "rank 0's receipt is not the one that was decided on"),
+    "the decision is another's": (
+        lambda run, id_: run.put(keys.decision_key(id_), run.get(keys.decision_key(CheckpointId(1, 10)))),
+        "found under the key of",
+    ),
+    "the decision is nonsense": (
+        lambda run, id_: run.put(keys.decision_key(id_), b"{]"),
+        "not JSON this package writes",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_one_gives_way_to_the_next_older(run_: Run, damage: str, monkeypatch: Any) -> None:
+    """With one clear sentence and a mark, so that the next reader does not try it again; unless it is asked for."""
+    run_.commit(10)
+    id_ = run_.commit(20)
+    do, reason = DAMAGES[damage]
+    do(run_, id_)
+    checkpoint = _found(run_)
+    assert checkpoint.step == 10
+    (rejected,) = checkpoint.rejected
+    assert rejected.id == id_
+    assert reason in rejected.reason
+    assert str(rejected).count("\n") == 0
+    assert reason in run_.damages()[id_]
+
+    looked_at: list[str] = []
+    get = DirectoryStore.get
+
+    async def noted(self: DirectoryStore, key: str, **options: Any) -> Any:
+        looked_at.append(key)
+        return await get(self, key, **options)
+
+    monkeypatch.setattr(DirectoryStore, "get", noted)
+    assert [each.reason for each in _found(run_).rejected] == [run_.damages()[id_]]
+    assert keys.decision_key(id_) not in looked_at
+    with pytest.raises(restore.NoUsableCheckpointError, match="20"):
+        restore.find(run_.url, step=20)
+    assert keys.decision_key(id_) in looked_at
+
+
+def test_all_broken_is_not_a_fresh_start(any_run: Run) -> None:
+    """Each is named with its reason."""
+    for step in (10, 20):
+        any_run.commit(step)
+        any_run.delete(shard_key(step, "rank-0.pt"))
+    with pytest.raises(restore.NoUsableCheckpointError) as raised:
+        restore.find(any_run.url)
+    for step in (10, 20):
+        assert f"step {step} (step-{step}, generation 1)" in str(raised.value)
+    assert str(raised.value).count("is missing") == 2
+
+
+def test_of_two_with_one_step_the_asked_for_is_the_newest(run_: Run) -> None:
+    """What an older start saved at that step is another checkpoint: not silently taken instead."""
+    run_.commit(20)
+    run_.commit(20, generation=2)
+    run_.delete(shard_key(20, "rank-0.pt", 2))
+    with pytest.raises(restore.NoUsableCheckpointError):
+        restore.find(run_.url, step=20)
+    assert _found(run_).id == CheckpointId(1, 20)
+
+
+def test_marked_and_whole_again(run_: Run) -> None:
+    """A mark is believed, unless the step is asked for."""
+    run_.commit(10)
+    run_.commit(20)
+    data = run_.get(shard_key(20, "rank-0.pt"))
+    run_.delete(shard_key(20, "rank-0.pt"))
+    assert _found(run_).step == 10
+    run_.put(shard_key(20, "rank-0.pt"), data)
+    assert _found(run_).step == 10
+    assert _found(run_, step=20).rejected == ()
+
+
+def test_pruned_while_we_looked_is_no_damage(run_: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Retention takes it between the decision and the shards."""
+    run_.commit(10)
+    id_ = run_.commit(20)
+    listing = DirectoryStore.list
+
+    async def prune_first(self: DirectoryStore, prefix: str, **options: Any) -> Any:
+        if prefix == keys.data_prefix("step-20", 1):
+            monkeypatch.setattr(DirectoryStore, "list", listing)
+            await run_.prune_in_loop(id_)
+        return await listing(self, prefix, **options)
+
+    monkeypatch.setattr(DirectoryStore, "list", prune_first)
+    checkpoint = _found(run_)
+    assert (checkpoint.step, checkpoint.rejected) == (10, ())
+    assert run_.damages() == {}
+
+
+def test_what_the_caller_could_not_use_is_passed_over(run_: Run) -> None:
+    run_.commit(10)
+    id_ = run_.commit(20)
+    checkpoint = _found(run_, passing_over=[id_])
+    assert (checkpoint.step, [each.id for each in checkpoint.rejected]) == (10, [id_])
+    assert run_.damages() == {}
+
+
+def test_another_version_is_not_damaged(run_: Run) -> None:
+    """A newer program wrote it: it is passed over and told, and others may still read it."""
+    run_.commit(10)
+    id_ = run_.commit(20)
+    document = json.loads(run_.get(keys.decision_key(id_)))
+    run_.put(keys.decision_key(id_), json.dumps(document | {"version": 2}).encode())
+    checkpoint = _found(run_)
+    assert checkpoint.step == 10
+    assert "version" in checkpoint.rejected[0].reason
+    assert run_.damages() == {}
+
+
+def test_an_unreadable_boundary_damages_nothing(run_: Run) -> None:
+    """Whether a commit holds hangs on it: say so, and mark nothing."""
+    run_.commit(10)
+    run_.put(keys.BOUNDARY, b"nonsense")
+    with pytest.raises(InvalidRecordError, match="boundary"):
+        restore.find(run_.url)
+    assert run_.damages() == {}
+
+
+def test_below_the_boundary_nothing_is_found(run_: Run) -> None:
+    """A commit there was made by a straggler after the checkpoint had been given up."""
+    run_.commit(10)
+    run_.put(keys.BOUNDARY, records.encode_boundary(Boundary(CheckpointId(1, 15), frozenset(), 1, "nonce")))
+    assert restore.find(run_.url) is None
+    run_.commit(20)
+    assert _found(run_).step == 20
+
+
+def test_half_uploaded_is_never_shown(any_run: Run) -> None:
+    """Whatever marks of other tools are among its shards."""
+    any_run.put(keys.generation_key(1), b"{}")
+    for name in (".metadata", "__0_0.distcp", "commit_success.txt", ".metadata.json"):
+        any_run.put(shard_key(5, name), b"x")
+        any_run.put(shard_key(5, f"model/{name}"), b"x")
+    any_run.put("latest-rank0.pt.symlink", keys.data_prefix("step-5", 1).encode())
+    assert restore.find(any_run.url) is None
+
+
+def test_credentials_that_may_not_list(proxy: FaultProxy, s3_url: str) -> None:
+    """Then latest is all there is to go by; without it the refusal is told, and is not "there is none"."""
+    run = Run(s3_url)
+    run.commit(10)
+    run.commit(20)
+    proxy.add(Fault("denied", method="GET", query="list-type=2"))
+    assert _found(run).step == 20
+    proxy.heal()
+    run.delete(keys.LATEST)
+    proxy.add(Fault("denied", method="GET", query="list-type=2"))
+    with pytest.raises(StoreError) as raised:
+        restore.find(s3_url)
+    assert raised.value.reason is FailureReason.AUTH
+
+
+@pytest.mark.parametrize("marks_may_be_written", [True, False])
+def test_a_read_only_remote(run_: Run, marks_may_be_written: bool, monkeypatch: Any) -> None:
+    """What cannot be marked is passed over all the same."""
+    run_.commit(10)
+    run_.commit(20)
+    run_.delete(shard_key(20, "rank-0.pt"))
+
+    async def refused(*_: Any, **__: Any) -> Any:
+        raise StoreError("read-only", reason=FailureReason.DISK, operation="put")
+
+    if not marks_may_be_written:
+        monkeypatch.setattr(DirectoryStore, "put", refused)
+    assert _found(run_).step == 10
+    monkeypatch.undo()
+    assert len(run_.damages()) == marks_may_be_written
+
+
+def test_a_store_that_is_away_is_an_error(monkeypatch: pytest.MonkeyPatch, s3_url: str) -> None:
+    """Not "there is none"."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:1")
+    monkeypatch.setenv("CKPT_ASYNC_UPLOAD_TIMEOUT_S", "1")
+    with pytest.raises(StoreError):
+        restore.find(s3_url)
+
+
+def test_what_a_killed_trainer_left_is_finished_first(
+    proxy: FaultProxy, s3_url: str, nursery: Nursery, tmp_path: Path
+) -> None:
+    """The newest checkpoint is the one that was still uploading."""
+    trainer = nursery.start(
+        "saves", folder=str(tmp_path / "run"), remote=s3_url, rank=0, world_size=1, steps=[1], num_shards=2
+    )
+    trainer.expect("saved")
+    trainer.tell("wait 1")
+    trainer.expect("done wait 1")
+    proxy.add(Fault("hold", method="PUT", key="/ckpt/step-"))
+    trainer.tell("save 2")
+    trainer.expect("done save 2")
+    trainer.kill()
+    proxy.heal()
+    assert _found(Run(s3_url)).step == 1
+    checkpoint = _found(Run(s3_url), folder=tmp_path / "run", drain_timeout_s=60)
+    assert checkpoint.step == 2
+    report = restore.fetch(checkpoint, tmp_path / "there", folder=tmp_path / "run")
+    assert set(report.bytes_from) == {"local"}
+    assert restore.find(s3_url, folder=tmp_path / "never", drain_timeout_s=1) is not None
+
+
+def test_it_is_a_plain_value(run_: Run, tmp_path: Path) -> None:
+    """Pickled and sent to other ranks, it can be fetched there."""
+    import pickle
+
+    run_.commit(10)
+    checkpoint = pickle.loads(pickle.dumps(_found(run_)))
+    assert is_whole(restore.fetch(checkpoint, tmp_path / "there"), files_of(10))
+    assert os.listdir(tmp_path / "there") != []

@@ -1,0 +1,203 @@
+"""What other tools wrote: found by the marks that they leave last, and nothing that is half done."""
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt_async import restore
+from ckpt_async.restore.foreign import Found, recognise
+from tests.restore.runs import Run, left_in
+
+
+def _put(run: Run, *names: str, **contents: bytes) -> None:
+    root = Path(run.url.removeprefix("file://"))
+    for name, data in ({name: name.encode() for name in names} | contents).items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+
+
+def _found(names: list[str], pointers: dict[str, str] | None = None) -> list[tuple[str, int, str, bool]]:
+    return [(each.format, each.step, each.path, not each.reason) for each in recognise(names, pointers or {})]
+
+
+LAYOUTS = {
+    "dcp": (
+        ["r/step-20/.metadata", "r/step-20/__0_0.distcp", "r/step-30/__0_0.distcp"],
+        ("dcp", 20, "r/step-20"),
+    ),
+    "olmo": (
+        ["step20/config.yaml", "step20/model.pt", "step30/model.pt"],
+        ("olmo", 20, "step20"),
+    ),
+    "olmo unsharded": (["step20-unsharded/config.yaml"], ("olmo", 20, "step20-unsharded")),
+    "olmo both": (
+        ["step20-unsharded/config.yaml", "step20/config.yaml", "step9/config.yaml"],
+        ("olmo", 20, "step20"),
+    ),
+    "olmo-core": (
+        ["step20/.metadata.json", "step20/model_and_optim/.metadata", "step20/train/rank0.pt"],
+        ("olmo-core", 20, "step20"),
+    ),
+    "composer file": (
+        ["ckpts/ep1-ba20-rank0.pt", "ckpts/ep1-ba9-rank0.pt"],
+        ("composer", 20, "ckpts/ep1-ba20-rank0.pt"),
+    ),
+    "ml-flashpoint": (
+        ["c/step-20_ckpt/data.pt", "c/step-30_ckpt/data.pt", "c/step-30_ckpt__0__unfinished"],
+        ("ml-flashpoint", 20, "c/step-20_ckpt"),
+    ),
+    "ml-flashpoint, marks with something in them": (
+        ["c/step-20_ckpt/data.pt", "c/step-25_ckpt__0__unfinished/step-25/.metadata"],
+        ("ml-flashpoint", 20, "c/step-20_ckpt"),
+    ),
+    "orbax commit file": (
+        ["20/commit_success.txt", "20/_CHECKPOINT_METADATA", "30/_CHECKPOINT_METADATA", "30/state/d/1"],
+        ("orbax", 20, "20"),
+    ),
+    "orbax renamed": (
+        ["20/_CHECKPOINT_METADATA", "20/default/d/x", "30.orbax-checkpoint-tmp-17/_CHECKPOINT_METADATA"],
+        ("orbax", 20, "20"),
+    ),
+    "orbax prefix": (["step_20/_CHECKPOINT_METADATA"], ("orbax", 20, "step_20")),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(layout: str) -> None:
+    """The newest complete one is found first; what is unfinished is not complete, whatever is in it."""
+    names, (tool, step, path) = LAYOUTS[layout]
+    complete = [each for each in _found(names) if each[3]]
+    assert complete[0] == (tool, step, path, True)
+    assert all(each[1] <= 20 for each in complete)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_are_found_and_fetched(run_: Run, tmp_path: Path, layout: str) -> None:
+    names, (tool, step, path) = LAYOUTS[layout]
+    _put(run_, *names)
+    checkpoint = restore.find(run_.url)
+    assert checkpoint is not None
+    assert (checkpoint.format, checkpoint.step, checkpoint.generation) == (tool, step, 0)
+    report = restore.fetch(checkpoint, tmp_path / "there")
+    wanted = [name for name in names if name == path or name.startswith(f"{path}/")]
+    prefix = path.rpartition("/")[0] if path in names else path
+    assert left_in(tmp_path / "there") == sorted(name.removeprefix(prefix).lstrip("/") for name in wanted)
+    for name, at in report.paths.items():
+        assert at.read_bytes() == (f"{prefix}/{name}" if prefix else name).encode()
+    assert left_in(Path(run_.url.removeprefix("file://"))) == sorted(names)  # read-only
+    assert restore.find(run_.url, step=step) is not None
+    assert restore.find(run_.url, step=999) is None
+
+
+@pytest.mark.parametrize("what", ["a file", "a folder", "nothing", "itself", "nonsense", "out of the remote"])
+def test_composers_pointers(run_: Run, what: str) -> None:
+    """An object name without the bucket, so relative to nothing we know."""
+    root = run_.url.removeprefix("file:///")
+    _put(run_, "ep1-ba20/__0_0.distcp", "ep1-ba30-rank0.pt", "ep1-ba30-rank1.pt")
+    target = {
+        "a file": f"{root}/ep1-ba30-rank0.pt",
+        "a folder": "ep1-ba20",
+        "nothing": f"{root}/ep1-ba99-rank0.pt",
+        "itself": "latest-rank0.pt.symlink/x",
+        "nonsense": "\udcff",
+        "out of the remote": "../../etc",
+    }[what]
+    _put(run_, **{"latest-rank0.pt.symlink": target.encode("utf-8", "surrogateescape")})
+    checkpoint = restore.find(run_.url)
+    found = (checkpoint.format, checkpoint.step, checkpoint.name) if checkpoint else None
+    assert found == {
+        "a file": ("composer", 30, "ep1-ba30-rank0.pt"),
+        "a folder": ("composer", 20, "ep1-ba20"),
+    }.get(what)
+
+
+@pytest.mark.parametrize("name", ["a b", "a\\b", "\u00e9", "x" * 201, "new\nline"])
+def test_hostile_names_are_refused(run_: Run, name: str) -> None:
+    """The older one is taken, and why is told; if there is none, that is no fresh start."""
+    _put(run_, "step20/config.yaml", f"step20/{name}")
+    with pytest.raises(restore.NoUsableCheckpointError, match="step20"):
+        restore.find(run_.url)
+    _put(run_, "step10/config.yaml")
+    checkpoint = restore.find(run_.url)
+    assert checkpoint is not None
+    assert checkpoint.step == 10
+    assert [each.id.step for each in checkpoint.rejected] == [20]
+
+
+def test_what_cannot_be_read_gives_way(run_: Run, tmp_path: Path) -> None:
+    """And is not tried for ever."""
+    _put(run_, "step20/config.yaml", "step20/a.pt", "step10/config.yaml")
+    checkpoint = restore.find(run_.url)
+    assert checkpoint is not None
+    gone = Path(run_.url.removeprefix("file://")) / "step20" / "a.pt"
+    gone.unlink()
+    with pytest.raises(restore.DamagedCheckpointError):
+        restore.fetch(checkpoint, tmp_path / "there")
+    second = restore.find(run_.url, passing_over=[checkpoint.id])
+    assert second is not None
+    assert second.step == 10
+    assert not (gone.parent.parent / ".ckpt_async" / "damaged").exists()
+
+
+def test_a_local_file_of_the_same_size_is_not_taken(run_: Run, tmp_path: Path) -> None:
+    """Without a checksum nobody can tell it from another step's."""
+    _put(run_, "step20/config.yaml", **{"step20/a.pt": b"right"})
+    (tmp_path / "a.pt").write_bytes(b"wrong")
+    checkpoint = restore.find(run_.url)
+    assert checkpoint is not None
+    report = restore.fetch(checkpoint, tmp_path / "there", folder=tmp_path)
+    assert report.paths["a.pt"].read_bytes() == b"right"
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_real_dcp_checkpoint(run_: Run, tmp_path: Path) -> None:
+    """Saved by torch itself, loaded from where it was fetched."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    root = Path(run_.url.removeprefix("file://"))
+    for step in (10, 20):
+        dcp.save({"w": torch.full((100,), float(step))}, checkpoint_id=root / f"step-{step}", no_dist=True)
+    (root / "step-30").mkdir()
+    (root / "step-30" / "__0_0.distcp").write_bytes(b"half")
+    checkpoint = restore.find(run_.url)
+    assert checkpoint is not None
+    assert (checkpoint.format, checkpoint.step) == ("dcp", 20)
+    restore.fetch(checkpoint, tmp_path / "there")
+    state = {"w": torch.zeros(100)}
+    dcp.load(state, checkpoint_id=tmp_path / "there", no_dist=True)
+    assert torch.equal(state["w"], torch.full((100,), 20.0))
+    assert pickle.loads(pickle.dumps(checkpoint)) == checkpoint
+
+
+parts = st.sampled_from(
+    "step20 step20-unsharded step-20_ckpt step-20_ckpt__0__unfinished 20 default_30 a config.yaml .metadata"
+    " .metadata.json commit_success.txt _CHECKPOINT_METADATA ep1-ba20-rank0.pt ep1-ba20-rank1.pt x.symlink"
+    " 20.orbax-checkpoint-tmp-1 .. \u00e9".split()
+)
+listings = st.lists(st.lists(parts, min_size=1, max_size=4).map("/".join), max_size=20)
+
+
+@given(listings, st.dictionaries(st.just("x.symlink"), listings.flatmap(lambda _: parts)), st.randoms())
+def test_recognising_is_sound(names: list[str], pointers: dict[str, str], chance: Any) -> None:
+    """Each is there, none is inside another, the newest is first, and the order of the listing does not count."""
+    found = recognise(names, pointers)
+    shuffled = names[:]
+    chance.shuffle(shuffled)
+    assert recognise(shuffled, pointers) == found
+    assert [each.step for each in found] == sorted((each.step for each in found), reverse=True)
+    marked = [each.path for each in found if each.format != "composer"]
+    for each in found:
+        assert isinstance(each, Found)
+        assert each.path in names or any(name.startswith(f"{each.path}/") for name in names)
+        if each.format != "composer":
+            assert not any(each.path.startswith(f"{other}/") for other in marked)
+        if each.format == "ml-flashpoint":
+            mark = f"{each.path}__0__unfinished"
+            is_marked = any(name == mark or name.startswith(f"{mark}/") for name in names)
+            assert bool(each.reason) == is_marked

@@ -1,0 +1,471 @@
+"""Ranged GETs past the SDK: connections that are used again, broken, cancelled, encrypted, or not to be used at all."""
+
+import asyncio
+import contextlib
+import socket
+import ssl
+import subprocess
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+
+from ckpt_async import restore
+from ckpt_async.checksums import checksum_of
+from ckpt_async.errors import FailureReason, StoreError
+from ckpt_async.store import BytesBody
+from ckpt_async.stores import http_ranges, open_store
+from ckpt_async.stores.http_ranges import Answer, Downloads
+from tests.restore.runs import Run, content, files_of, is_whole
+
+Talk = Callable[[socket.socket], None]
+PATIENCE_S = 30.0
+
+
+class _Server:
+    """Plays `talk` with each connection, in a thread of its own, and then closes it."""
+
+    def __init__(self, talk: Talk, tls: ssl.SSLContext | None = None) -> None:
+        self._talk, self._tls = talk, tls
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listening.getsockname()[1]
+        self.num_connections = 0
+        self._threads: list[threading.Thread] = []
+
+    def __enter__(self) -> Self:
+        self._threads.append(threading.Thread(target=self._accept, daemon=True))
+        self._threads[0].start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._listening.shutdown(socket.SHUT_RDWR)
+        self._listening.close()
+        for thread in self._threads:
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listening.accept()
+                self.num_connections += 1
+                self._threads.append(threading.Thread(target=self._serve, args=(near,), daemon=True))
+                self._threads[-1].start()
+
+    def _serve(self, near: socket.socket) -> None:
+        with near, contextlib.suppress(OSError):
+            if self._tls is None:
+                self._talk(near)
+                return
+            with self._tls.wrap_socket(near, server_side=True) as encrypted:
+                self._talk(encrypted)
+
+
+def _request(near: socket.socket) -> bytes:
+    head = b""
+    while not head.endswith(b"\r\n\r\n"):
+        data = near.recv(1)
+        if not data:
+            raise ConnectionResetError
+        head += data
+    return head
+
+
+def _answer(size_bytes: int, body: bytes, status: int = 206) -> bytes:
+    return b"HTTP/1.1 %d X\r\nContent-Length: %d\r\n\r\n%b" % (status, size_bytes, body)
+
+
+def _answers(num_times: int) -> Talk:
+    """This many whole answers of ten bytes on each connection; then it is closed without a word."""
+
+    def talk(near: socket.socket) -> None:
+        for _ in range(num_times):
+            _request(near)
+            near.sendall(_answer(10, b"0123456789"))
+
+    return talk
+
+
+@contextlib.asynccontextmanager
+async def _downloads(**options: Any) -> AsyncIterator[Downloads]:
+    settings = {"max_connections": 4, "connect_timeout_s": 5.0, "read_timeout_s": 20.0, "ca_file": None}
+    downloads = Downloads(**settings | options)
+    try:
+        yield downloads
+    finally:
+        downloads.close()
+
+
+async def _get(downloads: Downloads, server: _Server, scheme: str = "http", size_bytes: int = 10) -> bytes:
+    found: list[bytes] = []
+    url = f"{scheme}://localhost:{server.port}/key?signed=1"
+    answer = await downloads.get_range(
+        url, 5, size_bytes, lambda piece: found.append(bytes(piece)), lambda _: None
+    )
+    assert answer.status == 206
+    return b"".join(found)
+
+
+def test_a_connection_is_used_again(run: Any) -> None:
+    async def main() -> None:
+        with _Server(_answers(100)) as server:
+            async with _downloads() as downloads:
+                assert [await _get(downloads, server) for _ in range(5)] == [b"0123456789"] * 5
+            assert server.num_connections == 1
+
+    run(main())
+
+
+def test_each_server_has_its_own(run: Any) -> None:
+    """Two on one machine: nothing that is meant for one goes to the other."""
+
+    async def main() -> None:
+        with _Server(_answers(100)) as first, _Server(_answers(100)) as second:
+            async with _downloads() as downloads:
+                for server in (first, second, first, second):
+                    await _get(downloads, server)
+            assert (first.num_connections, second.num_connections) == (1, 1)
+
+    run(main())
+
+
+@pytest.mark.parametrize("num_answers", [1, 2])
+def test_a_server_that_closes_idle_connections(run: Any, num_answers: int) -> None:
+    """Between two requests, without telling: asked again on a fresh one, once."""
+
+    async def main() -> None:
+        with _Server(_answers(num_answers)) as server:
+            async with _downloads() as downloads:
+                for _ in range(6):
+                    assert await _get(downloads, server) == b"0123456789"
+            assert server.num_connections == -(-6 // num_answers)
+
+    run(main())
+
+
+def test_a_server_that_never_answers_is_not_asked_twice(run: Any) -> None:
+    """On a fresh connection a broken one is an error."""
+
+    async def main() -> None:
+        with _Server(lambda near: None) as server:
+            async with _downloads() as downloads:
+                with pytest.raises((http_ranges.http.client.HTTPException, OSError)):
+                    await _get(downloads, server)
+            assert server.num_connections == 1
+
+    run(main())
+
+
+BAD_ANSWERS = {
+    "cut short": _answer(10, b"01234"),
+    "shorter": _answer(5, b"01234"),
+    "longer": _answer(11, b"01234567890"),
+    "chunked": b"HTTP/1.1 206 X\r\nTransfer-Encoding: chunked\r\n\r\na\r\n0123456789\r\n0\r\n\r\n",
+    "without a length": b"HTTP/1.1 206 X\r\nConnection: close\r\n\r\n0123456789",
+    "nonsense": b"SSH-2.0-OpenSSH\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("bad", BAD_ANSWERS)
+def test_a_bad_answer_is_an_error(run: Any, bad: str) -> None:
+    """And its connection is not used again, for what is left of it would be the next one's answer."""
+    is_first = True
+
+    def talk(near: socket.socket) -> None:
+        nonlocal is_first
+        _request(near)
+        near.sendall(BAD_ANSWERS[bad] if is_first else _answer(10, b"0123456789"))
+        if is_first and bad != "cut short":
+            is_first = False
+            near.settimeout(PATIENCE_S)
+            assert near.recv(1) == b""  # it is closed by the client
+        is_first = False
+
+    async def main() -> None:
+        with _Server(talk) as server:
+            async with _downloads() as downloads:
+                with pytest.raises(http_ranges.http.client.HTTPException):
+                    await _get(downloads, server)
+                assert await _get(downloads, server) == b"0123456789"
+
+    run(main())
+
+
+def test_a_refusal_is_an_answer(run: Any) -> None:
+    """With its body, and the shape in which the SDK would tell it; the sink hears nothing."""
+
+    def talk(near: socket.socket) -> None:
+        _request(near)
+        body = b"<Error><Code>SlowDown</Code><Message>later</Message></Error>"
+        near.sendall(_answer(len(body), body, 503))
+
+    async def main() -> None:
+        with _Server(talk) as server:
+            async with _downloads() as downloads:
+                answer = await downloads.get_range(
+                    f"http://localhost:{server.port}/x", 0, 10, pytest.fail, pytest.fail
+                )
+        assert isinstance(answer, Answer)
+        response = answer.as_sdk_response()
+        assert response["Error"] == {"Code": "SlowDown", "Message": "later"}
+        assert response["ResponseMetadata"]["HTTPStatusCode"] == 503
+
+    run(main())
+
+
+def _certificate(folder: Path) -> Path:
+    """Self-made, for localhost; key and certificate in one file."""
+    made = folder / "made.pem"
+    command = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost"
+    subprocess.run(
+        [
+            *command.split(),
+            "-addext",
+            "subjectAltName=DNS:localhost",
+            "-keyout",
+            made,
+            "-out",
+            folder / "c.pem",
+        ],
+        check=True,
+        capture_output=True,
+    )
+    made.write_bytes(made.read_bytes() + (folder / "c.pem").read_bytes())
+    return made
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _certificate(tmp_path_factory.mktemp("tls"))
+
+
+@pytest.fixture(params=["http", "https"])
+def tls(request: pytest.FixtureRequest, certificate: Path) -> Iterator[ssl.SSLContext | None]:
+    if request.param == "http":
+        yield None
+        return
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate)
+    yield context
+
+
+def test_encrypted(run: Any, certificate: Path) -> None:
+    """Verified against the CA that is set, and against no other."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate)
+    ca_file = str(certificate.with_name("c.pem"))
+
+    async def main() -> None:
+        with _Server(_answers(2), context) as server:
+            async with _downloads(ca_file=ca_file) as downloads:
+                for _ in range(4):
+                    assert await _get(downloads, server, "https") == b"0123456789"
+            assert server.num_connections == 2
+            async with _downloads() as downloads:
+                with pytest.raises(ssl.SSLCertVerificationError):
+                    await _get(downloads, server, "https")
+
+    run(main())
+
+
+@pytest.mark.parametrize("after_bytes", [None, 0, 3 << 20])
+def test_cancelled(run: Any, tls: ssl.SSLContext | None, certificate: Path, after_bytes: int | None) -> None:
+    """Before the answer, after its head, in the middle of the body: the thread is free, and the sink is left alone, as
+    soon as the cancelled call returns, though the server goes on sending.
+    """
+    reached = threading.Event()
+
+    def talk(near: socket.socket) -> None:
+        _request(near)
+        if after_bytes is None:
+            reached.set()
+            near.recv(1)
+            return
+        near.sendall(_answer(1 << 30, b""))
+        near.sendall(bytes(after_bytes))
+        reached.set()
+        if after_bytes:
+            near.settimeout(2)  # a closed window tells nobody that the client has gone
+            while True:
+                near.sendall(bytes(1 << 16))
+        near.recv(1)
+
+    async def main() -> None:
+        with _Server(talk, tls) as server:
+            async with _downloads(
+                max_connections=1, ca_file=str(certificate.with_name("c.pem"))
+            ) as downloads:
+                pieces, has_returned = 0, False
+
+                def sink(piece: memoryview) -> None:
+                    nonlocal pieces
+                    assert not has_returned
+                    pieces += 1
+
+                scheme = "https" if tls else "http"
+                url = f"{scheme}://localhost:{server.port}/x"
+                for _ in range(3):  # with one thread: it must be free again
+                    reached.clear()
+                    task = asyncio.ensure_future(downloads.get_range(url, 0, 1 << 30, sink, lambda _: None))
+                    await asyncio.to_thread(reached.wait, PATIENCE_S)
+                    assert reached.is_set()
+                    task.cancel()
+                    has_returned = False
+                    with pytest.raises(asyncio.CancelledError):
+                        async with asyncio.timeout(PATIENCE_S / 2):
+                            await task
+                    has_returned = True
+                    seen = pieces
+                    await asyncio.to_thread(downloads._threads.submit(lambda: None).result, PATIENCE_S)
+                    assert pieces == seen
+                    has_returned = False
+
+    run(main())
+
+
+def test_cancelled_while_the_sink_is_at_work(run: Any) -> None:
+    """The call does not return before the sink has: what it writes to is closed next."""
+    inside, leave, over = threading.Event(), threading.Event(), threading.Event()
+
+    def talk(near: socket.socket) -> None:
+        _request(near)
+        near.sendall(_answer(10, b"0123456789"))
+        near.recv(1)
+
+    def sink(piece: memoryview) -> None:
+        inside.set()
+        leave.wait(PATIENCE_S)
+        over.set()
+
+    async def main() -> None:
+        with _Server(talk) as server:
+            async with _downloads() as downloads:
+                url = f"http://localhost:{server.port}/x"
+                task = asyncio.ensure_future(downloads.get_range(url, 0, 10, sink, lambda _: None))
+                await asyncio.to_thread(inside.wait, PATIENCE_S)
+                task.cancel()
+                done, _ = await asyncio.wait({task}, timeout=0.2)
+                assert not done
+                leave.set()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+                assert over.is_set()
+
+    run(main())
+
+
+def test_cancelled_while_it_waits_for_a_thread(run: Any) -> None:
+    """It does not wait for those before it; nor does one that is still connecting."""
+    asked = threading.Event()
+
+    def talk(near: socket.socket) -> None:
+        _request(near)
+        asked.set()
+        near.recv(1)
+
+    async def main() -> None:
+        with _Server(talk) as server:
+            async with _downloads(max_connections=1) as downloads:
+                first = asyncio.ensure_future(_get(downloads, server))
+                await asyncio.to_thread(asked.wait, PATIENCE_S)
+                second = asyncio.ensure_future(_get(downloads, server))
+                await asyncio.sleep(0)
+                second.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    async with asyncio.timeout(10):
+                        await second
+                assert not first.done()
+                first.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await first
+            assert server.num_connections == 1
+
+    run(main())
+
+
+def test_what_a_sink_raises_is_raised(run: Any) -> None:
+    def refuse(piece: memoryview) -> None:
+        raise OSError(28, "full")
+
+    async def main() -> None:
+        with _Server(_answers(1)) as server:
+            async with _downloads() as downloads:
+                with pytest.raises(OSError, match="full"):
+                    await downloads.get_range(
+                        f"http://localhost:{server.port}/x", 0, 10, refuse, lambda _: None
+                    )
+
+    run(main())
+
+
+def test_through_a_proxy_the_sdk_makes_the_requests(
+    s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The environment says so: then the way past the SDK, which knows no proxies, is not taken."""
+    run = Run(s3_url)
+    run.commit(10)
+    past_the_sdk: list[str] = []
+    get_range = Downloads.get_range
+
+    async def noted(self: Downloads, url: str, *rest: Any) -> Any:
+        past_the_sdk.append(url)
+        return await get_range(self, url, *rest)
+
+    monkeypatch.setattr(Downloads, "get_range", noted)
+    found = restore.fetch_latest(s3_url, tmp_path / "direct")
+    assert found is not None
+    assert len(past_the_sdk) == 4
+    past_the_sdk.clear()
+    asked: list[bytes] = []
+
+    def forward(near: socket.socket) -> None:
+        """As a proxy does: the target is a whole URL."""
+        while True:
+            head = _request(near)
+            asked.append(head.split(b" ")[1])
+            fields = dict(line.lower().split(b": ", 1) for line in head.split(b"\r\n")[1:] if b": " in line)
+            body = b""
+            while len(body) < int(fields.get(b"content-length", b"0")):
+                body += near.recv(1 << 16)
+            host, _, rest = asked[-1].removeprefix(b"http://").partition(b"/")
+            name, _, port = host.decode().partition(":")
+            with socket.create_connection((name, int(port))) as far:
+                far.sendall(
+                    head.replace(asked[-1], b"/" + rest, 1).replace(b"\r\n", b"\r\nConnection: close\r\n", 1)
+                    + body
+                )
+                while data := far.recv(1 << 16):
+                    near.sendall(data)
+            return
+
+    with _Server(forward) as server:
+        monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{server.port}")
+        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{server.port}")
+        monkeypatch.setenv("NO_PROXY", "")
+        monkeypatch.setenv("no_proxy", "")
+        found = restore.fetch_latest(s3_url, tmp_path / "proxied")
+        assert found is not None
+        assert is_whole(found[1], files_of(10))
+    assert past_the_sdk == []
+    assert [each for each in asked if b"rank-0.pt" in each]
+
+
+def test_a_range_beyond_the_end_is_the_stores_no(s3_url: str, run: Any) -> None:
+    """Not a failure to try again; and a missing object is one."""
+
+    async def main() -> None:
+        store = open_store(s3_url)
+        await store.open()
+        try:
+            data = content(1, "x", 1000)
+            await store.put("a", BytesBody(data), checksum_of(data, "crc64nvme"))
+            for key, reason in (("a", FailureReason.OTHER), ("b", FailureReason.NOT_FOUND)):
+                with pytest.raises(StoreError) as raised:
+                    await store.get_range(key, 995, 10, pytest.fail)
+                assert raised.value.reason is reason
+        finally:
+            await store.close()
+
+    run(main())

@@ -1,0 +1,356 @@
+"""Fetching through kills, crowds and bad networks: it finishes, and nothing that was had is fetched again."""
+
+import asyncio
+import base64
+import contextlib
+import multiprocessing
+import os
+import random
+import signal
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_async import keys, restore
+from ckpt_async.checksums import checksum_of
+from ckpt_async.errors import StoreError
+from ckpt_async.restore import partial, session
+from ckpt_async.restore.fetching import PARTIAL_FOLDER
+from tests.faults.processes import SOAK
+from tests.faults.proxy import Fault, FaultProxy
+from tests.restore import plays
+from tests.restore.relay import Relay
+from tests.restore.runs import Run, content, files_of, is_whole, left_in, shard_key
+
+MIB = 1 << 20
+
+
+def _committed(run: Run, files: dict[int, dict[str, bytes]], step: int = 10) -> restore.Checkpoint:
+    run.commit(step, files)
+    checkpoint = restore.find(run.url)
+    assert checkpoint is not None
+    return checkpoint
+
+
+def _recorded(there: Path, files: list[bytes], range_bytes: int) -> set[bytes]:
+    """What the records of the partial files say is had: the ranges' own bytes."""
+    known = {
+        checksum_of(data[start : start + range_bytes], "crc64nvme").value: data[start : start + range_bytes]
+        for data in files
+        for start in range(0, len(data), range_bytes)
+    }
+    found = set()
+    for record in (there / PARTIAL_FOLDER).glob("*.ranges"):
+        for line in record.read_text().splitlines():
+            found.add(known[line.partition(" ")[2]])
+    return found
+
+
+@pytest.mark.parametrize("num_kills", [50, pytest.param(500, marks=SOAK)])
+def test_killed_again_and_again(run_: Run, tmp_path: Path, seed: int, num_kills: int) -> None:
+    """SIGKILL between any two pieces: it finishes, byte-identical, and no range on record is asked for again."""
+    chance = random.Random(seed)
+    range_bytes, num_ranges = 1000, 22 * num_kills
+    files = {
+        rank: {f"rank-{rank}.pt": content(rank, "x", range_bytes * num_ranges // 2 + rank)} for rank in (0, 1)
+    }
+    all_bytes = {shard_key(10, name): data for theirs in files.values() for name, data in theirs.items()}
+    checkpoint = _committed(run_, files)
+    there, had, num_died = tmp_path / "there", set(), 0
+    while True:
+        budget = 10**9 if num_died == num_kills else chance.randrange(41)
+        with plays.playing(plays.fetches_by_pieces, checkpoint, str(there), range_bytes, budget) as (
+            process,
+            pipe,
+        ):
+            asked, report = [], None
+            try:
+                while report is None:
+                    message = plays.told(pipe)
+                    if isinstance(message, dict):
+                        report = message
+                    else:
+                        asked.append(message)
+            except EOFError:
+                process.join(plays.PATIENCE_S)
+                assert process.exitcode == -9
+                num_died += 1
+        again = [each for each in asked if all_bytes[each[0]][each[1] : each[1] + each[2]] in had]
+        assert again == []
+        if report is not None:
+            break
+        had = _recorded(there, list(all_bytes.values()), range_bytes)
+        assert [path for path in left_in(there) if not path.startswith(PARTIAL_FOLDER)] == [
+            name for name in sorted(checkpoint.files) if (there / name).exists()
+        ]
+    assert num_died == num_kills
+    assert report.get("resumed", 0) + report.get("there", 0) > 0
+    paths = {name: there / name for name in checkpoint.files}
+    assert is_whole(restore.FetchReport(paths, report, 0.0), files)
+    assert left_in(there) == sorted(checkpoint.files)
+    assert sum(report.values()) == checkpoint.size_bytes
+
+
+def test_killed_over_s3(
+    counted_run: Run, relay: Relay, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted on the wire: ranges on record are asked for once, by whichever process."""
+    chance = random.Random(seed)
+    data = os.urandom(3 * partial.RANGE_BYTES + 5)
+    checkpoint = _committed(counted_run, {0: {"big.pt": data}})
+    there, recorded = tmp_path / "there", set()
+    for _ in range(4):
+        start = len(relay.asked("big.pt"))
+        with plays.playing(plays.fetches, checkpoint, str(there), {"num_concurrent_reads": 2}) as (
+            process,
+            pipe,
+        ):
+            plays.told(pipe)
+            pipe.send("go")
+            relay.wait_for_bytes(chance.randrange(1, 40) * MIB)
+            process.kill()
+            process.join(plays.PATIENCE_S)
+        assert recorded.isdisjoint(offset for offset, _ in relay.asked("big.pt")[start:])
+        for record in (there / PARTIAL_FOLDER).glob("*.ranges"):
+            recorded |= {int(line.split()[0]) for line in record.read_text().splitlines()}
+        if (there / "big.pt").exists():
+            break
+    start = len(relay.asked("big.pt"))
+    report = restore.fetch(checkpoint, there)
+    assert recorded.isdisjoint(offset for offset, _ in relay.asked("big.pt")[start:])
+    assert is_whole(report, {0: {"big.pt": data}})
+
+
+def test_a_record_that_lies_is_not_believed(
+    run_: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Power loss may leave a record of bytes that never reached the disk, and half a line."""
+    monkeypatch.setattr(partial, "RANGE_BYTES", 1000)
+    files = {0: {"a.pt": content(1, "a", 3000)}}
+    checkpoint = _committed(run_, files)
+    there = tmp_path / "there"
+
+    def fail(self: partial.PartialFile, target: Path) -> None:
+        raise OSError(5, "by the test")
+
+    publish = partial.PartialFile.publish
+    monkeypatch.setattr(partial.PartialFile, "publish", fail)
+    with pytest.raises(restore.DestinationError):
+        restore.fetch(checkpoint, there)
+    (path,) = [each for each in (there / PARTIAL_FOLDER).iterdir() if each.suffix != ".ranges"]
+    data = bytearray(path.read_bytes())
+    assert data == files[0]["a.pt"]
+    data[1500] ^= 1
+    path.write_bytes(data)
+    with path.with_name(f"{path.name}.ranges").open("ab") as record:
+        record.write(b"\xff\x00 nonsense\n2000 AAAA\n99999 " + base64.b64encode(bytes(8)) + b"\n1000")
+    monkeypatch.setattr(partial.PartialFile, "publish", publish)
+    report = restore.fetch(checkpoint, there)
+    assert is_whole(report, files)
+    assert report.bytes_from == {"resumed": 2000, "remote": 1000}
+
+
+def test_what_another_checkpoint_left_does_not_mix_in(run_: Run, tmp_path: Path) -> None:
+    """Same names, same sizes, another step."""
+    first = _committed(run_, files_of(10))
+    with plays.playing(plays.fetches_by_pieces, first, str(tmp_path / "there"), 1000, 3) as (process, _):
+        process.join(plays.PATIENCE_S)
+        assert process.exitcode == -9
+    second = _committed(run_, files_of(20), 20)
+    assert is_whole(restore.fetch(second, tmp_path / "there", overwrite=True), files_of(20))
+
+
+def test_a_crowd_fetches_each_file_once(counted_run: Run, relay: Relay, tmp_path: Path) -> None:
+    """Processes that want the same files wait for each other; counted on the wire. One of them is killed."""
+    files = {rank: {f"rank-{rank}.pt": os.urandom(6 * MIB)} for rank in range(4)}
+    checkpoint = _committed(counted_run, files)
+    with (
+        plays.playing(plays.fetches, checkpoint, str(tmp_path / "there"), {}) as (_, first),
+        plays.playing(plays.fetches, checkpoint, str(tmp_path / "there"), {}) as (_, second),
+        plays.playing(plays.fetches, checkpoint, str(tmp_path / "there"), {}) as (_, third),
+    ):
+        for pipe in (first, second, third):
+            assert plays.told(pipe) == "ready"
+        for pipe in (first, second, third):
+            pipe.send("go")
+        reports = [plays.told(pipe) for pipe in (first, second, third)]
+    assert sorted(relay.asked(".pt")) == [(0, 6 * MIB)] * 4
+    assert sum(report.get("remote", 0) for report in reports) == checkpoint.size_bytes
+    assert all(sum(report.values()) == checkpoint.size_bytes for report in reports)
+    paths = {name: tmp_path / "there" / name for name in checkpoint.files}
+    assert is_whole(restore.FetchReport(paths, {}, 0.0), files)
+
+
+def test_whoever_waits_goes_on_where_a_killed_one_was(run_: Run, tmp_path: Path) -> None:
+    """The lock dies with its process."""
+    files = {0: {"a.pt": content(1, "a", 100_000)}}
+    checkpoint = _committed(run_, files)
+    held = threading.Event()
+    with plays.playing(plays.fetches_by_pieces, checkpoint, str(tmp_path / "there"), 10_000, 7) as (
+        process,
+        _,
+    ):
+        process.join(plays.PATIENCE_S)
+        held.set()
+    report = restore.fetch(checkpoint, tmp_path / "there")
+    assert is_whole(report, files)
+    assert held.is_set()
+
+
+def test_memory_is_bounded(tmp_path: Path) -> None:
+    """512 MiB, most of it holes: beyond what a small fetch takes, a few buffers."""
+    run = Run(f"file://{tmp_path / 'remote'}")
+    size_bytes = 512 * MIB
+    run.commit(5, {0: {"small.pt": b"x" * 1000}})
+    small = restore.find(run.url)
+    digest_of_nothing = checksum_of(bytes(MIB), "crc64nvme")
+    whole = partial.combine([(digest_of_nothing, MIB)] * 512, "crc64nvme")
+    path = tmp_path / "remote" / shard_key(10, "large.pt")
+    run.commit(10, {0: {"large.pt": b""}})
+    with path.open("r+b") as file:
+        file.truncate(size_bytes)
+    checkpoint = restore.Checkpoint(
+        run.url,
+        restore.checkpoint.CheckpointId(1, 10),
+        "step-10",
+        1,
+        {"large.pt": restore.RemoteFile("large.pt", shard_key(10, "large.pt"), size_bytes, whole, (0,))},
+    )
+    with plays.playing(plays.measures, checkpoint, small, str(tmp_path)) as (_, pipe):
+        before_kib, after_kib = plays.told(pipe)
+    assert after_kib - before_kib < 64 * 1024
+    assert (tmp_path / "large" / "large.pt").stat().st_size == size_bytes
+
+
+FAULTS = [
+    Fault("unavailable", times=6),
+    Fault("cut_reply", times=6, after_bytes=300_000),
+    Fault("cut_reply", times=6, after_bytes=10),
+    Fault("drop_reply", times=6),
+    Fault("silent", times=2),
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.kind}-{fault.after_bytes}")
+def test_a_bad_network_is_outlived(
+    proxy: FaultProxy, s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault
+) -> None:
+    """Refusals, answers cut anywhere, connections that drop or fall silent: tried again, and right in the end."""
+    monkeypatch.setattr(partial, "RANGE_BYTES", MIB)
+    monkeypatch.setenv("CKPT_ASYNC_STALL_TIMEOUT_S", "1")
+    monkeypatch.setenv("CKPT_ASYNC_RETRY_INITIAL_S", "0.01")
+    files = {0: {"a.pt": content(1, "a", 4 * MIB + 7), "b.pt": content(1, "b", 100)}}
+    checkpoint = _committed(Run(s3_url), files)
+    fault = Fault(fault.kind, "GET", "/ckpt/step-", times=fault.times, after_bytes=fault.after_bytes)
+    proxy.add(fault)
+    report = restore.fetch(checkpoint, tmp_path / "there", num_concurrent_reads=3)
+    assert is_whole(report, files)
+    assert fault.num_hits == fault.times
+
+
+def test_lost_connections_are_outlived(
+    counted_run: Run, relay: Relay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them, at any byte, a few times over."""
+    monkeypatch.setattr(partial, "RANGE_BYTES", 4 * MIB)
+    monkeypatch.setenv("CKPT_ASYNC_RETRY_INITIAL_S", "0.01")
+    files = {0: {"a.pt": os.urandom(24 * MIB)}}
+    checkpoint = _committed(counted_run, files)
+    done = threading.Event()
+    breaks = 0
+
+    def break_all() -> None:
+        nonlocal breaks
+        for _ in range(4):
+            try:
+                relay.wait_for_bytes(4 * MIB)
+            except AssertionError:
+                return
+            relay.break_all()
+            breaks += 1
+
+    thread = threading.Thread(target=break_all)
+    thread.start()
+    report: Any = restore.fetch(checkpoint, tmp_path / "there", num_concurrent_reads=4)
+    thread.join()
+    done.set()
+    assert is_whole(report, files)
+    assert breaks == 4
+
+
+def test_a_store_that_stays_away_is_told(
+    proxy: FaultProxy, s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the patience that is set; what was had stays for the next call."""
+    monkeypatch.setattr(partial, "RANGE_BYTES", 1000)
+    monkeypatch.setenv("CKPT_ASYNC_UPLOAD_TIMEOUT_S", "1")
+    files = {0: {"a.pt": content(1, "a", 3000)}}
+    checkpoint = _committed(Run(s3_url), files)
+    refused = proxy.add(Fault("unavailable", "GET", "/ckpt/step-"))
+    with pytest.raises(StoreError):
+        restore.fetch(checkpoint, tmp_path / "there")
+    assert refused.num_hits > 0
+    proxy.heal()
+    assert is_whole(restore.fetch(checkpoint, tmp_path / "there"), files)
+    assert Run(s3_url).keys(keys.DAMAGED) == []
+
+
+def test_ctrl_c(run_: Run, tmp_path: Path) -> None:
+    """It ends at once, and its lease with it."""
+    checkpoint = _committed(run_, files_of(10))
+    with plays.playing(plays.never_ends, checkpoint, str(tmp_path / "there")) as (process, pipe):
+        assert plays.told(pipe) == "reading"
+        assert len(run_.leases()) == 1
+        assert process.pid
+        os.kill(process.pid, signal.SIGINT)
+        assert plays.told(pipe) == "interrupted"
+        process.join(plays.PATIENCE_S)
+    assert run_.leases() == []
+
+
+def test_ctrl_c_in_a_running_loop() -> None:
+    """A notebook's: the work does not go on in its thread without anybody."""
+    ended = threading.Event()
+
+    async def endless() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    async def main() -> None:
+        session.blocking(endless())
+
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(main())
+    with contextlib.closing(loop):
+        with pytest.raises(KeyboardInterrupt):
+            loop.run_until_complete(task)
+        assert ended.is_set()
+        assert isinstance(task.exception(), KeyboardInterrupt)
+
+
+def test_a_forked_child_keeps_no_lock(tmp_path: Path) -> None:
+    """A dataloader's worker, made while a file is fetched, has a copy of the descriptor."""
+
+    async def main() -> None:
+        async with partial.locked(tmp_path / "x", 10, "crc64nvme"):
+            context = multiprocessing.get_context("fork")
+            stays, go = context.Event(), context.Event()
+            child = context.Process(target=lambda: (stays.set(), go.wait()))
+            child.start()
+            assert await asyncio.to_thread(stays.wait, 30)
+        try:
+            async with asyncio.timeout(10), partial.locked(tmp_path / "x", 10, "crc64nvme"):
+                pass
+        finally:
+            go.set()
+            child.join()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of what this is about
+        asyncio.run(main())

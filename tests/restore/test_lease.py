@@ -1,0 +1,262 @@
+"""What is read stays while it is read, however hard retention runs; and no longer."""
+
+import asyncio
+import logging
+import threading
+import time
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+
+from ckpt_async import plan, protocol, restore
+from ckpt_async.errors import FailureReason, StoreError
+from ckpt_async.model import CheckpointId, Outcome
+from ckpt_async.plan import Ages
+from ckpt_async.restore import fetching, session
+from ckpt_async.retention import parse
+from ckpt_async.stores.directory import DirectoryStore
+from ckpt_async.sweeper import RemoteSweep
+from tests.faults.processes import SOAK
+from tests.restore import plays
+from tests.restore.runs import Run, files_of, is_whole
+
+KEEP_ONE = parse("last=1")
+
+
+def _find(run: Run) -> restore.Checkpoint:
+    checkpoint = restore.find(run.url)
+    assert checkpoint is not None
+    return checkpoint
+
+
+def _sweep(run: Run) -> None:
+    async def main() -> None:
+        async with run.opened() as (store, requests):
+            await RemoteSweep(store, requests, KEEP_ONE, Ages(), clock=time.time).run(is_dry_run=False)
+
+    asyncio.run(main())
+
+
+class _Churn(threading.Thread):
+    """A trainer that commits as fast as it can, and a sweeper that keeps one checkpoint."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(daemon=True)
+        self._run, self._is_over = run, threading.Event()
+        self.step, self.error = 0, None
+
+    def run(self) -> None:
+        try:
+            asyncio.run(self._work())
+        except BaseException as error:
+            self.error = error
+
+    async def _work(self) -> None:
+        async with self._run.opened() as (store, requests):
+            while not self._is_over.is_set():
+                await self._run.commit_in_loop(self.step + 1, files_of(self.step + 1))
+                self.step += 1
+                await RemoteSweep(store, requests, KEEP_ONE, Ages(), clock=time.time).run(is_dry_run=False)
+
+    def __enter__(self) -> Self:
+        self.start()
+        deadline = time.monotonic() + 30
+        while not self.step and time.monotonic() < deadline and self.error is None:
+            self._is_over.wait(0.01)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self.join(60)
+        assert self.error is None
+
+
+@pytest.mark.parametrize(
+    ("num_loads", "limit_s"), [(300, 8.0), pytest.param(300, 3600.0, marks=SOAK)], ids=["short", "all"]
+)
+def test_a_reader_never_sees_a_missing_shard(
+    run_: Run, tmp_path: Path, num_loads: int, limit_s: float
+) -> None:
+    """Found, then read piece by piece while what was found is long past being wanted: right every time. Only between
+    `find` and the lease may it go, and then it says so.
+    """
+    num_read = num_gone = 0
+    began = time.monotonic()
+    with _Churn(run_) as churn:
+        while num_read < num_loads and (time.monotonic() - began < limit_s or num_read < 5):
+            checkpoint = _find(run_)
+            try:
+                reader = restore.open(checkpoint)
+            except restore.CheckpointGoneError:
+                num_gone += 1
+                continue
+            with reader:
+                opened_at = churn.step
+                for rank, files in files_of(checkpoint.step).items():
+                    for name, data in files.items():
+                        assert reader.read(name, 1, 10) == data[1:11], (rank, name)
+                        wait_for_step = min(churn.step, opened_at) + 1  # retention has run meanwhile
+                        while churn.step < wait_for_step and churn.is_alive():
+                            time.sleep(0.001)
+                        assert reader.read(name) == data
+            num_read += 1
+    print(f"{num_read} loads, {num_gone} gone before the lease, {churn.step} commits")
+    assert run_.damages() == {}
+    assert run_.leases() == []
+    _sweep(run_)
+    assert len(run_.keys("ckpt/")) == 4
+
+
+def test_pruned_before_the_lease(any_run: Run, tmp_path: Path) -> None:
+    """Said so, and left no lease; `fetch_latest` takes the one that came instead."""
+    id_ = any_run.commit(10)
+    checkpoint = _find(any_run)
+    any_run.commit(20)
+    any_run.prune(id_)
+    with pytest.raises(restore.CheckpointGoneError):
+        restore.fetch(checkpoint, tmp_path / "there")
+    with pytest.raises(restore.CheckpointGoneError):
+        restore.open(checkpoint)
+    assert any_run.leases() == []
+    assert any_run.damages() == {}
+
+
+def test_gone_between_find_and_fetch_gives_way(
+    run_: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_.commit(10)
+    take, pruned = protocol.take_lease, []
+
+    async def prune_first(store: Any, requests: Any, lease: Any) -> Any:
+        if not pruned:
+            pruned.append(lease.checkpoint)
+            await run_.commit_in_loop(20)
+            await run_.prune_in_loop(lease.checkpoint)
+        return await take(store, requests, lease)
+
+    monkeypatch.setattr(protocol, "take_lease", prune_first)
+    found = restore.fetch_latest(run_.url, tmp_path / "there")
+    assert found is not None
+    assert (found[0].step, pruned) == (20, [CheckpointId(1, 10)])
+    assert is_whole(found[1], files_of(20))
+    assert run_.damages() == {}
+
+
+def _short(monkeypatch: pytest.MonkeyPatch, ttl_s: float) -> None:
+    monkeypatch.setattr(session.leased.__wrapped__, "__defaults__", (ttl_s,))
+
+
+def _no_margin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store's clock is this machine's."""
+    monkeypatch.setattr(plan, "LEASE_MARGIN_S", 0.0)
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["leased first", "pruned at the same time"])
+def test_renewal_keeps_it_beyond_its_time(run_: Run, monkeypatch: pytest.MonkeyPatch, is_late: bool) -> None:
+    """Also when the sweeper had looked for leases before this one came: `pruning` waits for those that are there."""
+    _short(monkeypatch, 1.5)
+    _no_margin(monkeypatch)
+    id_ = run_.commit(10)
+    checkpoint = _find(run_)
+    run_.commit(20)
+    times: list[float] = []
+    renewed = threading.Event()
+    renew = session.HeldLease._renew
+
+    async def noted(self: session.HeldLease) -> bool:
+        times.append(time.monotonic())
+        is_kept = await renew(self)
+        if times[-1] - times[0] > 2 * 1.5:
+            renewed.set()
+        return is_kept
+
+    monkeypatch.setattr(session.HeldLease, "_renew", noted)
+    with restore.open(checkpoint) as reader:
+        if is_late:
+            run_.prune(id_, finish=False)
+        assert renewed.wait(60)
+        _sweep(run_)
+        assert reader.read("rank-0.pt") == files_of(10)[0]["rank-0.pt"]
+        assert run_.decision(id_).outcome is Outcome.PRUNING
+    assert run_.leases() == []
+    _sweep(run_)
+    assert run_.decision(id_).outcome is Outcome.PRUNED
+
+
+def test_without_renewal_it_refuses_before_it_runs_out(run_: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that takes no renewal any more: better an error than a shard that goes away beneath."""
+    _short(monkeypatch, 1.0)
+    run_.commit(10)
+    checkpoint = _find(run_)
+    with restore.open(checkpoint) as reader:
+
+        async def refused(*_: Any) -> bool:
+            raise StoreError("no", reason=FailureReason.TRANSIENT, operation="put")
+
+        monkeypatch.setattr(session.HeldLease, "_renew", refused)
+        deadline = time.monotonic() + 30
+
+        def read_on() -> None:
+            while time.monotonic() < deadline:
+                reader.read("rank-0.pt", 0, 1)
+
+        with pytest.raises(restore.CheckpointGoneError, match="ran out"):
+            read_on()
+
+
+def test_a_killed_readers_lease_expires(run_: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps retention away for its time, and no longer."""
+    _no_margin(monkeypatch)
+    id_ = run_.commit(10)
+    checkpoint = _find(run_)
+    run_.commit(20)
+    with plays.playing(plays.holds, checkpoint, 3.0) as (process, pipe):
+        assert plays.told(pipe) == "open"
+        process.kill()
+        process.join(plays.PATIENCE_S)
+    assert [lease.checkpoint for lease in run_.leases()] == [id_]
+    _sweep(run_)
+    assert run_.decision(id_).outcome is Outcome.PRUNING
+    deadline = time.monotonic() + 30
+    while run_.decision(id_).outcome is not Outcome.PRUNED:
+        assert time.monotonic() < deadline
+        _sweep(run_)
+
+
+@pytest.mark.parametrize("reason", [FailureReason.AUTH, FailureReason.DISK])
+def test_read_only_reads_without_one_and_says_so(
+    run_: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any, reason: FailureReason
+) -> None:
+    run_.commit(10)
+
+    async def refused(*_: Any, **__: Any) -> Any:
+        raise StoreError("read-only", reason=reason, operation="put")
+
+    monkeypatch.setattr(DirectoryStore, "put", refused)
+    with caplog.at_level(logging.WARNING):
+        assert is_whole(restore.fetch(_find(run_), tmp_path / "there"), files_of(10))
+    assert "reading_without_lease" in caplog.text
+
+
+def test_pruned_beneath_one_who_has_no_lease(
+    run_: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then it is gone, and not damaged."""
+    id_ = run_.commit(10)
+    checkpoint = _find(run_)
+    run_.commit(20)
+    bring = fetching._Fetching._bring
+
+    async def prune_first(self: Any, *rest: Any) -> None:
+        await run_.prune_in_loop(id_)
+        await bring(self, *rest)
+
+    async def refused(*_: Any) -> Any:
+        raise StoreError("no", reason=FailureReason.AUTH, operation="put")
+
+    monkeypatch.setattr(protocol, "take_lease", refused)
+    monkeypatch.setattr(fetching._Fetching, "_bring", prune_first)
+    with pytest.raises(restore.CheckpointGoneError):
+        restore.fetch(checkpoint, tmp_path / "there")
+    assert run_.damages() == {}
