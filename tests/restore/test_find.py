@@ -88,7 +88,7 @@ DAMAGES = {
         "rank 0's receipt is missing",
     ),
     "a receipt is another": (_replaced_receipt, "rank 1's receipt is not the one that was decided on"),
-    "the decision is forged": (_forged_decision, "rank 0's receipt is not the one that was decided on"),
+    "the decision is forged": (_forged_decision, "receipt is not the one that was decided on"),
     "the decision is another's": (
         lambda run, id_: run.put(keys.decision_key(id_), run.get(keys.decision_key(CheckpointId(1, 10)))),
         "found under the key of",
