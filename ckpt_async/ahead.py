@@ -84,7 +84,7 @@ async def send_ahead(
             part = PlannedPart(len(sending) + 1, offset, part_bytes)
             sending.append(asyncio.ensure_future(send(part, Source(descriptor, identity, str(path)))))
             offset += part_bytes
-    except CkptAsyncError as error:
+    except (CkptAsyncError, OSError) as error:
         logger.info("not_sent_ahead path=%s error=%s", path, error)
     except BaseException:
         for task in sending:

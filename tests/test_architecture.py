@@ -27,7 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("drain", "status", "verify"),
     ("engine", "generation", "metrics", "protocol"),
     ("ahead", "transfer", "requests", "conditional"),
-    ("stores", "journal", "files"),
+    ("stores", "journal", "files", "shard_writer"),
     ("checksums", "concurrency", "plan"),
     ("store", "observe", "threads"),
     ("decide",),

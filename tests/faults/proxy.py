@@ -20,6 +20,7 @@ _REFUSALS = {
     "unavailable": (503, "SlowDown"),
     "denied": (403, "ExpiredToken"),
     "expired": (400, "ExpiredToken"),
+    "too_large": (400, "EntityTooLarge"),
 }
 
 
@@ -28,7 +29,8 @@ class Fault:
     """What to do to requests whose method, key and query match.
 
     `drop_reply`: forward it, then close without an answer. `cut_reply`: the same after `after_bytes` of the answer.
-    `unavailable`, `denied`, `expired`: 503 SlowDown, 403 and 400 ExpiredToken, not forwarded. `reset`: break the
+    `unavailable`, `denied`, `expired`, `too_large`: 503 SlowDown, 403 and 400 ExpiredToken, 400 EntityTooLarge (which
+    no other attempt heals), not forwarded. `reset`: break the
     connection after `after_bytes` of its body; `stall`: read no more after them. `silent`: accept, never read or
     answer. `continue_then_stop`: say 100 Continue and read no more. `delay`: forward the answer `delay_s` later.
     `hold`: forward nothing until `release`.

@@ -1,0 +1,83 @@
+"""The file object of `Uploader.open`: a shard that is uploaded while it is written."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+from ckpt_async.errors import InvalidShardError
+
+BUFFER_BYTES = 1 << 20
+
+
+class ShardWriter(io.BufferedWriter):
+    """A new binary file, seekable, whose `close` enqueues it. Left by an exception or dropped without `close` it is
+    removed, and the checkpoint goes on without it.
+
+    Parts that were written are sent while later ones are; going back to change them is allowed and only costs that they
+    are sent again.
+    """
+
+    def __init__(self, path: Path, enqueue: Callable[[], None], drop: Callable[[], None]) -> None:
+        """One of `enqueue` and `drop` is called when the file ends. Raises InvalidShardError if it is there already."""
+        self.path = path
+        self._enqueue, self._drop = enqueue, drop
+        self._pid = os.getpid()
+        self._has_ended = True  # until it has begun
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if os.path.realpath(path.parent) != str(path.parent):
+            raise InvalidShardError(f"a symbolic link leads out of the folder on the way to {str(path)!r}")
+        try:
+            raw = io.FileIO(path, "xb")
+        except FileExistsError:
+            raise InvalidShardError(
+                f"{str(path)!r} is there already",
+                hint="a shard is never overwritten: give another name or step",
+            ) from None
+        super().__init__(raw, BUFFER_BYTES)
+        self._has_ended = False
+
+    def close(self) -> None:
+        """Finish the file and enqueue it; raises what `Uploader.enqueue` raises, and then the file stays, to be handed
+        to that. Idempotent.
+        """
+        if self._has_ended or self._is_foreign():
+            return
+        self._has_ended = True
+        try:
+            super().close()
+            self._enqueue()
+        except BaseException:
+            self._drop()
+            raise
+
+    def abandon(self) -> None:
+        """Remove the file instead of enqueueing it. Idempotent; does nothing once it was closed."""
+        if self._has_ended or self._is_foreign():
+            return
+        self._has_ended = True
+        with contextlib.suppress(OSError):
+            super().close()
+        self.path.unlink(missing_ok=True)
+        self._drop()
+
+    def _is_foreign(self) -> bool:
+        """Whether this is a forked child, whose copy must neither write nor remove its parent's file."""
+        return os.getpid() != self._pid
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self.abandon()
+
+    def __del__(self) -> None:
+        """Dropped without `close`: an incomplete file must not be enqueued by the garbage collector."""
+        with contextlib.suppress(Exception):
+            self.abandon()

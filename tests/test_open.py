@@ -1,0 +1,196 @@
+"""`Uploader.open`: a shard that is sent while it is written. Real SeaweedFS, and the wire watched by a proxy."""
+
+import gc
+import os
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_async import Uploader, ahead, restore
+from ckpt_async.errors import InvalidNameError, InvalidShardError, SealedError
+from tests.faults.proxy import Fault, FaultProxy
+
+MIB = 1 << 20
+PART = 5 * MIB
+QUICK: dict[str, Any] = {"rank": 0, "world_size": 1, "part_size_bytes": PART, "latest_filename": ""}
+DATA = random.Random(7).randbytes(6 * PART + 123)
+
+
+@pytest.fixture
+def proxy(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
+    """Between the uploader and the server: counts what arrives."""
+    monkeypatch.setattr(ahead, "PART_BYTES", PART)
+    with FaultProxy(os.environ["AWS_ENDPOINT_URL_S3"]) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", proxy.url)
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        yield proxy
+
+
+def num_parts(proxy: FaultProxy) -> int:
+    return sum(part is not None for _, part in proxy.sent(r"big\.bin"))
+
+
+def content(remote: str, name: str, tmp_path: Path) -> bytes:
+    checkpoint = restore.find(remote)
+    assert checkpoint is not None
+    return restore.fetch(checkpoint, tmp_path / "fetched").paths[name].read_bytes()
+
+
+def test_parts_arrive_before_the_shard_is_finished_and_none_twice(
+    proxy: FaultProxy, s3_url: str, tmp_path: Path
+) -> None:
+    """The time to durable is that of what is left, not of the whole shard."""
+    with Uploader(tmp_path / "folder", f"{s3_url}/run", **QUICK) as uploader:
+        with uploader.open(1, "deep/big.bin") as file:
+            file.write(DATA)
+            file.flush()
+            proxy.wait_for(lambda: num_parts(proxy) == 5)  # the last whole one may still be written to
+            assert restore.find(f"{s3_url}/run") is None
+        uploader.seal(1)
+        uploader.wait(1, timeout_s=60)
+        sent = proxy.sent(r"big\.bin")
+        assert {part: count for (_, part), count in sent.items()} == dict.fromkeys(range(1, 8), 1)
+        assert len([each for each in proxy.exchanges if re.fullmatch(r"uploads=?", each.query)]) == 1
+    assert content(f"{s3_url}/run", "deep/big.bin", tmp_path) == DATA
+
+
+def test_going_back_costs_only_that_the_part_is_sent_again(
+    proxy: FaultProxy, s3_url: str, tmp_path: Path
+) -> None:
+    """zip archives, and so torch.save, may patch what they wrote before."""
+    with Uploader(tmp_path / "folder", f"{s3_url}/run", **QUICK) as uploader:
+        with uploader.open(1, "big.bin") as file:
+            file.write(DATA)
+            file.flush()
+            proxy.wait_for(lambda: num_parts(proxy) == 5)
+            file.seek(PART + 10)
+            file.write(b"changed")
+        uploader.seal(1)
+        uploader.wait(1, timeout_s=60)
+        assert proxy.sent(r"big\.bin")[next(key for key in proxy.sent(r"big\.bin") if key[1] == 2)] == 2
+    assert content(f"{s3_url}/run", "big.bin", tmp_path) == DATA[: PART + 10] + b"changed" + DATA[PART + 17 :]
+
+
+def test_an_exception_leaves_nothing(proxy: FaultProxy, s3_url: str, tmp_path: Path) -> None:
+    """Half a shard is no shard; the checkpoint may go on without it, or with another of that name."""
+    with Uploader(tmp_path / "folder", f"{s3_url}/run", **QUICK) as uploader:
+
+        def fail() -> None:
+            with uploader.open(1, "big.bin") as file:
+                file.write(DATA)
+                file.flush()
+                proxy.wait_for(lambda: num_parts(proxy) >= 2)
+                raise RuntimeError("in the middle")
+
+        with pytest.raises(RuntimeError, match="in the middle"):
+            fail()
+        assert not (tmp_path / "folder" / "step-1" / "big.bin").exists()
+        proxy.wait_for(
+            lambda: any(each.method == "DELETE" and "uploadId" in each.query for each in proxy.exchanges)
+        )
+        with uploader.open(1, "big.bin") as file:
+            file.write(b"small")
+        uploader.seal(1)
+        uploader.wait(1, timeout_s=60)
+    assert content(f"{s3_url}/run", "big.bin", tmp_path) == b"small"
+
+
+def test_trouble_on_the_way_ends_sending_ahead_and_nothing_else(
+    proxy: FaultProxy, s3_url: str, tmp_path: Path
+) -> None:
+    """It is a head start: what goes wrong with it is not a failure of the checkpoint."""
+    refused = proxy.add(Fault("too_large", "PUT", r"big\.bin", is_part=True, times=1))
+    with Uploader(tmp_path / "folder", f"{s3_url}/run", **QUICK) as uploader:
+        with uploader.open(1, "big.bin") as file:
+            file.write(DATA)
+            file.flush()
+            proxy.wait_for(lambda: refused.num_hits == 1)
+        uploader.seal(1)
+        uploader.wait(1, timeout_s=60)
+        uploader.raise_failures()
+    assert content(f"{s3_url}/run", "big.bin", tmp_path) == DATA
+
+
+@pytest.fixture
+def uploader(tmp_path: Path) -> Iterator[Uploader]:
+    with Uploader(tmp_path / "folder", f"file://{tmp_path}/remote", **QUICK) as uploader:
+        yield uploader
+
+
+def test_a_store_without_parts_gets_it_afterwards(uploader: Uploader, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    state = {"weight": torch.arange(100_000)}
+    with uploader.open(1, "model.pt", checkpoint_name="ep1-ba1") as file:
+        torch.save(state, file)
+    uploader.seal(1)
+    uploader.wait(1, timeout_s=30)
+    checkpoint = restore.find(uploader.remote)
+    assert checkpoint is not None
+    assert checkpoint.name == "ep1-ba1"
+    path = restore.fetch(checkpoint, tmp_path / "fetched").paths["model.pt"]
+    assert torch.equal(torch.load(path, weights_only=True)["weight"], state["weight"])
+
+
+def test_a_checkpoint_is_not_sealed_while_a_shard_is_written(uploader: Uploader) -> None:
+    file = uploader.open(1, "a.bin")
+    with pytest.raises(SealedError, match=r"still being written: a\.bin"):
+        uploader.seal(1)
+    file.close()
+    file.close()
+    uploader.seal(1)
+    with pytest.raises(SealedError):
+        uploader.open(1, "b.bin")
+    uploader.wait(1, timeout_s=30)
+
+
+def test_a_file_that_is_dropped_is_not_enqueued(uploader: Uploader) -> None:
+    """Python closes what nobody refers to any more; half a shard must not become one that way."""
+    file = uploader.open(1, "a.bin")
+    file.write(b"half")
+    del file
+    gc.collect()
+    with uploader.open(1, "b.bin") as file:
+        file.write(b"whole")
+    uploader.seal(1)
+    uploader.wait(1, timeout_s=30)
+    checkpoint = restore.find(uploader.remote)
+    assert checkpoint is not None
+    assert list(checkpoint.files) == ["b.bin"]
+
+
+def test_a_forked_child_leaves_its_parents_file_alone(uploader: Uploader) -> None:
+    """A dataloader worker gets a copy of everything, and drops it when it ends."""
+    with uploader.open(1, "a.bin") as file:
+        file.write(b"whole")
+        child = os.fork()
+        if child == 0:
+            file.close()
+            file.abandon()
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert file.path.exists()
+    assert file.path.read_bytes() == b"whole"
+
+
+@pytest.mark.parametrize("name", ["../a", "/a", "a/../../b", "a\0b", "", "a//b"])
+def test_unsafe_names_are_refused(uploader: Uploader, name: str) -> None:
+    with pytest.raises(InvalidNameError):
+        uploader.open(1, name)
+
+
+def test_nothing_is_overwritten_and_no_link_is_followed(uploader: Uploader, tmp_path: Path) -> None:
+    (uploader.folder / "step-1").mkdir()
+    (uploader.folder / "step-1" / "a.bin").write_bytes(b"mine")
+    with pytest.raises(InvalidShardError, match="there already"):
+        uploader.open(1, "a.bin")
+    (tmp_path / "outside").mkdir()
+    (uploader.folder / "step-1" / "link").symlink_to(tmp_path / "outside")
+    with pytest.raises(InvalidShardError, match="symbolic link"):
+        uploader.open(1, "link/b.bin")
+    assert not list((tmp_path / "outside").iterdir())
+    with uploader.open(1, "c.bin"), pytest.raises(InvalidShardError, match="opened before"):
+        uploader.open(1, "c.bin")
