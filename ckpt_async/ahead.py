@@ -27,6 +27,13 @@ PART_BYTES = 32 * MIB
 POLL_S = 0.05
 
 
+class _GrowingSource(Source):
+    """A shard that may change at any time, and whose size is that of the moment."""
+
+    def check(self) -> None:
+        """Not now: the upload that resumes compares every part."""
+
+
 async def send_ahead(
     store: Store,
     requests: Requests,
@@ -52,9 +59,12 @@ async def send_ahead(
     except OSError as error:
         logger.info("not_sent_ahead path=%s error=%s", path, error)
         return None
+    facts = os.fstat(descriptor)
+    identity = FileIdentity(facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns)
+    source = _GrowingSource(descriptor, identity, str(path))
     upload_id, offset = "", 0
 
-    async def send(part: PlannedPart, source: Source) -> StoredPart:
+    async def send(part: PlannedPart) -> StoredPart:
         async def attempt(progress: Progress) -> StoredPart:
             algorithm = store.capabilities.checksum_algorithm
             checksum = await source.checksum(part.offset, part.size_bytes, algorithm, progress.moved)
@@ -69,20 +79,15 @@ async def send_ahead(
 
     try:
         while is_growing() and not _failed(sending):
-            facts = os.fstat(descriptor)
             # The last part that is there may still be written to; a file may also have been cut back.
-            if (
-                facts.st_size < offset + 2 * part_bytes
-                or len(sending) >= store.capabilities.max_parts * 9 // 10
-            ):
+            is_finished = os.fstat(descriptor).st_size >= offset + 2 * part_bytes
+            if not is_finished or len(sending) >= store.capabilities.max_parts * 9 // 10:
                 await asyncio.sleep(POLL_S)
                 continue
             if not upload_id:
                 upload_id = await requests.control("create_multipart", lambda: store.create_multipart(key))
             await room.acquire()
-            identity = FileIdentity(facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns)
-            part = PlannedPart(len(sending) + 1, offset, part_bytes)
-            sending.append(asyncio.ensure_future(send(part, Source(descriptor, identity, str(path)))))
+            sending.append(asyncio.ensure_future(send(PlannedPart(len(sending) + 1, offset, part_bytes))))
             offset += part_bytes
     except (CkptAsyncError, OSError) as error:
         logger.info("not_sent_ahead path=%s error=%s", path, error)

@@ -1,0 +1,107 @@
+"""How long after its last byte was written is a shard durable in the store, if it is sent while it is written?
+
+A shard that takes as long to write as to send: the writer is held to `--mib-per-s`, and the upload too (by
+`max_bytes_per_s`), to the sink. Once written to a file and then enqueued, once through `Uploader.open`. The time counted
+is from the last byte written to the commit; the bytes are counted at the sink.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+from sink import SinkServer
+
+MIB = 1 << 20
+BLOCK = 4 * MIB
+# Besides the shard: probes, generation, receipt, decision, latest.
+SMALL_CHANGE_BYTES = 1 * MIB
+
+
+def write(file: BinaryIO, size_bytes: int, bytes_per_s: float) -> None:
+    block, began = os.urandom(BLOCK), time.perf_counter()
+    for written in range(0, size_bytes, BLOCK):
+        time.sleep(max(0.0, began + written / bytes_per_s - time.perf_counter()))
+        file.write(block[: size_bytes - written])
+
+
+def run(way: str, number: int, arguments: argparse.Namespace, sink: SinkServer) -> float:
+    """Seconds from the last byte to the commit."""
+    from ckpt_async import Uploader
+
+    size_bytes, rate = arguments.mib * MIB, arguments.mib_per_s * MIB
+    before = sink.stats()
+    with (
+        tempfile.TemporaryDirectory(prefix="ckpt-overlap-", dir=arguments.folder) as folder,
+        Uploader(
+            folder,
+            f"s3://ckpt/{way}-{number}",
+            rank=0,
+            world_size=1,
+            generation=1,
+            latest_filename="",
+            max_bytes_per_s=rate,
+        ) as uploader,
+    ):
+        WAYS[way](uploader, Path(folder), size_bytes, rate)
+        written = time.perf_counter()
+        uploader.enqueue(Path(folder) / "step-1" / "shard.bin", step=1)  # after `open` it changes nothing
+        uploader.seal(1)
+        uploader.wait(1, timeout_s=600)
+        took_s = time.perf_counter() - written
+    moved = (sink.stats() - before).bytes_in
+    if not 0 <= moved - size_bytes < SMALL_CHANGE_BYTES:
+        sys.exit(f"{way}: {moved} bytes arrived of a shard of {size_bytes}")
+    return took_s
+
+
+def write_then_enqueue(_: object, folder: Path, size_bytes: int, rate: float) -> None:
+    (folder / "step-1").mkdir()
+    with (folder / "step-1" / "shard.bin").open("wb") as file:
+        write(file, size_bytes, rate)
+
+
+def open_and_write(uploader: object, _: Path, size_bytes: int, rate: float) -> None:
+    with uploader.open(1, "shard.bin") as file:  # type: ignore[attr-defined]
+        write(file, size_bytes, rate)
+
+
+WAYS: dict[str, Callable[..., None]] = {"enqueue": write_then_enqueue, "open": open_and_write}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--mib", type=int, default=1024, help="size of the shard")
+    parser.add_argument("--mib-per-s", type=int, default=256, help="of the writer, and of the link")
+    parser.add_argument("--folder", help="where to write (default: the system's temporary folder)")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    took: dict[str, list[float]] = {way: [] for way in WAYS}
+    with SinkServer() as sink:
+        os.environ.update(sink.environment())
+        for number in range(arguments.rounds):
+            for way in sorted(WAYS, reverse=number % 2 == 1):
+                took[way].append(run(way, number, arguments, sink))
+    medians = {way: statistics.median(each) for way, each in took.items()}
+    ratio = medians["open"] / medians["enqueue"]
+    if arguments.json:
+        print(json.dumps({"settings": vars(arguments), "seconds": took, "medians": medians, "ratio": ratio}))
+        return
+    print(f"{arguments.mib} MiB written and sent at {arguments.mib_per_s} MiB/s, {arguments.rounds} rounds")
+    print(f"{'':10} {'median s':>9} {'from … to':>15}   last byte written to commit")
+    for way, each in took.items():
+        print(f"{way:10} {medians[way]:9.2f} {f'{min(each):.2f} … {max(each):.2f}':>15}")
+    print(f"open takes {ratio:.2f} of it")
+
+
+if __name__ == "__main__":
+    main()
