@@ -51,6 +51,16 @@ class CkptAsyncError(Exception):
         super().__init__(f"{message} ({hint})" if hint else message)
         self.hint = hint
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # Ranks tell each other what failed. Not by `__init__`, which would want all that is in the message again.
+        return _as_it_was, (type(self), self.args, self.__dict__)
+
+
+def _as_it_was(kind: type[CkptAsyncError], args: tuple[object, ...], state: dict[str, object]) -> CkptAsyncError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(state)
+    return error
+
 
 # --- wrong input: fix the call ---------------------------------------------------------------------------
 
@@ -164,6 +174,33 @@ class UnknownVersionError(InvalidRecordError):
     """It is of another format version: whoever wrote it can read it, so it is not damaged. Upgrade this program."""
 
 
+# --- what another program wrote, and what ranks say of it -------------------------------------------------
+
+
+class UnsafePickleError(CkptAsyncError):
+    """A pickle names or does something that a checkpoint has no need of. Nothing of it was run."""
+
+
+class FormatError(CkptAsyncError):
+    """A file cannot be loaded: not what its name says, cut short, too large, or a tool for it is missing."""
+
+
+class StateMismatchError(CkptAsyncError):
+    """What was loaded does not fit the model. The model was not changed; the message names what differs."""
+
+
+class RanksDisagreeError(CkptAsyncError):
+    """Ranks do not have the same value; the message says which have which. Raised on all of them."""
+
+
+class RankFailedError(CkptAsyncError):
+    """What one rank did for all of them failed. Raised on all of them, with its cause."""
+
+
+class CheckpointRefusedError(CkptAsyncError, ValueError):
+    """The validation function said no to a file of a checkpoint. Nothing of that file was used."""
+
+
 # --- outcomes ----------------------------------------------------------------------------------------------
 
 
@@ -197,6 +234,10 @@ class NoUsableCheckpointError(CkptAsyncError):
     """There are committed checkpoints and none of them can be used; the message says why, one by one. Starting from
     scratch would throw them away: look at `ckpt-async verify` first.
     """
+
+
+class ResumeError(CkptAsyncError):
+    """Ranks that resume together could not; raised on all of them, with what happened on which."""
 
 
 class DestinationError(CkptAsyncError):

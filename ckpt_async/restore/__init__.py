@@ -17,7 +17,7 @@ from ckpt_async.errors import (
     NoUsableCheckpointError,
 )
 from ckpt_async.restore.checkpoint import Checkpoint, Rejected, RemoteFile
-from ckpt_async.restore.discovery import find
+from ckpt_async.restore.discovery import drain_predecessor, find
 from ckpt_async.restore.fetching import FetchReport, fetch, fetch_latest
 from ckpt_async.restore.peers import Peer, PeerServer
 from ckpt_async.restore.reading import Reader, ReadInto
@@ -36,6 +36,7 @@ __all__ = [
     "Reader",
     "Rejected",
     "RemoteFile",
+    "drain_predecessor",
     "fetch",
     "fetch_latest",
     "find",

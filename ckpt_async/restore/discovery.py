@@ -73,6 +73,13 @@ def find(
     return blocking(work())
 
 
+def drain_predecessor(folder: str | os.PathLike[str], timeout_s: float) -> None:
+    """Finish what a dead trainer left in its folder on this node, as far as that goes within `timeout_s`. Blocks. Never
+    raises for what it could not finish: that is in the log, and an older checkpoint is better than none.
+    """
+    blocking(_finish_predecessor(folder, timeout_s))
+
+
 async def _finish_predecessor(folder: str | os.PathLike[str], timeout_s: float) -> None:
     """Best effort: an older checkpoint is better than none."""
     try:

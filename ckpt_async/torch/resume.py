@@ -1,0 +1,243 @@
+"""Resuming together: every rank of a job gets the same checkpoint, and each byte of it leaves the store at most once.
+
+What a node still has is used where it is. What another node has comes from there. What nobody has is fetched from the
+store by one of the nodes that need it, and by the others from that one: replicas (DDP, HSDP) so load the store once.
+All of it by checksum, so that no copy is believed because of where it comes from. Collectives carry a few small objects
+before and after; while bytes move nobody waits in one, and what fails on one rank is raised on all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ckpt_async import restore
+from ckpt_async.errors import CheckpointGoneError, DamagedCheckpointError, ResumeError
+from ckpt_async.model import CheckpointId
+from ckpt_async.restore.sources import LocalCopies
+from ckpt_async.stores import StoreOptions
+
+logger = logging.getLogger(__name__)
+
+Destination = str | os.PathLike[str] | Callable[[restore.Checkpoint], str | os.PathLike[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What one rank wants of a checkpoint, by name, and what of it (or of others' files) its node has already."""
+
+    node: str
+    wanted: frozenset[str]
+    has: frozenset[str]
+
+
+def first_fetches(needs: Sequence[Needs], size_bytes: Mapping[str, int]) -> dict[str, frozenset[str]]:
+    """Which node fetches which files from the store: every file that some node wants and none has, on one of the nodes
+    that want it, the largest first to whichever has least to fetch. Pure, and the same on every rank.
+    """
+    wanted_by: dict[str, set[str]] = {}
+    there: set[str] = set()
+    for need in needs:
+        there |= need.has
+        for name in need.wanted:
+            wanted_by.setdefault(name, set()).add(need.node)
+    load = dict.fromkeys(sorted({need.node for need in needs}), 0)
+    chosen: dict[str, set[str]] = {node: set() for node in load}
+    for name in sorted(wanted_by.keys() - there, key=lambda name: (-size_bytes[name], name)):
+        node = min(sorted(wanted_by[name]), key=lambda node: load[node])
+        chosen[node].add(name)
+        load[node] += size_bytes[name]
+    return {node: frozenset(names) for node, names in chosen.items()}
+
+
+def fetch_together(
+    remote: str,
+    destination: Destination,
+    *,
+    folder: str | os.PathLike[str] | None = None,
+    ranks: Collection[int] | None = None,
+    files: Collection[str] | None = None,
+    step: int | None = None,
+    process_group: Any = None,
+    node: str | None = None,
+    drain_timeout_s: float = 0.0,
+    store_options: StoreOptions | None = None,
+    overwrite: bool = False,
+    num_concurrent_reads: int = 8,
+) -> tuple[restore.Checkpoint, restore.FetchReport] | None:
+    """`restore.find` and `restore.fetch` on all ranks of a process group at once; None on all of them if there is no
+    checkpoint. `ranks` and `files` say what *this* rank needs (`ranks=[dist.get_rank()]` for a file per rank; all by
+    default); `destination` where to, or a function of the checkpoint; `folder` is the trainer's on this node.
+    `overwrite` replaces a file in the destination that is not the checkpoint's, torn by a power loss, say.
+
+    A checkpoint that any rank finds damaged is given up by all of them for the next older one. Ranks with the same
+    `node` (by default: on the same host) share a destination's files: each is fetched once and the others wait for its
+    lock. Collective: every rank of the group must call it. Blocks; CPU objects only, so a gloo group serves even where
+    the default one is NCCL.
+
+    Raises ResumeError on every rank, naming the ranks that failed and why; NoUsableCheckpointError and StoreError of
+    the search likewise on all.
+    """
+    together = _Together(process_group)
+    node = node if node is not None else socket.gethostname()
+    bad: set[CheckpointId] = set()
+    while True:
+        if folder is not None and drain_timeout_s > 0 and not bad:
+            # Of every node: what it was uploading is found by all once it is committed.
+            restore.drain_predecessor(folder, drain_timeout_s)
+            together.gather(None)
+        checkpoint = together.on_first(
+            lambda: restore.find(remote, step=step, store_options=store_options, passing_over=bad)
+        )
+        if checkpoint is None:
+            return None
+        where = destination(checkpoint) if callable(destination) else destination
+        try:
+            report = _fetch(
+                together, checkpoint, Path(where), folder, ranks, files, node, overwrite, num_concurrent_reads
+            )
+        except DamagedCheckpointError as error:
+            if step is not None:
+                raise
+            logger.warning("checkpoint_passed_over %s error=%s", checkpoint.id, error)
+            bad.add(checkpoint.id)
+            continue
+        return checkpoint, report
+
+
+def _fetch(
+    together: _Together,
+    checkpoint: restore.Checkpoint,
+    destination: Path,
+    folder: str | os.PathLike[str] | None,
+    ranks: Collection[int] | None,
+    files: Collection[str] | None,
+    node: str,
+    overwrite: bool,
+    num_concurrent_reads: int,
+) -> restore.FetchReport:
+    copies = LocalCopies(folder, checkpoint)
+    here: dict[str, Path] = {}
+    for name, file in checkpoint.files.items():
+        if found := copies.find(file):
+            here[name] = found[0]
+    with together.all_or_none("look at what is needed"):
+        wanted = frozenset(file.name for file in checkpoint.select(ranks, files))
+    served = {checkpoint.files[name].key: path for name, path in here.items()}
+    for name in wanted - here.keys():
+        served[checkpoint.files[name].key] = destination / name  # there once it is whole
+    reports: list[restore.FetchReport] = []
+
+    def fetch(names: Collection[str], peers: Collection[restore.Peer]) -> None:
+        if names:
+            reports.append(
+                restore.fetch(
+                    checkpoint,
+                    destination,
+                    files=[_literal(name) for name in names],
+                    folder=folder,
+                    peers=peers,
+                    overwrite=overwrite,
+                    num_concurrent_reads=num_concurrent_reads,
+                )
+            )
+
+    with contextlib.ExitStack() as stack:
+        with together.all_or_none("serve its files to the others"):
+            server = stack.enter_context(restore.PeerServer(served, _own_address()))
+        needs = together.gather(Needs(node, wanted, frozenset(here)))
+        addresses = together.gather((node, server.peer))
+        peers = [peer for other, peer in addresses if other != node]
+        sizes = {name: file.size_bytes for name, file in checkpoint.files.items()}
+        first = first_fetches(needs, sizes)[node] & wanted
+        with together.all_or_none("fetch from the store"):
+            fetch(first, ())
+        with together.all_or_none("fetch what others have"):
+            fetch(wanted, peers)
+    return _merged(reports, wanted, destination)
+
+
+def _merged(
+    reports: list[restore.FetchReport], wanted: frozenset[str], destination: Path
+) -> restore.FetchReport:
+    bytes_from: dict[str, int] = {}
+    for report in reports:
+        for kind, count in report.bytes_from.items():
+            bytes_from[kind] = bytes_from.get(kind, 0) + count
+    if len(reports) == 2:  # what the first one brought was there for the second
+        brought = reports[0].size_bytes
+        bytes_from["there"] = bytes_from.get("there", 0) - brought
+        bytes_from = {kind: count for kind, count in bytes_from.items() if count}
+    return restore.FetchReport(
+        {name: destination / name for name in wanted}, bytes_from, sum(each.duration_s for each in reports)
+    )
+
+
+class _Together:
+    """Small objects between the ranks of a group; an error of one becomes an error of all."""
+
+    def __init__(self, process_group: Any) -> None:
+        self._group = process_group
+        self.rank = dist.get_rank(process_group)
+        self._size = dist.get_world_size(process_group)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Everybody's value, by rank."""
+        found: list[Any] = [None] * self._size
+        dist.all_gather_object(found, value, group=self._group)
+        return found
+
+    def on_first(self, work: Callable[[], Any]) -> Any:
+        """What `work` returns or raises on the first rank, on all of them."""
+        value: Any = None
+        if self.rank == 0:
+            try:
+                value = (work(), None)
+            except Exception as error:  # noqa: BLE001  raised on every rank
+                value = (None, error)
+        result, failure = self.gather(value)[0]
+        if failure is not None:
+            raise failure
+        return result
+
+    @contextlib.contextmanager
+    def all_or_none(self, what: str) -> Iterator[None]:
+        """A step that all ranks take: it ends for all of them when it has ended for each, and fails for all if it
+        failed for one. A damaged checkpoint is damaged for all.
+        """
+        own: Exception | None = None
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001  raised below, on every rank
+            own = error
+        is_damaged = isinstance(own, DamagedCheckpointError | CheckpointGoneError)
+        told = self.gather(None if own is None else (is_damaged, f"{type(own).__name__}: {own}"))
+        failed = {rank: each for rank, each in enumerate(told) if each is not None}
+        if not failed:
+            return
+        causes = "; ".join(f"rank {rank}: {message}" for rank, (_, message) in list(failed.items())[:5])
+        more = f"; and {len(failed) - 5} more ranks" if len(failed) > 5 else ""
+        kind = DamagedCheckpointError if all(damaged for damaged, _ in failed.values()) else ResumeError
+        raise kind(f"could not {what}: {causes}{more}") from own
+
+
+def _own_address() -> str:
+    """The address under which the other nodes reach this one: the one it would talk to the master from."""
+    master = os.environ.get("MASTER_ADDR", "")
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((master or socket.gethostname(), int(os.environ.get("MASTER_PORT", "1"))))
+        return str(probe.getsockname()[0])
+    return socket.gethostname()
+
+
+def _literal(name: str) -> str:
+    """A glob that matches just this name."""
+    return "".join(f"[{each}]" if each in "*?[" else each for each in name)

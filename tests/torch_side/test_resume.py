@@ -1,0 +1,146 @@
+"""Ranks that resume together: nearest copies, each byte out of the store once, failures that reach everybody."""
+
+import json
+import os
+import random
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt_async import Uploader
+from ckpt_async.torch.resume import Needs, first_fetches
+
+SIZE = 300_000
+NUM_RANKS = 4
+NAMES = [f"rank-{rank}.pt" for rank in range(NUM_RANKS)]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """One start of four ranks plays all scenarios: starting torch four times is what costs."""
+    base = tmp_path_factory.mktemp("resume")
+    remote, rng = f"file://{base}/remote", random.Random(3)
+    with Uploader(base / "truth", remote, rank=0, world_size=1, latest_filename="") as uploader:
+        for step in (1, 2):
+            folder = base / "truth" / f"step-{step}"
+            folder.mkdir()
+            for name in NAMES:
+                (folder / name).write_bytes(rng.randbytes(SIZE))
+            uploader.enqueue(folder, step=step)
+            uploader.seal(step)
+        uploader.wait(2, timeout_s=60)
+    for name in ("intact", "wiped-node", "own-file"):
+        shutil.copytree(base / "truth" / "step-2", base / name / "node-0" / "step-2")
+    shutil.copytree(base / "truth" / "step-2", base / "intact" / "node-1" / "step-2")
+    (base / "wiped-node" / "node-0" / "step-2" / "rank-3.pt").write_bytes(
+        bytes(SIZE)
+    )  # damaged, of the right size
+    names = ["fresh", "intact", "wiped-node", "own-file", "unwritable", "all-wiped", "damaged"]
+    environment = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": str(NUM_RANKS),
+        "OMP_NUM_THREADS": "1",
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.torch_side.resume_ranks", remote, str(base), *names],
+            env={**environment, "RANK": str(rank)},
+            cwd=Path(__file__).parents[2],
+        )
+        for rank in range(NUM_RANKS)
+    ]
+    try:
+        assert [rank.wait(150) for rank in ranks] == [0] * NUM_RANKS
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    return {
+        name: [json.loads((base / f"{name}-{rank}.json").read_text()) for rank in range(NUM_RANKS)]
+        for name in names
+    }
+
+
+def total(results: list[dict[str, Any]], kind: str) -> int:
+    return sum(each["bytes_from"].get(kind, 0) for each in results)
+
+
+def test_nothing_to_resume_from_is_a_fresh_start_for_all(results: Any) -> None:
+    assert results["fresh"] == [{"none": True}] * NUM_RANKS
+
+
+def test_what_is_here_is_used_here(results: Any) -> None:
+    for each in results["intact"]:
+        assert (each["step"], each["is_whole"], each["files"]) == (2, True, NAMES)
+        assert each["bytes_from"] == {"there": 4 * SIZE}
+
+
+def test_a_wiped_node_is_refilled_by_the_other(results: Any) -> None:
+    """A file that is damaged there is found out by its checksum, and comes from the store."""
+    for each in results["wiped-node"]:
+        assert (each["step"], each["is_whole"], each["files"]) == (2, True, NAMES)
+    refilled = results["wiped-node"][2:]
+    assert total(refilled, "peer") == 3 * SIZE
+    assert total(refilled, "remote") == SIZE
+
+
+def test_each_rank_may_ask_for_its_own(results: Any) -> None:
+    for rank, each in enumerate(results["own-file"]):
+        assert each["files"] == [f"rank-{rank}.pt"]
+        assert each["is_whole"]
+    assert total(results["own-file"], "remote") == 0
+    assert total(results["own-file"][2:], "peer") == 2 * SIZE
+
+
+def test_what_nobody_has_leaves_the_store_once(results: Any) -> None:
+    """Two nodes that need the same: half each from the store, the other half from each other."""
+    for each in results["all-wiped"]:
+        assert (each["step"], each["is_whole"], each["files"]) == (2, True, NAMES)
+    assert total(results["all-wiped"], "remote") == 4 * SIZE
+    assert total(results["all-wiped"], "peer") == 4 * SIZE
+
+
+def test_a_damaged_one_is_given_up_by_all_for_the_same_older_one(results: Any) -> None:
+    for each in results["damaged"]:
+        assert (each["step"], each["is_whole"], each["files"]) == (1, True, NAMES)
+        assert len(each["passed_over"]) == 1
+
+
+def test_what_fails_on_one_rank_is_told_to_all(results: Any) -> None:
+    for each in results["unwritable"]:
+        assert each["error"] == "ResumeError"
+        assert "rank 2: DestinationError" in each["message"]
+
+
+NODES = st.sampled_from(["a", "b", "c"])
+FILES = st.frozensets(st.sampled_from("uvwxyz"))
+
+
+@given(st.lists(st.builds(Needs, NODES, FILES, FILES), min_size=1), st.data())
+def test_first_fetches_asks_the_store_once_for_what_nobody_has(
+    needs: list[Needs], data: st.DataObject
+) -> None:
+    sizes = {name: data.draw(st.integers(0, 100), label=name) for name in "uvwxyz"}
+    chosen = first_fetches(needs, sizes)
+    fetched = [name for names in chosen.values() for name in names]
+    has = frozenset().union(*(need.has for need in needs))
+    wanted = frozenset().union(*(need.wanted for need in needs))
+    assert sorted(fetched) == sorted(wanted - has)
+    for node, names in chosen.items():
+        assert names <= frozenset().union(*(need.wanted for need in needs if need.node == node))
+    assert first_fetches(list(reversed(needs)), sizes) == chosen
