@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 from collections import deque
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import assert_never
 from urllib.parse import urlsplit
 
-from ckpt_async import conditional, decide, keys, naming, protocol, records, retention, transfer
+from ckpt_async import ahead, conditional, decide, keys, naming, protocol, records, retention, transfer
 from ckpt_async.errors import (
     CkptAsyncError,
     FailureReason,
@@ -99,6 +100,7 @@ class Engine:
         self.fenced_by: int | None = None
         self.num_due = 0  # actions of our own that are due or under way, not counting looks at the others
         self.num_rounds = 0
+        self.last_seen_wake = 0  # `num_due` counts what was in the journal before this call of `wake`
         self._folder, self._journal, self._store, self._requests = folder, journal, store, requests
         self._settings, self._observer, self._clock, self._on_change = settings, observer, clock, on_change
         self._is_trainer = is_trainer
@@ -106,6 +108,7 @@ class Engine:
             local_retention=retention.keep_local(settings.num_checkpoints_to_keep, settings.local_retention),
             may_supersede="supersede" in (settings.on_backlog, settings.on_disk_low),
             has_local_latest=bool(settings.latest_filename),
+            may_send_ahead=store.capabilities.multipart,
             may_decide=store.capabilities.conditional_put or rank == 0,
             is_adopted=not is_trainer,
         )
@@ -114,11 +117,13 @@ class Engine:
         self._not_before: dict[decide.Action, float] = {}
         self._uploads: deque[decide.Upload] = deque()
         self._sent_bytes: dict[decide.Upload, int] = {}
+        self._ahead: dict[tuple[CheckpointId, str], transfer.Resume] = {}  # sent before they were enqueued
         self._is_progress_new = False
         self._housekeep_at = 0.0
         self._is_hurried = False
         self._is_newest_first = False
         self._is_stopping = False
+        self._wakes, self._last_wake = itertools.count(1), 0
         self._loop = asyncio.get_running_loop()
         self._woken = asyncio.Event()
         self._crash: asyncio.Future[None] = self._loop.create_future()
@@ -128,6 +133,7 @@ class Engine:
         self.outcomes, self.failures, self.fenced_by = dead.outcomes, dead.failures, dead.fenced_by
         # Whoever waits for rounds to pass and work to be done must not notice the change.
         self.num_due, self.num_rounds = dead.num_due, dead.num_rounds
+        self.last_seen_wake, self._last_wake, self._wakes = dead.last_seen_wake, dead._last_wake, dead._wakes
         self._is_hurried, self._is_newest_first = dead._is_hurried, dead._is_newest_first
 
     # --- from other threads --------------------------------------------------------------------------------
@@ -137,10 +143,14 @@ class Engine:
         local = self.local
         return fold(self._journal.rows(after=local.sequence), local)
 
-    def wake(self) -> None:
-        """Something was appended to the journal: look now. Any thread; a lost call costs POLL_S."""
+    def wake(self) -> int:
+        """Something was appended to the journal: look now. Any thread. Once `last_seen_wake` has reached the number
+        that this returns, `num_due` counts it.
+        """
+        self._last_wake = number = next(self._wakes)
         with contextlib.suppress(RuntimeError):  # the loop is closing: the journal has it
             self._loop.call_soon_threadsafe(self._woken.set)
+        return number
 
     def hurry(self, is_hurried: bool) -> None:
         """While someone waits, look for the others' receipts at the shortest interval. Any thread."""
@@ -196,8 +206,10 @@ class Engine:
             self._remote = replace(self._remote, to_publish=self._newest_loadable())
             while not self._is_stopping:
                 self._woken.clear()
+                last_wake = self._last_wake
                 self._refresh()
                 pause_s = self._start_due()
+                self.last_seen_wake = last_wake
                 self._on_change()
                 await self._sleep(pause_s)
                 if self._crash.done():
@@ -223,7 +235,7 @@ class Engine:
             if now < not_before and action not in self._running:
                 wake_at = min(wake_at, not_before)
                 continue
-            num_due += not self._is_look_at_others(action)
+            num_due += not (isinstance(action, decide.SendAhead) or self._is_look_at_others(action))
             if action in self._running or self._is_in_use(action):
                 continue
             if isinstance(action, decide.Upload):
@@ -249,9 +261,11 @@ class Engine:
         return watch is not None and watch.ranks is not None
 
     def _is_in_use(self, action: decide.Action) -> bool:
-        """Whether it must wait for another: a manifest written after the release would stay behind, and of two moves
-        of the symlink the older could end last.
+        """Whether it must wait for another: a manifest written after the release would stay behind, of two moves of the
+        symlink the older could end last, and parts that were sent ahead need not be sent again.
         """
+        if isinstance(action, decide.Upload):
+            return decide.SendAhead(action.checkpoint, action.shard) in self._running
         if isinstance(action, decide.MoveLocalLatest):
             return any(isinstance(each, decide.MoveLocalLatest) for each in self._running)
         return isinstance(action, decide.Release) and decide.MakeDurable(action.checkpoint) in self._running
@@ -406,6 +420,8 @@ class Engine:
             match action:
                 case decide.MakeDurable():
                     await self._make_durable(action)
+                case decide.SendAhead():
+                    await self._send_ahead(action)
                 case decide.Upload():
                     await self._upload(action)
                 case decide.StoreReceipt():
@@ -500,6 +516,11 @@ class Engine:
         key = keys.data_key(checkpoint.name, checkpoint.id.generation, shard.name)
         begun = local.multipart
         resume = transfer.Resume(begun.upload_id, begun.part_size_bytes) if begun else None
+        if resume is None and (resume := self._ahead.pop((checkpoint.id, shard.name), None)) is not None:
+            self._journal.append(
+                self.rank,
+                [MultipartOpened(checkpoint.id, shard.name, resume.upload_id, resume.part_size_bytes)],
+            )
 
         def opened(multipart: transfer.Resume) -> None:
             event = MultipartOpened(checkpoint.id, shard.name, multipart.upload_id, multipart.part_size_bytes)
@@ -512,7 +533,8 @@ class Engine:
 
         self._observer.upload_started()
         try:
-            source = await asyncio.to_thread(self._open, checkpoint, local)
+            # Microseconds on a local disk; in a thread, a cancellation would leave the descriptor open.
+            source = self._open(checkpoint, local)
             try:
                 size_bytes, checksum = await transfer.upload(
                     self._store,
@@ -536,6 +558,33 @@ class Engine:
         self._record(Verified(checkpoint.id, StoredShard(shard.name, key, size_bytes, checksum)))
         self._observer.shard_finished("ok", self._loop.time() - started)
         logger.debug("shard_verified key=%s size_bytes=%d", key, size_bytes)
+
+    async def _send_ahead(self, action: decide.SendAhead) -> None:
+        checkpoint = self._checkpoint(action.checkpoint)
+        key = keys.data_key(checkpoint.name, checkpoint.id.generation, action.shard)
+
+        def is_growing() -> bool:
+            now = self.local.checkpoints.get(action.checkpoint)
+            if now is None or now.superseded or now.decision is not None or self._is_stopping:
+                return False
+            return action.shard in now.growing
+
+        resume = await ahead.send_ahead(
+            self._store,
+            self._requests,
+            self._folder.path / checkpoint.growing[action.shard],
+            key,
+            smallest_part_bytes=self._settings.part_size_bytes,
+            is_growing=is_growing,
+        )
+        if resume is None:
+            return
+        if action.shard in self._checkpoint(action.checkpoint).shards:
+            self._ahead[action.checkpoint, action.shard] = resume
+        else:  # given up: the sweeper would find it, but not soon
+            await self._requests.control(
+                "abort_multipart", lambda: self._store.abort_multipart(key, resume.upload_id)
+            )
 
     def _open(self, checkpoint: LocalCheckpoint, local: LocalShard) -> transfer.Source:
         shard = local.shard

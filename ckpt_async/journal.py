@@ -10,7 +10,7 @@ It is a cache (rule R10): the spool's manifests and the store can rebuild it.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import enum
 import fcntl
 import json
 import os
@@ -245,7 +245,10 @@ class Journal:
                     self._connection.execute("BEGIN IMMEDIATE")
                     return
                 except sqlite3.OperationalError as error:
-                    if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() >= deadline:
+                    is_busy = (
+                        error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY
+                    )  # also while a WAL is recovered
+                    if not is_busy or time.monotonic() >= deadline:
                         raise
                 time.sleep(BUSY_PAUSE_S)
         finally:
@@ -274,7 +277,7 @@ def _connect(path: Path) -> sqlite3.Connection:
         path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False, cached_statements=32
     )
     try:
-        connection.execute("PRAGMA journal_mode = WAL").fetchall()
+        _switch_to_wal(connection)
         connection.execute("PRAGMA synchronous = NORMAL")
         # A checkpoint fsyncs in whichever process it happens to strike: never the trainer's enqueue.
         connection.execute("PRAGMA wal_autocheckpoint = 0").fetchall()
@@ -289,6 +292,19 @@ def _connect(path: Path) -> sqlite3.Connection:
         connection.close()
         raise
     return connection
+
+
+def _switch_to_wal(connection: sqlite3.Connection) -> None:
+    """Wait for other processes that open a new journal now: SQLite's own `timeout` does not cover the switch."""
+    deadline = time.monotonic() + BUSY_TIMEOUT_S
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode = WAL").fetchall()
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() >= deadline:
+                raise
+            time.sleep(0.002)
 
 
 def _connect_readonly(path: Path) -> sqlite3.Connection:
@@ -340,7 +356,17 @@ def _place(event: Event) -> tuple[int, int]:
 
 
 def _encode(event: Event) -> str:
-    return json.dumps(dataclasses.asdict(event), separators=(",", ":"), default=lambda value: value.value)
+    return _ENCODER.encode(event)
+
+
+def _fields(value: Any) -> Any:
+    """Of an event or what is in it: `dataclasses.asdict` without the copies, for which the trainer would wait."""
+    if isinstance(value, enum.Enum):
+        return value.value
+    return {name: getattr(value, name) for name in value.__slots__}
+
+
+_ENCODER = json.JSONEncoder(separators=(",", ":"), default=_fields)
 
 
 def _decode(kind: str, body: str) -> Event:
@@ -394,6 +420,22 @@ class RankLock:
         self.rank = rank
         self._descriptor: int | None = None
 
+    @classmethod
+    def inherit(cls, folder: Folder, rank: int, descriptor: int) -> Self:
+        """The same lock, from a descriptor that its holder has sent: it is held until both have released it."""
+        lock = cls(folder, rank)
+        os.set_inheritable(descriptor, False)
+        lock._descriptor = descriptor
+        lock._sign(f"process {os.getpid()}, a runner")
+        after_fork.add(lock)
+        return lock
+
+    @property
+    def descriptor(self) -> int:
+        """To send to a process that shall hold the lock too."""
+        assert self._descriptor is not None, "not acquired"
+        return self._descriptor
+
     @property
     def _wanted(self) -> Path:
         return self._path.with_suffix(".wanted")
@@ -406,6 +448,10 @@ class RankLock:
             return abs(time.time() - self._wanted.stat().st_mtime) < WANTED_S
         except FileNotFoundError:
             return False
+
+    def is_removed(self) -> bool:
+        """Whether somebody has removed the folder beneath us."""
+        return os.fstat(self.descriptor).st_nlink == 0
 
     def acquire(self, *, wait_s: float = 0.0, is_trainer: bool = False) -> None:
         """Take the lock, waiting up to `wait_s` for a predecessor that is still ending. A trainer also asks an
@@ -433,13 +479,16 @@ class RankLock:
                         hint="one uploader per rank and folder; stop the other one or use another folder",
                     ) from None
                 time.sleep(0.05)
-        with contextlib.suppress(OSError):  # only for messages; the lock is held also on a full disk
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"process {os.getpid()}\n".encode(), 0)
         self._descriptor = descriptor
+        self._sign(f"process {os.getpid()}")
         if is_trainer:
             self._wanted.unlink(missing_ok=True)
         after_fork.add(self)
+
+    def _sign(self, holder: str) -> None:
+        with contextlib.suppress(OSError):  # only for messages; the lock is held also on a full disk
+            os.ftruncate(self.descriptor, 0)
+            os.pwrite(self.descriptor, f"{holder}\n".encode(), 0)
 
     def release(self) -> None:
         """Free the lock. Idempotent."""

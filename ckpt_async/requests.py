@@ -210,10 +210,10 @@ class Requests:
         self._failing_since: float | None = None
         self._has_warned = False
 
-    def of(self, owner: int) -> Requests:
-        """The same budgets for another owner: they take turns."""
+    def of(self, owner: int, observer: Observer) -> Requests:
+        """The same budgets for another owner, who is told of its own requests: they take turns."""
         other = copy.copy(self)
-        other._owner = owner  # noqa: SLF001  its own
+        other._owner, other._observer = owner, observer  # noqa: SLF001  its own
         return other
 
     @property

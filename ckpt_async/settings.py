@@ -114,6 +114,27 @@ class Settings:
     sigterm_flush_s: float = _setting(
         0.0, "flush on SIGTERM within this many seconds, newest checkpoint first; 0 for no handler", 0, 3600
     )
+    runner: str = _setting(
+        "thread",
+        "where uploading is done: on a thread of the trainer, or in a process of its own that takes no GIL time of the"
+        " trainer's and outlives it to finish",
+        choices=("thread", "process"),
+    )
+    node_shared: bool = _setting(
+        False,
+        "runner process: one for all ranks of the folder, so that num_concurrent_uploads, max_inflight_bytes and"
+        " max_bytes_per_s hold for the node",
+        choices=(False, True),
+    )
+    runner_nice: int = _setting(
+        0, "runner process: added to its niceness; its disk reads rank lower with it", 0, 19
+    )
+    linger_s: float = _setting(
+        600.0,
+        "runner process: how long it goes on for a trainer that died; a restarted one takes over",
+        0,
+        86_400,
+    )
     close_grace_s: float = _setting(
         30.0, "how long close() waits for other ranks once all of ours is uploaded", 0, 86_400
     )
@@ -128,6 +149,8 @@ class Settings:
                 "on_backlog or on_disk_low is 'supersede', but remote_retention keeps all: nothing could be given up",
                 hint="say what must be kept, e.g. remote_retention='last=2,every-steps=1000'",
             )
+        if self.node_shared and self.runner != "process":
+            raise SettingsError("node_shared=True needs runner='process'")
         if self.retry_max_s < self.retry_initial_s:
             raise SettingsError(
                 f"retry_max_s={self.retry_max_s} must be at least retry_initial_s={self.retry_initial_s}"
@@ -183,7 +206,7 @@ def describe() -> str:
     ]
     for field in dataclasses.fields(Settings):
         low, high = field.metadata["low"], field.metadata["high"]
-        allowed = ", ".join(field.metadata.get("choices", ())) or (
+        allowed = ", ".join(map(_plain, field.metadata.get("choices", ()))) or (
             "text" if low is None else f"{_plain(low)} to {_plain(high)}"
         )
         default = _plain(field.default) or "(empty)"
@@ -192,6 +215,8 @@ def describe() -> str:
 
 
 def _plain(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
     return value if isinstance(value, str) else f"{value:,.10g}"
 
 
@@ -206,6 +231,9 @@ def _check(field: dataclasses.Field[Any], value: Any, where: str) -> Any:
             if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
                 raise SettingsError(f"{where}={value!r} must be a number from {low} to {high}")
             value = float(value)
+        case "bool":
+            if not isinstance(value, bool):
+                raise SettingsError(f"{where}={value!r} must be true or false")
         case _:
             if not isinstance(value, str):
                 raise SettingsError(f"{where}={value!r} must be text")
@@ -217,6 +245,8 @@ def _check(field: dataclasses.Field[Any], value: Any, where: str) -> Any:
 
 
 def _parse_text(field: dataclasses.Field[Any], text: str, where: str) -> Any:
+    if field.type == "bool":
+        return {"1": True, "true": True, "0": False, "false": False}.get(text.lower(), text)
     convert = {"int": int, "float": float}.get(str(field.type), str)
     try:
         return convert(text)

@@ -1,26 +1,22 @@
-"""The trainer's side: `Uploader`. Its calls link, append and return; an engine on a background thread does
-the rest.
+"""The trainer's side: `Uploader`. Its calls link, append and return; an engine on a background thread, or in a
+process of its own, does the rest.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import math
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
 from ckpt_async import decide, keys, naming, retention
-from ckpt_async import generation as generations
-from ckpt_async.engine import Engine
 from ckpt_async.errors import (
     BacklogError,
     CheckpointAbortedError,
@@ -29,7 +25,6 @@ from ckpt_async.errors import (
     FencedError,
     InvalidNameError,
     InvalidShardError,
-    JournalError,
     SealedError,
     SettingsError,
     UploaderClosedError,
@@ -41,35 +36,28 @@ from ckpt_async.metrics import Metrics, serve
 from ckpt_async.model import (
     CheckpointId,
     Enqueued,
-    Forgotten,
-    Local,
-    Opened,
+    Growing,
     Outcome,
     Sealed,
     Shard,
     Superseded,
 )
 from ckpt_async.preemption import flush_on_sigterm
-from ckpt_async.requests import CONTROL_REQUESTS, Requests, open_patiently
-from ckpt_async.settings import INHERITED, Settings, load
-from ckpt_async.store import Store
-from ckpt_async.stores import StoreOptions, address_of, open_store
+from ckpt_async.runners import EngineView, Start, runner_of, waits_for_others
+from ckpt_async.settings import Settings, load
+from ckpt_async.shard_writer import ShardWriter
+from ckpt_async.stores import StoreOptions, address_of
 
 logger = logging.getLogger(__name__)
 
 # A predecessor that was just killed, or a sweeper that is finishing its work, gives the lock back soon.
 LOCK_WAIT_S = 15.0
-# A store that is briefly away when training starts; wrong credentials and a missing bucket fail at once.
-START_TIMEOUT_S = 60.0
 # After an exception in the training loop: long enough for receipts, too short to hide the traceback.
 CLOSE_AFTER_ERROR_S = 10.0
-ENGINE_RESTART_S = 1.0
 # An uploader that was never closed: the process should end, and the journal has what is left.
 EXIT_TIMEOUT_S = 60.0
 # While `enqueue` is held up: how often the disk and the backlog are looked at, besides at every change.
 BLOCK_POLL_S = 0.5
-# Threads for disk work: reading and checksumming shards release the GIL.
-NUM_THREADS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +77,7 @@ class _Open:
 
     name: str
     shards: dict[str, Shard] = field(default_factory=dict)
+    growing: set[str] = field(default_factory=set)  # being written through `open`
     is_sealed: bool = False
 
 
@@ -129,16 +118,14 @@ class Uploader:
         self.settings = _load_settings(settings, environment, settings_file)
         if generation is not None and not 1 <= generation <= keys.MAX_GENERATION:
             raise SettingsError(f"generation={generation} must be from 1 to {keys.MAX_GENERATION}")
-        self._launch_key = _launch_key(environment, self.world_size, generation)
-        self._explicit_generation = generation
+        launch_key = _launch_key(environment, self.world_size, generation)
         naming.fill(self.settings.latest_filename, rank=self.rank)
         if self.settings.sigterm_flush_s and threading.current_thread() is not threading.main_thread():
             raise SettingsError(
                 "sigterm_flush_s needs the uploader to be opened in the main thread: only it may set signal handlers"
             )
-        self._store: Store = open_store(remote, _with_room(store_options, self.settings), env=environment)
-        self.remote = self._store.url
-        self._address = address_of(remote, store_options, env=environment)
+        address = address_of(remote, store_options, env=environment)
+        self.remote = address.url
         self._folder = Folder(folder)
         self.folder = self._folder.path
 
@@ -149,8 +136,6 @@ class Uploader:
         self._num_waiting = 0
         self._num_flushing = 0
         self._is_closed = False
-        self._engine: Engine | None = None
-        self._death: BaseException | None = None
         self._journal = Journal(self._folder)
         self.metrics = Metrics(
             self.remote.rstrip("/").rpartition("/")[2],
@@ -158,16 +143,29 @@ class Uploader:
             self._journal,
             num_upload_workers=self.settings.num_concurrent_uploads,
         )
-        started: Future[int] = Future()
-        self._thread = threading.Thread(
-            target=self._run, args=(started,), name=f"ckpt-async-rank-{self.rank}", daemon=True
-        )
-        self._thread.start()
+        self._rank_lock = RankLock(self._folder, self.rank)
         try:
-            self.generation = started.result()
+            self._rank_lock.acquire(wait_s=LOCK_WAIT_S, is_trainer=True)
+            self._runner = runner_of(self.settings.runner)(
+                Start(
+                    str(self.folder),
+                    self.rank,
+                    self.world_size,
+                    address,
+                    replace(store_options or StoreOptions(), endpoint_url=address.endpoint_url),
+                    self.settings,
+                    launch_key,
+                    generation,
+                ),
+                self._folder,
+                self._journal,
+                self._rank_lock,
+                self.metrics,
+                self._notify,
+            )
+            self.generation = self._runner.start()
         except BaseException:
-            started.cancel()  # interrupted while waiting: the thread ends when it finds out
-            self._thread.join()
+            self._rank_lock.release()
             self._journal.close()
             raise
         self._metrics_server = serve(
@@ -208,17 +206,23 @@ class Uploader:
         if not sources:
             raise InvalidShardError(f"folder {os.fspath(path)!r} has no files")
         parent = root if sources != [root] else root.rpartition("/")[0]
+        named = [(source, source[len(parent) + 1 :] if parent else source) for source in sources]
         if step not in self._open:
             self._make_room()
+        self._enqueue(checkpoint, full_name, named)
+        self.metrics.shards_enqueued(len(named), time.perf_counter() - started)
+
+    def _enqueue(self, checkpoint: CheckpointId, full_name: str, named: Sequence[tuple[str, str]]) -> None:
+        """Link and record sources under their shards' names, all or none."""
+        step = checkpoint.step
         with self._lock:
             there = self._open.get(step) or _Open(full_name)
             self._check_takes_shards(there, step, full_name)
             added: dict[str, Shard] = {}
             try:
-                for source in sources:
-                    shard_name = source[len(parent) + 1 :] if parent else source
+                for source, shard_name in named:
                     key = keys.data_key(full_name, self.generation, shard_name)
-                    naming.check_key_length(self._store.url, key)
+                    naming.check_key_length(self.remote, key)
                     self._link(checkpoint, there, source, shard_name, added)
                 if added:
                     events = [Enqueued(checkpoint, full_name, shard) for shard in added.values()]
@@ -230,7 +234,54 @@ class Uploader:
             there.shards.update(added)
             self._open[step] = there
         self._engine_now().wake()
-        self.metrics.shards_enqueued(len(added), time.perf_counter() - started)
+
+    def open(self, step: int, name: str, *, checkpoint_name: str | None = None) -> ShardWriter:
+        """A new file `<folder>/<checkpoint>/<name>` to write a shard to, binary and seekable. What is written is sent
+        while more is being written; `close` (or the end of its `with`) enqueues it as `enqueue` would, and most of it
+        has arrived by then. Where the store takes no parts (`file://`), or the shard is small, it is sent afterwards.
+
+        Nothing is promised before `close`: after a crash the file is an ordinary one that nobody enqueued. A file left
+        by an exception is removed. `seal` refuses while one is open.
+
+        Raises what `enqueue` raises; InvalidShardError if there is such a file or shard already.
+        """
+        self._check_usable()
+        checkpoint, full_name = self._checkpoint(step), naming.checkpoint_name(checkpoint_name, step)
+        naming.check_relative(name, "shard")
+        naming.check_key_length(self.remote, keys.data_key(full_name, self.generation, name))
+        source = f"{full_name}/{name}"
+        if step not in self._open:
+            self._make_room()
+        with self._lock:
+            there = self._open.get(step) or _Open(full_name)
+            self._check_takes_shards(there, step, full_name)
+            if name in there.shards or name in there.growing:
+                raise InvalidShardError(f"shard {name!r} of step {step} was enqueued or opened before")
+            writer = ShardWriter(
+                self.folder / source,
+                enqueue=lambda: self._written(there, checkpoint, source, name),
+                drop=lambda: self._not_written(there, checkpoint, name),
+            )
+            there.growing.add(name)
+            self._open[step] = there
+            self._journal.append(self.rank, [Growing(checkpoint, full_name, name, source)])
+        self._engine_now().wake()
+        return writer
+
+    def _written(self, there: _Open, checkpoint: CheckpointId, source: str, name: str) -> None:
+        started = time.perf_counter()
+        self._check_usable()
+        self._enqueue(checkpoint, there.name, [(source, name)])
+        with self._lock:
+            there.growing.discard(name)
+        self.metrics.shards_enqueued(1, time.perf_counter() - started)
+
+    def _not_written(self, there: _Open, checkpoint: CheckpointId, name: str) -> None:
+        with self._lock:
+            there.growing.discard(name)
+        if os.getpid() == self._pid and not self._is_closed:
+            self._journal.append(self.rank, [Growing(checkpoint, there.name, name, None)])
+            self._engine_now().wake()
 
     def _link(
         self, checkpoint: CheckpointId, there: _Open, source: str, name: str, added: dict[str, Shard]
@@ -321,6 +372,11 @@ class Uploader:
                 there = _Open(naming.checkpoint_name(name, step))
             if there.is_sealed:
                 raise SealedError(f"step {step} was sealed before in generation {self.generation}")
+            if there.growing:
+                raise SealedError(
+                    f"step {step} has shards that are still being written: {', '.join(sorted(there.growing))}",
+                    hint="close them first",
+                )
             self._journal.append(self.rank, [Sealed(checkpoint, there.name, self.world_size, values)])
             there.is_sealed = True
             there.shards.clear()  # only needed while shards may be added
@@ -353,7 +409,7 @@ class Uploader:
         """
         self._check_process()
 
-        def is_busy(engine: Engine) -> bool:
+        def is_busy(engine: EngineView) -> bool:
             local = engine.fresh_local()
             return any(each.id.generation < self.generation for each in decide.undecided(local))
 
@@ -366,8 +422,7 @@ class Uploader:
 
         `enqueue`, `seal` and `close` call it. A failure that healed is never raised, only counted.
         """
-        if self._death is not None:
-            raise UploadFailedError(f"the uploader's thread has died: {self._death!r}") from self._death
+        self._check_alive()
         failures = self._engine_now().failures
         if not failures or self.settings.on_error != "raise":
             return
@@ -408,7 +463,7 @@ class Uploader:
         )
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Finish what was sealed, stop the thread, release the folder. Idempotent.
+        """Finish what was sealed, stop the engine, release the folder. Idempotent.
 
         Waits until this rank's part is in the store (at most `timeout_s`, default `upload_timeout_s`) and
         then up to `close_grace_s` for the other ranks, so that latest and local retention are done too.
@@ -421,15 +476,15 @@ class Uploader:
         _close_without_exit(self)
         if self._undo_sigterm is not None:
             self._undo_sigterm()
+        self._runner.expect_end()
         try:
-            if self._thread.is_alive():
+            if self._runner.is_alive:
                 timeout_s = self.settings.upload_timeout_s if timeout_s is None else timeout_s
                 self._drain(timeout_s, grace_s=self.settings.close_grace_s)
                 self._log_what_is_left()
         finally:
-            if self._engine is not None:
-                self._engine.stop()
-            self._thread.join()
+            self._runner.end()
+            self._rank_lock.release()
             if self._metrics_server is not None:
                 self._metrics_server.close()
             self._journal.close()
@@ -488,17 +543,21 @@ class Uploader:
             raise InvalidNameError(f"step={step!r} must be a whole number from 0 to {keys.MAX_STEP}")
         return CheckpointId(self.generation, step)
 
-    def _engine_now(self) -> Engine:
-        engine = self._engine
+    def _check_alive(self) -> None:
+        death = self._runner.death
+        if death is not None:
+            raise UploadFailedError(f"the uploader's engine has died: {death!r}") from death
+
+    def _engine_now(self) -> EngineView:
+        engine = self._runner.engine
         if engine is None:
-            raise UploaderClosedError("the uploader's thread has ended")
+            raise UploaderClosedError("the uploader's engine has ended")
         return engine
 
     # --- waiting -------------------------------------------------------------------------------------------
 
     def _is_committed(self, id_: CheckpointId) -> bool:
-        if self._death is not None:
-            raise UploadFailedError(f"the uploader's thread has died: {self._death!r}")
+        self._check_alive()
         engine = self._engine_now()
         checkpoint = engine.local.checkpoints.get(id_)
         decision = engine.outcomes.get(id_) or (checkpoint.decision if checkpoint else None)
@@ -532,8 +591,8 @@ class Uploader:
         finally:
             with self._lock:
                 self._num_waiting -= 1
-                if not self._num_waiting and self._engine is not None:
-                    self._engine.hurry(False)
+                if not self._num_waiting:
+                    self._engine_now().hurry(False)
 
     @contextlib.contextmanager
     def _newest_first(self) -> Any:
@@ -545,23 +604,25 @@ class Uploader:
         finally:
             with self._lock:
                 self._num_flushing -= 1
-                if not self._num_flushing and self._engine is not None:
-                    self._engine.put_newest_first(False)  # or, from now on, older ones might starve
+                if not self._num_flushing:
+                    self._engine_now().put_newest_first(False)  # or, from now on, older ones might starve
 
     def _drain(self, timeout_s: float, *, grace_s: float) -> None:
         """Wait for our own work, then a while for the others'."""
         deadline = time.monotonic() + timeout_s
-        first_round = self._engine_now().num_rounds + 1  # it began after everything was appended
 
-        def is_busy(engine: Engine) -> bool:
-            if engine.num_rounds > first_round:
+        def is_busy(engine: EngineView) -> bool:
+            if engine.last_seen_wake >= asked:
                 return engine.num_due > 0
-            engine.wake()  # or an idle engine's next round would be POLL_S away
+            engine.wake()  # the one before may have been lost with an engine that died
             return True
 
         with self._hurried():
+            asked = self._engine_now().wake()
             self._wait_while(is_busy, deadline)
-            self._wait_while(_waits_for_others, min(deadline, time.monotonic() + grace_s))
+            self._wait_while(
+                lambda engine: waits_for_others(engine.local), min(deadline, time.monotonic() + grace_s)
+            )
             self._wait_while(lambda engine: engine.num_due > 0, deadline)
 
     def _log_what_is_left(self) -> None:
@@ -575,123 +636,17 @@ class Uploader:
                 report.size_bytes_left,
             )
 
-    def _wait_while(self, is_busy: Callable[[Engine], bool], deadline: float) -> None:
+    def _wait_while(self, is_busy: Callable[[EngineView], bool], deadline: float) -> None:
         with self._changed:
-            while self._death is None and is_busy(self._engine_now()):
+            while self._runner.death is None and is_busy(self._engine_now()):
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
                     return
                 self._changed.wait(left_s)
 
-    # --- the thread ----------------------------------------------------------------------------------------
-
-    def _run(self, started: Future[int]) -> None:
-        try:
-            with asyncio.Runner() as runner:
-                executor = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="ckpt-async-disk")
-                runner.get_loop().set_default_executor(executor)
-                runner.run(self._main(started))
-        except BaseException as error:  # noqa: BLE001  handed to the trainer, at start or at its next call
-            if not started.done():
-                started.set_exception(error)
-            else:
-                logger.critical("uploader_died error=%r", error)
-                self._death = error
-        finally:
-            with self._changed:
-                self._changed.notify_all()
-
-    async def _main(self, started: Future[int]) -> None:
-        lock = RankLock(self._folder, self.rank)
-        await asyncio.to_thread(lock.acquire, wait_s=LOCK_WAIT_S, is_trainer=True)
-        requests = Requests(self.settings, self.metrics, self.remote)
-        try:
-            local = await asyncio.to_thread(self._journal.local, self.rank)
-            if stranded := decide.stranded(local, self.remote):
-                assert local.remote is not None
-                raise SettingsError(
-                    f"folder {str(self.folder)!r} still holds {stranded[-1]}, which was going to {local.remote.url!r}",
-                    hint="finish it with `ckpt-async drain`, or give another folder",
-                )
-            if local.remote is not None and local.remote.url != self.remote:
-                await asyncio.to_thread(self._forget_all, local)
-                local = Local(self.rank)
-            await open_patiently(self._store, START_TIMEOUT_S)
-            generation = await generations.agree(
-                self._store,
-                requests,
-                rank=self.rank,
-                world_size=self.world_size,
-                launch_key=self._launch_key,
-                explicit=self._explicit_generation,
-                now=time.time(),
-            )
-            if generation <= local.generation:
-                raise JournalError(
-                    f"the journal of {str(self.folder)!r} knows generation {local.generation} of {self.remote!r}, the"
-                    f" store only {generation - 1}: the remote was wiped",
-                    hint="use a new remote, or remove .ckpt_async from the folder to begin anew",
-                )
-            inherited = tuple((name, getattr(self.settings, name)) for name in INHERITED)
-            opened = Opened(generation, self.world_size, self._address, inherited, boot_id())
-            self._journal.open_rank(self.rank, opened)
-            self._engine = self._new_engine(requests)
-            await self._engine.recover(local.opened)
-            if not started.set_running_or_notify_cancel():
-                return None
-            started.set_result(generation)
-            while True:
-                try:
-                    return await self._engine.run()
-                except Exception:
-                    if self._is_closed:
-                        raise
-                    logger.exception("engine_failed; it is started again in %.0f s", ENGINE_RESTART_S)
-                self.metrics.engine_restarted()
-                await asyncio.sleep(ENGINE_RESTART_S)
-                dead, self._engine = self._engine, self._new_engine(requests)
-                self._engine.succeed(dead)
-        finally:
-            await self._store.close()
-            lock.release()
-
-    def _forget_all(self, local: Local) -> None:
-        """Generations of another remote would be taken for this one's. All of them are decided; their local files are
-        the user's from now on.
-        """
-        for id_ in local.checkpoints:
-            self._folder.remove_spool(keys.spool_checkpoint(id_, self.rank))
-            self._folder.unlink(keys.spool_manifest(id_, self.rank))
-            self._journal.forget(self.rank, Forgotten(id_, None))
-        self._journal.forget_marks(self.rank)
-
-    def _new_engine(self, requests: Requests) -> Engine:
-        return Engine(
-            rank=self.rank,
-            folder=self._folder,
-            journal=self._journal,
-            store=self._store,
-            requests=requests,
-            settings=self.settings,
-            observer=self.metrics,
-            clock=time.time,
-            on_change=self._notify,
-        )
-
     def _notify(self) -> None:
         with self._changed:
             self._changed.notify_all()
-
-
-def _with_room(options: StoreOptions | None, settings: Settings) -> StoreOptions:
-    """Connections for every request that may be under way: control never queues behind shards."""
-    options = options or StoreOptions()
-    needed = settings.num_concurrent_uploads + CONTROL_REQUESTS
-    return replace(options, max_connections=max(options.max_connections, needed))
-
-
-def _waits_for_others(engine: Engine) -> bool:
-    return any(each.has_receipt and each.decision is None for each in engine.local.checkpoints.values())
 
 
 def _load_settings(

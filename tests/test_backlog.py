@@ -44,7 +44,7 @@ def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Open:
 
     @contextmanager
     def opened(store: Meddled, folder: Path = tmp_path / "folder", **more: Any) -> Iterator[Uploader]:
-        monkeypatch.setattr("ckpt_async.uploader.open_store", lambda *_, **__: store)
+        monkeypatch.setattr("ckpt_async.runners.host.open_store", lambda *_, **__: store)
         uploader = Uploader(folder, "memory://test", **QUICK | more)  # type: ignore[arg-type]
         try:
             yield uploader
@@ -109,8 +109,7 @@ def outcomes(store: Meddled) -> dict[int, str]:
 
 def known(uploader: Uploader) -> Mapping[CheckpointId, LocalCheckpoint]:
     """What the engine has taken note of."""
-    assert uploader._engine is not None
-    return uploader._engine.local.checkpoints
+    return uploader._engine_now().local.checkpoints
 
 
 def is_stored(uploader: Uploader, id_: CheckpointId) -> bool:

@@ -49,7 +49,7 @@ for step in told["steps"]:
         uploader.seal(step)
 
 def is_durable():
-    found = uploader._engine.local.checkpoints.values()
+    found = uploader._engine_now().local.checkpoints.values()
     return len(found) == len(told["steps"]) and all(
         all(shard.is_durable for shard in each.shards.values())
         and each.is_seal_durable == (each.id.step in told["sealed"]) for each in found)

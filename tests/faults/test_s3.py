@@ -344,7 +344,7 @@ def test_what_is_wrong_from_the_start_is_told_at_once(
 ) -> None:
     """Before the first step, in one sentence, with what to do; and nothing is left behind."""
     remote, options = f"{s3_url}/run", StoreOptions(connect_timeout_s=0.5, read_timeout_s=0.5)
-    monkeypatch.setattr("ckpt_async.uploader.START_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("ckpt_async.runners.host.START_TIMEOUT_S", 1.0)
     match what:
         case "credentials":
             monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")

@@ -217,7 +217,7 @@ def test_rights_of_each_role_suffice_and_are_no_more(
 ) -> None:
     """Two starts of a trainer, a restore and a sweep, every request of them held against the policies of deploy/iam."""
     store = Recorded()
-    monkeypatch.setattr("ckpt_async.uploader.open_store", lambda *_, **__: store)
+    monkeypatch.setattr("ckpt_async.runners.host.open_store", lambda *_, **__: store)
     monkeypatch.setattr("ckpt_async.restore.session.open_store", lambda *_, **__: store)
     for generation in (1, 2):
         folder = tmp_path / "folder"

@@ -1,0 +1,120 @@
+"""Where an uploader's engine runs: a thread of the trainer, or a process of its own. The rules of an engine's life
+are in `host`; `thread` and `process` only differ in who calls it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from ckpt_async.errors import CkptAsyncError
+from ckpt_async.files import Folder
+from ckpt_async.journal import Journal, RankLock
+from ckpt_async.model import CheckpointId, Decided, Local, RemoteAddress
+from ckpt_async.observe import Observer
+from ckpt_async.settings import Settings
+from ckpt_async.stores import StoreOptions
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What an engine is started with: plain values, so that they can go to another process."""
+
+    folder: str
+    rank: int
+    world_size: int
+    address: RemoteAddress
+    options: StoreOptions
+    settings: Settings
+    launch_key: str
+    explicit_generation: int | None = None
+    # Set when it follows an engine that died: this start's generation, which was agreed by that one.
+    generation: int | None = None
+
+
+class EngineView(Protocol):
+    """What a trainer sees of its engine, and may ask of it. From any thread, without blocking."""
+
+    fenced_by: int | None
+    outcomes: dict[CheckpointId, Decided]
+    failures: deque[CkptAsyncError]
+    num_due: int
+    last_seen_wake: int
+
+    @property
+    def local(self) -> Local:
+        """The state as the engine knows it, or newer."""
+
+    def fresh_local(self) -> Local:
+        """The state with everything that is in the journal by now."""
+
+    def missing_ranks(self, id_: CheckpointId) -> list[int]:
+        """Ranks whose receipts were not there at the last look, or some of them if there are many."""
+
+    def wake(self) -> int:
+        """Have the engine look at the journal now. Once `last_seen_wake` has reached the number that this returns,
+        `num_due` counts what was in the journal before the call.
+        """
+
+    def hurry(self, is_hurried: bool) -> None:
+        """Whether someone waits for the other ranks."""
+
+    def put_newest_first(self, is_newest_first: bool = True) -> None:
+        """Whether the newest sealed checkpoint goes before all others."""
+
+
+class Runner(Protocol):
+    """Runs one rank's engine until `end`."""
+
+    death: BaseException | None  # why there is no engine any more, although nobody asked for its end
+
+    @property
+    def engine(self) -> EngineView | None:
+        """None before `start` has returned."""
+
+    def start(self) -> int:
+        """Start the engine and return the generation that was agreed. Blocks until then, and raises what keeps it
+        from starting; then nothing runs any more.
+        """
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether there is, or soon will be again, an engine that works."""
+
+    def expect_end(self) -> None:
+        """From now on a crash of the engine is told rather than healed."""
+
+    def end(self) -> None:
+        """Stop the engine, whatever it is doing, and wait until it has let go of everything. Idempotent."""
+
+
+class MakeRunner(Protocol):
+    """How either of them is made; nothing is started yet."""
+
+    def __call__(
+        self,
+        start: Start,
+        folder: Folder,
+        journal: Journal,
+        lock: RankLock,
+        observer: Observer,
+        on_change: Callable[[], None],
+    ) -> Runner: ...
+
+
+def runner_of(name: str) -> MakeRunner:
+    """The runner that the setting `runner` names, imported when it is asked for."""
+    if name == "process":
+        from ckpt_async.runners.process import ProcessRunner
+
+        return ProcessRunner
+    from ckpt_async.runners.thread import ThreadRunner
+
+    return ThreadRunner
+
+
+def waits_for_others(local: Local) -> bool:
+    """Whether our part of a checkpoint is in the store and another rank's is not."""
+    return any(each.has_receipt and each.decision is None for each in local.checkpoints.values())

@@ -1,0 +1,207 @@
+"""The life of one rank's engine on an event loop: open the store, agree on the generation, work, begin again after a
+crash. The caller holds the rank's lock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+from ckpt_async import decide, keys
+from ckpt_async import generation as generations
+from ckpt_async.engine import Engine
+from ckpt_async.errors import JournalError, SettingsError
+from ckpt_async.files import Folder, boot_id
+from ckpt_async.journal import Journal
+from ckpt_async.model import Forgotten, Local, Opened
+from ckpt_async.observe import Observer
+from ckpt_async.requests import CONTROL_REQUESTS, Requests, open_patiently
+from ckpt_async.runners import Start
+from ckpt_async.settings import INHERITED
+from ckpt_async.store import Store
+from ckpt_async.stores import open_store
+
+logger = logging.getLogger(__name__)
+
+# A store that is briefly away when training starts; wrong credentials and a missing bucket fail at once.
+START_TIMEOUT_S = 60.0
+ENGINE_RESTART_S = 1.0
+# Threads for disk work: reading and checksumming shards release the GIL.
+NUM_THREADS = 8
+
+
+def new_loop() -> asyncio.AbstractEventLoop:
+    """An event loop for engines, with threads for disk work: uvloop's if it is installed (`ckpt_async[uvloop]`). The
+    process's event loop policy is not touched.
+    """
+    try:
+        import uvloop
+    except ImportError:
+        loop = asyncio.new_event_loop()
+    else:
+        loop = uvloop.new_event_loop()
+    loop.set_default_executor(ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="ckpt-async-disk"))
+    return loop
+
+
+class Backends:
+    """Open stores with their budgets, one for all engines of an event loop that go to one remote in one way: the limits
+    of requests and bandwidth then hold for all of them together, and their ranks take turns. The limits are those of
+    the first.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[str, _Backend] = {}
+
+    @contextlib.asynccontextmanager
+    async def use(self, start: Start, observer: Observer) -> AsyncIterator[tuple[Store, Requests]]:
+        """Raises SettingsError or StoreError if the store cannot be opened."""
+        key = repr((start.address, start.options))
+        backend = self._open.get(key)
+        if backend is None:
+            backend = self._open[key] = _Backend(start, observer)
+        backend.num_users += 1
+        try:
+            async with backend.opening:
+                if not backend.is_open:
+                    await open_patiently(backend.store, START_TIMEOUT_S)
+                    backend.is_open = True
+            yield backend.store, backend.requests.of(start.rank, observer)
+        finally:
+            backend.num_users -= 1
+            if not backend.num_users:
+                self._open.pop(key, None)
+                await backend.store.close()
+
+
+class _Backend:
+    def __init__(self, start: Start, observer: Observer) -> None:
+        # Connections for every request that may be under way: control never queues behind shards.
+        needed = start.settings.num_concurrent_uploads + CONTROL_REQUESTS
+        options = replace(start.options, max_connections=max(start.options.max_connections, needed))
+        self.store: Store = open_store(start.address.url, options)
+        self.requests = Requests(start.settings, observer, start.address.url)
+        self.opening = asyncio.Lock()
+        self.is_open = False
+        self.num_users = 0
+
+
+class Host:
+    """One rank's engine, from its start to its end."""
+
+    def __init__(
+        self,
+        start: Start,
+        folder: Folder,
+        journal: Journal,
+        observer: Observer,
+        on_change: Callable[[], None],
+        backends: Backends,
+    ) -> None:
+        self.engine: Engine | None = None
+        self._is_stopping = False
+        self.is_end_expected = False  # then a crash is raised: there is no time left to hide it in
+        self._start, self._folder, self._journal = start, folder, journal
+        self._observer, self._on_change, self._backends = observer, on_change, backends
+
+    async def run(self, started: Callable[[int], bool]) -> None:
+        """Work until the engine is told to stop. `started` is told the generation, and says whether anybody still
+        wants to know. Raises what keeps the engine from starting, and a crash once the end is expected.
+        """
+        local = await asyncio.to_thread(self._own_local)
+        async with self._backends.use(self._start, self._observer) as (store, requests):
+            generation = self._start.generation
+            if generation is None:
+                generation = await self._agree(store, requests, local)
+                self.engine = self._new_engine(store, requests)
+                await self.engine.recover(local.opened)
+            else:
+                # No `recover`: the trainer is alive, and what it is just linking would look left behind.
+                self.engine = self._new_engine(store, requests)
+            if not started(generation):
+                return None
+            while True:
+                try:
+                    return await self.engine.run()
+                except Exception:
+                    if self.is_end_expected:
+                        raise
+                    logger.exception("engine_failed; it is started again in %.0f s", ENGINE_RESTART_S)
+                self._observer.engine_restarted()
+                await asyncio.sleep(ENGINE_RESTART_S)
+                dead, self.engine = self.engine, self._new_engine(store, requests)
+                self.engine.succeed(dead)
+                if self._is_stopping:
+                    return None
+
+    def stop(self) -> None:
+        """Make `run` return soon, once it has started. Any thread."""
+        self._is_stopping = True
+        if self.engine is not None:
+            self.engine.stop()
+
+    def _own_local(self) -> Local:
+        """What earlier starts left in the journal, if it is of this remote."""
+        remote, rank = self._start.address.url, self._start.rank
+        local = self._journal.local(rank)
+        if stranded := decide.stranded(local, remote):
+            assert local.remote is not None
+            raise SettingsError(
+                f"folder {self._start.folder!r} still holds {stranded[-1]}, which was going to {local.remote.url!r}",
+                hint="finish it with `ckpt-async drain`, or give another folder",
+            )
+        if local.remote is not None and local.remote.url != remote:
+            self._forget_all(local)
+            local = Local(rank)
+        return local
+
+    async def _agree(self, store: Store, requests: Requests, local: Local) -> int:
+        start = self._start
+        generation = await generations.agree(
+            store,
+            requests,
+            rank=start.rank,
+            world_size=start.world_size,
+            launch_key=start.launch_key,
+            explicit=start.explicit_generation,
+            now=time.time(),
+        )
+        if generation <= local.generation:
+            raise JournalError(
+                f"the journal of {start.folder!r} knows generation {local.generation} of {start.address.url!r}, the"
+                f" store only {generation - 1}: the remote was wiped",
+                hint="use a new remote, or remove .ckpt_async from the folder to begin anew",
+            )
+        inherited = tuple((name, getattr(start.settings, name)) for name in INHERITED)
+        opened = Opened(generation, start.world_size, start.address, inherited, boot_id())
+        self._journal.open_rank(start.rank, opened)
+        return generation
+
+    def _forget_all(self, local: Local) -> None:
+        """Generations of another remote would be taken for this one's. All of them are decided; their local files are
+        the user's from now on.
+        """
+        rank = self._start.rank
+        for id_ in local.checkpoints:
+            self._folder.remove_spool(keys.spool_checkpoint(id_, rank))
+            self._folder.unlink(keys.spool_manifest(id_, rank))
+            self._journal.forget(rank, Forgotten(id_, None))
+        self._journal.forget_marks(rank)
+
+    def _new_engine(self, store: Store, requests: Requests) -> Engine:
+        return Engine(
+            rank=self._start.rank,
+            folder=self._folder,
+            journal=self._journal,
+            store=store,
+            requests=requests,
+            settings=self._start.settings,
+            observer=self._observer,
+            clock=time.time,
+            on_change=self._on_change,
+        )

@@ -1,0 +1,395 @@
+"""The trainer's side of a runner process: start it, follow what it does, start it again when it dies.
+
+The process is started by executing Python anew, never by forking the trainer, and knows nothing of the trainer's
+`__main__`. It is no child of the trainer (its parent ends at once), so there is nothing to reap and nothing for the
+trainer's own SIGCHLD handling to find; it is in a session of its own, so that what is sent to the trainer's terminal
+or process group does not reach it. All that ties the two is one socket and the rank's lock, which both hold.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ckpt_async.engine import MAX_OUTCOMES
+from ckpt_async.errors import CkptAsyncError, FailureReason, RunnerError, SettingsError
+from ckpt_async.files import Folder
+from ckpt_async.journal import Journal, RankLock
+from ckpt_async.model import CheckpointId, Decided, Forgotten, JournalRow, Local, fold
+from ckpt_async.observe import Observer
+from ckpt_async.runners import EngineView, Start, wire
+from ckpt_async.runners.wire import Channel, Meeting
+
+logger = logging.getLogger(__name__)
+
+# Python has to start and to read its modules, maybe from a cold network disk.
+SPAWN_TIMEOUT_S = 120.0
+# Between a death and the next start, doubled while it does not get as far as working.
+RESTART_S, RESTART_MAX_S = 0.2, 30.0
+# After `stop` it only cancels and closes.
+STOP_TIMEOUT_S = 20.0
+# Of a node's process that was just ending when we met it.
+MAX_MEETINGS = 5
+MEET_PAUSE_S = 0.02
+LOG_TAIL_BYTES = 2000
+
+# -P and the trainer's own path: neither the working directory nor a script's folder can shadow a module of ours that
+# the trainer finds elsewhere.
+_BOOTSTRAP = """\
+import os, sys
+if os.fork():
+    os._exit(0)
+sys.path[:] = sys.argv[3:]
+from ckpt_async.runners.child import main
+main(int(sys.argv[1]), is_node=sys.argv[2] == "node")
+"""
+
+
+class ProcessRunner:
+    """A `Runner` whose engine is in another process: its own, or one that the ranks of the node share."""
+
+    def __init__(
+        self,
+        start: Start,
+        folder: Folder,
+        journal: Journal,
+        lock: RankLock,
+        observer: Observer,
+        on_change: Callable[[], None],
+    ) -> None:
+        if start.address.url.startswith("memory:"):
+            raise SettingsError("a memory:// store is in this process only", hint="use runner='thread'")
+        self.death: BaseException | None = None
+        self._start, self._folder, self._lock, self._observer = start, folder, lock, observer
+        self._on_change = on_change
+        self._view = _View(start.rank, journal, observer, on_change)
+        self._started: Future[int] = Future()
+        self._is_ended = threading.Event()
+        self._channel: Channel | None = None
+        self._group: int | None = None  # process group of one that is ours alone
+        self._thread = threading.Thread(
+            target=self._run, name=f"ckpt-async-rank-{start.rank}-runner", daemon=True
+        )
+
+    @property
+    def engine(self) -> EngineView | None:
+        return self._view if self._started.done() else None
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def start(self) -> int:
+        self._thread.start()
+        try:
+            return self._started.result()
+        except BaseException:
+            self.end()
+            raise
+
+    def expect_end(self) -> None:
+        self._tell("expect_end")
+
+    def end(self) -> None:
+        self._is_ended.set()
+        self._tell("stop")
+        self._thread.join(STOP_TIMEOUT_S)
+        if self._thread.is_alive():
+            logger.error(
+                "runner_stuck rank=%d; it is ended by force, the journal has what is left", self._start.rank
+            )
+            if self._group is not None:  # it has our socket open: the group exists
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._group, signal.SIGKILL)
+            elif self._channel is not None:
+                self._channel.shut()
+            self._thread.join()
+
+    def _tell(self, *message: Any) -> None:
+        channel = self._channel
+        if channel is not None:
+            with contextlib.suppress(OSError):
+                channel.send(*message)
+
+    # --- the thread that follows it ----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        start, pause_s = self._start, RESTART_S
+        try:
+            while True:
+                has_worked = False
+                try:
+                    has_worked = self._follow(start)
+                except (CkptAsyncError, OSError) as error:
+                    if not self._started.done():
+                        raise
+                    logger.error("runner_failed rank=%d error=%s", start.rank, error)  # noqa: TRY400  no bug of ours
+                if self._is_ended.is_set() or self.death is not None:
+                    return
+                pause_s = RESTART_S if has_worked else min(RESTART_MAX_S, pause_s * 2)
+                logger.warning("runner_died rank=%d; it is started again in %.1f s", start.rank, pause_s)
+                self._observer.engine_restarted()
+                if self._is_ended.wait(pause_s):
+                    return
+                start = replace(start, generation=self._started.result())
+        except BaseException as error:  # noqa: BLE001  handed to the trainer, at start or at its next call
+            if not self._started.done():
+                self._started.set_exception(error)
+            else:
+                logger.critical("uploader_died error=%r", error)
+                self.death = error
+        finally:
+            self._on_change()
+
+    def _follow(self, start: Start) -> bool:
+        """Have it run the engine, and take note of what it says until it ends; whether the engine worked."""
+        channel = self._channel = self._connect(start)
+        try:
+            if self._is_ended.is_set():
+                return False
+            has_worked, refusal = False, None
+            while (message := channel.receive()) is not None:
+                match message:
+                    case ["started", int(generation)]:
+                        has_worked = True
+                        self._view.attach(channel)
+                        if not self._started.done():
+                            self._started.set_result(generation)
+                    case ["refused", dict(fields)]:
+                        refusal = wire.error_from(fields)  # raised once it has let go of the lock
+                    case ["report", dict(report)]:
+                        self._view.take(report)
+                    case ["log", int(level), str(name), str(text)]:
+                        logging.getLogger(name).log(level, "%s", text)
+                    case ["died", str(text)]:
+                        self.death = CkptAsyncError(text)
+                        logger.critical("uploader_died error=%s", text)
+                    case _:
+                        pass
+            if refusal is not None:
+                raise refusal
+            if not has_worked and not self._is_ended.is_set():
+                raise RunnerError(f"the runner process ended before it had started: {self._log_tail()}")
+            return has_worked
+        finally:
+            self._view.detach()
+            channel.close()
+
+    # --- starting it -------------------------------------------------------------------------------------------
+
+    def _connect(self, start: Start) -> Channel:
+        """A connection to a process that has said that it is there, and has been told what to do.
+
+        Raises RunnerError, SettingsError.
+        """
+        for _ in range(MAX_MEETINGS):
+            channel = self._meet() if start.settings.node_shared else self._spawn_own()
+            channel.socket.settimeout(SPAWN_TIMEOUT_S)
+            try:
+                level = logging.getLogger("ckpt_async").getEffectiveLevel()
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                    channel.send("start", start, level, descriptors=(self._lock.descriptor,))
+                    if channel.receive() is not None:  # "here"
+                        channel.socket.settimeout(None)
+                        return channel
+            except TimeoutError:
+                self._kill()
+                raise RunnerError(
+                    f"the runner process says nothing for {SPAWN_TIMEOUT_S:.0f} s: {self._log_tail()}"
+                ) from None
+            except BaseException:
+                channel.close()
+                raise
+            channel.close()
+            if not start.settings.node_shared:
+                break
+        raise RunnerError(f"the runner process ended before it was ready: {self._log_tail()}")
+
+    def _spawn_own(self) -> Channel:
+        ours, theirs = Channel.pair()
+        try:
+            self._group = self._spawn("own", theirs.fileno())
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        return ours
+
+    def _meet(self) -> Channel:
+        """Connect to the node's process. Whoever finds none starts it: the one that gets its lock."""
+        meeting = Meeting(self._folder.private)
+        lock = os.open(self._folder.private / "node.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        deadline = time.monotonic() + SPAWN_TIMEOUT_S
+        try:
+            while time.monotonic() < deadline and not self._is_ended.is_set():
+                if (channel := meeting.connect()) is not None:
+                    return channel
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:  # it is being started, or is just ending
+                    time.sleep(MEET_PAUSE_S)
+                    continue
+                with meeting.listen() as listener:
+                    self._spawn("node", listener.fileno(), lock)  # which holds the lock from now on
+                os.close(lock)
+                lock = os.open(self._folder.private / "node.lock", os.O_RDWR | os.O_CLOEXEC)
+            raise RunnerError(
+                "the node's runner process can neither be reached nor started", hint=self._log_tail()
+            )
+        finally:
+            os.close(lock)
+            meeting.close()
+
+    def _spawn(self, kind: str, *descriptors: int) -> int:
+        """Start it, with these descriptors open; returns its process group once it runs."""
+        if not sys.executable:
+            raise SettingsError(
+                "sys.executable is empty: no process can be started", hint="use runner='thread'"
+            )
+        command = [sys.executable, "-P", "-c", _BOOTSTRAP, str(descriptors[0]), kind, *sys.path]
+        try:
+            with self._log_path().open("wb") as log:
+                process = subprocess.Popen(
+                    command,
+                    pass_fds=descriptors,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,  # not the trainer's: whoever reads those waits until the last writer is gone
+                    stderr=log,
+                    start_new_session=True,
+                )
+            with process:
+                if process.wait(SPAWN_TIMEOUT_S):
+                    raise RunnerError(f"{sys.executable} ended with {process.returncode}: {self._log_tail()}")
+        except OSError as error:
+            raise RunnerError(f"the runner process cannot be started: {error}") from error
+        return process.pid
+
+    def _kill(self) -> None:
+        if self._group is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._group, signal.SIGKILL)
+
+    def _log_path(self) -> Path:
+        name = "node" if self._start.settings.node_shared else f"rank-{self._start.rank:05d}"
+        return self._folder.private / f"{name}.log"
+
+    def _log_tail(self) -> str:
+        with contextlib.suppress(OSError):
+            return self._log_path().read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace").strip()
+        return ""
+
+
+class _View:
+    """The engine as seen from here: the journal, which is the truth, and what the process reports besides. What it
+    reported outlives it, like what it was asked.
+    """
+
+    def __init__(
+        self, rank: int, journal: Journal, observer: Observer, on_change: Callable[[], None]
+    ) -> None:
+        self.fenced_by: int | None = None
+        self.outcomes: dict[CheckpointId, Decided] = {}
+        self.failures: deque[CkptAsyncError] = deque(maxlen=MAX_OUTCOMES)
+        self.num_due = 0
+        self.last_seen_wake = 0
+        self._journal, self._observer, self._on_change = journal, observer, on_change
+        self._lock = threading.Lock()
+        self._local = Local(rank)
+        self._missing: dict[CheckpointId, list[int]] = {}
+        self._wakes, self._last_wake = itertools.count(1), 0
+        self._is_hurried = self._is_newest_first = False
+        self._num_uploads = 0
+        self._channel: Channel | None = None
+
+    # --- for the uploader --------------------------------------------------------------------------------------
+
+    @property
+    def local(self) -> Local:
+        return self.fresh_local()
+
+    def fresh_local(self) -> Local:
+        with self._lock:
+            self._local = fold(self._journal.rows(after=self._local.sequence), self._local)
+            return self._local
+
+    def missing_ranks(self, id_: CheckpointId) -> list[int]:
+        return self._missing.get(id_, [])
+
+    def wake(self) -> int:
+        self._last_wake = number = next(self._wakes)
+        self._tell("wake", number)
+        return number
+
+    def hurry(self, is_hurried: bool) -> None:
+        self._is_hurried = is_hurried
+        self._tell("hurry", is_hurried)
+
+    def put_newest_first(self, is_newest_first: bool = True) -> None:
+        self._is_newest_first = is_newest_first
+        self._tell("newest_first", is_newest_first)
+
+    def _tell(self, *message: Any) -> None:
+        """What is lost because it just died is said again by `attach`; a full buffer holds wake-ups enough."""
+        channel = self._channel
+        if channel is not None:
+            with contextlib.suppress(OSError):
+                channel.send(*message)
+
+    # --- for the thread that follows the process ---------------------------------------------------------------
+
+    def attach(self, channel: Channel) -> None:
+        """A process works for us now."""
+        with self._lock:
+            self._local = self._journal.local(self._local.rank)  # an earlier one may have forgotten unheard
+        self._channel = channel
+        self._tell("hurry", self._is_hurried)
+        self._tell("newest_first", self._is_newest_first)
+        self._tell("wake", self._last_wake)
+
+    def detach(self) -> None:
+        """It is gone, with all uploads that were under way."""
+        self._channel = None
+        for _ in range(self._num_uploads):
+            self._observer.upload_ended()
+        self._num_uploads = 0
+
+    def take(self, report: dict[str, Any]) -> None:
+        for name, *values in report["observed"]:
+            self._observe(name, values)
+        for fields in report["decided"]:
+            decided = wire.decided_from(fields)
+            self.outcomes[decided.checkpoint] = decided
+            while len(self.outcomes) > MAX_OUTCOMES:
+                self.outcomes.pop(next(iter(self.outcomes)))
+        self.failures.extend(map(wire.error_from, report["failures"]))
+        with self._lock:
+            for generation, step, committed_at in report["forgotten"]:
+                event = Forgotten(CheckpointId(generation, step), committed_at)
+                row = JournalRow(self._local.sequence, self._local.rank, time.time(), event)
+                self._local = fold([row], self._local)
+        self._missing = {CheckpointId(**id_): ranks for id_, ranks in report["missing"]}
+        self.fenced_by = report["fenced_by"]
+        self.num_due = report["num_due"]
+        self.last_seen_wake = max(self.last_seen_wake, report["last_seen_wake"])
+        self._on_change()
+
+    def _observe(self, name: str, values: list[Any]) -> None:
+        if name == "attempt_failed":
+            values = [FailureReason(values[0])]
+        self._num_uploads += (name == "upload_started") - (name == "upload_ended")
+        getattr(self._observer, name)(*values)

@@ -1,0 +1,181 @@
+"""What trainer and runner process say to each other: one JSON list per packet, the first item says what it is.
+
+Trainer: `start` (with the rank's lock as a descriptor), `wake` N, `hurry` B, `newest_first` B, `expect_end`, `stop`.
+Runner: `here` PID, `started` GENERATION, `refused` ERROR, `report` FACTS, `log` LEVEL LOGGER TEXT, `died` TEXT.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import socket
+import threading
+from typing import Any, Self
+
+from ckpt_async import errors
+from ckpt_async.errors import CkptAsyncError, FailureReason, StoreError
+from ckpt_async.journal import after_fork
+from ckpt_async.model import CheckpointId, Decided, Outcome, RemoteAddress
+from ckpt_async.runners import Start
+from ckpt_async.settings import Settings
+from ckpt_async.stores import StoreOptions
+
+# The kernel doubles it; a packet must fit as a whole.
+BUFFER_BYTES = 1 << 19
+MAX_PACKET_BYTES = 1 << 18
+MAX_TEXT = 2000
+
+
+class Channel:
+    """One end of a SOCK_SEQPACKET connection: packets arrive whole or not at all, and the end of the other process is
+    the end of the stream. A forked child closes its copy, or the other side would never see that end.
+    """
+
+    def __init__(self, connected: socket.socket) -> None:
+        self.socket = connected
+        self._lock = (
+            threading.Lock()
+        )  # a descriptor that is closed during `send` may be another file's by then
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
+        after_fork.add(self)
+
+    @classmethod
+    def pair(cls) -> tuple[Self, Self]:
+        one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        return cls(one), cls(other)
+
+    def fileno(self) -> int:
+        return self.socket.fileno()
+
+    def send(self, *message: Any, descriptors: tuple[int, ...] = ()) -> bool:
+        """Send one packet without waiting; False if there is no room. Raises OSError if nobody is there any more."""
+        data = encode(*message)
+        try:
+            with self._lock:
+                if descriptors:
+                    socket.send_fds(self.socket, [data], descriptors, socket.MSG_DONTWAIT)
+                else:
+                    self.socket.send(data, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        return True
+
+    def receive(self) -> list[Any] | None:
+        """Wait for the next packet; None at the end of the stream."""
+        return self.receive_with_descriptors()[0]
+
+    def receive_with_descriptors(self) -> tuple[list[Any] | None, list[int]]:
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self.socket, MAX_PACKET_BYTES, 1)
+        except ConnectionResetError:  # it died with packets of ours unread
+            return None, []
+        return (json.loads(data) if data else None), descriptors
+
+    def shut(self) -> None:
+        """Say that we are gone; wakes up a thread that waits in `receive`."""
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        after_fork.discard(self)
+        with self._lock:
+            self.socket.close()
+
+    def abandon(self) -> None:
+        self.socket.close()
+
+
+def encode(*message: Any) -> bytes:
+    return json.dumps(message, separators=(",", ":"), default=_plain).encode()
+
+
+def _plain(value: object) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    if isinstance(value, FailureReason | Outcome):
+        return value.value
+    raise TypeError(f"{value!r} cannot be sent")
+
+
+# --- values ------------------------------------------------------------------------------------------------
+
+
+def start_from(fields: dict[str, Any]) -> Start:
+    return Start(
+        **fields
+        | {
+            "address": RemoteAddress(**fields["address"]),
+            "options": StoreOptions(**fields["options"]),
+            "settings": Settings(**fields["settings"]),
+        }
+    )
+
+
+def decided_from(fields: dict[str, Any]) -> Decided:
+    checkpoint, outcome = CheckpointId(**fields["checkpoint"]), Outcome(fields["outcome"])
+    return Decided(**fields | {"checkpoint": checkpoint, "outcome": outcome})
+
+
+def error_fields(error: BaseException) -> dict[str, str]:
+    reason = error.reason.value if isinstance(error, StoreError) else ""
+    text = str(error) if isinstance(error, CkptAsyncError) else repr(error)
+    return {"kind": type(error).__name__, "text": text[:MAX_TEXT], "reason": reason}
+
+
+def error_from(fields: dict[str, str]) -> CkptAsyncError:
+    """The same error, as far as its class is one of this package's."""
+    kind = getattr(errors, fields["kind"], CkptAsyncError)
+    if not issubclass(kind, CkptAsyncError):
+        kind = CkptAsyncError
+    if fields["reason"]:
+        return StoreError(fields["text"], reason=FailureReason(fields["reason"]))
+    try:
+        error: CkptAsyncError = kind(fields["text"])
+    except TypeError:
+        return CkptAsyncError(fields["text"])
+    return error
+
+
+# --- the node's meeting place ------------------------------------------------------------------------------
+
+
+class Meeting:
+    """Where the ranks of a node find the one process that runs their engines: a socket in the folder. It is reached
+    through the folder's descriptor, because the name of a socket may only have 107 bytes.
+    """
+
+    def __init__(self, private: os.PathLike[str]) -> None:
+        self._folder = os.open(private, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._address = f"/proc/self/fd/{self._folder}/node.sock"
+
+    def connect(self) -> Channel | None:
+        """A connection to whoever listens, or None."""
+        connecting = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            connecting.connect(self._address)
+        except (FileNotFoundError, ConnectionRefusedError):
+            connecting.close()
+            return None
+        except BaseException:
+            connecting.close()
+            raise
+        return Channel(connecting)
+
+    def listen(self) -> socket.socket:
+        """Take the place of whoever listened before; the caller knows that it is gone."""
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            if os.path.lexists(self._address):
+                os.unlink(self._address)
+            listener.bind(self._address)
+            os.chmod(self._address, 0o600)
+            listener.listen(1024)
+        except BaseException:
+            listener.close()
+            raise
+        return listener
+
+    def close(self) -> None:
+        os.close(self._folder)

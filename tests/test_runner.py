@@ -1,0 +1,644 @@
+"""Where the engine runs must make no difference to a trainer, except when somebody dies: then a process goes on."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import generate_latest
+
+from ckpt_async import (
+    BacklogError,
+    CheckpointAbortedError,
+    CommitTimeoutError,
+    FencedError,
+    SettingsError,
+    StoreError,
+    Uploader,
+    UploadFailedError,
+    keys,
+)
+from ckpt_async.demo.seaweed import SeaweedServer
+from ckpt_async.errors import FailureReason, FolderInUseError, RunnerError
+from ckpt_async.files import Folder
+from ckpt_async.journal import RankLock
+from ckpt_async.runners import process as process_module
+from tests.faults.oracle import Oracle
+from tests.faults.processes import Nursery, Trainer
+from tests.faults.proxy import Fault, FaultProxy
+from tests.faults.trainer import write_shards
+
+QUICK = {
+    "decision_poll_s": 0.02,
+    "decision_poll_max_s": 0.2,
+    "retry_initial_s": 0.01,
+    "retry_max_s": 0.1,
+    "close_grace_s": 0.0,
+    "upload_timeout_s": 30.0,
+}
+PROCESS = QUICK | {"runner": "process"}
+SHARDS = "run/ckpt/"
+PATIENCE_S = 20.0
+
+both = pytest.mark.parametrize("runner", ["thread", "process"])
+
+
+@pytest.fixture(scope="module")
+def _nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    with Nursery(tmp_path_factory.mktemp("trainers")) as nursery:
+        yield nursery
+
+
+@pytest.fixture
+def nursery(_nursery: Nursery) -> Iterator[Nursery]:
+    yield _nursery
+    _nursery.kill_all()
+
+
+@pytest.fixture
+def proxy(s3_server: SeaweedServer, s3_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
+    """In front of the session's server. What is held is let go at the end, so that runners can end too."""
+    with FaultProxy(s3_server.url) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", proxy.url)
+        yield proxy
+        proxy.heal()
+
+
+@pytest.fixture(autouse=True)
+def _no_process_is_left(tmp_path: Path) -> Iterator[None]:
+    yield
+    deadline = time.monotonic() + PATIENCE_S
+    while left := runners(tmp_path):
+        if time.monotonic() > deadline:
+            for pid in left:
+                os.kill(pid, signal.SIGKILL)
+            raise AssertionError(f"still there: {left}")
+        time.sleep(0.02)
+
+
+def runners(below: Path) -> list[int]:
+    """Runner processes that have a journal or a lock below this folder open, as the kernel knows them."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if b"ckpt_async.runners.child" not in (process / "cmdline").read_bytes():
+                continue
+            opened = set()
+            for each in (process / "fd").iterdir():
+                with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                    opened.add(os.readlink(each))
+            if any(re.match(rf"{below}.*/(journal\.sqlite|rank-\d+\.lock)", each) for each in opened):
+                found.append(int(process.name))
+    return sorted(found)
+
+
+def wait_until(is_so: Callable[[], Any], what: str = "") -> Any:
+    """Of other processes, of which nothing tells but looking."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not (found := is_so()):
+        assert time.monotonic() < deadline, what or "not in time"
+        time.sleep(0.01)
+    return found
+
+
+def save(uploader: Uploader, step: int, num_shards: int = 2, size_bytes: int = 5000) -> list[Path]:
+    place = write_shards(uploader.folder, uploader.generation, step, uploader.rank, num_shards, size_bytes)
+    uploader.enqueue(place, step)
+    uploader.seal(step)
+    return sorted(place.iterdir())
+
+
+def counter(uploader: Uploader, name: str, label: str = "") -> float:
+    lines = generate_latest(uploader.metrics.registry).decode().splitlines()
+    return sum(
+        float(line.rpartition(" ")[2])
+        for line in lines
+        if re.match(rf"ckpt_async_{name}[ {{]", line) and label in line
+    )
+
+
+def is_free(folder: Path, rank: int = 0) -> bool:
+    lock = RankLock(Folder(folder), rank)
+    try:
+        lock.acquire()
+    except FolderInUseError:
+        return False
+    lock.release()
+    return True
+
+
+# --- the same for both -----------------------------------------------------------------------------------------
+
+
+@both
+def test_checkpoints_are_committed_and_counted(runner: str, tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    with Uploader(
+        tmp_path / "folder", f"file://{root}", runner=runner, num_checkpoints_to_keep=1, **QUICK
+    ) as uploader:
+        assert uploader.generation == 1
+        for step in (1, 2, 3):
+            save(uploader, step)
+        uploader.wait(3, timeout_s=PATIENCE_S)
+        report = uploader.flush(PATIENCE_S)
+        assert (report.is_done, report.steps_left) == (True, ())
+        uploader.wait(1, timeout_s=1)  # also when it has left the journal
+        assert not (uploader.folder / "step-1/rank-0/rank-0-0.pt").exists()
+        assert os.readlink(uploader.folder / "latest-rank0") == "step-3/rank-0"
+        wait_until(lambda: counter(uploader, "uploads_total", "ok") == 6)
+        wait_until(lambda: counter(uploader, "checkpoints_committed_total") == 3)
+        wait_until(lambda: counter(uploader, "upload_bytes_total") == 30_000)
+        wait_until(lambda: counter(uploader, "pruned_checkpoints_total", "local") == 2)
+        assert counter(uploader, "store_request_duration_seconds_count", "put") > 0
+        assert counter(uploader, "uploads_in_progress") == 0
+        assert counter(uploader, "engine_restarts_total") == 0
+        assert counter(uploader, "queue_files") == 0
+        uploader.metrics.checkpoint_committed(0, 0.0, 0.0)  # flush counts from here on
+        save(uploader, 4)
+        assert uploader.flush(PATIENCE_S).num_committed == 1
+    assert json.loads((root / keys.LATEST).read_bytes())["step"] == 4
+    assert is_free(tmp_path / "folder")
+
+
+@both
+def test_what_keeps_it_from_starting_is_raised_as_it_is(runner: str, tmp_path: Path, s3_url: str) -> None:
+    """At construction, in the trainer's own thread, as the error it is; then nothing is left behind."""
+    missing = s3_url.replace("s3://", "s3://no-such-bucket-")
+    with pytest.raises(StoreError) as caught:
+        Uploader(tmp_path / "folder", missing, runner=runner, **QUICK)
+    assert caught.value.reason is FailureReason.NOT_FOUND
+    remote = f"file://{tmp_path}/store"
+    for _ in range(2):
+        with Uploader(tmp_path / "folder", remote, runner=runner, **QUICK) as uploader:
+            pass
+    assert uploader.generation == 2
+    with pytest.raises(FencedError, match="generation 2 has started already"):
+        Uploader(tmp_path / "folder", remote, generation=1, runner=runner, **QUICK)
+    with pytest.raises(SettingsError, match="used before by rank 0"):
+        Uploader(tmp_path / "folder", remote, generation=2, runner=runner, **QUICK)
+    assert is_free(tmp_path / "folder")
+
+
+@both
+def test_a_superseded_trainer_is_told(runner: str, tmp_path: Path) -> None:
+    """R11."""
+    remote = f"file://{tmp_path}/store"
+    with (
+        Uploader(tmp_path / "old", remote, runner=runner, **QUICK) as old,
+        Uploader(tmp_path / "new", remote, runner=runner, **QUICK),
+    ):
+        save(old, 1)
+        old.wait(1, timeout_s=PATIENCE_S)
+        with pytest.raises(FencedError, match="generation 2 of this run has started"):
+            wait_until(lambda: old.seal(int(time.monotonic_ns() % 10**9)))
+        assert counter(old, "fenced") == 1
+
+
+@both
+def test_a_final_failure_is_raised_once_and_tried_again(
+    runner: str, tmp_path: Path, proxy: FaultProxy, s3_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """R12. What is logged of it comes out of the trainer's own logging."""
+    with Uploader(
+        tmp_path / "folder", f"{s3_url}/run", runner=runner, **QUICK | {"upload_timeout_s": 1.0}
+    ) as uploader:
+        proxy.add(Fault("unavailable", "PUT", SHARDS))
+        save(uploader, 1, num_shards=1)
+        with pytest.raises(UploadFailedError, match="generation 1 step 1, shard"):
+            uploader.wait(1, timeout_s=PATIENCE_S)
+        with pytest.raises(UploadFailedError, match=r"shard 'rank-0-0\.pt'.*ckpt-async drain"):
+            wait_until(uploader.raise_failures)
+        uploader.raise_failures()  # told once
+        assert "shard_failed" in caplog.text
+        assert counter(uploader, "upload_attempt_failures_total", "throttled") > 1
+        proxy.heal()
+        uploader.close(timeout_s=0)
+    with Uploader(tmp_path / "folder", f"{s3_url}/run", runner=runner, **QUICK) as uploader:
+        assert uploader.wait_for_predecessor(PATIENCE_S)
+
+
+@both
+def test_waiting_says_what_is_missing_or_lost(
+    runner: str, tmp_path: Path, proxy: FaultProxy, s3_url: str
+) -> None:
+    proxy.add(Fault("hold", "PUT", SHARDS))
+    with Uploader(
+        *(tmp_path / "folder", f"{s3_url}/run"),
+        **QUICK | {"runner": runner, "rank": 0, "world_size": 3, "generation": 1, "on_error": "warn"},
+    ) as uploader:
+        save(uploader, 1, size_bytes=3 << 20)
+        with pytest.raises(CommitTimeoutError, match="0 of 2 shards of this rank are uploaded"):
+            uploader.wait(1, timeout_s=0.2)
+        paths = save(uploader, 2)
+        with paths[0].open("r+b") as file:
+            file.write(b"another")
+        os.utime(paths[0], ns=(1, 1))
+        wait_until(lambda: proxy.num_under_way >= 1)
+        proxy.release()
+        with pytest.raises(CheckpointAbortedError, match="changed after it was enqueued"):
+            uploader.wait(2, timeout_s=PATIENCE_S)
+
+        def waits_for_the_others() -> bool:
+            with pytest.raises(CommitTimeoutError) as caught:
+                uploader.wait(1, timeout_s=0.2)
+            return "nothing was seen yet of rank 1, 2" in str(caught.value)
+
+        wait_until(waits_for_the_others)
+        assert not uploader.flush(0.1).is_done
+
+
+@both
+def test_a_backlog_holds_until_there_is_room(
+    runner: str, tmp_path: Path, proxy: FaultProxy, s3_url: str
+) -> None:
+    proxy.add(Fault("hold", "PUT", SHARDS))
+    with Uploader(
+        *(tmp_path / "folder", f"{s3_url}/run"),
+        **QUICK | {"runner": runner, "max_backlog_checkpoints": 2, "block_timeout_s": 0.3},
+    ) as uploader:
+        save(uploader, 1)
+        save(uploader, 2)
+        with pytest.raises(BacklogError, match="2 checkpoints wait"):
+            save(uploader, 3)
+        proxy.release()
+        uploader.wait(2, timeout_s=PATIENCE_S)
+        uploader.flush(PATIENCE_S)
+        save(uploader, 4)
+
+
+@both
+def test_forked_workers_and_other_threads(runner: str, tmp_path: Path) -> None:
+    """Many threads save at once; a fork of the trainer does no harm, whatever it calls."""
+    with Uploader(tmp_path / "folder", f"file://{tmp_path}/store", runner=runner, **QUICK) as uploader:
+        places = [write_shards(uploader.folder, 1, step, 0, 2) for step in range(8)]
+
+        def work(step: int) -> None:
+            uploader.enqueue(places[step], step)
+            uploader.seal(step)
+
+        threads = [threading.Thread(target=work, args=(step,)) for step in range(8)]
+        for thread in threads:
+            thread.start()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of what this is about
+            worker = os.fork()
+        if worker == 0:
+            uploader.close()
+            os._exit(0)
+        assert os.waitpid(worker, 0)[1] == 0
+        for thread in threads:
+            thread.join(PATIENCE_S)
+        for step in range(8):
+            uploader.wait(step, timeout_s=PATIENCE_S)
+
+
+# --- somebody dies ---------------------------------------------------------------------------------------------
+
+
+def start(nursery: Nursery, folder: Path, remote: str, **more: Any) -> Trainer:
+    launch = {"CKPT_ASYNC_LAUNCH_ID": os.urandom(8).hex()}
+    settings = PROCESS | more.pop("settings", {})
+    arguments = {"rank": 0, "world_size": 1, "steps": []} | more
+    return nursery.start("saves", launch, folder=str(folder), remote=remote, settings=settings, **arguments)
+
+
+def test_it_finishes_what_a_killed_trainer_had_sealed_and_ends(
+    nursery: Nursery, tmp_path: Path, proxy: FaultProxy, s3_url: str
+) -> None:
+    """The newest checkpoint is often the one that was being uploaded when the trainer was killed."""
+    folder, remote = tmp_path / "folder", f"{s3_url}/run"
+    proxy.add(Fault("hold", "PUT", SHARDS))
+    trainer = start(nursery, folder, remote, steps=[1, 2])
+    trainer.expect("saved")
+    proxy.wait_for(lambda: proxy.num_under_way > 0)
+    (runner,) = runners(folder)
+    assert os.getsid(runner) not in (os.getsid(trainer.pid), os.getsid(0)), "a Ctrl-C would reach it"
+    assert os.getpgid(runner) != os.getpgid(trainer.pid)
+    trainer.kill()
+    assert not is_free(folder), "nobody else may touch what it works on"
+    proxy.release()
+    wait_until(lambda: not runners(folder))
+    assert is_free(folder)
+    assert {each.step for each in Oracle(remote, 1).look()} == {1, 2}
+    assert (folder / "latest-rank0").is_symlink()
+
+
+def test_a_restarted_trainer_gets_the_folder_at_once(
+    nursery: Nursery, tmp_path: Path, proxy: FaultProxy, s3_url: str
+) -> None:
+    folder, remote = tmp_path / "folder", f"{s3_url}/run"
+    proxy.add(Fault("hold", "PUT", SHARDS))
+    trainer = start(nursery, folder, remote, steps=[1])
+    trainer.expect("saved")
+    proxy.wait_for(lambda: proxy.num_under_way > 0)
+    (lingering,) = runners(folder)
+    trainer.kill()
+    again = start(nursery, folder, remote, steps=[2])
+    again.expect("opened 2", timeout_s=10)
+    (runner,) = wait_until(lambda: [each for each in runners(folder) if each != lingering])
+    wait_until(lambda: runners(folder) == [runner])
+    proxy.release()
+    again.expect("saved")
+    again.tell("wait 2")
+    again.expect("done")
+    again.tell("stop")
+    assert again.finish() == 0
+    assert {(each.generation, each.step) for each in Oracle(remote, 1).look()} == {(1, 1), (2, 2)}
+
+
+@pytest.mark.parametrize("how", ["linger_s", "SIGTERM", "folder removed"])
+def test_it_does_not_linger_for_ever(
+    nursery: Nursery, tmp_path: Path, proxy: FaultProxy, s3_url: str, how: str
+) -> None:
+    """A store that is away must not keep processes on a node; what is left is in the journal."""
+    folder, remote = tmp_path / "folder", f"{s3_url}/run"
+    proxy.add(Fault("hold", "PUT", SHARDS))
+    linger_s = 0.5 if how == "linger_s" else 3600.0
+    trainer = start(nursery, folder, remote, steps=[1], settings={"linger_s": linger_s})
+    trainer.expect("saved")
+    proxy.wait_for(lambda: proxy.num_under_way > 0)
+    (runner,) = runners(folder)
+    if how == "SIGTERM":
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            os.kill(
+                runner, number
+            )  # the launcher sends it to all; while the trainer lives, that is who decides
+        trainer.tell("wait 1 0.2")
+        trainer.expect("error CommitTimeoutError")
+        assert runners(folder) == [runner]
+    trainer.kill()
+    if how == "folder removed":
+        shutil.rmtree(folder)
+        wait_until(lambda: not runners(tmp_path))
+        return
+    wait_until(lambda: not runners(folder))
+    proxy.release()
+    with Uploader(folder, remote, **PROCESS) as uploader:
+        assert uploader.wait_for_predecessor(PATIENCE_S)
+    assert {each.step for each in Oracle(remote, 1).look()} == {1}
+
+
+def test_it_is_started_again_when_it_dies_and_nothing_is_lost(
+    tmp_path: Path, proxy: FaultProxy, s3_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An out-of-memory kill strikes the largest process; training does not even notice."""
+    folder, remote = tmp_path / "folder", f"{s3_url}/run"
+    with Uploader(folder, remote, **PROCESS) as uploader:
+        save(uploader, 1)
+        uploader.wait(1, timeout_s=PATIENCE_S)
+        proxy.add(Fault("hold", "PUT", SHARDS))
+        save(uploader, 2)
+        proxy.wait_for(lambda: proxy.num_under_way > 0)
+        (first,) = runners(folder)
+        flushed: list[Any] = []
+        flushing = threading.Thread(target=lambda: flushed.append(uploader.flush(PATIENCE_S)))
+        flushing.start()
+        os.kill(first, signal.SIGKILL)
+        save(uploader, 3)  # while there is none
+        assert not is_free(folder), "a sweeper must not take it for a dead trainer's"
+        (second,) = wait_until(lambda: [each for each in runners(folder) if each != first])
+        wait_until(lambda: counter(uploader, "engine_restarts_total") == 1)
+        proxy.release()
+        flushing.join(PATIENCE_S)
+        assert [each.is_done for each in flushed] == [True]
+        os.kill(second, signal.SIGKILL)  # idle
+        wait_until(lambda: counter(uploader, "engine_restarts_total") == 2)
+        save(uploader, 4)
+        for step in (1, 2, 3, 4):
+            uploader.wait(step, timeout_s=PATIENCE_S)
+        assert uploader.generation == 1
+        wait_until(lambda: counter(uploader, "uploads_in_progress") == 0)
+    assert {each.step for each in Oracle(remote, 1).look()} == {1, 2, 3, 4}
+    assert caplog.text.count("runner_died") == 2
+
+
+def test_closing_while_it_is_dead_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_module, "RESTART_S", 3600.0)
+    monkeypatch.setattr(process_module, "RESTART_MAX_S", 3600.0)
+    folder, remote = tmp_path / "folder", f"file://{tmp_path}/store"
+    with Uploader(folder, remote, **PROCESS) as uploader:
+        (runner,) = wait_until(lambda: runners(folder))
+        os.kill(runner, signal.SIGKILL)
+        wait_until(lambda: counter(uploader, "engine_restarts_total") == 1)
+        save(uploader, 1)
+        uploader.close(timeout_s=0.1)
+    with Uploader(folder, remote, **PROCESS) as uploader:
+        assert uploader.wait_for_predecessor(PATIENCE_S)
+    assert {each.step for each in Oracle(remote, 1).look()} == {1}
+
+
+def test_one_that_hangs_is_ended_by_force(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`close` keeps its time, whatever is wrong with the process, and no process stays."""
+    monkeypatch.setattr(process_module, "STOP_TIMEOUT_S", 0.2)
+    folder = tmp_path / "folder"
+    with Uploader(folder, f"file://{tmp_path}/store", **PROCESS) as uploader:
+        (runner,) = wait_until(lambda: runners(folder))
+        os.kill(runner, signal.SIGSTOP)
+        save(uploader, 1)
+        uploader.close(timeout_s=0.1)
+    wait_until(lambda: not runners(folder))
+    assert is_free(folder)
+
+
+def test_sigterm_to_the_trainer_flushes(nursery: Nursery, tmp_path: Path) -> None:
+    """With the handler of `sigterm_flush_s`; the launcher signals every process of the allocation."""
+    folder, remote = tmp_path / "folder", f"file://{tmp_path}/store"
+    trainer = start(nursery, folder, remote, settings={"sigterm_flush_s": 30.0})
+    trainer.expect("saved")
+    (runner,) = runners(folder)
+    trainer.tell("save 1")
+    trainer.expect("done save 1")
+    for pid in (trainer.pid, runner):
+        os.kill(pid, signal.SIGTERM)
+    assert trainer.finish() == -signal.SIGTERM
+    assert {each.step for each in Oracle(remote, 1).look()} == {1}
+
+
+def test_a_forked_worker_that_outlives_the_trainer_keeps_nothing_open(
+    nursery: Nursery, tmp_path: Path
+) -> None:
+    """Or the runner would never learn that its trainer is dead."""
+    folder, fifo = tmp_path / "folder", tmp_path / "fifo"
+    os.mkfifo(fifo)
+    trainer = nursery.start(
+        "forks",
+        {"CKPT_ASYNC_RUNNER": "process"},
+        folder=str(folder),
+        remote=f"file://{tmp_path}/store",
+        how="os.fork",
+        fifo=str(fifo),
+    )
+    with fifo.open("w"):
+        worker = int(trainer.expect("child pid").split()[-1])
+        trainer.kill()
+        wait_until(lambda: not runners(folder))
+        os.kill(worker, 0)  # it is still there
+        assert is_free(folder)
+    wait_until(lambda: not Path(f"/proc/{worker}").exists())
+
+
+# --- how it is started -----------------------------------------------------------------------------------------
+
+
+def test_the_trainers_script_is_not_run_again_and_torch_is_not_loaded(tmp_path: Path) -> None:
+    """No `if __name__ == "__main__"` is needed, and what lies beside the script does not get in the way."""
+    (tmp_path / "json.py").write_text("raise ImportError('not the one of the standard library')")
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys; beside = sys.path.pop(0)\n"
+        "import torch\n"
+        "from ckpt_async import Uploader\n"
+        "print('run', flush=True)\n"
+        f"folder, remote = {str(tmp_path / 'folder')!r}, 'file://{tmp_path}/store'\n"
+        "uploader = Uploader(folder, remote, runner='process', runner_nice=7)\n"
+        "print('opened', flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    trainer = subprocess.Popen(
+        [sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=tmp_path
+    )
+    assert trainer.stdout is not None
+    assert trainer.stdin is not None
+    assert [trainer.stdout.readline() for _ in range(2)] == ["run\n", "opened\n"]
+    (runner,) = wait_until(lambda: runners(tmp_path / "folder"))
+    loaded = Path(f"/proc/{runner}/maps").read_text()
+    assert "torch" in Path(f"/proc/{trainer.pid}/maps").read_text()
+    assert "torch" not in loaded
+    assert os.getpriority(os.PRIO_PROCESS, runner) == 7
+    ours = {os.readlink(f"/proc/{trainer.pid}/fd/{number}") for number in range(3)}
+    assert not ours & {os.readlink(f"/proc/{runner}/fd/{number}") for number in range(3)} - {"/dev/null"}
+    children = Path(f"/proc/{trainer.pid}/task/{trainer.pid}/children").read_text().split()
+    assert children == [], "there would be somebody to reap"
+    trainer.stdin.close()  # not closed: at exit
+    assert trainer.wait(PATIENCE_S) == 0
+    assert trainer.stdout.read() == ""
+    trainer.stdout.close()
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+@pytest.mark.parametrize("what", ["no interpreter", "no package"])
+def test_one_that_cannot_be_started_is_a_clear_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, is_shared: bool
+) -> None:
+    remote = f"file://{tmp_path}/store"
+    with monkeypatch.context() as patch:
+        if what == "no interpreter":
+            patch.setattr(sys, "executable", "/nonexistent/python")
+            expected = "cannot be started: .*/nonexistent/python"
+        else:
+            patch.setattr(sys, "path", [])
+            expected = "ended before it was ready: .*No module named 'ckpt_async'|No module named"
+        with pytest.raises(RunnerError, match=f"(?s){expected}"):
+            Uploader(tmp_path / "folder", remote, node_shared=is_shared, **PROCESS)
+    with Uploader(tmp_path / "folder", remote, node_shared=is_shared, **PROCESS) as uploader:
+        save(uploader, 1)
+        uploader.wait(1, timeout_s=PATIENCE_S)
+
+
+def test_settings_that_cannot_work_together(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="node_shared=True needs runner='process'"):
+        Uploader(tmp_path / "folder", f"file://{tmp_path}/store", node_shared=True)
+    with pytest.raises(SettingsError, match="memory:// store is in this process only"):
+        Uploader(tmp_path / "folder", "memory://test", runner="process")
+
+
+# --- one for the node ------------------------------------------------------------------------------------------
+
+
+def test_ranks_share_one_process_its_limits_and_take_turns(
+    tmp_path: Path, proxy: FaultProxy, s3_url: str
+) -> None:
+    """A rank with many shards must not keep the others waiting; together they make no more requests than allowed."""
+    folder, remote = tmp_path / "folder", f"{s3_url}/run"
+    shared = PROCESS | {"node_shared": True, "num_concurrent_uploads": 2, "max_concurrent_uploads": 2}
+    with contextlib.ExitStack() as stack:
+        opened: list[Uploader] = []
+
+        def open_rank(rank: int) -> None:
+            uploader = Uploader(folder, remote, rank=rank, world_size=3, generation=1, **shared)
+            opened.append(stack.enter_context(uploader))
+
+        threads = [threading.Thread(target=open_rank, args=(rank,)) for rank in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(PATIENCE_S)
+        ranks = sorted(opened, key=lambda each: each.rank)
+        assert len(runners(folder)) == 1
+        proxy.add(Fault("hold", "PUT", SHARDS))
+        save(ranks[0], 1, num_shards=20)
+        proxy.wait_for(lambda: proxy.num_under_way == 2)
+        save(ranks[1], 1, num_shards=1)
+        save(ranks[2], 1, num_shards=1)
+        wait_until(lambda: all(each._engine_now().fresh_local().checkpoints for each in ranks))
+        proxy.most_under_way = 0
+        proxy.release()
+        for each in ranks:
+            each.wait(1, timeout_s=PATIENCE_S)
+        sent = [each.key for each in proxy.exchanges if each.method == "PUT" and SHARDS in each.key]
+        assert len(sent) == 22
+        places = [index for index, key in enumerate(sent) if "/rank-0-" not in key]
+        assert max(places) < 15, f"the small ranks had to wait: {sent}"
+        for each in ranks:
+            wait_until(
+                lambda each=each: counter(each, "uploads_total", "ok") == (20 if each.rank == 0 else 1)
+            )
+        opened[0].close()
+        save(opened[1], 2)  # the process stays for the others, whoever started it
+        assert opened[1].flush(1.0).num_shards_left == 0
+        assert len(runners(folder)) == 1
+    assert not (folder / ".ckpt_async/rank-00000.log").exists()
+
+
+def test_the_nodes_process_outlives_whoever_started_it_and_is_started_again_when_it_dies(
+    nursery: Nursery, tmp_path: Path
+) -> None:
+    folder, remote = tmp_path / "folder", f"file://{tmp_path}/store"
+    settings = {"node_shared": True, "close_grace_s": 2.0}
+
+    def start_rank(rank: int, steps: list[int], launch: str) -> Trainer:
+        return nursery.start(
+            "saves",
+            {"CKPT_ASYNC_LAUNCH_ID": launch},
+            folder=str(folder),
+            remote=remote,
+            rank=rank,
+            world_size=2,
+            steps=steps,
+            settings=PROCESS | settings,
+        )
+
+    first = start_rank(0, [1], "first")
+    first.expect("saved")
+    second = start_rank(1, [1], "first")
+    second.expect("saved")
+    (runner,) = runners(folder)
+    first.kill()
+    second.tell("wait 1")
+    second.expect("done wait 1")
+    assert runners(folder) == [runner], "it serves the other rank"
+    os.kill(runner, signal.SIGKILL)
+    second.tell("save 2")
+    second.expect("done save 2")
+    (_another,) = wait_until(lambda: [each for each in runners(folder) if each != runner])
+    second.kill()
+    again = [start_rank(rank, [3], "second") for rank in range(2)]
+    for trainer in again:
+        trainer.expect("saved")
+        trainer.tell("wait 3")
+    for trainer in again:
+        trainer.expect("done wait 3")
+        trainer.tell("stop")
+        assert trainer.finish() == 0
+    assert {(each.generation, each.step) for each in Oracle(remote, 2).look()} >= {(1, 1), (2, 3)}
