@@ -1,8 +1,8 @@
 """How long after its last byte was written is a shard durable in the store, if it is sent while it is written?
 
 A shard that takes as long to write as to send: the writer is held to `--mib-per-s`, and the upload too (by
-`max_bytes_per_s`), to the sink. Once written to a file and then enqueued, once through `Uploader.open`. The time counted
-is from the last byte written to the commit; the bytes are counted at the sink.
+`max_bytes_per_s`), to the sink. Once written to a file and then enqueued, once through `Uploader.open`. The time
+counted is from the last byte written to the commit; the bytes are counted at the sink.
 """
 
 from __future__ import annotations

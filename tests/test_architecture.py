@@ -36,7 +36,18 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 DEPTH = {name: depth for depth, layer in enumerate(LAYERS) for name in layer}
 
-PURE = {"errors", "settings", "model", "keys", "naming", "records", "retention", "decide", "plan", "concurrency"}
+PURE = {
+    "errors",
+    "settings",
+    "model",
+    "keys",
+    "naming",
+    "records",
+    "retention",
+    "decide",
+    "plan",
+    "concurrency",
+}
 IMPURE_IMPORTS = {
     *("asyncio", "multiprocessing", "os", "random", "secrets", "shutil", "socket", "sqlite3", "subprocess"),
     *("tempfile", "threading", "time"),

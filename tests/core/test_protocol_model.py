@@ -228,7 +228,7 @@ def test_collected_decision_stays_void() -> None:
 
 
 def test_local_latest_never_leads_to_what_is_removed_where_all_was_pruned_remotely() -> None:
-    """Found by the model: the owner lost power, the run went on elsewhere, and its checkpoints were pruned meanwhile."""
+    """Found by the model: the owner lost power, the run went on elsewhere, and its checkpoints were pruned."""
     state = Protocol()
     state.begin(num_ranks=2, keep=1, keep_remote=1)
     for _ in range(2):
