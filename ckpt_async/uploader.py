@@ -115,7 +115,7 @@ class Uploader:
     ) -> None:
         environment = dict(os.environ)
         self.rank, self.world_size = naming.rank_and_world_size(environment, rank, world_size)
-        self.settings = _load_settings(settings, environment, settings_file)
+        self.settings = load_settings(settings, environment, settings_file)
         if generation is not None and not 1 <= generation <= keys.MAX_GENERATION:
             raise SettingsError(f"generation={generation} must be from 1 to {keys.MAX_GENERATION}")
         launch_key = _launch_key(environment, self.world_size, generation)
@@ -649,9 +649,12 @@ class Uploader:
             self._changed.notify_all()
 
 
-def _load_settings(
-    arguments: Mapping[str, Any], environment: Mapping[str, str], path: str | os.PathLike[str] | None
+def load_settings(
+    arguments: Mapping[str, Any], environment: Mapping[str, str], path: str | os.PathLike[str] | None = None
 ) -> Settings:
+    """Settings as an uploader with these arguments has them: then come CKPT_ASYNC_* of the environment, then the TOML
+    file `path` (default: CKPT_ASYNC_SETTINGS_FILE). Raises SettingsError naming the setting and what it may be.
+    """
     path = path or environment.get("CKPT_ASYNC_SETTINGS_FILE")
     if path is None:
         return load(arguments, environment)

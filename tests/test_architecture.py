@@ -20,7 +20,7 @@ HERE = "tests/test_architecture.py"
 # Top to bottom. A module imports from its own layer and from those below it, never from above: lazily and for
 # types too. A name stands for the module and, if it is a package, for all that is in it.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("__main__", "cli", "cli_restore", "cli_sweep", "demo", "integrations", "torch"),
+    ("__main__", "cli", "demo", "integrations", "torch"),
     ("__init__",),  # the public names, `ckpt_async` itself
     ("uploader", "sweeper", "restore", "preemption"),
     ("runners",),

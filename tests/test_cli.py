@@ -250,7 +250,7 @@ def test_a_bug_is_one_line_unless_asked(tmp_path: Path, monkeypatch: pytest.Monk
     def broken(*_: object) -> None:
         raise ZeroDivisionError("oh")
 
-    monkeypatch.setattr("ckpt_async.status.load", broken)
+    monkeypatch.setattr("ckpt_async.cli.node.load", broken)
     assert cli.main(["status", str(tmp_path)]) == 1
     assert capsys.readouterr().err == (
         "ckpt-async: this is a bug: ZeroDivisionError('oh') (CKPT_ASYNC_DEBUG=1 shows where)\n"

@@ -14,20 +14,21 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from ckpt_async import keys, metrics, plan, protocol, retention
+from ckpt_async import verify as verification
+from ckpt_async.cli.output import Exit, Json, id_json, store_options
 from ckpt_async.errors import ObjectNotFoundError, SettingsError
 from ckpt_async.model import CheckpointId, Decision, Outcome
 from ckpt_async.observe import NullObserver
 from ckpt_async.requests import Requests
 from ckpt_async.settings import Settings
 from ckpt_async.store import Store
-from ckpt_async.stores import StoreOptions, open_store
+from ckpt_async.stores import open_store
 from ckpt_async.sweeper import Done, FolderReport, RemoteReport, Sweeper, SweepReport, open_run
-from ckpt_async.verify import verify
+from ckpt_async.uploader import load_settings
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Json = dict[str, Any]
 
 # Someone is waiting at a terminal, or a script has its own retries.
 COMMAND_TIMEOUT_S = 120.0
@@ -38,8 +39,12 @@ JITTER = 0.1
 # --- sweep -------------------------------------------------------------------------------------------------
 
 
-def sweep(options: argparse.Namespace, settings: Settings) -> bool:
-    """Sweep once, and return whether all went well; or every `--interval` seconds until SIGTERM."""
+def sweep(options: argparse.Namespace) -> Exit:
+    """Sweep once, or every `--interval` seconds until SIGTERM."""
+    return _sweep(options, load_settings({}, os.environ))
+
+
+def _sweep(options: argparse.Namespace, settings: Settings) -> Exit:
     if not options.folders and not options.remote:
         raise SettingsError("nothing to sweep", hint="give a folder, or --remote URL")
     if options.keep is not None:
@@ -48,7 +53,7 @@ def sweep(options: argparse.Namespace, settings: Settings) -> bool:
         options.folders,
         options.remote,
         settings=settings,
-        store_options=_store_options(options),
+        store_options=store_options(options),
         verifies=options.verify,
     )
     server = metrics.serve(sweeper.metrics, options.metrics_port, settings.metrics_address, {})
@@ -56,9 +61,9 @@ def sweep(options: argparse.Namespace, settings: Settings) -> bool:
         if options.interval is None:
             report = asyncio.run(sweeper.sweep(is_dry_run=options.dry_run))
             _print_sweep(report, options)
-            return report.is_clean
+            return Exit.OK if report.is_clean else Exit.ERROR
         asyncio.run(_sweep_until_stopped(options, sweeper))
-        return True
+        return Exit.OK
     finally:
         if server is not None:
             server.close()
@@ -216,8 +221,9 @@ def _sweep_json(report: SweepReport, *, is_dry_run: bool) -> Json:
 # --- prune -------------------------------------------------------------------------------------------------
 
 
-def prune(options: argparse.Namespace, settings: Settings) -> bool:
+def prune(options: argparse.Namespace) -> Exit:
     """Apply a retention policy to a remote; a dry run unless `--yes`."""
+    settings = load_settings({}, os.environ)
     text = options.keep if options.keep is not None else settings.remote_retention
     if retention.keeps_all(retention.parse(text)):
         raise SettingsError(
@@ -232,17 +238,26 @@ def prune(options: argparse.Namespace, settings: Settings) -> bool:
     options.folders, options.remote, options.interval = [], [options.url], None
     options.keep, options.dry_run = text, not options.yes
     options.metrics_port, options.verify = -1, False
-    is_clean = sweep(options, settings)
+    code = _sweep(options, settings)
     if options.dry_run and not options.json:
         print("nothing was touched; --yes does it")
-    return is_clean
+    return code
 
 
 # --- pin, unpin --------------------------------------------------------------------------------------------
 
 
-def pin(options: argparse.Namespace, *, is_pinned: bool) -> None:
-    """Keep a committed checkpoint whatever the policy says, or no longer."""
+def pin(options: argparse.Namespace) -> Exit:
+    """Keep a committed checkpoint whatever the policy says."""
+    return _set_pin(options, is_pinned=True)
+
+
+def unpin(options: argparse.Namespace) -> Exit:
+    """Leave a checkpoint to the policy again."""
+    return _set_pin(options, is_pinned=False)
+
+
+def _set_pin(options: argparse.Namespace, *, is_pinned: bool) -> Exit:
 
     async def work(store: Store, requests: Requests) -> Decision:
         id_ = await _find(store, requests, options.checkpoint)
@@ -254,10 +269,10 @@ def pin(options: argparse.Namespace, *, is_pinned: bool) -> None:
 
     decision = _with_store(options, work)
     if options.json:
-        id_ = decision.checkpoint
-        print(json.dumps({"generation": id_.generation, "step": id_.step, "is_pinned": decision.is_pinned}))
+        print(json.dumps({**id_json(decision.checkpoint), "is_pinned": decision.is_pinned}))
     else:
         print(f"step {decision.checkpoint.step} ({decision.name}) is {'' if is_pinned else 'not '}pinned")
+    return Exit.OK
 
 
 async def _find(store: Store, requests: Requests, wanted: str) -> CheckpointId:
@@ -281,17 +296,18 @@ async def _find(store: Store, requests: Requests, wanted: str) -> CheckpointId:
 # --- verify ------------------------------------------------------------------------------------------------
 
 
-def verify_remote(options: argparse.Namespace) -> bool:
-    """Check a remote; returns whether no violation was found."""
+def verify(options: argparse.Namespace) -> Exit:
+    """Check a remote; INCOMPLETE if a violation was found."""
 
     async def work(store: Store, requests: Requests) -> Any:
-        return await verify(
+        return await verification.verify(
             store, requests, step=options.step, read_percent=options.read_data, seed=options.seed
         )
 
     result = _with_store(options, work, is_read_only=True)
     if options.step is not None and not result.num_committed and not result.findings:
         raise ObjectNotFoundError(f"no committed checkpoint has step {options.step}: nothing to verify")
+    code = Exit.INCOMPLETE if result.violations else Exit.OK
     if options.json:
         fields = {
             "committed": result.num_committed,
@@ -302,7 +318,7 @@ def verify_remote(options: argparse.Namespace) -> bool:
             "leftovers": [_finding(each) for each in result.findings if each.is_leftover],
         }
         print(json.dumps(fields))
-        return not result.violations
+        return code
     for each in result.findings:
         print(f"{'leftover' if each.is_leftover else 'VIOLATION'} {each}")
     how = (
@@ -314,7 +330,7 @@ def verify_remote(options: argparse.Namespace) -> bool:
         f"{result.num_committed} committed checkpoints, {result.num_shards} shards ({how}),"
         f" {len(result.violations)} violations"
     )
-    return not result.violations
+    return code
 
 
 def _finding(each: Any) -> Json:
@@ -324,10 +340,6 @@ def _finding(each: Any) -> Json:
 # --- the store ---------------------------------------------------------------------------------------------
 
 
-def _store_options(options: argparse.Namespace) -> StoreOptions:
-    return StoreOptions(endpoint_url=options.endpoint_url, region=options.region, profile=options.profile)
-
-
 def _with_store(
     options: argparse.Namespace,
     work: Callable[[Store, Requests], Awaitable[T]],
@@ -335,7 +347,7 @@ def _with_store(
     is_read_only: bool = False,
 ) -> T:
     async def main() -> T:
-        store = open_store(options.url, _store_options(options), env=os.environ)
+        store = open_store(options.url, store_options(options), env=os.environ)
         try:
             settings = Settings(upload_timeout_s=COMMAND_TIMEOUT_S)
             requests = Requests(settings, NullObserver(), store.url, is_patient=False)

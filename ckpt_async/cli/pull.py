@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
-from typing import Any
 
 from ckpt_async import restore
+from ckpt_async.cli.output import Exit, Json, in_units, print_json, store_options
 from ckpt_async.errors import ObjectNotFoundError
-from ckpt_async.stores import StoreOptions
-
-Json = dict[str, Any]
 
 BAR_WIDTH = 30
 BAR_EVERY_S = 0.1
 
 
-def pull(options: argparse.Namespace) -> None:
+def pull(options: argparse.Namespace) -> Exit:
     """Fetch the newest complete checkpoint (or that of `--step`) into a folder; with `--dry-run` only say what."""
-    store_options = StoreOptions(
-        endpoint_url=options.endpoint_url, region=options.region, profile=options.profile
-    )
     if options.dry_run:
-        _plan(options, store_options)
-        return
+        return _plan(options)
     bar = _Bar() if sys.stderr.isatty() else None
     try:
         found = restore.fetch_latest(
@@ -36,7 +28,7 @@ def pull(options: argparse.Namespace) -> None:
             files=options.only,
             folder=options.folder,
             step=options.step,
-            store_options=store_options,
+            store_options=store_options(options),
             verify=options.verify,
             overwrite=options.overwrite,
             num_concurrent_reads=options.concurrency,
@@ -49,7 +41,7 @@ def pull(options: argparse.Namespace) -> None:
         raise _none(options)
     checkpoint, report = found
     if options.json:
-        _print_json(
+        print_json(
             {
                 **_checkpoint_json(checkpoint),
                 "destination": os.path.realpath(options.destination),
@@ -59,14 +51,15 @@ def pull(options: argparse.Namespace) -> None:
                 "duration_s": round(report.duration_s, 3),
             }
         )
-        return
+        return Exit.OK
     _tell_rejected(checkpoint)
-    came = ", ".join(f"{_size(count)} {_ORIGINS[kind]}" for kind, count in report.bytes_from.items())
+    came = ", ".join(f"{in_units(count)} {_ORIGINS[kind]}" for kind, count in report.bytes_from.items())
     rate = report.size_bytes / max(report.duration_s, 1e-9)
     print(
-        f"step {checkpoint.step} ({checkpoint.name}): {len(report.paths)} files, {_size(report.size_bytes)} in"
-        f" {report.duration_s:.1f} s, {_size(rate)}/s" + (f" ({came})" if came else "")
+        f"step {checkpoint.step} ({checkpoint.name}): {len(report.paths)} files, {in_units(report.size_bytes)} in"
+        f" {report.duration_s:.1f} s, {in_units(rate)}/s" + (f" ({came})" if came else "")
     )
+    return Exit.OK
 
 
 _ORIGINS = {
@@ -78,14 +71,14 @@ _ORIGINS = {
 }
 
 
-def _plan(options: argparse.Namespace, store_options: StoreOptions) -> None:
-    checkpoint = restore.find(options.url, step=options.step, store_options=store_options)
+def _plan(options: argparse.Namespace) -> Exit:
+    checkpoint = restore.find(options.url, step=options.step, store_options=store_options(options))
     if checkpoint is None:
         raise _none(options)
     files = checkpoint.select(options.rank, options.only)
     size_bytes = sum(file.size_bytes for file in files)
     if options.json:
-        _print_json(
+        print_json(
             {
                 **_checkpoint_json(checkpoint),
                 "destination": os.path.realpath(options.destination),
@@ -93,13 +86,14 @@ def _plan(options: argparse.Namespace, store_options: StoreOptions) -> None:
                 "size_bytes": size_bytes,
             }
         )
-        return
+        return Exit.OK
     _tell_rejected(checkpoint)
     for file in files:
-        print(f"{_size(file.size_bytes):>12}  {file.name}")
+        print(f"{in_units(file.size_bytes):>12}  {file.name}")
     print(
-        f"step {checkpoint.step} ({checkpoint.name}): {len(files)} files, {_size(size_bytes)} would be pulled"
+        f"step {checkpoint.step} ({checkpoint.name}): {len(files)} files, {in_units(size_bytes)} would be pulled"
     )
+    return Exit.OK
 
 
 def _none(options: argparse.Namespace) -> ObjectNotFoundError:
@@ -143,20 +137,8 @@ class _Bar:
         rate = done_bytes / max(now - self._began, 1e-9)
         left_s = (total_bytes - done_bytes) / max(rate, 1.0)
         filled = "#" * int(share * BAR_WIDTH)
-        text = f"{filled:<{BAR_WIDTH}} {share:4.0%} of {_size(total_bytes)}, {_size(rate)}/s, {left_s:.0f} s left"
+        text = f"{filled:<{BAR_WIDTH}} {share:4.0%} of {in_units(total_bytes)}, {in_units(rate)}/s, {left_s:.0f} s left"
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
     def clear(self) -> None:
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-
-
-def _print_json(value: Json) -> None:
-    print(json.dumps(value, indent=2))
-
-
-def _size(size_bytes: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size_bytes < 1024:
-            return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
-        size_bytes /= 1024
-    return f"{size_bytes:.1f} TiB"

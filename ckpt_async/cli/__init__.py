@@ -1,0 +1,264 @@
+"""The command line, `ckpt-async`. `docs/cli.md` documents commands, JSON fields and exit codes.
+
+It parses, calls and prints; it knows no rule. What a command needs is imported when it runs, so that those that only
+look answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NoReturn
+
+from ckpt_async import __version__
+from ckpt_async.cli.output import Exit, print_json
+from ckpt_async.errors import (
+    CkptAsyncError,
+    DamagedCheckpointError,
+    FailureReason,
+    FolderInUseError,
+    IntegrityError,
+    InvalidNameError,
+    InvalidRecordError,
+    NoJournalError,
+    NoUsableCheckpointError,
+    SettingsError,
+    StoreError,
+)
+
+
+class _UsageError(Exception):
+    """The command line makes no sense."""
+
+    def __init__(self, message: str, program: str) -> None:
+        super().__init__(message)
+        self.hint = f"see `{program} --help`"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise _UsageError(message, self.prog)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code. Prints nothing but results to stdout."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    is_json = "--json" in arguments
+    try:
+        try:
+            options = _parser().parse_args(arguments)
+            with _logging(options.verbose):
+                code = int(options.run(options))
+        except SystemExit as ended:  # --help and --version
+            code = int(ended.code or 0)
+        except KeyboardInterrupt:
+            code = Exit.INTERRUPTED
+        except BrokenPipeError:
+            raise
+        except Exception as error:  # noqa: BLE001  the outermost frame: told in one line
+            code = _tell(error, is_json=is_json)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read us has seen enough. What Python flushes at exit must not complain again.
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = Exit.BROKEN_PIPE
+    return int(code)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="ckpt-async",
+        description="Look at and finish checkpoints that ckpt_async uploads.",
+        epilog="exit codes: 0 ok, 1 error, 2 usage, 3 not found, 4 incomplete, 5 try again later,"
+        " 6 not drained in time",
+    )
+    parser.add_argument("--version", action="version", version=f"ckpt-async {__version__}")
+    common = _Parser(add_help=False)
+    common.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    common.add_argument(
+        "-v", "--verbose", action="count", default=0, help="log to stderr; twice for every shard"
+    )
+    store = _Parser(add_help=False)
+    store.add_argument("--endpoint-url", metavar="URL", help="of an S3-compatible server")
+    store.add_argument("--region", help="of the bucket")
+    store.add_argument("--profile", help="of the AWS configuration files")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def add(name: str, module: str, help_: str, *parents: Any) -> argparse.ArgumentParser:
+        made = commands.add_parser(
+            name, help=help_, description=f"{help_[0].upper()}{help_[1:]}.", parents=[common, *parents]
+        )
+        made.set_defaults(run=partial(_run, module, name))
+        return made
+
+    status = add("status", "node", "what this node holds, and what would be lost if it died now")
+    status.add_argument("folder", metavar="FOLDER", help="the folder that the uploader was opened with")
+    ls = add("ls", "listing", "committed checkpoints of a run", store)
+    ls.add_argument("remote", metavar="REMOTE", help="s3://bucket/prefix/run or file:///path/run")
+    ls.add_argument("--all", action="store_true", help="also those given up or pruned")
+    drain = add("drain", "node", "finish what a trainer that has ended left on this node", store)
+    drain.add_argument("folder", metavar="FOLDER", help="the folder that the uploader was opened with")
+    drain.add_argument("--remote", metavar="URL", help="where it goes (default: as the trainer recorded)")
+    drain.add_argument(
+        "--timeout",
+        metavar="S",
+        type=_seconds,
+        default=3600.0,
+        help="give up after this long (default: 3600)",
+    )
+    drain.add_argument(
+        "--grace",
+        metavar="S",
+        type=_seconds,
+        help="wait this long for ranks elsewhere once all of this folder is uploaded (default: close_grace_s)",
+    )
+    sweep = add("sweep", "upkeep", "finish what dead trainers left, and clean up remotely", store)
+    sweep.add_argument(
+        "folders", metavar="FOLDER", nargs="*", help="folders of trainers on this node; '*' matches names"
+    )
+    sweep.add_argument(
+        "--remote", metavar="URL", action="append", default=[], help="also this remote; repeatable"
+    )
+    sweep.add_argument("--keep", metavar="POLICY", help="remote retention, e.g. last=3,every-steps=1000")
+    sweep.add_argument(
+        "--dry-run", action="store_true", help="print the plan with its reasons; touch nothing"
+    )
+    sweep.add_argument(
+        "--verify", action="store_true", help="also verify every committed checkpoint: one HEAD per shard"
+    )
+    sweep.add_argument(
+        "--metrics-port", metavar="P", type=_port, default=-1, help="Prometheus port (0: any free one)"
+    )
+    how_often = sweep.add_mutually_exclusive_group()
+    how_often.add_argument("--once", action="store_true", help="sweep once (the default)")
+    how_often.add_argument(
+        "--interval", metavar="S", type=_seconds, help="sweep every S seconds, until SIGTERM"
+    )
+    prune = add("prune", "upkeep", "remove committed checkpoints that a policy does not keep", store)
+    prune.add_argument("url", metavar="REMOTE")
+    prune.add_argument("--keep", metavar="POLICY", help="default: the setting remote_retention")
+    prune_how = prune.add_mutually_exclusive_group()
+    prune_how.add_argument("--dry-run", action="store_true", help="only print the plan (the default)")
+    prune_how.add_argument("--yes", action="store_true", help="do it")
+    for name, help_ in (("pin", "keep a checkpoint whatever the policy says"), ("unpin", "take a pin back")):
+        pin = add(name, "upkeep", help_, store)
+        pin.add_argument("url", metavar="REMOTE")
+        pin.add_argument("checkpoint", metavar="STEP|NAME")
+    verify = add("verify", "upkeep", "recompute what must hold from the store alone", store)
+    verify.add_argument("url", metavar="REMOTE")
+    verify.add_argument("--step", metavar="S", type=int, help="only checkpoints of this step")
+    verify.add_argument(
+        "--read-data", metavar="PERCENT", type=float, default=0.0, help="read so many of the shards whole"
+    )
+    verify.add_argument("--seed", type=int, default=0, help="which shards are read")
+    pull = add("pull", "pull", "bring a checkpoint back to a local folder, verified", store)
+    pull.add_argument("url", metavar="REMOTE")
+    pull.add_argument("destination", metavar="DEST", help="folder for the files, under their names")
+    pull.add_argument("--step", metavar="S", type=int, help="not the newest complete one, but this step's")
+    pull.add_argument("--only", metavar="GLOB", action="append", help="files whose names match; repeatable")
+    pull.add_argument("--rank", metavar="R", type=int, action="append", help="files of this rank; repeatable")
+    pull.add_argument(
+        "--folder", metavar="F", help="a trainer's folder that may still have some of the files"
+    )
+    pull.add_argument(
+        "--verify",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="compare every file with its checksum (the default)",
+    )
+    pull.add_argument("--overwrite", action="store_true", help="replace other files of the same names")
+    pull.add_argument("--concurrency", metavar="N", type=int, default=8, help="reads at once (default: 8)")
+    pull.add_argument("--dry-run", action="store_true", help="only print what would be pulled")
+    add("version", "version", "print the version")
+    return parser
+
+
+def _run(module: str, name: str, options: argparse.Namespace) -> Exit:
+    """The command `name` is the function of that name in a module of this package."""
+    run: Callable[[argparse.Namespace], Exit] = getattr(
+        importlib.import_module(f"ckpt_async.cli.{module}"), name
+    )
+    return run(options)
+
+
+def _seconds(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 <= (value := float(text)) <= 604_800:
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0 to 604800")
+
+
+def _port(text: str) -> int:
+    if text.isdecimal() and int(text) <= 65_535:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a port from 0 to 65535")
+
+
+# --- errors and logging ------------------------------------------------------------------------------------
+
+
+def _tell(error: Exception, *, is_json: bool) -> Exit:
+    """One line to stderr, with --json also an object to stdout; a traceback only when asked for."""
+    if os.environ.get("CKPT_ASYNC_DEBUG") == "1":
+        traceback.print_exception(error)
+    code, message, hint = _explain(error)
+    told = " ".join(f"{message} ({hint})".split() if hint else message.split())
+    print(f"ckpt-async: {told}", file=sys.stderr)
+    if is_json:
+        kind = type(error).__name__.lstrip("_")
+        print_json(
+            {"error": {"kind": kind, "message": message, "hint": hint or None, "exit_code": int(code)}}
+        )
+    return code
+
+
+def _explain(error: Exception) -> tuple[Exit, str, str]:
+    """Exit code, message and hint."""
+    if isinstance(error, _UsageError):
+        return Exit.USAGE, str(error), error.hint
+    if isinstance(error, CkptAsyncError):
+        message = str(error).removesuffix(f" ({error.hint})") if error.hint else str(error)
+        return _code(error), message, error.hint
+    hint = "CKPT_ASYNC_DEBUG=1 shows where"
+    if isinstance(error, OSError):
+        return Exit.ERROR, str(error), hint
+    return Exit.ERROR, f"this is a bug: {error!r}", hint
+
+
+def _code(error: CkptAsyncError) -> Exit:
+    match error:
+        case SettingsError() | InvalidNameError():
+            return Exit.USAGE
+        case NoJournalError() | StoreError(reason=FailureReason.NOT_FOUND):
+            return Exit.NOT_FOUND
+        case InvalidRecordError() | IntegrityError() | DamagedCheckpointError() | NoUsableCheckpointError():
+            return Exit.INCOMPLETE
+        case FolderInUseError():
+            return Exit.TEMPORARY
+        case StoreError(reason=FailureReason.THROTTLED | FailureReason.TRANSIENT | FailureReason.TIMEOUT):
+            return Exit.TEMPORARY
+        case _:
+            return Exit.ERROR
+
+
+@contextlib.contextmanager
+def _logging(verbosity: int) -> Iterator[None]:
+    """Our own log to stderr while a command runs: warnings, with -v what happens, with -vv everything."""
+    logger, handler = logging.getLogger("ckpt_async"), logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel((logging.WARNING, logging.INFO, logging.DEBUG)[min(verbosity, 2)])
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)

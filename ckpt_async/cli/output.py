@@ -1,0 +1,64 @@
+"""What all commands share: exit codes, JSON, tables, sizes."""
+
+from __future__ import annotations
+
+import argparse
+import enum
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ckpt_async.model import CheckpointId
+    from ckpt_async.stores import StoreOptions
+
+Json = dict[str, Any]
+
+
+class Exit(enum.IntEnum):
+    """What a script may branch on."""
+
+    OK = 0
+    ERROR = 1
+    USAGE = 2
+    NOT_FOUND = 3
+    INCOMPLETE = 4
+    TEMPORARY = 5
+    NOT_DRAINED = 6
+    INTERRUPTED = 130
+    BROKEN_PIPE = 141
+
+
+def store_options(options: argparse.Namespace) -> StoreOptions:
+    """What `--endpoint-url`, `--region` and `--profile` say."""
+    from ckpt_async.stores import StoreOptions
+
+    return StoreOptions(endpoint_url=options.endpoint_url, region=options.region, profile=options.profile)
+
+
+def id_json(checkpoint: CheckpointId) -> Json:
+    return {"generation": checkpoint.generation, "step": checkpoint.step}
+
+
+def print_json(value: Json) -> None:
+    print(json.dumps(value, indent=2))
+
+
+def print_table(titles: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
+    """Columns as wide as their widest cell; numbers to the right."""
+    widths = [max(len(row[column]) for row in (titles, *rows)) for column in range(len(titles))]
+    is_number = [all(row[column][:1].isdigit() for row in rows) for column in range(len(titles))]
+    for row in (titles, *rows):
+        cells = (
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(row, widths, is_number, strict=True)
+        )
+        print("  ".join(cells).rstrip())
+
+
+def in_units(size_bytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size_bytes < 1024:
+            return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
+        size_bytes /= 1024
+    return f"{size_bytes:.1f} TiB"
