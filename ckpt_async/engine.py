@@ -763,7 +763,10 @@ class Engine:
         checkpoint = self.local.checkpoints.get(action.checkpoint)
         if checkpoint is None:
             return  # forgotten meanwhile
-        target = local_target([(each.shard.source, each.shard.name) for each in checkpoint.shards.values()])
+        shards = [each.shard for each in checkpoint.shards.values()]
+        # Of what a lost journal's manifests bring back, retention had perhaps removed the files.
+        is_here = any(self._folder.is_same(each.source, each.identity) for each in shards)
+        target = local_target([(each.source, each.name) for each in shards]) if is_here else None
         link = self._folder.path / naming.fill(self._settings.latest_filename, rank=self.rank)
         try:
             if target is not None:

@@ -107,14 +107,26 @@ class Folder:
             raise InvalidShardError(f"path {text!r} must be text, not bytes")
         if "\0" in text:
             raise InvalidNameError(f"path {text!r} has a NUL character")
-        parent, name = os.path.split(os.path.abspath(text))
-        relative = os.path.relpath(os.path.join(os.path.realpath(parent), name), self.path)
+        relative = self._within(os.path.abspath(text))
         if relative == "." or relative.split(os.sep)[0] in {"..", keys.PRIVATE}:
             raise InvalidShardError(
                 f"{text!r} is not a file or sub-folder of the folder {str(self.path)!r}",
                 hint="write checkpoints below the folder the uploader was opened with",
             )
         return check_relative(relative.replace(os.sep, "/"), "path")
+
+    def _within(self, path: str) -> str:
+        """An absolute path as seen from the folder. The usual case, no symlinks, is the trainer's: it comes first."""
+        here = str(self.path)
+        if path.startswith(f"{here}{os.sep}"):
+            relative = path[len(here) + 1 :]
+            above = os.path.dirname(path)
+            while len(above) > len(here) and not os.path.islink(above):
+                above = os.path.dirname(above)
+            if len(above) == len(here):
+                return relative
+        parent, name = os.path.split(path)
+        return os.path.relpath(os.path.join(os.path.realpath(parent), name), self.path)
 
     @contextlib.contextmanager
     def _parent(self, relative: str) -> Iterator[tuple[int, str]]:
@@ -170,7 +182,7 @@ class Folder:
         Returns what the file is now and whether it was linked; it is not where the file system cannot
         (another mount inside the folder, no hard links): then only the user's own file holds the bytes.
         """
-        target = self.private / spool
+        target = f"{self.private}/{spool}"
         try:
             with self._parent(source) as (parent, name):
                 descriptor = os.open(name, _FILE, dir_fd=parent)
@@ -185,7 +197,7 @@ class Folder:
                 finally:
                     os.close(descriptor)
             if is_linked and _identity(os.lstat(target)) != identity:
-                target.unlink()
+                os.unlink(target)
                 raise InvalidShardError(
                     f"{source!r} changed while it was enqueued: enqueue finished files only"
                 )
@@ -272,18 +284,20 @@ class Folder:
         return facts.f_bavail * facts.f_frsize, facts.f_blocks * facts.f_frsize
 
 
-def _link(name: str, parent: int, target: Path) -> bool:
+def _link(name: str, parent: int, target: str) -> bool:
     while True:
         try:
             os.link(name, target, src_dir_fd=parent, follow_symlinks=False)
             return True
         except FileNotFoundError:
-            if target.parent.is_dir():
+            folder = os.path.dirname(target)
+            if os.path.isdir(folder):
                 raise  # it is the source that is gone
-            target.parent.mkdir(parents=True, exist_ok=True)
+            os.makedirs(folder, exist_ok=True)
         except FileExistsError:
             # Left by a crash between link and journal row: nothing refers to it.
-            target.unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(target)
         except OSError as error:
             if error.errno in {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP}:
                 return False

@@ -17,7 +17,7 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self, get_args
 
@@ -62,6 +62,7 @@ CREATE TABLE IF NOT EXISTS events (
 CREATE TABLE IF NOT EXISTS progress (rank INTEGER PRIMARY KEY, body TEXT NOT NULL);
 CREATE INDEX IF NOT EXISTS events_by_checkpoint ON events (rank, generation, step);
 """
+_INSERT = "INSERT INTO events (rank, generation, step, written_at, kind, body) VALUES (?, ?, ?, ?, ?, ?)"
 
 
 class Journal:
@@ -104,11 +105,12 @@ class Journal:
         """
         now = self._clock()
         rows = [(rank, *_place(event), now, type(event).__name__, _encode(event)) for event in events]
-        with self._translated(), self._lock, self._transaction():
-            self._connection.executemany(
-                "INSERT INTO events (rank, generation, step, written_at, kind, body) VALUES (?, ?, ?, ?, ?, ?)",
-                rows,
-            )
+        with self._translated(), self._lock:
+            if len(rows) == 1:  # one statement is a transaction of its own, and the trainer waits for it
+                self._patiently(_INSERT, rows[0])
+                return
+            with self._transaction():
+                self._connection.executemany(_INSERT, rows)
 
     def forget(self, rank: int, event: Forgotten) -> None:
         """Drop a checkpoint's rows. One `Forgotten` row stays per rank: that of the newest committed one."""
@@ -178,7 +180,7 @@ class Journal:
     def rows(self, *, after: int = 0) -> list[JournalRow]:
         """All rows past a sequence number, in order."""
         with self._translated(), self._lock:
-            found = self._connection.execute(
+            found = self._patiently(
                 "SELECT sequence, rank, written_at, kind, body FROM events WHERE sequence > ? ORDER BY sequence",
                 (after,),
             ).fetchall()
@@ -191,20 +193,20 @@ class Journal:
     def progress(self, rank: int) -> dict[tuple[CheckpointId, str], int]:
         """What `note_progress` noted last: bytes sent by (checkpoint, shard)."""
         with self._translated(), self._lock:
-            found = self._connection.execute("SELECT body FROM progress WHERE rank = ?", (rank,)).fetchone()
+            found = self._patiently("SELECT body FROM progress WHERE rank = ?", (rank,)).fetchone()
         noted = json.loads(found[0]) if found else []
         return {(CheckpointId(generation, step), shard): size for generation, step, shard, size in noted}
 
     def ranks(self) -> list[int]:
         """Ranks that have any rows."""
         with self._translated(), self._lock:
-            found = self._connection.execute("SELECT DISTINCT rank FROM events ORDER BY rank").fetchall()
+            found = self._patiently("SELECT DISTINCT rank FROM events ORDER BY rank").fetchall()
         return [rank for (rank,) in found]
 
     def data_version(self) -> int:
         """A number that changes when another connection has written: a cheap question to poll."""
         with self._translated(), self._lock:
-            return int(self._connection.execute("PRAGMA data_version").fetchone()[0])
+            return int(self._patiently("PRAGMA data_version").fetchone()[0])
 
     def close(self) -> None:
         """Close the handle. Idempotent. The journal itself stays."""
@@ -224,7 +226,7 @@ class Journal:
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
-        self._begin()
+        self._patiently("BEGIN IMMEDIATE")
         try:
             yield
             self._connection.execute("COMMIT")
@@ -233,26 +235,21 @@ class Journal:
                 self._connection.execute("ROLLBACK")
             raise
 
-    def _begin(self) -> None:
-        """Take the write lock. SQLite's own waiting doubles its pauses up to 100 ms, while whoever holds the lock needs
-        a tenth of a millisecond; so this does its own. Reading keeps SQLite's (a WAL that is being recovered).
+    def _patiently(self, statement: str, values: Sequence[object] = ()) -> sqlite3.Cursor:
+        """Execute a statement that wants a lock. SQLite's own waiting doubles its pauses up to 100 ms, while whoever
+        holds the lock needs a tenth of a millisecond; so this does its own.
         """
         deadline = time.monotonic() + BUSY_TIMEOUT_S
-        self._connection.execute("PRAGMA busy_timeout = 0")
-        try:
-            while True:
-                try:
-                    self._connection.execute("BEGIN IMMEDIATE")
-                    return
-                except sqlite3.OperationalError as error:
-                    is_busy = (
-                        error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY
-                    )  # also while a WAL is recovered
-                    if not is_busy or time.monotonic() >= deadline:
-                        raise
-                time.sleep(BUSY_PAUSE_S)
-        finally:
-            self._connection.execute(f"PRAGMA busy_timeout = {int(BUSY_TIMEOUT_S * 1000)}")
+        while True:
+            try:
+                return self._connection.execute(statement, values)
+            except sqlite3.OperationalError as error:
+                is_busy = (
+                    error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY
+                )  # also while a WAL is recovered
+                if not is_busy or time.monotonic() >= deadline:
+                    raise
+            time.sleep(BUSY_PAUSE_S)
 
     @contextlib.contextmanager
     def _translated(self) -> Iterator[None]:
@@ -288,6 +285,7 @@ def _connect(path: Path) -> sqlite3.Connection:
             )
         else:
             _check_format(version, path)
+        connection.execute("PRAGMA busy_timeout = 0")  # from now on `_patiently` waits
     except BaseException:
         connection.close()
         raise
@@ -325,6 +323,7 @@ def _connect_readonly(path: Path) -> sqlite3.Connection:
         if version == 0:
             raise _no_journal(path)  # its maker was killed before the first row
         _check_format(version, path)
+        connection.execute("PRAGMA busy_timeout = 0")
     except BaseException:
         connection.close()
         raise

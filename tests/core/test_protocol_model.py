@@ -245,3 +245,17 @@ def test_local_latest_never_leads_to_what_is_removed_where_all_was_pruned_remote
     for _ in range(7):
         state.finish_for_the_dead(who=0)
     state.teardown()
+
+
+def test_local_latest_never_leads_to_what_a_lost_journal_had_removed() -> None:
+    """Found by the model: the manifests bring back a checkpoint whose files retention had removed."""
+    state = Protocol()
+    state.begin(num_ranks=1, keep=1, keep_remote=1)
+    state.save_everywhere(num_shards=1)
+    state.all_work(num_steps=100, order=3245)
+    state.save_everywhere(num_shards=1)
+    state.suffer(what="kill", who=0)
+    state.finish_for_the_dead(who=0)
+    state.work(num_steps=33, order=143, who=0)
+    state.suffer(what="lost_journal", who=0)
+    state.teardown()

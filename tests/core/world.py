@@ -298,6 +298,10 @@ class Disk:
             raise SourceError("changed", reason=FailureReason.SOURCE_CHANGED)
         return inode
 
+    def is_same(self, source: str, identity: FileIdentity) -> bool:
+        inode = self.entries.get(str(self.path / source))
+        return inode is not None and inode.identity == identity
+
     def unlink(self, spool: str) -> None:
         self.entries.pop(str(self.private / spool), None)
 
@@ -446,6 +450,7 @@ class World:
         self.fault = ""
         self.fresh: list[Task] = []  # an event loop starts them in turn before anything else happens
         self.others: list[Task] = []  # a sweeper, a reader
+        self._readers = itertools.count()
         self._seen: dict[str, Any] = {}
         self._contents: dict[str, bytes] = {}
         self._decisions: dict[CheckpointId, Decision] = {}
@@ -685,7 +690,7 @@ class World:
         latest = await protocol.read_latest(self.store, requests)
         if latest is None:
             return
-        began, lease = self.now, Lease(latest.checkpoint, "reader", LEASE_TTL_S)
+        began, lease = self.now, Lease(latest.checkpoint, f"reader-{next(self._readers)}", LEASE_TTL_S)
         decision = await protocol.take_lease(self.store, requests, lease)
         if decision is None:
             return
