@@ -56,8 +56,11 @@ class CkptAsyncError(Exception):
         return _as_it_was, (type(self), self.args, self.__dict__)
 
 
-def _as_it_was(kind: type[CkptAsyncError], args: tuple[object, ...], state: dict[str, object]) -> CkptAsyncError:
-    error = kind.__new__(kind, *args)
+def _as_it_was(
+    kind: type[CkptAsyncError], args: tuple[object, ...], state: dict[str, object]
+) -> CkptAsyncError:
+    error = kind.__new__(kind)
+    error.args = args
     error.__dict__.update(state)
     return error
 

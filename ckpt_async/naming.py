@@ -125,8 +125,14 @@ def fill(template: str, *, rank: int) -> str:
     """Replace `{rank}` in a file-name template; any other variable is refused by name, and what would lead out of
     the folder too. Empty stays empty.
     """
-    try:
-        filled = template.format(rank=rank)
-    except (AttributeError, KeyError, IndexError, ValueError) as error:
-        raise InvalidNameError(f"template {template!r}: only {{rank}} can be used ({error})") from None
+    filled = substitute(template, {"rank": rank})
     return check_relative(filled, "template") if filled else filled
+
+
+def substitute(template: str, values: Mapping[str, object]) -> str:
+    """Replace `{name}` by `values[name]`, plain or with a format (`{rank:05d}`); any other name is refused."""
+    try:
+        return template.format(**values)
+    except (AttributeError, KeyError, IndexError, ValueError) as error:
+        allowed = ", ".join(f"{{{name}}}" for name in values)
+        raise InvalidNameError(f"template {template!r}: only {allowed} can be used ({error})") from None

@@ -235,6 +235,13 @@ class Uploader:
             self._open[step] = there
         self._engine_now().wake()
 
+    def check_takes(self, step: int, name: str | None = None) -> None:
+        """Raise what `enqueue` would raise whatever the files, SealedError say: for asking before they are written."""
+        self._check_usable()
+        there, full_name = self._open.get(self._checkpoint(step).step), naming.checkpoint_name(name, step)
+        if there is not None:
+            self._check_takes_shards(there, step, full_name)
+
     def open(self, step: int, name: str, *, checkpoint_name: str | None = None) -> ShardWriter:
         """A new file `<folder>/<checkpoint>/<name>` to write a shard to, binary and seekable. What is written is sent
         while more is being written; `close` (or the end of its `with`) enqueues it as `enqueue` would, and most of it

@@ -18,7 +18,7 @@ from ckpt_async.errors import CheckpointGoneError, CkptAsyncError, InvalidNameEr
 from ckpt_async.restore.checkpoint import Checkpoint, RemoteFile
 from ckpt_async.restore.partial import checksum_of_file
 from ckpt_async.restore.peers import Peer, Peers
-from ckpt_async.restore.session import leased, session
+from ckpt_async.restore.session import damaged, leased, session
 from ckpt_async.restore.sources import FileSource, LocalCopies, LocalSource, StoreSource
 from ckpt_async.store import Sink
 from ckpt_async.transfer import all_or_none
@@ -169,6 +169,16 @@ class Reader:
         data = bytearray(size_bytes)
         self.read_into([ReadInto(name, offset, memoryview(data))])
         return bytes(data)
+
+    def damaged(self, reason: str) -> CkptAsyncError:
+        """What to raise when bytes that the store gave are wrong beyond doubt. Later readers are told."""
+        found: list[CkptAsyncError] = []
+
+        async def tell() -> None:
+            found.append(await damaged(self._opened, self.checkpoint, reason))
+
+        self._do(tell())
+        return found[0]
 
     def close(self) -> None:
         """Drop the lease and the connections; reads on their way are broken off. Idempotent."""

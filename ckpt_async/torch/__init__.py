@@ -1,0 +1,82 @@
+"""What needs torch: reading and writing its formats, and resuming on many ranks.
+
+    from ckpt_async.torch import agree, load, run_on_one
+
+    checkpoint = run_on_one(lambda: restore.find("s3://bucket/prefix/run-a"))
+    state = load("checkpoints/step-100/rank-{rank}.pt", ignore_keys=["optimizer/*"])
+    agree(state["step"], what="the resumed step")
+
+Names are loaded on first use.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ckpt_async.torch.agreement import (
+        agree,
+        gather_rng_states,
+        load_rng_state,
+        rng_state,
+        run_on_one,
+        save_rng_state,
+        set_rng_state,
+    )
+    from ckpt_async.torch.dcp import async_save, load_latest, save
+    from ckpt_async.torch.dcp_reader import CkptAsyncReader
+    from ckpt_async.torch.dcp_writer import CkptAsyncWriter
+    from ckpt_async.torch.formats import KeyReport, load, load_into, load_remote, model_state
+    from ckpt_async.torch.resume import fetch_together
+    from ckpt_async.torch.unpickle import load_metadata
+
+_HOMES = {
+    "CkptAsyncReader": "dcp_reader",
+    "CkptAsyncWriter": "dcp_writer",
+    "KeyReport": "formats",
+    "agree": "agreement",
+    "async_save": "dcp",
+    "fetch_together": "resume",
+    "gather_rng_states": "agreement",
+    "load": "formats",
+    "load_into": "formats",
+    "load_latest": "dcp",
+    "load_metadata": "unpickle",
+    "load_remote": "formats",
+    "load_rng_state": "agreement",
+    "model_state": "formats",
+    "rng_state": "agreement",
+    "run_on_one": "agreement",
+    "save": "dcp",
+    "save_rng_state": "agreement",
+    "set_rng_state": "agreement",
+}
+
+__all__ = [
+    "CkptAsyncReader",
+    "CkptAsyncWriter",
+    "KeyReport",
+    "agree",
+    "async_save",
+    "fetch_together",
+    "gather_rng_states",
+    "load",
+    "load_into",
+    "load_latest",
+    "load_metadata",
+    "load_remote",
+    "load_rng_state",
+    "model_state",
+    "rng_state",
+    "run_on_one",
+    "save",
+    "save_rng_state",
+    "set_rng_state",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'ckpt_async.torch' has no attribute {name!r}")
+    return getattr(import_module(f"ckpt_async.torch.{_HOMES[name]}"), name)

@@ -1,0 +1,197 @@
+"""What ranks of one job do together when they resume: agree on a value, let one act for all, keep their random numbers.
+
+Over `torch.distributed`, with any backend that can move objects (gloo; NCCL with its device set); without it there is
+one rank. Objects between ranks are pickled: the ranks of one job trust each other. Every rank must call; each call is
+one collective, and waits no longer than the process group's timeout.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from ckpt_async.errors import RankFailedError, RanksDisagreeError
+from ckpt_async.torch.formats import load
+
+T = TypeVar("T")
+
+
+def _is_alone() -> bool:
+    return not (dist.is_available() and dist.is_initialized())
+
+
+def agree(value: object, *, what: str, group: dist.ProcessGroup | None = None) -> None:
+    """Return if all ranks have an equal `value`; else raise RanksDisagreeError on all of them, naming who has what.
+
+    For values that print well: a step, a checkpoint's id. They are compared by their `repr`.
+    """
+    if _is_alone():
+        return
+    # Each rank's text goes with its global rank: in a subgroup the position says nothing to the reader.
+    texts: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(texts, (dist.get_rank(), repr(value)), group=group)
+    ranks: dict[str, list[int]] = {}
+    for rank, text in texts:
+        ranks.setdefault(text, []).append(rank)
+    if len(ranks) > 1:
+        commonest_first = sorted(ranks.items(), key=lambda each: (-len(each[1]), each[1]))
+        who = "; ".join(f"{text[:200]} on {_spell(those)}" for text, those in commonest_first)
+        raise RanksDisagreeError(f"ranks disagree about {what}: {who}")
+
+
+def _spell(ranks: Sequence[int]) -> str:
+    """`rank 3`, or `ranks 0-2, 5`: a line that can be read at 10,000 ranks."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1][1:] = [rank]
+        else:
+            runs.append([rank])
+    return f"rank{'s' * (len(ranks) > 1)} " + ", ".join("-".join(map(str, run)) for run in runs)
+
+
+def run_on_one(fn: Callable[[], T], *, rank: int = 0, group: dist.ProcessGroup | None = None) -> T:
+    """Call `fn` on the global `rank` only, and return its result on every rank.
+
+    If it raises, or its result cannot be sent, every rank raises RankFailedError, so that nobody waits for ever: its
+    message and a note with the traceback are those of the rank that failed, and its cause is the exception itself
+    wherever that can be sent. KeyboardInterrupt and SystemExit stay what they are on their own rank.
+    """
+    if _is_alone():
+        return fn()
+    if dist.get_rank() != rank:
+        box: list[Any] = [None]
+        dist.broadcast_object_list(box, src=rank, group=group)
+        received, told = pickle.loads(box[0])  # noqa: S301  from a rank of our own job
+        if told is not None:
+            raise told.as_error()
+        return cast(T, received)
+    raised: BaseException | None = None
+    try:
+        result = fn()
+        sent = pickle.dumps((result, None))
+        pickle.loads(sent)  # noqa: S301  what only this rank could read would leave the others with an error of their own
+    except BaseException as error:  # noqa: BLE001  also an interrupted rank must tell the others, or they hang
+        raised = error
+        failure = _Failure(rank, error)
+        sent = pickle.dumps((None, failure))
+    dist.broadcast_object_list([sent], src=rank, group=group)
+    if raised is None:
+        return result
+    if not isinstance(raised, Exception):
+        raise raised
+    raise failure.as_error() from raised
+
+
+class _Failure:
+    """An exception as it can be sent: its text always, itself if it survives the journey."""
+
+    def __init__(self, rank: int, error: BaseException) -> None:
+        self.rank = rank
+        self.text = f"{type(error).__name__}: {error}"
+        self.traceback = "".join(traceback.format_exception(error))
+        self.cause: BaseException | None = None
+        try:
+            self.cause = pickle.loads(pickle.dumps(error))  # noqa: S301  our own
+        except Exception:  # noqa: BLE001  then its text must do
+            return
+
+    def as_error(self) -> RankFailedError:
+        error = RankFailedError(f"rank {self.rank} failed: {self.text}")
+        error.add_note(self.traceback)
+        error.__cause__ = self.cause
+        return error
+
+
+def sendable(error: Exception) -> Exception:
+    """Itself, or, if it cannot be sent to other ranks, which would wait for it, an error that has its text."""
+    try:
+        pickle.loads(pickle.dumps(error))  # noqa: S301  our own
+    except Exception:  # noqa: BLE001
+        return RankFailedError(f"{type(error).__name__}: {error}")
+    return error
+
+
+def rng_state() -> dict[str, Any]:
+    """This rank's random number generators: `python`, `torch`, `numpy` if it is there, `cuda` (the current device) if
+    there is one. Of tensors and numbers only: `torch.load(weights_only=True)` reads it.
+    """
+    version, words, gauss = random.getstate()
+    state: dict[str, Any] = {
+        "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
+        "torch": torch.get_rng_state(),
+    }
+    if numpy := _numpy():
+        name, keys, position, has_gauss, cached = numpy.random.get_state()
+        state["numpy"] = {
+            "name": name,
+            "words": torch.tensor(keys.tolist()),
+            "position": int(position),
+            "has_gauss": int(has_gauss),
+            "gauss": float(cached),
+        }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_rng_state(state: Mapping[str, Any]) -> None:
+    """Go on with the random numbers where `rng_state` saw them. What this process has no library or device for is left
+    out.
+    """
+    python = state["python"]
+    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+    torch.set_rng_state(state["torch"].cpu())
+    if "numpy" in state and (numpy := _numpy()):
+        saved = state["numpy"]
+        words = numpy.array(saved["words"].tolist(), dtype=numpy.uint32)
+        numpy.random.set_state((saved["name"], words, saved["position"], saved["has_gauss"], saved["gauss"]))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"].cpu())
+
+
+def gather_rng_states(group: dist.ProcessGroup | None = None) -> list[dict[str, Any]]:
+    """Every rank's `rng_state`, in the order of ranks, on every rank: for a checkpoint that one rank writes."""
+    if _is_alone():
+        return [rng_state()]
+    states: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(states, rng_state(), group=group)
+    return states
+
+
+def save_rng_state(folder: str | os.PathLike[str], rank: int) -> Path:
+    """Write this rank's `rng_state` into `folder`, for a checkpoint that every rank writes, and return its path: a
+    finished file, to be enqueued like any other shard. No collective.
+    """
+    path = _rng_path(folder, rank)
+    torch.save(rng_state(), path)
+    return path
+
+
+def load_rng_state(folder: str | os.PathLike[str], rank: int) -> bool:
+    """Set what this rank saved. False, and nothing is changed, if it saved none: there were fewer ranks then."""
+    path = _rng_path(folder, rank)
+    if not path.exists():
+        return False
+    set_rng_state(load(path))
+    return True
+
+
+def _rng_path(folder: str | os.PathLike[str], rank: int) -> Path:
+    return Path(folder) / f"rng-rank{rank}.pt"
+
+
+def _numpy() -> Any:  # the module, whose types are not needed here
+    try:
+        import numpy as np
+    except ImportError:
+        return None
+    return np

@@ -1,0 +1,245 @@
+"""Sharded checkpoints with torch.distributed.checkpoint: save on any number of ranks, load on any other.
+
+Every function is called on all ranks of the process group. The collectives are torch's own for saving and loading;
+after a save there is none (rule R9). Those of `async_save` run beside the training's: give it a group of its own where
+both are of gloo.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future
+from traceback import StackSummary, extract_tb
+from typing import Any, Literal
+
+import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
+
+from ckpt_async import StoreOptions, Uploader, naming, restore
+from ckpt_async.errors import CheckpointGoneError, DamagedCheckpointError, RankFailedError
+from ckpt_async.model import CheckpointId
+from ckpt_async.restore import Checkpoint, Peer
+from ckpt_async.torch.agreement import run_on_one, sendable
+from ckpt_async.torch.dcp_reader import CkptAsyncReader
+from ckpt_async.torch.dcp_writer import FolderWriter, discard, files_of_rank, hand_over
+from ckpt_async.torch.validation import ValidationFunction
+
+logger = logging.getLogger(__name__)
+
+Group = dist.ProcessGroup | None
+# What an older checkpoint may be taken for instead.
+UNUSABLE = (DamagedCheckpointError, CheckpointGoneError)
+
+
+def save(
+    state_dict: dict[str, Any],
+    step: int,
+    uploader: Uploader,
+    *,
+    name: str | None = None,
+    metrics: Mapping[str, float] | None = None,
+    planner: SavePlanner | None = None,
+    process_group: Group = None,
+    thread_count: int = 1,
+) -> Metadata:
+    """Write the state into `<uploader's folder>/<name>/` as `torch.distributed.checkpoint.save` does; hand it over.
+
+    On return this rank's files are enqueued and sealed; `uploader.wait(step)` waits for the commit. All ranks of the
+    uploader take part; a rank outside of the process group (a replica under HSDP, say) calls `uploader.seal(step)`.
+
+    Where an uploader does not take this step (SealedError, FencedError, …), its rank raises that and the others
+    RankFailedError, before any file is touched. If any rank fails while it writes, torch raises CheckpointException, a
+    BaseException, on all of them; nothing is enqueued, what was written is removed, and the step may be saved again.
+    What `Uploader.enqueue` raises after that is raised on the rank that it concerns; then the checkpoint is never
+    committed.
+    """
+    saving = _Saving(step, uploader, name, metrics, process_group)
+    saving.check()
+    try:
+        metadata: Metadata = state_dict_saver.save(
+            state_dict,
+            storage_writer=saving.writer(thread_count),
+            planner=planner,
+            process_group=process_group,
+        )
+    except BaseException:
+        saving.discard()
+        raise
+    saving.hand_over(metadata)
+    return metadata
+
+
+def async_save(
+    state_dict: dict[str, Any],
+    step: int,
+    uploader: Uploader,
+    *,
+    name: str | None = None,
+    metrics: Mapping[str, float] | None = None,
+    planner: SavePlanner | None = None,
+    process_group: Group = None,
+    thread_count: int = 1,
+    mode: Literal["thread", "process"] = "thread",
+) -> Future[Metadata]:
+    """As `save`, but returns as soon as the state is copied to CPU memory. The rest is done by torch's own thread, or
+    a process that it starts at the first call and keeps; that one writes files only, and this process hands them over.
+
+    The future is done when this rank's files are enqueued and sealed, with what `save` returns or raises. Wait for it
+    before the next save and before the uploader is closed.
+    """
+    saving = _Saving(step, uploader, name, metrics, process_group)
+    saving.check()
+    options: dict[str, Any] = {}
+    if mode == "process":
+        options["async_checkpointer_type"] = state_dict_saver.AsyncCheckpointerType.PROCESS  # since torch 2.8
+    written: Any = state_dict_saver.async_save(
+        state_dict,
+        storage_writer=saving.writer(thread_count),
+        planner=planner,
+        process_group=process_group,
+        **options,
+    )
+    handed_over: Future[Metadata] = Future()
+    handed_over.set_running_or_notify_cancel()  # torch's collectives cannot be cancelled, so this cannot
+
+    def finish(written: Future[Metadata]) -> None:
+        try:
+            try:
+                metadata = written.result()
+            except BaseException:
+                saving.discard()
+                raise
+            saving.hand_over(metadata)
+        except BaseException as error:  # noqa: BLE001  the future carries it
+            handed_over.set_exception(error)
+        else:
+            handed_over.set_result(metadata)
+
+    written.add_done_callback(finish)
+    return handed_over
+
+
+class _Saving:
+    """One checkpoint on its way from this rank's memory to the uploader."""
+
+    def __init__(
+        self,
+        step: int,
+        uploader: Uploader,
+        name: str | None,
+        metrics: Mapping[str, float] | None,
+        process_group: Group,
+    ) -> None:
+        self._step, self._uploader, self._metrics = step, uploader, metrics
+        self._name = naming.checkpoint_name(name, step)
+        self._path = uploader.folder / self._name
+        self._process_group = process_group
+        self._rank = dist.get_rank(process_group) if dist.is_initialized() else 0
+
+    def check(self) -> None:
+        """That all ranks' uploaders take it: a collective, for one that raises alone leaves the others waiting."""
+        try:
+            _on_all(lambda: self._uploader.check_takes(self._step, self._name), self._process_group)
+        except CheckpointException as error:
+            rank, (failure, _) = min(
+                error.failures.items(), key=lambda each: (each[0] != self._rank, each[0])
+            )
+            if rank == self._rank:
+                raise failure from None
+            raise RankFailedError(f"rank {rank} failed: {type(failure).__name__}: {failure}") from failure
+
+    def writer(self, thread_count: int) -> FolderWriter:
+        return FolderWriter(self._path, thread_count=thread_count)
+
+    def hand_over(self, metadata: Metadata) -> None:
+        """Every rank has succeeded: torch tells all of them, or none."""
+        files = files_of_rank(metadata, self._rank)
+        hand_over(self._uploader, self._step, self._name, files, self._metrics)
+
+    def discard(self) -> None:
+        discard(self._path, self._rank)
+
+
+def load_latest(
+    state_dict: dict[str, Any],
+    remote: str,
+    *,
+    folder: str | os.PathLike[str] | None = None,
+    step: int | None = None,
+    store_options: StoreOptions | None = None,
+    peers: Collection[Peer] = (),
+    planner: LoadPlanner | None = None,
+    process_group: Group = None,
+    replicas: Group = None,
+    validate: ValidationFunction | None = None,
+    weights_only: bool = True,
+    num_concurrent_reads: int = 8,
+) -> Checkpoint | None:
+    """Load the newest complete checkpoint of a run, or that of `step`, into the state, in place, on whatever ranks
+    there are now. None, with the state as it was, if there is none.
+
+    One rank looks for it and tells the others. If it turns out damaged on any rank, or was pruned meanwhile, all go on
+    to the next older one together; but not if that lacks something that was loaded from the damaged one already
+    (StateMismatchError). The newest is often the one that was still uploading when the trainer died: call
+    `uploader.wait_for_predecessor` on all ranks first. For the other arguments see `CkptAsyncReader`.
+
+    Raises on all ranks RankFailedError, whose cause is what `restore.find` raised (without a process group, that), and
+    CheckpointException of torch, a BaseException that has every rank's failure: another model, a refused validation, a
+    store that does not answer. The state is undefined then.
+    """
+    bad: set[CheckpointId] = set()
+    loaded: set[str] = set()
+    while True:
+        checkpoint = run_on_one(
+            lambda: restore.find(remote, step=step, store_options=store_options, passing_over=bad),
+            rank=dist.get_global_rank(process_group, 0) if process_group is not None else 0,
+            group=process_group,
+        )
+        if checkpoint is None:
+            return None
+        with CkptAsyncReader(
+            checkpoint,
+            folder=folder,
+            peers=peers,
+            replicas=replicas,
+            validate=validate,
+            weights_only=weights_only,
+            num_concurrent_reads=num_concurrent_reads,
+        ) as reader:
+            reader.loaded = loaded
+            try:
+                _on_all(reader.open, process_group)  # torch would tell the others its words only
+                state_dict_loader.load(
+                    state_dict, storage_reader=reader, planner=planner, process_group=process_group
+                )
+            except CheckpointException as error:
+                # Every rank has the same failures before it, so all go on or none.
+                if step is not None or not any(
+                    isinstance(each, UNUSABLE) for each, _ in error.failures.values()
+                ):
+                    raise
+                for rank, (failure, _) in sorted(error.failures.items()):
+                    logger.warning("checkpoint_passed_over %s rank=%d error=%s", checkpoint.id, rank, failure)
+                bad.add(checkpoint.id)
+            else:
+                return checkpoint
+
+
+def _on_all(work: Callable[[], object], process_group: Group) -> None:
+    """Do it on every rank; if it fails on any, raise CheckpointException on all, as torch does."""
+    failure: tuple[BaseException, StackSummary] | None = None
+    try:
+        work()
+    except Exception as error:  # noqa: BLE001  raised below, here and everywhere
+        failure = sendable(error), extract_tb(error.__traceback__)
+    failures = [failure]
+    if dist.is_initialized():
+        failures = [None] * dist.get_world_size(process_group)
+        dist.all_gather_object(failures, failure, group=process_group)
+    if found := {rank: each for rank, each in enumerate(failures) if each is not None}:
+        raise CheckpointException("open", found)

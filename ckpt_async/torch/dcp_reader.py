@@ -1,0 +1,364 @@
+"""Loading with torch.distributed.checkpoint, from wherever a file is nearest, and only what the plan needs."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import weakref
+import zipfile
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from ckpt_async import restore
+from ckpt_async.checksums import checksum_of
+from ckpt_async.errors import CkptAsyncError, DamagedCheckpointError, InvalidNameError, StateMismatchError
+from ckpt_async.restore import Checkpoint, Peer, Reader, ReadInto
+from ckpt_async.torch.agreement import agree, sendable
+from ckpt_async.torch.unpickle import load_metadata
+from ckpt_async.torch.validation import ValidationFunction, validate, validation_function
+
+METADATA = ".metadata"
+NOT_TORCH = "not what torch saves"
+# One batch is read while the one before is put into its tensors: memory for two, besides the state itself. What
+# was saved as one piece is read as one, so a larger piece makes a larger batch.
+BATCH_BYTES = 256 << 20
+# Between replicas.
+CHUNK_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A stretch of a file that was saved as one tensor or object, and all that this rank takes from it."""
+
+    file: str
+    offset: int
+    size_bytes: int
+    items: tuple[ReadItem, ...]
+
+
+class CkptAsyncReader(StorageReader):
+    """For `torch.distributed.checkpoint.load(state_dict, storage_reader=reader)`, on any number of ranks.
+
+    Args:
+        checkpoint: What `restore.find` has found: on one rank, then broadcast.
+        folder: The trainer's: what it still has is read from there. Then `peers` are asked, then the store.
+        subfolder: Where within the checkpoint `.metadata` and its files are.
+        validate: Asked about each file before it is read, see `ckpt_async.torch.validation`.
+        replicas: The ranks that load the same as this one, as a process group that can move CPU tensors: all ranks
+            under DDP, `mesh["replicate"].get_group()` under HSDP. The first of them reads and sends it on, in chunks.
+        weights_only: What is no tensor is decoded without running what a file says, too. What torch refuses then can
+            be allowed with `torch.serialization.add_safe_globals`.
+
+    Opened on first use, closed by `with`, `close` or when nobody has it any more; until then a lease keeps retention
+    away. Each rank reads the pieces its plan needs and no others, in parallel, neighbours in one request. `.metadata`
+    is compared with its checksum, and every piece with the CRC-32 that torch has saved with it.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        folder: str | os.PathLike[str] | None = None,
+        peers: Collection[Peer] = (),
+        subfolder: str = "",
+        replicas: dist.ProcessGroup | None = None,
+        validate: ValidationFunction | None = None,
+        weights_only: bool = True,
+        num_concurrent_reads: int = 8,
+    ) -> None:
+        super().__init__()
+        self.checkpoint = checkpoint
+        self._folder, self._peers, self._num_concurrent_reads = folder, peers, num_concurrent_reads
+        self._prefix = f"{subfolder}/" if subfolder else ""
+        self._replicas = replicas
+        self._given_validate = validate
+        self._weights_only = weights_only
+        self._reader: Reader | None = None
+        self._metadata: Metadata | None = None
+        self._stored: dict[MetadataIndex, Any] = {}  # torch's _StorageInfo, as .metadata has it
+        # Names whose values come from a checkpoint, this one or one that was given up for it.
+        self.loaded: set[str] = set()
+
+    def open(self) -> Reader:
+        """Take the lease and read `.metadata`, unless that is done. Blocks.
+
+        Raises CheckpointGoneError; DamagedCheckpointError if `.metadata` is not what was saved; InvalidNameError if
+        there is none: then torch.distributed.checkpoint has not saved it.
+        """
+        if self._reader is None:
+            self._reader = restore.open(
+                self.checkpoint,
+                folder=self._folder,
+                peers=self._peers,
+                num_concurrent_reads=self._num_concurrent_reads,
+            )
+            weakref.finalize(self, self._reader.close)
+        if self._metadata is None:
+            self._validate = validation_function(self._given_validate)
+            self._metadata = self._load_metadata(self._reader)
+        return self._reader
+
+    def close(self) -> None:
+        """Drop the lease and the connections. Idempotent; the next use opens them again."""
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def bytes_from(self) -> dict[str, int]:
+        """Bytes read so far by where they came from: local, peer, remote."""
+        return dict(self._reader.bytes_from) if self._reader is not None else {}
+
+    # --- what torch calls, in this order -------------------------------------------------------------------
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        if checkpoint_id is not None:
+            raise InvalidNameError(
+                f"this reader reads {self.checkpoint.name} and not {os.fspath(checkpoint_id)!r}"
+            )
+
+    def read_metadata(
+        self,
+    ) -> Metadata:  # torch tries no metadata of single ranks where there are no `kwargs`
+        self.open()
+        assert self._metadata is not None
+        return self._metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        self._stored = dict(metadata.storage_data or {})
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Check all that this rank is going to read before any rank reads."""
+        if kept := self.loaded - {item.dest_index.fqn for item in plan.items}:
+            raise StateMismatchError(
+                f"{self.checkpoint.name} ({self.checkpoint.id}) has no {min(kept)!r}, which was loaded from a newer one"
+                f" before that turned out damaged ({len(kept)} in all): the state would be a mixture of two",
+                hint=f"make the state anew and load step={self.checkpoint.step}",
+            )
+        specs: dict[str, list[tuple[int, int]]] = {}
+        for piece in self._pieces(plan):
+            specs.setdefault(piece.file, []).append((piece.offset, piece.size_bytes))
+        for file, theirs in specs.items():
+            validate(self._validate, self._path(file), theirs)
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        reader = self.open()
+        pieces = self._pieces(plan)
+        if self._replicas is not None:
+            what = [(piece.file, piece.offset, piece.size_bytes) for piece in pieces]
+            digest = hashlib.sha256(repr(what).encode()).hexdigest()
+            agree(digest, what="what to load, and must not to be replicas", group=self._replicas)
+        batches = list(batched(pieces))
+        failure: Exception | None = None
+        with ThreadPoolExecutor(1, thread_name_prefix="ckpt-async-load") as ahead:
+            reading = [ahead.submit(self._read, reader, batch) for batch in batches[:1]]
+            for number, batch in enumerate(batches):
+                streams = reading.pop().result()
+                if number + 1 < len(batches):
+                    reading.append(ahead.submit(self._read, reader, batches[number + 1]))
+                try:
+                    for piece in batch if failure is None else ():
+                        self._put(piece, streams.pop(0), planner)
+                except Exception as error:
+                    if self._replicas is None:
+                        raise
+                    failure = error  # after the last batch: the others would wait for this rank
+        if failure is not None:
+            raise failure
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:  # noqa: ARG003
+        return False  # nor does torch ask: it never picks this reader by itself
+
+    # --- reading -------------------------------------------------------------------------------------------
+
+    def _path(self, file: str) -> str:
+        return f"{self.checkpoint.remote.rstrip('/')}/{self.checkpoint.files[file].key}"
+
+    def _damage(self, file: str, reason: str) -> DamagedCheckpointError:
+        return DamagedCheckpointError(
+            f"{self.checkpoint.name} ({self.checkpoint.id}) is damaged: {file}: {reason}"
+        )
+
+    def _load_metadata(self, reader: Reader) -> Metadata:
+        name = f"{self._prefix}{METADATA}"
+        file = self.checkpoint.files.get(name)
+        if file is None:
+            raise InvalidNameError(
+                f"{self.checkpoint.name} has no {name}: torch.distributed.checkpoint has not saved it"
+            )
+        validate(self._validate, self._path(name), None)
+
+        def damage(stream: io.BytesIO) -> str:
+            is_other = (
+                file.checksum and checksum_of(stream.getbuffer(), file.checksum.algorithm) != file.checksum
+            )
+            return "it has another checksum than its receipt says" if is_other else ""
+
+        stream = io.BytesIO(reader.read(name))
+        if damage(stream):
+            stream = self._read_again(name, 0, file.size_bytes, damage)
+        return load_metadata(stream.getvalue())
+
+    def _pieces(self, plan: LoadPlan) -> list[Piece]:
+        """What the plan reads, in the order of the files; DamagedCheckpointError if the checkpoint does not have it."""
+        items: dict[tuple[str, int, int], list[ReadItem]] = {}
+        for item in plan.items:
+            stored = self._stored.get(item.storage_index)
+            if stored is None:
+                raise self._damage(METADATA, f"it does not say where {item.storage_index.fqn!r} is")
+            if getattr(stored, "transform_descriptors", None):
+                raise CkptAsyncError(
+                    f"{item.storage_index.fqn!r} was saved through stream extensions",
+                    hint="fetch the checkpoint and load it with torch's FileSystemReader",
+                )
+            name, offset, size_bytes = f"{self._prefix}{stored.relative_path}", stored.offset, stored.length
+            file = self.checkpoint.files.get(name)
+            if file is None:
+                raise self._damage(METADATA, f"it names {name!r}, which nobody has saved")
+            if not 0 <= offset <= offset + size_bytes <= file.size_bytes:
+                raise self._damage(
+                    name, f"bytes {offset}+{size_bytes} are beyond its {file.size_bytes} bytes"
+                )
+            items.setdefault((name, offset, size_bytes), []).append(item)
+        return [
+            Piece(*place, tuple(theirs)) for place, theirs in sorted(items.items(), key=lambda each: each[0])
+        ]
+
+    def _read(self, reader: Reader, pieces: Sequence[Piece]) -> list[io.BytesIO]:
+        """What is in these pieces: read, or received from the replica that reads."""
+        if self._replicas is None:
+            return self._read_self(reader, pieces)
+        first = dist.get_global_rank(self._replicas, 0)
+        streams: list[io.BytesIO] = []
+        told: list[Exception | None] = [None]
+        if dist.get_rank() == first:
+            try:
+                streams = self._read_self(reader, pieces)
+            except Exception as error:  # noqa: BLE001  raised below, on every replica
+                told = [sendable(error)]
+        dist.broadcast_object_list(told, src=first, group=self._replicas)
+        if told[0] is not None:
+            raise told[0]
+        streams = streams or [io.BytesIO(bytes(piece.size_bytes)) for piece in pieces]
+        for stream in streams:
+            whole = torch.frombuffer(stream.getbuffer(), dtype=torch.uint8)
+            for at in range(0, len(whole), CHUNK_BYTES):
+                dist.broadcast(whole[at : at + CHUNK_BYTES], src=first, group=self._replicas)
+        return streams
+
+    def _read_self(self, reader: Reader, pieces: Sequence[Piece]) -> list[io.BytesIO]:
+        streams = [io.BytesIO(bytes(piece.size_bytes)) for piece in pieces]
+        views = [stream.getbuffer() for stream in streams]
+        reader.read_into(
+            [ReadInto(piece.file, piece.offset, view) for piece, view in zip(pieces, views, strict=True)]
+        )
+        for view in views:
+            view.release()
+        return [
+            self._read_again(piece.file, piece.offset, piece.size_bytes, damage_of)
+            if damage_of(stream)
+            else stream
+            for piece, stream in zip(pieces, streams, strict=True)
+        ]
+
+    def _read_again(
+        self, file: str, offset: int, size_bytes: int, damage: Callable[[io.BytesIO], str]
+    ) -> io.BytesIO:
+        """From the store alone, twice: a peer may be wrong, and a wire may spoil a byte."""
+        with restore.open(self.checkpoint) as store:
+            for _ in range(2):
+                stream = io.BytesIO(store.read(file, offset, size_bytes))
+                if not (reason := damage(stream)):
+                    return stream
+            if reason.startswith(
+                NOT_TORCH
+            ):  # also what another serialization writes: no verdict on the store
+                raise self._damage(file, f"bytes {offset}+{size_bytes}: {reason}")
+            raise store.damaged(f"{file}: bytes {offset}+{size_bytes}: {reason}")
+
+    def _put(self, piece: Piece, stream: io.BytesIO, planner: LoadPlanner) -> None:
+        is_object = any(item.type is LoadItemType.BYTE_IO for item in piece.items)
+        if self._weights_only or not is_object:
+            # torch's planners decode objects without any restriction: what is refused here never gets there.
+            saved = torch.load(stream, map_location="cpu", weights_only=True)
+        for item in piece.items:
+            self.loaded.add(item.dest_index.fqn)
+            if item.type is LoadItemType.BYTE_IO:
+                planner.load_bytes(item, io.BytesIO(stream.getvalue()))
+            else:
+                part = narrowed(saved, item)
+                target = planner.resolve_tensor(item).detach()
+                if target.size() != part.size():
+                    fqn, wanted = item.storage_index.fqn, tuple(target.size())
+                    raise self._damage(
+                        piece.file, f"{fqn!r} has {tuple(part.size())} where {wanted} is wanted"
+                    )
+                target.copy_(part)
+                planner.commit_tensor(item, target)
+
+
+def narrowed(saved: torch.Tensor, item: ReadItem) -> torch.Tensor:
+    """The part of a saved piece that this item wants."""
+    for dimension, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+        saved = saved.narrow(dimension, start, length)
+    return saved
+
+
+def batched(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """As many together as fit into BATCH_BYTES, and at least one."""
+    batch: list[Piece] = []
+    size_bytes = 0
+    for piece in pieces:
+        if batch and size_bytes + piece.size_bytes > BATCH_BYTES:
+            yield batch
+            batch, size_bytes = [], 0
+        batch.append(piece)
+        size_bytes += piece.size_bytes
+    if batch:
+        yield batch
+
+
+def damage_of(stream: io.BytesIO) -> str:
+    """Why these are not the bytes that torch.save wrote, or "". torch itself does not look at their CRC-32."""
+    try:
+        # As torch tells it from older forms, for which there is no safe reader before torch 2.6; `zipfile` would take
+        # an archive that is behind anything.
+        if stream.read(4) != b"PK\x03\x04":
+            return f"{NOT_TORCH}: it does not begin as a zip archive"
+        with zipfile.ZipFile(stream) as archive:
+            # 0: torch has computed none (`torch.serialization.set_crc32_options`), there is nothing to compare with.
+            archive.filelist = [each for each in archive.filelist if each.CRC != 0]
+            bad = archive.testzip()
+    except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, NotImplementedError) as error:
+        return f"{NOT_TORCH}: {error}"
+    finally:
+        stream.seek(0)
+    return f"{bad} has another CRC-32 than torch saved with it" if bad is not None else ""

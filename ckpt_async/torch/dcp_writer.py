@@ -1,0 +1,203 @@
+"""Saving with torch.distributed.checkpoint: torch's own writer, whose files go to an `Uploader`.
+
+The files are those of plain torch: `torch.distributed.checkpoint.FileSystemReader` reads them, here and after a fetch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import threading
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from ckpt_async import Uploader, naming
+from ckpt_async.errors import SettingsError
+from ckpt_async.torch.agreement import sendable
+
+METADATA = ".metadata"
+
+
+class FolderWriter(FileSystemWriter):
+    """torch's FileSystemWriter, made safe for files that are being uploaded. Can be pickled.
+
+    torch writes over what is there, and an earlier start's upload may still read that very file: so it is unlinked
+    first. An old `.metadata` is too, by each rank before it writes, so that the folder never looks complete while it is
+    a mixture. Nothing is touched before all ranks have a plan, and nothing is fsynced: the uploader's engine does it,
+    off the trainer's path.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, thread_count: int = 1) -> None:
+        super().__init__(path, thread_count=thread_count, sync_files=False)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if not kwargs.get("use_collectives", True):
+            raise SettingsError("a checkpoint saved with use_collectives=False has no .metadata of all ranks")
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        Path(self.path).mkdir(parents=True, exist_ok=True)  # torch's own would warn of an old .metadata
+        return plan
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        _unlink(Path(self.path), METADATA)  # a new one is written after all ranks have written
+        _unlink(Path(self.path), plan.storage_data.prefix)
+        return super().write_data(plan, planner)
+
+
+class CkptAsyncWriter(FolderWriter):
+    """For `torch.distributed.checkpoint.save(state_dict, storage_writer=CkptAsyncWriter(uploader, step=100))`, and for
+    its `async_save`, with threads or a process. One writer, one checkpoint.
+
+    Files go to `<uploader's folder>/<name>/`. Each rank enqueues and seals its own as soon as they are written, the
+    coordinator when `.metadata` is, after all ranks have succeeded: a save that fails on any rank is never committed.
+    But what others had sealed of it is uploaded in vain, and its step cannot be saved again in this generation.
+    `ckpt_async.torch.save` and `async_save` hand over after success only.
+
+    All ranks of the uploader take part in the save.
+    """
+
+    def __init__(
+        self,
+        uploader: Uploader | _UploaderElsewhere,
+        step: int,
+        *,
+        name: str | None = None,
+        metrics: Mapping[str, float] | None = None,
+        thread_count: int = 1,
+    ) -> None:
+        self._name = naming.checkpoint_name(name, step)
+        super().__init__(uploader.folder / self._name, thread_count=thread_count)
+        self._uploader, self._step, self._metrics = uploader, step, metrics
+        self._is_coordinator = False
+        self._files: set[str] = set()
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        if checkpoint_id is not None:
+            raise SettingsError(
+                "the uploader says where the checkpoint goes: leave checkpoint_id out", hint="give `name`"
+            )
+        super().reset()
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self._uploader.check_takes(self._step, self._name)
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+        self._is_coordinator = is_coordinator
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        written = super().write_data(plan, planner)
+        self._files = {each.storage_data.relative_path for each in written.value()}
+        if not self._is_coordinator:
+            self._hand_over(self._files)
+        return written
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        super().finish(metadata, results)
+        self._hand_over({*self._files, METADATA})
+
+    def _hand_over(self, files: Collection[str]) -> None:
+        hand_over(self._uploader, self._step, self._name, files, self._metrics)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # torch sends it to the process that saves. That one writes, and asks us for the rest.
+        assert isinstance(self._uploader, Uploader)
+        ours, theirs = multiprocessing.Pipe()
+        threading.Thread(
+            target=_answer, args=(self._uploader, ours), name="ckpt-async-writer", daemon=True
+        ).start()
+        elsewhere = _UploaderElsewhere(self._uploader.folder, theirs)
+        return _writer, (elsewhere, self._step, self._name, self._metrics, self.thread_count)
+
+
+@dataclass(frozen=True, slots=True)
+class _UploaderElsewhere:
+    """The trainer's uploader, for the process that writes for it. Errors are the uploader's own."""
+
+    folder: Path
+    pipe: Connection
+
+    def check_takes(self, step: int, name: str) -> None:
+        self._ask("check_takes", (step, name))
+
+    def enqueue(self, path: Path, step: int, name: str) -> None:
+        self._ask("enqueue", (path, step, name))
+
+    def seal(self, step: int, *, name: str, metrics: Mapping[str, float] | None) -> None:
+        self._ask("seal", (step,), name=name, metrics=metrics)
+
+    def _ask(self, what: str, arguments: tuple[Any, ...], **options: Any) -> None:
+        self.pipe.send((what, arguments, options))
+        if (error := self.pipe.recv()) is not None:
+            raise error
+
+
+def _answer(uploader: Uploader, pipe: Connection) -> None:
+    """Until the writer at the other end is gone."""
+    with pipe, contextlib.suppress(EOFError, OSError):
+        while True:
+            what, arguments, options = pipe.recv()
+            error: Exception | None = None
+            try:
+                getattr(uploader, what)(*arguments, **options)
+            except Exception as raised:  # noqa: BLE001  raised at the other end
+                error = sendable(raised)
+            pipe.send(error)
+
+
+def _writer(
+    uploader: _UploaderElsewhere,
+    step: int,
+    name: str,
+    metrics: Mapping[str, float] | None,
+    thread_count: int,
+) -> CkptAsyncWriter:
+    return CkptAsyncWriter(uploader, step, name=name, metrics=metrics, thread_count=thread_count)
+
+
+def hand_over(
+    uploader: Uploader | _UploaderElsewhere,
+    step: int,
+    name: str,
+    files: Collection[str],
+    metrics: Mapping[str, float] | None,
+) -> None:
+    """Enqueue these files of the checkpoint's folder and seal: this rank has no more."""
+    for file in sorted(files):
+        uploader.enqueue(uploader.folder / name / file, step, name)
+    uploader.seal(step, name=name, metrics=metrics)
+
+
+def files_of_rank(metadata: Metadata, rank: int) -> set[str]:
+    """What this rank of the process group wrote of a saved checkpoint."""
+    written = {each.relative_path for each in metadata.storage_data.values()}
+    return {each for each in written if each.startswith(_prefix(rank))} | ({METADATA} if rank == 0 else set())
+
+
+def discard(path: Path, rank: int) -> None:
+    """Remove what this rank wrote of a checkpoint that failed."""
+    _unlink(path, _prefix(rank))
+    if rank == 0:
+        _unlink(path, METADATA)
+    with contextlib.suppress(OSError):
+        path.rmdir()  # the last rank to come here finds it empty
+
+
+def _prefix(rank: int) -> str:
+    return f"__{rank}_"
+
+
+def _unlink(folder: Path, prefix: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        for name in os.listdir(folder):
+            if name.startswith(prefix):
+                (folder / name).unlink(missing_ok=True)

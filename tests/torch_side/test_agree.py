@@ -1,0 +1,150 @@
+"""Ranks agree, act for each other and keep their random numbers: with three real ranks over gloo."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ckpt_async.torch import (
+    agree,
+    gather_rng_states,
+    load_rng_state,
+    rng_state,
+    run_on_one,
+    save_rng_state,
+    set_rng_state,
+)
+from ckpt_async.torch.agreement import _spell
+
+WORLD_SIZE = 3
+SCRIPT = Path(__file__).with_name("agree_ranks.py")
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of three ranks saw."""
+    folder = tmp_path_factory.mktemp("ranks")
+    root = str(SCRIPT.parents[2])
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(SCRIPT), str(rank), str(WORLD_SIZE), str(folder)],
+            env=os.environ | {"PYTHONPATH": root, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(WORLD_SIZE)
+    ]
+    try:
+        outputs = [each.communicate(timeout=180)[0] for each in ranks]
+    finally:
+        for each in ranks:
+            each.kill()
+            each.wait()
+    assert [each.returncode for each in ranks] == [0] * WORLD_SIZE, "\n".join(outputs)
+    return [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(WORLD_SIZE)]
+
+
+def test_all_ranks_hear_who_differs(found: list[dict[str, Any]]) -> None:
+    message = "ranks disagree about the resumed step: 300 on ranks 0, 2; 200 on rank 1"
+    assert [each["disagree"] for each in found] == [message] * 3
+
+
+def test_a_group_speaks_of_global_ranks(found: list[dict[str, Any]]) -> None:
+    message = "ranks disagree about the checkpoint: 'ckpt-1' on rank 1; 'ckpt-2' on rank 2"
+    assert [each.get("pair") for each in found] == [None, message, message]
+    assert [each.get("pair result") for each in found] == [None, "of rank 2", "of rank 2"]
+
+
+def test_one_rank_acts_and_all_have_its_result(found: list[dict[str, Any]]) -> None:
+    assert [each["result"] for each in found] == [{"from": 1}] * 3
+    assert [each["afterwards"] for each in found] == ["still in step"] * 3
+    assert [each["calls"] for each in found] == [
+        ["failed", "failed", "afterwards"],
+        ["result", "failed"],
+        ["lambda"],
+    ]
+
+
+def test_one_rank_s_failure_reaches_all_with_its_cause(found: list[dict[str, Any]]) -> None:
+    for each in found:
+        assert each["plain"]["text"] == "rank 1 failed: ValueError: broken here"
+        assert each["plain"]["cause"] == "ValueError('broken here')"
+        # The cause's own cause is lost on the way; the note has it.
+        assert "KeyError: 'inner'" in each["plain"]["notes"]
+        assert "agree_ranks.py" in each["plain"]["notes"]
+
+
+def test_what_cannot_be_sent_leaves_nobody_waiting(found: list[dict[str, Any]]) -> None:
+    assert [each["unsendable error"]["text"] for each in found] == ["rank 0 failed: UnsendableError: no"] * 3
+    assert [each["unsendable error"]["cause"] for each in found] == ["UnsendableError('no')", "None", "None"]
+    for each in found:
+        assert each["unsendable result"]["text"].startswith("rank 2 failed: ")
+        assert "pickle" in each["unsendable result"]["text"]
+
+
+def test_a_rank_that_is_told_to_exit_tells_the_others(found: list[dict[str, Any]]) -> None:
+    assert found[0]["exit"] == {"raised": "SystemExit"}
+    assert [each["exit"].get("text") for each in found[1:]] == ["rank 0 failed: SystemExit: 3"] * 2
+
+
+def test_each_rank_gets_its_own_random_numbers_back(found: list[dict[str, Any]]) -> None:
+    for name in ("set from file", "set from gathered", "another rank's differs"):
+        assert [each[name] for each in found] == [True] * 3, name
+
+
+def test_without_torch_distributed_there_is_one_rank() -> None:
+    agree(1, what="anything")
+    assert run_on_one(lambda: 7) == 7
+    with pytest.raises(KeyError):
+        run_on_one(lambda: {}["x"])
+    assert len(gather_rng_states()) == 1
+
+
+def test_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
+    """Also in the middle of a pair of normal numbers, of which one is kept for later; read with weights_only."""
+    random.gauss(0, 1)
+    np.random.randn()
+    path = save_rng_state(tmp_path, rank=3)
+    expected = [
+        random.gauss(0, 1),
+        random.random(),
+        np.random.randn(),
+        np.random.rand(),
+        torch.rand(3).tolist(),
+    ]
+    assert torch.load(path, weights_only=True).keys() >= {"python", "numpy", "torch"}
+    assert load_rng_state(tmp_path, rank=3)
+    again = [random.gauss(0, 1), random.random(), np.random.randn(), np.random.rand(), torch.rand(3).tolist()]
+    assert expected == again
+
+
+def test_a_rank_that_saved_none_keeps_its_own(tmp_path: Path) -> None:
+    save_rng_state(tmp_path, rank=0)
+    torch.manual_seed(5)
+    before = rng_state()["torch"]
+    assert not load_rng_state(tmp_path, rank=1)
+    assert torch.equal(before, rng_state()["torch"])
+
+
+def test_what_this_process_does_not_have_is_left_out() -> None:
+    """Saved on a machine with a GPU, restored on one without; saved without numpy."""
+    state = rng_state()
+    del state["numpy"]
+    state["cuda"] = torch.zeros(16, dtype=torch.uint8)
+    if not torch.cuda.is_available():
+        set_rng_state(state)
+    assert torch.equal(state["torch"], rng_state()["torch"])
+
+
+def test_ranks_are_spelled_briefly() -> None:
+    assert _spell([3]) == "rank 3"
+    assert _spell([5, 0, 1, 2]) == "ranks 0-2, 5"
+    assert _spell(range(10_000)) == "ranks 0-9999"

@@ -1,0 +1,424 @@
+"""What one rank reads and writes with torch.distributed.checkpoint, and what is refused. No process group."""
+
+import os
+import pickle
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint import (
+    CheckpointException,
+    DefaultLoadPlanner,
+    state_dict_loader,
+    state_dict_saver,
+)
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+import ckpt_async.torch
+from ckpt_async import Uploader, errors, restore
+from ckpt_async.errors import FailureReason, SettingsError
+from ckpt_async.restore import PeerServer
+from ckpt_async.torch import CkptAsyncReader, CkptAsyncWriter, dcp_reader
+from tests.restore.relay import Relay
+from tests.restore.runs import Run, shard_key
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+
+def state_of(num_tensors: int, size: int = 50) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(num_tensors)
+    tensors = {f"layer.{number}": torch.randn(size, 7, generator=generator) for number in range(num_tensors)}
+    return {**tensors, "epoch": 3}
+
+
+def empty(state: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: torch.zeros_like(each) if isinstance(each, torch.Tensor) else None
+        for name, each in state.items()
+    }
+
+
+def is_equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    return a.keys() == b.keys() and all(
+        torch.equal(a[name], b[name]) if isinstance(a[name], torch.Tensor) else a[name] == b[name]
+        for name in a
+    )
+
+
+def saved(state: dict[str, Any], folder: Path, **options: Any) -> dict[str, bytes]:
+    """The files of plain torch."""
+    state_dict_saver.save(state, storage_writer=FileSystemWriter(folder, **options))
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def load(state: dict[str, Any], run: Run, **options: Any) -> dict[str, int]:
+    """By torch's own `load`; where the bytes came from."""
+    checkpoint = restore.find(run.url)
+    assert checkpoint is not None
+    with CkptAsyncReader(checkpoint, **options) as reader:
+        state_dict_loader.load(state, storage_reader=reader)
+        return reader.bytes_from
+
+
+def failure_of(error: CheckpointException) -> BaseException:
+    ((failure, _),) = error.failures.values()
+    return failure
+
+
+# --- loading -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch_bytes", [1, 5000, 1 << 20])
+def test_a_state_comes_back_in_batches_of_any_size(
+    tmp_path: Path, run_: Run, monkeypatch: pytest.MonkeyPatch, batch_bytes: int
+) -> None:
+    monkeypatch.setattr(dcp_reader, "BATCH_BYTES", batch_bytes)
+    state = state_of(12)
+    run_.commit(1, {0: saved(state, tmp_path / "saved", thread_count=2)})
+    loaded = empty(state)
+    load(loaded, run_)
+    assert is_equal(loaded, state)
+
+
+def test_a_tenth_of_the_tensors_moves_hardly_more_than_its_bytes(
+    tmp_path: Path, counted_run: Run, relay: Relay
+) -> None:
+    state = state_of(20, size=40_000)
+    counted_run.commit(1, {0: saved(state, tmp_path / "saved")})
+    part = empty({name: state[name] for name in ("layer.7", "layer.13")})
+    needed = sum(each.nbytes for each in part.values())
+    before = relay.bytes_back
+    bytes_from = load(part, counted_run)
+    assert is_equal(part, {name: state[name] for name in part})
+    assert needed < bytes_from["remote"] <= 1.1 * needed
+    assert relay.bytes_back - before <= 1.1 * needed  # with all headers, listings and records
+
+
+def test_what_the_trainers_folder_still_has_is_not_fetched(tmp_path: Path, run_: Run) -> None:
+    state = state_of(5)
+    files = saved(state, tmp_path / "folder" / "step-1")
+    run_.commit(1, {0: files})
+    loaded = empty(state)
+    bytes_from = load(loaded, run_, folder=tmp_path / "folder")
+    assert bytes_from.keys() == {"local"}
+    assert is_equal(loaded, state)
+
+
+def test_a_checkpoint_in_a_subfolder_is_read(tmp_path: Path, run_: Run) -> None:
+    state = state_of(3)
+    run_.commit(1, {0: {f"model/{name}": data for name, data in saved(state, tmp_path / "saved").items()}})
+    loaded = empty(state)
+    load(loaded, run_, subfolder="model")
+    assert is_equal(loaded, state)
+
+
+def test_the_lease_ends_with_a_reader_that_nobody_closed(tmp_path: Path, run_: Run) -> None:
+    state = state_of(3)
+    run_.commit(1, {0: saved(state, tmp_path / "saved")})
+    checkpoint = restore.find(run_.url)
+    assert checkpoint is not None
+    reader = CkptAsyncReader(checkpoint)
+    state_dict_loader.load(empty(state), storage_reader=reader)
+    assert len(run_.leases()) == 1
+    del reader
+    assert run_.leases() == []
+
+
+def test_pieces_without_a_checksum_of_their_own_are_read(
+    tmp_path: Path, run_: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`torch.serialization.set_crc32_options(False)` makes torch write zeros."""
+    state = state_of(3)
+    torch.serialization.set_crc32_options(False)
+    try:
+        run_.commit(1, {0: saved(state, tmp_path / "saved")})
+    finally:
+        torch.serialization.set_crc32_options(True)
+    loaded = empty(state)
+    load(loaded, run_)
+    assert is_equal(loaded, state)
+
+
+def test_a_peer_that_is_wrong_is_not_believed(tmp_path: Path, run_: Run) -> None:
+    state = state_of(5)
+    files = saved(state, tmp_path / "saved")
+    run_.commit(1, {0: files})
+    spoilt = bytearray(files["__0_0.distcp"])
+    spoilt[len(spoilt) // 2] ^= 1
+    (tmp_path / "spoilt").write_bytes(spoilt)
+    with PeerServer({shard_key(1, "__0_0.distcp"): tmp_path / "spoilt"}, "127.0.0.1") as server:
+        loaded = empty(state)
+        bytes_from = load(loaded, run_, peers=[server.peer])
+    assert bytes_from["peer"] > 0
+    assert is_equal(loaded, state)
+    assert run_.damages() == {}
+
+
+# --- damaged -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+def test_what_is_damaged_in_the_store_is_marked_for_later_readers(
+    tmp_path: Path, run_: Run, name: str
+) -> None:
+    state = state_of(3)
+    for step in (1, 2):
+        files = saved(state, tmp_path / f"{step}")
+        run_.commit(step, {0: files})
+    run_.flip(shard_key(2, name), at=len(files[name]) // 2)
+    loaded = empty(state)
+    found = ckpt_async.torch.load_latest(loaded, run_.url)
+    assert found is not None
+    assert found.step == 1
+    assert is_equal(loaded, state)
+    assert [each.step for each in run_.damages()] == [2]
+    again = restore.find(run_.url)
+    assert again is not None
+    assert again.step == 1
+    assert name in str(again.rejected[0])
+
+
+def test_two_checkpoints_are_never_mixed(tmp_path: Path, run_: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the newest had loaded before it turned out damaged must come from the older one too."""
+    monkeypatch.setattr(dcp_reader, "BATCH_BYTES", 1)
+    small, large = state_of(2), state_of(4)
+    run_.commit(1, {0: saved(small, tmp_path / "one")})
+    files = saved(large, tmp_path / "two")
+    run_.commit(2, {0: files})
+    run_.flip(shard_key(2, "__0_0.distcp"), at=len(files["__0_0.distcp"]) - 1500)  # in the last that is read
+    loaded = empty(large)
+    with pytest.raises(CheckpointException, match="would be a mixture of two") as caught:
+        ckpt_async.torch.load_latest(loaded, run_.url, planner=DefaultLoadPlanner(allow_partial_load=True))
+    assert isinstance(failure_of(caught.value), errors.StateMismatchError)
+    loaded = empty(large)  # a new start knows better
+    found = ckpt_async.torch.load_latest(
+        loaded, run_.url, planner=DefaultLoadPlanner(allow_partial_load=True)
+    )
+    assert found is not None
+    assert is_equal({name: loaded[name] for name in small}, small)
+    assert not loaded["layer.3"].any()
+
+
+# --- refused -----------------------------------------------------------------------------------------------
+
+
+class Touch:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self._path),)
+
+
+def test_an_object_that_runs_code_is_refused_unless_all_is_allowed(tmp_path: Path, run_: Run) -> None:
+    touched = tmp_path / "touched"
+    run_.commit(1, {0: saved({"layer": torch.ones(3), "extra": Touch(touched)}, tmp_path / "saved")})
+    with pytest.raises(CheckpointException, match="Weights only load failed"):
+        load({"layer": torch.zeros(3), "extra": None}, run_)
+    assert not touched.exists()
+    load({"layer": torch.zeros(3), "extra": None}, run_, weights_only=False)
+    assert touched.exists()
+
+
+def change_metadata(files: dict[str, bytes], change: Callable[[Any], None]) -> None:
+    metadata = pickle.loads(files[".metadata"])
+    change(metadata)
+    files[".metadata"] = pickle.dumps(metadata)
+
+
+def names_a_file_that_nobody_saved(metadata: Any) -> None:
+    for each in metadata.storage_data.values():
+        each.relative_path = "__9_0.distcp"
+
+
+def points_beyond_the_end(metadata: Any) -> None:
+    for each in metadata.storage_data.values():
+        each.length += 1 << 20
+
+
+def points_elsewhere(metadata: Any) -> None:
+    for each in metadata.storage_data.values():
+        each.offset += 1
+        each.length -= 2
+
+
+def forgets_a_tensor(metadata: Any) -> None:
+    for index in list(metadata.storage_data):
+        if index.fqn == "layer.1":
+            del metadata.storage_data[index]
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (names_a_file_that_nobody_saved, r"it names '__9_0.distcp', which nobody has saved"),
+        (points_beyond_the_end, r"__0_0.distcp: bytes 0\+\d+ are beyond its \d+ bytes"),
+        (points_elsewhere, r"__0_0.distcp: bytes 1\+\d+: not what torch saves"),
+        (forgets_a_tensor, r".metadata: it does not say where 'layer.1' is"),
+    ],
+)
+def test_metadata_that_does_not_fit_the_files_is_damage(
+    tmp_path: Path, run_: Run, change: Callable[[Any], None], complaint: str
+) -> None:
+    state = state_of(3)
+    run_.commit(1, {0: saved(state, tmp_path / "good")})
+    files = saved(state_of(3), tmp_path / "bad")
+    change_metadata(files, change)
+    run_.commit(2, {0: files})
+    with pytest.raises(CheckpointException, match=complaint):
+        load(empty(state), run_)
+    loaded = empty(state)
+    found = ckpt_async.torch.load_latest(loaded, run_.url)  # takes the one before
+    assert found is not None
+    assert found.step == 1
+    assert is_equal(loaded, state)
+
+
+def test_a_checkpoint_of_something_else_says_so(run_: Run) -> None:
+    run_.commit(1)
+    with pytest.raises(CheckpointException, match=re.escape("has no .metadata")):
+        ckpt_async.torch.load_latest({}, run_.url)
+
+
+def test_tensors_of_another_shape_are_not_damage(tmp_path: Path, run_: Run) -> None:
+    run_.commit(1, {0: saved(state_of(3), tmp_path / "one")})
+    run_.commit(2, {0: saved(state_of(3), tmp_path / "two")})
+    with pytest.raises(CheckpointException, match="Size mismatch") as caught:
+        ckpt_async.torch.load_latest({"layer.0": torch.zeros(51, 7)}, run_.url)
+    assert not isinstance(failure_of(caught.value), errors.DamagedCheckpointError)
+
+
+# --- validation --------------------------------------------------------------------------------------------
+
+asked: list[tuple[str, Any]] = []
+
+
+def refuses_data(path: str, specs: Any) -> bool:
+    """What CHECKPOINT_VALIDATION_FUNCTION may lead to."""
+    asked.append((path, specs))
+    return path.endswith(".metadata")
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_the_users_function_is_asked_and_can_refuse(
+    tmp_path: Path, run_: Run, monkeypatch: pytest.MonkeyPatch, is_named: bool
+) -> None:
+    state = state_of(4)
+    files = saved(state, tmp_path / "saved")
+    run_.commit(1, {0: files})
+    stored = pickle.loads(files[".metadata"]).storage_data
+    wanted = {"layer.1", "layer.2"}
+    if is_named:
+        monkeypatch.setenv("CHECKPOINT_VALIDATION_FUNCTION", f"{__name__}.refuses_data")
+    asked.clear()
+    loaded = empty({name: state[name] for name in wanted})
+    with pytest.raises(CheckpointException, match=r"__0_0.distcp was refused by .*refuses_data"):
+        ckpt_async.torch.load_latest(loaded, run_.url, validate=None if is_named else refuses_data)
+    assert not any(each.any() for each in loaded.values())
+    prefix = f"{run_.url}/ckpt/step-1.g1"
+    specs = sorted((each.offset, each.length) for index, each in stored.items() if index.fqn in wanted)
+    assert asked == [(f"{prefix}/.metadata", None), (f"{prefix}/__0_0.distcp", specs)]
+
+
+@pytest.mark.parametrize("name", ["nosuchmodule.function", "os.nosuchfunction", "function", "os.sep", "."])
+def test_a_validation_function_that_is_not_there_is_an_error(
+    tmp_path: Path, run_: Run, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    run_.commit(1, {0: saved(state_of(1), tmp_path / "saved")})
+    monkeypatch.setenv("CHECKPOINT_VALIDATION_FUNCTION", name)
+    with pytest.raises(CheckpointException) as caught:
+        ckpt_async.torch.load_latest(empty(state_of(1)), run_.url)
+    assert isinstance(failure_of(caught.value), SettingsError)
+    assert "CHECKPOINT_VALIDATION_FUNCTION" in str(failure_of(caught.value))
+
+
+# --- saving ------------------------------------------------------------------------------------------------
+
+
+def test_saving_a_step_again_leaves_the_files_that_are_still_uploading(tmp_path: Path, run_: Run) -> None:
+    place = tmp_path / "folder" / "step-1"
+    first, second = state_of(3), state_of(4)
+    saved(first, place, thread_count=3)
+    before = {path.name: path.read_bytes() for path in place.iterdir()}
+    links = tmp_path / "links"
+    links.mkdir()
+    for path in place.iterdir():
+        os.link(path, links / path.name)
+    with Uploader(tmp_path / "folder", run_.url) as uploader:
+        ckpt_async.torch.save(second, 1, uploader)
+        uploader.wait(1, timeout_s=60)
+    assert {path.name: path.read_bytes() for path in links.iterdir()} == before
+    checkpoint = restore.find(run_.url)
+    assert checkpoint is not None
+    assert sorted(checkpoint.files) == [".metadata", "__0_0.distcp"]  # nothing of the save before
+    loaded = empty(second)
+    load(loaded, run_)
+    assert is_equal(loaded, second)
+
+
+def test_a_name_metrics_and_a_future_that_cannot_be_cancelled(tmp_path: Path, run_: Run) -> None:
+    state = state_of(3)
+    wanted = {name: each.clone() if isinstance(each, torch.Tensor) else each for name, each in state.items()}
+    with Uploader(tmp_path / "folder", run_.url) as uploader:
+        future = ckpt_async.torch.async_save(state, 7, uploader, name="ep1-ba7", metrics={"loss": 0.5})
+        assert not future.cancel()
+        state["layer.0"].zero_()
+        future.result(60)
+        uploader.wait(7, timeout_s=60)
+    checkpoint = restore.find(run_.url)
+    assert checkpoint is not None
+    assert (checkpoint.name, checkpoint.step, checkpoint.metrics) == ("ep1-ba7", 7, {"loss": 0.5})
+    loaded = empty(wanted)
+    load(loaded, run_)
+    assert is_equal(loaded, wanted)
+
+
+def test_a_step_that_was_sealed_is_refused_before_its_files_are_touched(tmp_path: Path, run_: Run) -> None:
+    with Uploader(tmp_path / "folder", run_.url) as uploader:
+        ckpt_async.torch.save(state_of(1), 1, uploader)
+        before = {path.name: path.read_bytes() for path in (tmp_path / "folder/step-1").iterdir()}
+        with pytest.raises(errors.SealedError):
+            ckpt_async.torch.save(state_of(2), 1, uploader)
+        with pytest.raises(errors.SealedError):
+            ckpt_async.torch.async_save(state_of(2), 1, uploader)
+        with pytest.raises(CheckpointException, match="SealedError"):
+            state_dict_saver.save(state_of(2), storage_writer=CkptAsyncWriter(uploader, 1))
+        uploader.enqueue(tmp_path / "folder/step-1/.metadata", 2, "two")
+        with pytest.raises(errors.InvalidNameError, match="is called 'two-2' already"):
+            ckpt_async.torch.save(state_of(2), 2, uploader, name="zwei")
+        after = {path.name: path.read_bytes() for path in (tmp_path / "folder/step-1").iterdir()}
+    assert before.keys() == {".metadata", "__0_0.distcp"}
+    assert after == before
+
+
+def test_a_writer_belongs_to_one_place(tmp_path: Path, run_: Run) -> None:
+    with Uploader(tmp_path / "folder", run_.url) as uploader:
+        writer = CkptAsyncWriter(uploader, 1)
+        with pytest.raises(SettingsError, match="leave checkpoint_id out"):
+            state_dict_saver.save(state_of(1), storage_writer=writer, checkpoint_id="elsewhere")
+        with pytest.raises(SettingsError, match="use_collectives"):
+            state_dict_saver.save(state_of(1), storage_writer=writer, use_collectives=False)
+
+
+# --- told between ranks ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.StoreError("slow", reason=FailureReason.THROTTLED, operation="get", key="a/b", hint="wait"),
+        errors.ObjectNotFoundError(key="a/b"),
+        errors.DamagedCheckpointError("a shard is missing"),
+        errors.NoSpaceError("full", hint="make room"),
+        errors.SourceError("changed", reason=FailureReason.SOURCE_CHANGED),
+    ],
+)
+def test_errors_arrive_at_other_ranks_as_they_were(error: errors.CkptAsyncError) -> None:
+    there = pickle.loads(pickle.dumps(error))
+    assert type(there) is type(error)
+    assert (str(there), vars(there)) == (str(error), vars(error))
