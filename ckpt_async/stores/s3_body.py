@@ -59,8 +59,9 @@ class BodyPayload(Payload):
         """Hand every slice to the socket, and ask for the next one only when the kernel has all of it.
 
         From Python 3.12 on, and on uvloop, the transport keeps a reference to what it could not send at
-        once, and slices are views of reused buffers. So its high-water mark is 0, which makes `drain` wait
-        for the last byte; and on any failure it is aborted, not closed, for a closing transport goes on
+        once, and slices are views of reused buffers. So its high-water mark is the lowest there is, which makes
+        `drain` wait for the last byte: 0, where more than that pauses; 1 for TLS, where so much pauses already
+        (with 0 an empty buffer would pause it for ever). And on any failure it is aborted, not closed, for a closing transport goes on
         sending what it refers to.
         """
         if self._writing is not None:
@@ -70,7 +71,7 @@ class BodyPayload(Payload):
         transport: asyncio.Transport | None = getattr(writer, "transport", None)
         if transport is None:
             raise aiohttp.ClientConnectionError("the connection is gone")
-        transport.set_write_buffer_limits(high=0)
+        transport.set_write_buffer_limits(high=0 if _is_plain(transport) else 1, low=0)
         is_joined = self._body.size_bytes <= _JOIN_BYTES
         if not is_joined and hasattr(writer, "send_headers"):
             writer.send_headers()  # else the first slice is copied to join it to them

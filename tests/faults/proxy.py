@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import random
 import re
+import ssl
 import threading
 import time
 from collections import Counter
@@ -65,11 +66,13 @@ class Exchange:
 class FaultProxy:
     """Context manager; `url` goes to clients instead of the server's."""
 
-    def __init__(self, upstream_url: str, seed: int = 0) -> None:
+    def __init__(self, upstream_url: str, seed: int = 0, tls: ssl.SSLContext | None = None) -> None:
+        """With `tls`, clients speak HTTPS to it."""
         parts = urlsplit(upstream_url)
         assert parts.hostname
         self._upstream = (parts.hostname, parts.port or 80)
         self._random = random.Random(seed)
+        self._tls = tls
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="fault-proxy", daemon=True)
         self._changed = threading.Condition()
@@ -84,7 +87,7 @@ class FaultProxy:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http{'s' if self._tls else ''}://127.0.0.1:{self.port}"
 
     # --- for the test ----------------------------------------------------------------------------------------
 
@@ -134,7 +137,7 @@ class FaultProxy:
     # --- on the loop -----------------------------------------------------------------------------------------
 
     async def _start(self) -> None:
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0, ssl=self._tls)
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def _stop(self) -> None:

@@ -4,8 +4,11 @@ import asyncio
 import functools
 import os
 import random
+import ssl
 
 import pytest
+import trustme
+import uvloop
 
 from ckpt_async.checksums import checksum_of
 from ckpt_async.errors import (
@@ -17,8 +20,9 @@ from ckpt_async.errors import (
     StoreError,
 )
 from ckpt_async.store import BytesBody, Create, Match
-from ckpt_async.stores import open_store
+from ckpt_async.stores import StoreOptions, open_store
 from ckpt_async.stores.memory import MemoryBucket, MemoryStore
+from tests.faults.proxy import FaultProxy
 from tests.stores.bodies import ChangedBody, ReusingBody, ShortBody, crc, put
 
 MIB = 1 << 20
@@ -522,3 +526,48 @@ class TestS3Store(MultipartTests):
     @pytest.fixture
     def make_store(self, s3_url):
         return functools.partial(open_store, f"{s3_url}/run")
+
+
+@pytest.fixture(scope="module")
+def tls_proxy(s3_server, tmp_path_factory):
+    authority = trustme.CA()
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    authority.issue_cert("127.0.0.1").configure_cert(context)
+    ca_file = tmp_path_factory.mktemp("tls") / "ca.pem"
+    authority.cert_pem.write_to_path(ca_file)
+    with FaultProxy(s3_server.url, tls=context) as proxy:
+        yield proxy, ca_file
+
+
+class TestS3OverTls(MultipartTests):
+    """HTTPS is what real endpoints speak; there bodies pass through another transport than over plain HTTP."""
+
+    # Slow, and no matter of the transport.
+    test_create_once_has_exactly_one_winner = test_compare_and_swap_loses_no_update = test_more_than_one_page = None
+
+    @pytest.fixture(params=["asyncio", "uvloop"])
+    def run(self, request):
+        new_loop = uvloop.new_event_loop if request.param == "uvloop" else asyncio.new_event_loop
+
+        def run(coroutine):
+            with asyncio.Runner(loop_factory=new_loop) as runner:
+                return runner.run(asyncio.wait_for(coroutine, 60))
+
+        return run
+
+    @pytest.fixture
+    def make_store(self, s3_url, tls_proxy, monkeypatch):
+        proxy, ca_file = tls_proxy
+        monkeypatch.setenv("AWS_CA_BUNDLE", str(ca_file))
+        return functools.partial(open_store, f"{s3_url}/run", StoreOptions(endpoint_url=proxy.url))
+
+    def test_a_certificate_of_nobody_is_refused(self, s3_url, tls_proxy, run):
+        async def body():
+            store = open_store(f"{s3_url}/run", StoreOptions(endpoint_url=tls_proxy[0].url))
+            try:
+                with pytest.raises(StoreError, match="certificate"):
+                    await store.open()
+            finally:
+                await store.close()
+
+        run(body())
