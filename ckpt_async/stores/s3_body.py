@@ -61,8 +61,8 @@ class BodyPayload(Payload):
         From Python 3.12 on, and on uvloop, the transport keeps a reference to what it could not send at
         once, and slices are views of reused buffers. So its high-water mark is the lowest there is, which makes
         `drain` wait for the last byte: 0, where more than that pauses; 1 for TLS, where so much pauses already
-        (with 0 an empty buffer would pause it for ever). And on any failure it is aborted, not closed, for a closing transport goes on
-        sending what it refers to.
+        (with 0 an empty buffer would pause it for ever). And on any failure it is aborted, not closed, for a
+        closing transport goes on sending what it refers to.
         """
         if self._writing is not None:
             # aiohttp repeats a PUT by itself when a kept-alive connection turns out to be dead.
