@@ -454,6 +454,29 @@ def test_what_the_trainer_does_to_a_file_after_enqueue(opened: Open, how: str) -
             assert _counter(uploader, "ckpt_async_uploads_total", "source_changed") == 1
 
 
+def test_what_a_predecessor_lost_is_told_and_does_not_end_its_successor(
+    opened: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    """R12: the trainer that was restarted can do nothing about it, and has its own checkpoints to save."""
+    store = Slow()
+    with opened(store, generation=1, on_error="warn") as first:
+        path = write(first, "step-1/a.pt", b"the checkpoint")
+        first.enqueue(path, 1)
+        first.seal(1)
+        assert store.has_come.wait(10)
+        first.close(timeout_s=0)
+    with path.open("r+b") as file:
+        file.write(b"AN")
+    os.utime(path, ns=(1, 1))
+    store.go.set()
+    with caplog.at_level(logging.ERROR), opened(store, generation=2, on_error="raise") as second:
+        wait_until(lambda: decisions(store) == {CheckpointId(1, 1): "abort"}, second)
+        save(second, 2)
+        second.wait(2, timeout_s=10)
+        assert _counter(second, "ckpt_async_uploads_total", "source_changed") == 1
+    assert "shard_failed generation 1 step 1" in caplog.text
+
+
 def test_without_hard_links_a_deleted_file_is_a_clear_loss(
     opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
