@@ -71,7 +71,7 @@ class BodyPayload(Payload):
         transport: asyncio.Transport | None = getattr(writer, "transport", None)
         if transport is None:
             raise aiohttp.ClientConnectionError("the connection is gone")
-        transport.set_write_buffer_limits(high=0 if _is_plain(transport) else 1, low=0)
+        transport.set_write_buffer_limits(high=0 if _is_plain(transport) else 1)
         is_joined = self._body.size_bytes <= _JOIN_BYTES
         if not is_joined and hasattr(writer, "send_headers"):
             writer.send_headers()  # else the first slice is copied to join it to them

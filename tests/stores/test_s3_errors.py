@@ -512,6 +512,9 @@ class Wire:
     def set_write_buffer_limits(self, high):
         self.high = high
 
+    def get_extra_info(self, _name):
+        return None  # no TLS
+
     def send_headers(self):
         pass
 
