@@ -19,10 +19,12 @@ from tests.faults.trainer import content, shard_name
 
 @dataclass
 class Oracle:
-    """Looks at one remote again and again. `committed` is what it has seen and checked."""
+    """Looks at one remote again and again. `committed` is what it has seen and checked. `world_size` is that of all
+    generations, or of each.
+    """
 
     remote: str
-    world_size: int
+    world_size: int | dict[int, int]
     num_shards: int = 2
     size_bytes: int = 5000
     sizes_bytes: tuple[int, ...] = ()  # by the shard's number, where they differ
@@ -67,8 +69,10 @@ class Oracle:
         if decision.outcome is not Outcome.COMMIT:
             self.committed.add(id_)  # it was: retention takes only what is committed
             return
-        assert decision.world_size == self.world_size
-        for rank in range(self.world_size):
+        sizes = self.world_size
+        world_size = sizes[id_.generation] if isinstance(sizes, dict) else sizes
+        assert decision.world_size == world_size
+        for rank in range(world_size):
             receipt = await self._read(store, keys.receipt_key(id_, rank))
             assert receipt is not None, f"{id_} is committed without the receipt of rank {rank}"
             named = [each["key"] for each in json.loads(receipt)["shards"]]

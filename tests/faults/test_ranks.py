@@ -1,10 +1,12 @@
 """Ranks as processes of their own that share nothing but the store: no collective, no coordinator."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
 
 from ckpt_async import SettingsError, Uploader
+from ckpt_async.drain import drain
 from ckpt_async.model import CheckpointId
 from tests.faults.oracle import Oracle, heard
 from tests.faults.processes import Nursery, Trainer
@@ -100,6 +102,36 @@ def test_the_last_rank_commits_though_all_others_are_dead(nursery: Nursery, tmp_
     trainers[3].tell("wait 1")
     trainers[3].expect("done wait 1")
     assert Oracle(remote, 4).look() == {CheckpointId(1, 1)}
+
+
+def test_a_restart_with_other_ranks_never_commits_what_two_world_sizes_have_saved(
+    nursery: Nursery, tmp_path: Path, remote: str
+) -> None:
+    """R5: step 2 of the first start lacks rank 3; the receipts of later starts, of fewer ranks, do not complete it."""
+    world_sizes = {1: 4, 2: 2, 3: 3}
+    promised: set[CheckpointId] = set()
+    for generation, num_ranks in world_sizes.items():
+        trainers = start(nursery, tmp_path, remote, num_ranks, launch=f"start {generation}")
+        for rank, trainer in enumerate(trainers):
+            trainer.expect(f"opened {generation}")
+            trainer.tell("save 1")
+            trainer.tell("wait 1")
+            if rank < 3:
+                trainer.tell("save 2")
+        for trainer in trainers:
+            trainer.expect("done wait 1")
+        for trainer in trainers[:3]:
+            trainer.expect("done save 2")
+        for trainer in trainers:
+            trainer.kill()
+        promised |= {CheckpointId(generation, 1)} | (
+            {CheckpointId(generation, 2)} if num_ranks < 4 else set()
+        )
+    for node in ("node-0", "node-1"):
+        asyncio.run(drain(tmp_path / node, timeout_s=60, grace_s=0.5))
+    oracle = Oracle(remote, world_sizes)
+    assert oracle.look() == promised
+    assert CheckpointId(1, 2) not in oracle.committed
 
 
 def test_eight_processes_agree_on_the_generation_and_a_reused_launch_key_gets_a_new_one(
