@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import functools
 import logging
 import time
 from collections import deque
@@ -67,6 +68,10 @@ class Bandwidth:
         self._free = self._burst = bytes_per_s / 10
         self._counted_at = float("-inf")
 
+    @property
+    def is_capped(self) -> bool:
+        return self._bytes_per_s > 0
+
     def reserve(self, size_bytes: int, now: float) -> float:
         """Take `size_bytes` and return for how many seconds the taker must wait before it sends them."""
         if not self._bytes_per_s:
@@ -103,9 +108,14 @@ class Progress:
                 self._bandwidth.give_back(size_bytes)  # or those that go on would pay for it
                 raise
 
-    def moved_in_thread(self) -> None:
-        """`moved`, for a worker thread: a sink runs in one."""
-        self._loop.call_soon_threadsafe(self.moved)
+    @property
+    def is_paced(self) -> bool:
+        """Whether a bandwidth cap may make `may_send` wait."""
+        return self._bandwidth.is_capped
+
+    def moved_in_thread(self, *, is_last: bool = False) -> None:
+        """`moved`, for a worker thread: sinks and large bodies over TLS run in one."""
+        self._loop.call_soon_threadsafe(functools.partial(self.moved, is_last=is_last))
 
     def moved(self, *, is_last: bool = False) -> None:
         """Bytes moved. After the last one only the overall deadline counts: the store may need time."""

@@ -28,7 +28,7 @@ from ckpt_async.store import Sink
 BUFFER_BYTES = 1 << 20
 # A slow link fills no buffer in this time; whoever watches for stalls wants to hear of it all the same.
 FLUSH_S = 1.0
-_MAX_ERROR_BYTES = 64 << 10
+MAX_ERROR_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class _CancelledError(Exception):
     """Whoever waited for the range has gone."""
 
 
-class _Flight:
+class Flight:
     """One range on its way: lets the event loop break the connection beneath the thread."""
 
     def __init__(self) -> None:
@@ -83,9 +83,9 @@ class _Flight:
             return True
 
 
-class Downloads:
-    """Keep-alive connections and the threads that read from them. Whoever asks for more than `max_connections` at once
-    waits for a thread.
+class Connections:
+    """Keep-alive connections and the threads that use them. Whoever asks for more than `max_connections` at once waits
+    for a thread.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Downloads:
         self._connect_timeout_s, self._read_timeout_s = connect_timeout_s, read_timeout_s
         self._ca_file = ca_file
         self._tls: ssl.SSLContext | None = None
-        self._threads = ThreadPoolExecutor(max_connections, thread_name_prefix="ckpt-async-download")
+        self._threads = ThreadPoolExecutor(max_connections, thread_name_prefix="ckpt-async-http")
         self._lock = threading.Lock()
         self._idle: list[http.client.HTTPConnection] = []
         self._is_closed = False
@@ -108,6 +108,55 @@ class Downloads:
             connection.close()
         self._threads.shutdown(wait=False)
 
+    async def _in_thread(self, work: Callable[[Flight], Answer]) -> Answer:
+        """What `work` returns or raises. Cancelled, its connection is broken off, and it has let go of what it was
+        given when this returns.
+        """
+        flight = Flight()
+        done = asyncio.get_running_loop().run_in_executor(self._threads, work, flight)
+        try:
+            return await asyncio.shield(done)
+        except asyncio.CancelledError:
+            if flight.cancel():
+                while not done.done():
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await asyncio.wait({done})
+            if not done.cancel() and not done.cancelled():
+                done.exception()  # seen: the cancellation is what counts
+            raise
+
+    # --- in a worker thread --------------------------------------------------------------------------------
+
+    def _take(self, url: SplitResult) -> tuple[http.client.HTTPConnection, bool]:
+        fresh = self._connect(url)
+        with self._lock:
+            for index, idle in reversed(list(enumerate(self._idle))):
+                if (type(idle), idle.host, idle.port) == (type(fresh), fresh.host, fresh.port):
+                    return self._idle.pop(index), False
+        return fresh, True
+
+    def _connect(self, url: SplitResult) -> http.client.HTTPConnection:
+        """A connection that is made with its first request."""
+        assert url.hostname is not None
+        if url.scheme != "https":
+            return http.client.HTTPConnection(url.hostname, url.port, timeout=self._connect_timeout_s)
+        with self._lock:
+            self._tls = self._tls or ssl.create_default_context(cafile=self._ca_file)
+        return http.client.HTTPSConnection(
+            url.hostname, url.port, timeout=self._connect_timeout_s, context=self._tls
+        )
+
+    def _put_back(self, connection: http.client.HTTPConnection) -> None:
+        with self._lock:
+            if not self._is_closed and connection.sock is not None:
+                self._idle.append(connection)
+                return
+        connection.close()
+
+
+class Downloads(Connections):
+    """Ranges of objects, received into buffers that are used again and again."""
+
     async def get_range(self, url: str, offset: int, size_bytes: int, sink: Sink, check: Check) -> Answer:
         """GET a range of `url`, at least one byte. `check` sees the answer before any byte reaches `sink`, which is
         called in a worker thread and never again once this has returned or raised.
@@ -115,26 +164,14 @@ class Downloads:
         Raises whatever the socket, `check` or `sink` raise; IncompleteRead if the body is cut short. A refusal (status
         300 and above) is returned with its body.
         """
-        flight = _Flight()
-        loop = asyncio.get_running_loop()
-        work = loop.run_in_executor(
-            self._threads, self._get, flight, urlsplit(url), offset, size_bytes, sink, check
+        return await self._in_thread(
+            lambda flight: self._get(flight, urlsplit(url), offset, size_bytes, sink, check)
         )
-        try:
-            return await asyncio.shield(work)
-        except asyncio.CancelledError:
-            if flight.cancel():
-                while not work.done():  # the thread must have let go of the destination
-                    with contextlib.suppress(asyncio.CancelledError):
-                        await asyncio.wait({work})
-            if not work.cancel() and not work.cancelled():
-                work.exception()  # seen: the cancellation is what counts
-            raise
 
     # --- in a worker thread --------------------------------------------------------------------------------
 
     def _get(
-        self, flight: _Flight, url: SplitResult, offset: int, size_bytes: int, sink: Sink, check: Check
+        self, flight: Flight, url: SplitResult, offset: int, size_bytes: int, sink: Sink, check: Check
     ) -> Answer:
         connection, is_fresh = self._take(url)
         response: http.client.HTTPResponse | None = None
@@ -150,7 +187,7 @@ class Downloads:
                 response = self._ask(flight, connection, url, offset, size_bytes)
             answer = Answer(response.status, {name.lower(): value for name, value in response.getheaders()})
             if response.status >= 300:
-                answer = Answer(answer.status, answer.headers, response.read(_MAX_ERROR_BYTES))
+                answer = Answer(answer.status, answer.headers, response.read(MAX_ERROR_BYTES))
                 response.close()
                 connection.close()
                 return answer
@@ -171,7 +208,7 @@ class Downloads:
 
     def _ask(
         self,
-        flight: _Flight,
+        flight: Flight,
         connection: http.client.HTTPConnection,
         url: SplitResult,
         offset: int,
@@ -200,32 +237,6 @@ class Downloads:
             if filled == len(buffer) or not left or time.monotonic() >= flush_at:
                 sink(buffer[:filled])
                 filled, flush_at = 0, time.monotonic() + FLUSH_S
-
-    def _take(self, url: SplitResult) -> tuple[http.client.HTTPConnection, bool]:
-        fresh = self._connect(url)
-        with self._lock:
-            for index, idle in reversed(list(enumerate(self._idle))):
-                if (type(idle), idle.host, idle.port) == (type(fresh), fresh.host, fresh.port):
-                    return self._idle.pop(index), False
-        return fresh, True
-
-    def _connect(self, url: SplitResult) -> http.client.HTTPConnection:
-        """A connection that is made with its first request."""
-        assert url.hostname is not None
-        if url.scheme != "https":
-            return http.client.HTTPConnection(url.hostname, url.port, timeout=self._connect_timeout_s)
-        with self._lock:
-            self._tls = self._tls or ssl.create_default_context(cafile=self._ca_file)
-        return http.client.HTTPSConnection(
-            url.hostname, url.port, timeout=self._connect_timeout_s, context=self._tls
-        )
-
-    def _put_back(self, connection: http.client.HTTPConnection) -> None:
-        with self._lock:
-            if not self._is_closed and connection.sock is not None:
-                self._idle.append(connection)
-                return
-        connection.close()
 
 
 def has_proxy(url: str) -> bool:

@@ -28,6 +28,7 @@ import botocore.httpsession
 import botocore.parsers
 from aiobotocore.config import AioConfig
 from aiobotocore.session import AioSession
+from botocore.awsrequest import AWSPreparedRequest, AWSResponse
 from botocore.handlers import add_expect_header
 
 from ckpt_async.checksums import checksum_of
@@ -55,6 +56,7 @@ from ckpt_async.store import (
     StoredPart,
 )
 from ckpt_async.stores import StoreOptions, check_key, check_prefix
+from ckpt_async.stores.http_bodies import Uploads
 from ckpt_async.stores.http_ranges import Answer, Downloads, has_proxy
 from ckpt_async.stores.s3_body import BodyPayload
 from ckpt_async.stores.s3_errors import Place, hint_for, reason_of, refusal, translating
@@ -102,7 +104,8 @@ class S3Store:
         self._url = url
         self._exit_stack = contextlib.AsyncExitStack()
         self._client: Any = None
-        self._downloads: Downloads  # made with the client
+        self._downloads: Downloads  # these two are made with the client
+        self._uploads: Uploads
         self._capabilities: Capabilities | None = None
 
     @property
@@ -362,8 +365,12 @@ class S3Store:
         with translating("open", "", self._place):
             session = AioSession(profile=self._options.profile)
             self._client = await self._exit_stack.enter_async_context(self._create_client(session))
-        self._downloads = self._create_downloads(session)
+        connections = self._connections(session)
+        self._downloads, self._uploads = Downloads(**connections), Uploads(**connections)
         self._exit_stack.callback(self._downloads.close)
+        self._exit_stack.callback(self._uploads.close)
+        for operation in ("PutObject", "UploadPart"):
+            self._client.meta.events.register(f"before-send.s3.{operation}", self._send_in_thread)
         # The SDK waits for "100 Continue" without any timeout (rule R14), and a body sent in vain is cheaper
         # than a round trip for each one that is taken.
         self._client.meta.events.unregister("before-call.s3", add_expect_header)
@@ -393,14 +400,21 @@ class S3Store:
             "s3", region_name=options.region, endpoint_url=self._endpoint_url, config=config
         )
 
-    def _create_downloads(self, session: AioSession) -> Downloads:
+    def _connections(self, session: AioSession) -> dict[str, Any]:
         ca_file = session.get_config_variable("ca_bundle") or os.environ.get("REQUESTS_CA_BUNDLE")
-        return Downloads(
-            max_connections=self._options.max_connections,
-            connect_timeout_s=self._options.connect_timeout_s,
-            read_timeout_s=self._options.read_timeout_s,
-            ca_file=ca_file or botocore.httpsession.where(),
-        )
+        return {
+            "max_connections": self._options.max_connections,
+            "connect_timeout_s": self._options.connect_timeout_s,
+            "read_timeout_s": self._options.read_timeout_s,
+            "ca_file": ca_file or botocore.httpsession.where(),
+        }
+
+    async def _send_in_thread(self, request: AWSPreparedRequest, **_: object) -> AWSResponse | None:
+        """The SDK asks before it sends. None: it shall send as always, that is through aiohttp."""
+        payload, url = request.body, request.url
+        if not (isinstance(payload, BodyPayload) and payload.is_for_thread and url.startswith("https:")):
+            return None
+        return None if has_proxy(url) else await payload.put(self._uploads, url, request.headers)
 
     async def _call(self, operation: str, key: str | None, **parameters: Any) -> Response:
         if key is not None:

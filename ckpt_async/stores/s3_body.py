@@ -4,25 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import aiohttp
+from aiobotocore.awsrequest import AioAWSResponse
 from aiohttp.abc import AbstractStreamWriter
 from aiohttp.payload import Payload
+from botocore.awsrequest import AWSResponse
 
 from ckpt_async.errors import CkptAsyncError, FailureReason, SourceError
 from ckpt_async.store import Body
+from ckpt_async.stores.http_bodies import Uploads
 
 # Up to here it pays to send headers and body in one packet, though they are copied together for that.
 _JOIN_BYTES = 16 << 10
+# From here on a thread and a connection of its own are worth their while, over TLS.
+_THREAD_BYTES = 1 << 20
 
 
 @runtime_checkable
 class FileRange(Body, Protocol):
     """A body whose bytes the kernel can take from a file by itself."""
 
+    @property
+    def is_paced(self) -> bool:
+        """Whether slices may have to wait for a bandwidth cap: then they are no matter for a worker thread."""
+        ...
+
     async def send_file(self, connection: int) -> None: ...
+
+    def send_in_thread(self, write: Callable[[memoryview], object]) -> None: ...
 
 
 class BodyPayload(Payload):
@@ -87,6 +99,22 @@ class BodyPayload(Payload):
             transport.abort()
             raise
 
+    @property
+    def is_for_thread(self) -> bool:
+        """Whether `send_in_thread` may send it, and is worth its while."""
+        body = self._body
+        return isinstance(body, FileRange) and body.size_bytes >= _THREAD_BYTES and not body.is_paced
+
+    async def put(self, uploads: Uploads, url: str, headers: Mapping[str, str | bytes]) -> AWSResponse:
+        """Send it past aiohttp; the answer as the SDK wants it."""
+        answer = await uploads.put(url, headers, self)
+        return AioAWSResponse(url, answer.status, answer.headers, _Content(answer.error))
+
+    def send_in_thread(self, write: Callable[[memoryview], object]) -> None:
+        assert isinstance(self._body, FileRange)
+        self._body.send_in_thread(write)
+        self._sent_bytes = self._body.size_bytes
+
     async def _send_chunks(self, writer: AbstractStreamWriter) -> None:
         chunks = self._body.chunks()
         try:
@@ -124,6 +152,16 @@ class BodyPayload(Payload):
         if self._writing is not None and not self._writing.done():
             self._writing.cancel()
             await asyncio.wait([self._writing])
+
+
+class _Content:
+    """What the SDK reads an answer's body from."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    async def read(self) -> bytes:
+        return self._data
 
 
 def _is_plain(transport: asyncio.Transport) -> bool:
