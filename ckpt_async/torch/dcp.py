@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from traceback import StackSummary, extract_tb
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
@@ -21,12 +22,12 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
 from ckpt_async import StoreOptions, Uploader, naming, restore
-from ckpt_async.errors import CheckpointGoneError, DamagedCheckpointError, RankFailedError
+from ckpt_async.errors import CheckpointGoneError, DamagedCheckpointError, RankFailedError, SettingsError
 from ckpt_async.model import CheckpointId
 from ckpt_async.restore import Checkpoint, Peer
 from ckpt_async.torch.agreement import run_on_one, sendable
 from ckpt_async.torch.dcp_reader import CkptAsyncReader
-from ckpt_async.torch.dcp_writer import FolderWriter, discard, files_of_rank, hand_over
+from ckpt_async.torch.dcp_writer import FolderWriter, discard, files_of_rank, hand_over, there
 from ckpt_async.torch.validation import ValidationFunction
 
 logger = logging.getLogger(__name__)
@@ -96,7 +97,9 @@ def async_save(
     saving.check()
     options: dict[str, Any] = {}
     if mode == "process":
-        options["async_checkpointer_type"] = state_dict_saver.AsyncCheckpointerType.PROCESS  # since torch 2.8
+        if not hasattr(state_dict_saver, "AsyncCheckpointerType"):
+            raise SettingsError(f"mode='process' needs a newer torch than {torch.__version__}")
+        options["async_checkpointer_type"] = state_dict_saver.AsyncCheckpointerType.PROCESS
     written: Any = state_dict_saver.async_save(
         state_dict,
         storage_writer=saving.writer(thread_count),
@@ -140,6 +143,7 @@ class _Saving:
         self._path = uploader.folder / self._name
         self._process_group = process_group
         self._rank = dist.get_rank(process_group) if dist.is_initialized() else 0
+        self._before = there(self._path, self._rank)
 
     def check(self) -> None:
         """That all ranks' uploaders take it: a collective, for one that raises alone leaves the others waiting."""
@@ -162,7 +166,7 @@ class _Saving:
         hand_over(self._uploader, self._step, self._name, files, self._metrics)
 
     def discard(self) -> None:
-        discard(self._path, self._rank)
+        discard(self._path, self._rank, self._before)
 
 
 def load_latest(

@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -116,7 +117,12 @@ class CkptAsyncWriter(FolderWriter):
             target=_answer, args=(self._uploader, ours), name="ckpt-async-writer", daemon=True
         ).start()
         elsewhere = _UploaderElsewhere(self._uploader.folder, theirs)
-        return _writer, (elsewhere, self._step, self._name, self._metrics, self.thread_count)
+        options: dict[str, Any] = {
+            "name": self._name,
+            "metrics": self._metrics,
+            "thread_count": self.thread_count,
+        }
+        return partial(CkptAsyncWriter, elsewhere, self._step, **options), ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,16 +160,6 @@ def _answer(uploader: Uploader, pipe: Connection) -> None:
             pipe.send(error)
 
 
-def _writer(
-    uploader: _UploaderElsewhere,
-    step: int,
-    name: str,
-    metrics: Mapping[str, float] | None,
-    thread_count: int,
-) -> CkptAsyncWriter:
-    return CkptAsyncWriter(uploader, step, name=name, metrics=metrics, thread_count=thread_count)
-
-
 def hand_over(
     uploader: Uploader | _UploaderElsewhere,
     step: int,
@@ -180,16 +176,29 @@ def hand_over(
 def files_of_rank(metadata: Metadata, rank: int) -> set[str]:
     """What this rank of the process group wrote of a saved checkpoint."""
     written = {each.relative_path for each in metadata.storage_data.values()}
-    return {each for each in written if each.startswith(_prefix(rank))} | ({METADATA} if rank == 0 else set())
+    return {each for each in {*written, METADATA} if _is_of_rank(each, rank)}
 
 
-def discard(path: Path, rank: int) -> None:
-    """Remove what this rank wrote of a checkpoint that failed."""
-    _unlink(path, _prefix(rank))
-    if rank == 0:
-        _unlink(path, METADATA)
+def there(path: Path, rank: int) -> frozenset[tuple[str, int, int]]:
+    """This rank's files in a checkpoint's folder, each as the very file that it is."""
+    try:
+        names = [each for each in os.listdir(path) if _is_of_rank(each, rank)]
+    except FileNotFoundError:
+        return frozenset()
+    facts = [(name, os.stat(path / name, follow_symlinks=False)) for name in names]
+    return frozenset((name, each.st_ino, each.st_mtime_ns) for name, each in facts)
+
+
+def discard(path: Path, rank: int, before: frozenset[tuple[str, int, int]]) -> None:
+    """Remove what this rank wrote of a checkpoint that failed, and not what was there before."""
+    for name, _, _ in there(path, rank) - before:
+        (path / name).unlink(missing_ok=True)
     with contextlib.suppress(OSError):
         path.rmdir()  # the last rank to come here finds it empty
+
+
+def _is_of_rank(name: str, rank: int) -> bool:
+    return name.startswith(_prefix(rank)) or (rank == 0 and name.startswith(METADATA))
 
 
 def _prefix(rank: int) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bz2
 import contextlib
+import errno
 import fnmatch
 import glob
 import gzip
@@ -87,6 +88,7 @@ _DTYPES = {
     "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
     "F8_E5M2": torch.float8_e5m2,
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    **({"F8_E8M0": torch.float8_e8m0fnu} if hasattr(torch, "float8_e8m0fnu") else {}),
     "F16": torch.float16,
     "BF16": torch.bfloat16,
     "F32": torch.float32,
@@ -222,7 +224,7 @@ def _torch_load(path: Path, map_location: MapLocation, weights_only: bool, mmap:
     with path.open("rb") as file:
         is_zip = file.read(4) == b"PK\x03\x04"  # only these can be mapped; torch before 1.6 wrote others
     if weights_only and not is_zip and _is_tar(path):
-        # torch before 2.6 runs what these say, weights_only or not (CVE-2025-32434).
+        # torch itself refuses them since 2.6 (CVE-2025-32434).
         raise UnsafePickleError(f"{path} is in torch's legacy tar format, which cannot be read safely")
     try:
         return torch.load(
@@ -412,7 +414,9 @@ def extract(
                         raise FormatError(f"{source} is cut short in {member.name[:200]!r}")
                     limit -= member.size
                     written.append(place)
-        except _NOT_UNPACKABLE as error:
+        except (*_NOT_UNPACKABLE, OSError) as error:
+            if not isinstance(error, _NOT_UNPACKABLE) and error.errno != errno.ENAMETOOLONG:
+                raise
             raise FormatError(f"{source} is no archive that can be unpacked: {str(error)[:500]}") from error
     return written
 
@@ -504,7 +508,7 @@ class _Bounded:
 
     def read(self, size: int) -> bytes:
         self._left -= size
-        if self._left < 0 or self._stream.tell() > self._end:
+        if size < 0 or self._left < 0 or self._stream.tell() > self._end:
             raise FormatError(
                 f"{self._source} has headers of more than {_CHUNK_BYTES} bytes, or unpacks to more than is allowed"
             )

@@ -380,7 +380,7 @@ def _check(found: object) -> None:
         _require(type(index) is MetadataIndex and type(info) is _StorageInfo, "storage_data")
         _require(info.offset >= 0 and info.length >= 0, f"the place of {index.fqn[:200]!r}")
         paths.add(info.relative_path)
-        descriptors = info.transform_descriptors or ()
+        descriptors = getattr(info, "transform_descriptors", None) or ()  # torch 2.4 has none
         _require(
             not is_new(descriptors) or all(type(each) is str for each in descriptors), "transform_descriptors"
         )
@@ -388,7 +388,8 @@ def _check(found: object) -> None:
         if path.startswith("/") or ".." in path.split("/") or "\0" in path:
             _refuse(f"it refers to a file outside of the checkpoint, {path[:200]!r}")
     if found.storage_meta is not None:
-        _require(all(type(each) is str for each in found.storage_meta.modules), "storage_meta")
+        modules = getattr(found.storage_meta, "modules", ())  # torch 2.4 has none
+        _require(all(type(each) is str for each in modules), "storage_meta")
 
 
 def _check_tensor(name: str, stored: TensorStorageMetadata) -> None:

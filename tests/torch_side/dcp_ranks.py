@@ -3,6 +3,7 @@
 import hashlib
 import multiprocessing
 import os
+import threading
 import traceback
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
@@ -24,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ckpt_async.stores.directory
 import ckpt_async.stores.s3  # noqa: F401  before the ranks are forked
 from ckpt_async import Uploader, restore
-from ckpt_async.torch import dcp, dcp_reader
+from ckpt_async.torch import dcp, dcp_reader, load, model_state, run_on_one
 from ckpt_async.torch.dcp_reader import CkptAsyncReader
 from ckpt_async.torch.dcp_writer import CkptAsyncWriter
 
@@ -203,6 +204,7 @@ class Rank:
             options["planner"] = FailingLoadPlanner(failing_rank)
         if by_replicas:
             options["replicas"] = self._replicas
+            dcp_reader.BATCH_BYTES, dcp_reader.CHUNK_BYTES = 4000, 1000  # many of them
         checkpoint = dcp.load_latest(state, remote, **options)
         if checkpoint is None:
             return None
@@ -215,9 +217,19 @@ class Rank:
         self._epoch = state["epoch"]
         return checkpoint.step, self.digests()
 
+    def load_on_one(self, path: str) -> dict[str, str]:
+        """A checkpoint that is one file: one rank reads it, torch sends each its shards."""
+        loaded: dict[str, Any] = {}
+        run_on_one(lambda: loaded.update(load(path)))
+        state_dicts.set_model_state_dict(
+            self._model,
+            dict(model_state(loaded)) if loaded else {},
+            options=state_dicts.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
+        )
+        return self.digests()
+
     def load_by_replicas(self, remote: str, is_wrong: bool = False) -> int:
-        """As a user of torch's own `load` does, in many batches and chunks; how many bytes this rank has read."""
-        dcp_reader.BATCH_BYTES, dcp_reader.CHUNK_BYTES = 4000, 1000
+        """As a user of torch's own `load` does; how many bytes this rank has read."""
         checkpoint = restore.find(remote)
         assert checkpoint is not None
         replicas = dist.group.WORLD if is_wrong else self._replicas
@@ -277,7 +289,16 @@ class Crew:
         self.kill()
 
 
+def _die_with_the_tests() -> None:
+    """Also in the middle of a collective, where nobody reads the pipe."""
+    tests = multiprocessing.parent_process()
+    assert tests is not None
+    tests.join()
+    os._exit(1)
+
+
 def _obey(pipe: Connection, rank: int, world_size: int, rendezvous: str) -> None:
+    threading.Thread(target=_die_with_the_tests, daemon=True).start()
     os.environ.update(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
     played = Rank(rank, world_size, rendezvous)
     while True:

@@ -12,6 +12,7 @@ import torch
 from torch.distributed.checkpoint import (
     CheckpointException,
     DefaultLoadPlanner,
+    DefaultSavePlanner,
     state_dict_loader,
     state_dict_saver,
 )
@@ -361,6 +362,32 @@ def test_saving_a_step_again_leaves_the_files_that_are_still_uploading(tmp_path:
     assert is_equal(loaded, second)
 
 
+class FailingSavePlanner(DefaultSavePlanner):
+    def __init__(self, step: str) -> None:
+        super().__init__()
+        self._step = step
+
+    def create_local_plan(self) -> Any:
+        if self._step == "plan":
+            raise OSError("no plan")
+        return super().create_local_plan()
+
+    def resolve_data(self, write_item: Any) -> Any:
+        raise OSError("no data")
+
+
+def test_a_save_that_fails_before_it_writes_leaves_what_an_earlier_start_saved(
+    tmp_path: Path, run_: Run
+) -> None:
+    folder = tmp_path / "folder" / "step-1"
+    before = saved(state_of(3), folder)
+    with Uploader(tmp_path / "folder", run_.url) as uploader:
+        for step, left in (("plan", before), ("data", {})):
+            with pytest.raises(CheckpointException, match=f"no {step}"):
+                ckpt_async.torch.save(state_of(3), 1, uploader, planner=FailingSavePlanner(step))
+            assert {path.name: path.read_bytes() for path in folder.glob("*")} == left
+
+
 def test_a_name_metrics_and_a_future_that_cannot_be_cancelled(tmp_path: Path, run_: Run) -> None:
     state = state_of(3)
     wanted = {name: each.clone() if isinstance(each, torch.Tensor) else each for name, each in state.items()}
@@ -403,6 +430,11 @@ def test_a_writer_belongs_to_one_place(tmp_path: Path, run_: Run) -> None:
             state_dict_saver.save(state_of(1), storage_writer=writer, checkpoint_id="elsewhere")
         with pytest.raises(SettingsError, match="use_collectives"):
             state_dict_saver.save(state_of(1), storage_writer=writer, use_collectives=False)
+
+
+def test_every_public_name_is_there() -> None:
+    assert all(callable(getattr(ckpt_async.torch, name)) for name in ckpt_async.torch.__all__)
+    assert set(ckpt_async.torch.__all__) == set(ckpt_async.torch._HOMES)
 
 
 # --- told between ranks ------------------------------------------------------------------------------------

@@ -96,6 +96,13 @@ def test_saved_on_four_ranks_killed_and_loaded_on_two_and_three(
     dcp_to_torch_save(tmp_path / "fetched", tmp_path / "whole.pt")  # plain torch reads it
     assert digests_of(torch.load(tmp_path / "whole.pt", weights_only=True)) == saved
 
+    crew = crew_of(3)
+    crew.tell("train", seed=99)
+    for digests in crew.tell("load_on_one", path=str(tmp_path / "whole.pt")):
+        assert all(digests[key] == value for key, value in saved.items() if key.startswith("/model/"))
+    for _, trace in crew.ask("load_on_one", path=str(tmp_path / "none.pt")):
+        assert "RankFailedError: rank 0 failed: FileNotFoundError" in trace
+
 
 def test_saved_with_ddp_and_loaded_with_fsdp_on_other_ranks(
     tmp_path: Path, run_: Run, crew_of: CrewOf

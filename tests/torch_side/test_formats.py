@@ -259,7 +259,7 @@ def test_a_file_that_would_run_something_is_refused(tmp_path: Path, monkeypatch:
 
 
 def test_torch_s_legacy_tar_is_refused(tmp_path: Path) -> None:
-    """Before 2.6 torch runs what is in one, and extracts it where it says, `weights_only` or not."""
+    """Before 2.6 torch unpacks and reads what is in one, `weights_only` or not."""
     tar = archive(tmp_path / "a.tar", "w", ("storages", pickle.dumps(Runs())), ("pickle", b""))
     tar.rename(tmp_path / "a.pt")
     with pytest.raises(UnsafePickleError, match="legacy tar"):
@@ -362,6 +362,7 @@ def member(name: str, **fields: Any) -> tarfile.TarInfo:
         member("pipe", type=tarfile.FIFOTYPE),
         member("good.pt"),  # a second time
         member("good.pt/below"),
+        member("f" * 300),
     ],
     ids=lambda bad: bad.name,
 )

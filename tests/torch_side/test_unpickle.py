@@ -94,6 +94,17 @@ def test_every_field_and_protocol_is_read(protocol: int, path: Any) -> None:
     assert load_metadata(data) == pickle.loads(data) == metadata
 
 
+def test_metadata_of_torch_2_4_is_read() -> None:
+    """It knows fewer fields; what it leaves out is not there."""
+    stored, meta = _StorageInfo("__0_0.distcp", 0, 9), StorageMeta(Path("/x/y"), "s", "l")
+    stored.__dict__.pop("transform_descriptors", None)
+    meta.__dict__.pop("modules", None)
+    data = pickle.dumps(Metadata({}, {}, {MetadataIndex("a"): stored}, meta))
+    assert b"modules" not in data
+    assert b"transform_descriptors" not in data
+    assert load_metadata(data).storage_meta.checkpoint_id == Path("/x/y")
+
+
 # --- hostile ---------------------------------------------------------------------------------------------------
 
 
