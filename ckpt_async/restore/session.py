@@ -11,9 +11,9 @@ import secrets
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from ckpt_async import keys, protocol, records
 from ckpt_async.conditional import put
@@ -43,6 +43,7 @@ LEASE_TTL_S = 900.0
 DROP_TIMEOUT_S = 5.0
 # Someone waits for the answer: a store that is away for longer is an error to be told.
 PATIENCE_S = 60.0
+CTRL_C_S = 0.5
 
 
 def blocking(work: Coroutine[Any, Any, T]) -> T:
@@ -51,6 +52,7 @@ def blocking(work: Coroutine[Any, Any, T]) -> T:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(work)
+    is_wanted: Future[bool] = Future()
     begun: Future[Callable[[], object]] = Future()
 
     async def stoppable() -> T:
@@ -59,13 +61,26 @@ def blocking(work: Coroutine[Any, Any, T]) -> T:
         begun.set_result(lambda: loop.call_soon_threadsafe(task.cancel))
         return await work
 
+    def run() -> T | None:
+        if is_wanted.result():
+            return asyncio.run(stoppable())
+        work.close()
+        return None
+
     with ThreadPoolExecutor(1, thread_name_prefix="ckpt-async-restore") as thread:
-        done = thread.submit(asyncio.run, stoppable())
         try:
-            return done.result()
-        except BaseException:
-            with contextlib.suppress(RuntimeError):  # the work has ended, and its loop with it
-                begun.result()()  # Ctrl-C: the work must not go on without who wanted it
+            done = thread.submit(run)
+            is_wanted.set_result(True)  # not before: Ctrl-C may strike while the thread is being started
+            # Awake from time to time: Ctrl-C just before a wait begins is not seen until that ends.
+            while not wait({done}, timeout=CTRL_C_S).done:
+                pass
+            return cast("T", done.result())
+        except BaseException:  # Ctrl-C: the work must not go on without who wanted it
+            if not is_wanted.done():
+                is_wanted.set_result(False)
+            else:
+                with contextlib.suppress(RuntimeError):  # the work has ended, and its loop with it
+                    begun.result()()
             raise
 
 

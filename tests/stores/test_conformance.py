@@ -543,7 +543,9 @@ class TestS3OverTls(MultipartTests):
     """HTTPS is what real endpoints speak; there bodies pass through another transport than over plain HTTP."""
 
     # Slow, and no matter of the transport.
-    test_create_once_has_exactly_one_winner = test_compare_and_swap_loses_no_update = test_more_than_one_page = None
+    test_create_once_has_exactly_one_winner = test_compare_and_swap_loses_no_update = (
+        test_more_than_one_page
+    ) = None
 
     @pytest.fixture(params=["asyncio", "uvloop"])
     def run(self, request):
