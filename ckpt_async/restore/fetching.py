@@ -358,6 +358,8 @@ class _Fetching:
 
                 def sink(piece: memoryview) -> None:
                     nonlocal position
+                    if position == offset:
+                        partial.reserve(offset)
                     digest.update(piece)
                     partial.write(piece, position)
                     position += len(piece)

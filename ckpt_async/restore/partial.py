@@ -1,4 +1,4 @@
-"""A file that is being fetched: preallocated, locked, and continued after a kill from the ranges that are whole."""
+"""A file that is being fetched: of its full size, locked, and continued after a kill from the ranges that are whole."""
 
 from __future__ import annotations
 
@@ -33,14 +33,9 @@ class PartialFile:
         self._whole: dict[int, Checksum] = {}
 
     def prepare(self) -> int:
-        """Make room for the whole file, and read what an earlier fetch recorded: a range counts if its bytes still have
-        the checksum they arrived with. Returns the bytes that need not be fetched again.
+        """Give it its size, and read what an earlier fetch recorded: a range counts if its bytes still have the
+        checksum they arrived with. Returns the bytes that need not be fetched again.
         """
-        try:
-            os.posix_fallocate(self._descriptor, 0, max(self._size_bytes, 1))
-        except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-                raise
         os.ftruncate(self._descriptor, self._size_bytes)
         with contextlib.suppress(FileNotFoundError):
             for line in self._record.read_text("ascii", "replace").splitlines():
@@ -60,6 +55,16 @@ class PartialFile:
     def missing(self) -> list[tuple[int, int]]:
         """Offset and size of every range that is still to be fetched."""
         return [(offset, size) for offset, size in self._sizes.items() if offset not in self._whole]
+
+    def reserve(self, offset: int) -> None:
+        """Make room for a range, before its first `write` and in the same thread: in memory (tmpfs) that is half of the
+        work of writing, and all of it at once would be done by one thread while the others wait.
+        """
+        try:
+            os.posix_fallocate(self._descriptor, offset, self._sizes[offset])
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+                raise
 
     def write(self, piece: memoryview, offset: int) -> None:
         while piece:
