@@ -32,6 +32,7 @@ class Watch:
     num_looks: int = 0
     next_look_at: float = 0.0
     ranks: frozenset[int] | None = None  # whose receipts the last complete listing showed
+    is_our_turn: bool = True  # to commit, once they are complete: all at once would read N x N receipts
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +214,8 @@ def _towards_decision(
     if not checkpoint.has_receipt:
         yield StoreReceipt(checkpoint.id)
         return
-    if policy.may_decide and watch.ranks is not None and is_complete(checkpoint, watch.ranks):
+    is_due = watch.ranks is not None and is_complete(checkpoint, watch.ranks) and watch.is_our_turn
+    if policy.may_decide and is_due:
         yield Commit(checkpoint.id)
     elif watch.ranks is None or now >= watch.next_look_at:
         yield Look(checkpoint.id)

@@ -12,10 +12,10 @@ import itertools
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import assert_never
+from typing import Any, assert_never
 from urllib.parse import urlsplit
 
 from ckpt_async import ahead, conditional, decide, keys, naming, protocol, records, retention, transfer
@@ -68,6 +68,10 @@ POLL_S = 1.0
 # After an action failed for good (its own retries are over, the trainer was told) it is tried again this much
 # later: an outage longer than any timeout must not need a restart to heal.
 RETRY_ACTION_S = 30.0
+# Whose receipts are the newest commit as soon as they see all: if every rank did, they would read N x N receipts. The
+# others leave it to them for this long, by the store's clock: a commit takes a round trip for every 16 ranks.
+NUM_COMMITTERS = 8
+COMMIT_S, COMMIT_S_PER_RANK = 1.0, 0.01
 # Outcomes remembered for `wait` after a checkpoint has left the journal.
 MAX_OUTCOMES = 1000
 
@@ -631,27 +635,35 @@ class Engine:
         checkpoint, id_ = self._checkpoint(action.checkpoint), action.checkpoint
         watch = self._remote.watches.get(id_, decide.Watch())
         is_first = watch.num_looks == 0 and id_.generation == self.local.generation
-        ranks: frozenset[int] | None
+        ranks: frozenset[int] | None = None
+        is_our_turn = True
         if is_first:
-            await self._look_for_successor()
-            ranks = await self._list_receipts(id_)
+            at_once: tuple[Callable[[], Coroutine[Any, Any, Any]], ...]
+            at_once = (lambda: self._list_receipts(id_), self._look_for_successor)
+            (ranks, is_our_turn), _ = await transfer.all_or_none(look() for look in at_once)
         else:
             decision = await protocol.read_settled(self._store, self._requests, id_)
             if decision is not None:
                 self._learn(checkpoint, decision)
                 return
-            ranks = await self._list_receipts(id_) if checkpoint.has_receipt else None
+            if checkpoint.has_receipt:
+                ranks, is_our_turn = await self._list_receipts(id_)
         longest_s = self._settings.decision_poll_s if self._is_hurried else self._settings.decision_poll_max_s
         next_look_at = decide.next_look(
             watch, self._loop.time(), first_s=self._settings.decision_poll_s, longest_s=longest_s
         )
-        self._watch(id_, decide.Watch(watch.num_looks + 1, next_look_at, ranks))
+        self._watch(id_, decide.Watch(watch.num_looks + 1, next_look_at, ranks, is_our_turn))
 
-    async def _list_receipts(self, id_: CheckpointId) -> frozenset[int]:
+    async def _list_receipts(self, id_: CheckpointId) -> tuple[frozenset[int], bool]:
+        """Who is done, and whether it is up to this rank to commit once all are."""
         prefix = keys.receipts_prefix(id_)
         listing = await self._requests.control("list", lambda: self._store.list(prefix))
-        parsed = (keys.parse_receipt_key(each.key) for each in listing.objects)
-        return frozenset(rank for checkpoint, rank in filter(None, parsed) if checkpoint == id_)
+        parsed = ((each.last_modified or 0.0, keys.parse_receipt_key(each.key)) for each in listing.objects)
+        written = sorted((at, found[1]) for at, found in parsed if found is not None and found[0] == id_)
+        ranks = [rank for _, rank in written]
+        age_s = listing.server_time - max((at for at, _ in written), default=0.0)
+        is_stale = age_s > COMMIT_S + COMMIT_S_PER_RANK * len(ranks)
+        return frozenset(ranks), is_stale or self.rank in ranks[-NUM_COMMITTERS:]
 
     async def _look_for_successor(self) -> None:
         """A newer generation means that this trainer is superseded (rule R11)."""

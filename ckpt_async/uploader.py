@@ -81,6 +81,9 @@ class _Open:
     is_sealed: bool = False
 
 
+_SEALED = _Open("", is_sealed=True)
+
+
 class Uploader:
     """Hands checkpoints of one rank to the store in the background.
 
@@ -385,9 +388,7 @@ class Uploader:
                     hint="close them first",
                 )
             self._journal.append(self.rank, [Sealed(checkpoint, there.name, self.world_size, values)])
-            there.is_sealed = True
-            there.shards.clear()  # only needed while shards may be added
-            self._open[step] = there
+            self._open[step] = _SEALED  # kept for every step of this start: refused if it comes again
         self._engine_now().wake()
 
     def wait(self, step: int, timeout_s: float | None = None) -> None:

@@ -340,10 +340,10 @@ class Simulation(World):
             for step in range(first_step, first_step + num_steps):
                 await asyncio.sleep(self.rng.expovariate(1 / 15))
                 if made.fenced_by is not None:
-                    self.counts["fenced"] += 1
                     break
                 await self._save(folder, journal, made, CheckpointId(generation, step), rank, world_size)
             await self._finish(made)
+            self.counts["fenced"] += made.fenced_by is not None
             made.stop()
             await running
         finally:

@@ -52,7 +52,7 @@ WANTED = {
     "crash in RemoteSweep.observe": 40,
     "crash in take_lease": 35,
     "journal lost": 9,
-    "fenced": 1,
+    "fenced": 5,
     "superseded": 1,
     "lease held": 300,
     "adopted": 250,
