@@ -19,7 +19,8 @@ from pathlib import Path
 MIB = 1 << 20
 SAMPLE_S = 0.01  # a look at /proc costs some 20 µs
 
-Prepare = Callable[["Work"], Callable[[], None]]
+# What it makes ready does the work, and may return for how many seconds of that it held its caller up.
+Prepare = Callable[["Work"], Callable[[], float | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +43,12 @@ class Measured:
     wall_s: float
     cpu_s: float
     anonymous_bytes: int
+    blocked_s: float | None = None
 
 
 def cpu_s() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
+    usages = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def child_main(clients: Mapping[str, Prepare]) -> None:
@@ -56,8 +58,8 @@ def child_main(clients: Mapping[str, Prepare]) -> None:
     print("ready", flush=True)
     sys.stdin.readline()
     wall, cpu = time.perf_counter(), cpu_s()
-    run()
-    print(json.dumps([time.perf_counter() - wall, cpu_s() - cpu]), flush=True)
+    blocked = run()
+    print(json.dumps([time.perf_counter() - wall, cpu_s() - cpu, blocked]), flush=True)
     sys.stdin.readline()
     os._exit(0)  # what a client does at exit is not measured, and must not hang
 
@@ -86,11 +88,11 @@ def measure(python: str, program: Path, name: str, work: Work, environment: Mapp
                 raise RuntimeError(f"{name} failed")
             most = max(most, anonymous_bytes(child.pid))
             time.sleep(SAMPLE_S)
-        wall, cpu = json.loads(line)
+        wall, cpu, blocked = json.loads(line)
         child.stdin.write("\n")
         child.stdin.flush()
         child.wait(30)
-    return Measured(wall, cpu, most - idle)
+    return Measured(wall, cpu, most - idle, blocked)
 
 
 def measure_command(command: list[str], idle_command: list[str], environment: Mapping[str, str]) -> Measured:

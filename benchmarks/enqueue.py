@@ -17,19 +17,17 @@ import argparse
 import itertools
 import json
 import os
-import shutil
-import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sink import SinkServer, Stats
+from _compare import parser_of, quantile, report, scratch
+from sink import SinkServer
 
 MIB = 1 << 20
 OPERATIONS = {
@@ -132,34 +130,29 @@ def writer_main(settings: dict[str, Any]) -> None:
 # --- the whole ---------------------------------------------------------------------------------------------
 
 
-def run(ranks: int, arguments: argparse.Namespace) -> tuple[list[dict[str, float]], Stats, float]:
-    count = max(1, arguments.total // ranks)
+def run(ranks: int, arguments: argparse.Namespace) -> tuple[list[dict[str, float]], int]:
+    """The samples of all ranks, and the bytes that reached the sink meanwhile."""
     processes: list[subprocess.Popen[str]] = []
-    folder = Path(tempfile.mkdtemp(prefix="ckpt-enqueue-", dir=arguments.folder))
-    try:
-        with SinkServer() as sink:
+    with scratch(arguments.folder) as folder, SinkServer() as sink:
 
-            def start(kind: str, rank: int) -> subprocess.Popen[str]:
-                settings = {
-                    "folder": str(folder / kind),
-                    "rank": rank,
-                    "ranks": ranks,
-                    "count": count,
-                    "mib": arguments.mib,
-                    "real": arguments.real,
-                    "pause_s": arguments.pause_ms / 1000,
-                    "write_bytes": int(arguments.write_gib * 1024 * MIB / ranks),
-                }
-                process = subprocess.Popen(
-                    [sys.executable, __file__, f"--{kind}", json.dumps(settings)],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    text=True,
-                    env={**os.environ, **sink.environment()},
-                )
-                processes.append(process)
-                return process
+        def start(kind: str, rank: int) -> subprocess.Popen[str]:
+            settings = {
+                "folder": str(folder / kind),
+                "rank": rank,
+                "ranks": ranks,
+                "count": max(1, arguments.total // ranks),
+                "mib": arguments.mib,
+                "real": arguments.real,
+                "pause_s": arguments.pause_ms / 1000,
+                "write_bytes": int(arguments.write_gib * 1024 * MIB / ranks),
+            }
+            command = [sys.executable, __file__, f"--{kind}", json.dumps(settings)]
+            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+            process = subprocess.Popen(command, **pipes, env={**os.environ, **sink.environment()})
+            processes.append(process)
+            return process
 
+        try:
             (folder / "rank").mkdir()
             (folder / "writer").mkdir()
             members = [start("rank", rank) for rank in range(ranks)]
@@ -169,40 +162,36 @@ def run(ranks: int, arguments: argparse.Namespace) -> tuple[list[dict[str, float
             if not arguments.quiet:
                 for rank in range(ranks):
                     start("writer", rank)
-            started = time.monotonic()
             for each in members:
                 assert each.stdin is not None
                 each.stdin.write("\n")
                 each.stdin.flush()
             samples = [sample for each in members for sample in json.loads(each.communicate()[0])]
-            return samples, sink.stats(), time.monotonic() - started
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.send_signal(signal.SIGKILL)
-            process.wait()
-        shutil.rmtree(folder, ignore_errors=True)
+            return samples, sink.stats().bytes_in
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
 
 
-def quantile(values: list[float], q: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(q * len(ordered)))]
-
-
-def summary(samples: list[dict[str, float]]) -> dict[str, dict[str, float]]:
+def rows_of(title: str, samples: list[dict[str, float]]) -> dict[str, dict[str, float]]:
     """In ms. The last row says what the slowest hundredth of the calls (at least three) spent their time on."""
     tail = sorted(samples, key=lambda each: each["wall"])[-max(3, len(samples) // 100) :]
     columns = list(samples[0])
     rows = {
-        name: {column: quantile([each[column] for each in samples], q) * 1000 for column in columns}
+        f"{title}, {name}": {
+            column: quantile([each[column] for each in samples], q) * 1000 for column in columns
+        }
         for name, q in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("max", 1.0))
     }
-    rows["tail"] = {column: statistics.mean(each[column] for each in tail) * 1000 for column in columns}
+    rows[f"{title}, tail"] = {
+        column: statistics.mean(each[column] for each in tail) * 1000 for column in columns
+    }
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--total", type=int, default=240, help="shards enqueued, over all ranks")
     parser.add_argument("--real", action="store_true", help="64 MiB of real data per shard (total 80)")
@@ -210,30 +199,21 @@ def main() -> None:
     parser.add_argument("--write-gib", type=float, default=24.0, help="bound of what the writers write")
     parser.add_argument("--quiet", action="store_true", help="no writers")
     parser.add_argument("--folder", help="where; default: the folder for temporary files")
-    parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     arguments.mib = 64 if arguments.real else 1024
     if arguments.real:
         arguments.total = min(arguments.total, 80)
-    results = []
+    rows: dict[str, dict[str, float]] = {}
+    bytes_at_sink = {}
     for ranks in arguments.ranks:
-        samples, stats, wall_s = run(ranks, arguments)
-        rows = summary(samples)
-        arrived = {"bytes_at_sink": stats.bytes_in, "requests": stats.requests, "wall_s": wall_s}
-        results.append({"ranks": ranks, "count": len(samples), "ms": rows, **arrived})
-        if arguments.json:
-            continue
-        kind = f"{arguments.mib} MiB, {'real' if arguments.real else 'sparse'}"
-        beside = "alone" if arguments.quiet else "a writer beside each"
-        print(
-            f"\n{ranks} ranks, {len(samples)} shards of {kind}, {beside};"
-            f" {stats.bytes_in / 2**30:.1f} GiB reached the sink in {wall_s:.0f} s"
-        )
-        print(f"{'ms':6}" + "".join(f"{column:>9}" for column in samples[0]))
-        for name, row in rows.items():
-            print(f"{name:6}" + "".join(f"{value:9.3f}" for value in row.values()))
-    if arguments.json:
-        print(json.dumps({"settings": vars(arguments), "results": results}))
+        samples, bytes_at_sink[ranks] = run(ranks, arguments)
+        if not bytes_at_sink[ranks]:
+            raise RuntimeError("nothing was uploaded meanwhile")
+        rows |= rows_of(f"{ranks} ranks" if ranks > 1 else "1 rank", samples)
+    beside = "nothing" if arguments.quiet else "a writer for each rank"
+    kind = "real" if arguments.real else "sparse"
+    title = f"ms of an `enqueue` of {arguments.mib} MiB, {kind}, {beside} beside it"
+    report(arguments, title, rows, bytes_at_sink=bytes_at_sink)
 
 
 if __name__ == "__main__":

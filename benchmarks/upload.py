@@ -5,31 +5,26 @@ a noisy machine can be asked for. Time and CPU are counted from when the client 
 the object is there; memory is the most anonymous memory above that of the ready process (of s5cmd: of the whole
 process). A run counts only if the server has exactly the bytes of the file, and the sink saw them arrive once.
 
-`sendfile` is no client but the limit: eight sockets, `os.sendfile`, no checksum.
+`sendfile` is no client but the limit: eight sockets, `os.sendfile`, no checksum. With `--server tls` the sink decrypts
+on the cores that the client encrypts on, so CPU seconds say more than MiB/s.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
-import itertools
-import json
 import os
 import socket
-import statistics
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import peers
-from _child import MIB, Measured, Work, child_main, measure, measure_command
-from sink import SinkServer
+from _child import MIB, Measured, Work, child_main
+from _compare import BUCKET, Clients, Server, compared, key_of, parser_of, real_file, report, scratch, turns
 
-BUCKET = "ckpt"
 # What an upload may send besides the file: probes, generation, receipt, decision, latest.
 SMALL_CHANGE_BYTES = 1 * MIB
 
@@ -75,7 +70,7 @@ def prepare_transfer_uvloop(work: Work) -> Callable[[], None]:
 
 
 def prepare_transfer_slices(work: Work) -> Callable[[], None]:
-    """As over TLS, though without encryption: the bytes pass through the process, slice by slice."""
+    """Without sendfile: the bytes pass through the process, slice by slice."""
     from ckpt_async import transfer
 
     del transfer.FileBody.send_file
@@ -149,165 +144,60 @@ OURS = {
     "ours, Uploader": prepare_uploader,
     "sendfile": prepare_sendfile,
 }
-DEFAULT = ["ours", "ours, Uploader", *peers.CLIENTS, "s5cmd", "sendfile"]
+DEFAULT = ["ours", "ours, Uploader", *peers.UPLOADS, "sendfile"]
 
 
-class Target:
-    """The server the clients send to, and what it says has arrived."""
-
-    def __init__(self, kind: str, folder: Path, *, verify: bool) -> None:
-        self._kind = kind
-        if kind == "sink":
-            self.server = SinkServer(verify=verify)
-        else:
-            from ckpt_async.demo.seaweed import SeaweedServer
-
-            self.server = SeaweedServer(folder / "seaweed", bucket=BUCKET)
-
-    def environment(self) -> dict[str, str]:
-        own = self.server.environment()
-        return {**own, "AWS_REGION": "us-east-1", "AWS_ENDPOINT_URL": self.server.url}
-
-    @contextlib.contextmanager
-    def checked(self, name: str, work: Work) -> Iterator[None]:
-        """Raise unless what is done inside brings exactly the file's bytes."""
-        before = self.server.stats() if isinstance(self.server, SinkServer) else None
-        yield
-        if before is not None:
-            moved = (self.server.stats() - before).bytes_in
-            if not 0 <= moved - work.size_bytes < SMALL_CHANGE_BYTES:
-                raise RuntimeError(f"{name}: {moved} bytes arrived of a file of {work.size_bytes}")
-        if name != "sendfile" and (size := asyncio.run(self._size(work.key))) != work.size_bytes:
-            raise RuntimeError(f"{name}: the object has {size} bytes of {work.size_bytes}")
-
-    def clear(self) -> None:
-        """Delete every object, so that a server that stores them does not fill the disk."""
-        if not isinstance(self.server, SinkServer):
-            asyncio.run(self._clear())
-
-    async def _size(self, prefix: str) -> int:
-        """Of the largest object there: what the Uploader writes beside the shard is small."""
-        async with self._store() as store:
-            return max((each.size_bytes for each in (await store.list(prefix)).objects), default=0)
-
-    async def _clear(self) -> None:
-        async with self._store() as store:
-            await store.delete([each.key for each in (await store.list("")).objects])
-
-    @contextlib.asynccontextmanager
-    async def _store(self):
-        from ckpt_async.stores import StoreOptions, open_store
-
-        store = open_store(f"s3://{BUCKET}", StoreOptions(endpoint_url=self.server.url))
-        await store.open()
-        try:
-            yield store
-        finally:
-            await store.close()
+@contextlib.contextmanager
+def checked(server: Server, name: str, work: Work) -> Iterator[None]:
+    """Raise unless what is done inside brings exactly the file's bytes."""
+    before = server.stats()
+    yield
+    moved = (server.stats() - before).bytes_in
+    if server.is_sink and not 0 <= moved - work.size_bytes < SMALL_CHANGE_BYTES:
+        raise RuntimeError(f"{name}: {moved} bytes arrived of a file of {work.size_bytes}")
+    # The largest, for what the Uploader writes beside the shard is small. The parts of `sendfile` are objects.
+    if name != "sendfile" and (size := max(server.sizes(work.key).values(), default=0)) != work.size_bytes:
+        raise RuntimeError(f"{name}: the object has {size} bytes of {work.size_bytes}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--mib", type=int, default=1024, help="size of the file")
     parser.add_argument("--part-mib", type=int, default=16)
     parser.add_argument("--concurrency", type=int, default=8, help="parts in flight")
-    parser.add_argument("--clients", nargs="+", default=DEFAULT, choices=[*OURS, *peers.CLIENTS, "s5cmd"])
-    parser.add_argument("--server", choices=("sink", "seaweed"), default="sink")
+    parser.add_argument("--clients", nargs="+", choices=[*OURS, *peers.UPLOADS], default=DEFAULT)
+    parser.add_argument("--server", choices=("sink", "tls", "seaweed"), default="sink")
     parser.add_argument("--verify", action="store_true", help="let the sink check every checksum it can")
-    parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    pythons = {group: peers.install(group) for group in _groups(arguments.clients)}
-    clients = [name for name in arguments.clients if _is_there(name, pythons)]
-    runs: dict[str, list[Measured]] = {name: [] for name in clients}
-    with tempfile.TemporaryDirectory(prefix="ckpt-bench-") as name:
-        folder = Path(name)
-        path = _file(folder / "shards" / "shard.bin", arguments.mib * MIB)
-        target = Target(arguments.server, folder, verify=arguments.verify)
-        if arguments.server == "seaweed":
-            (folder / "seaweed").mkdir()
-        with target.server:
-            os.environ.update(target.environment())
-            for number in range(arguments.rounds):
-                order = list(itertools.islice(itertools.cycle(clients), number, number + len(clients)))
-                for client in order:
-                    key = f"{number}-{client.replace(', ', '-').replace('+', '-')}"
-                    work = Work(
-                        str(path),
-                        path.stat().st_size,
-                        target.server.url,
-                        BUCKET,
-                        key,
-                        arguments.part_mib * MIB,
-                        arguments.concurrency,
-                    )
-                    with target.checked(client, work):
-                        runs[client].append(_run(client, work, pythons))
-                    target.clear()
-                    if not arguments.json:
-                        print(".", end="", file=sys.stderr, flush=True)
-    _report(arguments, runs)
-
-
-def _groups(clients: list[str]) -> list[str]:
-    groups = {peers.CLIENTS[name][0] for name in clients if name in peers.CLIENTS}
-    return sorted(groups | ({"s3"} if "s5cmd" in clients else set()))
-
-
-def _is_there(name: str, pythons: dict[str, Path | None]) -> bool:
-    return name in OURS or pythons["s3" if name == "s5cmd" else peers.CLIENTS[name][0]] is not None
-
-
-def _run(name: str, work: Work, pythons: dict[str, Path | None]) -> Measured:
-    if name == "s5cmd":
-        return measure_command(*peers.s5cmd(Path(str(pythons["s3"])), work), {})
-    if name in peers.CLIENTS:
-        return measure(str(pythons[peers.CLIENTS[name][0]]), Path(peers.__file__), name, work, {})
-    return measure(sys.executable, Path(__file__), name, work, {})
-
-
-def _file(path: Path, size_bytes: int) -> Path:
-    """Real bytes, written and so in the page cache, and on the disk so that nothing writes beside the runs."""
-    path.parent.mkdir()
-    block = os.urandom(8 * MIB)
-    with path.open("wb") as file:
-        for offset in range(0, size_bytes, len(block)):
-            file.write(block[: size_bytes - offset])
-        os.fsync(file.fileno())
-    return path
-
-
-def _report(arguments: argparse.Namespace, runs: dict[str, list[Measured]]) -> None:
-    gib = arguments.mib / 1024
-    rows = {
-        name: {
-            "mib_per_s": statistics.median(arguments.mib / each.wall_s for each in measured),
-            "mib_per_s_low": min(arguments.mib / each.wall_s for each in measured),
-            "mib_per_s_high": max(arguments.mib / each.wall_s for each in measured),
-            "cpu_s_per_gib": statistics.median(each.cpu_s / gib for each in measured),
-            "anonymous_mib": max(each.anonymous_bytes for each in measured) / MIB,
-        }
-        for name, measured in runs.items()
-    }
-    if arguments.json:
-        print(json.dumps({"settings": vars(arguments), "clients": rows}))
-        return
-    print(
-        f"\n{arguments.mib} MiB, parts of {arguments.part_mib} MiB, {arguments.concurrency} in flight,"
-        f" {arguments.rounds} rounds, to {arguments.server}; medians, memory: the most of all rounds"
+    # The one signs nothing, the other trusts no certificate of ours.
+    only = {"sendfile": {"sink"}, "s3torchconnector": {"sink", "seaweed"}}
+    wanted = [name for name in arguments.clients if arguments.server in only.get(name, {arguments.server})]
+    clients = Clients(wanted, peers.UPLOADS)
+    runs: dict[str, list[Measured]] = {name: [] for name in clients.names}
+    with scratch() as folder:
+        path = real_file(folder / "shards" / "shard.bin", arguments.mib * MIB)
+        options = {"verify": True} if arguments.verify else {}
+        with Server(arguments.server, folder, **options) as server:
+            for number, client in turns(clients.names, arguments.rounds):
+                work = Work(
+                    str(path),
+                    path.stat().st_size,
+                    server.url,
+                    BUCKET,
+                    key_of(number, client),
+                    arguments.part_mib * MIB,
+                    arguments.concurrency,
+                )
+                with checked(server, client, work):
+                    runs[client].append(clients.run(client, __file__, work))
+                server.clear()
+    rows = compared(runs, arguments.mib, "ours")
+    title = (
+        f"upload of {arguments.mib} MiB, parts of {arguments.part_mib} MiB, {arguments.concurrency} in flight,"
+        f" {arguments.rounds} rounds, to {arguments.server}"
     )
-    ours = rows.get("ours")
-    print(
-        f"{'':20} {'MiB/s':>7} {'from … to':>13} {'CPU s/GiB':>10} {'anon MiB':>9} {'ours/it':>8} {'CPU':>6}"
-    )
-    for name, row in rows.items():
-        faster = f"{ours['mib_per_s'] / row['mib_per_s']:7.2f}x" if ours else ""
-        cpu = f"{ours['cpu_s_per_gib'] / row['cpu_s_per_gib']:5.2f}x" if ours and row["cpu_s_per_gib"] else ""
-        spread = f"{row['mib_per_s_low']:.0f} … {row['mib_per_s_high']:.0f}"
-        print(
-            f"{name:20} {row['mib_per_s']:7.0f} {spread:>13} {row['cpu_s_per_gib']:10.2f}"
-            f" {row['anonymous_mib']:9.0f} {faster:>8} {cpu:>6}"
-        )
+    report(arguments, title, rows)
 
 
 if __name__ == "__main__":

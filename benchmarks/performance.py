@@ -1,0 +1,249 @@
+"""What is in docs/performance.md: runs the benchmarks, keeps their JSON, and writes tables and the chart from it.
+
+`./dev bench performance --run` runs every benchmark with the arguments below and saves one file each to `--from`, an
+hour on two cores; names run only those. Without `--run` it takes what is saved there. A benchmark that was not saved
+keeps its table of before; text outside the markers stays as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from xml.sax.saxutils import escape
+
+from _compare import _cell as cell
+from _compare import parser_of
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "performance.md"
+CHART = ROOT / "docs" / "performance.svg"
+SAVED = ROOT / ".venv" / "benchmarks" / "results"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One run of a benchmark and its table."""
+
+    name: str
+    command: str
+    title: str
+    counted: str  # what keeps it honest
+
+
+SINK = "bytes counted by a sink that reads all of them before it answers"
+PARTS = [
+    Part("upload", "upload", "Upload of 1 GiB, plain HTTP", SINK),
+    Part("upload-tls", "upload --server tls", "Upload of 1 GiB, TLS", SINK),
+    Part(
+        "upload-seaweed",
+        "upload --server seaweed",
+        "Upload of 1 GiB to SeaweedFS",
+        "size asked of the server",
+    ),
+    Part(
+        "download",
+        "download",
+        "Download of 1 GiB to a file",
+        "size of the file, and bytes that left the sink",
+    ),
+    Part("download-tls", "download --server tls", "Download of 1 GiB, TLS", "the same"),
+    Part("resume", "resume", "Resume", SINK),
+    Part("end_to_end", "end_to_end", "End to end: blocked, and until durable", SINK),
+    Part("overlap", "overlap", "Sent while it is written", SINK),
+    Part("interference", "interference", "What training loses per GiB uploaded", SINK),
+    Part("enqueue", "enqueue", "`enqueue`, while shards are written beside it", SINK),
+    Part("enqueue-quiet", "enqueue --quiet", "`enqueue`, nothing written beside it", SINK),
+    Part("small_shards", "small_shards", "2,000 shards of 64 KiB", "one PUT for each by the sink's log"),
+    Part(
+        "small_shards-10000", "small_shards --shards 10000 --rounds 3", "10,000 shards of 64 KiB", "the same"
+    ),
+    Part("commit", "commit", "From the last seal to the commit", "requests by the sink's log"),
+    Part("memory", "memory", "Memory of an upload", SINK),
+    Part("growth", "growth", "10 to 10,000 checkpoints", "decisions counted in the store"),
+    Part(
+        "scale_model",
+        "scale_model",
+        "10,000 ranks, on paper and simulated",
+        "requests by the simulated store",
+    ),
+]
+
+
+# --- running -----------------------------------------------------------------------------------------------
+
+
+def run(part: Part, folder: Path) -> bool:
+    name, *arguments = shlex.split(part.command)
+    command = [sys.executable, Path(__file__).with_name(f"{name}.py"), *arguments, "--json"]
+    print(f"./dev bench {part.command}", file=sys.stderr, flush=True)
+    began = time.monotonic()
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    took_s = time.monotonic() - began
+    if done.returncode:
+        print(f"benchmarks: {part.name} failed after {took_s:.0f} s; the others go on", file=sys.stderr)
+        return False
+    (folder / f"{part.name}.json").write_text(json.dumps({"seconds": took_s, **json.loads(done.stdout)}))
+    return True
+
+
+# --- the page ----------------------------------------------------------------------------------------------
+
+
+def table(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Markdown; a spread as its median and range. Columns that hold more than a number are for the JSON only."""
+    columns = [name for name, value in next(iter(rows.values())).items() if not is_nested(value)]
+    lines = [f"| | {' | '.join(columns)} |", f"|---|{'--:|' * len(columns)}"]
+    for name, row in rows.items():
+        lines.append(f"| {name} | {' | '.join(cell(row.get(column)) for column in columns)} |")
+    return lines
+
+
+def is_nested(value: Any) -> bool:
+    return isinstance(value, Mapping) and "median" not in value
+
+
+def section(part: Part, saved: Mapping[str, Any]) -> list[str]:
+    load = saved["machine"]["load_1_min"]
+    lines = [
+        f"`./dev bench {part.command}`; {part.counted}; {saved['seconds']:.0f} s, load {load:.1f} at its end.",
+        "",
+    ]
+    lines += table(saved["rows"])
+    if saved.get("simulated"):
+        lines += ["", "One checkpoint, simulated with the real engines:", "", *table(saved["simulated"])]
+    return lines
+
+
+def machine_lines(machines: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Where and with what; more than one line if the results are not of one machine."""
+    lines = []
+    for each in machines:
+        versions = ", ".join(f"{name} {version}" for name, version in each["versions"].items())
+        pins = ", ".join(pin for group in each["peers"].values() for pin in group)
+        line = f"{each['cores']} cores of {each['cpu']}, Linux {each['kernel']}; {versions}; against {pins}."
+        if line not in lines:
+            lines.append(line)
+    return lines
+
+
+def replaced(page: str, name: str, lines: Iterable[str]) -> str:
+    """The page with what is between the markers of `name` replaced. Raises ValueError without markers."""
+    begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
+    before, _, rest = page.partition(begin)
+    _, found, after = rest.partition(end)
+    if not found:
+        raise ValueError(f"{PAGE.name} has no markers {begin.strip()} … {end}")
+    text = "\n".join(lines)
+    return f"{before}{begin}{text}\n{end}{after}"
+
+
+# --- the chart ---------------------------------------------------------------------------------------------
+
+# Colours that carry on white and on GitHub's dark background; the text follows the reader's scheme.
+STYLE = """
+text { font: 13px system-ui, sans-serif; fill: #24292f }
+.title { font-weight: 600 } .note { fill: #57606a }
+.ours { fill: #0969da } .other { fill: #8c959f } .limit { fill: #bf8700 }
+@media (prefers-color-scheme: dark) {
+  text { fill: #e6edf3 } .note { fill: #8d96a0 } .ours { fill: #4493f8 } .limit { fill: #d29922 }
+}
+"""
+WIDTH, LABEL, BAR, GAP = 860, 150, 16, 6
+PANELS = (  # result, column, title
+    ("upload", "MiB/s", "Upload of 1 GiB, MiB/s (more is better)"),
+    ("upload", "CPU s/GiB", "Upload: CPU seconds per GiB (less is better)"),
+    ("download", "MiB/s", "Download of 1 GiB, MiB/s (more is better)"),
+    ("interference", "lost s/GiB", "Training: seconds lost per GiB uploaded (less is better)"),
+)
+
+
+def bars(rows: Mapping[str, float], title: str, x: int, y: int, width: int) -> tuple[list[str], int]:
+    """One panel, and where it ends."""
+    lines = [f'<text class="title" x="{x}" y="{y + 14}">{escape(title)}</text>']
+    y += 26
+    most = max(rows.values())
+    room = width - LABEL - 60
+    for name, value in rows.items():
+        kind = "ours" if "ours" in name else "limit" if name in ("sendfile", "recv") else "other"
+        length = max(1.0, room * max(0.0, value) / most)
+        lines += [
+            f'<text x="{x + LABEL - 8}" y="{y + 13}" text-anchor="end">{escape(name)}</text>',
+            f'<rect class="{kind}" x="{x + LABEL}" y="{y}" width="{length:.1f}" height="{BAR}" rx="2"/>',
+            f'<text class="note" x="{x + LABEL + length + 6:.1f}" y="{y + 13}">{escape(cell(value))}</text>',
+        ]
+        y += BAR + GAP
+    return lines, y + 14
+
+
+def chart(saved: Mapping[str, Mapping[str, Any]]) -> str:
+    """An SVG of all panels that there are results for, in two columns."""
+    half = WIDTH // 2
+    lines: list[str] = []
+    ends = [10, 10]
+    for name, column, title in PANELS:
+        if name not in saved:
+            continue
+        rows = {row: value[column]["median"] for row, value in saved[name]["rows"].items()}
+        side = ends.index(min(ends))
+        more, ends[side] = bars(rows, title, side * half + 10, ends[side], half - 10)
+        lines += more
+    height = max(ends)
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img"'
+    return "\n".join(
+        [f'{head} aria-label="Benchmark results">', f"<style>{STYLE}</style>", *lines, "</svg>", ""]
+    )
+
+
+# --- the whole ---------------------------------------------------------------------------------------------
+
+
+def write(saved: Mapping[str, Mapping[str, Any]]) -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    page = replaced(page, "machine", machine_lines(each["machine"] for each in saved.values()))
+    for part in PARTS:
+        if part.name in saved:
+            page = replaced(page, part.name, section(part, saved[part.name]))
+    PAGE.write_text(page, encoding="utf-8")
+    CHART.write_text(chart(saved), encoding="utf-8")
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"of {', '.join(each.name for each in PARTS)}"
+    )
+    parser.add_argument("--run", action="store_true", help="run them first")
+    parser.add_argument("--from", dest="folder", type=Path, default=SAVED, help="where the results are")
+    arguments: argparse.Namespace = parser.parse_args()
+    unknown = set(arguments.names) - {each.name for each in PARTS}
+    if unknown:
+        parser.error(f"no such result: {', '.join(sorted(unknown))}")
+    wanted = [each for each in PARTS if not arguments.names or each.name in arguments.names]
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    failed = [each.name for each in wanted if arguments.run and not run(each, arguments.folder)]
+    saved = {}
+    for part in wanted:
+        path = arguments.folder / f"{part.name}.json"
+        if path.exists():
+            saved[part.name] = json.loads(path.read_text(encoding="utf-8"))
+    if not saved:
+        sys.exit(f"benchmarks: no results in {arguments.folder}: --run makes them")
+    write(saved)
+    if arguments.json:
+        print(json.dumps(saved))
+    else:
+        print(f"{PAGE.relative_to(ROOT)} and {CHART.relative_to(ROOT)}: {', '.join(saved)}")
+    if failed:
+        sys.exit(f"benchmarks: failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()

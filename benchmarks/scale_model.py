@@ -1,0 +1,468 @@
+"""What would 10,000 ranks that save 20 GiB each every 10 minutes ask of S3, and what would a month of it cost?
+
+On paper, and checked. How a shard is cut into parts is asked of `transfer`. What a commit takes is counted: the real
+`Engine`, `Requests`, `protocol` and `decide` of every rank run on one virtual clock against a store that answers after
+a while, keeps S3's page size and its limits for one prefix (503 SlowDown beyond), and counts. Only the bytes are left
+out: an upload is a sleep, the journal a list. The checkpoint's uploads end spread over `--spread-s`, as they would.
+
+The paper says N PUTs of receipts, N fencing LISTs, and so on; a run fails if the simulation disagrees. The default
+simulates 1,250 engines, which is 10,000 ranks at eight a node if one engine wrote one receipt for its node;
+`--simulate 10000` takes an hour and 8 GiB. Prices are list prices of S3 Standard in us-east-1 as known in 2025.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import bisect
+import collections
+import hashlib
+import math
+import random
+import selectors
+import sys
+import types
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from _compare import parser_of, report
+
+from ckpt_async import decide, keys, transfer
+from ckpt_async.checksums import checksum_of
+from ckpt_async.engine import Engine
+from ckpt_async.errors import FailureReason, ObjectNotFoundError, PreconditionFailedError, StoreError
+from ckpt_async.model import (
+    CheckpointId,
+    Enqueued,
+    Event,
+    FileIdentity,
+    JournalRow,
+    MadeDurable,
+    Opened,
+    Outcome,
+    Sealed,
+    Shard,
+    StoredShard,
+    Verified,
+)
+from ckpt_async.observe import NullObserver
+from ckpt_async.requests import CONTROL_REQUESTS, Requests
+from ckpt_async.settings import Settings
+from ckpt_async.store import Body, BytesBody, Capabilities, Condition, Create, Listing, Match, ObjectInfo
+from ckpt_async.stores.memory import CAPABILITIES
+
+GIB = 1 << 30
+PAGE = 1000  # S3 API reference, ListObjectsV2: keys of one answer
+WRITES_PER_S, READS_PER_S = (
+    3500,
+    5500,
+)  # S3 user guide, "best practices design patterns": per partitioned prefix
+CHECKPOINT = CheckpointId(1, 100)
+NAME = "step-100"
+
+
+# --- paper -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """What is asked for. A writer is what has an engine and writes a receipt: a rank, or a node for all its ranks."""
+
+    num_writers: int
+    bytes_per_writer: int
+    part_size_bytes: int  # the setting: the smallest part
+
+    @property
+    def part_bytes(self) -> int:
+        return transfer.part_size(self.bytes_per_writer, self.part_size_bytes, CAPABILITIES)
+
+    @property
+    def data_writes(self) -> int:
+        """Of one checkpoint, one shard for each writer: create, parts, complete."""
+        return self.num_writers * (len(transfer.plan_parts(self.bytes_per_writer, self.part_bytes)) + 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """What the receipts and the decision of one checkpoint take, beside its bytes."""
+
+    writes: float
+    lists: float  # pages: each is a request
+    gets: float
+    to_commit_s: float  # from the end of the last upload
+
+
+def looks_until(waited_s: float) -> int:
+    """How often an engine looks for the others before `waited_s` have passed since its own receipt."""
+    settings, watch, now = Settings(), decide.Watch(), 0.0
+    while now <= waited_s:
+        first_s, longest_s = settings.decision_poll_s, settings.decision_poll_max_s
+        now = decide.next_look(watch, now, first_s=first_s, longest_s=longest_s)
+        watch = decide.Watch(watch.num_looks + 1, now)
+    return watch.num_looks
+
+
+def on_paper(num_writers: int, latency_s: float, spread_s: float, num_committers: float) -> Commit:
+    """The last of N uploads ends after `spread_s`, the others evenly before it. Whoever is done looks at once (fencing,
+    receipts), and then now and then at the decision and, while there is none, the receipts.
+    """
+    waits = [spread_s * (number + 0.5) / num_writers for number in range(num_writers)]
+    waves = math.ceil(num_writers / CONTROL_REQUESTS)
+    pages = math.ceil((num_writers + 1) / PAGE)
+    to_commit_s = latency_s * (1 + pages + waves + 1)  # PUT receipt, LIST, GETs 16 at a time, PUT decision
+    looks = [looks_until(wait + to_commit_s) for wait in waits]
+    # A listing finds the receipts of those that were done before it.
+    there = sum(
+        (1 - wait / spread_s if spread_s else 1) * each for wait, each in zip(waits, looks, strict=True)
+    )
+    return Commit(
+        writes=num_writers + num_committers + 2,
+        lists=num_writers + sum(looks) + there * (num_writers // PAGE),
+        # Decision and boundary at each look but the first, and once more when it is there, but for the committers.
+        gets=num_committers * (num_writers + 1) + 2 * (sum(looks) - num_committers) + 1,
+        to_commit_s=to_commit_s,
+    )
+
+
+# --- a store on a virtual clock ----------------------------------------------------------------------------
+
+
+class _Selector(selectors.DefaultSelector):  # type: ignore[misc,valid-type]
+    """Does not wait: tells the loop that the time has passed."""
+
+    passed_s = 0.0
+
+    def select(self, timeout: float | None = None) -> Any:
+        found = super().select(None if timeout is None else 0)
+        if not found and timeout:
+            self.passed_s += timeout
+        return found
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """`time()` moves only when nothing else is left to do; what would go to a thread is done at once."""
+
+    def __init__(self) -> None:
+        self._virtual = _Selector()
+        super().__init__(self._virtual)
+
+    def time(self) -> float:
+        return self._virtual.passed_s
+
+    def run_in_executor(self, executor: Any, function: Callable[..., Any], *args: Any) -> Any:  # noqa: ARG002
+        done = self.create_future()
+        done.set_result(function(*args))
+        return done
+
+
+@dataclass(slots=True)
+class Counts:
+    """Requests by what they are, and by second."""
+
+    kinds: collections.Counter[str] = field(default_factory=collections.Counter)
+    seconds: collections.Counter[tuple[str, int]] = field(default_factory=collections.Counter)
+    num_throttled: int = 0
+
+    def peak(self, kind: str) -> int:
+        return max((count for (what, _), count in self.seconds.items() if what == kind), default=0)
+
+
+class DistantStore:
+    """Objects in memory, an answer after a while, and S3's limits as if all keys were in one prefix."""
+
+    url = "s3://model/run"
+    capabilities: Capabilities = CAPABILITIES
+
+    def __init__(self, latency_s: float, random_: random.Random) -> None:
+        self.counts = Counts()
+        self._latency_s, self._random = latency_s, random_
+        self._objects: dict[str, tuple[bytes, float]] = {}
+        self._keys: list[str] = []
+
+    async def _request(self, kind: str, key: str, *, is_write: bool) -> None:
+        loop, rate = asyncio.get_running_loop(), "writes" if is_write else "reads"
+        self.counts.kinds[f"{kind} {key.removeprefix(keys.PRIVATE + '/').partition('/')[0]}"] += 1
+        await asyncio.sleep(self._latency_s * self._random.uniform(0.4, 0.6))
+        now = rate, int(loop.time())
+        self.counts.seconds[now] += 1
+        if self.counts.seconds[now] > (WRITES_PER_S if is_write else READS_PER_S):
+            self.counts.num_throttled += 1
+            raise StoreError("SlowDown", reason=FailureReason.THROTTLED, operation=kind, key=key)
+
+    async def _answer(self) -> None:
+        await asyncio.sleep(self._latency_s * self._random.uniform(0.4, 0.6))
+
+    def _info(self, key: str) -> ObjectInfo:
+        data, at = self._objects[key]
+        return ObjectInfo(key, len(data), hashlib.md5(data).hexdigest(), checksum_of(data, "crc64nvme"), at)
+
+    async def put(self, key: str, body: Body, checksum: Any, *, condition: Condition = None) -> ObjectInfo:
+        assert isinstance(body, BytesBody)
+        await self._request("PUT", key, is_write=True)
+        is_there = key in self._objects
+        is_unmet = (isinstance(condition, Create) and is_there) or (
+            isinstance(condition, Match) and not (is_there and self._info(key).etag == condition.etag)
+        )
+        if not is_unmet:
+            if not is_there:
+                bisect.insort(self._keys, key)
+            self._objects[key] = (body.data, asyncio.get_running_loop().time())
+        await self._answer()
+        if is_unmet:
+            raise PreconditionFailedError(operation="put", key=key)
+        return ObjectInfo(key, body.size_bytes, hashlib.md5(body.data).hexdigest(), checksum)
+
+    async def get(self, key: str, *, max_size_bytes: int) -> tuple[bytes, ObjectInfo]:
+        await self._request("GET", key, is_write=False)
+        found = (self._objects[key][0], self._info(key)) if key in self._objects else None
+        await self._answer()
+        if found is None:
+            raise ObjectNotFoundError(operation="get", key=key)
+        assert len(found[0]) <= max_size_bytes
+        return found
+
+    async def list(self, prefix: str, *, start_after: str = "") -> Listing:
+        found: list[ObjectInfo] = []
+        while True:  # page by page
+            await self._request("LIST", prefix, is_write=False)
+            begin = bisect.bisect_right(self._keys, max(prefix, start_after))
+            page = self._keys[begin : begin + PAGE]
+            mine = [key for key in page if key.startswith(prefix)]
+            # To the second, as S3 says it.
+            found += [ObjectInfo(key, 1, "", None, int(self._objects[key][1])) for key in mine]
+            await self._answer()
+            if len(mine) < PAGE:
+                return Listing(tuple(found), asyncio.get_running_loop().time())
+            start_after = mine[-1]
+
+    def decided_at(self) -> float | None:
+        there = self._objects.get(keys.decision_key(CHECKPOINT))
+        return there[1] if there else None
+
+
+# --- the engines -------------------------------------------------------------------------------------------
+
+
+class ListJournal:
+    """A journal that is a list."""
+
+    def __init__(self) -> None:
+        self._rows: list[JournalRow] = []
+
+    def append(self, rank: int, events: Iterable[Event]) -> None:
+        for event in events:
+            self._rows.append(JournalRow(len(self._rows) + 1, rank, 0.0, event))
+
+    def rows(self, after: int) -> list[JournalRow]:
+        return self._rows[after:]
+
+    def forget(self, rank: int, event: Event) -> None: ...
+    def compact(self) -> None: ...
+
+
+class ModelEngine(Engine):
+    """The real one, except that an upload is a sleep and nothing is on a disk."""
+
+    upload_s = 0.0
+    committed = 0  # by all of them
+
+    async def _make_durable(self, action: decide.MakeDurable) -> None:
+        checkpoint = self._checkpoint(action.checkpoint)
+        self._record(MadeDurable(action.checkpoint, tuple(checkpoint.shards), True))
+
+    async def _upload(self, action: decide.Upload) -> None:
+        await asyncio.sleep(self.upload_s)
+        key = keys.data_key(NAME, 1, action.shard)
+        stored = StoredShard(action.shard, key, GIB, checksum_of(action.shard.encode(), "crc64nvme"))
+        self._record(Verified(action.checkpoint, stored))
+
+    async def _commit(self, action: decide.Commit) -> None:
+        ModelEngine.committed += 1
+        await super()._commit(action)
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """One checkpoint of all writers."""
+
+    kinds: collections.Counter[str]
+    peaks: dict[str, int]  # requests in the fullest second
+    num_throttled: int
+    to_commit_s: float  # from the end of the last upload
+    to_known_s: float  # until the last engine knew
+    num_committers: int
+
+    def total(self, *verbs: str) -> int:
+        return sum(count for kind, count in self.kinds.items() if kind.split()[0] in verbs)
+
+
+async def simulate(num_writers: int, latency_s: float, spread_s: float, seed: int) -> Simulated:
+    random_, loop = random.Random(seed), asyncio.get_running_loop()
+    store = DistantStore(latency_s, random_)
+    settings = Settings(latest_filename="")
+    folder = types.SimpleNamespace(
+        path=Path("/"), private=Path("/"), remove_spool=lambda _: None, unlink=lambda _: None
+    )
+    ModelEngine.committed = 0
+    engines = []
+    for rank in range(num_writers):
+        journal = ListJournal()
+        shard = Shard(f"rank-{rank}.bin", "", FileIdentity(1, rank, GIB, 1), is_linked=True)
+        events = [
+            Opened(1, num_writers),
+            Enqueued(CHECKPOINT, NAME, shard),
+            Sealed(CHECKPOINT, NAME, num_writers),
+        ]
+        journal.append(rank, events)
+        engine = ModelEngine(
+            rank=rank,
+            folder=folder,  # type: ignore[arg-type]
+            journal=journal,  # type: ignore[arg-type]
+            store=store,  # type: ignore[arg-type]
+            requests=Requests(settings, NullObserver(), store.url),
+            settings=settings,
+            observer=NullObserver(),
+            clock=loop.time,
+        )
+        engine.upload_s = 1 + random_.uniform(0, spread_s)
+        engines.append(engine)
+    last_s = max(each.upload_s for each in engines)
+    running = [asyncio.ensure_future(each.run()) for each in engines]
+    while any(CHECKPOINT not in each.outcomes for each in engines):
+        if loop.time() > last_s + 600:
+            raise RuntimeError("not committed within 10 minutes")
+        await asyncio.sleep(0.05)
+    known_s, decided_at = loop.time(), store.decided_at()
+    if decided_at is None or any(each.outcomes[CHECKPOINT].outcome is not Outcome.COMMIT for each in engines):
+        raise RuntimeError("decided otherwise than by a commit")
+    for each in engines:
+        each.stop()
+    await asyncio.gather(*running)
+    return Simulated(
+        store.counts.kinds,
+        {rate: store.counts.peak(rate) for rate in ("writes", "reads")},
+        store.counts.num_throttled,
+        decided_at - last_s,
+        known_s - last_s,
+        ModelEngine.committed,
+    )
+
+
+def check(simulated: Simulated, paper: Commit, num_writers: int) -> None:
+    """Raise unless paper and simulation agree: exactly on what is fixed, and within 30% on what is left to chance."""
+    once = {"PUT receipts": num_writers, "LIST generations": num_writers}
+    once["GET receipts"] = simulated.num_committers * num_writers
+    once["PUT decisions"] = simulated.num_committers
+    for kind, count in once.items():
+        if not simulated.num_throttled and simulated.kinds[kind] != count:
+            raise RuntimeError(f"{simulated.kinds[kind]} {kind}, on paper {count}")
+    pairs = {
+        "writes": (simulated.total("PUT"), paper.writes),
+        "lists": (simulated.total("LIST"), paper.lists),
+        "gets": (simulated.total("GET"), paper.gets),
+        "seconds to the commit": (simulated.to_commit_s, paper.to_commit_s),
+    }
+    for name, (there, expected) in pairs.items():
+        if not simulated.num_throttled and not 0.7 < (there + 0.1) / (expected + 0.1) < 1.3:
+            raise RuntimeError(f"{num_writers} writers: {there:.2f} {name}, on paper {expected:.2f}")
+
+
+# --- money -------------------------------------------------------------------------------------------------
+
+
+def dollars_a_month(arguments: argparse.Namespace, writes: float, gets: float) -> float:
+    """Of requests; DELETE is free, and so are bytes that come in."""
+    checkpoints = 30 * 86_400 / arguments.interval_s
+    return (
+        checkpoints
+        * (writes * arguments.dollars_per_1000_puts + gets * arguments.dollars_per_1000_gets)
+        / 1000
+    )
+
+
+def storage_dollars_a_month(arguments: argparse.Namespace) -> float:
+    """What AWS bills as a GB is 2**30 bytes."""
+    return arguments.ranks * arguments.gib * arguments.kept * arguments.dollars_per_gb_month
+
+
+# --- the whole ---------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--ranks", type=int, default=10_000)
+    parser.add_argument("--ranks-per-node", type=int, default=8)
+    parser.add_argument("--gib", type=float, default=20.0, help="of each rank and checkpoint")
+    parser.add_argument("--interval-s", type=float, default=600.0)
+    parser.add_argument("--kept", type=float, default=4.0, help="checkpoints in the store at a time")
+    parser.add_argument("--latency-ms", type=float, default=30.0, help="of a small request")
+    parser.add_argument(
+        "--spread-s", type=float, default=20.0, help="between the first and the last upload's end"
+    )
+    parser.add_argument("--simulate", type=int, nargs="*", default=[10, 125, 1250], help="numbers of writers")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--dollars-per-1000-puts", type=float, default=0.005, help="PUT, POST, LIST")
+    parser.add_argument("--dollars-per-1000-gets", type=float, default=0.0004)
+    parser.add_argument("--dollars-per-gb-month", type=float, default=0.021)
+    arguments = parser.parse_args()
+    latency_s, spread_s = arguments.latency_ms / 1000, arguments.spread_s
+    simulated_rows: dict[str, dict[str, Any]] = {}
+    for num_writers in arguments.simulate:
+        with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+            found = runner.run(simulate(num_writers, latency_s, spread_s, arguments.seed))
+        paper = on_paper(num_writers, latency_s, spread_s, found.num_committers)
+        check(found, paper, num_writers)
+        simulated_rows[f"{num_writers:,} writers"] = {
+            "s to commit": found.to_commit_s,
+            "on paper": paper.to_commit_s,
+            "s till all know": found.to_known_s,
+            "committers": found.num_committers,
+            "requests/writer": sum(found.kinds.values()) / num_writers,
+            "paper": (paper.writes + paper.lists + paper.gets) / num_writers,
+            "peak PUT/s": found.peaks["writes"],
+            "peak GET+LIST/s": found.peaks["reads"],
+            "503": found.num_throttled,
+            "kinds": dict(found.kinds),
+        }
+        print(".", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    rows: dict[str, dict[str, Any]] = {}
+    nodes, per_node = math.ceil(arguments.ranks / arguments.ranks_per_node), arguments.ranks_per_node
+    rank_bytes = int(arguments.gib * GIB)
+    for title, num_writers, size_bytes, part_mib in (
+        ("a receipt per rank", arguments.ranks, rank_bytes, 16),
+        ("and parts of 256 MiB", arguments.ranks, rank_bytes, 256),
+        ("and a receipt per node", nodes, rank_bytes * per_node, 256),
+    ):
+        fleet = Fleet(num_writers, size_bytes, part_mib << 20)
+        paper = on_paper(num_writers, latency_s, spread_s, num_committers=1)
+        writes_per_s = fleet.data_writes / arguments.interval_s
+        rows[title] = {
+            "part MiB": fleet.part_bytes >> 20,
+            "data PUTs": fleet.data_writes,
+            "PUT/s": writes_per_s,
+            "prefixes": math.ceil(writes_per_s / WRITES_PER_S),
+            "commit PUTs": paper.writes,
+            "LISTs": paper.lists,
+            "GETs": paper.gets,
+            "s to commit": paper.to_commit_s,
+            "requests $/month": dollars_a_month(
+                arguments, fleet.data_writes + paper.writes + paper.lists, paper.gets
+            ),
+            "storage $/month": storage_dollars_a_month(arguments),
+        }
+    title = (
+        f"{arguments.ranks:,} ranks x {arguments.gib:g} GiB every {arguments.interval_s:g} s,"
+        f" {arguments.latency_ms:g} ms a request"
+    )
+    report(arguments, title, rows, simulated=simulated_rows)
+    if not arguments.json and simulated_rows:
+        for row in simulated_rows.values():
+            del row["kinds"]
+        report(arguments, "\nsimulated, one checkpoint", simulated_rows)
+
+
+if __name__ == "__main__":
+    main()

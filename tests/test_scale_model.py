@@ -1,0 +1,36 @@
+"""What a commit asks of the store when many ranks finish: the real engines against a store that counts."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_async.engine import NUM_COMMITTERS
+
+MODEL = Path(__file__).resolve().parent.parent / "benchmarks" / "scale_model.py"
+
+
+def simulate(num_writers: int, spread_s: float) -> dict[str, Any]:
+    """The model's own check, of every count against the formulas on paper, fails the command."""
+    arguments = ["--json", "--simulate", str(num_writers), "--spread-s", str(spread_s)]
+    output = subprocess.check_output([sys.executable, MODEL, *arguments], timeout=120)
+    (row,) = json.loads(output)["simulated"].values()
+    return row
+
+
+@pytest.mark.parametrize(("num_writers", "spread_s"), [(1, 0), (8, 0), (64, 0), (64, 20)])
+def test_requests_of_a_commit_are_those_on_paper(num_writers: int, spread_s: float) -> None:
+    row = simulate(num_writers, spread_s)
+    assert row["kinds"]["PUT receipts"] == num_writers
+    assert row["kinds"]["GET receipts"] == row["committers"] * num_writers
+    assert 1 <= row["committers"] <= min(num_writers, NUM_COMMITTERS)
+
+
+def test_ranks_that_finish_together_do_not_all_read_all_receipts() -> None:
+    """64 at once: each saw the receipts of all 64, and would read them."""
+    row = simulate(64, 0)
+    assert row["kinds"]["PUT decisions"] <= NUM_COMMITTERS
+    assert row["requests/writer"] < 20
