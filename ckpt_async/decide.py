@@ -25,14 +25,27 @@ from ckpt_async.retention import Candidate, KeepLocal, RetentionPolicy
 # --- what is known of the store ----------------------------------------------------------------------------
 
 
+# Whose receipts are the newest commit as soon as they see all: if every rank did, they would read N x N receipts. The
+# others leave it to them for this long, by the store's clock: a commit takes a round trip for every 16 ranks.
+NUM_COMMITTERS = 8
+COMMIT_S, COMMIT_S_PER_RANK = 1.0, 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Receipts:
+    """What a complete listing of a checkpoint's receipts showed."""
+
+    ranks: tuple[int, ...] = ()  # the oldest first
+    newest_age_s: float = 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class Watch:
     """How often this engine has looked for the other ranks' part of one checkpoint, and when it may again."""
 
     num_looks: int = 0
     next_look_at: float = 0.0
-    ranks: frozenset[int] | None = None  # whose receipts the last complete listing showed
-    is_our_turn: bool = True  # to commit, once they are complete: all at once would read N x N receipts
+    receipts: Receipts | None = None  # what was seen last
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,10 +227,11 @@ def _towards_decision(
     if not checkpoint.has_receipt:
         yield StoreReceipt(checkpoint.id)
         return
-    is_due = watch.ranks is not None and is_complete(checkpoint, watch.ranks) and watch.is_our_turn
+    receipts = watch.receipts
+    is_due = receipts is not None and is_complete(checkpoint, receipts) and is_our_turn(receipts, local.rank)
     if policy.may_decide and is_due:
         yield Commit(checkpoint.id)
-    elif watch.ranks is None or now >= watch.next_look_at:
+    elif receipts is None or now >= watch.next_look_at:
         yield Look(checkpoint.id)
     else:
         yield WaitUntil(watch.next_look_at)
@@ -290,9 +304,15 @@ def is_loadable(checkpoint: LocalCheckpoint) -> bool:
     return checkpoint.decision is not None and checkpoint.decision.outcome is Outcome.COMMIT
 
 
-def is_complete(checkpoint: LocalCheckpoint, ranks: frozenset[int]) -> bool:
+def is_complete(checkpoint: LocalCheckpoint, receipts: Receipts) -> bool:
     """Whether receipts of all ranks of *this generation's* world size are there (R5)."""
-    return checkpoint.sealed is not None and ranks >= frozenset(range(checkpoint.sealed.world_size))
+    return checkpoint.sealed is not None and {*receipts.ranks} >= {*range(checkpoint.sealed.world_size)}
+
+
+def is_our_turn(receipts: Receipts, rank: int) -> bool:
+    """Whether this rank commits now that all receipts are there."""
+    is_late = receipts.newest_age_s > COMMIT_S + COMMIT_S_PER_RANK * len(receipts.ranks)
+    return is_late or rank in receipts.ranks[-NUM_COMMITTERS:]
 
 
 def is_ahead(checkpoint: CheckpointId, latest: Latest | None) -> bool:

@@ -68,10 +68,6 @@ POLL_S = 1.0
 # After an action failed for good (its own retries are over, the trainer was told) it is tried again this much
 # later: an outage longer than any timeout must not need a restart to heal.
 RETRY_ACTION_S = 30.0
-# Whose receipts are the newest commit as soon as they see all: if every rank did, they would read N x N receipts. The
-# others leave it to them for this long, by the store's clock: a commit takes a round trip for every 16 ranks.
-NUM_COMMITTERS = 8
-COMMIT_S, COMMIT_S_PER_RANK = 1.0, 0.01
 # Outcomes remembered for `wait` after a checkpoint has left the journal.
 MAX_OUTCOMES = 1000
 
@@ -262,7 +258,7 @@ class Engine:
         if not isinstance(action, decide.Look):
             return False
         watch = self._remote.watches.get(action.checkpoint)
-        return watch is not None and watch.ranks is not None
+        return watch is not None and watch.receipts is not None
 
     def _is_in_use(self, action: decide.Action) -> bool:
         """Whether it must wait for another: a manifest written after the release would stay behind, of two moves of the
@@ -635,35 +631,32 @@ class Engine:
         checkpoint, id_ = self._checkpoint(action.checkpoint), action.checkpoint
         watch = self._remote.watches.get(id_, decide.Watch())
         is_first = watch.num_looks == 0 and id_.generation == self.local.generation
-        ranks: frozenset[int] | None = None
-        is_our_turn = True
+        receipts: decide.Receipts | None = None
         if is_first:
             at_once: tuple[Callable[[], Coroutine[Any, Any, Any]], ...]
             at_once = (lambda: self._list_receipts(id_), self._look_for_successor)
-            (ranks, is_our_turn), _ = await transfer.all_or_none(look() for look in at_once)
+            receipts, _ = await transfer.all_or_none(look() for look in at_once)
         else:
             decision = await protocol.read_settled(self._store, self._requests, id_)
             if decision is not None:
                 self._learn(checkpoint, decision)
                 return
             if checkpoint.has_receipt:
-                ranks, is_our_turn = await self._list_receipts(id_)
+                receipts = await self._list_receipts(id_)
         longest_s = self._settings.decision_poll_s if self._is_hurried else self._settings.decision_poll_max_s
         next_look_at = decide.next_look(
             watch, self._loop.time(), first_s=self._settings.decision_poll_s, longest_s=longest_s
         )
-        self._watch(id_, decide.Watch(watch.num_looks + 1, next_look_at, ranks, is_our_turn))
+        self._watch(id_, decide.Watch(watch.num_looks + 1, next_look_at, receipts))
 
-    async def _list_receipts(self, id_: CheckpointId) -> tuple[frozenset[int], bool]:
-        """Who is done, and whether it is up to this rank to commit once all are."""
+    async def _list_receipts(self, id_: CheckpointId) -> decide.Receipts:
+        """Who is done."""
         prefix = keys.receipts_prefix(id_)
         listing = await self._requests.control("list", lambda: self._store.list(prefix))
         parsed = ((each.last_modified or 0.0, keys.parse_receipt_key(each.key)) for each in listing.objects)
         written = sorted((at, found[1]) for at, found in parsed if found is not None and found[0] == id_)
-        ranks = [rank for _, rank in written]
-        age_s = listing.server_time - max((at for at, _ in written), default=0.0)
-        is_stale = age_s > COMMIT_S + COMMIT_S_PER_RANK * len(ranks)
-        return frozenset(ranks), is_stale or self.rank in ranks[-NUM_COMMITTERS:]
+        newest_at = written[-1][0] if written else 0.0
+        return decide.Receipts(tuple(rank for _, rank in written), listing.server_time - newest_at)
 
     async def _look_for_successor(self) -> None:
         """A newer generation means that this trainer is superseded (rule R11)."""
@@ -679,9 +672,9 @@ class Engine:
     def missing_ranks(self, id_: CheckpointId) -> list[int]:
         """Ranks whose receipts were not there when this engine last looked. Any thread."""
         checkpoint, watch = self.local.checkpoints.get(id_), self._remote.watches.get(id_)
-        if checkpoint is None or checkpoint.sealed is None or watch is None or watch.ranks is None:
+        if checkpoint is None or checkpoint.sealed is None or watch is None or watch.receipts is None:
             return []
-        return sorted(set(range(checkpoint.sealed.world_size)) - watch.ranks)
+        return sorted(set(range(checkpoint.sealed.world_size)) - set(watch.receipts.ranks))
 
     def _watch(self, id_: CheckpointId, watch: decide.Watch) -> None:
         self._remote = replace(self._remote, watches={**self._remote.watches, id_: watch})
@@ -700,7 +693,9 @@ class Engine:
         if settled is None:
             # Receipts vanish only after an abort: look again, the decision will say so.
             look_at = self._loop.time() + self._settings.decision_poll_s
-            self._watch(checkpoint.id, decide.Watch(num_looks=1, next_look_at=look_at, ranks=frozenset()))
+            self._watch(
+                checkpoint.id, decide.Watch(num_looks=1, next_look_at=look_at, receipts=decide.Receipts())
+            )
             return
         decision, is_ours = settled
         if is_ours and decision.outcome is Outcome.COMMIT:

@@ -70,9 +70,9 @@ def mixes_generations() -> contextlib.AbstractContextManager[None]:
             return data
         return await real_create(store, requests, key, data)
 
-    async def list_receipts(self: Engine, id_: Any) -> tuple[frozenset[int], bool]:
+    async def list_receipts(self: Engine, id_: Any) -> decide.Receipts:
         listing = await self._store.list(keys.receipts_prefix(id_))
-        return frozenset(int(each.key[-10:-5]) for each in listing.objects), True
+        return decide.Receipts(tuple(int(each.key[-10:-5]) for each in listing.objects))
 
     def decode_receipt(data: bytes, expected: Any, rank: int) -> Any:
         generation = int(data.split(b'"generation":')[1].split(b",")[0])
