@@ -8,9 +8,7 @@ counted is from the last byte written to the commit; the bytes are counted at th
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import statistics
 import sys
 import tempfile
 import time
@@ -18,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
+from _compare import parser_of, report, spread, turns
 from sink import SinkServer
 
 MIB = 1 << 20
@@ -78,29 +77,24 @@ WAYS: dict[str, Callable[..., None]] = {"enqueue": write_then_enqueue, "open": o
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--mib", type=int, default=1024, help="size of the shard")
     parser.add_argument("--mib-per-s", type=int, default=256, help="of the writer, and of the link")
     parser.add_argument("--folder", help="where to write (default: the system's temporary folder)")
-    parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     took: dict[str, list[float]] = {way: [] for way in WAYS}
     with SinkServer() as sink:
         os.environ.update(sink.environment())
-        for number in range(arguments.rounds):
-            for way in sorted(WAYS, reverse=number % 2 == 1):
-                took[way].append(run(way, number, arguments, sink))
-    medians = {way: statistics.median(each) for way, each in took.items()}
-    ratio = medians["open"] / medians["enqueue"]
-    if arguments.json:
-        print(json.dumps({"settings": vars(arguments), "seconds": took, "medians": medians, "ratio": ratio}))
-        return
-    print(f"{arguments.mib} MiB written and sent at {arguments.mib_per_s} MiB/s, {arguments.rounds} rounds")
-    print(f"{'':10} {'median s':>9} {'from … to':>15}   last byte written to commit")
-    for way, each in took.items():
-        print(f"{way:10} {medians[way]:9.2f} {f'{min(each):.2f} … {max(each):.2f}':>15}")
-    print(f"open takes {ratio:.2f} of it")
+        for number, way in turns(list(WAYS), arguments.rounds):
+            took[way].append(run(way, number, arguments, sink))
+    base = spread(took["enqueue"])["median"]
+    rows = {
+        way: {"s to commit": spread(each), "of enqueue": spread(each)["median"] / base}
+        for way, each in took.items()
+    }
+    title = f"{arguments.mib} MiB written and sent at {arguments.mib_per_s} MiB/s, {arguments.rounds} rounds"
+    report(arguments, title, rows)
 
 
 if __name__ == "__main__":
