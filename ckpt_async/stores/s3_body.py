@@ -51,6 +51,11 @@ class BodyPayload(Payload):
         self._sent_bytes = 0
         self._writing: asyncio.Task[Any] | None = None
         self.failure: CkptAsyncError | None = None
+        self.sent_as: tuple[str, dict[str, str | bytes]] | None = None  # URL and headers that the SDK made
+
+    @property
+    def size_bytes(self) -> int:
+        return self._body.size_bytes
 
     @property
     def is_sent(self) -> bool:
@@ -102,8 +107,17 @@ class BodyPayload(Payload):
     @property
     def is_for_thread(self) -> bool:
         """Whether `send_in_thread` may send it, and is worth its while."""
+        return self._body.size_bytes >= _THREAD_BYTES and self._may_thread
+
+    @property
+    def is_small_file(self) -> bool:
+        """Whether `send_in_thread` may send it, and its bytes are the least of its costs."""
+        return self._body.size_bytes < _THREAD_BYTES and self._may_thread
+
+    @property
+    def _may_thread(self) -> bool:
         body = self._body
-        return isinstance(body, FileRange) and body.size_bytes >= _THREAD_BYTES and not body.is_paced
+        return isinstance(body, FileRange) and not body.is_paced
 
     async def put(self, uploads: Uploads, url: str, headers: Mapping[str, str | bytes]) -> AWSResponse:
         """Send it past aiohttp; the answer as the SDK wants it."""

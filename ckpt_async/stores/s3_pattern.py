@@ -1,0 +1,115 @@
+"""Small objects past the SDK's serializer: what it sent for one PutObject is the pattern for the next.
+
+Measured, the SDK takes 1 ms of CPU to make, sign and parse a request, which is most of what a shard of 64 KiB costs.
+Its own first requests have everything that configuration decides (endpoint, addressing style, encryption, tags, user
+agent); only key, size, checksum and signature differ in the next one.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import hmac
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol, Self
+from urllib.parse import quote, urlsplit
+
+from ckpt_async.model import Checksum
+
+_AUTHORIZATION = re.compile(
+    r"AWS4-HMAC-SHA256 Credential=[^/]+/[0-9]{8}/([^/]+)/s3/aws4_request,.*", re.DOTALL
+)
+# What differs from one request to the next, or is the connection's.
+_OWN = frozenset(
+    "authorization x-amz-date x-amz-security-token content-length host expect transfer-encoding connection"
+    " amz-sdk-invocation-id amz-sdk-request".split()
+)
+# Means something else for each request, or is signed in another way (S3 Express).
+_NOT_OURS = frozenset("if-match if-none-match content-md5 x-amz-s3session-token".split())
+_CHECKSUM = "x-amz-checksum-"
+_UNSIGNED = "UNSIGNED-PAYLOAD"
+
+
+class Credentials(Protocol):
+    """As the SDK freezes them."""
+
+    access_key: str
+    secret_key: str
+    token: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class PutPattern:
+    """A PutObject without what is one object's."""
+
+    base_url: str  # up to the key
+    headers: Mapping[str, str]  # names in lower case
+    region: str
+
+    @classmethod
+    def of(cls, url: str, headers: Mapping[str, str | bytes], key: str) -> Self | None:
+        """The pattern of a request that the SDK has sent for `key`; None if it is not ours to repeat."""
+        told = {
+            name.lower(): value.decode("latin-1") if isinstance(value, bytes) else value
+            for name, value in headers.items()
+        }
+        signed = _AUTHORIZATION.fullmatch(told.get("authorization", ""))
+        is_ours = told.get("x-amz-content-sha256") == _UNSIGNED and not _NOT_OURS & told.keys()
+        if signed is None or not is_ours or not url.endswith(f"/{_quoted(key)}"):
+            return None
+        kept = {
+            name: value for name, value in told.items() if name not in _OWN and not name.startswith(_CHECKSUM)
+        }
+        return cls(url.removesuffix(_quoted(key)), kept, signed[1])
+
+    def request(
+        self, key: str, size_bytes: int, checksum: Checksum, credentials: Credentials, now: float
+    ) -> tuple[str, dict[str, str]]:
+        """URL and headers to put an object of this size and checksum, signed at `now` (seconds since the epoch)."""
+        url = self.base_url + _quoted(key)
+        parts = urlsplit(url)
+        headers = {
+            **self.headers,
+            "host": parts.netloc,
+            "content-length": str(size_bytes),
+            f"{_CHECKSUM}{checksum.algorithm}": checksum.value,
+        }
+        if credentials.token:
+            headers["x-amz-security-token"] = credentials.token
+        return url, _signed(parts.path, headers, self.region, credentials, now)
+
+
+def _quoted(key: str) -> str:
+    return quote(key, safe="/~")
+
+
+def _signed(
+    path: str, headers: dict[str, str], region: str, credentials: Credentials, now: float
+) -> dict[str, str]:
+    """With a signature of version 4 over all headers but the user agent, as S3 wants it: the path is encoded once, the
+    body not signed (https://docs.aws.amazon.com/AmazonS3/latest/API/sig-v4-header-based-auth.html).
+    """
+    stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(now))
+    headers = {**headers, "x-amz-date": stamp}
+    names = sorted(headers.keys() - {"user-agent"})
+    lines = [f"{name}:{' '.join(headers[name].split())}" for name in names]
+    scope = f"{stamp[:8]}/{region}/s3/aws4_request"
+    canonical = "\n".join(["PUT", path, "", *lines, "", ";".join(names), _UNSIGNED])
+    to_sign = "\n".join(["AWS4-HMAC-SHA256", stamp, scope, hashlib.sha256(canonical.encode()).hexdigest()])
+    key = _signing_key(credentials.secret_key, stamp[:8], region)
+    headers["authorization"] = (
+        f"AWS4-HMAC-SHA256 Credential={credentials.access_key}/{scope}, SignedHeaders={';'.join(names)},"
+        f" Signature={hmac.digest(key, to_sign.encode(), 'sha256').hex()}"
+    )
+    return headers
+
+
+@functools.lru_cache(maxsize=8)
+def _signing_key(secret_key: str, day: str, region: str) -> bytes:
+    key = f"AWS4{secret_key}".encode()
+    for part in (day, region, "s3", "aws4_request"):
+        key = hmac.digest(key, part.encode(), "sha256")
+    return key
