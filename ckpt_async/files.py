@@ -91,7 +91,11 @@ class Folder:
     def _remove_left_overs(self) -> None:
         """Drop temporary files of processes that were killed, best effort: by their age, for others may be at it."""
         oldest = time.time() - LEFT_OVER_AGE_S
-        for path in (*self.private.glob("probe-*"), *self.private.glob("*.tmp")):
+        for path in (
+            *self.private.glob("probe-*"),
+            *self.private.glob("removing-*"),
+            *self.private.glob("*.tmp"),
+        ):
             with contextlib.suppress(OSError):
                 if path.lstat().st_mtime < oldest:
                     path.unlink()
@@ -261,9 +265,8 @@ class Folder:
         try:
             with self._parent(source) as (parent, name):
                 there = os.stat(name, dir_fd=parent, follow_symlinks=False)
-                if _identity(there) != identity:
+                if _identity(there) != identity or not self._take_away(parent, name, identity):
                     return False
-                os.unlink(name, dir_fd=parent)
         except (FileNotFoundError, NotADirectoryError):
             return True
         above = source.rpartition("/")[0]
@@ -275,6 +278,25 @@ class Folder:
                 break  # not empty: other ranks or the user still have files there
             above = above.rpartition("/")[0]
         return True
+
+    def _take_away(self, parent: int, name: str, identity: FileIdentity) -> bool:
+        """Delete a file, if it still is this one. A restarted trainer may write the same path between our look and an
+        unlink, which would take the new file: so it is moved first, looked at again, and put back if it is that one.
+        """
+        away = f"{self.private}/removing-{os.getpid()}-{os.urandom(4).hex()}"
+        try:
+            os.rename(name, away, src_dir_fd=parent)
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise
+            os.unlink(name, dir_fd=parent)  # on a mount of its own nothing better can be had
+            return True
+        is_it = _identity(os.lstat(away)) == identity
+        if not is_it:
+            with contextlib.suppress(FileExistsError):  # the trainer has written a still newer one
+                os.link(away, name, dst_dir_fd=parent, follow_symlinks=False)
+        os.unlink(away)
+        return is_it
 
     # --- facts ---------------------------------------------------------------------------------------------
 

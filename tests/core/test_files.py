@@ -4,7 +4,9 @@ import errno
 import os
 import socket
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -177,6 +179,31 @@ def test_remove_source_leaves_another_file_at_the_same_path(folder: Folder) -> N
     write(folder, "step-1/a", b"another")
     assert not folder.remove_source("step-1/a", identity)
     assert path.read_bytes() == b"another"
+
+
+@pytest.mark.parametrize("num_writes", [1, 2])
+def test_remove_source_leaves_a_file_that_is_written_to_the_path_at_that_moment(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch, num_writes: int
+) -> None:
+    """Retention of an older start meets a trainer that was restarted and saves the same step again."""
+    path = write(folder, "step-1/a", b"old")
+    identity, _ = folder.link("step-1/a", "spool/1/a")
+    move, link = os.rename, os.link
+
+    def just_before(act: Callable[..., None], content: bytes) -> Callable[..., None]:
+        def racing(*arguments: Any, **more: Any) -> None:
+            (path.parent / "new").write_bytes(content)
+            (path.parent / "new").replace(path)
+            act(*arguments, **more)
+
+        return racing
+
+    monkeypatch.setattr(os, "rename", just_before(move, b"new"))
+    if num_writes == 2:
+        monkeypatch.setattr(os, "link", just_before(link, b"newer"))
+    assert not folder.remove_source("step-1/a", identity)
+    assert path.read_bytes() == (b"new" if num_writes == 1 else b"newer")
+    assert not list(folder.private.glob("removing-*"))
 
 
 def test_remove_source_removes_empty_folders_only(folder: Folder) -> None:

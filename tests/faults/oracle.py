@@ -80,7 +80,7 @@ class Oracle:
                 keys.data_key(f"step-{id_.step}", id_.generation, shard_name(rank, number)): number
                 for number in range(self.num_shards)
             }
-            assert sorted(named) == sorted(wanted)
+            assert sorted(named) == sorted(wanted), f"{id_}, rank {rank}: {named} instead of {list(wanted)}"
             for key, number in wanted.items():
                 data = await self._read(store, key)
                 size_bytes = self.sizes_bytes[number] if self.sizes_bytes else self.size_bytes
