@@ -292,6 +292,12 @@ def why_hopeless(checkpoint: LocalCheckpoint, generation: int, *, is_adopted: bo
     return None
 
 
+def is_still_to_come(local: Local, id_: CheckpointId) -> bool:
+    """Whether a checkpoint is of an earlier start, at a step that this start has not passed yet."""
+    passed = (each.step for each in local.checkpoints if each.generation == local.generation)
+    return id_.generation < local.generation and id_.step >= max(passed, default=-1)
+
+
 def is_volatile(checkpoint: LocalCheckpoint) -> bool:
     """Whether power loss could still take something of it."""
     if checkpoint.sealed is not None and not checkpoint.is_seal_durable:

@@ -792,6 +792,8 @@ class Engine:
         checkpoint = self._checkpoint(action.checkpoint)
 
         others = (each for id_, each in self.local.checkpoints.items() if id_ != action.checkpoint)
+        # A restarted trainer comes to the same steps again, and may just have made an empty folder for one.
+        is_ahead = self._is_trainer and decide.is_still_to_come(self.local, action.checkpoint)
         shared = {
             (shard.shard.source, shard.shard.identity) for each in others for shard in each.shards.values()
         }
@@ -800,7 +802,8 @@ class Engine:
             for each in checkpoint.shards.values():
                 if (each.shard.source, each.shard.identity) in shared:
                     continue  # the same file is part of another checkpoint, which goes later or stays
-                if not self._folder.remove_source(each.shard.source, each.shard.identity):
+                source, identity = each.shard.source, each.shard.identity
+                if not self._folder.remove_source(source, identity, keeps_folders=is_ahead):
                     logger.info("local_file_kept path=%s; it is another file by now", each.shard.source)
 
         await asyncio.to_thread(remove)

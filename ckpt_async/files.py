@@ -258,9 +258,9 @@ class Folder:
             raise
         return descriptor
 
-    def remove_source(self, source: str, identity: FileIdentity) -> bool:
-        """Delete the user's file that was enqueued, and folders that became empty; False if it is not the
-        same file any more (the trainer wrote a new one to that path), which then stays.
+    def remove_source(self, source: str, identity: FileIdentity, *, keeps_folders: bool = False) -> bool:
+        """Delete the user's file that was enqueued, and folders that became empty (unless `keeps_folders`); False if it
+        is not the same file any more (the trainer wrote a new one to that path), which then stays.
         """
         try:
             with self._parent(source) as (parent, name):
@@ -270,7 +270,7 @@ class Folder:
         except (FileNotFoundError, NotADirectoryError):
             return True
         above = source.rpartition("/")[0]
-        while above:
+        while above and not keeps_folders:
             try:
                 with self._parent(above) as (parent, name):
                     os.rmdir(name, dir_fd=parent)

@@ -206,6 +206,14 @@ def test_remove_source_leaves_a_file_that_is_written_to_the_path_at_that_moment(
     assert not list(folder.private.glob("removing-*"))
 
 
+def test_remove_source_may_leave_the_folder_to_a_trainer_that_comes_to_it_again(folder: Folder) -> None:
+    path = write(folder, "step-1/r0/a")
+    identity, _ = folder.link("step-1/r0/a", "spool/1/a")
+    assert folder.remove_source("step-1/r0/a", identity, keeps_folders=True)
+    assert path.parent.is_dir()
+    assert not path.exists()
+
+
 def test_remove_source_removes_empty_folders_only(folder: Folder) -> None:
     """Other ranks may still have files there; the folder itself stays in any case."""
     write(folder, "step-1/r0/a")

@@ -313,7 +313,7 @@ class Disk:
         for path in held:
             del self.entries[path]
 
-    def remove_source(self, source: str, identity: FileIdentity) -> bool:
+    def remove_source(self, source: str, identity: FileIdentity, *, keeps_folders: bool = False) -> bool:
         path = str(self.path / source)
         inode = self.entries.get(path)
         if inode is None:

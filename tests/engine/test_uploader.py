@@ -677,3 +677,20 @@ def test_composers_remote_symlink_names_the_newest_checkpoint(tmp_path: Path) ->
     prefix = (root / "latest-rank0.pt.symlink").read_text()
     assert prefix == f"{str(root).lstrip('/')}/ckpt/step-2.g1"
     assert (Path("/") / prefix / "2.pt").read_bytes() == b"x"
+
+
+def test_a_restarted_trainer_keeps_the_folders_of_steps_that_it_comes_to_again(opened: Open) -> None:
+    """It may just have made one: its next write would fail, and end the training."""
+    store = Meddled()
+    with opened(store, num_checkpoints_to_keep=1) as uploader:
+        for step in (1, 5):
+            save(uploader, step)
+            uploader.wait(step, timeout_s=10)
+    with opened(store, num_checkpoints_to_keep=1) as uploader:
+        save(uploader, 2)  # resumed from step 1
+        uploader.wait(2, timeout_s=10)
+        wait_until(lambda: not list((uploader.folder / "step-5").iterdir()), uploader)
+        save(uploader, 5)
+        save(uploader, 6)
+        uploader.wait(6, timeout_s=10)
+    assert _steps(uploader.folder) == {6}

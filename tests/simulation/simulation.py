@@ -101,10 +101,10 @@ class SimulatedFolder(Folder):
             self.world.on_release(rank, keys.parse_checkpoint_tag(top.name), None)  # type: ignore[arg-type]
         super().remove_spool(spool)
 
-    def remove_source(self, source: str, identity: Any) -> bool:
+    def remove_source(self, source: str, identity: Any, *, keeps_folders: bool = False) -> bool:
         if self.is_same(source, identity):
             self.world.on_source_removed(source, (self.path / source).read_bytes())
-        return super().remove_source(source, identity)
+        return super().remove_source(source, identity, keeps_folders=keeps_folders)
 
 
 class SimulatedLock(RankLock):
