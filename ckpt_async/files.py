@@ -291,12 +291,18 @@ class Folder:
                 raise
             os.unlink(name, dir_fd=parent)  # on a mount of its own nothing better can be had
             return True
-        is_it = _identity(os.lstat(away)) == identity
-        if not is_it:
-            with contextlib.suppress(FileExistsError):  # the trainer has written a still newer one
-                os.link(away, name, dst_dir_fd=parent, follow_symlinks=False)
+        if _identity(os.lstat(away)) == identity:
+            os.unlink(away)
+            return True
+        try:
+            os.link(away, name, dst_dir_fd=parent, follow_symlinks=False)
+        except FileExistsError:
+            pass  # the trainer has written a still newer one
+        except OSError:
+            os.rename(away, name, dst_dir_fd=parent)  # no hard links here
+            return False
         os.unlink(away)
-        return is_it
+        return False
 
     # --- facts ---------------------------------------------------------------------------------------------
 
