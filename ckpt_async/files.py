@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import re
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ckpt_async import keys
@@ -40,6 +41,8 @@ _OCTAL = re.compile(r"\\([0-7]{3})")
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 # Temporary files live for milliseconds; older ones were left by a kill.
 LEFT_OVER_AGE_S = 3600.0
+# A removal takes well under a millisecond. A lock that is held longer was left to a fork by a process that was killed.
+REMOVAL_S = 5.0
 
 
 class Folder:
@@ -111,7 +114,9 @@ class Folder:
             raise InvalidShardError(f"path {text!r} must be text, not bytes")
         if "\0" in text:
             raise InvalidNameError(f"path {text!r} has a NUL character")
-        relative = self._within(os.path.abspath(text))
+        if not text.startswith(os.sep) or "//" in text or "/." in text or text.endswith(os.sep):
+            text = os.path.abspath(text)
+        relative = self._within(text)
         if relative == "." or relative.split(os.sep)[0] in {"..", keys.PRIVATE}:
             raise InvalidShardError(
                 f"{text!r} is not a file or sub-folder of the folder {str(self.path)!r}",
@@ -123,27 +128,53 @@ class Folder:
         """An absolute path as seen from the folder. The usual case, no symlinks, is the trainer's: it comes first."""
         here = str(self.path)
         if path.startswith(f"{here}{os.sep}"):
-            relative = path[len(here) + 1 :]
-            above = os.path.dirname(path)
+            above = path[: path.rindex(os.sep)]
             while len(above) > len(here) and not os.path.islink(above):
-                above = os.path.dirname(above)
+                above = above[: above.rindex(os.sep)]
             if len(above) == len(here):
-                return relative
+                return path[len(here) + 1 :]
         parent, name = os.path.split(path)
         return os.path.relpath(os.path.join(os.path.realpath(parent), name), self.path)
 
+    def _open_folder(self, relative: str) -> int:
+        """Descriptor of a folder within this one ('' is itself), reached without following any symlink."""
+        descriptor = os.open(self.path, _DIRECTORY)
+        for name in relative.split("/") if relative else ():
+            try:
+                below = os.open(name, _DIRECTORY, dir_fd=descriptor)
+            finally:
+                os.close(descriptor)
+            descriptor = below
+        return descriptor
+
     @contextlib.contextmanager
     def _parent(self, relative: str) -> Iterator[tuple[int, str]]:
-        """Descriptor of the folder that holds `relative`, reached without following any symlink."""
-        *folders, name = relative.split("/")
-        descriptor = os.open(self.path, _DIRECTORY)
+        """Descriptor of the folder that holds `relative`, and its name there."""
+        folder, _, name = relative.rpartition("/")
+        descriptor = self._open_folder(folder)
         try:
-            for folder in folders:
-                below = os.open(folder, _DIRECTORY, dir_fd=descriptor)
-                os.close(descriptor)
-                descriptor = below
             yield descriptor, name
         finally:
+            os.close(descriptor)
+
+    @contextlib.contextmanager
+    def _locked(self, how: int) -> Iterator[None]:
+        """Between those who remove files and those who look for them, in all processes."""
+        # A descriptor of its own: threads that share one are not kept apart.
+        descriptor = os.open(self.private, _DIRECTORY)
+        try:
+            deadline = time.monotonic() + REMOVAL_S
+            while True:
+                try:
+                    fcntl.flock(descriptor, how | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() >= deadline:
+                        break
+                time.sleep(0.001)
+            yield
+        finally:
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # also of the copy in a child that was forked meanwhile
             os.close(descriptor)
 
     def walk(self, relative: str) -> list[str]:
@@ -152,66 +183,100 @@ class Folder:
         Raises InvalidShardError if anything is neither a file nor a folder: a symlink could lead anywhere,
         a FIFO would hang the upload.
         """
-        found: list[str] = []
+        with self._locked(fcntl.LOCK_SH):
+            pass  # what `remove_source` took away by mistake is back
+        here = relative
+        try:
+            mode = os.lstat(f"{self.path}/{relative}").st_mode  # `link` refuses a symlink on the way
+            if stat.S_ISREG(mode):
+                return [relative]
+            if not stat.S_ISDIR(mode):
+                raise InvalidShardError(f"{relative!r} is {_kind(mode)}, not a regular file or folder")
+            found: list[str] = []
+            waiting = [(relative, True)]
+            while waiting:
+                here, is_folder = waiting.pop()
+                if is_folder:
+                    waiting += reversed(self._entries(here))
+                else:
+                    found.append(here)
+            return found
+        except FileNotFoundError:
+            raise InvalidShardError(f"{str(self.path / here)!r} does not exist") from None
+        except OSError as error:
+            raise _source_walk_error(self.path / here, error) from error
 
-        def visit(here: str) -> None:
-            try:
-                with self._parent(here) as (parent, name):
-                    mode = os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode
-                    if stat.S_ISREG(mode):
-                        found.append(here)
-                        return
-                    if not stat.S_ISDIR(mode):
-                        raise InvalidShardError(f"{here!r} is {_kind(mode)}, not a regular file or folder")
-                    descriptor = os.open(name, _DIRECTORY, dir_fd=parent)
-                    try:
-                        names = sorted(os.listdir(descriptor))
-                    finally:
-                        os.close(descriptor)
-            except FileNotFoundError:
-                raise InvalidShardError(f"{str(self.path / here)!r} does not exist") from None
-            except OSError as error:
-                raise _source_walk_error(self.path / here, error) from error
-            for each in names:
-                visit(check_relative(f"{here}/{each}", "path"))
-
-        visit(relative)
+    def _entries(self, folder: str) -> list[tuple[str, bool]]:
+        """What is in a folder, sorted: the path, and whether it is a folder."""
+        found = []
+        descriptor = self._open_folder(folder)
+        try:
+            with os.scandir(descriptor) as entries:
+                for entry in entries:
+                    path = check_relative(f"{folder}/{entry.name}", "path")
+                    is_folder = entry.is_dir(follow_symlinks=False)
+                    if not is_folder and not entry.is_file(follow_symlinks=False):
+                        mode = entry.stat(follow_symlinks=False).st_mode
+                        raise InvalidShardError(f"{path!r} is {_kind(mode)}, not a regular file or folder")
+                    found.append((path, is_folder))
+        finally:
+            os.close(descriptor)
+        found.sort()
         return found
 
     # --- the spool -----------------------------------------------------------------------------------------
 
-    def link(self, source: str, spool: str) -> tuple[FileIdentity, bool]:
-        """Hard-link the regular file `source` to `spool` (below `.ckpt_async/`); atomic, not yet durable.
+    def link(self, files: Sequence[tuple[str, str]], spool: str) -> list[tuple[FileIdentity, bool]]:
+        """Hard-link regular files, each (source, name), as `name` into the folder `spool` below `.ckpt_async/`; all or
+        none of them, not yet durable.
 
-        Returns what the file is now and whether it was linked; it is not where the file system cannot
+        Returns, of each, what the file is now and whether it was linked; it is not where the file system cannot
         (another mount inside the folder, no hard links): then only the user's own file holds the bytes.
         """
-        target = f"{self.private}/{spool}"
+        done: list[tuple[FileIdentity, bool]] = []
         try:
-            with self._parent(source) as (parent, name):
-                descriptor = os.open(name, _FILE, dir_fd=parent)
-                try:
-                    before = os.fstat(descriptor)
-                    if not stat.S_ISREG(before.st_mode):
-                        raise InvalidShardError(f"{source!r} is {_kind(before.st_mode)}, not a regular file")
-                    identity = _identity(before)
-                    if not self.can_link:
-                        return identity, False
-                    is_linked = _link(name, parent, target)
-                finally:
-                    os.close(descriptor)
-            if is_linked and _identity(os.lstat(target)) != identity:
-                os.unlink(target)
-                raise InvalidShardError(
-                    f"{source!r} changed while it was enqueued: enqueue finished files only"
-                )
-            return identity, is_linked
-        except FileNotFoundError:
-            raise InvalidShardError(f"{str(self.path / source)!r} does not exist") from None
-        except OSError as error:
+            self._link_into(done, files, f"{self.private}/{spool}")
+            return done
+        except BaseException as error:
+            for _, name in files[: len(done)]:
+                self.unlink(f"{spool}/{name}")
+            if not isinstance(error, OSError):
+                raise
+            source, _ = files[len(done)]
+            if isinstance(error, FileNotFoundError):
+                raise InvalidShardError(f"{str(self.path / source)!r} does not exist") from None
             if error.errno in _FULL:
                 raise no_space(self.path) from error
             raise _source_walk_error(self.path / source, error) from error
+
+    def _link_into(
+        self, done: list[tuple[FileIdentity, bool]], files: Sequence[tuple[str, str]], top: str
+    ) -> None:
+        folder: str | None = None
+        parent = -1
+        made: set[str] = set()
+        try:
+            for source, name in files:
+                above, _, base = source.rpartition("/")
+                if above != folder:  # those of one folder come one after another
+                    before, parent = parent, self._open_folder(above)
+                    folder = above
+                    if before >= 0:
+                        os.close(before)
+                target = f"{top}/{name}"
+                is_linked = self.can_link
+                if is_linked:
+                    _make_folder(target[: target.rindex("/")], made)
+                    is_linked = _link(base, parent, target)
+                facts = os.lstat(target) if is_linked else os.stat(base, dir_fd=parent, follow_symlinks=False)
+                if not stat.S_ISREG(facts.st_mode):
+                    if is_linked:
+                        os.unlink(target)
+                    raise InvalidShardError(f"{source!r} is {_kind(facts.st_mode)}, not a regular file")
+                done.append((_identity(facts), is_linked))
+        finally:
+            if parent >= 0:
+                os.close(parent)
 
     def is_same(self, source: str, identity: FileIdentity) -> bool:
         """Whether the user's file is still the one that was enqueued."""
@@ -227,11 +292,11 @@ class Folder:
 
     def remove_spool(self, spool: str) -> None:
         """Remove a spool folder with all its links; idempotent. The linked files themselves stay."""
-        top = self.private / spool
-        for folder, _, names in os.walk(top, topdown=False):
-            for name in names:
-                Path(folder, name).unlink(missing_ok=True)
-            with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError):
+            for folder, _, names, descriptor in os.fwalk(self.private / spool, topdown=False):
+                for name in names:
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(name, dir_fd=descriptor)
                 os.rmdir(folder)
 
     def open_source(self, source: str, spool: str | None, identity: FileIdentity) -> int:
@@ -239,7 +304,7 @@ class Folder:
 
         Raises SourceError with SOURCE_MISSING or SOURCE_CHANGED; OSError for trouble of the disk.
         """
-        path = str(self.private / spool) if spool else str(self.path / source)
+        path = f"{self.private}/{spool}" if spool else f"{self.path}/{source}"
         try:
             if spool:
                 descriptor = os.open(path, _FILE)
@@ -263,7 +328,7 @@ class Folder:
         is not the same file any more (the trainer wrote a new one to that path), which then stays.
         """
         try:
-            with self._parent(source) as (parent, name):
+            with self._locked(fcntl.LOCK_EX), self._parent(source) as (parent, name):
                 there = os.stat(name, dir_fd=parent, follow_symlinks=False)
                 if _identity(there) != identity or not self._take_away(parent, name, identity):
                     return False
@@ -312,16 +377,23 @@ class Folder:
         return facts.f_bavail * facts.f_frsize, facts.f_blocks * facts.f_frsize
 
 
+def _make_folder(folder: str, made: set[str]) -> None:
+    if folder in made:
+        return
+    try:
+        os.mkdir(folder)
+    except FileExistsError:
+        pass
+    except FileNotFoundError:
+        os.makedirs(folder, exist_ok=True)
+    made.add(folder)
+
+
 def _link(name: str, parent: int, target: str) -> bool:
     while True:
         try:
             os.link(name, target, src_dir_fd=parent, follow_symlinks=False)
             return True
-        except FileNotFoundError:
-            folder = os.path.dirname(target)
-            if os.path.isdir(folder):
-                raise  # it is the source that is gone
-            os.makedirs(folder, exist_ok=True)
         except FileExistsError:
             # Left by a crash between link and journal row: nothing refers to it.
             with contextlib.suppress(FileNotFoundError):

@@ -12,12 +12,14 @@ from __future__ import annotations
 import contextlib
 import enum
 import fcntl
+import itertools
 import json
 import os
 import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from json.encoder import encode_basestring_ascii as _quoted
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self, get_args
 
@@ -27,6 +29,7 @@ from ckpt_async.files import Folder, fsync_path, no_space
 from ckpt_async.model import (
     CheckpointId,
     Checksum,
+    Enqueued,
     Event,
     FileIdentity,
     Forgotten,
@@ -37,10 +40,15 @@ from ckpt_async.model import (
     RemoteAddress,
     Shard,
     StoredShard,
+    Verified,
     fold,
 )
 
-FORMAT_VERSION = 1
+# 2: rows for many shards, and no index, for which every append would pay. A journal of version 1 is read, and becomes
+# one of version 2 by the first append.
+FORMAT_VERSION = 2
+# Shards in one row at most: a row is encoded and decoded as a whole.
+ROW_SHARDS = 1000
 # Waiting for another process's write; each of them takes well under a millisecond.
 BUSY_TIMEOUT_S = 10.0
 BUSY_PAUSE_S = 0.0003
@@ -60,7 +68,6 @@ CREATE TABLE IF NOT EXISTS events (
     body TEXT NOT NULL
 );
 CREATE TABLE IF NOT EXISTS progress (rank INTEGER PRIMARY KEY, body TEXT NOT NULL);
-CREATE INDEX IF NOT EXISTS events_by_checkpoint ON events (rank, generation, step);
 """
 _INSERT = "INSERT INTO events (rank, generation, step, written_at, kind, body) VALUES (?, ?, ?, ?, ?, ?)"
 
@@ -94,6 +101,7 @@ class Journal:
         self._is_abandoned = False
         with self._translated():
             self._connection = connect(self._path)
+            self._version = _version(self._connection)
         after_fork.add(self)
 
     # --- writing -------------------------------------------------------------------------------------------
@@ -104,8 +112,13 @@ class Journal:
         Raises NoSpaceError if the disk is full, JournalError for other trouble; then nothing was written.
         """
         now = self._clock()
-        rows = [(rank, *_place(event), now, type(event).__name__, _encode(event)) for event in events]
+        rows = [(rank, *place, now, kind, body) for place, kind, body in _encode(events)]
         with self._translated(), self._lock:
+            if self._version != FORMAT_VERSION:
+                with self._transaction():
+                    self._connection.execute("DROP INDEX IF EXISTS events_by_checkpoint")
+                    self._connection.execute(f"PRAGMA user_version = {FORMAT_VERSION}")
+                self._version = FORMAT_VERSION
             if len(rows) == 1:  # one statement is a transaction of its own, and the trainer waits for it
                 self._patiently(_INSERT, rows[0])
                 return
@@ -134,7 +147,7 @@ class Journal:
             self._connection.execute(
                 "INSERT INTO events (rank, generation, step, written_at, kind, body)"
                 " VALUES (?, ?, ?, ?, 'Forgotten', ?)",
-                (rank, *mark, self._clock(), _encode(event)),
+                (rank, *mark, self._clock(), _ENCODER.encode(event)),
             )
 
     def forget_marks(self, rank: int) -> None:
@@ -149,7 +162,7 @@ class Journal:
             self._connection.execute(
                 "INSERT INTO events (rank, generation, step, written_at, kind, body)"
                 " VALUES (?, 0, 0, ?, 'Opened', ?)",
-                (rank, self._clock(), _encode(event)),
+                (rank, self._clock(), _ENCODER.encode(event)),
             )
 
     def note_progress(self, rank: int, sent: Iterable[tuple[CheckpointId, str, int]]) -> None:
@@ -177,18 +190,25 @@ class Journal:
 
     # --- reading -------------------------------------------------------------------------------------------
 
-    def rows(self, *, after: int = 0) -> list[JournalRow]:
-        """All rows past a sequence number, in order."""
+    def rows(self, *, after: int = 0, rank: int | None = None) -> list[JournalRow]:
+        """What is past a sequence number, in order; of all ranks or one. Events that were appended together may share a
+        sequence number.
+        """
         with self._translated(), self._lock:
             found = self._patiently(
-                "SELECT sequence, rank, written_at, kind, body FROM events WHERE sequence > ? ORDER BY sequence",
-                (after,),
+                "SELECT sequence, rank, generation, step, written_at, kind, body FROM events"
+                " WHERE sequence > ? AND rank = ifnull(?, rank) ORDER BY sequence",
+                (after, rank),
             ).fetchall()
-        return [JournalRow(number, rank, at, _decode(kind, body)) for number, rank, at, kind, body in found]
+        rows: list[JournalRow] = []
+        for sequence, owner, generation, step, written_at, kind, body in found:
+            events = _decode(kind, CheckpointId(generation, step), body)
+            rows += [JournalRow(sequence, owner, written_at, event) for event in events]
+        return rows
 
     def local(self, rank: int) -> Local:
         """This rank's state, replayed from the beginning."""
-        return fold(self.rows(), Local(rank))
+        return fold(self.rows(rank=rank), Local(rank))
 
     def progress(self, rank: int) -> dict[tuple[CheckpointId, str], int]:
         """What `note_progress` noted last: bytes sent by (checkpoint, shard)."""
@@ -278,7 +298,7 @@ def _connect(path: Path) -> sqlite3.Connection:
         connection.execute("PRAGMA synchronous = NORMAL")
         # A checkpoint fsyncs in whichever process it happens to strike: never the trainer's enqueue.
         connection.execute("PRAGMA wal_autocheckpoint = 0").fetchall()
-        version = connection.execute("PRAGMA user_version").fetchone()[0]
+        version = _version(connection)
         if version == 0:
             connection.executescript(
                 f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version = {FORMAT_VERSION}; COMMIT;"
@@ -319,7 +339,7 @@ def _connect_readonly(path: Path) -> sqlite3.Connection:
         check_same_thread=False,
     )
     try:
-        version = connection.execute("PRAGMA user_version").fetchone()[0]
+        version = _version(connection)
         if version == 0:
             raise _no_journal(path)  # its maker was killed before the first row
         _check_format(version, path)
@@ -337,8 +357,13 @@ def _no_journal(path: Path) -> NoJournalError:
     )
 
 
+def _version(connection: sqlite3.Connection) -> int:
+    """0 in a new file."""
+    return int(connection.execute("PRAGMA user_version").fetchone()[0])
+
+
 def _check_format(version: int, path: Path) -> None:
-    if version != FORMAT_VERSION:
+    if not 1 <= version <= FORMAT_VERSION:
         raise JournalError(
             f"journal {str(path)!r} has format {version}; this program writes {FORMAT_VERSION}",
             hint="finish it with the version of ckpt_async that wrote it (`ckpt-async drain`)",
@@ -350,12 +375,49 @@ def _check_format(version: int, path: Path) -> None:
 _KINDS: dict[str, Any] = {kind.__name__: kind for kind in get_args(Event)}
 
 
+def _encode(events: Iterable[Event]) -> Iterator[tuple[tuple[int, int], str, str]]:
+    """Rows for events: generation and step, kind, body. What comes by the thousand shares rows, whose body is one flat
+    list, written by hand: it is read without an object for each, and the trainer waits for it. All else has a row and a
+    JSON object of its own.
+    """
+    for _, series in itertools.groupby(events, _series):
+        many = list(series)
+        for start in range(0, len(many), ROW_SHARDS):
+            some = many[start : start + ROW_SHARDS]
+            first = some[0]
+            if isinstance(first, Enqueued):
+                shards = [_shard_items(each.shard) for each in some if isinstance(each, Enqueued)]
+                body = f"[{_quoted(first.name)},{','.join(shards)}]"
+            elif isinstance(first, Verified):
+                stored = [_stored_items(each.stored) for each in some if isinstance(each, Verified)]
+                body = f"[{','.join(stored)}]"
+            else:
+                body = _ENCODER.encode(first)
+            yield _place(first), type(first).__name__, body
+
+
+def _series(event: Event) -> object:
+    """Equal for neighbours that share a row."""
+    if isinstance(event, Enqueued):
+        return Enqueued, event.checkpoint, event.name
+    if isinstance(event, Verified):
+        return Verified, event.checkpoint
+    return object()
+
+
 def _place(event: Event) -> tuple[int, int]:
     return (0, 0) if isinstance(event, Opened) else (event.checkpoint.generation, event.checkpoint.step)
 
 
-def _encode(event: Event) -> str:
-    return _ENCODER.encode(event)
+def _shard_items(shard: Shard) -> str:
+    of, is_linked = shard.identity, "true" if shard.is_linked else "false"
+    names = f"{_quoted(shard.name)},{_quoted(shard.source)}"
+    return f"{names},{of.device},{of.inode},{of.size_bytes},{of.mtime_ns},{is_linked}"
+
+
+def _stored_items(stored: StoredShard) -> str:
+    names, checksum = f"{_quoted(stored.name)},{_quoted(stored.key)}", stored.checksum
+    return f"{names},{stored.size_bytes},{_quoted(checksum.algorithm)},{_quoted(checksum.value)}"
 
 
 def _fields(value: Any) -> Any:
@@ -368,41 +430,65 @@ def _fields(value: Any) -> Any:
 _ENCODER = json.JSONEncoder(separators=(",", ":"), default=_fields)
 
 
-def _decode(kind: str, body: str) -> Event:
-    """Rebuild an event. The journal is our own file, but a program of another version may have written it."""
+def _decode(kind: str, checkpoint: CheckpointId, body: str) -> list[Event]:
+    """Rebuild a row's events. The journal is our own file, but a program of another version may have written it."""
     try:
         fields = json.loads(body)
-        if "checkpoint" in fields:
-            fields["checkpoint"] = CheckpointId(**fields["checkpoint"])
-        match kind:
-            case "Opened":
-                remote = fields.get("remote")
-                fields["remote"] = RemoteAddress(**remote) if remote else None
-                fields["settings"] = tuple((name, value) for name, value in fields.get("settings", ()))
-            case "Enqueued":
-                shard = fields["shard"]
-                shard["identity"] = FileIdentity(**shard["identity"])
-                fields["shard"] = Shard(**shard)
-            case "Sealed":
-                fields["metrics"] = tuple((name, value) for name, value in fields["metrics"])
-            case "MadeDurable":
-                fields["shards"] = tuple(fields["shards"])
-            case "Verified":
-                stored = fields["stored"]
-                stored["checksum"] = Checksum(**stored["checksum"])
-                fields["stored"] = StoredShard(**stored)
-            case "Failed":
-                fields["reason"] = FailureReason(fields["reason"])
-            case "Decided":
-                fields["outcome"] = Outcome(fields["outcome"])
-            case _:
-                pass
-        event: Event = _KINDS[kind](**fields)
-    except (KeyError, TypeError, ValueError) as error:
+        if isinstance(fields, dict):
+            return [_event(kind, fields)]
+        items = iter(fields)
+        if kind == "Enqueued":
+            name = next(items)
+            return [
+                Enqueued(
+                    checkpoint,
+                    name,
+                    Shard(shard, source, FileIdentity(device, inode, size_bytes, mtime_ns), is_linked),
+                )
+                for shard, source, device, inode, size_bytes, mtime_ns, is_linked in zip(
+                    *[items] * 7, strict=True
+                )
+            ]
+        if kind == "Verified":
+            return [
+                Verified(checkpoint, StoredShard(name, key, size_bytes, Checksum(algorithm, value)))
+                for name, key, size_bytes, algorithm, value in zip(*[items] * 5, strict=True)
+            ]
+        raise ValueError("a list")
+    except (KeyError, StopIteration, TypeError, ValueError) as error:
         raise JournalError(
             f"journal: row of kind {kind!r} cannot be read: {error}",
             hint="move the journal away and start again: the spool's manifests rebuild it",
         ) from error
+
+
+def _event(kind: str, fields: dict[str, Any]) -> Event:
+    if "checkpoint" in fields:
+        fields["checkpoint"] = CheckpointId(**fields["checkpoint"])
+    match kind:
+        case "Opened":
+            remote = fields.get("remote")
+            fields["remote"] = RemoteAddress(**remote) if remote else None
+            fields["settings"] = tuple((name, value) for name, value in fields.get("settings", ()))
+        case "Enqueued":  # of version 1
+            shard = fields["shard"]
+            shard["identity"] = FileIdentity(**shard["identity"])
+            fields["shard"] = Shard(**shard)
+        case "Sealed":
+            fields["metrics"] = tuple((name, value) for name, value in fields["metrics"])
+        case "MadeDurable":
+            fields["shards"] = tuple(fields["shards"])
+        case "Verified":  # of version 1
+            stored = fields["stored"]
+            stored["checksum"] = Checksum(**stored["checksum"])
+            fields["stored"] = StoredShard(**stored)
+        case "Failed":
+            fields["reason"] = FailureReason(fields["reason"])
+        case "Decided":
+            fields["outcome"] = Outcome(fields["outcome"])
+        case _:
+            pass
+    event: Event = _KINDS[kind](**fields)
     return event
 
 

@@ -515,7 +515,10 @@ def _apply(
         case MadeDurable():
             for name in event.shards:
                 if name in shards:
-                    shards[name] = replace(shards[name], is_durable=True)
+                    it = shards[name]
+                    shards[name] = LocalShard(
+                        it.shard, it.enqueued_at, True, it.multipart, it.stored, it.failure
+                    )
             if event.is_sealed:
                 return replace(checkpoint, is_seal_durable=True)
         case MultipartOpened():
@@ -523,8 +526,9 @@ def _apply(
                 shards[event.shard] = replace(shards[event.shard], multipart=event)
         case Verified():
             if event.stored.name in shards:
-                shards[event.stored.name] = replace(
-                    shards[event.stored.name], stored=event.stored, failure=None
+                it = shards[event.stored.name]
+                shards[event.stored.name] = LocalShard(
+                    it.shard, it.enqueued_at, it.is_durable, it.multipart, event.stored
                 )
         case Failed():
             if event.shard in shards:

@@ -11,6 +11,10 @@ from ckpt_async.errors import InvalidNameError, SettingsError
 # 'epoch=1-step=100.ckpt'. No space, backslash, control or non-ASCII character: SeaweedFS accepts a newline
 # and folds 'p//q' into 'p/q', so what is ambiguous must be refused here (table rows F25, F26).
 _COMPONENT = re.compile(r"[A-Za-z0-9._=+@,-]{1,200}")
+_NAME = rf"(?!\.\.?(?:/|\Z)){_COMPONENT.pattern}"
+_RELATIVE = re.compile(rf"{_NAME}(?:/{_NAME})*")
+
+_NUMBER = re.compile(r"\d+")
 
 # S3 allows 1,024 bytes of key. What is left is for the run's prefix.
 MAX_SHARD_NAME_LENGTH = 600
@@ -32,6 +36,8 @@ def check_component(component: str, what: str) -> str:
 
 def check_relative(path: str, what: str) -> str:
     """Return `path` if it is a relative '/'-joined path of safe components."""
+    if len(path) <= MAX_SHARD_NAME_LENGTH and _RELATIVE.fullmatch(path):
+        return path
     if path.startswith("/"):
         raise InvalidNameError(f"{what} {path!r} must be relative")
     for component in path.split("/"):
@@ -62,7 +68,7 @@ def checkpoint_name(name: str | None, step: int) -> str:
     if name is None:
         return f"step-{step}"
     check_component(name, "checkpoint name")
-    numbers = re.findall(r"\d+", name)
+    numbers = _NUMBER.findall(name)
     # Twelve digits at most: `keys.parse_data_key` must find the step again, or nobody could clean up behind it.
     if not numbers or len(numbers[-1]) > 12 or int(numbers[-1]) != step:
         name = f"{name}-{step}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from base64 import b64decode
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ckpt_async import keys
@@ -288,8 +288,9 @@ def decode_member(data: bytes) -> str:
 # --- the spool's manifest: what the journal said, kept beside the links (rule R10) --------------------------
 
 
-def encode_manifest(enqueued: list[Enqueued], sealed: Sealed | None) -> bytes:
-    checkpoint, name = (sealed or enqueued[0]).checkpoint, (sealed or enqueued[0]).name
+def encode_manifest(
+    checkpoint: CheckpointId, name: str, shards: Iterable[Shard], sealed: Sealed | None
+) -> bytes:
     return _encode(
         "manifest",
         {
@@ -297,7 +298,7 @@ def encode_manifest(enqueued: list[Enqueued], sealed: Sealed | None) -> bytes:
             "name": name,
             "world_size": sealed.world_size if sealed else None,
             "metrics": dict(sealed.metrics) if sealed else {},
-            "shards": [_shard_fields(event.shard) for event in enqueued],
+            "shards": [_shard_fields(shard) for shard in shards],
         },
     )
 

@@ -324,7 +324,8 @@ class _View:
 
     def fresh_local(self) -> Local:
         with self._lock:
-            self._local = fold(self._journal.rows(after=self._local.sequence), self._local)
+            rows = self._journal.rows(after=self._local.sequence, rank=self._local.rank)
+            self._local = fold(rows, self._local)
             return self._local
 
     def missing_ranks(self, id_: CheckpointId) -> list[int]:

@@ -1,6 +1,7 @@
 """The folder, on a real file system: nothing outside it is touched, and what is not the same file is found out."""
 
 import errno
+import fcntl
 import os
 import socket
 import threading
@@ -19,6 +20,7 @@ from ckpt_async.errors import (
     SourceError,
 )
 from ckpt_async.files import Folder, fsync_path, parse_mountinfo, point_symlink, write_durably
+from ckpt_async.model import FileIdentity
 
 
 @pytest.fixture
@@ -31,6 +33,13 @@ def write(folder: Folder, name: str, content: bytes = b"content") -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
     return path
+
+
+def link(folder: Folder, source: str, spool: str) -> tuple[FileIdentity, bool]:
+    """One file, to a path below `.ckpt_async/`."""
+    below, _, name = spool.rpartition("/")
+    [linked] = folder.link([(source, name)], below)
+    return linked
 
 
 # --- what may be enqueued ------------------------------------------------------------------------------------
@@ -61,7 +70,7 @@ def test_only_regular_files_are_walked_and_linked(folder: Folder, tmp_path: Path
     with pytest.raises(InvalidShardError):
         folder.walk("x")
     with pytest.raises(InvalidShardError):
-        folder.link("x", "spool/x")
+        link(folder, "x", "spool/x")
     assert not (folder.private / "spool" / "x").exists()
 
 
@@ -73,9 +82,9 @@ def test_symlink_on_the_way_is_not_followed(folder: Folder, tmp_path: Path) -> N
     victim.write_bytes(b"theirs")
     (folder.path / "step-1").symlink_to(outside)
     facts = victim.stat()
-    identity = files.FileIdentity(facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns)
+    identity = FileIdentity(facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns)
     with pytest.raises(InvalidShardError):
-        folder.link("step-1/a", "spool/a")
+        link(folder, "step-1/a", "spool/a")
     with pytest.raises((SourceError, OSError)):
         os.close(folder.open_source("step-1/a", None, identity))
     assert folder.remove_source("step-1/a", identity)
@@ -102,6 +111,14 @@ def test_path_through_a_symlink_to_the_folder_is_inside(folder: Folder, tmp_path
     assert folder.relative(tmp_path / "alias" / "step-1" / "a") == "step-1/a"
 
 
+@pytest.mark.parametrize("path", ["sub/../x/a", "x//a", "x/./a", "./x/a", "x/a/"])
+def test_path_that_is_not_normal_is_made_so(folder: Folder, path: str) -> None:
+    """`os.path.join(folder, "../run-a/x")` is what configurations are made of."""
+    assert folder.relative(f"{folder.path}/{path}") == "x/a"
+    assert folder.relative(os.path.relpath(f"{folder.path}/{path}")) == "x/a"
+    assert folder.relative(f"{folder.path}/../checkpoints/{path}") == "x/a"
+
+
 def test_walk_finds_every_file_in_order(folder: Folder) -> None:
     """All ranks and all restarts must see the same shards."""
     for name in ("s/b", "s/a/c", "s/a/b"):
@@ -121,7 +138,7 @@ def test_walk_finds_every_file_in_order(folder: Folder) -> None:
 def test_hard_link_survives_deletion_of_the_original(folder: Folder) -> None:
     """transformers rotates before `on_save`: the bytes must still be there."""
     path = write(folder, "step-1/a", b"bytes")
-    identity, is_linked = folder.link("step-1/a", "spool/rank-00000/x/a")
+    identity, is_linked = link(folder, "step-1/a", "spool/rank-00000/x/a")
     assert is_linked
     path.unlink()
     descriptor = folder.open_source("step-1/a", "spool/rank-00000/x/a", identity)
@@ -129,12 +146,49 @@ def test_hard_link_survives_deletion_of_the_original(folder: Folder) -> None:
     os.close(descriptor)
 
 
+def test_links_of_many_files(folder: Folder) -> None:
+    """Files of several folders in one go, each under its own name."""
+    files = [(f"s/{name}", name) for name in ("a", "b/c", "b/d", "e")]
+    for source, name in files:
+        write(folder, source, name.encode())
+    linked = folder.link(files, "spool/x")
+    for (source, name), (identity, is_linked) in zip(files, linked, strict=True):
+        assert is_linked
+        assert (folder.private / "spool/x" / name).read_bytes() == name.encode()
+        assert folder.is_same(source, identity)
+
+
+@pytest.mark.parametrize("trouble", ["symlink", "missing", "folder", "folder is a symlink"])
+def test_links_are_made_for_all_or_none(folder: Folder, tmp_path: Path, trouble: str) -> None:
+    """What `enqueue` refuses holds no space, and links made before it stay."""
+    write(folder, "s/a")
+    link(folder, "s/a", "spool/x/before")
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside/b").write_bytes(b"secret")
+    bad = folder.path / "s/b"
+    match trouble:
+        case "symlink":
+            bad.symlink_to(tmp_path / "outside/b")
+        case "folder":
+            bad.mkdir()
+        case "folder is a symlink":
+            (folder.path / "t").symlink_to(tmp_path / "outside")
+        case _:
+            pass
+    source = "t/b" if trouble == "folder is a symlink" else "s/b"
+    num_open = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(InvalidShardError, match=source):
+        folder.link([("s/a", "a"), (source, "b")], "spool/x")
+    assert os.listdir(folder.private / "spool/x") == ["before"]
+    assert len(os.listdir("/proc/self/fd")) == num_open
+
+
 def test_left_over_link_is_replaced(folder: Folder) -> None:
     """A crash between link and journal row leaves one behind: the next save must not fail, nor read the old one."""
     write(folder, "old", b"old")
-    folder.link("old", "spool/a")
+    link(folder, "old", "spool/a")
     write(folder, "new", b"new")
-    folder.link("new", "spool/a")
+    link(folder, "new", "spool/a")
     assert (folder.private / "spool/a").read_bytes() == b"new"
 
 
@@ -143,7 +197,7 @@ def test_changed_file_is_found_out(folder: Folder, how: str) -> None:
     """A hard link does not protect from writing in place; mixed bytes must never be committed."""
     path = write(folder, "a", b"content")
     os.utime(path, ns=(10**18, 10**18))
-    identity, _ = folder.link("a", "spool/a")
+    identity, _ = link(folder, "a", "spool/a")
     assert folder.is_same("a", identity)
     match how:
         case "overwrite":
@@ -174,7 +228,7 @@ def test_changed_file_is_found_out(folder: Folder, how: str) -> None:
 def test_remove_source_leaves_another_file_at_the_same_path(folder: Folder) -> None:
     """The trainer saved the same step again after a restart: that file is not ours to delete."""
     path = write(folder, "step-1/a")
-    identity, _ = folder.link("step-1/a", "spool/a")
+    identity, _ = link(folder, "step-1/a", "spool/a")
     path.unlink()
     write(folder, "step-1/a", b"another")
     assert not folder.remove_source("step-1/a", identity)
@@ -187,8 +241,8 @@ def test_remove_source_leaves_a_file_that_is_written_to_the_path_at_that_moment(
 ) -> None:
     """Retention of an older start meets a trainer that was restarted and saves the same step again."""
     path = write(folder, "step-1/a", b"old")
-    identity, _ = folder.link("step-1/a", "spool/1/a")
-    move, link = os.rename, os.link
+    identity, _ = link(folder, "step-1/a", "spool/1/a")
+    move, make_link = os.rename, os.link
 
     def just_before(act: Callable[..., None], content: bytes) -> Callable[..., None]:
         def racing(*arguments: Any, **more: Any) -> None:
@@ -204,7 +258,9 @@ def test_remove_source_leaves_a_file_that_is_written_to_the_path_at_that_moment(
 
     monkeypatch.setattr(os, "rename", just_before(move, b"new"))
     if then:
-        monkeypatch.setattr(os, "link", refuse if then == "no hard links" else just_before(link, b"newer"))
+        monkeypatch.setattr(
+            os, "link", refuse if then == "no hard links" else just_before(make_link, b"newer")
+        )
     assert not folder.remove_source("step-1/a", identity)
     assert path.read_bytes() == (b"newer" if then == "written again" else b"new")
     assert not list(folder.private.glob("removing-*"))
@@ -212,7 +268,7 @@ def test_remove_source_leaves_a_file_that_is_written_to_the_path_at_that_moment(
 
 def test_remove_source_may_leave_the_folder_to_a_trainer_that_comes_to_it_again(folder: Folder) -> None:
     path = write(folder, "step-1/r0/a")
-    identity, _ = folder.link("step-1/r0/a", "spool/1/a")
+    identity, _ = link(folder, "step-1/r0/a", "spool/1/a")
     assert folder.remove_source("step-1/r0/a", identity, keeps_folders=True)
     assert path.parent.is_dir()
     assert not path.exists()
@@ -222,8 +278,8 @@ def test_remove_source_removes_empty_folders_only(folder: Folder) -> None:
     """Other ranks may still have files there; the folder itself stays in any case."""
     write(folder, "step-1/r0/a")
     write(folder, "step-1/r1/b")
-    one, _ = folder.link("step-1/r0/a", "spool/a")
-    two, _ = folder.link("step-1/r1/b", "spool/b")
+    one, _ = link(folder, "step-1/r0/a", "spool/a")
+    two, _ = link(folder, "step-1/r1/b", "spool/b")
     assert folder.remove_source("step-1/r0/a", one)
     assert not (folder.path / "step-1/r0").exists()
     assert (folder.path / "step-1/r1/b").exists()
@@ -244,7 +300,7 @@ def test_without_links_the_original_is_kept(
 
     write(folder, "a", b"bytes")
     monkeypatch.setattr(os, "link", refuse)
-    identity, is_linked = folder.link("a", "spool/a")
+    identity, is_linked = link(folder, "a", "spool/a")
     assert not is_linked
     descriptor = folder.open_source("a", None, identity)
     assert os.read(descriptor, 10) == b"bytes"
@@ -254,11 +310,55 @@ def test_without_links_the_original_is_kept(
 def test_remove_spool_leaves_the_user_s_files(folder: Folder) -> None:
     """It removes names, not bytes; and may be cut short and done again."""
     path = write(folder, "a")
-    folder.link("a", "spool/x/sub/a")
+    link(folder, "a", "spool/x/sub/a")
     folder.remove_spool("spool/x")
     folder.remove_spool("spool/x")
     assert path.read_bytes() == b"content"
     assert not (folder.private / "spool/x").exists()
+
+
+def test_file_that_is_moved_away_by_mistake_is_walked(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Retention takes a new file for the old one, looks, and puts it back: a trainer that enqueues the folder in this
+    moment would leave the shard out, and the checkpoint would be committed without it.
+    """
+    path = write(folder, "step-1/a", b"old")
+    write(folder, "step-1/b")
+    identity, _ = link(folder, "step-1/a", "spool/1/a")
+    move = os.rename
+    found: list[list[str]] = []
+    trainer = threading.Thread(target=lambda: found.append(folder.walk("step-1")))
+
+    def racing(*arguments: Any, **more: Any) -> None:
+        (folder.path / "new").write_bytes(b"new")
+        (folder.path / "new").replace(path)
+        move(*arguments, **more)
+        trainer.start()
+        trainer.join(0.3)  # it ends only when the file is back
+
+    monkeypatch.setattr(os, "rename", racing)
+    assert not folder.remove_source("step-1/a", identity)
+    trainer.join()
+    assert found == [["step-1/a", "step-1/b"]]
+    assert path.read_bytes() == b"new"
+
+
+def test_lock_that_a_fork_of_a_killed_process_holds_delays_but_does_not_stall(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dataloader worker that was forked in the middle of a removal outlives its trainer."""
+    path = write(folder, "step-1/a")
+    identity, _ = link(folder, "step-1/a", "spool/1/a")
+    monkeypatch.setattr(files, "REMOVAL_S", 0.05)
+    descriptor = os.open(folder.private, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        assert folder.walk("step-1") == ["step-1/a"]
+        assert folder.remove_source("step-1/a", identity)
+    finally:
+        os.close(descriptor)
+    assert not path.exists()
 
 
 # --- the local symlink ---------------------------------------------------------------------------------------
@@ -267,8 +367,8 @@ def test_remove_spool_leaves_the_user_s_files(folder: Folder) -> None:
 def test_readers_never_find_the_symlink_missing(folder: Folder) -> None:
     """Table row F20: remove and link again leaves a moment in which a restart finds no checkpoint."""
     targets = [write(folder, f"step-{number}/a").parent for number in range(2)]
-    link = folder.path / "latest"
-    point_symlink(link, targets[0], folder.private)
+    latest = folder.path / "latest"
+    point_symlink(latest, targets[0], folder.private)
     missing: list[OSError] = []
     num_reads, is_over = 0, threading.Event()
 
@@ -276,7 +376,7 @@ def test_readers_never_find_the_symlink_missing(folder: Folder) -> None:
         nonlocal num_reads
         while num_reads < 20_000 or not is_over.is_set():
             try:
-                os.readlink(link)
+                os.readlink(latest)
             except OSError as error:
                 missing.append(error)
             num_reads += 1
@@ -284,11 +384,11 @@ def test_readers_never_find_the_symlink_missing(folder: Folder) -> None:
     reader = threading.Thread(target=read)
     reader.start()
     for number in range(1, 301):
-        point_symlink(link, targets[number % 2], folder.private)
+        point_symlink(latest, targets[number % 2], folder.private)
     is_over.set()
     reader.join()
     assert missing == []
-    assert not os.path.isabs(os.readlink(link)), "the folder may be mounted elsewhere"
+    assert not os.path.isabs(os.readlink(latest)), "the folder may be mounted elsewhere"
     assert sorted(os.listdir(folder.path)) == [".ckpt_async", "latest", "step-0", "step-1"]
 
 

@@ -17,6 +17,7 @@ from ckpt_async.model import (
     Forgotten,
     JournalRow,
     Local,
+    LocalShard,
     MadeDurable,
     MultipartOpened,
     Opened,
@@ -128,6 +129,26 @@ def test_a_restart_retries_what_failed_but_not_what_is_lost() -> None:
 
     assert state(FailureReason.TIMEOUT).checkpoints[id_].shards["a"].failure is None
     assert state(FailureReason.SOURCE_CHANGED).checkpoints[id_].loss is not None
+
+
+def test_what_happens_to_a_shard_leaves_the_rest_of_it() -> None:
+    """An outage in the middle costs neither the parts that were sent nor what was fsynced."""
+    id_ = CheckpointId(1, 1)
+    multipart = MultipartOpened(id_, "a", "upload", 5)
+    failed = Failed(id_, "a", FailureReason.TIMEOUT, "slow")
+
+    def after(*events: Event) -> LocalShard:
+        rows = [
+            JournalRow(number, 0, float(number), event)
+            for number, event in enumerate([Enqueued(id_, "x", shard("a")), *events], 1)
+        ]
+        return fold(rows, Local(0)).checkpoints[id_].shards["a"]
+
+    durable, verified = MadeDurable(id_, ("a",), is_sealed=False), Verified(id_, stored("a"))
+    assert after(multipart, failed, durable) == LocalShard(shard("a"), 1.0, True, multipart, None, failed)
+    whole = LocalShard(shard("a"), 1.0, True, multipart, stored("a"), None)
+    assert after(multipart, failed, durable, verified) == whole
+    assert after(multipart, failed, verified, durable) == whole
 
 
 def test_newest_committed_survives_forgetting() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from ckpt_async.errors import FailureReason, FolderInUseError, JournalError, NoSpaceError
 from ckpt_async.files import Folder
-from ckpt_async.journal import _KINDS, Journal, RankLock
+from ckpt_async.journal import _INSERT, _KINDS, FORMAT_VERSION, ROW_SHARDS, Journal, RankLock
 from ckpt_async.model import (
     CheckpointId,
     Checksum,
@@ -103,6 +103,116 @@ def test_every_kind_of_event_round_trips(folder: Folder, journal: Journal) -> No
         assert journal.rows() == again.rows()
         assert fold(again.rows(), Local(3)) == again.local(3)
     assert journal.ranks() == [3]
+
+
+def many(num_shards: int) -> list[Event]:
+    """A folder of small shards, and what the store answered."""
+    names = [f"a/{number}" for number in range(num_shards)]
+    shards = [
+        Shard(name, f"x/{name}", FileIdentity(1, number, 3, 4), is_linked=number % 2 == 0)
+        for number, name in enumerate(names)
+    ]
+    stored = [StoredShard(name, f"ckpt/x/{name}", 3, Checksum("crc32c", "AAAAAA==")) for name in names]
+    return [
+        *(Enqueued(ID, "x", shard) for shard in shards),
+        *(Verified(ID, each) for each in stored),
+        Verified(CheckpointId(2, 301), stored[0]),
+        Enqueued(CheckpointId(2, 301), "y", shards[0]),
+        Enqueued(CheckpointId(2, 301), "z", shards[1]),
+    ]
+
+
+def num_rows_of(folder: Folder) -> int:
+    with contextlib.closing(sqlite3.connect(folder.private / "journal.sqlite")) as connection:
+        return int(connection.execute("SELECT count(*) FROM events").fetchone()[0])
+
+
+def test_many_shards_share_few_rows(folder: Folder, journal: Journal) -> None:
+    """10,000 small shards must not cost 20,000 inserts and selects; each is what it was."""
+    events = many(2 * ROW_SHARDS + 1)
+    journal.append(0, events)
+    assert [row.event for row in journal.rows()] == events
+    assert num_rows_of(folder) == 3 + 3 + 3
+    last = journal.rows()[-1].sequence
+    assert [row.event for row in journal.rows(after=last - 1)] == events[-1:]
+
+
+def test_rows_of_one_rank(journal: Journal) -> None:
+    """Eight engines of a node need not read each other's rows."""
+    for rank in (0, 1, 0):
+        journal.append(rank, [Sealed(ID, f"{rank}", 2)])
+    first, second, third = journal.rows()
+    assert journal.rows(rank=0) == [first, third]
+    assert journal.rows(rank=1) == [second]
+    assert journal.rows(rank=0, after=first.sequence) == [third]
+    assert journal.rows(rank=2) == []
+
+
+@pytest.mark.parametrize("body", ["[]", '["x","a","b",1,2,3,4]', '["x",["a"]]', "[1", "1"])
+@pytest.mark.parametrize("kind", ["Enqueued", "Verified", "Sealed"])
+def test_row_that_is_cut_short_is_refused(folder: Folder, journal: Journal, kind: str, body: str) -> None:
+    """A shard that is left out would never be uploaded."""
+    if (kind, body) == ("Verified", "[]"):
+        return  # nothing, and whole
+    with contextlib.closing(sqlite3.connect(folder.private / "journal.sqlite")) as connection:
+        connection.execute("INSERT INTO events VALUES (1, 0, 1, 1, 0.0, ?, ?)", (kind, body))
+        connection.commit()
+    with pytest.raises(JournalError, match=kind):
+        journal.rows()
+
+
+# As version 0.1.0 wrote it, to the letter.
+VERSION_1 = """
+PRAGMA journal_mode = WAL;
+CREATE TABLE events (
+    sequence INTEGER PRIMARY KEY AUTOINCREMENT,
+    rank INTEGER NOT NULL,
+    generation INTEGER NOT NULL,
+    step INTEGER NOT NULL,
+    written_at REAL NOT NULL,
+    kind TEXT NOT NULL,
+    body TEXT NOT NULL
+);
+CREATE TABLE progress (rank INTEGER PRIMARY KEY, body TEXT NOT NULL);
+CREATE INDEX events_by_checkpoint ON events (rank, generation, step);
+PRAGMA user_version = 1;
+"""
+ROWS_1 = {
+    "Opened": '{"generation":2,"world_size":4,"remote":null,"settings":[],"boot_id":""}',
+    "Enqueued": '{"checkpoint":{"generation":2,"step":300},"name":"ep1-ba300","shard":{"name":"a/b","source":"x/a/b",'
+    '"identity":{"device":1,"inode":1152921504606846976,"size_bytes":3,"mtime_ns":4611686018427387904},'
+    '"is_linked":true}}',
+    "Sealed": '{"checkpoint":{"generation":2,"step":300},"name":"ep1-ba300","world_size":4,'
+    '"metrics":[["loss",0.1],["\\u00e9",-1.0]]}',
+    "MadeDurable": '{"checkpoint":{"generation":2,"step":300},"shards":["a/b","c"],"is_sealed":true}',
+    "Verified": '{"checkpoint":{"generation":2,"step":300},"stored":{"name":"a/b","key":"ckpt/x/a/b","size_bytes":3,'
+    '"checksum":{"algorithm":"crc64nvme","value":"AAAAAAAAAAA="}}}',
+}
+
+
+def test_journal_of_version_1_goes_on(folder: Folder) -> None:
+    """An upgrade must not lose what was queued; a program that only looks must not change the file."""
+    path = folder.private / "journal.sqlite"
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        connection.executescript(VERSION_1)
+        for kind, body in ROWS_1.items():
+            place = (0, 0) if kind == "Opened" else (2, 300)
+            connection.execute(_INSERT, (3, *place, 5.0, kind, body))
+        connection.commit()
+    expected = [next(event for event in EVENTS if type(event).__name__ == kind) for kind in ROWS_1]
+    with contextlib.closing(Journal.open_readonly(folder.path)) as journal:
+        assert [row.event for row in journal.rows()] == expected
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        assert connection.execute("PRAGMA user_version").fetchone() == (1,)
+    with contextlib.closing(Journal(folder)) as journal, contextlib.closing(Journal(folder)) as other:
+        more = many(2)
+        journal.append(3, more)
+        other.append(3, [ReceiptStored(ID)])
+        assert [row.event for row in other.rows()] == [*expected, *more, ReceiptStored(ID)]
+        journal.forget(3, Forgotten(ID, 1.0))
+        assert list(journal.local(3).checkpoints) == [CheckpointId(2, 301)]
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        assert connection.execute("PRAGMA user_version").fetchone() == (FORMAT_VERSION,)
 
 
 def test_append_is_all_or_nothing(journal: Journal) -> None:

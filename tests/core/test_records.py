@@ -106,9 +106,9 @@ def test_manifest_round_trips(
     shards = [
         Shard(each, f"x/{each}", FileIdentity(1, 1 << 40, 3, 1 << 62), is_linked=is_sealed) for each in names
     ]
-    enqueued = [Enqueued(id_, name, shard) for shard in shards]
     sealed = Sealed(id_, name, 3, values) if is_sealed else None
-    assert (enqueued, sealed) == records.decode_manifest(records.encode_manifest(enqueued, sealed), id_)
+    enqueued, also_sealed = records.decode_manifest(records.encode_manifest(id_, name, shards, sealed), id_)
+    assert ([Enqueued(id_, name, shard) for shard in shards], sealed) == (enqueued, also_sealed)
 
 
 ID = CheckpointId(3, 300)
@@ -120,7 +120,7 @@ RECEIPT = Receipt(
     (StoredShard("a/b", "ckpt/step-300.g3/a/b", 9, Checksum("crc64nvme", "AAAAAAAAAAA=")),),
 )
 DECISION = Decision(ID, Outcome.COMMIT, "step-300", 1, "n", 1.0, "me", (Checksum("crc32c", "AAAAAA=="),))
-MANIFEST = [Enqueued(ID, "step-300", Shard("a", "x/a", FileIdentity(1, 2, 3, 4), is_linked=True))]
+SHARD = Shard("a", "x/a", FileIdentity(1, 2, 3, 4), is_linked=True)
 
 Decode = Callable[[bytes], object]
 DECODERS: dict[str, tuple[bytes, Decode]] = {
@@ -137,7 +137,7 @@ DECODERS: dict[str, tuple[bytes, Decode]] = {
         lambda data: records.decode_generation(data, 3),
     ),
     "manifest": (
-        records.encode_manifest(MANIFEST, Sealed(ID, "step-300", 2)),
+        records.encode_manifest(ID, "step-300", [SHARD], Sealed(ID, "step-300", 2)),
         lambda data: records.decode_manifest(data, ID),
     ),
 }
