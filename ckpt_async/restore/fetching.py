@@ -81,8 +81,8 @@ def fetch(
     goes on where it was when called again with the same destination. Several processes may fetch the same files: each
     file is fetched once, the others wait for it.
 
-    Blocks; `on_progress(done_bytes, total_bytes)` is called from time to time, while this waits. Memory: 1 MiB for each
-    of `num_concurrent_reads`. A reader's lease keeps retention away meanwhile.
+    Blocks; `on_progress(done_bytes, total_bytes)` is called from time to time, while this waits. Memory: 512 KiB for
+    each of `num_concurrent_reads`. A reader's lease keeps retention away meanwhile.
 
     Raises NoSpaceError before anything is fetched if it would not fit; DestinationError if a file there is another one
     (`overwrite` replaces it); DamagedCheckpointError if the store does not have what was committed (then call `find`

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
@@ -13,7 +14,7 @@ from ckpt_async import keys
 from ckpt_async.errors import CkptAsyncError, FailureReason, ObjectNotFoundError, StoreError
 from ckpt_async.journal import Journal
 from ckpt_async.model import Local, fold
-from ckpt_async.requests import Progress
+from ckpt_async.requests import TELL_S, Progress
 from ckpt_async.restore.checkpoint import Checkpoint, RemoteFile
 from ckpt_async.restore.session import HeldLease, Session, damaged
 from ckpt_async.store import Sink
@@ -58,9 +59,14 @@ class StoreSource:
             self._lease.check()
             inner = sink()
 
+            tell_at = 0.0
+
             def told(piece: memoryview) -> None:
+                nonlocal tell_at
                 inner(piece)
-                progress.moved_in_thread()
+                if time.monotonic() >= tell_at:
+                    progress.moved_in_thread()
+                    tell_at = time.monotonic() + TELL_S
 
             await self._opened.store.get_range(self._file.key, offset, size_bytes, told)
 

@@ -4,7 +4,9 @@ import asyncio
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ import pytest
 from ckpt_async import Uploader, keys, restore
 from ckpt_async.errors import FailureReason, InvalidNameError, NoSpaceError, StoreError
 from ckpt_async.model import CheckpointId
-from ckpt_async.restore import fetching, partial
+from ckpt_async.restore import fetching, partial, sources
 from ckpt_async.stores.directory import DirectoryStore
 from tests.restore.runs import Run, content, files_of, is_whole, left_in, shard_key
 
@@ -338,7 +340,7 @@ def test_no_descriptor_and_no_thread_is_left(any_run: Run, tmp_path: Path) -> No
     """After successes and failures alike."""
     checkpoint = _committed(any_run)
     restore.fetch(checkpoint, tmp_path / "warm-up")
-    before = len(os.listdir("/proc/self/fd")), threading.active_count()
+    before = _in_use()
     for number in range(3):
         restore.fetch(checkpoint, tmp_path / f"there-{number}")
         with restore.open(checkpoint) as reader:
@@ -346,7 +348,15 @@ def test_no_descriptor_and_no_thread_is_left(any_run: Run, tmp_path: Path) -> No
     any_run.flip(shard_key(10, "rank-1.pt"))
     with pytest.raises(restore.DamagedCheckpointError):
         restore.fetch(checkpoint, tmp_path / "damaged")
-    assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
+    assert _in_use() == before
+
+
+def _in_use() -> tuple[int, int]:
+    """Descriptors and threads. Nobody waits for the end of those that receive: here it is waited for."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("ckpt-async-http"):
+            thread.join(30)
+    return len(os.listdir("/proc/self/fd")), threading.active_count()
 
 
 def test_many_at_once_in_one_process(run_: Run, tmp_path: Path, num_gets: list[str]) -> None:
@@ -357,3 +367,36 @@ def test_many_at_once_in_one_process(run_: Run, tmp_path: Path, num_gets: list[s
     assert all(is_whole(report, files_of(10)) for report in reports)
     assert len(num_gets) == len(set(num_gets)) == 4
     assert left_in(tmp_path / "there") == sorted(checkpoint.files)
+
+
+def test_the_watchdog_is_told_now_and_then(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the first slice, and of one every tenth of a second: not of each, which would keep the event loop awake."""
+    now_s, told_at = 1000.0, []
+    monkeypatch.setattr(sources, "time", SimpleNamespace(monotonic=lambda: now_s))
+
+    class Opened:
+        """A store that sends a slice of a byte every 10 ms, and requests of one attempt."""
+
+        def __init__(self) -> None:
+            self.store = self
+            self.bulk = SimpleNamespace(bulk=self.once)
+
+        async def once(self, operation: str, size_bytes: int, attempt: Any) -> None:
+            await attempt(SimpleNamespace(moved_in_thread=lambda: told_at.append(now_s)))
+
+        async def get_range(self, key: str, offset: int, size_bytes: int, sink: Any) -> None:
+            nonlocal now_s
+            for _ in range(size_bytes):
+                sink(memoryview(b"x"))
+                now_s += 0.01
+
+    taken: list[int] = []
+    source: Any = sources.StoreSource(
+        Opened(), SimpleNamespace(check=lambda: None), SimpleNamespace(), SimpleNamespace(key="a")
+    )
+    run(source.get_range(0, 100, lambda: lambda piece: taken.append(len(piece))))
+    assert sum(taken) == 100
+    assert told_at[0] == 1000.0
+    gaps_s = [after - before for before, after in pairwise(told_at)]
+    assert 8 <= len(gaps_s) <= 10
+    assert max(gaps_s) < 0.2

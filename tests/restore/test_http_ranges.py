@@ -6,8 +6,10 @@ import socket
 import ssl
 import subprocess
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Self
 
 import pytest
@@ -16,8 +18,8 @@ from ckpt_async import restore
 from ckpt_async.checksums import checksum_of
 from ckpt_async.errors import FailureReason, StoreError
 from ckpt_async.store import BytesBody
-from ckpt_async.stores import http_ranges, open_store
-from ckpt_async.stores.http_ranges import Answer, Downloads
+from ckpt_async.stores import http_ranges, open_store, s3
+from ckpt_async.stores.http_ranges import BUFFER_BYTES, Answer, Check, Downloads
 from tests.restore.runs import Run, content, files_of, is_whole
 
 Talk = Callable[[socket.socket], None]
@@ -98,12 +100,23 @@ async def _downloads(**options: Any) -> AsyncIterator[Downloads]:
         downloads.close()
 
 
-async def _get(downloads: Downloads, server: _Server, scheme: str = "http", size_bytes: int = 10) -> bytes:
+async def _get(
+    downloads: Downloads,
+    server: _Server,
+    scheme: str = "http",
+    size_bytes: int = 10,
+    heard: Callable[[], None] = lambda: None,
+    check: Check = lambda _: None,
+) -> bytes:
     found: list[bytes] = []
+
+    def sink(piece: memoryview) -> None:
+        assert len(piece) <= BUFFER_BYTES
+        found.append(bytes(piece))
+        heard()
+
     url = f"{scheme}://localhost:{server.port}/key?signed=1"
-    answer = await downloads.get_range(
-        url, 5, size_bytes, lambda piece: found.append(bytes(piece)), lambda _: None
-    )
+    answer = await downloads.get_range(url, 5, size_bytes, sink, check)
     assert answer.status == 206
     return b"".join(found)
 
@@ -215,6 +228,107 @@ def test_a_refusal_is_an_answer(run: Any) -> None:
     run(main())
 
 
+def _scheme(tls: ssl.SSLContext | None) -> str:
+    return "https" if tls else "http"
+
+
+_HEAD = b"HTTP/1.1 206 X\r\nContent-Length: %d\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "size_bytes", [1, 10, 16 << 10, BUFFER_BYTES - 1, BUFFER_BYTES, BUFFER_BYTES + 1, 3 << 20]
+)
+@pytest.mark.parametrize("num_with_head", [0, 1, 5000, 1 << 20])
+def test_every_byte_once_and_in_order(
+    run: Any, tls: ssl.SSLContext | None, certificate: Path, size_bytes: int, num_with_head: int
+) -> None:
+    """However much of the body comes in one piece with the head, or only after the client has begun to wait for it."""
+    body = content(1, "x", size_bytes)
+    has_head = threading.Semaphore(0)
+
+    def talk(near: socket.socket) -> None:
+        for _ in range(2):
+            _request(near)
+            near.sendall(_HEAD % size_bytes + body[:num_with_head])
+            assert has_head.acquire(timeout=PATIENCE_S)
+            near.sendall(body[num_with_head:])
+
+    async def main() -> None:
+        with _Server(talk, tls) as server:
+            async with _downloads(ca_file=str(certificate.with_name("c.pem"))) as downloads:
+                for _ in range(2):  # the second one on the same connection
+                    got = await _get(
+                        downloads, server, _scheme(tls), size_bytes, check=lambda _: has_head.release()
+                    )
+                    assert got == body
+            assert server.num_connections == 1
+
+    run(main())
+
+
+def test_nothing_beyond_the_range(run: Any, tls: ssl.SSLContext | None, certificate: Path) -> None:
+    """Whatever else a server sends behind it."""
+    body = content(1, "x", BUFFER_BYTES + 1)
+
+    def talk(near: socket.socket) -> None:
+        _request(near)
+        near.sendall(_HEAD % len(body) + body + b"more")
+        near.recv(1)
+
+    async def main() -> None:
+        with _Server(talk, tls) as server:
+            async with _downloads(ca_file=str(certificate.with_name("c.pem"))) as downloads:
+                assert await _get(downloads, server, _scheme(tls), len(body)) == body
+
+    run(main())
+
+
+def test_a_link_that_trickles_gets_on(run: Any, tls: ssl.SSLContext | None, certificate: Path) -> None:
+    """It fills no buffer; whoever watches for stalls hears of it all the same, long before."""
+    heard = threading.Event()
+
+    def talk(near: socket.socket) -> None:
+        _request(near)
+        near.sendall(_answer(BUFFER_BYTES, b""))
+        num_sent = 0
+        while not heard.wait(0.01):
+            near.sendall(b"x")
+            num_sent += 1
+        near.sendall(b"x" * (BUFFER_BYTES - num_sent))
+
+    async def main() -> None:
+        with _Server(talk, tls) as server:
+            ca_file = str(certificate.with_name("c.pem"))
+            async with _downloads(ca_file=ca_file) as downloads, asyncio.timeout(PATIENCE_S):
+                assert (
+                    await _get(downloads, server, _scheme(tls), BUFFER_BYTES, heard.set)
+                    == b"x" * BUFFER_BYTES
+                )
+
+    run(main())
+
+
+@pytest.mark.parametrize("num_sent", [0, 5])
+def test_a_server_that_falls_silent(
+    run: Any, tls: ssl.SSLContext | None, certificate: Path, num_sent: int
+) -> None:
+    """In the middle of a body: an error after the read timeout, and never a short one taken for whole."""
+
+    def talk(near: socket.socket) -> None:
+        _request(near)
+        near.sendall(_answer(10, b"01234"[:num_sent]))
+        near.recv(1)
+
+    async def main() -> None:
+        with _Server(talk, tls) as server:
+            options = {"ca_file": str(certificate.with_name("c.pem")), "read_timeout_s": 0.3}
+            async with _downloads(**options) as downloads, asyncio.timeout(PATIENCE_S):
+                with pytest.raises(TimeoutError, match="timed out"):
+                    await _get(downloads, server, _scheme(tls))
+
+    run(main())
+
+
 def _certificate(folder: Path) -> Path:
     """Self-made, for localhost; key and certificate in one file."""
     made = folder / "made.pem"
@@ -304,8 +418,7 @@ def test_cancelled(run: Any, tls: ssl.SSLContext | None, certificate: Path, afte
                     assert not has_returned
                     pieces += 1
 
-                scheme = "https" if tls else "http"
-                url = f"{scheme}://localhost:{server.port}/x"
+                url = f"{_scheme(tls)}://localhost:{server.port}/x"
                 for _ in range(3):  # with one thread: it must be free again
                     reached.clear()
                     task = asyncio.ensure_future(downloads.get_range(url, 0, 1 << 30, sink, lambda _: None))
@@ -450,6 +563,51 @@ def test_through_a_proxy_the_sdk_makes_the_requests(
         assert is_whole(found[1], files_of(10))
     assert past_the_sdk == []
     assert [each for each in asked if b"rank-0.pt" in each]
+
+
+def test_the_ranges_of_an_object_are_signed_for_once(
+    s3_url: str, run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a minute; and anew at once when the store refuses, for the credentials may have been replaced."""
+    now_s, spoil = 1000.0, False
+    signed: list[str] = []
+    monkeypatch.setattr(s3, "time", SimpleNamespace(monotonic=lambda: now_s, time=time.time))
+
+    async def main() -> None:
+        nonlocal now_s, spoil
+        store = open_store(s3_url)
+        await store.open()
+        sign = store._client.generate_presigned_url
+
+        async def noted(operation: str, parameters: dict[str, str]) -> str:
+            signed.append(parameters["Key"].rpartition("/")[2])
+            url: str = await sign(operation, parameters)
+            return url.replace("Signature=", "Signature=0") if spoil else url
+
+        async def get(key: str) -> bytes:
+            found = bytearray()
+            await store.get_range(key, 1, 8, found.extend)
+            return bytes(found)
+
+        monkeypatch.setattr(store._client, "generate_presigned_url", noted)
+        try:
+            for key in ("a", "b"):
+                data = f"0{key * 8}9".encode()
+                await store.put(key, BytesBody(data), checksum_of(data, "crc64nvme"))
+            for _ in range(3):
+                assert [await get("a"), await get("b")] == [b"a" * 8, b"b" * 8]
+            assert signed == ["a", "b"]
+            now_s, spoil = now_s + 61, True
+            with pytest.raises(StoreError) as raised:
+                await get("a")
+            assert raised.value.reason is FailureReason.AUTH
+            spoil = False
+            assert await get("a") == b"a" * 8
+            assert signed == ["a", "b", "a", "a"]
+        finally:
+            await store.close()
+
+    run(main())
 
 
 def test_a_range_beyond_the_end_is_the_stores_no(s3_url: str, run: Any) -> None:
