@@ -3,8 +3,9 @@
     from ckpt_async import Uploader
 
     with Uploader("checkpoints", "s3://bucket/prefix/run-a", num_checkpoints_to_keep=3) as uploader:
-        ...                                      # write checkpoints/step-100/…
-        uploader.enqueue("checkpoints/step-100", step=100)
+        shard = f"checkpoints/step-100/rank-{uploader.rank}.pt"
+        ...  # write it
+        uploader.enqueue(shard, step=100)
         uploader.seal(step=100)
 
 What holds at any time, also after SIGKILL or power loss:
@@ -29,8 +30,13 @@ if TYPE_CHECKING:
         CkptAsyncError,
         CommitTimeoutError,
         FencedError,
+        InvalidNameError,
+        InvalidShardError,
+        NoSpaceError,
+        SealedError,
         SettingsError,
         StoreError,
+        UploaderClosedError,
         UploadFailedError,
     )
     from ckpt_async.settings import Settings
@@ -46,6 +52,10 @@ __all__ = [
     "CkptAsyncError",
     "CommitTimeoutError",
     "FencedError",
+    "InvalidNameError",
+    "InvalidShardError",
+    "NoSpaceError",
+    "SealedError",
     "Settings",
     "SettingsError",
     "StoreError",
@@ -53,6 +63,7 @@ __all__ = [
     "Sweeper",
     "UploadFailedError",
     "Uploader",
+    "UploaderClosedError",
 ]
 
 _HOMES = {"Uploader": "uploader", "Settings": "settings", "StoreOptions": "stores", "Sweeper": "sweeper"}

@@ -172,7 +172,8 @@ def _parse_policy(name: str, text: str) -> retention.RetentionPolicy:
 def load(arguments: Mapping[str, Any], environment: Mapping[str, str], toml: str = "") -> Settings:
     """Merge the three sources and check every value. An argument of None counts as not given.
 
-    Raises SettingsError with the name, its source, the value and what is allowed; also for unknown names.
+    Raises SettingsError with the name, its source, the value and what is allowed; also for unknown names, of the
+    environment for those that are nearly the name of a setting.
     """
     fields = {field.name: field for field in dataclasses.fields(Settings)}
     values: dict[str, Any] = {}
@@ -184,6 +185,8 @@ def load(arguments: Mapping[str, Any], environment: Mapping[str, str], toml: str
         variable = ENVIRONMENT_PREFIX + name.upper()
         if variable in environment:
             values[name] = _check(field, _parse_text(field, environment[variable], variable), variable)
+    for variable in environment:
+        _refuse_misspelt(variable, fields)
     for name, value in arguments.items():
         if name not in fields:
             raise SettingsError(f"unknown setting {name!r}", hint=_nearest(name, fields))
@@ -267,6 +270,20 @@ def _parse_toml(text: str) -> dict[str, Any]:
     elif "tool" in document or "project" in document:
         return {}
     return dict(document)
+
+
+def _refuse_misspelt(variable: str, fields: Mapping[str, Any]) -> None:
+    """Only what is nearly a setting: Kubernetes, for one, makes variables that begin like ours of a service's name."""
+    import difflib
+
+    name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
+    if not variable.startswith(ENVIRONMENT_PREFIX) or name in fields:
+        return
+    if close := difflib.get_close_matches(name, fields, n=1, cutoff=0.85):
+        raise SettingsError(
+            f"{variable} in the environment is no setting",
+            hint=f"did you mean {ENVIRONMENT_PREFIX}{close[0].upper()}?",
+        )
 
 
 def _nearest(name: str, fields: Mapping[str, Any]) -> str:

@@ -78,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="ckpt-async",
         description="Look at and finish checkpoints that ckpt_async uploads.",
         epilog="exit codes: 0 ok, 1 error, 2 usage, 3 not found, 4 incomplete, 5 try again later,"
-        " 6 not drained in time",
+        " 6 not drained in time, 130 interrupted, 141 output closed",
     )
     parser.add_argument("--version", action="version", version=f"ckpt-async {__version__}")
     common = _Parser(add_help=False)
@@ -90,6 +90,10 @@ def _parser() -> argparse.ArgumentParser:
     store.add_argument("--endpoint-url", metavar="URL", help="of an S3-compatible server")
     store.add_argument("--region", help="of the bucket")
     store.add_argument("--profile", help="of the AWS configuration files")
+    where = "s3://bucket/prefix/run or file:///path/run"
+    policies = (
+        "last=N, every-steps=N, every-seconds=T, best=K:METRIC:min|max, named=NAME, all; joined by commas"
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def add(name: str, module: str, help_: str, *parents: Any) -> argparse.ArgumentParser:
@@ -102,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     status = add("status", "node", "what this node holds, and what would be lost if it died now")
     status.add_argument("folder", metavar="FOLDER", help="the folder that the uploader was opened with")
     ls = add("ls", "listing", "committed checkpoints of a run", store)
-    ls.add_argument("remote", metavar="REMOTE", help="s3://bucket/prefix/run or file:///path/run")
+    ls.add_argument("remote", metavar="REMOTE", help=where)
     ls.add_argument("--all", action="store_true", help="also those given up or pruned")
     drain = add("drain", "node", "finish what a trainer that has ended left on this node", store)
     drain.add_argument("folder", metavar="FOLDER", help="the folder that the uploader was opened with")
@@ -127,7 +131,11 @@ def _parser() -> argparse.ArgumentParser:
     sweep.add_argument(
         "--remote", metavar="URL", action="append", default=[], help="also this remote; repeatable"
     )
-    sweep.add_argument("--keep", metavar="POLICY", help="remote retention, e.g. last=3,every-steps=1000")
+    sweep.add_argument(
+        "--keep",
+        metavar="POLICY",
+        help=f"remote retention (default: the setting remote_retention): {policies}",
+    )
     sweep.add_argument(
         "--dry-run", action="store_true", help="print the plan with its reasons; touch nothing"
     )
@@ -140,27 +148,29 @@ def _parser() -> argparse.ArgumentParser:
     how_often = sweep.add_mutually_exclusive_group()
     how_often.add_argument("--once", action="store_true", help="sweep once (the default)")
     how_often.add_argument(
-        "--interval", metavar="S", type=_seconds, help="sweep every S seconds, until SIGTERM"
+        "--interval", metavar="S", type=_pause, help="sweep every S seconds, until SIGTERM"
     )
     prune = add("prune", "upkeep", "remove committed checkpoints that a policy does not keep", store)
-    prune.add_argument("url", metavar="REMOTE")
-    prune.add_argument("--keep", metavar="POLICY", help="default: the setting remote_retention")
+    prune.add_argument("url", metavar="REMOTE", help=where)
+    prune.add_argument(
+        "--keep", metavar="POLICY", help=f"what stays (default: the setting remote_retention): {policies}"
+    )
     prune_how = prune.add_mutually_exclusive_group()
     prune_how.add_argument("--dry-run", action="store_true", help="only print the plan (the default)")
     prune_how.add_argument("--yes", action="store_true", help="do it")
     for name, help_ in (("pin", "keep a checkpoint whatever the policy says"), ("unpin", "take a pin back")):
         pin = add(name, "upkeep", help_, store)
-        pin.add_argument("url", metavar="REMOTE")
-        pin.add_argument("checkpoint", metavar="STEP|NAME")
+        pin.add_argument("url", metavar="REMOTE", help=where)
+        pin.add_argument("checkpoint", metavar="STEP|NAME", help="as `ckpt-async ls` shows it")
     verify = add("verify", "upkeep", "recompute what must hold from the store alone", store)
-    verify.add_argument("url", metavar="REMOTE")
+    verify.add_argument("url", metavar="REMOTE", help=where)
     verify.add_argument("--step", metavar="S", type=int, help="only checkpoints of this step")
     verify.add_argument(
-        "--read-data", metavar="PERCENT", type=float, default=0.0, help="read so many of the shards whole"
+        "--read-data", metavar="PERCENT", type=_percent, default=0.0, help="read so many of the shards whole"
     )
     verify.add_argument("--seed", type=int, default=0, help="which shards are read")
     pull = add("pull", "pull", "bring a checkpoint back to a local folder, verified", store)
-    pull.add_argument("url", metavar="REMOTE")
+    pull.add_argument("url", metavar="REMOTE", help=where)
     pull.add_argument("destination", metavar="DEST", help="folder for the files, under their names")
     pull.add_argument("--step", metavar="S", type=int, help="not the newest complete one, but this step's")
     pull.add_argument("--only", metavar="GLOB", action="append", help="files whose names match; repeatable")
@@ -175,7 +185,7 @@ def _parser() -> argparse.ArgumentParser:
         help="compare every file with its checksum (the default)",
     )
     pull.add_argument("--overwrite", action="store_true", help="replace other files of the same names")
-    pull.add_argument("--concurrency", metavar="N", type=int, default=8, help="reads at once (default: 8)")
+    pull.add_argument("--concurrency", metavar="N", type=_reads, default=8, help="reads at once (default: 8)")
     pull.add_argument("--dry-run", action="store_true", help="only print what would be pulled")
     add("version", "version", "print the version")
     return parser
@@ -194,6 +204,25 @@ def _seconds(text: str) -> float:
         if 0 <= (value := float(text)) <= 604_800:
             return value
     raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0 to 604800")
+
+
+def _pause(text: str) -> float:
+    if value := _seconds(text):
+        return value
+    raise argparse.ArgumentTypeError("0 would sweep without a pause")
+
+
+def _percent(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 <= (value := float(text)) <= 100:
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 100")
+
+
+def _reads(text: str) -> int:
+    if text.isdecimal() and 1 <= int(text) <= 1024:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to 1024")
 
 
 def _port(text: str) -> int:

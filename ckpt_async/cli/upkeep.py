@@ -102,12 +102,14 @@ def _print_sweep(report: SweepReport, options: argparse.Namespace) -> None:
         return
     lines = [line for each in report.folders for line in _folder_lines(each)]
     lines += [line for each in report.remotes for line in _remote_lines(each, is_dry_run=options.dry_run)]
-    print("\n".join(lines), flush=True)
+    print("\n".join(lines or ["no folder matches yet: nothing to do"]), flush=True)
 
 
 def _folder_lines(each: FolderReport) -> Iterator[str]:
     if each.error:
         yield f"{each.folder}: {each.error}"
+    elif not os.path.isdir(f"{each.folder}/{keys.PRIVATE}"):
+        yield f"{each.folder}: no trainer has run here yet"
     elif each.waiting_ranks:
         yield f"{each.folder}: would finish what ranks {list(each.waiting_ranks)} left, where no owner is alive"
     elif each.drained is None:

@@ -171,7 +171,7 @@ class CkptAsyncReader(StorageReader):
         if self._replicas is not None:
             what = [(piece.file, piece.offset, piece.size_bytes) for piece in pieces]
             digest = hashlib.sha256(repr(what).encode()).hexdigest()
-            agree(digest, what="what to load, and must not to be replicas", group=self._replicas)
+            agree(digest, what="what to load, so they are no replicas of each other", group=self._replicas)
         batches = list(batched(pieces))
         failure: Exception | None = None
         with ThreadPoolExecutor(1, thread_name_prefix="ckpt-async-load") as ahead:

@@ -84,6 +84,16 @@ def test_unknown_name_suggests_the_nearest() -> None:
         load({}, {}, "metrics_prt = 1")
 
 
+def test_misspelt_variable_is_refused_and_those_of_others_are_not() -> None:
+    """It would silently keep the default. Kubernetes makes CKPT_ASYNC_SERVICE_HOST of a service called ckpt-async."""
+    with pytest.raises(SettingsError, match="did you mean CKPT_ASYNC_NUM_CHECKPOINTS_TO_KEEP"):
+        load({}, {"CKPT_ASYNC_NUM_CHECKPOINT_TO_KEEP": "3"})
+    others = (
+        "SERVICE_HOST SERVICE_PORT PORT METRICS_SERVICE_PORT LAUNCH_ID SETTINGS_FILE DEBUG SEED TORCH_INDEX"
+    )
+    assert load({}, {f"CKPT_ASYNC_{name}": "x" for name in others.split()}) == Settings()
+
+
 @pytest.mark.parametrize(
     "toml", ["x", "metrics_port = ", "metrics_port = '1'", "metrics_port = true", "[metrics_port]"]
 )

@@ -544,3 +544,28 @@ def test_where_there_is_no_run_nothing_is_found(call: Call, tmp_path: Path) -> N
     code, told = call("sweep", "--remote", f"file://{tmp_path}/missing")
     assert (code, "holds no run" in told["remotes"][0]["error"]) == (1, True)
     assert [each.name for each in tmp_path.rglob("*")] == ["empty"], "nothing is made at a place mistyped"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("verify", "file:///x", "--read-data", "101"),
+        ("verify", "file:///x", "--read-data", "nan"),
+        ("sweep", "x", "--interval", "0"),
+        ("pull", "file:///x", "x", "--concurrency", "0"),
+    ],
+)
+def test_a_number_out_of_range_is_refused_by_the_name_of_its_option(
+    arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """101 % would verify as 100 does, and an interval of 0 would ask the store without a pause."""
+    assert cli.main(arguments) == 2
+    assert f"argument {arguments[-2]}" in capsys.readouterr().err
+
+
+def test_sweep_says_that_a_folder_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It may come later, so it is no error; but a typing mistake must not read like a folder that is done."""
+    assert cli.main(["sweep", str(tmp_path / "nope")]) == 0
+    assert "nope: no trainer has run here yet" in capsys.readouterr().out
+    assert cli.main(["sweep", str(tmp_path / "*/nope")]) == 0
+    assert "no folder matches yet" in capsys.readouterr().out
