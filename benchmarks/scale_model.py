@@ -255,8 +255,8 @@ class ListJournal:
         for event in events:
             self._rows.append(JournalRow(len(self._rows) + 1, rank, 0.0, event))
 
-    def rows(self, after: int) -> list[JournalRow]:
-        return self._rows[after:]
+    def rows(self, *, after: int, rank: int) -> list[JournalRow]:
+        return [row for row in self._rows[after:] if row.rank == rank]
 
     def forget(self, rank: int, event: Event) -> None: ...
     def compact(self) -> None: ...

@@ -71,9 +71,9 @@ def prepare_transfer_uvloop(work: Work) -> Callable[[], None]:
 
 def prepare_transfer_slices(work: Work) -> Callable[[], None]:
     """Without sendfile: the bytes pass through the process, slice by slice."""
-    from ckpt_async import transfer
+    from ckpt_async.stores import http_bodies
 
-    del transfer.FileBody.send_file
+    http_bodies._Exchange.takes_files = property(lambda _: False)  # type: ignore[assignment,method-assign]  # noqa: SLF001
     return prepare_transfer(work)
 
 

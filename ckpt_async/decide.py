@@ -346,6 +346,8 @@ def obstacle(checkpoint: CheckpointId, receipts: Iterable[Receipt]) -> str | Non
             return f"rank {receipt.rank} calls it {receipt.name!r}, another rank {name_of(by_rank)!r}"
     if [receipt.rank for receipt in by_rank] != list(range(first.world_size)):
         return f"receipts of ranks {[receipt.rank for receipt in by_rank]} for world size {first.world_size}"
+    if not any(receipt.shards for receipt in by_rank):
+        return "no rank enqueued a shard"
     owners: dict[str, tuple[int, object]] = {}
     for receipt in by_rank:
         for shard in receipt.shards:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, assert_never
@@ -35,7 +36,6 @@ from ckpt_async.model import (
     CheckpointId,
     Decided,
     Decision,
-    Enqueued,
     Event,
     Failed,
     Forgotten,
@@ -68,6 +68,7 @@ POLL_S = 1.0
 # After an action failed for good (its own retries are over, the trainer was told) it is tried again this much
 # later: an outage longer than any timeout must not need a restart to heal.
 RETRY_ACTION_S = 30.0
+_GIVEN_UP = "this checkpoint is given up; later ones are not affected"
 # Outcomes remembered for `wait` after a checkpoint has left the journal.
 MAX_OUTCOMES = 1000
 
@@ -116,12 +117,14 @@ class Engine:
         self._running: dict[decide.Action, asyncio.Task[None]] = {}
         self._not_before: dict[decide.Action, float] = {}
         self._uploads: deque[decide.Upload] = deque()
+        self._alone: set[decide.Upload] = set()  # that could not be sent in a series
         self._sent_bytes: dict[decide.Upload, int] = {}
         self._ahead: dict[tuple[CheckpointId, str], transfer.Resume] = {}  # sent before they were enqueued
         self._is_progress_new = False
         self._housekeep_at = 0.0
         self._is_hurried = False
         self._is_newest_first = False
+        self._first: CheckpointId | None = None  # while newest first: which one it is now
         self._is_stopping = False
         self._wakes, self._last_wake = itertools.count(1), 0
         self._loop = asyncio.get_running_loop()
@@ -141,7 +144,7 @@ class Engine:
     def fresh_local(self) -> Local:
         """The state with everything that is in the journal by now: one query. Any thread."""
         local = self.local
-        return fold(self._journal.rows(after=local.sequence), local)
+        return fold(self._journal.rows(after=local.sequence, rank=self.rank), local)
 
     def wake(self) -> int:
         """Something was appended to the journal: look now. Any thread. Once `last_seen_wake` has reached the number
@@ -171,7 +174,7 @@ class Engine:
         """
 
         def change() -> None:
-            self._is_newest_first = is_newest_first
+            self._is_newest_first, self._first = is_newest_first, None
             self._woken.set()
 
         with contextlib.suppress(RuntimeError):
@@ -243,6 +246,7 @@ class Engine:
             else:
                 self._start(action)
         self._not_before = {action: at for action, at in self._not_before.items() if action in due}
+        self._alone &= due
         for action, task in self._running.items():
             if isinstance(action, decide.Upload) and action not in due:
                 task.cancel()  # given up meanwhile: its bytes would only have to be deleted again
@@ -271,39 +275,77 @@ class Engine:
         return isinstance(action, decide.Release) and decide.MakeDurable(action.checkpoint) in self._running
 
     def _newest_first(self, uploads: deque[decide.Upload]) -> deque[decide.Upload]:
-        """Reorder, and free the places that older checkpoints take while the newest complete one waits."""
+        """Those of the newest complete checkpoint that has shards to send, and of no other: what is under way of others
+        is stopped. It stays the one until all is sent: else a trainer that goes on saving would have each stopped by
+        the next. When nothing complete is left, all that there is.
+        """
         sealed = {id_ for id_, each in self.local.checkpoints.items() if each.sealed is not None}
-        newest = max(sealed, default=None)
-        if any(each.checkpoint == newest for each in uploads):
-            for action, task in self._running.items():
-                if isinstance(action, decide.Upload) and action.checkpoint != newest:
-                    task.cancel()  # its finished parts are kept
-        return deque(
-            sorted(uploads, key=lambda each: (each.checkpoint in sealed, each.checkpoint), reverse=True)
-        )
+        running = [action for action in self._running if isinstance(action, decide.Upload)]
+        unsent = sealed & {each.checkpoint for each in (*uploads, *running)}
+        if self._first not in unsent:
+            self._first = max(unsent, default=None)
+        if self._first is None:
+            return uploads
+        for action in running:
+            if action.checkpoint != self._first:
+                self._running[action].cancel()  # its finished parts are kept
+        return deque(each for each in uploads if each.checkpoint == self._first)
 
     def _start_uploads(self) -> None:
         """Fill the free places. A checkpoint of 10,000 shards is 10,000 actions but few tasks."""
-        running = sum(isinstance(action, decide.Upload) for action in self._running)
+        running = len({task for action, task in self._running.items() if isinstance(action, decide.Upload)})
         while self._uploads and running < self._requests.concurrency:
-            self._start(self._uploads.popleft())
+            series = self._next_series()
+            if len(series) > 1:
+                self._start_task(series, self._perform_series(series))
+            else:
+                self._start(series[0])
             running += 1
         self._requests.has_more(bool(self._uploads))
 
-    def _start(self, action: decide.Action) -> None:
-        task = self._loop.create_task(self._perform(action), name=type(action).__name__)
-        self._running[action] = task
-        task.add_done_callback(lambda task: self._finished(action, task))
+    def _next_series(self) -> tuple[decide.Upload, ...]:
+        """The next upload, with those of the same checkpoint behind it if all of them are so small that they are sent
+        in one go; but not more than a place's share, for the last ones shall not wait behind each other.
+        """
+        share = -(-len(self._uploads) // self._requests.concurrency)
+        series = [self._uploads.popleft()]
+        size_bytes = self._small_bytes(series[0])
+        while self._uploads and len(series) < min(share, transfer.SERIES_SHARDS):
+            size_bytes += self._small_bytes(self._uploads[0])
+            if size_bytes > transfer.SERIES_BYTES or self._uploads[0].checkpoint != series[0].checkpoint:
+                break
+            series.append(self._uploads.popleft())
+        return tuple(series)
 
-    def _finished(self, action: decide.Action, task: asyncio.Task[None]) -> None:
-        del self._running[action]
-        self._sent_bytes.pop(action, None) if isinstance(action, decide.Upload) else None
+    def _small_bytes(self, upload: decide.Upload) -> int:
+        """The size of a small shard that is to be sent from its beginning; of others, too much for a series."""
+        local = self._checkpoint(upload.checkpoint).shards[upload.shard]
+        is_new = local.multipart is None and upload.checkpoint.generation == self.local.generation
+        is_new = is_new and (upload.checkpoint, upload.shard) not in self._ahead
+        is_new = is_new and upload not in self._alone
+        size_bytes = local.shard.identity.size_bytes
+        return size_bytes if is_new and size_bytes <= transfer.SMALL_BYTES else transfer.SERIES_BYTES + 1
+
+    def _start(self, action: decide.Action) -> None:
+        self._start_task((action,), self._perform(action))
+
+    def _start_task(self, actions: Sequence[decide.Action], work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work, name=type(actions[0]).__name__)
+        self._running |= dict.fromkeys(actions, task)
+        task.add_done_callback(lambda task: self._finished(actions, task))
+
+    def _finished(self, actions: Sequence[decide.Action], task: asyncio.Task[None]) -> None:
+        for action in actions:
+            del self._running[action]
+            self._sent_bytes.pop(action, None) if isinstance(action, decide.Upload) else None
         if not task.cancelled() and (error := task.exception()) is not None:
             if not self._crash.done():
                 self._crash.set_exception(error)
             self._woken.set()
             return
-        if isinstance(action, decide.Upload) and self._uploads:
+        if len(actions) > 1:  # first of all, so that an outage is waited out by few, not found out by all
+            self._uploads.extendleft(each for each in reversed(actions) if each in self._alone)
+        if isinstance(actions[0], decide.Upload) and self._uploads:
             self._start_uploads()  # without asking `decide` after each of many small shards
             return
         self._woken.set()
@@ -323,7 +365,7 @@ class Engine:
             self._crash.exception()  # it was raised, or something worse is being raised
 
     def _refresh(self) -> None:
-        self.local = fold(self._journal.rows(after=self.local.sequence), self.local)
+        self.local = fold(self._journal.rows(after=self.local.sequence, rank=self.rank), self.local)
 
     def _record(self, *events: Event) -> None:
         """Append to the journal; the next round takes note."""
@@ -397,7 +439,7 @@ class Engine:
                     checkpoint.id,
                     each.shard.name,
                     FailureReason.SOURCE_CHANGED,
-                    f"shard {str(self._path(checkpoint, each))!r} was not fsynced yet when the machine went down",
+                    f"shard {self._users_path(each)!r} was not fsynced yet when the machine went down",
                 )
                 for each in doubtful
                 if each.shard.name not in safe
@@ -471,43 +513,88 @@ class Engine:
         self._record(MadeDurable(checkpoint.id, names, checkpoint.sealed is not None))
 
     def _fsync_shards(self, checkpoint: LocalCheckpoint, shards: Iterable[LocalShard]) -> list[Failed]:
-        failed = []
-        folders = {self._folder.private / keys.spool_checkpoint(checkpoint.id, self.rank)}
+        failed, top = [], str(self._folder.path)
+        folders = {f"{self._folder.private}/{keys.spool_checkpoint(checkpoint.id, self.rank)}"}
         for each in shards:
             path = self._path(checkpoint, each)
             try:
                 fsync_path(path)
             except FileNotFoundError:
-                message = f"shard {str(path)!r} is gone: it was deleted before it was uploaded"
+                message = f"shard {self._users_path(each)!r} is gone: it was deleted before it was uploaded"
                 failed.append(Failed(checkpoint.id, each.shard.name, FailureReason.SOURCE_MISSING, message))
             except OSError as error:
                 # After a failed fsync the pages may be dropped and marked clean: what is read next is not
                 # what was written, so it must never be uploaded (https://lwn.net/Articles/752063/).
-                message = f"shard {str(path)!r}: fsync failed ({error.strerror}): it cannot be trusted"
+                message = (
+                    f"shard {self._users_path(each)!r}: fsync failed ({error.strerror}): it cannot be trusted"
+                )
                 failed.append(Failed(checkpoint.id, each.shard.name, FailureReason.SOURCE_CHANGED, message))
-            folders |= {path.parent, (self._folder.path / each.shard.source).parent}
-        top = self._folder.path
-        above = {each for folder in folders for each in folder.parents if each.is_relative_to(top)}
-        for folder in folders | above:
+            folders.add(path.rpartition("/")[0])
+            folders.add(f"{top}/{each.shard.source}".rpartition("/")[0])
+        for folder in folders.copy():
+            above = folder
+            while len(above) > len(top) and (above := above.rpartition("/")[0]) not in folders:
+                folders.add(above)
+        for folder in folders:
             with contextlib.suppress(FileNotFoundError):
                 fsync_path(folder)
         return failed
 
     def _write_manifest(self, checkpoint: LocalCheckpoint) -> None:
         shards = [each.shard for each in checkpoint.shards.values()]
-        enqueued = [Enqueued(checkpoint.id, checkpoint.name, shard) for shard in shards]
-        if enqueued or checkpoint.sealed:
+        if shards or checkpoint.sealed:
             path = self._folder.private / keys.spool_manifest(checkpoint.id, self.rank)
-            write_durably(path, records.encode_manifest(enqueued, checkpoint.sealed))
+            data = records.encode_manifest(checkpoint.id, checkpoint.name, shards, checkpoint.sealed)
+            write_durably(path, data)
 
     def _spool_path(self, checkpoint: LocalCheckpoint, shard: LocalShard) -> str | None:
         if not shard.shard.is_linked:
             return None
         return f"{keys.spool_checkpoint(checkpoint.id, self.rank)}/{shard.shard.name}"
 
-    def _path(self, checkpoint: LocalCheckpoint, shard: LocalShard) -> Path:
+    def _path(self, checkpoint: LocalCheckpoint, shard: LocalShard) -> str:
         spool = self._spool_path(checkpoint, shard)
-        return self._folder.private / spool if spool else self._folder.path / shard.shard.source
+        return f"{self._folder.private}/{spool}" if spool else f"{self._folder.path}/{shard.shard.source}"
+
+    def _users_path(self, shard: LocalShard) -> str:
+        """For messages."""
+        return f"{self._folder.path}/{shard.shard.source}"
+
+    async def _perform_series(self, actions: Sequence[decide.Upload]) -> None:
+        """Upload small shards together; what cannot be sent so is uploaded by itself next."""
+        left: Sequence[decide.Upload] = actions
+        with contextlib.suppress(JournalError):  # what was not recorded is sent again, and says what is wrong
+            left = await self._upload_series(actions)
+        self._alone.update(left)
+
+    async def _upload_series(self, actions: Sequence[decide.Upload]) -> Sequence[decide.Upload]:
+        """Those that were not sent."""
+        started = self._loop.time()
+        shards = [self._small_shard(action) for action in actions]
+        for _ in actions:
+            self._observer.upload_started()
+        try:
+            checksums = await transfer.upload_many(self._store, self._requests, shards)
+        finally:
+            for _ in actions:
+                self._observer.upload_ended()
+        sent = {
+            action: StoredShard(action.shard, shard.key, shard.size_bytes, checksum)
+            for action, shard, checksum in zip(actions, shards, checksums, strict=True)
+            if checksum is not None
+        }
+        self._record(*(Verified(action.checkpoint, stored) for action, stored in sent.items()))
+        for stored in sent.values():
+            self._observer.bytes_uploaded(stored.size_bytes)
+            self._observer.shard_finished("ok", self._loop.time() - started)
+        return [action for action in actions if action not in sent]
+
+    def _small_shard(self, action: decide.Upload) -> transfer.SmallShard:
+        checkpoint = self._checkpoint(action.checkpoint)
+        local = checkpoint.shards[action.shard]
+        key = keys.data_key(checkpoint.name, checkpoint.id.generation, action.shard)
+        size_bytes = local.shard.identity.size_bytes
+        return transfer.SmallShard(key, size_bytes, functools.partial(self._open, checkpoint, local))
 
     async def _upload(self, action: decide.Upload) -> None:
         checkpoint = self._checkpoint(action.checkpoint)
@@ -590,7 +677,7 @@ class Engine:
         shard = local.shard
         spool = self._spool_path(checkpoint, local)
         descriptor = self._folder.open_source(shard.source, spool, shard.identity)
-        return transfer.Source(descriptor, shard.identity, str(self._path(checkpoint, local)))
+        return transfer.Source(descriptor, shard.identity, self._users_path(local))
 
     def _fail(self, checkpoint: LocalCheckpoint, failed: list[Failed]) -> None:
         """Shards reached an end that is not the store: recorded, counted, logged, and handed to the trainer that saved
@@ -604,9 +691,9 @@ class Engine:
             is_lost = each.reason in {FailureReason.SOURCE_CHANGED, FailureReason.SOURCE_MISSING}
             self._observer.shard_finished(each.reason.value if is_lost else "failed", 0.0)
             logger.error("shard_failed %s shard=%s error=%s", checkpoint.id, each.shard, each.message)
-            if self._is_trainer and checkpoint.id.generation < self.local.generation:
-                continue
-            self.failures.append(CkptAsyncError(f"{checkpoint.id}, shard {each.shard!r}: {each.message}"))
+            if not self._is_left_over(checkpoint.id) or not self._is_trainer:
+                message = f"{checkpoint.id}, shard {each.shard!r}: {each.message}"
+                self.failures.append(CkptAsyncError(message, hint=_GIVEN_UP if is_lost else ""))
 
     async def _store_receipt(self, action: decide.StoreReceipt) -> None:
         checkpoint = self._checkpoint(action.checkpoint)
@@ -733,6 +820,10 @@ class Engine:
         if decision.outcome is Outcome.ABORT:
             self._observer.checkpoint_aborted()
             logger.error("checkpoint_aborted %s reason=%s", checkpoint.id, decision.reason)
+            is_known = decision.is_superseded or any(each.failure for each in checkpoint.shards.values())
+            if checkpoint.sealed and not is_known and not self._is_left_over(checkpoint.id):
+                message = f"{checkpoint.id} was given up: {decision.reason}"
+                self.failures.append(CkptAsyncError(message, hint=_GIVEN_UP))
             return
         if decision.outcome is Outcome.COMMIT and self._is_left_over(checkpoint.id):
             # Whoever committed it may have died before it could move latest.

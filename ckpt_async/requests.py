@@ -35,6 +35,8 @@ CONTROL_REQUESTS = 16
 MAX_CHECKSUM_ATTEMPTS = 5
 # A probe is a handful of small requests; without a deadline a peer that falls silent holds them for ever (rule R14).
 OPEN_ATTEMPT_S = 30.0
+# How often a thread tells the event loop that it gets on: seldom enough to cost nothing, often for any stall timeout.
+TELL_S = 0.1
 # A store that fails for less than this is not worth a line in the log.
 QUIET_OUTAGE_S = 5.0
 
@@ -43,7 +45,7 @@ async def open_patiently(store: Store, timeout_s: float, *, is_read_only: bool =
     """Open the store, waiting out a short outage; what waiting cannot heal is raised at once."""
     patient = {FailureReason.THROTTLED, FailureReason.TRANSIENT, FailureReason.TIMEOUT}
     deadline = time.monotonic() + timeout_s
-    pause_s = 0.2
+    pause_s, has_warned = 0.2, False
     while True:
         try:
             async with asyncio.timeout(OPEN_ATTEMPT_S):
@@ -54,6 +56,14 @@ async def open_patiently(store: Store, timeout_s: float, *, is_read_only: bool =
                 error = StoreError(message, reason=FailureReason.TIMEOUT, operation="open")
             if error.reason not in patient or time.monotonic() + pause_s > deadline:
                 raise error from None
+            if not has_warned:
+                has_warned = True
+                logger.warning(
+                    "store_not_opened url=%s trying_for_s=%.0f error=%s; it is tried again",
+                    store.url,
+                    timeout_s,
+                    error,
+                )
         await asyncio.sleep(pause_s)
         pause_s = min(5.0, pause_s * 2)
 
@@ -122,6 +132,38 @@ class Progress:
         if not self._scope.expired():
             stalled_at = self._loop.time() + self._stall_timeout_s
             self._scope.reschedule(self._deadline if is_last else min(self._deadline, stalled_at))
+
+
+class Series:
+    """Requests that are made one after the other, as whoever makes them tells, in any thread."""
+
+    def __init__(self, progress: Progress, durations_s: list[float]) -> None:
+        self._progress, self._durations_s = progress, durations_s
+        self._began_s: float | None = None
+        self._tell_at = 0.0
+
+    def begins(self) -> None:
+        self._began_s = time.monotonic()
+        self._tell_at = self._began_s + TELL_S
+
+    def answered(self) -> None:
+        """One got its answer; the next begins."""
+        now = self._ended()
+        if now >= self._tell_at:
+            self._progress.moved_in_thread()
+            self._tell_at = now + TELL_S
+
+    def broke(self) -> None:
+        """The one under way, if any, was refused or broken off."""
+        if self._began_s is not None:
+            self._ended()
+
+    def _ended(self) -> float:
+        assert self._began_s is not None
+        now = time.monotonic()
+        self._durations_s.append(now - self._began_s)
+        self._began_s = now
+        return now
 
 
 class Lane:
@@ -253,26 +295,54 @@ class Requests:
         Each attempt has a deadline that grows with its size and ends early when no byte moves (rule R14:
         aiobotocore's own read timeout is not armed while a body is being written).
         """
-        settings = self._settings
+        return await self._persist(operation, lambda: self._admitted(size_bytes, attempt))
 
-        async def once() -> T:
-            loop = asyncio.get_running_loop()
-            async with self._bulk.hold(self._owner), self._bytes.hold(size_bytes):
-                began = loop.time()
-                deadline = began + settings.request_timeout_s
-                deadline += size_bytes / settings.minimum_rate_bytes_per_s
-                try:
-                    async with asyncio.timeout_at(min(deadline, began + settings.stall_timeout_s)) as scope:
-                        progress = Progress(scope, deadline, settings.stall_timeout_s, self._bandwidth)
-                        result = await attempt(progress)
-                except StoreError as error:
-                    if error.reason is FailureReason.THROTTLED:
-                        self._bulk.throttled(began, loop.time())
-                    raise
-                self._bulk.finished(size_bytes, began, loop.time())
-                return result
+    async def bulk_many(
+        self,
+        operation: str,
+        num_requests: int,
+        size_bytes: int,
+        attempt: Callable[[Progress, Series], Awaitable[None]],
+    ) -> None:
+        """Make a series of small requests one after the other, `size_bytes` in all, as one within the budgets. Once:
+        for what was not answered, the caller makes requests of their own.
 
-        return await self._persist(operation, once)
+        Raises the StoreError that has ended the series.
+        """
+        durations_s: list[float] = []
+
+        async def once(progress: Progress) -> None:
+            series = Series(progress, durations_s)
+            try:
+                await attempt(progress, series)
+            except BaseException:
+                series.broke()
+                raise
+
+        try:
+            await self._heeded(operation, lambda: self._admitted(size_bytes, once, num_requests))
+        finally:
+            for duration_s in durations_s:
+                self._observer.request_finished(operation, duration_s)
+
+    async def _admitted(
+        self, size_bytes: int, attempt: Callable[[Progress], Awaitable[T]], num_requests: int = 1
+    ) -> T:
+        settings, loop = self._settings, asyncio.get_running_loop()
+        async with self._bulk.hold(self._owner), self._bytes.hold(size_bytes):
+            began = loop.time()
+            deadline = began + num_requests * settings.request_timeout_s
+            deadline += size_bytes / settings.minimum_rate_bytes_per_s
+            try:
+                async with asyncio.timeout_at(min(deadline, began + settings.stall_timeout_s)) as scope:
+                    progress = Progress(scope, deadline, settings.stall_timeout_s, self._bandwidth)
+                    result = await attempt(progress)
+            except StoreError as error:
+                if error.reason is FailureReason.THROTTLED:
+                    self._bulk.throttled(began, loop.time())
+                raise
+            self._bulk.finished(size_bytes, began, loop.time())
+            return result
 
     async def _persist(self, operation: str, once: Callable[[], Awaitable[T]]) -> T:
         loop = asyncio.get_running_loop()
@@ -302,14 +372,20 @@ class Requests:
         return self._is_patient or error.reason not in (FailureReason.AUTH, FailureReason.DISK)
 
     async def _observed(self, operation: str, once: Callable[[], Awaitable[T]]) -> T:
-        """One attempt: its time is measured, its error classified, the store's health noted."""
+        """One attempt, its time measured."""
         loop = asyncio.get_running_loop()
         started = loop.time()
         try:
-            try:
-                result = await once()
-            finally:
-                self._observer.request_finished(operation, loop.time() - started)
+            return await self._heeded(operation, once)
+        finally:
+            self._observer.request_finished(operation, loop.time() - started)
+
+    async def _heeded(self, operation: str, once: Callable[[], Awaitable[T]]) -> T:
+        """Its error is classified, the store's health noted."""
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        try:
+            result = await once()
         except TimeoutError:
             error = StoreError(
                 f"no answer or no progress within {loop.time() - started:.1f} s",
@@ -334,7 +410,7 @@ class Requests:
         elif not self._has_warned and now - self._failing_since >= QUIET_OUTAGE_S:
             self._has_warned = True
             logger.warning(
-                "store_failing url=%s for_s=%.0f error=%s; training goes on and uploads are retried",
+                "store_failing url=%s for_s=%.0f error=%s; it is tried again",
                 self._store_url,
                 now - self._failing_since,
                 error,

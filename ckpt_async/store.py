@@ -106,6 +106,34 @@ class BytesBody:
         yield memoryview(self.data)
 
 
+class Outgoing(Protocol):
+    """The way to a store for a body in a worker thread. Both methods block; what they raise ends the attempt."""
+
+    @property
+    def takes_files(self) -> bool:
+        """Whether `send_file` may be used."""
+        ...
+
+    def write(self, piece: memoryview) -> None:
+        """Send all of it; it may be reused when this returns."""
+        ...
+
+    def send_file(self, descriptor: int, offset: int, size_bytes: int) -> int:
+        """Have the kernel send a range of a file; how much it took, 0 at the file's end. Raises ConnectionError or
+        TimeoutError for trouble of the connection, any other OSError for trouble of the file.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SmallPut:
+    """A small object to be stored beside others."""
+
+    key: str
+    data: bytes
+    checksum: Checksum
+
+
 Sink = Callable[[memoryview], None]
 
 
@@ -142,6 +170,13 @@ class Store(Protocol):
 
         Raises PreconditionFailedError if the condition does not hold *or a lost reply makes it look so*;
         IntegrityError if the bytes that arrived do not have `checksum`.
+        """
+        ...
+
+    async def put_many(self, puts: Sequence[SmallPut], stored: Callable[[ObjectInfo], None]) -> None:
+        """Store small objects in this order, each as by `put`, up to the first that fails: what is raised for it is
+        raised. `stored` is called for each one that is durable, perhaps in a worker thread, and never again once this
+        has returned, raised or been cancelled.
         """
         ...
 
@@ -195,3 +230,11 @@ class Store(Protocol):
     async def list_multiparts(self, prefix: str) -> Sequence[MultipartInfo]:
         """Unfinished multipart uploads under `prefix`."""
         ...
+
+
+async def put_one_by_one(
+    store: Store, puts: Sequence[SmallPut], stored: Callable[[ObjectInfo], None]
+) -> None:
+    """`put_many` of a store that has no faster way."""
+    for each in puts:
+        stored(await store.put(each.key, BytesBody(each.data), each.checksum))

@@ -7,11 +7,13 @@ the trainer, while here it is an error. Memory does not grow with the shard.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import hashlib
+import itertools
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -25,8 +27,8 @@ from ckpt_async.errors import (
 )
 from ckpt_async.files import check_identity
 from ckpt_async.model import Checksum, FileIdentity
-from ckpt_async.requests import Progress, Requests
-from ckpt_async.store import BytesBody, Capabilities, ObjectInfo, Store, StoredPart
+from ckpt_async.requests import TELL_S, Progress, Requests, Series
+from ckpt_async.store import BytesBody, Capabilities, ObjectInfo, Outgoing, SmallPut, Store, StoredPart
 
 T = TypeVar("T")
 
@@ -35,10 +37,8 @@ MIB = 1 << 20
 SLICE_BYTES = 1 * MIB
 # What is encrypted at a time stays in the cache; with more, an upload over TLS takes a tenth more CPU.
 THREAD_SLICE_BYTES = 256 << 10
-# How often a thread tells the event loop that it gets on: seldom enough to cost nothing, often for any stall timeout.
-TELL_S = 0.1
-# What the kernel is asked to send at a time; only the bookkeeping of progress costs anything here.
-SEND_BYTES = 4 * MIB
+# What the kernel is asked to send at a time, at most; only the bookkeeping of progress costs anything here.
+SEND_BYTES, MIN_SEND_BYTES = 4 * MIB, 64 << 10
 # Checksums run at 8 GiB/s. More of one shard at once would only make all its parts wait for theirs at the same
 # time, with nothing on the wire: measured, 8 at once cost about a quarter of the throughput of a 1 GiB file.
 CHECKSUMS_AT_ONCE = 2
@@ -142,6 +142,19 @@ class Source:
             offset += len(piece)
             yield piece
 
+    def read(self) -> bytes:
+        """All of a small shard."""
+        data = b""
+        while len(data) < self.size_bytes:
+            try:
+                more = os.pread(self.descriptor, self.size_bytes - len(data), len(data))
+            except OSError as error:
+                raise self.unreadable(error) from error
+            if not more:
+                raise self.truncated()
+            data += more
+        return data
+
     def read_into(self, piece: memoryview, offset: int, flags: int = 0) -> None:
         """Fill `piece`; a file that ends early was truncated."""
         filled = 0
@@ -151,55 +164,18 @@ class Source:
             except BlockingIOError:
                 raise
             except OSError as error:
-                raise self._unreadable(error) from error
+                raise self.unreadable(error) from error
             if count == 0:
-                raise self._truncated()
+                raise self.truncated()
             filled += count
 
-    def send(self, connection: int, offset: int, size_bytes: int) -> int | None:
-        """Have the kernel send up to `size_bytes` to a non-blocking socket: how many it took, None for none now.
-
-        Raises ConnectionError for trouble of the socket.
-        """
-        try:
-            try:
-                count = os.sendfile(connection, self.descriptor, offset, size_bytes)
-            except OSError as error:
-                if error.errno not in _NO_SENDFILE:
-                    raise
-                count = os.write(connection, os.pread(self.descriptor, min(size_bytes, SLICE_BYTES), offset))
-        except BlockingIOError:
-            return None
-        except ConnectionError:
-            raise
-        except OSError as error:
-            raise self._unreadable(error) from error
-        if count == 0:
-            raise self._truncated()
-        return count
-
-    def _unreadable(self, error: OSError) -> StoreError:
+    def unreadable(self, error: OSError) -> StoreError:
         return StoreError(f"shard {self.path!r} cannot be read: {error.strerror}", reason=FailureReason.DISK)
 
-    def _truncated(self) -> SourceError:
+    def truncated(self) -> SourceError:
         return SourceError(
             f"shard {self.path!r} was truncated while it was read", reason=FailureReason.SOURCE_CHANGED
         )
-
-
-async def _writable(connection: int) -> None:
-    loop = asyncio.get_running_loop()
-    ready: asyncio.Future[None] = loop.create_future()
-
-    def wake() -> None:
-        if not ready.done():
-            ready.set_result(None)
-
-    loop.add_writer(connection, wake)
-    try:
-        await ready
-    finally:
-        loop.remove_writer(connection)
 
 
 _NOWAIT = getattr(os, "RWF_NOWAIT", 0)  # Linux: read only what is in the page cache
@@ -227,43 +203,50 @@ class FileBody:
             self._progress.moved(is_last=offset == end)
         self._source.check()
 
-    async def send_file(self, connection: int) -> None:
-        """The same, but the kernel passes the file's own pages to a non-blocking socket: measured, an upload takes
-        0.27 s of CPU per GiB so, checksum and all, and 0.46 s with `chunks`. The pages were read for the checksum
-        a moment ago, so that this rarely waits for the disk; what is written to the file meanwhile fails that
-        checksum in the store.
-        """
-        offset, end = self._offset, self._offset + self._size_bytes
-        while offset < end:
-            size_bytes = min(SEND_BYTES, end - offset)
-            await self._progress.may_send(size_bytes)
-            while size_bytes:
-                count = self._source.send(connection, offset, size_bytes)
-                if count is None:
-                    await _writable(connection)
-                    continue
-                offset, size_bytes = offset + count, size_bytes - count
-                self._progress.moved(is_last=offset == end)
-        self._source.check()
-
     @property
     def is_paced(self) -> bool:
         return self._progress.is_paced
 
-    def send_in_thread(self, write: Callable[[memoryview], object]) -> None:
-        """`chunks`, for a worker thread and a socket that blocks; not where a bandwidth cap paces them."""
-        buffer = memoryview(bytearray(min(THREAD_SLICE_BYTES, max(self._size_bytes, 1))))
-        offset, end = self._offset, self._offset + self._size_bytes
-        tell_at = time.monotonic() + TELL_S
+    def send_in_thread(self, outgoing: Outgoing) -> None:
+        """`chunks`, for a worker thread and a way out that blocks; not where a bandwidth cap paces them.
+
+        Where it can, the kernel sends the file's own pages: measured, that halves the CPU of an upload. They were read
+        for the checksum a moment ago, so that this rarely waits for the disk; what is written to the file meanwhile
+        fails that checksum in the store.
+        """
+        source, offset, end = self._source, self._offset, self._offset + self._size_bytes
+        now = time.monotonic()
+        tell_at = now + TELL_S
+        send_bytes = THREAD_SLICE_BYTES
+        buffer: memoryview | None = None
+        takes_files = outgoing.takes_files
         while offset < end:
-            piece = buffer[: min(len(buffer), end - offset)]
-            self._source.read_into(piece, offset)
-            write(piece)
-            offset += len(piece)
-            if time.monotonic() >= tell_at or offset == end:
+            if takes_files:
+                try:
+                    count = outgoing.send_file(source.descriptor, offset, min(send_bytes, end - offset))
+                except (ConnectionError, TimeoutError):
+                    raise
+                except OSError as error:
+                    if error.errno not in _NO_SENDFILE:
+                        raise source.unreadable(error) from error
+                    takes_files = False
+                    continue
+                if count == 0:
+                    raise source.truncated()
+            else:
+                buffer = buffer or memoryview(bytearray(min(THREAD_SLICE_BYTES, end - offset)))
+                count = min(len(buffer), end - offset)
+                source.read_into(buffer[:count], offset)
+                outgoing.write(buffer[:count])
+            offset += count
+            # The kernel returns when all is sent: on a slow link, so much that it would pass for a stall.
+            began, now = now, time.monotonic()
+            is_fast = now - began < TELL_S
+            send_bytes = min(2 * send_bytes, SEND_BYTES) if is_fast else max(send_bytes // 2, MIN_SEND_BYTES)
+            if now >= tell_at or offset == end:
                 self._progress.moved_in_thread(is_last=offset == end)
-                tell_at = time.monotonic() + TELL_S
-        self._source.check()
+                tell_at = now + TELL_S
+        source.check()
 
     async def _fill(self, piece: memoryview, offset: int) -> None:
         if _NOWAIT:
@@ -469,3 +452,70 @@ async def read_back(
         return ObjectInfo(key, info.size_bytes, info.etag, digest.checksum())
 
     return await requests.bulk("get", size_bytes, attempt)
+
+
+# --- many small shards -------------------------------------------------------------------------------------
+
+# Up to here a request costs more than its bytes.
+SMALL_BYTES = 256 << 10
+# Sent by one thread on one connection, and recorded together: enough to share thread hops and journal rows, few enough
+# that memory stays small, and that nobody waits long for a series that was cancelled.
+SERIES_SHARDS, SERIES_BYTES = 32, 1 * MIB
+
+
+@dataclass(frozen=True, slots=True)
+class SmallShard:
+    """A shard of at most SMALL_BYTES that was not begun yet."""
+
+    key: str
+    size_bytes: int
+    open: Callable[[], Source]  # called in a worker thread
+
+
+async def upload_many(
+    store: Store, requests: Requests, shards: Sequence[SmallShard]
+) -> list[Checksum | None]:
+    """Send shards one after the other as *one* request of the budgets, without retries. The checksum of each one that
+    the store has, as it answered it (rule R1); None for the rest, which `upload` will send, or say what is wrong with.
+    """
+    read: list[SmallPut | None] = [None] * len(shards)
+    stored: list[ObjectInfo] = []
+
+    async def attempt(progress: Progress, series: Series) -> None:
+        def answered(info: ObjectInfo) -> None:
+            stored.append(info)
+            series.answered()
+
+        read[:] = await asyncio.to_thread(_read_all, shards, store.capabilities.checksum_algorithm)
+        puts = [each for each in read if each is not None]
+        await progress.may_send(sum(len(each.data) for each in puts))
+        series.begins()
+        await store.put_many(puts, answered)
+
+    async def verified(put: SmallPut, info: ObjectInfo) -> Checksum | None:
+        try:
+            await _verify(store, requests, info, put.key, len(put.data), put.checksum)
+        except StoreError:
+            return None
+        return put.checksum
+
+    with contextlib.suppress(StoreError):  # `upload` meets the same, and is patient
+        await requests.bulk_many("put", len(shards), sum(each.size_bytes for each in shards), attempt)
+    sent = zip((each for each in read if each is not None), stored, strict=False)
+    checksums = iter(await all_or_none(itertools.starmap(verified, sent)))
+    return [None if each is None else next(checksums, None) for each in read]
+
+
+def _read_all(shards: Iterable[SmallShard], algorithm: str) -> list[SmallPut | None]:
+    """Whole. What was read is what is sent: the file is looked at once. None for those that cannot be read."""
+    found: list[SmallPut | None] = []
+    for each in shards:
+        try:
+            with contextlib.closing(each.open()) as source:
+                data = source.read()
+                source.check()
+        except (StoreError, SourceError, OSError):
+            found.append(None)
+        else:
+            found.append(SmallPut(each.key, data, checksum_of(data, algorithm)))
+    return found

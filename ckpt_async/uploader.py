@@ -4,12 +4,15 @@ process of its own, does the rest.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import logging
 import math
+import operator
 import os
 import threading
 import time
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -136,6 +139,7 @@ class Uploader:
         self._lock = threading.Lock()
         self._changed = threading.Condition()
         self._open: dict[int, _Open] = {}
+        self._sealed = array("q")  # every step of this start, in order: refused if it comes again
         self._num_waiting = 0
         self._num_flushing = 0
         self._is_closed = False
@@ -203,14 +207,14 @@ class Uploader:
         started = time.perf_counter()
         self._check_usable()
         checkpoint = self._checkpoint(step)
-        full_name = naming.checkpoint_name(name, step)
+        step, full_name = checkpoint.step, naming.checkpoint_name(name, checkpoint.step)
         root = self._folder.relative(path)
         sources = self._folder.walk(root)
         if not sources:
             raise InvalidShardError(f"folder {os.fspath(path)!r} has no files")
         parent = root if sources != [root] else root.rpartition("/")[0]
         named = [(source, source[len(parent) + 1 :] if parent else source) for source in sources]
-        if step not in self._open:
+        if self._there(step) is None:
             self._make_room()
         self._enqueue(checkpoint, full_name, named)
         self.metrics.shards_enqueued(len(named), time.perf_counter() - started)
@@ -219,29 +223,35 @@ class Uploader:
         """Link and record sources under their shards' names, all or none."""
         step = checkpoint.step
         with self._lock:
-            there = self._open.get(step) or _Open(full_name)
+            there = self._there(step) or _Open(full_name)
             self._check_takes_shards(there, step, full_name)
-            added: dict[str, Shard] = {}
+            longest = max((name for _, name in named), key=len)
+            naming.check_key_length(self.remote, keys.data_key(full_name, self.generation, longest))
+            new = self._new(there, step, named) if there.shards else named
+            spool = keys.spool_checkpoint(checkpoint, self.rank)
             try:
-                for source, shard_name in named:
-                    key = keys.data_key(full_name, self.generation, shard_name)
-                    naming.check_key_length(self.remote, key)
-                    self._link(checkpoint, there, source, shard_name, added)
-                if added:
-                    events = [Enqueued(checkpoint, full_name, shard) for shard in added.values()]
-                    self._journal.append(self.rank, events)
+                linked = self._folder.link(new, spool)
+                shards = [
+                    Shard(name, source, identity, is_linked)
+                    for (source, name), (identity, is_linked) in zip(new, linked, strict=True)
+                ]
+                if shards:
+                    self._journal.append(
+                        self.rank, [Enqueued(checkpoint, full_name, shard) for shard in shards]
+                    )
             except BaseException:
-                for shard_name in added:
-                    self._folder.unlink(f"{keys.spool_checkpoint(checkpoint, self.rank)}/{shard_name}")
+                for _, name in new:
+                    self._folder.unlink(f"{spool}/{name}")
                 raise
-            there.shards.update(added)
+            there.shards.update((shard.name, shard) for shard in shards)
             self._open[step] = there
         self._engine_now().wake()
 
     def check_takes(self, step: int, name: str | None = None) -> None:
         """Raise what `enqueue` would raise whatever the files, SealedError say: for asking before they are written."""
         self._check_usable()
-        there, full_name = self._open.get(self._checkpoint(step).step), naming.checkpoint_name(name, step)
+        step = self._checkpoint(step).step
+        there, full_name = self._there(step), naming.checkpoint_name(name, step)
         if there is not None:
             self._check_takes_shards(there, step, full_name)
 
@@ -256,14 +266,15 @@ class Uploader:
         Raises what `enqueue` raises; InvalidShardError if there is such a file or shard already.
         """
         self._check_usable()
-        checkpoint, full_name = self._checkpoint(step), naming.checkpoint_name(checkpoint_name, step)
+        checkpoint = self._checkpoint(step)
+        step, full_name = checkpoint.step, naming.checkpoint_name(checkpoint_name, checkpoint.step)
         naming.check_relative(name, "shard")
         naming.check_key_length(self.remote, keys.data_key(full_name, self.generation, name))
         source = f"{full_name}/{name}"
-        if step not in self._open:
+        if self._there(step) is None:
             self._make_room()
         with self._lock:
-            there = self._open.get(step) or _Open(full_name)
+            there = self._there(step) or _Open(full_name)
             self._check_takes_shards(there, step, full_name)
             if name in there.shards or name in there.growing:
                 raise InvalidShardError(f"shard {name!r} of step {step} was enqueued or opened before")
@@ -293,20 +304,18 @@ class Uploader:
             self._journal.append(self.rank, [Growing(checkpoint, there.name, name, None)])
             self._engine_now().wake()
 
-    def _link(
-        self, checkpoint: CheckpointId, there: _Open, source: str, name: str, added: dict[str, Shard]
-    ) -> None:
-        before = there.shards.get(name)
-        if before is not None:
-            if before.source != source or not self._folder.is_same(source, before.identity):
+    def _new(self, there: _Open, step: int, named: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+        """Those that were not enqueued before."""
+        new = []
+        for source, name in named:
+            before = there.shards.get(name)
+            if before is None:
+                new.append((source, name))
+            elif before.source != source or not self._folder.is_same(source, before.identity):
                 raise InvalidShardError(
-                    f"shard {name!r} of step {checkpoint.step} was enqueued before, from other content"
+                    f"shard {name!r} of step {step} was enqueued before, from other content"
                 )
-            return
-        identity, is_linked = self._folder.link(
-            source, f"{keys.spool_checkpoint(checkpoint, self.rank)}/{name}"
-        )
-        added[name] = Shard(name, source, identity, is_linked)
+        return new
 
     def _make_room(self) -> None:
         """Apply `on_backlog` and `on_disk_low` before a new checkpoint is begun."""
@@ -367,17 +376,14 @@ class Uploader:
         """Say that this rank has no more shards for `step`. Returns at once; survives SIGKILL.
 
         The checkpoint is committed once every rank has sealed it and all shards are verified, by whichever
-        rank is last. A rank without shards of its own seals too. `metrics` (a loss, say) are kept with the
-        commit for retention by value.
+        rank is last; if no rank has any shard, it is given up. A rank without shards of its own seals too.
+        `metrics` (a loss, say) are kept with the commit for retention by value; what is not finite is left out.
         """
         self._check_usable()
         checkpoint = self._checkpoint(step)
-        values = tuple(sorted((metrics or {}).items()))
-        for key, value in values:
-            if type(key) is not str or type(value) not in (int, float) or not math.isfinite(value):
-                raise InvalidNameError(f"metrics: {key!r}: {value!r} is not a name with a number")
+        step, values = checkpoint.step, _numbers(metrics or {}, checkpoint.step)
         with self._lock:
-            there = self._open.get(step)
+            there = self._there(step)
             if there is None:
                 there = _Open(naming.checkpoint_name(name, step))
             if there.is_sealed:
@@ -388,7 +394,8 @@ class Uploader:
                     hint="close them first",
                 )
             self._journal.append(self.rank, [Sealed(checkpoint, there.name, self.world_size, values)])
-            self._open[step] = _SEALED  # kept for every step of this start: refused if it comes again
+            bisect.insort(self._sealed, step)
+            self._open.pop(step, None)
         self._engine_now().wake()
 
     def wait(self, step: int, timeout_s: float | None = None) -> None:
@@ -399,7 +406,8 @@ class Uploader:
         """
         self._check_process()
         checkpoint = self._checkpoint(step)
-        there = self._open.get(step)
+        step = checkpoint.step
+        there = self._there(step)
         if there is None or not there.is_sealed:
             raise SealedError(f"step {step} was not sealed by this rank: call seal(step={step}) before wait")
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -441,7 +449,8 @@ class Uploader:
         raise UploadFailedError(
             "; ".join(str(each) for each in found[:3])
             + (f"; and {len(found) - 3} more" if found[3:] else ""),
-            hint="what is in the spool is tried again at the next start or by `ckpt-async drain`",
+            hint="what can still be sent is in the spool: it is tried again now and at the next start, or by"
+            " `ckpt-async drain`",
         ) from found[0]
 
     def flush(self, timeout_s: float) -> FlushReport:
@@ -538,6 +547,11 @@ class Uploader:
                 hint="stop this process; what it had sealed is still finished",
             )
 
+    def _there(self, step: int) -> _Open | None:
+        place = bisect.bisect_left(self._sealed, step)
+        is_sealed = place < len(self._sealed) and self._sealed[place] == step
+        return _SEALED if is_sealed else self._open.get(step)
+
     def _check_takes_shards(self, there: _Open, step: int, name: str) -> None:
         if there.is_sealed:
             raise SealedError(
@@ -547,9 +561,9 @@ class Uploader:
             raise InvalidNameError(f"step {step} is called {there.name!r} already, not {name!r}")
 
     def _checkpoint(self, step: int) -> CheckpointId:
-        if type(step) is not int or not 0 <= step <= keys.MAX_STEP:
+        if isinstance(step, bool) or not hasattr(step, "__index__") or not 0 <= step <= keys.MAX_STEP:
             raise InvalidNameError(f"step={step!r} must be a whole number from 0 to {keys.MAX_STEP}")
-        return CheckpointId(self.generation, step)
+        return CheckpointId(self.generation, operator.index(step))
 
     def _check_alive(self) -> None:
         death = self._runner.death
@@ -671,6 +685,25 @@ def load_settings(
     except OSError as error:
         raise SettingsError(f"settings file {os.fspath(path)!r} cannot be read: {error.strerror}") from error
     return load(arguments, environment, text)
+
+
+def _numbers(metrics: Mapping[str, float], step: int) -> tuple[tuple[str, float], ...]:
+    """Python's numbers, or what becomes one (of numpy, a tensor), by name. What is not finite is left out: that a loss
+    is nan must not end the training.
+    """
+    found = {}
+    for key, value in metrics.items():
+        try:
+            number = value if type(value) in (int, float) else float(value)
+        except (TypeError, ValueError, RuntimeError):
+            number = None
+        if type(key) is not str or number is None or isinstance(value, str | bytes | bool):
+            raise InvalidNameError(f"metrics: {key!r}: {value!r} is not a name with a number")
+        if math.isfinite(number):
+            found[key] = number
+        else:
+            logger.warning("metric_left_out step=%d metric=%s value=%r", step, key, number)
+    return tuple(sorted(found.items()))
 
 
 def _launch_key(environment: Mapping[str, str], world_size: int, generation: int | None) -> str:

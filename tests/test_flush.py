@@ -95,6 +95,26 @@ def test_the_newest_complete_checkpoint_goes_first(opened: Open) -> None:
     assert outcomes(store) == dict.fromkeys((1, 2, 3, 4), "commit")
 
 
+def test_the_newest_has_the_link_for_itself_until_it_is_sent(opened: Open) -> None:
+    """Also when all were under way; and one that is saved meanwhile does not stop it, or none would ever be sent."""
+    store = Ordered()
+    with opened(store, num_concurrent_uploads=8) as uploader:
+        save(uploader, 1)
+        save(uploader, 2)
+        wait_until(lambda: store.held == 2, uploader)
+        flushing = threading.Thread(target=uploader.flush, args=(20,))
+        flushing.start()
+        wait_until(lambda: store.held == 1, uploader)
+        save(uploader, 3)
+        seen = uploader._engine_now().num_rounds
+        wait_until(lambda: uploader._engine_now().num_rounds > seen + 2, uploader)
+        assert (store.came, store.held) == ([1, 2], 1)
+        store.go.set()
+        flushing.join(15)
+        assert store.came == [1, 2, 3, 1]
+    assert outcomes(store) == dict.fromkeys((1, 2, 3), "commit")
+
+
 def test_when_there_is_nothing_to_do_flush_returns_at_once(opened: Open) -> None:
     store = Meddled()
     with opened(store) as uploader:
@@ -171,7 +191,7 @@ def flushes(self, timeout_s):
     return flush(self, timeout_s)
 
 def mine(number, frame):
-    print("mine", uploader._open[1].is_sealed, flush=True)
+    print("mine", uploader._there(1).is_sealed, flush=True)
 
 Engine._upload, Uploader.flush = waits, flushes
 if how == "handler":

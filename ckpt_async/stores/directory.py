@@ -45,7 +45,9 @@ from ckpt_async.store import (
     MultipartInfo,
     ObjectInfo,
     Sink,
+    SmallPut,
     StoredPart,
+    put_one_by_one,
 )
 from ckpt_async.stores import check_key, check_prefix
 from ckpt_async.threads import in_thread
@@ -139,6 +141,9 @@ class DirectoryStore:
             finally:
                 await in_thread(_unlink_if_there, temporary)
         return _info(key, status, stored)
+
+    async def put_many(self, puts: Sequence[SmallPut], stored: Callable[[ObjectInfo], None]) -> None:
+        await put_one_by_one(self, puts, stored)
 
     async def get(self, key: str, *, max_size_bytes: int) -> tuple[bytes, ObjectInfo]:
         self._check_key(key, "get")

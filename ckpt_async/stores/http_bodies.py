@@ -1,33 +1,52 @@
-"""Large bodies over TLS at the speed of the link: blocking sockets in worker threads.
+"""Bodies at the speed of the link: blocking sockets in worker threads.
 
-Through asyncio every byte is encrypted into one buffer of memory, copied out of it, and copied again if the kernel does
-not take it at once, all in the event loop: measured, 0.9 s of CPU per GiB. A blocking TLS socket encrypts straight to
-the kernel, without the GIL: 0.6 s. The SDK still makes and signs the request; only the bytes go past it.
+Through asyncio every byte of a TLS connection is encrypted into one buffer of memory, copied out of it, and copied
+again if the kernel does not take it at once, all in the event loop: measured, 0.9 s of CPU per GiB. A blocking TLS
+socket encrypts straight to the kernel, without the GIL: 0.6 s. A plain one takes the file's pages from the kernel, in
+few system calls. The SDK still decides what a request is; only the bytes go past it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import http.client
 import io
+import os
+import re
 import select
+import socket
 import ssl
-from collections.abc import Callable, Mapping
+import struct
+import time
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Protocol
 from urllib.parse import SplitResult, urlsplit
 
+from ckpt_async.store import Outgoing
 from ckpt_async.stores.http_ranges import MAX_ERROR_BYTES, Answer, Connections, Flight
 
-# How long a store that refuses a body half-way may take to say why.
-_LAST_WORDS_S = 1.0
+# A socket that takes nothing for this long is asked whether the store has answered already.
+_STUCK_S = 1.0
+_STUCK = (BlockingIOError, TimeoutError)  # of a plain socket, of TLS
+_TIMEVAL = struct.Struct("ll")
+_UNREACHABLE = frozenset(
+    {errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOTCONN}
+)
+_HEAD_BYTES = 64 << 10
+_INTERIM = re.compile(rb"HTTP/1\.[0-9] 1[0-9][0-9].*?\r\n\r\n", re.DOTALL)
+_PORTS = {"http": 80, "https": 443}
 
 
 class ThreadBody(Protocol):
     """A body that a worker thread can send."""
 
-    def send_in_thread(self, write: Callable[[memoryview], object]) -> None:
-        """Hand every slice to `write`, which blocks; a slice is valid until it returns."""
-        ...
+    def send_in_thread(self, outgoing: Outgoing) -> None: ...
+
+
+# URL, headers and data of one small object; made when its turn has come.
+MakePut = Callable[[], tuple[str, Mapping[str, str | bytes], bytes]]
 
 
 class Uploads(Connections):
@@ -40,50 +59,54 @@ class Uploads(Connections):
         """
         return await self._in_thread(lambda flight: self._put(flight, urlsplit(url), headers, body))
 
+    async def put_many(self, puts: Iterable[MakePut], answered: Callable[[Answer], None]) -> Answer:
+        """One small object after the other by one thread, at least one, until one is refused; the last answer.
+
+        `answered` is called in that thread for each that was taken, and never again once this has returned or raised.
+        Raises whatever the socket, `puts` or it raise.
+        """
+        return await self._in_thread(lambda flight: self._put_many(flight, puts, answered))
+
     # --- in a worker thread --------------------------------------------------------------------------------
 
     def _put(
-        self, flight: Flight, url: SplitResult, headers: Mapping[str, str | bytes], body: ThreadBody
+        self,
+        flight: Flight,
+        url: SplitResult,
+        headers: Mapping[str, str | bytes],
+        body: ThreadBody,
+        answered: Callable[[Answer], None] = lambda _: None,
     ) -> Answer:
         connection = self._take_living(url)
         try:
-            if connection.sock is None:
+            is_fresh = connection.sock is None
+            if is_fresh:
                 connection.connect()
-            connection.sock.settimeout(self._read_timeout_s)
-            flight.uses(connection.sock)
-            target = f"{url.path}?{url.query}" if url.query else url.path
-            has_host = any(name.lower() == "host" for name in headers)  # some versions of the SDK give it
-            connection.putrequest("PUT", target, skip_host=has_host, skip_accept_encoding=True)
-            for name, value in headers.items():
-                connection.putheader(name, value)
-            connection.endheaders()
-            answer = self._send(connection, body)
+            connected: socket.socket = connection.sock
+            if is_fresh:
+                _let_block(connected, self._read_timeout_s)
+            flight.uses(connected)
+            answer, is_last = _Exchange(connected, self._read_timeout_s).make(_head(url, headers), body)
+            if answer.status < 300:
+                answered(answer)  # the flight has its connection still: whoever cancels waits
             flight.uses(None)
         except BaseException:
             connection.close()
             raise
-        self._put_back(connection)
+        if is_last:
+            connection.close()
+        else:
+            self._put_back(connection)
         return answer
 
-    def _send(self, connection: http.client.HTTPConnection, body: ThreadBody) -> Answer:
-        def write(piece: memoryview) -> None:
-            if _is_readable(connection) and (told := _last_words(connection)):
-                raise _RefusedError(told)
-            connection.sock.sendall(piece)
-
-        try:
-            body.send_in_thread(write)
-        except _RefusedError as error:
-            connection.close()
-            return error.answer
-        return self._answer(connection)
-
-    def _answer(self, connection: http.client.HTTPConnection) -> Answer:
-        with connection.getresponse() as response:
-            told = {name.lower(): value for name, value in response.getheaders()}
-            answer = Answer(response.status, told, response.read(MAX_ERROR_BYTES))
-            if not response.isclosed():
-                connection.close()  # what is left would be the next answer's
+    def _put_many(
+        self, flight: Flight, puts: Iterable[MakePut], answered: Callable[[Answer], None]
+    ) -> Answer:
+        for make in puts:
+            url, headers, data = make()
+            answer = self._put(flight, urlsplit(url), headers, _Data(data), answered)
+            if answer.status >= 300:
+                break
         return answer
 
     def _take_living(self, url: SplitResult) -> http.client.HTTPConnection:
@@ -92,51 +115,256 @@ class Uploads(Connections):
         """
         while True:
             connection, is_fresh = self._take(url)
-            if is_fresh or not _is_readable(connection):
+            if is_fresh or not _is_readable(connection.sock):
                 return connection
             connection.close()
 
 
-class _RefusedError(Exception):
-    """The server has answered before it had the body, and may close the connection on the rest."""
-
-    def __init__(self, told: bytes) -> None:
-        super().__init__()
-        response = http.client.HTTPResponse(_Received(told))  # type: ignore[arg-type]
-        response.begin()
-        headers = {name.lower(): value for name, value in response.getheaders()}
-        self.answer = Answer(response.status, headers, response.read(MAX_ERROR_BYTES))
-
-
-class _Received:
-    """What http.client takes for a socket."""
+class _Data:
+    """A body in memory."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
 
-    def makefile(self, _mode: str) -> io.BytesIO:
-        return io.BytesIO(self._data)
+    def send_in_thread(self, outgoing: Outgoing) -> None:
+        outgoing.write(memoryview(self._data))
 
 
-def _is_readable(connection: http.client.HTTPConnection) -> bool:
+class _Exchange:
+    """One request and its answer."""
+
+    def __init__(self, connected: socket.socket, timeout_s: float) -> None:
+        self._socket, self._timeout_s = connected, timeout_s
+        self._is_tls = isinstance(connected, ssl.SSLSocket)
+        self._head = b""  # not sent yet
+        self._received = b""
+
+    def make(self, head: bytes, body: ThreadBody) -> tuple[Answer, bool]:
+        """The answer, and whether it is the connection's last."""
+        self._head = head
+        try:
+            body.send_in_thread(self)
+            if self._head:
+                self.write(memoryview(b""))
+        except _AnsweredError:
+            return self._refusal(), True
+        return self._answer()
+
+    # --- Outgoing ------------------------------------------------------------------------------------------
+
+    @property
+    def takes_files(self) -> bool:
+        return not self._is_tls
+
+    def write(self, piece: memoryview) -> None:
+        if self._head:
+            head, self._head = self._head, b""
+            if not self._is_tls:
+                # Both in one packet, and one system call.
+                sent = self._until_some(lambda: self._socket.sendmsg([head, piece]))
+                head, piece = head[sent:], piece[max(0, sent - len(head)) :]
+            self._send_all(memoryview(head))
+        else:
+            self._listen()
+        self._send_all(piece)
+
+    def send_file(self, descriptor: int, offset: int, size_bytes: int) -> int:
+        if self._head:
+            head, self._head = self._head, b""
+            self._send_all(memoryview(head), socket.MSG_MORE if hasattr(socket, "MSG_MORE") else 0)
+        else:
+            self._listen()
+        connected = self._socket.fileno()
+        return self._until_some(lambda: os.sendfile(connected, descriptor, offset, size_bytes))
+
+    def _send_all(self, piece: memoryview, flags: int = 0) -> None:
+        while piece:
+            piece = piece[self._until_some(partial(self._socket.send, piece, flags)) :]
+
+    def _until_some(self, send: Callable[[], int]) -> int:
+        """What `send` took, once the socket takes something."""
+        give_up_at = 0.0
+        while True:
+            try:
+                return send()
+            except _STUCK:
+                give_up_at = give_up_at or time.monotonic() - _STUCK_S + self._timeout_s
+            except OSError as error:
+                if not _is_of_connection(error):
+                    raise
+                self._listen()  # the store may have said why
+                raise ConnectionError(f"the connection broke: {error}") from error
+            self._listen()
+            if time.monotonic() >= give_up_at:
+                raise TimeoutError(f"the store took nothing for {self._timeout_s:g} s")
+
+    def _listen(self) -> None:
+        """Raise _AnsweredError if the store has answered before it has the body: it may never read the rest."""
+        if _is_readable(self._socket):
+            self._received += self._receive_what_is_there()
+            self._skip_interim()
+            if self._received:
+                raise _AnsweredError
+
+    def _receive_what_is_there(self) -> bytes:
+        """Nothing if it was a matter of TLS's own (a session ticket)."""
+        limit_s = self._socket.gettimeout()
+        self._socket.settimeout(0)
+        try:
+            data = self._socket.recv(_HEAD_BYTES)
+        except (BlockingIOError, ssl.SSLWantReadError):
+            return b""
+        except OSError as error:
+            raise ConnectionError(f"the connection broke: {error}") from error
+        finally:
+            self._socket.settimeout(limit_s)
+        if not data:
+            raise ConnectionResetError("the server has closed the connection")
+        return data
+
+    # --- the answer ----------------------------------------------------------------------------------------
+
+    def _answer(self) -> tuple[Answer, bool]:
+        while True:
+            self._skip_interim()
+            head, has_ended, content = self._received.partition(b"\r\n\r\n")
+            if has_ended:
+                break
+            if len(self._received) > _HEAD_BYTES:
+                raise http.client.LineTooLong("answer")
+            self._received += self._receive_more()
+        answer = _parsed(head)
+        size = answer.headers.get("content-length", "")
+        if not size.isdecimal() or int(size) > MAX_ERROR_BYTES or "transfer-encoding" in answer.headers:
+            return _read_by_library(self._received, self._receive), True
+        while len(content) < int(size):
+            content += self._receive_more()
+        keeps = head.startswith(b"HTTP/1.1") and "close" not in answer.headers.get("connection", "").lower()
+        is_last = not keeps or len(content) > int(size)
+        return Answer(answer.status, answer.headers, content[: int(size)]), is_last
+
+    def _refusal(self) -> Answer:
+        """An answer amid the body. It may be cut short, and no end need follow it."""
+
+        def receive() -> bytes:
+            with contextlib.suppress(OSError):
+                return self._socket.recv(_HEAD_BYTES)  # waits for _STUCK_S at most
+            return b""
+
+        answer = _read_by_library(self._received, receive)
+        if answer.status < 300:
+            raise ConnectionError(f"the store answered {answer.status} before it had the whole body")
+        return answer
+
+    def _skip_interim(self) -> None:
+        """100 Continue and its like, which nobody asked for."""
+        while interim := _INTERIM.match(self._received):
+            self._received = self._received[interim.end() :]
+
+    def _receive_more(self) -> bytes:
+        if not (data := self._receive()):
+            raise http.client.RemoteDisconnected("the server has closed the connection without an answer")
+        return data
+
+    def _receive(self) -> bytes:
+        give_up_at = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                return self._socket.recv(_HEAD_BYTES)
+            except _STUCK:
+                if time.monotonic() >= give_up_at:
+                    raise TimeoutError(f"no answer within {self._timeout_s:g} s") from None
+
+
+class _AnsweredError(Exception):
+    """The server has answered before it had the body, and may close the connection on the rest."""
+
+
+def host_of(url: SplitResult) -> str:
+    """For the header, as the SDK signs it: in lower case, without user and the scheme's own port."""
+    host = url.hostname or ""
+    host = f"[{host}]" if ":" in host else host
+    return host if url.port in (None, _PORTS.get(url.scheme)) else f"{host}:{url.port}"
+
+
+def _head(url: SplitResult, headers: Mapping[str, str | bytes]) -> bytes:
+    target = f"{url.path}?{url.query}" if url.query else url.path
+    lines = [f"PUT {target} HTTP/1.1"]
+    if not any(name.lower() == "host" for name in headers):  # some versions of the SDK give it
+        lines.append(f"Host: {host_of(url)}")
+    lines += [
+        f"{name}: {value if isinstance(value, str) else value.decode('latin-1')}"
+        for name, value in headers.items()
+    ]
+    head = "\r\n".join(lines)
+    if head.count("\n") != len(lines) - 1 or head.count("\r") != len(lines) - 1:
+        raise ValueError("a header of the request has a line break in it")
+    return f"{head}\r\n\r\n".encode("latin-1")
+
+
+def _parsed(head: bytes) -> Answer:
+    first, *lines = head.decode("latin-1").split("\r\n")
+    version, _, status = first.partition(" ")
+    if not version.startswith("HTTP/1.") or not status[:3].isdecimal():
+        raise http.client.BadStatusLine(first)
+    pairs = (line.partition(":") for line in lines)
+    return Answer(int(status[:3]), {name.strip().lower(): value.strip() for name, _, value in pairs})
+
+
+def _read_by_library(received: bytes, receive: Callable[[], bytes]) -> Answer:
+    """An answer of any shape: what was received of it, and then what `receive` finds, until that is nothing."""
+    response = http.client.HTTPResponse(_Received(received, receive), method="PUT")  # type: ignore[arg-type]
+    with contextlib.closing(response):
+        response.begin()
+        headers = {name.lower(): value for name, value in response.getheaders()}
+        try:
+            content = response.read(MAX_ERROR_BYTES)
+        except http.client.IncompleteRead as error:
+            if response.status < 300:
+                raise
+            content = error.partial  # better than nothing
+        return Answer(response.status, headers, content)
+
+
+class _Received(io.RawIOBase):
+    """What http.client takes for a socket."""
+
+    def __init__(self, received: bytes, receive: Callable[[], bytes]) -> None:
+        self._data, self._receive = received, receive
+
+    def makefile(self, _mode: str) -> io.BufferedReader:
+        return io.BufferedReader(self)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        data = self._data or self._receive()
+        count = min(len(data), len(buffer))
+        buffer[:count], self._data = data[:count], data[count:]
+        return count
+
+
+def _let_block(connected: socket.socket, timeout_s: float) -> None:
+    """Let calls return when nothing has moved for a while. Python's own timeouts make a socket non-blocking, which
+    os.sendfile does not know what to do with; the kernel's mean nothing to TLS.
+    """
+    limit_s = min(timeout_s, _STUCK_S)
+    if isinstance(connected, ssl.SSLSocket):
+        connected.settimeout(limit_s)
+        return
+    connected.settimeout(None)
+    limit = _TIMEVAL.pack(int(limit_s), int(limit_s % 1 * 1e6))
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        connected.setsockopt(socket.SOL_SOCKET, option, limit)
+
+
+def _is_of_connection(error: OSError) -> bool:
+    """Not of the file that the kernel was asked to send."""
+    return isinstance(error, ConnectionError | ssl.SSLError) or error.errno in _UNREACHABLE
+
+
+def _is_readable(connected: socket.socket) -> bool:
     poll = select.poll()
-    poll.register(connection.sock, select.POLLIN)
+    poll.register(connected, select.POLLIN)
     return bool(poll.poll(0))
-
-
-def _last_words(connection: http.client.HTTPConnection) -> bytes:
-    """What the server has said amid the body, or nothing if it was a matter of TLS's own (a session ticket)."""
-    connected, timeout_s = connection.sock, connection.sock.gettimeout()
-    connected.settimeout(0)
-    try:
-        told = bytearray(connected.recv(MAX_ERROR_BYTES))
-    except ssl.SSLWantReadError:
-        connected.settimeout(timeout_s)
-        return b""
-    connected.settimeout(_LAST_WORDS_S)
-    with contextlib.suppress(OSError):
-        while len(told) < MAX_ERROR_BYTES and (more := connected.recv(MAX_ERROR_BYTES)):
-            told += more
-    if not told:
-        raise ConnectionResetError("the server has closed the connection")
-    return bytes(told)

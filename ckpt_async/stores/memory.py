@@ -33,7 +33,9 @@ from ckpt_async.store import (
     MultipartInfo,
     ObjectInfo,
     Sink,
+    SmallPut,
     StoredPart,
+    put_one_by_one,
 )
 from ckpt_async.stores import check_key, check_prefix
 
@@ -118,6 +120,9 @@ class MemoryStore:
                 case Match(etag) if current is None or current.etag != etag:
                     raise PreconditionFailedError(operation="put", key=key)
             return self._store(key, data, _etag(data), checksum)
+
+    async def put_many(self, puts: Sequence[SmallPut], stored: Callable[[ObjectInfo], None]) -> None:
+        await put_one_by_one(self, puts, stored)
 
     async def get(self, key: str, *, max_size_bytes: int) -> tuple[bytes, ObjectInfo]:
         await asyncio.sleep(0)

@@ -16,12 +16,16 @@ import datetime as dt
 import email.utils
 import functools
 import hashlib
+import math
 import os
 import secrets
 import socket
 import time
 from base64 import b64encode
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import botocore.exceptions
@@ -55,7 +59,9 @@ from ckpt_async.store import (
     MultipartInfo,
     ObjectInfo,
     Sink,
+    SmallPut,
     StoredPart,
+    put_one_by_one,
 )
 from ckpt_async.stores import StoreOptions, check_key, check_prefix
 from ckpt_async.stores.http_bodies import Uploads
@@ -87,6 +93,11 @@ _ANSWERS = {
     "complete_multipart_upload": ("ETag",),
 }
 
+_NO_QUERY: Mapping[str, str] = MappingProxyType({})
+
+# A signed URL is good for an hour, unless the credentials are not.
+_SIGNED_S, _MAX_SIGNED = 60.0, 256
+
 _DELETE_BATCH = 1000  # DeleteObjects takes no more (S3 API reference)
 
 
@@ -110,8 +121,9 @@ class S3Store:
         self._downloads: Downloads  # these two are made with the client
         self._uploads: Uploads
         self._credentials: Any = None
-        self._pattern: PutPattern | None = None
+        self._patterns: dict[str, PutPattern] = {}  # by operation
         self._capabilities: Capabilities | None = None
+        self._urls_to_get: dict[str, tuple[str, bool, float]] = {}  # by key; and when it was signed
 
     @property
     def url(self) -> str:
@@ -151,17 +163,38 @@ class S3Store:
         self, key: str, body: Body, checksum: Checksum, *, condition: Condition = None
     ) -> ObjectInfo:
         payload = BodyPayload(body)
-        response: Response | None = None
-        if condition is None and self._pattern is not None and payload.is_small_file:
-            response = await self._put_by_pattern(self._pattern, key, payload, checksum)
+        conditions = _condition_parameters(condition)
+        response = None if conditions else await self._put_by_pattern("put_object", key, payload, checksum)
         if response is None:
-            conditions = _condition_parameters(condition)
             response = await self._send(
                 "put_object", key, payload, checksum, **conditions, **self._options.put_args
             )
-            if self._pattern is None and condition is None and payload.sent_as is not None:
-                self._pattern = PutPattern.of(*payload.sent_as, self._root + key)
         return ObjectInfo(key, body.size_bytes, response["ETag"], _checksum(response))
+
+    async def put_many(self, puts: Sequence[SmallPut], stored: Callable[[ObjectInfo], None]) -> None:
+        pattern = self._patterns.get("put_object")
+        if pattern is None or not puts:
+            await put_one_by_one(self, puts, stored)
+            return
+        waiting = deque(puts)
+
+        def make(put: SmallPut) -> tuple[str, dict[str, str], bytes]:
+            name = self._root + check_key(put.key, "put_object")
+            return *pattern.request(name, len(put.data), put.checksum, credentials, time.time()), put.data
+
+        def answered(answer: Answer) -> None:
+            put = waiting[0]
+            response = _response(answer)
+            _check_answer("put_object", put.key, response)
+            stored(ObjectInfo(put.key, len(put.data), response["ETag"], _checksum(response)))
+            waiting.popleft()
+
+        with translating("put_object", puts[0].key, self._place):
+            credentials = await self._credentials.get_frozen_credentials()
+            answer = await self._uploads.put_many([partial(make, put) for put in puts], answered)
+        if waiting:
+            self._check_pattern("put_object", answer)
+            raise refusal(answer.as_sdk_response(), "put_object", waiting[0].key, self._place)
 
     async def get(self, key: str, *, max_size_bytes: int) -> tuple[bytes, ObjectInfo]:
         """As promised; where the store kept a checksum, the bytes were compared with it."""
@@ -185,11 +218,8 @@ class S3Store:
     async def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> ObjectInfo:
         if size_bytes == 0:
             return await self.head(key)  # HTTP cannot ask for an empty range
-        with translating("get_object", key, self._place):
-            url = await self._client.generate_presigned_url(
-                "get_object", {"Bucket": self._bucket, "Key": self._root + check_key(key, "get_object")}
-            )
-        if has_proxy(url):
+        url, is_proxied = await self._url_to_get(key)
+        if is_proxied:
             return await self._get_range_through_sdk(key, offset, size_bytes, sink)
         found: list[ObjectInfo] = []
 
@@ -199,8 +229,25 @@ class S3Store:
         with _telling_sinks_failures(sink) as guarded, translating("get_object", key, self._place):
             answer = await self._downloads.get_range(url, offset, size_bytes, guarded, check)
         if not found:
+            self._urls_to_get.pop(key, None)  # credentials may have been replaced
             raise refusal(answer.as_sdk_response(), "get_object", key, self._place)
         return found[0]
+
+    async def _url_to_get(self, key: str) -> tuple[str, bool]:
+        """Signed, and whether a proxy is in the way. Found out once for all ranges of an object: it takes as much CPU
+        as receiving 2 MiB.
+        """
+        url, is_proxied, signed_at = self._urls_to_get.get(key, ("", False, -math.inf))
+        if time.monotonic() >= signed_at + _SIGNED_S:
+            with translating("get_object", key, self._place):
+                url = await self._client.generate_presigned_url(
+                    "get_object", {"Bucket": self._bucket, "Key": self._root + check_key(key, "get_object")}
+                )
+            is_proxied = has_proxy(url)
+            if len(self._urls_to_get) >= _MAX_SIGNED:
+                self._urls_to_get.clear()
+            self._urls_to_get[key] = url, is_proxied, time.monotonic()
+        return url, is_proxied
 
     async def _get_range_through_sdk(self, key: str, offset: int, size_bytes: int, sink: Sink) -> ObjectInfo:
         """The slow way, which knows of proxies."""
@@ -290,9 +337,12 @@ class S3Store:
         self, key: str, upload_id: str, number: int, body: Body, checksum: Checksum
     ) -> StoredPart:
         payload = BodyPayload(body)
-        response = await self._send(
-            "upload_part", key, payload, checksum, UploadId=upload_id, PartNumber=number
-        )
+        query = {"partNumber": str(number), "uploadId": upload_id}
+        response = await self._put_by_pattern("upload_part", key, payload, checksum, query)
+        if response is None:
+            response = await self._send(
+                "upload_part", key, payload, checksum, UploadId=upload_id, PartNumber=number
+            )
         return StoredPart(number, body.size_bytes, response["ETag"], _checksum(response))
 
     async def list_parts(self, key: str, upload_id: str) -> Sequence[StoredPart]:
@@ -430,11 +480,11 @@ class S3Store:
     async def _send_in_thread(self, request: AWSPreparedRequest, **_: object) -> AWSResponse | None:
         """The SDK asks before it sends. None: it shall send as always, that is through aiohttp."""
         payload, url = request.body, request.url
-        if self._pattern is None and isinstance(payload, BodyPayload) and not has_proxy(url):
-            payload.sent_as = (url, dict(request.headers))
-        if not (isinstance(payload, BodyPayload) and payload.is_for_thread and url.startswith("https:")):
+        if not isinstance(payload, BodyPayload) or has_proxy(url):
             return None
-        return None if has_proxy(url) else await payload.put(self._uploads, url, request.headers)
+        if payload.learn is not None:
+            payload.learn(url, request.headers)
+        return await payload.put(self._uploads, url, request.headers) if payload.is_for_thread else None
 
     async def _call(self, operation: str, key: str | None, **parameters: Any) -> Response:
         if key is not None:
@@ -446,28 +496,56 @@ class S3Store:
         return response
 
     async def _put_by_pattern(
-        self, pattern: PutPattern, key: str, payload: BodyPayload, checksum: Checksum
+        self,
+        operation: str,
+        key: str,
+        payload: BodyPayload,
+        checksum: Checksum,
+        query: Mapping[str, str] = _NO_QUERY,
     ) -> Response | None:
-        """A PutObject past the SDK. None if the store sends it elsewhere, which is the SDK's business."""
-        name = self._root + check_key(key, "put_object")
-        with translating("put_object", key, self._place):
-            credentials = await self._credentials.get_frozen_credentials()
-            url, headers = pattern.request(name, payload.size_bytes, checksum, credentials, time.time())
-            answer = await self._uploads.put(url, headers, payload)
-        if 300 <= answer.status < 400:
-            self._pattern = None
-            payload.seek(0)
+        """A request past the SDK. None if it is the SDK's business: the first one (which becomes the pattern), one
+        whose body is not for a thread, and one that the store sends elsewhere.
+        """
+        name = self._root + check_key(key, operation)
+        pattern = self._patterns.get(operation)
+        if pattern is None:
+            payload.learn = partial(self._learn_pattern, operation, name, query)
+        if pattern is None or not payload.is_for_thread:
             return None
-        if answer.status >= 400:
-            raise refusal(answer.as_sdk_response(), "put_object", key, self._place)
-        said = {"ETag": answer.headers.get("etag"), "ChecksumType": answer.headers.get("x-amz-checksum-type")}
-        said |= {
-            field: answer.headers.get(f"x-amz-checksum-{algorithm}") for algorithm, field in _FIELDS.items()
-        }
-        response = {field: value for field, value in said.items() if value}
-        _check_answer("put_object", key, response)
-        _check_sent("put_object", key, payload)
+        with translating(operation, key, self._place):
+            credentials = await self._credentials.get_frozen_credentials()
+            url, headers = pattern.request(
+                name, payload.size_bytes, checksum, credentials, time.time(), query
+            )
+            answer = await self._uploads.put(url, headers, payload)
+        if answer.status >= 300:
+            self._check_pattern(operation, answer)
+            if answer.status < 400:
+                payload.seek(0)
+                return None
+            raise refusal(answer.as_sdk_response(), operation, key, self._place)
+        response = _response(answer)
+        _check_answer(operation, key, response)
+        _check_sent(operation, key, payload)
         return response
+
+    def _learn_pattern(
+        self,
+        operation: str,
+        name: str,
+        query: Mapping[str, str],
+        url: str,
+        headers: Mapping[str, str | bytes],
+    ) -> None:
+        if (pattern := PutPattern.of(url, headers, name, query)) is not None:
+            self._patterns[operation] = pattern
+
+    def _check_pattern(self, operation: str, answer: Answer) -> None:
+        """After a refusal that may be the request's fault the SDK makes the next one: it knows redirects, regions and
+        what else the configuration says by then.
+        """
+        if answer.status < 500:
+            self._patterns.pop(operation, None)
 
     async def _send(
         self, operation: str, key: str, payload: BodyPayload, checksum: Checksum, **parameters: Any
@@ -617,6 +695,13 @@ def _condition_parameters(condition: Condition) -> dict[str, str]:
 def _part_parameters(part: StoredPart) -> dict[str, Any]:
     checksum = _checksum_parameters(part.checksum) if part.checksum is not None else {}
     return {"PartNumber": part.number, "ETag": part.etag, **checksum}
+
+
+def _response(answer: Answer) -> Response:
+    """An answer past the SDK, as the SDK parses it."""
+    said = {"ETag": answer.headers.get("etag"), "ChecksumType": answer.headers.get("x-amz-checksum-type")}
+    said |= {field: answer.headers.get(f"x-amz-checksum-{algorithm}") for algorithm, field in _FIELDS.items()}
+    return {field: value for field, value in said.items() if value}
 
 
 def _checksum(response: Response) -> Checksum | None:

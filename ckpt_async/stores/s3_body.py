@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -14,27 +13,26 @@ from aiohttp.payload import Payload
 from botocore.awsrequest import AWSResponse
 
 from ckpt_async.errors import CkptAsyncError, FailureReason, SourceError
-from ckpt_async.store import Body
+from ckpt_async.store import Body, Outgoing
 from ckpt_async.stores.http_bodies import Uploads
 
 # Up to here it pays to send headers and body in one packet, though they are copied together for that.
 _JOIN_BYTES = 16 << 10
-# From here on a thread and a connection of its own are worth their while, over TLS.
-_THREAD_BYTES = 1 << 20
+
+
+Learn = Callable[[str, Mapping[str, str | bytes]], None]  # URL and headers
 
 
 @runtime_checkable
 class FileRange(Body, Protocol):
-    """A body whose bytes the kernel can take from a file by itself."""
+    """A body whose bytes are in a file."""
 
     @property
     def is_paced(self) -> bool:
         """Whether slices may have to wait for a bandwidth cap: then they are no matter for a worker thread."""
         ...
 
-    async def send_file(self, connection: int) -> None: ...
-
-    def send_in_thread(self, write: Callable[[memoryview], object]) -> None: ...
+    def send_in_thread(self, outgoing: Outgoing) -> None: ...
 
 
 class BodyPayload(Payload):
@@ -51,7 +49,7 @@ class BodyPayload(Payload):
         self._sent_bytes = 0
         self._writing: asyncio.Task[Any] | None = None
         self.failure: CkptAsyncError | None = None
-        self.sent_as: tuple[str, dict[str, str | bytes]] | None = None  # URL and headers that the SDK made
+        self.learn: Learn | None = None  # to be told what request the SDK makes of it
 
     @property
     def size_bytes(self) -> int:
@@ -93,10 +91,7 @@ class BodyPayload(Payload):
         if not is_joined and hasattr(writer, "send_headers"):
             writer.send_headers()  # else the first slice is copied to join it to them
         try:
-            if not is_joined and isinstance(self._body, FileRange) and _is_plain(transport):
-                await self._send_file(self._body, writer, transport)
-            else:
-                await self._send_chunks(writer)
+            await self._send_chunks(writer)
             self._check_complete()
         except BaseException as error:
             if isinstance(error, CkptAsyncError):
@@ -106,27 +101,17 @@ class BodyPayload(Payload):
 
     @property
     def is_for_thread(self) -> bool:
-        """Whether `send_in_thread` may send it, and is worth its while."""
-        return self._body.size_bytes >= _THREAD_BYTES and self._may_thread
-
-    @property
-    def is_small_file(self) -> bool:
-        """Whether `send_in_thread` may send it, and its bytes are the least of its costs."""
-        return self._body.size_bytes < _THREAD_BYTES and self._may_thread
-
-    @property
-    def _may_thread(self) -> bool:
-        body = self._body
-        return isinstance(body, FileRange) and not body.is_paced
+        """Whether `send_in_thread` may send it."""
+        return isinstance(self._body, FileRange) and not self._body.is_paced
 
     async def put(self, uploads: Uploads, url: str, headers: Mapping[str, str | bytes]) -> AWSResponse:
         """Send it past aiohttp; the answer as the SDK wants it."""
         answer = await uploads.put(url, headers, self)
         return AioAWSResponse(url, answer.status, answer.headers, _Content(answer.error))
 
-    def send_in_thread(self, write: Callable[[memoryview], object]) -> None:
+    def send_in_thread(self, outgoing: Outgoing) -> None:
         assert isinstance(self._body, FileRange)
-        self._body.send_in_thread(write)
+        self._body.send_in_thread(outgoing)
         self._sent_bytes = self._body.size_bytes
 
     async def _send_chunks(self, writer: AbstractStreamWriter) -> None:
@@ -140,19 +125,6 @@ class BodyPayload(Payload):
         finally:
             if isinstance(chunks, AsyncGenerator):
                 await chunks.aclose()
-
-    async def _send_file(
-        self, body: FileRange, writer: AbstractStreamWriter, transport: asyncio.Transport
-    ) -> None:
-        await writer.drain()  # of the headers
-        # A descriptor of its own, for the loop lets nobody wait for a transport's; reading goes on meanwhile,
-        # so that an early refusal is seen.
-        connection = os.dup(transport.get_extra_info("socket").fileno())
-        try:
-            await body.send_file(connection)
-        finally:
-            os.close(connection)
-        self._sent_bytes = body.size_bytes
 
     def _check_complete(self) -> None:
         if not self.is_sent:

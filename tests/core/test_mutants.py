@@ -29,6 +29,17 @@ def patched(*changes: tuple[Any, str, Any]) -> Iterator[None]:
         yield
 
 
+def commits_what_has_no_shards() -> contextlib.AbstractContextManager[None]:
+    """An empty checkpoint would be the newest one, and retention would remove the last that is not."""
+    real = decide.obstacle
+
+    def obstacle(*arguments: Any) -> str | None:
+        found = real(*arguments)
+        return None if found == "no rank enqueued a shard" else found
+
+    return patched((decide, "obstacle", obstacle))
+
+
 def commits_without_all_receipts() -> contextlib.AbstractContextManager[None]:
     """R1: whoever is first commits what is there."""
 
@@ -313,8 +324,9 @@ def _with(module: Any, **changes: Any) -> Any:
 
 # The machine that finds it within seconds, and what it says: another invariant would mean a broken mutant.
 MUTANTS = [
+    (commits_what_has_no_shards, Protocol, "I1"),
     (commits_without_all_receipts, Protocol, "I1"),
-    (commits_before_uploads, Protocol, "I1|I6"),
+    (commits_before_uploads, Protocol, "I1|I4|I6"),
     (mixes_generations, Protocol, "R5|R4|I6|I1|R3"),
     (moves_latest_before_commit, Protocol, "I2"),
     (moves_latest_back, Steady, "I2"),

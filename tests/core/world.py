@@ -51,7 +51,7 @@ from ckpt_async.observe import NullObserver
 from ckpt_async.retention import KeepLast
 from ckpt_async.settings import Settings
 from ckpt_async.stores.memory import MemoryBucket, MemoryStore
-from ckpt_async.transfer import bytes_body
+from ckpt_async.transfer import SERIES_BYTES, SERIES_SHARDS, SMALL_BYTES, SmallShard, bytes_body
 
 COMMITTED = (Outcome.COMMIT, Outcome.PRUNING, Outcome.PRUNED)
 NEXT = {
@@ -159,7 +159,7 @@ class Loop:
 class Requests:
     """Requests whose replies can be lost: before the effect, after it, or after it and then tried again."""
 
-    concurrency = 8
+    concurrency = 2  # so that shards go in series
 
     def has_more(self, has_more: bool) -> None:
         """Nothing here is slow enough for it to matter."""
@@ -349,6 +349,18 @@ async def upload(store: Any, requests: Any, source: Source, key: str, **_: Any) 
     return len(data), checksum
 
 
+async def upload_many(store: Any, requests: Any, shards: Iterable[SmallShard]) -> list[Any]:
+    """The same for one after the other, up to the first that the store does not take."""
+    found: list[Any] = []
+    with contextlib.suppress(StoreError):
+        for each in shards:
+            try:
+                found.append((await upload(store, requests, each.open(), each.key))[1])
+            except SourceError:
+                found.append(None)
+    return found + [None] * (len(list(shards)) - len(found))
+
+
 # --- the journal ---------------------------------------------------------------------------------------------
 
 
@@ -387,7 +399,8 @@ class Journal:
 
         self._change(keep, [event] if is_mark else [])
 
-    def rows(self, *, after: int = 0) -> list[JournalRow]:
+    def rows(self, *, after: int = 0, rank: int | None = None) -> list[JournalRow]:
+        assert rank in {None, self.rank}
         return [row for row in self.states[-1] if row.sequence > after]
 
     def sync(self) -> None:
@@ -478,7 +491,7 @@ class World:
         fake.get_running_loop, fake.to_thread = lambda: loop, to_thread
         patch(mock.patch.object(engine, "asyncio", fake))
         patch(mock.patch.object(engine, "os", types.SimpleNamespace(listdir=self._listdir)))
-        patch(mock.patch.object(engine, "fsync_path", lambda path: path.disk.fsync(path)))
+        patch(mock.patch.object(engine, "fsync_path", lambda path: DiskPath.disk.fsync(DiskPath(path))))
         patch(
             mock.patch.object(engine, "write_durably", lambda path, data: path.disk.write_durably(path, data))
         )
@@ -487,7 +500,16 @@ class World:
                 engine, "point_symlink", lambda link, target, private: link.disk.point_symlink(link, target)
             )
         )
-        moved = types.SimpleNamespace(upload=upload, Source=Source, all_or_none=in_turn)
+        moved = types.SimpleNamespace(
+            upload=upload,
+            upload_many=upload_many,
+            Source=Source,
+            SmallShard=SmallShard,
+            SMALL_BYTES=SMALL_BYTES,
+            SERIES_SHARDS=SERIES_SHARDS,
+            SERIES_BYTES=SERIES_BYTES,
+            all_or_none=in_turn,
+        )
         patch(mock.patch.object(engine, "transfer", moved))
         patch(mock.patch.object(protocol.transfer, "all_or_none", in_turn))
         patch(mock.patch.object(sweeper, "all_or_none", in_turn))
@@ -824,11 +846,16 @@ class World:
             return
         rank = int(decision.decided_by.split()[1])
         truth = self.truths[id_, rank]
-        if truth.is_sealed and truth.is_promised:
+        if truth.is_sealed and truth.is_promised and self._has_shards(id_):
             raise ViolationError(f"I4: rank {rank} gave up {id_}, which it had promised: {decision.reason}")
 
+    def _has_shards(self, id_: CheckpointId) -> bool:
+        return any(truth.shards for (each, _), truth in self.truths.items() if each == id_)
+
     def _check_commit(self, id_: CheckpointId, decision: Decision) -> None:
-        """I1 and R5: every rank of that generation, every shard, every byte."""
+        """I1 and R5: every rank of that generation, every shard, every byte, and something at all."""
+        if not self._has_shards(id_):
+            raise ViolationError(f"I1: {id_} committed without any shard")
         world_size = self.world_sizes[id_.generation]
         if decision.world_size != world_size:
             raise ViolationError(

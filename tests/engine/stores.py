@@ -3,11 +3,11 @@
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from ckpt_async.errors import FailureReason, StoreError
-from ckpt_async.store import Capabilities, Store
+from ckpt_async.store import Capabilities, ObjectInfo, SmallPut, Store, put_one_by_one
 from ckpt_async.stores.memory import CAPABILITIES, MemoryBucket, MemoryStore
 
 
@@ -25,6 +25,10 @@ class Meddled:
     @property
     def capabilities(self) -> Capabilities:
         return self._store.capabilities
+
+    async def put_many(self, puts: Sequence[SmallPut], stored: Callable[[ObjectInfo], None]) -> None:
+        whole: Any = self
+        await put_one_by_one(whole, puts, stored)
 
     async def before(self, operation: str, key: str) -> None: ...
     async def after(self, operation: str, key: str) -> None: ...

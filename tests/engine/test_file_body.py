@@ -1,36 +1,41 @@
 """A shard as a request body: what reaches the socket is the file, or the attempt fails and says why."""
 
-import asyncio
 import errno
+import itertools
 import os
 import random
 import socket
-from collections.abc import Awaitable, Callable, Iterator
+import ssl
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import trustme
 
-from ckpt_async.errors import FailureReason, SourceError
+from ckpt_async import transfer
+from ckpt_async.errors import FailureReason, SourceError, StoreError
 from ckpt_async.files import Folder
+from ckpt_async.stores.http_bodies import _Exchange, _let_block
 from ckpt_async.transfer import FileBody, Source
 
 MIB = 1 << 20
 SIZE = 9 * MIB + 17
 OFFSET = MIB + 5
+HEAD = b"PUT /key HTTP/1.1\r\n\r\n"
+DONE = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"
+PATIENCE_S = 30.0
 
 
 class Moves:
     """A `Progress` that only takes notes."""
 
     def __init__(self) -> None:
-        self.asked_bytes, self.num_moves, self.is_last = 0, 0, False
+        self.lasts: list[bool] = []
 
-    async def may_send(self, size_bytes: int) -> None:
-        self.asked_bytes += size_bytes
-
-    def moved(self, *, is_last: bool = False) -> None:
-        self.num_moves, self.is_last = self.num_moves + 1, is_last
+    def moved_in_thread(self, *, is_last: bool = False) -> None:
+        self.lasts.append(is_last)
 
 
 @pytest.fixture
@@ -43,118 +48,205 @@ def path(tmp_path: Path) -> Path:
 @pytest.fixture
 def source(path: Path) -> Iterator[Source]:
     folder = Folder(path.parent)
-    identity, _ = folder.link("shard.bin", "spool/shard.bin")
+    [(identity, _)] = folder.link([("shard.bin", "shard.bin")], "spool")
     source = Source(folder.open_source("shard.bin", None, identity), identity, str(path))
     yield source
     source.close()
 
 
+@pytest.fixture(scope="module")
+def contexts() -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    authority = trustme.CA()
+    near, far = ssl.create_default_context(), ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    authority.configure_trust(near)
+    authority.issue_cert("localhost").configure_cert(far)
+    return near, far
+
+
+class Link:
+    """A connection over TCP with small buffers, so that sending has to wait for the reader many times."""
+
+    def __init__(self, contexts: tuple[ssl.SSLContext, ssl.SSLContext] | None) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+            near = socket.create_connection(listening.getsockname())
+            far, _ = listening.accept()
+        near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+        self._pool = ThreadPoolExecutor(2)
+        if contexts:
+            ours, theirs = contexts
+            accepting = self._pool.submit(theirs.wrap_socket, far, server_side=True)
+            near = ours.wrap_socket(near, server_hostname="localhost")
+            far = accepting.result(PATIENCE_S)
+        self.near, self.far = near, far
+        self.far.settimeout(PATIENCE_S)
+        _let_block(near, PATIENCE_S)
+
+    def send(self, source: Source, moves: Moves | None = None) -> "Future[Any]":
+        progress: Any = moves or Moves()
+        body = FileBody(source, OFFSET, SIZE - OFFSET, progress)
+        return self._pool.submit(_Exchange(self.near, PATIENCE_S).make, HEAD, body)
+
+    def receive(self, size_bytes: int) -> bytes:
+        found = bytearray()
+        while len(found) < size_bytes and (data := self.far.recv(min(1 << 15, size_bytes - len(found)))):
+            found += data
+        return bytes(found)
+
+    def drain(self) -> None:
+        """So that nobody waits for the reader any more."""
+        self._pool.submit(self.receive, SIZE)
+
+    def close(self) -> None:
+        for each in (self.near, self.far):
+            each.close()
+        self._pool.shutdown()
+
+
 @pytest.fixture
-def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """A connection with small buffers, so that sending has to wait for the reader many times."""
-    sender, receiver = socket.socketpair()
-    with sender, receiver:
-        for each in (sender, receiver):
-            each.setblocking(False)
-            each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
-            each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
-        yield sender, receiver
+def link(request: pytest.FixtureRequest, contexts: Any) -> Iterator[Link]:
+    link = Link(contexts if getattr(request, "param", "plain") == "tls" else None)
+    yield link
+    link.close()
 
 
-async def receive(receiver: socket.socket, size_bytes: int) -> bytes:
-    found = bytearray()
-    while len(found) < size_bytes:
-        data = await asyncio.get_running_loop().sock_recv(receiver, min(1 << 15, size_bytes - len(found)))
-        if not data:
-            break
-        found += data
-    return bytes(found)
+class Kernel:
+    """`os.sendfile` that may refuse, from a call on or for one only."""
+
+    def __init__(self) -> None:
+        self.num_calls = self.num_sent = 0
+        self.refuses: Callable[[int], int] = lambda _: 0
+        self._sendfile = os.sendfile
+
+    def __call__(self, *arguments: int) -> int:
+        self.num_calls += 1
+        if number := self.refuses(self.num_calls):
+            raise OSError(number, os.strerror(number))
+        self.num_sent += 1
+        return self._sendfile(*arguments)
 
 
-def send(source: Source, sender: socket.socket, moves: Moves | None = None) -> Awaitable[None]:
-    progress: Any = moves or Moves()
-    return FileBody(source, OFFSET, SIZE - OFFSET, progress).send_file(sender.fileno())
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    kernel = Kernel()
+    monkeypatch.setattr(os, "sendfile", kernel)
+    return kernel
 
 
-@pytest.fixture(params=["sendfile", "no sendfile"])
-def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some file systems give no pages to send."""
-    if request.param == "no sendfile":
-
-        def refuse(*_: object) -> int:
-            raise OSError(errno.EINVAL, "not here")
-
-        monkeypatch.setattr(os, "sendfile", refuse)
+ALL_WAYS = pytest.mark.parametrize(
+    ("link", "refused"), [("plain", 0), ("plain", errno.EINVAL), ("tls", 0)], indirect=["link"]
+)
 
 
-@pytest.mark.usefixtures("kernel")
+@ALL_WAYS
 def test_the_range_arrives_however_slowly_it_is_read(
-    run: Callable[[Any], Any], path: Path, source: Source, pair: Any
+    path: Path, source: Source, link: Link, kernel: Kernel, refused: int
 ) -> None:
-    sender, receiver = pair
+    kernel.refuses = lambda _: refused
     moves = Moves()
+    sending = link.send(source, moves)
+    assert link.receive(len(HEAD)) == HEAD
+    assert link.receive(SIZE - OFFSET) == path.read_bytes()[OFFSET:]
+    link.far.sendall(DONE)
+    answer, is_last = sending.result(PATIENCE_S)
+    assert (answer.status, is_last) == (200, False)
+    assert moves.lasts[-1]
+    assert not any(moves.lasts[:-1])
+    assert bool(kernel.num_sent) == (not refused and not link.near.gettimeout())
 
-    async def both() -> bytes:
-        _, data = await asyncio.gather(send(source, sender, moves), receive(receiver, SIZE - OFFSET))
-        return data
 
-    assert run(both()) == path.read_bytes()[OFFSET:]
-    assert moves.asked_bytes == SIZE - OFFSET
-    assert moves.is_last
-    assert moves.num_moves > 10  # a watchdog sees it move
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOSYS, errno.ENOTSUP])
+@pytest.mark.parametrize("first_refused", [1, 4])
+def test_where_the_kernel_sends_no_files_slices_are_sent(
+    path: Path, source: Source, link: Link, kernel: Kernel, number: int, first_refused: int
+) -> None:
+    """From the beginning, or all of a sudden: what was sent is not sent again."""
+    kernel.refuses = lambda call: number if call >= first_refused else 0
+    sending = link.send(source)
+    assert link.receive(len(HEAD) + SIZE - OFFSET) == HEAD + path.read_bytes()[OFFSET:]
+    link.far.sendall(DONE)
+    assert sending.result(PATIENCE_S)[0].status == 200
+    assert kernel.num_sent == first_refused - 1
 
 
-@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize(
+    ("number", "is_of_the_disk"), [(errno.EIO, True), (errno.EHOSTUNREACH, False), (errno.ECONNRESET, False)]
+)
+def test_trouble_of_the_disk_is_told_from_trouble_of_the_network(
+    source: Source, link: Link, kernel: Kernel, number: int, is_of_the_disk: bool
+) -> None:
+    """One system call does both."""
+    kernel.refuses = lambda call: number if call == 2 else 0
+    sending = link.send(source)
+    link.drain()
+    with pytest.raises(StoreError if is_of_the_disk else ConnectionError) as failed:
+        sending.result(PATIENCE_S)
+    if isinstance(failed.value, StoreError):
+        assert failed.value.reason is FailureReason.DISK
+        assert "shard.bin" in str(failed.value)
+
+
+@ALL_WAYS
 @pytest.mark.parametrize("how", ["truncated", "overwritten"])
 def test_a_file_that_changes_meanwhile_fails_the_attempt(
-    run: Callable[[Any], Any], path: Path, source: Source, pair: Any, how: str
+    path: Path, source: Source, link: Link, kernel: Kernel, refused: int, how: str
 ) -> None:
-    sender, receiver = pair
-
-    async def both() -> None:
-        sending = asyncio.ensure_future(send(source, sender))
-        await receive(receiver, MIB)
-        if how == "truncated":
-            os.truncate(path, OFFSET + 2 * MIB)
-        else:
-            with path.open("r+b") as file:
-                file.write(b"x")
-        rest = asyncio.ensure_future(receive(receiver, SIZE))
-        try:
-            await sending
-        finally:
-            rest.cancel()
-
+    kernel.refuses = lambda _: refused
+    sending = link.send(source)
+    link.receive(MIB)
+    if how == "truncated":
+        os.truncate(path, OFFSET + 4 * MIB)
+    else:
+        with path.open("r+b") as file:
+            file.write(b"x")
+    link.drain()
     with pytest.raises(SourceError) as failed:
-        run(both())
+        sending.result(PATIENCE_S)
     assert failed.value.reason is FailureReason.SOURCE_CHANGED
 
 
+@ALL_WAYS
 def test_a_reader_that_goes_away_is_an_error_of_the_connection(
-    run: Callable[[Any], Any], source: Source, pair: Any
+    source: Source, link: Link, kernel: Kernel, refused: int
 ) -> None:
-    sender, receiver = pair
-
-    async def both() -> None:
-        sending = asyncio.ensure_future(send(source, sender))
-        await receive(receiver, MIB)
-        receiver.close()
-        await sending
-
+    kernel.refuses = lambda _: refused
+    sending = link.send(source)
+    link.receive(MIB)
+    link.far.close()
     with pytest.raises(ConnectionError):
-        run(both())
+        sending.result(PATIENCE_S)
 
 
-def test_cancelled_while_it_waits_for_the_reader_it_watches_the_socket_no_more(
-    run: Callable[[Any], Any], source: Source, pair: Any
+@ALL_WAYS
+def test_a_slow_link_is_heard_of_often(
+    source: Source, link: Link, kernel: Kernel, refused: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sender, receiver = pair
+    """The watchdog must see bytes move: who hears of 4 MiB at a time takes 100 KB/s for a stall."""
+    monkeypatch.setattr(transfer, "TELL_S", 0.0)  # every call takes longer than that
+    kernel.refuses = lambda _: refused
+    told_of: list[int] = []
 
-    async def both() -> bool:
-        sending = asyncio.ensure_future(send(source, sender))
-        await receive(receiver, MIB)
-        sending.cancel()
-        await asyncio.gather(sending, return_exceptions=True)
-        return asyncio.get_running_loop().remove_writer(sender.fileno())
+    class Telling(Moves):
+        def moved_in_thread(self, *, is_last: bool = False) -> None:
+            told_of.append(received[0])
 
-    assert run(both()) is False
+    received, size_bytes = [0], len(HEAD) + SIZE - OFFSET
+    sending = link.send(source, Telling())
+    while received[0] < size_bytes:
+        received[0] += len(link.receive(min(1 << 15, size_bytes - received[0])))
+    link.far.sendall(DONE)
+    sending.result(PATIENCE_S)
+    gaps = [after - before for before, after in itertools.pairwise(told_of)]
+    assert len(told_of) > (SIZE - OFFSET) // (256 << 10)
+    assert max(gaps) < 2 * MIB
+
+
+def test_a_fast_link_costs_few_system_calls(
+    source: Source, link: Link, kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "TELL_S", 1000.0)  # no call takes longer than that
+    sending = link.send(source)
+    link.receive(len(HEAD) + SIZE - OFFSET)
+    link.far.sendall(DONE)
+    sending.result(PATIENCE_S)
+    assert kernel.num_calls < 20

@@ -2,14 +2,16 @@
 
 import asyncio
 import logging
+from types import SimpleNamespace
 
 import pytest
 
+from ckpt_async import requests as requests_module
 from ckpt_async.checksums import checksum_of
 from ckpt_async.conditional import advance, create_once, read
 from ckpt_async.errors import FailureReason, StoreError
 from ckpt_async.observe import NullObserver
-from ckpt_async.requests import MAX_CHECKSUM_ATTEMPTS, Progress, Requests
+from ckpt_async.requests import MAX_CHECKSUM_ATTEMPTS, Progress, Requests, Series
 from ckpt_async.settings import MIB, Settings
 from ckpt_async.store import BytesBody, Create
 from tests.engine.stores import Ambiguous, Meddled, trouble
@@ -19,6 +21,11 @@ from tests.engine.virtual_time import run
 class Counting(NullObserver):
     def __init__(self) -> None:
         self.failures: list[FailureReason] = []
+        self.finished: list[str] = []
+
+    def request_finished(self, operation: str, duration_s: float) -> None:
+        assert duration_s >= 0
+        self.finished.append(operation)
 
     def attempt_failed(self, reason: FailureReason) -> None:
         self.failures.append(reason)
@@ -104,6 +111,93 @@ def test_control_requests_never_wait_behind_bulk() -> None:
         for task in stuck:
             task.cancel()
         await asyncio.gather(*stuck, return_exceptions=True)
+
+    run(main())
+
+
+def test_a_series_takes_one_place_and_counts_as_many_requests() -> None:
+    """Else small shards would be sent 32 at a time per place, or their requests be missing in the metrics."""
+
+    async def main() -> None:
+        gauge, requests = Gauge(), make(num_concurrent_uploads=3, max_concurrent_uploads=3)
+
+        async def attempt(_: Progress, series: Series) -> None:
+            series.begins()
+            await gauge.attempt(1)
+            for _ in range(5):
+                series.answered()
+
+        await asyncio.gather(*(requests.bulk_many("put", 5, 1, attempt) for _ in range(9)))
+        assert gauge.most == 3
+        assert asyncio.get_running_loop().time() == pytest.approx(3)
+        assert requests._observer.finished == ["put"] * 45
+
+    run(main())
+
+
+@pytest.mark.parametrize("reason", FailureReason)
+def test_a_series_is_made_once_and_its_end_is_counted(reason: FailureReason) -> None:
+    """Who asked makes the rest by requests of their own, which are patient; a store that is busy gets less to do."""
+
+    async def main() -> None:
+        requests, num_attempts = make(num_concurrent_uploads=8), 0
+
+        async def attempt(_: Progress, series: Series) -> None:
+            nonlocal num_attempts
+            num_attempts += 1
+            series.begins()
+            series.answered()
+            series.answered()
+            raise trouble(reason)
+
+        with pytest.raises(StoreError) as caught:
+            await requests.bulk_many("put", 5, 1, attempt)
+        assert caught.value.reason is reason
+        assert num_attempts == 1
+        assert requests._observer.finished == ["put"] * 3  # the refused one is one
+        is_answer = reason in (FailureReason.PRECONDITION, FailureReason.NOT_FOUND)
+        assert requests._observer.failures == ([] if is_answer else [reason])
+        assert requests.concurrency == (4 if reason is FailureReason.THROTTLED else 8)
+
+    run(main())
+
+
+def test_a_series_that_is_not_begun_counts_nothing() -> None:
+    async def main() -> None:
+        requests = make()
+
+        async def attempt(_: Progress, __: Series) -> None:
+            raise trouble(FailureReason.DISK)  # in reading what is to be sent
+
+        with pytest.raises(StoreError):
+            await requests.bulk_many("put", 5, 1, attempt)
+        assert requests._observer.finished == []
+
+    run(main())
+
+
+def test_each_request_of_a_series_has_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that takes ten seconds for each of ten is slow, not silent; silence ends it all the same (rule R14)."""
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        monkeypatch.setattr(requests_module, "time", SimpleNamespace(monotonic=loop.time))
+        requests = make(request_timeout_s=30, stall_timeout_s=20)
+
+        async def attempt(_: Progress, series: Series, num_answers: int = 10) -> None:
+            series.begins()
+            for _ in range(num_answers):
+                await asyncio.sleep(10)
+                series.answered()
+            if num_answers < 10:
+                await asyncio.Event().wait()
+
+        await requests.bulk_many("put", 10, 1, attempt)
+        assert loop.time() == pytest.approx(100)
+        with pytest.raises(StoreError) as caught:
+            await requests.bulk_many("put", 10, 1, lambda *both: attempt(*both, num_answers=3))
+        assert caught.value.reason is FailureReason.TIMEOUT
+        assert loop.time() == pytest.approx(100 + 30 + 20)
 
     run(main())
 

@@ -4,11 +4,12 @@ import json
 import logging
 import os
 import pickle
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import closing, contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,15 @@ from ckpt_async import (
     transfer,
 )
 from ckpt_async import engine as engine_module
-from ckpt_async.errors import FailureReason, InvalidShardError, SealedError, UploaderClosedError
+from ckpt_async.errors import (
+    FailureReason,
+    InvalidShardError,
+    JournalError,
+    SealedError,
+    UploaderClosedError,
+)
 from ckpt_async.journal import Journal
-from ckpt_async.model import CheckpointId
+from ckpt_async.model import CheckpointId, Enqueued, Event
 from ckpt_async.stores.memory import CAPABILITIES, MemoryBucket
 from tests.engine.stores import Faulty, Meddled, Slow, trouble
 
@@ -548,9 +555,10 @@ def test_shards_are_refused_before_anything_is_enqueued(opened: Open, tmp_path: 
         os.mkfifo(uploader.folder / "fifo")
         with pytest.raises(InvalidShardError, match="FIFO"):
             uploader.enqueue(uploader.folder / "fifo", 1)
+        uploader.enqueue(good, 1)
         uploader.seal(1)
         uploader.wait(1, timeout_s=10)
-    assert not store.keys("ckpt/")
+    assert store.keys("ckpt/") == ["ckpt/step-1.g1/a.pt"]
 
 
 # --- the journal -------------------------------------------------------------------------------------------------
@@ -578,6 +586,79 @@ def test_a_journal_deleted_between_two_starts_is_rebuilt_and_nothing_is_sent_twi
         wait_until(lambda: decisions(again).get(CheckpointId(1, 1)) == "commit", uploader)
     sent = {key for (operation, key), _ in again.asked.items() if operation == "put" and key[:5] == "ckpt/"}
     assert sent == ({"ckpt/step-1.g1/b.pt"} if cut.startswith("ckpt") else set())
+
+
+def test_an_upgrade_in_the_middle_of_an_upload_loses_nothing(opened: Open) -> None:
+    """The journal that an older version left is this version's queue: one shard verified, one still to be sent."""
+    store = Slow()
+    store.start = "ckpt/step-1.g1/b.pt"
+    with opened(store, upload_timeout_s=1) as uploader:
+        folder = uploader.folder
+        save(uploader, 1)
+        assert store.has_come.wait(10)
+        wait_until(lambda: len(store.keys("ckpt/")) == 1, uploader)
+        wait_until(lambda: _num_verified(uploader) == 1, uploader)
+        uploader.close(timeout_s=0)
+    _write_as_version_1(folder / ".ckpt_async/journal.sqlite")
+    for manifest in (folder / ".ckpt_async/spool").glob("*/*.json"):
+        manifest.unlink()
+    again = Meddled(store.bucket)
+    with opened(again) as uploader:
+        wait_until(lambda: decisions(again).get(CheckpointId(1, 1)) == "commit", uploader)
+    sent = {key for (operation, key), _ in again.asked.items() if operation == "put" and key[:5] == "ckpt/"}
+    assert sent == {"ckpt/step-1.g1/b.pt"}
+
+
+def _num_verified(uploader: Uploader) -> int:
+    local = uploader._engine_now().fresh_local()
+    return sum(
+        shard.stored is not None for each in local.checkpoints.values() for shard in each.shards.values()
+    )
+
+
+def _write_as_version_1(path: Path) -> None:
+    """What version 0.1.0 would have left: a row and a JSON object for every event."""
+    with closing(Journal.open_readonly(path.parent.parent)) as journal:
+        rows = journal.rows()
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("DELETE FROM events")
+        for row in rows:
+            body = json.dumps(asdict(row.event), default=lambda each: each.value)
+            id_ = getattr(row.event, "checkpoint", CheckpointId(0, 0))
+            kind = type(row.event).__name__
+            values = (row.rank, id_.generation, id_.step, row.written_at, kind, body)
+            connection.execute("INSERT INTO events VALUES (NULL, ?, ?, ?, ?, ?, ?)", values)
+        connection.execute("CREATE INDEX events_by_checkpoint ON events (rank, generation, step)")
+        connection.execute("PRAGMA user_version = 1")
+        connection.commit()
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_what_the_journal_refuses_leaves_no_link(
+    opened: Open, monkeypatch: pytest.MonkeyPatch, is_first: bool
+) -> None:
+    """`enqueue` that raises has enqueued nothing: no shard of it, and no space is held by what the trainer deletes."""
+    with opened(Meddled()) as uploader:
+        step = uploader.folder / "step-1"
+        step.mkdir()
+        for name in ("a", "b", "c"):
+            (step / name).write_bytes(name.encode())
+        if not is_first:
+            uploader.enqueue(step / "a", step=1)
+        append = Journal.append
+
+        def full(self: Journal, rank: int, events: list[Event]) -> None:
+            if any(isinstance(each, Enqueued) for each in events):
+                raise JournalError("the disk is full")
+            append(self, rank, events)
+
+        monkeypatch.setattr(Journal, "append", full)
+        with pytest.raises(JournalError):
+            uploader.enqueue(step, step=1)
+        assert [(step / name).stat().st_nlink for name in "abc"] == [1 if is_first else 2, 1, 1]
+        monkeypatch.undo()
+        uploader.enqueue(step, step=1)
+        assert [(step / name).stat().st_nlink for name in "abc"] == [2, 2, 2]
 
 
 def _is_durable(uploader: Uploader) -> bool:

@@ -30,6 +30,7 @@ class Fault:
     """What to do to requests whose method, key and query match.
 
     `drop_reply`: forward it, then close without an answer. `cut_reply`: the same after `after_bytes` of the answer.
+    `spoil_reply`: with an ETag and checksums that are not the object's.
     `unavailable`, `denied`, `expired`, `too_large`: 503 SlowDown, 403 and 400 ExpiredToken, 400 EntityTooLarge (which
     no other attempt heals), not forwarded. `reset`: break the
     connection after `after_bytes` of its body; `stall`: read no more after them. `silent`: accept, never read or
@@ -243,6 +244,8 @@ class FaultProxy:
                 writer.write(answer[: fault.after_bytes])
                 await writer.drain()
                 return False
+            if kind == "spoil_reply":
+                answer = re.sub(rb"(?im)^((?:etag|x-amz-checksum-[a-z0-9]+): *\S)\S{4}", rb"\1AAAA", answer)
             if fault and kind == "delay":
                 await asyncio.sleep(fault.delay_s)
             writer.write(answer)

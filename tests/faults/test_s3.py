@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from prometheus_client import generate_latest
 
-from ckpt_async import StoreError, StoreOptions, Uploader, requests
+from ckpt_async import CheckpointAbortedError, StoreError, StoreOptions, Uploader, requests
 from ckpt_async.demo.seaweed import SeaweedServer
 from ckpt_async.errors import FailureReason
 from ckpt_async.journal import Journal
@@ -144,12 +144,13 @@ def test_uploads_are_bounded_at_the_wire_and_control_goes_past_them(
 ) -> None:
     """The budget is kept where it counts, and a receipt does not queue behind shards that hang."""
     settings = QUICK | {"num_concurrent_uploads": 3, "stall_timeout_s": 30.0, "request_timeout_s": 30.0}
-    with Uploader(tmp_path / "folder", f"{s3_url}/run", **settings) as uploader:
+    with Uploader(tmp_path / "folder", f"{s3_url}/run", **settings, on_error="warn") as uploader:
         hold = proxy.add(Fault("hold", "PUT", rf"{SHARDS}2"))
         save(uploader, 2, num_shards=20)
         proxy.wait_for(lambda: hold.num_hits == 3)
-        uploader.seal(3)
-        uploader.wait(3, timeout_s=10)
+        uploader.seal(3)  # without a shard: that is given up, but takes a receipt and a decision
+        with pytest.raises(CheckpointAbortedError):
+            uploader.wait(3, timeout_s=10)
         assert not [each for each in proxy.exchanges if re.search(rf"{SHARDS}2", each.key)]
         assert hold.num_hits == 3
         proxy.release()

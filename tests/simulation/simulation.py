@@ -366,7 +366,7 @@ class Simulation(World):
             source.write_bytes(content)
             await asyncio.sleep(0)
             relative = f"{name}/{shard}"
-            identity, is_linked = folder.link(relative, f"{keys.spool_checkpoint(id_, rank)}/{shard}")
+            [(identity, is_linked)] = folder.link([(relative, shard)], keys.spool_checkpoint(id_, rank))
             await asyncio.sleep(0)
             truth.shards[shard] = content
             journal.append(rank, [Enqueued(id_, name, Shard(shard, relative, identity, is_linked))])
@@ -598,6 +598,7 @@ class Simulation(World):
         for id_ in {id_ for id_, _ in self.truths}:
             truths = [self.truths.get((id_, rank)) for rank in range(self.world_sizes[id_.generation])]
             is_whole = all(each and each.is_sealed and each.is_promised for each in truths)
+            is_whole = is_whole and self._has_shards(id_)
             if is_whole and id_ not in self.committed | (set() if self.is_patient else self.given_up):
                 raise ViolationError(f"I8: all ranks sealed {id_}, but it is not committed")
             self.counts["whole"] += is_whole

@@ -19,7 +19,7 @@ from ckpt_async.errors import (
     SourceError,
     StoreError,
 )
-from ckpt_async.store import BytesBody, Create, Match
+from ckpt_async.store import BytesBody, Create, Match, SmallPut
 from ckpt_async.stores import StoreOptions, open_store
 from ckpt_async.stores.memory import MemoryBucket, MemoryStore
 from tests.faults.proxy import FaultProxy
@@ -204,6 +204,39 @@ class StoreTests:
             assert await keys(store) == ["kept"]
 
         with_store(body)(self, make_store, run)
+
+    # --- many small ones -----------------------------------------------------------------------------------
+
+    @with_store
+    async def test_many_small_objects(self, store):
+        """As by `put`, told of in their order; nothing at all is fine too."""
+        many = {"a/1": b"one", ODD_KEY: b"odd", "empty": b"", "a/0": os.urandom(70_000)}
+        stored = []
+        await store.put_many([], stored.append)
+        await store.put_many([SmallPut(key, data, crc(data)) for key, data in many.items()], stored.append)
+        assert [(each.key, each.size_bytes) for each in stored] == [
+            (key, len(data)) for key, data in many.items()
+        ]
+        for each in stored:
+            headed = await store.head(each.key)
+            assert (headed.etag, headed.checksum) == (each.etag, crc(many[each.key]))
+            assert each.checksum in (None, headed.checksum)
+            assert (await store.get(each.key, max_size_bytes=MIB))[0] == many[each.key]
+
+    @with_store
+    async def test_many_end_with_the_first_that_fails(self, store):
+        """What was stored before it is told of, what is behind it is not begun."""
+        good = [SmallPut(f"good/{number}", b"%d" % number, crc(b"%d" % number)) for number in range(4)]
+        for error, bad in (
+            (IntegrityError, SmallPut("bad", b"hello", crc(b"other"))),
+            (StoreError, SmallPut("../bad", b"hello", crc(b"hello"))),
+        ):
+            stored = []
+            with pytest.raises(error) as raised:
+                await store.put_many([*good[:3], bad, good[3]], stored.append)
+            assert raised.value.key == bad.key
+            assert [each.key for each in stored] == [each.key for each in good[:3]]
+            assert await keys(store) == [each.key for each in good[:3]]
 
     # --- bodies that fail ----------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Large bodies over TLS past aiohttp: connections used again, broken, refused, cancelled, or not to be used at all."""
+"""Bodies past aiohttp: connections used again, broken, refused, cancelled, answered oddly, or not to be used at all."""
 
 import asyncio
 import contextlib
@@ -7,11 +7,15 @@ import random
 import select
 import socket
 import ssl
+import struct
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
+import botocore.auth
 import pytest
 import trustme
 
@@ -20,37 +24,43 @@ from ckpt_async.checksums import checksum_of
 from ckpt_async.demo.seaweed import SeaweedServer
 from ckpt_async.errors import FailureReason, ObjectNotFoundError, SourceError
 from ckpt_async.files import Folder
-from ckpt_async.stores import open_store
+from ckpt_async.store import Outgoing
+from ckpt_async.stores import http_bodies, open_store
 from ckpt_async.stores.http_bodies import Uploads
+from ckpt_async.stores.http_ranges import Answer
 from ckpt_async.transfer import FileBody, Source
 from tests.faults.proxy import FaultProxy
-from tests.restore.test_http_ranges import PATIENCE_S, _request, _Server
+from tests.restore.test_http_ranges import PATIENCE_S, Talk, _request, _Server
 
 MIB = 1 << 20
 DATA = random.Random(1).randbytes(3 * MIB + 17)
+LONG = DATA * 8  # more than a connection on loopback takes before it is read
 DONE = b'HTTP/1.1 200 OK\r\nETag: "e"\r\nContent-Length: 2\r\n\r\nok'
 REFUSED = b"HTTP/1.1 503 X\r\nContent-Length: 8\r\nConnection: close\r\n\r\nSlowDown"
+LAST = REFUSED.replace(b"503 X", b"200 OK")
+BROKEN = (OSError, http_bodies.http.client.HTTPException)
 
 
 class Slices:
     """A body of one reused buffer, that tells where it is."""
 
-    def __init__(self, data: bytes = DATA, good_bytes: int | None = None) -> None:
+    def __init__(self, data: bytes = DATA, good_bytes: int | None = None, slice_bytes: int = 1 << 16) -> None:
         self._data, self._good_bytes = data, len(data) if good_bytes is None else good_bytes
+        self._slice_bytes, self.size_bytes = slice_bytes, len(data)
         self.is_being_sent = False
         self.threads: set[str] = set()
 
-    def send_in_thread(self, write: Callable[[memoryview], object]) -> None:
+    def send_in_thread(self, outgoing: Outgoing) -> None:
         self.is_being_sent = True
         self.threads.add(threading.current_thread().name)
-        buffer = bytearray(1 << 16)
+        buffer = bytearray(self._slice_bytes)
         try:
             for start in range(0, len(self._data), len(buffer)):
                 if start >= self._good_bytes:
                     raise SourceError("it was overwritten", reason=FailureReason.SOURCE_CHANGED)
                 piece = self._data[start : start + len(buffer)]
                 buffer[: len(piece)] = piece
-                write(memoryview(buffer)[: len(piece)])
+                outgoing.write(memoryview(buffer)[: len(piece)])
         finally:
             self.is_being_sent = False
 
@@ -67,25 +77,58 @@ def tls(authority: trustme.CA) -> ssl.SSLContext:
     return context
 
 
+@pytest.fixture(scope="module")
+def ca_file(authority: trustme.CA, tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("authority") / "ca.pem"
+    authority.cert_pem.write_to_path(path)
+    return str(path)
+
+
+class Wire:
+    """Servers and clients of one scheme."""
+
+    def __init__(self, scheme: str, tls: ssl.SSLContext, ca_file: str) -> None:
+        self._scheme, self._tls, self._ca_file = scheme, tls if scheme == "https" else None, ca_file
+
+    def server(self, talk: Talk) -> _Server:
+        return _Server(talk, self._tls)
+
+    def url(self, server: _Server, key: str = "key?partNumber=1") -> str:
+        return f"{self._scheme}://localhost:{server.port}/{key}"
+
+    @contextlib.asynccontextmanager
+    async def uploads(self, **options: Any) -> AsyncIterator[Uploads]:
+        settings = {"max_connections": 4, "connect_timeout_s": 5.0, "read_timeout_s": PATIENCE_S}
+        uploads = Uploads(**{**settings, **options}, ca_file=self._ca_file)
+        try:
+            yield uploads
+        finally:
+            uploads.close()
+
+    async def put(self, uploads: Uploads, server: _Server, body: Slices | None = None) -> Answer:
+        body = body or Slices()
+        headers = {"Content-Length": str(body.size_bytes), "x-amz-meta": b"kept"}
+        return await uploads.put(self.url(server), headers, body)
+
+    async def put_many(
+        self, uploads: Uploads, server: _Server, bodies: Iterable[bytes], answered: Callable[[Answer], None]
+    ) -> Answer:
+        def make(number: int, data: bytes) -> tuple[str, dict[str, str | bytes], bytes]:
+            return self.url(server, f"key-{number}"), {"Content-Length": str(len(data))}, data
+
+        puts = [lambda number=number, data=data: make(number, data) for number, data in enumerate(bodies)]
+        return await uploads.put_many(puts, answered)
+
+
+@pytest.fixture(params=["http", "https"])
+def wire(request: pytest.FixtureRequest, tls: ssl.SSLContext, ca_file: str) -> Wire:
+    return Wire(request.param, tls, ca_file)
+
+
 @pytest.fixture
-def ca_file(authority: trustme.CA, tmp_path: Path) -> str:
-    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
-    return str(tmp_path / "ca.pem")
-
-
-@contextlib.asynccontextmanager
-async def opened(ca_file: str, **options: Any) -> AsyncIterator[Uploads]:
-    settings = {"max_connections": 4, "connect_timeout_s": 5.0, "read_timeout_s": PATIENCE_S}
-    uploads = Uploads(**{**settings, **options}, ca_file=ca_file)
-    try:
-        yield uploads
-    finally:
-        uploads.close()
-
-
-def put(uploads: Uploads, server: _Server, body: Slices, size_bytes: int = len(DATA)) -> Any:
-    headers = {"Content-Length": str(size_bytes), "x-amz-meta": b"kept"}
-    return uploads.put(f"https://localhost:{server.port}/key?partNumber=1", headers, body)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stuck socket is looked after soon."""
+    monkeypatch.setattr(http_bodies, "_STUCK_S", 0.05)
 
 
 def receive(near: socket.socket, size_bytes: int) -> bytes:
@@ -95,45 +138,73 @@ def receive(near: socket.socket, size_bytes: int) -> bytes:
     return bytes(found)
 
 
-def takes_all(received: list[bytes], num_times: int = 100) -> Callable[[socket.socket], None]:
+def say_last(near: socket.socket, answer: bytes) -> None:
+    """To be closed at once: what were still waiting for an acknowledgement would be lost by that."""
+    near.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    near.sendall(answer)
+
+
+def takes_all(received: list[bytes], num_times: int = 100, answer: bytes = DONE) -> Talk:
+    """This many bodies on each connection; then it is closed without a word."""
+
     def talk(near: socket.socket) -> None:
         for _ in range(num_times):
-            received.extend((_request(near), receive(near, len(DATA))))
-            near.sendall(DONE)
+            head = _request(near)
+            received.extend((head, receive(near, content_length(head))))
+            near.sendall(answer)
 
     return talk
 
 
-def test_it_arrives_whole_and_from_a_thread(run: Any, tls: ssl.SSLContext, ca_file: str) -> None:
+def content_length(head: bytes) -> int:
+    return int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+
+
+# --- one body ------------------------------------------------------------------------------------------------------
+
+
+def test_it_arrives_whole_and_from_a_thread(run: Any, wire: Wire) -> None:
     received: list[bytes] = []
     body = Slices()
 
     async def main() -> None:
-        with _Server(takes_all(received), tls) as server:
-            async with opened(ca_file) as uploads:
+        with wire.server(takes_all(received)) as server:
+            async with wire.uploads() as uploads:
                 for _ in range(3):
-                    answer = await put(uploads, server, body)
+                    answer = await wire.put(uploads, server, body)
                     assert (answer.status, answer.headers["etag"], answer.error) == (200, '"e"', b"ok")
             assert server.num_connections == 1  # used again
 
     run(main())
     head = received[0].decode()
-    assert head.startswith("PUT /key?partNumber=1 HTTP/1.1\r\n")
+    assert head.startswith("PUT /key?partNumber=1 HTTP/1.1\r\nHost: localhost:")
     assert f"Content-Length: {len(DATA)}\r\n" in head
     assert "x-amz-meta: kept\r\n" in head
     assert received[1::2] == [DATA] * 3
     assert threading.main_thread().name not in body.threads
 
 
-def test_a_server_that_closes_idle_connections(run: Any, tls: ssl.SSLContext, ca_file: str) -> None:
+def test_a_body_of_nothing(run: Any, wire: Wire) -> None:
+    received: list[bytes] = []
+
+    async def main() -> None:
+        with wire.server(takes_all(received)) as server:
+            async with wire.uploads() as uploads:
+                assert (await wire.put(uploads, server, Slices(b""))).status == 200
+
+    run(main())
+    assert received[1] == b""
+
+
+def test_a_server_that_closes_idle_connections(run: Any, wire: Wire) -> None:
     """Then the body goes to a fresh one at once: no attempt is lost."""
     received: list[bytes] = []
 
     async def main() -> None:
-        with _Server(takes_all(received, num_times=1), tls) as server:
-            async with opened(ca_file) as uploads:
+        with wire.server(takes_all(received, num_times=1)) as server:
+            async with wire.uploads() as uploads:
                 for _ in range(3):
-                    assert (await put(uploads, server, Slices())).status == 200
+                    assert (await wire.put(uploads, server)).status == 200
                     ready, _, _ = select.select([uploads._idle[0].sock], [], [], PATIENCE_S)
                     assert ready  # the end has arrived
             assert server.num_connections == 3
@@ -142,49 +213,116 @@ def test_a_server_that_closes_idle_connections(run: Any, tls: ssl.SSLContext, ca
     assert received[1::2] == [DATA] * 3
 
 
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("reads_on", [True, False])
 @pytest.mark.parametrize("answer", [REFUSED, REFUSED.replace(b"Connection: close\r\n", b"")])
-def test_a_refusal_before_the_body_is_sent(
-    run: Any, tls: ssl.SSLContext, ca_file: str, answer: bytes
-) -> None:
-    """It is heard, and the rest is not sent."""
-    size_bytes = 64 * len(DATA)
+def test_a_refusal_before_the_body_is_sent(run: Any, wire: Wire, answer: bytes, reads_on: bool) -> None:
+    """It is heard, also where the connection stays open and nobody reads the rest, which is not sent."""
     received = 0
+    is_over = threading.Event()
 
     def talk(near: socket.socket) -> None:
         nonlocal received
         _request(near)
         receive(near, 1 << 16)
         near.sendall(answer)
+        if not reads_on:
+            assert is_over.wait(PATIENCE_S)
         with contextlib.suppress(OSError):
-            received = len(receive(near, size_bytes))
+            received = len(receive(near, 2 * len(LONG)))
 
     async def main() -> None:
-        with _Server(talk, tls) as server:
-            async with opened(ca_file) as uploads:
-                found = await put(uploads, server, Slices(DATA * 64), size_bytes)
+        with wire.server(talk) as server:
+            async with wire.uploads() as uploads:
+                found = await wire.put(uploads, server, Slices(LONG * 2))
+                is_over.set()
                 assert (found.status, found.error) == (503, b"SlowDown")
                 assert not uploads._idle
 
     run(main())
-    assert received < size_bytes - (1 << 16)
+    assert received < 2 * len(LONG) - (1 << 16)
 
 
-def test_a_connection_that_breaks(run: Any, tls: ssl.SSLContext, ca_file: str) -> None:
+def test_a_refusal_followed_by_a_reset(run: Any, wire: Wire) -> None:
+    """What a server does that closes a connection with a body still on its way: the answer counts, not the reset."""
+
+    def talk(near: socket.socket) -> None:
+        _request(near)
+        receive(near, 1 << 16)
+        say_last(near, REFUSED)
+        near.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+    async def main() -> None:
+        with wire.server(talk) as server:
+            async with wire.uploads() as uploads:
+                # In one piece, so that it is not asked between two whether there is an answer.
+                found = await wire.put(uploads, server, Slices(LONG, slice_bytes=len(LONG)))
+                assert (found.status, found.error) == (503, b"SlowDown")
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        b"HTTP/1.1 403 No\r\nContent-Length: 800\r\n\r\n<Code>AccessDenied</Code>",
+        b"HTTP/1.1 403 No\r\nTransfer-Encoding: chunked\r\n\r\n19\r\n<Code>AccessDenied</Code>\r\n80\r\n<Mess",
+    ],
+)
+def test_a_refusal_cut_short_is_still_one(run: Any, wire: Wire, cut: bytes) -> None:
+    def talk(near: socket.socket) -> None:
+        _request(near)
+        say_last(near, cut)
+
+    async def main() -> None:
+        with wire.server(talk) as server:
+            async with wire.uploads() as uploads:
+                found = await wire.put(uploads, server, Slices(LONG))
+                assert found.as_sdk_response()["Error"]["Code"] == "AccessDenied"
+
+    run(main())
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_success_before_the_body_is_sent_is_none(run: Any, wire: Wire) -> None:
+    """Nobody can have stored what he has not got."""
+    is_over = threading.Event()
+
+    def talk(near: socket.socket) -> None:
+        _request(near)
+        near.sendall(DONE)
+        assert is_over.wait(PATIENCE_S)
+
+    async def main() -> None:
+        answers: list[Answer] = []
+        with wire.server(talk) as server:
+            async with wire.uploads() as uploads:
+                with pytest.raises(ConnectionError, match="200 before it had the whole body"):
+                    await wire.put(uploads, server, Slices(LONG))
+                with pytest.raises(ConnectionError, match="200 before it had the whole body"):
+                    await wire.put_many(uploads, server, [LONG], answers.append)
+            is_over.set()
+        assert not answers
+
+    run(main())
+
+
+def test_a_connection_that_breaks(run: Any, wire: Wire) -> None:
     def talk(near: socket.socket) -> None:
         _request(near)
         receive(near, 1 << 16)
 
     async def main() -> None:
-        with _Server(talk, tls) as server:
-            async with opened(ca_file) as uploads:
-                with pytest.raises(OSError):
-                    await put(uploads, server, Slices(DATA * 8), 8 * len(DATA))
+        with wire.server(talk) as server:
+            async with wire.uploads() as uploads:
+                with pytest.raises(ConnectionError):
+                    await wire.put(uploads, server, Slices(LONG))
             assert server.num_connections == 1  # one call is one attempt
 
     run(main())
 
 
-def test_a_file_that_changes_meanwhile(run: Any, tls: ssl.SSLContext, ca_file: str) -> None:
+def test_a_file_that_changes_meanwhile(run: Any, wire: Wire) -> None:
     """The server must not take what it has for a whole body."""
     received: list[bytes] = []
     has_ended = threading.Event()
@@ -196,17 +334,17 @@ def test_a_file_that_changes_meanwhile(run: Any, tls: ssl.SSLContext, ca_file: s
         has_ended.set()
 
     async def main() -> None:
-        with _Server(talk, tls) as server:
-            async with opened(ca_file) as uploads:
+        with wire.server(talk) as server:
+            async with wire.uploads() as uploads:
                 with pytest.raises(SourceError):
-                    await put(uploads, server, Slices(good_bytes=MIB))
+                    await wire.put(uploads, server, Slices(good_bytes=MIB))
                 assert await asyncio.to_thread(has_ended.wait, PATIENCE_S)
 
     run(main())
     assert all(len(each) <= MIB for each in received)
 
 
-def test_cancelled_it_lets_go_of_the_body(run: Any, tls: ssl.SSLContext, ca_file: str) -> None:
+def test_cancelled_it_lets_go_of_the_body(run: Any, wire: Wire) -> None:
     """Whoever cancels closes the file next."""
     is_under_way, may_end = threading.Event(), threading.Event()
 
@@ -217,10 +355,10 @@ def test_cancelled_it_lets_go_of_the_body(run: Any, tls: ssl.SSLContext, ca_file
         may_end.wait(PATIENCE_S)  # reads no more: the body is stuck
 
     async def main() -> None:
-        body = Slices(DATA * 8)
-        with _Server(talk, tls) as server:
-            async with opened(ca_file) as uploads:
-                sending = asyncio.ensure_future(put(uploads, server, body, 8 * len(DATA)))
+        body = Slices(LONG)
+        with wire.server(talk) as server:
+            async with wire.uploads() as uploads:
+                sending = asyncio.ensure_future(wire.put(uploads, server, body))
                 assert await asyncio.to_thread(is_under_way.wait, PATIENCE_S)
                 assert body.is_being_sent
                 sending.cancel()
@@ -232,21 +370,435 @@ def test_cancelled_it_lets_go_of_the_body(run: Any, tls: ssl.SSLContext, ca_file
     run(main())
 
 
-def test_a_server_that_reads_no_more(run: Any, tls: ssl.SSLContext, ca_file: str) -> None:
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_server_that_falls_silent(run: Any, wire: Wire, reads: bool) -> None:
+    """It reads no more, or it never answers."""
     may_end = threading.Event()
 
     def talk(near: socket.socket) -> None:
-        _request(near)
+        head = _request(near)
+        if reads:
+            receive(near, content_length(head))
         may_end.wait(PATIENCE_S)
 
     async def main() -> None:
-        with _Server(talk, tls) as server:
-            async with opened(ca_file, read_timeout_s=0.2) as uploads:
+        with wire.server(talk) as server:
+            async with wire.uploads(read_timeout_s=0.2) as uploads:
                 with pytest.raises(TimeoutError):
-                    await put(uploads, server, Slices(DATA * 8), 8 * len(DATA))
+                    await wire.put(uploads, server, Slices(LONG))
             may_end.set()
 
     run(main())
+
+
+# --- answers -------------------------------------------------------------------------------------------------------
+
+GOOD_ANSWERS = {
+    "usual": (DONE, 200, b"ok", True),
+    "spelled otherwise": (b"HTTP/1.1 200\r\netag:e\r\nCONTENT-LENGTH:  2 \r\n\r\nok", 200, b"ok", True),
+    "after others": (
+        b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 102 Processing\r\nX: y\r\n\r\n" + DONE,
+        200,
+        b"ok",
+        True,
+    ),
+    "refusal": (REFUSED.replace(b"Connection: close\r\n", b""), 503, b"SlowDown", True),
+    "last": (LAST, 200, b"SlowDown", False),
+    "of the old protocol": (DONE.replace(b"1.1", b"1.0"), 200, b"ok", False),
+    "more than it says": (DONE + b"!", 200, b"ok", False),
+    "chunked": (
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\no\r\n1\r\nk\r\n0\r\n\r\n",
+        200,
+        b"ok",
+        False,
+    ),
+    "without a body": (b"HTTP/1.1 204 No Content\r\n\r\n", 204, b"", False),
+    "without a length": (b"HTTP/1.1 200 OK\r\n\r\nok", 200, b"ok", False),
+    "two lengths": (b"HTTP/1.1 200 OK\r\nContent-Length: 2, 2\r\n\r\nok", 200, b"ok", False),
+    "large": (
+        b"HTTP/1.1 400 No\r\nContent-Length: 100000\r\n\r\n" + bytes(100_000),
+        400,
+        bytes(http_bodies.MAX_ERROR_BYTES),
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("piece_bytes", [5, MIB])
+@pytest.mark.parametrize("kind", GOOD_ANSWERS)
+def test_answers_of_every_shape(run: Any, wire: Wire, kind: str, piece_bytes: int) -> None:
+    """And whether the connection is used again."""
+    answer, status, content, is_kept = GOOD_ANSWERS[kind]
+
+    def talk(near: socket.socket) -> None:
+        while True:
+            receive(near, content_length(_request(near)))
+            for start in range(0, len(answer), piece_bytes):
+                near.sendall(answer[start : start + piece_bytes])
+            if kind in ("without a length", "two lengths"):
+                return  # which is how such an answer ends
+
+    async def main() -> None:
+        with wire.server(talk) as server:
+            async with wire.uploads() as uploads:
+                for _ in range(2):
+                    found = await wire.put(uploads, server, Slices(b"body"))
+                    assert (found.status, found.error) == (status, content)
+            assert server.num_connections == (1 if is_kept else 2)
+
+    run(main())
+
+
+BAD_ANSWERS = {
+    "nothing": b"",
+    "cut in the head": DONE[:20],
+    "cut in the body": DONE[:-1],
+    "cut in a chunk": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nok",
+    "only others": b"HTTP/1.1 100 Continue\r\n\r\n",
+    "another protocol": b"SSH-2.0-OpenSSH\r\n\r\n",
+    "no status": b"HTTP/1.1 OK\r\nContent-Length: 0\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("kind", BAD_ANSWERS)
+def test_a_bad_answer_is_an_error(run: Any, wire: Wire, kind: str) -> None:
+    def talk(near: socket.socket) -> None:
+        receive(near, content_length(_request(near)))
+        near.sendall(BAD_ANSWERS[kind])
+
+    async def main() -> None:
+        with wire.server(talk) as server:
+            async with wire.uploads() as uploads:
+                with pytest.raises(BROKEN):
+                    await wire.put(uploads, server, Slices(b"body"))
+                assert not uploads._idle
+            assert server.num_connections == 1
+
+    run(main())
+
+
+def test_others_amid_the_body(run: Any, wire: Wire) -> None:
+    """A server may say 100 Continue to whom did not ask for it: no refusal."""
+    received: list[bytes] = []
+
+    def talk(near: socket.socket) -> None:
+        while True:
+            head = _request(near)
+            near.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+            received.append(receive(near, content_length(head)))
+            near.sendall(DONE)
+
+    async def main() -> None:
+        with wire.server(talk) as server:
+            async with wire.uploads() as uploads:
+                for _ in range(2):
+                    assert (await wire.put(uploads, server, Slices(LONG))).status == 200
+            assert server.num_connections == 1
+
+    run(main())
+    assert received == [LONG] * 2
+
+
+class Clock:
+    """`time`, with a look at how often somebody looks at it."""
+
+    def __init__(self, num_looks: int) -> None:
+        self._num_looks = num_looks
+        self.was_looked_at = threading.Event()
+
+    def monotonic(self) -> float:
+        self._num_looks -= 1
+        if self._num_looks <= 0:
+            self.was_looked_at.set()
+        return time.monotonic()
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("kind", ["usual", "chunked"])
+def test_an_answer_with_a_pause_in_it(
+    run: Any, wire: Wire, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A socket's own limit only makes room for a look at the clock: an answer has `read_timeout_s`."""
+    clock = Clock(6)  # more than the pieces of the answer account for
+    answer = GOOD_ANSWERS[kind][0]
+
+    def talk(near: socket.socket) -> None:
+        receive(near, content_length(_request(near)))
+        near.sendall(answer[:-1])
+        assert clock.was_looked_at.wait(PATIENCE_S)
+        near.sendall(answer[-1:])
+
+    async def main() -> None:
+        with wire.server(talk) as server:
+            async with wire.uploads() as uploads:
+                monkeypatch.setattr(http_bodies, "time", clock)
+                assert (await wire.put(uploads, server, Slices(b"body"))).error == b"ok"
+
+    run(main())
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_body_with_a_pause_in_it(run: Any, wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes on with the very next byte, also where it is sent together with the head."""
+    clock = Clock(4)
+    received: list[bytes] = []
+
+    def talk(near: socket.socket) -> None:
+        assert clock.was_looked_at.wait(PATIENCE_S)
+        takes_all(received, num_times=1)(near)
+
+    async def main() -> None:
+        with wire.server(talk) as server:
+            async with wire.uploads() as uploads:
+                monkeypatch.setattr(http_bodies, "time", clock)
+                await wire.put(uploads, server, Slices(LONG, slice_bytes=len(LONG)))
+
+    run(main())
+    assert received[1] == LONG
+
+
+def test_a_head_without_end(run: Any, wire: Wire) -> None:
+    """It is not collected until there is no memory left."""
+    is_over = threading.Event()
+
+    def talk(near: socket.socket) -> None:
+        receive(near, content_length(_request(near)))
+        near.sendall(b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 20_000)
+        assert is_over.wait(PATIENCE_S)
+
+    async def main() -> None:
+        with wire.server(talk) as server:
+            async with wire.uploads() as uploads:
+                with pytest.raises(http_bodies.http.client.LineTooLong):
+                    await wire.put(uploads, server, Slices(b"body"))
+            is_over.set()
+
+    run(main())
+
+
+# --- requests ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "headers", [{"a": "b\r\nx-evil: 1"}, {"a": b"b\nx-evil: 1"}, {"a\r\nx-evil": "1"}, {"a": "b\rc"}]
+)
+def test_a_line_break_in_a_header_is_refused(run: Any, wire: Wire, headers: dict[str, str | bytes]) -> None:
+    """It would begin a header, or a request, of its own."""
+    heard: list[bytes] = []
+
+    async def main() -> None:
+        with wire.server(takes_all(heard)) as server:
+            async with wire.uploads() as uploads:
+                with pytest.raises(ValueError, match="line break"):
+                    await uploads.put(wire.url(server), {"Content-Length": "4", **headers}, Slices(b"body"))
+
+    run(main())
+    assert not heard
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://bucket.s3.amazonaws.com/key",
+        "https://Store.Local:443/b/key",
+        "http://store.local:80/b/key",
+        "http://store.local:443/b/key",
+        "https://user:word@store.local:9000/b/key",
+        "http://[::1]:8333/b/key",
+        "https://[FE80::1]/b/key",
+    ],
+)
+def test_the_host_is_named_as_the_sdk_signs_it(url: str) -> None:
+    """Else the signature is wrong for whoever computes it from the header."""
+    assert http_bodies.host_of(urlsplit(url)) == botocore.auth._host_from_url(url)
+
+
+def test_an_address_of_version_6_without_a_port(ca_file: str) -> None:
+    uploads = Uploads(max_connections=1, connect_timeout_s=1, read_timeout_s=1, ca_file=ca_file)
+    for url, port in (("http://[::1]/b", 80), ("https://[::1]/b", 443), ("http://[::1]:8333/b", 8333)):
+        connection = uploads._connect(urlsplit(url))
+        assert (connection.host, connection.port) == ("::1", port)
+    uploads.close()
+
+
+# --- many small ones -----------------------------------------------------------------------------------------------
+
+SMALL = [b"%d " % number * 1000 for number in range(20)]
+
+
+def test_many_in_their_order_on_one_connection(run: Any, wire: Wire) -> None:
+    received: list[bytes] = []
+    told: list[tuple[int, int]] = []  # status, and how many had arrived by then
+
+    async def main() -> None:
+        with wire.server(takes_all(received)) as server:
+            async with wire.uploads() as uploads:
+                last = await wire.put_many(
+                    uploads, server, SMALL, lambda answer: told.append((answer.status, len(received) // 2))
+                )
+                assert last.status == 200
+                assert len(uploads._idle) == 1
+            assert server.num_connections == 1
+
+    run(main())
+    assert received[1::2] == SMALL
+    assert [head.split(b" ")[1] for head in received[::2]] == [b"/key-%d" % number for number in range(20)]
+    assert told == [(200, number) for number in range(1, 21)]
+
+
+def test_many_end_with_the_first_refusal(run: Any, wire: Wire) -> None:
+    received: list[bytes] = []
+    answers: list[Answer] = []
+
+    def talk(near: socket.socket) -> None:
+        for _ in range(7):
+            received.append(receive(near, content_length(_request(near))))
+            near.sendall(DONE)
+        received.append(receive(near, content_length(_request(near))))
+        near.sendall(REFUSED)
+        assert not near.recv(1)  # nothing more is asked for
+
+    async def main() -> None:
+        with wire.server(talk) as server:
+            async with wire.uploads() as uploads:
+                last = await wire.put_many(uploads, server, SMALL, answers.append)
+                assert (last.status, last.error) == (503, b"SlowDown")
+
+    run(main())
+    assert received == SMALL[:8]
+    assert [each.status for each in answers] == [200] * 7
+
+
+@pytest.mark.parametrize("answer", [DONE, LAST], ids=["without a word", "as it says"])
+def test_a_server_that_closes_connections_amid_many(run: Any, wire: Wire, answer: bytes) -> None:
+    """Each arrives once, on as many connections as it takes."""
+    received: list[bytes] = []
+    answers: list[Answer] = []
+
+    async def main() -> None:
+        with wire.server(takes_all(received, num_times=1, answer=answer)) as server:
+            async with wire.uploads() as uploads:
+
+                def answered(answer: Answer) -> None:
+                    answers.append(answer)
+                    if answer.headers.get("connection") != "close":
+                        # The end arrives before the next one is begun: else that would be lost on the way.
+                        assert select.select([using.pop()], [], [], PATIENCE_S)[0]
+
+                using: list[socket.socket] = []
+                original = http_bodies.Flight.uses
+
+                def uses(flight: http_bodies.Flight, connected: socket.socket | None) -> None:
+                    using.extend([connected] if connected else [])
+                    original(flight, connected)
+
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(http_bodies.Flight, "uses", uses)
+                    assert (await wire.put_many(uploads, server, SMALL, answered)).status == 200
+            assert server.num_connections == len(SMALL)
+
+    run(main())
+    assert received[1::2] == SMALL
+    assert len(answers) == len(SMALL)
+
+
+def test_a_connection_that_breaks_amid_many(run: Any, wire: Wire) -> None:
+    """What was answered before stays answered; nothing is sent after it."""
+    received: list[bytes] = []
+    answers: list[Answer] = []
+
+    def talk(near: socket.socket) -> None:
+        takes_all(received, num_times=4)(near)
+        received.extend((b"", receive(near, content_length(_request(near)))))
+
+    async def main() -> None:
+        with wire.server(talk) as server:
+            async with wire.uploads() as uploads:
+                with pytest.raises(BROKEN):
+                    await wire.put_many(uploads, server, SMALL, answers.append)
+                assert not uploads._idle
+            assert server.num_connections == 1
+
+    run(main())
+    assert received[1::2] == SMALL[:5]
+    assert len(answers) == 4
+
+
+def test_an_error_of_who_is_told_ends_it(run: Any, wire: Wire) -> None:
+    received: list[bytes] = []
+
+    def answered(_: Answer) -> None:
+        raise LookupError("by the test")
+
+    async def main() -> None:
+        with wire.server(takes_all(received)) as server:
+            async with wire.uploads() as uploads:
+                with pytest.raises(LookupError):
+                    await wire.put_many(uploads, server, SMALL, answered)
+
+    run(main())
+    assert received[1::2] == SMALL[:1]
+
+
+def test_cancelled_amid_many_nobody_is_told_any_more(run: Any, wire: Wire) -> None:
+    answers: list[Answer] = []
+    is_waiting, may_answer = threading.Event(), threading.Event()
+
+    def talk(near: socket.socket) -> None:
+        takes_all([], num_times=4)(near)
+        _request(near)
+        is_waiting.set()
+        assert may_answer.wait(PATIENCE_S)
+        near.sendall(DONE)
+
+    async def main() -> None:
+        with wire.server(talk) as server:
+            async with wire.uploads() as uploads:
+                sending = asyncio.ensure_future(wire.put_many(uploads, server, SMALL, answers.append))
+                assert await asyncio.to_thread(is_waiting.wait, PATIENCE_S)
+                sending.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await sending
+                assert len(answers) == 4
+                may_answer.set()
+                await asyncio.to_thread(uploads._threads.shutdown)
+            assert server.num_connections == 1
+        assert len(answers) == 4
+
+    run(main())
+
+
+def test_cancelled_while_somebody_is_told_it_waits(run: Any, wire: Wire) -> None:
+    """Else he would be told after the cancellation."""
+    is_being_told, may_end = threading.Event(), threading.Event()
+    num_told = 0
+
+    def answered(_: Answer) -> None:
+        nonlocal num_told
+        is_being_told.set()
+        assert may_end.wait(PATIENCE_S)
+        num_told += 1
+
+    async def main() -> None:
+        with wire.server(takes_all([])) as server:
+            async with wire.uploads() as uploads:
+                sending = asyncio.ensure_future(wire.put_many(uploads, server, SMALL, answered))
+                assert await asyncio.to_thread(is_being_told.wait, PATIENCE_S)
+                sending.cancel()
+                for _ in range(100):
+                    await asyncio.sleep(0)
+                assert not sending.done()
+                may_end.set()
+                with pytest.raises(asyncio.CancelledError):
+                    await sending
+                assert num_told == 1
+                await asyncio.to_thread(uploads._threads.shutdown)
+        assert num_told == 1
+
+    run(main())
+
+
+# --- through the store ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -316,7 +868,7 @@ def test_a_truncated_shard_over_tls(
     path = tmp_path / "shard.bin"
     path.write_bytes(DATA)
     folder = Folder(tmp_path)
-    identity, _ = folder.link("shard.bin", "spool/shard.bin")
+    [(identity, _)] = folder.link([("shard.bin", "shard.bin")], "spool")
     source = Source(folder.open_source("shard.bin", None, identity), identity, str(path))
     os.truncate(path, 2 * MIB)
 

@@ -11,21 +11,42 @@ import pytest
 from botocore.awsrequest import AWSRequest
 from botocore.config import Config
 from botocore.credentials import ReadOnlyCredentials
+from botocore.utils import percent_encode_sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_async.checksums import checksum_of
 from ckpt_async.errors import FailureReason, IntegrityError, StoreError
 from ckpt_async.files import Folder
+from ckpt_async.store import BytesBody, Create, SmallPut
 from ckpt_async.stores import StoreOptions, open_store
 from ckpt_async.stores.s3_pattern import PutPattern
 from ckpt_async.transfer import FileBody, Source
 from tests.faults.proxy import Fault, FaultProxy
 from tests.stores.bodies import put
+from tests.stores.peer import Peer, Request, answer
+from tests.stores.test_s3_errors import connected
+from tests.stores.test_s3_errors import credentials as given_credentials  # noqa: F401  a fixture
 
 TEXT = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=20)
 KEYS = st.text(st.characters(exclude_categories=("Cs", "Cc")), min_size=1, max_size=40)
 CHECKSUM = checksum_of(b"x", "crc64nvme")
+
+
+# What the signer adds by itself.
+SIGNERS_OWN = {"authorization", "host", "x-amz-date", "x-amz-security-token"}
+
+
+def address(place: str, key: str, query: dict[str, str]) -> str:
+    """As the SDK writes it."""
+    asked = percent_encode_sequence(query)
+    return f"{place}/{quote(key, safe='/~')}" + (f"?{asked}" if asked else "")
+
+
+def in_order(url: str) -> list[str]:
+    """The parts of the query may come in any."""
+    address, _, asked = url.partition("?")
+    return [address, *sorted(asked.split("&"))]
 
 
 def sent_by_sdk(url: str, headers: Mapping[str, str], credentials: Any, at: dt.datetime) -> AWSRequest:
@@ -36,22 +57,40 @@ def sent_by_sdk(url: str, headers: Mapping[str, str], credentials: Any, at: dt.d
     return request
 
 
+PLACES = [
+    "https://bucket.s3.eu-central-1.amazonaws.com",
+    "http://127.0.0.1:8333/bucket",
+    "https://Store.Local:443/bucket",
+    "http://[::1]:8333/bucket",
+]
+QUERIES = st.one_of(
+    st.just({}), st.fixed_dictionaries({"partNumber": st.integers(1, 10_000).map(str), "uploadId": KEYS})
+)
+
+
 @given(
-    st.sampled_from(["https://bucket.s3.eu-central-1.amazonaws.com", "http://127.0.0.1:8333/bucket"]),
+    st.sampled_from(PLACES),
     KEYS,
     KEYS,
+    st.tuples(QUERIES, QUERIES),
     st.dictionaries(st.sampled_from(["x-amz-tagging", "x-amz-storage-class", "content-type"]), TEXT),
     st.one_of(st.none(), TEXT),
     st.integers(1_577_836_800, 2_840_140_800),
 )
 def test_signed_as_the_sdk_signs(
-    place: str, first: str, second: str, more: dict[str, str], token: str | None, now: int
+    place: str,
+    first: str,
+    second: str,
+    queries: tuple[dict[str, str], dict[str, str]],
+    more: dict[str, str],
+    token: str | None,
+    now: int,
 ) -> None:
-    """Whatever key, headers, token and time: the SDK's own signer is the judge."""
+    """Whatever key, part, headers, token and time: the SDK's own signer is the judge."""
     credentials = ReadOnlyCredentials("AKID", "secret/+key", token)
     fixed = {**more, "User-Agent": "ckpt"}
     start, at = (dt.datetime.fromtimestamp(each, dt.UTC) for each in (1_767_225_600, now))
-    pattern_url = f"{place}/{quote(first, safe='/~')}"
+    pattern_url = address(place, first, queries[0])
     of_first = {
         **fixed,
         "Content-Length": "7",
@@ -59,17 +98,15 @@ def test_signed_as_the_sdk_signs(
         "amz-sdk-request": "attempt=1",
     }
     known = sent_by_sdk(pattern_url, of_first, ReadOnlyCredentials("OLD", "older", "gone"), start)
-    pattern = PutPattern.of(pattern_url, dict(known.headers), first)
+    pattern = PutPattern.of(pattern_url, dict(known.headers), first, queries[0])
     assert pattern is not None
-    url, headers = pattern.request(second, 1, CHECKSUM, credentials, now)
-    ours = {name: value for name, value in headers.items() if name != "authorization"}
-    unsigned = {
-        name: value for name, value in ours.items() if name not in ("x-amz-date", "x-amz-security-token")
-    }
-    wanted = sent_by_sdk(f"{place}/{quote(second, safe='/~')}", unsigned, credentials, at)
-    assert url == wanted.url
+    url, headers = pattern.request(second, 1, CHECKSUM, credentials, now, queries[1])
+    ours = {name: value for name, value in headers.items() if name not in SIGNERS_OWN}
+    wanted = sent_by_sdk(url, ours, credentials, at)
+    assert in_order(url) == in_order(address(place, second, queries[1]))
     assert headers["authorization"] == wanted.headers["Authorization"]
-    assert {name.lower(): value for name, value in wanted.headers.items()} == headers
+    host = botocore.auth._host_from_url(url)
+    assert {name.lower(): value for name, value in wanted.headers.items()} | {"host": host} == headers
     assert fixed.items() - {("User-Agent", "ckpt")} <= headers.items()
     assert headers["x-amz-checksum-crc64nvme"] == CHECKSUM.value
 
@@ -96,6 +133,16 @@ def test_what_is_sent_in_another_way_is_no_pattern(change: dict[str, str]) -> No
     assert PutPattern.of("http://s3/bucket/key", told, "key") is not None
     assert PutPattern.of("http://s3/bucket/key", told | change, "key") is None
     assert PutPattern.of("http://s3/bucket/key?x-id=PutObject", told, "key") is None
+    part = {"partNumber": "1", "uploadId": "u"}
+    assert PutPattern.of("http://s3/bucket/key?uploadId=u&partNumber=1", told, "key", part) is not None
+    for query in (
+        "",
+        "?partNumber=1",
+        "?partNumber=2&uploadId=u",
+        "?partNumber=1&uploadId=u&x-id=UploadPart",
+    ):
+        assert PutPattern.of(f"http://s3/bucket/key{query}", told, "key", part) is None
+    assert PutPattern.of("http://s3/bucket/other", told, "key") is None
 
 
 class Moves:
@@ -111,7 +158,7 @@ class Moves:
 def source(tmp_path: Any) -> Any:
     (tmp_path / "a.bin").write_bytes(b"a small shard")
     folder = Folder(tmp_path)
-    identity, _ = folder.link("a.bin", "spool/a.bin")
+    [(identity, _)] = folder.link([("a.bin", "a.bin")], "spool")
     source = Source(folder.open_source("a.bin", None, identity), identity, str(tmp_path / "a.bin"))
     yield source
     source.close()
@@ -168,7 +215,7 @@ def test_refusals_mean_what_they_mean_through_the_sdk(
         store: Any = open_store(f"{s3_url}/run", StoreOptions(endpoint_url=proxy.url))
         await store.open()
         try:
-            assert store._pattern is not None
+            assert "put_object" in store._patterns
             await put(store, "b", b"before")
             proxy.add(Fault(kind, method="PUT", key="a.bin", times=1))
             with pytest.raises(StoreError) as failed:
@@ -181,3 +228,136 @@ def test_refusals_mean_what_they_mean_through_the_sdk(
     with FaultProxy(s3_server.url) as proxy:
         run(body(proxy))
         assert proxy.sent("a.bin").total() == (2 if kind == "drop_reply" else 1)
+
+
+# --- which requests are whose --------------------------------------------------------------------------------------
+
+DATA = b"a small shard"
+RIGHT = checksum_of(DATA, "crc64nvme")
+WAYS: dict[str, Any] = {
+    "put": lambda store, source: store.put("a~b/c d+é", body_of(source), RIGHT),
+    "part": lambda store, source: store.put_part("a~b/c d+é", "u+/ ~=", 7, body_of(source), RIGHT),
+    "many": lambda store, _: store.put_many([SmallPut("a~b/c d+é", DATA, RIGHT)], lambda _: None),
+}
+# Of one request, or of the HTTP client, not of the pattern.
+OF_ONE = {
+    "accept",
+    "accept-encoding",
+    "authorization",
+    "x-amz-date",
+    "amz-sdk-invocation-id",
+    "amz-sdk-request",
+}
+
+
+def is_by_sdk(request: Request) -> bool:
+    return "amz-sdk-invocation-id" in request.headers
+
+
+@pytest.mark.usefixtures("given_credentials")
+@pytest.mark.parametrize("way", WAYS)
+def test_only_the_first_one_is_the_sdks_and_the_next_says_the_same(
+    run: Any, source: Any, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Encryption, tags or the session's token that were lost on the way would be found out by an auditor."""
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "token")
+    put_args = {"Metadata": {"owner": "me"}, "ServerSideEncryption": "aws:kms", "Tagging": "a=b%20c"}
+
+    async def body() -> list[Request]:
+        peer = Peer(lambda _: answer(200, headers={"ETag": '"e"'}))
+        async with connected(peer, put_args=put_args) as store:
+            for _ in range(3):
+                await WAYS[way](store, source)
+        return peer.requests
+
+    first, *others = run(body())
+    assert [is_by_sdk(each) for each in (first, *others)] == [True, False, False]
+    for each in others:
+        assert (each.method, in_order(each.path), each.body) == ("PUT", in_order(first.path), DATA)
+        ours, theirs = (
+            {name: value for name, value in request.headers.items() if name not in OF_ONE}
+            for request in (each, first)
+        )
+        assert ours == theirs
+    assert ("x-amz-tagging" in first.headers) == (way != "part")
+    assert first.headers["x-amz-security-token"] == "token"
+
+
+@pytest.mark.usefixtures("given_credentials")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("status", [307, 400, 403, 404, 500, 503])
+def test_after_a_refusal_that_may_be_its_fault_the_sdk_asks(
+    run: Any, source: Any, way: str, status: int
+) -> None:
+    """It knows redirects, regions and what else the configuration says by then; and is the pattern again."""
+    replies = iter([200, status, 200, 200, 200])
+
+    async def body() -> list[bool]:
+        def respond(_: Request) -> bytes:
+            return answer(next(replies), headers={"ETag": '"e"'})
+
+        peer = Peer(respond)
+        async with connected(peer) as store:
+            await WAYS[way](store, source)
+            if status == 307 and way != "many":
+                await WAYS[way](store, source)
+            else:
+                with pytest.raises(StoreError):
+                    await WAYS[way](store, source)
+            await WAYS[way](store, source)
+            await WAYS[way](store, source)
+        assert all(each.body == DATA for each in peer.requests)
+        return [is_by_sdk(each) for each in peer.requests]
+
+    expected = {307: [True, False, True, False], 500: [True, False, False, False]}
+    expected[503], expected[400] = expected[500], expected[307]
+    expected[403] = expected[404] = expected[307]
+    if status == 307 and way != "many":
+        expected[307] = [True, False, True, True, False]  # at once, and then to learn
+    assert run(body()) == expected[status]
+
+
+@pytest.mark.usefixtures("given_credentials")
+def test_operations_have_patterns_of_their_own(run: Any, source: Any) -> None:
+    """Only an object is encrypted and tagged, its parts are not; a conditional one is for one object."""
+
+    async def body() -> list[bool]:
+        peer = Peer(lambda _: answer(200, headers={"ETag": '"e"'}))
+        async with connected(peer, put_args={"Tagging": "a=b"}) as store:
+            await put(store, "a", DATA, condition=Create())
+            assert not store._patterns
+            for _ in range(2):
+                for way in ("part", "put"):
+                    await WAYS[way](store, source)
+            await put(store, "a", DATA, condition=Create())
+            await store.put("a", BytesBody(DATA), RIGHT)  # not a thread's
+        return [is_by_sdk(each) for each in peer.requests]
+
+    assert run(body()) == [True, True, True, False, False, True, True]
+
+
+@pytest.mark.usefixtures("given_credentials")
+@pytest.mark.parametrize("lacks", ["ETag", "nothing"])
+def test_many_stop_at_an_answer_without_an_etag(run: Any, source: Any, lacks: str) -> None:
+    """Something between us and the store may answer 200."""
+    stored: list[str] = []
+
+    async def body() -> int:
+        def respond(request: Request) -> bytes:
+            is_odd = lacks == "ETag" and request.path.endswith("/2")
+            return answer(200, headers={} if is_odd else {"ETag": '"e"'})
+
+        peer = Peer(respond)
+        async with connected(peer) as store:
+            await WAYS["put"](store, source)
+            puts = [SmallPut(str(number), DATA, RIGHT) for number in range(4)]
+            sending = store.put_many(puts, lambda info: stored.append(info.key))
+            if lacks == "ETag":
+                with pytest.raises(StoreError, match="without ETag"):
+                    await sending
+            else:
+                await sending
+        return len(peer.requests)
+
+    assert run(body()) == (4 if lacks == "ETag" else 5)
+    assert stored == (["0", "1"] if lacks == "ETag" else ["0", "1", "2", "3"])

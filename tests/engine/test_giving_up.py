@@ -1,0 +1,88 @@
+"""What training is told of checkpoints that come to nothing, and what it may say of them without being ended."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ckpt_async import CheckpointAbortedError, UploadFailedError, keys
+from ckpt_async.errors import InvalidNameError
+from ckpt_async.records import decode_decision
+from tests.engine.stores import Meddled
+from tests.engine.test_uploader import decisions, opened, write
+
+__all__ = ["opened"]  # a fixture
+
+Open = Callable[..., Any]
+
+
+@pytest.mark.parametrize("on_error", ["raise", "warn"])
+def test_ranks_that_contradict_each_other_are_all_told(opened: Open, tmp_path: Path, on_error: str) -> None:
+    """Nobody calls `wait`: every checkpoint would be given up, and training would end well."""
+    store = Meddled()
+    more = {"world_size": 2, "generation": 1, "on_error": on_error}
+    with (
+        opened(store, tmp_path / "0", rank=0, **more) as first,
+        opened(store, tmp_path / "1", rank=1, **more) as second,
+    ):
+        for rank, uploader in enumerate((first, second)):
+            uploader.enqueue(write(uploader, f"step-1/rank-{rank}/model.pt", b"x" * (1000 + rank)), 1)
+            uploader.seal(1)
+        for uploader in (first, second):
+            with pytest.raises(CheckpointAbortedError, match="both wrote"):
+                uploader.wait(1, timeout_s=10)
+            if on_error == "raise":
+                with pytest.raises(UploadFailedError, match=r"both wrote.*later ones are not affected"):
+                    uploader.raise_failures()
+            uploader.raise_failures()  # said once
+
+
+def test_a_checkpoint_without_any_shard_is_never_the_newest(opened: Open) -> None:
+    """`enqueue` has raised, the trainer went on to `seal`: retention would then remove the last good one."""
+    store = Meddled()
+    with opened(store, on_error="warn") as uploader:
+        uploader.enqueue(write(uploader, "step-1/a.pt", b"x"), 1)
+        uploader.seal(1)
+        uploader.seal(2)
+        uploader.wait(1, timeout_s=10)
+        with pytest.raises(CheckpointAbortedError, match="no rank enqueued a shard"):
+            uploader.wait(2, timeout_s=10)
+    assert {id_.step: outcome for id_, outcome in decisions(store).items()} == {1: "commit", 2: "abort"}
+
+
+def test_numbers_of_other_libraries_and_those_that_are_none(
+    opened: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A loss that is nan must not end the training that has to be told of it."""
+    store = Meddled()
+    with opened(store) as uploader, caplog.at_level(logging.WARNING, "ckpt_async"):
+        step = np.int64(3)
+        uploader.enqueue(write(uploader, "step-3/a.pt", b"x"), step)
+        losses = {
+            "loss": np.float32(0.5),
+            "zero_d": np.array(2.0),
+            "worst": float("inf"),
+            "bad": float("nan"),
+        }
+        uploader.seal(step, metrics=losses)
+        uploader.wait(step, timeout_s=10)
+    (id_,) = decisions(store)
+    decided = decode_decision(store.bucket.objects[keys.decision_key(id_)].data, id_)
+    assert decided.metrics == (("loss", 0.5), ("zero_d", 2.0))
+    left_out = {each.args[1] for each in caplog.records if "metric_left_out" in each.msg and each.args}
+    assert left_out == {"worst", "bad"}
+
+
+@pytest.mark.parametrize("value", ["0.5", b"1", True, None, [1, 2], {}])
+def test_what_is_no_number_is_refused(opened: Open, value: Any) -> None:
+    with opened(Meddled()) as uploader, pytest.raises(InvalidNameError, match="is not a name with a number"):
+        uploader.seal(1, metrics={"loss": value})
+
+
+@pytest.mark.parametrize("step", [True, 1.0, "1", -1, None])
+def test_what_is_no_step_is_refused(opened: Open, step: Any) -> None:
+    with opened(Meddled()) as uploader, pytest.raises(InvalidNameError, match="must be a whole number"):
+        uploader.seal(step)

@@ -1,0 +1,468 @@
+"""Many small shards in one go: each arrives whole and once; what does not is left to who is patient."""
+
+import asyncio
+import functools
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_async import CheckpointAbortedError, Uploader, transfer
+from ckpt_async import engine as engine_module
+from ckpt_async.checksums import checksum_of
+from ckpt_async.errors import FailureReason, JournalError
+from ckpt_async.files import Folder
+from ckpt_async.journal import Journal
+from ckpt_async.metrics import Metrics
+from ckpt_async.model import CheckpointId, Verified
+from ckpt_async.observe import NullObserver
+from ckpt_async.requests import Requests
+from ckpt_async.settings import Settings
+from ckpt_async.store import ObjectInfo
+from ckpt_async.transfer import SmallShard, Source, upload_many
+from tests.engine.stores import Meddled, Slow, trouble
+from tests.engine.test_uploader import QUICK, decisions, wait_until, write
+
+NAMES = ["a", "b", "c", "d", "e"]
+WRONG = checksum_of(b"something else", "crc64nvme")
+
+
+def data_of(name: str) -> bytes:
+    return name.encode() * 3000
+
+
+def right(name: str) -> Any:
+    return checksum_of(data_of(name), "crc64nvme")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    for name in NAMES:
+        (tmp_path / name).write_bytes(data_of(name))
+    return Folder(tmp_path)
+
+
+@pytest.fixture
+def shards(folder: Folder) -> list[SmallShard]:
+    """Files as they are when they are enqueued."""
+    linked = folder.link([(name, name) for name in NAMES], "spool")
+
+    def opened(name: str, identity: Any) -> Source:
+        return Source(folder.open_source(name, None, identity), identity, name)
+
+    return [
+        SmallShard(f"ckpt/{name}", identity.size_bytes, functools.partial(opened, name, identity))
+        for name, (identity, _) in zip(NAMES, linked, strict=True)
+    ]
+
+
+class Counted(NullObserver):
+    def __init__(self) -> None:
+        self.finished: list[str] = []
+
+    def request_finished(self, operation: str, _: float) -> None:
+        self.finished.append(operation)
+
+
+@pytest.fixture
+def observer() -> Counted:
+    return Counted()
+
+
+@pytest.fixture
+def send(run: Any, shards: list[SmallShard], observer: Counted) -> Callable[[Any], Any]:
+    async def upload(store: Any) -> Any:
+        settings = Settings(retry_initial_s=0.01, retry_max_s=0.02, upload_timeout_s=1.0)
+        return await upload_many(store, Requests(settings, observer, "memory://test"), shards)
+
+    return lambda store: run(upload(store))
+
+
+class Refusing(Meddled):
+    """Refuses one object."""
+
+    async def before(self, operation: str, key: str) -> None:
+        if (operation, key) == ("put", "ckpt/c"):
+            raise trouble(FailureReason.THROTTLED)
+
+
+class Saying(Meddled):
+    """Says this of the checksum of what it has stored; None: nothing."""
+
+    def __init__(self, said: Any) -> None:
+        super().__init__()
+        self._said = said
+
+    async def put_many(self, puts: Any, stored: Callable[[ObjectInfo], None]) -> None:
+        await super().put_many(puts, lambda info: stored(replace(info, checksum=self._said)))
+
+
+def test_all_of_them(send: Any, observer: Counted) -> None:
+    store = Meddled()
+    assert send(store) == [right(name) for name in NAMES]
+    assert {key: each.data for key, each in store.bucket.objects.items()} == {
+        f"ckpt/{name}": data_of(name) for name in NAMES
+    }
+    assert set(store.asked.values()) == {1}
+    assert observer.finished == ["put"] * 5
+
+
+def test_those_before_the_first_refusal(send: Any, observer: Counted) -> None:
+    """The rest is not even tried: the store may be busy, or gone."""
+    store = Refusing()
+    assert send(store) == [right("a"), right("b"), None, None, None]
+    assert sorted(store.bucket.objects) == ["ckpt/a", "ckpt/b"]
+    assert store.asked["put", "ckpt/c"] == 1
+    assert ("put", "ckpt/d") not in store.asked
+    assert observer.finished == ["put"] * 3
+
+
+def test_what_the_store_says_nothing_of_is_asked_for(send: Any) -> None:
+    """Rule R1: sent is not stored."""
+    store = Saying(None)
+    assert send(store) == [right(name) for name in NAMES]
+    assert [store.asked["head", f"ckpt/{name}"] for name in NAMES] == [1] * 5
+
+
+def test_what_the_store_has_otherwise_does_not_count(send: Any) -> None:
+    assert send(Saying(WRONG)) == [None] * 5
+
+
+@pytest.mark.parametrize("reason", [FailureReason.AUTH, FailureReason.OTHER, FailureReason.NOT_FOUND])
+def test_what_cannot_be_asked_for_does_not_count(send: Any, reason: FailureReason) -> None:
+    class Closed(Saying):
+        async def before(self, operation: str, key: str) -> None:
+            if (operation, key) == ("head", "ckpt/b"):
+                raise trouble(reason)
+
+    assert send(Closed(None)) == [right("a"), None, *(right(name) for name in "cde")]
+
+
+@pytest.mark.parametrize("how", ["overwritten", "truncated", "gone", "replaced"])
+def test_a_file_that_is_another_one_by_now_is_left_out(
+    send: Any, folder: Folder, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others are sent; of it, nothing."""
+    path = folder.path / "b"
+    match how:
+        case "overwritten":
+            with path.open("r+b") as file:
+                file.write(b"x")
+            os.utime(path, ns=(1, 1))
+        case "truncated":
+            os.truncate(path, 5)
+        case "gone":
+            path.unlink()
+        case "replaced":
+            path.unlink()
+            path.write_bytes(data_of("b"))
+    store = Meddled()
+    assert send(store) == [right("a"), None, *(right(name) for name in "cde")]
+    assert "ckpt/b" not in store.bucket.objects
+
+
+@pytest.mark.parametrize("how", ["overwritten", "truncated"])
+def test_a_file_that_changes_while_it_is_read_is_left_out(
+    send: Any, folder: Folder, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = Source.read
+
+    def meddled(source: Source) -> bytes:
+        if source.path == "d" and how == "truncated":
+            os.truncate(folder.path / "d", 5)
+        data = read(source)
+        if source.path == "d":
+            os.utime(folder.path / "d", ns=(1, 1))
+        return data
+
+    monkeypatch.setattr(Source, "read", meddled)
+    assert send(Meddled()) == [*(right(name) for name in "abc"), None, right("e")]
+
+
+@pytest.mark.parametrize("error", [OSError(24, "Too many open files"), OSError(5, "Input/output error")])
+def test_trouble_of_the_disk_is_left_to_who_is_patient(
+    send: Any, monkeypatch: pytest.MonkeyPatch, error: OSError
+) -> None:
+    """It must not pass for a bug, which would stop the engine."""
+    open_source = Folder.open_source
+
+    def meddled(folder: Folder, source: str, *rest: Any) -> int:
+        if source != "a":
+            raise error
+        return open_source(folder, source, *rest)
+
+    monkeypatch.setattr(Folder, "open_source", meddled)
+    assert send(Meddled()) == [right("a"), None, None, None, None]
+
+
+def test_nothing_left_to_send(send: Any, folder: Folder) -> None:
+    for name in NAMES:
+        (folder.path / name).unlink()
+    store = Meddled()
+    assert send(store) == [None] * 5
+    assert not store.asked
+
+
+def test_cancelled_it_sends_no_more(run: Any, shards: list[SmallShard]) -> None:
+    store = Slow()
+
+    async def main() -> None:
+        requests = Requests(Settings(), NullObserver(), "memory://test")
+        sending = asyncio.ensure_future(upload_many(store, requests, shards))
+        while not store.held:
+            await asyncio.sleep(0.001)
+        sending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sending
+        store.go.set()
+        assert not store.bucket.objects
+        again = await asyncio.wait_for(upload_many(store, requests, shards), 10)  # the place is free again
+        assert again == [right(name) for name in NAMES]
+
+    run(main())
+
+
+# --- by the engine -------------------------------------------------------------------------------------------------
+
+Open = Callable[..., Any]
+LOTS = [f"{number:03d}.pt" for number in range(100)]
+
+
+@pytest.fixture
+def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Open:
+    """`with opened(store, **settings) as uploader`, two places for uploads."""
+    monkeypatch.setattr(engine_module, "RETRY_ACTION_S", 0.05)
+    settings = QUICK | {"num_concurrent_uploads": 2, "max_concurrent_uploads": 2}
+
+    @contextmanager
+    def opened(store: Meddled, **more: Any) -> Iterator[Uploader]:
+        monkeypatch.setattr("ckpt_async.runners.host.open_store", lambda *_, **__: store)
+        uploader = Uploader(tmp_path / "folder", "memory://test", **settings | more)  # type: ignore[arg-type]
+        try:
+            yield uploader
+        except BaseException:
+            uploader.close(timeout_s=0)
+            raise
+        uploader.close()
+
+    return opened
+
+
+@pytest.fixture
+def series(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The keys of every series that is begun."""
+    found: list[list[str]] = []
+
+    async def noting(store: Any, requests: Requests, shards: list[SmallShard]) -> Any:
+        found.append([each.key for each in shards])
+        return await upload_many(store, requests, shards)
+
+    monkeypatch.setattr(transfer, "upload_many", noting)
+    return found
+
+
+def save(uploader: Uploader, step: int, names: list[str] = LOTS) -> None:
+    """All at once, so that they are due at once."""
+    folder = uploader.folder / f"step-{step}"
+    for name in names:
+        write(uploader, f"step-{step}/{name}", f"{step} {name}".encode())
+    uploader.enqueue(folder, step)
+    uploader.seal(step)
+
+
+def test_a_checkpoint_of_many_small_shards(opened: Open, series: list[list[str]]) -> None:
+    """In series that end at the same time; each shard once; recorded by few appends."""
+    store, appends = Meddled(), []
+    append = Journal.append
+
+    def noting(journal: Journal, rank: int, events: Any) -> None:
+        events = list(events)
+        appends.append(sum(isinstance(each, Verified) for each in events))
+        append(journal, rank, events)
+
+    with pytest.MonkeyPatch.context() as patch, opened(store) as uploader:
+        patch.setattr(Journal, "append", noting)
+        save(uploader, 1)
+        uploader.wait(1, timeout_s=30)
+        assert uploader.metrics.registry.get_sample_value(
+            "ckpt_async_uploads_total", {"result": "ok"} | labels(uploader)
+        ) == len(LOTS)
+    sent = {key: num for (operation, key), num in store.asked.items() if key.startswith("ckpt/")}
+    assert sent == {f"ckpt/step-1.g1/{name}": 1 for name in LOTS}
+    assert sum(map(len, series)) > 90  # the last ones go alone
+    assert max(map(len, series)) == transfer.SERIES_SHARDS
+    assert sum(appends) == len(LOTS)
+    assert len([each for each in appends if each]) <= len(series) + 10
+    assert decisions(store) == {CheckpointId(1, 1): "commit"}
+
+
+def labels(uploader: Uploader) -> dict[str, str]:
+    """Those that all of its metrics have."""
+    sample = next(
+        each
+        for metric in uploader.metrics.registry.collect()
+        for each in metric.samples
+        if each.name == "ckpt_async_uploads_total"
+    )
+    return {name: value for name, value in sample.labels.items() if name != "result"}
+
+
+def test_large_shards_go_alone(opened: Open, series: list[list[str]]) -> None:
+    small, large = [f"{number}.pt" for number in range(20)], ["x.pt", "y.pt", "z.pt"]
+    with opened(store := Meddled()) as uploader:
+        for name in small + large:
+            size_bytes = transfer.SMALL_BYTES + (name in large)
+            write(uploader, f"step-1/{name}", os.urandom(1) * size_bytes)
+        uploader.enqueue(uploader.folder / "step-1", 1)
+        uploader.seal(1)
+        uploader.wait(1, timeout_s=30)
+    sizes = {key: len(each.data) for key, each in store.bucket.objects.items()}
+    assert series
+    for each in series:
+        assert not {key.rpartition("/")[2] for key in each} & set(large)
+        assert sum(sizes[key] for key in each) <= transfer.SERIES_BYTES
+
+
+def test_what_a_series_could_not_send_goes_alone_and_within_the_bounds(
+    opened: Open, series: list[list[str]]
+) -> None:
+    """An outage must not make of two places sixty that wait with their files open."""
+    num_open = most_open = 0
+
+    class Away(Meddled):
+        is_away = True
+
+        async def before(self, operation: str, key: str) -> None:
+            if self.is_away and key.startswith("ckpt/"):
+                raise trouble(FailureReason.TRANSIENT)
+
+    class Counting(Source):
+        def __init__(self, *arguments: Any) -> None:
+            nonlocal num_open, most_open
+            super().__init__(*arguments)
+            num_open += 1
+            most_open = max(most_open, num_open)
+
+        def close(self) -> None:
+            nonlocal num_open
+            num_open -= 1
+            super().close()
+
+    store = Away()
+    with pytest.MonkeyPatch.context() as patch, opened(store) as uploader:
+        patch.setattr(transfer, "Source", Counting)
+        save(uploader, 1)
+        wait_until(lambda: max(store.asked.values(), default=0) > 5, uploader)
+        assert 0 < most_open <= 2
+        num_series = len(series)
+        assert num_series <= 2  # not one after the other without a pause
+        store.is_away = False
+        uploader.wait(1, timeout_s=30)
+    assert len(series) > num_series  # back to series when it is over
+    assert decisions(store) == {CheckpointId(1, 1): "commit"}
+
+
+def test_a_shard_that_is_refused_again_and_again_holds_up_no_other(opened: Open) -> None:
+    class Picky(Meddled):
+        is_picky = True
+
+        async def before(self, operation: str, key: str) -> None:
+            if self.is_picky and key.endswith("010.pt"):
+                raise trouble(FailureReason.TRANSIENT)
+
+    store = Picky()
+    with opened(store) as uploader:
+        save(uploader, 1)
+        wait_until(lambda: len(store.keys("ckpt/")) == len(LOTS) - 1, uploader)
+        store.is_picky = False
+        uploader.wait(1, timeout_s=30)
+    sent = {key: num for (operation, key), num in store.asked.items() if key.startswith("ckpt/")}
+    assert {num for key, num in sent.items() if not key.endswith("010.pt")} == {1}
+
+
+def test_a_shard_that_changed_fails_its_checkpoint_only(opened: Open) -> None:
+    store = Slow()
+    with opened(store, on_error="warn") as uploader:
+        save(uploader, 1)
+        assert store.has_come.wait(10)
+        path = uploader.folder / "step-1" / LOTS[-1]
+        with path.open("r+b") as file:
+            file.write(b"AN")
+        os.utime(path, ns=(1, 1))
+        store.go.set()
+        with pytest.raises(CheckpointAbortedError, match=r"099\.pt.* changed after it was enqueued"):
+            uploader.wait(1, timeout_s=30)
+        save(uploader, 2)
+        uploader.wait(2, timeout_s=30)
+    assert decisions(store) == {CheckpointId(1, 1): "abort", CheckpointId(1, 2): "commit"}
+
+
+def test_superseded_amid_a_series(opened: Open, series: list[list[str]]) -> None:
+    """Its series stop, and only its own: another checkpoint's are never among them."""
+    store = Slow()
+    settings = {"on_backlog": "supersede", "max_backlog_checkpoints": 2, "remote_retention": "last=1"}
+    with opened(store, **settings) as uploader:
+        save(uploader, 1)
+        assert store.has_come.wait(10)
+        save(uploader, 2)
+        save(uploader, 3)
+        wait_until(lambda: decisions(store).get(CheckpointId(1, 1)) == "abort", uploader)
+        store.go.set()
+        uploader.wait(3, timeout_s=30)
+        with pytest.raises(CheckpointAbortedError, match="superseded"):
+            uploader.wait(1, timeout_s=30)
+    assert all(len({key.rpartition("/")[0] for key in each}) == 1 for each in series)
+    assert not store.keys("ckpt/step-1.")
+    assert decisions(store)[CheckpointId(1, 3)] == "commit"
+
+
+def test_stopped_amid_a_series_and_started_again(opened: Open) -> None:
+    """What was sent and not recorded is asked for, not sent again."""
+
+    class Stopping(Slow):
+        async def before(self, operation: str, key: str) -> None:
+            if self.asked["put", key] and key.endswith(("020.pt", "070.pt")):
+                await super().before(operation, key)
+
+    store = Stopping()
+    with opened(store, generation=1) as uploader:
+        save(uploader, 1)
+        assert store.has_come.wait(10)
+        uploader.close(timeout_s=0)
+    there = store.keys("ckpt/")
+    assert 0 < len(there) < len(LOTS)
+    store.go.set()
+    before = dict(store.asked)
+    with opened(store, generation=2) as uploader:
+        wait_until(lambda: decisions(store) == {CheckpointId(1, 1): "commit"}, uploader)
+    assert {key: store.asked["put", key] - before["put", key] for key in there} == dict.fromkeys(there, 0)
+    assert len(store.keys("ckpt/")) == len(LOTS)
+
+
+def test_a_journal_that_is_full_loses_nothing(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What could not be recorded is sent again, later."""
+    append, is_full = Journal.append, threading.Event()
+
+    def refusing(journal: Journal, rank: int, events: Any) -> None:
+        events = list(events)
+        if is_full.is_set() and any(isinstance(each, Verified) for each in events):
+            raise JournalError("by the test")
+        append(journal, rank, events)
+
+    monkeypatch.setattr(Journal, "append", refusing)
+    monkeypatch.setattr(Metrics, "engine_restarted", lambda _: restarts.append(1))
+    restarts: list[int] = []
+    store = Meddled()
+    is_full.set()
+    with opened(store) as uploader:
+        save(uploader, 1)
+        wait_until(lambda: max(store.asked.values(), default=0) > 2, uploader)
+        is_full.clear()
+        uploader.wait(1, timeout_s=30)
+    assert decisions(store) == {CheckpointId(1, 1): "commit"}
+    assert not restarts
