@@ -486,7 +486,8 @@ async def upload_many(
             stored.append(info)
             series.answered()
 
-        read[:] = await asyncio.to_thread(_read_all, shards, store.capabilities.checksum_algorithm)
+        async with requests.reading_series:
+            read[:] = await asyncio.to_thread(_read_all, shards, store.capabilities.checksum_algorithm)
         puts = [each for each in read if each is not None]
         await progress.may_send(sum(len(each.data) for each in puts))
         series.begins()

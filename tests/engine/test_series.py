@@ -102,6 +102,41 @@ class Saying(Meddled):
         await super().put_many(puts, lambda info: stored(replace(info, checksum=self._said)))
 
 
+def test_one_series_is_read_at_a_time_but_all_are_sent_at_once(
+    run: Any, shards: list[SmallShard], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads that read at the same time only hand the interpreter's lock round."""
+    turns = threading.Lock()
+    read_all = transfer._read_all
+
+    def reading(*arguments: Any) -> Any:
+        assert turns.acquire(blocking=False), "two at a time"
+        try:
+            return read_all(*arguments)
+        finally:
+            turns.release()
+
+    monkeypatch.setattr(transfer, "_read_all", reading)
+
+    class Together(Meddled):
+        def __init__(self) -> None:
+            super().__init__()
+            self.all_here = asyncio.Barrier(3)
+
+        async def put_many(self, *arguments: Any) -> None:
+            await self.all_here.wait()
+            await super().put_many(*arguments)
+
+    async def upload() -> Any:
+        requests, store = (
+            Requests(Settings(num_concurrent_uploads=3), NullObserver(), "memory://test"),
+            Together(),
+        )
+        return await asyncio.gather(*(upload_many(store, requests, shards) for _ in range(3)))
+
+    assert run(upload()) == [[right(name) for name in NAMES]] * 3
+
+
 def test_all_of_them(send: Any, observer: Counted) -> None:
     store = Meddled()
     assert send(store) == [right(name) for name in NAMES]
