@@ -577,10 +577,11 @@ def test_ranks_share_one_process_its_limits_and_take_turns(
         ranks = sorted(opened, key=lambda each: each.rank)
         assert len(runners(folder)) == 1
         proxy.add(Fault("hold", "PUT", SHARDS))
-        save(ranks[0], 1, num_shards=20)
+        # Each too large to share a turn with others (`transfer.SMALL_BYTES`).
+        save(ranks[0], 1, num_shards=20, size_bytes=300_000)
         proxy.wait_for(lambda: proxy.num_under_way == 2)
-        save(ranks[1], 1, num_shards=1)
-        save(ranks[2], 1, num_shards=1)
+        save(ranks[1], 1, num_shards=1, size_bytes=300_000)
+        save(ranks[2], 1, num_shards=1, size_bytes=300_000)
         wait_until(lambda: all(each._engine_now().fresh_local().checkpoints for each in ranks))
         proxy.most_under_way = 0
         proxy.release()
