@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_async import keys
+from ckpt_async.errors import NoJournalError
 from ckpt_async.journal import Journal
 from ckpt_async.model import CheckpointId
 from tests.faults.oracle import Oracle, heard
@@ -75,10 +76,10 @@ class Run:
         self.verified |= {key: now[key] for key in with_rows}
 
     def keys_in_journal(self) -> set[str]:
-        path = self.folder / keys.PRIVATE / "journal.sqlite"
-        if not path.exists():
+        try:
+            journal = Journal.open_readonly(self.folder)
+        except NoJournalError:  # killed before they had made one
             return set()
-        journal = Journal.open_readonly(self.folder)
         try:
             return {
                 each.stored.key
