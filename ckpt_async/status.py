@@ -15,6 +15,7 @@ from pathlib import Path
 from ckpt_async import decide, keys
 from ckpt_async.journal import Journal
 from ckpt_async.model import CheckpointId, Local, LocalCheckpoint, Outcome, fold
+from ckpt_async.units import age
 
 QUEUE_STATES = ("queued", "uploading", "retrying", "failed")
 
@@ -201,16 +202,6 @@ def _steps(checkpoints: tuple[CheckpointStatus, ...]) -> str:
 
 def _plural(count: int, noun: str) -> str:
     return noun if count == 1 else f"{noun}s"
-
-
-def age(duration_s: float) -> str:
-    """A duration as people say it: 40 s, 9 min, 3 h, 2 days. A clock that was set back gives 0 s."""
-    seconds = max(0, int(duration_s))
-    if seconds < 120:
-        return f"{seconds} s"
-    if seconds < 7200:
-        return f"{seconds // 60} min"
-    return f"{seconds // 3600} h" if seconds < 172_800 else f"{seconds // 86_400} days"
 
 
 # --- the folder --------------------------------------------------------------------------------------------

@@ -18,13 +18,26 @@ import pytest
 from ckpt_async import Uploader, __version__, cli, keys
 from ckpt_async.conditional import put
 from ckpt_async.errors import FailureReason, StoreError
-from ckpt_async.model import Boundary, CheckpointId
+from ckpt_async.files import Folder
+from ckpt_async.journal import Journal, RankLock
+from ckpt_async.model import (
+    Boundary,
+    CheckpointId,
+    Decided,
+    Enqueued,
+    Failed,
+    FileIdentity,
+    Outcome,
+    Sealed,
+    Shard,
+)
 from ckpt_async.observe import NullObserver
-from ckpt_async.protocol import begin_prune, finish_prune, move_latest, set_pin
+from ckpt_async.protocol import begin_prune, decide_once, finish_prune, move_latest, new_decision, set_pin
 from ckpt_async.records import encode_boundary
 from ckpt_async.requests import Requests
 from ckpt_async.settings import Settings
 from ckpt_async.stores import open_store
+from ckpt_async.stores.s3 import S3Store
 
 ROOT = Path(__file__).resolve().parent.parent
 HEAVY = ("aiobotocore", "aiohttp", "asyncio", "awscrt", "botocore", "prometheus_client", "tenacity", "torch")
@@ -213,7 +226,125 @@ def test_ls_on_s3(
     assert cli.main(["ls", s3_url, "--profile", "no-such-profile"]) not in (0, 3)
 
 
+def test_ls_tells_how_many_were_given_up_and_all_says_why(
+    folder: Path, remote: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The journal soon forgets them: this is where one looks for a checkpoint that never came."""
+    train(folder, remote, 1)
+    wanted = new_decision(
+        CheckpointId(1, 2),
+        Outcome.ABORT,
+        name="step-2",
+        world_size=1,
+        by="rank 0",
+        now=0.0,
+        reason="it is gone",
+    )
+    on_store(remote, lambda store, requests: decide_once(store, requests, wanted))
+    assert cli.main(["ls", remote]) == 0
+    told = capsys.readouterr()
+    assert (told.out.count("\n"), told.err) == (2, f"1 given up; `ckpt-async ls {remote} --all` says why\n")
+    assert cli.main(["ls", remote, "--all"]) == 0
+    told = capsys.readouterr()
+    assert ("given up: it is gone" in told.out, told.err) == (True, "")
+
+
+@pytest.mark.parametrize(
+    ("reason", "decision", "is_running", "hint"),
+    [
+        (FailureReason.OTHER, None, False, "drain {folder}` tries again now"),
+        (FailureReason.OTHER, None, True, "what failed is tried again every half minute"),
+        (FailureReason.SOURCE_CHANGED, None, True, "given up for good"),
+        (FailureReason.SOURCE_CHANGED, Outcome.ABORT, False, "given up for good"),
+    ],
+)
+def test_status_says_what_to_do_about_a_failure(
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    reason: FailureReason,
+    decision: Outcome | None,
+    is_running: bool,
+    hint: str,
+) -> None:
+    """What the store refused is sent again by itself; an abort is for good (rule R4): there is nothing to retry."""
+    id_, opened = CheckpointId(1, 7), Folder(folder)
+    events: list[Any] = [
+        Enqueued(id_, "step-7", Shard("a", "step-7/a", FileIdentity(1, 1, 10, 1), True)),
+        Sealed(id_, "step-7", 1),
+        Failed(id_, "a", reason, "403 AccessDenied"),
+    ]
+    if decision:
+        events.append(Decided(id_, decision, "step-7", "rank 0: changed"))
+    journal, lock = Journal(opened), RankLock(opened, 0)
+    journal.append(0, events)
+    if is_running:
+        lock.acquire()
+    try:
+        told = json_of(capsys, "status", folder)["checkpoints"][0]
+        assert cli.main(["status", str(folder)]) == 0
+    finally:
+        lock.release()
+        journal.close()
+    assert hint.format(folder=folder) in told["hint"]
+    assert f"step 7: {told['hint']}" in capsys.readouterr().out.splitlines()
+
+
 # --- errors ------------------------------------------------------------------------------------------------
+
+
+READING = (["ls"], ["verify"], ["prune", "--keep", "last=1"], ["pull", "DEST"], ["pull", "DEST", "--dry-run"])
+
+
+def reading(words: list[str], url: str, tmp_path: Path) -> list[str]:
+    command, *rest = words
+    return [command, url, *(str(tmp_path / "dest") if each == "DEST" else each for each in rest)]
+
+
+@pytest.mark.parametrize("words", READING, ids=" ".join)
+def test_wrong_credentials_are_said_at_once_with_the_place_in_full(
+    words: list[str],
+    s3_url: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A trainer waits for credentials to be rotated in; a person has mistyped them, and must not wait 20 s for it."""
+    asked: list[str] = []
+    for name in ("list", "get"):
+        real = getattr(S3Store, name)
+
+        def counted(self: S3Store, *key: str, real: Any = real, **more: Any) -> Any:
+            asked.append(key[0])
+            return real(self, *key, **more)
+
+        monkeypatch.setattr(S3Store, name, counted)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+    assert cli.main(reading(words, s3_url, tmp_path)) == 1
+    *_, told = capsys.readouterr().err.splitlines()
+    assert f"'{s3_url}/.ckpt_async/" in told
+    assert told.endswith("(the secret key does not belong to the access key)")
+    assert len(asked) == len(set(asked)) <= 2, "nothing is asked for twice"
+
+
+@pytest.mark.parametrize("words", [READING[0], READING[1], READING[3]], ids=" ".join)
+def test_waiting_for_a_store_that_does_not_answer_is_told(
+    words: list[str],
+    s3_url: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Silence looks like a program that hangs."""
+    monkeypatch.setattr("ckpt_async.cli.output.SILENCE_S", 0.01)
+    for place in ("cli.listing.LS_TIMEOUT_S", "cli.upkeep.COMMAND_TIMEOUT_S", "restore.session.PATIENCE_S"):
+        monkeypatch.setattr(f"ckpt_async.{place}", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    closed = ["--endpoint-url", f"http://127.0.0.1:{port}"]
+    assert cli.main([*reading(words, s3_url, tmp_path), *closed]) == 5
+    first, *_, last = capsys.readouterr().err.splitlines()
+    assert first.startswith(f"ckpt-async: no answer yet from {s3_url}; it is tried for up to ")
+    assert "right, and reachable from here?" in last
 
 
 @pytest.mark.parametrize(
@@ -288,7 +419,9 @@ def test_ctrl_c_is_quiet(folder: Path) -> None:
         connection, _ = silent.accept()
         with connection:
             process.send_signal(signal.SIGINT)
-            assert process.communicate(timeout=60) == ("", "")
+            out, err = process.communicate(timeout=60)
+    assert out == ""
+    assert {line for line in err.splitlines() if "no answer yet" not in line} == set()
     assert process.returncode == 130
 
 
@@ -336,9 +469,9 @@ def test_the_documentation_names_every_exit_code_and_command() -> None:
         int(code) for code in cli.Exit
     }
     helped = shell("--help").stdout
-    for name in ("status", "ls", "drain", "version"):
+    for name in ("doctor", "status", "ls", "drain", "version"):
         assert f"`{name}" in text
         assert name in helped
-    for name in ("status", "ls", "drain", "version"):
+    for name in ("doctor", "status", "ls", "drain", "version"):
         flags = set(re.findall(r"--[a-z][a-z-]+", shell(name, "--help").stdout)) - {"--help"}
         assert {flag for flag in flags if f"`{flag}" not in text} == set()

@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import logging
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -187,6 +188,20 @@ def _parser() -> argparse.ArgumentParser:
     pull.add_argument("--overwrite", action="store_true", help="replace other files of the same names")
     pull.add_argument("--concurrency", metavar="N", type=_reads, default=8, help="reads at once (default: 8)")
     pull.add_argument("--dry-run", action="store_true", help="only print what would be pulled")
+    doctor = add("doctor", "health", "try out whether a run may be trusted to this node and remote", store)
+    doctor.add_argument(
+        "places",
+        metavar="FOLDER|REMOTE",
+        nargs="*",
+        help="where the trainer will write, and where to upload (default: as the folder's journal says)",
+    )
+    doctor.add_argument("--speed", action="store_true", help="also send 64 MiB there and back")
+    doctor.add_argument(
+        "--checkpoint-bytes",
+        metavar="SIZE",
+        type=_size,
+        help="of this node's part of a checkpoint, e.g. 40GiB: is there room, how long it takes (implies --speed)",
+    )
     add("version", "version", "print the version")
     return parser
 
@@ -223,6 +238,15 @@ def _reads(text: str) -> int:
     if text.isdecimal() and 1 <= int(text) <= 1024:
         return int(text)
     raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to 1024")
+
+
+def _size(text: str) -> int:
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(?:([KMGTP])(i?))?B?", text, re.IGNORECASE)
+    if match is not None:
+        power = "KMGTP".index(match[2].upper()) + 1 if match[2] else 0
+        if (size_bytes := int(float(match[1]) * (1024 if match[3] else 1000) ** power)) >= 1:
+            return size_bytes
+    raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 40GiB or 500MB")
 
 
 def _port(text: str) -> int:

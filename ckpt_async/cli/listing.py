@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import sys
 from collections.abc import Iterator
 
 from ckpt_async import keys, plan, protocol
-from ckpt_async.cli.output import Exit, Json, id_json, in_units, print_json, print_table, store_options
+from ckpt_async.cli.output import (
+    Exit,
+    Json,
+    id_json,
+    print_json,
+    print_table,
+    store_options,
+    telling_of_silence,
+)
 from ckpt_async.errors import ObjectNotFoundError
 from ckpt_async.model import Boundary, CheckpointId, Decision, Outcome
 from ckpt_async.observe import NullObserver
 from ckpt_async.requests import Requests
 from ckpt_async.settings import Settings
-from ckpt_async.status import age
 from ckpt_async.store import ObjectInfo, Store
 from ckpt_async.stores import open_store
 from ckpt_async.transfer import all_or_none
+from ckpt_async.units import age, in_units
 
-# How long a store that fails is tried: someone is waiting.
-LS_TIMEOUT_S = 20.0
+# How long a store that fails is tried, and the longest pause in between: someone is waiting.
+LS_TIMEOUT_S, LS_PAUSE_S = 20.0, 2.0
 
 
 def ls(options: argparse.Namespace) -> Exit:
@@ -36,6 +45,9 @@ def ls(options: argparse.Namespace) -> Exit:
             }
         )
         return Exit.OK
+    num_given_up = sum(each.outcome is Outcome.ABORT for each in decisions)
+    if num_given_up and not options.all:
+        print(f"{num_given_up} given up; `ckpt-async ls {url} --all` says why", file=sys.stderr)
     if not shown:
         print("no checkpoint is committed yet")
         return Exit.OK
@@ -63,10 +75,12 @@ async def _list_decisions(options: argparse.Namespace) -> tuple[str, list[Decisi
     Only reads: it needs no right to write. Raises ObjectNotFoundError if no run was ever here.
     """
     store = open_store(options.remote, store_options(options))
-    requests = Requests(Settings(upload_timeout_s=LS_TIMEOUT_S), NullObserver(), store.url)
+    settings = Settings(upload_timeout_s=LS_TIMEOUT_S, retry_max_s=LS_PAUSE_S)
+    requests = Requests(settings, NullObserver(), store.url, is_patient=False)
     try:
-        await store.open(is_read_only=True)
-        listing = await requests.control("list", lambda: store.list(keys.DECISIONS))
+        with telling_of_silence(store.url, patience_s=LS_TIMEOUT_S):
+            await store.open(is_read_only=True)
+            listing = await requests.control("list", lambda: store.list(keys.DECISIONS))
         if not listing.objects:
             started = await requests.control("list", lambda: store.list(keys.GENERATIONS))
             if not started.objects:

@@ -7,9 +7,10 @@ import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from ckpt_async.cli.output import Exit, Json, id_json, in_units, print_json, print_table
+from ckpt_async.cli.output import Exit, Json, id_json, print_json, print_table
 from ckpt_async.errors import SettingsError
 from ckpt_async.status import has_owner, load
+from ckpt_async.units import in_units
 
 if TYPE_CHECKING:
     from ckpt_async.drain import DrainReport, Fate, RankReport
@@ -52,6 +53,9 @@ def status(options: argparse.Namespace) -> Exit:
             for each in found.checkpoints
         ]
         print_table(("STEP", "NAME", "GENERATION", "STATE", "UPLOADED", "SHARDS", "SIZE", ""), rows)
+    for each in found.checkpoints:
+        if hint := _hint(each, owned, options.folder):
+            print(f"step {each.id.step}: {hint}")
     return Exit.OK
 
 
@@ -73,8 +77,26 @@ def _status_json(folder: str, found: Status, owned: set[int]) -> Json:
             for state, (count, size_bytes) in found.queue.items()
         },
         "ranks": [{"rank": rank, "is_running": rank in owned} for rank in found.ranks],
-        "checkpoints": [_checkpoint_json(each) for each in found.checkpoints],
+        "checkpoints": [
+            {**_checkpoint_json(each), "hint": _hint(each, owned, folder) or None}
+            for each in found.checkpoints
+        ],
     }
+
+
+def _hint(each: CheckpointStatus, owned: set[int], folder: str) -> str:
+    """What to do about a checkpoint with a failure. There is no command to retry one: what may still be sent is, and an
+    abort is never taken back (rule R4).
+    """
+    match each.state:
+        case "lost" | "aborted":
+            return "given up for good, on all ranks; if wanted, save it again: as another step, or after a restart"
+        case "uploading" | "open" if each.failure and owned.intersection(each.ranks):
+            return "what failed is tried again every half minute"
+        case "uploading" | "open" if each.failure:
+            return f"`ckpt-async drain {folder}` tries again now"
+        case _:
+            return ""
 
 
 def _checkpoint_json(each: CheckpointStatus) -> Json:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import enum
 import json
-from collections.abc import Sequence
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -13,6 +16,9 @@ if TYPE_CHECKING:
     from ckpt_async.stores import StoreOptions
 
 Json = dict[str, Any]
+
+# Whoever waits for a store at a terminal is told so after this long.
+SILENCE_S = 1.0
 
 
 class Exit(enum.IntEnum):
@@ -36,6 +42,26 @@ def store_options(options: argparse.Namespace) -> StoreOptions:
     return StoreOptions(endpoint_url=options.endpoint_url, region=options.region, profile=options.profile)
 
 
+@contextlib.contextmanager
+def telling_of_silence(url: str, *, patience_s: float) -> Iterator[Callable[[], None]]:
+    """Say on stderr that a store has not answered yet, unless the block ends, or what it yields is called, at once."""
+
+    def tell() -> None:
+        print(
+            f"ckpt-async: no answer yet from {url}; it is tried for up to {patience_s:.0f} s",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    timer = threading.Timer(SILENCE_S, tell)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield timer.cancel
+    finally:
+        timer.cancel()
+
+
 def id_json(checkpoint: CheckpointId) -> Json:
     return {"generation": checkpoint.generation, "step": checkpoint.step}
 
@@ -54,11 +80,3 @@ def print_table(titles: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Non
             for cell, width, right in zip(row, widths, is_number, strict=True)
         )
         print("  ".join(cells).rstrip())
-
-
-def in_units(size_bytes: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size_bytes < 1024:
-            return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
-        size_bytes /= 1024
-    return f"{size_bytes:.1f} TiB"

@@ -8,8 +8,10 @@ import sys
 import time
 
 from ckpt_async import restore
-from ckpt_async.cli.output import Exit, Json, in_units, print_json, store_options
+from ckpt_async.cli.output import Exit, Json, print_json, store_options, telling_of_silence
 from ckpt_async.errors import ObjectNotFoundError
+from ckpt_async.restore.session import PATIENCE_S
+from ckpt_async.units import in_units
 
 BAR_WIDTH = 30
 BAR_EVERY_S = 0.1
@@ -21,19 +23,26 @@ def pull(options: argparse.Namespace) -> Exit:
         return _plan(options)
     bar = _Bar() if sys.stderr.isatty() else None
     try:
-        found = restore.fetch_latest(
-            options.url,
-            options.destination,
-            ranks=options.rank,
-            files=options.only,
-            folder=options.folder,
-            step=options.step,
-            store_options=store_options(options),
-            verify=options.verify,
-            overwrite=options.overwrite,
-            num_concurrent_reads=options.concurrency,
-            on_progress=bar,
-        )
+        with telling_of_silence(options.url, patience_s=PATIENCE_S) as heard:
+
+            def progressed(done_bytes: int, total_bytes: int) -> None:
+                heard()
+                if bar is not None:
+                    bar(done_bytes, total_bytes)
+
+            found = restore.fetch_latest(
+                options.url,
+                options.destination,
+                ranks=options.rank,
+                files=options.only,
+                folder=options.folder,
+                step=options.step,
+                store_options=store_options(options),
+                verify=options.verify,
+                overwrite=options.overwrite,
+                num_concurrent_reads=options.concurrency,
+                on_progress=progressed,
+            )
     finally:
         if bar is not None:
             bar.clear()
@@ -72,7 +81,8 @@ _ORIGINS = {
 
 
 def _plan(options: argparse.Namespace) -> Exit:
-    checkpoint = restore.find(options.url, step=options.step, store_options=store_options(options))
+    with telling_of_silence(options.url, patience_s=PATIENCE_S):
+        checkpoint = restore.find(options.url, step=options.step, store_options=store_options(options))
     if checkpoint is None:
         raise _none(options)
     files = checkpoint.select(options.rank, options.only)

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from ckpt_async import keys, metrics, plan, protocol, retention
 from ckpt_async import verify as verification
-from ckpt_async.cli.output import Exit, Json, id_json, store_options
+from ckpt_async.cli.output import Exit, Json, id_json, store_options, telling_of_silence
 from ckpt_async.errors import ObjectNotFoundError, SettingsError
 from ckpt_async.model import CheckpointId, Decision, Outcome
 from ckpt_async.observe import NullObserver
@@ -353,7 +353,9 @@ def _with_store(
         try:
             settings = Settings(upload_timeout_s=COMMAND_TIMEOUT_S)
             requests = Requests(settings, NullObserver(), store.url, is_patient=False)
-            if not await open_run(store, is_read_only=is_read_only, timeout_s=COMMAND_TIMEOUT_S):
+            with telling_of_silence(store.url, patience_s=COMMAND_TIMEOUT_S):
+                is_there = await open_run(store, is_read_only=is_read_only, timeout_s=COMMAND_TIMEOUT_S)
+            if not is_there:
                 raise ObjectNotFoundError(f"{store.url} holds no run of ckpt_async")
             return await work(store, requests)
         finally:

@@ -23,10 +23,13 @@ from ckpt_async.errors import (
     StoreError,
 )
 
+# Their key is a prefix, told with the root before it.
+_LISTINGS = frozenset({"list_objects_v2", "list_multipart_uploads"})
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where requests go, for hints."""
+    """Where requests go, for messages."""
 
     bucket: str
     root: str
@@ -34,6 +37,10 @@ class Place:
 
     def __str__(self) -> str:
         return f"{self.bucket}/{self.root}"
+
+    def name(self, key: str) -> str:
+        """What people find an object by in any other tool. Nothing for no key."""
+        return f"s3://{self}{key}" if key else ""
 
 
 @contextlib.contextmanager
@@ -45,6 +52,8 @@ def translating(
     `unmet` holds the HTTP statuses by which this request's condition may be refused. Cancellation passes,
     and so do this package's own errors.
     """
+    if operation in _LISTINGS:
+        key = key.removeprefix(place.root)
     try:
         yield
     except CkptAsyncError:
@@ -52,11 +61,17 @@ def translating(
     except botocore.exceptions.ClientError as error:
         raise refusal(error.response, operation, key, place, unmet) from error
     except botocore.exceptions.FlexibleChecksumError as error:
-        raise IntegrityError(str(error), operation=operation, key=key) from error
+        raise _about(key, IntegrityError(str(error), operation=operation, key=place.name(key))) from error
     except Exception as error:
         reason, hint = _failure(error, place)
-        message = f"{type(error).__name__}: {error}"
-        raise StoreError(message, reason=reason, operation=operation, key=key, hint=hint) from error
+        told = StoreError(
+            f"{type(error).__name__}: {error}",
+            reason=reason,
+            operation=operation,
+            key=place.name(key),
+            hint=hint,
+        )
+        raise _about(key, told) from error
 
 
 def refusal(
@@ -73,20 +88,26 @@ def refusal(
     message = f"{status} {code}: {said.get('Message', '')}"
     if operation == "head_object" and status == 400:
         code = "ExpiredToken"  # a HEAD answer has no body; S3 gives 400 for an expired token
-    reason = reason_of(code, status)
+    reason, name = reason_of(code, status), place.name(key)
     if status in unmet and code != "NoSuchBucket":
-        return PreconditionFailedError(message, operation=operation, key=key)
+        return _about(key, PreconditionFailedError(message, operation=operation, key=name))
     if reason is FailureReason.CHECKSUM:
-        return IntegrityError(message, operation=operation, key=key)
+        return _about(key, IntegrityError(message, operation=operation, key=name))
     if reason is FailureReason.NOT_FOUND and code != "NoSuchBucket":
-        return ObjectNotFoundError(message, operation=operation, key=key)
+        return _about(key, ObjectNotFoundError(message, operation=operation, key=name))
     hint = hint_for(code, operation, place)
     if code == "RequestTimeTooSkewed":
         here, there = email.utils.formatdate(usegmt=True), metadata.get("HTTPHeaders", {}).get("date", "?")
         hint = f"this machine's clock is off: here it is {here}, at the store {there}"
     elif reason is FailureReason.AUTH and not hint:
         hint = f"the credentials may not do {operation} in {place}"
-    return StoreError(message, reason=reason, operation=operation, key=key, hint=hint)
+    return _about(key, StoreError(message, reason=reason, operation=operation, key=name, hint=hint))
+
+
+def _about(key: str, error: StoreError) -> StoreError:
+    """The message has the object's full name, for people; `key` is relative to the root, as everywhere else."""
+    error.key = key
+    return error
 
 
 def hint_for(code: str, operation: str, place: Place) -> str:

@@ -118,20 +118,31 @@ def test_an_exception_in_the_training_loop_is_what_one_sees(tmp_path: Path) -> N
     assert Oracle(remote, 1, num_shards=20).look() == {CheckpointId(1, 1)}
 
 
+@pytest.mark.parametrize("is_known", [True, False])
 def test_a_second_uploader_of_the_same_rank_and_folder_is_refused_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_known: bool
 ) -> None:
-    """Two engines on one journal would race for every shard; the message must say who is there."""
+    """Two engines on one journal would race for every shard; the message must say who is there. One of the same process
+    would not go away by being waited for (a notebook's cell that is run again): the lock is not even asked for.
+    """
     from ckpt_async import Uploader, uploader
     from ckpt_async.errors import FolderInUseError
+    from ckpt_async.journal import RankLock
 
-    monkeypatch.setattr(uploader, "LOCK_WAIT_S", 0.1)
     remote = f"file://{tmp_path}/remote"
     with Uploader(tmp_path / "folder", remote):
+        monkeypatch.setattr(uploader, "LOCK_WAIT_S", 0.1)
+        if is_known:
+            monkeypatch.setattr(RankLock, "acquire", lambda *_, **__: pytest.fail("waits for itself"))
+        else:
+            monkeypatch.setattr(uploader, "_open_uploaders", set())
         before = threading.active_count()
         with pytest.raises(FolderInUseError, match=f"rank 0 of folder .* is in use by process {os.getpid()}"):
             Uploader(tmp_path / "folder", remote)
         assert threading.active_count() == before
+        monkeypatch.undo()
+        Uploader(tmp_path / "folder", remote, rank=1, world_size=2, generation=2).close(timeout_s=0)
+    Uploader(tmp_path / "folder", remote).close()
 
 
 def test_ctrl_c_while_opening_does_not_hang(tmp_path: Path) -> None:

@@ -1,0 +1,79 @@
+"""The command that looks whether a run may be trusted to this node and remote: `doctor`. See `cli`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+
+from ckpt_async.cli.output import Exit, Json, print_json, store_options
+from ckpt_async.diagnosis import Facts, Level, diagnose
+from ckpt_async.doctor import examine
+from ckpt_async.errors import SettingsError
+
+
+def doctor(options: argparse.Namespace) -> Exit:
+    """Try everything out and say what was found, one line each."""
+    folder, remote = _places(options)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: nothing is left behind
+    try:
+        facts = examine(
+            folder,
+            remote,
+            store_options(options),
+            os.environ,
+            measures_speed=options.speed or options.checkpoint_bytes is not None,
+            checkpoint_bytes=options.checkpoint_bytes,
+        )
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    findings = diagnose(facts)
+    num_failed = sum(each.level is Level.FAIL for each in findings)
+    code = Exit.ERROR if num_failed else Exit.OK
+    if options.json:
+        print_json(
+            {
+                "folder": facts.folder.path if facts.folder else None,
+                "remote": facts.remote.url if facts.remote else None,
+                "is_ok": not num_failed,
+                "findings": [
+                    {
+                        "check": each.check,
+                        "level": each.level.value,
+                        "message": each.message,
+                        "hint": each.hint or None,
+                    }
+                    for each in findings
+                ],
+                "measured": _measured(facts),
+            }
+        )
+        return code
+    width = max(len(each.check) for each in findings)
+    for each in findings:
+        hint = f" ({each.hint})" if each.hint else ""
+        print(f"{each.level.value:4}  {each.check:{width}}  {each.message}{hint}")
+    print(f"{num_failed} of {len(findings)} checks failed" if num_failed else "nothing failed")
+    return code
+
+
+def _places(options: argparse.Namespace) -> tuple[str | None, str | None]:
+    """Folder and remote, whichever was given: only a remote is a URL."""
+    folders = [each for each in options.places if "://" not in each]
+    remotes = [each for each in options.places if "://" in each]
+    if len(folders) > 1 or len(remotes) > 1:
+        raise SettingsError("one folder and one remote at most", hint="see `ckpt-async doctor --help`")
+    return next(iter(folders), None), next(iter(remotes), None)
+
+
+def _measured(facts: Facts) -> Json:
+    remote, speed = facts.remote, facts.speed
+    is_measured = speed is not None and not speed.error
+    return {
+        "fsync_s": facts.folder.fsync_s if facts.folder and not facts.folder.error else None,
+        "free_bytes": facts.folder.free_bytes if facts.folder and not facts.folder.error else None,
+        "round_trip_s": remote.round_trip_s if remote else None,
+        "clock_ahead_s": remote.clock_ahead_s if remote else None,
+        "upload_bytes_per_s": speed.upload_bytes_per_s if speed and is_measured else None,
+        "download_bytes_per_s": speed.download_bytes_per_s if speed and is_measured else None,
+    }

@@ -1,0 +1,22 @@
+"""Sizes and durations as people say them. Pure."""
+
+from __future__ import annotations
+
+
+def in_units(size_bytes: float) -> str:
+    """A size: 900 B, 1.5 GiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size_bytes < 1024:
+            return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
+        size_bytes /= 1024
+    return f"{size_bytes:.1f} TiB"
+
+
+def age(duration_s: float) -> str:
+    """A duration: 40 s, 9 min, 3 h, 2 days. A clock that was set back gives 0 s."""
+    seconds = max(0, int(duration_s))
+    if seconds < 120:
+        return f"{seconds} s"
+    if seconds < 7200:
+        return f"{seconds // 60} min"
+    return f"{seconds // 3600} h" if seconds < 172_800 else f"{seconds // 86_400} days"

@@ -1,0 +1,132 @@
+"""What `doctor` makes of what it saw: each fact that a run must not be trusted to has its line, with what to do."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ckpt_async.diagnosis import (
+    Facts,
+    Finding,
+    Host,
+    JournalState,
+    Level,
+    LocalFolder,
+    Remote,
+    Speed,
+    Tried,
+    diagnose,
+)
+from ckpt_async.store import Capabilities
+
+GIB = 1 << 30
+SOUND = Facts(
+    host=Host({"python": "3.11.7", "torch": None}, max_open_files=1024, num_requests=48),
+    folder=LocalFolder("/data", "/data", filesystem="ext4", free_bytes=100 * GIB, fsync_s=0.005),
+    journal=JournalState(
+        summary="last committed step 7, 9 min ago; nothing is pending", remote="s3://b/run/"
+    ),
+    remote=Remote(
+        "s3://b/run",
+        (Tried("list", "it answers"),),
+        capabilities=Capabilities(conditional_put=True, multipart=True, checksum_algorithm="crc64nvme"),
+        is_checksum_compared=True,
+        clock_ahead_s=-1.0,
+        round_trip_s=0.02,
+    ),
+    speed=Speed(64 << 20, upload_s=0.5, download_s=0.25),
+    checkpoint_bytes=40 * GIB,
+)
+
+
+def findings_with(part: str, **changes: Any) -> list[Finding]:
+    return diagnose(replace(SOUND, **{part: replace(getattr(SOUND, part), **changes)}))
+
+
+def test_what_is_sound_has_nothing_to_do() -> None:
+    found = diagnose(SOUND)
+    assert {each.level for each in found} == {Level.OK}
+    assert {each.hint for each in found} == {""}
+    told = {each.check: each.message for each in found}
+    assert told["versions"] == "python 3.11.7, torch not installed"
+    assert told["upload"] == "64.0 MiB at 128.0 MiB/s"
+    assert told["checkpoint"] == "40.0 GiB take about 5 min to upload: save no more often"
+    assert told["free space"] == "100.0 GiB free: room for 2 of 40.0 GiB"
+
+
+def test_only_what_was_looked_at_is_judged() -> None:
+    checks = {each.check for each in diagnose(Facts(SOUND.host))}
+    assert checks == {"versions", "open files", "settings"}
+
+
+@pytest.mark.parametrize(
+    ("part", "changes", "check", "level", "says"),
+    [
+        ("host", {"max_open_files": 256}, "open files", Level.WARN, "352 may be needed"),
+        ("host", {"settings_error": "X=9 must be"}, "settings", Level.FAIL, "X=9"),
+        ("host", {"unknown_variables": ("CKPT_ASYNC_X",)}, "settings", Level.WARN, "CKPT_ASYNC_X is no"),
+        ("folder", {"error": "on nfs4"}, "folder", Level.FAIL, "on nfs4"),
+        ("folder", {"filesystem": "tmpfs"}, "file system", Level.WARN, "memory"),
+        ("folder", {"filesystem": "overlay"}, "file system", Level.WARN, "container"),
+        ("folder", {"can_link": False}, "hard links", Level.WARN, "do not work"),
+        ("folder", {"other_mounts": ("/data/a",)}, "hard links", Level.WARN, "/data/a is on another"),
+        ("folder", {"free_bytes": 39 * GIB}, "free space", Level.FAIL, "room for 0"),
+        ("folder", {"free_bytes": 79 * GIB}, "free space", Level.WARN, "room for 1"),
+        ("folder", {"min_free_bytes": 101 * GIB}, "free space", Level.FAIL, "min_free_bytes"),
+        ("folder", {"fsync_s": 0.3}, "fsync", Level.WARN, "300 ms"),
+        ("journal", {"error": "has format 9"}, "journal", Level.FAIL, "format 9"),
+        ("journal", {"is_writable": False}, "journal", Level.FAIL, "cannot be written"),
+        ("journal", {"num_pending": 1}, "backlog", Level.WARN, "step 7"),
+        ("journal", {"num_failed": 1, "running_ranks": (0,)}, "backlog", Level.WARN, "step 7"),
+        ("journal", {"remote": "s3://b/other"}, "remote", Level.WARN, "s3://b/other, not to s3://b/run"),
+        (
+            "journal",
+            {"remote": "s3://b/x", "num_pending": 1, "running_ranks": (0,)},
+            "remote",
+            Level.FAIL,
+            "s3://b/x, not",
+        ),
+        ("remote", {"tried": (Tried("write", "", "403", "x"),)}, "write", Level.FAIL, "403"),
+        ("remote", {"tried": (Tried("abort", "", "403", "x", False),)}, "abort", Level.WARN, "403"),
+        ("remote", {"has_proxy": True}, "proxy", Level.WARN, "proxy"),
+        ("remote", {"is_checksum_compared": False}, "checksums", Level.WARN, "without comparing"),
+        ("remote", {"clock_ahead_s": 31.0}, "clock", Level.WARN, "31 s behind"),
+        ("remote", {"clock_ahead_s": -31.0}, "clock", Level.WARN, "31 s ahead"),
+        ("remote", {"clock_ahead_s": 900.0}, "clock", Level.FAIL, "900 s behind"),
+        ("remote", {"left_behind": ("a",)}, "clean-up", Level.WARN, "left behind: a"),
+        ("speed", {"error": "no progress"}, "speed", Level.FAIL, "no progress"),
+        (
+            "remote",
+            {"capabilities": Capabilities(False, True, "crc32c")},
+            "conditional writes",
+            Level.WARN,
+            "rank 0",
+        ),
+    ],
+)
+def test_each_weakness_is_found_and_nothing_else_is_blamed(
+    part: str, changes: dict[str, Any], check: str, level: Level, says: str
+) -> None:
+    blamed = [each for each in findings_with(part, **changes) if each.level is not Level.OK]
+    assert [(each.check, each.level) for each in blamed] == [(check, level)]
+    assert says in blamed[0].message
+    is_told_by_its_maker = any(name.endswith("error") for name in changes)
+    assert blamed[0].hint or is_told_by_its_maker
+
+
+def test_a_folder_is_judged_where_it_was_tried() -> None:
+    """One that does not exist yet is made by the uploader: that is no fault."""
+    told = {each.check: each for each in findings_with("folder", path="/data/run/a")}
+    assert told["folder"] == Finding("folder", Level.OK, "/data/run/a can be made in /data")
+
+
+def test_a_backlog_that_a_running_uploader_works_on_is_as_it_should_be() -> None:
+    running = findings_with("journal", num_pending=3, running_ranks=(0, 1))
+    assert {each.level for each in running} == {Level.OK}
+    assert "ranks running: 0, 1" in next(each.message for each in running if each.check == "journal")
+
+
+def test_a_journal_that_is_not_there_yet_is_no_fault() -> None:
+    found = diagnose(replace(SOUND, journal=JournalState()))
+    assert "none yet" in next(each.message for each in found if each.check == "journal")
+    assert {each.level for each in found} == {Level.OK}

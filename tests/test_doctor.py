@@ -1,0 +1,361 @@
+"""`ckpt-async doctor`: tried out on real folders and a real S3 server, and nothing of it is left."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_async import Uploader, cli, doctor
+from ckpt_async.errors import FailureReason, StoreError
+from ckpt_async.files import filesystem_of
+from ckpt_async.model import Checksum
+from ckpt_async.store import Body, Condition, MultipartInfo, ObjectInfo
+from ckpt_async.stores import open_store
+from ckpt_async.stores.memory import MemoryBucket, MemoryStore
+
+ROOT = Path(__file__).resolve().parent.parent
+Json = dict[str, Any]
+Examine = Callable[..., tuple[int, dict[str, Json]]]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "checkpoints"
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Examine:
+    """Run it with --json: its exit code, and its findings by check (of several the last)."""
+    for name in [each for each in os.environ if each.startswith("CKPT_ASYNC_")]:
+        monkeypatch.delenv(name)
+
+    def call(*arguments: object) -> tuple[int, dict[str, Json]]:
+        code = cli.main(["doctor", *map(str, arguments), "--json"])
+        told = json.loads(capsys.readouterr().out)
+        assert told["is_ok"] is (code == 0)
+        return code, {each["check"]: each for each in told["findings"]}
+
+    return call
+
+
+# What the machine decides on which the tests run.
+OF_THE_MACHINE = {"file system", "fsync", "open files"}
+
+
+def levels(found: dict[str, Json]) -> dict[str, str]:
+    """Of what is not ok."""
+    return {
+        check: each["level"]
+        for check, each in found.items()
+        if each["level"] != "ok" and check not in OF_THE_MACHINE
+    }
+
+
+def train(folder: Path, remote: str, *steps: int) -> None:
+    with Uploader(folder, remote, rank=0, world_size=1) as uploader:
+        save(uploader, *steps)
+
+
+def save(uploader: Uploader, *steps: int) -> None:
+    for step in steps:
+        path = uploader.folder / f"step-{step}" / "model.bin"
+        path.parent.mkdir(parents=True)
+        path.write_bytes(b"x" * 1024)
+        uploader.enqueue(path.parent, step=step)
+        uploader.seal(step)
+
+
+def tree(root: Path) -> dict[str, bytes | None]:
+    """Every file and folder, with its content."""
+    return {str(each): each.read_bytes() if each.is_file() else None for each in root.rglob("*")}
+
+
+def stored(url: str) -> tuple[list[str], Sequence[MultipartInfo]]:
+    async def main() -> tuple[list[str], Sequence[MultipartInfo]]:
+        store = open_store(url)
+        await store.open(is_read_only=True)
+        try:
+            return [each.key for each in (await store.list("")).objects], await store.list_multiparts("")
+        finally:
+            await store.close()
+
+    return asyncio.run(main())
+
+
+# --- a real store ------------------------------------------------------------------------------------------
+
+
+def test_a_sound_place_has_every_check_and_nothing_is_left(folder: Path, s3_url: str) -> None:
+    """In a shell, as one line each; the exit code is what a launcher's script goes by."""
+    folder.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-m", "ckpt_async", "doctor", folder, s3_url, "--checkpoint-bytes", "1MiB"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    *lines, verdict = done.stdout.splitlines()
+    assert (done.returncode, done.stderr, verdict) == (0, "", "nothing failed")
+    checks = [line[6:].split("  ")[0] for line in lines]
+    assert checks == [
+        *("versions", "open files", "settings"),
+        *("folder", "file system", "hard links", "free space", "fsync", "journal"),
+        *("list", "write", "read", "multipart", "abort", "list multiparts", "delete"),
+        *("conditional writes", "checksums", "clock", "round trip"),
+        *("upload", "download", "checkpoint"),
+    ]
+    assert tree(folder) == {}
+    assert stored(s3_url) == ([], [])
+
+
+def test_beside_a_live_trainer_nothing_is_touched(folder: Path, s3_url: str, call: Examine) -> None:
+    """The remote is the one that the journal names, with the endpoint that the trainer had."""
+    with Uploader(folder, s3_url, rank=0, world_size=1) as uploader:
+        save(uploader, 1)
+        uploader.wait(1, timeout_s=60)
+        code, found = call(folder)
+        assert (code, levels(found)) == (0, {})
+        keys, multiparts = stored(s3_url)
+        assert [each for each in (*tree(folder), *keys) if "doctor" in each or "probe" in each] == []
+        assert multiparts == []
+        assert s3_url in found["list"]["message"]
+        assert "ranks running: 0" in found["journal"]["message"]
+        save(uploader, 2)
+        uploader.wait(2, timeout_s=60)
+
+
+def test_wrong_credentials_and_a_missing_bucket_are_said(
+    s3_url: str, call: Examine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, found = call("s3://no-such-bucket/run")
+    assert (code, levels(found)) == (1, {"list": "fail"})
+    assert "create it" in found["list"]["hint"]
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+    code, found = call(s3_url)
+    assert (code, levels(found)) == (1, {"list": "fail", "write": "fail"})
+    assert "secret key" in found["list"]["hint"]
+
+
+def test_ended_in_the_middle_it_leaves_nothing(folder: Path, s3_url: str) -> None:
+    """An init container that takes too long gets SIGTERM, a person presses Ctrl-C."""
+    folder.mkdir()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ckpt_async", "doctor", folder, s3_url, "--speed"],
+        cwd=ROOT,
+        env={**os.environ, "CKPT_ASYNC_MAX_BYTES_PER_S": "1000000"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    try:
+        while not any(each.key.endswith("-e") for each in stored(s3_url)[1]):
+            assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        assert process.communicate(timeout=60) == (b"", b"")
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert (stored(s3_url), tree(folder)) == (([], []), {})
+
+
+# --- a store with weaknesses -------------------------------------------------------------------------------
+
+
+class Weak(MemoryStore):
+    """Compares no checksums, and refuses some operations to these credentials."""
+
+    def __init__(self, *refused: str) -> None:
+        super().__init__(MemoryBucket(), url="memory://weak")
+        self.refused = refused
+
+    def _check(self, operation: str) -> None:
+        if operation in self.refused:
+            raise StoreError("403 AccessDenied", reason=FailureReason.AUTH, operation=operation, hint="ask")
+
+    async def put(
+        self, key: str, body: Body, checksum: Checksum, *, condition: Condition = None
+    ) -> ObjectInfo:
+        self._check("put")
+        data = b"".join([bytes(each) async for each in body.chunks()])
+        return self._store(key, data, f'"{len(data)}"', checksum)
+
+    async def get(self, key: str, *, max_size_bytes: int) -> tuple[bytes, ObjectInfo]:
+        self._check("get")
+        return await super().get(key, max_size_bytes=max_size_bytes)
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        self._check("delete")
+        await super().delete(keys)
+
+    async def abort_multipart(self, key: str, upload_id: str) -> None:
+        self._check("abort_multipart")
+        await super().abort_multipart(key, upload_id)
+
+    async def list_multiparts(self, prefix: str) -> Sequence[MultipartInfo]:
+        self._check("list_multiparts")
+        return await super().list_multiparts(prefix)
+
+
+def unfinished(store: MemoryStore) -> list[str]:
+    return [each.key for each in store._bucket.uploads.values() if not each.is_completed]
+
+
+@pytest.mark.parametrize(
+    ("refused", "blamed", "num_left"),
+    [
+        ((), {}, 0),
+        (("put",), {"write": "fail"}, 0),
+        (("get",), {"read": "fail"}, 0),
+        (("abort_multipart", "list_multiparts"), {"abort": "warn", "list multiparts": "warn"}, 0),
+        (("delete",), {"delete": "warn", "clean-up": "warn"}, 3),
+    ],
+)
+def test_what_the_credentials_may_not_do_is_said_and_still_nothing_is_left(
+    refused: tuple[str, ...],
+    blamed: dict[str, str],
+    num_left: int,
+    call: Examine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A trainer's role, for one, may not abort multipart uploads: the one that was begun is completed and deleted."""
+    store = Weak(*refused)
+    monkeypatch.setattr(doctor, "open_store", lambda *_, **__: store)
+    code, found = call("memory://weak")
+    without_checksums = {check: level for check, level in levels(found).items() if check != "checksums"}
+    assert (code, without_checksums) == (int("fail" in blamed.values()), blamed)
+    assert ("checksums" in levels(found)) is ("put" not in refused)
+    assert (len(store._bucket.objects), unfinished(store)) == (num_left, [])
+
+
+def test_a_speed_test_that_fails_leaves_nothing(
+    folder: Path, call: Examine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Breaking(MemoryStore):
+        async def put_part(self, key: str, upload_id: str, number: int, *rest: Any) -> Any:
+            if number == 3:
+                raise StoreError("no", reason=FailureReason.OTHER, operation="put_part", key=key)
+            return await super().put_part(key, upload_id, number, *rest)
+
+    store = Breaking(MemoryBucket(), url="memory://breaking")
+    monkeypatch.setattr(doctor, "open_store", lambda *_, **__: store)
+    folder.mkdir()
+    code, found = call(folder, "memory://breaking", "--speed")
+    assert (code, levels(found)) == (1, {"speed": "fail"})
+    assert (store._bucket.objects, unfinished(store), tree(folder)) == ({}, [], {})
+
+
+# --- the folder --------------------------------------------------------------------------------------------
+
+
+def test_places_that_are_not_there_yet_are_tried_beside_and_not_made(tmp_path: Path, call: Examine) -> None:
+    code, found = call(tmp_path / "a/b", f"file://{tmp_path}/store/run", "--speed")
+    assert (code, levels(found)) == (0, {})
+    assert found["folder"]["message"] == f"{tmp_path}/a/b can be made in {tmp_path}"
+    assert found["upload"]["message"].startswith("64.0 MiB at ")
+    assert tree(tmp_path) == {}
+
+
+def test_an_existing_folder_and_remote_stay_as_they_are(folder: Path, tmp_path: Path, call: Examine) -> None:
+    remote = tmp_path / "store/run"
+    train(folder, f"file://{remote}", 1, 2)
+    before = tree(tmp_path)
+    code, found = call(folder)
+    assert (code, levels(found), tree(tmp_path)) == (0, {}, before)
+    assert "last committed step 2" in found["backlog"]["message"]
+    code, found = call(folder, f"file://{tmp_path}/store/other")
+    assert (code, levels(found), tree(tmp_path)) == (0, {"remote": "warn"}, before)
+
+
+@pytest.mark.parametrize("at", ["/proc/nowhere", "/etc/passwd"])
+def test_a_place_that_cannot_be_written_is_said(at: str, call: Examine) -> None:
+    code, found = call(at, f"file://{at}")
+    assert (code, levels(found)) == (1, {"folder": "fail", "write": "fail"})
+
+
+def test_a_folder_in_memory_is_warned_of(call: Examine) -> None:
+    filesystem = filesystem_of("/dev/shm", Path("/proc/self/mountinfo"))
+    assert call("/dev/shm")[1]["file system"]["level"] == ("warn" if filesystem == "tmpfs" else "ok")
+
+
+def test_a_network_file_system_is_refused_in_the_uploaders_words(
+    folder: Path, call: Examine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckpt_async.files.filesystem_of", lambda *_: "nfs4")
+    folder.mkdir()
+    code, found = call(folder)
+    assert (code, levels(found)) == (1, {"folder": "fail"})
+    assert "network file system (nfs4)" in found["folder"]["message"]
+    assert tree(folder) == {}
+
+
+def test_a_journal_that_is_damaged_or_from_the_future_is_said(folder: Path, call: Examine) -> None:
+    path = folder / ".ckpt_async/journal.sqlite"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"no database" * 1000)
+    code, found = call(folder)
+    assert (code, levels(found)) == (1, {"journal": "fail"})
+    assert "manifests rebuild it" in found["journal"]["hint"]
+
+
+# --- the environment and the command line ------------------------------------------------------------------
+
+
+def test_variables_that_set_nothing_are_named(call: Examine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPT_ASYNC_NUM_CONCURRENT_UPLOADS", "4")
+    monkeypatch.setenv("CKPT_ASYNC_LAUNCH_ID", "a")
+    code, found = call()
+    assert (code, levels(found)) == (0, {})
+    assert found["settings"]["message"] == "CKPT_ASYNC_NUM_CONCURRENT_UPLOADS"
+    monkeypatch.setenv("CKPT_ASYNC_SERVICE_HOST", "10.0.0.1")
+    assert levels(call()[1]) == {"settings": "warn"}
+    monkeypatch.delenv("CKPT_ASYNC_SERVICE_HOST")
+    for name, value in (("CKPT_ASYNC_UPLOAD_TIMEOUT", "9"), ("CKPT_ASYNC_UPLOAD_TIMEOUT_S", "soon")):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            code, found = call()
+        assert (code, levels(found)) == (1, {"settings": "fail"})
+        assert name in found["settings"]["message"]
+
+
+def test_a_low_limit_of_open_files_is_warned_of(call: Examine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (256, 4096))
+    assert call()[1]["open files"]["level"] == "warn"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("a", "b"),
+        ("s3://a/b", "s3://c/d"),
+        ("nonsense://a",),
+        ("--checkpoint-bytes", "0"),
+        ("--checkpoint-bytes", "a lot"),
+    ],
+)
+def test_a_command_line_without_sense_is_refused(
+    arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["doctor", *arguments]) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"),
+    [("1", 1), ("500MB", 5 * 10**8), ("1.5GiB", 3 << 29), ("2k", 2000), ("1TiB", 1 << 40)],
+)
+def test_sizes_are_read_as_people_write_them(text: str, size_bytes: int) -> None:
+    assert cli._size(text) == size_bytes
+
+
+def test_json_has_the_documented_fields(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", str(tmp_path), f"file://{tmp_path}/run", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    documented = (ROOT / "docs/cli.md").read_text()
+    fields = {*told, *told["findings"][0], *told["measured"]}
+    assert {each for each in fields if f"`{each}`" not in documented} == set()
