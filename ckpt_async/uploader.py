@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +26,7 @@ from ckpt_async.errors import (
     CkptAsyncError,
     CommitTimeoutError,
     FencedError,
+    FolderInUseError,
     InvalidNameError,
     InvalidShardError,
     SealedError,
@@ -99,6 +100,8 @@ class Uploader:
         rank, world_size: Default: RANK and WORLD_SIZE of the launcher, else 0 and 1.
         generation: A number all ranks of this start were given, larger than any before. Default: agreed
             through the store from what the launcher says (torchrun, Slurm, or CKPT_ASYNC_LAUNCH_ID).
+        launch_id: What all ranks of this start share and no other start has, where the launcher does not say it: a
+            random text that one rank broadcast, say.
         store_options: Endpoint, region, SSE, storage class, tags, …
         settings_file: TOML file with settings; keyword arguments and CKPT_ASYNC_* go before it.
         settings: Any field of `ckpt_async.Settings`, e.g. `num_checkpoints_to_keep=3`.
@@ -115,11 +118,14 @@ class Uploader:
         rank: int | None = None,
         world_size: int | None = None,
         generation: int | None = None,
+        launch_id: str | None = None,
         store_options: StoreOptions | None = None,
         settings_file: str | os.PathLike[str] | None = None,
         **settings: Any,
     ) -> None:
         environment = dict(os.environ)
+        if launch_id is not None:
+            environment["CKPT_ASYNC_LAUNCH_ID"] = launch_id
         self.rank, self.world_size = naming.rank_and_world_size(environment, rank, world_size)
         self.settings = load_settings(settings, environment, settings_file)
         if generation is not None and not 1 <= generation <= keys.MAX_GENERATION:
@@ -134,6 +140,7 @@ class Uploader:
         self.remote = address.url
         self._folder = Folder(folder)
         self.folder = self._folder.path
+        _refuse_second(self.folder, self.rank)
 
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -190,8 +197,16 @@ class Uploader:
 
     # --- the trainer's calls -------------------------------------------------------------------------------
 
-    def enqueue(self, path: str | os.PathLike[str], step: int, name: str | None = None) -> None:
-        """Hand over a finished file, or every regular file of a folder, as shards of the checkpoint at `step`.
+    def enqueue(
+        self,
+        path: str | os.PathLike[str],
+        step: int,
+        name: str | None = None,
+        *,
+        files: Collection[str] | None = None,
+    ) -> None:
+        """Hand over a finished file, or every regular file of a folder (or these `files` of it, by their paths within
+        it), as shards of the checkpoint at `step`.
 
         Returns after one hard link per file and one journal transaction: from then on the shards survive
         SIGKILL, deletion and rotation of the originals; a moment later (see `MadeDurable`) power loss. They
@@ -199,6 +214,11 @@ class Uploader:
 
         A file becomes the shard of its own name; the files of a folder keep their paths within it. Enqueueing
         the same file again changes nothing.
+
+        Ranks of a node may share the uploader's folder, but a folder that is enqueued is taken as it is at that
+        moment, with what other ranks have written to it: once more, for nothing, or half-written, which gives the
+        checkpoint up. So a rank enqueues its own files, or a folder that only it writes to. Shards of the same name
+        must be of the same content on all ranks; else the checkpoint is given up.
 
         Raises InvalidShardError or InvalidNameError (not a regular file in the folder, an unsafe name),
         SealedError, NoSpaceError, FencedError, and in strict mode UploadFailedError for what failed in the
@@ -209,7 +229,10 @@ class Uploader:
         checkpoint = self._checkpoint(step)
         step, full_name = checkpoint.step, naming.checkpoint_name(name, checkpoint.step)
         root = self._folder.relative(path)
-        sources = self._folder.walk(root)
+        parts = (
+            [root] if files is None else [f"{root}/{naming.check_relative(each, 'file')}" for each in files]
+        )
+        sources = [source for part in parts for source in self._folder.walk(part)]
         if not sources:
             raise InvalidShardError(f"folder {os.fspath(path)!r} has no files")
         parent = root if sources != [root] else root.rpartition("/")[0]
@@ -735,6 +758,16 @@ def _parent_identity() -> str:
 
 _open_uploaders: set[Uploader] = set()
 _is_exit_registered = False
+
+
+def _refuse_second(folder: Path, rank: int) -> None:
+    """One of this process does not end by being waited for. One that is closing is not open any more."""
+    for each in list(_open_uploaders):
+        if (each.folder, each.rank, each._pid) == (folder, rank, os.getpid()):  # noqa: SLF001
+            raise FolderInUseError(
+                f"rank {rank} of folder {str(folder)!r} is in use by process {os.getpid()}, this very one",
+                hint="close the other Uploader first, as `with Uploader(...)` does, or go on with it",
+            )
 
 
 def _close_before_exit(uploader: Uploader) -> None:

@@ -20,18 +20,19 @@ HERE = "tests/test_architecture.py"
 # Top to bottom. A module imports from its own layer and from those below it, never from above: lazily and for
 # types too. A name stands for the module and, if it is a package, for all that is in it.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("__main__", "cli", "demo", "integrations", "torch"),
+    ("integrations",),
+    ("__main__", "cli", "demo", "torch"),
     ("__init__",),  # the public names, `ckpt_async` itself
-    ("uploader", "sweeper", "restore", "preemption"),
+    ("uploader", "sweeper", "restore", "preemption", "doctor"),
     ("runners",),
     ("drain", "status", "verify"),
     ("engine", "generation", "metrics", "protocol"),
     ("ahead", "transfer", "requests", "conditional"),
     ("stores", "journal", "files", "shard_writer"),
-    ("checksums", "concurrency", "plan"),
+    ("checksums", "concurrency", "diagnosis", "plan"),
     ("store", "observe", "threads"),
     ("decide",),
-    ("retention", "records", "keys", "naming", "settings", "model"),
+    ("retention", "records", "keys", "naming", "settings", "model", "units"),
     ("errors",),
 )
 DEPTH = {name: depth for depth, layer in enumerate(LAYERS) for name in layer}
@@ -47,6 +48,8 @@ PURE = {
     "decide",
     "plan",
     "concurrency",
+    "diagnosis",
+    "units",
 }
 IMPURE_IMPORTS = {
     *("asyncio", "multiprocessing", "os", "random", "secrets", "shutil", "socket", "sqlite3", "subprocess"),
@@ -54,6 +57,8 @@ IMPURE_IMPORTS = {
     *("aiobotocore", "aiofiles", "aiohttp", "awscrt", "botocore", "prometheus_client", "tenacity", "torch"),
 }
 MAY_IMPORT_TORCH = {"torch", "integrations", "demo"}
+# What users of the package import, and nothing else: an adapter is what a user could have written.
+PUBLIC = {"__init__", "errors", "restore", "torch"}
 
 
 @dataclass(frozen=True)
@@ -147,6 +152,10 @@ def violations(sources: Mapping[str, str]) -> list[str]:
             above = _entry(target)
             if DEPTH.get(above, len(LAYERS)) < DEPTH[entry]:
                 problems.append(f"{path}:{found.line}: {entry} must not import {above}, which is above it")
+            if entry == "integrations" and above not in PUBLIC | {entry}:
+                problems.append(
+                    f"{path}:{found.line}: integrations may import the public API only, not {above}"
+                )
             needs_torch = {"torch", "integrations"}
             if above in needs_torch and found.runs_at_import and entry not in needs_torch | {"demo"}:
                 problems.append(f"{path}:{found.line}: {entry} may import {target} inside a function only")
@@ -185,6 +194,8 @@ def test_what_is_allowed_is_not_complained_about() -> None:
             "ckpt_async/stores/s3.py": "import aiobotocore, os\nfrom ..errors import X\nfrom . import s3",
             "ckpt_async/uploader.py": "import time\nfrom .decide import decide\nfrom .stores.s3 import S3",
             "ckpt_async/torch/saver.py": "import torch\nfrom ckpt_async import Uploader",
+            "ckpt_async/integrations/lightning.py": "from .files import x\nfrom ckpt_async import restore, torch",
+            "ckpt_async/integrations/files.py": "from ckpt_async.torch.saver import Saver",
             "ckpt_async/cli.py": "def load():\n    from ckpt_async.torch import saver",
             "ckpt_async/demo/__main__.py": "import torch\nfrom ..torch.saver import Saver",
         }
@@ -220,13 +231,27 @@ def test_what_is_allowed_is_not_complained_about() -> None:
             "from .torch import saver",
             "cli may import ckpt_async.torch.saver inside a function only",
         ),
+        (
+            "torch/saver.py",
+            "def f():\n    from ..integrations import x",
+            "torch must not import integrations",
+        ),
+        ("integrations/x.py", "from ..engine import x", "the public API only, not engine"),
         ("uploader.py", "try: from .torch import x\nfinally: ...", "uploader must not import torch"),
         ("helpers.py", "", f"'helpers' is in no layer: add it to LAYERS in {HERE}"),
         ("helpers/deep.py", "", "'helpers' is in no layer"),
     ],
 )
 def test_a_violation_is_found(path: str, source: str, complaint: str) -> None:
-    names = ("__init__", "errors", "model", "engine", "torch/__init__", "torch/saver")
+    names = (
+        "__init__",
+        "errors",
+        "model",
+        "engine",
+        "torch/__init__",
+        "torch/saver",
+        "integrations/__init__",
+    )
     others = {f"ckpt_async/{name}.py": "" for name in names}
     assert complaint in "\n".join(violations(others | {f"ckpt_async/{path}": source}))
 

@@ -1,0 +1,43 @@
+"""Which files of a checkpoint's folder are whose, where all ranks write to one."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+# How frameworks put a rank into the names of what each rank writes: DCP; transformers; accelerate, and its FSDP;
+# DeepSpeed; torch_xla, OLMo. What has no rank in its name is rank 0's.
+_RANK = re.compile(
+    r"__(\d+)_.*"
+    r"|rng_state_(\d+)\.pth"
+    r"|random_states_(\d+)\.pkl"
+    r"|(?:pytorch_model_fsdp|optimizer)(?:_\d+)?_rank(\d+)\.bin"
+    r"|(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_.*"
+    r"|rank(\d+)(?:-of-\d+-.*|\.pt)"
+)
+
+
+def files_of_rank(folder: str | os.PathLike[str], rank: int, world_size: int) -> list[str]:
+    """The files that this rank has to hand over, by their paths within the folder: those that it wrote itself, told by
+    the rank in their names as transformers, accelerate, Lightning and DCP put it there; rank 0 has all others.
+
+        uploader.enqueue(folder, step, files=files_of_rank(folder, uploader.rank, uploader.world_size))
+
+    So none is handed over twice, and none before it is complete. What an earlier start with more ranks has left in the
+    folder belongs to nobody, and the log says so.
+    """
+    found = []
+    for here, _, names in os.walk(folder):
+        for name in names:
+            match = _RANK.fullmatch(name)
+            owner = int(next(filter(None, match.groups()))) if match else 0
+            path = (Path(here) / name).relative_to(folder).as_posix()
+            if owner == rank:
+                found.append(path)
+            elif owner >= world_size and rank == 0:
+                logger.warning("left_over_file %s: there is no rank %d in this start", path, owner)
+    return sorted(found)

@@ -1,0 +1,163 @@
+"""What the adapters share: the uploader of one trainer, and getting the newest checkpoint back."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import uuid
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ckpt_async import StoreOptions, Uploader, restore
+from ckpt_async.errors import (
+    CheckpointGoneError,
+    CkptAsyncError,
+    DamagedCheckpointError,
+    SealedError,
+    SettingsError,
+)
+from ckpt_async.torch import fetch_together
+
+logger = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT_S = 600.0
+# Training has failed, and its traceback waits: long enough for receipts.
+CLOSE_AFTER_ERROR_S = 10.0
+
+
+class HeldUploader:
+    """The uploader of one trainer: its own, opened when training starts and closed when it ends, or one that was lent.
+
+    Its own one is opened with `on_error="warn"`, unless told otherwise: then nothing that fails after the start reaches
+    the training loop, but the log and the metrics.
+    """
+
+    def __init__(
+        self,
+        remote: str | None,
+        uploader: Uploader | None,
+        close_timeout_s: float,
+        settings: Mapping[str, Any],
+    ) -> None:
+        if (remote is None) == (uploader is None):
+            raise SettingsError("give either where to upload to, or an uploader")
+        if uploader is not None and settings:
+            raise SettingsError(f"settings are given where the uploader is opened: {', '.join(settings)}")
+        self.remote = uploader.remote if uploader is not None else remote
+        self.now = uploader  # None while it is not open
+        self.store_options: StoreOptions | None = settings.get("store_options")
+        self._is_lent = uploader is not None
+        self._settings = {"on_error": "warn", **settings}
+        self._close_timeout_s = close_timeout_s
+
+    def open(
+        self,
+        folder: str | os.PathLike[str] | None,
+        rank: int,
+        world_size: int,
+        broadcast: Callable[[str], str] = lambda text: text,
+    ) -> Uploader:
+        """Open it for a start of training, or check that the lent one fits. `broadcast` tells all what rank 0 says."""
+        if self.now is None:
+            assert self.remote is not None
+            assert folder is not None
+            self.now = Uploader(
+                folder,
+                self.remote,
+                rank=rank,
+                world_size=world_size,
+                launch_id=broadcast(uuid.uuid4().hex),
+                **self._settings,
+            )
+        elif (self.now.rank, self.now.world_size) != (rank, world_size):
+            raise SettingsError(
+                f"the uploader was opened for rank {self.now.rank} of {self.now.world_size};"
+                f" what is saved here is of rank {rank} of {world_size}",
+                hint=f"open it with rank={rank}, world_size={world_size}",
+            )
+        return self.now
+
+    def hand_over(
+        self,
+        path: str | os.PathLike[str],
+        step: int,
+        name: str,
+        *,
+        files: Collection[str] | None = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
+        """Enqueue what this rank has of a checkpoint, and seal. One that is sealed already stays as it is.
+
+        In warn mode nothing is raised: a checkpoint that could not be handed over is in the log, and never committed.
+        """
+        uploader = self.now
+        assert uploader is not None
+        try:
+            if files is None or files or uploader.rank == 0:  # without rank 0's files there is no checkpoint
+                uploader.enqueue(path, step, name, files=files)
+            uploader.seal(step, name=name, metrics=metrics)
+        except SealedError:
+            logger.info("step_is_uploaded_already step=%d path=%s", step, path)
+        except CkptAsyncError:
+            if uploader.settings.on_error == "raise":
+                raise
+            logger.exception("checkpoint_not_handed_over step=%d path=%s", step, path)
+
+    def close(self) -> None:
+        """Finish what was handed over, within the bound. A lent uploader stays open."""
+        uploader = self.now
+        if uploader is None:
+            return
+        is_failing = sys.exc_info()[0] is not None  # the frameworks clean up inside their `except`
+        timeout_s = min(CLOSE_AFTER_ERROR_S, self._close_timeout_s) if is_failing else self._close_timeout_s
+        try:
+            if not self._is_lent:
+                self.now = None
+                uploader.close(timeout_s)
+            elif not (report := uploader.flush(timeout_s)).is_done:
+                logger.warning("not_flushed steps=%s within_s=%g", list(report.steps_left), timeout_s)
+        except CkptAsyncError:
+            if uploader.settings.on_error == "raise" and not is_failing:
+                raise
+            logger.exception("close_failed folder=%s", uploader.folder)
+
+
+def fetch_newest(
+    folder: str | os.PathLike[str],
+    remote: str,
+    destination: Callable[[restore.Checkpoint], Path],
+    drain_timeout_s: float,
+    store_options: StoreOptions | None,
+) -> tuple[restore.Checkpoint, restore.FetchReport] | None:
+    """The newest good checkpoint, whole, at its destination; the same on all ranks where there is a process group."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        return fetch_together(
+            remote,
+            destination,
+            folder=folder,
+            drain_timeout_s=drain_timeout_s,
+            store_options=store_options,
+            overwrite=True,
+        )
+    bad: list[restore.Checkpoint] = []
+    while True:
+        checkpoint = restore.find(
+            remote,
+            folder=folder,
+            drain_timeout_s=0 if bad else drain_timeout_s,
+            store_options=store_options,
+            passing_over=[each.id for each in bad],
+        )
+        if checkpoint is None:
+            return None
+        try:
+            return checkpoint, restore.fetch(
+                checkpoint, destination(checkpoint), folder=folder, overwrite=True
+            )
+        except (DamagedCheckpointError, CheckpointGoneError) as error:
+            logger.warning("checkpoint_passed_over %s error=%s", checkpoint.id, error)
+            bad.append(checkpoint)

@@ -1,0 +1,301 @@
+"""Lightning: a `CheckpointIO` that uploads what rank 0 saves, a callback for sharded saves, the newest checkpoint back.
+
+For `lightning.pytorch` and `pytorch_lightning`, which are two packages of the same code: their classes are strangers to
+each other. Which one is meant is told by what is imported before this module.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckpt_async import StoreOptions, Uploader, restore
+from ckpt_async.errors import SettingsError
+from ckpt_async.integrations.files import files_of_rank
+from ckpt_async.integrations.held import CLOSE_TIMEOUT_S, HeldUploader, fetch_newest
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.plugins.io import CheckpointIO, TorchCheckpointIO
+else:
+
+    def _lightning():
+        names = ("lightning.pytorch", "pytorch_lightning")
+        for name in sorted(names, key=lambda name: name not in sys.modules):
+            try:
+                return tuple(
+                    importlib.import_module(f"{name}{part}") for part in ("", ".callbacks", ".plugins.io")
+                )
+            except ImportError:
+                continue
+        raise ImportError(
+            "ckpt_async.integrations.lightning needs Lightning: pip install ckpt-async[lightning]"
+        )
+
+    _pytorch, _callbacks, _io = _lightning()
+    Callback, ModelCheckpoint = _pytorch.Callback, _callbacks.ModelCheckpoint
+    CheckpointIO, TorchCheckpointIO = _io.CheckpointIO, _io.TorchCheckpointIO
+
+logger = logging.getLogger(__name__)
+
+_STEP = re.compile(r"step=(\d+)")
+_LAST = re.compile(r"last(-v\d+)?\.ckpt")
+
+
+def _on_cpu(storage: Any, _location: str) -> Any:
+    """As Lightning loads: the strategy moves what it needs."""
+    return storage
+
+
+class CkptAsyncCheckpointIO(CheckpointIO):
+    """Saves as Lightning does, and uploads: `Trainer(plugins=[CkptAsyncCheckpointIO("checkpoints", remote)])`.
+
+    For strategies that save one file, which rank 0 writes: it alone uploads, as a run of one rank. The uploader is
+    opened at the first save, or by `open`, and closed when the trainer is done. Wrong settings, credentials or buckets
+    are raised when it is opened. What fails later is logged and counted, and training goes on; with `on_error="raise"`
+    it is raised.
+
+    Of several files of one step the first is uploaded: `save_last=True` writes the same state again, so
+    `save_last="link"` saves the time, and of two `ModelCheckpoint`s the one that saves all comes before the one with
+    `save_weights_only`. What the trainer removes it removes locally only.
+
+    Args:
+        folder: On a local disk, above all that is saved: `dirpath` of the `ModelCheckpoint`s, or a folder above.
+        remote: As for `Uploader`.
+        uploader: Instead of both: one that is open, for rank 0 of 1. It stays open.
+        checkpoint_io: What writes and reads files. Default: Lightning's own `TorchCheckpointIO`.
+        close_timeout_s: How long the trainer's end may wait for uploads. What is left is in the journal.
+        settings: Those of `Uploader`, `store_options` among them.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str] | None = None,
+        remote: str | None = None,
+        *,
+        uploader: Uploader | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        close_timeout_s: float = CLOSE_TIMEOUT_S,
+        **settings: Any,
+    ) -> None:
+        self._held = _hold(folder, remote, uploader, close_timeout_s, settings)
+        self._folder = folder
+        self._checkpoint_io = TorchCheckpointIO() if checkpoint_io is None else checkpoint_io
+        self._step: int | None = (
+            None  # of the newest save, and whether the first file of it is all there is to save
+        )
+        self._is_full = False
+        if uploader is not None:
+            self.open()  # a wrong one is refused now
+
+    @property
+    def uploader(self) -> Uploader | None:
+        """The uploader while it is open, on rank 0 only: for its metrics, or `wait`."""
+        return self._held.now
+
+    def open(self) -> None:
+        """Open the uploader before the first save, so that what is wrong is raised now. For global rank 0."""
+        self._held.open(self._folder, 0, 1)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
+    ) -> None:
+        self._checkpoint_io.save_checkpoint(checkpoint, path, storage_options)
+        step = checkpoint.get("global_step")
+        if step is None:
+            return  # no checkpoint of a trainer: spawned ranks hand their weights back through a file
+        self.open()
+        is_full = "optimizer_states" in checkpoint
+        if step != self._step:
+            self._step, self._is_full = step, is_full
+        elif is_full and not self._is_full:
+            logger.warning(
+                "not_uploaded step=%d path=%s: of this step the weights alone are uploaded already;"
+                " let the ModelCheckpoint with save_weights_only come last",
+                step,
+                path,
+            )
+        self._held.hand_over(path, step, Path(path).stem, metrics=_scores(checkpoint, path))
+
+    def load_checkpoint(
+        self, path: str | Path, map_location: Any = _on_cpu, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Load a local file. One that should be in the folder and is missing is fetched from the store: that of the
+        step in its name (`step=100`), or, for `last.ckpt`, the newest.
+        """
+        if not os.path.exists(path):
+            path = self._fetch(Path(path))
+        how = {} if weights_only is None else {"weights_only": weights_only}  # Lightning 2.6 has it
+        return self._checkpoint_io.load_checkpoint(path, map_location, **how)
+
+    def _fetch(self, path: Path) -> Path:
+        """Bring it here, and return where it is; `path` itself if there is no such file in the store either."""
+        folder = self._held.now.folder if self._held.now is not None else self._folder
+        said, is_last = _STEP.search(path.name), _LAST.fullmatch(path.name)
+        assert folder is not None
+        assert self._held.remote is not None
+        # The file of another run may have the same name.
+        if not (said or is_last) or not path.resolve().is_relative_to(Path(folder).resolve()):
+            return path
+        checkpoint = restore.find(
+            self._held.remote,
+            step=int(said[1]) if said else None,
+            store_options=self._held.store_options,
+        )
+        names = [each for each in checkpoint.files if is_last or each == path.name] if checkpoint else []
+        if checkpoint is None or len(names) != 1:
+            return path
+        report = restore.fetch(checkpoint, path.parent, files=names)
+        logger.info("fetched step=%d path=%s", checkpoint.step, report.paths[names[0]])
+        return report.paths[names[0]]
+
+    def remove_checkpoint(self, path: str | Path) -> None:
+        self._checkpoint_io.remove_checkpoint(path)
+
+    def teardown(self) -> None:
+        try:
+            self._checkpoint_io.teardown()
+        finally:
+            self._held.close()
+
+
+class CkptAsyncCallback(Callback):
+    """Uploads sharded saves of FSDP and ModelParallel strategies, which write folders and go past any `CheckpointIO`:
+    `Trainer(callbacks=[CkptAsyncCallback("checkpoints", remote), ModelCheckpoint("checkpoints")])`.
+
+    Each rank hands over the files it wrote of what a `ModelCheckpoint` has saved, before the next batch; the last one
+    commits. The uploader is opened when `fit` starts, where what is wrong is raised, and closed when it ends. Arguments
+    and what happens on errors: as for `CkptAsyncCheckpointIO`; but a lent uploader is one of this rank among all.
+
+    Use `save_last="link"`: `save_last=True` overwrites `last.ckpt` in place, which gives up what is still being
+    uploaded of it. What is saved by calling `trainer.save_checkpoint` is the caller's to enqueue, through `uploader`.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str] | None = None,
+        remote: str | None = None,
+        *,
+        uploader: Uploader | None = None,
+        close_timeout_s: float = CLOSE_TIMEOUT_S,
+        **settings: Any,
+    ) -> None:
+        self._held = _hold(folder, remote, uploader, close_timeout_s, settings)
+        self._folder = folder
+        self._seen: set[tuple[str, int]] = set()
+
+    @property
+    def uploader(self) -> Uploader | None:
+        """This rank's uploader while `fit` runs: for its metrics, or `wait`."""
+        return self._held.now
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self._held.open(self._folder, trainer.global_rank, trainer.world_size, trainer.strategy.broadcast)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._seen = set(_saved(trainer))  # of an earlier start
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._hand_over(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._hand_over(trainer)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._hand_over(trainer)
+        self._held.close()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self._held.close()
+
+    def _hand_over(self, trainer: Trainer) -> None:
+        uploader = self._held.now
+        for (path, changed_ns), scores in _saved(trainer).items():
+            if uploader is None or (path, changed_ns) in self._seen:
+                continue
+            self._seen.add((path, changed_ns))
+            if os.path.isdir(path):
+                files = files_of_rank(Path(path), uploader.rank, uploader.world_size)
+                self._held.hand_over(path, trainer.global_step, Path(path).name, files=files, metrics=scores)
+            else:
+                logger.warning(
+                    "not_uploaded path=%s: a single file; those are for CkptAsyncCheckpointIO", path
+                )
+
+
+def newest_checkpoint(
+    folder: str | os.PathLike[str],
+    remote: str,
+    *,
+    drain_timeout_s: float = 300.0,
+    store_options: StoreOptions | None = None,
+) -> str | None:
+    """Bring the newest good checkpoint into `folder`, where it was saved, and return its path, or None for a fresh
+    start: `trainer.fit(model, ckpt_path=newest_checkpoint("checkpoints", remote))`.
+
+    Call it on all ranks. They get the same for sure if `torch.distributed` is initialized before (Lightning uses a
+    process group that is there); else each finds for itself. What a killed trainer left on this node is uploaded first,
+    for at most `drain_timeout_s`. What is there already is used if its checksum is right; a file that differs is
+    replaced. Every byte is verified. Blocks.
+
+    Raises what `restore.find` and `restore.fetch` raise: if there are checkpoints and none is good, that is an error.
+    """
+    where = Path(folder)
+    found = fetch_newest(
+        where,
+        remote,
+        lambda checkpoint: where if len(checkpoint.files) == 1 else where / checkpoint.name,
+        drain_timeout_s,
+        store_options,
+    )
+    if found is None:
+        return None
+    checkpoint, report = found
+    (path,) = report.paths.values() if len(report.paths) == 1 else (where / checkpoint.name,)
+    return str(path)
+
+
+def _hold(
+    folder: str | os.PathLike[str] | None,
+    remote: str | None,
+    uploader: Uploader | None,
+    close_timeout_s: float,
+    settings: Mapping[str, Any],
+) -> HeldUploader:
+    if (folder is None) != (remote is None):
+        raise SettingsError("give both folder and remote, or an uploader")
+    return HeldUploader(remote, uploader, close_timeout_s, settings)
+
+
+def _scores(checkpoint: Mapping[str, Any], path: str | Path) -> dict[str, float]:
+    """What the `ModelCheckpoint`s that chose this file have monitored, for retention by value."""
+    return {
+        state["monitor"]: float(state["best_k_models"][os.fspath(path)])
+        for state in checkpoint.get("callbacks", {}).values()
+        if isinstance(state, Mapping) and os.fspath(path) in state.get("best_k_models", ())
+    }
+
+
+def _saved(trainer: Trainer) -> dict[tuple[str, int], dict[str, float]]:
+    """What `ModelCheckpoint`s have saved and kept: each path with the time of its last change, and its score."""
+    found: dict[tuple[str, int], dict[str, float]] = {}
+    for callback in trainer.checkpoint_callbacks:
+        if not isinstance(callback, ModelCheckpoint):
+            continue
+        for path in (*callback.best_k_models, callback.best_model_path, callback.last_model_path):
+            if path and os.path.exists(path) and not os.path.islink(path):
+                score = callback.best_k_models.get(path)
+                scores = {} if score is None or callback.monitor is None else {callback.monitor: float(score)}
+                found.setdefault((path, os.stat(path).st_mtime_ns), scores)
+    return found

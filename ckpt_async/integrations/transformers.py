@@ -1,0 +1,152 @@
+"""Hugging Face transformers: a callback that uploads what `Trainer` saves, and the newest checkpoint to resume from."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckpt_async import StoreOptions, Uploader
+from ckpt_async.integrations.files import files_of_rank
+from ckpt_async.integrations.held import CLOSE_TIMEOUT_S, HeldUploader, fetch_newest
+from ckpt_async.torch import run_on_one
+
+try:
+    from transformers import TrainerCallback
+    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+except ImportError as error:
+    raise ImportError(
+        "ckpt_async.integrations.transformers needs transformers: pip install ckpt-async[transformers]"
+    ) from error
+
+if TYPE_CHECKING:
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+
+# `enable_jit_checkpoint` keeps it in a checkpoint's folder while it writes there.
+_SENTINEL = "checkpoint-is-incomplete.txt"
+
+
+class CkptAsyncCallback(TrainerCallback):
+    """Uploads every checkpoint that the `Trainer` saves: `Trainer(…, callbacks=[CkptAsyncCallback(remote)])`.
+
+    Each rank hands over the files it wrote, at `on_save`; the last one commits. The uploader is opened when training
+    starts, on `args.output_dir`, which must be on a local disk, and is closed when it ends. Wrong settings, credentials
+    or buckets are raised at the start. What fails later is logged and counted, and training goes on; with
+    `on_error="raise"` it is raised.
+
+    Args:
+        remote: As for `Uploader`.
+        uploader: Instead of `remote`: one that is open, on `args.output_dir` or a folder above. It stays open.
+        close_timeout_s: How long the end of training may wait for uploads. What is left is in the journal.
+        settings: Those of `Uploader`, `store_options` among them.
+    """
+
+    def __init__(
+        self,
+        remote: str | None = None,
+        *,
+        uploader: Uploader | None = None,
+        close_timeout_s: float = CLOSE_TIMEOUT_S,
+        **settings: Any,
+    ) -> None:
+        self._held = HeldUploader(remote, uploader, close_timeout_s, settings)
+        self._before: dict[str, int] = {}
+        self._announced: set[str] = set()
+
+    @property
+    def uploader(self) -> Uploader | None:
+        """The uploader while training runs: for its metrics, or `wait`."""
+        return self._held.now
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._held.open(args.output_dir, args.process_index, args.world_size, _rank_0s)
+        self._before = _folders(args)
+        self._announced = set()
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        name = f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        self._announced.add(name)
+        self._hand_over(args, state, name, _files(args, name))
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        # A checkpoint made on SIGTERM (`enable_jit_checkpoint`) was not announced by `on_save`.
+        for name, changed in _folders(args).items():
+            if name in self._announced or self._before.get(name) == changed:
+                continue
+            # Among several ranks it may be another's sentinel; our own part is complete, or we would not be here. But
+            # a rank that has none did not take part: on SIGTERM they may be a step apart.
+            files = _files(args, name)
+            is_ours = bool(files) or (args.save_only_model and args.process_index > 0)
+            if is_ours and (args.world_size > 1 or not (_folder(args, name) / _SENTINEL).exists()):
+                self._hand_over(args, state, name, files)
+        self._held.close()
+
+    def _hand_over(self, args: TrainingArguments, state: TrainerState, name: str, files: list[str]) -> None:
+        step = int(name.rpartition("-")[2])
+        self._held.hand_over(_folder(args, name), step, name, files=files, metrics=_metrics(state, step))
+
+
+def newest_checkpoint(
+    output_dir: str | os.PathLike[str],
+    remote: str,
+    *,
+    drain_timeout_s: float = 300.0,
+    store_options: StoreOptions | None = None,
+) -> str | None:
+    """Bring the newest good checkpoint to `<output_dir>/checkpoint-<step>` and return that, or None for a fresh start:
+    `trainer.train(resume_from_checkpoint=newest_checkpoint(args.output_dir, remote))`.
+
+    Call it on all ranks, once `TrainingArguments` are made, which sets up the process group: then all get the same.
+    What a killed trainer left on this node is uploaded first, for at most `drain_timeout_s`. What is there already is
+    used if its checksum is right; a file that differs is replaced. Every byte is verified. Blocks.
+
+    Raises what `restore.find` and `restore.fetch` raise: if there are checkpoints and none is good, that is an error.
+    """
+    found = fetch_newest(
+        output_dir,
+        remote,
+        lambda checkpoint: Path(output_dir, checkpoint.name),
+        drain_timeout_s,
+        store_options,
+    )
+    return None if found is None else os.path.join(output_dir, found[0].name)
+
+
+def _rank_0s(text: str) -> str:
+    return run_on_one(lambda: text)
+
+
+def _folder(args: TrainingArguments, name: str) -> Path:
+    assert args.output_dir is not None  # its default is filled in
+    return Path(args.output_dir, name)
+
+
+def _files(args: TrainingArguments, name: str) -> list[str]:
+    files = files_of_rank(_folder(args, name), args.process_index, args.world_size)
+    return [each for each in files if each != _SENTINEL]
+
+
+def _folders(args: TrainingArguments) -> dict[str, int]:
+    """The checkpoints' folders, and when a file was last added to or removed from each: the sentinel is both."""
+    found = {}
+    for each in _folder(args, "").glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
+        if each.name.rpartition("-")[2].isdecimal():
+            with contextlib.suppress(FileNotFoundError):  # rank 0 rotates
+                found[each.name] = each.stat().st_mtime_ns
+    return found
+
+
+def _metrics(state: TrainerState, step: int) -> dict[str, float]:
+    """What was logged at this step, for retention by value."""
+    found: dict[str, float] = {}
+    for entry in itertools.takewhile(lambda each: each.get("step") == step, reversed(state.log_history)):
+        found |= {key: value for key, value in entry.items() if type(value) in (int, float)}
+    return found

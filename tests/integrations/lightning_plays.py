@@ -1,0 +1,134 @@
+"""What the Lightning trainers of the tests do, each in a process of its own."""
+
+import logging
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo  # optimizers import it at their first step: so it is here before the trainers are forked
+import torchmetrics  # noqa: F401  likewise: what takes longest
+from torch import nn
+from torch.utils.data import DataLoader
+
+import ckpt_async.stores.directory
+import ckpt_async.stores.s3  # noqa: F401
+from tests.integrations.stage import PATIENCE_S, tell
+
+WIDTH = 8
+
+
+def _whole(value: torch.Tensor) -> torch.Tensor:
+    full = getattr(value, "full_tensor", None)
+    return full() if full is not None else value
+
+
+def _model(pl: Any, is_sharded: bool) -> Any:
+    class Model(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+
+        def configure_model(self) -> None:
+            if is_sharded:
+                from torch.distributed.fsdp import fully_shard
+
+                fully_shard(self.layer, mesh=self.device_mesh["data_parallel"])
+
+        def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
+            loss = self.layer(batch).square().mean()
+            self.log("loss", loss)
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.Adam(self.parameters(), lr=0.1)
+
+    torch.manual_seed(1)
+    return Model()
+
+
+def _data() -> DataLoader:
+    """The same again and again: Lightning does not say where in an epoch a plain loader was."""
+    sample = torch.randn(1, WIDTH, generator=torch.Generator().manual_seed(2))
+    return DataLoader(sample.repeat(64, 1), batch_size=4)
+
+
+def train(
+    folder: str,
+    remote: str,
+    num_steps: int,
+    *,
+    package: str = "lightning.pytorch",
+    world_size: int = 1,
+    is_sharded: bool = False,
+    checkpoints: Sequence[dict[str, Any]] = ({},),
+    ckpt_path: str | None = None,
+    waits_at: int | None = None,
+    raises_at: int | None = None,
+    loses_store_at: int | None = None,
+    **settings: Any,
+) -> dict[str, Any]:
+    """A training as a user would write it, from the newest checkpoint; at some step it may come to a stop."""
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+    pl = import_module(package)
+    from ckpt_async.integrations.lightning import CkptAsyncCallback, CkptAsyncCheckpointIO, newest_checkpoint
+
+    started_at: list[int] = []
+
+    class Script(pl.Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            started_at.append(trainer.global_step)
+
+        def on_train_batch_start(self, trainer: Any, *_: object) -> None:
+            step = trainer.global_step
+            if step == loses_store_at:
+                uploading.uploader.wait(step, timeout_s=PATIENCE_S)
+                Path(remote.removeprefix("file://")).rename(f"{folder}.away")
+                Path(remote.removeprefix("file://")).write_text("not a folder any more")
+            if step == raises_at:
+                raise RuntimeError("the training loop fails")
+            if step == waits_at:
+                tell(sorted(os.listdir(folder)))
+                threading.Event().wait()
+
+    script, model = Script(), _model(pl, is_sharded)
+    modes = [
+        pl.callbacks.ModelCheckpoint(folder, **{"every_n_train_steps": 1, "save_top_k": 1} | each)
+        for each in checkpoints
+    ]
+    plugged: dict[str, Any] = {"callbacks": [*modes, script], "strategy": "ddp" if world_size > 1 else "auto"}
+    uploading: Any
+    if is_sharded:
+        uploading = CkptAsyncCallback(folder, remote, **settings)
+        plugged["callbacks"].insert(0, uploading)
+        plugged["strategy"] = import_module(f"{package}.strategies").ModelParallelStrategy(
+            data_parallel_size=world_size, tensor_parallel_size=1, process_group_backend="gloo"
+        )
+    else:
+        uploading = CkptAsyncCheckpointIO(folder, remote, **settings)
+        plugged["plugins"] = [uploading]
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=world_size,
+        max_steps=num_steps,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **plugged,
+    )
+    failure = ""
+    try:
+        trainer.fit(model, _data(), ckpt_path=ckpt_path or newest_checkpoint(folder, remote))
+    except RuntimeError as error:
+        failure = str(error)
+    return {
+        "started_at": started_at[0],
+        "step": trainer.global_step,
+        "weights": {name: _whole(value).flatten().tolist() for name, value in model.state_dict().items()},
+        "failure": failure,
+        "is_closed": uploading.uploader is None,
+    }

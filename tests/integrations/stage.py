@@ -1,0 +1,197 @@
+"""Trainers as real processes, forked from one that has imported the framework once. What they have to say they `tell`.
+
+with Stage("tests.integrations.lightning_plays", scratch) as stage:
+    trainer = stage.start("train", folder=…)
+    assert trainer.hear()["step"] == 3
+    trainer.kill()
+"""
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Self
+
+PATIENCE_S = 120.0
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"}
+
+
+class Trainer:
+    """One process of a stage."""
+
+    def __init__(self, number: int, log: Path, stop: Callable[[int], None]) -> None:
+        self.number, self._log, self._stop = number, log, stop
+        self.said: queue.Queue[dict[str, Any]] = queue.Queue()
+
+    def hear(self) -> Any:
+        """What it tells next, or what its play returned."""
+        try:
+            said = self.said.get(timeout=PATIENCE_S)
+        except queue.Empty:
+            raise AssertionError(f"the trainer says nothing:\n{self._log.read_text()}") from None
+        assert "told" in said, f"{said.get('failed', 'it was killed')}\n{self._log.read_text()}"
+        return said["told"]
+
+    def kill(self) -> None:
+        """SIGKILL, and wait until it is gone."""
+        self._stop(self.number)
+        while "ended" not in self.said.get(timeout=PATIENCE_S):
+            pass
+
+    def log(self) -> str:
+        return self._log.read_text()
+
+
+class Stage:
+    def __init__(self, plays: str, scratch: Path) -> None:
+        self._scratch = scratch
+        self._trainers: list[Trainer] = []
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.integrations.stage", plays],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **ENVIRONMENT},
+        )
+        self._listening = threading.Thread(target=self._listen, daemon=True)
+        self._listening.start()
+
+    def start(self, play: str, *, environment: Mapping[str, str] | None = None, **arguments: Any) -> Trainer:
+        number = len(self._trainers)
+        trainer = Trainer(number, self._scratch / f"trainer-{number}.log", self._kill)
+        self._trainers.append(trainer)
+        self._ask(
+            number=number,
+            play=play,
+            arguments=arguments,
+            environment={**os.environ, **ENVIRONMENT, **(environment or {})},
+            log=str(trainer._log),
+        )
+        return trainer
+
+    def start_ranks(
+        self, play: str, world_size: int, *, environment: Mapping[str, str] | None = None, **arguments: Any
+    ) -> list[Trainer]:
+        """All ranks of one start, by a launcher that does not say which start it is."""
+        with socket.socket() as server:
+            server.bind(("127.0.0.1", 0))
+            port = server.getsockname()[1]
+        common = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "WORLD_SIZE": str(world_size),
+            "NODE_RANK": "0",
+            **(environment or {}),
+        }
+        return [
+            self.start(
+                play,
+                environment={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                world_size=world_size,
+                **arguments,
+            )
+            for rank in range(world_size)
+        ]
+
+    def _ask(self, **request: Any) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+
+    def _kill(self, number: int) -> None:
+        self._ask(number=number, play=None)
+
+    def _listen(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as lines:
+            for line in lines:
+                said = json.loads(line)
+                self._trainers[said["number"]].said.put(said)
+        for trainer in self._trainers:
+            trainer.said.put({"failed": "the stage has ended", "ended": True})
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()  # it kills all that are left
+        assert self._process.wait(PATIENCE_S) == 0
+        self._listening.join()
+
+
+# --- in the stage's process ------------------------------------------------------------------------------------
+
+_number = -1
+_say_lock = threading.Lock()
+
+
+def _say(**what: Any) -> None:
+    with _say_lock:
+        os.write(_OUT, (json.dumps(what) + "\n").encode())  # one write of one line: lines do not mix
+
+
+def tell(what: Any) -> None:
+    """From a play, to who called `hear`."""
+    _say(number=_number, told=what)
+
+
+def _become(request: dict[str, Any], plays: Any) -> None:
+    global _number
+    _number = request["number"]
+    code = 1
+    try:
+        log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.environ.update(request["environment"])
+        tell(getattr(plays, request["play"])(**request["arguments"]))
+        code = 0
+    except BaseException:
+        _say(number=_number, failed=traceback.format_exc())
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _serve(plays: Any) -> None:
+    pids: dict[int, int] = {}
+
+    def wait_for(number: int, pid: int) -> None:
+        os.waitpid(pid, 0)
+        del pids[number]
+        _say(number=number, ended=True)
+
+    for line in sys.stdin:
+        request = json.loads(line)
+        number = request["number"]
+        if request["play"] is None:
+            with contextlib.suppress(KeyError):
+                os.kill(pids[number], signal.SIGKILL)
+            continue
+        with _say_lock:  # held by no thread that is not in the child
+            pid = os.fork()
+        if pid == 0:
+            os.close(0)
+            _become(request, plays)
+        pids[number] = pid
+        threading.Thread(target=wait_for, args=(number, pid), daemon=True).start()
+    for pid in list(pids.values()):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.modules["tests.integrations.stage"] = sys.modules[__name__]  # what the plays import
+    _OUT = os.dup(1)
+    os.dup2(2, 1)
+    _serve(import_module(sys.argv[1]))

@@ -1,0 +1,186 @@
+"""What the adapters share, without a framework: whose files are whose, and one trainer's uploader."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckpt_async import SettingsError, Uploader, restore
+from ckpt_async.errors import InvalidNameError, InvalidShardError
+from ckpt_async.integrations import held as held_module
+from ckpt_async.integrations.files import files_of_rank
+from ckpt_async.integrations.held import HeldUploader, fetch_newest
+
+CLOSE_TIMEOUT_S = 60.0
+
+
+@pytest.fixture
+def remote(tmp_path: Path) -> str:
+    return f"file://{tmp_path}/remote"
+
+
+def written(folder: Path, *names: str) -> Path:
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name)
+    return folder
+
+
+def test_every_file_is_one_rank_s(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rank_1s = [
+        "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",
+        "global_step5/zero_pp_rank_1_mp_rank_00_model_states.pt",
+        "optimizer_0/__1_0.distcp",
+        "optimizer_0_rank1.bin",
+        "optimizer_rank1.bin",
+        "pytorch_model_fsdp_0/__1_0.distcp",
+        "pytorch_model_fsdp_0/__1_1.distcp",
+        "pytorch_model_fsdp_0_rank1.bin",
+        "pytorch_model_fsdp_rank1.bin",
+        "random_states_1.pkl",
+        "rank1-of-2-optimizer.pt",
+        "rng_state_1.pth",
+        "train/rank1.pt",
+    ]
+    rank_0s = [
+        "optimizer_0/.metadata",
+        "optimizer_0/__0_0.distcp",
+        "adapter_rank_16.bin",  # an adapter of rank 16, not of a process
+        "meta.pt",
+        "model-00001-of-00002.safetensors",
+        "optimizer_1.bin",
+        "random_states_0.pkl",
+        "rng_state.pth",
+    ]
+    folder = written(tmp_path, *rank_0s, *rank_1s, "rng_state_2.pth")
+    assert files_of_rank(folder, 0, 2) == sorted(rank_0s)
+    assert files_of_rank(folder, 1, 2) == sorted(rank_1s)
+    assert "left_over_file rng_state_2.pth" in caplog.text
+    assert files_of_rank(tmp_path / "none", 1, 2) == []
+
+
+def test_what_cannot_be_handed_over_is_logged_and_the_next_goes_on(
+    tmp_path: Path, remote: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    held = HeldUploader(remote, None, CLOSE_TIMEOUT_S, {})
+    held.open(tmp_path / "folder", 0, 1)
+    other, own = written(tmp_path / "other", "a"), written(tmp_path / "folder" / "step-2", "a", "b/a")
+    held.hand_over(other, 1, "step-1")
+    held.hand_over(own, 3, "step-3", files=[])  # rotated away, or another disk
+    held.hand_over(own, 2, "step-2", files=["b/a"], metrics={"loss": 0.5})
+    held.close()
+    assert "checkpoint_not_handed_over step=1" in caplog.text
+    assert "checkpoint_not_handed_over step=3" in caplog.text
+    assert held.now is None
+    checkpoint = restore.find(remote)
+    assert checkpoint is not None
+    assert (checkpoint.step, list(checkpoint.files), checkpoint.metrics) == (2, ["b/a"], {"loss": 0.5})
+
+
+def test_files_of_a_folder_are_within_it(tmp_path: Path, remote: str) -> None:
+    written(tmp_path, "folder/step-1/a", "folder/b")
+    with Uploader(tmp_path / "folder", remote) as uploader:
+        for wrong in ("../b", "/b", "a/../../b"):
+            with pytest.raises(InvalidNameError):
+                uploader.enqueue(tmp_path / "folder" / "step-1", 1, files=["a", wrong])
+        with pytest.raises(InvalidShardError, match="does not exist"):
+            uploader.enqueue(tmp_path / "folder" / "step-1", 1, files=["a", "b"])
+        uploader.enqueue(tmp_path / "folder" / "step-1", 1, files=["a"])
+        uploader.seal(1)
+        uploader.wait(1, timeout_s=CLOSE_TIMEOUT_S)
+
+
+def test_a_user_who_wants_errors_gets_them(tmp_path: Path, remote: str) -> None:
+    held = HeldUploader(remote, None, CLOSE_TIMEOUT_S, {"on_error": "raise"})
+    held.open(tmp_path / "folder", 0, 1)
+    with pytest.raises(InvalidShardError):
+        held.hand_over(written(tmp_path / "other", "a"), 1, "step-1")
+    held.close()
+
+
+def test_each_opening_is_a_start_of_its_own(tmp_path: Path, remote: str) -> None:
+    held = HeldUploader(remote, None, CLOSE_TIMEOUT_S, {})
+    generations = []
+    for _ in range(2):
+        generations.append(held.open(tmp_path / "folder", 0, 1).generation)
+        assert held.open(tmp_path / "folder", 0, 1) is held.now
+        held.close()
+    assert generations == [1, 2]
+
+
+def test_a_lent_uploader_is_flushed_and_stays_open(tmp_path: Path, remote: str) -> None:
+    with Uploader(tmp_path / "folder", remote) as uploader:
+        held = HeldUploader(None, uploader, CLOSE_TIMEOUT_S, {})
+        assert held.open(None, 0, 1) is uploader
+        held.hand_over(written(tmp_path / "folder" / "step-1", "a"), 1, "step-1")
+        held.close()
+        assert restore.find(remote) is not None
+        held.hand_over(written(tmp_path / "folder" / "step-2", "a"), 2, "step-2")
+        with pytest.raises(SettingsError, match=r"rank 0 of 1.* rank 1 of 2"):
+            held.open(None, 1, 2)
+
+
+def test_what_does_not_fit_together_is_refused(tmp_path: Path, remote: str) -> None:
+    with pytest.raises(SettingsError):
+        HeldUploader(None, None, CLOSE_TIMEOUT_S, {})
+    with Uploader(tmp_path / "folder", remote) as uploader:
+        with pytest.raises(SettingsError):
+            HeldUploader(remote, uploader, CLOSE_TIMEOUT_S, {})
+        with pytest.raises(SettingsError, match="num_checkpoints_to_keep"):
+            HeldUploader(None, uploader, CLOSE_TIMEOUT_S, {"num_checkpoints_to_keep": 3})
+
+
+@pytest.mark.parametrize("is_failing", [False, True])
+def test_closing_is_bounded_and_a_failing_training_is_hardly_held_up(
+    is_failing: bool,
+    tmp_path: Path,
+    remote: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(held_module, "CLOSE_AFTER_ERROR_S", 0.0)
+    held = HeldUploader(remote, None, CLOSE_TIMEOUT_S if is_failing else 0.0, {"max_bytes_per_s": 1})
+    held.open(tmp_path / "folder", 0, 1)
+    held.hand_over(written(tmp_path / "folder" / "step-1", "nine-bytes"[:9]), 1, "step-1")  # nine seconds
+    if is_failing:
+        try:
+            raise RuntimeError
+        except RuntimeError:
+            held.close()
+    else:
+        held.close()
+    assert "closed_with_unfinished steps=[1]" in caplog.text
+
+
+def test_a_damaged_newest_checkpoint_gives_way_to_the_next_older(
+    tmp_path: Path, remote: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Uploader(tmp_path / "folder", remote) as uploader:
+        for step in (1, 2):
+            uploader.enqueue(written(tmp_path / "folder" / f"step-{step}", "a"), step)
+            uploader.seal(step)
+    (damaged,) = (tmp_path / "remote" / "ckpt").glob("step-2.*/a")
+    damaged.write_text("b")
+    found = fetch_newest(
+        tmp_path / "fresh", remote, lambda checkpoint: tmp_path / "fresh" / checkpoint.name, 0, None
+    )
+    assert found is not None
+    assert {name: path.read_text() for name, path in found[1].paths.items()} == {"a": "a"}
+    assert found[0].step == 1
+    assert "checkpoint_passed_over" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("module", "frameworks"),
+    [("lightning", ["lightning.pytorch", "pytorch_lightning"]), ("transformers", ["transformers"])],
+)
+def test_a_missing_framework_is_named(
+    module: str, frameworks: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for framework in frameworks:
+        monkeypatch.setitem(sys.modules, framework, None)
+    monkeypatch.delitem(sys.modules, f"ckpt_async.integrations.{module}", raising=False)
+    with pytest.raises(ImportError, match=rf"pip install ckpt-async\[{module}\]"):
+        importlib.import_module(f"ckpt_async.integrations.{module}")

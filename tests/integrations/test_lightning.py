@@ -1,0 +1,156 @@
+"""Lightning's own trainers, tiny models, real stores, real kills."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_async import restore
+from tests.integrations.stage import Stage
+
+NUM_STEPS = 6
+DRAIN_TIMEOUT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    with Stage("tests.integrations.lightning_plays", tmp_path_factory.mktemp("stage")) as stage:
+        yield stage
+
+
+@pytest.fixture
+def remote(tmp_path: Path) -> str:
+    return f"file://{tmp_path}/remote"
+
+
+def committed(remote: str, step: int) -> restore.Checkpoint:
+    checkpoint = restore.find(remote, step=step)
+    assert checkpoint is not None, f"step {step} is not committed"
+    return checkpoint
+
+
+def test_a_killed_trainer_loses_nothing_that_it_had_saved(stage: Stage, tmp_path: Path, remote: str) -> None:
+    run: dict[str, Any] = {"remote": remote, "num_steps": NUM_STEPS}
+    whole = stage.start("train", folder=f"{tmp_path}/whole", **run | {"remote": f"{remote}-whole"})
+    killed = stage.start("train", folder=f"{tmp_path}/a", waits_at=4, max_bytes_per_s=1, **run)
+    # Lightning has rotated the others away, and nothing is uploaded yet.
+    assert [each for each in killed.hear() if each.endswith(".ckpt")] == ["epoch=0-step=4.ckpt"]
+    assert restore.find(remote) is None
+    killed.kill()
+    restore.drain_predecessor(tmp_path / "a", DRAIN_TIMEOUT_S)
+    for step in (1, 2, 3, 4):
+        restore.fetch(committed(remote, step), tmp_path / "read")
+
+    resumed = stage.start("train", folder=f"{tmp_path}/b", **run).hear()
+    assert (resumed["started_at"], resumed["step"]) == (4, NUM_STEPS)
+    assert resumed["weights"] == whole.hear()["weights"]
+    assert resumed["is_closed"]
+    assert committed(remote, NUM_STEPS).generation == 2
+
+
+def test_a_sharded_save_is_of_all_ranks(stage: Stage, tmp_path: Path, s3_url: str) -> None:
+    run: dict[str, Any] = {"remote": s3_url, "num_steps": NUM_STEPS, "is_sharded": True}
+    whole = stage.start_ranks("train", 2, folder=f"{tmp_path}/whole", **run | {"remote": f"{s3_url}-whole"})
+    killed = stage.start_ranks("train", 2, folder=f"{tmp_path}/a", waits_at=4, **run)
+    for trainer in killed:
+        assert "epoch=0-step=4.ckpt" in trainer.hear()
+    for trainer in killed:
+        trainer.kill()
+    restore.drain_predecessor(tmp_path / "a", DRAIN_TIMEOUT_S)
+    checkpoint = committed(s3_url, 4)
+    assert {name: file.ranks for name, file in checkpoint.files.items()} == {
+        ".metadata": (0,),
+        "__0_0.distcp": (0,),
+        "__1_0.distcp": (1,),
+        "meta.pt": (0,),
+    }
+
+    again = stage.start_ranks("train", 2, folder=f"{tmp_path}/b", **run)
+    resumed = [each.hear() for each in again]
+    assert not any("ERROR" in each.log() for each in again)
+    assert [(each["started_at"], each["step"], each["is_closed"]) for each in resumed] == [
+        (4, NUM_STEPS, True),
+        (4, NUM_STEPS, True),
+    ]
+    assert [each["weights"] for each in resumed] == [each.hear()["weights"] for each in whole]
+    assert committed(s3_url, NUM_STEPS).world_size == 2
+
+
+def test_rank_0_alone_uploads_what_it_alone_writes(stage: Stage, tmp_path: Path, remote: str) -> None:
+    run: dict[str, Any] = {"remote": remote, "package": "pytorch_lightning"}
+    ranks = stage.start_ranks("train", 2, folder=f"{tmp_path}/a", num_steps=4, **run)
+    whole = [each.hear()["weights"] for each in ranks]
+    for step in (1, 2, 3, 4):
+        checkpoint = committed(remote, step)
+        assert (list(checkpoint.files), checkpoint.world_size) == ([f"epoch=0-step={step}.ckpt"], 1)
+
+    # What is not here is fetched under the name that it would have.
+    missing = f"{tmp_path}/b/epoch=0-step=3.ckpt"
+    ranks = stage.start_ranks("train", 2, folder=f"{tmp_path}/b", num_steps=4, ckpt_path=missing, **run)
+    resumed = [each.hear() for each in ranks]
+    assert [each["started_at"] for each in resumed] == [3, 3]
+    assert [each["weights"] for each in resumed] == whole
+
+
+def test_weights_alone_that_come_first_are_complained_about(
+    stage: Stage, tmp_path: Path, remote: str
+) -> None:
+    weights = {"save_weights_only": True, "filename": "weights-{step}", "monitor": "loss"}
+    for folder, modes in (("a", [weights, {}]), ("b", [{}, weights])):
+        trainer = stage.start(
+            "train",
+            folder=f"{tmp_path}/{folder}",
+            remote=f"{remote}-{folder}",
+            num_steps=1,
+            checkpoints=modes,
+        )
+        assert trainer.hear()["step"] == 1
+        is_wrong = folder == "a"
+        assert (f"not_uploaded step=1 path={tmp_path}/a/epoch=0-step=1.ckpt" in trainer.log()) is is_wrong
+        expected = "weights-step=1.ckpt" if is_wrong else "epoch=0-step=1.ckpt"
+        assert list(committed(f"{remote}-{folder}", 1).files) == [expected]
+
+
+def test_what_is_written_twice_is_uploaded_once(stage: Stage, tmp_path: Path, remote: str) -> None:
+    trainer = stage.start(
+        "train",
+        folder=f"{tmp_path}/a",
+        remote=remote,
+        num_steps=3,
+        checkpoints=[{"monitor": "loss", "mode": "max", "save_last": True}],
+    )
+    assert trainer.hear()["step"] == 3
+    first, *others = [committed(remote, step) for step in (1, 2, 3)]
+    # The loss falls, so only the first is the best; the same as `last.ckpt`, it is not uploaded again.
+    assert (list(first.files), list(first.metrics)) == (["epoch=0-step=1.ckpt"], ["loss"])
+    assert first.metrics["loss"] > 0
+    assert [(list(each.files), dict(each.metrics)) for each in others] == [(["last.ckpt"], {})] * 2
+    assert trainer.log().count("step_is_uploaded_already") == 1
+
+
+def test_training_goes_on_without_the_store(stage: Stage, tmp_path: Path, remote: str) -> None:
+    trainer = stage.start(
+        "train",
+        folder=f"{tmp_path}/a",
+        remote=remote,
+        num_steps=NUM_STEPS,
+        loses_store_at=2,
+        upload_timeout_s=1,
+        close_timeout_s=30,
+    )
+    ended = trainer.hear()
+    assert (ended["step"], ended["failure"], ended["is_closed"]) == (NUM_STEPS, "", True)
+    assert "shard_failed generation 1 step 6" in trainer.log()
+    assert "closed_with_unfinished steps=[3, 4, 5, 6]" in trainer.log()
+    (tmp_path / "remote").unlink()
+    (tmp_path / "a.away").rename(tmp_path / "remote")
+    restore.drain_predecessor(tmp_path / "a", DRAIN_TIMEOUT_S)
+    assert [committed(remote, step).step for step in (3, 4, 5, 6)] == [3, 4, 5, 6]
+
+
+def test_a_failing_loop_is_not_held_up(stage: Stage, tmp_path: Path, remote: str) -> None:
+    trainer = stage.start("train", folder=f"{tmp_path}/a", remote=remote, num_steps=NUM_STEPS, raises_at=2)
+    ended = trainer.hear()
+    assert (ended["step"], ended["failure"], ended["is_closed"]) == (2, "the training loop fails", True)
+    committed(remote, 2)

@@ -1,0 +1,135 @@
+"""Hugging Face's own Trainer, tiny models, real stores, real kills."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_async import restore
+from tests.integrations.stage import Stage, Trainer
+
+NUM_STEPS = 6
+DRAIN_TIMEOUT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    with Stage("tests.integrations.transformers_plays", tmp_path_factory.mktemp("stage")) as stage:
+        yield stage
+
+
+@pytest.fixture
+def remote(tmp_path: Path) -> str:
+    return f"file://{tmp_path}/remote"
+
+
+def committed(remote: str, step: int) -> restore.Checkpoint:
+    checkpoint = restore.find(remote, step=step)
+    assert checkpoint is not None, f"step {step} is not committed"
+    return checkpoint
+
+
+def test_what_was_rotated_away_before_it_was_uploaded_is_not_lost(
+    stage: Stage, tmp_path: Path, remote: str
+) -> None:
+    run: dict[str, Any] = {"remote": remote, "num_steps": NUM_STEPS}
+    whole = stage.start("train", folder=f"{tmp_path}/whole", **run | {"remote": f"{remote}-whole"})
+    killed = stage.start("train", folder=f"{tmp_path}/a", waits_at=4, max_bytes_per_s=1, **run)
+    # The Trainer has rotated the others away, and nothing is uploaded yet.
+    assert [each for each in killed.hear() if each.startswith("checkpoint-")] == ["checkpoint-4"]
+    assert restore.find(remote) is None
+    killed.kill()
+    restore.drain_predecessor(tmp_path / "a", DRAIN_TIMEOUT_S)
+    for step in (1, 2, 3, 4):
+        checkpoint = committed(remote, step)
+        report = restore.fetch(checkpoint, tmp_path / checkpoint.name)
+        assert {
+            "model.safetensors",
+            "optimizer.pt",
+            "rng_state.pth",
+            "trainer_state.json",
+        } <= report.paths.keys()
+        assert checkpoint.metrics["loss"] > 0
+
+    resumed = stage.start("train", folder=f"{tmp_path}/b", **run).hear()
+    assert (resumed["resumed_from"], resumed["started_at"]) == (f"{tmp_path}/b/checkpoint-4", 4)
+    assert (resumed["step"], resumed["is_closed"]) == (NUM_STEPS, True)
+    assert resumed["weights"] == whole.hear()["weights"]
+    assert committed(remote, NUM_STEPS).generation == 2
+
+
+def test_each_rank_hands_over_what_it_wrote(stage: Stage, tmp_path: Path, s3_url: str) -> None:
+    run: dict[str, Any] = {"remote": s3_url, "num_steps": NUM_STEPS}
+    whole = stage.start_ranks("train", 2, folder=f"{tmp_path}/whole", **run | {"remote": f"{s3_url}-whole"})
+    killed = stage.start_ranks("train", 2, folder=f"{tmp_path}/a", waits_at=4, **run)
+    for trainer in killed:
+        trainer.hear()
+    for trainer in killed:
+        trainer.kill()
+    torn = tmp_path / "a" / "checkpoint-4" / "optimizer.pt"
+    torn.unlink()
+    torn.write_bytes(b"as after a power failure")
+    # What its predecessor left on this node is finished by the trainer that starts here.
+    resumed = [each.hear() for each in stage.start_ranks("train", 2, folder=f"{tmp_path}/a", **run)]
+    checkpoint = committed(s3_url, 4)
+    ranks = {name: file.ranks for name, file in checkpoint.files.items()}
+    assert ranks.pop("rng_state_1.pth") == (1,)
+    assert {"rng_state_0.pth", "model.safetensors", "optimizer.pt", "trainer_state.json"} <= ranks.keys()
+    assert set(ranks.values()) == {(0,)}
+    assert [(each["started_at"], each["step"], each["is_closed"]) for each in resumed] == [
+        (4, NUM_STEPS, True),
+        (4, NUM_STEPS, True),
+    ]
+    assert [each["weights"] for each in resumed] == [each.hear()["weights"] for each in whole]
+    assert committed(s3_url, NUM_STEPS).world_size == 2
+
+
+def test_a_checkpoint_made_on_sigterm_is_uploaded(stage: Stage, tmp_path: Path, remote: str) -> None:
+    old = tmp_path / "a" / "checkpoint-1"
+    old.mkdir(parents=True)
+    (old / "model.safetensors").write_text("of an earlier start, and half of it")
+    trainer = stage.start(
+        "train",
+        folder=f"{tmp_path}/a",
+        remote=remote,
+        num_steps=NUM_STEPS,
+        sigterm_at=2,
+        arguments={"save_strategy": "no", "enable_jit_checkpoint": True, "save_total_limit": None},
+    )
+    ended = trainer.hear()
+    assert (ended["started_at"], ended["step"], ended["is_closed"]) == (
+        0,
+        3,
+        True,
+    )  # it stops after one more step
+    assert {"model.safetensors", "trainer_state.json"} <= committed(remote, 2).files.keys()
+    assert restore.find(remote, step=91) is not None  # nobody announced it
+    assert restore.find(remote, step=90) is None  # its writer is not done
+    assert restore.find(remote, step=1) is None  # it was there before
+
+
+def test_the_recipe_for_accelerate(stage: Stage, tmp_path: Path, remote: str) -> None:
+    def start(folder: str, num_steps: int, remote: str = remote) -> list[Trainer]:
+        launch = {
+            "CKPT_ASYNC_LAUNCH_ID": folder
+        }  # torchrun would say it, under which `accelerate launch` starts ranks
+        return stage.start_ranks(
+            "accelerated",
+            2,
+            environment=launch,
+            folder=f"{tmp_path}/{folder}",
+            remote=remote,
+            num_steps=num_steps,
+        )
+
+    whole = start("whole", 3, f"{remote}-whole")
+    for each in start("a", 2):
+        each.hear()
+    ranks = {name: file.ranks for name, file in committed(remote, 2).files.items()}
+    assert ranks.pop("random_states_1.pkl") == (1,)
+    assert {"model.safetensors", "optimizer.bin", "random_states_0.pkl"} <= ranks.keys()
+    assert set(ranks.values()) == {(0,)}
+    resumed = [each.hear() for each in start("b", 3)]
+    assert [each["first_step"] for each in resumed] == [3, 3]
+    assert [each["weights"] for each in resumed] == [each.hear()["weights"] for each in whole]
