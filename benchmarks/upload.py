@@ -73,7 +73,7 @@ def prepare_transfer_slices(work: Work) -> Callable[[], None]:
     """Without sendfile: the bytes pass through the process, slice by slice."""
     from ckpt_async.stores import http_bodies
 
-    http_bodies._Exchange.takes_files = property(lambda _: False)  # type: ignore[assignment,method-assign]  # noqa: SLF001
+    http_bodies.Exchange.takes_files = property(lambda _: False)  # type: ignore[assignment,method-assign]
     return prepare_transfer(work)
 
 

@@ -95,6 +95,9 @@ class Upload:
     checkpoint: CheckpointId
     shard: str
 
+    def __hash__(self) -> int:
+        return hash(self.shard)  # a string remembers it, and ten thousand are looked up again and again
+
 
 @dataclass(frozen=True, slots=True)
 class StoreReceipt:

@@ -117,6 +117,7 @@ class Engine:
         self._running: dict[decide.Action, asyncio.Task[None]] = {}
         self._not_before: dict[decide.Action, float] = {}
         self._uploads: deque[decide.Upload] = deque()
+        self._num_uploading = 0  # tasks; one may be for many shards
         self._alone: set[decide.Upload] = set()  # that could not be sent in a series
         self._sent_bytes: dict[decide.Upload, int] = {}
         self._ahead: dict[tuple[CheckpointId, str], transfer.Resume] = {}  # sent before they were enqueued
@@ -229,22 +230,26 @@ class Engine:
         uploads: deque[decide.Upload] = deque()
         due: set[decide.Action] = set()
         num_due = 0
+        sent_ahead = {
+            (each.checkpoint, each.shard) for each in self._running if isinstance(each, decide.SendAhead)
+        }
         for action in decide.decide(self.local, self._remote, self._policy, now):
             if isinstance(action, decide.WaitUntil):
                 wake_at = min(wake_at, action.time)
                 continue
             due.add(action)
-            not_before = self._not_before.get(action, 0.0)
-            if now < not_before and action not in self._running:
-                wake_at = min(wake_at, not_before)
-                continue
-            num_due += not (isinstance(action, decide.SendAhead) or self._is_look_at_others(action))
-            if action in self._running or self._is_in_use(action):
-                continue
-            if isinstance(action, decide.Upload):
-                uploads.append(action)
+            is_running = action in self._running
+            if self._not_before and not is_running and now < (at := self._not_before.get(action, 0.0)):
+                wake_at = min(wake_at, at)
+            elif isinstance(action, decide.Upload):
+                num_due += 1
+                is_sent_ahead = sent_ahead and (action.checkpoint, action.shard) in sent_ahead
+                if not is_running and not is_sent_ahead:  # or its parts would be sent twice
+                    uploads.append(action)
             else:
-                self._start(action)
+                num_due += not (isinstance(action, decide.SendAhead) or self._is_look_at_others(action))
+                if not is_running and not self._is_in_use(action):
+                    self._start(action)
         self._not_before = {action: at for action, at in self._not_before.items() if action in due}
         self._alone &= due
         for action, task in self._running.items():
@@ -265,11 +270,9 @@ class Engine:
         return watch is not None and watch.receipts is not None
 
     def _is_in_use(self, action: decide.Action) -> bool:
-        """Whether it must wait for another: a manifest written after the release would stay behind, of two moves of the
-        symlink the older could end last, and parts that were sent ahead need not be sent again.
+        """Whether it must wait for another: a manifest written after the release would stay behind, and of two moves of
+        the symlink the older could end last.
         """
-        if isinstance(action, decide.Upload):
-            return decide.SendAhead(action.checkpoint, action.shard) in self._running
         if isinstance(action, decide.MoveLocalLatest):
             return any(isinstance(each, decide.MoveLocalLatest) for each in self._running)
         return isinstance(action, decide.Release) and decide.MakeDurable(action.checkpoint) in self._running
@@ -293,14 +296,13 @@ class Engine:
 
     def _start_uploads(self) -> None:
         """Fill the free places. A checkpoint of 10,000 shards is 10,000 actions but few tasks."""
-        running = len({task for action, task in self._running.items() if isinstance(action, decide.Upload)})
-        while self._uploads and running < self._requests.concurrency:
+        while self._uploads and self._num_uploading < self._requests.concurrency:
             series = self._next_series()
             if len(series) > 1:
                 self._start_task(series, self._perform_series(series))
             else:
                 self._start(series[0])
-            running += 1
+            self._num_uploading += 1
         self._requests.has_more(bool(self._uploads))
 
     def _next_series(self) -> tuple[decide.Upload, ...]:
@@ -321,7 +323,7 @@ class Engine:
         """The size of a small shard that is to be sent from its beginning; of others, too much for a series."""
         local = self._checkpoint(upload.checkpoint).shards[upload.shard]
         is_new = local.multipart is None and upload.checkpoint.generation == self.local.generation
-        is_new = is_new and (upload.checkpoint, upload.shard) not in self._ahead
+        is_new = is_new and not (self._ahead and (upload.checkpoint, upload.shard) in self._ahead)
         is_new = is_new and upload not in self._alone
         size_bytes = local.shard.identity.size_bytes
         return size_bytes if is_new and size_bytes <= transfer.SMALL_BYTES else transfer.SERIES_BYTES + 1
@@ -338,6 +340,7 @@ class Engine:
         for action in actions:
             del self._running[action]
             self._sent_bytes.pop(action, None) if isinstance(action, decide.Upload) else None
+        self._num_uploading -= isinstance(actions[0], decide.Upload)
         if not task.cancelled() and (error := task.exception()) is not None:
             if not self._crash.done():
                 self._crash.set_exception(error)
@@ -584,8 +587,8 @@ class Engine:
             if checksum is not None
         }
         self._record(*(Verified(action.checkpoint, stored) for action, stored in sent.items()))
-        for stored in sent.values():
-            self._observer.bytes_uploaded(stored.size_bytes)
+        self._observer.bytes_uploaded(sum(stored.size_bytes for stored in sent.values()))
+        for _ in sent:
             self._observer.shard_finished("ok", self._loop.time() - started)
         return [action for action in actions if action not in sent]
 

@@ -257,9 +257,6 @@ class Requests:
         self._control = asyncio.Semaphore(CONTROL_REQUESTS)
         self._bulk = Lane(settings.num_concurrent_uploads, settings.max_concurrent_uploads)
         self._owner = 0
-        # Small files are read for one series at a time: more threads at it would only hand the GIL round, which takes a
-        # tenth of the time that 10,000 shards take.
-        self.reading_series = asyncio.Lock()
         self._bytes = ByteBudget(settings.max_inflight_bytes)
         self._bandwidth = Bandwidth(settings.max_bytes_per_s)
         self._failing_since: float | None = None

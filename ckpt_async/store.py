@@ -7,7 +7,8 @@ Every method makes exactly one attempt (retries and deadlines belong to the engi
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -173,10 +174,11 @@ class Store(Protocol):
         """
         ...
 
-    async def put_many(self, puts: Sequence[SmallPut], stored: Callable[[ObjectInfo], None]) -> None:
+    async def put_many(self, puts: Iterable[SmallPut], stored: Callable[[ObjectInfo], None]) -> None:
         """Store small objects in this order, each as by `put`, up to the first that fails: what is raised for it is
-        raised. `stored` is called for each one that is durable, perhaps in a worker thread, and never again once this
-        has returned, raised or been cancelled.
+        raised, as is what `puts` raises. From `puts` each is taken when it is to be sent, and `stored` is called for
+        each one that is durable, both perhaps in a worker thread; `stored` never again once this has returned, raised
+        or been cancelled.
         """
         ...
 
@@ -233,8 +235,9 @@ class Store(Protocol):
 
 
 async def put_one_by_one(
-    store: Store, puts: Sequence[SmallPut], stored: Callable[[ObjectInfo], None]
+    store: Store, puts: Iterable[SmallPut], stored: Callable[[ObjectInfo], None]
 ) -> None:
     """`put_many` of a store that has no faster way."""
-    for each in puts:
+    left = iter(puts)
+    while (each := await asyncio.to_thread(next, left, None)) is not None:
         stored(await store.put(each.key, BytesBody(each.data), each.checksum))

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import errno
 import hashlib
-import itertools
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
@@ -458,9 +457,9 @@ async def read_back(
 
 # Up to here a request costs more than its bytes.
 SMALL_BYTES = 256 << 10
-# Sent by one thread on one connection, and recorded together: enough to share thread hops and journal rows, few enough
-# that memory stays small, and that nobody waits long for a series that was cancelled.
-SERIES_SHARDS, SERIES_BYTES = 32, 1 * MIB
+# Sent on one connection, and recorded together: enough to share what a series costs by itself, few enough that its end
+# is soon known.
+SERIES_SHARDS, SERIES_BYTES = 32, 4 * MIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -478,45 +477,48 @@ async def upload_many(
     """Send shards one after the other as *one* request of the budgets, without retries. The checksum of each one that
     the store has, as it answered it (rule R1); None for the rest, which `upload` will send, or say what is wrong with.
     """
-    read: list[SmallPut | None] = [None] * len(shards)
-    stored: list[ObjectInfo] = []
+    checksums: dict[str, Checksum] = {}
+    stored: dict[str, ObjectInfo] = {}
+
+    def read() -> Iterator[SmallPut]:
+        for each in shards:
+            try:
+                put = _read(each, store.capabilities.checksum_algorithm)
+            except (StoreError, SourceError, OSError):
+                continue  # `upload` will say what is wrong
+            checksums[each.key] = put.checksum
+            yield put
 
     async def attempt(progress: Progress, series: Series) -> None:
         def answered(info: ObjectInfo) -> None:
-            stored.append(info)
+            stored[info.key] = info
             series.answered()
 
-        async with requests.reading_series:
-            read[:] = await asyncio.to_thread(_read_all, shards, store.capabilities.checksum_algorithm)
-        puts = [each for each in read if each is not None]
-        await progress.may_send(sum(len(each.data) for each in puts))
+        await progress.may_send(sum(each.size_bytes for each in shards))
         series.begins()
-        await store.put_many(puts, answered)
-
-    async def verified(put: SmallPut, info: ObjectInfo) -> Checksum | None:
-        try:
-            await _verify(store, requests, info, put.key, len(put.data), put.checksum)
-        except StoreError:
-            return None
-        return put.checksum
+        await store.put_many(read(), answered)
 
     with contextlib.suppress(StoreError):  # `upload` meets the same, and is patient
         await requests.bulk_many("put", len(shards), sum(each.size_bytes for each in shards), attempt)
-    sent = zip((each for each in read if each is not None), stored, strict=False)
-    checksums = iter(await all_or_none(itertools.starmap(verified, sent)))
-    return [None if each is None else next(checksums, None) for each in read]
 
+    def is_right(shard: SmallShard) -> bool:
+        info = stored[shard.key]
+        return (info.size_bytes, info.checksum) == (shard.size_bytes, checksums[shard.key])
 
-def _read_all(shards: Iterable[SmallShard], algorithm: str) -> list[SmallPut | None]:
-    """Whole. What was read is what is sent: the file is looked at once. None for those that cannot be read."""
-    found: list[SmallPut | None] = []
-    for each in shards:
+    async def ask(shard: SmallShard) -> None:
         try:
-            with contextlib.closing(each.open()) as source:
-                data = source.read()
-                source.check()
-        except (StoreError, SourceError, OSError):
-            found.append(None)
-        else:
-            found.append(SmallPut(each.key, data, checksum_of(data, algorithm)))
-    return found
+            info, checksum = stored[shard.key], checksums[shard.key]
+            await _verify(store, requests, info, shard.key, shard.size_bytes, checksum)
+        except StoreError:
+            del stored[shard.key]
+
+    await all_or_none(ask(each) for each in shards if each.key in stored and not is_right(each))
+    return [checksums[each.key] if each.key in stored else None for each in shards]
+
+
+def _read(shard: SmallShard, algorithm: str) -> SmallPut:
+    """Whole. What was read is what is sent: the file is looked at once."""
+    with contextlib.closing(shard.open()) as source:
+        data = source.read()
+        source.check()
+    return SmallPut(shard.key, data, checksum_of(data, algorithm))

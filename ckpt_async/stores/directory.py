@@ -19,7 +19,7 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -142,7 +142,7 @@ class DirectoryStore:
                 await in_thread(_unlink_if_there, temporary)
         return _info(key, status, stored)
 
-    async def put_many(self, puts: Sequence[SmallPut], stored: Callable[[ObjectInfo], None]) -> None:
+    async def put_many(self, puts: Iterable[SmallPut], stored: Callable[[ObjectInfo], None]) -> None:
         await put_one_by_one(self, puts, stored)
 
     async def get(self, key: str, *, max_size_bytes: int) -> tuple[bytes, ObjectInfo]:

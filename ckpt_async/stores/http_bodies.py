@@ -19,7 +19,7 @@ import socket
 import ssl
 import struct
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Protocol
 from urllib.parse import SplitResult, urlsplit
@@ -34,7 +34,7 @@ _TIMEVAL = struct.Struct("ll")
 _UNREACHABLE = frozenset(
     {errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOTCONN}
 )
-_HEAD_BYTES = 64 << 10
+HEAD_BYTES = 64 << 10
 _INTERIM = re.compile(rb"HTTP/1\.[0-9] 1[0-9][0-9].*?\r\n\r\n", re.DOTALL)
 _PORTS = {"http": 80, "https": 443}
 
@@ -43,10 +43,6 @@ class ThreadBody(Protocol):
     """A body that a worker thread can send."""
 
     def send_in_thread(self, outgoing: Outgoing) -> None: ...
-
-
-# URL, headers and data of one small object; made when its turn has come.
-MakePut = Callable[[], tuple[str, Mapping[str, str | bytes], bytes]]
 
 
 class Uploads(Connections):
@@ -59,14 +55,6 @@ class Uploads(Connections):
         """
         return await self._in_thread(lambda flight: self._put(flight, urlsplit(url), headers, body))
 
-    async def put_many(self, puts: Iterable[MakePut], answered: Callable[[Answer], None]) -> Answer:
-        """One small object after the other by one thread, at least one, until one is refused; the last answer.
-
-        `answered` is called in that thread for each that was taken, and never again once this has returned or raised.
-        Raises whatever the socket, `puts` or it raise.
-        """
-        return await self._in_thread(lambda flight: self._put_many(flight, puts, answered))
-
     # --- in a worker thread --------------------------------------------------------------------------------
 
     def _put(
@@ -75,7 +63,6 @@ class Uploads(Connections):
         url: SplitResult,
         headers: Mapping[str, str | bytes],
         body: ThreadBody,
-        answered: Callable[[Answer], None] = lambda _: None,
     ) -> Answer:
         connection = self._take_living(url)
         try:
@@ -84,11 +71,9 @@ class Uploads(Connections):
                 connection.connect()
             connected: socket.socket = connection.sock
             if is_fresh:
-                _let_block(connected, self._read_timeout_s)
+                let_block(connected, self._read_timeout_s)
             flight.uses(connected)
-            answer, is_last = _Exchange(connected, self._read_timeout_s).make(_head(url, headers), body)
-            if answer.status < 300:
-                answered(answer)  # the flight has its connection still: whoever cancels waits
+            answer, is_last = Exchange(connected, self._read_timeout_s).make(head_of(url, headers), body)
             flight.uses(None)
         except BaseException:
             connection.close()
@@ -99,38 +84,18 @@ class Uploads(Connections):
             self._put_back(connection)
         return answer
 
-    def _put_many(
-        self, flight: Flight, puts: Iterable[MakePut], answered: Callable[[Answer], None]
-    ) -> Answer:
-        for make in puts:
-            url, headers, data = make()
-            answer = self._put(flight, urlsplit(url), headers, _Data(data), answered)
-            if answer.status >= 300:
-                break
-        return answer
-
     def _take_living(self, url: SplitResult) -> http.client.HTTPConnection:
         """One that the server has not closed meanwhile: a body is not sent twice in one attempt. What can be read
         between two requests is the end.
         """
         while True:
             connection, is_fresh = self._take(url)
-            if is_fresh or not _is_readable(connection.sock):
+            if is_fresh or not is_readable(connection.sock):
                 return connection
             connection.close()
 
 
-class _Data:
-    """A body in memory."""
-
-    def __init__(self, data: bytes) -> None:
-        self._data = data
-
-    def send_in_thread(self, outgoing: Outgoing) -> None:
-        outgoing.write(memoryview(self._data))
-
-
-class _Exchange:
+class Exchange:
     """One request and its answer."""
 
     def __init__(self, connected: socket.socket, timeout_s: float) -> None:
@@ -149,6 +114,11 @@ class _Exchange:
         except _AnsweredError:
             return self._refusal(), True
         return self._answer()
+
+    def read_on(self, received: bytes, *, is_amid_body: bool) -> Answer:
+        """The answer that begins with `received`; nothing that follows it on the connection can be relied on."""
+        self._received = received
+        return self._refusal() if is_amid_body else self._answer()[0]
 
     # --- Outgoing ------------------------------------------------------------------------------------------
 
@@ -200,9 +170,8 @@ class _Exchange:
 
     def _listen(self) -> None:
         """Raise _AnsweredError if the store has answered before it has the body: it may never read the rest."""
-        if _is_readable(self._socket):
-            self._received += self._receive_what_is_there()
-            self._skip_interim()
+        if is_readable(self._socket):
+            self._received = without_interim(self._received + self._receive_what_is_there())
             if self._received:
                 raise _AnsweredError
 
@@ -211,7 +180,7 @@ class _Exchange:
         limit_s = self._socket.gettimeout()
         self._socket.settimeout(0)
         try:
-            data = self._socket.recv(_HEAD_BYTES)
+            data = self._socket.recv(HEAD_BYTES)
         except (BlockingIOError, ssl.SSLWantReadError):
             return b""
         except OSError as error:
@@ -226,40 +195,26 @@ class _Exchange:
 
     def _answer(self) -> tuple[Answer, bool]:
         while True:
-            self._skip_interim()
-            head, has_ended, content = self._received.partition(b"\r\n\r\n")
-            if has_ended:
-                break
-            if len(self._received) > _HEAD_BYTES:
-                raise http.client.LineTooLong("answer")
+            self._received = without_interim(self._received)
+            try:
+                if (found := complete_answer(self._received)) is not None:
+                    return found
+            except UnusualAnswerError:
+                return _read_by_library(self._received, self._receive), True
             self._received += self._receive_more()
-        answer = _parsed(head)
-        size = answer.headers.get("content-length", "")
-        if not size.isdecimal() or int(size) > MAX_ERROR_BYTES or "transfer-encoding" in answer.headers:
-            return _read_by_library(self._received, self._receive), True
-        while len(content) < int(size):
-            content += self._receive_more()
-        keeps = head.startswith(b"HTTP/1.1") and "close" not in answer.headers.get("connection", "").lower()
-        is_last = not keeps or len(content) > int(size)
-        return Answer(answer.status, answer.headers, content[: int(size)]), is_last
 
     def _refusal(self) -> Answer:
         """An answer amid the body. It may be cut short, and no end need follow it."""
 
         def receive() -> bytes:
             with contextlib.suppress(OSError):
-                return self._socket.recv(_HEAD_BYTES)  # waits for _STUCK_S at most
+                return self._socket.recv(HEAD_BYTES)  # waits for _STUCK_S at most
             return b""
 
         answer = _read_by_library(self._received, receive)
         if answer.status < 300:
             raise ConnectionError(f"the store answered {answer.status} before it had the whole body")
         return answer
-
-    def _skip_interim(self) -> None:
-        """100 Continue and its like, which nobody asked for."""
-        while interim := _INTERIM.match(self._received):
-            self._received = self._received[interim.end() :]
 
     def _receive_more(self) -> bytes:
         if not (data := self._receive()):
@@ -270,7 +225,7 @@ class _Exchange:
         give_up_at = time.monotonic() + self._timeout_s
         while True:
             try:
-                return self._socket.recv(_HEAD_BYTES)
+                return self._socket.recv(HEAD_BYTES)
             except _STUCK:
                 if time.monotonic() >= give_up_at:
                     raise TimeoutError(f"no answer within {self._timeout_s:g} s") from None
@@ -287,7 +242,7 @@ def host_of(url: SplitResult) -> str:
     return host if url.port in (None, _PORTS.get(url.scheme)) else f"{host}:{url.port}"
 
 
-def _head(url: SplitResult, headers: Mapping[str, str | bytes]) -> bytes:
+def head_of(url: SplitResult, headers: Mapping[str, str | bytes]) -> bytes:
     target = f"{url.path}?{url.query}" if url.query else url.path
     lines = [f"PUT {target} HTTP/1.1"]
     if not any(name.lower() == "host" for name in headers):  # some versions of the SDK give it
@@ -302,13 +257,45 @@ def _head(url: SplitResult, headers: Mapping[str, str | bytes]) -> bytes:
     return f"{head}\r\n\r\n".encode("latin-1")
 
 
+class UnusualAnswerError(Exception):
+    """It is not a short answer that tells its length."""
+
+
+def complete_answer(received: bytes) -> tuple[Answer, bool] | None:
+    """The answer, and whether it is the connection's last; None if there is more to come."""
+    head, has_ended, content = received.partition(b"\r\n\r\n")
+    if not has_ended:
+        if len(received) > HEAD_BYTES:
+            raise http.client.LineTooLong("answer")
+        return None
+    answer = _parsed(head)
+    size = answer.headers.get("content-length", "")
+    if not size.isdecimal() or int(size) > MAX_ERROR_BYTES or "transfer-encoding" in answer.headers:
+        raise UnusualAnswerError
+    if len(content) < int(size):
+        return None
+    keeps = head.startswith(b"HTTP/1.1") and "close" not in answer.headers.get("connection", "").lower()
+    is_last = not keeps or len(content) > int(size)
+    return Answer(answer.status, answer.headers, content[: int(size)]), is_last
+
+
+def without_interim(received: bytes) -> bytes:
+    """Without 100 Continue and its like, which nobody asked for."""
+    while interim := _INTERIM.match(received):
+        received = received[interim.end() :]
+    return received
+
+
 def _parsed(head: bytes) -> Answer:
     first, *lines = head.decode("latin-1").split("\r\n")
     version, _, status = first.partition(" ")
     if not version.startswith("HTTP/1.") or not status[:3].isdecimal():
         raise http.client.BadStatusLine(first)
-    pairs = (line.partition(":") for line in lines)
-    return Answer(int(status[:3]), {name.strip().lower(): value.strip() for name, _, value in pairs})
+    headers = {}
+    for line in lines:
+        name, _, value = line.partition(":")
+        headers[name.lower()] = value.strip()
+    return Answer(int(status[:3]), headers)
 
 
 def _read_by_library(received: bytes, receive: Callable[[], bytes]) -> Answer:
@@ -345,7 +332,7 @@ class _Received(io.RawIOBase):
         return count
 
 
-def _let_block(connected: socket.socket, timeout_s: float) -> None:
+def let_block(connected: socket.socket, timeout_s: float) -> None:
     """Let calls return when nothing has moved for a while. Python's own timeouts make a socket non-blocking, which
     os.sendfile does not know what to do with; the kernel's mean nothing to TLS.
     """
@@ -364,7 +351,7 @@ def _is_of_connection(error: OSError) -> bool:
     return isinstance(error, ConnectionError | ssl.SSLError) or error.errno in _UNREACHABLE
 
 
-def _is_readable(connected: socket.socket) -> bool:
+def is_readable(connected: socket.socket) -> bool:
     poll = select.poll()
     poll.register(connected, select.POLLIN)
     return bool(poll.poll(0))

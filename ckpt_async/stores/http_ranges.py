@@ -20,7 +20,7 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
 from ckpt_async.store import Sink
@@ -31,6 +31,8 @@ BUFFER_BYTES = 512 << 10
 # A slow link fills no buffer in this time; whoever watches for stalls wants to hear of it all the same.
 FLUSH_S = 1.0
 MAX_ERROR_BYTES = 64 << 10
+T = TypeVar("T")
+
 _TIMEVAL = struct.Struct("ll")
 
 
@@ -111,12 +113,16 @@ class Connections:
             connection.close()
         self._threads.shutdown(wait=False)
 
-    async def _in_thread(self, work: Callable[[Flight], Answer]) -> Answer:
-        """What `work` returns or raises. Cancelled, its connection is broken off, and it has let go of what it was
-        given when this returns.
-        """
+    async def _in_thread(self, work: Callable[[Flight], T]) -> T:
+        """What `work` returns or raises, as `_landed`."""
         flight = Flight()
-        done = asyncio.get_running_loop().run_in_executor(self._threads, work, flight)
+        loop = asyncio.get_running_loop()
+        return await self._landed(flight, loop.run_in_executor(self._threads, work, flight))
+
+    async def _landed(self, flight: Flight, done: asyncio.Future[T]) -> T:
+        """What `done` becomes. Cancelled, the flight's connection is broken off, and its thread has let go of what it
+        was given when this returns.
+        """
         try:
             return await asyncio.shield(done)
         except asyncio.CancelledError:
@@ -131,12 +137,17 @@ class Connections:
     # --- in a worker thread --------------------------------------------------------------------------------
 
     def _take(self, url: SplitResult) -> tuple[http.client.HTTPConnection, bool]:
-        fresh = self._connect(url)
+        """And whether it is fresh."""
+        idle = self._take_idle(url)
+        return (self._connect(url), True) if idle is None else (idle, False)
+
+    def _take_idle(self, url: SplitResult) -> http.client.HTTPConnection | None:
+        wanted = (url.scheme == "https", url.hostname, url.port or (443 if url.scheme == "https" else 80))
         with self._lock:
             for index, idle in reversed(list(enumerate(self._idle))):
-                if (type(idle), idle.host, idle.port) == (type(fresh), fresh.host, fresh.port):
-                    return self._idle.pop(index), False
-        return fresh, True
+                if (isinstance(idle, http.client.HTTPSConnection), idle.host, idle.port) == wanted:
+                    return self._idle.pop(index)
+        return None
 
     def _connect(self, url: SplitResult) -> http.client.HTTPConnection:
         """A connection that is made with its first request."""

@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ckpt_async.checksums import checksum_of
@@ -121,7 +121,7 @@ class MemoryStore:
                     raise PreconditionFailedError(operation="put", key=key)
             return self._store(key, data, _etag(data), checksum)
 
-    async def put_many(self, puts: Sequence[SmallPut], stored: Callable[[ObjectInfo], None]) -> None:
+    async def put_many(self, puts: Iterable[SmallPut], stored: Callable[[ObjectInfo], None]) -> None:
         await put_one_by_one(self, puts, stored)
 
     async def get(self, key: str, *, max_size_bytes: int) -> tuple[bytes, ObjectInfo]:

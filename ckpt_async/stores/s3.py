@@ -22,8 +22,7 @@ import secrets
 import socket
 import time
 from base64 import b64encode
-from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -66,6 +65,7 @@ from ckpt_async.store import (
 from ckpt_async.stores import StoreOptions, check_key, check_prefix
 from ckpt_async.stores.http_bodies import Uploads
 from ckpt_async.stores.http_ranges import Answer, Downloads, has_proxy
+from ckpt_async.stores.http_series import SmallUploads
 from ckpt_async.stores.s3_body import BodyPayload
 from ckpt_async.stores.s3_errors import Place, hint_for, reason_of, refusal, translating
 from ckpt_async.stores.s3_pattern import PutPattern
@@ -118,8 +118,9 @@ class S3Store:
         self._url = url
         self._exit_stack = contextlib.AsyncExitStack()
         self._client: Any = None
-        self._downloads: Downloads  # these two are made with the client
+        self._downloads: Downloads  # these are made with the client
         self._uploads: Uploads
+        self._small_uploads: SmallUploads
         self._credentials: Any = None
         self._patterns: dict[str, PutPattern] = {}  # by operation
         self._capabilities: Capabilities | None = None
@@ -171,30 +172,30 @@ class S3Store:
             )
         return ObjectInfo(key, body.size_bytes, response["ETag"], _checksum(response))
 
-    async def put_many(self, puts: Sequence[SmallPut], stored: Callable[[ObjectInfo], None]) -> None:
+    async def put_many(self, puts: Iterable[SmallPut], stored: Callable[[ObjectInfo], None]) -> None:
         pattern = self._patterns.get("put_object")
-        if pattern is None or not puts:
+        if pattern is None:
             await put_one_by_one(self, puts, stored)
             return
-        waiting = deque(puts)
+        put = SmallPut("", b"", Checksum("", ""))  # the one under way
 
-        def make(put: SmallPut) -> tuple[str, dict[str, str], bytes]:
-            name = self._root + check_key(put.key, "put_object")
-            return *pattern.request(name, len(put.data), put.checksum, credentials, time.time()), put.data
+        def requests() -> Iterator[tuple[str, dict[str, str], bytes]]:
+            nonlocal put
+            for put in puts:
+                name = self._root + check_key(put.key, "put_object")
+                yield *pattern.request(name, len(put.data), put.checksum, credentials, time.time()), put.data
 
         def answered(answer: Answer) -> None:
-            put = waiting[0]
             response = _response(answer)
             _check_answer("put_object", put.key, response)
             stored(ObjectInfo(put.key, len(put.data), response["ETag"], _checksum(response)))
-            waiting.popleft()
 
-        with translating("put_object", puts[0].key, self._place):
+        with translating("put_object", "", self._place):
             credentials = await self._credentials.get_frozen_credentials()
-            answer = await self._uploads.put_many([partial(make, put) for put in puts], answered)
-        if waiting:
-            self._check_pattern("put_object", answer)
-            raise refusal(answer.as_sdk_response(), "put_object", waiting[0].key, self._place)
+            refused = await self._small_uploads.put_many(pattern.base_url, requests(), answered)
+        if refused is not None:
+            self._check_pattern("put_object", refused)
+            raise refusal(refused.as_sdk_response(), "put_object", put.key, self._place)
 
     async def get(self, key: str, *, max_size_bytes: int) -> tuple[bytes, ObjectInfo]:
         """As promised; where the store kept a checksum, the bytes were compared with it."""
@@ -435,8 +436,9 @@ class S3Store:
             self._credentials = await session.get_credentials()
         connections = self._connections(session)
         self._downloads, self._uploads = Downloads(**connections), Uploads(**connections)
-        self._exit_stack.callback(self._downloads.close)
-        self._exit_stack.callback(self._uploads.close)
+        self._small_uploads = SmallUploads(**connections)
+        for each in (self._downloads, self._uploads, self._small_uploads):
+            self._exit_stack.callback(each.close)
         for operation in ("PutObject", "UploadPart"):
             self._client.meta.events.register(f"before-send.s3.{operation}", self._send_in_thread)
         # The SDK waits for "100 Continue" without any timeout (rule R14), and a body sent in vain is cheaper

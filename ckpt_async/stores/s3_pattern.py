@@ -49,7 +49,7 @@ class PutPattern:
     """A PutObject or UploadPart without what is one body's."""
 
     base_url: str  # up to the key
-    headers: Mapping[str, str]  # names in lower case
+    headers: tuple[tuple[str, str], ...]  # names in lower case
     region: str
 
     @classmethod
@@ -69,10 +69,8 @@ class PutPattern:
         is_ours = is_ours and sorted(parse_qsl(asked, keep_blank_values=True)) == sorted(query.items())
         if signed is None or not is_ours or not url.endswith(f"/{_quoted(key)}"):
             return None
-        kept = {
-            name: value for name, value in told.items() if name not in _OWN and not name.startswith(_CHECKSUM)
-        }
-        return cls(url.removesuffix(_quoted(key)), kept, signed[1])
+        kept = ((name, told[name]) for name in told.keys() - _OWN if not name.startswith(_CHECKSUM))
+        return cls(url.removesuffix(_quoted(key)), tuple(sorted(kept)), signed[1])
 
     def request(
         self,
@@ -85,43 +83,82 @@ class PutPattern:
     ) -> tuple[str, dict[str, str]]:
         """URL and headers to put a body of this size and checksum, signed at `now` (seconds since the epoch)."""
         url = self.base_url + _quoted(key)
-        parts = urlsplit(url)
-        asked = urlencode(sorted(query.items()), quote_via=quote, safe="~")
-        headers = {
-            **self.headers,
-            "host": host_of(parts),
-            "content-length": str(size_bytes),
-            f"{_CHECKSUM}{checksum.algorithm}": checksum.value,
-        }
-        if credentials.token:
-            headers["x-amz-security-token"] = credentials.token
-        signed = _signed(parts.path, asked, headers, self.region, credentials, now)
-        return f"{url}?{asked}" if asked else url, signed
+        asked = urlencode(sorted(query.items()), quote_via=quote, safe="~") if query else ""
+        stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(now))
+        secrets = (credentials.access_key, credentials.secret_key, credentials.token or "")
+        frame = _frame(
+            self.headers, self.base_url, self.region, size_bytes, checksum.algorithm, secrets, stamp
+        )
+        path = url[frame.origin_size :]
+        return f"{url}?{asked}" if asked else url, frame.signed(path, asked, checksum.value)
 
 
 def _quoted(key: str) -> str:
     return quote(key, safe="/~")
 
 
-def _signed(
-    path: str, query: str, headers: dict[str, str], region: str, credentials: Credentials, now: float
-) -> dict[str, str]:
-    """With a signature of version 4 over all headers but the user agent, as S3 wants it: the path is encoded once, the
-    body not signed (https://docs.aws.amazon.com/AmazonS3/latest/API/sig-v4-header-based-auth.html).
-    """
-    stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(now))
-    headers = {**headers, "x-amz-date": stamp}
-    names = sorted(headers.keys() - {"user-agent"})
-    lines = [f"{name}:{' '.join(headers[name].split())}" for name in names]
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """What the requests of one second for bodies of one size have in common: all but path, query and checksum."""
+
+    origin_size: int  # of the URL, up to the path
+    headers: Mapping[str, str]
+    checksum_header: str
+    before_checksum: str  # of the headers as they are signed
+    after_checksum: str
+    to_sign: str
+    key: bytes
+    authorization: str
+
+    def signed(self, path: str, query: str, checksum: str) -> dict[str, str]:
+        """The headers, with a signature of version 4 over all but the user agent, as S3 wants it: the path is encoded
+        once, the body not signed (https://docs.aws.amazon.com/AmazonS3/latest/API/sig-v4-header-based-auth.html).
+        """
+        canonical = f"PUT\n{path}\n{query}\n{self.before_checksum}{checksum}{self.after_checksum}"
+        to_sign = self.to_sign + hashlib.sha256(canonical.encode()).hexdigest()
+        signature = hmac.digest(self.key, to_sign.encode(), "sha256").hex()
+        return {
+            **self.headers,
+            self.checksum_header: checksum,
+            "authorization": self.authorization + signature,
+        }
+
+
+@functools.lru_cache(maxsize=64)
+def _frame(
+    headers: tuple[tuple[str, str], ...],
+    base_url: str,
+    region: str,
+    size_bytes: int,
+    algorithm: str,
+    secrets: tuple[str, str, str],
+    stamp: str,
+) -> _Frame:
+    access_key, secret_key, token = secrets
+    parts, checksum_header = urlsplit(base_url), f"{_CHECKSUM}{algorithm}"
+    told = {
+        **dict(headers),
+        "host": host_of(parts),
+        "content-length": str(size_bytes),
+        "x-amz-date": stamp,
+    }
+    if token:
+        told["x-amz-security-token"] = token
+    names = sorted((told.keys() | {checksum_header}) - {"user-agent"})
+    lines = [f"{name}:{' '.join(told.get(name, '').split())}" for name in names]
+    index = names.index(checksum_header) + 1
     scope = f"{stamp[:8]}/{region}/s3/aws4_request"
-    canonical = "\n".join(["PUT", path, query, *lines, "", ";".join(names), _UNSIGNED])
-    to_sign = "\n".join(["AWS4-HMAC-SHA256", stamp, scope, hashlib.sha256(canonical.encode()).hexdigest()])
-    key = _signing_key(credentials.secret_key, stamp[:8], region)
-    headers["authorization"] = (
-        f"AWS4-HMAC-SHA256 Credential={credentials.access_key}/{scope}, SignedHeaders={';'.join(names)},"
-        f" Signature={hmac.digest(key, to_sign.encode(), 'sha256').hex()}"
+    signed_headers = ";".join(names)
+    return _Frame(
+        origin_size=len(f"{parts.scheme}://{parts.netloc}"),
+        headers=told,
+        checksum_header=checksum_header,
+        before_checksum="\n".join(lines[:index]),
+        after_checksum="\n".join(["", *lines[index:], "", signed_headers, _UNSIGNED]),
+        to_sign=f"AWS4-HMAC-SHA256\n{stamp}\n{scope}\n",
+        key=_signing_key(secret_key, stamp[:8], region),
+        authorization=f"AWS4-HMAC-SHA256 Credential={access_key}/{scope}, SignedHeaders={signed_headers}, Signature=",
     )
-    return headers
 
 
 @functools.lru_cache(maxsize=8)

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from ckpt_async.errors import FailureReason, StoreError
@@ -26,7 +26,7 @@ class Meddled:
     def capabilities(self) -> Capabilities:
         return self._store.capabilities
 
-    async def put_many(self, puts: Sequence[SmallPut], stored: Callable[[ObjectInfo], None]) -> None:
+    async def put_many(self, puts: Iterable[SmallPut], stored: Callable[[ObjectInfo], None]) -> None:
         whole: Any = self
         await put_one_by_one(whole, puts, stored)
 

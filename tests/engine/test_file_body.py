@@ -17,7 +17,7 @@ import trustme
 from ckpt_async import transfer
 from ckpt_async.errors import FailureReason, SourceError, StoreError
 from ckpt_async.files import Folder
-from ckpt_async.stores.http_bodies import _Exchange, _let_block
+from ckpt_async.stores.http_bodies import Exchange, let_block
 from ckpt_async.transfer import FileBody, Source
 
 MIB = 1 << 20
@@ -80,12 +80,12 @@ class Link:
             far = accepting.result(PATIENCE_S)
         self.near, self.far = near, far
         self.far.settimeout(PATIENCE_S)
-        _let_block(near, PATIENCE_S)
+        let_block(near, PATIENCE_S)
 
     def send(self, source: Source, moves: Moves | None = None) -> "Future[Any]":
         progress: Any = moves or Moves()
         body = FileBody(source, OFFSET, SIZE - OFFSET, progress)
-        return self._pool.submit(_Exchange(self.near, PATIENCE_S).make, HEAD, body)
+        return self._pool.submit(Exchange(self.near, PATIENCE_S).make, HEAD, body)
 
     def receive(self, size_bytes: int) -> bytes:
         found = bytearray()

@@ -102,39 +102,28 @@ class Saying(Meddled):
         await super().put_many(puts, lambda info: stored(replace(info, checksum=self._said)))
 
 
-def test_one_series_is_read_at_a_time_but_all_are_sent_at_once(
-    run: Any, shards: list[SmallShard], monkeypatch: pytest.MonkeyPatch
+def test_each_is_read_when_its_turn_has_come_and_sent_as_it_was_read(
+    send: Any, folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Threads that read at the same time only hand the interpreter's lock round."""
-    turns = threading.Lock()
-    read_all = transfer._read_all
+    """What waits takes no memory; what changes after it was read is not looked at again."""
+    events: list[str] = []
+    read = Source.read
 
-    def reading(*arguments: Any) -> Any:
-        assert turns.acquire(blocking=False), "two at a time"
-        try:
-            return read_all(*arguments)
-        finally:
-            turns.release()
+    def noting(source: Source) -> bytes:
+        data = read(source)
+        events.append(f"read {source.path}")
+        return data
 
-    monkeypatch.setattr(transfer, "_read_all", reading)
+    class Changing(Meddled):
+        async def before(self, operation: str, key: str) -> None:
+            events.append(f"{operation} {key}")
+            (folder.path / key.removeprefix("ckpt/")).write_bytes(b"changed")
 
-    class Together(Meddled):
-        def __init__(self) -> None:
-            super().__init__()
-            self.all_here = asyncio.Barrier(3)
-
-        async def put_many(self, *arguments: Any) -> None:
-            await self.all_here.wait()
-            await super().put_many(*arguments)
-
-    async def upload() -> Any:
-        requests, store = (
-            Requests(Settings(num_concurrent_uploads=3), NullObserver(), "memory://test"),
-            Together(),
-        )
-        return await asyncio.gather(*(upload_many(store, requests, shards) for _ in range(3)))
-
-    assert run(upload()) == [[right(name) for name in NAMES]] * 3
+    monkeypatch.setattr(Source, "read", noting)
+    store = Changing()
+    assert send(store) == [right(name) for name in NAMES]
+    assert events == [event for name in NAMES for event in (f"read {name}", f"put ckpt/{name}")]
+    assert [store.bucket.objects[f"ckpt/{name}"].data for name in NAMES] == [data_of(name) for name in NAMES]
 
 
 def test_all_of_them(send: Any, observer: Counted) -> None:

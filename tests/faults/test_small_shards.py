@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from ckpt_async import CheckpointAbortedError, Uploader, restore
 from ckpt_async.model import CheckpointId
-from ckpt_async.stores.http_bodies import Uploads
+from ckpt_async.stores.http_series import Put, SmallUploads
 from tests.faults.oracle import Oracle
 from tests.faults.processes import Nursery
 from tests.faults.proxy import Fault, FaultProxy
@@ -42,15 +43,22 @@ def sent(proxy: FaultProxy) -> Counter[str]:
 
 @pytest.fixture
 def series(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many objects each went past the SDK with others."""
+    """How many objects went past the SDK with others, by series."""
     found: list[int] = []
-    original = Uploads.put_many
+    original = SmallUploads.put_many
 
-    async def noting(self: Uploads, puts: Any, answered: Any) -> Any:
-        found.append(len(puts))
-        return await original(self, puts, answered)
+    async def noting(self: SmallUploads, url: str, puts: Iterator[Put], answered: Any) -> Any:
+        place = len(found)
+        found.append(0)
 
-    monkeypatch.setattr(Uploads, "put_many", noting)
+        def counted() -> Iterator[Put]:
+            for put in puts:
+                found[place] += 1
+                yield put
+
+        return await original(self, url, counted(), answered)
+
+    monkeypatch.setattr(SmallUploads, "put_many", noting)
     return found
 
 

@@ -10,14 +10,13 @@ import ssl
 import struct
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import botocore.auth
 import pytest
-import trustme
 
 from ckpt_async import StoreOptions, Uploader, restore
 from ckpt_async.checksums import checksum_of
@@ -65,25 +64,6 @@ class Slices:
             self.is_being_sent = False
 
 
-@pytest.fixture(scope="module")
-def authority() -> trustme.CA:
-    return trustme.CA()
-
-
-@pytest.fixture(scope="module")
-def tls(authority: trustme.CA) -> ssl.SSLContext:
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    authority.issue_cert("localhost", "127.0.0.1").configure_cert(context)
-    return context
-
-
-@pytest.fixture(scope="module")
-def ca_file(authority: trustme.CA, tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("authority") / "ca.pem"
-    authority.cert_pem.write_to_path(path)
-    return str(path)
-
-
 class Wire:
     """Servers and clients of one scheme."""
 
@@ -109,15 +89,6 @@ class Wire:
         body = body or Slices()
         headers = {"Content-Length": str(body.size_bytes), "x-amz-meta": b"kept"}
         return await uploads.put(self.url(server), headers, body)
-
-    async def put_many(
-        self, uploads: Uploads, server: _Server, bodies: Iterable[bytes], answered: Callable[[Answer], None]
-    ) -> Answer:
-        def make(number: int, data: bytes) -> tuple[str, dict[str, str | bytes], bytes]:
-            return self.url(server, f"key-{number}"), {"Content-Length": str(len(data))}, data
-
-        puts = [lambda number=number, data=data: make(number, data) for number, data in enumerate(bodies)]
-        return await uploads.put_many(puts, answered)
 
 
 @pytest.fixture(params=["http", "https"])
@@ -294,15 +265,11 @@ def test_a_success_before_the_body_is_sent_is_none(run: Any, wire: Wire) -> None
         assert is_over.wait(PATIENCE_S)
 
     async def main() -> None:
-        answers: list[Answer] = []
         with wire.server(talk) as server:
             async with wire.uploads() as uploads:
                 with pytest.raises(ConnectionError, match="200 before it had the whole body"):
                     await wire.put(uploads, server, Slices(LONG))
-                with pytest.raises(ConnectionError, match="200 before it had the whole body"):
-                    await wire.put_many(uploads, server, [LONG], answers.append)
             is_over.set()
-        assert not answers
 
     run(main())
 
@@ -619,183 +586,6 @@ def test_an_address_of_version_6_without_a_port(ca_file: str) -> None:
         connection = uploads._connect(urlsplit(url))
         assert (connection.host, connection.port) == ("::1", port)
     uploads.close()
-
-
-# --- many small ones -----------------------------------------------------------------------------------------------
-
-SMALL = [b"%d " % number * 1000 for number in range(20)]
-
-
-def test_many_in_their_order_on_one_connection(run: Any, wire: Wire) -> None:
-    received: list[bytes] = []
-    told: list[tuple[int, int]] = []  # status, and how many had arrived by then
-
-    async def main() -> None:
-        with wire.server(takes_all(received)) as server:
-            async with wire.uploads() as uploads:
-                last = await wire.put_many(
-                    uploads, server, SMALL, lambda answer: told.append((answer.status, len(received) // 2))
-                )
-                assert last.status == 200
-                assert len(uploads._idle) == 1
-            assert server.num_connections == 1
-
-    run(main())
-    assert received[1::2] == SMALL
-    assert [head.split(b" ")[1] for head in received[::2]] == [b"/key-%d" % number for number in range(20)]
-    assert told == [(200, number) for number in range(1, 21)]
-
-
-def test_many_end_with_the_first_refusal(run: Any, wire: Wire) -> None:
-    received: list[bytes] = []
-    answers: list[Answer] = []
-
-    def talk(near: socket.socket) -> None:
-        for _ in range(7):
-            received.append(receive(near, content_length(_request(near))))
-            near.sendall(DONE)
-        received.append(receive(near, content_length(_request(near))))
-        near.sendall(REFUSED)
-        assert not near.recv(1)  # nothing more is asked for
-
-    async def main() -> None:
-        with wire.server(talk) as server:
-            async with wire.uploads() as uploads:
-                last = await wire.put_many(uploads, server, SMALL, answers.append)
-                assert (last.status, last.error) == (503, b"SlowDown")
-
-    run(main())
-    assert received == SMALL[:8]
-    assert [each.status for each in answers] == [200] * 7
-
-
-@pytest.mark.parametrize("answer", [DONE, LAST], ids=["without a word", "as it says"])
-def test_a_server_that_closes_connections_amid_many(run: Any, wire: Wire, answer: bytes) -> None:
-    """Each arrives once, on as many connections as it takes."""
-    received: list[bytes] = []
-    answers: list[Answer] = []
-
-    async def main() -> None:
-        with wire.server(takes_all(received, num_times=1, answer=answer)) as server:
-            async with wire.uploads() as uploads:
-
-                def answered(answer: Answer) -> None:
-                    answers.append(answer)
-                    if answer.headers.get("connection") != "close":
-                        # The end arrives before the next one is begun: else that would be lost on the way.
-                        assert select.select([using.pop()], [], [], PATIENCE_S)[0]
-
-                using: list[socket.socket] = []
-                original = http_bodies.Flight.uses
-
-                def uses(flight: http_bodies.Flight, connected: socket.socket | None) -> None:
-                    using.extend([connected] if connected else [])
-                    original(flight, connected)
-
-                with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(http_bodies.Flight, "uses", uses)
-                    assert (await wire.put_many(uploads, server, SMALL, answered)).status == 200
-            assert server.num_connections == len(SMALL)
-
-    run(main())
-    assert received[1::2] == SMALL
-    assert len(answers) == len(SMALL)
-
-
-def test_a_connection_that_breaks_amid_many(run: Any, wire: Wire) -> None:
-    """What was answered before stays answered; nothing is sent after it."""
-    received: list[bytes] = []
-    answers: list[Answer] = []
-
-    def talk(near: socket.socket) -> None:
-        takes_all(received, num_times=4)(near)
-        received.extend((b"", receive(near, content_length(_request(near)))))
-
-    async def main() -> None:
-        with wire.server(talk) as server:
-            async with wire.uploads() as uploads:
-                with pytest.raises(BROKEN):
-                    await wire.put_many(uploads, server, SMALL, answers.append)
-                assert not uploads._idle
-            assert server.num_connections == 1
-
-    run(main())
-    assert received[1::2] == SMALL[:5]
-    assert len(answers) == 4
-
-
-def test_an_error_of_who_is_told_ends_it(run: Any, wire: Wire) -> None:
-    received: list[bytes] = []
-
-    def answered(_: Answer) -> None:
-        raise LookupError("by the test")
-
-    async def main() -> None:
-        with wire.server(takes_all(received)) as server:
-            async with wire.uploads() as uploads:
-                with pytest.raises(LookupError):
-                    await wire.put_many(uploads, server, SMALL, answered)
-
-    run(main())
-    assert received[1::2] == SMALL[:1]
-
-
-def test_cancelled_amid_many_nobody_is_told_any_more(run: Any, wire: Wire) -> None:
-    answers: list[Answer] = []
-    is_waiting, may_answer = threading.Event(), threading.Event()
-
-    def talk(near: socket.socket) -> None:
-        takes_all([], num_times=4)(near)
-        _request(near)
-        is_waiting.set()
-        assert may_answer.wait(PATIENCE_S)
-        near.sendall(DONE)
-
-    async def main() -> None:
-        with wire.server(talk) as server:
-            async with wire.uploads() as uploads:
-                sending = asyncio.ensure_future(wire.put_many(uploads, server, SMALL, answers.append))
-                assert await asyncio.to_thread(is_waiting.wait, PATIENCE_S)
-                sending.cancel()
-                with pytest.raises(asyncio.CancelledError):
-                    await sending
-                assert len(answers) == 4
-                may_answer.set()
-                await asyncio.to_thread(uploads._threads.shutdown)
-            assert server.num_connections == 1
-        assert len(answers) == 4
-
-    run(main())
-
-
-def test_cancelled_while_somebody_is_told_it_waits(run: Any, wire: Wire) -> None:
-    """Else he would be told after the cancellation."""
-    is_being_told, may_end = threading.Event(), threading.Event()
-    num_told = 0
-
-    def answered(_: Answer) -> None:
-        nonlocal num_told
-        is_being_told.set()
-        assert may_end.wait(PATIENCE_S)
-        num_told += 1
-
-    async def main() -> None:
-        with wire.server(takes_all([])) as server:
-            async with wire.uploads() as uploads:
-                sending = asyncio.ensure_future(wire.put_many(uploads, server, SMALL, answered))
-                assert await asyncio.to_thread(is_being_told.wait, PATIENCE_S)
-                sending.cancel()
-                for _ in range(100):
-                    await asyncio.sleep(0)
-                assert not sending.done()
-                may_end.set()
-                with pytest.raises(asyncio.CancelledError):
-                    await sending
-                assert num_told == 1
-                await asyncio.to_thread(uploads._threads.shutdown)
-        assert num_told == 1
-
-    run(main())
 
 
 # --- through the store ---------------------------------------------------------------------------------------------

@@ -1,0 +1,25 @@
+"""What every test of a store over TLS needs: an authority, and a certificate for this machine."""
+
+import ssl
+
+import pytest
+import trustme
+
+
+@pytest.fixture(scope="session")
+def authority() -> trustme.CA:
+    return trustme.CA()
+
+
+@pytest.fixture(scope="session")
+def tls(authority: trustme.CA) -> ssl.SSLContext:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    authority.issue_cert("localhost", "127.0.0.1").configure_cert(context)
+    return context
+
+
+@pytest.fixture(scope="session")
+def ca_file(authority: trustme.CA, tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("authority") / "ca.pem"
+    authority.cert_pem.write_to_path(path)
+    return str(path)

@@ -1,0 +1,1205 @@
+"""Small objects in series, all by one thread: whatever becomes of one series, the others go on, and nothing is left."""
+
+import asyncio
+import contextlib
+import errno
+import itertools
+import os
+import selectors
+import socket
+import ssl
+import struct
+import threading
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
+from typing import Any
+
+import pytest
+
+from ckpt_async.stores import http_bodies, http_series
+from ckpt_async.stores.http_ranges import Answer, Flight
+from ckpt_async.stores.http_series import Put, SmallUploads
+from tests.restore.test_http_ranges import PATIENCE_S, Talk, _request, _Server
+from tests.stores import test_http_bodies
+from tests.stores.test_http_bodies import (
+    BAD_ANSWERS,
+    BROKEN,
+    DATA,
+    DONE,
+    GOOD_ANSWERS,
+    LAST,
+    LONG,
+    MIB,
+    REFUSED,
+    content_length,
+    receive,
+    say_last,
+    takes_all,
+)
+
+SMALL = [b"%d " % number * 1000 for number in range(20)]
+LARGE = DATA * 3  # more than a socket takes before it is read
+THREAD = "ckpt-async-series"
+KEPT_REFUSAL = GOOD_ANSWERS["refusal"][0]
+
+
+class Wire(test_http_bodies.Wire):
+    """Servers and clients of one scheme."""
+
+    @contextlib.asynccontextmanager
+    async def small_uploads(self, **options: Any) -> AsyncIterator[SmallUploads]:
+        settings = {"max_connections": 4, "connect_timeout_s": 5.0, "read_timeout_s": PATIENCE_S}
+        uploads = SmallUploads(**{**settings, **options}, ca_file=self._ca_file)
+        try:
+            yield uploads
+        finally:
+            uploads.close()
+
+    def puts(self, server: _Server, bodies: Iterable[bytes], name: str = "key") -> Iterator[Put]:
+        for number, data in enumerate(bodies):
+            yield self.url(server, f"{name}-{number}"), {"Content-Length": str(len(data))}, data
+
+    def put_many(
+        self,
+        uploads: SmallUploads,
+        server: _Server,
+        bodies: Iterable[bytes],
+        answered: Callable[[Answer], None] = lambda _: None,
+        name: str = "key",
+    ) -> Coroutine[Any, Any, Answer | None]:
+        return uploads.put_many(self.url(server), self.puts(server, bodies, name), answered)
+
+
+class Gate:
+    """Where a thread waits until it is opened."""
+
+    def __init__(self) -> None:
+        self._was_reached, self._is_open = threading.Event(), threading.Event()
+
+    def wait(self) -> None:
+        self._was_reached.set()
+        assert self._is_open.wait(PATIENCE_S)
+
+    def open(self) -> None:
+        self._is_open.set()
+
+    async def reached(self) -> None:
+        assert await asyncio.to_thread(self._was_reached.wait, PATIENCE_S)
+
+
+@pytest.fixture(params=["http", "https"])
+def wire(request: pytest.FixtureRequest, tls: ssl.SSLContext, ca_file: str) -> Wire:
+    return Wire(request.param, tls, ca_file)
+
+
+@pytest.fixture
+def plain(tls: ssl.SSLContext, ca_file: str) -> Wire:
+    """Where the scheme cannot matter."""
+    return Wire("http", tls, ca_file)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deadlines are looked at often, and a stuck socket is looked after soon."""
+    monkeypatch.setattr(http_series, "TICK_S", 0.01)
+    monkeypatch.setattr(http_bodies, "_STUCK_S", 0.05)
+
+
+def descriptors() -> set[str]:
+    found = set()
+    for each in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            found.add(os.readlink(f"/proc/self/fd/{each}"))
+    return found
+
+
+def is_running() -> bool:
+    return any(each.name == THREAD for each in threading.enumerate())
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    give_up_at = time.monotonic() + PATIENCE_S
+    while not is_so():
+        assert time.monotonic() < give_up_at, "not in time"
+        threading.Event().wait(0.002)
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    await asyncio.to_thread(wait_until, is_so)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    """No connection, no thread, nothing to wake one with."""
+    before = descriptors()
+    yield
+    wait_until(lambda: not is_running() and descriptors() <= before)
+
+
+# --- one series ----------------------------------------------------------------------------------------------------
+
+
+def test_many_in_their_order_on_one_connection(run: Any, wire: Wire) -> None:
+    received: list[bytes] = []
+    told: list[tuple[int, int]] = []  # status, and how many had arrived by then
+
+    def answered(answer: Answer) -> None:
+        told.append((answer.status, len(received) // 2))
+
+    async def main() -> None:
+        with wire.server(takes_all(received)) as server:
+            async with wire.small_uploads() as uploads:
+                assert await wire.put_many(uploads, server, SMALL, answered) is None
+                assert len(uploads._idle) == 1
+                assert await wire.put_many(uploads, server, [b"", b"more"], answered) is None
+            assert server.num_connections == 1
+
+    run(main())
+    assert received[1::2] == [*SMALL, b"", b"more"]
+    assert [head.split(b" ")[1] for head in received[:40:2]] == [b"/key-%d" % number for number in range(20)]
+    assert told == [(200, number) for number in range(1, 23)]
+
+
+def test_each_is_read_when_its_turn_has_come(run: Any, wire: Wire) -> None:
+    """Not before the one ahead of it is answered: what waits takes no memory."""
+    events: list[str] = []
+
+    def bodies() -> Iterator[bytes]:
+        for number in range(4):
+            events.append(f"read {number}")
+            yield b"body"
+
+    async def main() -> None:
+        with wire.server(takes_all([])) as server:
+            async with wire.small_uploads() as uploads:
+                await wire.put_many(uploads, server, bodies(), lambda _: events.append("answered"))
+
+    run(main())
+    assert events == [word for number in range(4) for word in (f"read {number}", "answered")]
+
+
+def test_many_of_none(run: Any, wire: Wire) -> None:
+    async def main() -> None:
+        with wire.server(takes_all([])) as server:
+            async with wire.small_uploads() as uploads:
+                assert await wire.put_many(uploads, server, []) is None
+                await wire.put_many(uploads, server, SMALL)
+            assert server.num_connections == 1
+
+    run(main())
+
+
+@pytest.mark.parametrize("refusal", [REFUSED, KEPT_REFUSAL], ids=["the last", "kept"])
+def test_many_end_with_the_first_refusal(run: Any, wire: Wire, refusal: bytes) -> None:
+    received: list[bytes] = []
+    answers: list[Answer] = []
+
+    def talk(near: socket.socket) -> None:
+        for _ in range(7):
+            received.append(receive(near, content_length(_request(near))))
+            near.sendall(DONE)
+        received.append(receive(near, content_length(_request(near))))
+        near.sendall(refusal)
+        assert not near.recv(1)  # nothing more is asked for
+
+    async def main() -> None:
+        with wire.server(talk) as server:
+            async with wire.small_uploads() as uploads:
+                refused = await wire.put_many(uploads, server, SMALL, answers.append)
+                assert refused is not None
+                assert (refused.status, refused.error) == (503, b"SlowDown")
+                assert len(uploads._idle) == (0 if refusal == REFUSED else 1)
+
+    run(main())
+    assert received == SMALL[:8]
+    assert [each.status for each in answers] == [200] * 7
+
+
+@pytest.mark.parametrize("answer", [DONE, LAST], ids=["without a word", "as it says"])
+def test_a_server_that_closes_connections_amid_many(
+    run: Any, wire: Wire, answer: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each arrives once, on as many connections as it takes and no more."""
+    received: list[bytes] = []
+    answers: list[Answer] = []
+    using: list[socket.socket] = []
+    original = Flight.uses
+
+    def uses(flight: Flight, connected: socket.socket | None) -> None:
+        using.extend([connected] if connected else [])
+        original(flight, connected)
+
+    def answered(answer: Answer) -> None:
+        answers.append(answer)
+        if answer.headers.get("connection") != "close":
+            # The end arrives before the next one is begun: else that would be lost on the way.
+            wait_until(lambda: not http_series._is_quiet(using[-1]))
+
+    monkeypatch.setattr(Flight, "uses", uses)
+
+    async def main() -> None:
+        with wire.server(takes_all(received, num_times=1, answer=answer)) as server:
+            async with wire.small_uploads() as uploads:
+                assert await wire.put_many(uploads, server, SMALL, answered) is None
+            assert server.num_connections == len(SMALL)
+
+    run(main())
+    assert received[1::2] == SMALL
+    assert len(answers) == len(SMALL)
+
+
+def test_a_connection_that_breaks_amid_many(run: Any, wire: Wire) -> None:
+    """What was answered before stays answered; nothing is sent after it."""
+    received: list[bytes] = []
+    answers: list[Answer] = []
+
+    def talk(near: socket.socket) -> None:
+        takes_all(received, num_times=4)(near)
+        received.extend((b"", receive(near, content_length(_request(near)))))
+
+    async def main() -> None:
+        with wire.server(talk) as server:
+            async with wire.small_uploads() as uploads:
+                with pytest.raises(BROKEN):
+                    await wire.put_many(uploads, server, SMALL, answers.append)
+                assert not uploads._idle
+            assert server.num_connections == 1
+
+    run(main())
+    assert received[1::2] == SMALL[:5]
+    assert len(answers) == 4
+
+
+@pytest.mark.parametrize("is_reset", [False, True])
+def test_an_idle_connection_that_was_closed_is_not_used(run: Any, wire: Wire, is_reset: bool) -> None:
+    received: list[bytes] = []
+
+    def talk(near: socket.socket) -> None:
+        takes_all(received, num_times=2)(near)
+        if is_reset:
+            near.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+    async def main() -> None:
+        with wire.server(talk) as server:
+            async with wire.small_uploads() as uploads:
+                for _ in range(3):
+                    await wire.put_many(uploads, server, [b"one", b"two"])
+                    for idle in uploads._idle:
+                        await until(lambda idle=idle: http_bodies.is_readable(idle.sock))
+            assert server.num_connections == 3
+
+    run(main())
+    assert received[1::2] == [b"one", b"two"] * 3
+
+
+def test_what_tls_says_of_its_own_is_no_end(run: Any, tls: ssl.SSLContext, ca_file: str) -> None:
+    """Session tickets arrive before the first request: the connection lives."""
+    wire = Wire("https", tls, ca_file)
+
+    async def main() -> None:
+        with wire.server(takes_all([])) as server:
+            async with wire.small_uploads() as uploads:
+                url = http_series.urlsplit(wire.url(server))
+                await uploads._in_thread(lambda flight: uploads._add_idle(url, flight))
+                [idle] = uploads._idle
+                await until(lambda: http_bodies.is_readable(idle.sock))
+                await wire.put_many(uploads, server, SMALL)
+            assert server.num_connections == 1
+
+    run(main())
+
+
+@pytest.mark.parametrize("num_good", [0, 3])
+@pytest.mark.parametrize("who", ["read", "told"])
+def test_an_error_of_who_is_asked_or_told_ends_it(run: Any, wire: Wire, who: str, num_good: int) -> None:
+    """And nothing but its own series."""
+    received: dict[bytes, list[bytes]] = defaultdict(list)
+    num_answered = 0
+
+    def bodies() -> Iterator[bytes]:
+        yield from SMALL[:num_good]
+        if who == "read":
+            raise LookupError("by the test")
+        yield SMALL[num_good]
+
+    def answered(_: Answer) -> None:
+        nonlocal num_answered
+        num_answered += 1
+        if who == "told" and num_answered > num_good:
+            raise LookupError("by the test")
+
+    async def main() -> None:
+        with wire.server(sorts(received)) as server:
+            async with wire.small_uploads() as uploads:
+                bad, good = await asyncio.gather(
+                    wire.put_many(uploads, server, bodies(), answered, "bad"),
+                    wire.put_many(uploads, server, SMALL, name="good"),
+                    return_exceptions=True,
+                )
+                assert isinstance(bad, LookupError)
+                assert good is None
+                assert len(uploads._idle) == 1
+
+    run(main())
+    assert received[b"good"] == SMALL
+    assert received[b"bad"] == SMALL[: num_good + (who == "told")]
+
+
+# --- many at once --------------------------------------------------------------------------------------------------
+
+
+def sorts(received: dict[bytes, list[bytes]]) -> Talk:
+    """Takes all, by the first word of the name; one connection has names of one word only."""
+
+    def talk(near: socket.socket) -> None:
+        names = set()
+        while True:
+            head = _request(near)
+            name = head.split(b" ")[1].strip(b"/").split(b"-")[0]
+            names.add(name)
+            assert len(names) == 1
+            received[name].append(receive(near, content_length(head)))
+            near.sendall(DONE)
+
+    return talk
+
+
+def test_many_series_share_a_thread(run: Any, wire: Wire) -> None:
+    received: dict[bytes, list[bytes]] = defaultdict(list)
+    names = [f"n{number}" for number in range(8)]
+    threads: set[threading.Thread] = set()
+
+    def bodies() -> Iterator[bytes]:
+        for each in SMALL:
+            threads.add(threading.current_thread())
+            yield each
+
+    async def main() -> None:
+        with wire.server(sorts(received)) as server:
+            async with wire.small_uploads() as uploads:
+                all_here = Gate()
+                ahead = asyncio.ensure_future(wire.put_many(uploads, server, held_up(all_here), name="ahead"))
+                await all_here.reached()
+                sending = [
+                    asyncio.ensure_future(
+                        wire.put_many(
+                            uploads,
+                            server,
+                            bodies(),
+                            lambda _: threads.add(threading.current_thread()),
+                            name,
+                        )
+                    )
+                    for name in names
+                ]
+                await until(lambda: len(uploads._thread._new) == len(names))
+                all_here.open()
+                assert await asyncio.gather(ahead, *sending) == [None] * 9
+            assert server.num_connections == 9
+
+    run(main())
+    assert {name: received[name.encode()] for name in names} == dict.fromkeys(names, SMALL)
+    assert [each.name for each in threads] == [THREAD]
+
+
+def held_up(gate: Gate) -> Iterator[bytes]:
+    """One body, that takes its time to be read."""
+    gate.wait()
+    yield b"body"
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_silent_server_holds_up_no_other_series(
+    run: Any, wire: Wire, reads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    received: list[bytes] = []
+    silent = Gate()
+    monkeypatch.setattr(http_series, "TICK_S", 10 * PATIENCE_S)  # whoever comes is seen before
+
+    def is_silent(near: socket.socket) -> None:
+        head = _request(near)
+        if reads:
+            receive(near, content_length(head))
+        silent.wait()
+        if not reads:
+            receive(near, content_length(head))
+        near.sendall(DONE)
+
+    async def main() -> None:
+        with wire.server(is_silent) as other, wire.server(takes_all(received)) as server:
+            async with wire.small_uploads() as uploads:
+                held = asyncio.ensure_future(wire.put_many(uploads, other, [LONG]))
+                await silent.reached()
+                await wire.put_many(uploads, server, SMALL)
+                assert not held.done()
+                silent.open()
+                assert await held is None
+
+    run(main())
+    assert received[1::2] == SMALL
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_server_that_falls_silent_fails_its_own_series(run: Any, wire: Wire, reads: bool) -> None:
+    """It reads no more, or it never answers."""
+    may_end = threading.Event()
+    is_over = threading.Event()
+    answers: list[Answer] = []
+
+    def is_silent(near: socket.socket) -> None:
+        head = _request(near)
+        if reads:
+            receive(near, content_length(head))
+        assert may_end.wait(PATIENCE_S)
+
+    async def main() -> None:
+        with wire.server(is_silent) as other, wire.server(takes_all([], num_times=MIB)) as server:
+            async with wire.small_uploads() as uploads:
+                bodies = itertools.takewhile(lambda _: not is_over.is_set(), itertools.repeat(b"body"))
+                going_on = asyncio.ensure_future(wire.put_many(uploads, server, bodies, answers.append))
+                await until(lambda: bool(answers))
+                uploads._read_timeout_s = 0.3
+                with pytest.raises(TimeoutError, match="no answer" if reads else "took nothing"):
+                    await wire.put_many(uploads, other, [LONG])
+                num_before = len(answers)
+                await until(lambda: len(answers) > num_before)
+                is_over.set()
+                assert await going_on is None
+                assert len(uploads._idle) == 1
+            may_end.set()
+
+    run(main())
+
+
+class Clock:
+    """`time`, as it would be later."""
+
+    def __init__(self) -> None:
+        self.ahead_s = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.ahead_s
+
+
+@pytest.mark.usefixtures("quick")
+def test_time_that_the_thread_takes_does_not_count(
+    run: Any, wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An answer that waits to be read, because another series' body takes long, is not late."""
+    read, asked, has_answered, clock = Gate(), Gate(), threading.Event(), Clock()
+    monkeypatch.setattr(http_series, "time", clock)
+
+    def talk(near: socket.socket) -> None:
+        receive(near, content_length(_request(near)))
+        asked.wait()
+        near.sendall(DONE)
+        has_answered.set()
+
+    def bodies() -> Iterator[bytes]:
+        yield b"body"
+        read.wait()
+        yield b"body"
+
+    async def main() -> None:
+        with wire.server(talk) as slow, wire.server(takes_all([])) as server:
+            async with wire.small_uploads() as uploads:
+                waiting = asyncio.ensure_future(wire.put_many(uploads, slow, [b"body"]))
+                await asked.reached()
+                other = asyncio.ensure_future(wire.put_many(uploads, server, bodies()))
+                await read.reached()
+                asked.open()
+                await until(has_answered.is_set)
+                clock.ahead_s = 2 * PATIENCE_S
+                read.open()
+                assert await asyncio.gather(waiting, other) == [None, None]
+
+    run(main())
+
+
+@pytest.mark.usefixtures("quick")
+def test_whoever_gets_on_is_not_late(run: Any, wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a body, the other half, half an answer, the other half: each within the read timeout, all of them not."""
+    clock, gates, seen = Clock(), [Gate() for _ in range(4)], []
+    monkeypatch.setattr(http_series, "time", clock)
+
+    def noting(received: bytes) -> Any:
+        seen.append(received)
+        return http_bodies.complete_answer(received)
+
+    monkeypatch.setattr(http_series, "complete_answer", noting)
+
+    def talk(near: socket.socket) -> None:
+        near.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        head = _request(near)
+        for gate in gates[:2]:
+            gate.wait()
+            receive(near, len(LONG) // 2)
+        assert content_length(head) == len(LONG) // 2 * 2
+        for gate, piece in zip(gates[2:], (DONE[:20], DONE[20:]), strict=True):
+            gate.wait()
+            near.sendall(piece)
+
+    async def main() -> None:
+        with wire.server(talk) as server:
+            async with wire.small_uploads() as uploads:
+                sending = asyncio.ensure_future(wire.put_many(uploads, server, [LONG[: len(LONG) // 2 * 2]]))
+                for gate in gates:
+                    await gate.reached()
+                    if gate is gates[-1]:
+                        await until(lambda: DONE[:20] in seen)
+                    clock.ahead_s += PATIENCE_S * 0.6
+                    gate.open()
+                assert await sending is None
+
+    run(main())
+
+
+def test_bodies_that_no_socket_takes_at_once(run: Any, wire: Wire) -> None:
+    """All of them are under way when the first is read; each arrives whole."""
+    received: dict[bytes, list[bytes]] = defaultdict(list)
+    all_here = threading.Barrier(3)
+
+    def talk(near: socket.socket) -> None:
+        near.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        for number in range(2):
+            head = _request(near)
+            if number == 0:
+                all_here.wait(PATIENCE_S)
+            received[head.split(b" ")[1]].append(receive(near, content_length(head)))
+            near.sendall(DONE)
+
+    async def main() -> None:
+        with wire.server(talk) as server:
+            async with wire.small_uploads() as uploads:
+                each = [wire.put_many(uploads, server, [LARGE, DATA], name=name) for name in "abc"]
+                assert await asyncio.gather(*each) == [None] * 3
+            assert server.num_connections == 3
+
+    run(main())
+    assert received == {f"/{name}-{n}".encode(): [[LARGE, DATA][n]] for name in "abc" for n in range(2)}
+
+
+def test_it_does_not_spin_while_it_waits(run: Any, wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A socket could nearly always take more: that counts only as long as there is more."""
+    wanted: list[int] = []
+    stuck, waiting = Gate(), Gate()
+
+    class Noting(selectors.DefaultSelector):  # type: ignore[valid-type,misc]
+        def modify(self, fileobj: Any, events: int, data: Any = None) -> Any:
+            wanted.append(events)
+            return super().modify(fileobj, events, data)
+
+    def talk(near: socket.socket) -> None:
+        head = _request(near)
+        stuck.wait()
+        receive(near, content_length(head))
+        waiting.wait()
+        near.sendall(DONE)
+
+    async def main() -> None:
+        with wire.server(talk) as server:
+            async with wire.small_uploads() as uploads:
+                with monkeypatch.context() as patch:
+                    patch.setattr(selectors, "DefaultSelector", Noting)
+                    sending = asyncio.ensure_future(wire.put_many(uploads, server, [LONG]))
+                    await until(lambda: bool(wanted))
+                stuck.open()
+                await waiting.reached()
+                await until(lambda: wanted[-1] == selectors.EVENT_READ)
+                waiting.open()
+                assert await sending is None
+
+    run(main())
+    assert wanted == [selectors.EVENT_READ | selectors.EVENT_WRITE, selectors.EVENT_READ]
+
+
+# --- answers -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_in_pieces"),
+    [(kind, False) for kind in GOOD_ANSWERS]
+    # What is too much must arrive before the next one is begun.
+    + [(kind, True) for kind in GOOD_ANSWERS if kind != "more than it says"],
+)
+def test_answers_of_every_shape(run: Any, wire: Wire, kind: str, is_in_pieces: bool) -> None:
+    """What is taken and what is refused, and whether the connection is used again."""
+    answer, status, content, is_kept = GOOD_ANSWERS[kind]
+    piece_bytes = max(1, len(answer) // 1000) if is_in_pieces else len(answer)
+    received: list[bytes] = []
+    answers: list[Answer] = []
+
+    def talk(near: socket.socket) -> None:
+        near.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        while True:
+            received.append(receive(near, content_length(_request(near))))
+            for start in range(0, len(answer), piece_bytes):
+                near.sendall(answer[start : start + piece_bytes])
+            if kind in ("without a length", "two lengths"):
+                return  # which is how such an answer ends
+
+    async def main() -> None:
+        with wire.server(talk) as server:
+            async with wire.small_uploads() as uploads:
+                refused = await wire.put_many(uploads, server, SMALL[:3], answers.append)
+                if status >= 300:
+                    assert refused is not None
+                    assert (refused.status, refused.error) == (status, content)
+                    assert len(uploads._idle) == is_kept
+                else:
+                    assert refused is None
+                    assert [(each.status, each.error) for each in answers] == [(status, content)] * 3
+                    assert server.num_connections == (1 if is_kept else 3)
+
+    run(main())
+    assert received == SMALL[: 1 if status >= 300 else 3]
+    assert len(answers) == (0 if status >= 300 else 3)
+
+
+ODD_REFUSALS = {
+    "usual": REFUSED,
+    "of the old protocol": b"HTTP/1.0 503 X\r\n\r\nSlowDown",
+    "chunked": b"HTTP/1.1 503 X\r\nTransfer-Encoding: chunked\r\n\r\n4\r\nSlow\r\n4\r\nDown\r\n0\r\n\r\n",
+    "cut in a chunk": b"HTTP/1.1 503 X\r\nTransfer-Encoding: chunked\r\n\r\n8\r\nSlowDown\r\n80\r\n",
+    "cut short": b"HTTP/1.1 503 X\r\nContent-Length: 80\r\n\r\nSlowDown",
+}
+
+
+@pytest.mark.parametrize(
+    ("when", "kind"),
+    [("amid the body", kind) for kind in ODD_REFUSALS]
+    + [("after it", kind) for kind in ODD_REFUSALS if kind != "cut short"],
+)
+def test_refusals_of_every_shape(run: Any, wire: Wire, when: str, kind: str) -> None:
+    answers: list[Answer] = []
+
+    def talk(near: socket.socket) -> None:
+        head = _request(near)
+        receive(near, 1 << 16 if when == "amid the body" else content_length(head))
+        say_last(near, ODD_REFUSALS[kind])
+
+    async def main() -> None:
+        with wire.server(talk) as server:
+            async with wire.small_uploads() as uploads:
+                refused = await wire.put_many(uploads, server, [LONG, b"body"], answers.append)
+                assert refused is not None
+                assert (refused.status, refused.error) == (503, b"SlowDown")
+                assert not uploads._idle
+            assert server.num_connections == 1
+
+    run(main())
+    assert not answers
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("answer", [REFUSED, KEPT_REFUSAL], ids=["the last", "kept"])
+def test_a_refusal_before_the_body_is_sent(run: Any, wire: Wire, answer: bytes) -> None:
+    """It is heard, also where the connection stays open and nobody reads the rest, which is not sent."""
+    received = 0
+    is_over = threading.Event()
+
+    def talk(near: socket.socket) -> None:
+        nonlocal received
+        _request(near)
+        near.sendall(answer)
+        assert is_over.wait(PATIENCE_S)
+        with contextlib.suppress(OSError):
+            received = len(receive(near, len(LONG)))
+
+    async def main() -> None:
+        with wire.server(talk) as server:
+            async with wire.small_uploads() as uploads:
+                refused = await wire.put_many(uploads, server, [LONG])
+                is_over.set()
+                assert refused is not None
+                assert (refused.status, refused.error) == (503, b"SlowDown")
+                assert not uploads._idle
+
+    run(main())
+    assert received < len(LONG)
+
+
+def test_a_refusal_followed_by_a_reset(run: Any, wire: Wire) -> None:
+    """What a server does that closes a connection with a body still on its way: the answer counts, not the reset."""
+
+    def talk(near: socket.socket) -> None:
+        _request(near)
+        receive(near, 1 << 16)
+        say_last(near, REFUSED)
+        near.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+    async def main() -> None:
+        with wire.server(talk) as server:
+            async with wire.small_uploads() as uploads:
+                refused = await wire.put_many(uploads, server, [LONG])
+                assert refused is not None
+                assert (refused.status, refused.error) == (503, b"SlowDown")
+
+    run(main())
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_success_before_the_body_is_sent_is_none(run: Any, wire: Wire) -> None:
+    """Nobody can have stored what he has not got."""
+    is_over = threading.Event()
+    answers: list[Answer] = []
+
+    def talk(near: socket.socket) -> None:
+        _request(near)
+        near.sendall(DONE)
+        assert is_over.wait(PATIENCE_S)
+
+    async def main() -> None:
+        with wire.server(talk) as server:
+            async with wire.small_uploads() as uploads:
+                with pytest.raises(ConnectionError, match="200 before it had the whole body"):
+                    await wire.put_many(uploads, server, [LONG], answers.append)
+            is_over.set()
+
+    run(main())
+    assert not answers
+
+
+@pytest.mark.parametrize("kind", BAD_ANSWERS)
+def test_a_bad_answer_is_an_error(run: Any, wire: Wire, kind: str) -> None:
+    answers: list[Answer] = []
+
+    def talk(near: socket.socket) -> None:
+        receive(near, content_length(_request(near)))
+        near.sendall(BAD_ANSWERS[kind])
+
+    async def main() -> None:
+        with wire.server(talk) as server:
+            async with wire.small_uploads() as uploads:
+                with pytest.raises(BROKEN):
+                    await wire.put_many(uploads, server, SMALL, answers.append)
+                assert not uploads._idle
+            assert server.num_connections == 1
+
+    run(main())
+    assert not answers
+
+
+def test_others_amid_the_body(run: Any, wire: Wire) -> None:
+    """A server may say 100 Continue to whom did not ask for it: no refusal."""
+    received: list[bytes] = []
+
+    def talk(near: socket.socket) -> None:
+        while True:
+            head = _request(near)
+            near.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+            received.append(receive(near, content_length(head)))
+            near.sendall(DONE)
+
+    async def main() -> None:
+        with wire.server(talk) as server:
+            async with wire.small_uploads() as uploads:
+                assert await wire.put_many(uploads, server, [LONG, b"body", LONG]) is None
+            assert server.num_connections == 1
+
+    run(main())
+    assert received == [LONG, b"body", LONG]
+
+
+@pytest.mark.parametrize("kind", ["an answer", "two answers"])
+def test_what_arrives_together(run: Any, wire: Wire, kind: str) -> None:
+    """In one packet, over TLS in several records of it: none is left behind where no selector sees it. An answer that
+    nobody asked for is nobody's.
+    """
+    content = bytes(60_000)  # over TLS four records
+    answer = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(content)
+    pieces = [answer, content[:9], content[9:]] if kind == "an answer" else [DONE, KEPT_REFUSAL]
+    received: list[bytes] = []
+    answers: list[Answer] = []
+
+    def talk(near: socket.socket) -> None:
+        while True:
+            received.append(receive(near, content_length(_request(near))))
+            near.setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, 1)
+            for piece in pieces:
+                near.sendall(piece)
+            near.setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, 0)
+
+    async def main() -> None:
+        with wire.server(talk) as server:
+            async with wire.small_uploads() as uploads:
+                assert await wire.put_many(uploads, server, SMALL[:3], answers.append) is None
+            assert server.num_connections == (1 if kind == "an answer" else 3)
+
+    run(main())
+    assert received == SMALL[:3]
+    assert [each.error for each in answers] == [content if kind == "an answer" else b"ok"] * 3
+
+
+@pytest.mark.parametrize("says", [b"", b"SSH-2.0-OpenSSH\r\n\r\n", b"\0" * 100_000], ids=["", "SSH", "zeros"])
+def test_a_server_that_does_not_wait_for_a_request(run: Any, wire: Wire, says: bytes) -> None:
+    """It speaks, or closes the connection, at once. One connection is enough to see that."""
+
+    def talk(near: socket.socket) -> None:
+        near.sendall(says)
+
+    async def main() -> None:
+        with wire.server(talk) as server:
+            async with wire.small_uploads() as uploads:
+                for _ in range(2):
+                    with pytest.raises(BROKEN):
+                        await wire.put_many(uploads, server, [LONG])
+            assert server.num_connections == 2
+
+    run(main())
+
+
+def test_a_server_that_is_not_one_of_tls(run: Any, plain: Wire, tls: ssl.SSLContext, ca_file: str) -> None:
+    async def main() -> None:
+        with plain.server(lambda _: None) as server:
+            wire = Wire("https", tls, ca_file)
+            async with wire.small_uploads() as uploads:
+                with pytest.raises(BROKEN):
+                    await wire.put_many(uploads, server, SMALL)
+            assert server.num_connections == 1
+
+    run(main())
+
+
+# --- cancelled -----------------------------------------------------------------------------------------------------
+
+
+async def cancelled(sending: asyncio.Future[Any]) -> None:
+    sending.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await sending
+
+
+def test_cancelled_amid_many_nobody_is_told_any_more(run: Any, wire: Wire) -> None:
+    answers: list[Answer] = []
+    waiting = Gate()
+
+    def talk(near: socket.socket) -> None:
+        takes_all([], num_times=4)(near)
+        _request(near)
+        waiting.wait()
+        near.sendall(DONE)
+
+    async def main() -> None:
+        with wire.server(talk) as server:
+            async with wire.small_uploads() as uploads:
+                sending = asyncio.ensure_future(wire.put_many(uploads, server, SMALL, answers.append))
+                await waiting.reached()
+                await cancelled(sending)
+                assert len(answers) == 4
+                waiting.open()
+                await until(lambda: not is_running())
+                assert not uploads._idle
+            assert server.num_connections == 1
+        assert len(answers) == 4
+
+    run(main())
+
+
+def test_cancelled_while_somebody_is_told_it_waits(run: Any, wire: Wire) -> None:
+    """Else he would be told after the cancellation."""
+    telling = Gate()
+    num_told = 0
+
+    def answered(_: Answer) -> None:
+        nonlocal num_told
+        telling.wait()
+        num_told += 1
+
+    async def main() -> None:
+        with wire.server(takes_all([])) as server:
+            async with wire.small_uploads() as uploads:
+                sending = asyncio.ensure_future(wire.put_many(uploads, server, SMALL, answered))
+                await telling.reached()
+                sending.cancel()
+                for _ in range(100):
+                    await asyncio.sleep(0)
+                assert not sending.done()
+                telling.open()
+                with pytest.raises(asyncio.CancelledError):
+                    await sending
+                assert num_told == 1
+                await until(lambda: not is_running())
+        assert num_told == 1
+
+    run(main())
+
+
+def test_cancelled_while_it_connects(run: Any, wire: Wire) -> None:
+    """Nobody waits for it; what is connected at last is closed."""
+    connecting = Gate()
+
+    async def main() -> None:
+        with wire.server(takes_all([])) as server:
+            async with wire.small_uploads() as uploads:
+                original = uploads._connect
+
+                def connect(url: Any) -> Any:
+                    connecting.wait()
+                    return original(url)
+
+                uploads._connect = connect  # type: ignore[method-assign]
+                sending = asyncio.ensure_future(wire.put_many(uploads, server, SMALL))
+                await connecting.reached()
+                await cancelled(sending)
+                connecting.open()
+                await asyncio.to_thread(uploads._threads.shutdown)
+                assert not uploads._idle
+
+    run(main())
+
+
+def test_cancelled_amid_a_body(run: Any, wire: Wire) -> None:
+    """What is left of it is not sent."""
+    stuck = Gate()
+    received = 0
+
+    def talk(near: socket.socket) -> None:
+        nonlocal received
+        _request(near)
+        stuck.wait()
+        with contextlib.suppress(OSError):
+            received = len(receive(near, len(LONG)))
+
+    async def main() -> None:
+        with wire.server(talk) as server:
+            async with wire.small_uploads() as uploads:
+                sending = asyncio.ensure_future(wire.put_many(uploads, server, [LONG]))
+                await stuck.reached()
+                await cancelled(sending)
+                await until(lambda: not is_running())
+                stuck.open()
+
+    run(main())
+    assert received < len(LONG)
+
+
+def test_cancelled_while_its_body_is_read(run: Any, wire: Wire) -> None:
+    """Nobody waits for the disk; what is read at last is not sent. The others go on."""
+    answers: list[Answer] = []
+    received: dict[bytes, list[bytes]] = defaultdict(list)
+    reading = Gate()
+
+    async def main() -> None:
+        with wire.server(sorts(received)) as server:
+            async with wire.small_uploads() as uploads:
+                mine = asyncio.ensure_future(
+                    wire.put_many(uploads, server, held_up(reading), answers.append, "mine")
+                )
+                await reading.reached()
+                other = asyncio.ensure_future(wire.put_many(uploads, server, SMALL, name="other"))
+                await until(lambda: bool(uploads._thread._new))
+                await cancelled(mine)
+                reading.open()
+                assert await other is None
+
+    run(main())
+    assert not answers
+    assert received == {b"other": SMALL}
+
+
+@pytest.mark.parametrize("when", ["before its turn", "before its answer", "before its answer is read"])
+def test_cancelled_while_another_body_is_read(run: Any, wire: Wire, when: str) -> None:
+    """Nobody waits for that either, nor is told of an answer that is found later."""
+    answers: list[Answer] = []
+    received: list[bytes] = []
+    reading, asked, answered = Gate(), Gate(), Gate()
+
+    def talk(near: socket.socket) -> None:
+        received.append(receive(near, content_length(_request(near))))
+        near.sendall(DONE)
+        received.append(receive(near, content_length(_request(near))))
+        asked.wait()
+        if when == "before its answer is read":
+            near.sendall(DONE)
+        answered.wait()
+
+    async def main() -> None:
+        with wire.server(talk) as server, wire.server(takes_all([])) as others:
+            async with wire.small_uploads() as uploads:
+
+                def start() -> asyncio.Future[Any]:
+                    return asyncio.ensure_future(wire.put_many(uploads, server, SMALL, answers.append))
+
+                if when != "before its turn":
+                    mine = start()
+                    await asked.reached()
+                other = asyncio.ensure_future(wire.put_many(uploads, others, held_up(reading)))
+                await reading.reached()
+                if when == "before its turn":
+                    mine = start()
+                    await until(lambda: bool(uploads._thread._new))
+                else:
+                    asked.open()
+                    await answered.reached()
+                await cancelled(mine)
+                reading.open()
+                assert await other is None
+                await until(lambda: not is_running())
+                answered.open()
+
+    run(main())
+    assert len(answers) == (when != "before its turn")
+    assert received == ([] if when == "before its turn" else SMALL[:2])
+
+
+def test_cancelled_while_an_odd_answer_is_read_on(run: Any, wire: Wire) -> None:
+    answers: list[Answer] = []
+    waiting = Gate()
+
+    def talk(near: socket.socket) -> None:
+        receive(near, content_length(_request(near)))
+        near.sendall(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\no\r\n")
+        waiting.wait()
+        near.sendall(b"0\r\n\r\n")
+
+    async def main() -> None:
+        with wire.server(talk) as server:
+            async with wire.small_uploads() as uploads:
+                sending = asyncio.ensure_future(wire.put_many(uploads, server, SMALL, answers.append))
+                await waiting.reached()
+                await until(lambda: not is_running())  # it is another's now
+                await cancelled(sending)
+                waiting.open()
+                await asyncio.to_thread(uploads._threads.shutdown)
+
+    run(main())
+    assert not answers
+
+
+@pytest.mark.parametrize("answer", [DONE, KEPT_REFUSAL], ids=["taken", "refused"])
+def test_cancelled_when_it_is_over_it_breaks_no_connection(run: Any, wire: Wire, answer: bytes) -> None:
+    """Which may be another's by then."""
+    received: list[bytes] = []
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        with wire.server(takes_all(received, answer=answer)) as server:
+            async with wire.small_uploads() as uploads:
+
+                def put_back(connection: Any) -> None:
+                    original(connection)
+                    if threading.current_thread().name == THREAD:  # that of its request, not of its making
+                        loop.call_soon_threadsafe(sending.cancel)
+
+                original, uploads._put_back = uploads._put_back, put_back  # type: ignore[method-assign]
+                sending = asyncio.ensure_future(wire.put_many(uploads, server, [b"one"]))
+                with pytest.raises(asyncio.CancelledError):
+                    await sending
+                uploads._put_back = original  # type: ignore[method-assign]
+                await wire.put_many(uploads, server, [b"two"])
+            assert server.num_connections == 1
+
+    run(main())
+    assert received[1::2] == [b"one", b"two"]
+
+
+# --- the thread ----------------------------------------------------------------------------------------------------
+
+
+def test_it_ends_when_nothing_is_on_its_way_and_starts_again(run: Any, wire: Wire) -> None:
+    async def main() -> None:
+        with wire.server(takes_all([])) as server:
+            async with wire.small_uploads() as uploads:
+                before = descriptors()
+                for _ in range(3):
+                    await wire.put_many(uploads, server, SMALL)
+                    await until(lambda: not is_running())
+                    assert len(descriptors() - before) == 2  # the connection and the server's end of it
+            assert server.num_connections == 1
+
+    run(main())
+
+
+def test_closed_while_series_are_on_their_way(run: Any, wire: Wire) -> None:
+    """They go on as long as their connections live."""
+    received: list[bytes] = []
+    answers: dict[str, list[Answer]] = defaultdict(list)
+    held = {"usual": Gate(), "last": Gate(), "chunked": Gate()}
+
+    def talk(near: socket.socket) -> None:
+        while True:
+            head = _request(near)
+            received.append(receive(near, content_length(head)))
+            kind = head.split(b"/")[1].split(b"-")[0].decode()
+            held[kind].wait()
+            near.sendall(GOOD_ANSWERS[kind][0])
+
+    async def main() -> None:
+        with wire.server(talk) as server:
+            async with wire.small_uploads() as uploads:
+                usual, last, chunked = (
+                    asyncio.ensure_future(
+                        wire.put_many(uploads, server, SMALL[:2], answers[kind].append, kind)
+                    )
+                    for kind in held
+                )
+                for each in held.values():
+                    await each.reached()
+                uploads.close()
+                for each in held.values():
+                    each.open()
+                assert await usual is None
+                for each in (last, chunked):
+                    with pytest.raises(RuntimeError, match="after shutdown"):
+                        await each
+                assert not uploads._idle
+                with pytest.raises(RuntimeError, match="after shutdown"):
+                    await wire.put_many(uploads, server, SMALL)
+
+    run(main())
+    assert {kind: len(each) for kind, each in answers.items()} == {"usual": 2, "last": 1, "chunked": 0}
+
+
+@pytest.mark.parametrize("what", ["socketpair", "selector", "thread", "registering", "waiting"])
+def test_what_the_system_refuses_is_an_error_and_no_wait_without_end(
+    run: Any, plain: Wire, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """It may be out of descriptors, memory or threads. The next series finds everything as it was."""
+    error = OSError(errno.EMFILE, "by the test")
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise error
+
+    class Refusing(selectors.DefaultSelector):  # type: ignore[valid-type,misc]
+        def register(self, fileobj: Any, events: int, data: Any = None) -> Any:
+            return refuse() if data and what == "registering" else super().register(fileobj, events, data)
+
+        def select(self, timeout: float | None = None) -> Any:
+            return refuse() if what == "waiting" else super().select(timeout)
+
+    async def main() -> None:
+        with plain.server(takes_all([])) as server:
+            async with plain.small_uploads() as uploads:
+                sending = [plain.put_many(uploads, server, [b"body"], name=name) for name in "abc"]
+                with monkeypatch.context() as patch:
+                    match what:
+                        case "socketpair":
+                            patch.setattr(socket, "socketpair", refuse)
+                        case "selector":
+                            patch.setattr(selectors, "DefaultSelector", refuse)
+                        case "thread":
+                            patch.setattr(http_series.threading, "Thread", OneRefused(error))
+                        case _:
+                            patch.setattr(selectors, "DefaultSelector", Refusing)
+                    found = await asyncio.gather(*sending, return_exceptions=True)
+                assert error in found
+                assert set(found) <= {error, None}
+                await until(lambda: not is_running())
+                assert await plain.put_many(uploads, server, SMALL) is None
+
+    run(main())
+
+
+class OneRefused:
+    """In the place of Thread: the series' own does not start."""
+
+    def __init__(self, error: OSError) -> None:
+        self._error, self._original = error, threading.Thread
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        if options.get("name") == THREAD:
+            raise self._error
+        return self._original(*arguments, **options)
