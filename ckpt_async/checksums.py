@@ -36,9 +36,8 @@ class Digest:
 
 def checksum_of(data: bytes | memoryview, algorithm: str) -> Checksum:
     """The checksum of what is in memory, computed in the caller's thread."""
-    digest = Digest(algorithm)
-    digest.update(data)
-    return digest.checksum()
+    function, _, width = _ALGORITHMS[algorithm]
+    return _checksum(algorithm, function(data, 0), width)
 
 
 def combine(parts: Iterable[tuple[Checksum, int]], algorithm: str) -> Checksum:

@@ -214,8 +214,8 @@ class _Counter(NullObserver):
     def bytes_uploaded(self, size_bytes: int) -> None:
         self.uploaded_bytes += size_bytes
 
-    def shard_finished(self, result: str, duration_s: float) -> None:  # noqa: ARG002
-        self.uploaded_shards += result == "ok"
+    def shards_finished(self, result: str, num_shards: int, duration_s: float) -> None:  # noqa: ARG002
+        self.uploaded_shards += num_shards if result == "ok" else 0
 
 
 class _Adoption:

@@ -574,13 +574,11 @@ class Engine:
         """Those that were not sent."""
         started = self._loop.time()
         shards = [self._small_shard(action) for action in actions]
-        for _ in actions:
-            self._observer.upload_started()
+        self._observer.uploads_started(len(actions))
         try:
             checksums = await transfer.upload_many(self._store, self._requests, shards)
         finally:
-            for _ in actions:
-                self._observer.upload_ended()
+            self._observer.uploads_ended(len(actions))
         sent = {
             action: StoredShard(action.shard, shard.key, shard.size_bytes, checksum)
             for action, shard, checksum in zip(actions, shards, checksums, strict=True)
@@ -588,8 +586,7 @@ class Engine:
         }
         self._record(*(Verified(action.checkpoint, stored) for action, stored in sent.items()))
         self._observer.bytes_uploaded(sum(stored.size_bytes for stored in sent.values()))
-        for _ in sent:
-            self._observer.shard_finished("ok", self._loop.time() - started)
+        self._observer.shards_finished("ok", len(sent), self._loop.time() - started)
         return [action for action in actions if action not in sent]
 
     def _small_shard(self, action: decide.Upload) -> transfer.SmallShard:
@@ -621,7 +618,7 @@ class Engine:
             self._is_progress_new = True
             self._observer.bytes_uploaded(size_bytes)
 
-        self._observer.upload_started()
+        self._observer.uploads_started(1)
         try:
             # Microseconds on a local disk; in a thread, a cancellation would leave the descriptor open.
             source = self._open(checkpoint, local)
@@ -644,9 +641,9 @@ class Engine:
             self._fail(checkpoint, [Failed(checkpoint.id, shard.name, error.reason, str(error))])
             return
         finally:
-            self._observer.upload_ended()
+            self._observer.uploads_ended(1)
         self._record(Verified(checkpoint.id, StoredShard(shard.name, key, size_bytes, checksum)))
-        self._observer.shard_finished("ok", self._loop.time() - started)
+        self._observer.shards_finished("ok", 1, self._loop.time() - started)
         logger.debug("shard_verified key=%s size_bytes=%d", key, size_bytes)
 
     async def _send_ahead(self, action: decide.SendAhead) -> None:
@@ -692,7 +689,7 @@ class Engine:
         self._record(*failed)
         for each in failed:
             is_lost = each.reason in {FailureReason.SOURCE_CHANGED, FailureReason.SOURCE_MISSING}
-            self._observer.shard_finished(each.reason.value if is_lost else "failed", 0.0)
+            self._observer.shards_finished(each.reason.value if is_lost else "failed", 1, 0.0)
             logger.error("shard_failed %s shard=%s error=%s", checkpoint.id, each.shard, each.message)
             if not self._is_left_over(checkpoint.id) or not self._is_trainer:
                 message = f"{checkpoint.id}, shard {each.shard!r}: {each.message}"
@@ -806,7 +803,7 @@ class Engine:
         decision, is_ours = await protocol.decide_once(self._store, self._requests, wanted)
         if checkpoint.superseded and is_ours:
             for _ in checkpoint.shards:
-                self._observer.shard_finished("superseded", 0.0)
+                self._observer.shards_finished("superseded", 1, 0.0)
         self._learn(checkpoint, decision)
 
     def _learn(self, checkpoint: LocalCheckpoint, decision: Decision) -> None:

@@ -19,7 +19,7 @@ import platform
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from wsgiref.simple_server import WSGIServer
 
@@ -387,11 +387,12 @@ class _Counters:
             if (name, labels) in self._counts:
                 self._counts[name, labels] += amount
 
-    def _observe(self, name: str, value_s: float, *labels: str) -> None:
+    def _observe(self, name: str, *values_s: float, labels: tuple[str, ...] = ()) -> None:
         with self._lock:
             histogram = self._histograms.get((name, labels))
             if histogram is not None:
-                histogram.observe(value_s)
+                for value_s in values_s:
+                    histogram.observe(value_s)
 
     def describe(self) -> Iterator[Metric]:
         """What the registry asks once, so that a scrape can be restricted by name."""
@@ -461,16 +462,16 @@ class Metrics(_Counters):
     def trainer_blocked(self, duration_s: float) -> None:
         self._add("ckpt_async_trainer_blocked_seconds_total", self._run, amount=duration_s)
 
-    def upload_started(self) -> None:
+    def uploads_started(self, num_shards: int) -> None:
         with self._lock:
-            self._num_uploads += 1
+            self._num_uploads += num_shards
 
-    def upload_ended(self) -> None:
+    def uploads_ended(self, num_shards: int) -> None:
         with self._lock:
-            self._num_uploads -= 1
+            self._num_uploads -= num_shards
 
-    def request_finished(self, operation: str, duration_s: float) -> None:
-        self._observe("ckpt_async_store_request_duration_seconds", duration_s, operation)
+    def requests_finished(self, operation: str, durations_s: Sequence[float]) -> None:
+        self._observe("ckpt_async_store_request_duration_seconds", *durations_s, labels=(operation,))
 
     def attempt_failed(self, reason: FailureReason) -> None:
         self._add("ckpt_async_upload_attempt_failures_total", self._run, reason.value)
@@ -478,10 +479,10 @@ class Metrics(_Counters):
     def bytes_uploaded(self, size_bytes: int) -> None:
         self._add("ckpt_async_upload_bytes_total", self._run, amount=size_bytes)
 
-    def shard_finished(self, result: str, duration_s: float) -> None:
-        self._add("ckpt_async_uploads_total", self._run, result)
+    def shards_finished(self, result: str, num_shards: int, duration_s: float) -> None:
+        self._add("ckpt_async_uploads_total", self._run, result, amount=num_shards)
         if result == "ok":
-            self._observe("ckpt_async_upload_duration_seconds", duration_s)
+            self._observe("ckpt_async_upload_duration_seconds", *itertools.repeat(duration_s, num_shards))
 
     def checkpoint_committed(self, step: int, latency_s: float, at: float) -> None:  # noqa: ARG002  in the journal
         self._add("ckpt_async_checkpoints_committed_total", self._run)
@@ -569,8 +570,8 @@ class SweeperMetrics(_Counters, NullObserver):
         self._started_at = clock()
         self._succeeded_at: float | None = None
 
-    def request_finished(self, operation: str, duration_s: float) -> None:
-        self._observe("ckpt_async_store_request_duration_seconds", duration_s, operation)
+    def requests_finished(self, operation: str, durations_s: Sequence[float]) -> None:
+        self._observe("ckpt_async_store_request_duration_seconds", *durations_s, labels=(operation,))
 
     def attempt_failed(self, reason: FailureReason) -> None:
         self._add("ckpt_async_sweep_attempt_failures_total", reason.value)

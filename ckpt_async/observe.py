@@ -4,6 +4,7 @@ does is switched off and logged once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from ckpt_async.errors import FailureReason
@@ -18,14 +19,14 @@ class Observer(Protocol):
     def trainer_blocked(self, duration_s: float) -> None:
         """The trainer was held up in `enqueue` by the backlog or the disk."""
 
-    def upload_started(self) -> None:
-        """A shard's upload is under way, until `upload_ended`."""
+    def uploads_started(self, num_shards: int) -> None:
+        """The uploads of shards are under way, until `uploads_ended`."""
 
-    def upload_ended(self) -> None:
-        """It ended: well, badly, or cut short."""
+    def uploads_ended(self, num_shards: int) -> None:
+        """They ended: well, badly, or cut short."""
 
-    def request_finished(self, operation: str, duration_s: float) -> None:
-        """One attempt of a store request ended, well or not."""
+    def requests_finished(self, operation: str, durations_s: Sequence[float]) -> None:
+        """Single attempts of store requests ended, well or not."""
 
     def attempt_failed(self, reason: FailureReason) -> None:
         """One attempt failed; it may be retried."""
@@ -33,9 +34,9 @@ class Observer(Protocol):
     def bytes_uploaded(self, size_bytes: int) -> None:
         """The store acknowledged this many bytes of shards."""
 
-    def shard_finished(self, result: str, duration_s: float) -> None:
-        """A shard is verified (ok), gave up for now (failed), or can never be sent (source_changed,
-        source_missing, superseded).
+    def shards_finished(self, result: str, num_shards: int, duration_s: float) -> None:
+        """Shards are verified (ok), gave up for now (failed), or can never be sent (source_changed,
+        source_missing, superseded), each after `duration_s`.
         """
 
     def checkpoint_committed(self, step: int, latency_s: float, at: float) -> None:
@@ -59,12 +60,12 @@ class NullObserver:
 
     def shards_enqueued(self, num_shards: int, duration_s: float) -> None: ...
     def trainer_blocked(self, duration_s: float) -> None: ...
-    def upload_started(self) -> None: ...
-    def upload_ended(self) -> None: ...
-    def request_finished(self, operation: str, duration_s: float) -> None: ...
+    def uploads_started(self, num_shards: int) -> None: ...
+    def uploads_ended(self, num_shards: int) -> None: ...
+    def requests_finished(self, operation: str, durations_s: Sequence[float]) -> None: ...
     def attempt_failed(self, reason: FailureReason) -> None: ...
     def bytes_uploaded(self, size_bytes: int) -> None: ...
-    def shard_finished(self, result: str, duration_s: float) -> None: ...
+    def shards_finished(self, result: str, num_shards: int, duration_s: float) -> None: ...
     def checkpoint_committed(self, step: int, latency_s: float, at: float) -> None: ...
     def checkpoint_aborted(self) -> None: ...
     def checkpoint_pruned(self, location: str) -> None: ...

@@ -77,7 +77,7 @@ def decode_receipt(data: bytes, expected: CheckpointId, rank: int) -> Receipt:
         name=name,
         rank=_int(fields, "rank", 0, keys.MAX_RANK),
         world_size=_int(fields, "world_size", 1, keys.MAX_RANK + 1),
-        shards=tuple(_stored_shard(item, name, expected.generation) for item in _list(fields, "shards")),
+        shards=_stored_shards(_list(fields, "shards"), keys.data_prefix(name, expected.generation)),
         metrics=_metrics(fields),
     )
     if (receipt.checkpoint, receipt.rank) != (expected, rank):
@@ -91,17 +91,15 @@ def decode_receipt(data: bytes, expected: CheckpointId, rank: int) -> Receipt:
     return receipt
 
 
-def _stored_shard(item: object, checkpoint_name: str, generation: int) -> StoredShard:
-    fields = _object(item, "shard")
-    shard = StoredShard(
-        name=_relative(fields, "name"),
-        key=_str(fields, "key"),
-        size_bytes=_int(fields, "size_bytes", 0, 1 << 60),
-        checksum=_checksum(fields),
-    )
-    if shard.key != keys.data_key(checkpoint_name, generation, shard.name):
-        raise InvalidRecordError(f"receipt: key {shard.key!r} is not that of shard {shard.name!r}")
-    return shard
+def _stored_shards(items: Iterable[object], prefix: str) -> tuple[StoredShard, ...]:
+    found = []
+    for item in items:
+        fields = _object(item, "shard")
+        name, key = _relative(fields, "name"), _str(fields, "key")
+        if key != prefix + name:
+            raise InvalidRecordError(f"receipt: key {key!r} is not that of shard {name!r}")
+        found.append(StoredShard(name, key, _int(fields, "size_bytes", 0, 1 << 60), _checksum(fields)))
+    return tuple(found)
 
 
 # --- decisions, latest, generations ------------------------------------------------------------------------
@@ -400,19 +398,29 @@ def _object(value: object, what: str) -> Json:
 
 
 def _typed(fields: Mapping[str, Any], name: str, is_right: Callable[[Any], bool]) -> Any:
-    if name not in fields:
-        raise InvalidRecordError(f"field {name!r} is missing")
-    if not is_right(fields[name]):
-        raise InvalidRecordError(f"field {name!r} has the value {_shown(fields[name])}")
+    if name not in fields or not is_right(fields[name]):
+        raise _unfit(fields, name)
     return fields[name]
 
 
+def _unfit(fields: Mapping[str, Any], name: str) -> InvalidRecordError:
+    if name not in fields:
+        return InvalidRecordError(f"field {name!r} is missing")
+    return InvalidRecordError(f"field {name!r} has the value {_shown(fields[name])}")
+
+
 def _str(fields: Mapping[str, Any], name: str) -> str:
-    return str(_typed(fields, name, lambda value: isinstance(value, str)))
+    value = fields.get(name)
+    if not isinstance(value, str):
+        raise _unfit(fields, name)
+    return value
 
 
 def _int(fields: Mapping[str, Any], name: str, low: int, high: int) -> int:
-    return int(_typed(fields, name, lambda value: type(value) is int and low <= value <= high))
+    value = fields.get(name)
+    if type(value) is not int or not low <= value <= high:
+        raise _unfit(fields, name)
+    return value
 
 
 def _float(fields: Mapping[str, Any], name: str) -> float:

@@ -322,8 +322,7 @@ class Requests:
         try:
             await self._heeded(operation, lambda: self._admitted(size_bytes, once, num_requests))
         finally:
-            for duration_s in durations_s:
-                self._observer.request_finished(operation, duration_s)
+            self._observer.requests_finished(operation, durations_s)
 
     async def _admitted(
         self, size_bytes: int, attempt: Callable[[Progress], Awaitable[T]], num_requests: int = 1
@@ -378,7 +377,7 @@ class Requests:
         try:
             return await self._heeded(operation, once)
         finally:
-            self._observer.request_finished(operation, loop.time() - started)
+            self._observer.requests_finished(operation, [loop.time() - started])
 
     async def _heeded(self, operation: str, once: Callable[[], Awaitable[T]]) -> T:
         """Its error is classified, the store's health noted."""

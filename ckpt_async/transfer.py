@@ -459,7 +459,7 @@ async def read_back(
 SMALL_BYTES = 256 << 10
 # Sent on one connection, and recorded together: enough to share what a series costs by itself, few enough that its end
 # is soon known.
-SERIES_SHARDS, SERIES_BYTES = 32, 4 * MIB
+SERIES_SHARDS, SERIES_BYTES = 64, 4 * MIB
 
 
 @dataclass(frozen=True, slots=True)

@@ -148,12 +148,12 @@ def report_everything(metrics: Metrics) -> None:
     """Every fact of an Observer, with every value it may have."""
     metrics.shards_enqueued(1, 0.002)
     for operation in module.OPERATIONS:
-        metrics.request_finished(operation, 0.2)
+        metrics.requests_finished(operation, [0.2])
     for reason in FailureReason:
         metrics.attempt_failed(reason)
     metrics.bytes_uploaded(1 << 40)
     for result in module.RESULTS:
-        metrics.shard_finished(result, 12.0)
+        metrics.shards_finished(result, 1, 12.0)
     metrics.checkpoint_committed(300, 40.0, 1.7e9)
     metrics.checkpoint_aborted()
     for location in module.LOCATIONS:
@@ -252,7 +252,7 @@ def test_everything_the_package_reports_is_counted():
                     reported.setdefault(node.func.attr, set()).add(first.value)
     operations = reported["control"] | reported["bulk"]
     assert {"put", "upload_part", "list"} <= operations <= set(module.OPERATIONS)
-    assert {"ok"} <= reported["shard_finished"] <= set(module.RESULTS)
+    assert {"ok"} <= reported["shards_finished"] <= set(module.RESULTS)
     assert reported["checkpoint_pruned"] <= set(module.LOCATIONS)
 
 
@@ -285,8 +285,8 @@ def test_facts_are_counted(metrics):
 def test_an_observer_never_raises(metrics):
     """A value no definition knows, a clock set back, a duration that is no number: training goes on."""
     before = scrape(metrics)
-    metrics.request_finished("dance", 1.0)
-    metrics.shard_finished("lost in space", 1.0)
+    metrics.requests_finished("dance", [1.0])
+    metrics.shards_finished("lost in space", 1, 1.0)
     metrics.checkpoint_pruned("moon")
     assert scrape(metrics).keys() == before.keys()
     metrics.shards_enqueued(1, -5.0)
@@ -298,7 +298,7 @@ def test_an_observer_never_raises(metrics):
 
 def test_buckets_are_cumulative_and_inclusive(metrics):
     for duration_s in (0.1, 0.10001, 30.0, 3600.0, 3600.5, 9e9):
-        metrics.shard_finished("ok", duration_s)
+        metrics.shards_finished("ok", 1, duration_s)
     report_everything(metrics)
     buckets: dict[tuple[str, tuple[tuple[str, str], ...]], list[tuple[float, float]]] = {}
     samples = scrape(metrics)

@@ -16,7 +16,7 @@ import os
 import signal
 import socket
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -373,14 +373,14 @@ class _Facts(NullObserver):
         self.observed.append(fact)
         self._on_fact()
 
-    def upload_started(self) -> None:
-        self._note("upload_started")
+    def uploads_started(self, num_shards: int) -> None:
+        self._note("uploads_started", num_shards)
 
-    def upload_ended(self) -> None:
-        self._note("upload_ended")
+    def uploads_ended(self, num_shards: int) -> None:
+        self._note("uploads_ended", num_shards)
 
-    def request_finished(self, operation: str, duration_s: float) -> None:
-        self._note("request_finished", operation, duration_s)
+    def requests_finished(self, operation: str, durations_s: Sequence[float]) -> None:
+        self._note("requests_finished", operation, list(durations_s))
 
     def attempt_failed(self, reason: FailureReason) -> None:
         self._note("attempt_failed", reason)
@@ -388,8 +388,8 @@ class _Facts(NullObserver):
     def bytes_uploaded(self, size_bytes: int) -> None:
         self._note("bytes_uploaded", size_bytes)
 
-    def shard_finished(self, result: str, duration_s: float) -> None:
-        self._note("shard_finished", result, duration_s)
+    def shards_finished(self, result: str, num_shards: int, duration_s: float) -> None:
+        self._note("shards_finished", result, num_shards, duration_s)
 
     def checkpoint_committed(self, step: int, latency_s: float, at: float) -> None:
         self._note("checkpoint_committed", step, latency_s, at)

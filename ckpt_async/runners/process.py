@@ -365,8 +365,7 @@ class _View:
     def detach(self) -> None:
         """It is gone, with all uploads that were under way."""
         self._channel = None
-        for _ in range(self._num_uploads):
-            self._observer.upload_ended()
+        self._observer.uploads_ended(self._num_uploads)
         self._num_uploads = 0
 
     def take(self, report: dict[str, Any]) -> None:
@@ -392,5 +391,6 @@ class _View:
     def _observe(self, name: str, values: list[Any]) -> None:
         if name == "attempt_failed":
             values = [FailureReason(values[0])]
-        self._num_uploads += (name == "upload_started") - (name == "upload_ended")
+        if name in ("uploads_started", "uploads_ended"):
+            self._num_uploads += values[0] if name == "uploads_started" else -values[0]
         getattr(self._observer, name)(*values)

@@ -244,17 +244,20 @@ def host_of(url: SplitResult) -> str:
 
 def head_of(url: SplitResult, headers: Mapping[str, str | bytes]) -> bytes:
     target = f"{url.path}?{url.query}" if url.query else url.path
-    lines = [f"PUT {target} HTTP/1.1"]
-    if not any(name.lower() == "host" for name in headers):  # some versions of the SDK give it
-        lines.append(f"Host: {host_of(url)}")
-    lines += [
-        f"{name}: {value if isinstance(value, str) else value.decode('latin-1')}"
+    if not any(name.lower() == "host" for name in headers):
+        headers = {"Host": host_of(url), **headers}  # some versions of the SDK give it
+    return f"PUT {target} HTTP/1.1\r\n{lines_of(headers)}\r\n".encode("latin-1")
+
+
+def lines_of(headers: Mapping[str, str | bytes]) -> str:
+    """As they stand in a request. Raises ValueError if one of them would be more than a line."""
+    lines = "".join(
+        f"{name}: {value if isinstance(value, str) else value.decode('latin-1')}\r\n"
         for name, value in headers.items()
-    ]
-    head = "\r\n".join(lines)
-    if head.count("\n") != len(lines) - 1 or head.count("\r") != len(lines) - 1:
+    )
+    if lines.count("\n") != len(headers) or lines.count("\r") != len(headers):
         raise ValueError("a header of the request has a line break in it")
-    return f"{head}\r\n\r\n".encode("latin-1")
+    return lines
 
 
 class UnusualAnswerError(Exception):

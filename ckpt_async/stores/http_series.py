@@ -16,7 +16,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
@@ -25,7 +25,6 @@ from ckpt_async.stores.http_bodies import (
     Exchange,
     UnusualAnswerError,
     complete_answer,
-    head_of,
     let_block,
     without_interim,
 )
@@ -34,8 +33,8 @@ from ckpt_async.stores.http_ranges import Answer, Connections, Flight
 # How often deadlines are looked at.
 TICK_S = 1.0
 
-# URL, headers and data of one small object.
-Put = tuple[str, Mapping[str, str | bytes], bytes]
+# The request for one small object, up to its body; the body.
+Put = tuple[bytes, bytes]
 
 
 class SmallUploads(Connections):
@@ -159,8 +158,7 @@ class _Line:
         if put is None or self.is_last:
             self.put, self.is_over = put, True
             return
-        url, headers, data = put
-        head = head_of(urlsplit(url), headers)
+        head, data = put
         self.flight.uses(self.socket)
         # OpenSSL wants to see the same bytes again after it was told to wait.
         self._unsent = [memoryview(head + data)] if self._is_tls else [memoryview(head), memoryview(data)]

@@ -78,6 +78,11 @@ T = TypeVar("T")
 # full-object; CRC32C can also be a composite "…-N", which says nothing about the whole (S3 user guide,
 # "Checking object integrity").
 _FIELDS = {"crc64nvme": "ChecksumCRC64NVME", "crc32c": "ChecksumCRC32C"}
+_HEADERS = (
+    ("ETag", "etag"),
+    ("ChecksumType", "x-amz-checksum-type"),
+    *((field, f"x-amz-checksum-{algorithm}") for algorithm, field in _FIELDS.items()),
+)
 
 # How a condition is refused: 409 is S3's answer to two at once, and 404 that of an If-Match on nothing
 # (S3 user guide, "Conditional writes").
@@ -179,11 +184,11 @@ class S3Store:
             return
         put = SmallPut("", b"", Checksum("", ""))  # the one under way
 
-        def requests() -> Iterator[tuple[str, dict[str, str], bytes]]:
+        def requests() -> Iterator[tuple[bytes, bytes]]:
             nonlocal put
             for put in puts:
                 name = self._root + check_key(put.key, "put_object")
-                yield *pattern.request(name, len(put.data), put.checksum, credentials, time.time()), put.data
+                yield pattern.head(name, len(put.data), put.checksum, credentials, time.time()), put.data
 
         def answered(answer: Answer) -> None:
             response = _response(answer)
@@ -192,7 +197,7 @@ class S3Store:
 
         with translating("put_object", "", self._place):
             credentials = await self._credentials.get_frozen_credentials()
-            refused = await self._small_uploads.put_many(pattern.base_url, requests(), answered)
+            refused = await self._small_uploads.put_many(pattern.origin, requests(), answered)
         if refused is not None:
             self._check_pattern("put_object", refused)
             raise refusal(refused.as_sdk_response(), "put_object", put.key, self._place)
@@ -701,9 +706,7 @@ def _part_parameters(part: StoredPart) -> dict[str, Any]:
 
 def _response(answer: Answer) -> Response:
     """An answer past the SDK, as the SDK parses it."""
-    said = {"ETag": answer.headers.get("etag"), "ChecksumType": answer.headers.get("x-amz-checksum-type")}
-    said |= {field: answer.headers.get(f"x-amz-checksum-{algorithm}") for algorithm, field in _FIELDS.items()}
-    return {field: value for field, value in said.items() if value}
+    return {field: value for field, name in _HEADERS if (value := answer.headers.get(name))}
 
 
 def _checksum(response: Response) -> Checksum | None:

@@ -19,7 +19,7 @@ from typing import Protocol, Self
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
 from ckpt_async.model import Checksum
-from ckpt_async.stores.http_bodies import host_of
+from ckpt_async.stores.http_bodies import host_of, lines_of
 
 _AUTHORIZATION = re.compile(
     r"AWS4-HMAC-SHA256 Credential=[^/]+/[0-9]{8}/([^/]+)/s3/aws4_request,.*", re.DOTALL
@@ -48,7 +48,8 @@ class Credentials(Protocol):
 class PutPattern:
     """A PutObject or UploadPart without what is one body's."""
 
-    base_url: str  # up to the key
+    origin: str  # scheme and host
+    base_path: str  # up to the key
     headers: tuple[tuple[str, str], ...]  # names in lower case
     region: str
 
@@ -70,7 +71,9 @@ class PutPattern:
         if signed is None or not is_ours or not url.endswith(f"/{_quoted(key)}"):
             return None
         kept = ((name, told[name]) for name in told.keys() - _OWN if not name.startswith(_CHECKSUM))
-        return cls(url.removesuffix(_quoted(key)), tuple(sorted(kept)), signed[1])
+        parts = urlsplit(url)
+        base_path = parts.path.removesuffix(_quoted(key))
+        return cls(f"{parts.scheme}://{parts.netloc}", base_path, tuple(sorted(kept)), signed[1])
 
     def request(
         self,
@@ -82,15 +85,31 @@ class PutPattern:
         query: Mapping[str, str] = _NONE,
     ) -> tuple[str, dict[str, str]]:
         """URL and headers to put a body of this size and checksum, signed at `now` (seconds since the epoch)."""
-        url = self.base_url + _quoted(key)
-        asked = urlencode(sorted(query.items()), quote_via=quote, safe="~") if query else ""
-        stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(now))
-        secrets = (credentials.access_key, credentials.secret_key, credentials.token or "")
-        frame = _frame(
-            self.headers, self.base_url, self.region, size_bytes, checksum.algorithm, secrets, stamp
-        )
-        path = url[frame.origin_size :]
-        return f"{url}?{asked}" if asked else url, frame.signed(path, asked, checksum.value)
+        path = self.base_path + _quoted(key)
+        asked = urlencode(sorted(query.items()), quote_via=quote, safe="~")
+        frame = _frame(self, size_bytes, checksum.algorithm, _frozen(credentials), int(now))
+        headers = {
+            **frame.headers,
+            frame.checksum_header: checksum.value,
+            "authorization": frame.authorization(path, asked, checksum.value),
+        }
+        return f"{self.origin}{path}?{asked}" if asked else f"{self.origin}{path}", headers
+
+    def head(
+        self, key: str, size_bytes: int, checksum: Checksum, credentials: Credentials, now: float
+    ) -> bytes:
+        """`request` as it is sent, up to the body."""
+        path = self.base_path + _quoted(key)
+        frame = _frame(self, size_bytes, checksum.algorithm, _frozen(credentials), int(now))
+        authorization = frame.authorization(path, "", checksum.value)
+        return (
+            f"PUT {path} HTTP/1.1\r\n{frame.lines}{frame.checksum_header}: {checksum.value}\r\n"
+            f"authorization: {authorization}\r\n\r\n"
+        ).encode("latin-1")
+
+
+def _frozen(credentials: Credentials) -> tuple[str, str, str]:
+    return credentials.access_key, credentials.secret_key, credentials.token or ""
 
 
 def _quoted(key: str) -> str:
@@ -101,44 +120,38 @@ def _quoted(key: str) -> str:
 class _Frame:
     """What the requests of one second for bodies of one size have in common: all but path, query and checksum."""
 
-    origin_size: int  # of the URL, up to the path
     headers: Mapping[str, str]
+    lines: str  # the same, as they are sent
     checksum_header: str
     before_checksum: str  # of the headers as they are signed
     after_checksum: str
     to_sign: str
     key: bytes
-    authorization: str
+    before_signature: str
 
-    def signed(self, path: str, query: str, checksum: str) -> dict[str, str]:
-        """The headers, with a signature of version 4 over all but the user agent, as S3 wants it: the path is encoded
-        once, the body not signed (https://docs.aws.amazon.com/AmazonS3/latest/API/sig-v4-header-based-auth.html).
+    def authorization(self, path: str, query: str, checksum: str) -> str:
+        """With a signature of version 4 over all headers but the user agent, as S3 wants it: the path is encoded once,
+        the body not signed (https://docs.aws.amazon.com/AmazonS3/latest/API/sig-v4-header-based-auth.html).
         """
         canonical = f"PUT\n{path}\n{query}\n{self.before_checksum}{checksum}{self.after_checksum}"
         to_sign = self.to_sign + hashlib.sha256(canonical.encode()).hexdigest()
-        signature = hmac.digest(self.key, to_sign.encode(), "sha256").hex()
-        return {
-            **self.headers,
-            self.checksum_header: checksum,
-            "authorization": self.authorization + signature,
-        }
+        return self.before_signature + hmac.digest(self.key, to_sign.encode(), "sha256").hex()
 
 
 @functools.lru_cache(maxsize=64)
 def _frame(
-    headers: tuple[tuple[str, str], ...],
-    base_url: str,
-    region: str,
+    pattern: PutPattern,
     size_bytes: int,
     algorithm: str,
     secrets: tuple[str, str, str],
-    stamp: str,
+    now_s: int,
 ) -> _Frame:
     access_key, secret_key, token = secrets
-    parts, checksum_header = urlsplit(base_url), f"{_CHECKSUM}{algorithm}"
+    stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(now_s))
+    checksum_header = f"{_CHECKSUM}{algorithm}"
     told = {
-        **dict(headers),
-        "host": host_of(parts),
+        **dict(pattern.headers),
+        "host": host_of(urlsplit(pattern.origin)),
         "content-length": str(size_bytes),
         "x-amz-date": stamp,
     }
@@ -147,17 +160,18 @@ def _frame(
     names = sorted((told.keys() | {checksum_header}) - {"user-agent"})
     lines = [f"{name}:{' '.join(told.get(name, '').split())}" for name in names]
     index = names.index(checksum_header) + 1
-    scope = f"{stamp[:8]}/{region}/s3/aws4_request"
+    scope = f"{stamp[:8]}/{pattern.region}/s3/aws4_request"
     signed_headers = ";".join(names)
+    signer = f"Credential={access_key}/{scope}, SignedHeaders={signed_headers}"
     return _Frame(
-        origin_size=len(f"{parts.scheme}://{parts.netloc}"),
         headers=told,
+        lines=lines_of(told),
         checksum_header=checksum_header,
         before_checksum="\n".join(lines[:index]),
         after_checksum="\n".join(["", *lines[index:], "", signed_headers, _UNSIGNED]),
         to_sign=f"AWS4-HMAC-SHA256\n{stamp}\n{scope}\n",
-        key=_signing_key(secret_key, stamp[:8], region),
-        authorization=f"AWS4-HMAC-SHA256 Credential={access_key}/{scope}, SignedHeaders={signed_headers}, Signature=",
+        key=_signing_key(secret_key, stamp[:8], pattern.region),
+        before_signature=f"AWS4-HMAC-SHA256 {signer}, Signature=",
     )
 
 

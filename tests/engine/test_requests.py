@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -23,9 +24,9 @@ class Counting(NullObserver):
         self.failures: list[FailureReason] = []
         self.finished: list[str] = []
 
-    def request_finished(self, operation: str, duration_s: float) -> None:
-        assert duration_s >= 0
-        self.finished.append(operation)
+    def requests_finished(self, operation: str, durations_s: Sequence[float]) -> None:
+        assert all(each >= 0 for each in durations_s)
+        self.finished += [operation] * len(durations_s)
 
     def attempt_failed(self, reason: FailureReason) -> None:
         self.failures.append(reason)

@@ -14,10 +14,12 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
 from ckpt_async.stores import http_bodies, http_series
+from ckpt_async.stores.http_bodies import head_of
 from ckpt_async.stores.http_ranges import Answer, Flight
 from ckpt_async.stores.http_series import Put, SmallUploads
 from tests.restore.test_http_ranges import PATIENCE_S, Talk, _request, _Server
@@ -56,9 +58,10 @@ class Wire(test_http_bodies.Wire):
         finally:
             uploads.close()
 
-    def puts(self, server: _Server, bodies: Iterable[bytes], name: str = "key") -> Iterator[Put]:
+    def puts(self, bodies: Iterable[bytes], name: str = "key") -> Iterator[Put]:
         for number, data in enumerate(bodies):
-            yield self.url(server, f"{name}-{number}"), {"Content-Length": str(len(data))}, data
+            url = urlsplit(f"{self._scheme}://localhost/{name}-{number}")
+            yield head_of(url, {"Content-Length": str(len(data))}), data
 
     def put_many(
         self,
@@ -68,7 +71,7 @@ class Wire(test_http_bodies.Wire):
         answered: Callable[[Answer], None] = lambda _: None,
         name: str = "key",
     ) -> Coroutine[Any, Any, Answer | None]:
-        return uploads.put_many(self.url(server), self.puts(server, bodies, name), answered)
+        return uploads.put_many(self.url(server), self.puts(bodies, name), answered)
 
 
 class Gate:

@@ -4,7 +4,7 @@ import datetime as dt
 from collections.abc import Mapping
 from typing import Any
 from unittest import mock
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 import botocore.auth
 import pytest
@@ -20,6 +20,7 @@ from ckpt_async.errors import FailureReason, IntegrityError, StoreError
 from ckpt_async.files import Folder
 from ckpt_async.store import BytesBody, Create, SmallPut
 from ckpt_async.stores import StoreOptions, open_store
+from ckpt_async.stores.http_bodies import head_of
 from ckpt_async.stores.s3_pattern import PutPattern
 from ckpt_async.transfer import FileBody, Source
 from tests.faults.proxy import Fault, FaultProxy
@@ -109,6 +110,8 @@ def test_signed_as_the_sdk_signs(
     assert {name.lower(): value for name, value in wanted.headers.items()} | {"host": host} == headers
     assert fixed.items() - {("User-Agent", "ckpt")} <= headers.items()
     assert headers["x-amz-checksum-crc64nvme"] == CHECKSUM.value
+    url, headers = pattern.request(second, 1, CHECKSUM, credentials, now)
+    assert pattern.head(second, 1, CHECKSUM, credentials, now) == head_of(urlsplit(url), headers)
 
 
 @pytest.mark.parametrize(
