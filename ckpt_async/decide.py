@@ -96,7 +96,8 @@ class Upload:
     shard: str
 
     def __hash__(self) -> int:
-        return hash(self.shard)  # a string remembers it, and ten thousand are looked up again and again
+        # A string remembers its own, and ten thousand are looked up again and again; in a backlog many have one name.
+        return hash(self.shard) ^ self.checkpoint.step
 
 
 @dataclass(frozen=True, slots=True)

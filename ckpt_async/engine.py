@@ -359,11 +359,12 @@ class Engine:
                 await self._woken.wait()
 
     async def _cancel_all(self) -> None:
-        self._uploads.clear()
-        tasks = list(self._running.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        while self._running:  # one that ends just now may still begin the next
+            self._uploads.clear()
+            tasks = set(self._running.values())
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
         if self._crash.done():
             self._crash.exception()  # it was raised, or something worse is being raised
 

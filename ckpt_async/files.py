@@ -177,14 +177,17 @@ class Folder:
             fcntl.flock(descriptor, fcntl.LOCK_UN)  # also of the copy in a child that was forked meanwhile
             os.close(descriptor)
 
-    def walk(self, relative: str) -> list[str]:
-        """`relative` itself if it is a regular file, else every regular file below it, sorted.
+    def walk(self, *relative: str) -> list[str]:
+        """Of each, itself if it is a regular file, else every regular file below it, sorted; none twice.
 
         Raises InvalidShardError if anything is neither a file nor a folder: a symlink could lead anywhere,
         a FIFO would hang the upload.
         """
         with self._locked(fcntl.LOCK_SH):
             pass  # what `remove_source` took away by mistake is back
+        return list(dict.fromkeys(found for each in relative for found in self._files(each)))
+
+    def _files(self, relative: str) -> list[str]:
         here = relative
         try:
             mode = os.lstat(f"{self.path}/{relative}").st_mode  # `link` refuses a symlink on the way

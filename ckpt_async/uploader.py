@@ -232,7 +232,7 @@ class Uploader:
         parts = (
             [root] if files is None else [f"{root}/{naming.check_relative(each, 'file')}" for each in files]
         )
-        sources = [source for part in parts for source in self._folder.walk(part)]
+        sources = self._folder.walk(*parts)
         if not sources:
             raise InvalidShardError(f"folder {os.fspath(path)!r} has no files")
         parent = root if sources != [root] else root.rpartition("/")[0]

@@ -22,6 +22,7 @@ from ckpt_async.errors import (
     DestinationError,
     NoSpaceError,
 )
+from ckpt_async.files import fsync_path
 from ckpt_async.model import CheckpointId
 from ckpt_async.naming import check_relative
 from ckpt_async.restore import discovery
@@ -187,6 +188,7 @@ class _Fetching:
         self._total_bytes = 0
         self._bytes_from: Counter[str] = Counter()
         self._published: list[Path] = []
+        self._made: set[Path] = set()
 
     async def run(self, files: list[RemoteFile], num_at_once: int) -> FetchReport:
         began = time.monotonic()
@@ -198,8 +200,10 @@ class _Fetching:
         except OSError as error:
             raise DestinationError(f"cannot write to {str(self._destination)!r}: {error.strerror}") from error
         at_once = asyncio.Semaphore(num_at_once)
-        there = await all_or_none(self._was_there(file, at_once) for file in files)
-        left = [file for file, is_there in zip(files, there, strict=True) if not is_there]
+        taken = await in_thread(lambda: [file for file in files if os.path.lexists(self._target(file))])
+        there = await all_or_none(self._was_there(file, at_once) for file in taken)
+        done = {file.name for file, is_there in zip(taken, there, strict=True) if is_there}
+        left = [file for file in files if file.name not in done]
         self._check_space(left)
         if left:
             try:
@@ -208,10 +212,22 @@ class _Fetching:
             except (DamagedCheckpointError, CheckpointGoneError):
                 self._take_back(left)
                 raise
+        await in_thread(self._sync_folders, files)
         with contextlib.suppress(OSError):
             self._partials.rmdir()  # not empty: another process fetches
         paths = {file.name: self._target(file) for file in files}
         return FetchReport(paths, dict(self._bytes_from), time.monotonic() - began)
+
+    def _sync_folders(self, files: list[RemoteFile]) -> None:
+        """Also those of files that another process has published, which may not have come to this yet."""
+        folders = {self._destination}
+        for file in files:
+            folder = self._target(file).parent
+            while folder not in folders:
+                folders.add(folder)
+                folder = folder.parent
+        for folder in folders:
+            fsync_path(folder)
 
     def _take_back(self, files: list[RemoteFile]) -> None:
         """A checkpoint that cannot be had leaves nothing that could be taken for part of another one."""
@@ -285,12 +301,13 @@ class _Fetching:
             try:
                 self._make_parent(target)
                 async with locked(self._partial_path(file), file.size_bytes, algorithm) as partial:
-                    if await in_thread(self._is_there, file):
-                        self._note("there", file.size_bytes)  # another process was faster
+                    resumed_bytes = await in_thread(self._prepare, partial, file)
+                    if resumed_bytes is None:
+                        self._note("there", file.size_bytes)
                         discard(self._partial_path(file))
                         return
                     got: Counter[str] = Counter()
-                    self._note("resumed", await in_thread(partial.prepare), got)
+                    self._note("resumed", resumed_bytes, got)
                     await self._fill(partial, file, lease, got)
                     await in_thread(self._publish, partial, target)
             except OSError as error:
@@ -303,12 +320,19 @@ class _Fetching:
                     ) from error
                 raise DestinationError(f"cannot write {str(target)!r}: {error}") from error
 
+    def _prepare(self, partial: PartialFile, file: RemoteFile) -> int | None:
+        """How much of it an earlier fetch has left; None if another process was faster."""
+        return None if self._is_there(file) else partial.prepare()
+
     def _make_parent(self, target: Path) -> None:
+        if target.parent in self._made:
+            return
         if Path(os.path.realpath(target.parent)) != target.parent:
             raise DestinationError(
                 f"a symbolic link leads out of the destination on the way to {str(target)!r}"
             )
         target.parent.mkdir(parents=True, exist_ok=True)
+        self._made.add(target.parent)
 
     def _publish(self, partial: PartialFile, target: Path) -> None:
         partial.publish(target)

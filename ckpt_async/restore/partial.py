@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from ckpt_async.checksums import Digest, combine
-from ckpt_async.files import fsync_path
 from ckpt_async.model import Checksum
 
 # One range is one request and one line of the record. Measured on loopback: 16 MiB cost a tenth of the throughput.
@@ -31,12 +30,16 @@ class PartialFile:
             offset: min(RANGE_BYTES, size_bytes - offset) for offset in range(0, size_bytes, RANGE_BYTES)
         }
         self._whole: dict[int, Checksum] = {}
+        # A single range is published when it is whole.
+        self._is_recorded = len(self._sizes) > 1
 
     def prepare(self) -> int:
         """Give it its size, and read what an earlier fetch recorded: a range counts if its bytes still have the
         checksum they arrived with. Returns the bytes that need not be fetched again.
         """
         os.ftruncate(self._descriptor, self._size_bytes)
+        if not self._is_recorded:
+            return 0
         with contextlib.suppress(FileNotFoundError):
             for line in self._record.read_text("ascii", "replace").splitlines():
                 offset, _, value = line.partition(" ")
@@ -73,8 +76,9 @@ class PartialFile:
 
     def finished(self, offset: int, checksum: Checksum) -> None:
         """All of the range is written."""
-        with self._record.open("a", encoding="ascii") as record:
-            record.write(f"{offset} {checksum.value}\n")
+        if self._is_recorded:
+            with self._record.open("a", encoding="ascii") as record:
+                record.write(f"{offset} {checksum.value}\n")
         self._whole[offset] = checksum
 
     def checksum_of_range(self, offset: int) -> Checksum:
@@ -90,11 +94,11 @@ class PartialFile:
         self._record.unlink(missing_ok=True)
 
     def publish(self, target: Path) -> None:
-        """Move it to its place, atomically; durable on return."""
+        """Move it to its place, atomically. Its bytes are durable then, its name once the folder has been fsynced."""
         os.fsync(self._descriptor)
         os.replace(self._path, target)
-        fsync_path(target.parent)
-        self._record.unlink(missing_ok=True)
+        if self._is_recorded:
+            self._record.unlink(missing_ok=True)
 
 
 @contextlib.asynccontextmanager

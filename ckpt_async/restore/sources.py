@@ -57,9 +57,7 @@ class StoreSource:
     async def get_range(self, offset: int, size_bytes: int, sink: SinkFactory) -> None:
         async def attempt(progress: Progress) -> None:
             self._lease.check()
-            inner = sink()
-
-            tell_at = 0.0
+            inner, tell_at = sink(), time.monotonic() + TELL_S
 
             def told(piece: memoryview) -> None:
                 nonlocal tell_at

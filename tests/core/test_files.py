@@ -5,6 +5,7 @@ import fcntl
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -355,6 +356,9 @@ def test_lock_that_a_fork_of_a_killed_process_holds_delays_but_does_not_stall(
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         assert folder.walk("step-1") == ["step-1/a"]
+        began = time.monotonic()
+        assert folder.walk(*["step-1/a"] * 100, "step-1") == ["step-1/a"]
+        assert time.monotonic() - began < 100 * files.REMOVAL_S  # once for all of them
         assert folder.remove_source("step-1/a", identity)
     finally:
         os.close(descriptor)

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from ckpt_async import CheckpointAbortedError, Uploader, transfer
+from ckpt_async import CheckpointAbortedError, Uploader, decide, transfer
 from ckpt_async import engine as engine_module
 from ckpt_async.checksums import checksum_of
+from ckpt_async.engine import Engine
 from ckpt_async.errors import FailureReason, JournalError
 from ckpt_async.files import Folder
 from ckpt_async.journal import Journal
@@ -491,3 +492,43 @@ def test_a_journal_that_is_full_loses_nothing(opened: Open, monkeypatch: pytest.
         uploader.wait(1, timeout_s=30)
     assert decisions(store) == {CheckpointId(1, 1): "commit"}
     assert not restarts
+
+
+def test_a_backlog_of_checkpoints_with_shards_of_the_same_names_is_looked_up_quickly() -> None:
+    """Through an outage each round would compare every checkpoint with every other."""
+    uploads = [decide.Upload(CheckpointId(1, step), "rank0.pt") for step in range(0, 100_000, 100)]
+    assert len({hash(each) for each in uploads}) > 990
+
+
+def test_what_a_series_could_not_send_is_not_begun_when_the_engine_stops(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would go on after the rank's lock was released."""
+    perform, work = Engine._perform_series, Engine.run
+    left: list[int] = []
+    ended = threading.Event()
+
+    async def stopping(engine: Engine, actions: Any) -> None:
+        await perform(engine, actions)
+        engine._is_stopping = True
+        engine._woken.set()  # it stops before it hears of the end of this series
+
+    async def noting(engine: Engine) -> None:
+        try:
+            await work(engine)
+        finally:
+            left.append(len(engine._running))
+            ended.set()
+
+    class Busy(Meddled):
+        async def before(self, operation: str, key: str) -> None:
+            if operation == "put" and key.startswith("ckpt/"):
+                raise trouble(FailureReason.THROTTLED)
+
+    monkeypatch.setattr(Engine, "_perform_series", stopping)
+    monkeypatch.setattr(Engine, "run", noting)
+    with opened(Busy()) as uploader:
+        save(uploader, 1)
+        assert ended.wait(30)
+        uploader.close(timeout_s=0)
+    assert left == [0]

@@ -370,7 +370,7 @@ def test_many_at_once_in_one_process(run_: Run, tmp_path: Path, num_gets: list[s
 
 
 def test_the_watchdog_is_told_now_and_then(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the first slice, and of one every tenth of a second: not of each, which would keep the event loop awake."""
+    """Of one slice every tenth of a second: not of each, which would keep the event loop awake."""
     now_s, told_at = 1000.0, []
     monkeypatch.setattr(sources, "time", SimpleNamespace(monotonic=lambda: now_s))
 
@@ -396,7 +396,7 @@ def test_the_watchdog_is_told_now_and_then(run: Any, monkeypatch: pytest.MonkeyP
     )
     run(source.get_range(0, 100, lambda: lambda piece: taken.append(len(piece))))
     assert sum(taken) == 100
-    assert told_at[0] == 1000.0
+    assert told_at[0] < 1000.2
     gaps_s = [after - before for before, after in pairwise(told_at)]
     assert 8 <= len(gaps_s) <= 10
     assert max(gaps_s) < 0.2
