@@ -79,7 +79,7 @@ class Status:
             parts = [f"last committed step {self.last_committed.step}, {ago} ago"]
         pending = self.pending
         if pending:
-            parts.append(_newest(pending[-1]))
+            parts.append(_newest(pending[-1], self.ranks))
             if len(pending) > 1:
                 parts.append(
                     f"{len(pending) - 1} more {_plural(len(pending) - 1, 'checkpoint')} pending"
@@ -178,7 +178,7 @@ def _state(parts: list[LocalCheckpoint]) -> str:
     return "waiting" if all(each.is_verified for each in parts) else "uploading"
 
 
-def _newest(checkpoint: CheckpointStatus) -> str:
+def _newest(checkpoint: CheckpointStatus, ranks_here: tuple[int, ...]) -> str:
     step, percent = f"step {checkpoint.id.step}", f"{checkpoint.percent} % uploaded"
     match checkpoint.state:
         case "lost":
@@ -187,6 +187,9 @@ def _newest(checkpoint: CheckpointStatus) -> str:
             return f"{step} is given up for a newer one"
         case "waiting" if checkpoint.world_size == len(checkpoint.ranks):
             return f"{step} is uploaded and about to be committed"
+        case "waiting" if others := sorted(set(ranks_here) - {*checkpoint.ranks})[:1]:
+            # It never saved this one, or has seen it decided.
+            return f"{step} is uploaded, but rank {others[0]} of this node has nothing of it"
         case "waiting":
             return f"{step} is uploaded and waits for other nodes"
         case "open":

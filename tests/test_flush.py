@@ -168,6 +168,22 @@ def test_a_rank_that_does_not_come_uses_up_the_budget_but_no_more(opened: Open) 
         assert (report.is_done, report.num_shards_left, report.steps_left) == (False, 0, (1,))
 
 
+def test_what_an_earlier_start_left_to_others_is_not_waited_for_again(opened: Open, tmp_path: Path) -> None:
+    """Rank 1 was killed before it saved step 1 and will never come with it; every flush would use up its budget."""
+    store = Meddled()
+    with opened(store, rank=0, world_size=2, generation=1) as uploader:
+        save(uploader, 1)
+    more = {"world_size": 2, "generation": 2}
+    with opened(store, rank=0, **more) as first, opened(store, tmp_path / "other", rank=1, **more) as second:
+        for rank, uploader in enumerate((first, second)):
+            save(uploader, 2, f"{rank}.pt")
+        first.wait(2, timeout_s=60)
+        started = time.monotonic()
+        report = first.flush(120)
+        assert time.monotonic() - started < 60
+        assert (report.is_done, report.num_shards_left, report.steps_left) == (False, 0, (1,))
+
+
 # --- SIGTERM -----------------------------------------------------------------------------------------------
 
 # Uploads wait for a flush (or for ever, if told so). Says when it has saved; then computes until told to stop.

@@ -33,7 +33,10 @@ from ckpt_async.demo.seaweed import SeaweedServer
 from ckpt_async.errors import FailureReason, FolderInUseError, RunnerError
 from ckpt_async.files import Folder
 from ckpt_async.journal import RankLock
+from ckpt_async.model import CheckpointId, Decided, Outcome
+from ckpt_async.runners import child, wire
 from ckpt_async.runners import process as process_module
+from ckpt_async.transfer import SERIES_SHARDS
 from tests.faults.oracle import Oracle
 from tests.faults.processes import Nursery, Trainer
 from tests.faults.proxy import Fault, FaultProxy
@@ -643,3 +646,21 @@ def test_the_nodes_process_outlives_whoever_started_it_and_is_started_again_when
         trainer.tell("stop")
         assert trainer.finish() == 0
     assert {(each.generation, each.step) for each in Oracle(remote, 2).look()} >= {(1, 1), (2, 3)}
+
+
+def test_the_largest_report_fits_into_a_packet() -> None:
+    """One that does not would be tried for ever, or be cut short."""
+    facts = child._Facts(lambda: None)
+    while len(facts.observed) < child.MAX_FACTS:  # of series that are cut short at their end
+        facts.requests_finished("put", [10 + number / 7 for number in range(SERIES_SHARDS)])
+        facts.uploads_ended(SERIES_SHARDS)
+        facts.uploads_started(SERIES_SHARDS)
+    id_ = CheckpointId(999_999, 999_999_999_999)
+    report = {
+        "observed": list(facts.observed)[: child.MAX_FACTS],
+        "decided": [Decided(id_, Outcome.ABORT, "n" * 100, "r" * 200)] * child.MAX_DECIDED,
+        "failures": [wire.error_fields(UploadFailedError("e" * wire.MAX_TEXT))] * child.MAX_FAILURES,
+        "forgotten": [(id_.generation, id_.step, 1e10 / 7)] * child.MAX_FORGOTTEN,
+        "missing": [(id_, list(range(1000, 1000 + child.MAX_MISSING)))] * child.MAX_MISSING,
+    }
+    assert len(wire.encode("report", report)) < wire.MAX_PACKET_BYTES

@@ -116,5 +116,13 @@ def runner_of(name: str) -> MakeRunner:
 
 
 def waits_for_others(local: Local) -> bool:
-    """Whether our part of a checkpoint is in the store and another rank's is not."""
-    return any(each.has_receipt and each.decision is None for each in local.checkpoints.values())
+    """Whether our part of a checkpoint is in the store and another rank's is not. What an earlier start left is not
+    worth the wait once something newer is committed: its other ranks may never come.
+    """
+    newest = local.newest_committed
+    return any(
+        each.has_receipt
+        and each.decision is None
+        and (each.id.generation == local.generation or newest is None or each.id > newest)
+        for each in local.checkpoints.values()
+    )

@@ -41,7 +41,7 @@ FIRST_RANK_S = 60.0
 # Facts that nobody waits for are sent together.
 REPORT_S = 0.25
 # What fits into one packet for certain.
-MAX_FACTS, MAX_DECIDED, MAX_FAILURES, MAX_FORGOTTEN = 500, 50, 20, 500
+MAX_FACTS, MAX_DECIDED, MAX_FAILURES, MAX_FORGOTTEN = 200, 50, 20, 500
 MAX_MISSING = 100
 
 _rank: contextvars.ContextVar[_Rank] = contextvars.ContextVar("rank")
@@ -380,7 +380,7 @@ class _Facts(NullObserver):
         self._note("uploads_ended", num_shards)
 
     def requests_finished(self, operation: str, durations_s: Sequence[float]) -> None:
-        self._note("requests_finished", operation, list(durations_s))
+        self._note("requests_finished", operation, [round(each, 6) for each in durations_s])
 
     def attempt_failed(self, reason: FailureReason) -> None:
         self._note("attempt_failed", reason)

@@ -73,10 +73,11 @@ def fetch_together(
     overwrite: bool = False,
     num_concurrent_reads: int = 8,
 ) -> tuple[restore.Checkpoint, restore.FetchReport] | None:
-    """`restore.find` and `restore.fetch` on all ranks of a process group at once; None on all of them if there is no
-    checkpoint. `ranks` and `files` say what *this* rank needs (`ranks=[dist.get_rank()]` for a file per rank; all by
-    default); `destination` where to, or a function of the checkpoint; `folder` is the trainer's on this node.
-    `overwrite` replaces a file in the destination that is not the checkpoint's, torn by a power loss, say.
+    """`restore.find` and `restore.fetch` on all ranks of a process group at once; without a group there is one rank.
+    None on all of them if there is no checkpoint. `ranks` and `files` say what *this* rank needs
+    (`ranks=[dist.get_rank()]` for a file per rank; all by default); `destination` where to, or a function of the
+    checkpoint; `folder` is the trainer's on this node. `overwrite` replaces a file in the destination that is not the
+    checkpoint's, torn by a power loss, say.
 
     A checkpoint that any rank finds damaged is given up by all of them for the next older one. Ranks with the same
     `node` (by default: on the same host) share a destination's files: each is fetched once and the others wait for its
@@ -182,15 +183,20 @@ def _merged(
 
 
 class _Together:
-    """Small objects between the ranks of a group; an error of one becomes an error of all."""
+    """Small objects between the ranks of a group; an error of one becomes an error of all. Without a group there is one
+    rank.
+    """
 
     def __init__(self, process_group: Any) -> None:
         self._group = process_group
-        self.rank = dist.get_rank(process_group)
-        self._size = dist.get_world_size(process_group)
+        is_alone = not (dist.is_available() and dist.is_initialized())
+        self.rank = 0 if is_alone else dist.get_rank(process_group)
+        self._size = 1 if is_alone else dist.get_world_size(process_group)
 
     def gather(self, value: Any) -> list[Any]:
         """Everybody's value, by rank."""
+        if self._size == 1:
+            return [value]
         found: list[Any] = [None] * self._size
         dist.all_gather_object(found, value, group=self._group)
         return found

@@ -128,6 +128,13 @@ def test_the_line_in_every_other_case(events: list[Event | list[Event]], expecte
     assert summary(local(Opened(1, 1), *events)) == expected
 
 
+def test_a_rank_of_this_node_without_a_part_is_named() -> None:
+    """It was killed before it saved: no other node is to blame."""
+    saved = local(Opened(1, 2), enqueued(1, 10), sealed(1, 2), verified(1, "f0", 10), ReceiptStored(id_(1)))
+    expected = "nothing committed yet; step 1 is uploaded, but rank 1 of this node has nothing of it"
+    assert summary(saved, local(Opened(1, 2), rank=1)) == expected
+
+
 def test_a_checkpoint_is_counted_over_all_ranks_of_the_node() -> None:
     """Half of the ranks done is half done, whatever one rank alone would say."""
     done = local(enqueued(1, 100), sealed(1, 2), verified(1, "f0", 100), ReceiptStored(id_(1)), rank=0)

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_async import Uploader
-from ckpt_async.torch.resume import Needs, first_fetches
+from ckpt_async.torch.resume import Needs, fetch_together, first_fetches
 
 SIZE = 300_000
 NUM_RANKS = 4
@@ -82,6 +82,20 @@ def total(results: list[dict[str, Any]], kind: str) -> int:
 
 def test_nothing_to_resume_from_is_a_fresh_start_for_all(results: Any) -> None:
     assert results["fresh"] == [{"none": True}] * NUM_RANKS
+
+
+def test_without_a_process_group_there_is_one_rank(tmp_path: Path) -> None:
+    """The same script on one device."""
+    remote = f"file://{tmp_path}/remote"
+    with Uploader(tmp_path / "saved", remote, rank=0, world_size=1) as uploader:
+        (tmp_path / "saved/a.pt").write_bytes(b"a" * 100)
+        uploader.enqueue(tmp_path / "saved/a.pt", step=1)
+        uploader.seal(1)
+    found = fetch_together(remote, lambda checkpoint: tmp_path / "back" / checkpoint.name)
+    assert found is not None
+    assert found[0].step == 1
+    assert (tmp_path / "back/step-1/a.pt").read_bytes() == b"a" * 100
+    assert fetch_together(f"{remote}-nothing", tmp_path / "back") is None
 
 
 def test_what_is_here_is_used_here(results: Any) -> None:
