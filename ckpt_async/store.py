@@ -135,6 +135,14 @@ class SmallPut:
     checksum: Checksum
 
 
+@dataclass(frozen=True, slots=True)
+class SmallGet:
+    """A small object to be read whole beside others. It has at least one byte."""
+
+    key: str
+    size_bytes: int
+
+
 Sink = Callable[[memoryview], None]
 
 
@@ -190,6 +198,13 @@ class Store(Protocol):
         """Read a range, handing slices to `sink` in order as they arrive: one at a time, as a rule from a worker
         thread, each valid only until it returns. What it raises is raised here; after this has returned, raised or
         been cancelled it is not called again.
+        """
+        ...
+
+    async def get_many(self, gets: Sequence[SmallGet], got: Callable[[SmallGet, memoryview], None]) -> None:
+        """Read small objects in this order, up to the first that fails or is not of its size: what is raised for
+        it is raised, as is what `got` raises. `got` is called with the bytes of each, valid until it returns, perhaps
+        in a worker thread; never again once this has returned, raised or been cancelled.
         """
         ...
 

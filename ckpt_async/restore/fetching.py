@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import hashlib
+import itertools
 import logging
 import os
 import time
@@ -14,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt_async.checksums import Digest
+from ckpt_async.checksums import Digest, checksum_of
 from ckpt_async.errors import (
     CheckpointGoneError,
     CkptAsyncError,
@@ -25,21 +26,24 @@ from ckpt_async.errors import (
 from ckpt_async.files import fsync_path
 from ckpt_async.model import CheckpointId
 from ckpt_async.naming import check_relative
+from ckpt_async.requests import Progress, Series
 from ckpt_async.restore import discovery
 from ckpt_async.restore.checkpoint import Checkpoint, RemoteFile
-from ckpt_async.restore.partial import PartialFile, checksum_of_file, discard, locked
+from ckpt_async.restore.partial import PartialFile, checksum_of_file, discard, locked, locked_now
 from ckpt_async.restore.peers import Peer, Peers
 from ckpt_async.restore.session import HeldLease, Session, blocking, damaged, leased, session
 from ckpt_async.restore.sources import FileSource, LocalCopies, LocalSource, StoreSource, has_size
-from ckpt_async.store import Sink
+from ckpt_async.store import Sink, SmallGet
 from ckpt_async.stores import StoreOptions
 from ckpt_async.threads import in_thread
-from ckpt_async.transfer import all_or_none
+from ckpt_async.transfer import SERIES_SHARDS, SMALL_BYTES, all_or_none
 
 logger = logging.getLogger(__name__)
 
 # Below the destination: on its file system, so that finished files are renamed into place.
 PARTIAL_FOLDER = ".ckpt_async-partial"
+# Each is an open file, of which a process may have 1024, or 256, for all that it does.
+LOCKS_AT_ONCE = 128
 
 OnProgress = Callable[[int, int], None]
 
@@ -208,7 +212,15 @@ class _Fetching:
         if left:
             try:
                 async with leased(self._opened, self._checkpoint) as lease:
-                    await all_or_none(self._bring(file, lease, at_once) for file in left)
+                    series = await in_thread(self._series, left, num_at_once)
+                    together = {file.name for each in series for file in each}
+                    single = (file for file in left if file.name not in together)
+                    await all_or_none(
+                        itertools.chain(
+                            (self._bring_many(each, lease, at_once) for each in series),
+                            (self._bring(file, lease, at_once) for file in single),
+                        )
+                    )
             except (DamagedCheckpointError, CheckpointGoneError):
                 self._take_back(left)
                 raise
@@ -291,6 +303,69 @@ class _Fetching:
         """Its own for every content, so that what an earlier fetch of another checkpoint left does not mix in."""
         told = f"{self._checkpoint.remote}\n{file.key}\n{file.size_bytes}\n{file.checksum}\n{file.name}"
         return self._partials / hashlib.sha256(told.encode()).hexdigest()[:32]
+
+    # --- many small files ----------------------------------------------------------------------------------
+
+    def _series(self, files: list[RemoteFile], num_at_once: int) -> list[list[RemoteFile]]:
+        """Those for `_bring_many`: long enough to share what a series costs by itself, short enough that all end at the
+        same time.
+        """
+        small = [file for file in files if self._is_small(file)]
+        share = min(SERIES_SHARDS, LOCKS_AT_ONCE // num_at_once, -(-len(small) // num_at_once))
+        return [small[at : at + share] for at in range(0, len(small), share)] if share > 1 else []
+
+    def _is_small(self, file: RemoteFile) -> bool:
+        """Whether the store alone has it, and a checksum says whether it is right."""
+        is_small = file.checksum is not None and 0 < file.size_bytes <= SMALL_BYTES
+        return is_small and not self._local.find(file) and not self._peers.sources(file)
+
+    async def _bring_many(
+        self, files: list[RemoteFile], lease: HeldLease, at_once: asyncio.Semaphore
+    ) -> None:
+        """One after the other by one thread; what cannot be had so is brought by itself, which says what is wrong."""
+        done: set[str] = set()
+
+        async def attempt(_: Progress, series: Series) -> None:
+            def got(get: SmallGet, data: memoryview) -> None:
+                file, partial = wanted[get]
+                if file.checksum == checksum_of(data, partial.algorithm):
+                    partial.prepare()
+                    partial.write(data, 0)
+                    self._publish(partial, self._target(file))
+                    done.add(file.name)
+                else:
+                    logger.warning("checksum_differs file=%s from=remote; it is fetched again", file.name)
+                series.answered()
+                lease.check()
+
+            lease.check()
+            series.begins()
+            await self._opened.store.get_many(list(wanted), got)
+
+        async with at_once:
+            with contextlib.ExitStack() as locks, contextlib.suppress(CkptAsyncError, OSError):
+                wanted = await in_thread(self._lock, files, locks)
+                size_bytes = sum(get.size_bytes for get in wanted)
+                await self._opened.bulk.bulk_many("get", len(wanted), size_bytes, attempt)
+        for file in files:
+            if file.name in done:
+                self._note("remote", file.size_bytes)
+        await all_or_none(self._bring(file, lease, at_once) for file in files if file.name not in done)
+
+    def _lock(
+        self, files: list[RemoteFile], locks: contextlib.ExitStack
+    ) -> dict[SmallGet, tuple[RemoteFile, PartialFile]]:
+        """Those that no other process fetches or has fetched meanwhile."""
+        wanted = {}
+        for file in files:
+            assert file.checksum is not None
+            self._make_parent(self._target(file))
+            partial = locks.enter_context(
+                locked_now(self._partial_path(file), file.size_bytes, file.checksum.algorithm)
+            )
+            if partial is not None and not self._is_there(file):
+                wanted[SmallGet(file.key, file.size_bytes)] = file, partial
+        return wanted
 
     # --- one file ------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ import contextlib
 import errno
 import fcntl
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 from ckpt_async.checksums import Digest, combine
@@ -105,24 +105,36 @@ class PartialFile:
 async def locked(path: Path, size_bytes: int, algorithm: str) -> AsyncIterator[PartialFile]:
     """Open the partial file when nobody else fetches it: ranks of a node that need the same file wait here."""
     while True:
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        with locked_now(path, size_bytes, algorithm) as partial:
+            if partial is not None:
+                yield partial
+                return
+        await asyncio.sleep(LOCK_POLL_S)
+
+
+@contextlib.contextmanager
+def locked_now(path: Path, size_bytes: int, algorithm: str) -> Iterator[PartialFile | None]:
+    """The same, or None if somebody else fetches it, or has published it in this moment."""
+    descriptor = _open(path)
+    try:
+        if not _try_lock(descriptor):
+            yield None
+            return
         try:
-            descriptor = os.open(path, flags, 0o666)
-        except FileNotFoundError:
-            path.parent.mkdir(exist_ok=True)  # whoever finished before us has removed it
-            continue
-        try:
-            while not _try_lock(descriptor):  # noqa: ASYNC110  other processes set no event
-                await asyncio.sleep(LOCK_POLL_S)
-            try:
-                if _is_at(path, descriptor):
-                    yield PartialFile(path, descriptor, size_bytes, algorithm)
-                    return
-            finally:
-                fcntl.flock(descriptor, fcntl.LOCK_UN)  # a forked child may have the descriptor too
+            is_there = _is_at(path, descriptor)
+            yield PartialFile(path, descriptor, size_bytes, algorithm) if is_there else None
         finally:
-            os.close(descriptor)
-        # Whoever had it has published it, and the path is free for another one.
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a forked child may have the descriptor too
+    finally:
+        os.close(descriptor)
+
+
+def _open(path: Path) -> int:
+    while True:
+        try:
+            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        except FileNotFoundError:
+            path.parent.mkdir(exist_ok=True)  # whoever finished before us has removed it, and may again
 
 
 def discard(path: Path) -> None:

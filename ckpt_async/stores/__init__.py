@@ -16,7 +16,7 @@ from ckpt_async.errors import FailureReason, SettingsError, StoreError
 from ckpt_async.model import RemoteAddress
 
 if TYPE_CHECKING:
-    from ckpt_async.store import Store
+    from ckpt_async.store import SmallGet, Store
 
 # S3-compatible services that people name by scheme; `<NAME>_ENDPOINT_URL` says where one is.
 _ALIASES = frozenset({"b2", "ceph", "coreweave", "minio", "r2", "tigris", "wasabi", "weka"})
@@ -250,3 +250,15 @@ def check_prefix(prefix: str, operation: str) -> str:
     if prefix:
         check_key(prefix.removesuffix("/"), operation)
     return prefix
+
+
+def check_whole(data: bytes, get: SmallGet) -> memoryview:
+    """An object that was read, if it has the size that was asked for, else raise StoreError."""
+    if len(data) != get.size_bytes:
+        raise StoreError(
+            f"has {len(data)} bytes, not {get.size_bytes}",
+            reason=FailureReason.OTHER,
+            operation="get",
+            key=get.key,
+        )
+    return memoryview(data)

@@ -17,9 +17,10 @@ import struct
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
@@ -67,21 +68,23 @@ class Flight:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
-        self._is_cancelled = False
+        self._is_at_work = self._is_cancelled = False
 
-    def uses(self, connected: socket.socket | None) -> None:
-        """The thread has a connection from here on, or none any more. Only with one does it call the sink."""
+    def uses(self, connected: socket.socket | None, *, is_at_work: bool = False) -> None:
+        """The thread has a connection from here on, or none any more. Only with one, or while it says that it is at
+        work, does it call what it was given.
+        """
         with self._lock:
             if self._is_cancelled:
                 raise _CancelledError
-            self._socket = connected
+            self._socket, self._is_at_work = connected, is_at_work
 
     def cancel(self) -> bool:
         """Break it off. Whether the thread may still be at the sink: else it never will be again."""
         with self._lock:
             self._is_cancelled = True
             if self._socket is None:
-                return False
+                return self._is_at_work
             with contextlib.suppress(OSError):
                 # Not SSLSocket's own, after which the thread would take what is still encrypted for the body.
                 socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
@@ -182,7 +185,36 @@ class Downloads(Connections):
             lambda flight: self._get(flight, urlsplit(url), offset, size_bytes, sink, check)
         )
 
+    async def get_many(
+        self,
+        gets: Sequence[tuple[str, int]],
+        check: Callable[[int, Answer], None],
+        got: Callable[[int, memoryview], None],
+    ) -> tuple[int, Answer] | None:
+        """GET small objects, each by URL and size, one after the other, until one is refused: then its number and
+        answer. `check` sees each answer, and `got` the bytes, in a worker thread and never again once this has returned
+        or raised. Raises as `get_range`.
+        """
+        return await self._in_thread(lambda flight: self._get_many(flight, gets, check, got))
+
     # --- in a worker thread --------------------------------------------------------------------------------
+
+    def _get_many(
+        self,
+        flight: Flight,
+        gets: Sequence[tuple[str, int]],
+        check: Callable[[int, Answer], None],
+        got: Callable[[int, memoryview], None],
+    ) -> tuple[int, Answer] | None:
+        for number, (url, size_bytes) in enumerate(gets):
+            data = bytearray()
+            answer = self._get(flight, urlsplit(url), 0, size_bytes, data.extend, partial(check, number))
+            if answer.status >= 300:
+                return number, answer
+            flight.uses(None, is_at_work=True)  # not if it is cancelled by now
+            got(number, memoryview(data))
+            flight.uses(None)
+        return None
 
     def _get(
         self, flight: Flight, url: SplitResult, offset: int, size_bytes: int, sink: Sink, check: Check

@@ -33,11 +33,12 @@ from ckpt_async.store import (
     MultipartInfo,
     ObjectInfo,
     Sink,
+    SmallGet,
     SmallPut,
     StoredPart,
     put_one_by_one,
 )
-from ckpt_async.stores import check_key, check_prefix
+from ckpt_async.stores import check_key, check_prefix, check_whole
 
 CAPABILITIES = Capabilities(conditional_put=True, multipart=True, checksum_algorithm="crc64nvme")
 
@@ -150,6 +151,11 @@ class MemoryStore:
         for start in range(0, size_bytes, 1 << 20):
             sink(view[start : start + (1 << 20)])
         return _info(key, stored)
+
+    async def get_many(self, gets: Sequence[SmallGet], got: Callable[[SmallGet, memoryview], None]) -> None:
+        for each in gets:
+            data, _ = await self.get(each.key, max_size_bytes=each.size_bytes)
+            got(each, check_whole(data, each))
 
     async def head(self, key: str) -> ObjectInfo:
         await asyncio.sleep(0)

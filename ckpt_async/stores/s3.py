@@ -18,6 +18,7 @@ import functools
 import hashlib
 import math
 import os
+import re
 import secrets
 import socket
 import time
@@ -25,7 +26,7 @@ from base64 import b64encode
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import botocore.exceptions
 import botocore.httpsession
@@ -58,26 +59,31 @@ from ckpt_async.store import (
     MultipartInfo,
     ObjectInfo,
     Sink,
+    SmallGet,
     SmallPut,
     StoredPart,
     put_one_by_one,
 )
-from ckpt_async.stores import StoreOptions, check_key, check_prefix
+from ckpt_async.stores import StoreOptions, check_key, check_prefix, check_whole
 from ckpt_async.stores.http_bodies import Uploads
 from ckpt_async.stores.http_ranges import Answer, Downloads, has_proxy
 from ckpt_async.stores.http_series import SmallUploads
 from ckpt_async.stores.s3_body import BodyPayload
 from ckpt_async.stores.s3_errors import Place, hint_for, reason_of, refusal, translating
-from ckpt_async.stores.s3_pattern import PutPattern
+from ckpt_async.stores.s3_pattern import GetPattern, PutPattern
+from ckpt_async.threads import in_thread
 
 # What the SDK hands back is untyped: dictionaries shaped by the service model.
 Response = Mapping[str, Any]
 T = TypeVar("T")
+P = ParamSpec("P")
 
 # Parameter and response names of full-object checksums, the preferred one first. CRC64NVME is always
 # full-object; CRC32C can also be a composite "…-N", which says nothing about the whole (S3 user guide,
 # "Checking object integrity").
 _FIELDS = {"crc64nvme": "ChecksumCRC64NVME", "crc32c": "ChecksumCRC32C"}
+# A bucket that can be part of a host name, also under a certificate for one level.
+_HOST_NAME = re.compile(r"[a-z0-9][a-z0-9-]{1,61}[a-z0-9]")
 _HEADERS = (
     ("ETag", "etag"),
     ("ChecksumType", "x-amz-checksum-type"),
@@ -128,6 +134,7 @@ class S3Store:
         self._small_uploads: SmallUploads
         self._credentials: Any = None
         self._patterns: dict[str, PutPattern] = {}  # by operation
+        self._get_pattern: GetPattern | None = None
         self._capabilities: Capabilities | None = None
         self._urls_to_get: dict[str, tuple[str, bool, float]] = {}  # by key; and when it was signed
 
@@ -232,12 +239,43 @@ class S3Store:
         def check(answer: Answer) -> None:
             found.append(_info_of_range(answer, offset, size_bytes, key))
 
-        with _telling_sinks_failures(sink) as guarded, translating("get_object", key, self._place):
+        with _telling_failures_of(sink) as guarded, translating("get_object", key, self._place):
             answer = await self._downloads.get_range(url, offset, size_bytes, guarded, check)
         if not found:
-            self._urls_to_get.pop(key, None)  # credentials may have been replaced
+            self._forget_url_to_get(key)
             raise refusal(answer.as_sdk_response(), "get_object", key, self._place)
         return found[0]
+
+    async def get_many(self, gets: Sequence[SmallGet], got: Callable[[SmallGet, memoryview], None]) -> None:
+        urls = [await self._url_to_get(each.key) for each in gets]
+        if any(is_proxied for _, is_proxied in urls):
+            for each in gets:
+                data, _ = await self.get(each.key, max_size_bytes=each.size_bytes)
+                check_whole(data, each)
+                await in_thread(got, each, memoryview(data))
+            return
+
+        def check(number: int, answer: Answer) -> None:
+            each = gets[number]
+            there_bytes = _info_of_range(answer, 0, each.size_bytes, each.key).size_bytes
+            if there_bytes != each.size_bytes:
+                raise StoreError(
+                    f"has {there_bytes} bytes, not {each.size_bytes}",
+                    reason=FailureReason.OTHER,
+                    operation="get_object",
+                    key=each.key,
+                )
+
+        with _telling_failures_of(got) as guarded, translating("get_object", "", self._place):
+            refused = await self._downloads.get_many(
+                [(url, each.size_bytes) for (url, _), each in zip(urls, gets, strict=True)],
+                check,
+                lambda number, data: guarded(gets[number], data),
+            )
+        if refused is not None:
+            number, answer = refused
+            self._forget_url_to_get(gets[number].key)
+            raise refusal(answer.as_sdk_response(), "get_object", gets[number].key, self._place)
 
     async def _url_to_get(self, key: str) -> tuple[str, bool]:
         """Signed, and whether a proxy is in the way. Found out once for all ranges of an object: it takes as much CPU
@@ -246,14 +284,26 @@ class S3Store:
         url, is_proxied, signed_at = self._urls_to_get.get(key, ("", False, -math.inf))
         if time.monotonic() >= signed_at + _SIGNED_S:
             with translating("get_object", key, self._place):
-                url = await self._client.generate_presigned_url(
-                    "get_object", {"Bucket": self._bucket, "Key": self._root + check_key(key, "get_object")}
-                )
+                url = await self._sign_to_get(self._root + check_key(key, "get_object"))
             is_proxied = has_proxy(url)
             if len(self._urls_to_get) >= _MAX_SIGNED:
                 self._urls_to_get.clear()
             self._urls_to_get[key] = url, is_proxied, time.monotonic()
         return url, is_proxied
+
+    async def _sign_to_get(self, name: str) -> str:
+        if self._get_pattern is None:
+            url: str = await self._client.generate_presigned_url(
+                "get_object", {"Bucket": self._bucket, "Key": name}
+            )
+            self._get_pattern = GetPattern.of(url, name)
+            return url
+        return self._get_pattern.url(name, await self._credentials.get_frozen_credentials(), time.time())
+
+    def _forget_url_to_get(self, key: str) -> None:
+        """After a refusal: credentials may have been replaced, and the SDK knows what else has changed."""
+        self._urls_to_get.pop(key, None)
+        self._get_pattern = None
 
     async def _get_range_through_sdk(self, key: str, offset: int, size_bytes: int, sink: Sink) -> ObjectInfo:
         """The slow way, which knows of proxies."""
@@ -457,6 +507,8 @@ class S3Store:
         style = options.addressing_style
         if style == "auto" and self._endpoint_url is not None:
             style = "path"
+        elif style == "auto" and _HOST_NAME.fullmatch(self._bucket):
+            style = "virtual"  # as "auto", but URLs that are signed for reading name the region too
         settings: dict[str, Any] = {
             "connect_timeout": options.connect_timeout_s,
             "read_timeout": options.read_timeout_s,
@@ -773,10 +825,10 @@ class _SinkError(CkptAsyncError):
 
 
 @contextlib.contextmanager
-def _telling_sinks_failures(sink: Sink) -> Iterator[Sink]:
-    def guarded(piece: memoryview) -> None:
+def _telling_failures_of(sink: Callable[P, None]) -> Iterator[Callable[P, None]]:
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
-            sink(piece)
+            sink(*args, **kwargs)
         except Exception as error:
             raise _SinkError(error) from error
 
@@ -828,8 +880,10 @@ def _add_content_md5(params: dict[str, Any], **_: object) -> None:
 
 
 def _keep_signature_version(signature_version: str, **_: object) -> str | None:
-    """Left alone, the SDK signs URLs the old way (version 2), which AWS has retired for new buckets."""
-    return signature_version if signature_version.startswith("s3v4") else None
+    """Left alone, the SDK signs URLs the old way (version 2) in all older regions. AWS has retired that for new
+    buckets, and never took it for objects that a KMS key encrypts.
+    """
+    return "s3v4-query" if signature_version in ("v4-query", "s3v4-query") else None
 
 
 def _create_socket(address: tuple[Any, ...]) -> socket.socket:

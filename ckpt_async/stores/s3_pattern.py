@@ -1,4 +1,5 @@
-"""Bodies past the SDK's serializer: what it sent for one PutObject or UploadPart is the pattern for the next.
+"""Requests past the SDK's serializer: what it sent for one PutObject or UploadPart, or signed for reading, is the
+pattern for the next.
 
 Measured, the SDK takes 1 ms of CPU to make, sign and parse a request, which is most of what a shard of 64 KiB costs.
 Its own first requests have everything that configuration decides (endpoint, addressing style, encryption, tags, user
@@ -33,6 +34,12 @@ _OWN = frozenset(
 _NOT_OURS = frozenset("if-match if-none-match content-md5 x-amz-s3session-token".split())
 _CHECKSUM = "x-amz-checksum-"
 _UNSIGNED = "UNSIGNED-PAYLOAD"
+_ALGORITHM = "AWS4-HMAC-SHA256"
+# Of a URL: whose signature it is, and when it was made.
+_SIGNERS = frozenset(
+    f"X-Amz-{name}"
+    for name in ("Algorithm", "Credential", "Date", "SignedHeaders", "Security-Token", "Signature")
+)
 _NONE: Mapping[str, str] = MappingProxyType({})
 
 
@@ -108,6 +115,67 @@ class PutPattern:
         ).encode("latin-1")
 
 
+@dataclass(frozen=True, slots=True)
+class GetPattern:
+    """A URL signed for reading without what is one object's. The SDK takes 0.3 ms of CPU for each."""
+
+    origin: str  # scheme and host
+    base_path: str  # up to the key
+    region: str
+    query: tuple[tuple[str, str], ...]  # besides what tells who signed it, and when
+
+    @classmethod
+    def of(cls, url: str, key: str) -> Self | None:
+        """The pattern of a URL that the SDK signs for `key`; None if it is not ours to repeat."""
+        parts = urlsplit(url)
+        asked = dict(parse_qsl(parts.query, keep_blank_values=True))
+        _, *scope = asked.get("X-Amz-Credential", "").split("/")
+        is_ours = asked.get("X-Amz-Algorithm") == _ALGORITHM and asked.get("X-Amz-SignedHeaders") == "host"
+        is_ours = is_ours and len(scope) == 4 and scope[2:] == ["s3", "aws4_request"]
+        is_ours = is_ours and not any(name.lower() in _NOT_OURS for name in asked)  # S3 Express
+        if not is_ours or not parts.path.endswith(f"/{_quoted(key)}"):
+            return None
+        kept = tuple((name, value) for name, value in asked.items() if name not in _SIGNERS)
+        origin = f"{parts.scheme}://{parts.netloc}"
+        return cls(origin, parts.path.removesuffix(_quoted(key)), scope[1], kept)
+
+    def url(self, key: str, credentials: Credentials, now: float) -> str:
+        """Signed at `now`, for as long as the first one."""
+        path = self.base_path + _quoted(key)
+        query, after_query, to_sign, signing_key = _signed_query(self, _frozen(credentials), int(now))
+        canonical = f"GET\n{path}\n{query}{after_query}"
+        to_sign += hashlib.sha256(canonical.encode()).hexdigest()
+        signature = hmac.digest(signing_key, to_sign.encode(), "sha256").hex()
+        return f"{self.origin}{path}?{query}&X-Amz-Signature={signature}"
+
+
+@functools.lru_cache(maxsize=8)
+def _signed_query(
+    pattern: GetPattern, secrets: tuple[str, str, str], now_s: int
+) -> tuple[str, str, str, bytes]:
+    """What the URLs of one second have in common: the query, what follows it in what is signed, what that begins with,
+    and the key (https://docs.aws.amazon.com/AmazonS3/latest/API/sigv4-query-string-auth.html).
+    """
+    access_key, secret_key, token = secrets
+    stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(now_s))
+    scope = f"{stamp[:8]}/{pattern.region}/s3/aws4_request"
+    asked = {
+        **dict(pattern.query),
+        "X-Amz-Algorithm": _ALGORITHM,
+        "X-Amz-Credential": f"{access_key}/{scope}",
+        "X-Amz-Date": stamp,
+        "X-Amz-SignedHeaders": "host",
+    }
+    if token:
+        asked["X-Amz-Security-Token"] = token
+    return (
+        urlencode(sorted(asked.items()), quote_via=quote, safe="~"),
+        f"\nhost:{host_of(urlsplit(pattern.origin))}\n\nhost\n{_UNSIGNED}",
+        f"{_ALGORITHM}\n{stamp}\n{scope}\n",
+        _signing_key(secret_key, stamp[:8], pattern.region),
+    )
+
+
 def _frozen(credentials: Credentials) -> tuple[str, str, str]:
     return credentials.access_key, credentials.secret_key, credentials.token or ""
 
@@ -169,9 +237,9 @@ def _frame(
         checksum_header=checksum_header,
         before_checksum="\n".join(lines[:index]),
         after_checksum="\n".join(["", *lines[index:], "", signed_headers, _UNSIGNED]),
-        to_sign=f"AWS4-HMAC-SHA256\n{stamp}\n{scope}\n",
+        to_sign=f"{_ALGORITHM}\n{stamp}\n{scope}\n",
         key=_signing_key(secret_key, stamp[:8], pattern.region),
-        before_signature=f"AWS4-HMAC-SHA256 {signer}, Signature=",
+        before_signature=f"{_ALGORITHM} {signer}, Signature=",
     )
 
 

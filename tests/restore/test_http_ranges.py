@@ -513,6 +513,190 @@ def test_what_a_sink_raises_is_raised(run: Any) -> None:
     run(main())
 
 
+# --- many small ones ---------------------------------------------------------------------------------------
+
+
+def _many(
+    downloads: Downloads, server: _Server, num: int, got: Callable[[int, memoryview], None]
+) -> asyncio.Task[tuple[int, Answer] | None]:
+    """Objects 0 to `num` - 1, of ten bytes."""
+    gets = [(f"http://localhost:{server.port}/{number}?signed=1", 10) for number in range(num)]
+    return asyncio.ensure_future(downloads.get_many(gets, lambda *_: None, got))
+
+
+def _numbered(asked: list[int], **instead: bytes) -> Talk:
+    """Object 7 is ten times "7"; `_7` is sent instead of its answer, and then the connection is closed."""
+
+    def talk(near: socket.socket) -> None:
+        while True:
+            number = int(_request(near).split(b" ")[1].removeprefix(b"/").partition(b"?")[0])
+            asked.append(number)
+            if f"_{number}" in instead:
+                near.sendall(instead[f"_{number}"])
+                return
+            near.sendall(_answer(10, b"%d" % number * 10))
+
+    return talk
+
+
+def test_many_come_on_one_connection(run: Any) -> None:
+    """One after the other, each looked at before its bytes are handed over."""
+    told: list[tuple[int, str | bytes]] = []
+
+    async def main() -> None:
+        with _Server(_numbered([])) as server:
+            async with _downloads() as downloads:
+                gets = [(f"http://localhost:{server.port}/{number}?signed=1", 10) for number in range(5)]
+                refused = await downloads.get_many(
+                    gets,
+                    lambda number, answer: told.append((number, answer.headers["content-length"])),
+                    lambda number, data: told.append((number, bytes(data))),
+                )
+                assert refused is None
+                assert await downloads.get_many([], pytest.fail, pytest.fail) is None
+            assert server.num_connections == 1
+
+    run(main())
+    assert told == [each for number in range(5) for each in ((number, "10"), (number, b"%d" % number * 10))]
+
+
+@pytest.mark.parametrize("bad", ["refused", "broken", "cut short", "of another length"])
+def test_many_end_where_it_breaks(run: Any, bad: str) -> None:
+    """A refusal names its number; what is behind it is not asked for. What follows gets a connection that is whole."""
+    asked: list[int] = []
+    found: list[int] = []
+    body = b"<Error><Code>SlowDown</Code></Error>"
+    instead = {
+        "refused": _answer(len(body), body, 503),
+        "broken": b"HTTP/1.1 2",
+        "cut short": _answer(10, b"33333"),
+        "of another length": _answer(11, b"33333333333"),
+    }[bad]
+
+    async def main() -> None:
+        with _Server(_numbered(asked, _3=instead)) as server:
+            async with _downloads() as downloads:
+                got = lambda number, _: found.append(number)  # noqa: E731
+                if bad == "refused":
+                    refused = await _many(downloads, server, 6, got)
+                    assert refused is not None
+                    assert (refused[0], refused[1].status, refused[1].error) == (3, 503, body)
+                else:
+                    with pytest.raises((http_ranges.http.client.HTTPException, OSError)):
+                        await _many(downloads, server, 6, got)
+                assert found == [0, 1, 2]
+                # What does not even begin to be an answer looks like an idle connection that was closed.
+                assert asked == ([0, 1, 2, 3, 3] if bad == "broken" else [0, 1, 2, 3])
+                assert await _many(downloads, server, 3, got) is None
+                assert found == [0, 1, 2, 0, 1, 2]
+
+    run(main())
+
+
+def test_many_outlive_a_server_that_closes_idle_connections(run: Any) -> None:
+    found: list[bytes] = []
+
+    async def main() -> None:
+        with _Server(_answers(2)) as server:
+            async with _downloads() as downloads:
+                assert await _many(downloads, server, 6, lambda _, data: found.append(bytes(data))) is None
+            assert server.num_connections == 3
+
+    run(main())
+    assert found == [b"0123456789"] * 6
+
+
+def test_many_cancelled_while_their_receiver_is_at_work(run: Any) -> None:
+    """The call does not return before it has, and it is not called again."""
+    inside, leave = threading.Event(), threading.Event()
+    asked: list[int] = []
+    found: list[int] = []
+
+    def got(number: int, data: memoryview) -> None:
+        if number == 2:
+            inside.set()
+            leave.wait(PATIENCE_S)
+        found.append(number)
+
+    async def main() -> None:
+        with _Server(_numbered(asked)) as server:
+            async with _downloads(max_connections=1) as downloads:
+                task = _many(downloads, server, 6, got)
+                await asyncio.to_thread(inside.wait, PATIENCE_S)
+                task.cancel()
+                done, _ = await asyncio.wait({task}, timeout=0.2)
+                assert not done
+                leave.set()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+                assert found == asked == [0, 1, 2]
+                found.clear()
+                assert await _many(downloads, server, 2, got) is None
+                assert found == [0, 1]
+
+    run(main())
+
+
+def test_many_cancelled_while_the_server_is_silent(run: Any) -> None:
+    """At once, and the thread is free."""
+    reached = threading.Event()
+    found: list[int] = []
+
+    def talk(near: socket.socket) -> None:
+        for _ in range(2):
+            _request(near)
+            near.sendall(_answer(10, b"0123456789"))
+        _request(near)
+        reached.set()
+        near.recv(1)
+
+    async def main() -> None:
+        with _Server(talk) as server:
+            async with _downloads(max_connections=1) as downloads:
+                for _ in range(2):
+                    reached.clear()
+                    task = _many(downloads, server, 6, lambda number, _: found.append(number))
+                    await asyncio.to_thread(reached.wait, PATIENCE_S)
+                    task.cancel()
+                    with pytest.raises(asyncio.CancelledError):
+                        async with asyncio.timeout(PATIENCE_S / 2):
+                            await task
+                assert found == [0, 1, 0, 1]
+
+    run(main())
+
+
+def test_many_cancelled_before_they_begin(run: Any) -> None:
+    """They do not wait for the thread that they would have got, and nothing of them is asked for."""
+    reached = threading.Event()
+    asked: list[bytes] = []
+
+    def talk(near: socket.socket) -> None:
+        asked.append(_request(near))
+        reached.set()
+        near.recv(1)
+
+    async def main() -> None:
+        with _Server(talk) as server:
+            async with _downloads(max_connections=1) as downloads:
+                first = asyncio.ensure_future(_get(downloads, server))
+                await asyncio.to_thread(reached.wait, PATIENCE_S)
+                second = _many(downloads, server, 6, pytest.fail)
+                await asyncio.sleep(0)
+                second.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    async with asyncio.timeout(10):
+                        await second
+                assert not first.done()
+                first.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await first
+                await asyncio.to_thread(downloads._threads.submit(lambda: None).result, PATIENCE_S)
+        assert len(asked) == 1
+
+    run(main())
+
+
 def test_through_a_proxy_the_sdk_makes_the_requests(
     s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -577,11 +761,11 @@ def test_the_ranges_of_an_object_are_signed_for_once(
         nonlocal now_s, spoil
         store = open_store(s3_url)
         await store.open()
-        sign = store._client.generate_presigned_url
+        sign = store._sign_to_get
 
-        async def noted(operation: str, parameters: dict[str, str]) -> str:
-            signed.append(parameters["Key"].rpartition("/")[2])
-            url: str = await sign(operation, parameters)
+        async def noted(name: str) -> str:
+            signed.append(name.rpartition("/")[2])
+            url: str = await sign(name)
             return url.replace("Signature=", "Signature=0") if spoil else url
 
         async def get(key: str) -> bytes:
@@ -589,7 +773,7 @@ def test_the_ranges_of_an_object_are_signed_for_once(
             await store.get_range(key, 1, 8, found.extend)
             return bytes(found)
 
-        monkeypatch.setattr(store._client, "generate_presigned_url", noted)
+        monkeypatch.setattr(store, "_sign_to_get", noted)
         try:
             for key in ("a", "b"):
                 data = f"0{key * 8}9".encode()

@@ -5,6 +5,7 @@ import functools
 import os
 import random
 import ssl
+import threading
 
 import pytest
 import trustme
@@ -19,7 +20,7 @@ from ckpt_async.errors import (
     SourceError,
     StoreError,
 )
-from ckpt_async.store import BytesBody, Create, Match, SmallPut
+from ckpt_async.store import BytesBody, Create, Match, SmallGet, SmallPut
 from ckpt_async.stores import StoreOptions, open_store
 from ckpt_async.stores.memory import MemoryBucket, MemoryStore
 from tests.faults.proxy import FaultProxy
@@ -195,6 +196,7 @@ class StoreTests:
                 lambda: store.get(key, max_size_bytes=1),
                 lambda: store.head(key),
                 lambda: store.get_range(key, 0, 1, lambda _: None),
+                lambda: store.get_many([SmallGet("kept", 1), SmallGet(key, 1)], lambda *_: None),
                 lambda: store.delete(["kept", key]),
                 lambda: store.create_multipart(key),
             ):
@@ -237,6 +239,95 @@ class StoreTests:
             assert raised.value.key == bad.key
             assert [each.key for each in stored] == [each.key for each in good[:3]]
             assert await keys(store) == [each.key for each in good[:3]]
+
+    @with_store
+    async def test_many_are_read_in_their_order(self, store):
+        """Whole; nothing at all is fine too. More than a store takes in one go."""
+        many = {"a/1": b"one", ODD_KEY: b"odd", "large": os.urandom(256 << 10), "a/0": b"x"}
+        many |= {f"b/{number}": b"%d" % number for number in range(17)}
+        await store.put_many([SmallPut(key, data, crc(data)) for key, data in many.items()], lambda _: None)
+        gets, found = [SmallGet(key, len(data)) for key, data in many.items()], []
+
+        def got(get, data):
+            assert isinstance(data, memoryview)
+            found.append((get, bytes(data)))
+
+        await store.get_many([], got)
+        assert found == []
+        await store.get_many(gets, got)
+        assert found == list(zip(gets, many.values(), strict=True))
+
+    @pytest.mark.parametrize("bad", ["missing", "larger", "smaller"])
+    def test_many_are_read_up_to_the_first_that_fails(self, make_store, run, bad):
+        async def body(_, store):
+            for key in ("a", "b", "bad", "c"):
+                if key != "bad" or bad != "missing":
+                    await put(store, key, b"hello")
+            wrong = SmallGet("bad", {"missing": 5, "larger": 4, "smaller": 6}[bad])
+            gets, found = [SmallGet("a", 5), SmallGet("b", 5), wrong, SmallGet("c", 5)], []
+            with pytest.raises(StoreError) as raised:
+                await store.get_many(gets, lambda get, _: found.append(get))
+            assert isinstance(raised.value, ObjectNotFoundError) == (bad == "missing")
+            assert bad == "missing" or raised.value.reason is FailureReason.OTHER
+            assert raised.value.key == "bad"
+            assert found == gets[:2]
+            await store.get_many(gets[:2], lambda get, _: found.append(get))
+            assert found[-2:] == gets[:2]
+
+        with_store(body)(self, make_store, run)
+
+    @pytest.mark.parametrize(
+        "error",
+        [OSError(28, "full"), ValueError("no"), IntegrityError("bad", operation="x", key="y")],
+        ids=repr,
+    )
+    def test_what_the_receiver_of_many_raises_is_raised(self, make_store, run, error):
+        """The very same, and it is called no more."""
+
+        async def body(_, store):
+            gets, found = [SmallGet(key, 5) for key in ("a", "b", "c")], []
+            for get in gets:
+                await put(store, get.key, b"hello")
+
+            def got(get, _):
+                found.append(get)
+                if get == gets[1]:
+                    raise error
+
+            with pytest.raises(type(error)) as raised:
+                await store.get_many(gets, got)
+            assert raised.value is error
+            assert found == gets[:2]
+
+        with_store(body)(self, make_store, run)
+
+    @with_store
+    async def test_many_are_told_no_more_when_cancelled(self, store):
+        """The call ends when its receiver has: what that writes to is closed next."""
+        gets = [SmallGet(f"{number:02}", 5) for number in range(20)]
+        await store.put_many([SmallPut(get.key, b"hello", crc(b"hello")) for get in gets], lambda _: None)
+        inside, leave, found = threading.Event(), threading.Event(), []
+
+        def got(get, data):
+            inside.set()
+            # One that is called in the loop cannot be cancelled meanwhile.
+            assert threading.current_thread() is threading.main_thread() or leave.wait(30)
+            found.append((get, bytes(data)))
+
+        task = asyncio.ensure_future(store.get_many(gets, got))
+        while not inside.is_set():
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.sleep(0)
+        leave.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        seen = list(found)
+        assert [get for get, _ in seen] == gets[: len(seen)]
+        assert 0 < len(seen) < len(gets)
+        found.clear()
+        await store.get_many(gets, got)
+        assert found == [(get, b"hello") for get in gets]
 
     # --- bodies that fail ----------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from ckpt_async.files import Folder
 from ckpt_async.store import BytesBody, Create, SmallPut
 from ckpt_async.stores import StoreOptions, open_store
 from ckpt_async.stores.http_bodies import head_of
-from ckpt_async.stores.s3_pattern import PutPattern
+from ckpt_async.stores.s3_pattern import GetPattern, PutPattern
 from ckpt_async.transfer import FileBody, Source
 from tests.faults.proxy import Fault, FaultProxy
 from tests.stores.bodies import put
@@ -364,3 +364,85 @@ def test_many_stop_at_an_answer_without_an_etag(run: Any, source: Any, lacks: st
 
     assert run(body()) == (4 if lacks == "ETag" else 5)
     assert stored == (["0", "1"] if lacks == "ETag" else ["0", "1", "2", "3"])
+
+
+# --- reading -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("bucket", "region", "origin"),
+    [
+        ("bkt", None, "https://bkt.s3.amazonaws.com/"),
+        ("bkt", "us-east-1", "https://bkt.s3.amazonaws.com/"),
+        ("bkt", "us-west-2", "https://bkt.s3.us-west-2.amazonaws.com/"),
+        ("bkt", "eu-central-1", "https://bkt.s3.eu-central-1.amazonaws.com/"),
+        ("b.kt", "eu-central-1", "https://s3.eu-central-1.amazonaws.com/b.kt/"),
+        ("bkt", "cn-north-1", "https://bkt.s3.cn-north-1.amazonaws.com.cn/"),
+    ],
+)
+def test_urls_to_read_name_the_region_and_have_a_signature_of_version_4(
+    run: Any, monkeypatch: pytest.MonkeyPatch, bucket: str, region: str | None, origin: str
+) -> None:
+    """Left alone, the SDK uses version 2 in all older regions, and the global endpoint."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKID")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    for name in ("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
+        monkeypatch.delenv(name, raising=False)
+
+    async def main() -> str:
+        store: Any = open_store(f"s3://{bucket}/run", StoreOptions(region=region))
+        await store.open(is_read_only=True)
+        try:
+            return str((await store._url_to_get("a b"))[0])
+        finally:
+            await store.close()
+
+    url = run(main())
+    assert url.startswith(f"{origin}run/a%20b?")
+    assert "X-Amz-Algorithm=AWS4-HMAC-SHA256" in url
+
+
+@given(
+    st.sampled_from(PLACES),
+    KEYS,
+    KEYS,
+    st.one_of(st.none(), TEXT),
+    st.integers(1_767_225_600, 1_800_000_000),
+    st.sampled_from([{}, {"x-amz-request-payer": "requester"}]),
+)
+def test_urls_to_read_are_signed_as_the_sdk_signs(
+    place: str, first: str, second: str, token: str | None, now: int, more: dict[str, str]
+) -> None:
+    def signed(key: str, credentials: Any, at: int) -> str:
+        request = AWSRequest("GET", address(place, key, more))
+        moment = dt.datetime.fromtimestamp(at, dt.UTC)
+        with mock.patch.object(botocore.auth, "get_current_datetime", return_value=moment):
+            botocore.auth.S3SigV4QueryAuth(credentials, "s3", "eu-central-1", expires=3600).add_auth(request)
+        return str(request.url)
+
+    pattern = GetPattern.of(signed(first, ReadOnlyCredentials("OLD", "older", "gone"), 1_767_225_600), first)
+    assert pattern is not None
+    credentials = ReadOnlyCredentials("AKID", "secret/+key", token)
+    assert in_order(pattern.url(second, credentials, now + 0.5)) == in_order(signed(second, credentials, now))
+
+
+V4 = "X-Amz-Algorithm=AWS4-HMAC-SHA256"
+SCOPE = "X-Amz-Credential=A/20260101/eu/s3/aws4_request"
+HOST = "X-Amz-SignedHeaders=host"
+
+
+@pytest.mark.parametrize(
+    ("key", "asked"),
+    [
+        ("key", "AWSAccessKeyId=AK&Signature=x&Expires=1"),
+        ("other", f"{V4}&{SCOPE}&{HOST}"),
+        ("key", f"{V4}&{SCOPE.replace('/s3/', '/s3express/')}&{HOST}"),
+        ("key", f"{V4}&{SCOPE}&{HOST}&X-Amz-S3session-Token=t"),
+        ("key", f"{V4}&{SCOPE}&{HOST}%3Brange"),
+        ("key", f"{V4.replace('HMAC', 'ECDSA-P256')}&{SCOPE.replace('eu/', '')}&{HOST}"),
+    ],
+    ids=["version 2", "another key", "S3 Express", "its session", "more headers", "version 4a"],
+)
+def test_other_urls_to_read_are_the_sdks_business(key: str, asked: str) -> None:
+    assert GetPattern.of(f"https://s3/bucket/key?{V4}&{SCOPE}&{HOST}", "key") is not None
+    assert GetPattern.of(f"https://s3/bucket/{key}?{asked}", "key") is None

@@ -1,0 +1,423 @@
+"""A checkpoint of many small files: each is asked for once, whatever becomes of the others, and they share what it
+costs to ask.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import re
+import resource
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_async import restore
+from ckpt_async.errors import NoSpaceError
+from ckpt_async.restore import partial, session
+from ckpt_async.restore.fetching import PARTIAL_FOLDER
+from ckpt_async.stores.directory import DirectoryStore
+from ckpt_async.stores.http_ranges import Downloads
+from ckpt_async.stores.s3 import S3Store
+from ckpt_async.transfer import SMALL_BYTES
+from tests.faults.proxy import Fault, FaultProxy
+from tests.restore import plays
+from tests.restore.runs import Run, content, is_whole, left_in, shard_key
+
+NUM, SIZE_BYTES = 100, 1200
+NAMES = [f"layer-{number // 10}/{number:02}.bin" for number in range(NUM)]
+FILES = {0: {name: content(10, name, SIZE_BYTES) for name in NAMES}}
+ALL_BYTES = NUM * SIZE_BYTES
+# Two series, one after the other: of the first 64 names in their order, and of the rest.
+ONE: dict[str, Any] = {"num_concurrent_reads": 1}
+
+
+def _committed(run: Run, files: dict[int, dict[str, bytes]] | None = None) -> restore.Checkpoint:
+    run.commit(10, FILES if files is None else files)
+    checkpoint = restore.find(run.url)
+    assert checkpoint is not None
+    return checkpoint
+
+
+def _name(key: str) -> str:
+    return "/".join(key.rsplit("/", 2)[1:])
+
+
+@dataclasses.dataclass
+class Counted:
+    """A run in either kind of store. `asked()`: how often each file was asked for since the last `asked()`; `together`:
+    the names that were asked for with others.
+    """
+
+    run: Run
+    asked: Callable[[], Counter[str]]
+    together: list[str]
+
+
+@pytest.fixture
+def together(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    found: list[str] = []
+    for kind in (DirectoryStore, S3Store):
+        get_many: Any = kind.get_many
+
+        async def noted(self: Any, gets: Any, got: Any, *, get_many: Any = get_many) -> None:
+            found.extend(_name(get.key) for get in gets)
+            await get_many(self, gets, got)
+
+        monkeypatch.setattr(kind, "get_many", noted)
+    return found
+
+
+@pytest.fixture
+def on_disk(tmp_path: Path, together: list[str], monkeypatch: pytest.MonkeyPatch) -> Counted:
+    keys: list[str] = []
+    opened = DirectoryStore._open
+
+    def noted(self: DirectoryStore, key: str) -> int:
+        keys.append(key)
+        return opened(self, key)
+
+    def asked() -> Counter[str]:
+        found = Counter(_name(key) for key in keys if key.startswith("ckpt/"))
+        keys.clear()
+        return found
+
+    monkeypatch.setattr(DirectoryStore, "_open", noted)
+    return Counted(Run(f"file://{tmp_path / 'remote'}"), asked, together)
+
+
+@pytest.fixture
+def in_s3(proxy: FaultProxy, s3_url: str, together: list[str], monkeypatch: pytest.MonkeyPatch) -> Counted:
+    monkeypatch.setenv("CKPT_ASYNC_RETRY_INITIAL_S", "0.01")
+
+    def asked() -> Counter[str]:
+        found = Counter(
+            _name(each.key) for each in proxy.exchanges if each.method == "GET" and "/ckpt/step-" in each.key
+        )
+        proxy.exchanges.clear()
+        return found
+
+    return Counted(Run(s3_url), asked, together)
+
+
+@pytest.fixture(params=["on_disk", "in_s3"])
+def counted(request: pytest.FixtureRequest) -> Counted:
+    found: Counted = request.getfixturevalue(request.param)
+    return found
+
+
+def test_each_is_asked_for_once(counted: Counted, tmp_path: Path) -> None:
+    """By few, in every place at once; the report and the progress add up, and nothing else is left."""
+    checkpoint = _committed(counted.run)
+    counted.asked()
+    seen: list[tuple[int, int]] = []
+    report = restore.fetch(checkpoint, tmp_path / "there", on_progress=lambda *now: seen.append(now))
+    assert is_whole(report, FILES)
+    assert counted.asked() == dict.fromkeys(NAMES, 1)
+    assert sorted(counted.together) == NAMES
+    assert report.bytes_from == {"remote": ALL_BYTES}
+    assert seen == [(number * SIZE_BYTES, ALL_BYTES) for number in range(1, NUM + 1)]
+    assert left_in(tmp_path / "there") == NAMES
+    assert counted.run.leases() == []
+    counted.asked()
+    assert restore.fetch(checkpoint, tmp_path / "there").bytes_from == {"there": ALL_BYTES}
+    assert counted.asked() == {}
+
+
+def _spoil(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """One byte of it, the first time, on the wire."""
+    is_first, get_many = True, Downloads.get_many
+
+    async def spoilt(self: Downloads, gets: Any, check: Any, got: Any) -> Any:
+        def told(number: int, data: memoryview) -> None:
+            nonlocal is_first
+            if f"/{name}?" in gets[number][0] and is_first:
+                data, is_first = memoryview(bytearray(data)), False
+                data[1000] ^= 1
+            got(number, data)
+
+        return await get_many(self, gets, check, told)
+
+    monkeypatch.setattr(Downloads, "get_many", spoilt)
+
+
+def test_what_breaks_is_fetched_again_and_the_rest_is_not(
+    in_s3: Counted, proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = _committed(in_s3.run)
+    faults = {
+        NAMES[number]: proxy.add(
+            Fault(kind, "GET", f"/{re.escape(NAMES[number])}$", times=1, after_bytes=after)
+        )
+        for number, kind, after in (
+            (3, "unavailable", 0),
+            (21, "expired", 0),
+            (35, "cut_reply", 12),
+            (50, "cut_reply", 1000),
+            (64, "drop_reply", 0),
+            (99, "denied", 0),
+        )
+    }
+    _spoil(monkeypatch, NAMES[77])
+    in_s3.asked()
+    report = restore.fetch(checkpoint, tmp_path / "there", num_concurrent_reads=8)
+    assert is_whole(report, FILES)
+    assert {name: fault.num_hits for name, fault in faults.items()} == dict.fromkeys(faults, 1)
+    assert in_s3.asked() == {name: 2 if name in faults or name == NAMES[77] else 1 for name in NAMES}
+    assert report.bytes_from == {"remote": ALL_BYTES}
+    assert left_in(tmp_path / "there") == NAMES
+    assert in_s3.run.damages() == {}
+
+
+@pytest.mark.parametrize(
+    ("kind", "damage"),
+    [
+        ("on_disk", "flipped"),
+        ("on_disk", "gone"),
+        ("on_disk", "cut short"),
+        ("in_s3", "flipped"),
+        ("in_s3", "gone"),
+    ],
+)
+def test_one_that_is_damaged(request: pytest.FixtureRequest, tmp_path: Path, kind: str, damage: str) -> None:
+    """Is told by its name, and nothing of any is left; what was there before stays."""
+    counted: Counted = request.getfixturevalue(kind)
+    checkpoint = _committed(counted.run)
+    key = shard_key(10, NAMES[70])
+    match damage:
+        case "flipped":
+            counted.run.flip(key)
+        case "gone":
+            counted.run.delete(key)
+        case "cut short":
+            counted.run.put(key, FILES[0][NAMES[70]][:1000])
+    there = tmp_path / "there"
+    restore.fetch(checkpoint, there, files=["layer-0/*"])
+    with pytest.raises(restore.DamagedCheckpointError, match=re.escape(NAMES[70])):
+        restore.fetch(checkpoint, there)
+    assert left_in(there) == NAMES[:10]
+    assert list(counted.run.damages()) == [checkpoint.id]
+    assert counted.run.leases() == []
+
+
+def test_one_that_is_damaged_is_taken_where_nobody_verifies(on_disk: Counted, tmp_path: Path) -> None:
+    checkpoint = _committed(on_disk.run)
+    on_disk.run.flip(shard_key(10, NAMES[70]))
+    report = restore.fetch(checkpoint, tmp_path / "there", verify=False)
+    bad = bytearray(FILES[0][NAMES[70]])
+    bad[100] ^= 1
+    assert is_whole(report, {0: FILES[0] | {NAMES[70]: bytes(bad)}})
+    assert report.bytes_from == {"remote": ALL_BYTES}
+
+
+def test_a_crowd_of_processes_fetches_each_once(in_s3: Counted, proxy: FaultProxy, tmp_path: Path) -> None:
+    """Four that want the same files in the same place; none is done before all have begun."""
+    checkpoint = _committed(in_s3.run)
+    in_s3.asked()
+    held = proxy.add(Fault("hold", "GET", re.escape(NAMES[5]), times=1))
+    with contextlib.ExitStack() as stack:
+        pipes = [
+            stack.enter_context(plays.playing(plays.fetches, checkpoint, str(tmp_path / "there"), {}))[1]
+            for _ in range(4)
+        ]
+        for pipe in pipes:
+            assert plays.told(pipe) == "ready"
+            pipe.send("go")
+        proxy.wait_for(lambda: held.num_hits == 1 and len(proxy.sent("/leases/")) == 4)
+        proxy.release()
+        reports = [plays.told(pipe) for pipe in pipes]
+    assert in_s3.asked() == dict.fromkeys(NAMES, 1)
+    assert sum(report.get("remote", 0) for report in reports) == ALL_BYTES
+    assert [sum(report.values()) for report in reports] == [ALL_BYTES] * 4
+    assert left_in(tmp_path / "there") == NAMES
+    assert is_whole(restore.fetch(checkpoint, tmp_path / "there"), FILES)
+
+
+def test_a_crowd_of_threads_fetches_each_once(on_disk: Counted, tmp_path: Path) -> None:
+    checkpoint = _committed(on_disk.run)
+    on_disk.asked()
+    with ThreadPoolExecutor(4) as threads:
+        reports = list(threads.map(lambda _: restore.fetch(checkpoint, tmp_path / "there"), range(4)))
+    assert all(is_whole(report, FILES) for report in reports)
+    assert on_disk.asked() == dict.fromkeys(NAMES, 1)
+    assert sum(report.bytes_from.get("remote", 0) for report in reports) == ALL_BYTES
+    assert left_in(tmp_path / "there") == NAMES
+
+
+def test_killed_in_the_middle(in_s3: Counted, proxy: FaultProxy, tmp_path: Path) -> None:
+    """By SIGKILL: called again, it completes, and what was published is not fetched again."""
+    checkpoint = _committed(in_s3.run)
+    there = tmp_path / "there"
+    held = proxy.add(Fault("hold", "GET", re.escape(NAMES[30])))
+    with plays.playing(plays.fetches, checkpoint, str(there), ONE) as (process, pipe):
+        plays.told(pipe)
+        pipe.send("go")
+        proxy.wait_for(lambda: held.num_hits == 1)
+        process.kill()
+        process.join(plays.PATIENCE_S)
+    assert [path for path in left_in(there) if not path.startswith(PARTIAL_FOLDER)] == NAMES[:30]
+    proxy.heal()
+    in_s3.asked()
+    report = restore.fetch(checkpoint, there, **ONE)
+    assert is_whole(report, FILES)
+    assert in_s3.asked() == dict.fromkeys(NAMES[30:], 1)
+    assert report.bytes_from == {"there": 30 * SIZE_BYTES, "remote": 70 * SIZE_BYTES}
+    assert left_in(there) == NAMES
+
+
+def test_a_lease_that_runs_out_stops_it(
+    on_disk: Counted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of a series: no more is asked for, and nothing is left."""
+    checkpoint = _committed(on_disk.run)
+    publish, keep, held = partial.PartialFile.publish, session.HeldLease.keep, []
+    num_published = 0
+
+    async def noted(self: session.HeldLease) -> None:
+        held.append(self)
+        await keep(self)
+
+    def then_it_runs_out(self: partial.PartialFile, target: Path) -> None:
+        nonlocal num_published
+        publish(self, target)
+        num_published += 1
+        if num_published == 3:
+            held[0]._good_until = 0.0
+
+    monkeypatch.setattr(session.HeldLease, "keep", noted)
+    monkeypatch.setattr(partial.PartialFile, "publish", then_it_runs_out)
+    on_disk.asked()
+    with pytest.raises(restore.CheckpointGoneError, match="ran out"):
+        restore.fetch(checkpoint, tmp_path / "there", **ONE)
+    assert on_disk.asked() == dict.fromkeys(NAMES[:3], 1)
+    assert left_in(tmp_path / "there") == []
+    assert on_disk.run.damages() == {}
+
+
+def test_a_disk_that_runs_full(on_disk: Counted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is told; called again, it goes on where it was."""
+    checkpoint = _committed(on_disk.run)
+    write, left = partial.PartialFile.write, 20
+
+    def full(self: partial.PartialFile, piece: memoryview, offset: int) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise OSError(28, "No space left on device")
+        write(self, piece, offset)
+
+    monkeypatch.setattr(partial.PartialFile, "write", full)
+    with pytest.raises(NoSpaceError, match="ran full"):
+        restore.fetch(checkpoint, tmp_path / "there", **ONE)
+    left = NUM
+    on_disk.asked()
+    report = restore.fetch(checkpoint, tmp_path / "there", **ONE)
+    assert is_whole(report, FILES)
+    assert report.bytes_from == {"there": 20 * SIZE_BYTES, "remote": 80 * SIZE_BYTES}
+    assert on_disk.asked() == dict.fromkeys(NAMES[20:], 1)
+
+
+def test_what_is_in_the_destination(on_disk: Counted, tmp_path: Path) -> None:
+    """Counts if it is right; else it is left alone, or replaced by who says so."""
+    checkpoint = _committed(on_disk.run)
+    there = tmp_path / "there"
+    restore.fetch(checkpoint, there, files=["layer-0/*"])
+    for name in NAMES[:2]:
+        (there / name).write_bytes(bytes(SIZE_BYTES))
+    on_disk.asked()
+    with pytest.raises(restore.DestinationError, match=r"layer-0/0[01]\.bin.*left alone"):
+        restore.fetch(checkpoint, there)
+    assert on_disk.asked() == {}
+    report = restore.fetch(checkpoint, there, overwrite=True)
+    assert is_whole(report, FILES)
+    assert report.bytes_from == {"there": 8 * SIZE_BYTES, "remote": 92 * SIZE_BYTES}
+    assert on_disk.asked() == dict.fromkeys([*NAMES[:2], *NAMES[10:]], 1)
+
+
+def test_a_link_on_the_way_leads_nowhere(on_disk: Counted, tmp_path: Path) -> None:
+    checkpoint = _committed(on_disk.run)
+    there, outside = tmp_path / "there", tmp_path / "outside"
+    there.mkdir()
+    outside.mkdir()
+    (there / "layer-4").symlink_to(outside)
+    with pytest.raises(restore.DestinationError, match="symbolic link"):
+        restore.fetch(checkpoint, there)
+    assert list(outside.iterdir()) == []
+
+
+def test_what_goes_the_ordinary_way(on_disk: Counted, tmp_path: Path) -> None:
+    """Files of no byte, of too many, and those whose bytes nothing says to be right."""
+    files = {0: {"a/empty": b"", "a/large": content(1, "x", SMALL_BYTES + 1), **FILES[0]}}
+    checkpoint = _committed(on_disk.run, files)
+    assert is_whole(restore.fetch(checkpoint, tmp_path / "there"), files)
+    assert sorted(on_disk.together) == NAMES
+    on_disk.together.clear()
+    foreign = dataclasses.replace(
+        checkpoint,
+        files={name: dataclasses.replace(file, checksum=None) for name, file in checkpoint.files.items()},
+    )
+    assert is_whole(restore.fetch(foreign, tmp_path / "foreign"), files)
+    assert on_disk.together == []
+
+
+def test_local_copies_are_nearer(on_disk: Counted, tmp_path: Path) -> None:
+    """Those that are right; a damaged one comes from the store all the same."""
+    checkpoint = _committed(on_disk.run)
+    folder = tmp_path / "folder"
+    for name in NAMES[:50]:
+        path = folder / checkpoint.name / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(FILES[0][name] if name != NAMES[7] else bytes(SIZE_BYTES))
+    on_disk.asked()
+    report = restore.fetch(checkpoint, tmp_path / "there", folder=folder)
+    assert is_whole(report, FILES)
+    assert report.bytes_from == {"local": 49 * SIZE_BYTES, "remote": 51 * SIZE_BYTES}
+    assert on_disk.asked() == dict.fromkeys([NAMES[7], *NAMES[50:]], 1)
+    assert sorted(on_disk.together) == NAMES[50:]
+
+
+@pytest.fixture
+def few_descriptors() -> Iterator[None]:
+    """What a process has on some systems, beside those that this one has open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 220, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_few_descriptors_are_enough(on_disk: Counted, tmp_path: Path, few_descriptors: None) -> None:
+    """However many files there are: each that is being fetched is locked, and so open."""
+    files = {0: {f"{number // 20}/{number}": b"%d" % number for number in range(400)}}
+    checkpoint = _committed(on_disk.run, files)
+    on_disk.asked()
+    report = restore.fetch(checkpoint, tmp_path / "there")
+    assert is_whole(report, files)
+    assert on_disk.asked() == dict.fromkeys(files[0], 1)
+    assert len(on_disk.together) == 400
+
+
+def test_the_folder_of_partial_files_may_vanish_at_any_time(
+    tmp_path: Path, run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever has finished removes it, again and again."""
+    folder, mkdir, num_made = tmp_path / PARTIAL_FOLDER, Path.mkdir, 0
+
+    def vanishing(self: Path, *options: Any, **more: Any) -> None:
+        nonlocal num_made
+        mkdir(self, *options, **more)
+        num_made += 1
+        if num_made < 4:
+            self.rmdir()
+
+    monkeypatch.setattr(Path, "mkdir", vanishing)
+
+    async def main() -> None:
+        async with asyncio.timeout(30), partial.locked(folder / "a", 1, "crc64nvme") as found:
+            assert found.prepare() == 0
+
+    run(main())
+    assert num_made == 4
