@@ -230,7 +230,7 @@ def main() -> None:
     arguments.folder.mkdir(parents=True, exist_ok=True)
     failed = [each.name for each in wanted if arguments.run and not run(each, arguments.folder)]
     saved = {}
-    for part in wanted:
+    for part in PARTS:
         path = arguments.folder / f"{part.name}.json"
         if path.exists():
             saved[part.name] = json.loads(path.read_text(encoding="utf-8"))
