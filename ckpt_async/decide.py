@@ -396,6 +396,19 @@ def backlog(local: Local) -> list[LocalCheckpoint]:
     ]
 
 
+def waits_for_others(local: Local) -> bool:
+    """Whether our part of a checkpoint is in the store and another rank's is not. What an earlier start left is not
+    worth the wait once something newer is committed: its other ranks may never come.
+    """
+    newest = local.newest_committed
+    return any(
+        each.has_receipt
+        and each.decision is None
+        and (each.id.generation == local.generation or newest is None or each.id > newest)
+        for each in local.checkpoints.values()
+    )
+
+
 def stranded(local: Local, url: str) -> list[CheckpointId]:
     """Unfinished checkpoints that were begun at another remote than `url`. What is verified there is not here: a
     commit here would name shards that do not exist (R1).

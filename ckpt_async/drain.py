@@ -304,10 +304,7 @@ class _Adoption:
 
     def _waits_for_others(self) -> bool:
         return self._is_working() or any(
-            checkpoint.has_receipt and checkpoint.decision is None
-            for each in self._ranks
-            if each.live
-            for checkpoint in each.live.local.checkpoints.values()
+            decide.waits_for_others(each.live.local) for each in self._ranks if each.live
         )
 
     async def _wait_while(self, is_busy: Callable[[], bool], deadline: float) -> None:

@@ -47,7 +47,7 @@ from ckpt_async.model import (
     Superseded,
 )
 from ckpt_async.preemption import flush_on_sigterm
-from ckpt_async.runners import EngineView, Start, runner_of, waits_for_others
+from ckpt_async.runners import EngineView, Start, runner_of
 from ckpt_async.settings import Settings, load
 from ckpt_async.shard_writer import ShardWriter
 from ckpt_async.stores import StoreOptions, address_of
@@ -666,7 +666,8 @@ class Uploader:
             asked = self._engine_now().wake()
             self._wait_while(is_busy, deadline)
             self._wait_while(
-                lambda engine: waits_for_others(engine.local), min(deadline, time.monotonic() + grace_s)
+                lambda engine: decide.waits_for_others(engine.local),
+                min(deadline, time.monotonic() + grace_s),
             )
             self._wait_while(lambda engine: engine.num_due > 0, deadline)
 

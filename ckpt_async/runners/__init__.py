@@ -113,16 +113,3 @@ def runner_of(name: str) -> MakeRunner:
     from ckpt_async.runners.thread import ThreadRunner
 
     return ThreadRunner
-
-
-def waits_for_others(local: Local) -> bool:
-    """Whether our part of a checkpoint is in the store and another rank's is not. What an earlier start left is not
-    worth the wait once something newer is committed: its other ranks may never come.
-    """
-    newest = local.newest_committed
-    return any(
-        each.has_receipt
-        and each.decision is None
-        and (each.id.generation == local.generation or newest is None or each.id > newest)
-        for each in local.checkpoints.values()
-    )

@@ -20,13 +20,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ckpt_async import decide
 from ckpt_async.engine import Engine
 from ckpt_async.errors import FailureReason
 from ckpt_async.files import Folder
 from ckpt_async.journal import Journal, RankLock
 from ckpt_async.model import CheckpointId, Decided, Local
 from ckpt_async.observe import NullObserver
-from ckpt_async.runners import Start, waits_for_others, wire
+from ckpt_async.runners import Start, wire
 from ckpt_async.runners.host import Backends, Host, new_loop
 from ckpt_async.runners.wire import Channel
 from ckpt_async.settings import Settings
@@ -219,7 +220,7 @@ class _Rank:
 
         def waits_for_others_too() -> bool:
             assert host.engine is not None
-            return is_working() or waits_for_others(host.engine.local)
+            return is_working() or decide.waits_for_others(host.engine.local)
 
         async def wait_while(is_busy: Callable[[], bool], until: float) -> None:
             nonlocal ends_at
