@@ -252,13 +252,12 @@ def check_prefix(prefix: str, operation: str) -> str:
     return prefix
 
 
-def check_whole(data: bytes, get: SmallGet) -> memoryview:
-    """An object that was read, if it has the size that was asked for, else raise StoreError."""
-    if len(data) != get.size_bytes:
+def check_size(size_bytes: int, get: SmallGet) -> None:
+    """Raise StoreError unless an object has the size that was asked for."""
+    if size_bytes != get.size_bytes:
         raise StoreError(
-            f"has {len(data)} bytes, not {get.size_bytes}",
+            f"has {size_bytes} bytes, not {get.size_bytes}",
             reason=FailureReason.OTHER,
             operation="get",
             key=get.key,
         )
-    return memoryview(data)

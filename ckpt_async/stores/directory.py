@@ -50,7 +50,7 @@ from ckpt_async.store import (
     StoredPart,
     put_one_by_one,
 )
-from ckpt_async.stores import check_key, check_prefix, check_whole
+from ckpt_async.stores import check_key, check_prefix, check_size
 from ckpt_async.threads import in_thread
 
 # Temporary files and the lock; below a name that no key may start with. Left-overs are harmless.
@@ -376,7 +376,8 @@ class DirectoryStore:
             self._check_key(each.key, "get")
             with _translating("get", each.key):
                 data, _ = self._read_whole(each.key, each.size_bytes)
-            got(each, check_whole(data, each))  # what it raises is not ours
+                check_size(len(data), each)
+            got(each, memoryview(data))  # what it raises is not ours
 
     def _read_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> ObjectInfo:
         with _translating("get_range", key):

@@ -17,7 +17,6 @@ import re
 import select
 import socket
 import ssl
-import struct
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -25,12 +24,11 @@ from typing import Protocol
 from urllib.parse import SplitResult, urlsplit
 
 from ckpt_async.store import Outgoing
-from ckpt_async.stores.http_ranges import MAX_ERROR_BYTES, Answer, Connections, Flight
+from ckpt_async.stores.http_ranges import MAX_ERROR_BYTES, Answer, Connections, Flight, timeval
 
 # A socket that takes nothing for this long is asked whether the store has answered already.
 _STUCK_S = 1.0
 _STUCK = (BlockingIOError, TimeoutError)  # of a plain socket, of TLS
-_TIMEVAL = struct.Struct("ll")
 _UNREACHABLE = frozenset(
     {errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOTCONN}
 )
@@ -344,7 +342,7 @@ def let_block(connected: socket.socket, timeout_s: float) -> None:
         connected.settimeout(limit_s)
         return
     connected.settimeout(None)
-    limit = _TIMEVAL.pack(int(limit_s), int(limit_s % 1 * 1e6))
+    limit = timeval(limit_s)
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         connected.setsockopt(socket.SOL_SOCKET, option, limit)
 

@@ -34,8 +34,6 @@ FLUSH_S = 1.0
 MAX_ERROR_BYTES = 64 << 10
 T = TypeVar("T")
 
-_TIMEVAL = struct.Struct("ll")
-
 
 @dataclass(frozen=True, slots=True)
 class Answer:
@@ -301,9 +299,7 @@ class Downloads(Connections):
         # the GIL, for whatever has just arrived.
         wait_s = min(FLUSH_S, self._read_timeout_s)
         connected.settimeout(None)
-        connected.setsockopt(
-            socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(int(wait_s), int(wait_s % 1 * 1e6))
-        )
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval(wait_s))
 
         def receive(buffer: memoryview) -> int:
             silent_until = time.monotonic() + self._read_timeout_s
@@ -315,6 +311,11 @@ class Downloads(Connections):
                         raise TimeoutError("timed out") from None
 
         return receive
+
+
+def timeval(duration_s: float) -> bytes:
+    """For the kernel's own timeouts of a socket."""
+    return struct.pack("ll", int(duration_s), int(duration_s % 1 * 1e6))
 
 
 def has_proxy(url: str) -> bool:

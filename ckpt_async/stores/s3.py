@@ -25,7 +25,6 @@ import time
 from base64 import b64encode
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar
 
 import botocore.exceptions
@@ -64,13 +63,13 @@ from ckpt_async.store import (
     StoredPart,
     put_one_by_one,
 )
-from ckpt_async.stores import StoreOptions, check_key, check_prefix, check_whole
+from ckpt_async.stores import StoreOptions, check_key, check_prefix, check_size
 from ckpt_async.stores.http_bodies import Uploads
 from ckpt_async.stores.http_ranges import Answer, Downloads, has_proxy
 from ckpt_async.stores.http_series import SmallUploads
 from ckpt_async.stores.s3_body import BodyPayload
 from ckpt_async.stores.s3_errors import Place, hint_for, reason_of, refusal, translating
-from ckpt_async.stores.s3_pattern import GetPattern, PutPattern
+from ckpt_async.stores.s3_pattern import NO_QUERY, GetPattern, PutPattern
 from ckpt_async.threads import in_thread
 
 # What the SDK hands back is untyped: dictionaries shaped by the service model.
@@ -104,7 +103,6 @@ _ANSWERS = {
     "complete_multipart_upload": ("ETag",),
 }
 
-_NO_QUERY: Mapping[str, str] = MappingProxyType({})
 
 # A signed URL is good for an hour, unless the credentials are not.
 _SIGNED_S, _MAX_SIGNED = 60.0, 256
@@ -251,20 +249,13 @@ class S3Store:
         if any(is_proxied for _, is_proxied in urls):
             for each in gets:
                 data, _ = await self.get(each.key, max_size_bytes=each.size_bytes)
-                check_whole(data, each)
+                check_size(len(data), each)
                 await in_thread(got, each, memoryview(data))
             return
 
         def check(number: int, answer: Answer) -> None:
             each = gets[number]
-            there_bytes = _info_of_range(answer, 0, each.size_bytes, each.key).size_bytes
-            if there_bytes != each.size_bytes:
-                raise StoreError(
-                    f"has {there_bytes} bytes, not {each.size_bytes}",
-                    reason=FailureReason.OTHER,
-                    operation="get_object",
-                    key=each.key,
-                )
+            check_size(_info_of_range(answer, 0, each.size_bytes, each.key).size_bytes, each)
 
         with _telling_failures_of(got) as guarded, translating("get_object", "", self._place):
             refused = await self._downloads.get_many(
@@ -560,7 +551,7 @@ class S3Store:
         key: str,
         payload: BodyPayload,
         checksum: Checksum,
-        query: Mapping[str, str] = _NO_QUERY,
+        query: Mapping[str, str] = NO_QUERY,
     ) -> Response | None:
         """A request past the SDK. None if it is the SDK's business: the first one (which becomes the pattern), one
         whose body is not for a thread, and one that the store sends elsewhere.

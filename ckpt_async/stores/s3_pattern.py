@@ -40,7 +40,7 @@ _SIGNERS = frozenset(
     f"X-Amz-{name}"
     for name in ("Algorithm", "Credential", "Date", "SignedHeaders", "Security-Token", "Signature")
 )
-_NONE: Mapping[str, str] = MappingProxyType({})
+NO_QUERY: Mapping[str, str] = MappingProxyType({})
 
 
 class Credentials(Protocol):
@@ -62,7 +62,7 @@ class PutPattern:
 
     @classmethod
     def of(
-        cls, url: str, headers: Mapping[str, str | bytes], key: str, query: Mapping[str, str] = _NONE
+        cls, url: str, headers: Mapping[str, str | bytes], key: str, query: Mapping[str, str] = NO_QUERY
     ) -> Self | None:
         """The pattern of a request that the SDK makes for `key`; None if it is not ours to repeat. `query` is what
         tells a part from others.
@@ -89,7 +89,7 @@ class PutPattern:
         checksum: Checksum,
         credentials: Credentials,
         now: float,
-        query: Mapping[str, str] = _NONE,
+        query: Mapping[str, str] = NO_QUERY,
     ) -> tuple[str, dict[str, str]]:
         """URL and headers to put a body of this size and checksum, signed at `now` (seconds since the epoch)."""
         path = self.base_path + _quoted(key)
