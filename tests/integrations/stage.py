@@ -21,8 +21,18 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Self
 
+from ckpt_async import restore
+
 PATIENCE_S = 120.0
+NUM_STEPS = 6
+DRAIN_TIMEOUT_S = 60.0
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"}
+
+
+def committed(remote: str, step: int) -> restore.Checkpoint:
+    checkpoint = restore.find(remote, step=step)
+    assert checkpoint is not None, f"step {step} is not committed"
+    return checkpoint
 
 
 class Trainer:

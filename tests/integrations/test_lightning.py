@@ -7,27 +7,13 @@ from typing import Any
 import pytest
 
 from ckpt_async import restore
-from tests.integrations.stage import Stage
-
-NUM_STEPS = 6
-DRAIN_TIMEOUT_S = 60.0
+from tests.integrations.stage import DRAIN_TIMEOUT_S, NUM_STEPS, Stage, committed
 
 
 @pytest.fixture(scope="module")
 def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     with Stage("tests.integrations.lightning_plays", tmp_path_factory.mktemp("stage")) as stage:
         yield stage
-
-
-@pytest.fixture
-def remote(tmp_path: Path) -> str:
-    return f"file://{tmp_path}/remote"
-
-
-def committed(remote: str, step: int) -> restore.Checkpoint:
-    checkpoint = restore.find(remote, step=step)
-    assert checkpoint is not None, f"step {step} is not committed"
-    return checkpoint
 
 
 def test_a_killed_trainer_loses_nothing_that_it_had_saved(stage: Stage, tmp_path: Path, remote: str) -> None:

@@ -7,27 +7,13 @@ from typing import Any
 import pytest
 
 from ckpt_async import restore
-from tests.integrations.stage import Stage, Trainer
-
-NUM_STEPS = 6
-DRAIN_TIMEOUT_S = 60.0
+from tests.integrations.stage import DRAIN_TIMEOUT_S, NUM_STEPS, Stage, Trainer, committed
 
 
 @pytest.fixture(scope="module")
 def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     with Stage("tests.integrations.transformers_plays", tmp_path_factory.mktemp("stage")) as stage:
         yield stage
-
-
-@pytest.fixture
-def remote(tmp_path: Path) -> str:
-    return f"file://{tmp_path}/remote"
-
-
-def committed(remote: str, step: int) -> restore.Checkpoint:
-    checkpoint = restore.find(remote, step=step)
-    assert checkpoint is not None, f"step {step} is not committed"
-    return checkpoint
 
 
 def test_what_was_rotated_away_before_it_was_uploaded_is_not_lost(
