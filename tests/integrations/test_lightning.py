@@ -1,5 +1,6 @@
 """Lightning's own trainers, tiny models, real stores, real kills."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -128,7 +129,8 @@ def test_training_goes_on_without_the_store(stage: Stage, tmp_path: Path, remote
     ended = trainer.hear()
     assert (ended["step"], ended["failure"], ended["is_closed"]) == (NUM_STEPS, "", True)
     assert "shard_failed generation 1 step 6" in trainer.log()
-    assert "closed_with_unfinished steps=[3, 4, 5, 6]" in trainer.log()
+    # Step 2 may have been on its way when the store went.
+    assert re.search(r"closed_with_unfinished steps=\[(2, )?3, 4, 5, 6\]", trainer.log())
     (tmp_path / "remote").unlink()
     (tmp_path / "a.away").rename(tmp_path / "remote")
     restore.drain_predecessor(tmp_path / "a", DRAIN_TIMEOUT_S)
