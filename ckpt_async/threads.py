@@ -1,14 +1,32 @@
-"""Blocking work beside the event loop that never outlives whoever asked for it."""
+"""Between blocking code and an event loop: neither outlives whoever asked for it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from collections.abc import Callable, Coroutine
+from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+# A signal that arrives just before a thread begins to wait is not seen until that wait ends.
+CTRL_C_S = 0.5
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """`asyncio.run`, which Ctrl-C ends within CTRL_C_S: by itself, it may sleep on until the next timeout."""
+
+    async def awake() -> T:
+        loop = asyncio.get_running_loop()
+
+        def tick() -> None:
+            loop.call_later(CTRL_C_S, tick)
+
+        tick()
+        return await work
+
+    return asyncio.run(awake())
 
 
 async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

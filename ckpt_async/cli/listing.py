@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import sys
 from collections.abc import Iterator
 
-from ckpt_async import keys, plan, protocol
+from ckpt_async import keys, plan, protocol, threads
 from ckpt_async.cli.output import (
     Exit,
     Json,
@@ -33,7 +32,7 @@ LS_TIMEOUT_S, LS_PAUSE_S = 20.0, 2.0
 
 def ls(options: argparse.Namespace) -> Exit:
     """What is committed in a remote."""
-    url, decisions, server_time = asyncio.run(_list_decisions(options))
+    url, decisions, server_time = threads.run(_list_decisions(options))
     newest = max((each.checkpoint for each in decisions if each.outcome is Outcome.COMMIT), default=None)
     shown = [each for each in decisions if options.all or each.outcome is Outcome.COMMIT]
     if options.json:

@@ -120,13 +120,12 @@ def _checkpoint_json(each: CheckpointStatus) -> Json:
 
 def drain(options: argparse.Namespace) -> Exit:
     """Finish what a trainer left in a folder."""
-    import asyncio
-
     from ckpt_async import drain as work
+    from ckpt_async import threads
     from ckpt_async.uploader import load_settings
 
     settings = load_settings({}, os.environ)
-    report = asyncio.run(
+    report = threads.run(
         work.drain(
             options.folder,
             timeout_s=options.timeout,

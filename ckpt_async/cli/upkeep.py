@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from ckpt_async import keys, metrics, plan, protocol, retention
+from ckpt_async import keys, metrics, plan, protocol, retention, threads
 from ckpt_async import verify as verification
 from ckpt_async.cli.output import Exit, Json, id_json, store_options, telling_of_silence
 from ckpt_async.errors import ObjectNotFoundError, SettingsError
@@ -59,10 +59,10 @@ def _sweep(options: argparse.Namespace, settings: Settings) -> Exit:
     server = metrics.serve(sweeper.metrics, options.metrics_port, settings.metrics_address, {})
     try:
         if options.interval is None:
-            report = asyncio.run(sweeper.sweep(is_dry_run=options.dry_run))
+            report = threads.run(sweeper.sweep(is_dry_run=options.dry_run))
             _print_sweep(report, options)
             return Exit.OK if report.is_clean else Exit.ERROR
-        asyncio.run(_sweep_until_stopped(options, sweeper))
+        threads.run(_sweep_until_stopped(options, sweeper))
         return Exit.OK
     finally:
         if server is not None:
@@ -361,4 +361,4 @@ def _with_store(
         finally:
             await store.close()
 
-    return asyncio.run(main())
+    return threads.run(main())

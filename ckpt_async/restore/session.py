@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
-from ckpt_async import keys, protocol, records
+from ckpt_async import keys, protocol, records, threads
 from ckpt_async.conditional import put
 from ckpt_async.errors import (
     CheckpointGoneError,
@@ -43,7 +43,6 @@ LEASE_TTL_S = 900.0
 DROP_TIMEOUT_S = 5.0
 # Someone waits for the answer: a store that is away for longer is an error to be told.
 PATIENCE_S = 60.0
-CTRL_C_S = 0.5
 
 
 def blocking(work: Coroutine[Any, Any, T]) -> T:
@@ -51,7 +50,7 @@ def blocking(work: Coroutine[Any, Any, T]) -> T:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(work)
+        return threads.run(work)
     is_wanted: Future[bool] = Future()
     begun: Future[Callable[[], object]] = Future()
 
@@ -72,7 +71,7 @@ def blocking(work: Coroutine[Any, Any, T]) -> T:
             done = thread.submit(run)
             is_wanted.set_result(True)  # not before: Ctrl-C may strike while the thread is being started
             # Awake from time to time: Ctrl-C just before a wait begins is not seen until that ends.
-            while not wait({done}, timeout=CTRL_C_S).done:
+            while not wait({done}, timeout=threads.CTRL_C_S).done:
                 pass
             return cast("T", done.result())
         except BaseException:  # Ctrl-C: the work must not go on without who wanted it
