@@ -114,12 +114,17 @@ class Remote:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """How fast `size_bytes` went to the store and came back."""
+    """How fast `size_bytes` went to the store and came back, or why it was not tried."""
 
     size_bytes: int
     upload_s: float = 0.0
     download_s: float = 0.0
     error: str = ""
+    left_out: str = ""
+
+    @property
+    def is_measured(self) -> bool:
+        return not (self.error or self.left_out)
 
     @property
     def upload_bytes_per_s(self) -> float:
@@ -330,6 +335,9 @@ def _clock(ahead_s: float) -> Finding:
 def _of_speed(speed: Speed, checkpoint_bytes: int | None) -> Iterator[Finding]:
     if speed.error:
         yield Finding("speed", Level.FAIL, speed.error)
+        return
+    if speed.left_out:
+        yield Finding("speed", Level.WARN, f"not measured: {speed.left_out}", "free some space")
         return
     size = in_units(speed.size_bytes)
     for check, rate in (("upload", speed.upload_bytes_per_s), ("download", speed.download_bytes_per_s)):

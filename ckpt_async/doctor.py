@@ -20,6 +20,8 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 
+import aiofiles
+
 from ckpt_async import keys, transfer
 from ckpt_async.checksums import checksum_of
 from ckpt_async.diagnosis import Facts, Host, JournalState, LocalFolder, Remote, Speed, Tried
@@ -43,6 +45,7 @@ from ckpt_async.status import has_owner, load
 from ckpt_async.store import BytesBody, Store
 from ckpt_async.stores import StoreOptions, find_endpoint, open_store, options_of, parse_url
 from ckpt_async.transfer import all_or_none
+from ckpt_async.units import in_units
 from ckpt_async.uploader import load_settings
 
 PACKAGES = ("ckpt-async", "aiobotocore", "botocore", "aiohttp", "awscrt", "uvloop", "torch")
@@ -91,7 +94,9 @@ def examine(
         except OSError as error:
             refused = Tried("write", "", f"{url}: {error.strerror}", "this user must be able to write to it")
             return Facts(host, local, journal, Remote(url, (refused,)), checkpoint_bytes=checkpoint_bytes)
-        trial = _Trial(store, settings, workplace if measures_speed else None)
+        # That is about the folder's file system; without a folder the file is written to the temporary one's.
+        kept_bytes = settings.min_free_bytes if folder is not None else 0
+        trial = _Trial(store, settings, workplace if measures_speed else None, kept_bytes)
         with asyncio.Runner(loop_factory=new_loop) as runner:
             runner.run(trial.run())
         found = dataclasses.replace(trial.found, url=url, has_proxy=_has_proxy(url, options, environment))
@@ -282,8 +287,11 @@ def _stand_in(url: str, scratch: contextlib.ExitStack) -> str:
 class _Trial:
     """Does in a store what uploaders, readers and sweepers do, one thing after another."""
 
-    def __init__(self, store: Store, settings: Settings, workplace: Folder | None) -> None:
+    def __init__(
+        self, store: Store, settings: Settings, workplace: Folder | None, min_free_bytes: int
+    ) -> None:
         self._store, self._settings, self._workplace = store, settings, workplace
+        self._min_free_bytes = min_free_bytes
         self._name = f"{keys.PROBES}doctor-{secrets.token_hex(8)}"
         self._tried: list[Tried] = []
         self._written: list[str] = []
@@ -434,6 +442,8 @@ class _Trial:
 
     async def _measure_speed(self, workplace: Folder) -> Speed:
         key, store = f"{self._name}-e", self._store
+        if what := self._no_room(workplace):
+            return Speed(SPEED_BYTES, left_out=what)
         settings = dataclasses.replace(
             self._settings, upload_timeout_s=SPEED_TIMEOUT_S, retry_max_s=self._settings.retry_initial_s
         )
@@ -443,7 +453,7 @@ class _Trial:
             self._uploads[key] = multipart.upload_id
 
         try:
-            source = await asyncio.to_thread(_large_source, workplace)
+            source = await _large_source(workplace)
             try:
                 self._written.append(key)
                 began = time.perf_counter()
@@ -471,12 +481,23 @@ class _Trial:
         except (CkptAsyncError, OSError) as error:
             return Speed(SPEED_BYTES, error=str(error) or f"nothing within {SPEED_TIMEOUT_S:.0f} s")
 
+    def _no_room(self, workplace: Folder) -> str:
+        """Why the file must not be written, or "": a trainer beside us may need the space."""
+        free_bytes, _ = workplace.space()
+        needed_bytes = SPEED_BYTES
+        if parse_url(self._store.url).scheme == "file":
+            needed_bytes *= 2  # what is sent may come to lie on the same disk
+        if free_bytes - needed_bytes >= self._min_free_bytes:
+            return ""
+        what = f"{in_units(free_bytes)} are free, and it takes {in_units(needed_bytes)}"
+        return f"{what} beside min_free_bytes={self._min_free_bytes}" if self._min_free_bytes else what
 
-def _large_source(folder: Folder) -> transfer.Source:
+
+async def _large_source(folder: Folder) -> transfer.Source:
     """A shard to be sent, of bytes that nothing on the way makes fewer of."""
     path = folder.path / "speed.bin"
-    with path.open("wb") as file:
+    async with aiofiles.open(path, "wb") as file:
         for _ in range(SPEED_RANGES):
-            file.write(os.urandom(SPEED_BYTES // SPEED_RANGES))
+            await file.write(os.urandom(SPEED_BYTES // SPEED_RANGES))
     ((identity, _),) = folder.link([(path.name, path.name)], "spool/doctor")
     return transfer.Source(folder.open_source(path.name, None, identity), identity, str(path))

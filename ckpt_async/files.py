@@ -23,6 +23,7 @@ from ckpt_async.errors import (
     InvalidShardError,
     JournalError,
     NoSpaceError,
+    SettingsError,
     SourceError,
 )
 from ckpt_async.model import FileIdentity
@@ -53,6 +54,10 @@ class Folder:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        if not os.fspath(path):
+            raise SettingsError(
+                "the folder is '', which would be the working directory", hint="'.' if it is meant"
+            )
         self.path = Path(os.path.realpath(path))
         try:
             self.path.mkdir(parents=True, exist_ok=True)

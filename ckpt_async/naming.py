@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
 
 from ckpt_async.errors import InvalidNameError, SettingsError
+
+T = TypeVar("T")
 
 # What POSIX, S3, GCS, R2 and shells all take without quoting, plus '=+@,' for Lightning's
 # 'epoch=1-step=100.ckpt'. No space, backslash, control or non-ASCII character: SeaweedFS accepts a newline
@@ -21,9 +25,30 @@ MAX_SHARD_NAME_LENGTH = 600
 MAX_CHECKPOINT_NAME_LENGTH = 200
 MAX_KEY_LENGTH = 1024
 
+# By these a launcher says that it has started other processes too, and how many there are.
+_NUM_PROCESSES = ("LOCAL_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+
+
+def several(given: Iterable[T], what: str) -> tuple[T, ...]:
+    """The names that an argument `what` has. Raises InvalidNameError for a single one: it would be taken letter by
+    letter.
+    """
+    if isinstance(given, str | bytes):
+        raise InvalidNameError(
+            f"{what}={given!r} is one name where a collection is wanted", hint=f"give {what}=[{given!r}]"
+        )
+    return tuple(given)
+
+
+def is_whole(number: object) -> bool:
+    """Whether it may be taken for a whole number: numpy's may, a bool is a mistake."""
+    return not isinstance(number, bool) and hasattr(number, "__index__")
+
 
 def check_component(component: str, what: str) -> str:
     """Return `component` if it is one safe path component, else raise InvalidNameError saying why not."""
+    if not isinstance(component, str):
+        raise InvalidNameError(f"{what} {component!r} is not text")
     if component in {"", ".", ".."}:
         raise InvalidNameError(f"{what} {component!r} is not a name")
     if not _COMPONENT.fullmatch(component):
@@ -36,6 +61,8 @@ def check_component(component: str, what: str) -> str:
 
 def check_relative(path: str, what: str) -> str:
     """Return `path` if it is a relative '/'-joined path of safe components."""
+    if not isinstance(path, str):
+        raise InvalidNameError(f"{what} {path!r} is not text")
     if len(path) <= MAX_SHARD_NAME_LENGTH and _RELATIVE.fullmatch(path):
         return path
     if path.startswith("/"):
@@ -88,7 +115,12 @@ def launch_key(environment: Mapping[str, str], *, world_size: int, parent: str) 
     so across nodes a reused key is told apart by the members' objects instead (see `generation`).
     """
     get = environment.get
-    if explicit := get("CKPT_ASYNC_LAUNCH_ID"):
+    if (explicit := get("CKPT_ASYNC_LAUNCH_ID")) is not None:
+        if not str(explicit).strip():
+            raise SettingsError(
+                f"launch_id, or CKPT_ASYNC_LAUNCH_ID in the environment, is {explicit!r}: it says nothing",
+                hint="equal on all ranks and new at every start; leave it out if the launcher says which start it is",
+            )
         return f"id={explicit}"
     is_one_node = get("LOCAL_WORLD_SIZE", get("WORLD_SIZE", "1")) == get("WORLD_SIZE", "1")
     run_id = get("TORCHELASTIC_RUN_ID", "none")
@@ -108,23 +140,48 @@ def launch_key(environment: Mapping[str, str], *, world_size: int, parent: str) 
 def rank_and_world_size(
     environment: Mapping[str, str], rank: int | None, world_size: int | None
 ) -> tuple[int, int]:
-    """Arguments over RANK / WORLD_SIZE of the launcher over 0 / 1; refuses what cannot be."""
+    """Arguments over RANK / WORLD_SIZE of the launcher; 0 / 1 where nothing speaks of other processes.
 
-    def number(name: str, given: int | None, default: int) -> int:
+    Raises SettingsError for what cannot be, and for one without the other: of processes that each take themselves for
+    the only one, each would commit its part as the whole.
+    """
+
+    def number(name: str, given: int | None) -> int | None:
         if given is not None:
-            return given
-        text = environment.get(name, str(default))
+            if not is_whole(given):
+                raise SettingsError(f"{name}={given!r} must be a whole number")
+            return operator.index(given)
+        if (text := environment.get(name.upper())) is None:
+            return None
         try:
             return int(text)
         except ValueError:
-            raise SettingsError(f"{name}={text!r} in the environment is not a number") from None
+            raise SettingsError(f"{name.upper()}={text!r} in the environment is not a number") from None
 
-    rank, world_size = number("RANK", rank, 0), number("WORLD_SIZE", world_size, 1)
-    if not 1 <= world_size <= 100_000:
+    rank, world_size = number("rank", rank), number("world_size", world_size)
+    if world_size is not None and not 1 <= world_size <= 100_000:
         raise SettingsError(f"world_size={world_size} must be from 1 to 100000")
+    said = {name: each for name, each in (("RANK", rank), ("WORLD_SIZE", world_size)) if each is not None}
+    known = ", ".join(f"{name}={each}" for name, each in said.items()) or _sign_of_others(environment)
+    if known in ("", "WORLD_SIZE=1"):
+        return 0, 1
+    if rank is None or world_size is None:
+        missing = " and ".join(name for name in ("RANK", "WORLD_SIZE") if name not in said)
+        raise SettingsError(
+            f"there is {known}, but no {missing}: which rank this is, and of how many, is not known",
+            hint="set both on every rank, or pass rank= and world_size= (0 and 1 for a process that is alone)",
+        )
     if not 0 <= rank < world_size:
         raise SettingsError(f"rank={rank} must be from 0 to world_size-1 = {world_size - 1}")
     return rank, world_size
+
+
+def _sign_of_others(environment: Mapping[str, str]) -> str:
+    """What says that this may be one of several processes, or ""."""
+    for name in _NUM_PROCESSES:
+        if environment.get(name, "1") != "1":
+            return f"{name}={environment[name]}"
+    return f"LOCAL_RANK={environment['LOCAL_RANK']}" if "LOCAL_RANK" in environment else ""
 
 
 def fill(template: str, *, rank: int) -> str:

@@ -35,7 +35,7 @@ CONTROL_REQUESTS = 16
 MAX_CHECKSUM_ATTEMPTS = 5
 # A probe is a handful of small requests; without a deadline a peer that falls silent holds them for ever (rule R14).
 OPEN_ATTEMPT_S = 30.0
-# How often a thread tells the event loop that it gets on: seldom enough to cost nothing, often for any stall timeout.
+# How often at most a thread tells the event loop that it gets on: seldom enough to cost nothing.
 TELL_S = 0.1
 # A store that fails for less than this is not worth a line in the log.
 QUIET_OUTAGE_S = 5.0
@@ -105,6 +105,8 @@ class Progress:
         self._loop = asyncio.get_running_loop()
         self._scope, self._deadline, self._stall_timeout_s = scope, deadline, stall_timeout_s
         self._bandwidth = bandwidth
+        self._tell_every_s = min(TELL_S, stall_timeout_s / 4)
+        self._tell_at = time.monotonic() + self._tell_every_s
 
     async def may_send(self, size_bytes: int) -> None:
         """Wait until the bandwidth cap lets this many more bytes go. Being held back is not a stall."""
@@ -124,8 +126,13 @@ class Progress:
         return self._bandwidth.is_capped
 
     def moved_in_thread(self, *, is_last: bool = False) -> None:
-        """`moved`, for a worker thread: sinks and large bodies over TLS run in one."""
-        self._loop.call_soon_threadsafe(functools.partial(self.moved, is_last=is_last))
+        """`moved`, for a worker thread, which may call it for every slice: the event loop is told now and then, and of
+        the last one.
+        """
+        now = time.monotonic()
+        if is_last or now >= self._tell_at:
+            self._tell_at = now + self._tell_every_s
+            self._loop.call_soon_threadsafe(functools.partial(self.moved, is_last=is_last))
 
     def moved(self, *, is_last: bool = False) -> None:
         """Bytes moved. After the last one only the overall deadline counts: the store may need time."""
@@ -140,30 +147,25 @@ class Series:
     def __init__(self, progress: Progress, durations_s: list[float]) -> None:
         self._progress, self._durations_s = progress, durations_s
         self._began_s: float | None = None
-        self._tell_at = 0.0
 
     def begins(self) -> None:
         self._began_s = time.monotonic()
-        self._tell_at = self._began_s + TELL_S
 
     def answered(self) -> None:
         """One got its answer; the next begins."""
-        now = self._ended()
-        if now >= self._tell_at:
-            self._progress.moved_in_thread()
-            self._tell_at = now + TELL_S
+        self._ended()
+        self._progress.moved_in_thread()
 
     def broke(self) -> None:
         """The one under way, if any, was refused or broken off."""
         if self._began_s is not None:
             self._ended()
 
-    def _ended(self) -> float:
+    def _ended(self) -> None:
         assert self._began_s is not None
         now = time.monotonic()
         self._durations_s.append(now - self._began_s)
         self._began_s = now
-        return now
 
 
 class Lane:

@@ -127,7 +127,11 @@ class Settings:
         choices=(False, True),
     )
     runner_nice: int = _setting(
-        0, "runner process: added to its niceness; its disk reads rank lower with it", 0, 19
+        10,
+        "runner process: added to its niceness, so that it takes what cores the training leaves; its disk reads rank"
+        " lower with it",
+        0,
+        19,
     )
     linger_s: float = _setting(
         600.0,
@@ -149,6 +153,8 @@ class Settings:
                 "on_backlog or on_disk_low is 'supersede', but remote_retention keeps all: nothing could be given up",
                 hint="say what must be kept, e.g. remote_retention='last=2,every-steps=1000'",
             )
+        if not self.metrics_address:
+            raise SettingsError("metrics_address is '', which would be every address: 0.0.0.0 says so")
         if self.node_shared and self.runner != "process":
             raise SettingsError("node_shared=True needs runner='process'")
         if self.retry_max_s < self.retry_initial_s:

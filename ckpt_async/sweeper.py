@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import assert_never
 
-from ckpt_async import keys, plan, protocol, records, retention
+from ckpt_async import keys, naming, plan, protocol, records, retention
 from ckpt_async.conditional import read
 from ckpt_async.drain import DrainReport, drain
 from ckpt_async.errors import (
@@ -340,13 +340,15 @@ class Sweeper:
         adoption_timeout_s: float = 3600.0,
         verifies: bool = False,
     ) -> None:
-        self._folders = [os.fspath(folder) for folder in folders]
+        self._folders = [os.fspath(folder) for folder in naming.several(folders, "folders")]
         self._settings = settings or Settings()
         self._policy = retention.parse(self._settings.remote_retention)
         self._profile = store_options.profile if store_options else None
         self._given = {
             address.url: address
-            for address in (address_of(url, store_options, env=os.environ) for url in remotes)
+            for address in (
+                address_of(url, store_options, env=os.environ) for url in naming.several(remotes, "remotes")
+            )
         }
         self._adoption_timeout_s = adoption_timeout_s
         self._verifies = verifies

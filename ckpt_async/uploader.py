@@ -97,7 +97,8 @@ class Uploader:
     Args:
         folder: Where the trainer writes its checkpoints, on a local disk. `.ckpt_async/` is made in it.
         remote: `s3://bucket/prefix/run` or `file:///path/run`. One run, one remote.
-        rank, world_size: Default: RANK and WORLD_SIZE of the launcher, else 0 and 1.
+        rank, world_size: Default: RANK and WORLD_SIZE of the launcher; 0 and 1 where nothing speaks of other
+            processes. One of the two alone is refused.
         generation: A number all ranks of this start were given, larger than any before. Default: agreed
             through the store from what the launcher says (torchrun, Slurm, or CKPT_ASYNC_LAUNCH_ID).
         launch_id: What all ranks of this start share and no other start has, where the launcher does not say it: a
@@ -107,7 +108,8 @@ class Uploader:
         settings: Any field of `ckpt_async.Settings`, e.g. `num_checkpoints_to_keep=3`.
 
     Opening blocks until the store was reached and the generation agreed, and raises at once, with nothing
-    changed, when a setting, the folder, the credentials or the bucket are wrong.
+    changed, when a setting, the folder, the credentials or the bucket are wrong. A store that does not answer may be
+    restarting: it is tried for a minute, which the log says at once.
     """
 
     def __init__(
@@ -128,8 +130,12 @@ class Uploader:
             environment["CKPT_ASYNC_LAUNCH_ID"] = launch_id
         self.rank, self.world_size = naming.rank_and_world_size(environment, rank, world_size)
         self.settings = load_settings(settings, environment, settings_file)
-        if generation is not None and not 1 <= generation <= keys.MAX_GENERATION:
-            raise SettingsError(f"generation={generation} must be from 1 to {keys.MAX_GENERATION}")
+        if generation is not None:
+            if not naming.is_whole(generation) or not 1 <= generation <= keys.MAX_GENERATION:
+                raise SettingsError(
+                    f"generation={generation!r} must be a whole number from 1 to {keys.MAX_GENERATION}"
+                )
+            generation = operator.index(generation)
         launch_key = _launch_key(environment, self.world_size, generation)
         naming.fill(self.settings.latest_filename, rank=self.rank)
         if self.settings.sigterm_flush_s and threading.current_thread() is not threading.main_thread():
@@ -229,9 +235,10 @@ class Uploader:
         checkpoint = self._checkpoint(step)
         step, full_name = checkpoint.step, naming.checkpoint_name(name, checkpoint.step)
         root = self._folder.relative(path)
-        parts = (
-            [root] if files is None else [f"{root}/{naming.check_relative(each, 'file')}" for each in files]
-        )
+        parts = [root]
+        if files is not None:
+            names = naming.several(files, "files")
+            parts = [f"{root}/{naming.check_relative(each, 'file')}" for each in names]
         sources = self._folder.walk(*parts)
         if not sources:
             raise InvalidShardError(f"folder {os.fspath(path)!r} has no files")
@@ -433,7 +440,7 @@ class Uploader:
         there = self._there(step)
         if there is None or not there.is_sealed:
             raise SealedError(f"step {step} was not sealed by this rank: call seal(step={step}) before wait")
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline = None if timeout_s is None else _deadline(timeout_s)
         with self._hurried(), self._changed:
             while not self._is_committed(checkpoint):
                 left_s = None if deadline is None else deadline - time.monotonic()
@@ -453,7 +460,7 @@ class Uploader:
             return any(each.id.generation < self.generation for each in decide.undecided(local))
 
         with self._hurried():
-            self._wait_while(is_busy, time.monotonic() + timeout_s)
+            self._wait_while(is_busy, _deadline(timeout_s))
         return not is_busy(self._engine_now())
 
     def raise_failures(self) -> None:
@@ -486,7 +493,7 @@ class Uploader:
         self._check_process()
         before = self.metrics.num_committed
         with self._newest_first():
-            self._drain(timeout_s, grace_s=timeout_s)
+            self._drain(_deadline(timeout_s), grace_s=timeout_s)
         return self._report(before)
 
     def _report(self, committed_before: int) -> FlushReport:
@@ -512,6 +519,7 @@ class Uploader:
         """
         if os.getpid() != self._pid or self._is_closed:
             return
+        deadline = _deadline(self.settings.upload_timeout_s if timeout_s is None else timeout_s)
         self._is_closed = True
         _close_without_exit(self)
         if self._undo_sigterm is not None:
@@ -519,8 +527,7 @@ class Uploader:
         self._runner.expect_end()
         try:
             if self._runner.is_alive:
-                timeout_s = self.settings.upload_timeout_s if timeout_s is None else timeout_s
-                self._drain(timeout_s, grace_s=self.settings.close_grace_s)
+                self._drain(deadline, grace_s=self.settings.close_grace_s)
                 self._log_what_is_left()
         finally:
             self._runner.end()
@@ -584,7 +591,7 @@ class Uploader:
             raise InvalidNameError(f"step {step} is called {there.name!r} already, not {name!r}")
 
     def _checkpoint(self, step: int) -> CheckpointId:
-        if isinstance(step, bool) or not hasattr(step, "__index__") or not 0 <= step <= keys.MAX_STEP:
+        if not naming.is_whole(step) or not 0 <= step <= keys.MAX_STEP:
             raise InvalidNameError(f"step={step!r} must be a whole number from 0 to {keys.MAX_STEP}")
         return CheckpointId(self.generation, operator.index(step))
 
@@ -652,9 +659,8 @@ class Uploader:
                 if not self._num_flushing:
                     self._engine_now().put_newest_first(False)  # or, from now on, older ones might starve
 
-    def _drain(self, timeout_s: float, *, grace_s: float) -> None:
+    def _drain(self, deadline: float, *, grace_s: float) -> None:
         """Wait for our own work, then a while for the others'."""
-        deadline = time.monotonic() + timeout_s
 
         def is_busy(engine: EngineView) -> bool:
             if engine.last_seen_wake >= asked:
@@ -695,19 +701,30 @@ class Uploader:
             self._changed.notify_all()
 
 
+def _deadline(timeout_s: float) -> float:
+    """When `timeout_s`, from now on, are over; at once if they are negative. What is not a number would never be over,
+    and no lock waits for ever with a number that says so.
+    """
+    if math.isnan(timeout_s):
+        raise SettingsError(f"timeout_s={timeout_s} must be a number of seconds")
+    return time.monotonic() + min(timeout_s, threading.TIMEOUT_MAX / 2)
+
+
 def load_settings(
     arguments: Mapping[str, Any], environment: Mapping[str, str], path: str | os.PathLike[str] | None = None
 ) -> Settings:
     """Settings as an uploader with these arguments has them: then come CKPT_ASYNC_* of the environment, then the TOML
     file `path` (default: CKPT_ASYNC_SETTINGS_FILE). Raises SettingsError naming the setting and what it may be.
     """
-    path = path or environment.get("CKPT_ASYNC_SETTINGS_FILE")
+    if path is None:
+        path = environment.get("CKPT_ASYNC_SETTINGS_FILE")
     if path is None:
         return load(arguments, environment)
     try:
         text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise SettingsError(f"settings file {os.fspath(path)!r} cannot be read: {error.strerror}") from error
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise SettingsError(f"settings file {os.fspath(path)!r} cannot be read: {why}") from error
     return load(arguments, environment, text)
 
 

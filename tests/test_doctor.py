@@ -14,7 +14,7 @@ import pytest
 
 from ckpt_async import Uploader, cli, doctor
 from ckpt_async.errors import FailureReason, StoreError
-from ckpt_async.files import filesystem_of
+from ckpt_async.files import Folder, filesystem_of
 from ckpt_async.model import Checksum
 from ckpt_async.store import Body, Condition, MultipartInfo, ObjectInfo
 from ckpt_async.stores import open_store
@@ -249,6 +249,39 @@ def test_a_speed_test_that_fails_leaves_nothing(
     code, found = call(folder, "memory://breaking", "--speed")
     assert (code, levels(found)) == (1, {"speed": "fail"})
     assert (store._bucket.objects, unfinished(store), tree(folder)) == ({}, [], {})
+
+
+@pytest.mark.parametrize(
+    ("free_mib", "min_free_mib", "remote", "has_folder", "is_measured"),
+    [
+        (99, 36, "memory://speed/run", True, False),
+        (100, 36, "memory://speed/run", True, True),
+        (163, 36, "file://{tmp_path}/store/run", True, False),
+        (164, 36, "file://{tmp_path}/store/run", True, True),
+        (63, 0, "memory://speed/run", True, False),
+        (99, 36, "memory://speed/run", False, True),
+    ],
+)
+def test_the_speed_test_takes_no_space_that_the_trainer_wants_free(
+    free_mib: int,
+    min_free_mib: int,
+    remote: str,
+    has_folder: bool,
+    is_measured: bool,
+    tmp_path: Path,
+    call: Examine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It runs beside a trainer that would be held up, or end, for the sake of a measurement."""
+    monkeypatch.setenv("CKPT_ASYNC_MIN_FREE_BYTES", str(min_free_mib << 20))
+    monkeypatch.setattr(Folder, "space", lambda _: (free_mib << 20, 1 << 40))
+    places = [tmp_path / "checkpoints"] * has_folder
+    code, found = call(*places, remote.format(tmp_path=tmp_path), "--speed")
+    assert (code, levels(found)) == (0, {} if is_measured else {"speed": "warn"})
+    assert ("upload" in found) is is_measured
+    if not is_measured:
+        assert f"not measured: {free_mib}.0 MiB are free" in found["speed"]["message"]
+        assert (f"min_free_bytes={min_free_mib << 20}" in found["speed"]["message"]) is (min_free_mib > 0)
 
 
 # --- the folder --------------------------------------------------------------------------------------------

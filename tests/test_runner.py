@@ -12,6 +12,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +192,28 @@ def test_what_keeps_it_from_starting_is_raised_as_it_is(runner: str, tmp_path: P
     with pytest.raises(SettingsError, match="used before by rank 0"):
         Uploader(tmp_path / "folder", remote, generation=2, runner=runner, **QUICK)
     assert is_free(tmp_path / "folder")
+
+
+@both
+def test_a_store_that_is_away_at_the_start_is_told_of_at_once_and_waited_for(
+    runner: str, proxy: FaultProxy, s3_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A mistyped endpoint must not look like a trainer that hangs, nor may a restart of the store end the job."""
+    niceness = os.getpriority(os.PRIO_PROCESS, 0)
+    proxy.add(Fault("reset"))
+    with ThreadPoolExecutor(1) as threads:
+        opening = threads.submit(
+            Uploader, tmp_path / "folder", f"{s3_url}/run", runner=runner, runner_nice=7, **QUICK
+        )
+        try:
+            wait_until(lambda: "store_not_opened" in caplog.text)
+            assert not opening.done()
+            for pid in runners(tmp_path):
+                assert os.getpriority(os.PRIO_PROCESS, pid) == niceness, "the trainer waits for it"
+        finally:
+            proxy.heal()
+        opening.result(PATIENCE_S).close()
+    assert len(re.findall("store_not_opened url=.* trying_for_s=60", caplog.text)) == 1
 
 
 @both
@@ -518,7 +541,8 @@ def test_the_trainers_script_is_not_run_again_and_torch_is_not_loaded(tmp_path: 
     loaded = Path(f"/proc/{runner}/maps").read_text()
     assert "torch" in Path(f"/proc/{trainer.pid}/maps").read_text()
     assert "torch" not in loaded
-    assert os.getpriority(os.PRIO_PROCESS, runner) == 7
+    threads = [int(each) for each in os.listdir(f"/proc/{runner}/task")]
+    assert {os.getpriority(os.PRIO_PROCESS, each) for each in threads} == {7}
     ours = {os.readlink(f"/proc/{trainer.pid}/fd/{number}") for number in range(3)}
     assert not ours & {os.readlink(f"/proc/{runner}/fd/{number}") for number in range(3)} - {"/dev/null"}
     children = Path(f"/proc/{trainer.pid}/task/{trainer.pid}/children").read_text().split()

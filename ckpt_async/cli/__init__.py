@@ -105,12 +105,16 @@ def _parser() -> argparse.ArgumentParser:
         return made
 
     status = add("status", "node", "what this node holds, and what would be lost if it died now")
-    status.add_argument("folder", metavar="FOLDER", help="the folder that the uploader was opened with")
+    status.add_argument(
+        "folder", metavar="FOLDER", type=_path, help="the folder that the uploader was opened with"
+    )
     ls = add("ls", "listing", "committed checkpoints of a run", store)
     ls.add_argument("remote", metavar="REMOTE", help=where)
     ls.add_argument("--all", action="store_true", help="also those given up or pruned")
     drain = add("drain", "node", "finish what a trainer that has ended left on this node", store)
-    drain.add_argument("folder", metavar="FOLDER", help="the folder that the uploader was opened with")
+    drain.add_argument(
+        "folder", metavar="FOLDER", type=_path, help="the folder that the uploader was opened with"
+    )
     drain.add_argument("--remote", metavar="URL", help="where it goes (default: as the trainer recorded)")
     drain.add_argument(
         "--timeout",
@@ -127,7 +131,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     sweep = add("sweep", "upkeep", "finish what dead trainers left, and clean up remotely", store)
     sweep.add_argument(
-        "folders", metavar="FOLDER", nargs="*", help="folders of trainers on this node; '*' matches names"
+        "folders",
+        metavar="FOLDER",
+        nargs="*",
+        type=_path,
+        help="folders of trainers on this node; '*' matches names",
     )
     sweep.add_argument(
         "--remote", metavar="URL", action="append", default=[], help="also this remote; repeatable"
@@ -172,12 +180,14 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--seed", type=int, default=0, help="which shards are read")
     pull = add("pull", "pull", "bring a checkpoint back to a local folder, verified", store)
     pull.add_argument("url", metavar="REMOTE", help=where)
-    pull.add_argument("destination", metavar="DEST", help="folder for the files, under their names")
+    pull.add_argument(
+        "destination", metavar="DEST", type=_path, help="folder for the files, under their names"
+    )
     pull.add_argument("--step", metavar="S", type=int, help="not the newest complete one, but this step's")
     pull.add_argument("--only", metavar="GLOB", action="append", help="files whose names match; repeatable")
     pull.add_argument("--rank", metavar="R", type=int, action="append", help="files of this rank; repeatable")
     pull.add_argument(
-        "--folder", metavar="F", help="a trainer's folder that may still have some of the files"
+        "--folder", metavar="F", type=_path, help="a trainer's folder that may still have some of the files"
     )
     pull.add_argument(
         "--verify",
@@ -193,6 +203,7 @@ def _parser() -> argparse.ArgumentParser:
         "places",
         metavar="FOLDER|REMOTE",
         nargs="*",
+        type=_path,
         help="where the trainer will write, and where to upload (default: as the folder's journal says)",
     )
     doctor.add_argument("--speed", action="store_true", help="also send 64 MiB there and back")
@@ -212,6 +223,12 @@ def _run(module: str, name: str, options: argparse.Namespace) -> Exit:
         importlib.import_module(f"ckpt_async.cli.{module}"), name
     )
     return run(options)
+
+
+def _path(text: str) -> str:
+    if text:
+        return text
+    raise argparse.ArgumentTypeError("'' is not a path: '.' is the working directory")
 
 
 def _seconds(text: str) -> float:

@@ -68,7 +68,7 @@ def _places(options: argparse.Namespace) -> tuple[str | None, str | None]:
 
 def _measured(facts: Facts) -> Json:
     remote, speed = facts.remote, facts.speed
-    is_measured = speed is not None and not speed.error
+    is_measured = speed is not None and speed.is_measured
     return {
         "fsync_s": facts.folder.fsync_s if facts.folder and not facts.folder.error else None,
         "free_bytes": facts.folder.free_bytes if facts.folder and not facts.folder.error else None,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from ckpt_async.errors import InvalidNameError
 from ckpt_async.model import CheckpointId, Checksum, Decision, Receipt
+from ckpt_async.naming import several
 from ckpt_async.stores import StoreOptions
 
 OWN_FORMAT = "ckpt_async"
@@ -86,13 +87,14 @@ class Checkpoint:
             for name in sorted(self.files)
             if ranks is None or not set(ranks).isdisjoint(self.files[name].ranks)
         ]
-        for glob in files or ():
+        globs = None if files is None else several(files, "files")
+        for glob in globs or ():
             if not any(fnmatch.fnmatchcase(each.name, glob) for each in theirs):
                 raise InvalidNameError(f"no file of {self.name} that is asked for matches {glob!r}")
         return [
             each
             for each in theirs
-            if files is None or any(fnmatch.fnmatchcase(each.name, glob) for glob in files)
+            if globs is None or any(fnmatch.fnmatchcase(each.name, glob) for glob in globs)
         ]
 
 

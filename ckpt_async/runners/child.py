@@ -109,13 +109,16 @@ class _Process:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, note)
 
     def be_nice(self, settings: Settings) -> None:
-        """Before the first worker thread: they inherit it. The kernel derives the priority of disk reads from it
+        """From now on: a trainer waits for what comes before. The kernel derives the priority of disk reads from it
         (ioprio_set(2), IOPRIO_CLASS_NONE).
         """
         if self._is_polite or not settings.runner_nice:
             return
         self._is_polite = True
-        niceness = os.nice(settings.runner_nice)
+        niceness = os.nice(settings.runner_nice)  # of this thread, and of those that it starts: nice(2)
+        for thread in os.listdir("/proc/self/task"):
+            with contextlib.suppress(ProcessLookupError):
+                os.setpriority(os.PRIO_PROCESS, int(thread), niceness)
         with contextlib.suppress(
             OSError
         ):  # where sessions compete as groups (sched(7)), only the group's counts
@@ -154,7 +157,6 @@ class _Rank:
             await asyncio.wait((self._told, gone), return_when=asyncio.FIRST_COMPLETED)
             if self._told.done():
                 start, lock = self._told.result()
-                self._process.be_nice(start.settings)
                 self._send("here", os.getpid())
                 try:
                     await self._serve(start, lock, backends, gone)
@@ -175,7 +177,9 @@ class _Rank:
             journal = Journal(folder)
             try:
                 host = self._host = Host(start, folder, journal, self._facts, self._on_change, backends)
-                work = self._work = asyncio.ensure_future(host.run(self._started))
+                work = self._work = asyncio.ensure_future(
+                    host.run(lambda generation: self._started(generation, start.settings))
+                )
                 await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
                 if not work.done() and self._has_started:
                     await self._linger(start, lock, host, work)
@@ -194,10 +198,11 @@ class _Rank:
             else:
                 self._send("refused", wire.error_fields(error))
 
-    def _started(self, generation: int) -> bool:
+    def _started(self, generation: int, settings: Settings) -> bool:
         if self._gone.is_set():
             return False
         self._has_started = True
+        self._process.be_nice(settings)
         self._send("started", generation)
         return True
 

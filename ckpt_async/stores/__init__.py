@@ -5,6 +5,7 @@ Each kind is a module of its own, imported when a URL asks for it: aiobotocore a
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from urllib.parse import urlsplit
 
 from ckpt_async.errors import FailureReason, SettingsError, StoreError
 from ckpt_async.model import RemoteAddress
+from ckpt_async.naming import is_whole
 
 if TYPE_CHECKING:
     from ckpt_async.store import SmallGet, Store
@@ -80,10 +82,13 @@ class StoreOptions:
                 f"StorageClass {self.put_args['StorageClass']} cannot be read back at once",
                 hint="use STANDARD_IA or GLACIER_IR, or move old checkpoints by a lifecycle rule",
             )
-        if self.connect_timeout_s <= 0 or self.read_timeout_s <= 0:
-            raise SettingsError("connect_timeout_s and read_timeout_s must be more than 0")
-        if self.max_connections < 1:
-            raise SettingsError(f"max_connections is {self.max_connections}, must be at least 1")
+        for name in ("endpoint_url", "region", "profile"):
+            if (text := getattr(self, name)) is not None and not (isinstance(text, str) and text):
+                raise SettingsError(f"{name} is {text!r}, must be text or left out")
+        if not (0 < self.connect_timeout_s < math.inf and 0 < self.read_timeout_s < math.inf):
+            raise SettingsError("connect_timeout_s and read_timeout_s must be more than 0, and finite")
+        if not is_whole(self.max_connections) or self.max_connections < 1:
+            raise SettingsError(f"max_connections is {self.max_connections!r}, must be at least 1")
         if self.endpoint_url is not None:
             check_endpoint(self.endpoint_url)
 
@@ -102,6 +107,8 @@ def parse_url(url: str) -> Location:
 
     Raises SettingsError.
     """
+    if not isinstance(url, str):
+        raise SettingsError(f"{url!r} is not text", hint="s3://bucket/prefix or file:///folder")
     scheme, separator, rest = url.partition("://")
     if not separator or not _SCHEME.fullmatch(scheme):
         raise SettingsError(f"{url!r} is not a store URL", hint="s3://bucket/prefix or file:///folder")

@@ -42,6 +42,13 @@ class Place:
         """What people find an object by in any other tool. Nothing for no key."""
         return f"s3://{self}{key}" if key else ""
 
+    def error(
+        self, message: str, *, reason: FailureReason, operation: str = "", key: str = "", hint: str = ""
+    ) -> StoreError:
+        """About an object of this place."""
+        error = StoreError(message, reason=reason, operation=operation, key=self.name(key), hint=hint)
+        return _about(key, error)
+
 
 @contextlib.contextmanager
 def translating(
@@ -64,14 +71,8 @@ def translating(
         raise _about(key, IntegrityError(str(error), operation=operation, key=place.name(key))) from error
     except Exception as error:
         reason, hint = _failure(error, place)
-        told = StoreError(
-            f"{type(error).__name__}: {error}",
-            reason=reason,
-            operation=operation,
-            key=place.name(key),
-            hint=hint,
-        )
-        raise _about(key, told) from error
+        message = f"{type(error).__name__}: {error}"
+        raise place.error(message, reason=reason, operation=operation, key=key, hint=hint) from error
 
 
 def refusal(
@@ -101,7 +102,7 @@ def refusal(
         hint = f"this machine's clock is off: here it is {here}, at the store {there}"
     elif reason is FailureReason.AUTH and not hint:
         hint = f"the credentials may not do {operation} in {place}"
-    return _about(key, StoreError(message, reason=reason, operation=operation, key=name, hint=hint))
+    return place.error(message, reason=reason, operation=operation, key=key, hint=hint)
 
 
 def _about(key: str, error: StoreError) -> StoreError:

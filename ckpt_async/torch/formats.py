@@ -135,6 +135,7 @@ def load(
     twin = found.with_suffix(".safetensors")
     if found.suffix in _TORCH_SUFFIXES and twin.exists():
         found = twin
+    ignore_keys = _checked(ignore_keys)
     state = _load(found, map_location, weights_only, mmap, max_size_bytes, validation_function(validate))
     drop(state, ignore_keys)
     return state
@@ -159,7 +160,7 @@ def load_remote(
     `fetch_options` are those of `restore.fetch` (`folder`, `peers`, …). Blocks. Raises what `restore.fetch` and `load`
     raise.
     """
-    name = fill(name, run_name=run_name)
+    name, ignore_keys = fill(name, run_name=run_name), _checked(ignore_keys)
     twin = str(Path(name).with_suffix(".safetensors"))
     if Path(name).suffix in _TORCH_SUFFIXES and twin in checkpoint.files:
         name = twin
@@ -535,6 +536,11 @@ def _copy(stream: IO[bytes], file: IO[bytes], limit: int, source: Path) -> None:
 
 
 # --- parts of what was loaded -----------------------------------------------------------------------------------
+
+
+def _checked(ignore_keys: IgnoreKeys) -> IgnoreKeys:
+    """Before anything is loaded for nothing."""
+    return ignore_keys if callable(ignore_keys) else naming.several(ignore_keys, "ignore_keys")
 
 
 def drop(state: Any, ignore_keys: IgnoreKeys) -> None:

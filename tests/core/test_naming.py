@@ -4,6 +4,7 @@ import os
 import posixpath
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -167,6 +168,13 @@ def test_explicit_launch_id_goes_first_and_silence_is_none() -> None:
         ({}, -1, 2),
         ({}, 0, 0),
         ({"RANK": "3", "WORLD_SIZE": "2"}, None, None),
+        ({"RANK": "", "WORLD_SIZE": "2"}, None, None),
+        ({}, True, 2),
+        ({}, 0, True),
+        ({}, 0, -1),
+        ({}, 0.0, 2),
+        ({}, "0", "2"),
+        ({}, 0, float("nan")),
     ],
 )
 def test_impossible_rank_is_refused(
@@ -177,10 +185,76 @@ def test_impossible_rank_is_refused(
         naming.rank_and_world_size(environment, rank, world_size)
 
 
+@pytest.mark.parametrize(
+    ("environment", "rank", "world_size", "message"),
+    [
+        ({"RANK": "0"}, None, None, "there is RANK=0, but no WORLD_SIZE"),
+        ({"RANK": "3"}, None, None, "there is RANK=3, but no WORLD_SIZE"),
+        ({}, 0, None, "there is RANK=0, but no WORLD_SIZE"),
+        ({"WORLD_SIZE": "2"}, None, None, "there is WORLD_SIZE=2, but no RANK"),
+        ({}, None, 2, "there is WORLD_SIZE=2, but no RANK"),
+        ({"LOCAL_RANK": "0"}, None, None, "there is LOCAL_RANK=0, but no RANK and WORLD_SIZE"),
+        (
+            {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
+            None,
+            None,
+            "there is LOCAL_WORLD_SIZE=2, but no RANK and",
+        ),
+        (
+            {**SLURM, "SLURM_STEP_NUM_TASKS": "4"},
+            None,
+            None,
+            "there is SLURM_STEP_NUM_TASKS=4, but no RANK and",
+        ),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, None, None, "there is OMPI_COMM_WORLD_SIZE=4, but no RANK and"),
+        ({"PMI_SIZE": "4"}, None, None, "there is PMI_SIZE=4, but no RANK and"),
+    ],
+)
+def test_half_of_what_a_launcher_says_is_refused(
+    environment: dict[str, str], rank: int | None, world_size: int | None, message: str
+) -> None:
+    """Each of N processes would take itself for the only one, and commit its part as the whole."""
+    with pytest.raises(SettingsError, match=message):
+        naming.rank_and_world_size(environment, rank, world_size)
+
+
 def test_arguments_go_before_the_launcher() -> None:
     """A pipeline stage may number its ranks otherwise."""
     assert naming.rank_and_world_size({"RANK": "0", "WORLD_SIZE": "2"}, 1, 4) == (1, 4)
-    assert naming.rank_and_world_size({}, None, None) == (0, 1)
+    assert naming.rank_and_world_size({"RANK": "1"}, None, 4) == (1, 4)
+    assert naming.rank_and_world_size({"LOCAL_RANK": "1", "PMI_SIZE": "4"}, 0, 1) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{}, {"WORLD_SIZE": "1"}, {**SLURM, "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1"}, {"PMI_SIZE": "1"}],
+)
+def test_a_process_that_is_alone_need_not_say_so(environment: dict[str, str]) -> None:
+    """A notebook; one process of an allocation for more."""
+    assert naming.rank_and_world_size(environment, None, None) == (0, 1)
+
+
+@pytest.mark.parametrize("launch_id", ["", " "])
+def test_a_launch_id_that_says_nothing_is_refused(launch_id: str) -> None:
+    """Of a variable that was not set, say. The launcher's word for it would be another one than was meant."""
+    with pytest.raises(SettingsError, match="CKPT_ASYNC_LAUNCH_ID"):
+        key({**ONE_NODE, "CKPT_ASYNC_LAUNCH_ID": launch_id})
+
+
+@pytest.mark.parametrize("wrong", [5, None, b"a", Path("a"), ["a"]])
+def test_what_is_no_text_is_no_name(wrong: object) -> None:
+    """As an error of the caller's, not of a regular expression."""
+    for check in (naming.check_relative, naming.check_component):
+        with pytest.raises(InvalidNameError, match="not text"):
+            check(wrong, "shard")  # type: ignore[operator]
+
+
+def test_one_name_is_not_taken_letter_by_letter() -> None:
+    """`files="model.pt"` is what everybody writes once; Python takes it for eight names."""
+    assert naming.several(["a", "b"], "files") == naming.several(iter("ab"), "files") == ("a", "b")
+    for wrong in ("model.pt", b"model.pt", ""):
+        with pytest.raises(InvalidNameError, match=r"^files=.* \(give files=\[.*\]\)$"):
+            naming.several(wrong, "files")
 
 
 @pytest.mark.parametrize("template", ["{step}", "{}", "{rank", "{rank.real.x}", "../x", "/x", "a//b", "a\n"])

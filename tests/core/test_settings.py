@@ -76,6 +76,12 @@ def test_bounds_themselves_are_allowed(name: str) -> None:
     assert getattr(load({**others.get(name, {}), name: high}, {}), name) == high
 
 
+def test_an_address_for_metrics_is_said() -> None:
+    """An empty one, of a variable that is not set, would serve them to the whole network."""
+    with pytest.raises(SettingsError, match=r"metrics_address is ''.* 0\.0\.0\.0"):
+        load({}, {"CKPT_ASYNC_METRICS_ADDRESS": ""})
+
+
 def test_unknown_name_suggests_the_nearest() -> None:
     """A typing mistake must not silently keep the default."""
     with pytest.raises(SettingsError, match="num_concurrent_uploads"):

@@ -3,7 +3,9 @@
 import asyncio
 import logging
 from collections.abc import Sequence
+from itertools import pairwise
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -12,9 +14,10 @@ from ckpt_async.checksums import checksum_of
 from ckpt_async.conditional import advance, create_once, read
 from ckpt_async.errors import FailureReason, StoreError
 from ckpt_async.observe import NullObserver
-from ckpt_async.requests import MAX_CHECKSUM_ATTEMPTS, Progress, Requests, Series
+from ckpt_async.requests import MAX_CHECKSUM_ATTEMPTS, Progress, Requests, Series, open_patiently
 from ckpt_async.settings import MIB, Settings
 from ckpt_async.store import BytesBody, Create
+from ckpt_async.stores.memory import MemoryBucket, MemoryStore
 from tests.engine.stores import Ambiguous, Meddled, trouble
 from tests.engine.virtual_time import run
 
@@ -203,6 +206,38 @@ def test_each_request_of_a_series_has_its_time(monkeypatch: pytest.MonkeyPatch) 
     run(main())
 
 
+@pytest.mark.parametrize(("stall_timeout_s", "every_s"), [(20.0, 0.1), (0.2, 0.05)])
+def test_a_thread_may_tell_of_every_slice(
+    stall_timeout_s: float, every_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The event loop hears of few of them, often enough for the watchdog, and of the last: then it waits longer."""
+
+    async def main() -> None:
+        loop, told = asyncio.get_running_loop(), []
+        monkeypatch.setattr(requests_module, "time", SimpleNamespace(monotonic=loop.time))
+        moved = Progress.moved
+
+        def noted(self: Progress, *, is_last: bool = False) -> None:
+            told.append((loop.time(), is_last))
+            moved(self, is_last=is_last)
+
+        monkeypatch.setattr(Progress, "moved", noted)
+
+        async def attempt(progress: Progress) -> None:
+            for number in range(1, 976):
+                await asyncio.sleep(0.001)
+                progress.moved_in_thread(is_last=number == 975)
+            await asyncio.sleep(10)  # the store's answer
+
+        await make(stall_timeout_s=stall_timeout_s, upload_timeout_s=1).bulk("put", 1, attempt)
+        assert [is_last for _, is_last in told] == [False] * (len(told) - 1) + [True]
+        gaps_s = [after - before for (before, _), (after, _) in pairwise([(0.0, False), *told])]
+        assert gaps_s[:-1] == pytest.approx([every_s] * (len(gaps_s) - 1), abs=0.0021)
+        assert told[-1][0] == pytest.approx(0.975)
+
+    run(main())
+
+
 @pytest.mark.parametrize("reason", FailureReason)
 @pytest.mark.parametrize("lane", ["control", "bulk"])
 def test_retries_go_by_the_class_of_the_error(reason: FailureReason, lane: str) -> None:
@@ -266,6 +301,39 @@ def test_a_wrong_checksum_is_given_up_after_a_few_attempts() -> None:
         assert num_attempts == MAX_CHECKSUM_ATTEMPTS
 
     run(main())
+
+
+@pytest.mark.parametrize("away_s", [20, 3600])
+def test_a_store_that_is_away_at_the_start_is_told_of_at_once(
+    away_s: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With what to do about it, for it may be a typing error; but a store that restarts must not end a job."""
+    warned_at: list[float] = []
+
+    class Away(MemoryStore):
+        async def open(self, *, is_read_only: bool = False) -> None:
+            warned_at.extend([loop.time()] * (len(caplog.records) - len(warned_at)))
+            if loop.time() < away_s:
+                raise StoreError("refused", reason=FailureReason.TRANSIENT, hint="is the endpoint right?")
+
+    async def main() -> None:
+        nonlocal loop
+        loop = asyncio.get_running_loop()
+        monkeypatch.setattr(requests_module, "time", SimpleNamespace(monotonic=loop.time))
+        opening = open_patiently(Away(MemoryBucket(), url="memory://away"), 60.0)
+        if away_s < 60:
+            await opening
+            assert away_s <= loop.time() <= away_s + 5
+        else:
+            with pytest.raises(StoreError, match="refused"):
+                await opening
+            assert 55 <= loop.time() <= 60
+
+    loop: Any = None
+    run(main())
+    assert len(warned_at) == 1
+    assert warned_at[0] <= 0.2
+    assert "trying_for_s=60 error=refused (is the endpoint right?)" in caplog.text
 
 
 @pytest.mark.parametrize("lane", ["control", "bulk"])

@@ -5,11 +5,13 @@ import logging
 import os
 import pickle
 import sqlite3
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +30,11 @@ from ckpt_async import (
 from ckpt_async import engine as engine_module
 from ckpt_async.errors import (
     FailureReason,
+    InvalidNameError,
     InvalidShardError,
     JournalError,
     SealedError,
+    SettingsError,
     UploaderClosedError,
 )
 from ckpt_async.journal import Journal
@@ -559,6 +563,63 @@ def test_shards_are_refused_before_anything_is_enqueued(opened: Open, tmp_path: 
         uploader.seal(1)
         uploader.wait(1, timeout_s=10)
     assert store.keys("ckpt/") == ["ckpt/step-1.g1/a.pt"]
+
+
+def test_the_names_of_files_are_a_collection_of_texts(opened: Open) -> None:
+    """One text would be taken letter by letter. Nothing is begun by what is refused."""
+    store = Meddled()
+    with opened(store) as uploader:
+        folder = write(uploader, "step-1/a").parent
+        write(uploader, "step-1/b")
+        for files in ("ab", b"ab", [Path("a")], [1]):
+            with pytest.raises(InvalidNameError):
+                uploader.enqueue(folder, 1, files=files)
+        for name in (7, b"a", Path("a")):
+            with pytest.raises(InvalidNameError):
+                uploader.enqueue(folder, 1, name)  # type: ignore[arg-type]
+        uploader.enqueue(folder, 1, files=(each for each in "a"))  # type: ignore[arg-type]
+        uploader.seal(1)
+        uploader.wait(1, timeout_s=10)
+    assert store.keys("ckpt/") == ["ckpt/step-1.g1/a"]
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "told"),
+    [
+        ("launch_id", "", "launch_id, .* is ''"),
+        ("folder", "", "folder is ''"),
+        ("rank", 0, "no WORLD_SIZE"),
+        ("world_size", 2, "no RANK"),
+        ("generation", True, "generation=True"),
+        ("generation", 1.5, "generation=1.5"),
+        ("generation", 0, "generation=0"),
+        ("metrics_address", "", "metrics_address is ''"),
+        ("settings_file", "", "settings file ''"),
+        ("settings_file", "a\0", r"settings file 'a\\x00'"),
+        ("settings_file", sys.executable, "settings file .* cannot be read"),
+    ],
+)
+def test_an_argument_that_cannot_be_meant_is_refused(
+    opened: Open, tmp_path: Path, name: str, wrong: Any, told: str
+) -> None:
+    """By its name, before anything is made. Empty ones come of variables that are not set."""
+    with pytest.raises(SettingsError, match=told), opened(Meddled(), **{name: wrong}):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_waits_take_any_number_of_seconds(opened: Open) -> None:
+    """What is no number would never be over; for ever is more than a lock can wait; what is past is now."""
+    with opened(Meddled()) as uploader:
+        save(uploader, 1)
+        calls = (uploader.flush, uploader.close, uploader.wait_for_predecessor, partial(uploader.wait, 1))
+        for call in calls:
+            with pytest.raises(SettingsError, match="timeout_s=nan"):
+                call(float("nan"))
+        uploader.wait(1, float("inf"))
+        assert uploader.flush(float("inf")).is_done
+        assert uploader.wait_for_predecessor(-1.0)
+        uploader.close(float("inf"))
 
 
 # --- the journal -------------------------------------------------------------------------------------------------

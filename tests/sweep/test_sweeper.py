@@ -17,6 +17,7 @@ from ckpt_async import Uploader, keys
 from ckpt_async.demo.seaweed import SeaweedServer
 from ckpt_async.drain import RankReport, drain
 from ckpt_async.engine import Engine
+from ckpt_async.errors import InvalidNameError
 from ckpt_async.files import Folder
 from ckpt_async.journal import Journal, RankLock
 from ckpt_async.observe import NullObserver
@@ -216,6 +217,13 @@ def test_looking_opens_no_store_for_writing(
     monkeypatch.setattr(DirectoryStore, "open", noted)
     sweep(folder, is_dry_run=True, remote_retention="last=1")
     assert opened == [True]
+
+
+@pytest.mark.parametrize("wrong", [{"folders": "/data"}, {"remotes": "file:///data/run"}])
+def test_one_place_is_not_taken_letter_by_letter(wrong: dict[str, Any]) -> None:
+    """Each would be a folder, the working directory among them."""
+    with pytest.raises(InvalidNameError, match=r"is one name .*\(give"):
+        Sweeper(**wrong)
 
 
 def test_two_sweepers_at_once(trainers: Trainers, folder: Path, remote: str) -> None:

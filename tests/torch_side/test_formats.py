@@ -522,6 +522,8 @@ def test_ignored_keys_may_be_a_function_and_unknown_ones_are_told(
     with caplog.at_level(logging.WARNING):
         load(path, ignore_keys=["step", "stat/model"])
     assert [each.getMessage() for each in caplog.records] == ["ignore_keys_unmatched glob=stat/model"]
+    with pytest.raises(InvalidNameError, match=r"give ignore_keys=\['rng'\]"):
+        load(tmp_path / "not there.pt", ignore_keys="rng")
     itself: dict[Any, Any] = {3: 1}
     itself["me"] = itself
     drop(itself, ["me/*", "3"])
@@ -612,6 +614,7 @@ def test_remote_files_are_unpacked_when_they_are_here(
     checkpoint = restore.find(s3_url)
     assert checkpoint is not None
     monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
     assert same(load_remote(checkpoint, "rank{rank}.pt.gz"), STATE)
     assert same(load_remote(checkpoint, "rank0.tar", ignore_keys=["rng"]).keys(), {"state", "step"})
     assert load_remote(checkpoint, "m.pt").keys() == {"w"}
