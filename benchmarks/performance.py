@@ -65,6 +65,12 @@ PARTS = [
     Part(
         "small_shards-10000", "small_shards --shards 10000 --rounds 3", "10,000 shards of 64 KiB", "the same"
     ),
+    Part(
+        "small_files",
+        "small_files",
+        "2,000 files of 64 KiB come back",
+        "one GET for each by the sink's log, every byte compared",
+    ),
     Part("commit", "commit", "From the last seal to the commit", "requests by the sink's log"),
     Part("memory", "memory", "Memory of an upload", SINK),
     Part("growth", "growth", "10 to 10,000 checkpoints", "decisions counted in the store"),

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import AsyncIterator, Collection
 
-from ckpt_async import keys, protocol
+from ckpt_async import keys, protocol, threads
 from ckpt_async.decide import obstacle
 from ckpt_async.drain import drain
 from ckpt_async.errors import (
@@ -22,7 +22,7 @@ from ckpt_async.errors import (
 from ckpt_async.model import CheckpointId, Decision, Outcome, Receipt
 from ckpt_async.restore.checkpoint import Checkpoint, Rejected, checkpoint_of
 from ckpt_async.restore.foreign import find_foreign
-from ckpt_async.restore.session import Session, blocking, is_gone, mark_damaged, session
+from ckpt_async.restore.session import Session, is_gone, mark_damaged, session
 from ckpt_async.store import ObjectInfo
 from ckpt_async.stores import StoreOptions
 from ckpt_async.transfer import all_or_none
@@ -70,14 +70,14 @@ def find(
                 return None
             raise
 
-    return blocking(work())
+    return threads.run(work())
 
 
 def drain_predecessor(folder: str | os.PathLike[str], timeout_s: float) -> None:
     """Finish what a dead trainer left in its folder on this node, as far as that goes within `timeout_s`. Blocks. Never
     raises for what it could not finish: that is in the log, and an older checkpoint is better than none.
     """
-    blocking(_finish_predecessor(folder, timeout_s))
+    threads.run(_finish_predecessor(folder, timeout_s))
 
 
 async def _finish_predecessor(folder: str | os.PathLike[str], timeout_s: float) -> None:

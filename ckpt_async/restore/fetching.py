@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ckpt_async import threads
 from ckpt_async.checksums import Digest, checksum_of
 from ckpt_async.errors import (
     CheckpointGoneError,
@@ -29,9 +30,10 @@ from ckpt_async.naming import check_relative
 from ckpt_async.requests import Progress, Series
 from ckpt_async.restore import discovery
 from ckpt_async.restore.checkpoint import Checkpoint, RemoteFile
+from ckpt_async.restore.lanes import REQUEST_BYTES
 from ckpt_async.restore.partial import PartialFile, checksum_of_file, discard, locked, locked_now
 from ckpt_async.restore.peers import Peer, Peers
-from ckpt_async.restore.session import HeldLease, Session, blocking, damaged, leased, session
+from ckpt_async.restore.session import HeldLease, Session, damaged, leased, session
 from ckpt_async.restore.sources import FileSource, LocalCopies, LocalSource, StoreSource, has_size
 from ckpt_async.store import Sink, SmallGet
 from ckpt_async.stores import StoreOptions
@@ -87,7 +89,8 @@ def fetch(
     file is fetched once, the others wait for it.
 
     Blocks; `on_progress(done_bytes, total_bytes)` is called from time to time, while this waits. Memory: 512 KiB for
-    each of `num_concurrent_reads`. A reader's lease keeps retention away meanwhile.
+    each of `num_concurrent_reads`, of which there are fewer while the cores, and not the network, are what bounds them.
+    A reader's lease keeps retention away meanwhile.
 
     Raises NoSpaceError before anything is fetched if it would not fit; DestinationError if a file there is another one
     (`overwrite` replaces it); DamagedCheckpointError if the store does not have what was committed (then call `find`
@@ -112,7 +115,7 @@ def fetch(
                 )
                 return await fetching.run(wanted, num_concurrent_reads)
 
-    return blocking(work())
+    return threads.run(work())
 
 
 def fetch_latest(
@@ -193,6 +196,7 @@ class _Fetching:
         self._bytes_from: Counter[str] = Counter()
         self._published: list[Path] = []
         self._made: set[Path] = set()
+        self._targets: dict[str, Path] = {}
 
     async def run(self, files: list[RemoteFile], num_at_once: int) -> FetchReport:
         began = time.monotonic()
@@ -253,7 +257,9 @@ class _Fetching:
     # --- the destination -----------------------------------------------------------------------------------
 
     def _target(self, file: RemoteFile) -> Path:
-        return self._destination / check_relative(file.name, "file")
+        if (target := self._targets.get(file.name)) is None:
+            target = self._targets[file.name] = self._destination / check_relative(file.name, "file")
+        return target
 
     async def _was_there(self, file: RemoteFile, at_once: asyncio.Semaphore) -> bool:
         async with at_once:
@@ -326,7 +332,10 @@ class _Fetching:
         done: set[str] = set()
 
         async def attempt(_: Progress, series: Series) -> None:
+            brought = self._opened.lanes.watch()
+
             def got(get: SmallGet, data: memoryview) -> None:
+                brought(len(data) + REQUEST_BYTES)
                 file, partial = wanted[get]
                 if file.checksum == checksum_of(data, partial.algorithm):
                     partial.prepare()
@@ -342,7 +351,7 @@ class _Fetching:
             series.begins()
             await self._opened.store.get_many(list(wanted), got)
 
-        async with at_once:
+        async with at_once, self._opened.lanes.one():
             with contextlib.ExitStack() as locks, contextlib.suppress(CkptAsyncError, OSError):
                 wanted = await in_thread(self._lock, files, locks)
                 size_bytes = sum(get.size_bytes for get in wanted)
@@ -457,8 +466,6 @@ class _Fetching:
 
                 def sink(piece: memoryview) -> None:
                     nonlocal position
-                    if position == offset:
-                        partial.reserve(offset)
                     digest.update(piece)
                     partial.write(piece, position)
                     position += len(piece)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import fcntl
 import os
 from collections.abc import AsyncIterator, Iterator
@@ -58,16 +57,6 @@ class PartialFile:
     def missing(self) -> list[tuple[int, int]]:
         """Offset and size of every range that is still to be fetched."""
         return [(offset, size) for offset, size in self._sizes.items() if offset not in self._whole]
-
-    def reserve(self, offset: int) -> None:
-        """Make room for a range, before its first `write` and in the same thread: in memory (tmpfs) that is half of the
-        work of writing, and all of it at once would be done by one thread while the others wait.
-        """
-        try:
-            os.posix_fallocate(self._descriptor, offset, self._sizes[offset])
-        except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-                raise
 
     def write(self, piece: memoryview, offset: int) -> None:
         while piece:

@@ -27,7 +27,8 @@ from urllib.parse import quote
 from ckpt_async.errors import FailureReason, StoreError
 from ckpt_async.restore.checkpoint import RemoteFile
 from ckpt_async.restore.sources import SinkFactory
-from ckpt_async.stores.http_ranges import Answer, Check, Downloads
+from ckpt_async.stores.http_messages import Answer
+from ckpt_async.stores.http_ranges import Check, Downloads
 
 CONNECT_TIMEOUT_S = 5.0
 READ_TIMEOUT_S = 20.0

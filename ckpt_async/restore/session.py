@@ -1,4 +1,4 @@
-"""An open store for reading, the lease that holds a checkpoint in place meanwhile, the bridge from blocking calls."""
+"""An open store for reading, and the lease that holds a checkpoint in place meanwhile."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar, cast
 
-from ckpt_async import keys, protocol, records, threads
+from ckpt_async import keys, protocol, records
 from ckpt_async.conditional import put
 from ckpt_async.errors import (
     CheckpointGoneError,
@@ -29,13 +27,12 @@ from ckpt_async.model import CheckpointId, Damage, Lease, Outcome
 from ckpt_async.observe import NullObserver
 from ckpt_async.requests import CONTROL_REQUESTS, Requests
 from ckpt_async.restore.checkpoint import OWN_FORMAT, Checkpoint
+from ckpt_async.restore.lanes import Lanes
 from ckpt_async.settings import Settings, load
 from ckpt_async.store import Store
 from ckpt_async.stores import StoreOptions, open_store
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 # Long enough that a renewal may fail for minutes, short enough that a killed reader does not keep data for long.
 LEASE_TTL_S = 900.0
@@ -45,53 +42,16 @@ DROP_TIMEOUT_S = 5.0
 PATIENCE_S = 60.0
 
 
-def blocking(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end in a loop of its own, also where the calling thread already runs one (notebooks)."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return threads.run(work)
-    is_wanted: Future[bool] = Future()
-    begun: Future[Callable[[], object]] = Future()
-
-    async def stoppable() -> T:
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
-        assert task is not None
-        begun.set_result(lambda: loop.call_soon_threadsafe(task.cancel))
-        return await work
-
-    def run() -> T | None:
-        if is_wanted.result():
-            return asyncio.run(stoppable())
-        work.close()
-        return None
-
-    with ThreadPoolExecutor(1, thread_name_prefix="ckpt-async-restore") as thread:
-        try:
-            done = thread.submit(run)
-            is_wanted.set_result(True)  # not before: Ctrl-C may strike while the thread is being started
-            # Awake from time to time: Ctrl-C just before a wait begins is not seen until that ends.
-            while not wait({done}, timeout=threads.CTRL_C_S).done:
-                pass
-            return cast("T", done.result())
-        except BaseException:  # Ctrl-C: the work must not go on without who wanted it
-            if not is_wanted.done():
-                is_wanted.set_result(False)
-            else:
-                with contextlib.suppress(RuntimeError):  # the work has ended, and its loop with it
-                    begun.result()()
-            raise
-
-
 @dataclass(frozen=True, slots=True)
 class Session:
     """A store opened for reading. `bulk` goes on as long as a long transfer may take, also past credentials that are
-    being rotated; `asking` answers within a minute or raises.
+    being rotated; `asking` answers within a minute or raises. `lanes` admit ranges to `bulk`.
     """
 
     store: Store
     bulk: Requests
     asking: Requests
+    lanes: Lanes
 
 
 @contextlib.asynccontextmanager
@@ -113,6 +73,7 @@ async def session(
             store,
             Requests(settings, NullObserver(), store.url),
             Requests(asking, NullObserver(), store.url, is_patient=False),
+            Lanes(num_concurrent_reads),
         )
     finally:
         await store.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
@@ -14,8 +13,9 @@ from ckpt_async import keys
 from ckpt_async.errors import CkptAsyncError, FailureReason, ObjectNotFoundError, StoreError
 from ckpt_async.journal import Journal
 from ckpt_async.model import Local, fold
-from ckpt_async.requests import TELL_S, Progress
+from ckpt_async.requests import Progress
 from ckpt_async.restore.checkpoint import Checkpoint, RemoteFile
+from ckpt_async.restore.lanes import REQUEST_BYTES
 from ckpt_async.restore.session import HeldLease, Session, damaged
 from ckpt_async.store import Sink
 from ckpt_async.threads import in_thread
@@ -57,19 +57,19 @@ class StoreSource:
     async def get_range(self, offset: int, size_bytes: int, sink: SinkFactory) -> None:
         async def attempt(progress: Progress) -> None:
             self._lease.check()
-            inner, tell_at = sink(), time.monotonic() + TELL_S
+            inner, brought = sink(), self._opened.lanes.watch()
 
             def told(piece: memoryview) -> None:
-                nonlocal tell_at
                 inner(piece)
-                if time.monotonic() >= tell_at:
-                    progress.moved_in_thread()
-                    tell_at = time.monotonic() + TELL_S
+                progress.moved_in_thread()
+                brought(len(piece))
 
             await self._opened.store.get_range(self._file.key, offset, size_bytes, told)
+            brought(REQUEST_BYTES, is_last=True)
 
         try:
-            await self._opened.bulk.bulk("get", size_bytes, attempt)
+            async with self._opened.lanes.one():  # outside: who waits for it has not stalled
+                await self._opened.bulk.bulk("get", size_bytes, attempt)
         except StoreError as error:
             if reason := await self._damage(error):
                 raise await damaged(self._opened, self._checkpoint, reason) from error

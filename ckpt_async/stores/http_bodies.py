@@ -11,9 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import http.client
-import io
 import os
-import re
 import select
 import socket
 import ssl
@@ -24,7 +22,17 @@ from typing import Protocol
 from urllib.parse import SplitResult, urlsplit
 
 from ckpt_async.store import Outgoing
-from ckpt_async.stores.http_ranges import MAX_ERROR_BYTES, Answer, Connections, Flight, timeval
+from ckpt_async.stores.http_messages import (
+    HEAD_BYTES,
+    Answer,
+    UnusualAnswerError,
+    complete_answer,
+    host_of,
+    lines_of,
+    read_by_library,
+    without_interim,
+)
+from ckpt_async.stores.http_ranges import Connections, Flight, timeval
 
 # A socket that takes nothing for this long is asked whether the store has answered already.
 _STUCK_S = 1.0
@@ -32,9 +40,6 @@ _STUCK = (BlockingIOError, TimeoutError)  # of a plain socket, of TLS
 _UNREACHABLE = frozenset(
     {errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOTCONN}
 )
-HEAD_BYTES = 64 << 10
-_INTERIM = re.compile(rb"HTTP/1\.[0-9] 1[0-9][0-9].*?\r\n\r\n", re.DOTALL)
-_PORTS = {"http": 80, "https": 443}
 
 
 class ThreadBody(Protocol):
@@ -198,7 +203,7 @@ class Exchange:
                 if (found := complete_answer(self._received)) is not None:
                     return found
             except UnusualAnswerError:
-                return _read_by_library(self._received, self._receive), True
+                return read_by_library(self._received, self._receive), True
             self._received += self._receive_more()
 
     def _refusal(self) -> Answer:
@@ -209,7 +214,7 @@ class Exchange:
                 return self._socket.recv(HEAD_BYTES)  # waits for _STUCK_S at most
             return b""
 
-        answer = _read_by_library(self._received, receive)
+        answer = read_by_library(self._received, receive)
         if answer.status < 300:
             raise ConnectionError(f"the store answered {answer.status} before it had the whole body")
         return answer
@@ -233,104 +238,11 @@ class _AnsweredError(Exception):
     """The server has answered before it had the body, and may close the connection on the rest."""
 
 
-def host_of(url: SplitResult) -> str:
-    """For the header, as the SDK signs it: in lower case, without user and the scheme's own port."""
-    host = url.hostname or ""
-    host = f"[{host}]" if ":" in host else host
-    return host if url.port in (None, _PORTS.get(url.scheme)) else f"{host}:{url.port}"
-
-
 def head_of(url: SplitResult, headers: Mapping[str, str | bytes]) -> bytes:
     target = f"{url.path}?{url.query}" if url.query else url.path
     if not any(name.lower() == "host" for name in headers):
         headers = {"Host": host_of(url), **headers}  # some versions of the SDK give it
     return f"PUT {target} HTTP/1.1\r\n{lines_of(headers)}\r\n".encode("latin-1")
-
-
-def lines_of(headers: Mapping[str, str | bytes]) -> str:
-    """As they stand in a request. Raises ValueError if one of them would be more than a line."""
-    lines = "".join(
-        f"{name}: {value if isinstance(value, str) else value.decode('latin-1')}\r\n"
-        for name, value in headers.items()
-    )
-    if lines.count("\n") != len(headers) or lines.count("\r") != len(headers):
-        raise ValueError("a header of the request has a line break in it")
-    return lines
-
-
-class UnusualAnswerError(Exception):
-    """It is not a short answer that tells its length."""
-
-
-def complete_answer(received: bytes) -> tuple[Answer, bool] | None:
-    """The answer, and whether it is the connection's last; None if there is more to come."""
-    head, has_ended, content = received.partition(b"\r\n\r\n")
-    if not has_ended:
-        if len(received) > HEAD_BYTES:
-            raise http.client.LineTooLong("answer")
-        return None
-    answer = _parsed(head)
-    size = answer.headers.get("content-length", "")
-    if not size.isdecimal() or int(size) > MAX_ERROR_BYTES or "transfer-encoding" in answer.headers:
-        raise UnusualAnswerError
-    if len(content) < int(size):
-        return None
-    keeps = head.startswith(b"HTTP/1.1") and "close" not in answer.headers.get("connection", "").lower()
-    is_last = not keeps or len(content) > int(size)
-    return Answer(answer.status, answer.headers, content[: int(size)]), is_last
-
-
-def without_interim(received: bytes) -> bytes:
-    """Without 100 Continue and its like, which nobody asked for."""
-    while interim := _INTERIM.match(received):
-        received = received[interim.end() :]
-    return received
-
-
-def _parsed(head: bytes) -> Answer:
-    first, *lines = head.decode("latin-1").split("\r\n")
-    version, _, status = first.partition(" ")
-    if not version.startswith("HTTP/1.") or not status[:3].isdecimal():
-        raise http.client.BadStatusLine(first)
-    headers = {}
-    for line in lines:
-        name, _, value = line.partition(":")
-        headers[name.lower()] = value.strip()
-    return Answer(int(status[:3]), headers)
-
-
-def _read_by_library(received: bytes, receive: Callable[[], bytes]) -> Answer:
-    """An answer of any shape: what was received of it, and then what `receive` finds, until that is nothing."""
-    response = http.client.HTTPResponse(_Received(received, receive), method="PUT")  # type: ignore[arg-type]
-    with contextlib.closing(response):
-        response.begin()
-        headers = {name.lower(): value for name, value in response.getheaders()}
-        try:
-            content = response.read(MAX_ERROR_BYTES)
-        except http.client.IncompleteRead as error:
-            if response.status < 300:
-                raise
-            content = error.partial  # better than nothing
-        return Answer(response.status, headers, content)
-
-
-class _Received(io.RawIOBase):
-    """What http.client takes for a socket."""
-
-    def __init__(self, received: bytes, receive: Callable[[], bytes]) -> None:
-        self._data, self._receive = received, receive
-
-    def makefile(self, _mode: str) -> io.BufferedReader:
-        return io.BufferedReader(self)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        data = self._data or self._receive()
-        count = min(len(data), len(buffer))
-        buffer[:count], self._data = data[:count], data[count:]
-        return count
 
 
 def let_block(connected: socket.socket, timeout_s: float) -> None:

@@ -9,51 +9,45 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import http.client
-import re
+import os
 import socket
 import ssl
 import struct
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 from urllib.parse import SplitResult, urlsplit
 
 from ckpt_async.store import Sink
+from ckpt_async.stores.http_messages import (
+    HEAD_BYTES,
+    Answer,
+    host_of,
+    keeps_connection,
+    parsed,
+    read_by_library,
+    without_interim,
+)
 
 # Large enough that threads which write to one file seldom wait for each other (half as often as with 256 KiB), small
 # enough that a slice is still in the core's own cache when its checksum is computed and when it is written.
 BUFFER_BYTES = 512 << 10
 # A slow link fills no buffer in this time; whoever watches for stalls wants to hear of it all the same.
 FLUSH_S = 1.0
-MAX_ERROR_BYTES = 64 << 10
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """Status and headers (names in lower case); `error` is the body of a refusal."""
-
-    status: int
-    headers: Mapping[str, str]
-    error: bytes = b""
-
-    def as_sdk_response(self) -> dict[str, Any]:
-        """The refusal in the shape in which the SDK reports one."""
-        text = self.error.decode("utf-8", "replace")
-        said = {name: re.search(rf"<{name}>([^<]*)</{name}>", text) for name in ("Code", "Message")}
-        return {
-            "Error": {name: match[1] if match else "" for name, match in said.items()},
-            "ResponseMetadata": {"HTTPStatusCode": self.status, "HTTPHeaders": dict(self.headers)},
-        }
-
-
 Check = Callable[[Answer], None]
+# Waits for some bytes (or until the buffer is full, where the kernel can), puts them into the buffer, returns how many,
+# 0 at the end.
+Receive = Callable[[memoryview, bool], int]
+END = b"\r\n\r\n"
 
 
 class _CancelledError(Exception):
@@ -99,7 +93,6 @@ class Connections:
     ) -> None:
         self._connect_timeout_s, self._read_timeout_s = connect_timeout_s, read_timeout_s
         self._ca_file = ca_file
-        self._tls: ssl.SSLContext | None = None
         self._threads = ThreadPoolExecutor(max_connections, thread_name_prefix="ckpt-async-http")
         self._lock = threading.Lock()
         self._idle: list[http.client.HTTPConnection] = []
@@ -155,10 +148,8 @@ class Connections:
         assert url.hostname is not None
         if url.scheme != "https":
             return http.client.HTTPConnection(url.hostname, url.port or 80, timeout=self._connect_timeout_s)
-        with self._lock:
-            self._tls = self._tls or ssl.create_default_context(cafile=self._ca_file)
         return http.client.HTTPSConnection(
-            url.hostname, url.port or 443, timeout=self._connect_timeout_s, context=self._tls
+            url.hostname, url.port or 443, timeout=self._connect_timeout_s, context=_trusting(self._ca_file)
         )
 
     def _put_back(self, connection: http.client.HTTPConnection) -> None:
@@ -218,35 +209,35 @@ class Downloads(Connections):
         self, flight: Flight, url: SplitResult, offset: int, size_bytes: int, sink: Sink, check: Check
     ) -> Answer:
         connection, is_fresh = self._take(url)
-        response: http.client.HTTPResponse | None = None
         try:
             try:
-                response, connected = self._ask(flight, connection, url, offset, size_bytes)
+                head, content = self._ask(flight, connection, url, offset, size_bytes)
             except (http.client.BadStatusLine, ConnectionError, ssl.SSLEOFError, ssl.SSLZeroReturnError):
                 if is_fresh:
                     raise
                 flight.uses(None)
                 connection.close()  # the server had closed it between two requests
                 connection = self._connect(url)
-                response, connected = self._ask(flight, connection, url, offset, size_bytes)
-            answer = Answer(response.status, {name.lower(): value for name, value in response.getheaders()})
-            if response.status >= 300:
-                answer = Answer(answer.status, answer.headers, response.read(MAX_ERROR_BYTES))
-                response.close()
+                head, content = self._ask(flight, connection, url, offset, size_bytes)
+            answer = parsed(head)
+            receive = self._receiver(connection.sock)
+            if answer.status >= 300:
+                answer = read_by_library(head + END + content, lambda: _some(receive))
                 connection.close()
                 return answer
             check(answer)
             # Chunked, or of another length: what is left would be the next answer's.
-            if response.length != size_bytes:
+            is_framed = "transfer-encoding" in answer.headers
+            if is_framed or answer.headers.get("content-length") != str(size_bytes):
                 raise http.client.IncompleteRead(b"", size_bytes)
-            self._receive(response, connected, size_bytes, sink)
-            response.close()
+            self._receive(receive, content[:size_bytes], size_bytes, sink)
             flight.uses(None)
-            self._put_back(connection)
+            if keeps_connection(head, answer) and len(content) <= size_bytes:
+                self._put_back(connection)
+            else:
+                connection.close()
             return answer
         except BaseException:
-            if response is not None:
-                response.close()  # which has taken the socket over if it is the connection's last
             connection.close()
             raise
 
@@ -256,32 +247,40 @@ class Downloads(Connections):
         connection: http.client.HTTPConnection,
         url: SplitResult,
         offset: int,
-        size: int,
-    ) -> tuple[http.client.HTTPResponse, socket.socket]:
-        if connection.sock is None:
+        size_bytes: int,
+    ) -> tuple[bytes, bytes]:
+        """The head of the answer, and what came with it."""
+        is_fresh = connection.sock is None
+        if is_fresh:
             connection.connect()
         connected: socket.socket = connection.sock
-        connected.settimeout(self._read_timeout_s)
+        if is_fresh:
+            self._let_wait(connected)
         flight.uses(connected)
         target = f"{url.path}?{url.query}" if url.query else url.path
-        connection.request("GET", target, headers={"Range": f"bytes={offset}-{offset + size - 1}"})
-        return connection.getresponse(), connected
+        asked = f"Host: {host_of(url)}\r\nRange: bytes={offset}-{offset + size_bytes - 1}\r\n\r\n"
+        connected.sendall(f"GET {target} HTTP/1.1\r\n{asked}".encode("ascii"))
+        receive, received = self._receiver(connected), b""
+        while True:
+            head, has_ended, content = received.partition(END)
+            if has_ended:
+                return head, content
+            if len(received) > HEAD_BYTES:
+                raise http.client.LineTooLong("answer")
+            if not (data := _some(receive)):
+                raise http.client.RemoteDisconnected("the server has closed the connection without an answer")
+            received = without_interim(received + data)
 
-    def _receive(
-        self, response: http.client.HTTPResponse, connected: socket.socket, size_bytes: int, sink: Sink
-    ) -> None:
-        """Hand over exactly `size_bytes`, in slices as large as arrive within a second."""
+    def _receive(self, receive: Receive, content: bytes, size_bytes: int, sink: Sink) -> None:
+        """Hand over exactly `size_bytes`, which begin with `content`, in slices as large as arrive within a second."""
         buffer = memoryview(bytearray(min(BUFFER_BYTES, size_bytes)))
-        stream: Any = response.fp
-        # What came with the head. The rest is received past http.client: its layers take a fifth of the CPU over TLS,
-        # which is received by records of 16 KiB.
-        filled = stream.readinto1(buffer[: len(stream.peek())])
-        receive, left = self._receiver(connected), size_bytes
+        filled, left = len(content), size_bytes
+        buffer[:filled] = content
         while left:
             piece, flush_at = buffer[: min(len(buffer), left)], time.monotonic() + FLUSH_S
             rest, filled = piece[filled:], 0
             while rest:
-                count = receive(rest)
+                count = receive(rest, True)
                 if not count:
                     raise http.client.IncompleteRead(b"", left)
                 rest = rest[count:]
@@ -291,26 +290,52 @@ class Downloads(Connections):
             sink(piece)
             left -= len(piece)
 
-    def _receiver(self, connected: socket.socket) -> Callable[[memoryview], int]:
-        """Waits for some bytes, puts them into the buffer that it is given, returns how many, 0 at the end."""
+    def _let_wait(self, connected: socket.socket) -> None:
+        """Until something has arrived. Not by Python's own timeouts, with which there are two system calls, and two
+        turns with the GIL, for whatever has just arrived; TLS knows no other.
+        """
         if isinstance(connected, ssl.SSLSocket):
-            return connected.recv_into
-        # The kernel waits until the buffer is full: with Python's own timeouts there are two calls, and two turns with
-        # the GIL, for whatever has just arrived.
-        wait_s = min(FLUSH_S, self._read_timeout_s)
+            connected.settimeout(self._read_timeout_s)
+            return
         connected.settimeout(None)
-        connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval(wait_s))
+        limit = timeval(min(FLUSH_S, self._read_timeout_s))
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
-        def receive(buffer: memoryview) -> int:
+    def _receiver(self, connected: socket.socket) -> Receive:
+        if isinstance(connected, ssl.SSLSocket):
+            return lambda buffer, _: connected.recv_into(buffer)
+
+        def receive(buffer: memoryview, is_all: bool) -> int:
             silent_until = time.monotonic() + self._read_timeout_s
             while True:
                 try:
-                    return connected.recv_into(buffer, 0, socket.MSG_WAITALL)
+                    return connected.recv_into(buffer, 0, socket.MSG_WAITALL if is_all else 0)
                 except BlockingIOError:
                     if time.monotonic() >= silent_until:
                         raise TimeoutError("timed out") from None
 
         return receive
+
+
+def _trusting(ca_file: str | None) -> ssl.SSLContext:
+    """Shared by all connections, for reading the certificates takes 10 ms of CPU; read again when they change."""
+    changed_ns = os.stat(ca_file).st_mtime_ns if ca_file else 0
+    with _making_context:
+        return _context(ca_file, changed_ns)
+
+
+_making_context = threading.Lock()
+
+
+@functools.lru_cache(maxsize=4)
+def _context(ca_file: str | None, _changed_ns: int) -> ssl.SSLContext:
+    return ssl.create_default_context(cafile=ca_file)
+
+
+def _some(receive: Receive) -> bytes:
+    """What has arrived, once there is something; nothing at the end."""
+    buffer = bytearray(HEAD_BYTES)
+    return bytes(memoryview(buffer)[: receive(memoryview(buffer), False)])
 
 
 def timeval(duration_s: float) -> bytes:

@@ -20,15 +20,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
-from ckpt_async.stores.http_bodies import (
+from ckpt_async.stores.http_bodies import Exchange, let_block
+from ckpt_async.stores.http_messages import (
     HEAD_BYTES,
-    Exchange,
+    Answer,
     UnusualAnswerError,
     complete_answer,
-    let_block,
     without_interim,
 )
-from ckpt_async.stores.http_ranges import Answer, Connections, Flight
+from ckpt_async.stores.http_ranges import Connections, Flight
 
 # How often deadlines are looked at.
 TICK_S = 1.0

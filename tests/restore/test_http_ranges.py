@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import socket
 import ssl
 import subprocess
@@ -12,14 +13,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
 
+import aiobotocore.httpsession
 import pytest
 
 from ckpt_async import restore
 from ckpt_async.checksums import checksum_of
 from ckpt_async.errors import FailureReason, StoreError
 from ckpt_async.store import BytesBody
-from ckpt_async.stores import http_ranges, open_store, s3
-from ckpt_async.stores.http_ranges import BUFFER_BYTES, Answer, Check, Downloads
+from ckpt_async.stores import StoreOptions, http_ranges, open_store, s3
+from ckpt_async.stores.http_messages import Answer
+from ckpt_async.stores.http_ranges import BUFFER_BYTES, Check, Downloads
 from tests.restore.runs import Run, content, files_of, is_whole
 
 Talk = Callable[[socket.socket], None]
@@ -205,6 +208,67 @@ def test_a_bad_answer_is_an_error(run: Any, bad: str) -> None:
     run(main())
 
 
+LAST_ANSWERS = {
+    "it says so": b"HTTP/1.1 206 X\r\nConnection: Close\r\nContent-Length: 10\r\n\r\n0123456789",
+    "an old server": b"HTTP/1.0 206 X\r\nContent-Length: 10\r\n\r\n0123456789",
+    "more than was asked for": _answer(10, b"0123456789more"),
+}
+
+
+@pytest.mark.parametrize("last", LAST_ANSWERS)
+def test_a_last_answer_is_its_connections_last(run: Any, last: str) -> None:
+    def talk(near: socket.socket) -> None:
+        _request(near)
+        near.sendall(LAST_ANSWERS[last])
+        near.settimeout(PATIENCE_S)
+        assert near.recv(1) == b""  # it is closed by the client
+
+    async def main() -> None:
+        with _Server(talk) as server:
+            async with _downloads() as downloads:
+                assert [await _get(downloads, server) for _ in range(2)] == [b"0123456789"] * 2
+            assert server.num_connections == 2
+
+    run(main())
+
+
+def test_a_head_that_comes_in_pieces(run: Any) -> None:
+    """After an interim answer, which nobody asked for, and with the headers written in another way."""
+    interim = b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n"
+    whole = interim + b"HTTP/1.1 206 X\r\ncontent-length:10\r\nX: :\r\n\r\n0123456789"
+
+    def talk(near: socket.socket) -> None:
+        near.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for _ in range(2):
+            _request(near)
+            for byte in whole:
+                near.sendall(bytes([byte]))
+
+    async def main() -> None:
+        with _Server(talk) as server:
+            async with _downloads() as downloads:
+                assert [await _get(downloads, server) for _ in range(2)] == [b"0123456789"] * 2
+            assert server.num_connections == 1
+
+    run(main())
+
+
+def test_a_head_without_end(run: Any) -> None:
+    def talk(near: socket.socket) -> None:
+        _request(near)
+        near.sendall(b"HTTP/1.1 206 X\r\n")
+        while True:
+            near.sendall(b"X: y\r\n" * 1000)  # until the client has had enough, and closes
+
+    async def main() -> None:
+        with _Server(talk) as server:
+            async with _downloads() as downloads:
+                with pytest.raises(http_ranges.http.client.LineTooLong):
+                    await _get(downloads, server)
+
+    run(main())
+
+
 def test_a_refusal_is_an_answer(run: Any) -> None:
     """With its body, and the shape in which the SDK would tell it; the sink hears nothing."""
 
@@ -352,6 +416,57 @@ def _certificate(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _certificate(tmp_path_factory.mktemp("tls"))
+
+
+def test_whom_to_trust_is_read_once_until_it_changes(
+    run: Any, certificate: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By our own connections and by the SDK's, however many stores there are."""
+    ca_file = tmp_path / "ca.pem"
+    ca_file.write_bytes(certificate.with_name("c.pem").read_bytes())
+    made: list[str] = []
+
+    def noting(place: Any, name: str) -> None:
+        make = getattr(place, name)
+
+        def noted(**options: Any) -> Any:
+            made.append(name)
+            return make(**options)
+
+        monkeypatch.setattr(place, name, noted)
+
+    noting(ssl, "create_default_context")
+    noting(aiobotocore.httpsession, "create_urllib3_context")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate)
+    monkeypatch.setenv("AWS_CA_BUNDLE", str(ca_file))
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "x")
+
+    def talk(near: socket.socket) -> None:
+        while True:
+            head = _request(near)
+            near.sendall(b"HTTP/1.1 200 X\r\nETag: x\r\nContent-Length: 10\r\n\r\n")
+            if not head.startswith(b"HEAD"):
+                near.sendall(b"0123456789")
+
+    async def use() -> None:
+        with _Server(talk, context) as server:
+            options = StoreOptions(endpoint_url=f"https://localhost:{server.port}", region="x")
+            store = open_store("s3://bucket/x", options)
+            await store.open(is_read_only=True)
+            try:
+                assert (await store.head("key")).size_bytes == 10
+                await store.get_range("key", 0, 10, lambda _: None)
+            finally:
+                await store.close()
+
+    for _ in range(2):
+        run(use())
+    assert sorted(made) == ["create_default_context", "create_urllib3_context"]
+    os.utime(ca_file, (1, 1))
+    run(use())
+    assert len(made) == 4
 
 
 @pytest.fixture(params=["http", "https"])
@@ -762,10 +877,10 @@ def test_the_ranges_of_an_object_are_signed_for_once(
         await store.open()
         sign = store._sign_to_get
 
-        async def noted(name: str) -> str:
+        async def noted(name: str) -> tuple[str, bool]:
             signed.append(name.rpartition("/")[2])
-            url: str = await sign(name)
-            return url.replace("Signature=", "Signature=0") if spoil else url
+            url, is_proxied = await sign(name)
+            return url.replace("Signature=", "Signature=0") if spoil else url, is_proxied
 
         async def get(key: str) -> bytes:
             found = bytearray()

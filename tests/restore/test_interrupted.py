@@ -2,7 +2,6 @@
 
 import asyncio
 import base64
-import contextlib
 import multiprocessing
 import os
 import random
@@ -17,7 +16,7 @@ import pytest
 from ckpt_async import keys, restore
 from ckpt_async.checksums import checksum_of
 from ckpt_async.errors import StoreError
-from ckpt_async.restore import partial, session
+from ckpt_async.restore import partial
 from ckpt_async.restore.fetching import PARTIAL_FOLDER
 from tests.faults.processes import SOAK
 from tests.faults.proxy import Fault, FaultProxy
@@ -309,29 +308,6 @@ def test_ctrl_c(run_: Run, tmp_path: Path) -> None:
         assert plays.told(pipe) == "interrupted"
         process.join(plays.PATIENCE_S)
     assert run_.leases() == []
-
-
-def test_ctrl_c_in_a_running_loop() -> None:
-    """A notebook's: the work does not go on in its thread without anybody."""
-    ended = threading.Event()
-
-    async def endless() -> None:
-        try:
-            os.kill(os.getpid(), signal.SIGINT)
-            await asyncio.Event().wait()
-        finally:
-            ended.set()
-
-    async def main() -> None:
-        session.blocking(endless())
-
-    loop = asyncio.new_event_loop()
-    task = loop.create_task(main())
-    with contextlib.closing(loop):
-        with pytest.raises(KeyboardInterrupt):
-            loop.run_until_complete(task)
-        assert ended.is_set()
-        assert isinstance(task.exception(), KeyboardInterrupt)
 
 
 def test_a_forked_child_keeps_no_lock(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from ckpt_async import restore
 from ckpt_async.errors import NoSpaceError
 from ckpt_async.restore import partial, session
 from ckpt_async.restore.fetching import PARTIAL_FOLDER
+from ckpt_async.stores import s3
 from ckpt_async.stores.directory import DirectoryStore
 from ckpt_async.stores.http_ranges import Downloads
 from ckpt_async.stores.s3 import S3Store
@@ -421,3 +422,19 @@ def test_the_folder_of_partial_files_may_vanish_at_any_time(
 
     run(main())
     assert num_made == 4
+
+
+def test_proxies_are_not_looked_for_with_every_file(
+    in_s3: Counted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the whole environment, which takes as much CPU as all the rest of a small file."""
+    checkpoint = _committed(in_s3.run)
+    looked: list[str] = []
+
+    def noted(url: str) -> bool:
+        looked.append(url)
+        return False
+
+    monkeypatch.setattr(s3, "has_proxy", noted)
+    assert is_whole(restore.fetch(checkpoint, tmp_path / "there"), FILES)
+    assert 1 <= len(looked) <= 3  # and for the lease

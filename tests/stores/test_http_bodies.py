@@ -24,9 +24,9 @@ from ckpt_async.demo.seaweed import SeaweedServer
 from ckpt_async.errors import FailureReason, ObjectNotFoundError, SourceError
 from ckpt_async.files import Folder
 from ckpt_async.store import Outgoing
-from ckpt_async.stores import http_bodies, open_store
+from ckpt_async.stores import http_bodies, http_messages, open_store
 from ckpt_async.stores.http_bodies import Uploads
-from ckpt_async.stores.http_ranges import Answer
+from ckpt_async.stores.http_messages import Answer
 from ckpt_async.transfer import FileBody, Source
 from tests.faults.proxy import FaultProxy
 from tests.restore.test_http_ranges import PATIENCE_S, Talk, _request, _Server
@@ -385,7 +385,7 @@ GOOD_ANSWERS = {
     "large": (
         b"HTTP/1.1 400 No\r\nContent-Length: 100000\r\n\r\n" + bytes(100_000),
         400,
-        bytes(http_bodies.MAX_ERROR_BYTES),
+        bytes(http_messages.MAX_ERROR_BYTES),
         False,
     ),
 }
@@ -577,7 +577,7 @@ def test_a_line_break_in_a_header_is_refused(run: Any, wire: Wire, headers: dict
 )
 def test_the_host_is_named_as_the_sdk_signs_it(url: str) -> None:
     """Else the signature is wrong for whoever computes it from the header."""
-    assert http_bodies.host_of(urlsplit(url)) == botocore.auth._host_from_url(url)
+    assert http_messages.host_of(urlsplit(url)) == botocore.auth._host_from_url(url)
 
 
 def test_an_address_of_version_6_without_a_port(ca_file: str) -> None:
@@ -598,7 +598,8 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     original = Uploads.put
 
     async def noting(self: Uploads, url: str, *rest: Any) -> Any:
-        found.append(url)
+        if "/probe/" not in url:
+            found.append(url)
         return await original(self, url, *rest)
 
     monkeypatch.setattr(Uploads, "put", noting)
@@ -667,10 +668,9 @@ def test_a_truncated_shard_over_tls(
         await store.open(is_read_only=True)
         try:
             progress: Any = Unpaced()
+            body = FileBody(source, 0, len(DATA), progress, "crc64nvme")
             with pytest.raises(SourceError, match="truncated"):
-                await store.put(
-                    "key", FileBody(source, 0, len(DATA), progress), checksum_of(DATA, "crc64nvme")
-                )
+                await store.put("key", body, checksum_of(DATA, "crc64nvme"))
             with pytest.raises(ObjectNotFoundError):
                 await store.head("key")
         finally:

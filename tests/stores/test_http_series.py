@@ -18,9 +18,10 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from ckpt_async.stores import http_bodies, http_series
+from ckpt_async.stores import http_bodies, http_messages, http_series
 from ckpt_async.stores.http_bodies import head_of
-from ckpt_async.stores.http_ranges import Answer, Flight
+from ckpt_async.stores.http_messages import Answer
+from ckpt_async.stores.http_ranges import Flight
 from ckpt_async.stores.http_series import Put, SmallUploads
 from tests.restore.test_http_ranges import PATIENCE_S, Talk, _request, _Server
 from tests.stores import test_http_bodies
@@ -529,7 +530,7 @@ def test_whoever_gets_on_is_not_late(run: Any, wire: Wire, monkeypatch: pytest.M
 
     def noting(received: bytes) -> Any:
         seen.append(received)
-        return http_bodies.complete_answer(received)
+        return http_messages.complete_answer(received)
 
     monkeypatch.setattr(http_series, "complete_answer", noting)
 

@@ -1,0 +1,134 @@
+"""HTTP's messages as bytes: heads of requests, answers as they are received. No sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import io
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import SplitResult
+
+# What is received at once of an answer; its head cannot be larger.
+HEAD_BYTES = 64 << 10
+MAX_ERROR_BYTES = 64 << 10
+_INTERIM = re.compile(rb"HTTP/1\.[0-9] 1[0-9][0-9].*?\r\n\r\n", re.DOTALL)
+_PORTS = {"http": 80, "https": 443}
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Status and headers (names in lower case); `error` is the body of a refusal."""
+
+    status: int
+    headers: Mapping[str, str]
+    error: bytes = b""
+
+    def as_sdk_response(self) -> dict[str, Any]:
+        """The refusal in the shape in which the SDK reports one."""
+        text = self.error.decode("utf-8", "replace")
+        said = {name: re.search(rf"<{name}>([^<]*)</{name}>", text) for name in ("Code", "Message")}
+        return {
+            "Error": {name: match[1] if match else "" for name, match in said.items()},
+            "ResponseMetadata": {"HTTPStatusCode": self.status, "HTTPHeaders": dict(self.headers)},
+        }
+
+
+def host_of(url: SplitResult) -> str:
+    """For the header, as the SDK signs it: in lower case, without user and the scheme's own port."""
+    host = url.hostname or ""
+    host = f"[{host}]" if ":" in host else host
+    return host if url.port in (None, _PORTS.get(url.scheme)) else f"{host}:{url.port}"
+
+
+def lines_of(headers: Mapping[str, str | bytes]) -> str:
+    """As they stand in a request. Raises ValueError if one of them would be more than a line."""
+    lines = "".join(
+        f"{name}: {value if isinstance(value, str) else value.decode('latin-1')}\r\n"
+        for name, value in headers.items()
+    )
+    if lines.count("\n") != len(headers) or lines.count("\r") != len(headers):
+        raise ValueError("a header of the request has a line break in it")
+    return lines
+
+
+class UnusualAnswerError(Exception):
+    """It is not a short answer that tells its length."""
+
+
+def complete_answer(received: bytes) -> tuple[Answer, bool] | None:
+    """The answer, and whether it is the connection's last; None if there is more to come."""
+    head, has_ended, content = received.partition(b"\r\n\r\n")
+    if not has_ended:
+        if len(received) > HEAD_BYTES:
+            raise http.client.LineTooLong("answer")
+        return None
+    answer = parsed(head)
+    size = answer.headers.get("content-length", "")
+    if not size.isdecimal() or int(size) > MAX_ERROR_BYTES or "transfer-encoding" in answer.headers:
+        raise UnusualAnswerError
+    if len(content) < int(size):
+        return None
+    is_last = not keeps_connection(head, answer) or len(content) > int(size)
+    return Answer(answer.status, answer.headers, content[: int(size)]), is_last
+
+
+def keeps_connection(head: bytes, answer: Answer) -> bool:
+    """Whether another request may follow."""
+    return head.startswith(b"HTTP/1.1") and "close" not in answer.headers.get("connection", "").lower()
+
+
+def without_interim(received: bytes) -> bytes:
+    """Without 100 Continue and its like, which nobody asked for."""
+    while interim := _INTERIM.match(received):
+        received = received[interim.end() :]
+    return received
+
+
+def parsed(head: bytes) -> Answer:
+    """An answer's head, without the empty line at its end."""
+    first, *lines = head.decode("latin-1").split("\r\n")
+    version, _, status = first.partition(" ")
+    if not version.startswith("HTTP/1.") or not status[:3].isdecimal():
+        raise http.client.BadStatusLine(first)
+    headers = {}
+    for line in lines:
+        name, _, value = line.partition(":")
+        headers[name.lower()] = value.strip()
+    return Answer(int(status[:3]), headers)
+
+
+def read_by_library(received: bytes, receive: Callable[[], bytes]) -> Answer:
+    """An answer of any shape: what was received of it, and then what `receive` finds, until that is nothing."""
+    response = http.client.HTTPResponse(_Received(received, receive), method="PUT")  # type: ignore[arg-type]
+    with contextlib.closing(response):
+        response.begin()
+        headers = {name.lower(): value for name, value in response.getheaders()}
+        try:
+            content = response.read(MAX_ERROR_BYTES)
+        except http.client.IncompleteRead as error:
+            if response.status < 300:
+                raise
+            content = error.partial  # better than nothing
+        return Answer(response.status, headers, content)
+
+
+class _Received(io.RawIOBase):
+    """What http.client takes for a socket."""
+
+    def __init__(self, received: bytes, receive: Callable[[], bytes]) -> None:
+        self._data, self._receive = received, receive
+
+    def makefile(self, _mode: str) -> io.BufferedReader:
+        return io.BufferedReader(self)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        data = self._data or self._receive()
+        count = min(len(data), len(buffer))
+        buffer[:count], self._data = data[:count], data[count:]
+        return count
