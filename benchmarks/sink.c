@@ -4,7 +4,8 @@
  *   cc -O2 -pthread -DTLS -o sink sink.c -lssl -lcrypto && ./sink PORT tls=PEM …
  *
  * It reads every byte of a body before it answers, and one thread serves one connection. A body of up to 4 MiB is
- * kept, and its CRC64NVME or CRC32C is compared with the header or trailer. A larger body is counted and thrown away:
+ * kept, and its CRC64NVME or CRC32C is compared with the header, or with the trailer that `x-amz-trailer` has promised.
+ * Frames must add up to the lengths that are told. A larger body is counted and thrown away:
  * the object's size, ETag and the checksum *it was told* stay, and a GET answers zeros. With `verify` large bodies are
  * checked too, part by part and as a whole, which costs the sink CPU. With `keep` larger bodies are kept as well, and
  * GETs answer with them, until as many MiB as it says have been taken (what is deleted gives no room back); then they
@@ -267,6 +268,9 @@ static void note_checksum(struct body *b, const char *s) { /* "x-amz-checksum-NA
     snprintf(b->sum.value, sizeof b->sum.value, "%s", value);
     b->algorithm = !strcmp(name, "crc64nvme") ? CRC64NVME : !strcmp(name, "crc32c") ? CRC32C : NONE;
 }
+static void promise_checksum(struct body *b, const char *names) { /* in a trailer: its algorithm must be known while bytes are read */
+    b->algorithm = strcasestr(names, "x-amz-checksum-crc64nvme") ? CRC64NVME : strcasestr(names, "x-amz-checksum-crc32c") ? CRC32C : NONE;
+}
 /* aws-chunked inside of HTTP's own chunks, as botocore sends it over TLS: cut anywhere. */
 static void unframe(struct body *b, const char *p, size_t n) {
     struct frames *f = b->frames;
@@ -290,12 +294,14 @@ static void unframe(struct body *b, const char *p, size_t n) {
     }
     b->frames = f;
 }
-static int read_chunked(struct conn *c, struct body *b) { /* HTTP's chunks and aws-chunked look the same */
-    for (;;) {
+static int read_chunked(struct conn *c, struct body *b, long long *length) { /* HTTP's chunks and aws-chunked look the same */
+    for (*length = 0;;) {
         char *s = line(c); if (!s) return -1;
         long long n = strtoll(s, NULL, 16);
-        if (n) { if (read_plain(c, n, b) || !line(c)) return -1; continue; }
-        while ((s = line(c)) && *s) note_checksum(b, s);
+        *length += strlen(s) + 2 + (n ? n + 2 : 0);
+        if (n) { if (read_plain(c, n, b) || !(s = line(c)) || *s) return -1; continue; }
+        while ((s = line(c)) && *s) note_checksum(b, s), *length += strlen(s) + 2;
+        *length += 2;
         return s ? 0 : -1;
     }
 }
@@ -551,13 +557,15 @@ static int answer(struct conn *c, struct request *r, struct body *b) {
 }
 static int serve_one(struct conn *c) {
     char target[4096] = "", *s = line(c); struct request r = {.from = -1, .to = -1};
-    struct body b = {.is_kept = 1}; long long length = 0; int is_chunked = 0, is_aws = 0, expects = 0;
+    struct body b = {.is_kept = 1}; long long length = 0, framed = 0, decoded = -1; int is_chunked = 0, is_aws = 0, expects = 0;
     if (!s) return -1;
     sscanf(s, "%15s %4095s", r.method, target);
     while ((s = line(c)) && *s) {
         if (!strncasecmp(s, "content-length:", 15)) length = atoll(s + 15);
         else if (!strncasecmp(s, "transfer-encoding:", 18) && strcasestr(s, "chunked")) is_chunked = 1;
         else if (!strncasecmp(s, "content-encoding:", 17) && strcasestr(s, "aws-chunked")) is_aws = 1;
+        else if (!strncasecmp(s, "x-amz-decoded-content-length:", 29)) decoded = atoll(s + 29);
+        else if (!strncasecmp(s, "x-amz-trailer:", 14)) promise_checksum(&b, s + 14);
         else if (!strncasecmp(s, "expect:", 7)) expects = 1;
         else if (!strncasecmp(s, "if-none-match:", 14)) r.if_none = 1;
         else if (!strncasecmp(s, "if-match:", 9)) snprintf(r.if_match, sizeof r.if_match, "%s", s + 9);
@@ -569,8 +577,8 @@ static int serve_one(struct conn *c) {
     if (length > KEEP && !keeps_large) b.is_kept = 0;
     struct frames frames = {0};
     if (is_chunked && is_aws) b.frames = &frames;
-    int bad = is_chunked || is_aws ? read_chunked(c, &b) : read_plain(c, length, &b);
-    if (b.frames && frames.at != END) bad = -1;
+    int bad = is_chunked || is_aws ? read_chunked(c, &b, &framed) : read_plain(c, length, &b);
+    if ((b.frames && frames.at != END) || (is_aws && !is_chunked && framed != length) || (is_aws && decoded >= 0 && decoded != b.size)) bad = -1;
     b.frames = NULL;
     if (bad) { free(b.data); return -1; }
     char *query = strchr(target, '?');

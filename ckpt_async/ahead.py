@@ -67,10 +67,9 @@ async def send_ahead(
     async def send(part: PlannedPart) -> StoredPart:
         async def attempt(progress: Progress) -> StoredPart:
             algorithm = store.capabilities.checksum_algorithm
-            checksum = await source.checksum(part.offset, part.size_bytes, algorithm, progress.moved)
-            body = FileBody(source, part.offset, part.size_bytes, progress)
-            have = await store.put_part(key, upload_id, part.number, body, checksum)
-            return StoredPart(part.number, part.size_bytes, have.etag, checksum)
+            body = FileBody(source, part.offset, part.size_bytes, progress, algorithm)
+            have = await store.put_part(key, upload_id, part.number, body, body.checksum)
+            return StoredPart(part.number, part.size_bytes, have.etag, await body.checksum())
 
         try:
             return await requests.bulk("upload_part", part.size_bytes, attempt)

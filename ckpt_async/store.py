@@ -8,7 +8,7 @@ Every method makes exactly one attempt (retries and deadlines belong to the engi
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -145,6 +145,13 @@ class SmallGet:
 
 Sink = Callable[[memoryview], None]
 
+# A checksum, or what finds it by reading the body: then a store that can finds it while it sends.
+Expected = Checksum | Callable[[], Awaitable[Checksum]]
+
+
+async def known(checksum: Expected) -> Checksum:
+    return checksum if isinstance(checksum, Checksum) else await checksum()
+
 
 class Store(Protocol):
     """An object store under one prefix."""
@@ -172,10 +179,12 @@ class Store(Protocol):
         ...
 
     async def put(
-        self, key: str, body: Body, checksum: Checksum, *, condition: Condition = None
+        self, key: str, body: Body, checksum: Expected, *, condition: Condition = None
     ) -> ObjectInfo:
         """Store one object whole, or nothing. On return it is durable in the store, and the returned size
         and checksum are the store's own answer (None if it gave none: then ask `head`).
+
+        If `checksum` is not known yet, the body knows on return: it was asked, or told what was sent (see FileBody).
 
         Raises PreconditionFailedError if the condition does not hold *or a lost reply makes it look so*;
         IntegrityError if the bytes that arrived do not have `checksum`.
@@ -225,9 +234,9 @@ class Store(Protocol):
         ...
 
     async def put_part(
-        self, key: str, upload_id: str, number: int, body: Body, checksum: Checksum
+        self, key: str, upload_id: str, number: int, body: Body, checksum: Expected
     ) -> StoredPart:
-        """Send one part; verified by the store against `checksum`."""
+        """Send one part; verified by the store against `checksum`, which is as in `put`."""
         ...
 
     async def list_parts(self, key: str, upload_id: str) -> Sequence[StoredPart]:

@@ -34,10 +34,11 @@ T = TypeVar("T")
 MIB = 1 << 20
 # Large enough that a slice costs little Python, small enough that 16 in flight are 16 MiB.
 SLICE_BYTES = 1 * MIB
-# What is encrypted at a time stays in the cache; with more, an upload over TLS takes a tenth more CPU.
-THREAD_SLICE_BYTES = 256 << 10
+# What is checksummed and encrypted at a time stays in the cache; with less, threads hand the interpreter's lock round
+# more often. With half or four times as much, an upload over TLS takes a twelfth more CPU.
+THREAD_SLICE_BYTES = 512 << 10
 # What the kernel is asked to send at a time, at most; only the bookkeeping of progress costs anything here.
-SEND_BYTES, MIN_SEND_BYTES = 4 * MIB, 64 << 10
+SEND_BYTES, FIRST_SEND_BYTES, MIN_SEND_BYTES = 4 * MIB, 256 << 10, 64 << 10
 # Checksums run at 8 GiB/s. More of one shard at once would only make all its parts wait for theirs at the same
 # time, with nothing on the wire: measured, 8 at once cost about a quarter of the throughput of a 1 GiB file.
 CHECKSUMS_AT_ONCE = 2
@@ -183,12 +184,24 @@ _NOWAIT = getattr(os, "RWF_NOWAIT", 0)  # Linux: read only what is in the page c
 class FileBody:
     """A range of a shard as a request body; reads one slice at a time into its one buffer."""
 
-    def __init__(self, source: Source, offset: int, size_bytes: int, progress: Progress) -> None:
+    def __init__(
+        self, source: Source, offset: int, size_bytes: int, progress: Progress, algorithm: str
+    ) -> None:
         self._source, self._offset, self._size_bytes, self._progress = source, offset, size_bytes, progress
+        self._algorithm = algorithm
+        self._checksum: Checksum | None = None
 
     @property
     def size_bytes(self) -> int:
         return self._size_bytes
+
+    async def checksum(self) -> Checksum:
+        """Of what was sent in a thread with a digest, else of the range, which is read for it the first time."""
+        if self._checksum is None:
+            self._checksum = await self._source.checksum(
+                self._offset, self._size_bytes, self._algorithm, self._progress.moved
+            )
+        return self._checksum
 
     async def chunks(self) -> AsyncIterator[memoryview]:
         buffer = memoryview(bytearray(min(SLICE_BYTES, max(self._size_bytes, 1))))
@@ -206,8 +219,9 @@ class FileBody:
     def is_paced(self) -> bool:
         return self._progress.is_paced
 
-    def send_in_thread(self, outgoing: Outgoing) -> None:
-        """`chunks`, for a worker thread and a way out that blocks; not where a bandwidth cap paces them.
+    def send_in_thread(self, outgoing: Outgoing, digest: Digest | None = None) -> None:
+        """`chunks`, for a worker thread and a way out that blocks; not where a bandwidth cap paces them. A `digest` is
+        given what is written, for `outgoing` then takes no files.
 
         Where it can, the kernel sends the file's own pages: measured, that halves the CPU of an upload. They were read
         for the checksum a moment ago, so that this rarely waits for the disk; what is written to the file meanwhile
@@ -215,8 +229,7 @@ class FileBody:
         """
         source, offset, end = self._source, self._offset, self._offset + self._size_bytes
         now = time.monotonic()
-        tell_at = now + TELL_S
-        send_bytes = THREAD_SLICE_BYTES
+        send_bytes = FIRST_SEND_BYTES
         buffer: memoryview | None = None
         takes_files = outgoing.takes_files
         while offset < end:
@@ -234,18 +247,20 @@ class FileBody:
                     raise source.truncated()
             else:
                 buffer = buffer or memoryview(bytearray(min(THREAD_SLICE_BYTES, end - offset)))
-                count = min(len(buffer), end - offset)
+                count = min(send_bytes, len(buffer), end - offset)
                 source.read_into(buffer[:count], offset)
+                if digest is not None:
+                    digest.update(buffer[:count])
                 outgoing.write(buffer[:count])
             offset += count
-            # The kernel returns when all is sent: on a slow link, so much that it would pass for a stall.
+            # This returns when all is sent: on a slow link, so much that it would pass for a stall.
             began, now = now, time.monotonic()
             is_fast = now - began < TELL_S
             send_bytes = min(2 * send_bytes, SEND_BYTES) if is_fast else max(send_bytes // 2, MIN_SEND_BYTES)
-            if now >= tell_at or offset == end:
-                self._progress.moved_in_thread(is_last=offset == end)
-                tell_at = now + TELL_S
+            self._progress.moved_in_thread(is_last=offset == end)
         source.check()
+        if digest is not None:
+            self._checksum = digest.checksum()
 
     async def _fill(self, piece: memoryview, offset: int) -> None:
         if _NOWAIT:
@@ -326,10 +341,8 @@ async def _find(store: Store, requests: Requests, source: Source, key: str) -> C
 
 async def _put(store: Store, requests: Requests, source: Source, key: str) -> tuple[ObjectInfo, Checksum]:
     async def attempt(progress: Progress) -> tuple[ObjectInfo, Checksum]:
-        checksum = await source.checksum(
-            0, source.size_bytes, store.capabilities.checksum_algorithm, progress.moved
-        )
-        return await store.put(key, FileBody(source, 0, source.size_bytes, progress), checksum), checksum
+        body = FileBody(source, 0, source.size_bytes, progress, store.capabilities.checksum_algorithm)
+        return await store.put(key, body, body.checksum), await body.checksum()
 
     return await _unless_changed(source, requests.bulk("put", source.size_bytes, attempt))
 
@@ -367,13 +380,11 @@ async def _multipart(
 
     async def send(part: PlannedPart) -> StoredPart:
         async def attempt(progress: Progress) -> StoredPart:
-            checksum = await source.checksum(part.offset, part.size_bytes, algorithm, progress.moved)
+            body = FileBody(source, part.offset, part.size_bytes, progress, algorithm)
             have = there.get(part.number)
-            if have is not None and await _is_same(source, part, have, checksum):
-                return StoredPart(part.number, part.size_bytes, have.etag, checksum)
-            body = FileBody(source, part.offset, part.size_bytes, progress)
-            have = await store.put_part(key, resume.upload_id, part.number, body, checksum)
-            return StoredPart(part.number, part.size_bytes, have.etag, checksum)
+            if have is None or not await _is_same(source, part, have, await body.checksum()):
+                have = await store.put_part(key, resume.upload_id, part.number, body, body.checksum)
+            return StoredPart(part.number, part.size_bytes, have.etag, await body.checksum())
 
         have = await _unless_changed(source, requests.bulk("upload_part", part.size_bytes, attempt))
         sent(part.size_bytes)

@@ -40,6 +40,7 @@ from ckpt_async.store import (
     Capabilities,
     Condition,
     Create,
+    Expected,
     Listing,
     Match,
     MultipartInfo,
@@ -48,6 +49,7 @@ from ckpt_async.store import (
     SmallGet,
     SmallPut,
     StoredPart,
+    known,
     put_one_by_one,
 )
 from ckpt_async.stores import check_key, check_prefix, check_size
@@ -126,9 +128,10 @@ class DirectoryStore:
         """Nothing is held open between calls."""
 
     async def put(
-        self, key: str, body: Body, checksum: Checksum, *, condition: Condition = None
+        self, key: str, body: Body, checksum: Expected, *, condition: Condition = None
     ) -> ObjectInfo:
         self._check_key(key, "put")
+        checksum = await known(checksum)
         with _translating("put", key):
             temporary, descriptor = await in_thread(self._create_temporary)
             try:
@@ -184,7 +187,7 @@ class DirectoryStore:
         _refuse_multipart("create_multipart", key)
 
     async def put_part(
-        self, key: str, upload_id: str, number: int, body: Body, checksum: Checksum
+        self, key: str, upload_id: str, number: int, body: Body, checksum: Expected
     ) -> StoredPart:
         _refuse_multipart("put_part", key)
 

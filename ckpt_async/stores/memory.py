@@ -28,6 +28,7 @@ from ckpt_async.store import (
     Capabilities,
     Condition,
     Create,
+    Expected,
     Listing,
     Match,
     MultipartInfo,
@@ -36,6 +37,7 @@ from ckpt_async.store import (
     SmallGet,
     SmallPut,
     StoredPart,
+    known,
     put_one_by_one,
 )
 from ckpt_async.stores import check_key, check_prefix, check_size
@@ -109,9 +111,10 @@ class MemoryStore:
         await asyncio.sleep(0)
 
     async def put(
-        self, key: str, body: Body, checksum: Checksum, *, condition: Condition = None
+        self, key: str, body: Body, checksum: Expected, *, condition: Condition = None
     ) -> ObjectInfo:
         check_key(key, "put")
+        checksum = await known(checksum)
         data = await _receive(body, checksum, "put", key)
         with self._bucket.lock:
             current = self._bucket.objects.get(self._root + key)
@@ -190,10 +193,11 @@ class MemoryStore:
             return upload_id
 
     async def put_part(
-        self, key: str, upload_id: str, number: int, body: Body, checksum: Checksum
+        self, key: str, upload_id: str, number: int, body: Body, checksum: Expected
     ) -> StoredPart:
         with self._bucket.lock:
             self._find_upload(key, upload_id, "put_part")  # S3 says so before it looks at the bytes
+        checksum = await known(checksum)
         data = await _receive(body, checksum, "put_part", key)
         with self._bucket.lock:
             upload = self._find_upload(key, upload_id, "put_part")

@@ -12,6 +12,7 @@ from aiohttp.abc import AbstractStreamWriter
 from aiohttp.payload import Payload
 from botocore.awsrequest import AWSResponse
 
+from ckpt_async.checksums import Digest
 from ckpt_async.errors import CkptAsyncError, FailureReason, SourceError
 from ckpt_async.store import Body, Outgoing
 from ckpt_async.stores.http_bodies import Uploads
@@ -32,7 +33,9 @@ class FileRange(Body, Protocol):
         """Whether slices may have to wait for a bandwidth cap: then they are no matter for a worker thread."""
         ...
 
-    def send_in_thread(self, outgoing: Outgoing) -> None: ...
+    def send_in_thread(self, outgoing: Outgoing, digest: Digest | None = None) -> None:
+        """A `digest` is given all bytes as they are written; then `checksum` knows without reading them again."""
+        ...
 
 
 class BodyPayload(Payload):
@@ -109,9 +112,9 @@ class BodyPayload(Payload):
         answer = await uploads.put(url, headers, self)
         return AioAWSResponse(url, answer.status, answer.headers, _Content(answer.error))
 
-    def send_in_thread(self, outgoing: Outgoing) -> None:
+    def send_in_thread(self, outgoing: Outgoing, digest: Digest | None = None) -> None:
         assert isinstance(self._body, FileRange)
-        self._body.send_in_thread(outgoing)
+        self._body.send_in_thread(outgoing, digest)
         self._sent_bytes = self._body.size_bytes
 
     async def _send_chunks(self, writer: AbstractStreamWriter) -> None:

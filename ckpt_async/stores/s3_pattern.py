@@ -14,13 +14,14 @@ import hmac
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Protocol, Self
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
 from ckpt_async.model import Checksum
-from ckpt_async.stores.http_bodies import host_of, lines_of
+from ckpt_async.stores.http_messages import host_of, lines_of
+from ckpt_async.stores.s3_trailer import trailed_size
 
 _AUTHORIZATION = re.compile(
     r"AWS4-HMAC-SHA256 Credential=[^/]+/[0-9]{8}/([^/]+)/s3/aws4_request,.*", re.DOTALL
@@ -33,7 +34,8 @@ _OWN = frozenset(
 # Means something else for each request, or is signed in another way (S3 Express).
 _NOT_OURS = frozenset("if-match if-none-match content-md5 x-amz-s3session-token".split())
 _CHECKSUM = "x-amz-checksum-"
-_UNSIGNED = "UNSIGNED-PAYLOAD"
+_CONTENT = "x-amz-content-sha256"
+_UNSIGNED, _UNSIGNED_TRAILED = "UNSIGNED-PAYLOAD", "STREAMING-UNSIGNED-PAYLOAD-TRAILER"
 _ALGORITHM = "AWS4-HMAC-SHA256"
 # Of a URL: whose signature it is, and when it was made.
 _SIGNERS = frozenset(
@@ -72,7 +74,7 @@ class PutPattern:
             for name, value in headers.items()
         }
         signed = _AUTHORIZATION.fullmatch(told.get("authorization", ""))
-        is_ours = told.get("x-amz-content-sha256") == _UNSIGNED and not _NOT_OURS & told.keys()
+        is_ours = told.get(_CONTENT) == _UNSIGNED and not _NOT_OURS & told.keys()
         url, _, asked = url.partition("?")
         is_ours = is_ours and sorted(parse_qsl(asked, keep_blank_values=True)) == sorted(query.items())
         if signed is None or not is_ours or not url.endswith(f"/{_quoted(key)}"):
@@ -92,13 +94,38 @@ class PutPattern:
         query: Mapping[str, str] = NO_QUERY,
     ) -> tuple[str, dict[str, str]]:
         """URL and headers to put a body of this size and checksum, signed at `now` (seconds since the epoch)."""
+        frame = _frame(self, size_bytes, f"{_CHECKSUM}{checksum.algorithm}", _frozen(credentials), int(now))
+        return self._request(frame, key, checksum.value, query)
+
+    def request_with_trailer(
+        self,
+        key: str,
+        size_bytes: int,
+        algorithm: str,
+        credentials: Credentials,
+        now: float,
+        query: Mapping[str, str] = NO_QUERY,
+    ) -> tuple[str, dict[str, str]]:
+        """`request` for a body of this size that is sent as a TrailedBody. `aws-chunked` is not kept with the object
+        (https://docs.aws.amazon.com/AmazonS3/latest/API/sigv4-streaming.html); other encodings nobody can configure.
+        """
+        told = dict(self.headers)
+        told |= {_CONTENT: _UNSIGNED_TRAILED, "content-encoding": "aws-chunked"}
+        told["x-amz-decoded-content-length"] = str(size_bytes)
+        trailed = replace(self, headers=tuple(sorted(told.items())))
+        sent_bytes = trailed_size(size_bytes, algorithm)
+        frame = _frame(trailed, sent_bytes, "x-amz-trailer", _frozen(credentials), int(now))
+        return self._request(frame, key, f"{_CHECKSUM}{algorithm}", query)
+
+    def _request(
+        self, frame: _Frame, key: str, own: str, query: Mapping[str, str]
+    ) -> tuple[str, dict[str, str]]:
         path = self.base_path + _quoted(key)
         asked = urlencode(sorted(query.items()), quote_via=quote, safe="~")
-        frame = _frame(self, size_bytes, checksum.algorithm, _frozen(credentials), int(now))
         headers = {
             **frame.headers,
-            frame.checksum_header: checksum.value,
-            "authorization": frame.authorization(path, asked, checksum.value),
+            frame.own_header: own,
+            "authorization": frame.authorization(path, asked, own),
         }
         return f"{self.origin}{path}?{asked}" if asked else f"{self.origin}{path}", headers
 
@@ -107,10 +134,10 @@ class PutPattern:
     ) -> bytes:
         """`request` as it is sent, up to the body."""
         path = self.base_path + _quoted(key)
-        frame = _frame(self, size_bytes, checksum.algorithm, _frozen(credentials), int(now))
+        frame = _frame(self, size_bytes, f"{_CHECKSUM}{checksum.algorithm}", _frozen(credentials), int(now))
         authorization = frame.authorization(path, "", checksum.value)
         return (
-            f"PUT {path} HTTP/1.1\r\n{frame.lines}{frame.checksum_header}: {checksum.value}\r\n"
+            f"PUT {path} HTTP/1.1\r\n{frame.lines}{frame.own_header}: {checksum.value}\r\n"
             f"authorization: {authorization}\r\n\r\n"
         ).encode("latin-1")
 
@@ -186,22 +213,24 @@ def _quoted(key: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """What the requests of one second for bodies of one size have in common: all but path, query and checksum."""
+    """What the requests of one second for bodies of one size have in common: all but path, query and the value of
+    one header.
+    """
 
     headers: Mapping[str, str]
     lines: str  # the same, as they are sent
-    checksum_header: str
-    before_checksum: str  # of the headers as they are signed
-    after_checksum: str
+    own_header: str
+    before_own: str  # of the headers as they are signed
+    after_own: str
     to_sign: str
     key: bytes
     before_signature: str
 
-    def authorization(self, path: str, query: str, checksum: str) -> str:
+    def authorization(self, path: str, query: str, own: str) -> str:
         """With a signature of version 4 over all headers but the user agent, as S3 wants it: the path is encoded once,
         the body not signed (https://docs.aws.amazon.com/AmazonS3/latest/API/sig-v4-header-based-auth.html).
         """
-        canonical = f"PUT\n{path}\n{query}\n{self.before_checksum}{checksum}{self.after_checksum}"
+        canonical = f"PUT\n{path}\n{query}\n{self.before_own}{own}{self.after_own}"
         to_sign = self.to_sign + hashlib.sha256(canonical.encode()).hexdigest()
         return self.before_signature + hmac.digest(self.key, to_sign.encode(), "sha256").hex()
 
@@ -210,13 +239,12 @@ class _Frame:
 def _frame(
     pattern: PutPattern,
     size_bytes: int,
-    algorithm: str,
+    own_header: str,
     secrets: tuple[str, str, str],
     now_s: int,
 ) -> _Frame:
     access_key, secret_key, token = secrets
     stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(now_s))
-    checksum_header = f"{_CHECKSUM}{algorithm}"
     told = {
         **dict(pattern.headers),
         "host": host_of(urlsplit(pattern.origin)),
@@ -225,18 +253,18 @@ def _frame(
     }
     if token:
         told["x-amz-security-token"] = token
-    names = sorted((told.keys() | {checksum_header}) - {"user-agent"})
+    names = sorted((told.keys() | {own_header}) - {"user-agent"})
     lines = [f"{name}:{' '.join(told.get(name, '').split())}" for name in names]
-    index = names.index(checksum_header) + 1
+    index = names.index(own_header) + 1
     scope = f"{stamp[:8]}/{pattern.region}/s3/aws4_request"
     signed_headers = ";".join(names)
     signer = f"Credential={access_key}/{scope}, SignedHeaders={signed_headers}"
     return _Frame(
         headers=told,
         lines=lines_of(told),
-        checksum_header=checksum_header,
-        before_checksum="\n".join(lines[:index]),
-        after_checksum="\n".join(["", *lines[index:], "", signed_headers, _UNSIGNED]),
+        own_header=own_header,
+        before_own="\n".join(lines[:index]),
+        after_own="\n".join(["", *lines[index:], "", signed_headers, told[_CONTENT]]),
         to_sign=f"{_ALGORITHM}\n{stamp}\n{scope}\n",
         key=_signing_key(secret_key, stamp[:8], pattern.region),
         before_signature=f"{_ALGORITHM} {signer}, Signature=",

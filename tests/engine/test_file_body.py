@@ -84,7 +84,7 @@ class Link:
 
     def send(self, source: Source, moves: Moves | None = None) -> "Future[Any]":
         progress: Any = moves or Moves()
-        body = FileBody(source, OFFSET, SIZE - OFFSET, progress)
+        body = FileBody(source, OFFSET, SIZE - OFFSET, progress, "crc64nvme")
         return self._pool.submit(Exchange(self.near, PATIENCE_S).make, HEAD, body)
 
     def receive(self, size_bytes: int) -> bytes:

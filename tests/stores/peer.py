@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import ssl
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -30,11 +31,12 @@ SILENCE = b"silence"
 @dataclass
 class Peer:
     """Answers with `respond(request)`: bytes to send, RESET or SILENCE. After `stop_after` bytes of a body it
-    reads no more and responds.
+    reads no more and responds. With `tls` it speaks HTTPS.
     """
 
     respond: Callable[[Request], bytes]
     stop_after: int | None = None
+    tls: ssl.SSLContext | None = None
     requests: list[Request] = field(default_factory=list)
     num_connections: int = 0
     num_open: int = 0
@@ -61,10 +63,10 @@ class Peer:
                 with contextlib.suppress(ConnectionError):
                     await writer.wait_closed()
 
-        server = await asyncio.start_server(accept, "127.0.0.1", 0)
+        server = await asyncio.start_server(accept, "127.0.0.1", 0, ssl=self.tls)
         try:
             port = server.sockets[0].getsockname()[1]
-            yield f"http://127.0.0.1:{port}"
+            yield f"http{'s' if self.tls else ''}://127.0.0.1:{port}"
         finally:
             server.close()
             for task in tasks:

@@ -96,6 +96,20 @@ class StoreTests:
             await store.put("b", BytesBody(b"hello"), checksum_of(b"other", "crc32c"))
 
     @with_store
+    async def test_a_checksum_that_is_not_known_yet_is_asked_for(self, store):
+        async def right():
+            return crc(b"hello")
+
+        async def wrong():
+            return crc(b"other")
+
+        assert (await store.put("a", BytesBody(b"hello"), right)).checksum in (None, crc(b"hello"))
+        assert (await store.head("a")).checksum == crc(b"hello")
+        with pytest.raises(IntegrityError):
+            await store.put("b", BytesBody(b"hello"), wrong)
+        assert await keys(store) == ["a"]
+
+    @with_store
     async def test_zero_bytes(self, store):
         await put(store, "empty", b"")
         assert await store.get("empty", max_size_bytes=0) == (b"", await store.head("empty"))
@@ -562,6 +576,12 @@ class MultipartTests(StoreTests):
         upload_id = await store.create_multipart("a")
         with pytest.raises(IntegrityError):
             await store.put_part("a", upload_id, 1, BytesBody(b"hello"), crc(b"other"))
+
+        async def found():
+            return crc(b"other")
+
+        with pytest.raises(IntegrityError):
+            await store.put_part("a", upload_id, 1, BytesBody(b"hello"), found)
         body = ChangedBody(4 * MIB, MIB)
         with pytest.raises(SourceError) as raised:
             await store.put_part("a", upload_id, 1, body, crc(bytes(4 * MIB)))

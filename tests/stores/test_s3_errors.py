@@ -216,6 +216,36 @@ def test_empty_success_is_an_error(run, call):
     run(body())
 
 
+WHOLE = answer(200, headers={"ETag": "e"}, body=b"0123456789")
+TRUNCATED = answer(200, body=b"<Result><IsTruncated>true</IsTruncated></Result>")
+NOT_DELETED = b"<DeleteResult><Error><Key>run/a</Key><Code>AccessDenied</Code></Error></DeleteResult>"
+
+
+@pytest.mark.parametrize(
+    ("reply", "call", "key"),
+    [
+        *((answer(200), CALLS[call], "a") for call in ("put", "get", "get_range", "head", "put_part")),
+        (answer(403), CALLS["head"], "a"),
+        (RESET, CALLS["head"], "a"),
+        (WHOLE, CALLS["get"], "a"),
+        (WHOLE, lambda store: store.get_range("a", 2, 3, lambda _: None), "a"),
+        (TRUNCATED, lambda store: store.list("sub/"), "sub/"),
+        (TRUNCATED, CALLS["list_parts"], "a"),
+        (answer(200, body=NOT_DELETED), CALLS["delete"], "a"),
+    ],
+)
+def test_an_error_names_the_object_as_any_other_tool_does(run, reply, call, key):
+    """For people. Its `key` is the one that it was asked for."""
+
+    async def body():
+        async with connected(Peer(lambda _: reply)) as store:
+            with pytest.raises(StoreError, match=f"'s3://bucket/run/{key}': ") as raised:
+                await call(store)
+        assert raised.value.key == key
+
+    run(body())
+
+
 @pytest.mark.parametrize(("found", "is_ours"), [(crc(b"hello"), True), (crc(b"other"), False)])
 def test_completing_a_forgotten_upload_asks_for_the_object(run, found, is_ours):
     """S3 forgets an upload once it is completed: a lost reply must not look like a lost upload."""
@@ -426,6 +456,7 @@ def test_answer_before_the_whole_body_is_no_success(run):
             with pytest.raises(StoreError) as raised:
                 await store.put("a", ReusingBody(bytes(64 * MIB), MIB), crc(b""))
             assert raised.value.reason is FailureReason.TRANSIENT
+            assert "'s3://bucket/run/a'" in str(raised.value)
 
     run(body())
 
@@ -653,6 +684,6 @@ def test_probe_finds_out_what_is_enforced(run, kept, conditional, checked, expec
             await store.close()
         assert (found.conditional_put, found.checksum_algorithm) == expected
         assert all("/run/.ckpt_async/probe/" in each.path for each in peer.requests if each.method != "POST")
-        assert peer.requests[-1].body.count(b"<Key>run/.ckpt_async/probe/") == 2
+        assert peer.requests[-1].body.count(b"<Key>run/.ckpt_async/probe/") == 3
 
     run(body())

@@ -50,8 +50,12 @@ def in_order(url: str) -> list[str]:
     return [address, *sorted(asked.split("&"))]
 
 
-def sent_by_sdk(url: str, headers: Mapping[str, str], credentials: Any, at: dt.datetime) -> AWSRequest:
+def sent_by_sdk(
+    url: str, headers: Mapping[str, str], credentials: Any, at: dt.datetime, *, is_trailed: bool = False
+) -> AWSRequest:
     request = AWSRequest("PUT", url, headers=dict(headers))
+    if is_trailed:
+        request.context["checksum"] = {"request_algorithm": {"in": "trailer"}}
     request.context["client_config"] = Config(s3={"payload_signing_enabled": False})
     with mock.patch.object(botocore.auth, "get_current_datetime", return_value=at):
         botocore.auth.S3SigV4Auth(credentials, "s3", "eu-central-1").add_auth(request)
@@ -113,6 +117,22 @@ def test_signed_as_the_sdk_signs(
     url, headers = pattern.request(second, 1, CHECKSUM, credentials, now)
     assert pattern.head(second, 1, CHECKSUM, credentials, now) == head_of(urlsplit(url), headers)
 
+    url, headers = pattern.request_with_trailer(second, 7, "crc32c", credentials, now, queries[1])
+    ours = {name: value for name, value in headers.items() if name not in SIGNERS_OWN}
+    wanted = sent_by_sdk(url, ours, credentials, at, is_trailed=True)
+    assert {name.lower(): value for name, value in wanted.headers.items()} | {"host": host} == headers
+    assert in_order(url) == in_order(address(place, second, queries[1]))
+    assert (
+        headers.items()
+        >= {
+            "content-encoding": "aws-chunked",
+            "x-amz-trailer": "x-amz-checksum-crc32c",
+            "x-amz-decoded-content-length": "7",
+            "content-length": str(len(b"7\r\n0123456\r\n0\r\nx-amz-checksum-crc32c:AAAAAA==\r\n\r\n")),
+        }.items()
+    )
+    assert not any(name.startswith("x-amz-checksum-") for name in headers)
+
 
 @pytest.mark.parametrize(
     "change",
@@ -169,7 +189,7 @@ def source(tmp_path: Any) -> Any:
 
 def body_of(source: Any) -> Any:
     moves: Any = Moves()
-    return FileBody(source, 0, source.size_bytes, moves)
+    return FileBody(source, 0, source.size_bytes, moves, "crc64nvme")
 
 
 def test_a_small_file_goes_past_the_sdk_with_all_that_is_configured(

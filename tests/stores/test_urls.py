@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -53,6 +54,8 @@ def test_url_is_taken_apart(url, location):
         "file:///",
         "file:////run",
         "file:///data/../etc",
+        None,
+        Path("/data/run"),
     ],
 )
 def test_url_is_refused(url):
@@ -111,6 +114,14 @@ def test_endpoint_is_refused(endpoint):
         {"connect_timeout_s": 0},
         {"read_timeout_s": -1},
         {"max_connections": 0},
+        {"max_connections": True},
+        {"connect_timeout_s": float("nan")},
+        {"read_timeout_s": float("nan")},
+        {"read_timeout_s": float("inf")},
+        {"endpoint_url": ""},
+        {"region": ""},
+        {"profile": ""},
+        {"region": 1},
     ],
 )
 def test_options_are_refused(options):

@@ -1,0 +1,480 @@
+"""Checksums that follow their bodies: framed as the SDK frames, sent only to stores that heed them."""
+
+import asyncio
+import contextlib
+import io
+import math
+import random
+import ssl
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from botocore.httpchecksum import AwsChunkedWrapper, CrtCrc32cChecksum, CrtCrc64NvmeChecksum
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt_async.checksums import Digest, checksum_of
+from ckpt_async.demo.seaweed import SeaweedServer
+from ckpt_async.errors import FailureReason, IntegrityError, SourceError, StoreError
+from ckpt_async.files import Folder
+from ckpt_async.model import Checksum
+from ckpt_async.observe import NullObserver
+from ckpt_async.requests import Requests
+from ckpt_async.settings import Settings
+from ckpt_async.store import Outgoing
+from ckpt_async.stores import StoreOptions, open_store, s3, s3_trailer
+from ckpt_async.stores.s3_trailer import TrailedBody, trailed_size
+from ckpt_async.transfer import FileBody, Source, upload
+from tests.faults.proxy import FaultProxy
+from tests.stores.peer import RESET, Peer, Request, answer
+from tests.stores.test_s3_errors import connected
+from tests.stores.test_s3_errors import credentials as given_credentials  # noqa: F401  a fixture
+
+MIB = 1 << 20
+PART_BYTES = 5 * MIB
+DATA = random.Random(1).randbytes(3 * PART_BYTES + 17)
+TRAILED = "STREAMING-UNSIGNED-PAYLOAD-TRAILER"
+JUDGES = {"crc64nvme": CrtCrc64NvmeChecksum, "crc32c": CrtCrc32cChecksum}
+
+
+class Wire(bytearray):
+    """An `Outgoing` that keeps what is written."""
+
+    takes_files = False
+
+    def write(self, piece: memoryview) -> None:
+        self.extend(piece)
+
+
+class Pieces:
+    """A body of these pieces, in one reused buffer."""
+
+    def __init__(self, pieces: list[bytes]) -> None:
+        self._pieces = pieces
+        self.size_bytes = sum(map(len, pieces))
+
+    def send_in_thread(self, outgoing: Outgoing, digest: Digest) -> None:
+        buffer = bytearray(max(map(len, self._pieces), default=0))
+        for each in self._pieces:
+            buffer[: len(each)] = each
+            digest.update(memoryview(buffer)[: len(each)])
+            outgoing.write(memoryview(buffer)[: len(each)])
+
+
+@given(st.lists(st.binary(max_size=40), max_size=12), st.integers(1, 64), st.sampled_from(sorted(JUDGES)))
+def test_framed_as_the_sdk_frames(pieces: list[bytes], chunk_bytes: int, algorithm: str) -> None:
+    """However the slices fall; and the length that is told beforehand is that of what is sent."""
+    judge = AwsChunkedWrapper(
+        io.BytesIO(b"".join(pieces)),
+        checksum_cls=JUDGES[algorithm],
+        checksum_name=f"x-amz-checksum-{algorithm}",
+        chunk_size=chunk_bytes,
+    )
+    wire: Any = Wire()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(s3_trailer, "CHUNK_BYTES", chunk_bytes)
+        TrailedBody(Pieces(pieces), algorithm).send_in_thread(wire)
+        assert wire == judge.read()
+        assert len(wire) == trailed_size(sum(map(len, pieces)), algorithm)
+
+
+# --- shards over TLS -----------------------------------------------------------------------------------------------
+
+
+class Moves:
+    """A `Progress`."""
+
+    def __init__(self, *, is_paced: bool = False) -> None:
+        self.is_paced = is_paced
+
+    def moved(self, *, is_last: bool = False) -> None:
+        pass
+
+    moved_in_thread = moved
+
+    async def may_send(self, size_bytes: int) -> None:
+        pass
+
+
+class CountedSource(Source):
+    """Counts how often it was read for a checksum alone."""
+
+    num_checksums = 0
+
+    async def checksum(self, *args: Any, **kwargs: Any) -> Checksum:
+        self.num_checksums += 1
+        return await super().checksum(*args, **kwargs)
+
+    def body(self, size_bytes: int = 0, *, is_paced: bool = False) -> FileBody:
+        progress: Any = Moves(is_paced=is_paced)
+        return FileBody(self, 0, size_bytes or self.size_bytes, progress, "crc64nvme")
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Iterator[CountedSource]:
+    path = tmp_path / "shard.bin"
+    path.write_bytes(DATA)
+    folder = Folder(tmp_path)
+    [(identity, _)] = folder.link([("shard.bin", "shard.bin")], "spool")
+    source = CountedSource(folder.open_source("shard.bin", None, identity), identity, str(path))
+    yield source
+    source.close()
+
+
+def unframed(request: Request) -> tuple[bytes, str]:
+    """The body and its checksum, for tests: wherever it stood."""
+    if request.headers.get("x-amz-content-sha256") != TRAILED:
+        return request.body, request.headers["x-amz-checksum-crc64nvme"]
+    found, rest = b"", request.body
+    while True:
+        line, _, rest = rest.partition(b"\r\n")
+        if not (size := int(line, 16)):
+            break
+        found, rest = found + rest[:size], rest[size + 2 :]
+    assert int(request.headers["x-amz-decoded-content-length"]) == len(found)
+    name, _, value = rest.removesuffix(b"\r\n\r\n").decode().partition(":")
+    assert name == request.headers["x-amz-trailer"] == "x-amz-checksum-crc64nvme"
+    return found, value
+
+
+SMALL = 2 * MIB + 5
+
+
+@contextlib.asynccontextmanager
+async def trusting(peer: Peer) -> AsyncIterator[Any]:
+    """A store that was seen to heed trailers, and knows what the SDK sends."""
+    async with connected(peer) as store:
+        store._trailers_from = {"upload_part": -math.inf, "put_object": -math.inf}
+        yield store
+
+
+Way = Callable[[Any, FileBody], Any]
+WAYS: dict[str, Way] = {
+    "put": lambda store, body: store.put("a/b c", body, body.checksum),
+    "part": lambda store, body: store.put_part("a/b c", "u", 1, body, body.checksum),
+}
+
+
+@pytest.fixture
+def secure(tls: ssl.SSLContext, ca_file: str, monkeypatch: pytest.MonkeyPatch) -> ssl.SSLContext:
+    monkeypatch.setenv("AWS_CA_BUNDLE", ca_file)
+    return tls
+
+
+def done(_: Request) -> bytes:
+    return answer(200, headers={"ETag": '"e"'})
+
+
+def kinds(peer: Peer) -> str:
+    """S for what the SDK has sent, H for a checksum in a header, T for one in a trailer."""
+    return "".join(
+        "S"
+        if "amz-sdk-invocation-id" in each.headers
+        else "T"
+        if each.headers["x-amz-content-sha256"] == TRAILED
+        else "H"
+        for each in peer.requests
+    )
+
+
+@pytest.mark.usefixtures("given_credentials")
+@pytest.mark.parametrize("way", WAYS)
+def test_the_bytes_are_read_once(run: Any, secure: ssl.SSLContext, source: CountedSource, way: str) -> None:
+    """After the SDK's first request; and the body knows what was sent."""
+    right = checksum_of(DATA[:SMALL], "crc64nvme")
+
+    async def main() -> Peer:
+        peer = Peer(done, tls=secure)
+        async with trusting(peer) as store:
+            for _ in range(3):
+                body = source.body(SMALL)
+                await WAYS[way](store, body)
+                assert await body.checksum() == right
+        return peer
+
+    peer = run(main())
+    assert kinds(peer) == "STT"
+    assert [unframed(each) for each in peer.requests] == [(DATA[:SMALL], right.value)] * 3
+    assert source.num_checksums == 1
+
+
+@pytest.mark.usefixtures("given_credentials")
+@pytest.mark.parametrize("why", ["known", "paced", "not heeded"])
+def test_else_the_checksum_stands_in_the_header(
+    run: Any, secure: ssl.SSLContext, source: CountedSource, why: str
+) -> None:
+    async def main() -> Peer:
+        peer = Peer(done, tls=secure)
+        async with trusting(peer) as store:
+            if why == "not heeded":
+                store._trailers_from = {"put_object": -math.inf}
+            for _ in range(2):
+                body = source.body(SMALL, is_paced=why == "paced")
+                checksum = await body.checksum() if why == "known" else body.checksum
+                await store.put_part("a", "u", 1, body, checksum)
+        return peer
+
+    peer = run(main())
+    assert kinds(peer) == ("SS" if why == "paced" else "SH")
+    right = checksum_of(DATA[:SMALL], "crc64nvme")
+    assert [unframed(each) for each in peer.requests] == [(DATA[:SMALL], right.value)] * 2
+
+
+class Clock:
+    """The time, as the store's module sees it."""
+
+    time = staticmethod(time.time)
+
+    def __init__(self) -> None:
+        self.passed_s = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.passed_s
+
+
+@pytest.mark.usefixtures("given_credentials")
+@pytest.mark.parametrize(
+    ("way", "status", "expected"),
+    [
+        ("put", 400, "STSST"),
+        ("part", 307, "STSST"),
+        ("part", 400, "STSST"),
+        ("part", 403, "STSST"),
+        ("part", 404, "STST"),
+        ("part", 500, "STSHT"),
+        ("part", 501, "STSHT"),
+        ("part", 503, "STTT"),
+    ],
+)
+def test_after_a_refusal_that_may_be_its_fault_headers_are_sent_for_a_while(
+    run: Any,
+    secure: ssl.SSLContext,
+    source: CountedSource,
+    monkeypatch: pytest.MonkeyPatch,
+    way: str,
+    status: int,
+    expected: str,
+) -> None:
+    """At once, in the same attempt: no later one would heal what the store does not understand."""
+    replies = iter([200, status, 200, 200, 200])
+    codes = {400: "IncompleteBody", 503: "SlowDown"}
+    clock = Clock()
+    monkeypatch.setattr(s3, "time", clock)
+
+    async def main() -> Peer:
+        def respond(_: Request) -> bytes:
+            code = next(replies)
+            return answer(code, codes.get(code, ""), {"ETag": '"e"'})
+
+        peer = Peer(respond, tls=secure)
+        async with trusting(peer) as store:
+            for number in range(4):
+                # Who is sent elsewhere has not been refused.
+                clock.passed_s += 700.0 if number == 3 and status >= 400 else 100.0
+                is_final = number == 1 and status in (404, 503)
+                with pytest.raises(StoreError) if is_final else contextlib.nullcontext():
+                    await WAYS[way](store, source.body(SMALL))
+        return peer
+
+    peer = run(main())
+    assert kinds(peer) == expected
+    right = checksum_of(DATA[:SMALL], "crc64nvme")
+    assert [unframed(each) for each in peer.requests] == [(DATA[:SMALL], right.value)] * len(expected)
+
+
+@pytest.mark.usefixtures("given_credentials")
+def test_a_connection_that_breaks_is_an_attempt_like_any(
+    run: Any, secure: ssl.SSLContext, source: CountedSource
+) -> None:
+    """And nobody knows the body's checksum then: the next one reads it again."""
+    replies = iter([b"", RESET, b""])
+
+    async def main() -> Peer:
+        peer = Peer(lambda request: next(replies) or done(request), tls=secure)
+        async with trusting(peer) as store:
+            for number in range(3):
+                body = source.body(SMALL)
+                with pytest.raises(StoreError) if number == 1 else contextlib.nullcontext():
+                    await WAYS["part"](store, body)
+        return peer
+
+    assert kinds(run(main())) == "STT"
+
+
+def test_a_file_that_changes_is_not_what_its_trailer_says(source: CountedSource) -> None:
+    """What was sent of it is not remembered: who asks has it read again."""
+    body = source.body()
+
+    class Overwriting(Wire):
+        def write(self, piece: memoryview) -> None:
+            if not self:
+                Path(source.path).write_bytes(DATA[::-1])
+            super().write(piece)
+
+    wire: Any = Overwriting()
+    with pytest.raises(SourceError) as failed:
+        TrailedBody(body, "crc64nvme").send_in_thread(wire)
+    assert failed.value.reason is FailureReason.SOURCE_CHANGED
+    assert not wire.endswith(b"\r\n\r\n")
+    assert asyncio.run(body.checksum()) == checksum_of(DATA[::-1], "crc64nvme")
+    assert source.num_checksums == 1
+
+
+# --- which stores heed them ----------------------------------------------------------------------------------------
+
+
+class Flavoured:
+    """A store of its own ways with trailers."""
+
+    def __init__(self, flavour: str) -> None:
+        self.flavour = flavour
+        self.kept: dict[str, tuple[int, str, bool]] = {}
+
+    def respond(self, request: Request) -> bytes:
+        is_trailed = request.headers.get("x-amz-content-sha256") == TRAILED
+        if request.method == "HEAD":
+            size_bytes, checksum, is_odd = self.kept[request.path]
+            odd = {"Content-Encoding": "aws-chunked"} if is_odd else {}
+            told = {"Content-Length": str(size_bytes), "ETag": '"e"', "x-amz-checksum-crc64nvme": checksum}
+            return answer(200, headers={**told, **odd})
+        if request.method != "PUT":
+            return answer(200)
+        if request.headers.get("if-none-match") or request.headers.get("if-match", '"e"') != '"e"':
+            return answer(412, "PreconditionFailed")
+        if is_trailed:
+            if self.flavour == "breaks":
+                return RESET
+            if self.flavour in ("knows none", "is busy"):
+                return (
+                    answer(501, "NotImplemented") if self.flavour == "knows none" else answer(503, "SlowDown")
+                )
+        data, told = unframed(request)
+        right = checksum_of(data, "crc64nvme").value
+        if told != right and not (is_trailed and self.flavour == "compares nothing"):
+            is_busy = is_trailed and self.flavour == "is busy for one"
+            return answer(503, "SlowDown") if is_busy else answer(400, "BadDigest")
+        size_bytes = len(request.body if is_trailed and self.flavour == "keeps frames" else data)
+        keeps_none = is_trailed and self.flavour == "keeps no checksum"
+        self.kept[request.path] = (
+            size_bytes,
+            "" if keeps_none else right,
+            is_trailed and self.flavour == "keeps the encoding",
+        )
+        return done(request)
+
+
+@pytest.mark.usefixtures("given_credentials")
+@pytest.mark.parametrize(
+    ("flavour", "heeded"),
+    [
+        ("right", {"upload_part", "put_object"}),
+        ("keeps the encoding", {"upload_part"}),
+        ("keeps frames", set()),
+        ("keeps no checksum", set()),
+        ("compares nothing", set()),
+        ("knows none", set()),
+        ("is busy", set()),
+        ("is busy for one", set()),
+        ("breaks", set()),
+    ],
+)
+def test_opening_finds_out_who_heeds_trailers(
+    run: Any, secure: ssl.SSLContext, flavour: str, heeded: set[str]
+) -> None:
+    """Whoever does not is opened all the same."""
+
+    async def main() -> None:
+        peer = Peer(Flavoured(flavour).respond, tls=secure)
+        async with peer.serve() as url:
+            store: Any = open_store("s3://bucket/run", StoreOptions(endpoint_url=url))
+            await store.open()
+            try:
+                assert set(store._trailers_from) == heeded
+                assert set(store._patterns) == {"put_object", *heeded}
+                assert store.capabilities.conditional_put
+                assert store.capabilities.checksum_algorithm == "crc64nvme"
+            finally:
+                await store.close()
+        assert all("/run/.ckpt_async/probe/" in each.path for each in peer.requests if each.method != "POST")
+        assert not any("uploadId" in each.path for each in peer.requests)
+
+    run(main())
+
+
+@pytest.mark.usefixtures("given_credentials")
+@pytest.mark.parametrize("how", ["over plain HTTP", "to read"])
+def test_nobody_is_asked_who_need_not_tell(run: Any, secure: ssl.SSLContext, how: str) -> None:
+    async def main() -> None:
+        peer = Peer(Flavoured("right").respond, tls=secure if how == "to read" else None)
+        async with peer.serve() as url:
+            store: Any = open_store("s3://bucket/run", StoreOptions(endpoint_url=url))
+            await store.open(is_read_only=how == "to read")
+            await store.close()
+            assert not store._trailers_from
+        assert not any(each.headers.get("x-amz-content-sha256") == TRAILED for each in peer.requests)
+
+    run(main())
+
+
+# --- a real store --------------------------------------------------------------------------------------------------
+
+
+def test_a_real_store_compares_them(
+    run: Any,
+    s3_server: SeaweedServer,
+    s3_url: str,
+    secure: ssl.SSLContext,
+    source: CountedSource,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """SeaweedFS over TLS: shards go up in one pass, and what does not fit its trailer is refused."""
+    right = checksum_of(DATA, "crc64nvme")
+
+    async def main(url: str) -> None:
+        store: Any = open_store(s3_url, StoreOptions(endpoint_url=url))
+        await store.open()
+        try:
+            assert "upload_part" in store._trailers_from
+
+            async def send(key: str) -> int:
+                before = source.num_checksums
+                await upload(
+                    store,
+                    Requests(Settings(), NullObserver(), url),
+                    source,
+                    key,
+                    smallest_part_bytes=PART_BYTES,
+                    resume=None,
+                    opened=lambda _: None,
+                    sent=lambda _: None,
+                )
+                return source.num_checksums - before
+
+            assert await send("first") == 0
+            there = await store.head("first")
+            assert (there.size_bytes, there.checksum) == (len(DATA), right)
+            headed = await store._call("head_object", "first")
+            assert "ContentEncoding" not in headed
+
+            monkeypatch.setattr(s3_trailer, "Digest", Spoiled)
+            upload_id = await store.create_multipart("second")
+            body = source.body()
+            with pytest.raises(IntegrityError):
+                await store.put_part("second", upload_id, 1, body, body.checksum)
+            assert not await store.list_parts("second", upload_id)
+        finally:
+            await store.close()
+
+    with FaultProxy(s3_server.url, tls=secure) as proxy:
+        run(main(proxy.url))
+
+
+class Spoiled(Digest):
+    """Of other bytes than those that are sent."""
+
+    def checksum(self) -> Checksum:
+        self.update(b"x")
+        return super().checksum()
