@@ -39,6 +39,7 @@ from ckpt_async.model import (
     Event,
     FileIdentity,
     JournalRow,
+    LocalCheckpoint,
     MadeDurable,
     Opened,
     Outcome,
@@ -50,7 +51,17 @@ from ckpt_async.model import (
 from ckpt_async.observe import NullObserver
 from ckpt_async.requests import CONTROL_REQUESTS, Requests
 from ckpt_async.settings import Settings
-from ckpt_async.store import Body, BytesBody, Capabilities, Condition, Create, Listing, Match, ObjectInfo
+from ckpt_async.store import (
+    Body,
+    BytesBody,
+    Capabilities,
+    Condition,
+    Create,
+    Enough,
+    Listing,
+    Match,
+    ObjectInfo,
+)
 from ckpt_async.stores.memory import CAPABILITIES
 
 GIB = 1 << 30
@@ -94,14 +105,21 @@ class Commit:
     to_commit_s: float  # from the end of the last upload
 
 
-def looks_until(waited_s: float) -> int:
-    """How often an engine looks for the others before `waited_s` have passed since its own receipt."""
-    settings, watch, now = Settings(), decide.Watch(), 0.0
+def looks_until(waited_s: float, num_writers: int) -> tuple[int, int]:
+    """How often an engine looks for the others before `waited_s` have passed since its own receipt, and how often it
+    lists the receipts for that.
+    """
+    settings, watch, now, num_listings = Settings(), decide.Watch(), 0.0, 0
+    waiting = LocalCheckpoint(CHECKPOINT, NAME, sealed=Sealed(CHECKPOINT, NAME, num_writers))
     while now <= waited_s:
+        listing_at = watch.next_listing_at
+        if now >= listing_at:
+            num_listings += 1
+            listing_at = decide.next_listing(waiting, decide.Receipts(), 0, watch.num_looks + 1, now)
         first_s, longest_s = settings.decision_poll_s, settings.decision_poll_max_s
         now = decide.next_look(watch, now, first_s=first_s, longest_s=longest_s)
-        watch = decide.Watch(watch.num_looks + 1, now)
-    return watch.num_looks
+        watch = decide.Watch(watch.num_looks + 1, now, next_listing_at=listing_at)
+    return watch.num_looks, num_listings
 
 
 def on_paper(num_writers: int, latency_s: float, spread_s: float, num_committers: float) -> Commit:
@@ -112,14 +130,11 @@ def on_paper(num_writers: int, latency_s: float, spread_s: float, num_committers
     waves = math.ceil(num_writers / CONTROL_REQUESTS)
     pages = math.ceil((num_writers + 1) / PAGE)
     to_commit_s = latency_s * (1 + pages + waves + 1)  # PUT receipt, LIST, GETs 16 at a time, PUT decision
-    looks = [looks_until(wait + to_commit_s) for wait in waits]
-    # A listing finds the receipts of those that were done before it.
-    there = sum(
-        (1 - wait / spread_s if spread_s else 1) * each for wait, each in zip(waits, looks, strict=True)
-    )
+    looks, listings = zip(*(looks_until(wait + to_commit_s, num_writers) for wait in waits), strict=True)
     return Commit(
         writes=num_writers + num_committers + 2,
-        lists=num_writers + sum(looks) + there * (num_writers // PAGE),
+        # A listing ends at the first page that lacks somebody's: only who commits reads all.
+        lists=num_writers + sum(listings) + num_committers * (pages - 1),
         # Decision and boundary at each look but the first, and once more when it is there, but for the committers.
         gets=num_committers * (num_writers + 1) + 2 * (sum(looks) - num_committers) + 1,
         to_commit_s=to_commit_s,
@@ -223,7 +238,7 @@ class DistantStore:
         assert len(found[0]) <= max_size_bytes
         return found
 
-    async def list(self, prefix: str, *, start_after: str = "") -> Listing:
+    async def list(self, prefix: str, *, start_after: str = "", enough: Enough | None = None) -> Listing:
         found: list[ObjectInfo] = []
         while True:  # page by page
             await self._request("LIST", prefix, is_write=False)
@@ -233,8 +248,9 @@ class DistantStore:
             # To the second, as S3 says it.
             found += [ObjectInfo(key, 1, "", None, int(self._objects[key][1])) for key in mine]
             await self._answer()
-            if len(mine) < PAGE:
-                return Listing(tuple(found), asyncio.get_running_loop().time())
+            is_whole = len(mine) < PAGE
+            if is_whole or (enough is not None and enough(found)):
+                return Listing(tuple(found), asyncio.get_running_loop().time(), is_whole)
             start_after = mine[-1]
 
     def decided_at(self) -> float | None:

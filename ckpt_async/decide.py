@@ -7,7 +7,7 @@ action many times and must return it for as long as it is due. `docs/design.md` 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ckpt_async import retention
@@ -25,18 +25,22 @@ from ckpt_async.retention import Candidate, KeepLocal, RetentionPolicy
 # --- what is known of the store ----------------------------------------------------------------------------
 
 
-# Whose receipts are the newest commit as soon as they see all: if every rank did, they would read N x N receipts. The
-# others leave it to them for this long, by the store's clock: a commit takes a round trip for every 16 ranks.
+# So many commit at once, and those first whose receipts are the newest: if every rank did that sees all receipts, they
+# would read N x N. Each group has so much time, by the store's clock: a commit takes a round trip for every 16 ranks.
 NUM_COMMITTERS = 8
 COMMIT_S, COMMIT_S_PER_RANK = 1.0, 0.01
+# The first looks list the receipts, for they may be of one that is among the newest. From then on all ranks together do
+# it so often: S3 answers 5,500 reads a second.
+NUM_LISTINGS, LISTINGS_PER_S = 3, 50
 
 
 @dataclass(frozen=True, slots=True)
 class Receipts:
-    """What a complete listing of a checkpoint's receipts showed."""
+    """What a listing of a checkpoint's receipts showed."""
 
     ranks: tuple[int, ...] = ()  # the oldest first
     newest_age_s: float = 0.0
+    is_whole: bool = True  # else it ended where one was missing
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,7 @@ class Watch:
     num_looks: int = 0
     next_look_at: float = 0.0
     receipts: Receipts | None = None  # what was seen last
+    next_listing_at: float = 0.0  # of the receipts; until then the decision is all that is looked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +72,7 @@ class Policy:
     has_local_latest: bool = True
     may_send_ahead: bool = False  # the store takes a shard in parts
     may_decide: bool = True  # False: the store has no conditional PUT, and another rank decides
+    decides_alone: bool = False  # that rank
     is_adopted: bool = False  # the trainer is dead: what it has not sealed, it never will
 
 
@@ -232,8 +238,10 @@ def _towards_decision(
         yield StoreReceipt(checkpoint.id)
         return
     receipts = watch.receipts
-    is_due = receipts is not None and is_complete(checkpoint, receipts) and is_our_turn(receipts, local.rank)
-    if policy.may_decide and is_due:
+    is_due = receipts is not None and is_complete(checkpoint, receipts)
+    if is_due and receipts is not None and not policy.decides_alone:
+        is_due = policy.may_decide and receipts.newest_age_s >= turn_s(receipts, local.rank)
+    if is_due:
         yield Commit(checkpoint.id)
     elif receipts is None or now >= watch.next_look_at:
         yield Look(checkpoint.id)
@@ -316,13 +324,29 @@ def is_loadable(checkpoint: LocalCheckpoint) -> bool:
 
 def is_complete(checkpoint: LocalCheckpoint, receipts: Receipts) -> bool:
     """Whether receipts of all ranks of *this generation's* world size are there (R5)."""
-    return checkpoint.sealed is not None and {*receipts.ranks} >= {*range(checkpoint.sealed.world_size)}
+    num_ranks = 0 if checkpoint.sealed is None else checkpoint.sealed.world_size
+    return 0 < num_ranks <= len(receipts.ranks) and {*receipts.ranks} >= {*range(num_ranks)}
 
 
-def is_our_turn(receipts: Receipts, rank: int) -> bool:
-    """Whether this rank commits now that all receipts are there."""
-    is_late = receipts.newest_age_s > COMMIT_S + COMMIT_S_PER_RANK * len(receipts.ranks)
-    return is_late or rank in receipts.ranks[-NUM_COMMITTERS:]
+def has_gap(ranks: Collection[int]) -> bool:
+    """Whether one is missing below the highest of `ranks`: no more need be listed to know that not all are there."""
+    return len(ranks) <= max(ranks, default=-1)
+
+
+def missing_ranks(receipts: Receipts, world_size: int) -> list[int]:
+    """Whose receipts were not there, as far as the listing went."""
+    end = world_size if receipts.is_whole else max(receipts.ranks, default=0)
+    return sorted({*range(end)} - {*receipts.ranks})
+
+
+def turn_s(receipts: Receipts, rank: int) -> float:
+    """How old the newest receipt is, of all that are there, when it is this rank's turn to commit: the newest ones'
+    comes at once, that of those before them when they have had the time.
+    """
+    place = next(
+        (place for place, each in enumerate(reversed(receipts.ranks)) if each == rank), len(receipts.ranks)
+    )
+    return place // NUM_COMMITTERS * (COMMIT_S + COMMIT_S_PER_RANK * len(receipts.ranks))
 
 
 def is_ahead(checkpoint: CheckpointId, latest: Latest | None) -> bool:
@@ -454,6 +478,16 @@ def _candidate(checkpoint: LocalCheckpoint) -> Candidate:
     """For a policy that is applied here: times are those of the saves, metrics those that this rank gave at `seal`."""
     metrics = dict(checkpoint.sealed.metrics) if checkpoint.sealed else {}
     return Candidate(checkpoint.id, checkpoint.name, checkpoint.sealed_at, metrics)
+
+
+def next_listing(
+    checkpoint: LocalCheckpoint, receipts: Receipts, rank: int, num_looks: int, now: float
+) -> float:
+    """When to list the receipts again, which showed `receipts` now, after so many looks."""
+    if is_complete(checkpoint, receipts):
+        return now + max(0.0, turn_s(receipts, rank) - receipts.newest_age_s)
+    num_ranks = checkpoint.sealed.world_size if checkpoint.sealed is not None else 0
+    return now + num_ranks / LISTINGS_PER_S if num_looks >= NUM_LISTINGS else now
 
 
 def next_look(watch: Watch, now: float, *, first_s: float, longest_s: float) -> float:

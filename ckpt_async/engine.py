@@ -58,7 +58,7 @@ from ckpt_async.model import (
 from ckpt_async.observe import Observer
 from ckpt_async.requests import Requests
 from ckpt_async.settings import Settings
-from ckpt_async.store import Store
+from ckpt_async.store import ObjectInfo, Store
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +111,7 @@ class Engine:
             has_local_latest=bool(settings.latest_filename),
             may_send_ahead=store.capabilities.multipart,
             may_decide=store.capabilities.conditional_put or rank == 0,
+            decides_alone=not store.capabilities.conditional_put and rank == 0,
             is_adopted=not is_trainer,
         )
         self._remote = decide.Remote()
@@ -719,7 +720,7 @@ class Engine:
         checkpoint, id_ = self._checkpoint(action.checkpoint), action.checkpoint
         watch = self._remote.watches.get(id_, decide.Watch())
         is_first = watch.num_looks == 0 and id_.generation == self.local.generation
-        receipts: decide.Receipts | None = None
+        receipts, next_listing_at = watch.receipts, watch.next_listing_at
         if is_first:
             at_once: tuple[Callable[[], Coroutine[Any, Any, Any]], ...]
             at_once = (lambda: self._list_receipts(id_), self._look_for_successor)
@@ -729,22 +730,33 @@ class Engine:
             if decision is not None:
                 self._learn(checkpoint, decision)
                 return
-            if checkpoint.has_receipt:
+            if checkpoint.has_receipt and self._loop.time() >= next_listing_at:
                 receipts = await self._list_receipts(id_)
+        if receipts is not None and receipts is not watch.receipts:
+            num_looks, now = watch.num_looks + 1, self._loop.time()
+            next_listing_at = decide.next_listing(checkpoint, receipts, self.rank, num_looks, now)
         longest_s = self._settings.decision_poll_s if self._is_hurried else self._settings.decision_poll_max_s
         next_look_at = decide.next_look(
             watch, self._loop.time(), first_s=self._settings.decision_poll_s, longest_s=longest_s
         )
-        self._watch(id_, decide.Watch(watch.num_looks + 1, next_look_at, receipts))
+        self._watch(id_, decide.Watch(watch.num_looks + 1, next_look_at, receipts, next_listing_at))
 
     async def _list_receipts(self, id_: CheckpointId) -> decide.Receipts:
-        """Who is done."""
+        """Who is done; of many ranks, as far as the first that is not: N ranks would list N / 1000 pages each."""
         prefix = keys.receipts_prefix(id_)
-        listing = await self._requests.control("list", lambda: self._store.list(prefix))
-        parsed = ((each.last_modified or 0.0, keys.parse_receipt_key(each.key)) for each in listing.objects)
-        written = sorted((at, found[1]) for at, found in parsed if found is not None and found[0] == id_)
-        newest_at = written[-1][0] if written else 0.0
-        return decide.Receipts(tuple(rank for _, rank in written), listing.server_time - newest_at)
+
+        def written(objects: Iterable[ObjectInfo]) -> list[tuple[float, int]]:
+            parsed = ((each.last_modified or 0.0, keys.parse_receipt_key(each.key)) for each in objects)
+            return sorted((at, found[1]) for at, found in parsed if found is not None and found[0] == id_)
+
+        def is_enough(objects: Sequence[ObjectInfo]) -> bool:
+            return decide.has_gap([rank for _, rank in written(objects)])
+
+        listing = await self._requests.control("list", lambda: self._store.list(prefix, enough=is_enough))
+        there = written(listing.objects)
+        newest_at = there[-1][0] if there else 0.0
+        ranks = tuple(rank for _, rank in there)
+        return decide.Receipts(ranks, listing.server_time - newest_at, listing.is_whole)
 
     async def _look_for_successor(self) -> None:
         """A newer generation means that this trainer is superseded (rule R11)."""
@@ -758,11 +770,11 @@ class Engine:
             logger.error("fenced generation=%d by=%d; no new checkpoint is taken", own, newest)
 
     def missing_ranks(self, id_: CheckpointId) -> list[int]:
-        """Ranks whose receipts were not there when this engine last looked. Any thread."""
+        """Ranks whose receipts were not there when this engine last looked: the first, if they are many. Any thread."""
         checkpoint, watch = self.local.checkpoints.get(id_), self._remote.watches.get(id_)
         if checkpoint is None or checkpoint.sealed is None or watch is None or watch.receipts is None:
             return []
-        return sorted(set(range(checkpoint.sealed.world_size)) - set(watch.receipts.ranks))
+        return decide.missing_ranks(watch.receipts, checkpoint.sealed.world_size)
 
     def _watch(self, id_: CheckpointId, watch: decide.Watch) -> None:
         self._remote = replace(self._remote, watches={**self._remote.watches, id_: watch})

@@ -40,10 +40,16 @@ class ObjectInfo:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """A complete listing in key order. A listing cut short is never returned: it raises (rule R8)."""
+    """A listing in key order, complete unless whoever asked for it said that it was enough: one that the store has cut
+    short is never returned, it raises (rule R8).
+    """
 
     objects: tuple[ObjectInfo, ...]
     server_time: float  # the store's own clock when it answered: ages are measured against this
+    is_whole: bool = True
+
+
+Enough = Callable[[Sequence[ObjectInfo]], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,8 +227,10 @@ class Store(Protocol):
         """Size, ETag, time and checksum of an object."""
         ...
 
-    async def list(self, prefix: str, *, start_after: str = "") -> Listing:
-        """Every object whose key starts with `prefix`, past `start_after`, in key order. Pages inside."""
+    async def list(self, prefix: str, *, start_after: str = "", enough: Enough | None = None) -> Listing:
+        """Every object whose key starts with `prefix`, past `start_after`, in key order. Pages inside; before the next
+        one `enough` may say that those so far, the first ones in key order, will do.
+        """
         ...
 
     async def delete(self, keys: Sequence[str]) -> None:

@@ -40,6 +40,7 @@ from ckpt_async.store import (
     Capabilities,
     Condition,
     Create,
+    Enough,
     Expected,
     Listing,
     Match,
@@ -171,7 +172,13 @@ class DirectoryStore:
         with _translating("head", key):
             return await in_thread(self._read_back, key)
 
-    async def list(self, prefix: str, *, start_after: str = "") -> Listing:
+    async def list(
+        self,
+        prefix: str,
+        *,
+        start_after: str = "",
+        enough: Enough | None = None,
+    ) -> Listing:
         check_prefix(prefix, "list")
         with _translating("list", prefix):
             return await in_thread(self._walk, prefix, start_after)

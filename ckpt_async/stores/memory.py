@@ -28,6 +28,7 @@ from ckpt_async.store import (
     Capabilities,
     Condition,
     Create,
+    Enough,
     Expected,
     Listing,
     Match,
@@ -41,6 +42,9 @@ from ckpt_async.store import (
     put_one_by_one,
 )
 from ckpt_async.stores import check_key, check_prefix, check_size
+
+# Small, so that whoever can do with the first page is seen to.
+PAGE_KEYS = 2
 
 CAPABILITIES = Capabilities(conditional_put=True, multipart=True, checksum_algorithm="crc64nvme")
 
@@ -165,7 +169,7 @@ class MemoryStore:
         await asyncio.sleep(0)
         return _info(key, self._find(key, "head"))
 
-    async def list(self, prefix: str, *, start_after: str = "") -> Listing:
+    async def list(self, prefix: str, *, start_after: str = "", enough: Enough | None = None) -> Listing:
         check_prefix(prefix, "list")
         await asyncio.sleep(0)
         with self._bucket.lock:
@@ -174,6 +178,9 @@ class MemoryStore:
                 for full, stored in sorted(self._bucket.objects.items())
                 if full.startswith(self._root + prefix) and full > self._root + start_after
             ]
+            for end in range(PAGE_KEYS, len(found), PAGE_KEYS):
+                if enough is not None and enough(found[:end]):
+                    return Listing(tuple(found[:end]), self._bucket.clock(), is_whole=False)
             return Listing(tuple(found), self._bucket.clock())
 
     async def delete(self, keys: Sequence[str]) -> None:

@@ -17,6 +17,7 @@ import datetime as dt
 import email.utils
 import functools
 import hashlib
+import itertools
 import math
 import os
 import re
@@ -57,6 +58,7 @@ from ckpt_async.store import (
     Capabilities,
     Condition,
     Create,
+    Enough,
     Expected,
     Listing,
     Match,
@@ -345,7 +347,7 @@ class S3Store:
         response = await self._call("head_object", key, ChecksumMode="ENABLED")
         return _info(key, response["ContentLength"], response)
 
-    async def list(self, prefix: str, *, start_after: str = "") -> Listing:
+    async def list(self, prefix: str, *, start_after: str = "", enough: Enough | None = None) -> Listing:
         check_prefix(prefix, "list_objects_v2")
         parameters = {"Prefix": self._root + prefix}
         if start := _server_start(prefix, start_after):
@@ -361,12 +363,13 @@ class S3Store:
                     key = self._strip(each["Key"])
                     modified_at = each["LastModified"].timestamp()
                     objects.append(ObjectInfo(key, each["Size"], each["ETag"], None, modified_at))
-            if not page.get("IsTruncated"):
+            is_whole = not page.get("IsTruncated")
+            if is_whole or (enough is not None and _is_in_order(objects) and enough(objects)):
                 break
             parameters["ContinuationToken"] = self._next_page(page, "NextContinuationToken", prefix)
         # The order and the start are ours to keep: see _server_start.
         found = {each.key: each for each in objects if each.key > start_after}
-        return Listing(tuple(found[key] for key in sorted(found)), server_time)
+        return Listing(tuple(found[key] for key in sorted(found)), server_time, is_whole)
 
     async def delete(self, keys: Sequence[str]) -> None:
         names = [{"Key": self._root + check_key(key, "delete_objects")} for key in keys]
@@ -930,6 +933,11 @@ def _telling_failures_of(sink: Callable[P, None]) -> Iterator[Callable[P, None]]
         yield guarded
     except _SinkError as error:
         raise error.cause from None
+
+
+def _is_in_order(objects: Sequence[ObjectInfo]) -> bool:
+    """Directory buckets list in no order: S3 user guide, "Differences for directory buckets"."""
+    return all(one.key < other.key for one, other in itertools.pairwise(objects))
 
 
 def _server_start(prefix: str, start_after: str) -> str:

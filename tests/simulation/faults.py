@@ -13,7 +13,7 @@ from typing import Any
 
 from ckpt_async.errors import FailureReason, StoreError
 from ckpt_async.model import Checksum
-from ckpt_async.store import Body, BytesBody, Capabilities, Condition, Listing, ObjectInfo
+from ckpt_async.store import Body, BytesBody, Capabilities, Condition, Enough, Listing, ObjectInfo
 from ckpt_async.stores.memory import CAPABILITIES, MemoryBucket, MemoryStore
 from tests.simulation.processes import Process
 
@@ -115,9 +115,9 @@ class FaultyStore:
 
         return await self._send("put_part", key, body, make)
 
-    async def list(self, prefix: str, *, start_after: str = "") -> Listing:
+    async def list(self, prefix: str, *, start_after: str = "", enough: Enough | None = None) -> Listing:
         async def make() -> Listing:
-            return await self._store.list(prefix, start_after=start_after)
+            return await self._store.list(prefix, start_after=start_after, enough=enough)
 
         return await self._request("list", prefix, make)
 

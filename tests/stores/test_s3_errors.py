@@ -355,6 +355,38 @@ def test_listing_cut_short_is_never_returned(run):
     run(body())
 
 
+@pytest.mark.parametrize(("first", "num_pages"), [(("a", "c"), 1), (("c", "a"), 2)])
+def test_a_listing_ends_where_it_is_enough(run, first, num_pages):
+    """But where the order is not that of the keys (directory buckets), nothing is known before the end."""
+
+    def page(request):
+        is_first = "continuation-token" not in request.path
+        keys_ = first if is_first else ("d", "b")
+        times = "<LastModified>2026-11-21T04:00:00Z</LastModified><ETag>x</ETag><Size>1</Size>"
+        contents = "".join(f"<Contents><Key>run/{key}</Key>{times}</Contents>" for key in keys_)
+        more = f"<IsTruncated>{str(is_first).lower()}</IsTruncated>"
+        more += "<NextContinuationToken>t</NextContinuationToken>" if is_first else ""
+        return answer(200, body=f"<ListBucketResult>{contents}{more}</ListBucketResult>".encode())
+
+    async def body():
+        asked = []
+        peer = Peer(page)
+        async with connected(peer) as store:
+            listing = await store.list(
+                "", enough=lambda objects: not asked.append([each.key for each in objects])
+            )
+        assert len(peer.requests) == num_pages
+        assert asked == ([["a", "c"]] if num_pages == 1 else [])
+        assert [each.key for each in listing.objects] == sorted(
+            [*first, *(("d", "b") if num_pages == 2 else ())]
+        )
+        assert listing.is_whole == (num_pages == 2)
+        async with connected(Peer(page)) as store:
+            assert (await store.list("", enough=lambda _: False)).is_whole
+
+    run(body())
+
+
 def test_listing_has_the_time_of_the_store(run):
     async def body():
         async with connected(Peer(lambda _: answer(200, body=b"<ListBucketResult/>"))) as store:

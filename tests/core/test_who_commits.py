@@ -1,0 +1,67 @@
+"""Which ranks look for the receipts of all, and which of them commit: few at a time, and never nobody."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt_async import decide
+from ckpt_async.model import CheckpointId, Local, LocalCheckpoint, Sealed
+
+ID = CheckpointId(1, 10)
+
+
+def waiting(num_ranks: int) -> LocalCheckpoint:
+    """Of a rank that has done its part, which has no shards."""
+    sealed = Sealed(ID, "step-10", num_ranks)
+    return LocalCheckpoint(ID, "step-10", sealed=sealed, is_seal_durable=True, has_receipt=True)
+
+
+def commits(rank: int, receipts: decide.Receipts, num_ranks: int, **policy: bool) -> bool:
+    local = Local(rank, generation=1, checkpoints={ID: waiting(num_ranks)})
+    watch = decide.Watch(num_looks=1, next_look_at=100.0, receipts=receipts)
+    due = decide.decide(local, decide.Remote(watches={ID: watch}), decide.Policy(**policy), now=50.0)
+    return decide.Commit(ID) in due
+
+
+@pytest.mark.parametrize("num_ranks", [1, 8, 9, 100])
+def test_the_newest_commit_first_and_the_others_group_by_group(num_ranks: int) -> None:
+    """Whole nodes die: the newest eight may be one. Were it everybody's turn then, they would read N x N receipts."""
+    oldest_first = tuple(reversed(range(num_ranks)))
+    group_s = decide.COMMIT_S + num_ranks * decide.COMMIT_S_PER_RANK
+    before: list[int] = []
+    while len(before) < num_ranks:
+        receipts = decide.Receipts(oldest_first, newest_age_s=len(before) / decide.NUM_COMMITTERS * group_s)
+        now = [rank for rank in range(num_ranks) if commits(rank, receipts, num_ranks)]
+        assert now == list(range(min(len(before) + decide.NUM_COMMITTERS, num_ranks)))
+        before = now
+
+
+def test_nobody_commits_what_is_not_complete() -> None:
+    assert not any(commits(rank, decide.Receipts((0, 2, 3), 1e6), 4) for rank in range(4))
+
+
+def test_where_one_rank_decides_alone_it_has_no_turn_to_wait_for() -> None:
+    """Stores without conditional PUT: whoever was the newest."""
+    receipts = decide.Receipts(tuple(range(100)))
+    assert commits(0, receipts, 100, decides_alone=True)
+    assert not commits(99, receipts, 100, may_decide=False)
+
+
+@given(st.sets(st.integers(0, 30)), st.integers(1, 31))
+def test_a_gap_is_enough_to_know_that_one_is_missing(ranks: set[int], page: int) -> None:
+    """And it is never said of a listing that begins with all of them."""
+    listed = sorted(ranks)[:page]
+    missing = sorted({*range(max(listed, default=0))} - ranks)
+    assert decide.has_gap(listed) == bool(missing)
+    first = decide.Receipts(tuple(reversed(listed)), is_whole=False)
+    assert decide.missing_ranks(first, 31) == missing
+    assert decide.missing_ranks(decide.Receipts(tuple(ranks)), 31) == sorted({*range(31)} - ranks)
+
+
+def test_receipts_are_listed_at_the_first_looks_then_seldom_and_when_the_turn_comes() -> None:
+    some, seldom_s = decide.Receipts((0, 1, 3)), 10_000 / decide.LISTINGS_PER_S
+    next_times = [decide.next_listing(waiting(10_000), some, 3, looks, 5.0) for looks in (1, 2, 3)]
+    assert next_times == [5.0, 5.0, 5.0 + seldom_s]
+    there = decide.Receipts(tuple(range(20)), newest_age_s=0.25)
+    assert decide.next_listing(waiting(20), there, 19, 1, 5.0) == 5.0
+    assert decide.next_listing(waiting(20), there, 0, 1, 5.0) == 5.0 + decide.turn_s(there, 0) - 0.25 > 6.0
