@@ -28,6 +28,8 @@ from ckpt_async.retention import Candidate, KeepLocal, RetentionPolicy
 # So many commit at once, and those first whose receipts are the newest: if every rank did that sees all receipts, they
 # would read N x N. Each group has so much time, by the store's clock: a commit takes a round trip for every 16 ranks.
 NUM_COMMITTERS = 8
+# Beyond so many ranks half of them: eight would take most of the 5,500 reads a second that S3 answers.
+MANY_RANKS = 2000
 COMMIT_S, COMMIT_S_PER_RANK = 1.0, 0.01
 # The first looks list the receipts, for they may be of one that is among the newest. From then on all ranks together do
 # it so often: S3 answers 5,500 reads a second.
@@ -346,7 +348,9 @@ def turn_s(receipts: Receipts, rank: int) -> float:
     place = next(
         (place for place, each in enumerate(reversed(receipts.ranks)) if each == rank), len(receipts.ranks)
     )
-    return place // NUM_COMMITTERS * (COMMIT_S + COMMIT_S_PER_RANK * len(receipts.ranks))
+    num_ranks = len(receipts.ranks)
+    num_committers = NUM_COMMITTERS if num_ranks <= MANY_RANKS else NUM_COMMITTERS // 2
+    return place // num_committers * (COMMIT_S + COMMIT_S_PER_RANK * num_ranks)
 
 
 def is_ahead(checkpoint: CheckpointId, latest: Latest | None) -> bool:

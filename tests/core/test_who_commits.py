@@ -36,6 +36,13 @@ def test_the_newest_commit_first_and_the_others_group_by_group(num_ranks: int) -
         before = now
 
 
+def test_of_many_ranks_fewer_commit_at_once() -> None:
+    """Each reads all receipts."""
+    receipts = decide.Receipts(tuple(range(decide.MANY_RANKS + 1)))
+    at_once = [rank for rank in receipts.ranks if decide.turn_s(receipts, rank) == 0.0]
+    assert at_once == list(receipts.ranks[-decide.NUM_COMMITTERS // 2 :])
+
+
 def test_nobody_commits_what_is_not_complete() -> None:
     assert not any(commits(rank, decide.Receipts((0, 2, 3), 1e6), 4) for rank in range(4))
 
