@@ -116,14 +116,10 @@ class _Process:
             return
         self._is_polite = True
         niceness = os.nice(settings.runner_nice)  # of this thread, and of those that it starts: nice(2)
-        for thread in Path("/proc/self/task").glob(
-            "*"
-        ):  # none where it is the whole process's, as POSIX has it
+        for thread in Path("/proc/self/task").glob("*"):  # none where it is the process's, as POSIX has it
             with contextlib.suppress(ProcessLookupError):
                 os.setpriority(os.PRIO_PROCESS, int(thread.name), niceness)
-        with contextlib.suppress(
-            OSError
-        ):  # where sessions compete as groups (sched(7)), only the group's counts
+        with contextlib.suppress(OSError):  # where sessions compete as groups (sched(7)), the group's counts
             Path("/proc/self/autogroup").write_text(str(niceness))
 
 
