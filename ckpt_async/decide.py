@@ -343,14 +343,14 @@ def missing_ranks(receipts: Receipts, world_size: int) -> list[int]:
 
 def turn_s(receipts: Receipts, rank: int) -> float:
     """How old the newest receipt is, of all that are there, when it is this rank's turn to commit: the newest ones'
-    comes at once, that of those before them when they have had the time.
+    comes at once, that of as many before them when they have had the time, then that of twice as many, and so on.
     """
     place = next(
         (place for place, each in enumerate(reversed(receipts.ranks)) if each == rank), len(receipts.ranks)
     )
     num_ranks = len(receipts.ranks)
     num_committers = NUM_COMMITTERS if num_ranks <= MANY_RANKS else NUM_COMMITTERS // 2
-    return place // num_committers * (COMMIT_S + COMMIT_S_PER_RANK * num_ranks)
+    return (place // num_committers).bit_length() * (COMMIT_S + COMMIT_S_PER_RANK * num_ranks)
 
 
 def is_ahead(checkpoint: CheckpointId, latest: Latest | None) -> bool:

@@ -756,7 +756,9 @@ class Engine:
         there = written(listing.objects)
         newest_at = there[-1][0] if there else 0.0
         ranks = tuple(rank for _, rank in there)
-        return decide.Receipts(ranks, listing.server_time - newest_at, listing.is_whole)
+        # By two clocks (NFS), or by one that tells the time in whole seconds only.
+        newest_age_s = max(0.0, listing.server_time - newest_at)
+        return decide.Receipts(ranks, newest_age_s, listing.is_whole)
 
     async def _look_for_successor(self) -> None:
         """A newer generation means that this trainer is superseded (rule R11)."""

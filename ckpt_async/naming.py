@@ -179,9 +179,10 @@ def rank_and_world_size(
 def _sign_of_others(environment: Mapping[str, str]) -> str:
     """What says that this may be one of several processes, or ""."""
     for name in _NUM_PROCESSES:
-        if environment.get(name, "1") != "1":
+        if environment.get(name, "") not in ("", "1"):
             return f"{name}={environment[name]}"
-    return f"LOCAL_RANK={environment['LOCAL_RANK']}" if "LOCAL_RANK" in environment else ""
+    local_rank = environment.get("LOCAL_RANK", "")
+    return f"LOCAL_RANK={local_rank}" if local_rank not in ("", "-1") else ""  # -1: not distributed
 
 
 def fill(template: str, *, rank: int) -> str:

@@ -21,13 +21,18 @@ CTRL_C_S = 0.5
 
 def run(work: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine to its end in a loop of its own, also where the calling thread already runs one (notebooks).
-    Ctrl-C cancels it within CTRL_C_S, and is raised when it has ended; the second one at once.
+    Ctrl-C cancels it within CTRL_C_S, and is raised when it has ended, the second one at once, unless somebody else
+    handles SIGINT (as `asyncio.run` does around a loop of the caller's).
     """
+    return _run_beside(work) if _has_running_loop() else asyncio.run(_awake(work))
+
+
+def _has_running_loop() -> bool:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(_awake(work))
-    return _run_beside(work)
+        return False
+    return True
 
 
 async def _awake(work: Coroutine[Any, Any, T]) -> T:

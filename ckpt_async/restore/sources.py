@@ -64,7 +64,11 @@ class StoreSource:
                 progress.moved_in_thread()
                 brought(len(piece))
 
-            await self._opened.store.get_range(self._file.key, offset, size_bytes, told)
+            try:
+                await self._opened.store.get_range(self._file.key, offset, size_bytes, told)
+            except BaseException:
+                brought(0, is_last=True)  # it has waited for the network all the same
+                raise
             brought(REQUEST_BYTES, is_last=True)
 
         try:

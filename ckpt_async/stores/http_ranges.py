@@ -222,7 +222,7 @@ class Downloads(Connections):
             answer = parsed(head)
             receive = self._receiver(connection.sock)
             if answer.status >= 300:
-                answer = read_by_library(head + END + content, lambda: _some(receive))
+                answer = read_by_library(head + END + content, lambda: _what_comes(receive))
                 connection.close()
                 return answer
             check(answer)
@@ -336,6 +336,13 @@ def _some(receive: Receive) -> bytes:
     """What has arrived, once there is something; nothing at the end."""
     buffer = bytearray(HEAD_BYTES)
     return bytes(memoryview(buffer)[: receive(memoryview(buffer), False)])
+
+
+def _what_comes(receive: Receive) -> bytes:
+    """Of a refusal, whose body may be cut short: its status counts."""
+    with contextlib.suppress(OSError):
+        return _some(receive)
+    return b""
 
 
 def timeval(duration_s: float) -> bytes:

@@ -174,19 +174,22 @@ def load_remote(
     return state
 
 
+_RANK = re.compile(r"\{(local_|node_)?rank\b")
+
+
 def fill(template: str, *, run_name: str = "") -> str:
     """Replace `{rank}`, `{local_rank}`, `{node_rank}` (from the launcher's environment) and `{run_name}`. Raises
-    InvalidNameError for any other name.
+    InvalidNameError for any other name, SettingsError if the environment does not say which rank this is.
     """
-    if "{" not in template:
-        return template
-    rank, _ = naming.rank_and_world_size(os.environ, None, None)
-    local_rank = int(os.environ.get("LOCAL_RANK", rank))
-    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", rank + 1))
-    # torchrun says it outright; otherwise nodes have equally many ranks, in order.
-    node_rank = int(os.environ.get("GROUP_RANK", rank // ranks_per_node))
-    values = {"rank": rank, "local_rank": local_rank, "node_rank": node_rank, "run_name": run_name}
-    return naming.substitute(template, values)
+    values: dict[str, object] = {"rank": 0, "local_rank": 0, "node_rank": 0, "run_name": run_name}
+    if _RANK.search(template):
+        rank, _ = naming.rank_and_world_size(os.environ, None, None)
+        local_rank = int(os.environ.get("LOCAL_RANK", rank))
+        ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", rank + 1))
+        # torchrun says it outright; otherwise nodes have equally many ranks, in order.
+        node_rank = int(os.environ.get("GROUP_RANK", rank // ranks_per_node))
+        values.update(rank=rank, local_rank=local_rank, node_rank=node_rank)
+    return naming.substitute(template, values) if "{" in template else template
 
 
 # --- one file -------------------------------------------------------------------------------------------------

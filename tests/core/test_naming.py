@@ -225,6 +225,12 @@ def test_arguments_go_before_the_launcher() -> None:
     assert naming.rank_and_world_size({"LOCAL_RANK": "1", "PMI_SIZE": "4"}, 0, 1) == (0, 1)
 
 
+@pytest.mark.parametrize("environment", [{"LOCAL_RANK": "-1"}, {"LOCAL_RANK": ""}, {"LOCAL_WORLD_SIZE": ""}])
+def test_what_says_nothing_of_others_is_one_process(environment: dict[str, str]) -> None:
+    """-1 is transformers' and old torch's "not distributed"."""
+    assert naming.rank_and_world_size(environment, None, None) == (0, 1)
+
+
 @pytest.mark.parametrize(
     "environment",
     [{}, {"WORLD_SIZE": "1"}, {**SLURM, "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1"}, {"PMI_SIZE": "1"}],

@@ -25,15 +25,19 @@ def commits(rank: int, receipts: decide.Receipts, num_ranks: int, **policy: bool
 
 @pytest.mark.parametrize("num_ranks", [1, 8, 9, 100])
 def test_the_newest_commit_first_and_the_others_group_by_group(num_ranks: int) -> None:
-    """Whole nodes die: the newest eight may be one. Were it everybody's turn then, they would read N x N receipts."""
+    """Whole nodes die: the newest eight may be one. Were it everybody's turn then, they would read N x N receipts; were
+    each group as small as the first, the oldest ranks, should only they live, would wait for hours.
+    """
     oldest_first = tuple(reversed(range(num_ranks)))
     group_s = decide.COMMIT_S + num_ranks * decide.COMMIT_S_PER_RANK
-    before: list[int] = []
-    while len(before) < num_ranks:
-        receipts = decide.Receipts(oldest_first, newest_age_s=len(before) / decide.NUM_COMMITTERS * group_s)
+    num_groups, num_all = 0, decide.NUM_COMMITTERS
+    while True:
+        receipts = decide.Receipts(oldest_first, newest_age_s=num_groups * group_s)
         now = [rank for rank in range(num_ranks) if commits(rank, receipts, num_ranks)]
-        assert now == list(range(min(len(before) + decide.NUM_COMMITTERS, num_ranks)))
-        before = now
+        assert now == list(range(min(num_all, num_ranks)))
+        if num_all >= num_ranks:
+            break
+        num_groups, num_all = num_groups + 1, 2 * num_all
 
 
 def test_of_many_ranks_fewer_commit_at_once() -> None:

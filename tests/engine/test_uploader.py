@@ -107,6 +107,30 @@ def wait_until(is_so: Callable[[], bool], uploader: Uploader, timeout_s: float =
             uploader._changed.wait(min(left_s, 0.05))
 
 
+class ClockBehind(Meddled):
+    """Tells the time of a listing by another clock than that of what it lists: a file server's, say."""
+
+    def __getattr__(self, operation: str) -> Callable[..., Any]:
+        request = super().__getattr__(operation)
+        if operation != "list":
+            return request
+
+        async def behind(*args: Any, **kwargs: Any) -> Any:
+            listing = await request(*args, **kwargs)
+            return replace(listing, server_time=listing.server_time - 300.0)
+
+        return behind
+
+
+def test_a_clock_that_is_behind_holds_up_no_commit(opened: Open) -> None:
+    """Receipts from the future are new ones."""
+    store = ClockBehind()
+    with opened(store) as uploader:
+        save(uploader, 1)
+        uploader.wait(1, timeout_s=10)
+    assert decisions(store) == {CheckpointId(1, 1): "commit"}
+
+
 # --- faults that heal ------------------------------------------------------------------------------------------
 
 

@@ -26,6 +26,7 @@ from ckpt_async.errors import (
     CheckpointRefusedError,
     FormatError,
     InvalidNameError,
+    SettingsError,
     StateMismatchError,
     UnsafePickleError,
 )
@@ -584,6 +585,11 @@ def test_names_are_filled_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert fill("{node_rank}") == "3"
     with pytest.raises(InvalidNameError, match=r"\{rank\}, \{local_rank\}.*'epoch'"):
         fill("{epoch}")
+    monkeypatch.delenv("RANK")  # known only where it is asked for
+    assert fill("{run_name}/rank-0", run_name="r") == "r/rank-0"
+    with pytest.raises(SettingsError, match="no RANK"):
+        fill("{rank:03d}")
+    monkeypatch.setenv("RANK", "5")
     saved(tmp_path / "rank5.pt")
     assert same(load(tmp_path / "rank{rank}.pt"), STATE)
 
