@@ -161,6 +161,14 @@ def spread(values: Iterable[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "low": min(values), "high": max(values)}
 
 
+def add_ratio(rows: Mapping[str, dict[str, Any]], column: str, peer: str) -> None:
+    """How each row's median in `column` compares with the peer's, if that was run."""
+    if peer in rows:
+        theirs = rows[peer][column]["median"]
+        for row in rows.values():
+            row[f"of {peer}"] = row[column]["median"] / theirs
+
+
 def compared(runs: Mapping[str, Sequence[Measured]], mib: float, ours: str) -> dict[str, dict[str, Any]]:
     """Rows of a comparison of transfers. Memory is the most of all rounds; the ratios are ours over theirs."""
     rows: dict[str, dict[str, Any]] = {

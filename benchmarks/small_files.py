@@ -19,7 +19,7 @@ from pathlib import Path
 
 import peers
 from _child import Measured, Work, child_main, measure, measure_command
-from _compare import BUCKET, Server, key_of, parser_of, report, scratch, spread, turns
+from _compare import BUCKET, Server, add_ratio, key_of, parser_of, report, scratch, spread, turns
 
 RUN = "run"
 FILE_BYTES = 64 << 10
@@ -130,10 +130,7 @@ def main() -> None:
             "GET/file": 1,
             "other": others[name],
         }
-    if "s5cmd" in rows:
-        theirs = rows["s5cmd"]["files/s"]["median"]  # type: ignore[index]
-        for row in rows.values():
-            row["of s5cmd"] = row["files/s"]["median"] / theirs  # type: ignore[index]
+    add_ratio(rows, "files/s", "s5cmd")
     title = f"{arguments.files} files of 64 KiB to {arguments.to}, {arguments.rounds} rounds, from the sink"
     report(arguments, title, rows)
 

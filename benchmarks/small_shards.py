@@ -16,7 +16,7 @@ from pathlib import Path
 
 import peers
 from _child import Measured, Work, child_main, measure, measure_command
-from _compare import BUCKET, Server, key_of, parser_of, report, scratch, spread, turns
+from _compare import BUCKET, Server, add_ratio, key_of, parser_of, report, scratch, spread, turns
 
 SHARD_BYTES = 64 << 10
 # Of what is not a shard: opening and closing requests of a rank with one checkpoint, whatever the number of shards.
@@ -129,10 +129,7 @@ def main() -> None:
             "PUT/shard": 1,
             "other": others[name],
         }
-    if "s5cmd" in rows:
-        theirs = rows["s5cmd"]["shards/s"]["median"]  # type: ignore[index]
-        for row in rows.values():
-            row["of s5cmd"] = row["shards/s"]["median"] / theirs  # type: ignore[index]
+    add_ratio(rows, "shards/s", "s5cmd")
     report(arguments, f"{arguments.shards} shards of 64 KiB, {arguments.rounds} rounds, to the sink", rows)
 
 

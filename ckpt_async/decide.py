@@ -240,10 +240,11 @@ def _towards_decision(
         yield StoreReceipt(checkpoint.id)
         return
     receipts = watch.receipts
-    is_due = receipts is not None and is_complete(checkpoint, receipts)
-    if is_due and receipts is not None and not policy.decides_alone:
-        is_due = policy.may_decide and receipts.newest_age_s >= turn_s(receipts, local.rank)
-    if is_due:
+    if (
+        receipts is not None
+        and is_complete(checkpoint, receipts)
+        and is_our_turn(receipts, local.rank, policy)
+    ):
         yield Commit(checkpoint.id)
     elif receipts is None or now >= watch.next_look_at:
         yield Look(checkpoint.id)
@@ -339,6 +340,13 @@ def missing_ranks(receipts: Receipts, world_size: int) -> list[int]:
     """Whose receipts were not there, as far as the listing went."""
     end = world_size if receipts.is_whole else max(receipts.ranks, default=0)
     return sorted({*range(end)} - {*receipts.ranks})
+
+
+def is_our_turn(receipts: Receipts, rank: int, policy: Policy) -> bool:
+    """Whether this rank commits now that all receipts are there."""
+    if policy.decides_alone:
+        return True
+    return policy.may_decide and receipts.newest_age_s >= turn_s(receipts, rank)
 
 
 def turn_s(receipts: Receipts, rank: int) -> float:

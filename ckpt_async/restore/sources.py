@@ -66,10 +66,9 @@ class StoreSource:
 
             try:
                 await self._opened.store.get_range(self._file.key, offset, size_bytes, told)
-            except BaseException:
-                brought(0, is_last=True)  # it has waited for the network all the same
-                raise
-            brought(REQUEST_BYTES, is_last=True)
+                brought(REQUEST_BYTES)
+            finally:
+                brought(0, is_last=True)  # what failed has waited for the network all the same
 
         try:
             async with self._opened.lanes.one():  # outside: who waits for it has not stalled

@@ -215,6 +215,13 @@ LAST_ANSWERS = {
 }
 
 
+async def _get_twice(talk: Talk, *, num_connections: int) -> None:
+    with _Server(talk) as server:
+        async with _downloads() as downloads:
+            assert [await _get(downloads, server) for _ in range(2)] == [b"0123456789"] * 2
+        assert server.num_connections == num_connections
+
+
 @pytest.mark.parametrize("last", LAST_ANSWERS)
 def test_a_last_answer_is_its_connections_last(run: Any, last: str) -> None:
     def talk(near: socket.socket) -> None:
@@ -223,13 +230,7 @@ def test_a_last_answer_is_its_connections_last(run: Any, last: str) -> None:
         near.settimeout(PATIENCE_S)
         assert near.recv(1) == b""  # it is closed by the client
 
-    async def main() -> None:
-        with _Server(talk) as server:
-            async with _downloads() as downloads:
-                assert [await _get(downloads, server) for _ in range(2)] == [b"0123456789"] * 2
-            assert server.num_connections == 2
-
-    run(main())
+    run(_get_twice(talk, num_connections=2))
 
 
 def test_a_head_that_comes_in_pieces(run: Any) -> None:
@@ -244,13 +245,7 @@ def test_a_head_that_comes_in_pieces(run: Any) -> None:
             for byte in whole:
                 near.sendall(bytes([byte]))
 
-    async def main() -> None:
-        with _Server(talk) as server:
-            async with _downloads() as downloads:
-                assert [await _get(downloads, server) for _ in range(2)] == [b"0123456789"] * 2
-            assert server.num_connections == 1
-
-    run(main())
+    run(_get_twice(talk, num_connections=1))
 
 
 def test_a_head_without_end(run: Any) -> None:
