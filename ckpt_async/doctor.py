@@ -39,7 +39,7 @@ from ckpt_async.journal import Journal
 from ckpt_async.model import CheckpointId, RemoteAddress, Superseded
 from ckpt_async.observe import NullObserver
 from ckpt_async.requests import CONTROL_REQUESTS, Requests
-from ckpt_async.runners.host import new_loop
+from ckpt_async.runners.loop import new_loop
 from ckpt_async.settings import ENVIRONMENT_PREFIX, Settings
 from ckpt_async.status import has_owner, load
 from ckpt_async.store import BytesBody, Store

@@ -28,7 +28,8 @@ from ckpt_async.journal import Journal, RankLock
 from ckpt_async.model import CheckpointId, Decided, Local
 from ckpt_async.observe import NullObserver
 from ckpt_async.runners import Start, wire
-from ckpt_async.runners.host import Backends, Host, new_loop
+from ckpt_async.runners.host import Backends, Host
+from ckpt_async.runners.loop import new_loop
 from ckpt_async.runners.wire import Channel
 from ckpt_async.settings import Settings
 

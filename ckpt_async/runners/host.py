@@ -9,7 +9,6 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from ckpt_async import decide, keys
@@ -31,22 +30,6 @@ logger = logging.getLogger(__name__)
 # A store that is briefly away when training starts; wrong credentials and a missing bucket fail at once.
 START_TIMEOUT_S = 60.0
 ENGINE_RESTART_S = 1.0
-# Threads for disk work: reading and checksumming shards release the GIL.
-NUM_THREADS = 8
-
-
-def new_loop() -> asyncio.AbstractEventLoop:
-    """An event loop for engines, with threads for disk work: uvloop's if it is installed (`ckpt_async[uvloop]`). The
-    process's event loop policy is not touched.
-    """
-    try:
-        import uvloop
-    except ImportError:
-        loop = asyncio.new_event_loop()
-    else:
-        loop = uvloop.new_event_loop()
-    loop.set_default_executor(ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="ckpt-async-disk"))
-    return loop
 
 
 class Backends:

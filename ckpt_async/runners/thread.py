@@ -12,7 +12,8 @@ from ckpt_async.files import Folder
 from ckpt_async.journal import Journal, RankLock
 from ckpt_async.observe import Observer
 from ckpt_async.runners import EngineView, Start
-from ckpt_async.runners.host import Backends, Host, new_loop
+from ckpt_async.runners.host import Backends, Host
+from ckpt_async.runners.loop import new_loop
 
 logger = logging.getLogger(__name__)
 

@@ -167,3 +167,25 @@ def test_ctrl_c_while_opening_does_not_hang(tmp_path: Path) -> None:
     )
     assert done.returncode != 0
     assert "KeyboardInterrupt" in done.stderr
+
+
+def test_a_forked_child_that_ends_as_any_script_does_runs_to_its_end(tmp_path: Path, s3_url: str) -> None:
+    """libuv joined the threads that looked up a name, which are not in the child: SIGSEGV behind the last line."""
+    done = run_script(
+        PREAMBLE
+        + textwrap.dedent("""
+        import atexit, os, warnings
+        warnings.simplefilter("ignore")  # of later Pythons: that there are threads
+        with Uploader(folder, remote) as uploader:
+            save(uploader, 1)
+            child = os.fork()
+            if not child:
+                atexit.register(lambda: print("at exit", flush=True))
+                sys.exit(3)
+            print(os.waitpid(child, 0)[1], flush=True)
+        """),
+        str(tmp_path / "folder"),
+        s3_url,
+    )
+    assert (done.returncode, done.stdout) == (0, f"at exit\n{3 << 8}\n"), done.stderr
+    assert Oracle(s3_url, 1, num_shards=20).look() == {CheckpointId(1, 1)}
