@@ -156,19 +156,47 @@ Planned = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Stock:
+    """A committed checkpoint, or one that is being pruned: whether it would be there after the sweep, and why."""
+
+    checkpoint: CheckpointId
+    name: str
+    size_bytes: int
+    stays: bool
+    reason: str
+
+
 # --- the rules ---------------------------------------------------------------------------------------------
 
 
 def plan(view: View, policy: RetentionPolicy, ages: Ages) -> list[Planned]:
     """Everything a sweep should do now, in an order in which it may be done."""
     planned: list[Planned] = []
-    valid = {id_: each for id_, each in view.decisions.items() if not is_void(id_, view.boundary)}
+    valid = _valid(view)
     planned += _settle(view, valid, ages)
     planned += _publish(view, valid)
     planned += _retain(view, valid, policy)
     planned += _clean(view, valid, ages)
     planned += _collect(view, valid, ages)
     return planned
+
+
+def stock(view: View, policy: RetentionPolicy, planned: Iterable[Planned]) -> list[Stock]:
+    """What would become of each checkpoint that can be restored now, if `planned` was done; oldest first."""
+    valid = _valid(view)
+    going = {each.checkpoint: each.reason for each in planned if isinstance(each, BeginPrune | FinishPrune)}
+    reasons = {each.checkpoint: each.reason for each in planned if isinstance(each, Wait)}
+    reasons |= _kept(view, valid, policy) | going
+    return [
+        Stock(id_, each.name, each.size_bytes, id_ not in going, reasons[id_])
+        for id_, each in sorted(valid.items())
+        if each.outcome in (Outcome.COMMIT, Outcome.PRUNING)
+    ]
+
+
+def _valid(view: View) -> dict[CheckpointId, Decision]:
+    return {id_: each for id_, each in view.decisions.items() if not is_void(id_, view.boundary)}
 
 
 def is_void(checkpoint: CheckpointId, boundary: Boundary | None) -> bool:
@@ -213,12 +241,10 @@ def _retain(view: View, valid: Mapping[CheckpointId, Decision], policy: Retentio
 
     A damaged checkpoint takes no other one's place: what the policy would keep without it stays too.
     """
-    committed = {id_: each for id_, each in valid.items() if each.outcome is Outcome.COMMIT}
-    candidates = [_candidate(id_, each, view) for id_, each in committed.items()]
-    sound = [each for each in candidates if each.id not in view.damaged]
-    kept = retention.apply(policy, candidates) | retention.apply(policy, sound)
+    candidates = _candidates(view, valid)
+    kept = _kept(view, valid, policy)
     is_refused = retention.would_keep_nothing(policy, candidates)
-    for id_ in sorted(committed.keys() - kept.keys()):
+    for id_ in sorted({each.id for each in candidates} - kept.keys()):
         if is_refused:
             yield Wait(
                 id_, "the policy keeps none of what is there, so nothing is pruned: is it what you mean?"
@@ -234,6 +260,16 @@ def _retain(view: View, valid: Mapping[CheckpointId, Decision], policy: Retentio
                 yield Wait(id_, f"being pruned, but read by {', '.join(readers)}")
             else:
                 yield FinishPrune(id_, each.world_size, "being pruned, and no reader is left")
+
+
+def _candidates(view: View, valid: Mapping[CheckpointId, Decision]) -> list[Candidate]:
+    return [_candidate(id_, each, view) for id_, each in valid.items() if each.outcome is Outcome.COMMIT]
+
+
+def _kept(view: View, valid: Mapping[CheckpointId, Decision], policy: RetentionPolicy) -> retention.Kept:
+    candidates = _candidates(view, valid)
+    sound = [each for each in candidates if each.id not in view.damaged]
+    return retention.apply(policy, candidates) | retention.apply(policy, sound)
 
 
 def _candidate(id_: CheckpointId, decision: Decision, view: View) -> Candidate:

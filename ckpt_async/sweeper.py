@@ -73,6 +73,7 @@ class RemoteReport:
     done: list[Done] = field(default_factory=list)
     error: str = ""
     violations: list[Finding] = field(default_factory=list)  # if the sweep was to verify
+    stock: list[plan.Stock] = field(default_factory=list)  # of a dry run: what would stay and what would go
 
     @property
     def is_clean(self) -> bool:
@@ -100,6 +101,7 @@ class RemoteSweep:
             planned = plan.plan(view, self.policy, self.ages)
             if is_dry_run:
                 report.done += [Done(action) for action in planned]
+                report.stock = plan.stock(view, self.policy, planned)
                 break
             active = [action for action in planned if not isinstance(action, plan.Wait)]
             tried = {each.action for each in report.done}

@@ -61,11 +61,13 @@ async def verify(
     requests: Requests,
     *,
     step: int | None = None,
+    generation: int | None = None,
     read_percent: float = 0.0,
     seed: int = 0,
 ) -> Verification:
-    """Check every committed checkpoint (or those of one step): receipts against the decision, shards against the
-    receipts, by the store's own sizes and checksums, and `read_percent` of the shards by reading every byte.
+    """Check every committed checkpoint (or those of one step, of one generation): receipts against the decision, shards
+    against the receipts, by the store's own sizes and checksums, and `read_percent` of the shards by reading every
+    byte.
 
     A checkpoint that is pruned while this looks is not reported. Read-only; safe beside trainers and sweepers.
     """
@@ -78,7 +80,11 @@ async def verify(
         result.findings.append(
             Finding("R4", keys.decision_key(id_), "below the boundary and not kept: void", "leftover")
         )
-    chosen = [each for each in decisions.values() if step is None or each.checkpoint.step == step]
+    chosen = [
+        each
+        for id_, each in decisions.items()
+        if step in (None, id_.step) and generation in (None, id_.generation)
+    ]
     referenced: set[str] = set()
     for decision in chosen:
         if decision.outcome is Outcome.COMMIT:
@@ -88,7 +94,7 @@ async def verify(
                 continue
             result.findings += findings
             result.num_committed += 1
-    if step is None:
+    if step is None and generation is None:
         await _check_latest(store, requests, decisions, result)
         await _check_strays(store, requests, decisions, referenced, result)
     return result

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import importlib
 import logging
 import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
 from ckpt_async import __version__
-from ckpt_async.cli.output import Exit, print_json
+from ckpt_async.cli.output import ANY, Exit, Which, print_json
 from ckpt_async.errors import (
     CkptAsyncError,
     DamagedCheckpointError,
@@ -34,18 +35,44 @@ from ckpt_async.errors import (
     StoreError,
 )
 
+_STEP = re.compile(r"(\d{1,18})(?:@g(\d{1,18}))?", re.ASCII)
+
 
 class _UsageError(Exception):
     """The command line makes no sense."""
 
-    def __init__(self, message: str, program: str) -> None:
+    def __init__(self, message: str, program: str, *, meant: str = "") -> None:
         super().__init__(message)
-        self.hint = f"see `{program} --help`"
+        self.hint = f"did you mean {meant}?" if meant else f"see `{program} --help`"
 
 
 class _Parser(argparse.ArgumentParser):
+    """Takes options by their full names only: a script's abbreviation would break, or change its meaning, with the
+    next option that begins like it. What is not known is refused with what was probably meant.
+    """
+
+    def __init__(self, **more: Any) -> None:
+        super().__init__(allow_abbrev=False, **more)
+        self.commands: Iterable[str] = ()
+
     def error(self, message: str) -> NoReturn:
         raise _UsageError(message, self.prog)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        if self.commands and args and not args[0].startswith("-") and args[0] not in self.commands:
+            meant = _similar(args[0], self.commands)
+            raise _UsageError(f"there is no command {args[0]!r}", self.prog, meant=meant)
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            meant = _similar(unknown[0].partition("=")[0], self._option_string_actions)
+            raise _UsageError(f"unrecognized arguments: {' '.join(unknown)}", self.prog, meant=meant)
+        return found, unknown
+
+
+def _similar(word: str, known: Iterable[str]) -> str:
+    """The one of `known` that was probably meant, or nothing."""
+    begun = [each for each in known if word.lstrip("-") and each.startswith(word)]
+    return next(iter(begun or difflib.get_close_matches(word, known, n=1)), "")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -96,6 +123,7 @@ def _parser() -> argparse.ArgumentParser:
         "last=N, every-steps=N, every-seconds=T, best=K:METRIC:min|max, named=NAME, all; joined by commas"
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    parser.commands = commands.choices
 
     def add(name: str, module: str, help_: str, *parents: Any) -> argparse.ArgumentParser:
         made = commands.add_parser(
@@ -106,14 +134,20 @@ def _parser() -> argparse.ArgumentParser:
 
     status = add("status", "node", "what this node holds, and what would be lost if it died now")
     status.add_argument(
-        "folder", metavar="FOLDER", type=_path, help="the folder that the uploader was opened with"
+        "folder",
+        metavar="FOLDER",
+        type=_folder("`ckpt-async ls {}` shows what is there"),
+        help="the folder that the uploader was opened with",
     )
     ls = add("ls", "listing", "committed checkpoints of a run", store)
     ls.add_argument("remote", metavar="REMOTE", help=where)
     ls.add_argument("--all", action="store_true", help="also those given up or pruned")
     drain = add("drain", "node", "finish what a trainer that has ended left on this node", store)
     drain.add_argument(
-        "folder", metavar="FOLDER", type=_path, help="the folder that the uploader was opened with"
+        "folder",
+        metavar="FOLDER",
+        type=_folder("the folder's journal says where it goes, else `--remote {}`"),
+        help="the folder that the uploader was opened with",
     )
     drain.add_argument("--remote", metavar="URL", help="where it goes (default: as the trainer recorded)")
     drain.add_argument(
@@ -134,7 +168,7 @@ def _parser() -> argparse.ArgumentParser:
         "folders",
         metavar="FOLDER",
         nargs="*",
-        type=_path,
+        type=_folder("say `--remote {}`"),
         help="folders of trainers on this node; '*' matches names",
     )
     sweep.add_argument(
@@ -170,10 +204,21 @@ def _parser() -> argparse.ArgumentParser:
     for name, help_ in (("pin", "keep a checkpoint whatever the policy says"), ("unpin", "take a pin back")):
         pin = add(name, "upkeep", help_, store)
         pin.add_argument("url", metavar="REMOTE", help=where)
-        pin.add_argument("checkpoint", metavar="STEP|NAME", help="as `ckpt-async ls` shows it")
+        pin.add_argument(
+            "checkpoint",
+            metavar="STEP|STEP@gN|NAME",
+            type=_which,
+            help="as `ckpt-async ls` shows it; 100@g2 is step 100 of generation 2",
+        )
     verify = add("verify", "upkeep", "recompute what must hold from the store alone", store)
     verify.add_argument("url", metavar="REMOTE", help=where)
-    verify.add_argument("--step", metavar="S", type=int, help="only checkpoints of this step")
+    verify.add_argument(
+        "--step",
+        metavar="S[@gN]",
+        type=_step,
+        default=ANY,
+        help="only checkpoints of this step (and generation)",
+    )
     verify.add_argument(
         "--read-data", metavar="PERCENT", type=_percent, default=0.0, help="read so many of the shards whole"
     )
@@ -181,9 +226,18 @@ def _parser() -> argparse.ArgumentParser:
     pull = add("pull", "pull", "bring a checkpoint back to a local folder, verified", store)
     pull.add_argument("url", metavar="REMOTE", help=where)
     pull.add_argument(
-        "destination", metavar="DEST", type=_path, help="folder for the files, under their names"
+        "destination",
+        metavar="DEST",
+        type=_folder("first the remote, then where to bring it"),
+        help="folder for the files, under their names",
     )
-    pull.add_argument("--step", metavar="S", type=int, help="not the newest complete one, but this step's")
+    pull.add_argument(
+        "--step",
+        metavar="S[@gN]",
+        type=_step,
+        default=ANY,
+        help="not the newest complete one, but this step's (100@g2: that of generation 2)",
+    )
     pull.add_argument("--only", metavar="GLOB", action="append", help="files whose names match; repeatable")
     pull.add_argument("--rank", metavar="R", type=int, action="append", help="files of this rank; repeatable")
     pull.add_argument(
@@ -229,6 +283,32 @@ def _path(text: str) -> str:
     if text:
         return text
     raise argparse.ArgumentTypeError("'' is not a path: '.' is the working directory")
+
+
+def _folder(instead: str) -> Callable[[str], str]:
+    """The type of a folder on this node. A remote is refused with what to do `instead`, which may name it."""
+
+    def parse(text: str) -> str:
+        if "://" not in text:
+            return _path(text)
+        raise argparse.ArgumentTypeError(
+            f"{text} is a remote, not a folder of this node: {instead.format(text)}"
+        )
+
+    return parse
+
+
+def _which(text: str) -> Which:
+    """A checkpoint by its step, by step and generation, or by its name."""
+    if match := _STEP.fullmatch(text):
+        return Which(int(match[1]), int(match[2]) if match[2] else None, text)
+    return Which(None, None, text)
+
+
+def _step(text: str) -> Which:
+    if (which := _which(text)).step is not None:
+        return which
+    raise argparse.ArgumentTypeError(f"{text!r} is not a step such as 100, or 100@g2 of generation 2")
 
 
 def _seconds(text: str) -> float:

@@ -9,6 +9,7 @@ import json
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 Json = dict[str, Any]
 
 # Whoever waits for a store at a terminal is told so after this long.
-SILENCE_S = 1.0
+SILENCE_S = 5.0
 
 
 class Exit(enum.IntEnum):
@@ -33,6 +34,21 @@ class Exit(enum.IntEnum):
     NOT_DRAINED = 6
     INTERRUPTED = 130
     BROKEN_PIPE = 141
+
+
+@dataclass(frozen=True, slots=True)
+class Which:
+    """A checkpoint as somebody typed it: `100`, `100@g2` or a name (then without a step)."""
+
+    step: int | None
+    generation: int | None
+    text: str
+
+    def is_of(self, checkpoint: CheckpointId) -> bool:
+        return checkpoint.step == self.step and self.generation in (None, checkpoint.generation)
+
+
+ANY = Which(None, None, "")
 
 
 def store_options(options: argparse.Namespace) -> StoreOptions:

@@ -36,7 +36,8 @@ def pull(options: argparse.Namespace) -> Exit:
                 ranks=options.rank,
                 files=options.only,
                 folder=options.folder,
-                step=options.step,
+                step=options.step.step,
+                generation=options.step.generation,
                 store_options=store_options(options),
                 verify=options.verify,
                 overwrite=options.overwrite,
@@ -82,7 +83,12 @@ _ORIGINS = {
 
 def _plan(options: argparse.Namespace) -> Exit:
     with telling_of_silence(options.url, patience_s=PATIENCE_S):
-        checkpoint = restore.find(options.url, step=options.step, store_options=store_options(options))
+        checkpoint = restore.find(
+            options.url,
+            step=options.step.step,
+            generation=options.step.generation,
+            store_options=store_options(options),
+        )
     if checkpoint is None:
         raise _none(options)
     files = checkpoint.select(options.rank, options.only)
@@ -107,7 +113,7 @@ def _plan(options: argparse.Namespace) -> Exit:
 
 
 def _none(options: argparse.Namespace) -> ObjectNotFoundError:
-    which = "no checkpoint" if options.step is None else f"no checkpoint of step {options.step}"
+    which = "no checkpoint" if options.step.step is None else f"no checkpoint of step {options.step.text}"
     return ObjectNotFoundError(f"{options.url} has {which} that is complete")
 
 

@@ -9,13 +9,13 @@ import logging
 import os
 import random
 import signal
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from ckpt_async import keys, metrics, plan, protocol, retention, threads
 from ckpt_async import verify as verification
-from ckpt_async.cli.output import Exit, Json, id_json, store_options, telling_of_silence
+from ckpt_async.cli.output import Exit, Json, Which, id_json, store_options, telling_of_silence
 from ckpt_async.errors import ObjectNotFoundError, SettingsError
 from ckpt_async.model import CheckpointId, Decision, Outcome
 from ckpt_async.observe import NullObserver
@@ -24,6 +24,7 @@ from ckpt_async.settings import Settings
 from ckpt_async.store import Store
 from ckpt_async.stores import open_store
 from ckpt_async.sweeper import Done, FolderReport, RemoteReport, Sweeper, SweepReport, open_run
+from ckpt_async.units import in_units
 from ckpt_async.uploader import load_settings
 
 logger = logging.getLogger(__name__)
@@ -143,6 +144,23 @@ def _remote_lines(each: RemoteReport, *, is_dry_run: bool) -> Iterator[str]:
             yield f"{each.url}: {_state(done, is_dry_run)} {describe(done.action)}: {done.action.reason}"
     for finding in each.violations:
         yield f"{each.url}: VIOLATION {finding}"
+    if is_dry_run:
+        yield from _stock_lines(each)
+
+
+def _stock_lines(each: RemoteReport) -> Iterator[str]:
+    """What a dry run found to stay, and the sum of it all."""
+    for one in each.stock:
+        if one.stays:
+            yield f"{each.url}: keep {one.checkpoint} ({one.name}, {in_units(one.size_bytes)}): {one.reason}"
+    if each.stock:
+        stay, go = ([one for one in each.stock if one.stays is stays] for stays in (True, False))
+        yield f"{each.url}: {_sum(stay)} {'stays' if len(stay) == 1 else 'stay'}, {_sum(go)} would go"
+
+
+def _sum(stock: Sequence[plan.Stock]) -> str:
+    size = in_units(sum(each.size_bytes for each in stock))
+    return f"{len(stock)} checkpoint{'' if len(stock) == 1 else 's'} ({size})"
 
 
 def _state(done: Done, is_dry_run: bool) -> str:
@@ -214,6 +232,16 @@ def _sweep_json(report: SweepReport, *, is_dry_run: bool) -> Json:
                     for done in each.done
                 ],
                 "violations": [_finding(found) for found in each.violations],
+                "checkpoints": [
+                    {
+                        **id_json(one.checkpoint),
+                        "name": one.name,
+                        "size_bytes": one.size_bytes,
+                        "stays": one.stays,
+                        "reason": one.reason,
+                    }
+                    for one in each.stock
+                ],
             }
             for each in report.remotes
         ],
@@ -277,22 +305,22 @@ def _set_pin(options: argparse.Namespace, *, is_pinned: bool) -> Exit:
     return Exit.OK
 
 
-async def _find(store: Store, requests: Requests, wanted: str) -> CheckpointId:
-    """The newest committed checkpoint with this step or name."""
+async def _find(store: Store, requests: Requests, wanted: Which) -> CheckpointId:
+    """The newest committed checkpoint with this step (and generation) or name."""
     listing = await requests.control("list", lambda: store.list(keys.DECISIONS))
     boundary = await protocol.read_boundary(store, requests)
     for each in reversed(listing.objects):
         id_ = keys.parse_decision_key(each.key)
         if id_ is None or plan.is_void(id_, boundary):
             continue
-        if wanted.isdecimal() and int(wanted) != id_.step:
+        if wanted.step is not None and not wanted.is_of(id_):
             continue
         decision = await protocol.read_decision(store, requests, id_)
         if decision is None or decision.outcome is not Outcome.COMMIT:
             continue
-        if wanted in (str(id_.step), decision.name):
+        if wanted.is_of(id_) or wanted.text == decision.name:
             return id_
-    raise ObjectNotFoundError(f"no committed checkpoint has the step or name {wanted!r}")
+    raise ObjectNotFoundError(f"no committed checkpoint has the step or name {wanted.text!r}")
 
 
 # --- verify ------------------------------------------------------------------------------------------------
@@ -303,12 +331,17 @@ def verify(options: argparse.Namespace) -> Exit:
 
     async def work(store: Store, requests: Requests) -> Any:
         return await verification.verify(
-            store, requests, step=options.step, read_percent=options.read_data, seed=options.seed
+            store,
+            requests,
+            step=options.step.step,
+            generation=options.step.generation,
+            read_percent=options.read_data,
+            seed=options.seed,
         )
 
     result = _with_store(options, work, is_read_only=True)
-    if options.step is not None and not result.num_committed and not result.findings:
-        raise ObjectNotFoundError(f"no committed checkpoint has step {options.step}: nothing to verify")
+    if options.step.step is not None and not result.num_committed and not result.findings:
+        raise ObjectNotFoundError(f"no committed checkpoint has step {options.step.text}: nothing to verify")
     code = Exit.INCOMPLETE if result.violations else Exit.OK
     if options.json:
         fields = {

@@ -35,6 +35,7 @@ def find(
     *,
     folder: str | os.PathLike[str] | None = None,
     step: int | None = None,
+    generation: int | None = None,
     drain_timeout_s: float = 0.0,
     store_options: StoreOptions | None = None,
     passing_over: Collection[CheckpointId] = (),
@@ -43,9 +44,9 @@ def find(
 
     A committed checkpoint whose receipts are not those that were decided on, or of which a shard is missing or has
     another size, is marked as damaged and passed over; it is then in `rejected` of the one that is returned. Bytes are
-    compared with their checksums when they are read. With `step`, that step's newest generation and no other, marked
-    or not. What the caller could not use is in `passing_over`. In a run of several ranks call it on one of them and
-    broadcast the answer: it is a plain value.
+    compared with their checksums when they are read. With `step`, that step's newest generation (or the one that is
+    named) and no other, marked or not. What the caller could not use is in `passing_over`. In a run of several ranks
+    call it on one of them and broadcast the answer: it is a plain value.
 
     The newest checkpoint is often the one that was still uploading when the trainer died: with `folder` and
     `drain_timeout_s`, what a dead trainer left on this node is finished first. (Beside an open `Uploader` call its
@@ -63,7 +64,7 @@ def find(
             await _finish_predecessor(folder, drain_timeout_s)
         try:
             async with session(remote, store_options) as opened:
-                return await _find(opened, remote, store_options, step, passing_over)
+                return await _find(opened, remote, store_options, step, generation, passing_over)
         except StoreError as error:
             if error.operation == "open" and error.reason is FailureReason.NOT_FOUND:
                 logger.warning("remote_missing %s error=%s; taken for a fresh start", remote, error)
@@ -100,6 +101,7 @@ async def _find(
     remote: str,
     options: StoreOptions | None,
     step: int | None,
+    generation: int | None,
     passing_over: Collection[CheckpointId],
 ) -> Checkpoint | None:
     rejected: list[Rejected] = []
@@ -107,7 +109,7 @@ async def _find(
     # Every verdict below hangs on it: that it cannot be read must not look like damage of all checkpoints.
     await protocol.read_boundary(opened.store, opened.asking)
     async for id_ in _newest_first(opened):
-        if step is not None and id_.step != step:
+        if step not in (None, id_.step) or generation not in (None, id_.generation):
             continue
         name = f"step-{id_.step}"
         reason = "the caller could not use it" if id_ in passing_over else marks.get(id_)
@@ -130,7 +132,7 @@ async def _find(
                 break  # that one was asked for, not what an older start saved
             continue
         return checkpoint_of(decision, receipts, remote, options, rejected)
-    if not rejected:
+    if not rejected and generation is None:  # others have none
         foreign, rejected = await find_foreign(opened, remote, options, step, passing_over)
         if foreign is not None:
             return foreign

@@ -16,12 +16,15 @@ from urllib.parse import urlsplit
 from ckpt_async.errors import FailureReason, SettingsError, StoreError
 from ckpt_async.model import RemoteAddress
 from ckpt_async.naming import is_whole
+from ckpt_async.stores.meant import meant
 
 if TYPE_CHECKING:
     from ckpt_async.store import SmallGet, Store
 
 # S3-compatible services that people name by scheme; `<NAME>_ENDPOINT_URL` says where one is.
 _ALIASES = frozenset({"b2", "ceph", "coreweave", "minio", "r2", "tigris", "wasabi", "weka"})
+_SCHEMES = _ALIASES | {"s3", "file", "memory"}
+_EXAMPLES = "s3://bucket/prefix or file:///folder"
 _GENERIC_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "S3_ENDPOINT_URL")
 
 # What PutObject and CreateMultipartUpload both take, and no other request needs to be told again (a customer
@@ -108,15 +111,15 @@ def parse_url(url: str) -> Location:
     Raises SettingsError.
     """
     if not isinstance(url, str):
-        raise SettingsError(f"{url!r} is not text", hint="s3://bucket/prefix or file:///folder")
+        raise SettingsError(f"{url!r} is not text", hint=_EXAMPLES)
     scheme, separator, rest = url.partition("://")
     if not separator or not _SCHEME.fullmatch(scheme):
-        raise SettingsError(f"{url!r} is not a store URL", hint="s3://bucket/prefix or file:///folder")
-    if scheme not in _ALIASES | {"s3", "file", "memory"}:
-        raise SettingsError(
-            f"{scheme}:// is not a known kind of store",
-            hint=f"known are s3, file, memory, {', '.join(sorted(_ALIASES))}",
-        )
+        hint = f"did you mean {better}?" if (better := meant(url, _SCHEMES)) else _EXAMPLES
+        raise SettingsError(f"{url!r} is not a store URL", hint=hint)
+    if scheme not in _SCHEMES:
+        known = f"known are s3, file, memory, {', '.join(sorted(_ALIASES))}"
+        hint = f"did you mean {better}? {known}" if (better := meant(url, _SCHEMES)) else known
+        raise SettingsError(f"{scheme}:// is not a known kind of store", hint=hint)
     bucket, _, path = rest.partition("/")
     if "@" in bucket:
         raise SettingsError(

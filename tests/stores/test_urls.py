@@ -153,3 +153,29 @@ def test_choosing_a_store_does_not_import_the_sdk():
         "sys.exit(any(n.partition('.')[0] in ('aiobotocore', 'botocore', 'aiohttp') for n in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("url", "better"),
+    [
+        ("s3:/b/run", "s3://b/run"),
+        ("s3:b/run", "s3://b/run"),
+        ("s3//b/run", "s3://b/run"),
+        ("S3://b/run", "s3://b/run"),
+        ("s3a://b/run", "s3://b/run"),
+        ("b/run", "s3://b/run"),
+        ("/data/run", "file:///data/run"),
+        ("file:/data/run", "file:///data/run"),
+        ("https://b.s3.eu-north-1.amazonaws.com/run/a", "s3://b/run/a"),
+        ("https://s3.amazonaws.com/b/run", "s3://b/run"),
+        ("http://minio:9000/b/run", "s3://b/run with the endpoint http://minio:9000"),
+        ("gs://b/run", ""),
+        ("nonsense", ""),
+        ("user@host:run", ""),
+    ],
+)
+def test_a_mistyped_url_is_refused_with_what_was_meant(url: str, better: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        parse_url(url)
+    assert ("did you mean" in caught.value.hint) == bool(better)
+    assert not better or f"did you mean {better}?" in caught.value.hint

@@ -340,11 +340,20 @@ def test_prune_is_dry_until_yes(
     train(folder, remote, 1, 2, 3)
     before = tree(stored)
     assert cli.main(["prune", remote, "--keep", "last=1"]) == 0
-    assert "nothing was touched; --yes does it" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "nothing was touched; --yes does it" in said
+    assert f"{remote}: keep generation 1 step 3 (ep1-ba3, 1000 B): one of the newest 1" in said
+    assert f"{remote}: 1 checkpoint (1000 B) stays, 2 checkpoints (2.0 KiB) would go" in said
     code, told = call("prune", remote, "--keep", "last=1", "--dry-run")
     assert (code, told["is_dry_run"]) == (0, True)
     assert [each["action"] for each in told["remotes"][0]["actions"]] == ["BeginPrune"] * 2
     assert tree(stored) == before
+    stays = {
+        each["step"]: (each["stays"], each["reason"], each["size_bytes"])
+        for each in told["remotes"][0]["checkpoints"]
+    }
+    gone = (False, "beyond retention", 1000)
+    assert stays == {1: gone, 2: gone, 3: (True, "one of the newest 1", 1000)}
     code, told = call("prune", remote, "--keep", "last=1", "--yes")
     assert (code, told["is_dry_run"], steps(call, remote)) == (0, False, [3])
     assert [each.name for each in (stored / "ckpt").iterdir()] == ["ep1-ba3.g1"]
@@ -383,6 +392,8 @@ def test_a_policy_that_would_keep_nothing_prunes_nothing(
     assert (code, steps(call, remote)) == (0, [1, 2, 3])
     actions = told["remotes"][0]["actions"]
     assert {each["action"] for each in actions} == {"Wait"}
+    _, dry = call("prune", remote, "--keep", keep)
+    assert [each["stays"] for each in dry["remotes"][0]["checkpoints"]] == [True] * 3
     assert all("keeps none" in each["reason"] for each in actions)
     assert call("prune", remote, "--keep", f"{keep},last=1", "--yes")[0] == 0
     assert steps(call, remote) == [3]
@@ -406,6 +417,27 @@ def test_a_pin_holds_until_it_is_taken_back(
     for gone in ("1", "ep1-ba3", "nobody"):
         code, told = call("pin", remote, gone)
         assert (code, told["error"]["kind"]) == (3, "ObjectNotFoundError")
+
+
+def test_a_checkpoint_of_one_generation_can_be_named(call: Call, stored: Path, tmp_path: Path) -> None:
+    """A run that was started again saves the same steps again; of the older ones nothing else has the step alone."""
+    remote = f"file://{stored}"
+    for number in (1, 2):
+        train(tmp_path / f"start-{number}", remote, 100)
+    assert call("pin", remote, "100")[1]["generation"] == 2
+    assert call("pin", remote, "100@g1") == (0, {"generation": 1, "step": 100, "is_pinned": True})
+    assert call("pin", remote, "100@g3")[0] == call("verify", remote, "--step", "100@g3")[0] == Exit.NOT_FOUND
+    assert call("verify", remote, "--step", 100)[1]["committed"] == 2
+    assert call("verify", remote, "--step", "100@g1")[1]["committed"] == 1
+    for wanted, generation in (("100", 2), ("100@g1", 1), ("100@g2", 2)):
+        code, told = call("pull", remote, tmp_path / wanted, "--step", wanted)
+        assert (code, told["generation"], told["step"]) == (0, generation, 100)
+        assert (
+            call("pull", remote, tmp_path / "dry", "--step", wanted, "--dry-run")[1]["generation"]
+            == generation
+        )
+    code, told = call("pull", remote, tmp_path / "none", "--step", "100@g3")
+    assert (code, "no checkpoint of step 100@g3" in told["error"]["message"]) == (Exit.NOT_FOUND, True)
 
 
 # --- verify ------------------------------------------------------------------------------------------------

@@ -1,0 +1,30 @@
+"""What a text that is no store URL was probably meant to be. Pure."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Collection
+
+# Every writing of an S3 object's web address that AWS documents: bucket.s3[.-]region.…, and s3[.-]region.…/bucket.
+_AWS = re.compile(
+    r"https?://(?:(?P<host>[a-z0-9.-]+)\.)?s3[.-](?:[a-z0-9.-]+\.)?amazonaws\.com/(?P<path>.*)", re.IGNORECASE
+)
+_WEB = re.compile(r"(?P<endpoint>https?://[^/]+)/(?P<path>.+)", re.IGNORECASE)
+_SCHEME = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*)(?::/*|//+)(?P<rest>[^/].*)", re.IGNORECASE)
+
+
+def meant(url: str, schemes: Collection[str]) -> str:
+    """What to write instead, as the end of the sentence "did you mean …?"; empty if nothing suggests itself."""
+    if found := _AWS.fullmatch(url):
+        bucket = f"{found['host']}/" if found["host"] else ""
+        return f"s3://{bucket}{found['path']}".rstrip("/")
+    if found := _WEB.fullmatch(url):
+        return f"s3://{found['path']} with the endpoint {found['endpoint']}"
+    if url.startswith("/"):
+        return f"file://{url}"
+    if found := _SCHEME.fullmatch(url):
+        known = difflib.get_close_matches(found["scheme"].lower(), sorted(schemes), n=1)
+        slashes = ":///" if known == ["file"] else "://"
+        return f"{known[0]}{slashes}{found['rest']}" if known else ""
+    return f"s3://{url}" if re.fullmatch(r"[a-z0-9][a-z0-9.-]*/.+", url) else ""
