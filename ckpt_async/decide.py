@@ -167,6 +167,13 @@ class Remove:
 
 
 @dataclass(frozen=True, slots=True)
+class Keep:
+    """Set a committed checkpoint aside, for all are kept here: a later start may keep fewer."""
+
+    checkpoint: CheckpointId
+
+
+@dataclass(frozen=True, slots=True)
 class Forget:
     """Drop the checkpoint from journal and spool: nothing is left to do for it here."""
 
@@ -192,6 +199,7 @@ Action = (
     | MoveLocalLatest
     | Release
     | Remove
+    | Keep
     | Forget
     | WaitUntil
 )
@@ -276,8 +284,10 @@ def _after_decision(local: Local, remote: Remote, policy: Policy) -> Iterable[Ac
             yield Release(id_)
         elif (reason := _why_superseded(checkpoint, policy)) and not is_all_kept:
             yield Remove(id_, reason)
-        elif not checkpoint.was_committed or (is_all_kept and id_ not in (newest, publish)):
+        elif not checkpoint.was_committed:
             yield Forget(id_)  # the user's own files stay where they are
+        elif is_all_kept and id_ not in (newest, publish):
+            yield Keep(id_)
         elif id_ not in kept and id_ not in (publish, linked) and is_linked:  # R2: the symlink is ahead first
             yield Remove(id_, f"beyond {policy.local_retention}")
 

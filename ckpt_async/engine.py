@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, assert_never
 from urllib.parse import urlsplit
 
-from ckpt_async import ahead, conditional, decide, keys, naming, protocol, records, retention, transfer
+from ckpt_async import ahead, conditional, decide, kept, keys, naming, protocol, records, retention, transfer
 from ckpt_async.errors import (
     CkptAsyncError,
     FailureReason,
@@ -196,11 +196,13 @@ class Engine:
 
     async def recover(self, before: Opened | None) -> None:
         """Rebuild what the journal lost from the spool's manifests (rule R10), clear the spool of what nobody was
-        promised, and give up what a reboot may have taken; `before` is the start that the journal knew.
+        promised, take up what earlier starts had set aside, and give up what a reboot may have taken; `before` is the
+        start that the journal knew.
 
         Once, after the lock was taken and before anything is enqueued.
         """
         await asyncio.to_thread(self._rebuild)
+        await asyncio.to_thread(self._take_up_kept)
         if before is not None and before.boot_id not in ("", boot_id()):
             await asyncio.to_thread(self._distrust_after_reboot)
 
@@ -424,6 +426,17 @@ class Engine:
         logger.warning("journal_rebuilt rank=%d %s shards=%d", self.rank, checkpoint, len(enqueued))
         self._journal.append(self.rank, [*enqueued, *([sealed] if sealed else [])])
 
+    def _take_up_kept(self) -> None:
+        """What earlier starts had kept for good, when this one keeps less."""
+        kept.drop_gone(self._folder, self.rank)
+        if self._policy.local_retention.is_all:
+            return
+        for id_, events in kept.events(self._folder, self.rank):
+            if id_ not in self.local.checkpoints:
+                self._journal.append(self.rank, events)
+            kept.drop(self._folder, self.rank, id_)
+        self._refresh()
+
     def _distrust_after_reboot(self) -> None:
         """Power loss may leave a file its size and times but not its bytes. Only what a manifest lists was fsynced:
         the manifest is written after the fsync, and durably.
@@ -488,6 +501,11 @@ class Engine:
                     await self._release(action)
                 case decide.Remove():
                     await self._remove(action)
+                case decide.Keep():
+                    await asyncio.to_thread(
+                        kept.put, self._folder, self.rank, self._checkpoint(action.checkpoint)
+                    )
+                    await self._forget(action.checkpoint)
                 case decide.Forget():
                     await self._forget(action.checkpoint)
                 case decide.WaitUntil():
@@ -546,11 +564,9 @@ class Engine:
         return failed
 
     def _write_manifest(self, checkpoint: LocalCheckpoint) -> None:
-        shards = [each.shard for each in checkpoint.shards.values()]
-        if shards or checkpoint.sealed:
+        if checkpoint.shards or checkpoint.sealed:
             path = self._folder.private / keys.spool_manifest(checkpoint.id, self.rank)
-            data = records.encode_manifest(checkpoint.id, checkpoint.name, shards, checkpoint.sealed)
-            write_durably(path, data)
+            write_durably(path, records.manifest_of(checkpoint))
 
     def _spool_path(self, checkpoint: LocalCheckpoint, shard: LocalShard) -> str | None:
         if not shard.shard.is_linked:

@@ -159,3 +159,12 @@ def spool_checkpoint(checkpoint: CheckpointId, rank: int) -> str:
 
 def spool_manifest(checkpoint: CheckpointId, rank: int) -> str:
     return f"{spool_checkpoint(checkpoint, rank)}.json"
+
+
+def kept_rank(rank: int) -> str:
+    """The folder of what a rank has set aside, relative to `.ckpt_async`."""
+    return f"kept/rank-{rank:05d}"
+
+
+def kept_manifest(checkpoint: CheckpointId, rank: int) -> str:
+    return f"{kept_rank(rank)}/{checkpoint_tag(checkpoint)}.json"

@@ -248,6 +248,7 @@ class Sealed:
     name: str
     world_size: int
     metrics: tuple[tuple[str, float], ...] = ()
+    sealed_at: float | None = None  # None: when the row was written
 
 
 @dataclass(frozen=True, slots=True)
@@ -511,7 +512,8 @@ def _apply(
                 return replace(checkpoint, growing=rest)
         case Sealed():
             if checkpoint.sealed is None:
-                return replace(checkpoint, sealed=event, sealed_at=written_at)
+                sealed_at = written_at if event.sealed_at is None else event.sealed_at
+                return replace(checkpoint, sealed=event, sealed_at=sealed_at)
         case MadeDurable():
             for name in event.shards:
                 if name in shards:

@@ -10,6 +10,7 @@ import json
 import math
 from base64 import b64decode
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from ckpt_async import keys
@@ -25,6 +26,7 @@ from ckpt_async.model import (
     Generation,
     Latest,
     Lease,
+    LocalCheckpoint,
     Outcome,
     Receipt,
     Sealed,
@@ -286,6 +288,13 @@ def decode_member(data: bytes) -> str:
 # --- the spool's manifest: what the journal said, kept beside the links (rule R10) --------------------------
 
 
+def manifest_of(checkpoint: LocalCheckpoint) -> bytes:
+    """What the journal says of a checkpoint's shards and of its seal, with the time of that."""
+    shards = (each.shard for each in checkpoint.shards.values())
+    sealed = checkpoint.sealed and replace(checkpoint.sealed, sealed_at=checkpoint.sealed_at)
+    return encode_manifest(checkpoint.id, checkpoint.name, shards, sealed)
+
+
 def encode_manifest(
     checkpoint: CheckpointId, name: str, shards: Iterable[Shard], sealed: Sealed | None
 ) -> bytes:
@@ -296,6 +305,7 @@ def encode_manifest(
             "name": name,
             "world_size": sealed.world_size if sealed else None,
             "metrics": dict(sealed.metrics) if sealed else {},
+            **({} if sealed is None or sealed.sealed_at is None else {"sealed_at": sealed.sealed_at}),
             "shards": [_shard_fields(shard) for shard in shards],
         },
     )
@@ -310,7 +320,8 @@ def decode_manifest(data: bytes, expected: CheckpointId) -> tuple[list[Enqueued]
     if fields.get("world_size") is None:
         return enqueued, None
     world_size = _int(fields, "world_size", 1, keys.MAX_RANK + 1)
-    return enqueued, Sealed(checkpoint, name, world_size, _metrics(fields))
+    sealed_at = _float(fields, "sealed_at") if "sealed_at" in fields else None
+    return enqueued, Sealed(checkpoint, name, world_size, _metrics(fields), sealed_at)
 
 
 def _shard_fields(shard: Shard) -> Json:

@@ -27,7 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("runners",),
     ("drain", "status", "verify"),
     ("engine", "generation", "metrics", "protocol"),
-    ("ahead", "transfer", "requests", "conditional"),
+    ("ahead", "transfer", "requests", "conditional", "kept"),
     ("stores", "journal", "files", "shard_writer"),
     ("checksums", "concurrency", "diagnosis", "plan"),
     ("store", "observe", "threads"),

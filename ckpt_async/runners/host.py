@@ -175,6 +175,7 @@ class Host:
             self._folder.unlink(keys.spool_manifest(id_, rank))
             self._journal.forget(rank, Forgotten(id_, None))
         self._journal.forget_marks(rank)
+        self._folder.remove_spool(keys.kept_rank(rank))
 
     def _new_engine(self, store: Store, requests: Requests) -> Engine:
         return Engine(

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import pytest
 
 from ckpt_async import decide, retention
-from ckpt_async.decide import Forget, MoveLocalLatest, Policy, Remove, supersedable
+from ckpt_async.decide import Forget, Keep, MoveLocalLatest, Policy, Remove, supersedable
 from ckpt_async.errors import FailureReason
 from ckpt_async.model import (
     CheckpointId,
@@ -100,6 +100,17 @@ def test_only_committed_checkpoints_count_and_only_they_go() -> None:
     actions = decide.decide(state, decide.Remote(local_latest=id_of(10)), policy, now=0.0)
     assert not any(isinstance(each, Remove) for each in actions)
     assert [each.checkpoint.step for each in actions if isinstance(each, Forget)] == [20]
+
+
+def test_what_is_kept_for_good_is_set_aside() -> None:
+    """The journal need not know it for ever, and a later start that keeps fewer has to. The newest stays: latest and
+    the symlink go by it.
+    """
+    state = local(
+        [*saved(10), *decided(10)], [*saved(20), *decided(20)], [*saved(30), *decided(30, Outcome.ABORT)]
+    )
+    actions = decide.decide(state, decide.Remote(local_latest=id_of(20)), Policy(), now=0.0)
+    assert actions == [Keep(id_of(10)), Forget(id_of(30))]
 
 
 def test_the_symlink_leads_to_what_stays_before_anything_goes() -> None:

@@ -18,7 +18,7 @@ from pathlib import PurePosixPath
 from typing import Any
 from unittest import mock
 
-from ckpt_async import conditional, engine, keys, plan, protocol, records, sweeper
+from ckpt_async import conditional, engine, kept, keys, plan, protocol, records, sweeper
 from ckpt_async.checksums import checksum_of
 from ckpt_async.engine import Engine
 from ckpt_async.errors import (
@@ -490,11 +490,14 @@ class World:
         )
         fake.get_running_loop, fake.to_thread = lambda: loop, to_thread
         patch(mock.patch.object(engine, "asyncio", fake))
-        patch(mock.patch.object(engine, "os", types.SimpleNamespace(listdir=self._listdir)))
         patch(mock.patch.object(engine, "fsync_path", lambda path: DiskPath.disk.fsync(DiskPath(path))))
-        patch(
-            mock.patch.object(engine, "write_durably", lambda path, data: path.disk.write_durably(path, data))
-        )
+        for module in (engine, kept):
+            patch(mock.patch.object(module, "os", types.SimpleNamespace(listdir=self._listdir)))
+            patch(
+                mock.patch.object(
+                    module, "write_durably", lambda path, data: path.disk.write_durably(path, data)
+                )
+            )
         patch(
             mock.patch.object(
                 engine, "point_symlink", lambda link, target, private: link.disk.point_symlink(link, target)

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import pickle
+import shutil
 import sqlite3
 import sys
 import threading
@@ -565,6 +566,40 @@ def test_local_retention_counts_committed_checkpoints_over_restarts(opened: Open
     assert link.is_symlink() == (keep != 0)
     if keep:
         assert os.readlink(link) == "step-4"
+
+
+def _commit(uploader: Uploader, *steps: int) -> None:
+    for step in steps:
+        save(uploader, step)
+        uploader.wait(step, timeout_s=10)
+
+
+def test_local_retention_remembers_what_an_earlier_start_kept_for_good(opened: Open) -> None:
+    """First -1, then 2: what the first start kept counts and goes in its turn, but for what is another file by now and
+    what the trainer has rotated away. The times of the saves are remembered too: `every-seconds` goes by them.
+    """
+    store = Meddled()
+    with opened(store, num_checkpoints_to_keep=-1) as uploader:
+        _commit(uploader, 1, 2, 3, 4)
+        folder, kept = uploader.folder, uploader.folder / keys.PRIVATE / "kept/rank-00000"
+        wait_until(lambda: len(list(kept.glob("*.json"))) == 3, uploader)
+        saved_at = json.loads((kept / "000001-000000000001.json").read_bytes())["sealed_at"]
+        assert (
+            time.time() - 60
+            < saved_at
+            < json.loads((kept / "000001-000000000003.json").read_bytes())["sealed_at"]
+        )
+    write(uploader, "step-1/a.pt", b"the trainer's next file at the same path")
+    shutil.rmtree(folder / "step-2")
+    with opened(store, num_checkpoints_to_keep=-1) as uploader:
+        assert {path.stem[-1] for path in kept.iterdir()} == {"1", "3"}, "nothing of 2 is there any more"
+    with opened(store, num_checkpoints_to_keep=2) as uploader:
+        assert list(kept.iterdir()) == []
+        with closing(Journal.open_readonly(folder)) as journal:
+            assert journal.local(0).checkpoints[CheckpointId(1, 1)].sealed_at == saved_at
+        _commit(uploader, 5)
+        wait_until(lambda: _steps(folder) == {1, 4, 5}, uploader)
+    assert sorted(path.name for path in (folder / "step-1").iterdir()) == ["a.pt"]
 
 
 def _steps(folder: Path) -> set[int]:
