@@ -9,6 +9,7 @@ import asyncio
 import copy
 import functools
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -103,6 +104,7 @@ class Progress:
         self, scope: asyncio.Timeout, deadline: float, stall_timeout_s: float, bandwidth: Bandwidth
     ) -> None:
         self._loop = asyncio.get_running_loop()
+        self.moved_at: float | None = None
         self._scope, self._deadline, self._stall_timeout_s = scope, deadline, stall_timeout_s
         self._bandwidth = bandwidth
         self._tell_every_s = min(TELL_S, stall_timeout_s / 4)
@@ -136,9 +138,26 @@ class Progress:
 
     def moved(self, *, is_last: bool = False) -> None:
         """Bytes moved. After the last one only the overall deadline counts: the store may need time."""
+        self.moved_at = self._loop.time()
         if not self._scope.expired():
-            stalled_at = self._loop.time() + self._stall_timeout_s
+            stalled_at = self.moved_at + self._stall_timeout_s
             self._scope.reschedule(self._deadline if is_last else min(self._deadline, stalled_at))
+
+
+class Silence:
+    """Since when no byte of one request has moved, over all its attempts."""
+
+    def __init__(self) -> None:
+        self.since: float | None = None
+
+    async def attempted(self, attempt: Callable[[Progress], Awaitable[T]], progress: Progress) -> T:
+        """Make an attempt. What it waited for before is no silence of the store."""
+        began = asyncio.get_running_loop().time()
+        self.since = began if self.since is None else self.since
+        try:
+            return await attempt(progress)
+        finally:
+            self.since = self.since if progress.moved_at is None else progress.moved_at
 
 
 class Series:
@@ -248,13 +267,20 @@ class Requests:
     """Makes requests of one store for one engine. Belongs to one event loop.
 
     `is_patient`: whether refused credentials and a full or read-only disk are tried again, because they may be rotated
-    in and freed. Where someone waits for the answer they are rather wrong.
+    in and freed. Where someone waits for the answer they are rather wrong. `silence_s`: how long a bulk request is
+    tried again while not a byte of it moves; `upload_timeout_s` bounds it in any case.
     """
 
     def __init__(
-        self, settings: Settings, observer: Observer, store_url: str, *, is_patient: bool = True
+        self,
+        settings: Settings,
+        observer: Observer,
+        store_url: str,
+        *,
+        is_patient: bool = True,
+        silence_s: float = math.inf,
     ) -> None:
-        self._is_patient = is_patient
+        self._is_patient, self._silence_s = is_patient, silence_s
         self._settings, self._observer, self._store_url = settings, observer, store_url
         self._control = asyncio.Semaphore(CONTROL_REQUESTS)
         self._bulk = Lane(settings.num_concurrent_uploads, settings.max_concurrent_uploads)
@@ -262,6 +288,7 @@ class Requests:
         self._bytes = ByteBudget(settings.max_inflight_bytes)
         self._bandwidth = Bandwidth(settings.max_bytes_per_s)
         self._failing_since: float | None = None
+        self._answered_at = -math.inf
         self._has_warned = False
 
     def of(self, owner: int, observer: Observer) -> Requests:
@@ -297,7 +324,9 @@ class Requests:
         Each attempt has a deadline that grows with its size and ends early when no byte moves (rule R14:
         aiobotocore's own read timeout is not armed while a body is being written).
         """
-        return await self._persist(operation, lambda: self._admitted(size_bytes, attempt))
+        silence = Silence()
+        once = functools.partial(silence.attempted, attempt)
+        return await self._persist(operation, lambda: self._admitted(size_bytes, once), silence)
 
     async def bulk_many(
         self,
@@ -345,7 +374,9 @@ class Requests:
             self._bulk.finished(size_bytes, began, loop.time())
             return result
 
-    async def _persist(self, operation: str, once: Callable[[], Awaitable[T]]) -> T:
+    async def _persist(
+        self, operation: str, once: Callable[[], Awaitable[T]], silence: Silence | None = None
+    ) -> T:
         loop = asyncio.get_running_loop()
         give_up_at = loop.time() + self._settings.upload_timeout_s
         backoff = tenacity.wait_random_exponential(
@@ -356,7 +387,9 @@ class Requests:
             error = state.outcome.exception() if state.outcome else None
             if isinstance(error, StoreError) and error.reason is FailureReason.CHECKSUM:
                 return state.attempt_number >= MAX_CHECKSUM_ATTEMPTS
-            return loop.time() >= give_up_at
+            now = loop.time()
+            next_at = now + state.upcoming_sleep
+            return now >= give_up_at or (silence is not None and self._is_silent(silence, error, next_at))
 
         retrying = tenacity.AsyncRetrying(
             retry=tenacity.retry_if_exception(self._may_heal),
@@ -366,6 +399,19 @@ class Requests:
             reraise=True,
         )
         return await retrying(self._observed, operation, once)
+
+    def _is_silent(self, silence: Silence, error: BaseException | None, next_at: float) -> bool:
+        """Whether a request will have been without a byte for too long when it is made again. A store that is busy with others will come to it;
+        one that refuses just this one will not.
+        """
+        if silence.since is None:
+            return False
+        is_refused = isinstance(error, StoreError) and error.reason in (
+            FailureReason.AUTH,
+            FailureReason.DISK,
+        )
+        since = silence.since if is_refused else max(silence.since, self._answered_at)
+        return next_at - since >= self._silence_s
 
     def _may_heal(self, error: BaseException) -> bool:
         if not isinstance(error, StoreError) or not error.reason.is_retryable:
@@ -422,3 +468,4 @@ class Requests:
             failed_s = asyncio.get_running_loop().time() - self._failing_since
             logger.info("store_recovered url=%s after_s=%.0f", self._store_url, failed_s)
         self._failing_since, self._has_warned = None, False
+        self._answered_at = asyncio.get_running_loop().time()

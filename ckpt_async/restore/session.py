@@ -44,8 +44,9 @@ PATIENCE_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A store opened for reading. `bulk` goes on as long as a long transfer may take, also past credentials that are
-    being rotated; `asking` answers within a minute or raises. `lanes` admit ranges to `bulk`.
+    """A store opened for reading. `bulk` goes on as long as a long transfer may take, past outages and credentials that
+    are being rotated, until nothing has come for PATIENCE_S; `asking` answers within that time or raises. `lanes` admit
+    ranges to `bulk`.
     """
 
     store: Store
@@ -71,7 +72,7 @@ async def session(
         await store.open(is_read_only=True)
         yield Session(
             store,
-            Requests(settings, NullObserver(), store.url),
+            Requests(settings, NullObserver(), store.url, silence_s=PATIENCE_S),
             Requests(asking, NullObserver(), store.url, is_patient=False),
             Lanes(num_concurrent_reads),
         )

@@ -497,3 +497,77 @@ def test_a_cancelled_request_gives_back_the_bandwidth_it_had_reserved() -> None:
         assert 1 < asyncio.get_running_loop().time() < 3.1
 
     run(main())
+
+
+# --- a reader's patience -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reason", [FailureReason.AUTH, FailureReason.THROTTLED, FailureReason.TRANSIENT, None])
+def test_a_request_without_a_byte_is_given_up_when_patience_ends(reason: FailureReason | None) -> None:
+    """Refused, throttled, broken, silent: after a minute, not after the hour that an upload may take."""
+
+    async def main() -> None:
+        requests = Requests(Settings(), NullObserver(), "memory://test", silence_s=60)
+
+        async def attempt(_: Progress) -> None:
+            if reason is None:
+                await asyncio.Event().wait()
+            assert reason
+            raise StoreError("no", reason=reason)
+
+        began = asyncio.get_running_loop().time()
+        with pytest.raises(StoreError) as caught:
+            await requests.bulk("get", 1, attempt)
+        assert caught.value.reason is (reason or FailureReason.TIMEOUT)
+        assert 30 < asyncio.get_running_loop().time() - began < 85
+
+    run(main())
+
+
+def test_bytes_that_move_renew_patience() -> None:
+    """An attempt that brings something and then breaks is no silence; the hour bounds it all the same."""
+
+    async def main() -> None:
+        requests = Requests(Settings(), NullObserver(), "memory://test", silence_s=60)
+
+        async def attempt(progress: Progress) -> None:
+            await asyncio.sleep(1)
+            progress.moved()
+            raise StoreError("broken", reason=FailureReason.TRANSIENT)
+
+        began = asyncio.get_running_loop().time()
+        with pytest.raises(StoreError, match="broken"):
+            await requests.bulk("get", 1, attempt)
+        assert 3600 <= asyncio.get_running_loop().time() - began < 3700
+
+    run(main())
+
+
+@pytest.mark.parametrize("reason", [FailureReason.THROTTLED, FailureReason.AUTH])
+def test_patience_with_a_store_that_is_busy_with_others(reason: FailureReason) -> None:
+    """It comes to this one too. One that refuses this one will not."""
+
+    async def main() -> None:
+        requests = Requests(Settings(), NullObserver(), "memory://test", silence_s=60)
+        loop = asyncio.get_running_loop()
+
+        async def refused_for_long(_: Progress) -> None:
+            if loop.time() < 300:
+                raise StoreError("not now", reason=reason)
+
+        async def fine(_: Progress) -> None:
+            await asyncio.sleep(1)
+
+        async def others() -> None:
+            while True:
+                await requests.bulk("get", 1, fine)
+
+        going_on = asyncio.ensure_future(others())
+        waiting = asyncio.ensure_future(requests.bulk("get", 1, refused_for_long))
+        await asyncio.wait({waiting})
+        going_on.cancel()
+        assert (waiting.exception() is None) == (reason is FailureReason.THROTTLED)
+        assert 300 <= loop.time() < 350 or reason is FailureReason.AUTH
+        assert loop.time() < 350
+
+    run(main())

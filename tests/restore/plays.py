@@ -47,8 +47,15 @@ def told(pipe: Connection) -> Any:
     return pipe.recv()
 
 
-def fetches(pipe: Connection, checkpoint: Any, destination: str, options: dict[str, Any]) -> None:
+def fetches(
+    pipe: Connection,
+    checkpoint: Any,
+    destination: str,
+    options: dict[str, Any],
+    patience_s: float = session.PATIENCE_S,
+) -> None:
     """Fetch when told to; send the report's numbers or the error's name."""
+    session.PATIENCE_S = patience_s
     pipe.send("ready")
     pipe.recv()
     try:

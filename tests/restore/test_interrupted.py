@@ -297,6 +297,26 @@ def test_a_store_that_stays_away_is_told(
     assert Run(s3_url).keys(keys.DAMAGED) == []
 
 
+@pytest.mark.parametrize("kind", ["denied", "expired", "unavailable", "silent"])
+def test_a_store_that_refuses_the_data_is_told_when_patience_ends(
+    proxy: FaultProxy, s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Records can be read, shards cannot: not tried for the hour that an upload may take. Nothing is marked."""
+    monkeypatch.setenv("CKPT_ASYNC_STALL_TIMEOUT_S", "0.3")
+    monkeypatch.setenv("CKPT_ASYNC_RETRY_INITIAL_S", "0.05")
+    files = {0: {"a.pt": content(1, "a", 3000)}}
+    checkpoint = _committed(Run(s3_url), files)
+    proxy.add(Fault(kind, "GET", "/ckpt/step-"))
+    with plays.playing(plays.fetches, checkpoint, str(tmp_path / "there"), {}, 1.0) as (_, pipe):
+        assert plays.told(pipe) == "ready"
+        pipe.send("go")
+        name, message = plays.told(pipe)
+    assert name == "StoreError", message
+    proxy.heal()
+    assert is_whole(restore.fetch(checkpoint, tmp_path / "there"), files)
+    assert Run(s3_url).damages() == {}
+
+
 def test_ctrl_c(run_: Run, tmp_path: Path) -> None:
     """It ends at once, and its lease with it."""
     checkpoint = _committed(run_, files_of(10))
