@@ -304,7 +304,8 @@ Made by `ckpt_async/metrics.py`; do not edit. To make it anew:
 
 ## Of an uploader
 
-Set `metrics_port` (0: any free port; N: port N + `LOCAL_RANK`) and let Prometheus scrape `/metrics` there.
+Set `metrics_port` (0: any free port; N: port N + the rank's number on the node,
+from `LOCAL_RANK`, `SLURM_LOCALID` or MPI's variables) and let Prometheus scrape `/metrics` there.
 A port that is busy is logged and does not stop training. With a server of your own, hand it
 `uploader.metrics.registry`. `run` is the last part of the remote URL.
 
@@ -719,17 +720,26 @@ class MetricsServer:
         self._thread.join()
 
 
+# What the launchers call a process's number on its node. Slurm's last: torchrun and mpirun may run below it, and then all
+# their processes have the one that it gave to them.
+LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+
+
+def _local_rank(environment: Mapping[str, str]) -> int:
+    return max(0, int(next(filter(None, map(environment.get, LOCAL_RANKS)), 0)))  # -1: not distributed
+
+
 def serve(
     metrics: Metrics | SweeperMetrics, port: int, address: str, environment: Mapping[str, str]
 ) -> MetricsServer | None:
-    """Serve `metrics` over HTTP: on no port (-1), any free one (0), or `port` + LOCAL_RANK.
+    """Serve `metrics` over HTTP: on no port (-1), any free one (0), or `port` + the rank on this node.
 
     Returns None, and logs one warning, if that port cannot be had: nothing stops for metrics.
     """
     if port < 0:
         return None
     try:
-        port += int(environment.get("LOCAL_RANK") or 0) if port else 0
+        port += _local_rank(environment) if port else 0
         started = MetricsServer(*start_http_server(port, address, metrics.registry))
     except (OSError, OverflowError, ValueError) as error:  # busy, no such address; beyond 65,535; no number
         logger.warning(

@@ -24,6 +24,7 @@ from ckpt_async.errors import (
     InvalidRecordError,
     NoJournalError,
     ObjectNotFoundError,
+    SettingsError,
     StoreError,
 )
 from ckpt_async.journal import Journal
@@ -329,7 +330,8 @@ class Sweeper:
     One per node is enough for the folders; any number, anywhere, for the remotes. A folder may be a pattern
     (`/data/*/checkpoints`), which is looked up at every sweep: trainers come and go. What it keeps remotely is
     `settings.remote_retention` (empty: all). With `verifies`, every committed checkpoint is also verified, as by
-    `ckpt-async verify`: one HEAD per shard. `metrics.registry` can be exported.
+    `ckpt-async verify`: one HEAD per shard. With `is_for_folders_only` it finishes what dead trainers left, which takes
+    a trainer's rights, and leaves the remotes to another one. `metrics.registry` can be exported.
     """
 
     def __init__(
@@ -341,6 +343,7 @@ class Sweeper:
         store_options: StoreOptions | None = None,
         adoption_timeout_s: float = 3600.0,
         verifies: bool = False,
+        is_for_folders_only: bool = False,
     ) -> None:
         self._folders = [os.fspath(folder) for folder in naming.several(folders, "folders")]
         self._settings = settings or Settings()
@@ -353,7 +356,9 @@ class Sweeper:
             )
         }
         self._adoption_timeout_s = adoption_timeout_s
-        self._verifies = verifies
+        self._verifies, self._is_for_folders_only = verifies, is_for_folders_only
+        if is_for_folders_only and (remotes or verifies):
+            raise SettingsError("a sweep of folders only touches no remote, and verifies none")
         self._ages = plan.Ages(
             superseded_s=self._settings.abandon_after_s, newest_s=self._settings.abandon_newest_after_s
         )
@@ -380,7 +385,8 @@ class Sweeper:
     async def _sweep(self, *, is_dry_run: bool) -> SweepReport:
         found = list(dict.fromkeys(path for folder in self._folders for path in _folders(folder)))
         folders = [await self._sweep_folder(folder, is_dry_run=is_dry_run) for folder in found]
-        addresses = {each.url: each for each in _recorded(found)} | self._given
+        recorded = [] if self._is_for_folders_only else _recorded(found)
+        addresses = {each.url: each for each in recorded} | self._given
         remotes = [await self._sweep_remote(each, is_dry_run=is_dry_run) for each in addresses.values()]
         return SweepReport(tuple(folders), tuple(remotes))
 

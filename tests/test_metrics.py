@@ -544,10 +544,12 @@ def two_free_ports() -> int:
                 return port
 
 
-def test_each_local_rank_has_its_port(metrics):
+@pytest.mark.parametrize("name", ["LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK"])
+def test_each_local_rank_has_its_port(metrics, name):
     port = two_free_ports()
-    for local_rank, expected in ((None, port), ("0", port), ("1", port + 1)):
-        server = serve(metrics, port, "127.0.0.1", {} if local_rank is None else {"LOCAL_RANK": local_rank})
+    one = {name: "1", "SLURM_PROCID": "9"} if name == "SLURM_LOCALID" else {"SLURM_LOCALID": "0", name: "1"}
+    for environment, expected in (({}, port), ({name: "0"}, port), (one, port + 1)):
+        server = serve(metrics, port, "127.0.0.1", environment)
         assert server is not None
         server.close()
         assert server.url == f"http://127.0.0.1:{expected}/metrics"

@@ -186,6 +186,11 @@ def _parser() -> argparse.ArgumentParser:
         "--verify", action="store_true", help="also verify every committed checkpoint: one HEAD per shard"
     )
     sweep.add_argument(
+        "--folders-only",
+        action="store_true",
+        help="finish what is in the folders, which takes a trainer's rights; leave the remotes to another sweeper",
+    )
+    sweep.add_argument(
         "--metrics-port", metavar="P", type=_port, default=-1, help="Prometheus port (0: any free one)"
     )
     how_often = sweep.add_mutually_exclusive_group()

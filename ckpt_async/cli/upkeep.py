@@ -49,6 +49,8 @@ def _sweep(options: argparse.Namespace, settings: Settings) -> Exit:
     if not options.folders and not options.remote:
         raise SettingsError("nothing to sweep", hint="give a folder, or --remote URL")
     if options.keep is not None:
+        if options.folders_only:
+            raise SettingsError("--folders-only prunes nothing", hint="leave out --keep")
         settings = replace(settings, remote_retention=options.keep)
     sweeper = Sweeper(
         options.folders,
@@ -56,6 +58,7 @@ def _sweep(options: argparse.Namespace, settings: Settings) -> Exit:
         settings=settings,
         store_options=store_options(options),
         verifies=options.verify,
+        is_for_folders_only=options.folders_only,
     )
     server = metrics.serve(sweeper.metrics, options.metrics_port, settings.metrics_address, {})
     try:
@@ -267,7 +270,7 @@ def prune(options: argparse.Namespace) -> Exit:
     _with_store(options, nothing, is_read_only=True)
     options.folders, options.remote, options.interval = [], [options.url], None
     options.keep, options.dry_run = text, not options.yes
-    options.metrics_port, options.verify = -1, False
+    options.metrics_port, options.verify, options.folders_only = -1, False, False
     code = _sweep(options, settings)
     if options.dry_run and not options.json:
         print("nothing was touched; --yes does it")

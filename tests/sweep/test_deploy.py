@@ -23,6 +23,7 @@ from ckpt_async.retention import KeepLast
 from ckpt_async.stores.memory import MemoryStore
 from tests.engine.stores import Meddled
 from tests.sweep.world import World
+from tests.test_drain import Trainers
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -31,6 +32,13 @@ ENVIRONMENT = DEPLOY / "systemd/sweeper.env"
 MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
 ALERTS = DEPLOY / "prometheus/alerts.yaml"
 OPERATIONS = ROOT / "docs/operations.md"
+
+
+@pytest.fixture
+def trainers() -> Iterator[Trainers]:
+    made = Trainers()
+    yield made
+    made.kill()
 
 
 def environment_of(path: Path) -> dict[str, str]:
@@ -82,7 +90,7 @@ def test_environments_are_understood() -> None:
 
 
 def test_manifests_are_whole() -> None:
-    assert len(MANIFESTS) == 2
+    assert len(MANIFESTS) == 3
     for path in MANIFESTS:
         text = path.read_text()
         assert re.findall(r"^(apiVersion|kind|metadata|spec):", text, re.MULTILINE) == [
@@ -258,6 +266,29 @@ def test_rights_of_each_role_suffice_and_are_no_more(
     assert {operation for operation, _ in swept} >= {"delete", "abort_multipart", "list_multiparts", "put"}
     assert refused("sweeper", swept) == []
     assert {operation for operation, _ in refused("trainer", swept)} >= {"delete", "abort_multipart"}
+
+
+def test_a_sidecar_gets_by_with_the_rights_of_its_pod(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trainers: Trainers
+) -> None:
+    """It finishes what the trainer left with the trainer's role, and tries nothing that this refuses: no listing of
+    multipart uploads, no pruning, no deletion. Its command line is the manifest's.
+    """
+    folder = tmp_path / "folder"
+    trainers.die(folder, "memory://test", 1, 2, sealed=(1,))
+    store = Recorded()
+    monkeypatch.setattr("ckpt_async.drain.open_store", lambda *_, **__: store)
+    monkeypatch.setattr("ckpt_async.sweeper.open_store", lambda *_, **__: store)
+    monkeypatch.setenv("CKPT_ASYNC_REMOTE_RETENTION", "last=1")  # the trainer's
+    (arguments,) = (each for path, each in command_lines() if path == "sidecar.yaml" and each[0] == "sweep")
+    assert arguments[1:4] == ["/checkpoints", "--interval", "60"]
+    once = ["sweep", str(folder), *arguments[4 : arguments.index("--metrics-port")]]
+    assert cli.main(once) == 0
+    assert store.keys(keys.DECISIONS) == [keys.decision_key(CheckpointId(1, step)) for step in (1, 2)]
+    assert ("put", keys.receipt_key(CheckpointId(1, 1), 0)) in store.requests
+    assert refused("trainer", store.requests) == []
+    for refused_with in (["--keep", "last=1"], ["--remote", "memory://test"], ["--verify"]):
+        assert cli.main([*once, *refused_with]) == 2
 
 
 def test_lifecycle_rule_only_ends_uploads_that_the_sweeper_has_given_up_on() -> None:
