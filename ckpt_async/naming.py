@@ -1,13 +1,12 @@
-"""Which names are safe, and which launch of the run this is. Pure: values in, values or a clear error out."""
+"""Which names are safe. Pure: values in, values or a clear error out."""
 
 from __future__ import annotations
 
-import operator
 import re
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
-from ckpt_async.errors import InvalidNameError, SettingsError
+from ckpt_async.errors import InvalidNameError
 
 T = TypeVar("T")
 
@@ -24,9 +23,6 @@ _NUMBER = re.compile(r"\d+")
 MAX_SHARD_NAME_LENGTH = 600
 MAX_CHECKPOINT_NAME_LENGTH = 200
 MAX_KEY_LENGTH = 1024
-
-# By these a launcher says that it has started other processes too, and how many there are.
-_NUM_PROCESSES = ("LOCAL_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
 def several(given: Iterable[T], what: str) -> tuple[T, ...]:
@@ -104,85 +100,6 @@ def checkpoint_name(name: str | None, step: int) -> str:
             f"checkpoint name {name!r} has more than {MAX_CHECKPOINT_NAME_LENGTH} characters"
         )
     return name
-
-
-def launch_key(environment: Mapping[str, str], *, world_size: int, parent: str) -> str | None:
-    """What all ranks of one start of the run share, and no other start has. None: the launcher says nothing.
-
-    `parent` identifies the launching process on this machine. It serves only where every rank has the same
-    one: a single node. TORCHELASTIC_RESTART_COUNT likewise: after a failure on one of several nodes the
-    agents disagree about it (torch/distributed/elastic/agent/server/api.py counts only local failures down),
-    so across nodes a reused key is told apart by the members' objects instead (see `generation`).
-    """
-    get = environment.get
-    if (explicit := get("CKPT_ASYNC_LAUNCH_ID")) is not None:
-        if not str(explicit).strip():
-            raise SettingsError(
-                f"launch_id, or CKPT_ASYNC_LAUNCH_ID in the environment, is {explicit!r}: it says nothing",
-                hint="equal on all ranks and new at every start; leave it out if the launcher says which start it is",
-            )
-        return f"id={explicit}"
-    is_one_node = get("LOCAL_WORLD_SIZE", get("WORLD_SIZE", "1")) == get("WORLD_SIZE", "1")
-    run_id = get("TORCHELASTIC_RUN_ID", "none")
-    if run_id != "none":
-        key = f"torchelastic={run_id}"
-        if is_one_node:
-            return f"{key} restart={get('TORCHELASTIC_RESTART_COUNT', '0')} parent={parent}"
-        return f"{key} master={get('MASTER_ADDR', '')}:{get('MASTER_PORT', '')}"
-    if job := get("SLURM_JOB_ID"):
-        step, restart = get("SLURM_STEP_ID", ""), get("SLURM_RESTART_COUNT", "0")
-        return f"slurm={job}.{step} restart={restart}"
-    if world_size > 1 and "LOCAL_WORLD_SIZE" in environment and is_one_node:
-        return f"parent={parent} restart={get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    return None
-
-
-def rank_and_world_size(
-    environment: Mapping[str, str], rank: int | None, world_size: int | None
-) -> tuple[int, int]:
-    """Arguments over RANK / WORLD_SIZE of the launcher; 0 / 1 where nothing speaks of other processes.
-
-    Raises SettingsError for what cannot be, and for one without the other: of processes that each take themselves for
-    the only one, each would commit its part as the whole.
-    """
-
-    def number(name: str, given: int | None) -> int | None:
-        if given is not None:
-            if not is_whole(given):
-                raise SettingsError(f"{name}={given!r} must be a whole number")
-            return operator.index(given)
-        if (text := environment.get(name.upper())) is None:
-            return None
-        try:
-            return int(text)
-        except ValueError:
-            raise SettingsError(f"{name.upper()}={text!r} in the environment is not a number") from None
-
-    rank, world_size = number("rank", rank), number("world_size", world_size)
-    if world_size is not None and not 1 <= world_size <= 100_000:
-        raise SettingsError(f"world_size={world_size} must be from 1 to 100000")
-    said = {name: each for name, each in (("RANK", rank), ("WORLD_SIZE", world_size)) if each is not None}
-    known = ", ".join(f"{name}={each}" for name, each in said.items()) or _sign_of_others(environment)
-    if known in ("", "WORLD_SIZE=1"):
-        return 0, 1
-    if rank is None or world_size is None:
-        missing = " and ".join(name for name in ("RANK", "WORLD_SIZE") if name not in said)
-        raise SettingsError(
-            f"there is {known}, but no {missing}: which rank this is, and of how many, is not known",
-            hint="set both on every rank, or pass rank= and world_size= (0 and 1 for a process that is alone)",
-        )
-    if not 0 <= rank < world_size:
-        raise SettingsError(f"rank={rank} must be from 0 to world_size-1 = {world_size - 1}")
-    return rank, world_size
-
-
-def _sign_of_others(environment: Mapping[str, str]) -> str:
-    """What says that this may be one of several processes, or ""."""
-    for name in _NUM_PROCESSES:
-        if environment.get(name, "") not in ("", "1"):
-            return f"{name}={environment[name]}"
-    local_rank = environment.get("LOCAL_RANK", "")
-    return f"LOCAL_RANK={local_rank}" if local_rank not in ("", "-1") else ""  # -1: not distributed
 
 
 def fill(template: str, *, rank: int) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
-from ckpt_async import decide, keys, naming, retention
+from ckpt_async import decide, keys, launch, naming, retention
 from ckpt_async.errors import (
     BacklogError,
     CheckpointAbortedError,
@@ -128,7 +128,7 @@ class Uploader:
         environment = dict(os.environ)
         if launch_id is not None:
             environment["CKPT_ASYNC_LAUNCH_ID"] = launch_id
-        self.rank, self.world_size = naming.rank_and_world_size(environment, rank, world_size)
+        self.rank, self.world_size = launch.rank_and_world_size(environment, rank, world_size)
         self.settings = load_settings(settings, environment, settings_file)
         if generation is not None:
             if not naming.is_whole(generation) or not 1 <= generation <= keys.MAX_GENERATION:
@@ -748,7 +748,7 @@ def _numbers(metrics: Mapping[str, float], step: int) -> tuple[tuple[str, float]
 
 
 def _launch_key(environment: Mapping[str, str], world_size: int, generation: int | None) -> str:
-    key = naming.launch_key(environment, world_size=world_size, parent=_parent_identity())
+    key = launch.launch_key(environment, parent=_parent_identity())
     if key is not None:
         return key
     if world_size == 1 or generation is not None:

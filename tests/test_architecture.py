@@ -32,7 +32,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("checksums", "concurrency", "diagnosis", "plan"),
     ("store", "observe", "threads"),
     ("decide",),
-    ("retention", "records", "keys", "naming", "settings", "model", "units"),
+    ("launch", "retention", "records", "keys", "naming", "settings", "model", "units"),
     ("errors",),
 )
 DEPTH = {name: depth for depth, layer in enumerate(LAYERS) for name in layer}
@@ -42,6 +42,7 @@ PURE = {
     "settings",
     "model",
     "keys",
+    "launch",
     "naming",
     "records",
     "retention",

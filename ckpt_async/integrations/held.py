@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import uuid
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from ckpt_async.errors import (
     SealedError,
     SettingsError,
 )
-from ckpt_async.torch import fetch_together
+from ckpt_async.torch import fetch_together, launch_id
 
 logger = logging.getLogger(__name__)
 
@@ -59,9 +58,8 @@ class HeldUploader:
         folder: str | os.PathLike[str] | None,
         rank: int,
         world_size: int,
-        broadcast: Callable[[str], str] = lambda text: text,
     ) -> Uploader:
-        """Open it for a start of training, or check that the lent one fits. `broadcast` tells all what rank 0 says."""
+        """Open it for a start of training, or check that the lent one fits. Of several ranks all must call it."""
         if self.now is None:
             assert self.remote is not None
             assert folder is not None
@@ -70,7 +68,7 @@ class HeldUploader:
                 self.remote,
                 rank=rank,
                 world_size=world_size,
-                launch_id=broadcast(uuid.uuid4().hex),
+                launch_id=launch_id() if world_size > 1 else None,
                 **self._settings,
             )
         elif (self.now.rank, self.now.world_size) != (rank, world_size):

@@ -198,7 +198,7 @@ class CkptAsyncCallback(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
-            self._held.open(self._folder, trainer.global_rank, trainer.world_size, trainer.strategy.broadcast)
+            self._held.open(self._folder, trainer.global_rank, trainer.world_size)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._seen = set(_saved(trainer))  # of an earlier start

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from ckpt_async import StoreOptions, Uploader
 from ckpt_async.integrations.files import files_of_rank
 from ckpt_async.integrations.held import CLOSE_TIMEOUT_S, HeldUploader, fetch_newest
-from ckpt_async.torch import run_on_one
 
 try:
     from transformers import TrainerCallback
@@ -63,7 +62,7 @@ class CkptAsyncCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._held.open(args.output_dir, args.process_index, args.world_size, _rank_0s)
+        self._held.open(args.output_dir, args.process_index, args.world_size)
         self._before = _folders(args)
         self._announced = set()
 
@@ -118,10 +117,6 @@ def newest_checkpoint(
         store_options,
     )
     return None if found is None else os.path.join(output_dir, found[0].name)
-
-
-def _rank_0s(text: str) -> str:
-    return run_on_one(lambda: text)
 
 
 def _folder(args: TrainingArguments, name: str) -> Path:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ckpt_async.torch.agreement import (
         agree,
         gather_rng_states,
+        launch_id,
         load_rng_state,
         rng_state,
         run_on_one,
@@ -39,6 +40,7 @@ _HOMES = {
     "async_save": "dcp",
     "fetch_together": "resume",
     "gather_rng_states": "agreement",
+    "launch_id": "agreement",
     "load": "formats",
     "load_into": "formats",
     "load_latest": "dcp",
@@ -61,6 +63,7 @@ __all__ = [
     "async_save",
     "fetch_together",
     "gather_rng_states",
+    "launch_id",
     "load",
     "load_into",
     "load_latest",

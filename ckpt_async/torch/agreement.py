@@ -11,6 +11,7 @@ import os
 import pickle
 import random
 import traceback
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -89,6 +90,18 @@ def run_on_one(fn: Callable[[], T], *, rank: int = 0, group: dist.ProcessGroup |
     if not isinstance(raised, Exception):
         raise raised
     raise failure.as_error() from raised
+
+
+def launch_id(group: dist.ProcessGroup | None = None) -> str | None:
+    """What all ranks of this start share and no other start has: `Uploader(…, launch_id=launch_id())`. A random text of
+    the first rank's, told to all of them in one collective, so every rank of the group must call it.
+
+    None where torch.distributed is not initialized: then the launcher's word counts, as without this.
+    """
+    if _is_alone():
+        return None
+    first = 0 if group is None else dist.get_global_rank(group, 0)
+    return run_on_one(lambda: uuid.uuid4().hex, rank=first, group=group)
 
 
 class _Failure:

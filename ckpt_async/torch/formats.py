@@ -33,7 +33,7 @@ from typing import IO, Any, cast
 
 import torch
 
-from ckpt_async import naming, restore
+from ckpt_async import launch, naming, restore
 from ckpt_async.errors import FormatError, StateMismatchError, UnsafePickleError
 from ckpt_async.torch import validation
 from ckpt_async.torch.validation import ValidationFunction, validation_function
@@ -183,12 +183,12 @@ def fill(template: str, *, run_name: str = "") -> str:
     """
     values: dict[str, object] = {"rank": 0, "local_rank": 0, "node_rank": 0, "run_name": run_name}
     if _RANK.search(template):
-        rank, _ = naming.rank_and_world_size(os.environ, None, None)
-        local_rank = int(os.environ.get("LOCAL_RANK", rank))
+        rank, _ = launch.rank_and_world_size(os.environ, None, None)
+        local_rank = int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or rank)
         ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", rank + 1))
-        # torchrun says it outright; otherwise nodes have equally many ranks, in order.
-        node_rank = int(os.environ.get("GROUP_RANK", rank // ranks_per_node))
-        values.update(rank=rank, local_rank=local_rank, node_rank=node_rank)
+        # torchrun and Slurm say it outright; otherwise nodes have equally many ranks, in order.
+        node_rank = os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID") or rank // ranks_per_node
+        values.update(rank=rank, local_rank=local_rank, node_rank=int(node_rank))
     return naming.substitute(template, values) if "{" in template else template
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_async import keys, naming
-from ckpt_async.errors import InvalidNameError, SettingsError
+from ckpt_async.errors import InvalidNameError
 from ckpt_async.naming import MAX_SHARD_NAME_LENGTH, check_component, check_relative
 
 HOSTILE = [
@@ -114,137 +114,14 @@ def test_name_that_grows_too_long_is_refused() -> None:
     """Before anything is linked, not when S3 refuses the key."""
     with pytest.raises(InvalidNameError, match="200"):
         naming.checkpoint_name("a" * 199, 100)
-    with pytest.raises(InvalidNameError, match="1024"):
-        naming.check_key_length("s3://bucket/" + "p" * 600, "k" * 500)
 
 
-TORCHRUN = {
-    "TORCHELASTIC_RUN_ID": "run",
-    "TORCHELASTIC_RESTART_COUNT": "0",
-    "MASTER_ADDR": "n0",
-    "MASTER_PORT": "29500",
-}
-ONE_NODE = {**TORCHRUN, "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8"}
-TWO_NODES = {**TORCHRUN, "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}
-SLURM = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_RESTART_COUNT": "1"}
-
-
-def key(environment: dict[str, str], parent: str = "p", world_size: int = 8) -> str | None:
-    return naming.launch_key(environment, world_size=world_size, parent=parent)
-
-
-def test_ranks_of_one_start_have_one_key() -> None:
-    """If they differed, they would join different generations and no checkpoint would ever be whole."""
-    for environment in (ONE_NODE, TWO_NODES, SLURM):
-        ranks = [{**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(8)]
-        assert len({key(each) for each in ranks}) == 1
-    assert key(TWO_NODES, "here") == key(TWO_NODES, "there"), "each node has its own launcher"
-    agents = [{**TWO_NODES, "TORCHELASTIC_RESTART_COUNT": count} for count in "01"]
-    assert key(agents[0]) == key(agents[1]), "agents disagree about the restart count"
-    assert key(SLURM, "here") == key(SLURM, "there")
-
-
-def test_two_starts_have_two_keys() -> None:
-    """If they were equal, receipts of two incarnations could be taken for one (R5)."""
-    assert key(ONE_NODE, "first") != key(ONE_NODE, "second")
-    assert key(ONE_NODE) != key({**ONE_NODE, "TORCHELASTIC_RESTART_COUNT": "1"})
-    assert key(SLURM) != key({**SLURM, "SLURM_RESTART_COUNT": "2"})
-    assert key(SLURM) != key({**SLURM, "SLURM_STEP_ID": "1"})
-    assert key(TWO_NODES) != key({**TWO_NODES, "MASTER_PORT": "29501"})
-
-
-def test_explicit_launch_id_goes_first_and_silence_is_none() -> None:
-    """The operator knows; and where nobody knows, guessing would mix two starts."""
-    assert key({**ONE_NODE, **SLURM, "CKPT_ASYNC_LAUNCH_ID": "x"}) == "id=x"
-    assert key({}) is None
-    assert key({"WORLD_SIZE": "8", "RANK": "0"}) is None
-
-
-@pytest.mark.parametrize(
-    ("environment", "rank", "world_size"),
-    [
-        ({"RANK": "x"}, None, None),
-        ({}, 1, 1),
-        ({}, -1, 2),
-        ({}, 0, 0),
-        ({"RANK": "3", "WORLD_SIZE": "2"}, None, None),
-        ({"RANK": "", "WORLD_SIZE": "2"}, None, None),
-        ({}, True, 2),
-        ({}, 0, True),
-        ({}, 0, -1),
-        ({}, 0.0, 2),
-        ({}, "0", "2"),
-        ({}, 0, float("nan")),
-    ],
-)
-def test_impossible_rank_is_refused(
-    environment: dict[str, str], rank: int | None, world_size: int | None
-) -> None:
-    """Two processes that both take themselves for rank 0 would each commit half."""
-    with pytest.raises(SettingsError):
-        naming.rank_and_world_size(environment, rank, world_size)
-
-
-@pytest.mark.parametrize(
-    ("environment", "rank", "world_size", "message"),
-    [
-        ({"RANK": "0"}, None, None, "there is RANK=0, but no WORLD_SIZE"),
-        ({"RANK": "3"}, None, None, "there is RANK=3, but no WORLD_SIZE"),
-        ({}, 0, None, "there is RANK=0, but no WORLD_SIZE"),
-        ({"WORLD_SIZE": "2"}, None, None, "there is WORLD_SIZE=2, but no RANK"),
-        ({}, None, 2, "there is WORLD_SIZE=2, but no RANK"),
-        ({"LOCAL_RANK": "0"}, None, None, "there is LOCAL_RANK=0, but no RANK and WORLD_SIZE"),
-        (
-            {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
-            None,
-            None,
-            "there is LOCAL_WORLD_SIZE=2, but no RANK and",
-        ),
-        (
-            {**SLURM, "SLURM_STEP_NUM_TASKS": "4"},
-            None,
-            None,
-            "there is SLURM_STEP_NUM_TASKS=4, but no RANK and",
-        ),
-        ({"OMPI_COMM_WORLD_SIZE": "4"}, None, None, "there is OMPI_COMM_WORLD_SIZE=4, but no RANK and"),
-        ({"PMI_SIZE": "4"}, None, None, "there is PMI_SIZE=4, but no RANK and"),
-    ],
-)
-def test_half_of_what_a_launcher_says_is_refused(
-    environment: dict[str, str], rank: int | None, world_size: int | None, message: str
-) -> None:
-    """Each of N processes would take itself for the only one, and commit its part as the whole."""
-    with pytest.raises(SettingsError, match=message):
-        naming.rank_and_world_size(environment, rank, world_size)
-
-
-def test_arguments_go_before_the_launcher() -> None:
-    """A pipeline stage may number its ranks otherwise."""
-    assert naming.rank_and_world_size({"RANK": "0", "WORLD_SIZE": "2"}, 1, 4) == (1, 4)
-    assert naming.rank_and_world_size({"RANK": "1"}, None, 4) == (1, 4)
-    assert naming.rank_and_world_size({"LOCAL_RANK": "1", "PMI_SIZE": "4"}, 0, 1) == (0, 1)
-
-
-@pytest.mark.parametrize("environment", [{"LOCAL_RANK": "-1"}, {"LOCAL_RANK": ""}, {"LOCAL_WORLD_SIZE": ""}])
-def test_what_says_nothing_of_others_is_one_process(environment: dict[str, str]) -> None:
-    """-1 is transformers' and old torch's "not distributed"."""
-    assert naming.rank_and_world_size(environment, None, None) == (0, 1)
-
-
-@pytest.mark.parametrize(
-    "environment",
-    [{}, {"WORLD_SIZE": "1"}, {**SLURM, "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1"}, {"PMI_SIZE": "1"}],
-)
-def test_a_process_that_is_alone_need_not_say_so(environment: dict[str, str]) -> None:
-    """A notebook; one process of an allocation for more."""
-    assert naming.rank_and_world_size(environment, None, None) == (0, 1)
-
-
-@pytest.mark.parametrize("launch_id", ["", " "])
-def test_a_launch_id_that_says_nothing_is_refused(launch_id: str) -> None:
-    """Of a variable that was not set, say. The launcher's word for it would be another one than was meant."""
-    with pytest.raises(SettingsError, match="CKPT_ASYNC_LAUNCH_ID"):
-        key({**ONE_NODE, "CKPT_ASYNC_LAUNCH_ID": launch_id})
+def test_a_key_is_refused_at_the_first_byte_too_many() -> None:
+    """S3 takes 1,024 bytes, not one more."""
+    root = "s3://bucket/" + "p" * 600
+    naming.check_key_length(root, "k" * (1024 - len(root) - 1))
+    with pytest.raises(InvalidNameError, match=r"1025 bytes .* more than 1024"):
+        naming.check_key_length(root, "k" * (1024 - len(root)))
 
 
 @pytest.mark.parametrize("wrong", [5, None, b"a", Path("a"), ["a"]])

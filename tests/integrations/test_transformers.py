@@ -97,13 +97,9 @@ def test_a_checkpoint_made_on_sigterm_is_uploaded(stage: Stage, tmp_path: Path, 
 
 def test_the_recipe_for_accelerate(stage: Stage, tmp_path: Path, remote: str) -> None:
     def start(folder: str, num_steps: int, remote: str = remote) -> list[Trainer]:
-        launch = {
-            "CKPT_ASYNC_LAUNCH_ID": folder
-        }  # torchrun would say it, under which `accelerate launch` starts ranks
         return stage.start_ranks(
             "accelerated",
             2,
-            environment=launch,
             folder=f"{tmp_path}/{folder}",
             remote=remote,
             num_steps=num_steps,
@@ -119,3 +115,15 @@ def test_the_recipe_for_accelerate(stage: Stage, tmp_path: Path, remote: str) ->
     resumed = [each.hear() for each in start("b", 3)]
     assert [each["first_step"] for each in resumed] == [3, 3]
     assert [each["weights"] for each in resumed] == [each.hear()["weights"] for each in whole]
+
+
+def test_accelerate_that_does_not_see_the_other_ranks_is_refused(
+    stage: Stage, tmp_path: Path, remote: str
+) -> None:
+    """On CPU, without being told, it takes each process for the only one: two runs at one remote, and no word of it."""
+    ranks = stage.start_ranks(
+        "accelerated", 2, folder=f"{tmp_path}/a", remote=remote, num_steps=1, is_distributed=False
+    )
+    with pytest.raises(AssertionError, match=r"launcher says that this is rank 1 of 2"):
+        ranks[1].hear()
+    ranks[0].hear()

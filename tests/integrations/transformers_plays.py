@@ -21,7 +21,7 @@ import ckpt_async.stores.s3  # noqa: F401
 from ckpt_async import Uploader
 from ckpt_async.integrations.files import files_of_rank
 from ckpt_async.integrations.transformers import CkptAsyncCallback, newest_checkpoint
-from ckpt_async.torch import fetch_together
+from ckpt_async.torch import fetch_together, launch_id
 from tests.integrations.stage import tell
 
 WIDTH = 8
@@ -117,9 +117,11 @@ def train(
     }
 
 
-def accelerated(folder: str, remote: str, num_steps: int, *, world_size: int) -> dict[str, Any]:
+def accelerated(
+    folder: str, remote: str, num_steps: int, *, world_size: int, is_distributed: bool = True
+) -> dict[str, Any]:
     """The recipe for accelerate in docs/integrations.md."""
-    accelerator = accelerate.Accelerator(cpu=True)
+    accelerator = accelerate.Accelerator(cpu=is_distributed)
     model = Model()
     model, optimizer = accelerator.prepare(model, torch.optim.Adam(model.parameters(), lr=0.1))
     x = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(2))
@@ -129,7 +131,7 @@ def accelerated(folder: str, remote: str, num_steps: int, *, world_size: int) ->
         accelerator.load_state(f"{folder}/{found[0].name}")
     first_step = found[0].step + 1 if found is not None else 1
     rank, world_size = accelerator.process_index, accelerator.num_processes
-    with Uploader(folder, remote, rank=rank, world_size=world_size) as uploader:
+    with Uploader(folder, remote, rank=rank, world_size=world_size, launch_id=launch_id()) as uploader:
         for step in range(first_step, num_steps + 1):
             accelerator.backward(model(x)["loss"])
             optimizer.step()

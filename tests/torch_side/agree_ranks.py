@@ -17,6 +17,7 @@ from ckpt_async.errors import RankFailedError, RanksDisagreeError
 from ckpt_async.torch import (
     agree,
     gather_rng_states,
+    launch_id,
     load_rng_state,
     run_on_one,
     save_rng_state,
@@ -83,8 +84,10 @@ if rank in (1, 2):
         agree(f"ckpt-{rank}", what="the checkpoint", group=pair)
     except RanksDisagreeError as error:
         found["pair"] = str(error)
+    found["pair launch"] = launch_id(pair)
     found["pair result"] = run_on_one(lambda: f"of rank {rank}", rank=2, group=pair)
 
+found["launches"] = [launch_id(), launch_id()]
 found["result"] = run_on_one(lambda: called("result", {"from": rank}), rank=1)
 found["plain"] = failure_of(lambda: fails(ValueError("broken here")), 1)
 found["unsendable error"] = failure_of(lambda: fails(UnsendableError(reason="no")), 0)

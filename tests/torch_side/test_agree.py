@@ -15,6 +15,7 @@ import torch
 from ckpt_async.torch import (
     agree,
     gather_rng_states,
+    launch_id,
     load_rng_state,
     rng_state,
     run_on_one,
@@ -100,7 +101,16 @@ def test_each_rank_gets_its_own_random_numbers_back(found: list[dict[str, Any]])
         assert [each[name] for each in found] == [True] * 3, name
 
 
+def test_all_ranks_of_a_start_have_one_id_that_no_other_has(found: list[dict[str, Any]]) -> None:
+    assert [each["launches"] for each in found] == [found[0]["launches"]] * 3
+    ids = {*found[0]["launches"], found[1]["pair launch"]}
+    assert found[1]["pair launch"] == found[2]["pair launch"]
+    assert len(ids) == 3
+    assert all(ids)
+
+
 def test_without_torch_distributed_there_is_one_rank() -> None:
+    assert launch_id() is None, "the launcher's word counts"
     agree(1, what="anything")
     assert run_on_one(lambda: 7) == 7
     with pytest.raises(KeyError):

@@ -1,0 +1,197 @@
+"""Which rank, of how many, of which start: as launchers say it by the environment."""
+
+import pytest
+
+from ckpt_async import launch
+from ckpt_async.errors import SettingsError
+
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "run",
+    "TORCHELASTIC_RESTART_COUNT": "0",
+    "MASTER_ADDR": "n0",
+    "MASTER_PORT": "29500",
+}
+ONE_NODE = {**TORCHRUN, "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8"}
+TWO_NODES = {**TORCHRUN, "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}
+SLURM = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_RESTART_COUNT": "1"}
+
+
+def key(environment: dict[str, str], parent: str = "p") -> str | None:
+    return launch.launch_key(environment, parent=parent)
+
+
+def test_ranks_of_one_start_have_one_key() -> None:
+    """If they differed, they would join different generations and no checkpoint would ever be whole."""
+    for environment in (ONE_NODE, TWO_NODES, SLURM):
+        ranks = [{**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(8)]
+        assert len({key(each) for each in ranks}) == 1
+    assert key(TWO_NODES, "here") == key(TWO_NODES, "there"), "each node has its own launcher"
+    agents = [{**TWO_NODES, "TORCHELASTIC_RESTART_COUNT": count} for count in "01"]
+    assert key(agents[0]) == key(agents[1]), "agents disagree about the restart count"
+    assert key(SLURM, "here") == key(SLURM, "there")
+
+
+def test_two_starts_have_two_keys() -> None:
+    """If they were equal, receipts of two incarnations could be taken for one (R5)."""
+    assert key(ONE_NODE, "first") != key(ONE_NODE, "second")
+    assert key(ONE_NODE) != key({**ONE_NODE, "TORCHELASTIC_RESTART_COUNT": "1"})
+    assert key(SLURM) != key({**SLURM, "SLURM_RESTART_COUNT": "2"})
+    assert key(SLURM) != key({**SLURM, "SLURM_STEP_ID": "1"})
+    assert key(TWO_NODES) != key({**TWO_NODES, "MASTER_PORT": "29501"})
+
+
+def test_explicit_launch_id_goes_first_and_silence_is_none() -> None:
+    """The operator knows; and where nobody knows, guessing would mix two starts."""
+    assert key({**ONE_NODE, **SLURM, "CKPT_ASYNC_LAUNCH_ID": "x"}) == "id=x"
+    assert key({}) is None
+    assert key({"WORLD_SIZE": "8", "RANK": "0"}) is None
+
+
+def test_a_parent_that_starts_ranks_anew_itself_is_no_sign_of_a_start() -> None:
+    """Ray's raylet is the parent of every start of a gang, so every start had the same key. torchrun's agent says which
+    restart it is, also where it was given no id.
+    """
+    assert key({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}) is None
+    plain = {**ONE_NODE, "TORCHELASTIC_RUN_ID": "none"}
+    assert key(plain, "first") != key(plain, "second")
+    assert key({**TWO_NODES, "TORCHELASTIC_RUN_ID": "none"}) == "torchelastic=none master=n0:29500"
+
+
+@pytest.mark.parametrize(
+    ("environment", "rank", "world_size"),
+    [
+        ({"RANK": "x"}, None, None),
+        ({}, 1, 1),
+        ({}, -1, 2),
+        ({}, 0, 0),
+        ({"RANK": "3", "WORLD_SIZE": "2"}, None, None),
+        ({"RANK": "", "WORLD_SIZE": "2"}, None, None),
+        ({}, True, 2),
+        ({}, 0, True),
+        ({}, 0, -1),
+        ({}, 0.0, 2),
+        ({}, "0", "2"),
+        ({}, 0, float("nan")),
+    ],
+)
+def test_impossible_rank_is_refused(
+    environment: dict[str, str], rank: int | None, world_size: int | None
+) -> None:
+    """Two processes that both take themselves for rank 0 would each commit half."""
+    with pytest.raises(SettingsError):
+        launch.rank_and_world_size(environment, rank, world_size)
+
+
+@pytest.mark.parametrize(
+    ("environment", "rank", "world_size", "message"),
+    [
+        ({"RANK": "0"}, None, None, "there is RANK=0, but no WORLD_SIZE"),
+        ({"RANK": "3"}, None, None, "there is RANK=3, but no WORLD_SIZE"),
+        ({}, 0, None, "there is RANK=0, but no WORLD_SIZE"),
+        ({"WORLD_SIZE": "2"}, None, None, "there is WORLD_SIZE=2, but no RANK"),
+        ({}, None, 2, "there is WORLD_SIZE=2, but no RANK"),
+        ({"LOCAL_RANK": "0"}, None, None, "there is LOCAL_RANK=0, but no RANK and WORLD_SIZE"),
+        (
+            {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
+            None,
+            None,
+            "there is LOCAL_WORLD_SIZE=2, but no RANK and",
+        ),
+        (
+            {**SLURM, "SLURM_STEP_NUM_TASKS": "4"},
+            None,
+            None,
+            "there is SLURM_STEP_NUM_TASKS=4, but no RANK and",
+        ),
+        ({**SLURM, "SLURM_PROCID": "1"}, None, None, "there is SLURM_PROCID=1, but no RANK and"),
+        ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}, None, None, "there is SLURM_PROCID=1, but no RANK and"),
+        (
+            {**SLURM, "SLURM_PROCID": "0", "SLURM_NTASKS": "2"},
+            None,
+            None,
+            "there is SLURM_NTASKS=2, but no RANK and",
+        ),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, None, None, "there is OMPI_COMM_WORLD_SIZE=4, but no RANK and"),
+        ({"PMI_SIZE": "4"}, None, None, "there is PMI_SIZE=4, but no RANK and"),
+    ],
+)
+def test_half_of_what_a_launcher_says_is_refused(
+    environment: dict[str, str], rank: int | None, world_size: int | None, message: str
+) -> None:
+    """Each of N processes would take itself for the only one, and commit its part as the whole."""
+    with pytest.raises(SettingsError, match=message):
+        launch.rank_and_world_size(environment, rank, world_size)
+
+
+SRUN = {**SLURM, "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4"}
+MPIRUN = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4"}
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {**SRUN, "SLURM_PROCID": "2"},
+        MPIRUN,
+        {"PMI_RANK": "2", "PMI_SIZE": "4", "OMPI_COMM_WORLD_RANK": ""},
+        {**SRUN, "SLURM_PROCID": "2", "PMI_RANK": "2", "PMI_SIZE": "4"},  # srun --mpi=pmi2
+        {**MPIRUN, "SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"},  # mpirun in a batch script
+    ],
+)
+def test_srun_and_mpirun_say_which_rank_this_is(environment: dict[str, str]) -> None:
+    """They set no RANK and WORLD_SIZE."""
+    assert launch.rank_and_world_size(environment, None, None) == (2, 4)
+    torchrun = {**environment, "RANK": "5", "WORLD_SIZE": "8"}  # one for each of the tasks
+    assert launch.rank_and_world_size(torchrun, None, None) == (5, 8)
+
+
+def test_launchers_that_disagree_are_refused() -> None:
+    """mpirun starts a daemon on each node by srun, and that the ranks: the step's numbers are the daemons'."""
+    with pytest.raises(SettingsError, match=r"OMPI_COMM_WORLD_RANK=2 of .*=4 and SLURM_PROCID=1 of .*=4"):
+        launch.rank_and_world_size({**SRUN, **MPIRUN, "SLURM_PROCID": "1"}, None, None)
+
+
+@pytest.mark.parametrize(
+    "environment", [{"RANK": "1", "WORLD_SIZE": "2"}, {**SRUN, "SLURM_PROCID": "1"}, MPIRUN]
+)
+def test_a_rank_that_is_called_the_only_one_is_refused(environment: dict[str, str]) -> None:
+    """accelerate on CPU under torchrun: every process is 0 of 1, and begins a run of its own at the same remote."""
+    with pytest.raises(SettingsError, match=r"world_size=1 was given, but .* that this is rank \d of \d"):
+        launch.rank_and_world_size(environment, 0, 1)
+    first = {name: "0" if name in ("RANK", "SLURM_PROCID") else each for name, each in environment.items()}
+    if first != environment:  # where rank 0 saves for all, it alone uploads
+        assert launch.rank_and_world_size(first, 0, 1) == (0, 1)
+
+
+def test_arguments_go_before_the_launcher() -> None:
+    """A pipeline stage may number its ranks otherwise."""
+    assert launch.rank_and_world_size({"RANK": "0", "WORLD_SIZE": "2"}, 1, 4) == (1, 4)
+    assert launch.rank_and_world_size({"RANK": "1"}, None, 4) == (1, 4)
+    assert launch.rank_and_world_size({"LOCAL_RANK": "1", "PMI_SIZE": "4"}, 0, 1) == (0, 1)
+
+
+@pytest.mark.parametrize("environment", [{"LOCAL_RANK": "-1"}, {"LOCAL_RANK": ""}, {"LOCAL_WORLD_SIZE": ""}])
+def test_what_says_nothing_of_others_is_one_process(environment: dict[str, str]) -> None:
+    """-1 is transformers' and old torch's "not distributed"."""
+    assert launch.rank_and_world_size(environment, None, None) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        {"WORLD_SIZE": "1"},
+        {**SLURM, "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1"},
+        {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "8"},  # a batch script
+        {"PMI_SIZE": "1"},
+    ],
+)
+def test_a_process_that_is_alone_need_not_say_so(environment: dict[str, str]) -> None:
+    """A notebook; one process of an allocation for more."""
+    assert launch.rank_and_world_size(environment, None, None) == (0, 1)
+
+
+@pytest.mark.parametrize("launch_id", ["", " "])
+def test_a_launch_id_that_says_nothing_is_refused(launch_id: str) -> None:
+    """Of a variable that was not set, say. The launcher's word for it would be another one than was meant."""
+    with pytest.raises(SettingsError, match="CKPT_ASYNC_LAUNCH_ID"):
+        key({**ONE_NODE, "CKPT_ASYNC_LAUNCH_ID": launch_id})
