@@ -379,5 +379,7 @@ def _report(adopted: _Adopted) -> RankReport:
 def _why_left(checkpoint: LocalCheckpoint, engine: Engine) -> str:
     """The failure of one of its shards, else the last thing that went wrong, else there was no time."""
     failures = [each.failure.message for each in checkpoint.shards.values() if each.failure is not None]
-    others: list[CkptAsyncError] = [each for each in engine.failures if isinstance(each, StoreError)]
+    others: list[CkptAsyncError] = [
+        each.error for each in engine.failures if isinstance(each.error, StoreError)
+    ]
     return next(iter([*failures, *map(str, reversed(others))]), "time ran out")

@@ -29,6 +29,7 @@ from ckpt_async.errors import (
     SourceError,
     StoreError,
 )
+from ckpt_async.failures import Failure
 from ckpt_async.files import Folder, boot_id, fsync_path, point_symlink, write_durably
 from ckpt_async.generation import newest_generation
 from ckpt_async.journal import Journal
@@ -68,7 +69,8 @@ POLL_S = 1.0
 # After an action failed for good (its own retries are over, the trainer was told) it is tried again this much
 # later: an outage longer than any timeout must not need a restart to heal.
 RETRY_ACTION_S = 30.0
-_GIVEN_UP = "this checkpoint is given up; later ones are not affected"
+# While someone waits for it, if the store may heal.
+RETRY_HURRIED_S = 1.0
 # Outcomes remembered for `wait` after a checkpoint has left the journal.
 MAX_OUTCOMES = 1000
 
@@ -97,7 +99,7 @@ class Engine:
         self.rank = rank
         self.local = Local(rank)
         self.outcomes: dict[CheckpointId, Decided] = {}
-        self.failures: deque[CkptAsyncError] = deque(maxlen=MAX_OUTCOMES)
+        self.failures: deque[Failure] = deque(maxlen=MAX_OUTCOMES)
         self.fenced_by: int | None = None
         self.num_due = 0  # actions of our own that are due or under way, not counting looks at the others
         self.num_rounds = 0
@@ -116,7 +118,9 @@ class Engine:
         )
         self._remote = decide.Remote()
         self._running: dict[decide.Action, asyncio.Task[None]] = {}
-        self._not_before: dict[decide.Action, float] = {}
+        self._not_before: dict[decide.Action, float] = {}  # of those that failed
+        self._may_heal: set[decide.Action] = set()  # of these, those that the store refuses for now
+        self._is_retry_asked = False
         self._uploads: deque[decide.Upload] = deque()
         self._num_uploading = 0  # tasks; one may be for many shards
         self._alone: set[decide.Upload] = set()  # that could not be sent in a series
@@ -158,7 +162,10 @@ class Engine:
         return number
 
     def hurry(self, is_hurried: bool) -> None:
-        """While someone waits, look for the others' receipts at the shortest interval. Any thread."""
+        """While someone waits, look for the others' receipts at the shortest interval, and try again what failed. Any
+        thread.
+        """
+        self._is_retry_asked |= is_hurried  # not by `change`: a `wake` that follows must not be seen before
 
         def change() -> None:
             self._is_hurried = is_hurried
@@ -230,6 +237,9 @@ class Engine:
         """Start what is due and not under way; return how long nothing else can become due."""
         now = self._loop.time()
         wake_at = now + POLL_S
+        if self._is_retry_asked:
+            self._is_retry_asked = False
+            self._not_before.clear()
         uploads: deque[decide.Upload] = deque()
         due: set[decide.Action] = set()
         num_due = 0
@@ -244,6 +254,7 @@ class Engine:
             is_running = action in self._running
             if self._not_before and not is_running and now < (at := self._not_before.get(action, 0.0)):
                 wake_at = min(wake_at, at)
+                num_due += self._is_hurried and action in self._may_heal
             elif isinstance(action, decide.Upload):
                 num_due += 1
                 is_sent_ahead = sent_ahead and (action.checkpoint, action.shard) in sent_ahead
@@ -254,6 +265,7 @@ class Engine:
                 if not is_running and not self._is_in_use(action):
                     self._start(action)
         self._not_before = {action: at for action, at in self._not_before.items() if action in due}
+        self._may_heal &= self._not_before.keys()
         self._alone &= due
         for action, task in self._running.items():
             if isinstance(action, decide.Upload) and action not in due:
@@ -513,12 +525,26 @@ class Engine:
                 case _:
                     assert_never(action)
         except (StoreError, JournalError, InvalidRecordError, OSError) as error:
-            self._not_before[action] = self._loop.time() + RETRY_ACTION_S
-            logger.warning("action_failed action=%s retry_in_s=%.0f error=%s", action, RETRY_ACTION_S, error)
-            if isinstance(error, StoreError | InvalidRecordError):
-                self.failures.append(error)
+            pause_s = self._hold_back(action, error)
+            logger.warning("action_failed action=%s retry_in_s=%.0f error=%s", action, pause_s, error)
+            if isinstance(error, StoreError | InvalidRecordError) and not isinstance(
+                action, decide.WaitUntil
+            ):
+                known = self.local.checkpoints.get(action.checkpoint)
+                was_decided = known is not None and known.decision is not None
+                self.failures.append(Failure(error, action.checkpoint, was_decided=was_decided))
             else:
                 self._observer.attempt_failed(FailureReason.DISK)  # heals when there is space again
+
+    def _hold_back(self, action: decide.Action, error: Exception) -> float:
+        """It has failed: for how long it is not tried again."""
+        pause_s = RETRY_ACTION_S
+        if isinstance(error, StoreError) and error.reason.is_retryable:
+            self._may_heal.add(action)
+            if self._is_hurried:
+                pause_s = min(pause_s, RETRY_HURRIED_S)
+        self._not_before[action] = self._loop.time() + pause_s
+        return pause_s
 
     def _checkpoint(self, id_: CheckpointId) -> LocalCheckpoint:
         return self.local.checkpoints[id_]
@@ -655,7 +681,7 @@ class Engine:
             finally:
                 source.close()
         except (SourceError, StoreError) as error:
-            self._not_before[action] = self._loop.time() + RETRY_ACTION_S
+            self._hold_back(action, error)
             self._fail(checkpoint, [Failed(checkpoint.id, shard.name, error.reason, str(error))])
             return
         finally:
@@ -710,8 +736,8 @@ class Engine:
             self._observer.shards_finished(each.reason.value if is_lost else "failed", 1, 0.0)
             logger.error("shard_failed %s shard=%s error=%s", checkpoint.id, each.shard, each.message)
             if not self._is_left_over(checkpoint.id) or not self._is_trainer:
-                message = f"{checkpoint.id}, shard {each.shard!r}: {each.message}"
-                self.failures.append(CkptAsyncError(message, hint=_GIVEN_UP if is_lost else ""))
+                error = CkptAsyncError(f"{checkpoint.id}, shard {each.shard!r}: {each.message}")
+                self.failures.append(Failure(error, checkpoint.id, each.shard, is_given_up=is_lost))
 
     async def _store_receipt(self, action: decide.StoreReceipt) -> None:
         checkpoint = self._checkpoint(action.checkpoint)
@@ -853,8 +879,8 @@ class Engine:
             logger.error("checkpoint_aborted %s reason=%s", checkpoint.id, decision.reason)
             is_known = decision.is_superseded or any(each.failure for each in checkpoint.shards.values())
             if checkpoint.sealed and not is_known and not self._is_left_over(checkpoint.id):
-                message = f"{checkpoint.id} was given up: {decision.reason}"
-                self.failures.append(CkptAsyncError(message, hint=_GIVEN_UP))
+                error = CkptAsyncError(f"{checkpoint.id} was given up: {decision.reason}")
+                self.failures.append(Failure(error, checkpoint.id, is_given_up=True))
             return
         if decision.outcome is Outcome.COMMIT and self._is_left_over(checkpoint.id):
             # Whoever committed it may have died before it could move latest.

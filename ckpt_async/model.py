@@ -299,6 +299,13 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
+class Retried:
+    """Someone who waits has what failed tried again; what is gone or changed stays failed."""
+
+    checkpoint: CheckpointId
+
+
+@dataclass(frozen=True, slots=True)
 class ReceiptStored:
     """This rank's receipt is in the store."""
 
@@ -341,6 +348,7 @@ Event = (
     | MultipartOpened
     | Verified
     | Failed
+    | Retried
     | ReceiptStored
     | Decided
     | Released
@@ -409,6 +417,11 @@ class LocalCheckpoint:
         """Why this rank can never complete the checkpoint, if that is so: a source is gone or changed."""
         losses = (each.failure for each in self.shards.values())
         return next((failure for failure in losses if failure and failure.reason in _LOSSES), None)
+
+    @property
+    def may_be_retried(self) -> bool:
+        """Whether something failed, and another try may succeed."""
+        return self.loss is None and any(each.failure is not None for each in self.shards.values())
 
 
 _LOSSES = frozenset({FailureReason.SOURCE_CHANGED, FailureReason.SOURCE_MISSING})
@@ -492,6 +505,7 @@ def _apply(
     | MultipartOpened
     | Verified
     | Failed
+    | Retried
     | ReceiptStored
     | Decided
     | Released,
@@ -535,6 +549,9 @@ def _apply(
         case Failed():
             if event.shard in shards:
                 shards[event.shard] = replace(shards[event.shard], failure=event)
+        case Retried():
+            if checkpoint.loss is None:
+                shards |= {name: replace(each, failure=None) for name, each in shards.items() if each.failure}
         case Superseded():
             return replace(checkpoint, superseded=event.reason)
         case ReceiptStored():
@@ -550,7 +567,7 @@ def _apply(
 
 def _retry_failed(checkpoint: LocalCheckpoint) -> LocalCheckpoint:
     """A new engine tries again what an old one gave up on, except where the bytes themselves are gone."""
-    if checkpoint.loss is not None or all(each.failure is None for each in checkpoint.shards.values()):
+    if not checkpoint.may_be_retried:
         return checkpoint
     return replace(
         checkpoint, shards={name: replace(each, failure=None) for name, each in checkpoint.shards.items()}

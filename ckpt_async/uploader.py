@@ -19,14 +19,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
-from ckpt_async import decide, keys, launch, naming, retention
+from ckpt_async import at_exit, decide, keys, launch, naming, retention
 from ckpt_async.errors import (
     BacklogError,
     CheckpointAbortedError,
     CkptAsyncError,
     CommitTimeoutError,
     FencedError,
-    FolderInUseError,
     InvalidNameError,
     InvalidShardError,
     SealedError,
@@ -34,6 +33,7 @@ from ckpt_async.errors import (
     UploaderClosedError,
     UploadFailedError,
 )
+from ckpt_async.failures import Failure, to_raise
 from ckpt_async.files import Folder, boot_id
 from ckpt_async.journal import Journal, RankLock
 from ckpt_async.metrics import Metrics, serve
@@ -42,6 +42,7 @@ from ckpt_async.model import (
     Enqueued,
     Growing,
     Outcome,
+    Retried,
     Sealed,
     Shard,
     Superseded,
@@ -58,8 +59,6 @@ logger = logging.getLogger(__name__)
 LOCK_WAIT_S = 15.0
 # After an exception in the training loop: long enough for receipts, too short to hide the traceback.
 CLOSE_AFTER_ERROR_S = 10.0
-# An uploader that was never closed: the process should end, and the journal has what is left.
-EXIT_TIMEOUT_S = 60.0
 # While `enqueue` is held up: how often the disk and the backlog are looked at, besides at every change.
 BLOCK_POLL_S = 0.5
 
@@ -146,13 +145,14 @@ class Uploader:
         self.remote = address.url
         self._folder = Folder(folder)
         self.folder = self._folder.path
-        _refuse_second(self.folder, self.rank)
+        at_exit.refuse_second(self.folder, self.rank)
 
-        self._pid = os.getpid()
+        self.pid = os.getpid()
         self._lock = threading.Lock()
         self._changed = threading.Condition()
         self._open: dict[int, _Open] = {}
         self._sealed = array("q")  # every step of this start, in order: refused if it comes again
+        self._told: set[CheckpointId] = set()  # given up, as `wait` has said
         self._num_waiting = 0
         self._num_flushing = 0
         self._is_closed = False
@@ -191,7 +191,7 @@ class Uploader:
         self._metrics_server = serve(
             self.metrics, self.settings.metrics_port, self.settings.metrics_address, environment
         )
-        _close_before_exit(self)
+        at_exit.add(self)
         self._undo_sigterm: Callable[[], None] | None = None
         if self.settings.sigterm_flush_s:
             self._undo_sigterm = flush_on_sigterm(self, self.settings.sigterm_flush_s)
@@ -330,7 +330,7 @@ class Uploader:
     def _not_written(self, there: _Open, checkpoint: CheckpointId, name: str) -> None:
         with self._lock:
             there.growing.discard(name)
-        if os.getpid() == self._pid and not self._is_closed:
+        if os.getpid() == self.pid and not self._is_closed:
             self._journal.append(self.rank, [Growing(checkpoint, there.name, name, None)])
             self._engine_now().wake()
 
@@ -429,7 +429,8 @@ class Uploader:
         self._engine_now().wake()
 
     def wait(self, step: int, timeout_s: float | None = None) -> None:
-        """Block until the checkpoint at `step` is committed, of all ranks.
+        """Block until the checkpoint at `step` is committed, of all ranks. What has failed is tried again, for as long
+        as `timeout_s` says; without one, once.
 
         Raises CheckpointAbortedError, UploadFailedError, CommitTimeoutError (it names the ranks whose part
         is missing); SealedError if this rank has not sealed it, because then it never would be.
@@ -441,10 +442,13 @@ class Uploader:
         if there is None or not there.is_sealed:
             raise SealedError(f"step {step} was not sealed by this rank: call seal(step={step}) before wait")
         deadline = None if timeout_s is None else _deadline(timeout_s)
+        self._retry_failed(checkpoint)
         with self._hurried(), self._changed:
             while not self._is_committed(checkpoint):
                 left_s = None if deadline is None else deadline - time.monotonic()
-                if left_s is not None and left_s <= 0:
+                is_over = left_s is not None and left_s <= 0
+                self._raise_shard_failure(checkpoint, is_final=deadline is None or is_over)
+                if is_over:
                     raise CommitTimeoutError(self._describe_unfinished(checkpoint, timeout_s))
                 self._changed.wait(left_s)
 
@@ -466,22 +470,22 @@ class Uploader:
     def raise_failures(self) -> None:
         """In strict mode raise UploadFailedError for what finally failed since the last call; else nothing.
 
-        `enqueue`, `seal` and `close` call it. A failure that healed is never raised, only counted.
+        `enqueue`, `seal` and `close` call it. A failure that healed is never raised, only counted; nor is a checkpoint
+        that was given up, once `wait` has said so.
         """
         self._check_alive()
-        failures = self._engine_now().failures
-        if not failures or self.settings.on_error != "raise":
-            return
-        found: list[CkptAsyncError] = []
+        if (error := self._take_failures()) is not None:
+            raise error
+
+    def _take_failures(self) -> UploadFailedError | None:
+        engine = self._engine_now()
+        if not engine.failures or self.settings.on_error != "raise":
+            return None
+        found: list[Failure] = []
         with contextlib.suppress(IndexError):
             while True:
-                found.append(failures.popleft())
-        raise UploadFailedError(
-            "; ".join(str(each) for each in found[:3])
-            + (f"; and {len(found) - 3} more" if found[3:] else ""),
-            hint="what can still be sent is in the spool: it is tried again now and at the next start, or by"
-            " `ckpt-async drain`",
-        ) from found[0]
+                found.append(engine.failures.popleft())
+        return to_raise(found, engine.fresh_local(), self._told)
 
     def flush(self, timeout_s: float) -> FlushReport:
         """Get as much as possible into the store within `timeout_s`, the newest complete checkpoint first; then say
@@ -512,16 +516,16 @@ class Uploader:
     def close(self, timeout_s: float | None = None) -> None:
         """Finish what was sealed, stop the engine, release the folder. Idempotent.
 
-        Waits until this rank's part is in the store (at most `timeout_s`, default `upload_timeout_s`) and
-        then up to `close_grace_s` for the other ranks, so that latest and local retention are done too.
-        What is left when it returns is in the journal: the next start, `ckpt-async drain` or the sweeper
+        Waits until this rank's part is in the store (at most `timeout_s`, default `upload_timeout_s`), trying again
+        what had failed, and then up to `close_grace_s` for the other ranks, so that latest and local retention are
+        done too. What is left when it returns is in the journal: the next start, `ckpt-async drain` or the sweeper
         finish it. In strict mode raises what failed.
         """
-        if os.getpid() != self._pid or self._is_closed:
+        if os.getpid() != self.pid or self._is_closed:
             return
         deadline = _deadline(self.settings.upload_timeout_s if timeout_s is None else timeout_s)
         self._is_closed = True
-        _close_without_exit(self)
+        at_exit.discard(self)
         if self._undo_sigterm is not None:
             self._undo_sigterm()
         self._runner.expect_end()
@@ -531,11 +535,16 @@ class Uploader:
                 self._log_what_is_left()
         finally:
             self._runner.end()
-            self._rank_lock.release()
-            if self._metrics_server is not None:
-                self._metrics_server.close()
-            self._journal.close()
-        self.raise_failures()
+            try:
+                failed = self._take_failures()
+            finally:
+                self._rank_lock.release()
+                if self._metrics_server is not None:
+                    self._metrics_server.close()
+                self._journal.close()
+        self._check_alive()
+        if failed is not None:
+            raise failed
 
     def __enter__(self) -> Self:
         return self
@@ -559,9 +568,9 @@ class Uploader:
     # --- checks --------------------------------------------------------------------------------------------
 
     def _check_process(self) -> None:
-        if os.getpid() != self._pid:
+        if os.getpid() != self.pid:
             raise UploaderClosedError(
-                f"this uploader was opened by process {self._pid}; this is a fork of it, process {os.getpid()}",
+                f"this uploader was opened by process {self.pid}; this is a fork of it, process {os.getpid()}",
                 hint="call it from the process that opened it",
             )
         if self._is_closed:
@@ -615,12 +624,26 @@ class Uploader:
         decision = engine.outcomes.get(id_) or (checkpoint.decision if checkpoint else None)
         if decision is not None:
             if decision.outcome is Outcome.ABORT:
+                self._told.add(id_)
                 raise CheckpointAbortedError(f"{id_} was given up: {decision.reason}")
             return True
-        for each in checkpoint.shards.values() if checkpoint else ():
-            if each.failure is not None and checkpoint and checkpoint.loss is None:
-                raise UploadFailedError(f"{id_}, shard {each.shard.name!r}: {each.failure.message}")
         return False
+
+    def _raise_shard_failure(self, id_: CheckpointId, *, is_final: bool) -> None:
+        """Raise what failed, unless the store may still heal and there is time left."""
+        checkpoint = self._engine_now().local.checkpoints.get(id_)
+        if checkpoint is None or checkpoint.loss is not None:  # a loss becomes an abort
+            return
+        for each in checkpoint.shards.values():
+            if each.failure is not None and (is_final or not each.failure.reason.is_retryable):
+                raise UploadFailedError(f"{id_}, shard {each.shard.name!r}: {each.failure.message}")
+
+    def _retry_failed(self, *only: CheckpointId) -> None:
+        """Have what failed, of these or of all checkpoints, tried again; `hurry` says when: now."""
+        local = self._engine_now().fresh_local()
+        failed = [id_ for id_, each in local.checkpoints.items() if each.may_be_retried]
+        if events := [Retried(id_) for id_ in failed if id_ in only or not only]:
+            self._journal.append(self.rank, events)
 
     def _describe_unfinished(self, id_: CheckpointId, timeout_s: float | None) -> str:
         engine = self._engine_now()
@@ -668,6 +691,7 @@ class Uploader:
             engine.wake()  # the one before may have been lost with an engine that died
             return True
 
+        self._retry_failed()
         with self._hurried():
             asked = self._engine_now().wake()
             self._wait_while(is_busy, deadline)
@@ -767,47 +791,3 @@ def _parent_identity() -> str:
         # proc(5): field 22 of stat is the start time; the name in field 2 may hold spaces and parentheses
         started = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]
     return f"{boot_id()}:{os.getppid()}:{started}"
-
-
-# --- interpreter exit --------------------------------------------------------------------------------------
-# `atexit` runs after executors refuse work, too late for an asyncio thread; `threading._register_atexit`
-# runs before (it is what concurrent.futures itself uses). Private, hence guarded: without it, a trainer that
-# forgets to close loses nothing, the journal has it.
-
-_open_uploaders: set[Uploader] = set()
-_is_exit_registered = False
-
-
-def _refuse_second(folder: Path, rank: int) -> None:
-    """One of this process does not end by being waited for. One that is closing is not open any more."""
-    for each in list(_open_uploaders):
-        if (each.folder, each.rank, each._pid) == (folder, rank, os.getpid()):  # noqa: SLF001
-            raise FolderInUseError(
-                f"rank {rank} of folder {str(folder)!r} is in use by process {os.getpid()}, this very one",
-                hint="close the other Uploader first, as `with Uploader(...)` does, or go on with it",
-            )
-
-
-def _close_before_exit(uploader: Uploader) -> None:
-    global _is_exit_registered  # noqa: PLW0603  one registration for the life of the process
-    _open_uploaders.add(uploader)
-    if not _is_exit_registered:
-        _is_exit_registered = True
-        register = getattr(threading, "_register_atexit", None)
-        if register is not None:
-            register(_close_all)
-
-
-def _close_without_exit(uploader: Uploader) -> None:
-    _open_uploaders.discard(uploader)
-
-
-def _close_all() -> None:
-    for uploader in list(_open_uploaders):
-        if uploader._pid != os.getpid():  # noqa: SLF001  a dataloader worker ends: not its business
-            continue
-        logger.warning("not_closed folder=%s: closing at exit; use `with Uploader(...)`", uploader.folder)
-        try:
-            uploader.close(timeout_s=EXIT_TIMEOUT_S)
-        except CkptAsyncError:
-            logger.exception("close_failed folder=%s", uploader.folder)

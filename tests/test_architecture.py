@@ -24,6 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("__main__", "cli", "demo", "torch"),
     ("__init__",),  # the public names, `ckpt_async` itself
     ("uploader", "sweeper", "restore", "preemption", "doctor"),
+    ("at_exit",),
     ("runners",),
     ("drain", "status", "verify"),
     ("engine", "generation", "metrics", "protocol"),
@@ -31,7 +32,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("stores", "journal", "files", "shard_writer"),
     ("checksums", "concurrency", "diagnosis", "plan"),
     ("store", "observe", "threads"),
-    ("decide",),
+    ("decide", "failures"),
     ("launch", "retention", "records", "keys", "naming", "settings", "model", "units"),
     ("errors",),
 )
@@ -50,6 +51,7 @@ PURE = {
     "plan",
     "concurrency",
     "diagnosis",
+    "failures",
     "units",
 }
 IMPURE_IMPORTS = {

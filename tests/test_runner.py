@@ -32,9 +32,11 @@ from ckpt_async import (
 )
 from ckpt_async.demo.seaweed import SeaweedServer
 from ckpt_async.errors import FailureReason, FolderInUseError, RunnerError
+from ckpt_async.failures import Failure
 from ckpt_async.files import Folder
 from ckpt_async.journal import RankLock
 from ckpt_async.model import CheckpointId, Decided, Outcome
+from ckpt_async.naming import MAX_SHARD_NAME_LENGTH
 from ckpt_async.runners import child, wire
 from ckpt_async.runners import process as process_module
 from ckpt_async.transfer import SERIES_SHARDS
@@ -242,7 +244,7 @@ def test_a_final_failure_is_raised_once_and_tried_again(
         proxy.add(Fault("unavailable", "PUT", SHARDS))
         save(uploader, 1, num_shards=1)
         with pytest.raises(UploadFailedError, match="generation 1 step 1, shard"):
-            uploader.wait(1, timeout_s=PATIENCE_S)
+            uploader.wait(1)
         with pytest.raises(UploadFailedError, match=r"shard 'rank-0-0\.pt'.*ckpt-async drain"):
             wait_until(uploader.raise_failures)
         uploader.raise_failures()  # told once
@@ -683,7 +685,12 @@ def test_the_largest_report_fits_into_a_packet() -> None:
     report = {
         "observed": list(facts.observed)[: child.MAX_FACTS],
         "decided": [Decided(id_, Outcome.ABORT, "n" * 100, "r" * 200)] * child.MAX_DECIDED,
-        "failures": [wire.error_fields(UploadFailedError("e" * wire.MAX_TEXT))] * child.MAX_FAILURES,
+        "failures": [
+            wire.failure_fields(
+                Failure(UploadFailedError("e" * wire.MAX_TEXT), id_, "s" * MAX_SHARD_NAME_LENGTH)
+            )
+        ]
+        * child.MAX_FAILURES,
         "forgotten": [(id_.generation, id_.step, 1e10 / 7)] * child.MAX_FORGOTTEN,
         "missing": [(id_, list(range(1000, 1000 + child.MAX_MISSING)))] * child.MAX_MISSING,
     }

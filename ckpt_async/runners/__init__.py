@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from ckpt_async.errors import CkptAsyncError
+from ckpt_async.failures import Failure
 from ckpt_async.files import Folder
 from ckpt_async.journal import Journal, RankLock
 from ckpt_async.model import CheckpointId, Decided, Local, RemoteAddress
@@ -39,7 +39,7 @@ class EngineView(Protocol):
 
     fenced_by: int | None
     outcomes: dict[CheckpointId, Decided]
-    failures: deque[CkptAsyncError]
+    failures: deque[Failure]
     num_due: int
     last_seen_wake: int
 
@@ -59,7 +59,7 @@ class EngineView(Protocol):
         """
 
     def hurry(self, is_hurried: bool) -> None:
-        """Whether someone waits for the other ranks."""
+        """Whether someone waits, for the other ranks or for what failed, which is tried again at once."""
 
     def put_newest_first(self, is_newest_first: bool = True) -> None:
         """Whether the newest sealed checkpoint goes before all others."""

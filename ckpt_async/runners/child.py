@@ -138,7 +138,7 @@ class _Rank:
         self._facts = _Facts(self._report_soon)
         self._before = Local(0)
         self._decided: deque[Decided] = deque()
-        self._failures: deque[dict[str, str]] = deque()
+        self._failures: deque[dict[str, Any]] = deque()
         self._forgotten: deque[tuple[int, int, float | None]] = deque()
         self._told_outcomes: set[CheckpointId] = set()
         self._fenced_by: int | None = None
@@ -313,7 +313,7 @@ class _Rank:
         self._decided.extend(each for id_, each in engine.outcomes.items() if id_ not in self._told_outcomes)
         self._told_outcomes = set(engine.outcomes)
         while engine.failures:
-            self._failures.append(wire.error_fields(engine.failures.popleft()))
+            self._failures.append(wire.failure_fields(engine.failures.popleft()))
         has_news = self._forgotten or self._decided or self._failures or engine.fenced_by != self._fenced_by
         self._fenced_by = engine.fenced_by
         if has_news or self._is_hurried:

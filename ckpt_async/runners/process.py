@@ -27,6 +27,7 @@ from typing import Any
 
 from ckpt_async.engine import MAX_OUTCOMES
 from ckpt_async.errors import CkptAsyncError, FailureReason, RunnerError, SettingsError
+from ckpt_async.failures import Failure
 from ckpt_async.files import Folder
 from ckpt_async.journal import Journal, RankLock
 from ckpt_async.model import CheckpointId, Decided, Forgotten, JournalRow, Local, fold
@@ -304,7 +305,7 @@ class _View:
     ) -> None:
         self.fenced_by: int | None = None
         self.outcomes: dict[CheckpointId, Decided] = {}
-        self.failures: deque[CkptAsyncError] = deque(maxlen=MAX_OUTCOMES)
+        self.failures: deque[Failure] = deque(maxlen=MAX_OUTCOMES)
         self.num_due = 0
         self.last_seen_wake = 0
         self._journal, self._observer, self._on_change = journal, observer, on_change
@@ -376,7 +377,7 @@ class _View:
             self.outcomes[decided.checkpoint] = decided
             while len(self.outcomes) > MAX_OUTCOMES:
                 self.outcomes.pop(next(iter(self.outcomes)))
-        self.failures.extend(map(wire.error_from, report["failures"]))
+        self.failures.extend(map(wire.failure_from, report["failures"]))
         with self._lock:
             for generation, step, committed_at in report["forgotten"]:
                 event = Forgotten(CheckpointId(generation, step), committed_at)

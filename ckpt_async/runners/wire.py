@@ -16,6 +16,7 @@ from typing import Any, Self
 
 from ckpt_async import errors
 from ckpt_async.errors import CkptAsyncError, FailureReason, StoreError
+from ckpt_async.failures import Failure
 from ckpt_async.journal import after_fork
 from ckpt_async.model import CheckpointId, Decided, Outcome, RemoteAddress
 from ckpt_async.runners import Start
@@ -136,6 +137,16 @@ def error_from(fields: dict[str, str]) -> CkptAsyncError:
     except TypeError:
         return CkptAsyncError(fields["text"])
     return error
+
+
+def failure_fields(failure: Failure) -> dict[str, Any]:
+    fields = {name: getattr(failure, name) for name in ("checkpoint", "shard", "was_decided", "is_given_up")}
+    return fields | {"error": error_fields(failure.error)}
+
+
+def failure_from(fields: dict[str, Any]) -> Failure:
+    error, checkpoint = error_from(fields["error"]), CheckpointId(**fields["checkpoint"])
+    return Failure(**fields | {"error": error, "checkpoint": checkpoint})
 
 
 # --- the node's meeting place ------------------------------------------------------------------------------

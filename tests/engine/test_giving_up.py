@@ -12,7 +12,7 @@ from ckpt_async import CheckpointAbortedError, UploadFailedError, keys
 from ckpt_async.errors import InvalidNameError
 from ckpt_async.records import decode_decision
 from tests.engine.stores import Meddled
-from tests.engine.test_uploader import decisions, opened, write
+from tests.engine.test_uploader import decisions, opened, wait_until, write
 
 __all__ = ["opened"]  # a fixture
 
@@ -32,12 +32,25 @@ def test_ranks_that_contradict_each_other_are_all_told(opened: Open, tmp_path: P
             uploader.enqueue(write(uploader, f"step-1/rank-{rank}/model.pt", b"x" * (1000 + rank)), 1)
             uploader.seal(1)
         for uploader in (first, second):
+            wait_until(lambda uploader=uploader: bool(uploader._engine_now().failures), uploader)
+            if on_error == "raise":
+                with pytest.raises(UploadFailedError, match=r"both wrote") as caught:
+                    uploader.raise_failures()
+                assert str(caught.value).count("(") == 1, "one hint"
+                assert caught.value.hint.endswith("later checkpoints are not affected")
+            uploader.raise_failures()  # said once
             with pytest.raises(CheckpointAbortedError, match="both wrote"):
                 uploader.wait(1, timeout_s=10)
-            if on_error == "raise":
-                with pytest.raises(UploadFailedError, match=r"both wrote.*later ones are not affected"):
-                    uploader.raise_failures()
-            uploader.raise_failures()  # said once
+
+
+def test_what_wait_has_raised_is_not_raised_again(opened: Open) -> None:
+    """Whoever handles it, and goes on, would be ended by the next save."""
+    with opened(Meddled()) as uploader:
+        uploader.seal(1)
+        with pytest.raises(CheckpointAbortedError, match="no rank enqueued a shard"):
+            uploader.wait(1, timeout_s=10)
+        wait_until(lambda: bool(uploader._engine_now().failures), uploader)
+        uploader.raise_failures()
 
 
 def test_a_checkpoint_without_any_shard_is_never_the_newest(opened: Open) -> None:

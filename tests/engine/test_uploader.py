@@ -262,6 +262,72 @@ def test_wait_tells_a_failed_upload_from_one_that_takes_time(opened: Open) -> No
             uploader.wait(1, timeout_s=10)
 
 
+class Denying(Meddled):
+    """Refuses shards while it `denies`, as a store does whose permissions are wrong."""
+
+    denies = True
+
+    async def before(self, operation: str, key: str) -> None:
+        if self.denies and operation == "put" and key.startswith("ckpt/"):
+            raise trouble(FailureReason.AUTH)
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+@pytest.mark.parametrize("how", ["close", "wait", "flush"])
+def test_what_failed_and_can_go_on_now_is_tried_again_by_who_waits(
+    opened: Open, monkeypatch: pytest.MonkeyPatch, how: str, is_told: bool
+) -> None:
+    """Denied, raised, the permissions mended: `close(20)` returned at once, with the last checkpoint on a node that
+    goes away.
+    """
+    store = Denying()
+    with opened(store, upload_timeout_s=1) as uploader:
+        monkeypatch.setattr(engine_module, "RETRY_ACTION_S", 3600.0)
+        save(uploader, 1)
+        wait_until(lambda: len(uploader._engine_now().failures) == 2, uploader)
+        if is_told:
+            with pytest.raises(UploadFailedError, match=r"by the test.*ckpt-async drain"):
+                uploader.raise_failures()
+        store.denies = False
+        match how:
+            case "close":
+                uploader.close(20)
+            case "wait":
+                uploader.wait(1, timeout_s=20)
+            case _:
+                assert uploader.flush(20).is_done
+        assert decisions(store) == {CheckpointId(1, 1): "commit"}
+        if how != "close":
+            uploader.raise_failures()  # it has healed
+
+
+@pytest.mark.parametrize("how", ["close", "wait"])
+def test_who_waits_does_so_for_the_time_given_whatever_fails_meanwhile(
+    opened: Open, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """The engine gives a shard up, loudly, several times while it is waited for; then the store lets it in."""
+    store = Denying()
+    with opened(store, upload_timeout_s=1) as uploader:
+        monkeypatch.setattr(engine_module, "RETRY_ACTION_S", 3600.0)
+        monkeypatch.setattr(engine_module, "RETRY_HURRIED_S", 0.01)
+        save(uploader, 1)
+        with pytest.raises(UploadFailedError, match="by the test"):
+            uploader.wait(1)  # without a time: until it has failed for good
+
+        def mend() -> None:
+            wait_until(lambda: _counter(uploader, "ckpt_async_uploads_total", "failed") >= 5, uploader, 60)
+            store.denies = False
+
+        mending = threading.Thread(target=mend)
+        mending.start()
+        if how == "close":
+            uploader.close(60)
+        else:
+            uploader.wait(1, timeout_s=60)
+        mending.join(10)
+    assert decisions(store) == {CheckpointId(1, 1): "commit"}
+
+
 # --- wait --------------------------------------------------------------------------------------------------------
 
 

@@ -125,7 +125,7 @@ def test_a_second_uploader_of_the_same_rank_and_folder_is_refused_by_name(
     """Two engines on one journal would race for every shard; the message must say who is there. One of the same process
     would not go away by being waited for (a notebook's cell that is run again): the lock is not even asked for.
     """
-    from ckpt_async import Uploader, uploader
+    from ckpt_async import Uploader, at_exit, uploader
     from ckpt_async.errors import FolderInUseError
     from ckpt_async.journal import RankLock
 
@@ -135,7 +135,7 @@ def test_a_second_uploader_of_the_same_rank_and_folder_is_refused_by_name(
         if is_known:
             monkeypatch.setattr(RankLock, "acquire", lambda *_, **__: pytest.fail("waits for itself"))
         else:
-            monkeypatch.setattr(uploader, "_open_uploaders", set())
+            monkeypatch.setattr(at_exit, "_open", set())
         before = threading.active_count()
         with pytest.raises(FolderInUseError, match=f"rank 0 of folder .* is in use by process {os.getpid()}"):
             Uploader(tmp_path / "folder", remote)

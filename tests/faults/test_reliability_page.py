@@ -28,7 +28,9 @@ def test_every_test_that_the_page_names_exists() -> None:
 
 
 def test_every_fault_has_a_row_with_a_test() -> None:
-    """F1 to F32, in order."""
+    """F1 to F32, and from F33 on what was found later; in order, none twice."""
     rows = re.findall(r"(?m)^\| \*\*F(\d+)\*\* [^|]+\|[^|]+\|([^|]+)\|[^|]+\|$", PAGE)
-    assert [int(number) for number, _ in rows] == list(range(1, 33))
+    numbers = [int(number) for number, _ in rows]
+    assert numbers[:32] == list(range(1, 33))
+    assert numbers == sorted(set(numbers))
     assert all("::test_" in tests for _, tests in rows)
