@@ -233,6 +233,12 @@ class DamagedCheckpointError(CkptAsyncError):
     """
 
 
+class UnreliableReadError(CkptAsyncError):
+    """What arrives is not what was committed, and is something else each time: the network, a proxy or this machine's
+    memory spoils it. Nothing was marked: the checkpoint may be whole. Try again, or on another node.
+    """
+
+
 class NoUsableCheckpointError(CkptAsyncError):
     """There are committed checkpoints and none of them can be used; the message says why, one by one. Starting from
     scratch would throw them away: look at `ckpt-async verify` first.

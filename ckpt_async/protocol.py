@@ -319,6 +319,11 @@ async def read_damages(store: Store, requests: Requests) -> dict[CheckpointId, s
     return found
 
 
+async def unmark(store: Store, requests: Requests, checkpoint: CheckpointId) -> None:
+    """Take a mark of damage back: readers and retention count the checkpoint again. No error if there is none."""
+    await delete(store, requests, [keys.damage_key(checkpoint)])
+
+
 async def take_lease(store: Store, requests: Requests, lease: Lease) -> Decision | None:
     """Write or renew a lease, then read the decision *again* (rule R3): only if it is still `commit` may the reader
     go on, until two thirds of `ttl_s` have passed since this call began. Otherwise the lease is dropped: None.

@@ -401,8 +401,8 @@ class Requests:
         return await retrying(self._observed, operation, once)
 
     def _is_silent(self, silence: Silence, error: BaseException | None, next_at: float) -> bool:
-        """Whether a request will have been without a byte for too long when it is made again. A store that is busy with others will come to it;
-        one that refuses just this one will not.
+        """Whether a request will have been without a byte for too long when it is made again. A store that is busy with
+        others will come to it; one that refuses just this one will not.
         """
         if silence.since is None:
             return False

@@ -41,6 +41,17 @@ class Finding:
         return f"{self.rule} {self.key}: {self.message}"
 
 
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What a reader has said of a committed checkpoint, so that others pass it over. It is sound if every byte was read
+    now and is as it was committed.
+    """
+
+    checkpoint: CheckpointId
+    reason: str
+    is_sound: bool
+
+
 @dataclass(slots=True)
 class Verification:
     """What was looked at, and what was found."""
@@ -50,6 +61,7 @@ class Verification:
     size_bytes: int = 0
     num_shards_read: int = 0
     findings: list[Finding] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
 
     @property
     def violations(self) -> list[Finding]:
@@ -86,14 +98,19 @@ async def verify(
         if step in (None, id_.step) and generation in (None, id_.generation)
     ]
     referenced: set[str] = set()
+    marks = await protocol.read_damages(store, requests)
     for decision in chosen:
         if decision.outcome is Outcome.COMMIT:
+            before = result.num_shards - result.num_shards_read
             findings, shards = await _check_committed(store, requests, decision, read_percent, rng, result)
             referenced |= {shard.key for shard in shards}
             if findings and not await _is_still_committed(store, requests, decision.checkpoint):
                 continue
             result.findings += findings
             result.num_committed += 1
+            if (reason := marks.get(decision.checkpoint)) is not None:
+                is_all_read = result.num_shards - result.num_shards_read == before
+                result.marks.append(Mark(decision.checkpoint, reason, is_all_read and not findings))
     if step is None and generation is None:
         await _check_latest(store, requests, decisions, result)
         await _check_strays(store, requests, decisions, referenced, result)

@@ -33,6 +33,7 @@ from ckpt_async.errors import (
     NoUsableCheckpointError,
     SettingsError,
     StoreError,
+    UnreliableReadError,
 )
 
 _STEP = re.compile(r"(\d{1,18})(?:@g(\d{1,18}))?", re.ASCII)
@@ -106,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="ckpt-async",
         description="Look at and finish checkpoints that ckpt_async uploads.",
         epilog="exit codes: 0 ok, 1 error, 2 usage, 3 not found, 4 incomplete, 5 try again later,"
-        " 6 not drained in time, 130 interrupted, 141 output closed",
+        " 6 not drained in time, 7 what arrives is spoilt on its way, 130 interrupted, 141 output closed",
     )
     parser.add_argument("--version", action="version", version=f"ckpt-async {__version__}")
     common = _Parser(add_help=False)
@@ -206,7 +207,11 @@ def _parser() -> argparse.ArgumentParser:
     prune_how = prune.add_mutually_exclusive_group()
     prune_how.add_argument("--dry-run", action="store_true", help="only print the plan (the default)")
     prune_how.add_argument("--yes", action="store_true", help="do it")
-    for name, help_ in (("pin", "keep a checkpoint whatever the policy says"), ("unpin", "take a pin back")):
+    for name, help_ in (
+        ("pin", "keep a checkpoint whatever the policy says"),
+        ("unpin", "take a pin back"),
+        ("unmark", "take a reader's mark of damage back"),
+    ):
         pin = add(name, "upkeep", help_, store)
         pin.add_argument("url", metavar="REMOTE", help=where)
         pin.add_argument(
@@ -396,6 +401,8 @@ def _code(error: CkptAsyncError) -> Exit:
             return Exit.NOT_FOUND
         case InvalidRecordError() | IntegrityError() | DamagedCheckpointError() | NoUsableCheckpointError():
             return Exit.INCOMPLETE
+        case UnreliableReadError():
+            return Exit.UNRELIABLE
         case FolderInUseError():
             return Exit.TEMPORARY
         case StoreError(reason=FailureReason.THROTTLED | FailureReason.TRANSIENT | FailureReason.TIMEOUT):

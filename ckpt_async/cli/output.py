@@ -32,6 +32,7 @@ class Exit(enum.IntEnum):
     INCOMPLETE = 4
     TEMPORARY = 5
     NOT_DRAINED = 6
+    UNRELIABLE = 7
     INTERRUPTED = 130
     BROKEN_PIPE = 141
 

@@ -9,7 +9,7 @@ import logging
 import os
 import random
 import signal
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -308,13 +308,36 @@ def _set_pin(options: argparse.Namespace, *, is_pinned: bool) -> Exit:
     return Exit.OK
 
 
-async def _find(store: Store, requests: Requests, wanted: Which) -> CheckpointId:
-    """The newest committed checkpoint with this step (and generation) or name."""
+def unmark(options: argparse.Namespace) -> Exit:
+    """Take a mark of damage back, so that readers try the checkpoint again."""
+
+    async def work(store: Store, requests: Requests) -> tuple[CheckpointId, str]:
+        marks = await protocol.read_damages(store, requests)
+        id_ = await _find(store, requests, options.checkpoint, among=marks)
+        await protocol.unmark(store, requests, id_)
+        return id_, marks[id_]
+
+    id_, reason = _with_store(options, work)
+    if options.json:
+        print(json.dumps({**id_json(id_), "was_marked": reason}))
+    else:
+        print(
+            f"step {id_.step} of generation {id_.generation} is not marked any more; the mark said: {reason}"
+        )
+    return Exit.OK
+
+
+async def _find(
+    store: Store, requests: Requests, wanted: Which, *, among: Collection[CheckpointId] | None = None
+) -> CheckpointId:
+    """The newest committed checkpoint with this step (and generation) or name; if those that are marked as damaged are
+    given, only of them.
+    """
     listing = await requests.control("list", lambda: store.list(keys.DECISIONS))
     boundary = await protocol.read_boundary(store, requests)
     for each in reversed(listing.objects):
         id_ = keys.parse_decision_key(each.key)
-        if id_ is None or plan.is_void(id_, boundary):
+        if id_ is None or plan.is_void(id_, boundary) or (among is not None and id_ not in among):
             continue
         if wanted.step is not None and not wanted.is_of(id_):
             continue
@@ -323,7 +346,8 @@ async def _find(store: Store, requests: Requests, wanted: Which) -> CheckpointId
             continue
         if wanted.is_of(id_) or wanted.text == decision.name:
             return id_
-    raise ObjectNotFoundError(f"no committed checkpoint has the step or name {wanted.text!r}")
+    which = "committed checkpoint" if among is None else "checkpoint that is marked as damaged"
+    raise ObjectNotFoundError(f"no {which} has the step or name {wanted.text!r}")
 
 
 # --- verify ------------------------------------------------------------------------------------------------
@@ -354,11 +378,22 @@ def verify(options: argparse.Namespace) -> Exit:
             "size_bytes": result.size_bytes,
             "violations": [_finding(each) for each in result.violations],
             "leftovers": [_finding(each) for each in result.findings if each.is_leftover],
+            "marked": [
+                {**id_json(each.checkpoint), "reason": each.reason, "is_sound": each.is_sound}
+                for each in result.marks
+            ],
         }
         print(json.dumps(fields))
         return code
     for each in result.findings:
         print(f"{'leftover' if each.is_leftover else 'VIOLATION'} {each}")
+    for mark in result.marks:
+        print(f"MARKED {mark.checkpoint}: {mark.reason}")
+        if mark.is_sound:
+            name = f"{mark.checkpoint.step}@g{mark.checkpoint.generation}"
+            print(
+                f"  every byte of it is as committed: `ckpt-async unmark {options.url} {name}` takes the mark back"
+            )
     how = (
         f"{result.num_shards_read} of them read whole"
         if result.num_shards_read

@@ -15,6 +15,7 @@ from ckpt_async.errors import (
     DamagedCheckpointError,
     DestinationError,
     NoUsableCheckpointError,
+    UnreliableReadError,
 )
 from ckpt_async.restore.checkpoint import Checkpoint, Rejected, RemoteFile
 from ckpt_async.restore.discovery import drain_predecessor, find
@@ -36,6 +37,7 @@ __all__ = [
     "Reader",
     "Rejected",
     "RemoteFile",
+    "UnreliableReadError",
     "drain_predecessor",
     "fetch",
     "fetch_latest",

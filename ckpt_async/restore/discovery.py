@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, Iterable
+from functools import partial
+from typing import TypeVar
 
 from ckpt_async import keys, protocol, threads
 from ckpt_async.decide import obstacle
@@ -22,12 +24,15 @@ from ckpt_async.errors import (
 from ckpt_async.model import CheckpointId, Decision, Outcome, Receipt
 from ckpt_async.restore.checkpoint import Checkpoint, Rejected, checkpoint_of
 from ckpt_async.restore.foreign import find_foreign
+from ckpt_async.restore.proof import sure
 from ckpt_async.restore.session import Session, is_gone, mark_damaged, session
 from ckpt_async.store import ObjectInfo
 from ckpt_async.stores import StoreOptions
 from ckpt_async.transfer import all_or_none
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 def find(
@@ -107,7 +112,7 @@ async def _find(
     rejected: list[Rejected] = []
     marks = await _damaged(opened)
     # Every verdict below hangs on it: that it cannot be read must not look like damage of all checkpoints.
-    await protocol.read_boundary(opened.store, opened.asking)
+    await sure(opened, remote, options, lambda looking: protocol.read_boundary(looking.store, looking.asking))
     async for id_ in _newest_first(opened):
         if step not in (None, id_.step) or generation not in (None, id_.generation):
             continue
@@ -117,11 +122,7 @@ async def _find(
             rejected.append(Rejected(id_, name, reason))
             continue
         try:
-            decision = await protocol.read_settled(opened.store, opened.asking, id_)
-            if decision is None or decision.outcome is not Outcome.COMMIT:
-                continue
-            name = decision.name
-            receipts = await _check(opened, decision)
+            found = await sure(opened, remote, options, partial(_look, id_))
         except InvalidRecordError as error:
             if await is_gone(opened, id_):
                 continue  # pruned while we looked
@@ -131,7 +132,9 @@ async def _find(
             if step is not None:
                 break  # that one was asked for, not what an older start saved
             continue
-        return checkpoint_of(decision, receipts, remote, options, rejected)
+        if found is not None:
+            decision, receipts = found
+            return checkpoint_of(decision, receipts, remote, options, rejected)
     if not rejected and generation is None:  # others have none
         foreign, rejected = await find_foreign(opened, remote, options, step, passing_over)
         if foreign is not None:
@@ -175,18 +178,25 @@ async def _damaged(opened: Session) -> dict[CheckpointId, str]:
         raise
 
 
+async def _look(id_: CheckpointId, opened: Session) -> tuple[Decision, list[Receipt]] | None:
+    """What is committed, or None; InvalidRecordError if it cannot be read as it was decided."""
+    decision = await protocol.read_settled(opened.store, opened.asking, id_)
+    if decision is None or decision.outcome is not Outcome.COMMIT:
+        return None
+    return decision, await _check(opened, decision)
+
+
 async def _check(opened: Session, decision: Decision) -> list[Receipt]:
     """The receipts of a committed checkpoint; InvalidRecordError if it cannot be read as it was decided."""
-    store, requests = opened.store, opened.asking
-    receipts = await all_or_none(
-        protocol.bound_receipt(store, requests, decision, rank) for rank in range(decision.world_size)
+    receipts = _whole(
+        await all_or_none(_receipt(opened, decision, rank) for rank in range(decision.world_size))
     )
     if reason := obstacle(decision.checkpoint, receipts):
         raise InvalidRecordError(f"{decision.checkpoint}: {reason}")
     sizes = await _sizes(opened, decision)
     wanted = {shard.key: shard.size_bytes for receipt in receipts for shard in receipt.shards}
     unlisted = [key for key in wanted if key not in sizes]
-    for info in await all_or_none(_head(opened, key) for key in unlisted):
+    for info in _whole(await all_or_none(_head(opened, key) for key in unlisted)):
         sizes[info.key] = info.size_bytes
     for key, size_bytes in wanted.items():
         if sizes[key] != size_bytes:
@@ -208,8 +218,25 @@ async def _sizes(opened: Session, decision: Decision) -> dict[str, int]:
     return {each.key: each.size_bytes for each in listing.objects}
 
 
-async def _head(opened: Session, key: str) -> ObjectInfo:
+async def _receipt(opened: Session, decision: Decision, rank: int) -> Receipt | InvalidRecordError:
+    try:
+        return await protocol.bound_receipt(opened.store, opened.asking, decision, rank)
+    except InvalidRecordError as error:
+        return error
+
+
+async def _head(opened: Session, key: str) -> ObjectInfo | InvalidRecordError:
     try:
         return await opened.asking.control("head", lambda: opened.store.head(key))
     except ObjectNotFoundError:
-        raise InvalidRecordError(f"{key} is missing") from None
+        return InvalidRecordError(f"{key} is missing")
+
+
+def _whole(found: Iterable[T | InvalidRecordError]) -> list[T]:
+    """What was found, or the first complaint: always the same one, however the answers raced."""
+    whole: list[T] = []
+    for each in found:
+        if isinstance(each, InvalidRecordError):
+            raise each
+        whole.append(each)
+    return whole

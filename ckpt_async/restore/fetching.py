@@ -25,7 +25,7 @@ from ckpt_async.errors import (
     NoSpaceError,
 )
 from ckpt_async.files import fsync_path
-from ckpt_async.model import CheckpointId
+from ckpt_async.model import CheckpointId, Checksum
 from ckpt_async.naming import check_relative
 from ckpt_async.requests import Progress, Series
 from ckpt_async.restore import discovery
@@ -33,7 +33,7 @@ from ckpt_async.restore.checkpoint import Checkpoint, RemoteFile
 from ckpt_async.restore.lanes import REQUEST_BYTES
 from ckpt_async.restore.partial import PartialFile, checksum_of_file, discard, locked, locked_now
 from ckpt_async.restore.peers import Peer, Peers
-from ckpt_async.restore.session import HeldLease, Session, damaged, leased, session
+from ckpt_async.restore.session import HeldLease, Session, damaged, leased, session, unreliable
 from ckpt_async.restore.sources import FileSource, LocalCopies, LocalSource, StoreSource, has_size
 from ckpt_async.store import Sink, SmallGet
 from ckpt_async.stores import StoreOptions
@@ -46,6 +46,8 @@ logger = logging.getLogger(__name__)
 PARTIAL_FOLDER = ".ckpt_async-partial"
 # Each is an open file, of which a process may have 1024, or 256, for all that it does.
 LOCKS_AT_ONCE = 128
+# Of one file from the store, before it is said that no two of them agree.
+MAX_READINGS = 3
 
 OnProgress = Callable[[int, int], None]
 
@@ -94,7 +96,8 @@ def fetch(
 
     Raises NoSpaceError before anything is fetched if it would not fit; DestinationError if a file there is another one
     (`overwrite` replaces it); DamagedCheckpointError if the store does not have what was committed (then call `find`
-    again: it is passed over from now on); CheckpointGoneError if it was pruned.
+    again: it is passed over from now on); UnreliableReadError if what arrives is wrong, and in another way each time;
+    CheckpointGoneError if it was pruned.
     """
 
     async def work() -> FetchReport:
@@ -430,10 +433,8 @@ class _Fetching:
         """Fill it from the nearest source that has the right bytes. `got` counts them by source."""
         remote = StoreSource(self._opened, lease, self._checkpoint, file)
         nearer: list[FileSource] = [LocalSource(path) for path in self._local.find(file)]
-        num_spoilt = 0
-        # The first time, ranges that other sources gave may be among them. And the wire may spoil a byte: only the
-        # same verdict twice, on nothing but what the store gave, is the store's.
-        for source in (*nearer, *self._peers.sources(file), remote, remote, remote):
+        seen: list[Checksum] = []  # of what nothing but the store gave
+        for source in (*nearer, *self._peers.sources(file), remote):
             is_all_its_own = source is remote and partial.is_empty
             try:
                 await self._fill_from(source, partial, got)
@@ -447,16 +448,47 @@ class _Fetching:
             if is_all_its_own and not self._is_verified:
                 logger.warning("checksum_differs file=%s from=%s; taken all the same", file.name, source.kind)
                 return
-            num_spoilt += is_all_its_own
-            if num_spoilt == 2:
-                break
-            logger.warning("checksum_differs file=%s from=%s; it is fetched again", file.name, source.kind)
-            self._bytes_from -= got
-            got.clear()
-            partial.forget()
-        raise await damaged(
-            self._opened, self._checkpoint, f"{file.key} does not have the checksum of its receipt, twice"
-        )
+            if is_all_its_own:
+                seen.append(partial.checksum())
+            self._begin_again(partial, file, source.kind, got)
+        await self._fill_beyond_doubt(partial, file, lease, got, seen)
+
+    def _begin_again(self, partial: PartialFile, file: RemoteFile, kind: str, got: Counter[str]) -> None:
+        logger.warning("checksum_differs file=%s from=%s; it is fetched again", file.name, kind)
+        self._bytes_from -= got
+        got.clear()
+        partial.forget()
+
+    async def _fill_beyond_doubt(
+        self,
+        partial: PartialFile,
+        file: RemoteFile,
+        lease: HeldLease,
+        got: Counter[str],
+        seen: list[Checksum],
+    ) -> None:
+        """From the store alone, each time over connections of its own, until it is right or beyond doubt wrong. `seen`:
+        the checksums of what it gave before.
+        """
+        checkpoint, wanted = self._checkpoint, file.checksum
+        assert wanted is not None
+        while True:
+            reason = f"{file.key} does not have the checksum of its receipt"
+            there = await self._opened.asking.control("head", lambda: self._opened.store.head(file.key))
+            if there.checksum is not None and there.checksum != wanted:
+                raise await damaged(self._opened, checkpoint, f"{reason}, as the store itself says")
+            if len(seen) != len(set(seen)):
+                raise await damaged(
+                    self._opened, checkpoint, f"{reason}, twice the same over two connections"
+                )
+            if len(seen) >= MAX_READINGS:
+                raise unreliable(f"{reason}, and another wrong one each time")
+            async with session(checkpoint.remote, checkpoint.store_options) as afresh:
+                await self._fill_from(StoreSource(afresh, lease, checkpoint, file), partial, got)
+            if (checksum := partial.checksum()) == wanted:
+                return
+            seen.append(checksum)
+            self._begin_again(partial, file, "remote", got)
 
     async def _fill_from(self, source: FileSource, partial: PartialFile, got: Counter[str]) -> None:
         async def get(offset: int, size_bytes: int) -> None:

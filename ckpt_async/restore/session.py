@@ -14,14 +14,16 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 
 from ckpt_async import keys, protocol, records
-from ckpt_async.conditional import put
+from ckpt_async.conditional import put, read
 from ckpt_async.errors import (
     CheckpointGoneError,
     CkptAsyncError,
     DamagedCheckpointError,
     FailureReason,
+    IntegrityError,
     InvalidRecordError,
     StoreError,
+    UnreliableReadError,
 )
 from ckpt_async.model import CheckpointId, Damage, Lease, Outcome
 from ckpt_async.observe import NullObserver
@@ -59,7 +61,9 @@ class Session:
 async def session(
     remote: str, options: StoreOptions | None, *, num_concurrent_reads: int = 8
 ) -> AsyncIterator[Session]:
-    """Open `remote` read-only for as long as the block lasts."""
+    """Open `remote` read-only for as long as the block lasts. An answer that again and again does not have the checksum
+    that the store sends with it ends the block as UnreliableReadError.
+    """
     options = options or StoreOptions()
     room = num_concurrent_reads + CONTROL_REQUESTS
     store = open_store(remote, replace(options, max_connections=max(options.max_connections, room)))
@@ -76,6 +80,8 @@ async def session(
             Requests(asking, NullObserver(), store.url, is_patient=False),
             Lanes(num_concurrent_reads),
         )
+    except IntegrityError as error:
+        raise unreliable(str(error)) from error
     finally:
         await store.close()
 
@@ -179,9 +185,16 @@ async def leased(
             logger.warning("lease_not_dropped %s error=%r; it expires by itself", checkpoint.id, error)
 
 
+def unreliable(what: str) -> UnreliableReadError:
+    return UnreliableReadError(
+        f"{what}: it is not the store, but something on the way from it",
+        hint="nothing was marked as damaged; look at this node's network, memory and proxies, or try another node",
+    )
+
+
 async def damaged(session: Session, checkpoint: Checkpoint, reason: str) -> CkptAsyncError:
-    """What to raise when the store does not have what was committed: CheckpointGoneError if it was pruned meanwhile,
-    else DamagedCheckpointError, and later readers are told.
+    """What to raise when the store does not have what was committed, beyond doubt (see `proof`): CheckpointGoneError if
+    it was pruned meanwhile, else DamagedCheckpointError, and later readers are told.
     """
     if checkpoint.format == OWN_FORMAT:
         if await is_gone(session, checkpoint.id):
@@ -202,13 +215,32 @@ async def is_gone(session: Session, checkpoint: CheckpointId) -> bool:
 
 
 async def mark_damaged(session: Session, checkpoint: CheckpointId, reason: str) -> None:
-    """Tell later readers, best effort: credentials may not write, and the finding is reported here anyway."""
-    logger.error("checkpoint_damaged %s reason=%s", checkpoint, reason)
+    """Tell later readers, best effort: credentials may not write, and the finding is reported here anyway.
+
+    Raises UnreliableReadError if what is written here does not come back as it was written.
+    """
     damage = Damage(checkpoint, reason, _reader_name(), time.time())
     try:
+        await _check_the_wire(session, checkpoint, reason)
         await put(session.store, session.asking, keys.damage_key(checkpoint), records.encode_damage(damage))
     except StoreError as error:
         logger.warning("damage_not_marked %s error=%s", checkpoint, error)
+    logger.error("checkpoint_damaged %s reason=%s", checkpoint, reason)
+
+
+async def _check_the_wire(session: Session, checkpoint: CheckpointId, reason: str) -> None:
+    """Bytes that are spoilt on their way in one and the same manner look like damage. A lease is known here to the last
+    byte, and whoever may mark may write one.
+    """
+    lease = Lease(checkpoint, _reader_name(), LEASE_TTL_S)
+    sent = records.encode_lease(lease)
+    try:
+        await put(session.store, session.asking, keys.lease_key(checkpoint, lease.reader), sent)
+        there = await read(session.store, session.asking, keys.lease_key(checkpoint, lease.reader))
+    finally:
+        await protocol.drop_lease(session.store, session.asking, lease)
+    if there is None or there[0] != sent:
+        raise unreliable(f"{checkpoint} seems to be damaged ({reason}), but so is what was written just now")
 
 
 def _reader_name() -> str:

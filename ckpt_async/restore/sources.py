@@ -81,11 +81,9 @@ class StoreSource:
     async def _damage(self, error: StoreError) -> str:
         """What a refused read says of the object, or "": a range that is beyond its end reads like many refusals."""
         key = self._file.key
+        if error.reason not in (FailureReason.OTHER, FailureReason.NOT_FOUND):
+            return ""
         try:
-            if isinstance(error, ObjectNotFoundError):
-                raise error
-            if error.reason is not FailureReason.OTHER:
-                return ""
             there = await self._opened.asking.control("head", lambda: self._opened.store.head(key))
         except ObjectNotFoundError:
             return f"{key} is missing"

@@ -25,6 +25,7 @@ from ckpt_async import restore
 from ckpt_async.checksums import checksum_of
 from ckpt_async.errors import CkptAsyncError, DamagedCheckpointError, InvalidNameError, StateMismatchError
 from ckpt_async.restore import Checkpoint, Peer, Reader, ReadInto
+from ckpt_async.restore.session import unreliable
 from ckpt_async.torch.agreement import agree, sendable
 from ckpt_async.torch.unpickle import load_metadata
 from ckpt_async.torch.validation import ValidationFunction, validate, validation_function
@@ -291,16 +292,20 @@ class CkptAsyncReader(StorageReader):
     def _read_again(
         self, file: str, offset: int, size_bytes: int, damage: Callable[[io.BytesIO], str]
     ) -> io.BytesIO:
-        """From the store alone, twice: a peer may be wrong, and a wire may spoil a byte."""
-        with restore.open(self.checkpoint) as store:
-            for _ in range(2):
+        """From the store alone, over other connections each time: a peer may be wrong, and a wire may spoil a byte."""
+        before: bytes | None = None
+        for _ in range(2):
+            with restore.open(self.checkpoint) as store:
                 stream = io.BytesIO(store.read(file, offset, size_bytes))
                 if not (reason := damage(stream)):
                     return stream
-            # Pieces of another serialization look so, too: no verdict on the store.
-            if reason.startswith(NOT_TORCH):
-                raise self._damage(file, f"bytes {offset}+{size_bytes}: {reason}")
-            raise store.damaged(f"{file}: bytes {offset}+{size_bytes}: {reason}")
+                told = f"bytes {offset}+{size_bytes}: {reason}"
+                if stream.getvalue() == before:
+                    # Pieces of another serialization look so, too: no verdict on the store.
+                    is_other = reason.startswith(NOT_TORCH)
+                    raise self._damage(file, told) if is_other else store.damaged(f"{file}: {told}")
+                before = stream.getvalue()
+        raise unreliable(f"{self.checkpoint.name}: {file}: {told}, and other ones when they are read again")
 
     def _put(self, piece: Piece, stream: io.BytesIO, planner: LoadPlanner) -> None:
         is_object = any(item.type is LoadItemType.BYTE_IO for item in piece.items)

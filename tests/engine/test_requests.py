@@ -502,7 +502,9 @@ def test_a_cancelled_request_gives_back_the_bandwidth_it_had_reserved() -> None:
 # --- a reader's patience -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("reason", [FailureReason.AUTH, FailureReason.THROTTLED, FailureReason.TRANSIENT, None])
+@pytest.mark.parametrize(
+    "reason", [FailureReason.AUTH, FailureReason.THROTTLED, FailureReason.TRANSIENT, None]
+)
 def test_a_request_without_a_byte_is_given_up_when_patience_ends(reason: FailureReason | None) -> None:
     """Refused, throttled, broken, silent: after a minute, not after the hour that an upload may take."""
 

@@ -30,7 +30,8 @@ class Fault:
     """What to do to requests whose method, key and query match.
 
     `drop_reply`: forward it, then close without an answer. `cut_reply`: the same after `after_bytes` of the answer.
-    `spoil_reply`: with an ETag and checksums that are not the object's.
+    `spoil_reply`: with an ETag and checksums that are not the object's. `flip_reply`: with one bit of its body changed,
+    any, or always the same one of the byte at `after_bytes`.
     `unavailable`, `denied`, `expired`, `too_large`: 503 SlowDown, 403 and 400 ExpiredToken, 400 EntityTooLarge (which
     no other attempt heals), not forwarded. `reset`: break the
     connection after `after_bytes` of its body; `stall`: read no more after them. `silent`: accept, never read or
@@ -246,6 +247,8 @@ class FaultProxy:
                 return False
             if kind == "spoil_reply":
                 answer = re.sub(rb"(?im)^((?:etag|x-amz-checksum-[a-z0-9]+): *\S)\S{4}", rb"\1AAAA", answer)
+            if fault and kind == "flip_reply":
+                answer = self._flipped(answer, fault.after_bytes)
             if fault and kind == "delay":
                 await asyncio.sleep(fault.delay_s)
             writer.write(answer)
@@ -257,6 +260,15 @@ class FaultProxy:
             self._note(
                 Exchange(method, key, parts.query, part, seen["body"], seen["status"], kind, seen["upstream"])
             )
+
+    def _flipped(self, answer: bytes, at: int) -> bytes:
+        head, end, body = answer.partition(b"\r\n\r\n")
+        if not body:
+            return answer
+        bit = 1 if at else 1 << self._random.randrange(8)
+        spoilt = bytearray(body)
+        spoilt[at % len(body) if at else self._random.randrange(len(body))] ^= bit
+        return head + end + spoilt
 
     def _fault_for(self, method: str, key: str, query: str, part: int | None) -> Fault | None:
         with self._changed:

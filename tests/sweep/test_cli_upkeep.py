@@ -457,6 +457,7 @@ def test_verify_says_that_all_is_well(
         "size_bytes": 2000,
         "violations": [],
         "leftovers": [],
+        "marked": [],
     }
     assert call("verify", remote, "--step", 2, "--read-data", 100)[1]["shards_read"] == 1
     assert call("verify", remote, "--step", 7)[0] == Exit.NOT_FOUND

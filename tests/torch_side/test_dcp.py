@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import random
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,7 @@ import ckpt_async.torch
 from ckpt_async import Uploader, errors, restore
 from ckpt_async.errors import FailureReason, SettingsError
 from ckpt_async.restore import PeerServer
+from ckpt_async.stores.directory import DirectoryStore
 from ckpt_async.torch import CkptAsyncReader, CkptAsyncWriter, dcp_reader
 from tests.restore.relay import Relay
 from tests.restore.runs import Run, shard_key
@@ -180,6 +182,35 @@ def test_what_is_damaged_in_the_store_is_marked_for_later_readers(
     assert again is not None
     assert again.step == 1
     assert name in str(again.rejected[0])
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+def test_what_the_wire_spoils_is_not_marked(
+    tmp_path: Path, run_: Run, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another bit each time: nobody knows what the store has."""
+    state = state_of(3)
+    for step in (1, 2):
+        files = saved(state, tmp_path / f"{step}")
+        run_.commit(step, {0: files})
+    get_range, chance = DirectoryStore.get_range, random.Random(2)
+
+    async def spoilt(self: DirectoryStore, key: str, offset: int, size_bytes: int, sink: Any) -> Any:
+        data = bytearray()
+        found = await get_range(self, key, offset, size_bytes, data.extend)
+        if key.endswith(name):
+            for _ in range(3):
+                data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+        sink(memoryview(data))
+        return found
+
+    monkeypatch.setattr(DirectoryStore, "get_range", spoilt)
+    with pytest.raises(CheckpointException) as caught:
+        ckpt_async.torch.load_latest(empty(state), run_.url)
+    ((failure, _),) = caught.value.failures.values()
+    assert isinstance(failure, restore.UnreliableReadError)
+    assert name in str(failure)
+    assert run_.damages() == {}
 
 
 def test_two_checkpoints_are_never_mixed(tmp_path: Path, run_: Run, monkeypatch: pytest.MonkeyPatch) -> None:

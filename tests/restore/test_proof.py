@@ -1,0 +1,150 @@
+"""A mark of damage needs proof: what the wire spoils is no damage, and what the store has lost is."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_async import cli, keys, restore
+from ckpt_async.cli import Exit
+from ckpt_async.errors import UnreliableReadError
+from ckpt_async.model import CheckpointId
+from ckpt_async.stores.directory import DirectoryStore
+from tests.faults.proxy import Fault, FaultProxy
+from tests.restore.runs import Run, content, files_of, is_whole, left_in, shard_key
+
+FILES = {0: {"large.pt": content(10, "large.pt", 700_000), "small.pt": content(10, "small.pt")}}
+RECORDS_AND_DATA, DATA = r"\.(json|pt)$", r"\.pt$"
+
+
+@pytest.fixture
+def spoilt_run(s3_url: str) -> Run:
+    """Two checkpoints in S3, behind the proxy."""
+    run = Run(s3_url)
+    run.commit(5, {0: {"a.pt": content(5, "a.pt")}})
+    run.commit(10, FILES)
+    return run
+
+
+@pytest.mark.parametrize(
+    ("keys_", "at"),
+    [(DATA, 0), (RECORDS_AND_DATA, 0), (RECORDS_AND_DATA, 50), (r"/(decisions|receipts)/", 0)],
+    ids=["data", "everything", "everything, the same bit", "records"],
+)
+def test_with_every_answer_spoilt_nothing_is_marked(
+    proxy: FaultProxy,
+    spoilt_run: Run,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    keys_: str,
+    at: int,
+) -> None:
+    """Neither this checkpoint nor the next older one. It is said what is wrong, with an exit code of its own; and when
+    the wire is sound again, all is there.
+    """
+    fault = proxy.add(Fault("flip_reply", "GET", keys_, after_bytes=at))
+    assert cli.main(["pull", spoilt_run.url, str(tmp_path / "there"), "--json"]) == Exit.UNRELIABLE
+    told = json.loads(capsys.readouterr().out)["error"]
+    assert (told["kind"], told["exit_code"]) == ("UnreliableReadError", 7)
+    assert fault.num_hits > 0
+    proxy.heal()
+    assert spoilt_run.damages() == {}
+    assert spoilt_run.leases() == []
+    found = restore.fetch_latest(spoilt_run.url, tmp_path / "there")
+    assert found is not None
+    assert found[0].step == 10
+    assert is_whole(found[1], FILES)
+    assert left_in(tmp_path / "there") == sorted(FILES[0])
+
+
+@pytest.mark.parametrize("keys_", [DATA, RECORDS_AND_DATA], ids=["data", "everything"])
+def test_what_is_spoilt_a_few_times_is_read_again(
+    proxy: FaultProxy, spoilt_run: Run, tmp_path: Path, keys_: str
+) -> None:
+    """Each file and each record on its first reading."""
+    for name in {"large.pt", "small.pt"} | ({"00000.json"} if keys_ != DATA else set()):
+        proxy.add(Fault("flip_reply", "GET", f"(000010|step-10.*)/{name}", times=1))
+    found = restore.fetch_latest(spoilt_run.url, tmp_path / "there")
+    assert found is not None
+    assert found[0].step == 10
+    assert is_whole(found[1], FILES)
+    assert spoilt_run.damages() == {}
+
+
+def test_records_that_the_wire_spoils_are_no_damage(run_: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a store that says no checksum with them, so that only their content tells."""
+    for step in (5, 10):
+        run_.commit(step)
+    get, chance = DirectoryStore.get, random.Random(1)
+
+    async def spoilt(self: DirectoryStore, key: str, **options: Any) -> Any:
+        data, info = await get(self, key, **options)
+        at = chance.randrange(len(data))
+        return data[:at] + bytes([data[at] ^ 1 << chance.randrange(7)]) + data[at + 1 :], info
+
+    monkeypatch.setattr(DirectoryStore, "get", spoilt)
+    for _ in range(20):
+        with pytest.raises(UnreliableReadError, match="in another way each time"):
+            restore.find(run_.url)
+    monkeypatch.undo()
+    assert run_.damages() == {}
+    assert run_.keys(keys.LEASES) == []
+
+
+def test_the_same_wrong_bytes_twice_are_proof(proxy: FaultProxy, spoilt_run: Run, tmp_path: Path) -> None:
+    """A store whose disk has lost a bit, and which says that the object is as it was."""
+    proxy.add(Fault("flip_reply", "GET", r"large\.pt$", after_bytes=1000))
+    found = restore.fetch_latest(spoilt_run.url, tmp_path / "there")
+    assert found is not None
+    assert found[0].step == 5
+    proxy.heal()
+    assert "twice the same" in spoilt_run.damages()[CheckpointId(1, 10)]
+    connections = [each for each in proxy.exchanges if each.fault]
+    assert len(connections) == 2
+
+
+def test_the_stores_own_answer_is_proof(spoilt_run: Run, tmp_path: Path) -> None:
+    """It is asked before another byte is read."""
+    spoilt_run.flip(shard_key(10, "large.pt"))
+    with pytest.raises(restore.DamagedCheckpointError):
+        restore.fetch_latest(spoilt_run.url, tmp_path / "there", step=10)
+    assert "as the store itself says" in spoilt_run.damages()[CheckpointId(1, 10)]
+
+
+def test_a_mark_is_taken_back(run_: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`verify` that reads everything offers it for a checkpoint that is whole, `unmark` does it."""
+    files = files_of(20)
+    for step in (10, 20):
+        run_.commit(step)
+        run_.flip(shard_key(step, "rank-0.pt"))
+        with pytest.raises(restore.NoUsableCheckpointError):
+            restore.fetch_latest(run_.url, tmp_path / "there")
+    run_.flip(shard_key(20, "rank-0.pt"))  # whole again
+
+    def call(*arguments: str) -> dict[str, object]:
+        cli.main([*arguments, "--json"])
+        return json.loads(capsys.readouterr().out)
+
+    for percent, is_sound in ((0, False), (50, False), (100, True)):
+        marked = call("verify", run_.url, "--step", "20", "--read-data", str(percent))["marked"]
+        assert marked == [
+            {"generation": 1, "step": 20, "reason": run_.damages()[CheckpointId(1, 20)], "is_sound": is_sound}
+        ], percent
+    assert [each["is_sound"] for each in call("verify", run_.url, "--read-data", "100")["marked"]] == [
+        False,
+        True,
+    ]
+    assert cli.main(["verify", run_.url, "--read-data", "100"]) == Exit.INCOMPLETE
+    assert f"`ckpt-async unmark {run_.url} 20@g1` takes the mark back" in capsys.readouterr().out
+    with pytest.raises(restore.NoUsableCheckpointError):
+        restore.find(run_.url)
+    assert call("unmark", run_.url, "20@g1")["step"] == 20
+    assert list(run_.damages()) == [CheckpointId(1, 10)]
+    found = restore.fetch_latest(run_.url, tmp_path / "there")
+    assert found is not None
+    assert is_whole(found[1], files)
+    assert cli.main(["unmark", run_.url, "20"]) == Exit.NOT_FOUND
+    assert "no checkpoint that is marked as damaged has the step or name '20'" in capsys.readouterr().err
+    assert run_.keys(keys.LEASES) == []
