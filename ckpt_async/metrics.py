@@ -720,8 +720,8 @@ class MetricsServer:
         self._thread.join()
 
 
-# What the launchers call a process's number on its node. Slurm's last: torchrun and mpirun may run below it, and then all
-# their processes have the one that it gave to them.
+# What the launchers call a process's number on its node. Slurm's last: torchrun and mpirun may run below it, and then
+# all their processes have the one that it gave to them.
 LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 
 
