@@ -21,6 +21,7 @@ from ckpt_async.model import (
     Receipt,
 )
 from ckpt_async.retention import Candidate, KeepLocal, RetentionPolicy
+from ckpt_async.units import age as duration
 
 # --- what is known of the store ----------------------------------------------------------------------------
 
@@ -34,6 +35,8 @@ COMMIT_S, COMMIT_S_PER_RANK = 1.0, 0.01
 # The first looks list the receipts, for they may be of one that is among the newest. From then on all ranks together do
 # it so often: S3 answers 5,500 reads a second.
 NUM_LISTINGS, LISTINGS_PER_S = 3, 50
+# A wait for other ranks is told when it is this long, and at every doubling.
+LONG_WAIT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,8 @@ class Watch:
     next_look_at: float = 0.0
     receipts: Receipts | None = None  # what was seen last
     next_listing_at: float = 0.0  # of the receipts; until then the decision is all that is looked for
+    since: float | None = None  # of the first look with our own part delivered
+    tell_at: float = 0.0  # when to say that it waits long
 
 
 @dataclass(frozen=True, slots=True)
@@ -453,6 +458,31 @@ def waits_for_others(local: Local) -> bool:
         and (each.id.generation == local.generation or newest is None or each.id > newest)
         for each in local.checkpoints.values()
     )
+
+
+def waits_for_ranks(checkpoint: LocalCheckpoint) -> bool:
+    """Whether this rank has delivered its part and nobody has decided yet: others have not, or nobody commits."""
+    return checkpoint.has_receipt and checkpoint.decision is None
+
+
+def first_tell_s(receipts: Receipts, rank: int) -> float:
+    """How long this rank waits before it says so: the lowest of those that have delivered speaks for all, the others at
+    the next doubling, for it may have died since.
+    """
+    return LONG_WAIT_S if rank == min(receipts.ranks, default=rank) else 2 * LONG_WAIT_S
+
+
+def long_wait(local: Local, id_: CheckpointId, receipts: Receipts, waited_s: float) -> str:
+    """What to tell of a checkpoint that waits for others; empty unless it is the oldest one that does."""
+    waiting = [id_ for id_, each in sorted(local.checkpoints.items()) if waits_for_ranks(each)]
+    if waiting[:1] != [id_]:
+        return ""
+    sealed = local.checkpoints[id_].sealed
+    missing = missing_ranks(receipts, sealed.world_size if sealed else 0)
+    more = " and more" if missing[8:] or not receipts.is_whole else ""
+    whom = f"ranks {missing[:8]}{more}" if missing else "a decision, though all ranks have delivered,"
+    others = f"; later ones that wait too: {len(waiting) - 1}" if waiting[1:] else ""
+    return f"step {id_.step} waits for {whom} for {duration(waited_s)}{others}"
 
 
 def stranded(local: Local, url: str) -> list[CheckpointId]:

@@ -781,7 +781,28 @@ class Engine:
         next_look_at = decide.next_look(
             watch, self._loop.time(), first_s=self._settings.decision_poll_s, longest_s=longest_s
         )
-        self._watch(id_, decide.Watch(watch.num_looks + 1, next_look_at, receipts, next_listing_at))
+        watch = replace(
+            watch,
+            num_looks=watch.num_looks + 1,
+            next_look_at=next_look_at,
+            receipts=receipts,
+            next_listing_at=next_listing_at,
+        )
+        self._watch(id_, self._told_of_wait(id_, watch))
+
+    def _told_of_wait(self, id_: CheckpointId, watch: decide.Watch) -> decide.Watch:
+        """Say that a checkpoint waits long for other ranks, if it is time to."""
+        now, receipts = self._loop.time(), watch.receipts
+        if receipts is None or not self._checkpoint(id_).has_receipt:
+            return watch
+        if watch.since is None:
+            return replace(watch, since=now, tell_at=now + decide.first_tell_s(receipts, self.rank))
+        waited_s = now - watch.since
+        if now < watch.tell_at:
+            return watch
+        if text := decide.long_wait(self.local, id_, receipts, waited_s):
+            logger.warning("checkpoint_waits %s", text)
+        return replace(watch, tell_at=now + waited_s)
 
     async def _list_receipts(self, id_: CheckpointId) -> decide.Receipts:
         """Who is done; of many ranks, as far as the first that is not: N ranks would list N / 1000 pages each."""

@@ -26,12 +26,13 @@ from wsgiref.simple_server import WSGIServer
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from ckpt_async.decide import queue_state
+from ckpt_async import holdings
 from ckpt_async.errors import CkptAsyncError, FailureReason
 from ckpt_async.files import Folder
+from ckpt_async.holdings import QUEUE_STATES, Holdings
 from ckpt_async.journal import Journal, after_fork
-from ckpt_async.model import CheckpointId, Local, LocalShard, fold
-from ckpt_async.observe import NullObserver
+from ckpt_async.model import CheckpointId, Local, fold
+from ckpt_async.observe import NullObserver, Observer
 
 logger = logging.getLogger(__name__)
 
@@ -43,33 +44,82 @@ REPLAY_SHARE = 0.01
 
 RESULTS = ("ok", "failed", "source_changed", "source_missing", "superseded")
 REASONS = tuple(reason.value for reason in FailureReason)
-STATES = ("queued", "uploading", "retrying", "failed")
-LOCATIONS = ("local", "remote")
+LOCATIONS = ("local",)
 SWEEPS = ("ok", "failed")
 SWEEP_SCOPES = ("folder", "remote", "action")
 ENDS = ("committed", "aborted", "pruned")
 ORPHANS = ("partial_checkpoint", "multipart", "lease", "member", "probe", "damage", "decision")
 VERIFY_KINDS = ("missing", "size", "checksum", "record")
-OPERATIONS = (
-    *("put", "get", "head", "list", "delete"),
-    *("create_multipart", "upload_part", "list_parts", "complete", "list_multiparts", "abort_multipart"),
-)
 
 
 @dataclass(frozen=True, slots=True)
 class Definition:
-    """One metric. `labels` holds the closed set of values of each label; an empty set stands for a value that
-    is fixed for the life of the process. Never a label: rank, step, path, key, message.
+    """One metric. `labels` holds the closed set of values of each label; an empty set stands for values of which a
+    process has few: its own run, the remotes and folders of a sweeper. Never a label: rank, step, key, message.
     """
 
     name: str
     kind: str  # "counter" | "gauge" | "histogram"
     meaning: str
     labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    bounds_s: tuple[float, ...] = ()  # of a histogram's buckets, without +Inf
+    bounds_s: tuple[float, ...] = ()  # of a histogram's buckets, without +Inf: each is one more series
+    is_sparse: bool = False  # a counter whose children appear when they first count: those at 0 would be many
 
 
 _RUN: Mapping[str, tuple[str, ...]] = {"run": ()}
+
+_OF_A_FOLDER = (
+    Definition(
+        "ckpt_async_last_committed_step",
+        "gauge",
+        "Step of the newest committed checkpoint the node knows of. (N)",
+        _RUN,
+    ),
+    Definition(
+        "ckpt_async_last_committed_timestamp_seconds",
+        "gauge",
+        "Unix time at which the node learnt of that commit. (N)",
+        _RUN,
+    ),
+    Definition(
+        "ckpt_async_last_enqueued_step",
+        "gauge",
+        "Step of the newest checkpoint a shard was enqueued for, or that was sealed. (N)",
+        _RUN,
+    ),
+    Definition(
+        "ckpt_async_last_enqueued_timestamp_seconds", "gauge", "Unix time of the last such call. (N)", _RUN
+    ),
+    Definition(
+        "ckpt_async_oldest_pending_timestamp_seconds",
+        "gauge",
+        "Unix time at which the oldest shard of the queue was enqueued; absent while the queue is empty. (N)",
+        _RUN,
+    ),
+    Definition(
+        "ckpt_async_queue_files",
+        "gauge",
+        "Shards of undecided checkpoints that are not in the store yet. `failed`: lost, or not sent within"
+        " `upload_timeout_s` and tried again later; `uploading`: a multipart upload was begun or some bytes are"
+        " acknowledged; `retrying`: left by an earlier start of the run and not begun again; `queued`: the rest. (N)",
+        {**_RUN, "state": QUEUE_STATES},
+    ),
+    Definition("ckpt_async_queue_bytes", "gauge", "Sizes of the same shards, each whole. (N)", _RUN),
+    Definition(
+        "ckpt_async_waiting_checkpoints",
+        "gauge",
+        "Undecided checkpoints of which a rank of this node has delivered its part: others have not, or nobody"
+        " commits. The log of a rank that waits names those that are missing. (N)",
+        _RUN,
+    ),
+    Definition(
+        "ckpt_async_oldest_waiting_timestamp_seconds",
+        "gauge",
+        "Unix time at which a rank of this node had delivered its part of the one that has waited the longest; absent"
+        " while there is none. (N)",
+        _RUN,
+    ),
+)
 
 DEFINITIONS = (
     Definition(
@@ -91,15 +141,16 @@ DEFINITIONS = (
     Definition(
         "ckpt_async_upload_attempt_failures_total",
         "counter",
-        "Attempts of store requests that failed, whether or not a later attempt healed it.",
+        "Attempts of store requests that failed, whether or not a later attempt healed it; absent until the first"
+        " of a reason.",
         {**_RUN, "reason": REASONS},
+        is_sparse=True,
     ),
     Definition("ckpt_async_uploads_in_progress", "gauge", "Shards this process is uploading now."),
-    Definition("ckpt_async_upload_workers", "gauge", "Shards it may upload at once."),
     Definition(
         "ckpt_async_trainer_blocked_seconds_total",
         "counter",
-        "Time the trainer was held up in `enqueue` because uploads fell behind or the disk ran low.",
+        "Time the trainer was held up in `enqueue` because uploads fell behind or the disk ran low; grows while it is.",
         _RUN,
     ),
     Definition(
@@ -134,47 +185,7 @@ DEFINITIONS = (
         "counter",
         "Times the engine died of a bug and was started again.",
     ),
-    Definition(
-        "ckpt_async_last_committed_step",
-        "gauge",
-        "Step of the newest committed checkpoint the node knows of. (N)",
-        _RUN,
-    ),
-    Definition(
-        "ckpt_async_last_committed_timestamp_seconds",
-        "gauge",
-        "Unix time at which the node learnt of that commit. (N)",
-        _RUN,
-    ),
-    Definition(
-        "ckpt_async_last_enqueued_step",
-        "gauge",
-        "Step of the newest checkpoint a shard was enqueued for, or that was sealed. (N)",
-        _RUN,
-    ),
-    Definition(
-        "ckpt_async_last_enqueued_timestamp_seconds", "gauge", "Unix time of the last such call. (N)", _RUN
-    ),
-    Definition(
-        "ckpt_async_oldest_pending_timestamp_seconds",
-        "gauge",
-        "Unix time at which the oldest shard of the queue was enqueued; absent while the queue is empty. (N)",
-        _RUN,
-    ),
-    Definition(
-        "ckpt_async_queue_files",
-        "gauge",
-        "Shards of undecided checkpoints that are not in the store yet. `failed`: lost, or not sent within"
-        " `upload_timeout_s` and tried again later; `uploading`: a multipart upload was begun or some bytes are"
-        " acknowledged; `retrying`: left by an earlier start of the run and not begun again; `queued`: the rest. (N)",
-        {**_RUN, "state": STATES},
-    ),
-    Definition(
-        "ckpt_async_queue_bytes",
-        "gauge",
-        "Sizes of the same shards, each whole. (N)",
-        {**_RUN, "state": STATES},
-    ),
+    *_OF_A_FOLDER,
     Definition(
         "ckpt_async_checkpoints_retained",
         "gauge",
@@ -199,43 +210,49 @@ DEFINITIONS = (
         "ckpt_async_enqueue_duration_seconds",
         "histogram",
         "Time the trainer spent inside `enqueue`.",
-        bounds_s=(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1),
+        bounds_s=(0.001, 0.01, 0.1),
     ),
     Definition(
         "ckpt_async_upload_duration_seconds",
         "histogram",
         "Time from a shard's first byte to its verification, retries included; of results `ok` only.",
-        bounds_s=(0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600),
+        bounds_s=(10, 100),
     ),
     Definition(
         "ckpt_async_commit_latency_seconds",
         "histogram",
         "Time from the first shard enqueued by this rank to the commit.",
-        bounds_s=(1, 5, 15, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200),
+        bounds_s=(60, 600),
     ),
     Definition(
         "ckpt_async_store_request_duration_seconds",
         "histogram",
-        "Time of one attempt of a store request, failed ones included.",
-        {"operation": OPERATIONS},
-        # Few: every further bound is one more series for each operation.
-        bounds_s=(0.01, 0.05, 0.2, 1, 5, 20, 60),
+        "Time of one attempt of a store request, failed ones included. Its count is what failures are a share of.",
+        _RUN,
+        bounds_s=(1, 10),
     ),
 )
 
-_OF_REQUESTS = tuple(each for each in DEFINITIONS if each.labels.keys() == {"operation"})
-
 SWEEPER_DEFINITIONS = (
     DEFINITIONS[0],
+    *_OF_A_FOLDER,
     Definition(
-        "ckpt_async_sweep_last_success_timestamp_seconds",
+        "ckpt_async_sweep_last_completed_timestamp_seconds",
         "gauge",
-        "Unix time at which the last sweep ended in which everything worked; absent before the first.",
+        "Unix time at which the last sweep had gone through all folders and remotes, whatever became of single ones;"
+        " absent before the first.",
     ),
     Definition(
         "ckpt_async_sweep_started_timestamp_seconds",
         "gauge",
-        "Unix time at which this sweeper was started: what to compare with until there is a success.",
+        "Unix time at which this sweeper was started: what to compare with until a sweep is completed.",
+    ),
+    Definition(
+        "ckpt_async_sweep_failing_since_timestamp_seconds",
+        "gauge",
+        "Unix time of the first sweep since when this folder or remote, or an action there, has failed in every one;"
+        " absent for those that are well.",
+        {"target": ()},
     ),
     Definition(
         "ckpt_async_sweeps_total",
@@ -253,7 +270,7 @@ SWEEPER_DEFINITIONS = (
         "ckpt_async_sweep_duration_seconds",
         "histogram",
         "Time of one sweep, uploads for dead owners included.",
-        bounds_s=(0.1, 1, 5, 30, 60, 300, 1800, 3600),
+        bounds_s=(1, 60, 3600),
     ),
     Definition(
         "ckpt_async_sweep_adopted_uploads_total",
@@ -289,10 +306,12 @@ SWEEPER_DEFINITIONS = (
     Definition(
         "ckpt_async_sweep_attempt_failures_total",
         "counter",
-        "Attempts of its store requests that failed, whether or not a later attempt healed it.",
-        {"reason": REASONS},
+        "Attempts of its store requests that failed, whether or not a later attempt healed it; absent until the first"
+        " of a reason.",
+        {**_RUN, "reason": REASONS},
+        is_sparse=True,
     ),
-    *_OF_REQUESTS,
+    DEFINITIONS[-1],
 )
 
 _NOTES = """\
@@ -307,20 +326,22 @@ Made by `ckpt_async/metrics.py`; do not edit. To make it anew:
 Set `metrics_port` (0: any free port; N: port N + the rank's number on the node,
 from `LOCAL_RANK`, `SLURM_LOCALID` or MPI's variables) and let Prometheus scrape `/metrics` there.
 A port that is busy is logged and does not stop training. With a server of your own, hand it
-`uploader.metrics.registry`. `run` is the last part of the remote URL.
+`uploader.metrics.registry`. `run` is the URL of the remote. A rank has at most 60 series, with every failure there is.
 
 """
 
 _AFTERWORD = """
 **(N)**: read from the journal of the folder, for all ranks of the node: every port of a node says the same, so
-take `max by (run, state)` over a node's ports and not `sum`. While the journal cannot be read they are absent;
+take `max by (run, state)` over a node's ports and not `sum`. A sweeper says the same of its folders, also of what
+killed trainers left. While the journal cannot be read they are absent;
 `checkpoints_retained` may be late by a hundred times what replaying the journal takes. Everything else is
 counted by the process itself and starts at 0 with it.
 
 ## Of a sweeper
 
 `ckpt-async sweep --interval S --metrics-port P` (0: any free port) on `metrics_address`; with a server of your own,
-`Sweeper.metrics.registry`. One series for all folders and remotes of the process: which of them it is, the log says.
+`Sweeper.metrics.registry`. `target` is a folder or the URL of a remote; why it fails, the log says. What is (N) is read
+from the journals of its folders, with a delay of at most a hundred times what reading them takes.
 
 """
 
@@ -362,31 +383,44 @@ class _Counters:
     From any thread; raises nothing: a label value that is not one of the definition's is dropped.
     """
 
-    def __init__(self, definitions: tuple[Definition, ...], run: str = "") -> None:
-        self._definitions, self._run = definitions, run
+    def __init__(self, definitions: tuple[Definition, ...], **fixed: str) -> None:
+        self._definitions = {each.name: each for each in definitions}
         self._lock = threading.Lock()
         self._counts: dict[_Key, float] = {}
         self._histograms: dict[_Key, _Histogram] = {}
-        for each in definitions:
-            for labels in self._children(each):
-                if each.kind == "counter":
-                    self._counts[each.name, labels] = 0
-                elif each.kind == "histogram":
-                    self._histograms[each.name, labels] = _Histogram(each.bounds_s)
+        self._begin(**fixed)
         self.registry = CollectorRegistry()
         self.registry.register(self)
 
-    def _children(self, definition: Definition) -> Iterator[tuple[str, ...]]:
-        """Every combination of label values: a child that appears with its first failure would hide that
-        failure from `increase()`.
+    def _begin(self, **fixed: str) -> None:
+        """Make every child with these labels: one that appears with its first failure would hide that failure from
+        `increase()`. Those that need another label, and sparse ones, come later.
         """
-        fixed = {"run": self._run, "version": _version(), "python_version": platform.python_version()}
-        return itertools.product(*(values or (fixed[label],) for label, values in definition.labels.items()))
+        with self._lock:
+            for each in self._definitions.values():
+                values = [allowed or fixed.get(label) for label, allowed in each.labels.items()]
+                if each.is_sparse or None in values:
+                    continue
+                for labels in itertools.product(
+                    *((one,) if isinstance(one, str) else one or () for one in values)
+                ):
+                    if each.kind == "counter":
+                        self._counts.setdefault((each.name, labels), 0)
+                    elif each.kind == "histogram":
+                        self._histograms.setdefault((each.name, labels), _Histogram(each.bounds_s))
 
     def _add(self, name: str, *labels: str, amount: float = 1) -> None:
+        key = (name, labels)
         with self._lock:
-            if (name, labels) in self._counts:
-                self._counts[name, labels] += amount
+            if key in self._counts or self._is_sparse(name, labels):
+                self._counts[key] = self._counts.get(key, 0) + amount
+
+    def _is_sparse(self, name: str, labels: tuple[str, ...]) -> bool:
+        definition = self._definitions[name]
+        return definition.is_sparse and all(
+            not allowed or label in allowed
+            for label, allowed in zip(labels, definition.labels.values(), strict=True)
+        )
 
     def _observe(self, name: str, *values_s: float, labels: tuple[str, ...] = ()) -> None:
         with self._lock:
@@ -397,29 +431,45 @@ class _Counters:
 
     def describe(self) -> Iterator[Metric]:
         """What the registry asks once, so that a scrape can be restricted by name."""
-        return (_family(each) for each in self._definitions)
+        return (_family(each) for each in self._definitions.values())
 
     def collect(self) -> Iterator[Metric]:
         """One scrape. What cannot be read now is left out, and the rest is told."""
+        families = {each.name: _family(each) for each in self._definitions.values()}
         with self._lock:
-            counts = dict(self._counts)
+            values = dict(self._counts)
             buckets = {key: (each.cumulative(), each.sum_s) for key, each in self._histograms.items()}
-        gauges = self._gauges()
-        for each in self._definitions:
-            family = _family(each)
-            for labels in self._children(each):
-                key = (each.name, labels)
-                if isinstance(family, HistogramMetricFamily):
-                    family.add_metric(labels, *buckets[key])
-                elif isinstance(family, CounterMetricFamily):
-                    family.add_metric(labels, counts[key])
-                elif key in gauges:
-                    family.add_metric(labels, gauges[key])
-            yield family
+        for (name, labels), value in sorted((values | self._gauges()).items()):
+            family = families[name]
+            assert not isinstance(family, HistogramMetricFamily)
+            family.add_metric(labels, value)
+        for (name, labels), (counts, sum_s) in sorted(buckets.items(), key=lambda each: each[0]):
+            family = families[name]
+            assert isinstance(family, HistogramMetricFamily)
+            family.add_metric(labels, counts, sum_s)
+        yield from families.values()
 
     def _gauges(self) -> dict[_Key, float]:
         """What is looked up at each scrape."""
         return {("ckpt_async_build_info", (_version(), platform.python_version())): 1}
+
+
+def _holdings(run: str, held: Holdings) -> dict[_Key, float]:
+    """The gauges of what a node holds of one run."""
+    gauges: dict[_Key, float] = {
+        ("ckpt_async_queue_bytes", (run,)): held.size_bytes,
+        ("ckpt_async_waiting_checkpoints", (run,)): len(held.waiting),
+    }
+    for state, num_files in held.num_files.items():
+        gauges["ckpt_async_queue_files", (run, state)] = num_files
+    for name, at in (("pending", held.oldest_pending_at), ("waiting", held.oldest_waiting_at)):
+        if at is not None:
+            gauges[f"ckpt_async_oldest_{name}_timestamp_seconds", (run,)] = at
+    for name, newest in (("committed", held.committed), ("enqueued", held.enqueued)):
+        if newest is not None:
+            gauges[f"ckpt_async_last_{name}_step", (run,)] = newest[0].step
+            gauges[f"ckpt_async_last_{name}_timestamp_seconds", (run,)] = newest[1]
+    return gauges
 
 
 class Metrics(_Counters):
@@ -435,14 +485,13 @@ class Metrics(_Counters):
         folder: Folder,
         journal: Journal,
         *,
-        num_upload_workers: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        # A lone surrogate would break every scrape.
-        super().__init__(DEFINITIONS, run.encode(errors="replace").decode())
+        self._run = _printable(run)
+        super().__init__(DEFINITIONS, run=self._run)
         self._folder, self._journal, self._clock = folder, journal, clock
         self._is_fenced = False
-        self._num_uploads, self._num_upload_workers = 0, num_upload_workers
+        self._num_uploads = 0
         self._replay_lock = threading.Lock()
         self._replay_due_at = float("-inf")
         self._locals: dict[int, Local] = {}
@@ -471,8 +520,8 @@ class Metrics(_Counters):
         with self._lock:
             self._num_uploads -= num_shards
 
-    def requests_finished(self, operation: str, durations_s: Sequence[float]) -> None:
-        self._observe("ckpt_async_store_request_duration_seconds", *durations_s, labels=(operation,))
+    def requests_finished(self, operation: str, durations_s: Sequence[float]) -> None:  # noqa: ARG002  too many series
+        self._observe("ckpt_async_store_request_duration_seconds", *durations_s, labels=(self._run,))
 
     def attempt_failed(self, reason: FailureReason) -> None:
         self._add("ckpt_async_upload_attempt_failures_total", self._run, reason.value)
@@ -508,7 +557,6 @@ class Metrics(_Counters):
         gauges = super()._gauges() | {
             ("ckpt_async_fenced", run): int(self._is_fenced),
             ("ckpt_async_uploads_in_progress", ()): self._num_uploads,
-            ("ckpt_async_upload_workers", ()): self._num_upload_workers,
         }
         with contextlib.suppress(OSError):
             free_bytes, size_bytes = self._folder.space()
@@ -520,23 +568,14 @@ class Metrics(_Counters):
         except CkptAsyncError as error:  # closed, locked, or of another version
             logger.debug("scrape_without_journal error=%s", error)
             return gauges
-        for state in STATES:
-            gauges["ckpt_async_queue_files", (self._run, state)] = view.num_files[state]
-            gauges["ckpt_async_queue_bytes", (self._run, state)] = view.size_bytes[state]
         gauges["ckpt_async_checkpoints_retained", (self._run, "local")] = len(view.retained)
         gauges["ckpt_async_spool_pinned_bytes", ()] = sum(view.linked.values())
-        if view.oldest_pending_at is not None:
-            gauges["ckpt_async_oldest_pending_timestamp_seconds", run] = view.oldest_pending_at
-        for newest, name in ((view.committed, "last_committed"), (view.enqueued, "last_enqueued")):
-            if newest is not None:
-                gauges[f"ckpt_async_{name}_step", run] = newest[0].step
-                gauges[f"ckpt_async_{name}_timestamp_seconds", run] = newest[1]
-        return gauges
+        return gauges | _holdings(self._run, view)
 
-    def _view(self) -> _View:
+    def _view(self) -> Holdings:
         """What the journal says now. Raises JournalError."""
         self._replay()
-        view = _View(enqueued=self._newest_enqueued)
+        view = Holdings(enqueued=self._newest_enqueued)
         for rank, local in self._locals.items():
             begun = {key for key, sent_bytes in self._journal.progress(rank).items() if sent_bytes}
             view.add(local, begun)
@@ -562,27 +601,51 @@ class Metrics(_Counters):
             self._replay_due_at = ended + (ended - started) / REPLAY_SHARE
 
 
-class SweeperMetrics(_Counters, NullObserver):
-    """Counts what a sweeper does; an `Observer` of the requests it makes for a remote."""
+class SweeperMetrics(_Counters):
+    """Counts what a sweeper does; `of` a remote it is the `Observer` of the requests made there.
 
-    def __init__(self, *, clock: Callable[[], float] = time.time) -> None:
+    `folders` are those it looks after now: what their journals say is told at each scrape.
+    """
+
+    def __init__(
+        self,
+        folders: Callable[[], Iterable[str]] = tuple,
+        *,
+        clock: Callable[[], float] = time.time,
+        timer: Callable[[], float] = time.perf_counter,
+    ) -> None:
         super().__init__(SWEEPER_DEFINITIONS)
-        self._clock = clock
+        self._clock, self._timer, self._folders = clock, timer, folders
         self._started_at = clock()
-        self._succeeded_at: float | None = None
+        self._completed_at: float | None = None
+        self._failing_since: dict[str, float] = {}
+        self._read_lock = threading.Lock()
+        self._read_due_at = float("-inf")
+        self._held: dict[_Key, float] = {}
 
-    def requests_finished(self, operation: str, durations_s: Sequence[float]) -> None:
-        self._observe("ckpt_async_store_request_duration_seconds", *durations_s, labels=(operation,))
+    def of(self, url: str) -> Observer:
+        """Who counts the requests for this remote."""
+        run = _printable(url.rstrip("/"))
+        self._begin(run=run)
+        return _RequestsOf(self, run)
 
-    def attempt_failed(self, reason: FailureReason) -> None:
-        self._add("ckpt_async_sweep_attempt_failures_total", reason.value)
+    def request_finished(self, run: str, durations_s: Sequence[float]) -> None:
+        """Attempts ended, well or not."""
+        self._observe("ckpt_async_store_request_duration_seconds", *durations_s, labels=(run,))
 
-    def swept(self, duration_s: float, *, is_clean: bool) -> None:
-        """A sweep ended, well or not."""
+    def attempt_failed(self, run: str, reason: FailureReason) -> None:
+        """One of them failed."""
+        self._add("ckpt_async_sweep_attempt_failures_total", run, reason.value)
+
+    def swept(self, duration_s: float, *, is_clean: bool, failing: Iterable[str] | None) -> None:
+        """A sweep ended, well or not; `failing` are the folders and remotes that failed, None if it broke off."""
         self._observe("ckpt_async_sweep_duration_seconds", duration_s)
         self._add("ckpt_async_sweeps_total", "ok" if is_clean else "failed")
-        if is_clean:
-            self._succeeded_at = self._clock()
+        if failing is not None:
+            now = self._completed_at = self._clock()
+            self._failing_since = {
+                each: self._failing_since.get(each, now) for each in map(_printable, failing)
+            }
 
     def failed(self, scope: str) -> None:
         """A folder, a remote or an action of a sweep failed."""
@@ -607,53 +670,49 @@ class SweeperMetrics(_Counters, NullObserver):
 
     def _gauges(self) -> dict[_Key, float]:
         gauges = super()._gauges() | {("ckpt_async_sweep_started_timestamp_seconds", ()): self._started_at}
-        if self._succeeded_at is not None:
-            gauges["ckpt_async_sweep_last_success_timestamp_seconds", ()] = self._succeeded_at
+        if self._completed_at is not None:
+            gauges["ckpt_async_sweep_last_completed_timestamp_seconds", ()] = self._completed_at
+        for target, since in self._failing_since.items():
+            gauges["ckpt_async_sweep_failing_since_timestamp_seconds", (target,)] = since
+        with self._read_lock:
+            if (started := self._timer()) >= self._read_due_at:
+                self._held = self._read()
+                self._read_due_at = (ended := self._timer()) + (ended - started) / REPLAY_SHARE
+            return gauges | self._held
+
+    def _read(self) -> dict[_Key, float]:
+        """What the folders hold of each run, which may have several of them, one for each rank, say."""
+        runs: dict[str, Holdings] = {}
+        for folder in self._folders():
+            try:
+                holdings.add_folder(runs, folder)
+            except (
+                CkptAsyncError,
+                OSError,
+            ) as error:  # no trainer has run there, or the sweep tells what is wrong
+                logger.debug("scrape_without_journal folder=%s error=%s", folder, error)
+        gauges: dict[_Key, float] = {}
+        for url, held in runs.items():
+            gauges |= _holdings(_printable(url), held)
         return gauges
 
 
-@dataclass(slots=True)
-class _View:
-    """What the journal says of all ranks of the node together."""
+class _RequestsOf(NullObserver):
+    """Counts the requests that a sweeper makes for one remote."""
 
-    enqueued: tuple[CheckpointId, float] | None = None
-    committed: tuple[CheckpointId, float] | None = None
-    oldest_pending_at: float | None = None
-    num_files: dict[str, int] = field(default_factory=lambda: dict.fromkeys(STATES, 0))
-    size_bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(STATES, 0))
-    retained: set[CheckpointId] = field(default_factory=set)
-    linked: dict[tuple[int, int], int] = field(default_factory=dict)  # (device, inode): size
+    def __init__(self, metrics: SweeperMetrics, run: str) -> None:
+        self._metrics, self._run = metrics, run
 
-    def add(self, local: Local, begun: set[tuple[CheckpointId, str]]) -> None:
-        """Add one rank; `begun` are the shards of which some bytes were sent."""
-        if local.newest_committed is not None:
-            self.committed = _newest(self.committed, (local.newest_committed, local.newest_committed_at))
-        if local.newest_enqueued is not None:
-            self.enqueued = _newest(self.enqueued, (local.newest_enqueued, local.newest_enqueued_at))
-        for id_, checkpoint in local.checkpoints.items():
-            if checkpoint.was_committed:
-                self.retained.add(id_)
-            for name, each in checkpoint.shards.items():
-                if each.shard.is_linked and not checkpoint.is_released:
-                    identity = each.shard.identity
-                    self.linked[identity.device, identity.inode] = identity.size_bytes
-                if each.stored is None and checkpoint.decision is None:
-                    self._add_pending(
-                        each, is_begun=(id_, name) in begun, is_inherited=id_.generation < local.generation
-                    )
+    def requests_finished(self, operation: str, durations_s: Sequence[float]) -> None:  # noqa: ARG002
+        self._metrics.request_finished(self._run, durations_s)
 
-    def _add_pending(self, each: LocalShard, *, is_begun: bool, is_inherited: bool) -> None:
-        state = queue_state(each, is_begun=is_begun, is_inherited=is_inherited)
-        self.num_files[state] += 1
-        self.size_bytes[state] += each.shard.size_bytes
-        if self.oldest_pending_at is None or each.enqueued_at < self.oldest_pending_at:
-            self.oldest_pending_at = each.enqueued_at
+    def attempt_failed(self, reason: FailureReason) -> None:
+        self._metrics.attempt_failed(self._run, reason)
 
 
-def _newest(
-    one: tuple[CheckpointId, float] | None, other: tuple[CheckpointId, float]
-) -> tuple[CheckpointId, float]:
-    return other if one is None else max(one, other)
+def _printable(text: str) -> str:
+    """A lone surrogate would break every scrape."""
+    return text.encode(errors="replace").decode()
 
 
 class _Histogram:

@@ -394,6 +394,7 @@ class LocalCheckpoint:
     is_seal_durable: bool = False
     superseded: str = ""  # why, if it was
     has_receipt: bool = False
+    receipt_at: float = 0.0
     decision: Decided | None = None
     decided_at: float = 0.0
     is_released: bool = False
@@ -555,7 +556,8 @@ def _apply(
         case Superseded():
             return replace(checkpoint, superseded=event.reason)
         case ReceiptStored():
-            return replace(checkpoint, has_receipt=True)
+            receipt_at = checkpoint.receipt_at if checkpoint.has_receipt else written_at
+            return replace(checkpoint, has_receipt=True, receipt_at=receipt_at)
         case Decided():
             return replace(checkpoint, decision=event, decided_at=written_at)
         case Released():

@@ -1,6 +1,6 @@
 """What a node's journal says, for people: the queue, each checkpoint's progress, and what dying now would lose.
 
-A pure view over replayed journals, and a loader that makes nothing, locks nothing and asks no store.
+A pure view over replayed journals.
 """
 
 from __future__ import annotations
@@ -12,14 +12,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt_async import decide, keys
-from ckpt_async.journal import Journal
-from ckpt_async.model import CheckpointId, Local, LocalCheckpoint, Outcome, fold
+from ckpt_async import decide, holdings, keys
+from ckpt_async.holdings import QUEUE_STATES, Progress
+from ckpt_async.model import CheckpointId, Local, LocalCheckpoint, Outcome
 from ckpt_async.units import age
-
-QUEUE_STATES = ("queued", "uploading", "retrying", "failed")
-
-Progress = Mapping[tuple[int, CheckpointId, str], int]  # bytes sent of unfinished shards, by rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,18 +208,7 @@ def _plural(count: int, noun: str) -> str:
 
 def load(folder: str | os.PathLike[str], *, now: float | None = None) -> Status:
     """Read a folder's journal, also beside live trainers. Raises NoJournalError if there is none."""
-    journal = Journal.open_readonly(folder)
-    try:
-        rows = journal.rows()
-        ranks = sorted({row.rank for row in rows})
-        locals_ = [fold(rows, Local(rank)) for rank in ranks]
-        progress = {
-            (rank, id_, shard): sent
-            for rank in ranks
-            for (id_, shard), sent in journal.progress(rank).items()
-        }
-    finally:
-        journal.close()
+    locals_, progress = holdings.read(folder)
     return view(locals_, progress, time.time() if now is None else now)
 
 

@@ -77,8 +77,12 @@ class RemoteReport:
     stock: list[plan.Stock] = field(default_factory=list)  # of a dry run: what would stay and what would go
 
     @property
+    def has_failed(self) -> bool:
+        return bool(self.error) or any(each.error for each in self.done)
+
+    @property
     def is_clean(self) -> bool:
-        return not self.error and not self.violations and not any(each.error for each in self.done)
+        return not self.has_failed and not self.violations
 
 
 @dataclass(slots=True)
@@ -323,6 +327,12 @@ class SweepReport:
         """Whether everything that was tried worked, and nothing was found to be damaged."""
         return all(each.is_clean for each in self.folders) and all(each.is_clean for each in self.remotes)
 
+    @property
+    def failing(self) -> list[str]:
+        """Folders, and URLs of remotes, of which something failed; what is damaged is told apart from it."""
+        folders = [each.folder for each in self.folders if not each.is_clean]
+        return folders + [each.url for each in self.remotes if each.has_failed]
+
 
 class Sweeper:
     """Sweeps local folders, the remotes their journals name, and remotes given by URL. Needs no torch.
@@ -363,7 +373,7 @@ class Sweeper:
             superseded_s=self._settings.abandon_after_s, newest_s=self._settings.abandon_newest_after_s
         )
         self._known: dict[str, dict[str, tuple[str, Decision]]] = {}  # decisions already read, by remote
-        self.metrics = SweeperMetrics()
+        self.metrics = SweeperMetrics(self._found_folders)
 
     async def sweep(self, *, is_dry_run: bool = False) -> SweepReport:
         """Sweep once. A folder or remote that fails is reported and does not stop the others; a dry run adopts
@@ -373,22 +383,28 @@ class Sweeper:
         """
         if is_dry_run:
             return await self._sweep(is_dry_run=True)
-        started, is_clean = time.monotonic(), False
+        started, report = time.monotonic(), None
         try:
             report = await self._sweep(is_dry_run=False)
-            is_clean = report.is_clean
         finally:
-            self.metrics.swept(time.monotonic() - started, is_clean=is_clean)
+            self.metrics.swept(
+                time.monotonic() - started,
+                is_clean=report is not None and report.is_clean,
+                failing=None if report is None else report.failing,
+            )
         _count(report, self.metrics)
         return report
 
     async def _sweep(self, *, is_dry_run: bool) -> SweepReport:
-        found = list(dict.fromkeys(path for folder in self._folders for path in _folders(folder)))
+        found = self._found_folders()
         folders = [await self._sweep_folder(folder, is_dry_run=is_dry_run) for folder in found]
         recorded = [] if self._is_for_folders_only else _recorded(found)
         addresses = {each.url: each for each in recorded} | self._given
         remotes = [await self._sweep_remote(each, is_dry_run=is_dry_run) for each in addresses.values()]
         return SweepReport(tuple(folders), tuple(remotes))
+
+    def _found_folders(self) -> list[str]:
+        return list(dict.fromkeys(path for folder in self._folders for path in _folders(folder)))
 
     async def _sweep_folder(self, folder: str, *, is_dry_run: bool) -> FolderReport:
         try:
@@ -415,7 +431,7 @@ class Sweeper:
         try:
             store = open_store(address.url, options)
             settings = replace(self._settings, upload_timeout_s=REQUEST_PATIENCE_S)
-            requests = Requests(settings, self.metrics, address.url)
+            requests = Requests(settings, self.metrics.of(address.url), address.url)
             try:
                 if not await open_run(store, is_read_only=is_dry_run, timeout_s=OPEN_TIMEOUT_S):
                     if address.url in self._given:

@@ -157,12 +157,7 @@ class Uploader:
         self._num_flushing = 0
         self._is_closed = False
         self._journal = Journal(self._folder)
-        self.metrics = Metrics(
-            self.remote.rstrip("/").rpartition("/")[2],
-            self._folder,
-            self._journal,
-            num_upload_workers=self.settings.num_concurrent_uploads,
-        )
+        self.metrics = Metrics(self.remote.rstrip("/"), self._folder, self._journal)
         self._rank_lock = RankLock(self._folder, self.rank)
         try:
             self._rank_lock.acquire(wait_s=LOCK_WAIT_S, is_trainer=True)
@@ -352,7 +347,8 @@ class Uploader:
         settings = self.settings
         if not (settings.max_backlog_checkpoints or settings.max_backlog_bytes or settings.min_free_bytes):
             return
-        started, has_warned = time.monotonic(), False
+        started = told_at = time.monotonic()
+        has_warned = False
         try:
             while (trouble := self._trouble()) is not None:
                 what, reaction = trouble
@@ -366,9 +362,12 @@ class Uploader:
                     logger.warning("trainer_blocked reason=%s", what)
                 with self._changed:
                     self._changed.wait(min(BLOCK_POLL_S, settings.block_timeout_s - waited_s))
+                now = time.monotonic()
+                self.metrics.trainer_blocked(now - told_at)  # now, for it may take hours
+                told_at = now
                 self._check_usable()
         finally:
-            self.metrics.trainer_blocked(time.monotonic() - started)
+            self.metrics.trainer_blocked(time.monotonic() - told_at)
 
     def _trouble(self) -> tuple[str, str] | None:
         """Why no new checkpoint should be begun now and what the policy does about it, or None."""

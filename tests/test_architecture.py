@@ -28,6 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("runners",),
     ("drain", "status", "verify"),
     ("engine", "generation", "metrics", "protocol"),
+    ("holdings",),
     ("ahead", "transfer", "requests", "conditional", "kept"),
     ("stores", "journal", "files", "shard_writer"),
     ("checksums", "concurrency", "diagnosis", "plan"),

@@ -139,6 +139,8 @@ def test_block_holds_the_trainer_until_there_is_room(
         assert blocked.has_come.wait(10)
         assert thread.is_alive()
         assert 3 not in uploader._open
+        wait_until(lambda: blocked_s(uploader) > 0.5, uploader)
+        assert thread.is_alive(), "it is told while it lasts: an alert must not need its end"
         store.go.set()
         thread.join(10)
         assert not thread.is_alive()

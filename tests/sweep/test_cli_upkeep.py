@@ -201,7 +201,9 @@ def test_sweep_serves_metrics_and_goes_on_while_the_store_is_away(
         assert (first["is_clean"], first["folders"][0]["committed"]) == (True, 3)
         samples = scraped(log)
         assert (
-            samples["sweep_last_success_timestamp_seconds"] >= samples["sweep_started_timestamp_seconds"] > 0
+            samples["sweep_last_completed_timestamp_seconds"]
+            >= samples["sweep_started_timestamp_seconds"]
+            > 0
         )
         assert samples["sweep_adopted_uploads_total"] == 3
         assert samples["sweep_adopted_upload_bytes_total"] == 9000

@@ -1,0 +1,103 @@
+"""A rank that never delivers is silent; those that wait for it are not."""
+
+import logging
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_async import Uploader, decide
+from ckpt_async.decide import Receipts
+from ckpt_async.model import CheckpointId, Local, LocalCheckpoint, Sealed
+
+FAST = {"decision_poll_s": 0.05, "decision_poll_max_s": 0.1, "close_grace_s": 0.0, "launch_id": "one"}
+
+
+def local(*steps: int, world_size: int = 8) -> Local:
+    """Of a rank that has delivered its part of these."""
+    ids = [CheckpointId(1, step) for step in steps]
+    return Local(
+        3,
+        1,
+        {
+            id_: LocalCheckpoint(id_, "s", sealed=Sealed(id_, "s", world_size), has_receipt=True)
+            for id_ in ids
+        },
+    )
+
+
+@pytest.mark.parametrize(
+    ("receipts", "text"),
+    [
+        (Receipts((0, 1, 2, 3, 4, 6)), "step 300 waits for ranks [5, 7] for 10 min"),
+        (Receipts((0, 3, 7), is_whole=False), "step 300 waits for ranks [1, 2, 4, 5, 6] and more for 10 min"),
+        (
+            Receipts(tuple(range(8))),
+            "step 300 waits for a decision, though all ranks have delivered, for 10 min",
+        ),
+    ],
+)
+def test_it_is_told_for_whom(receipts: Receipts, text: str) -> None:
+    assert decide.long_wait(local(300), CheckpointId(1, 300), receipts, 605) == text
+
+
+def test_of_many_that_wait_the_oldest_is_told() -> None:
+    known = local(300, 400, 500)
+    told = decide.long_wait(known, CheckpointId(1, 300), Receipts((3,)), 7300)
+    assert told == "step 300 waits for ranks [0, 1, 2, 4, 5, 6, 7] for 2 h; later ones that wait too: 2"
+    assert decide.long_wait(known, CheckpointId(1, 400), Receipts((3,)), 7300) == ""
+
+
+def test_the_lowest_rank_that_has_delivered_speaks_first() -> None:
+    """One line for a run of thousands; and if that rank has died since, the others speak."""
+    assert decide.first_tell_s(Receipts((5, 2, 3)), 2) == decide.LONG_WAIT_S == 600
+    assert {decide.first_tell_s(Receipts((5, 2, 3)), rank) for rank in (3, 5)} == {1200}
+
+
+def test_a_rank_that_never_delivers_is_told_of_by_those_that_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Real ranks on a real store; it ends with the commit."""
+    monkeypatch.setattr(decide, "LONG_WAIT_S", 0.2)
+    caplog.set_level(logging.WARNING, "ckpt_async")
+
+    def ranks(*numbers: int) -> list[Uploader]:
+        options: Any = {"world_size": 4, **FAST}
+        return [
+            Uploader(tmp_path / f"{number}", f"file://{tmp_path}/run", rank=number, **options)
+            for number in numbers
+        ]
+
+    def save(uploader: Uploader) -> None:
+        path = uploader.folder / f"rank-{uploader.rank}.bin"
+        path.write_bytes(b"x")
+        uploader.enqueue(path, 300)
+        uploader.seal(300)
+
+    def told() -> list[str]:
+        return [record.message for record in caplog.records if "checkpoint_waits" in record.message]
+
+    def wait_until(is_so: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 20
+        while not is_so():
+            assert time.monotonic() < deadline, told()
+            with uploaders[0]._changed:
+                uploaders[0]._changed.wait(0.05)
+
+    uploaders = ranks(0, 2)
+    for uploader in uploaders:
+        save(uploader)
+    wait_until(lambda: len(told()) >= 3)
+    assert {re.sub(r"\d+ s$", "… s", each) for each in told()} == {
+        "checkpoint_waits step 300 waits for ranks [1, 3] for … s"
+    }
+    uploaders += ranks(1, 3)
+    for uploader in uploaders[2:]:
+        save(uploader)
+    for uploader in uploaders:
+        uploader.wait(300, timeout_s=20)
+        uploader.close()
+    assert len(list((tmp_path / "run/.ckpt_async/decisions").iterdir())) == 1
