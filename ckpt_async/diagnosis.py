@@ -19,6 +19,8 @@ VOLATILE_FILESYSTEMS = {"tmpfs": "memory", "ramfs": "memory", "overlay": "the co
 SLOW_FSYNC_S = 0.1
 # S3 refuses requests whose time is off by more than 15 minutes (S3 API reference, RequestTimeTooSkewed).
 REFUSED_SKEW_S, ODD_SKEW_S = 900.0, 30.0
+# Records that cannot be read: so many are listed.
+MAX_LISTED = 10
 # Descriptors of a trainer besides a socket and a file for each request.
 OTHER_OPEN_FILES = 256
 
@@ -110,6 +112,7 @@ class Remote:
     clock_ahead_s: float | None = None  # the store's, of ours
     round_trip_s: float | None = None
     left_behind: tuple[str, ...] = ()
+    unreadable: tuple[str, ...] = ()  # records of the run, each with what is wrong
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,6 +297,17 @@ def _of_remote(remote: Remote) -> Iterator[Finding]:
         yield _clock(remote.clock_ahead_s)
     if remote.round_trip_s is not None:
         yield Finding("round trip", Level.OK, f"{remote.round_trip_s * 1000:.1f} ms")
+    for record in remote.unreadable[:MAX_LISTED]:
+        yield Finding(
+            "records",
+            Level.WARN,
+            f"cannot be read: {record}",
+            "what it speaks of is left alone; find out who wrote it, then delete it or put it back",
+        )
+    if (more := len(remote.unreadable) - MAX_LISTED) > 0:
+        yield Finding(
+            "records", Level.WARN, f"{more} more cannot be read", "`ckpt-async verify` lists them all"
+        )
     if remote.left_behind:
         yield Finding(
             "clean-up",

@@ -47,12 +47,15 @@ from ckpt_async.stores import StoreOptions, find_endpoint, open_store, options_o
 from ckpt_async.transfer import all_or_none
 from ckpt_async.units import in_units
 from ckpt_async.uploader import load_settings
+from ckpt_async.verify import find_unreadable
 
 PACKAGES = ("ckpt-async", "aiobotocore", "botocore", "aiohttp", "awscrt", "uvloop", "torch")
 # Variables of ours that are no settings.
 OTHER_VARIABLES = frozenset({"DEBUG", "LAUNCH_ID", "SETTINGS_FILE"})
 # One small request: the store is there, or it is not.
 ANSWER_S = 15.0
+# All records of a long run: a decision for each checkpoint.
+RECORDS_S = 60.0
 NUM_SAMPLES = 5
 SPEED_BYTES, SPEED_RANGES = 64 << 20, 8
 SPEED_TIMEOUT_S = 120.0
@@ -318,13 +321,19 @@ class _Trial:
         self._facts = dataclasses.replace(self._facts, **facts)  # type: ignore[arg-type]
 
     async def _try(
-        self, check: str, what: str, act: Callable[[], Awaitable[None]], *, is_needed: bool = True
+        self,
+        check: str,
+        what: str,
+        act: Callable[[], Awaitable[None]],
+        *,
+        is_needed: bool = True,
+        timeout_s: float = ANSWER_S,
     ) -> bool:
         try:
-            async with asyncio.timeout(ANSWER_S):
+            async with asyncio.timeout(timeout_s):
                 await act()
         except TimeoutError:
-            self._tried.append(Tried(check, what, f"no answer within {ANSWER_S:.0f} s", "", is_needed))
+            self._tried.append(Tried(check, what, f"no answer within {timeout_s:.0f} s", "", is_needed))
             return False
         except StoreError as error:
             self._tried.append(Tried(check, what, _message(error), error.hint, is_needed))
@@ -369,7 +378,9 @@ class _Trial:
             self._note(is_checksum_compared=False)
 
     async def _try_the_rest(self) -> None:
-        await self._try("read", "objects can be read", self._read)
+        if await self._try("read", "objects can be read", self._read):
+            what, timeout_s = "the run's records can be read", RECORDS_S
+            await self._try("records", what, self._read_records, is_needed=False, timeout_s=timeout_s)
         if self._store.capabilities.multipart:
             await self._try("multipart", "multipart uploads can be completed", self._complete_multipart)
             await self._try(
@@ -391,6 +402,12 @@ class _Trial:
             if data != b"a":
                 raise IntegrityError("other bytes came back", operation="get", key=self._written[0])
         self._note(round_trip_s=min(took_s))
+
+    async def _read_records(self) -> None:
+        """Of a run that is there already: one that cannot be read stops what it speaks of."""
+        requests = Requests(self._settings, NullObserver(), self._store.url, is_patient=False)
+        found = await find_unreadable(self._store, requests)
+        self._note(unreadable=tuple(f"{each.key}: {each.message}" for each in found))
 
     async def _complete_multipart(self) -> None:
         await self._complete(await self._begin_multipart("c"))

@@ -6,6 +6,7 @@ A failure that heals never becomes one of these at the trainer: the engine retri
 from __future__ import annotations
 
 import enum
+from typing import Self
 
 
 class FailureReason(enum.Enum):
@@ -154,6 +155,13 @@ class PreconditionFailedError(StoreError):
         super().__init__(message, reason=FailureReason.PRECONDITION, operation=operation, key=key)
 
 
+class ObjectTooLargeError(StoreError):
+    """The object has more bytes than whoever asked for it would read. Nothing of it was read."""
+
+    def __init__(self, message: str, *, operation: str = "", key: str = "") -> None:
+        super().__init__(message, reason=FailureReason.OTHER, operation=operation, key=key)
+
+
 class IntegrityError(StoreError):
     """The store holds other bytes than were sent."""
 
@@ -170,7 +178,21 @@ class SourceError(CkptAsyncError):
 
 
 class InvalidRecordError(CkptAsyncError):
-    """An object of the protocol (receipt, decision, latest, …) is not one this version can have written."""
+    """An object of the protocol (receipt, decision, latest, …) is not one this version can have written. `key` says
+    which, where that is known; `detail` is the message without it.
+    """
+
+    def __init__(self, message: str, *, hint: str = "", key: str = "") -> None:
+        super().__init__(f"{key}: {message}" if key else message, hint=hint)
+        self.key, self._message = key, message
+
+    @property
+    def detail(self) -> str:
+        return f"{self._message} ({self.hint})" if self.hint else self._message
+
+    def at(self, key: str) -> Self:
+        """The same, of the object at `key`."""
+        return type(self)(self._message, hint=self.hint, key=key)
 
 
 class UnknownVersionError(InvalidRecordError):

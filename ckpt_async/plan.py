@@ -57,6 +57,8 @@ class View:
     damaged: frozenset[CheckpointId] = frozenset()  # committed, but a reader could not read it
     latest: Latest | None = None
     boundary: Boundary | None = None
+    unreadable: frozenset[CheckpointId] = frozenset()  # whose decision, or generation, cannot be read
+    is_boundary_readable: bool = True
 
 
 # --- actions: each carries what it is about and why ---------------------------------------------------------
@@ -196,7 +198,11 @@ def stock(view: View, policy: RetentionPolicy, planned: Iterable[Planned]) -> li
 
 
 def _valid(view: View) -> dict[CheckpointId, Decision]:
-    return {id_: each for id_, each in view.decisions.items() if not is_void(id_, view.boundary)}
+    return {
+        id_: each
+        for id_, each in view.decisions.items()
+        if not is_void(id_, view.boundary) and not _is_unknown(id_, view)
+    }
 
 
 def is_void(checkpoint: CheckpointId, boundary: Boundary | None) -> bool:
@@ -204,11 +210,22 @@ def is_void(checkpoint: CheckpointId, boundary: Boundary | None) -> bool:
     return boundary is not None and boundary.voids(checkpoint)
 
 
+def _is_unknown(checkpoint: CheckpointId, view: View) -> bool:
+    """Whether a record that cannot be read may say what became of it: then nothing is done to it. The boundary is only
+    ever moved past superseded generations.
+    """
+    is_below = not view.is_boundary_readable and checkpoint.generation < view.newest_generation
+    return is_below or (checkpoint in view.unreadable and not is_void(checkpoint, view.boundary))
+
+
 def _settle(view: View, valid: Mapping[CheckpointId, Decision], ages: Ages) -> Iterable[Planned]:
     """Undecided checkpoints: help those that are whole, give up those that cannot become so."""
     for id_ in sorted({*view.receipts, *view.data} - valid.keys()):
         if is_void(id_, view.boundary):
             continue  # it was given up and collected; what is left of it is cleaned away
+        if _is_unknown(id_, view):
+            yield Wait(id_, "a record of it, or the boundary, cannot be read")
+            continue
         receipts = view.receipts.get(id_, {})
         world_size = view.world_sizes.get(id_.generation)
         newest_at = max(
@@ -301,8 +318,8 @@ def _clean(view: View, valid: Mapping[CheckpointId, Decision], ages: Ages) -> It
     for upload in view.multiparts:
         parsed = keys.parse_data_key(upload.key)
         age_s = view.server_time - upload.initiated_at
-        if parsed is None:
-            continue  # not ours
+        if parsed is None or _is_unknown(parsed[0], view):
+            continue  # not ours, or nothing that we may judge
         id_, _ = parsed
         is_decided = id_ in valid or is_void(id_, view.boundary)
         limit_s = ages.superseded_s if id_.generation < view.newest_generation else ages.newest_s
@@ -352,7 +369,7 @@ def _collect(view: View, valid: Mapping[CheckpointId, Decision], ages: Ages) -> 
     upto = max([*finished, *([below] if below else [])], default=None)
     if upto is None:
         return
-    known = {*valid, *view.data, *view.receipts} - finished - resurrected
+    known = {*valid, *view.data, *view.receipts, *view.unreadable} - finished - resurrected
     kept = frozenset(id_ for id_ in known if id_ <= upto and not is_void(id_, view.boundary))
     yield CollectDecisions(
         upto,

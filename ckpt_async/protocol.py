@@ -12,8 +12,9 @@ from dataclasses import replace
 
 from ckpt_async import decide, keys, plan, records, transfer
 from ckpt_async.checksums import checksum_of
-from ckpt_async.conditional import advance, create_once, put, read
+from ckpt_async.conditional import advance, create_once, if_readable, put, read, read_record
 from ckpt_async.errors import InvalidRecordError
+from ckpt_async.generation import newest_generation
 from ckpt_async.model import Boundary, CheckpointId, Checksum, Decision, Latest, Lease, Outcome, Receipt
 from ckpt_async.requests import Requests
 from ckpt_async.store import Listing, Store
@@ -55,7 +56,7 @@ async def settle(
     raw = await read_receipts(store, requests, checkpoint, world_size)
     if raw is None:
         return None
-    receipts = [records.decode_receipt(data, checkpoint, rank) for rank, data in enumerate(raw)]
+    receipts = [_receipt(data, checkpoint, rank) for rank, data in enumerate(raw)]
     obstacle = decide.obstacle(checkpoint, receipts)
     outcome = Outcome.COMMIT if obstacle is None else Outcome.ABORT
     wanted = new_decision(
@@ -92,6 +93,13 @@ async def read_receipts(
     return there if len(there) == world_size else None
 
 
+def _receipt(data: bytes, checkpoint: CheckpointId, rank: int) -> Receipt:
+    try:
+        return records.decode_receipt(data, checkpoint, rank)
+    except InvalidRecordError as error:
+        raise error.at(keys.receipt_key(checkpoint, rank)) from None
+
+
 async def bound_receipt(store: Store, requests: Requests, decision: Decision, rank: int) -> Receipt:
     """One rank's receipt of a committed checkpoint, checked to be the very one that was decided on.
 
@@ -101,10 +109,10 @@ async def bound_receipt(store: Store, requests: Requests, decision: Decision, ra
     key = keys.receipt_key(id_, rank)
     there = await read(store, requests, key, max_size_bytes=records.MAX_RECEIPT_SIZE_BYTES)
     if there is None:
-        raise InvalidRecordError(f"{id_}: rank {rank}'s receipt is missing")
+        raise InvalidRecordError(f"{id_}: rank {rank}'s receipt is missing", key=key)
     if checksum_of(there[0], checksum.algorithm) != checksum:
-        raise InvalidRecordError(f"{id_}: rank {rank}'s receipt is not the one that was decided on")
-    return records.decode_receipt(there[0], id_, rank)
+        raise InvalidRecordError(f"{id_}: rank {rank}'s receipt is not the one that was decided on", key=key)
+    return _receipt(there[0], id_, rank)
 
 
 async def decide_once(store: Store, requests: Requests, wanted: Decision) -> tuple[Decision, bool]:
@@ -112,9 +120,13 @@ async def decide_once(store: Store, requests: Requests, wanted: Decision) -> tup
 
     A decision below the boundary is void: an older one was collected, so the checkpoint is long settled.
     """
-    id_, data = wanted.checkpoint, records.encode_decision(wanted)
-    there = await create_once(store, requests, keys.decision_key(id_), data)
-    decision, is_ours = records.decode_decision(there, id_), there == data
+    id_, key, data = wanted.checkpoint, keys.decision_key(wanted.checkpoint), records.encode_decision(wanted)
+    there = await create_once(store, requests, key, data)
+    is_ours = there == data
+    try:
+        decision = records.decode_decision(there, id_)
+    except InvalidRecordError as error:
+        raise error.at(key) from None
     decision = await _unless_void(store, requests, decision)
     is_ours = is_ours and decision.outcome is wanted.outcome
     if is_ours and decision.outcome is Outcome.COMMIT:
@@ -129,43 +141,68 @@ async def decide_once(store: Store, requests: Requests, wanted: Decision) -> tup
     return decision, is_ours
 
 
-async def read_settled(store: Store, requests: Requests, checkpoint: CheckpointId) -> Decision | None:
+async def read_settled(
+    store: Store, requests: Requests, checkpoint: CheckpointId, *, only_reads: bool = False
+) -> Decision | None:
     """What holds for the checkpoint, or None if nothing was decided. Below the boundary it was settled long ago: a
     commit there was created by a straggler and is void, and no decision at all means that it was collected (R4).
+
+    Raises InvalidRecordError if that cannot be told, for the boundary cannot be read. Who `only_reads` takes a commit
+    for one then: if it is void and something of it is gone, the receipts and shards say so.
     """
     decision = await read_decision(store, requests, checkpoint)
-    if decision is not None:
-        return await _unless_void(store, requests, decision)
     nothing = new_decision(
         checkpoint, Outcome.COMMIT, name=f"step-{checkpoint.step}", world_size=1, by="nobody", now=0
     )
-    settled = await _unless_void(store, requests, nothing)
+    try:
+        settled = await _unless_void(store, requests, decision or nothing)
+    except InvalidRecordError as error:
+        if not only_reads:
+            raise
+        logger.warning("boundary_unreadable error=%s; what it may void is taken for decided", error)
+        return decision
     return None if settled is nothing else settled
 
 
 async def _unless_void(store: Store, requests: Requests, decision: Decision) -> Decision:
     """The decision, or an abort in place of a commit that is below the boundary."""
     if decision.outcome is Outcome.COMMIT:
-        boundary = await read_boundary(store, requests)
+        boundary = await _boundary_for(store, requests, decision.checkpoint)
         if plan.is_void(decision.checkpoint, boundary):
             return replace(decision, outcome=Outcome.ABORT, reason="it was given up and collected long ago")
     return decision
 
 
+async def _boundary_for(store: Store, requests: Requests, checkpoint: CheckpointId) -> Boundary | None:
+    """The boundary as far as it concerns the checkpoint. It is never moved past one of the newest generation, so that
+    one that cannot be read holds up stragglers only.
+    """
+    try:
+        return await read_boundary(store, requests)
+    except InvalidRecordError:
+        if await newest_generation(store, requests, after=checkpoint.generation) > checkpoint.generation:
+            raise
+        return None
+
+
 async def read_decision(store: Store, requests: Requests, checkpoint: CheckpointId) -> Decision | None:
     """What was decided, or None. Not checked against the boundary."""
-    there = await read(store, requests, keys.decision_key(checkpoint))
-    return records.decode_decision(there[0], checkpoint) if there else None
+    key = keys.decision_key(checkpoint)
+    there = await read_record(store, requests, key, lambda data: records.decode_decision(data, checkpoint))
+    return there[0] if there else None
 
 
 async def read_boundary(store: Store, requests: Requests) -> Boundary | None:
-    there = await read(store, requests, keys.BOUNDARY)
-    return records.decode_boundary(there[0]) if there else None
+    there = await read_record(store, requests, keys.BOUNDARY, records.decode_boundary)
+    return there[0] if there else None
 
 
 async def read_latest(store: Store, requests: Requests) -> Latest | None:
     """The hint, or None if there is none or it is nonsense (R3: it never hides a good checkpoint)."""
-    there = await read(store, requests, keys.LATEST)
+    try:
+        there = await read(store, requests, keys.LATEST)
+    except InvalidRecordError:
+        there = b"", ""  # too large
     return _latest(there[0] if there else None)
 
 
@@ -215,12 +252,10 @@ async def finish_prune(store: Store, requests: Requests, checkpoint: CheckpointI
         return False
     victims: list[str] = []
     for rank in range(decision.world_size):
-        data = await read(
-            store, requests, keys.receipt_key(checkpoint, rank), max_size_bytes=records.MAX_RECEIPT_SIZE_BYTES
-        )
+        key = keys.receipt_key(checkpoint, rank)
+        data = await read(store, requests, key, max_size_bytes=records.MAX_RECEIPT_SIZE_BYTES)
         if data is not None:  # gone: an earlier sweep was cut short after its shards were deleted
-            receipt = records.decode_receipt(data[0], checkpoint, rank)
-            victims += [shard.key for shard in receipt.shards]
+            victims += [shard.key for shard in _receipt(data[0], checkpoint, rank).shards]
     await delete(store, requests, victims)
     await delete(store, requests, [keys.receipt_key(checkpoint, rank) for rank in range(decision.world_size)])
     await _swap(store, requests, checkpoint, Outcome.PRUNING, Outcome.PRUNED)
@@ -237,7 +272,7 @@ async def set_pin(
     nonce = uuid.uuid4().hex
 
     def change(there: bytes | None) -> bytes | None:
-        decision = records.decode_decision(there, checkpoint) if there else None
+        decision = None if there is None else records.decode_decision(there, checkpoint)
         if decision is None or decision.outcome is not Outcome.COMMIT or decision.is_pinned == is_pinned:
             return None
         return records.encode_decision(replace(decision, is_pinned=is_pinned, nonce=nonce))
@@ -252,7 +287,7 @@ async def _swap(
     nonce = uuid.uuid4().hex
 
     def change(there: bytes | None) -> bytes | None:
-        decision = records.decode_decision(there, checkpoint) if there else None
+        decision = None if there is None else records.decode_decision(there, checkpoint)
         if decision is None or decision.outcome is not old or decision.is_pinned:
             return None
         return records.encode_decision(replace(decision, outcome=new, nonce=nonce))
@@ -266,7 +301,7 @@ async def collect(store: Store, requests: Requests, action: plan.CollectDecision
     nonce = uuid.uuid4().hex
 
     def change(there: bytes | None) -> bytes | None:
-        boundary = records.decode_boundary(there) if there else None
+        boundary = None if there is None else records.decode_boundary(there)
         if boundary is None:
             return records.encode_boundary(Boundary(action.upto, action.kept, 1, nonce))
         if boundary.upto > action.upto:
@@ -292,13 +327,22 @@ async def readers(store: Store, requests: Requests, checkpoint: CheckpointId) ->
     listing: Listing = await requests.control("list", lambda: store.list(prefix))
     found: list[str] = []
     for each in listing.objects:
-        data = await read(store, requests, each.key)
-        if data is None:
+        try:
+            there = await read_record(store, requests, each.key, records.decode_lease)
+        except InvalidRecordError as error:
+            logger.warning("lease_unreadable error=%s; it counts until it is old", error)
+            there = unreadable_lease(checkpoint, each.key), ""
+        if there is None:
             continue
-        lease = records.decode_lease(data[0])
+        lease = there[0]
         if listing.server_time < plan.expires_at(lease, each.last_modified or listing.server_time):
             found.append(lease.reader)
     return found
+
+
+def unreadable_lease(checkpoint: CheckpointId, key: str) -> Lease:
+    """What one that cannot be read counts for: as long as any may, for a reader wrote it."""
+    return Lease(checkpoint, key, plan.MAX_LEASE_S)
 
 
 async def read_damages(store: Store, requests: Requests) -> dict[CheckpointId, str]:
@@ -307,14 +351,18 @@ async def read_damages(store: Store, requests: Requests) -> dict[CheckpointId, s
     found: dict[CheckpointId, str] = {}
     for each in listing.objects:
         checkpoint = keys.parse_damage_key(each.key)
-        data = await read(store, requests, each.key) if checkpoint else None
-        if checkpoint is None or data is None:
+        if checkpoint is None:
             continue
-        try:
-            damage = records.decode_damage(data[0], checkpoint)
-        except InvalidRecordError as error:
-            logger.warning("damage_unreadable key=%s error=%s", each.key, error)
+        reading = read_record(
+            store,
+            requests,
+            each.key,
+            lambda data, of=checkpoint: records.decode_damage(data, of),  # type: ignore[misc]
+        )
+        there = await if_readable(reading)
+        if there is None:
             continue
+        damage, _ = there
         found[checkpoint] = f"{damage.reason} (found by {damage.found_by})"
     return found
 
@@ -329,7 +377,7 @@ async def take_lease(store: Store, requests: Requests, lease: Lease) -> Decision
     go on, until two thirds of `ttl_s` have passed since this call began. Otherwise the lease is dropped: None.
     """
     await put(store, requests, keys.lease_key(lease.checkpoint, lease.reader), records.encode_lease(lease))
-    decision = await read_settled(store, requests, lease.checkpoint)
+    decision = await read_settled(store, requests, lease.checkpoint, only_reads=True)
     if decision is not None and decision.outcome is Outcome.COMMIT:
         return decision
     await drop_lease(store, requests, lease)

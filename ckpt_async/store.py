@@ -206,7 +206,7 @@ class Store(Protocol):
         ...
 
     async def get(self, key: str, *, max_size_bytes: int) -> tuple[bytes, ObjectInfo]:
-        """Read a small object whole; refuses one larger than `max_size_bytes` before reading it."""
+        """Read a small object whole. ObjectTooLargeError if it has more than `max_size_bytes`: then none is read."""
         ...
 
     async def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> ObjectInfo:

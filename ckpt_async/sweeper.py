@@ -11,12 +11,12 @@ import glob
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import assert_never
+from typing import TypeVar, assert_never
 
 from ckpt_async import keys, naming, plan, protocol, records, retention
-from ckpt_async.conditional import read
+from ckpt_async.conditional import read_record
 from ckpt_async.drain import DrainReport, drain
 from ckpt_async.errors import (
     CkptAsyncError,
@@ -40,6 +40,8 @@ from ckpt_async.transfer import all_or_none
 from ckpt_async.verify import Finding, verify
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # Passes over one remote in one sweep: give up → delete → collect, or prune → delete, need one after the other.
 MAX_PASSES = 5
@@ -73,7 +75,8 @@ class RemoteReport:
     url: str
     done: list[Done] = field(default_factory=list)
     error: str = ""
-    violations: list[Finding] = field(default_factory=list)  # if the sweep was to verify
+    # Records that cannot be read, and all that `verify` finds, if the sweep was to.
+    violations: list[Finding] = field(default_factory=list)
     stock: list[plan.Stock] = field(default_factory=list)  # of a dry run: what would stay and what would go
 
     @property
@@ -87,7 +90,9 @@ class RemoteReport:
 
 @dataclass(slots=True)
 class RemoteSweep:
-    """Sweeps of one remote. `known` holds decisions that were read before, with their ETag, by key."""
+    """Sweeps of one remote. `known` holds decisions that were read before, with their ETag, by key; `unreadable` what
+    is wrong with records that could not be read. Made anew for each sweep.
+    """
 
     store: Store
     requests: Requests
@@ -95,10 +100,11 @@ class RemoteSweep:
     ages: plan.Ages
     clock: Callable[[], float]
     known: dict[str, tuple[str, Decision]] = field(default_factory=dict)
+    unreadable: dict[str, Finding] = field(default_factory=dict)
 
     async def run(self, *, is_dry_run: bool) -> RemoteReport:
         """Sweep once, in as many passes as it takes. A failure of one action is reported and does not stop the
-        others.
+        others; nor does a record that cannot be read: it is a violation, and what it speaks of is left alone.
         """
         report = RemoteReport(self.store.url)
         for _ in range(1 if is_dry_run else MAX_PASSES):
@@ -116,6 +122,7 @@ class RemoteSweep:
             if not fresh:
                 report.done += [Done(action) for action in planned if isinstance(action, plan.Wait)]
                 break
+        report.violations = list(self.unreadable.values())
         return report
 
     async def _attempt(self, action: plan.Planned) -> Done:
@@ -144,7 +151,7 @@ class RemoteSweep:
         found = await all_or_none(self._list(prefix) for prefix in prefixes)
         generations, decisions, receipts, data, leases, members, probes, damages = found
         latest = await protocol.read_latest(self.store, self.requests)
-        boundary = await protocol.read_boundary(self.store, self.requests)
+        boundary = await self._readable("R4", protocol.read_boundary(self.store, self.requests))
         numbers = [keys.parse_generation_key(each.key) for each in generations.objects]
         by_rank: dict[CheckpointId, dict[int, ObjectInfo]] = {}
         for each in receipts.objects:
@@ -157,12 +164,15 @@ class RemoteSweep:
                 shards.setdefault(named[0], []).append(each)
                 names[named[0]] = named[1]
         decoded = await self._read_decisions(decisions)
-        undecided = {id_.generation for id_ in {*by_rank, *shards} - decoded.keys()}
+        undecided = {*by_rank, *shards} - decoded.keys()
+        world_sizes = await self._world_sizes(
+            {id_.generation for id_ in undecided} & {number for number in numbers if number}
+        )
         member_keys = {each.key: keys.parse_member_key(each.key) for each in members.objects}
         return plan.View(
             server_time=max(each.server_time for each in found),
             newest_generation=max((number for number in numbers if number), default=0),
-            world_sizes=await self._world_sizes(undecided & {number for number in numbers if number}),
+            world_sizes=world_sizes,
             decisions=decoded,
             decided_at={
                 id_: each.last_modified or 0.0
@@ -179,7 +189,23 @@ class RemoteSweep:
             damaged=frozenset(filter(None, (keys.parse_damage_key(each.key) for each in damages.objects))),
             latest=latest,
             boundary=boundary,
+            unreadable=frozenset(
+                id_
+                for id_ in {*undecided, *filter(None, map(keys.parse_decision_key, self.unreadable))}
+                if {keys.decision_key(id_), keys.generation_key(id_.generation)} & self.unreadable.keys()
+            ),
+            is_boundary_readable=keys.BOUNDARY not in self.unreadable,
         )
+
+    async def _readable(self, rule: str, reading: Awaitable[T]) -> T | None:
+        """What was read, or None if it cannot be, which is noted."""
+        try:
+            return await reading
+        except InvalidRecordError as error:
+            if error.key not in self.unreadable:
+                logger.warning("record_unreadable error=%s; what it speaks of is left alone", error)
+            self.unreadable[error.key] = Finding(rule, error.key, error.detail)
+            return None
 
     async def _list(self, prefix: str) -> Listing:
         return await self.requests.control("list", lambda: self.store.list(prefix))
@@ -199,35 +225,44 @@ class RemoteSweep:
         return {decision.checkpoint: decision for _, decision in self.known.values()}
 
     async def _read_decision(self, each: ObjectInfo) -> tuple[str, Decision] | None:
-        """A decision that cannot be read raises: deciding without it could give up what is committed."""
         checkpoint = keys.parse_decision_key(each.key)
         if checkpoint is None:
             return None  # not ours
-        there = await read(self.store, self.requests, each.key)
-        return (there[1], records.decode_decision(there[0], checkpoint)) if there else None
+        reading = read_record(
+            self.store, self.requests, each.key, lambda data: records.decode_decision(data, checkpoint)
+        )
+        there = await self._readable("R4", reading)
+        return (there[1], there[0]) if there else None
 
     async def _read_leases(self, listing: Listing) -> dict[str, tuple[Lease, float]]:
         leases: dict[str, tuple[Lease, float]] = {}
         for each in listing.objects:
             checkpoint = keys.parse_lease_key(each.key)
-            there = await read(self.store, self.requests, each.key) if checkpoint else None
-            if checkpoint is None or there is None:
+            if checkpoint is None:
                 continue
-            modified_at = each.last_modified or listing.server_time
-            try:
-                lease = records.decode_lease(there[0])
-            except InvalidRecordError as error:
-                logger.warning("lease_unreadable key=%s error=%s; it counts until it is old", each.key, error)
-                lease = Lease(checkpoint, each.key, plan.MAX_LEASE_S)
-            leases[each.key] = (lease, modified_at)
+            reading = read_record(self.store, self.requests, each.key, records.decode_lease)
+            there = await self._readable("R2", reading)
+            if there is not None:
+                lease = there[0]
+            elif each.key in self.unreadable:
+                lease = protocol.unreadable_lease(checkpoint, each.key)
+            else:
+                continue  # gone meanwhile
+            leases[each.key] = (lease, each.last_modified or listing.server_time)
         return leases
 
     async def _world_sizes(self, generations: set[int]) -> dict[int, int]:
         sizes: dict[int, int] = {}
         for number in sorted(generations):
-            there = await read(self.store, self.requests, keys.generation_key(number))
+            reading = read_record(
+                self.store,
+                self.requests,
+                keys.generation_key(number),
+                lambda data, number=number: records.decode_generation(data, number),  # type: ignore[misc]
+            )
+            there = await self._readable("R5", reading)
             if there is not None:
-                sizes[number] = records.decode_generation(there[0], number).world_size
+                sizes[number] = there[0].world_size
         return sizes
 
     # --- act -----------------------------------------------------------------------------------------------
@@ -441,7 +476,9 @@ class Sweeper:
                 sweep.known = self._known.setdefault(address.url, {})
                 report = await sweep.run(is_dry_run=is_dry_run)
                 if self._verifies:
-                    report.violations = (await verify(store, requests)).violations
+                    found = (await verify(store, requests)).violations
+                    known = {each.key for each in found}
+                    report.violations = [each for each in report.violations if each.key not in known] + found
                 return report
             finally:
                 await store.close()

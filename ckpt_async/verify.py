@@ -7,11 +7,11 @@ to it; the sweeper removes it). The oracle of the fault tests, and `ckpt-async v
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ckpt_async import keys, plan, protocol, records
-from ckpt_async.conditional import read
+from ckpt_async.conditional import read_record
 from ckpt_async.decide import obstacle
 from ckpt_async.errors import InvalidRecordError, ObjectNotFoundError
 from ckpt_async.model import CheckpointId, Decision, Outcome, StoredShard
@@ -86,7 +86,11 @@ async def verify(
     result = Verification()
     rng = random.Random(seed)
     decisions = await _read_decisions(store, requests, result)
-    boundary = await protocol.read_boundary(store, requests)
+    boundary = None
+    try:
+        boundary = await protocol.read_boundary(store, requests)
+    except InvalidRecordError as error:
+        result.findings.append(_unreadable("R4", error))
     for id_ in [id_ for id_ in decisions if plan.is_void(id_, boundary)]:
         del decisions[id_]
         result.findings.append(
@@ -112,6 +116,7 @@ async def verify(
                 is_all_read = result.num_shards - result.num_shards_read == before
                 result.marks.append(Mark(decision.checkpoint, reason, is_all_read and not findings))
     if step is None and generation is None:
+        result.findings += await _check_others(store, requests, {*decisions})
         await _check_latest(store, requests, decisions, result)
         await _check_strays(store, requests, decisions, referenced, result)
     return result
@@ -130,7 +135,7 @@ async def _read_decisions(
         try:
             decision = await protocol.read_decision(store, requests, checkpoint)
         except InvalidRecordError as error:
-            result.findings.append(Finding("R4", each.key, str(error)))
+            result.findings.append(_unreadable("R4", error))
             continue
         if decision is not None:
             decisions[checkpoint] = decision
@@ -153,7 +158,7 @@ async def _check_committed(
         try:
             receipts.append(await protocol.bound_receipt(store, requests, decision, rank))
         except InvalidRecordError as error:
-            findings.append(Finding("I1", keys.receipt_key(id_, rank), str(error)))
+            findings.append(_unreadable("I1", error))
     if not findings:
         reason = obstacle(id_, receipts)
         shards = [shard for receipt in receipts for shard in receipt.shards]
@@ -205,14 +210,14 @@ async def _check_latest(
     store: Store, requests: Requests, decisions: dict[CheckpointId, Decision], result: Verification
 ) -> None:
     """I2: latest names a committed checkpoint. It may be behind: it is a hint."""
-    there = await read(store, requests, keys.LATEST)
+    try:
+        there = await read_record(store, requests, keys.LATEST, records.decode_latest)
+    except InvalidRecordError as error:
+        result.findings.append(_unreadable("I2", error))
+        return
     if there is None:
         return
-    try:
-        latest = records.decode_latest(there[0])
-    except InvalidRecordError as error:
-        result.findings.append(Finding("I2", keys.LATEST, str(error)))
-        return
+    latest, _ = there
     decision = decisions.get(latest.checkpoint)
     if decision is None:
         try:
@@ -227,6 +232,68 @@ async def _check_latest(
     elif decision.name != latest.name:
         message = f"calls {latest.checkpoint} {latest.name!r}, its decision {decision.name!r}"
         result.findings.append(Finding("I2", keys.LATEST, message))
+
+
+async def find_unreadable(store: Store, requests: Requests) -> list[Finding]:
+    """Every record of the run that cannot be read, but for receipts of what is committed: those `verify` compares too.
+    One GET for each record that is not a receipt, and for each receipt of what is not decided. Read-only.
+    """
+    result = Verification()
+    decisions = await _read_decisions(store, requests, result)
+    for rule, key, decode in (
+        ("R4", keys.BOUNDARY, records.decode_boundary),
+        ("I2", keys.LATEST, records.decode_latest),
+    ):
+        result.findings += await _check_record(store, requests, rule, key, decode)
+    return result.findings + await _check_others(store, requests, {*decisions})
+
+
+async def _check_others(store: Store, requests: Requests, decided: set[CheckpointId]) -> list[Finding]:
+    """Generations, members, leases, marks of damage, and receipts of what is not decided."""
+    prefixes = (keys.GENERATIONS, keys.MEMBERS, keys.LEASES, keys.DAMAGED, keys.RECEIPTS)
+    listings: list[Listing] = [
+        await requests.control("list", lambda prefix=prefix: store.list(prefix))  # type: ignore[misc]
+        for prefix in prefixes
+    ]
+    wanted = [
+        found
+        for listing in listings
+        for each in listing.objects
+        if (found := _decoder_of(each.key, decided)) is not None
+    ]
+    checked = await all_or_none(_check_record(store, requests, *each) for each in wanted)
+    return [finding for found in checked for finding in found]
+
+
+def _decoder_of(key: str, decided: set[CheckpointId]) -> tuple[str, str, Callable[[bytes], object]] | None:
+    """Rule, key and decoder of a record, or None if it is none, or one that is checked elsewhere."""
+    if (number := keys.parse_generation_key(key)) is not None:
+        return "R5", key, lambda data: records.decode_generation(data, number)
+    if keys.parse_member_key(key) is not None:
+        return "R5", key, records.decode_member
+    if keys.parse_lease_key(key) is not None:
+        return "R2", key, records.decode_lease
+    if (marked := keys.parse_damage_key(key)) is not None:
+        return "R8", key, lambda data: records.decode_damage(data, marked)
+    if (receipt := keys.parse_receipt_key(key)) is not None and receipt[0] not in decided:
+        return "R1", key, lambda data: records.decode_receipt(data, *receipt)
+    return None
+
+
+async def _check_record(
+    store: Store, requests: Requests, rule: str, key: str, decode: Callable[[bytes], object]
+) -> list[Finding]:
+    is_receipt = key.startswith(keys.RECEIPTS)
+    limit = records.MAX_RECEIPT_SIZE_BYTES if is_receipt else records.MAX_RECORD_SIZE_BYTES
+    try:
+        await read_record(store, requests, key, decode, max_size_bytes=limit)
+    except InvalidRecordError as error:
+        return [_unreadable(rule, error)]
+    return []
+
+
+def _unreadable(rule: str, error: InvalidRecordError) -> Finding:
+    return Finding(rule, error.key, error.detail)
 
 
 async def _check_strays(

@@ -188,6 +188,21 @@ def test_ls_leaves_out_what_the_boundary_voids(
     assert [each["step"] for each in json_of(capsys, "ls", remote, "--all")["checkpoints"]] == [1, 3]
 
 
+def test_ls_shows_what_it_can_read(folder: Path, remote: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A record that cannot be read hides itself, not the others, and is named; `pin` finds the others too."""
+    train(folder, remote, 1, 2, 3)
+    root = Path(remote.removeprefix("file://"))
+    bad = keys.decision_key(CheckpointId(1, 2)), keys.BOUNDARY
+    for key in bad:
+        (root / key).write_bytes(b"nonsense")
+    assert cli.main(["ls", remote]) == 4
+    told = capsys.readouterr()
+    assert [line.split()[0] for line in told.out.splitlines()[1:]] == ["1", "3"]
+    for key in bad:
+        assert key in told.err
+    assert json_of(capsys, "pin", remote, "1")["is_pinned"]
+
+
 def test_ls_only_reads(folder: Path, remote: str, tmp_path: Path) -> None:
     """It runs with keys that may only read, and a typo in a URL makes no folder."""
     train(folder, remote, 1)

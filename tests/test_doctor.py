@@ -108,7 +108,7 @@ def test_a_sound_place_has_every_check_and_nothing_is_left(folder: Path, s3_url:
     assert checks == [
         *("versions", "open files", "settings"),
         *("folder", "file system", "hard links", "free space", "fsync", "journal"),
-        *("list", "write", "read", "multipart", "abort", "list multiparts", "delete"),
+        *("list", "write", "read", "records", "multipart", "abort", "list multiparts", "delete"),
         *("conditional writes", "checksums", "clock", "round trip"),
         *("upload", "download", "checkpoint"),
     ]

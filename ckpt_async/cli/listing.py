@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
+from typing import TypeVar
 
 from ckpt_async import keys, plan, protocol, threads
 from ckpt_async.cli.output import (
@@ -16,23 +17,25 @@ from ckpt_async.cli.output import (
     store_options,
     telling_of_silence,
 )
-from ckpt_async.errors import ObjectNotFoundError
-from ckpt_async.model import Boundary, CheckpointId, Decision, Outcome
+from ckpt_async.errors import InvalidRecordError, ObjectNotFoundError
+from ckpt_async.model import CheckpointId, Decision, Outcome
 from ckpt_async.observe import NullObserver
 from ckpt_async.requests import Requests
 from ckpt_async.settings import Settings
-from ckpt_async.store import ObjectInfo, Store
 from ckpt_async.stores import open_store
 from ckpt_async.transfer import all_or_none
 from ckpt_async.units import age, in_units
+
+T = TypeVar("T")
 
 # How long a store that fails is tried, and the longest pause in between: someone is waiting.
 LS_TIMEOUT_S, LS_PAUSE_S = 20.0, 2.0
 
 
 def ls(options: argparse.Namespace) -> Exit:
-    """What is committed in a remote."""
-    url, decisions, server_time = threads.run(_list_decisions(options))
+    """What is committed in a remote; INCOMPLETE if a record cannot be read."""
+    url, decisions, server_time, unreadable = threads.run(_list_decisions(options))
+    code = Exit.INCOMPLETE if unreadable else Exit.OK
     newest = max((each.checkpoint for each in decisions if each.outcome is Outcome.COMMIT), default=None)
     shown = [each for each in decisions if options.all or each.outcome is Outcome.COMMIT]
     if options.json:
@@ -41,15 +44,19 @@ def ls(options: argparse.Namespace) -> Exit:
                 "remote": url,
                 "latest": None if newest is None else id_json(newest),
                 "checkpoints": [_decision_json(each, newest, server_time) for each in shown],
+                "unreadable": [error.key for error in unreadable],
             }
         )
-        return Exit.OK
+        return code
+    for error in unreadable:
+        print(f"cannot be read: {error}", file=sys.stderr)
     num_given_up = sum(each.outcome is Outcome.ABORT for each in decisions)
     if num_given_up and not options.all:
         print(f"{num_given_up} given up; `ckpt-async ls {url} --all` says why", file=sys.stderr)
     if not shown:
-        print("no checkpoint is committed yet")
-        return Exit.OK
+        if not unreadable:
+            print("no checkpoint is committed yet")
+        return code
     titles = ("STEP", "NAME", "GENERATION", "RANKS", "SHARDS", "SIZE", "AGE", "")
     rows = [
         (
@@ -65,11 +72,13 @@ def ls(options: argparse.Namespace) -> Exit:
         for each in shown
     ]
     print_table(titles, rows)
-    return Exit.OK
+    return code
 
 
-async def _list_decisions(options: argparse.Namespace) -> tuple[str, list[Decision], float]:
-    """What was decided, oldest first, without what the boundary voids; and the store's time.
+async def _list_decisions(
+    options: argparse.Namespace,
+) -> tuple[str, list[Decision], float, list[InvalidRecordError]]:
+    """What was decided, oldest first, without what the boundary voids; the store's time; and what cannot be read.
 
     Only reads: it needs no right to write. Raises ObjectNotFoundError if no run was ever here.
     """
@@ -84,17 +93,24 @@ async def _list_decisions(options: argparse.Namespace) -> tuple[str, list[Decisi
             started = await requests.control("list", lambda: store.list(keys.GENERATIONS))
             if not started.objects:
                 raise ObjectNotFoundError(f"{store.url} holds no run of ckpt_async")
-        boundary: Boundary | None = await protocol.read_boundary(store, requests)
-        found = await all_or_none(_read_decision(store, requests, each) for each in listing.objects)
+        unreadable: list[InvalidRecordError] = []
+        boundary = await _or_note(protocol.read_boundary(store, requests), unreadable)
+        checkpoints = filter(None, (keys.parse_decision_key(each.key) for each in listing.objects))
+        found = await all_or_none(
+            _or_note(protocol.read_decision(store, requests, each), unreadable) for each in checkpoints
+        )
     finally:
         await store.close()
     decisions = [each for each in found if each is not None and not plan.is_void(each.checkpoint, boundary)]
-    return store.url, sorted(decisions, key=lambda each: each.checkpoint), listing.server_time
+    return store.url, sorted(decisions, key=lambda each: each.checkpoint), listing.server_time, unreadable
 
 
-async def _read_decision(store: Store, requests: Requests, listed: ObjectInfo) -> Decision | None:
-    checkpoint = keys.parse_decision_key(listed.key)
-    return None if checkpoint is None else await protocol.read_decision(store, requests, checkpoint)
+async def _or_note(reading: Awaitable[T], unreadable: list[InvalidRecordError]) -> T | None:
+    try:
+        return await reading
+    except InvalidRecordError as error:
+        unreadable.append(error)
+        return None
 
 
 def _decision_json(each: Decision, newest: CheckpointId | None, server_time: float) -> Json:

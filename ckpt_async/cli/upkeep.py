@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from ckpt_async import keys, metrics, plan, protocol, retention, threads
 from ckpt_async import verify as verification
 from ckpt_async.cli.output import Exit, Json, Which, id_json, store_options, telling_of_silence
+from ckpt_async.conditional import if_readable
 from ckpt_async.errors import ObjectNotFoundError, SettingsError
 from ckpt_async.model import CheckpointId, Decision, Outcome
 from ckpt_async.observe import NullObserver
@@ -334,14 +335,14 @@ async def _find(
     given, only of them.
     """
     listing = await requests.control("list", lambda: store.list(keys.DECISIONS))
-    boundary = await protocol.read_boundary(store, requests)
+    boundary = await if_readable(protocol.read_boundary(store, requests))
     for each in reversed(listing.objects):
         id_ = keys.parse_decision_key(each.key)
         if id_ is None or plan.is_void(id_, boundary) or (among is not None and id_ not in among):
             continue
         if wanted.step is not None and not wanted.is_of(id_):
             continue
-        decision = await protocol.read_decision(store, requests, id_)
+        decision = await if_readable(protocol.read_decision(store, requests, id_))
         if decision is None or decision.outcome is not Outcome.COMMIT:
             continue
         if wanted.is_of(id_) or wanted.text == decision.name:

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TypeVar
 
 from ckpt_async import keys, protocol, threads
+from ckpt_async.conditional import if_readable
 from ckpt_async.decide import obstacle
 from ckpt_async.drain import drain
 from ckpt_async.errors import (
@@ -61,7 +62,7 @@ def find(
     Orbax are recognised by the marks that those leave.
 
     Blocks. Raises NoUsableCheckpointError if there are checkpoints and all of them are damaged, StoreError if the store
-    cannot be asked, InvalidRecordError if the run's boundary cannot be read.
+    cannot be asked.
     """
 
     async def work() -> Checkpoint | None:
@@ -111,8 +112,10 @@ async def _find(
 ) -> Checkpoint | None:
     rejected: list[Rejected] = []
     marks = await _damaged(opened)
-    # Every verdict below hangs on it: that it cannot be read must not look like damage of all checkpoints.
-    await sure(opened, remote, options, lambda looking: protocol.read_boundary(looking.store, looking.asking))
+    # One that cannot be read voids nothing here. Who may not read at all is told so at once.
+    await if_readable(
+        sure(opened, remote, options, lambda looking: protocol.read_boundary(looking.store, looking.asking))
+    )
     async for id_ in _newest_first(opened):
         if step not in (None, id_.step) or generation not in (None, id_.generation):
             continue
@@ -180,7 +183,7 @@ async def _damaged(opened: Session) -> dict[CheckpointId, str]:
 
 async def _look(id_: CheckpointId, opened: Session) -> tuple[Decision, list[Receipt]] | None:
     """What is committed, or None; InvalidRecordError if it cannot be read as it was decided."""
-    decision = await protocol.read_settled(opened.store, opened.asking, id_)
+    decision = await protocol.read_settled(opened.store, opened.asking, id_, only_reads=True)
     if decision is None or decision.outcome is not Outcome.COMMIT:
         return None
     return decision, await _check(opened, decision)

@@ -131,7 +131,7 @@ class HeldLease:
         await put(
             store, requests, keys.lease_key(lease.checkpoint, lease.reader), records.encode_lease(lease)
         )
-        decision = await protocol.read_settled(store, requests, lease.checkpoint)
+        decision = await protocol.read_settled(store, requests, lease.checkpoint, only_reads=True)
         outcome = decision.outcome if decision is not None else None
         has_run_out = time.monotonic() > self._good_until
         return outcome is Outcome.COMMIT or (outcome is Outcome.PRUNING and not has_run_out)
@@ -208,7 +208,7 @@ async def damaged(session: Session, checkpoint: Checkpoint, reason: str) -> Ckpt
 async def is_gone(session: Session, checkpoint: CheckpointId) -> bool:
     """Whether it was pruned meanwhile: then what is missing is no damage."""
     try:
-        decision = await protocol.read_settled(session.store, session.asking, checkpoint)
+        decision = await protocol.read_settled(session.store, session.asking, checkpoint, only_reads=True)
     except InvalidRecordError:
         return False
     return decision is None or decision.outcome is not Outcome.COMMIT

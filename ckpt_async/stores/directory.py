@@ -29,6 +29,7 @@ from ckpt_async.errors import (
     FailureReason,
     IntegrityError,
     ObjectNotFoundError,
+    ObjectTooLargeError,
     PreconditionFailedError,
     SourceError,
     StoreError,
@@ -370,9 +371,8 @@ class DirectoryStore:
         with open(self._open(key), "rb") as file:
             status = os.fstat(file.fileno())
             if status.st_size > max_size_bytes:
-                raise StoreError(
+                raise ObjectTooLargeError(
                     f"has {status.st_size} bytes, more than {max_size_bytes}",
-                    reason=FailureReason.OTHER,
                     operation="get",
                     key=key,
                 )

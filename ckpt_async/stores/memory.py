@@ -18,6 +18,7 @@ from ckpt_async.errors import (
     FailureReason,
     IntegrityError,
     ObjectNotFoundError,
+    ObjectTooLargeError,
     PreconditionFailedError,
     SourceError,
     StoreError,
@@ -136,9 +137,8 @@ class MemoryStore:
         await asyncio.sleep(0)
         stored = self._find(key, "get")
         if len(stored.data) > max_size_bytes:
-            raise StoreError(
+            raise ObjectTooLargeError(
                 f"has {len(stored.data)} bytes, more than {max_size_bytes}",
-                reason=FailureReason.OTHER,
                 operation="get",
                 key=key,
             )

@@ -232,12 +232,7 @@ class S3Store:
             try:
                 size_bytes = response["ContentLength"]
                 if size_bytes > max_size_bytes:
-                    raise self._place.error(
-                        f"has {size_bytes} bytes, more than {max_size_bytes}",
-                        reason=FailureReason.OTHER,
-                        operation="get_object",
-                        key=key,
-                    )
+                    raise self._place.too_large(size_bytes, max_size_bytes, operation="get_object", key=key)
                 data: bytes = await stream.read()
             finally:
                 stream.close()  # drops the connection unless the body was read to its end

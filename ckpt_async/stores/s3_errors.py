@@ -19,6 +19,7 @@ from ckpt_async.errors import (
     FailureReason,
     IntegrityError,
     ObjectNotFoundError,
+    ObjectTooLargeError,
     PreconditionFailedError,
     StoreError,
 )
@@ -48,6 +49,10 @@ class Place:
         """About an object of this place."""
         error = StoreError(message, reason=reason, operation=operation, key=self.name(key), hint=hint)
         return _about(key, error)
+
+    def too_large(self, size_bytes: int, max_size_bytes: int, *, operation: str, key: str) -> StoreError:
+        message = f"has {size_bytes} bytes, more than {max_size_bytes}"
+        return _about(key, ObjectTooLargeError(message, operation=operation, key=self.name(key)))
 
 
 @contextlib.contextmanager

@@ -1,0 +1,244 @@
+"""One record that cannot be read stops nothing but what it speaks of, and is named: by the sweep and by `verify`."""
+
+import json
+import os
+import re
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_async import Uploader, diagnosis, keys, protocol, records, restore
+from ckpt_async.checksums import checksum_of
+from ckpt_async.diagnosis import Level
+from ckpt_async.doctor import examine
+from ckpt_async.errors import InvalidRecordError
+from ckpt_async.model import CheckpointId, Outcome
+from ckpt_async.observe import NullObserver
+from ckpt_async.plan import LEASE_MARGIN_S, MAX_LEASE_S, Ages, CollectDecisions, FinishPrune
+from ckpt_async.requests import Requests
+from ckpt_async.retention import KeepLast
+from ckpt_async.settings import Settings
+from ckpt_async.store import BytesBody
+from ckpt_async.stores import StoreOptions, open_store
+from ckpt_async.sweeper import Sweeper
+from tests.sweep.world import World, ids
+
+WHOLE, DEAD, BUSY, NEXT = CheckpointId(1, 10), CheckpointId(1, 11), CheckpointId(1, 12), CheckpointId(2, 20)
+TOO_LARGE = bytes(records.MAX_RECORD_SIZE_BYTES + 1)
+NEWER = json.dumps({"format": "ckpt_async/decision", "version": 2}).encode()
+
+
+async def _world() -> World:
+    """Six commits, one that is whole and undecided, one that is dead, a newer generation with three commits."""
+    world = await World.begun(1, 2, 3, 4, 5, 6)
+    for rank in range(2):
+        await world.receipt(WHOLE, rank)
+    for id_ in (DEAD, BUSY):
+        await world.receipt(id_, 0)
+    await world.start(2)
+    for step in (20, 21, 22):
+        await world.commit(CheckpointId(2, step))
+    world.now += Ages().superseded_s
+    return world
+
+
+PLACES = {
+    "boundary": keys.BOUNDARY,
+    "decision": keys.decision_key(CheckpointId(1, 3)),
+    "lease": keys.lease_key(CheckpointId(1, 3), "reader"),
+    "mark": keys.damage_key(CheckpointId(1, 3)),
+    "receipt": keys.receipt_key(BUSY, 1),
+    "generation": keys.generation_key(1),
+    "member": keys.member_key(2, 0),
+}
+
+
+@pytest.mark.parametrize("bad", [TOO_LARGE, b"", NEWER], ids=["large", "empty", "newer"])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_sweep_goes_round_what_it_cannot_read(run: Any, place: str, bad: bytes) -> None:
+    """All of what does not hang on it is done: the newest generation is pruned in any case."""
+
+    async def main() -> None:
+        world = await _world()
+        await world.store.put(PLACES[place], BytesBody(bad), checksum_of(bad, "crc64nvme"))
+        listed = {each.key for each in (await world.verify()).violations}
+        assert listed == {PLACES[place]}
+        before = dict(world.bucket.objects)
+        report = await world.sweeper(KeepLast(1)).run(is_dry_run=False)
+        assert report.error == ""
+        outcomes = {id_: await _outcome(world, id_) for id_ in (*ids(1, 2, 3, 4, 5, 6), WHOLE, DEAD, NEXT)}
+        expected: dict[CheckpointId, object] = dict.fromkeys(outcomes, Outcome.PRUNED)
+        expected |= {WHOLE: Outcome.PRUNED, DEAD: Outcome.ABORT}
+        named = {each.key for each in report.violations}
+        match place:
+            case (
+                "boundary"
+            ):  # whatever it may speak of is left alone: it is never moved past the newest generation
+                expected |= dict.fromkeys(ids(1, 2, 3, 4, 5, 6), Outcome.COMMIT) | {WHOLE: None, DEAD: None}
+            case "decision":
+                expected[CheckpointId(1, 3)] = "unreadable"
+            case "lease":
+                expected[CheckpointId(1, 3)] = Outcome.PRUNING
+            case "generation":  # nobody knows how many ranks they have
+                expected |= {WHOLE: None, DEAD: None}
+            case _:
+                named.add(PLACES[place])  # the sweep has no need of it, or removes it
+        assert named == {PLACES[place]}
+        assert outcomes == expected
+        for id_, outcome in expected.items():
+            if outcome not in (Outcome.PRUNED, Outcome.ABORT):
+                own = {key: each for key, each in before.items() if _is_of(key, id_)}
+                assert own
+                assert own.items() <= world.bucket.objects.items()
+        assert await world.outcome(CheckpointId(2, 22)) is Outcome.COMMIT
+
+    run(main())
+
+
+def _is_of(key: str, id_: CheckpointId) -> bool:
+    shard, receipt = keys.parse_data_key(key), keys.parse_receipt_key(key)
+    return (shard is not None and shard[0] == id_) or (receipt is not None and receipt[0] == id_)
+
+
+async def _outcome(world: World, id_: CheckpointId) -> object:
+    try:
+        return await world.outcome(id_)
+    except InvalidRecordError as error:
+        return "unreadable" if error.key == keys.decision_key(id_) else error
+
+
+def _run(folder: Path, remote: str, *steps: int, generation: int) -> None:
+    with Uploader(
+        folder, remote, rank=0, world_size=1, generation=generation, decision_poll_s=0.02
+    ) as uploader:
+        for step in steps:
+            (folder / f"{step}.pt").write_bytes(b"x")
+            uploader.enqueue(folder / f"{step}.pt", step)
+            uploader.seal(step)
+            uploader.wait(step, timeout_s=60)
+
+
+def test_fifty_megabytes_for_a_lease_cost_a_sweep_neither_memory_nor_the_rest(
+    run: Any, tmp_path: Path, s3_url: str
+) -> None:
+    """On a real server: nothing of it is fetched, its own checkpoint waits for it, and doctor and `verify` name it."""
+    _run(tmp_path, s3_url, 1, 2, 3, generation=1)
+    store, key = open_store(s3_url, StoreOptions()), keys.lease_key(CheckpointId(1, 1), "reader")
+    huge = bytes(50 << 20)
+
+    async def put_it() -> None:
+        await store.open()
+        await store.put(key, BytesBody(huge), checksum_of(huge, store.capabilities.checksum_algorithm))
+        await store.close()
+
+    run(put_it())
+    tracemalloc.start()
+    report = run(Sweeper([], [s3_url], settings=Settings(remote_retention="last=1")).sweep())
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    (remote,) = report.remotes
+    assert (remote.error, [each.key for each in remote.violations]) == ("", [key])
+    told = {
+        each.action.checkpoint.step: each.outcome
+        for each in remote.done
+        if isinstance(each.action, FinishPrune)
+    }
+    assert told == {2: Outcome.PRUNED}, "1 is being pruned, and waits"
+    assert peak_bytes < 20 << 20
+    facts = examine(None, s3_url, StoreOptions(), dict(os.environ))
+    (finding,) = [
+        each for each in diagnosis.diagnose(facts) if each.check == "records" and each.level is Level.WARN
+    ]
+    assert key in finding.message
+
+
+def test_a_trainer_goes_on_beside_a_boundary_that_cannot_be_read(run: Any, tmp_path: Path) -> None:
+    """It can only speak of superseded generations: what those left undecided waits, and says for what."""
+    root = tmp_path / "remote"
+    remote = f"file://{root}"
+    _run(tmp_path / "folder", remote, 1, generation=1)
+    (root / keys.BOUNDARY).write_bytes(TOO_LARGE)
+    _run(tmp_path / "folder", remote, 2, generation=2)
+
+    async def older() -> None:
+        store = open_store(remote, StoreOptions())
+        await store.open()
+        requests = Requests(Settings(), NullObserver(), remote)
+        settled = await protocol.read_settled(store, requests, CheckpointId(2, 2))
+        assert settled is not None
+        assert settled.outcome is Outcome.COMMIT
+        with pytest.raises(InvalidRecordError, match=re.escape(keys.BOUNDARY)):
+            await protocol.read_settled(store, requests, CheckpointId(1, 1))
+        assert await protocol.read_settled(store, requests, CheckpointId(1, 1), only_reads=True) is not None
+        await store.close()
+
+    run(older())
+    checkpoint = restore.find(remote)
+    assert checkpoint is not None
+    assert checkpoint.step == 2
+
+
+def test_latest_that_is_no_record_is_replaced(run: Any) -> None:
+    """It is a hint: too large to be read, it is taken for none, and moved."""
+
+    async def main() -> None:
+        world = await World.begun(1, 2)
+        await world.store.put(keys.LATEST, BytesBody(TOO_LARGE), checksum_of(TOO_LARGE, "crc64nvme"))
+        assert await protocol.read_latest(world.store, world.requests) is None
+        await world.sweep()
+        latest = await protocol.read_latest(world.store, world.requests)
+        assert latest is not None
+        assert latest.checkpoint == CheckpointId(1, 2)
+
+    run(main())
+
+
+def test_a_decision_that_is_no_record_is_not_replaced(run: Any) -> None:
+    """Whatever it is, it may have been a commit: nobody decides, prunes or pins in its place.
+    Nor is a boundary begun anew.
+    """
+
+    async def main() -> None:
+        world = await World.begun(1, 2)
+        for key in (keys.decision_key(CheckpointId(1, 1)), keys.BOUNDARY):
+            await world.store.put(key, BytesBody(TOO_LARGE), checksum_of(TOO_LARGE, "crc64nvme"))
+        before = dict(world.bucket.objects)
+        wanted = protocol.new_decision(
+            CheckpointId(1, 1), Outcome.ABORT, name="step-1", world_size=2, by="test", now=0.0
+        )
+        store, requests = world.store, world.requests
+        collecting = CollectDecisions(
+            CheckpointId(1, 2), frozenset(), (keys.decision_key(CheckpointId(1, 1)),), ""
+        )
+        for attempt in (
+            protocol.decide_once(store, requests, wanted),
+            protocol.begin_prune(store, requests, CheckpointId(1, 1)),
+            protocol.set_pin(store, requests, CheckpointId(1, 1), True),
+            protocol.collect(store, requests, collecting),
+        ):
+            with pytest.raises(InvalidRecordError, match=r"\.ckpt_async/"):
+                await attempt
+        assert world.bucket.objects == before
+
+    run(main())
+
+
+def test_a_lease_that_cannot_be_read_is_waited_for_no_longer_than_any(run: Any) -> None:
+    """Then it goes, and what it held goes too."""
+
+    async def main() -> None:
+        world = await World.begun(1, 2)
+        key = keys.lease_key(CheckpointId(1, 1), "reader")
+        await world.store.put(key, BytesBody(TOO_LARGE), checksum_of(TOO_LARGE, "crc64nvme"))
+        await world.sweeper(KeepLast(1)).run(is_dry_run=False)
+        world.now += MAX_LEASE_S
+        assert await protocol.readers(world.store, world.requests, CheckpointId(1, 1)) == [key]
+        world.now += LEASE_MARGIN_S
+        assert await protocol.readers(world.store, world.requests, CheckpointId(1, 1)) == []
+        await world.sweeper(KeepLast(1)).run(is_dry_run=False)
+        assert await world.outcome(CheckpointId(1, 1)) is Outcome.PRUNED
+        assert key not in world.bucket.objects
+
+    run(main())
