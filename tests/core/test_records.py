@@ -5,6 +5,7 @@ import json
 import time
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from ckpt_async.model import (
     Boundary,
     CheckpointId,
     Checksum,
+    Damage,
     Decision,
     Enqueued,
     FileIdentity,
@@ -128,6 +130,10 @@ DECODERS: dict[str, tuple[bytes, Decode]] = {
     "decision": (records.encode_decision(DECISION), lambda data: records.decode_decision(data, ID)),
     "boundary": (records.encode_boundary(Boundary(ID, frozenset({ID}), 1, "n")), records.decode_boundary),
     "lease": (records.encode_lease(Lease(ID, "r", 1.0)), records.decode_lease),
+    "damage": (
+        records.encode_damage(Damage(ID, "a shard is short", "me", 1.0)),
+        lambda data: records.decode_damage(data, ID),
+    ),
     "latest": (
         records.encode_latest(Latest(ID, "step-300", "ckpt/step-300.g3/", 1, "n")),
         records.decode_latest,
@@ -322,3 +328,12 @@ def test_good_record_with_a_bad_addition_is_refused(kind: str, extra: bytes) -> 
     good, decode = DECODERS[kind]
     with pytest.raises(InvalidRecordError):
         decode(good.replace(b"{", b"{" + extra, 1))
+
+
+def test_a_latest_that_leads_elsewhere_is_refused() -> None:
+    """Tools that know nothing of us follow the prefix."""
+    good = Latest(ID, "step-300", "ckpt/step-300.g3/", 1, "n")
+    assert records.decode_latest(records.encode_latest(good)) == good
+    for prefix in ("ckpt/step-300.g2/", "ckpt/step-300.g3", "../other/ckpt/step-300.g3/", ""):
+        with pytest.raises(InvalidRecordError, match="prefix"):
+            records.decode_latest(records.encode_latest(replace(good, prefix=prefix)))

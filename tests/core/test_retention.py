@@ -269,6 +269,13 @@ def test_local_policy_is_written_like_the_remote_one() -> None:
         retention.keep_local(2, "last=0")
 
 
+def test_one_policy_that_keeps_all_is_enough() -> None:
+    """Beside it the others choose nothing: `prune` refuses it, and locally nothing is looked at."""
+    assert retention.keeps_all(retention.parse("last=1,all"))
+    assert retention.keep_local(2, "all,last=1").is_all
+    assert not retention.keeps_all(retention.parse("last=1,every-steps=2"))
+
+
 # --- text --------------------------------------------------------------------------------------------------
 
 

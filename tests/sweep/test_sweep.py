@@ -7,7 +7,7 @@ import pytest
 
 from ckpt_async import keys, plan, protocol, records
 from ckpt_async.conditional import put
-from ckpt_async.model import CheckpointId, Damage, Lease, Outcome
+from ckpt_async.model import Boundary, CheckpointId, Damage, Lease, Outcome
 from ckpt_async.plan import Ages
 from ckpt_async.retention import AnyOf, KeepBest, KeepEveryNSteps, KeepLast
 from ckpt_async.sweeper import MAX_ABORTS
@@ -370,20 +370,6 @@ def test_ages_are_by_the_stores_clock(run: Any) -> None:
     run(main())
 
 
-def test_an_unreadable_decision_stops_the_sweep_before_anything_is_done(run: Any) -> None:
-    """Deciding without it could give up what is committed."""
-
-    async def main() -> None:
-        world = await World.begun(1, 2)
-        await put(world.store, world.requests, keys.decision_key(CheckpointId(1, 1)), b"{}")
-        before = dict(world.bucket.objects)
-        with pytest.raises(Exception, match="decision"):
-            await world.sweeper(KeepLast(1)).run(is_dry_run=False)
-        assert world.bucket.objects == before
-
-    run(main())
-
-
 async def _messy() -> World:
     world = await World.begun(1, 2, 3)
     await world.receipt(CheckpointId(1, 4), 0)
@@ -439,5 +425,70 @@ def test_two_sweepers_at_once_are_safe(run: Any) -> None:
         world = await _messy()
         await asyncio.gather(*(world.sweeper(KeepLast(2)).run(is_dry_run=False) for _ in range(3)))
         await _assert_settled(world)
+
+    run(main())
+
+
+# --- what two sweepers know of each other --------------------------------------------------------------------
+
+
+async def _boundary(world: World, upto: int, *kept: int) -> None:
+    boundary = Boundary(CheckpointId(1, upto), frozenset(ids(*kept)), 1, "nonce")
+    await put(world.store, world.requests, keys.BOUNDARY, records.encode_boundary(boundary))
+
+
+def test_a_sweeper_that_is_behind_deletes_no_decision_that_the_boundary_keeps(run: Any) -> None:
+    """It had seen an abort as old enough; the other, which is further, keeps the checkpoint."""
+
+    async def main() -> None:
+        world = await World.begun(2, 5)
+        await _boundary(world, 9, 2)
+        kept, void = (keys.decision_key(id_) for id_ in ids(2, 5))
+        action = plan.CollectDecisions(CheckpointId(1, 6), frozenset(), (kept, void), "")
+        await protocol.collect(world.store, world.requests, action)
+        assert world.keys(keys.DECISIONS) == [kept]
+
+    run(main())
+
+
+def test_what_was_void_stays_void_however_far_the_boundary_moves(run: Any) -> None:
+    """A straggler's commit below it, seen by a sweeper that did not know the boundary, is not kept by it."""
+
+    async def main() -> None:
+        world = await World.begun(2, 3)
+        await _boundary(world, 5, 2)
+        action = plan.CollectDecisions(CheckpointId(1, 9), frozenset(ids(2, 3, 7)), (), "")
+        await protocol.collect(world.store, world.requests, action)
+        boundary = await protocol.read_boundary(world.store, world.requests)
+        assert boundary is not None
+        assert (boundary.upto, boundary.kept) == (CheckpointId(1, 9), frozenset(ids(2, 7)))
+
+    run(main())
+
+
+def test_a_decision_that_was_collected_is_forgotten_by_those_who_had_read_it(run: Any) -> None:
+    """The same sweeper looks again and again; another has collected meanwhile."""
+
+    async def main() -> None:
+        world = await World.begun(1, 2)
+        sweeper = world.sweeper()
+        assert set((await sweeper.observe()).decisions) == set(ids(1, 2))
+        await world.store.delete([keys.decision_key(CheckpointId(1, 1))])
+        assert set((await sweeper.observe()).decisions) == set(ids(2))
+
+    run(main())
+
+
+@pytest.mark.parametrize("ttl_s", [600.0, 1e12])
+def test_whoever_is_about_to_delete_gives_readers_the_same_time(run: Any, ttl_s: float) -> None:
+    """The margin, and no more than a day, also where leases are listed anew before the shards go."""
+
+    async def main() -> None:
+        world = await World.begun(1, 2)
+        lease = Lease(CheckpointId(1, 1), "reader", ttl_s)
+        await protocol.take_lease(world.store, world.requests, lease)
+        ends_at = world.now + min(ttl_s, plan.MAX_LEASE_S) + plan.LEASE_MARGIN_S
+        for world.now, readers in ((ends_at - 1, ["reader"]), (ends_at, [])):
+            assert await protocol.readers(world.store, world.requests, lease.checkpoint) == readers
 
     run(main())

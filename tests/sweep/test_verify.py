@@ -8,9 +8,10 @@ from ckpt_async import keys, protocol, records
 from ckpt_async.checksums import checksum_of
 from ckpt_async.conditional import put
 from ckpt_async.model import CheckpointId, Latest, Outcome
-from ckpt_async.store import BytesBody
+from ckpt_async.retention import KeepLast
+from ckpt_async.store import BytesBody, ObjectInfo
 from ckpt_async.verify import verify
-from tests.sweep.world import World, replaced
+from tests.sweep.world import Counted, World, replaced
 
 ID = CheckpointId(1, 5)
 SHARD = keys.data_key("step-5", 1, "rank-1.pt")
@@ -125,5 +126,65 @@ def test_strays_are_leftovers_not_violations(run: Any) -> None:
         assert await protocol.begin_prune(world.store, world.requests, CheckpointId(1, 4))
         assert await world.outcome(CheckpointId(1, 4)) is Outcome.PRUNING
         assert (await world.verify()).violations == []
+
+    run(main())
+
+
+def test_a_latest_by_another_name_is_named(run: Any) -> None:
+    """Whoever follows it would look for shards where there are none."""
+
+    async def main() -> None:
+        world = await _world()
+        latest = Latest(ID, "best-5", keys.data_prefix("best-5", 1), 9, "nonce")
+        await put(world.store, world.requests, keys.LATEST, records.encode_latest(latest))
+        result = await world.verify()
+        assert [(each.rule, each.key) for each in result.findings] == [("I2", keys.LATEST)]
+        assert "best-5" in result.findings[0].message
+
+    run(main())
+
+
+class _NoChecksums(Counted):
+    """A store that keeps none, or does not tell them by HEAD."""
+
+    async def head(self, key: str) -> ObjectInfo:
+        return replaced(await self._store.head(key), checksum=None)  # type: ignore[no-any-return]
+
+
+def test_what_the_store_has_no_checksum_of_is_read(run: Any) -> None:
+    """Nothing is taken for sound that nobody compared."""
+
+    async def main() -> None:
+        world = await _world()
+        store: Any = _NoChecksums(world.store)
+        assert (await verify(store, world.requests)).findings == []
+        stored = world.bucket.objects[SHARD]
+        world.bucket.objects[SHARD] = replaced(stored, data=bytes([stored.data[0] ^ 1]) + stored.data[1:])
+        result = await verify(store, world.requests)
+        assert [(each.rule, each.key) for each in result.findings] == [("I6", SHARD)]
+
+    run(main())
+
+
+class _PrunedMeanwhile(Counted):
+    """Retention takes checkpoint 4 while somebody looks at it."""
+
+    world: World
+
+    async def head(self, key: str) -> ObjectInfo:
+        if await self.world.outcome(CheckpointId(1, 4)) is Outcome.COMMIT:
+            await self.world.sweep(KeepLast(1))
+        return await self._store.head(key)
+
+
+def test_what_is_pruned_while_it_is_looked_at_is_no_damage(run: Any) -> None:
+    async def main() -> None:
+        world = await _world()
+        store: Any = _PrunedMeanwhile(world.store)
+        store.world = world
+        result = await verify(store, world.requests)
+        assert await world.outcome(CheckpointId(1, 4)) is Outcome.PRUNED
+        assert result.violations == []
+        assert result.num_committed == 1
 
     run(main())

@@ -1,0 +1,181 @@
+"""What a sweep decides, from views of a store to actions: pure, each rule at its edge."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ckpt_async import keys, plan
+from ckpt_async.model import Boundary, CheckpointId, Decision, Lease, Outcome
+from ckpt_async.plan import Ages, CollectDecisions, GiveUp, Settle, View, Wait
+from ckpt_async.retention import KeepAll
+from ckpt_async.store import ObjectInfo
+
+NOW = 1_000_000.0
+AGES = Ages(superseded_s=1000.0, newest_s=5000.0, help_s=60.0)
+OLD, NEW = CheckpointId(1, 5), CheckpointId(2, 5)
+
+
+def view(**facts: Any) -> View:
+    """Generation 2 is the newest, of two ranks."""
+    empty: dict[str, Any] = {name: {} for name in ("decisions", "decided_at", "receipts", "data", "names")}
+    return View(**{"server_time": NOW, "newest_generation": 2, "world_sizes": {1: 2, 2: 2}, **empty, **facts})
+
+
+def shard(id_: CheckpointId, age_s: float, name: str = "a.pt") -> ObjectInfo:
+    key = keys.data_key(f"step-{id_.step}", id_.generation, name)
+    return ObjectInfo(key, 1, "", None, NOW - age_s)
+
+
+def receipts(id_: CheckpointId, *ages_s: float) -> dict[int, ObjectInfo]:
+    return {
+        rank: ObjectInfo(keys.receipt_key(id_, rank), 1, "", None, NOW - age_s)
+        for rank, age_s in enumerate(ages_s)
+    }
+
+
+def decision(id_: CheckpointId, outcome: Outcome = Outcome.ABORT) -> Decision:
+    return Decision(id_, outcome, f"step-{id_.step}", 2, "nonce", 0.0, "test")
+
+
+def planned(seen: View, kind: type[plan.Planned]) -> list[Any]:
+    return [each for each in plan.plan(seen, KeepAll(), AGES) if isinstance(each, kind)]
+
+
+@pytest.mark.parametrize(
+    ("id_", "youngest_s", "is_given_up"),
+    [(OLD, 999.0, False), (OLD, 1000.0, True), (NEW, 4999.0, False), (NEW, 5000.0, True)],
+)
+@pytest.mark.parametrize("is_receipt", [False, True])
+def test_what_is_still_growing_is_not_given_up(
+    id_: CheckpointId, youngest_s: float, is_given_up: bool, is_receipt: bool
+) -> None:
+    """However old the first of it is: its age is that of the newest object, shard or receipt."""
+    data = (shard(id_, 9999.0), *([] if is_receipt else [shard(id_, youngest_s, "b.pt")]))
+    there = receipts(id_, youngest_s) if is_receipt else receipts(id_, 9999.0)
+    seen = view(data={id_: data}, receipts={id_: there})
+    assert [each.checkpoint for each in planned(seen, GiveUp)] == ([id_] if is_given_up else [])
+    assert [each.checkpoint for each in planned(seen, Wait)] == ([] if is_given_up else [id_])
+
+
+@pytest.mark.parametrize(("ages_s", "is_helped"), [((9999.0, 59.0), False), ((60.0, 9999.0), True)])
+def test_what_is_whole_is_left_to_its_engines_for_a_while(
+    ages_s: tuple[float, float], is_helped: bool
+) -> None:
+    seen = view(data={NEW: (shard(NEW, 9999.0),)}, receipts={NEW: receipts(NEW, *ages_s)})
+    assert [each.checkpoint for each in planned(seen, Settle)] == ([NEW] if is_helped else [])
+
+
+# --- leases --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ttl_s", "lasts_s"),
+    [
+        (600.0, 600.0 + plan.LEASE_MARGIN_S),
+        (-600.0, plan.LEASE_MARGIN_S),
+        (1e12, plan.MAX_LEASE_S + plan.LEASE_MARGIN_S),
+    ],
+)
+def test_a_lease_holds_for_its_time_and_a_margin_and_for_no_more_than_a_day(
+    ttl_s: float, lasts_s: float
+) -> None:
+    """Clocks drift and answers dawdle; and no object of anybody's may keep a checkpoint for ever."""
+    lease, pruning = Lease(OLD, "reader", ttl_s), {OLD: decision(OLD, Outcome.PRUNING)}
+    for age_s, is_held in ((lasts_s - 1, True), (lasts_s, False)):
+        key = keys.lease_key(OLD, "reader")
+        seen = view(decisions=pruning, leases={key: (lease, NOW - age_s)})
+        assert bool(planned(seen, plan.FinishPrune)) != is_held
+        assert [each.object_keys for each in planned(seen, plan.Delete)] == ([] if is_held else [(key,)])
+
+
+# --- collecting ----------------------------------------------------------------------------------------------
+
+
+def collected(seen: View) -> list[CollectDecisions]:
+    return planned(seen, CollectDecisions)
+
+
+@pytest.fixture
+def collects_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "COLLECT_AT_LEAST", 1)
+
+
+def settled_view(*ids: CheckpointId, age_s: float = AGES.superseded_s, **facts: Any) -> View:
+    return view(
+        decisions={id_: decision(id_) for id_ in ids}, decided_at=dict.fromkeys(ids, NOW - age_s), **facts
+    )
+
+
+@pytest.mark.usefixtures("collects_one")
+def test_what_is_over_and_gone_is_collected() -> None:
+    (action,) = collected(settled_view(OLD))
+    assert (action.upto, action.kept, action.object_keys) == (OLD, frozenset(), (keys.decision_key(OLD),))
+
+
+@pytest.mark.usefixtures("collects_one")
+@pytest.mark.parametrize(
+    "seen",
+    [
+        settled_view(OLD, data={OLD: (shard(OLD, 9999.0),)}),
+        settled_view(OLD, receipts={OLD: receipts(OLD, 9999.0)}),
+        settled_view(OLD, age_s=AGES.superseded_s - 1),
+        settled_view(NEW),
+        view(decisions={OLD: decision(OLD, Outcome.COMMIT)}, decided_at={OLD: 0.0}),
+        view(decisions={OLD: decision(OLD, Outcome.PRUNING)}, decided_at={OLD: 0.0}),
+    ],
+    ids=["data-left", "receipts-left", "young", "newest", "commit", "pruning"],
+)
+def test_what_is_not_over_is_not_collected(seen: View) -> None:
+    """Without its decision, what is left of it would look undecided, and a straggler could commit it."""
+    assert collected(seen) == []
+
+
+@pytest.mark.usefixtures("collects_one")
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"data": {CheckpointId(1, 3): (shard(CheckpointId(1, 3), 1.0),)}},
+        {"receipts": {CheckpointId(1, 3): receipts(CheckpointId(1, 3), 1.0)}},
+        {"unreadable": frozenset({CheckpointId(1, 3)})},
+    ],
+    ids=["data", "receipts", "unreadable"],
+)
+def test_what_is_undecided_below_the_boundary_is_kept(facts: dict[str, Any]) -> None:
+    """Its ranks may still be at it: voided, what they commit would be swept away."""
+    (action,) = collected(settled_view(OLD, **facts))
+    assert action.kept == {CheckpointId(1, 3)}
+    assert action.object_keys == (keys.decision_key(OLD),)
+
+
+def test_few_are_left_where_they_are() -> None:
+    """The boundary moves seldom."""
+    ids = [CheckpointId(1, step) for step in range(plan.COLLECT_AT_LEAST)]
+    assert collected(settled_view(*ids[1:])) == []
+    assert len(collected(settled_view(*ids))[0].object_keys) == plan.COLLECT_AT_LEAST
+
+
+def test_what_came_back_below_the_boundary_goes_again() -> None:
+    """A straggler's decision is void, and is no reason to move the boundary; nor does its data make it valid again."""
+    boundary = Boundary(CheckpointId(1, 9), frozenset({CheckpointId(1, 3)}), 1, "nonce")
+    void = CheckpointId(1, 4)
+    data = {void: (shard(void, 1.0),)}
+    seen = settled_view(OLD, CheckpointId(1, 3), age_s=0.0, boundary=boundary, data=data)
+    (action,) = collected(seen)
+    assert (action.upto, action.kept) == (boundary.upto, boundary.kept)
+    assert action.object_keys == (keys.decision_key(OLD),)
+
+
+def test_nothing_is_done_to_what_a_bad_boundary_may_speak_of() -> None:
+    """Only the newest generation is sure to be above it."""
+
+    def acted_on(seen: View) -> set[CheckpointId]:
+        actions: Iterable[Any] = plan.plan(seen, KeepAll(), AGES)
+        return {each.checkpoint for each in actions if not isinstance(each, Wait | plan.Delete)}
+
+    data = {id_: (shard(id_, 9999.0),) for id_ in (OLD, NEW)}
+    seen = view(data=data, newest_generation=2)
+    assert acted_on(seen) == {OLD, NEW}
+    assert acted_on(replace(seen, is_boundary_readable=False)) == {NEW}
+    assert acted_on(replace(seen, unreadable=frozenset({OLD}))) == {NEW}

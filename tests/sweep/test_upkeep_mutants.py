@@ -1,0 +1,118 @@
+"""Bugs put in on purpose into what prunes, collects, verifies and reads: the test named with each must find it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+
+from ckpt_async import plan, protocol, records, retention, sweeper, verify
+from tests.core import test_plan as planning
+from tests.core import test_records as reading
+from tests.core import test_retention as keeping
+from tests.core.mutation import changed
+from tests.sweep import test_bad_records as bad_records
+from tests.sweep import test_sweep as sweeping
+from tests.sweep import test_verify as verifying
+
+
+@dataclass(frozen=True)
+class Bug:
+    where: Callable[..., Any]
+    old: str
+    new: str
+    test: Callable[..., None]
+    needs_run: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.where.__qualname__}: {self.old.strip()} -> {self.new.strip() or 'nothing'}"
+
+
+def in_loop(test: Callable[..., None], *args: Any, **kwargs: Any) -> Any:
+    return partial(test, *args, **kwargs), True
+
+
+def over(index: int) -> Any:
+    """Of `test_what_is_not_over_is_not_collected`, one of its views."""
+    (mark,) = [
+        each
+        for each in planning.test_what_is_not_over_is_not_collected.pytestmark  # type: ignore[attr-defined]
+        if each.name == "parametrize"
+    ]
+    return partial(planning.test_what_is_not_over_is_not_collected, mark.args[1][index])
+
+
+OLD_STEP = planning.CheckpointId(1, 3)
+DATA = {"data": {OLD_STEP: (planning.shard(OLD_STEP, 1.0),)}}
+RECEIPTS = {"receipts": {OLD_STEP: planning.receipts(OLD_STEP, 1.0)}}
+UNREADABLE = {"unreadable": frozenset({OLD_STEP})}
+undecided = planning.test_what_is_undecided_below_the_boundary_is_kept
+grows = planning.test_what_is_still_growing_is_not_given_up
+lasts = planning.test_a_lease_holds_for_its_time_and_a_margin_and_for_no_more_than_a_day
+same_time = sweeping.test_whoever_is_about_to_delete_gives_readers_the_same_time
+
+BUGS = [
+    # plan
+    Bug(plan._settle, "newest_at = max(", "newest_at = min(", partial(grows, planning.OLD, 999.0, False, False)),
+    Bug(plan._settle, "(*receipts.values(), *", "(*(), *", partial(grows, planning.OLD, 999.0, False, True)),
+    Bug(plan._settle, "age_s >= ages.help_s", "True", partial(
+        planning.test_what_is_whole_is_left_to_its_engines_for_a_while, (9999.0, 59.0), False)),
+    Bug(plan._settle, "ages.superseded_s if is_superseded else ages.newest_s", "ages.superseded_s",
+        partial(grows, planning.NEW, 4999.0, False, False)),
+    Bug(plan._collect, "and not view.data.get(id_)", "", over(0)),
+    Bug(plan._collect, "and not view.receipts.get(id_)", "", over(1)),
+    Bug(plan._collect, ">= ages.superseded_s", ">= 0", over(2)),
+    Bug(plan._collect, "and id_.generation < view.newest_generation", "", over(3)),
+    Bug(plan._collect, "(Outcome.ABORT, Outcome.PRUNED)", "(Outcome.ABORT, Outcome.PRUNED, Outcome.COMMIT)", over(4)),
+    Bug(plan._collect, "(Outcome.ABORT, Outcome.PRUNED)", "(Outcome.ABORT, Outcome.PRUNED, Outcome.PRUNING)", over(5)),
+    Bug(plan._collect, "*view.data, ", "", partial(undecided, DATA)),
+    Bug(plan._collect, "*view.receipts, ", "", partial(undecided, RECEIPTS)),
+    Bug(plan._collect, ", *view.unreadable", "", partial(undecided, UNREADABLE)),
+    Bug(plan._collect, "and not is_void(id_, view.boundary))", ")",
+        planning.test_what_came_back_below_the_boundary_goes_again),
+    Bug(plan.expires_at, " + LEASE_MARGIN_S", "", partial(lasts, 600.0, 660.0)),
+    Bug(plan.expires_at, "min(max(lease.ttl_s, 0.0), MAX_LEASE_S)", "max(lease.ttl_s, 0.0)",
+        partial(lasts, 1e12, plan.MAX_LEASE_S + plan.LEASE_MARGIN_S)),
+    Bug(plan.expires_at, "max(lease.ttl_s, 0.0)", "lease.ttl_s", partial(lasts, -600.0, 60.0)),
+    Bug(plan._is_unknown, "not view.is_boundary_readable and", "False and",
+        planning.test_nothing_is_done_to_what_a_bad_boundary_may_speak_of),
+    Bug(plan._is_unknown, "checkpoint in view.unreadable and", "False and",
+        planning.test_nothing_is_done_to_what_a_bad_boundary_may_speak_of),
+    # protocol
+    Bug(protocol.collect, " and plan.is_void(id_, boundary)", "",
+        *in_loop(sweeping.test_a_sweeper_that_is_behind_deletes_no_decision_that_the_boundary_keeps)),
+    Bug(protocol.collect, "kept = frozenset(id_ for id_ in action.kept if not boundary.voids(id_))",
+        "kept = action.kept",
+        *in_loop(sweeping.test_what_was_void_stays_void_however_far_the_boundary_moves)),
+    Bug(protocol.collect, "None if there is None else", "None if not there else",
+        *in_loop(bad_records.test_a_decision_that_is_no_record_is_not_replaced)),
+    Bug(protocol.readers, "plan.expires_at(lease, each.last_modified or listing.server_time)",
+        "(each.last_modified or 0.0) + lease.ttl_s", *in_loop(same_time, ttl_s=600.0)),
+    Bug(protocol.readers, "plan.expires_at(lease, each.last_modified or listing.server_time)",
+        "(each.last_modified or 0.0) + lease.ttl_s + plan.LEASE_MARGIN_S", *in_loop(same_time, ttl_s=1e12)),
+    # sweeper
+    Bug(sweeper.RemoteSweep._read_leases, "lease = protocol.unreadable_lease(checkpoint, each.key)", "continue",
+        *in_loop(bad_records.test_a_lease_that_cannot_be_read_is_waited_for_no_longer_than_any)),
+    Bug(sweeper.RemoteSweep._read_decisions, "del self.known[gone]", "pass",
+        *in_loop(sweeping.test_a_decision_that_was_collected_is_forgotten_by_those_who_had_read_it)),
+    # verify
+    Bug(verify._check_shard, " or info.checksum is None", "",
+        *in_loop(verifying.test_what_the_store_has_no_checksum_of_is_read)),
+    Bug(verify._check_latest, "elif decision.name != latest.name:", "elif False:",
+        *in_loop(verifying.test_a_latest_by_another_name_is_named)),
+    Bug(verify._is_still_committed, "decision is not None and decision.outcome is Outcome.COMMIT", "True",
+        *in_loop(verifying.test_what_is_pruned_while_it_is_looked_at_is_no_damage)),
+    # retention, records
+    Bug(retention.keeps_all, "any(", "all(", keeping.test_one_policy_that_keeps_all_is_enough),
+    Bug(records.decode_latest, "if latest.prefix !=", "if False and latest.prefix !=",
+        reading.test_a_latest_that_leads_elsewhere_is_refused),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=str)
+def test_bug_is_found(bug: Bug, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test that never failed on purpose is not yet a test."""
+    monkeypatch.setattr(plan, "COLLECT_AT_LEAST", 1)
+    with changed(bug.where, bug.old, bug.new), pytest.raises((AssertionError, pytest.fail.Exception)):
+        bug.test(run) if bug.needs_run else bug.test()
