@@ -31,7 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("holdings",),
     ("ahead", "transfer", "requests", "conditional", "kept"),
     ("stores", "journal", "files", "shard_writer"),
-    ("checksums", "concurrency", "diagnosis", "plan"),
+    ("checksums", "concurrency", "diagnosis", "pickled", "plan"),
     ("store", "observe", "threads"),
     ("decide", "failures"),
     ("launch", "retention", "records", "keys", "naming", "settings", "model", "units"),
@@ -52,6 +52,7 @@ PURE = {
     "plan",
     "concurrency",
     "diagnosis",
+    "pickled",
     "failures",
     "units",
 }

@@ -2,17 +2,22 @@
 
     torch DCP        <any>/.metadata, written last (torch/distributed/checkpoint/filesystem.py, finish)
     OLMo             step<N>[-unsharded]/config.yaml, written last (olmo/checkpoint.py, _save_config)
-    OLMo-core        step<N>/.metadata.json, written last (olmo_core/train/checkpoint.py)
+    OLMo-core        step<N>/.metadata.json, written last (olmo_core/train/checkpoint.py), model_and_optim before
     Composer         <name>.symlink, a text object that names a file or folder (composer/utils/file_helpers.py);
                      ep<E>-ba<B>-rank0.pt where no other rank wrote one
     ML Flashpoint    step-<N>_ckpt/ without a step-<N>_ckpt…unfinished beside it
     Orbax            <N>/commit_success.txt, or <N>/_CHECKPOINT_METADATA in a folder that was renamed into place
+
+A mark is a promise, and copied, pruned or badly synchronised checkpoints break it: what can be checked of it is. Every
+file that a `.metadata` in it names must be there and long enough, and every item that Orbax names. What has a mark and
+does not keep its promise is damaged; what has no mark yet was not finished, and is passed over.
 
 None of them keeps checksums: what is read can be compared by size only.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Collection, Iterable, Mapping
@@ -22,13 +27,16 @@ from urllib.parse import urlsplit
 
 from ckpt_async import keys
 from ckpt_async.conditional import read
-from ckpt_async.errors import InvalidNameError
+from ckpt_async.errors import InvalidNameError, InvalidRecordError, UnsafePickleError
 from ckpt_async.model import CheckpointId
 from ckpt_async.naming import check_relative
+from ckpt_async.requests import Progress
 from ckpt_async.restore.checkpoint import Checkpoint, Rejected, RemoteFile
+from ckpt_async.restore.dcp_files import MAX_METADATA_BYTES, named_files
 from ckpt_async.restore.session import Session
 from ckpt_async.store import ObjectInfo
 from ckpt_async.stores import StoreOptions
+from ckpt_async.threads import in_thread
 
 logger = logging.getLogger(__name__)
 
@@ -41,14 +49,23 @@ _FLASHPOINT = re.compile(r"step-([0-9]{1,12})_ckpt")
 _UNFINISHED = re.compile(r"(step-[0-9]{1,12}_ckpt).*unfinished")
 _OLMO = re.compile(r"step([0-9]{1,12})(-unsharded)?")
 _ORBAX = re.compile(r"(?:[a-z_]*_)?([0-9]{1,12})")
-_ORBAX_COMMIT = "commit_success.txt"
+_ORBAX_COMMIT, _ORBAX_METADATA = "commit_success.txt", "_CHECKPOINT_METADATA"
+METADATA = ".metadata"
+# OLMo-core's parts, and what transformers leaves of FSDP: DCP of its own, and no checkpoint by itself.
+_OLMO_PARTS = ("model_and_optim", "model", "optim")
+_TRANSFORMERS = re.compile(r"checkpoint-([0-9]{1,12})")
+_TRANSFORMERS_PARTS = ("pytorch_model_fsdp_0", "optimizer_0")
+# In a folder that Lightning's FSDP strategies write, rank 0 writes `meta.pt` after `.metadata`.
+_LIGHTNING = re.compile(r".*step=([0-9]{1,12}).*\.ckpt")
 _COMPOSER = re.compile(r"(.*)-rank([0-9]+)\.(?:pt|safetensors)(?:\..+)?")
 _BATCH = re.compile(r"ba([0-9]{1,12})")
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """One checkpoint of another tool. `path` is its folder, or its one file. `reason` says why it is not complete."""
+    """One checkpoint of another tool. `path` is its folder ("": the remote itself), or its one file. `reason` says why
+    it is not complete.
+    """
 
     format: str
     step: int
@@ -56,59 +73,81 @@ class Found:
     reason: str = ""
 
 
-def recognise(names: Iterable[str], pointers: Mapping[str, str]) -> list[Found]:
+def recognise(names: Iterable[str], pointers: Mapping[str, str], root: str = "") -> list[Found]:
     """Every checkpoint among these keys, newest first. `pointers` holds what `*.symlink` keys say, relative to the same
-    root. Pure.
+    root, whose own name is `root`. Pure.
     """
     known = sorted(names)
-    folders: dict[str, set[str]] = {}  # folder: the names of the files right in it
+    folders: dict[str, set[str]] = {"": set()}  # folder: the names of the files right in it
+    parts: dict[str, set[str]] = {"": set()}  # folder: the names of the folders right in it
     unfinished: set[str] = set()
     for key in known:
-        parts = key.split("/")
-        for depth in range(1, len(parts)):
-            folders.setdefault("/".join(parts[:depth]), set())
-        if len(parts) > 1:
-            folders["/".join(parts[:-1])].add(parts[-1])
-        for depth, part in enumerate(parts):
+        path = key.split("/")
+        for depth in range(1, len(path)):
+            folders.setdefault("/".join(path[:depth]), set())
+            parts.setdefault("/".join(path[:depth]), set())
+            parts["/".join(path[: depth - 1])].add(path[depth - 1])
+        folders["/".join(path[:-1])].add(path[-1])
+        for depth, part in enumerate(path):
             if match := _UNFINISHED.fullmatch(part):
-                unfinished.add("/".join([*parts[:depth], match[1]]))
+                unfinished.add("/".join([*path[:depth], match[1]]))
     found: list[Found] = []
     taken: set[str] = set()
     # Where folders cannot be renamed, Orbax writes this file last, and its other mark says nothing.
     is_committed_by_file = any(_ORBAX_COMMIT in files for files in folders.values())
     for folder in sorted(folders):
-        if any(str(parent) in taken for parent in PurePosixPath(folder).parents):
+        if any(str(parent) in taken for parent in PurePosixPath(folder).parents if folder):
             continue  # part of a checkpoint that was recognised
         if _UNFINISHED.fullmatch(folder.rpartition("/")[2]):
             taken.add(folder)  # the mark itself: nothing in it is whole
             continue
-        each = _of_folder(folder, folders[folder], unfinished, is_committed_by_file)
+        name = folder.rpartition("/")[2] or root
+        each = _of_folder(
+            name, folder, folders[folder], parts[folder], folder in unfinished, is_committed_by_file
+        )
         if each is not None:
-            taken.add(folder)
             found.append(each)
+            if folder or each.format != "dcp":  # DCP's files are right beside its mark
+                taken.add(folder or ".")
     found += _of_composer(known, folders, pointers, taken)
     return sorted(found, key=lambda each: (each.step, not each.path.endswith("-unsharded")), reverse=True)
 
 
 def _of_folder(
-    folder: str, files: set[str], unfinished: set[str], is_committed_by_file: bool
+    name: str,
+    folder: str,
+    files: set[str],
+    parts: set[str],
+    is_unfinished: bool,
+    is_committed_by_file: bool,
 ) -> Found | None:
-    name = folder.rpartition("/")[2]
+    """What a folder is, by the names of the files and folders right in it."""
     if match := _FLASHPOINT.fullmatch(name):
-        reason = "an …unfinished mark is beside it" if folder in unfinished else ""
+        if not folder:
+            return None  # its mark would be beside it, out of sight
+        reason = "an …unfinished mark is beside it" if is_unfinished else ""
         return Found("ml-flashpoint", int(match[1]), folder, reason)
     if ".orbax-checkpoint-tmp" in name:
         number = _LAST_NUMBER.search(name.partition(".")[0])
         return Found("orbax", int(number[1]) if number else 0, folder, "it was never finalised")
     if ".metadata.json" in files:
         return Found("olmo-core", _step(name), folder)
-    if "config.yaml" in files and (match := _OLMO.fullmatch(name)):
-        return Found("olmo", int(match[1]), folder)
-    if (match := _ORBAX.fullmatch(name)) and files & {_ORBAX_COMMIT, "_CHECKPOINT_METADATA"}:
+    if match := _OLMO.fullmatch(name):
+        if "config.yaml" in files:
+            return Found("olmo", int(match[1]), folder)
+        if parts & set(_OLMO_PARTS):
+            reason = "it has neither .metadata.json nor config.yaml, which are written last"
+            return Found("olmo-core", int(match[1]), folder, reason)
+    if (match := _ORBAX.fullmatch(name)) and files & {_ORBAX_COMMIT, _ORBAX_METADATA}:
         reason = "" if _ORBAX_COMMIT in files or not is_committed_by_file else f"it has no {_ORBAX_COMMIT}"
         return Found("orbax", int(match[1]), folder, reason)
-    if ".metadata" in files:
-        return Found("dcp", _step(name), folder)
+    if (match := _TRANSFORMERS.fullmatch(name)) and parts & set(_TRANSFORMERS_PARTS):
+        reason = "transformers leaves no mark when a save is complete"
+        return Found("transformers", int(match[1]), folder, reason)
+    if METADATA in files:
+        if (match := _LIGHTNING.fullmatch(name)) and "meta.pt" not in files:
+            return Found("dcp", int(match[1]), folder, "it has no meta.pt, which Lightning writes last")
+        return Found("dcp", int(match[1]) if match else _step(name), folder)
     return None
 
 
@@ -152,8 +191,9 @@ async def find_foreign(
     listing = await opened.asking.control("list", lambda: opened.store.list(""))
     objects = {each.key: each for each in listing.objects if not _is_own(each.key)}
     rejected: list[Rejected] = []
-    for each in recognise(objects, await _read_pointers(opened, objects, remote)):
-        name = each.path.rpartition("/")[2]
+    root = urlsplit(remote).path.strip("/").rpartition("/")[2]
+    for each in recognise(objects, await _read_pointers(opened, objects, remote), root):
+        name = each.path.rpartition("/")[2] or root
         if step is not None and each.step != step:
             continue
         if each.reason:
@@ -164,8 +204,9 @@ async def find_foreign(
             rejected.append(Rejected(id_, name, "the caller could not use it"))
             continue
         try:
-            files = _files(objects, each.path)
-        except InvalidNameError as error:
+            files = _files(objects, each)
+            await _check_promise(opened, each, files)
+        except (InvalidNameError, InvalidRecordError, UnsafePickleError) as error:
             rejected.append(Rejected(id_, name, str(error)))
             continue
         checkpoint = Checkpoint(
@@ -186,16 +227,79 @@ def _is_own(key: str) -> bool:
     return key.startswith(f"{keys.PRIVATE}/") or keys.parse_data_key(key) is not None
 
 
-def _files(objects: Mapping[str, ObjectInfo], path: str) -> dict[str, RemoteFile]:
+def _files(objects: Mapping[str, ObjectInfo], found: Found) -> dict[str, RemoteFile]:
     """The one file, or all below the folder. Their names become paths here, so they are checked like our own."""
+    path = found.path
     if path in objects:
-        found = {path.rpartition("/")[2]: objects[path]}
+        there = {path.rpartition("/")[2]: objects[path]}
+    elif path:
+        there = {key[len(path) + 1 :]: each for key, each in objects.items() if key.startswith(f"{path}/")}
     else:
-        found = {key[len(path) + 1 :]: each for key, each in objects.items() if key.startswith(f"{path}/")}
+        there = {key: each for key, each in objects.items() if found.format != "dcp" or "/" not in key}
     return {
         check_relative(name, "file"): RemoteFile(name, each.key, each.size_bytes, None, (0,))
-        for name, each in found.items()
+        for name, each in there.items()
     }
+
+
+async def _check_promise(opened: Session, found: Found, files: Mapping[str, RemoteFile]) -> None:
+    """That what the mark stands for is there, as far as the files themselves say what that is.
+
+    Raises InvalidRecordError, or UnsafePickleError for a `.metadata` that is none.
+    """
+    marks = {"config.yaml", ".metadata.json", _ORBAX_COMMIT, _ORBAX_METADATA}
+    if not files.keys() - marks:
+        raise InvalidRecordError("there is nothing of it but its mark")
+    if found.format == "olmo-core" and f"model_and_optim/{METADATA}" not in files:
+        raise InvalidRecordError(f"it has no model_and_optim/{METADATA}")
+    if found.format == "orbax" and (mark := files.get(_ORBAX_METADATA)) is not None:
+        for item in _orbax_items(await _content(opened, mark)):
+            if not any(name.startswith(f"{item}/") for name in files):
+                raise InvalidRecordError(
+                    f"{_ORBAX_METADATA} names the item {item!r}, of which nothing is there"
+                )
+    for name, file in files.items():
+        folder, _, last = name.rpartition("/")
+        if last != METADATA:
+            continue
+        for path, size_bytes in (await in_thread(named_files, await _content(opened, file))).items():
+            there = files.get(f"{folder}/{path}" if folder else path)
+            if there is None:
+                raise InvalidRecordError(f"{name} names {path[:200]!r}, which is not there")
+            if there.size_bytes < size_bytes:
+                raise InvalidRecordError(
+                    f"{name} names {size_bytes} bytes of {path[:200]!r}, which has {there.size_bytes}"
+                )
+
+
+def _orbax_items(mark: bytes) -> list[str]:
+    """The folders of what was saved by name; none of a checkpoint that is one thing, or of versions that do not say."""
+    try:
+        told = json.loads(mark)
+    except (ValueError, RecursionError):
+        return []
+    items = told.get("item_handlers") if isinstance(told, dict) else None
+    return list(items) if isinstance(items, dict) else []
+
+
+async def _content(opened: Session, file: RemoteFile) -> bytes:
+    """All of a file that says what else there is."""
+    if file.size_bytes > MAX_METADATA_BYTES:
+        raise InvalidRecordError(f"{file.name} has {file.size_bytes} bytes: it is no list of files")
+    data = bytearray()
+
+    async def attempt(progress: Progress) -> None:
+        data.clear()
+
+        def sink(piece: memoryview) -> None:
+            data.extend(piece)
+            progress.moved_in_thread()
+
+        await opened.store.get_range(file.key, 0, file.size_bytes, sink)
+
+    if file.size_bytes:
+        await opened.bulk.bulk("get", file.size_bytes, attempt)
+    return bytes(data)
 
 
 async def _read_pointers(opened: Session, objects: Mapping[str, ObjectInfo], remote: str) -> dict[str, str]:

@@ -41,7 +41,7 @@ class _Noting:
 async def sure(
     opened: Session, remote: str, options: StoreOptions | None, look: Callable[[Session], Awaitable[T]]
 ) -> T:
-    """What `look` makes of the store's records. If it cannot read one, it looks again over other connections. Of several
+    """What `look` makes of the store's records. If it cannot read one, it looks again over other connections. Of those
     that it reads at once it must read all, and complain of the first.
 
     Raises InvalidRecordError if it fails twice for the same reason over the same bytes; UnreliableReadError if no two

@@ -1,6 +1,10 @@
 """What other tools wrote: found by the marks that they leave last, and nothing that is half done."""
 
+import os
 import pickle
+import subprocess
+import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +13,43 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_async import restore
+from ckpt_async.errors import UnsafePickleError
+from ckpt_async.restore.dcp_files import named_files
 from ckpt_async.restore.foreign import Found, recognise
 from tests.restore.runs import Run, left_in
 
 
 def _put(run: Run, *names: str, **contents: bytes) -> None:
     root = Path(run.url.removeprefix("file://"))
-    for name, data in ({name: name.encode() for name in names} | contents).items():
+    for name, data in ({name: _data(name, names) for name in names} | contents).items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
+
+
+def _data(name: str, names: Collection[str]) -> bytes:
+    """What is in a file: its name; in a `.metadata`, that there are the files beside it."""
+    folder, _, last = name.rpartition("/")
+    if last != ".metadata":
+        return name.encode()
+    return metadata_of(
+        {each.rpartition("/")[2]: 5 for each in names if each.rpartition("/")[0] == folder != each}
+    )
+
+
+def metadata_of(sizes: dict[str, int]) -> bytes:
+    """As DCP writes it, for one tensor in each of these files."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
+
+    return pickle.dumps(
+        Metadata(
+            {path: BytesStorageMetadata() for path in sizes},
+            storage_data={
+                MetadataIndex(path): _StorageInfo(path, 1, size - 1) for path, size in sizes.items()
+            },
+        )
+    )
 
 
 def _found(names: list[str], pointers: dict[str, str] | None = None) -> list[tuple[str, int, str, bool]]:
@@ -34,14 +65,40 @@ LAYOUTS = {
         ["step20/config.yaml", "step20/model.pt", "step30/model.pt"],
         ("olmo", 20, "step20"),
     ),
-    "olmo unsharded": (["step20-unsharded/config.yaml"], ("olmo", 20, "step20-unsharded")),
+    "olmo unsharded": (
+        ["step20-unsharded/config.yaml", "step20-unsharded/model.pt"],
+        ("olmo", 20, "step20-unsharded"),
+    ),
     "olmo both": (
-        ["step20-unsharded/config.yaml", "step20/config.yaml", "step9/config.yaml"],
+        ["step20-unsharded/config.yaml", "step20/config.yaml", "step20/rank0.pt", "step9/config.yaml"],
         ("olmo", 20, "step20"),
     ),
     "olmo-core": (
         ["step20/.metadata.json", "step20/model_and_optim/.metadata", "step20/train/rank0.pt"],
         ("olmo-core", 20, "step20"),
+    ),
+    "olmo-core, the next one unfinished": (
+        [
+            *("step20/.metadata.json", "step20/model_and_optim/.metadata", "step20/train/rank0.pt"),
+            *(
+                "step30/model_and_optim/.metadata",
+                "step30/model_and_optim/__0_0.distcp",
+                "step30/train/rank0.pt",
+            ),
+        ],
+        ("olmo-core", 20, "step20"),
+    ),
+    "transformers with FSDP beside": (
+        [
+            "checkpoint-30/pytorch_model_fsdp_0/.metadata",
+            "checkpoint-30/optimizer_0/.metadata",
+            "20/.metadata",
+        ],
+        ("dcp", 20, "20"),
+    ),
+    "lightning with FSDP": (
+        ["e=1-step=20-v1.ckpt/.metadata", "e=1-step=20-v1.ckpt/meta.pt", "e=2-step=30.ckpt/.metadata"],
+        ("dcp", 20, "e=1-step=20-v1.ckpt"),
     ),
     "composer file": (
         ["ckpts/ep1-ba20-rank0.pt", "ckpts/ep1-ba9-rank0.pt"],
@@ -56,14 +113,20 @@ LAYOUTS = {
         ("ml-flashpoint", 20, "c/step-20_ckpt"),
     ),
     "orbax commit file": (
-        ["20/commit_success.txt", "20/_CHECKPOINT_METADATA", "30/_CHECKPOINT_METADATA", "30/state/d/1"],
+        [
+            "20/commit_success.txt",
+            "20/_CHECKPOINT_METADATA",
+            "20/state/d/1",
+            "30/_CHECKPOINT_METADATA",
+            "30/state/d/1",
+        ],
         ("orbax", 20, "20"),
     ),
     "orbax renamed": (
         ["20/_CHECKPOINT_METADATA", "20/default/d/x", "30.orbax-checkpoint-tmp-17/_CHECKPOINT_METADATA"],
         ("orbax", 20, "20"),
     ),
-    "orbax prefix": (["step_20/_CHECKPOINT_METADATA"], ("orbax", 20, "step_20")),
+    "orbax prefix": (["step_20/_CHECKPOINT_METADATA", "step_20/d/x"], ("orbax", 20, "step_20")),
 }
 
 
@@ -88,7 +151,7 @@ def test_layouts_are_found_and_fetched(run_: Run, tmp_path: Path, layout: str) -
     prefix = path.rpartition("/")[0] if path in names else path
     assert left_in(tmp_path / "there") == sorted(name.removeprefix(prefix).lstrip("/") for name in wanted)
     for name, at in report.paths.items():
-        assert at.read_bytes() == (f"{prefix}/{name}" if prefix else name).encode()
+        assert at.read_bytes() == _data(f"{prefix}/{name}" if prefix else name, names)
     assert left_in(Path(run_.url.removeprefix("file://"))) == sorted(names)  # read-only
     assert restore.find(run_.url, step=step) is not None
     assert restore.find(run_.url, step=999) is None
@@ -122,7 +185,7 @@ def test_hostile_names_are_refused(run_: Run, name: str) -> None:
     _put(run_, "step20/config.yaml", f"step20/{name}")
     with pytest.raises(restore.NoUsableCheckpointError, match="step20"):
         restore.find(run_.url)
-    _put(run_, "step10/config.yaml")
+    _put(run_, "step10/config.yaml", "step10/model.pt")
     checkpoint = restore.find(run_.url)
     assert checkpoint is not None
     assert checkpoint.step == 10
@@ -131,7 +194,7 @@ def test_hostile_names_are_refused(run_: Run, name: str) -> None:
 
 def test_what_cannot_be_read_gives_way(run_: Run, tmp_path: Path) -> None:
     """And is not tried for ever."""
-    _put(run_, "step20/config.yaml", "step20/a.pt", "step10/config.yaml")
+    _put(run_, "step20/config.yaml", "step20/a.pt", "step10/config.yaml", "step10/a.pt")
     checkpoint = restore.find(run_.url)
     assert checkpoint is not None
     gone = Path(run_.url.removeprefix("file://")) / "step20" / "a.pt"
@@ -154,6 +217,153 @@ def test_a_local_file_of_the_same_size_is_not_taken(run_: Run, tmp_path: Path) -
     assert report.paths["a.pt"].read_bytes() == b"right"
 
 
+BROKEN = {
+    "dcp, a file is missing": (["step-20/.metadata", "step-20/__0_0.distcp"], "step-20/__0_0.distcp", None),
+    "dcp, a file is cut short": (
+        ["step-20/.metadata", "step-20/__0_0.distcp"],
+        "step-20/__0_0.distcp",
+        b"half",
+    ),
+    "dcp, nonsense": (["step-20/.metadata"], "step-20/.metadata", b"nonsense"),
+    "dcp, empty": (["step-20/.metadata"], "step-20/.metadata", b""),
+    "olmo": (["step20/config.yaml", "step20/model.pt"], "step20/model.pt", None),
+    "olmo sharded": (
+        ["step20/config.yaml", "step20/model_and_optim/.metadata", "step20/model_and_optim/__0_0.distcp"],
+        "step20/model_and_optim/__0_0.distcp",
+        None,
+    ),
+    "olmo-core": (
+        ["step20/.metadata.json", "step20/model_and_optim/.metadata", "step20/model_and_optim/__0_0.distcp"],
+        "step20/model_and_optim/__0_0.distcp",
+        None,
+    ),
+    "olmo-core, none of its parts": (
+        ["step20/.metadata.json", "step20/model_and_optim/.metadata", "step20/train/rank0.pt"],
+        "step20/model_and_optim/.metadata",
+        None,
+    ),
+    "composer": (
+        ["ep1-ba20/.metadata", "ep1-ba20/__0_0.distcp", "latest-rank0.pt.symlink"],
+        "ep1-ba20/__0_0.distcp",
+        None,
+    ),
+    "ml-flashpoint": (
+        ["step-20_ckpt/.metadata", "step-20_ckpt/src0.distcp", "step-20_ckpt/common.pt"],
+        "step-20_ckpt/src0.distcp",
+        None,
+    ),
+    "orbax": (["20/_CHECKPOINT_METADATA", "20/state/d/x", "20/meta/y"], "20/state/d/x", None),
+    "orbax, nothing": (["20/commit_success.txt", "20/d/x"], "20/d/x", None),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_a_mark_that_promises_too_much(run_: Run, broken: str) -> None:
+    """What it stands for is looked at: without it the checkpoint gives way to an older one, and is no fresh start."""
+    names, path, data = BROKEN[broken]
+    _put(run_, *names)
+    root = Path(run_.url.removeprefix("file://"))
+    for symlink in root.glob("*.symlink"):
+        symlink.write_text("ep1-ba20")
+    for mark in root.glob("*/_CHECKPOINT_METADATA"):
+        mark.write_text('{"item_handlers": {"state": "x", "meta": "y"}}')
+    assert restore.find(run_.url) is not None
+    (root / path).unlink()
+    if data is not None:
+        (root / path).write_bytes(data)
+    with pytest.raises(restore.NoUsableCheckpointError, match=r"step 20 \("):
+        restore.find(run_.url)
+    _put(run_, "old/step-10/.metadata", "old/step-10/__0_0.distcp")
+    checkpoint = restore.find(run_.url)
+    assert checkpoint is not None
+    assert checkpoint.step == 10
+    assert [each.id.step for each in checkpoint.rejected] == [20]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["step30/model_and_optim/.metadata", "step30/model_and_optim/__0_0.distcp"],
+        ["step30/train/rank0.pt", "step30/model/.metadata"],
+        ["checkpoint-30/pytorch_model_fsdp_0/.metadata", "checkpoint-30/pytorch_model_fsdp_0/__0_0.distcp"],
+    ],
+)
+def test_a_part_of_an_unfinished_one_is_no_checkpoint(
+    run_: Run, names: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """That it is DCP by itself does not make it one, of step 0."""
+    _put(run_, *names)
+    assert restore.find(run_.url) is None
+    assert f"path={names[0].partition('/')[0]}" in caplog.text
+
+
+def test_dcp_right_at_the_remote(tmp_path: Path) -> None:
+    """The remote is the checkpoint's own folder; what is below it is none of its business."""
+    run = Run(f"file://{tmp_path}/step-20")
+    names = [".metadata", "__0_0.distcp", "__1_0.distcp"]
+    _put(run, *names, "tensorboard/events", "older/step-7/.metadata")
+    checkpoint = restore.find(run.url)
+    assert checkpoint is not None
+    assert (checkpoint.format, checkpoint.step, checkpoint.name) == ("dcp", 20, "step-20")
+    report = restore.fetch(checkpoint, tmp_path / "there")
+    assert left_in(tmp_path / "there") == sorted(names)
+    assert report.paths["__1_0.distcp"].read_bytes() == b"__1_0.distcp"
+    (tmp_path / "step-20" / "__1_0.distcp").unlink()
+    older = restore.find(run.url)
+    assert older is not None
+    assert (older.step, [each.name for each in older.rejected]) == (7, ["step-20"])
+
+
+def test_olmo_core_right_at_the_remote(tmp_path: Path) -> None:
+    """All below it is part of it."""
+    run = Run(f"file://{tmp_path}/step20")
+    names = [".metadata.json", "model_and_optim/.metadata", "model_and_optim/__0_0.distcp", "train/rank0.pt"]
+    _put(run, *names)
+    checkpoint = restore.find(run.url)
+    assert checkpoint is not None
+    assert (checkpoint.format, checkpoint.step, sorted(checkpoint.files)) == ("olmo-core", 20, sorted(names))
+
+
+def test_names_of_files_need_no_torch() -> None:
+    code = "import sys; from ckpt_async.restore import foreign; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_what_real_metadata_names(tmp_path: Path) -> None:
+    """As torch itself reads it, of tensors of many kinds; and a cut at any byte is refused."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    state = {
+        "a": torch.ones(3, dtype=torch.bfloat16),
+        "b": {"c": [1, torch.zeros(2, 2)], "d": "text"},
+        "e": torch.zeros(1, 2, 3, 4).to(memory_format=torch.channels_last),
+    }
+    dcp.save(state, checkpoint_id=tmp_path / "x", no_dist=True)
+    data = (tmp_path / "x" / ".metadata").read_bytes()
+    sizes = {path.name: path.stat().st_size for path in (tmp_path / "x").glob("*.distcp")}
+    assert named_files(data) == sizes
+    for end in range(0, len(data), 7):
+        with pytest.raises(UnsafePickleError):
+            named_files(data[:end])
+
+
+class _Evil:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("exit 1",)
+
+
+def test_metadata_that_would_run_something_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever it is."""
+    ran: list[str] = []
+    evil = pickle.dumps([_Evil()])
+    monkeypatch.setattr(os, "system", ran.append)
+    with pytest.raises(UnsafePickleError):
+        named_files(evil)
+    assert ran == []
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_real_dcp_checkpoint(run_: Run, tmp_path: Path) -> None:
     """Saved by torch itself, loaded from where it was fetched."""
@@ -168,6 +378,11 @@ def test_a_real_dcp_checkpoint(run_: Run, tmp_path: Path) -> None:
     checkpoint = restore.find(run_.url)
     assert checkpoint is not None
     assert (checkpoint.format, checkpoint.step) == ("dcp", 20)
+    (root / "step-20" / "__0_0.distcp").rename(tmp_path / "aside")
+    older = restore.find(run_.url)
+    assert older is not None
+    assert (older.step, len(older.rejected)) == (10, 1)
+    (tmp_path / "aside").rename(root / "step-20" / "__0_0.distcp")
     restore.fetch(checkpoint, tmp_path / "there")
     state = {"w": torch.zeros(100)}
     dcp.load(state, checkpoint_id=tmp_path / "there", no_dist=True)
@@ -194,7 +409,8 @@ def test_recognising_is_sound(names: list[str], pointers: dict[str, str], chance
     marked = [each.path for each in found if each.format != "composer"]
     for each in found:
         assert isinstance(each, Found)
-        assert each.path in names or any(name.startswith(f"{each.path}/") for name in names)
+        is_there = each.path in names or any(name.startswith(f"{each.path}/") for name in names)
+        assert is_there or (each.path == "" and names)
         if each.format != "composer":
             assert not any(each.path.startswith(f"{other}/") for other in marked)
         if each.format == "ml-flashpoint":

@@ -1,0 +1,53 @@
+"""Which files a `.metadata` of torch.distributed.checkpoint names, found without torch. Nothing that it says is run."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+from ckpt_async.errors import UnsafePickleError
+from ckpt_async.pickled import ILL_FORMED, Class, Function, interpret
+
+# As many bytes as `ckpt_async.torch` reads: about 5 million shards of tensors.
+MAX_METADATA_BYTES = 1 << 30
+
+_PACKAGE = "torch.distributed.checkpoint."
+
+
+class _Inert:
+    """Stands for an object of any class of DCP's: its fields are kept, and nobody's code is called."""
+
+
+def _find(module: str, name: str) -> object:
+    """Classes by their module, so that one that a newer torch adds is no obstacle. All else is a value, or a call that
+    does nothing.
+    """
+    if f"{module}.".startswith(_PACKAGE) and name != "_MEM_FORMAT_ENCODING":
+        return Class(_Inert)
+    if (module, name) == ("collections", "OrderedDict"):
+        return Function(lambda *_: OrderedDict(), object)
+    return Function(lambda *_: None, object)
+
+
+def _build(target: object, state: object) -> None:
+    if type(target) is _Inert and not vars(target) and type(state) is dict:
+        vars(target).update((name, value) for name, value in state.items() if type(name) is str)
+
+
+def named_files(metadata: bytes) -> dict[str, int]:
+    """The files in which the checkpoint's parts are, by their paths relative to `.metadata`, and how many bytes each
+    has at least. Takes time and memory in proportion to the size: call it in a thread.
+
+    Raises UnsafePickleError if it is not DCP's metadata.
+    """
+    try:
+        found: Any = interpret(metadata, _find, _build, frozenset({str, _Inert}))
+        sizes: dict[str, int] = {}
+        for place in (found.storage_data or {}).values():
+            path, end = place.relative_path, place.offset + place.length
+            if type(path) is not str or type(end) is not int:
+                raise UnsafePickleError("it does not say where a part is")
+            sizes[path] = max(end, sizes.get(path, 0))
+    except ILL_FORMED as error:
+        raise UnsafePickleError(f"it is cut short, or not DCP metadata: {error}") from error
+    return sizes
