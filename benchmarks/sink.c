@@ -403,7 +403,8 @@ static int list_objects(struct conn *c, struct request *r, const char *bucket) {
     if (parameter(r->query, "continuation-token", value, sizeof value) || parameter(r->query, "start-after", value, sizeof value))
         snprintf(from, sizeof from, "%s/%s", bucket, value);
     struct text t = {0}, last = {0};
-    add(&t, "<?xml version=\"1.0\" encoding=\"UTF-8\"?><ListBucketResult xmlns=\"http://s3.amazonaws.com/doc/2006-03-01/\">");
+    add(&t, "<?xml version=\"1.0\" encoding=\"UTF-8\"?><ListBucketResult xmlns=\"http://s3.amazonaws.com/doc/2006-03-01/\"><Name>%s</Name><Prefix>", bucket);
+    add_xml(&t, prefix + skip); add(&t, "</Prefix>");
     pthread_mutex_lock(&lock);
     for (size_t i = place(strcmp(from, prefix) > 0 ? from : prefix); i < num_objects; i++) {
         struct object *o = objects[i];
@@ -425,6 +426,8 @@ static int list_objects(struct conn *c, struct request *r, const char *bucket) {
     return bad;
 }
 static int delete_objects(struct conn *c, const char *bucket, struct body *b) {
+    struct text t = {0};
+    add(&t, "<DeleteResult xmlns=\"http://s3.amazonaws.com/doc/2006-03-01/\">");
     pthread_mutex_lock(&lock);
     for (char *p = b->data; p && (p = strstr(p, "<Key>"));) {
         char *end = strstr(p += 5, "</Key>"), key[4096];
@@ -432,16 +435,19 @@ static int delete_objects(struct conn *c, const char *bucket, struct body *b) {
         *end = 0; unescape(p);
         snprintf(key, sizeof key, "%s/%s", bucket, p);
         erase(key);
+        add(&t, "<Deleted><Key>"); add_xml(&t, p); add(&t, "</Key></Deleted>");
         p = end + 1;
     }
     pthread_mutex_unlock(&lock);
-    const char *x = "<DeleteResult xmlns=\"http://s3.amazonaws.com/doc/2006-03-01/\"></DeleteResult>";
-    return reply(c, "200 OK", "Content-Type: application/xml\r\n", x, strlen(x));
+    add(&t, "</DeleteResult>");
+    int bad = reply(c, "200 OK", "Content-Type: application/xml\r\n", t.p, t.n);
+    free(t.p);
+    return bad;
 }
 static int list_uploads(struct conn *c, struct request *r, const char *bucket) {
     char value[2048], prefix[4096], at[40]; struct text t = {0};
     snprintf(prefix, sizeof prefix, "%s/%s", bucket, parameter(r->query, "prefix", value, sizeof value) ? value : "");
-    add(&t, "<ListMultipartUploadsResult xmlns=\"http://s3.amazonaws.com/doc/2006-03-01/\"><IsTruncated>false</IsTruncated>");
+    add(&t, "<ListMultipartUploadsResult xmlns=\"http://s3.amazonaws.com/doc/2006-03-01/\"><Bucket>%s</Bucket><IsTruncated>false</IsTruncated>", bucket);
     pthread_mutex_lock(&lock);
     for (size_t i = 0; i < num_uploads; i++) {
         struct upload *u = uploads[i];
@@ -482,7 +488,7 @@ static int with_upload(struct conn *c, struct request *r, const char *bucket, co
     }
     if (r->method[0] == 'G') {
         date(at, u->at, 1);
-        add(&t, "<ListPartsResult xmlns=\"http://s3.amazonaws.com/doc/2006-03-01/\"><IsTruncated>false</IsTruncated>");
+        add(&t, "<ListPartsResult xmlns=\"http://s3.amazonaws.com/doc/2006-03-01/\"><UploadId>%s</UploadId><IsTruncated>false</IsTruncated>", id);
         for (int i = 0; i < u->num_parts; i++) {
             if (!u->parts[i].etag) continue;
             add(&t, "<Part><PartNumber>%d</PartNumber><LastModified>%s</LastModified><ETag>\"%032llx\"</ETag><Size>%lld</Size>", i + 1, at, u->parts[i].etag, u->parts[i].size);

@@ -12,7 +12,6 @@ import contextlib
 import errno
 import http.client
 import os
-import select
 import socket
 import ssl
 import time
@@ -32,7 +31,7 @@ from ckpt_async.stores.http_messages import (
     read_by_library,
     without_interim,
 )
-from ckpt_async.stores.http_ranges import Connections, Flight, timeval
+from ckpt_async.stores.http_ranges import Connections, Flight, dial, has_unread, timeval
 
 # A socket that takes nothing for this long is asked whether the store has answered already.
 _STUCK_S = 1.0
@@ -67,11 +66,10 @@ class Uploads(Connections):
         headers: Mapping[str, str | bytes],
         body: ThreadBody,
     ) -> Answer:
-        connection = self._take_living(url)
+        connection, is_fresh = self._take(url)  # a body is not sent twice in one attempt
         try:
-            is_fresh = connection.sock is None
             if is_fresh:
-                connection.connect()
+                dial(connection)
             connected: socket.socket = connection.sock
             if is_fresh:
                 let_block(connected, self._read_timeout_s)
@@ -86,16 +84,6 @@ class Uploads(Connections):
         else:
             self._put_back(connection)
         return answer
-
-    def _take_living(self, url: SplitResult) -> http.client.HTTPConnection:
-        """One that the server has not closed meanwhile: a body is not sent twice in one attempt. What can be read
-        between two requests is the end.
-        """
-        while True:
-            connection, is_fresh = self._take(url)
-            if is_fresh or not is_readable(connection.sock):
-                return connection
-            connection.close()
 
 
 class Exchange:
@@ -173,7 +161,7 @@ class Exchange:
 
     def _listen(self) -> None:
         """Raise _AnsweredError if the store has answered before it has the body: it may never read the rest."""
-        if is_readable(self._socket):
+        if has_unread(self._socket):
             self._received = without_interim(self._received + self._receive_what_is_there())
             if self._received:
                 raise _AnsweredError
@@ -262,9 +250,3 @@ def let_block(connected: socket.socket, timeout_s: float) -> None:
 def _is_of_connection(error: OSError) -> bool:
     """Not of the file that the kernel was asked to send."""
     return isinstance(error, ConnectionError | ssl.SSLError) or error.errno in _UNREACHABLE
-
-
-def is_readable(connected: socket.socket) -> bool:
-    poll = select.poll()
-    poll.register(connected, select.POLLIN)
-    return bool(poll.poll(0))

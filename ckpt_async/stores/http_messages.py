@@ -15,6 +15,12 @@ from urllib.parse import SplitResult
 HEAD_BYTES = 64 << 10
 MAX_ERROR_BYTES = 64 << 10
 _INTERIM = re.compile(rb"HTTP/1\.[0-9] 1[0-9][0-9].*?\r\n\r\n", re.DOTALL)
+_STATUS = re.compile(r"[0-9]{3}(?: |\Z)")
+# A name goes up to the colon (RFC 9110, 5.1); a value has no control characters, and lines are not folded.
+_HEADER = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+):([\t\x20-\x7e\x80-\xff]*)")
+_WHOLE = re.compile(r"[0-9]{1,19}")
+# What says where an answer ends.
+_FRAMING = frozenset({"content-length", "transfer-encoding"})
 _PORTS = {"http": 80, "https": 443}
 
 
@@ -58,6 +64,10 @@ class UnusualAnswerError(Exception):
     """It is not a short answer that tells its length."""
 
 
+class MalformedAnswerError(http.client.HTTPException):
+    """It says what no store says, or could be read in more than one way."""
+
+
 def complete_answer(received: bytes) -> tuple[Answer, bool] | None:
     """The answer, and whether it is the connection's last; None if there is more to come."""
     head, has_ended, content = received.partition(b"\r\n\r\n")
@@ -66,13 +76,13 @@ def complete_answer(received: bytes) -> tuple[Answer, bool] | None:
             raise http.client.LineTooLong("answer")
         return None
     answer = parsed(head)
-    size = answer.headers.get("content-length", "")
-    if not size.isdecimal() or int(size) > MAX_ERROR_BYTES or "transfer-encoding" in answer.headers:
+    size = content_length(answer)
+    if size is None or size > MAX_ERROR_BYTES:
         raise UnusualAnswerError
-    if len(content) < int(size):
+    if len(content) < size:
         return None
-    is_last = not keeps_connection(head, answer) or len(content) > int(size)
-    return Answer(answer.status, answer.headers, content[: int(size)]), is_last
+    is_last = not keeps_connection(head, answer) or len(content) > size
+    return Answer(answer.status, answer.headers, content[:size]), is_last
 
 
 def keeps_connection(head: bytes, answer: Answer) -> bool:
@@ -88,16 +98,40 @@ def without_interim(received: bytes) -> bytes:
 
 
 def parsed(head: bytes) -> Answer:
-    """An answer's head, without the empty line at its end."""
+    """An answer's head, without the empty line at its end. Strict: what can be read in two ways lets a part of one
+    answer pass for the next (RFC 9112, 11.2). Raises BadStatusLine or MalformedAnswerError.
+    """
     first, *lines = head.decode("latin-1").split("\r\n")
     version, _, status = first.partition(" ")
-    if not version.startswith("HTTP/1.") or not status[:3].isdecimal():
+    if not version.startswith("HTTP/1.") or not _STATUS.match(status):
         raise http.client.BadStatusLine(first)
-    headers = {}
+    headers: dict[str, str] = {}
     for line in lines:
-        name, _, value = line.partition(":")
-        headers[name.lower()] = value.strip()
-    return Answer(int(status[:3]), headers)
+        match = _HEADER.fullmatch(line)
+        if match is None:
+            raise MalformedAnswerError(f"the answer has a header line {line[:80]!r}")
+        name, value = match[1].lower(), match[2].strip(" \t")
+        if name in _FRAMING and name in headers:
+            raise MalformedAnswerError(f"the answer has {name} twice")
+        headers[name] = value
+    if _FRAMING.issubset(headers):
+        raise MalformedAnswerError(f"the answer has both {' and '.join(sorted(_FRAMING))}")
+    answer = Answer(int(status[:3]), headers)
+    content_length(answer)
+    return answer
+
+
+def content_length(answer: Answer) -> int | None:
+    """As the head tells it; None if it does not."""
+    text = answer.headers.get("content-length")
+    return None if text is None else whole_number("Content-Length", text)
+
+
+def whole_number(name: str, text: str) -> int:
+    """Of at most 19 digits. Raises MalformedAnswerError."""
+    if not _WHOLE.fullmatch(text):
+        raise MalformedAnswerError(f"the {name} of the answer is {text[:80]!r}")
+    return int(text)
 
 
 def read_by_library(received: bytes, receive: Callable[[], bytes]) -> Answer:
@@ -112,6 +146,8 @@ def read_by_library(received: bytes, receive: Callable[[], bytes]) -> Answer:
             if response.status < 300:
                 raise
             content = error.partial  # better than nothing
+        except ValueError as error:
+            raise MalformedAnswerError(f"the answer has no sensible body: {error}") from error
         return Answer(response.status, headers, content)
 
 

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import http.client
 import os
+import select
 import socket
 import ssl
 import struct
@@ -28,6 +29,7 @@ from ckpt_async.store import Sink
 from ckpt_async.stores.http_messages import (
     HEAD_BYTES,
     Answer,
+    content_length,
     host_of,
     keeps_connection,
     parsed,
@@ -40,6 +42,8 @@ from ckpt_async.stores.http_messages import (
 BUFFER_BYTES = 512 << 10
 # A slow link fills no buffer in this time; whoever watches for stalls wants to hear of it all the same.
 FLUSH_S = 1.0
+# Below what servers and what is in between (NAT, load balancers) keep a silent connection for.
+MAX_IDLE_S = 30.0
 T = TypeVar("T")
 
 
@@ -95,7 +99,7 @@ class Connections:
         self._ca_file = ca_file
         self._threads = ThreadPoolExecutor(max_connections, thread_name_prefix="ckpt-async-http")
         self._lock = threading.Lock()
-        self._idle: list[http.client.HTTPConnection] = []
+        self._idle: list[tuple[http.client.HTTPConnection, float]] = []  # and since when
         self._is_closed = False
 
     def close(self) -> None:
@@ -103,7 +107,7 @@ class Connections:
         with self._lock:
             self._is_closed = True
             idle, self._idle = self._idle, []
-        for connection in idle:
+        for connection, _ in idle:
             connection.close()
         self._threads.shutdown(wait=False)
 
@@ -131,17 +135,26 @@ class Connections:
     # --- in a worker thread --------------------------------------------------------------------------------
 
     def _take(self, url: SplitResult) -> tuple[http.client.HTTPConnection, bool]:
-        """And whether it is fresh."""
-        idle = self._take_idle(url)
-        return (self._connect(url), True) if idle is None else (idle, False)
+        """And whether it is fresh. What can be read between two requests is the end, or would pass for an answer."""
+        while (idle := self._take_idle(url)) is not None:
+            if not has_unread(idle.sock):
+                return idle, False
+            idle.close()
+        return self._connect(url), True
 
     def _take_idle(self, url: SplitResult) -> http.client.HTTPConnection | None:
         wanted = (url.scheme == "https", url.hostname, url.port or (443 if url.scheme == "https" else 80))
+        found, silent_since = None, time.monotonic() - MAX_IDLE_S
         with self._lock:
-            for index, idle in reversed(list(enumerate(self._idle))):
+            old = [idle for idle, since in self._idle if since < silent_since]
+            self._idle = [each for each in self._idle if each[1] >= silent_since]
+            for index, (idle, _) in reversed(list(enumerate(self._idle))):
                 if (isinstance(idle, http.client.HTTPSConnection), idle.host, idle.port) == wanted:
-                    return self._idle.pop(index)
-        return None
+                    found, _ = self._idle.pop(index)
+                    break
+        for idle in old:
+            idle.close()
+        return found
 
     def _connect(self, url: SplitResult) -> http.client.HTTPConnection:
         """A connection that is made with its first request."""
@@ -155,7 +168,7 @@ class Connections:
     def _put_back(self, connection: http.client.HTTPConnection) -> None:
         with self._lock:
             if not self._is_closed and connection.sock is not None:
-                self._idle.append(connection)
+                self._idle.append((connection, time.monotonic()))
                 return
         connection.close()
 
@@ -227,8 +240,7 @@ class Downloads(Connections):
                 return answer
             check(answer)
             # Chunked, or of another length: what is left would be the next answer's.
-            is_framed = "transfer-encoding" in answer.headers
-            if is_framed or answer.headers.get("content-length") != str(size_bytes):
+            if content_length(answer) != size_bytes:
                 raise http.client.IncompleteRead(b"", size_bytes)
             self._receive(receive, content[:size_bytes], size_bytes, sink)
             flight.uses(None)
@@ -252,7 +264,7 @@ class Downloads(Connections):
         """The head of the answer, and what came with it."""
         is_fresh = connection.sock is None
         if is_fresh:
-            connection.connect()
+            dial(connection)
         connected: socket.socket = connection.sock
         if is_fresh:
             self._let_wait(connected)
@@ -315,6 +327,29 @@ class Downloads(Connections):
                         raise TimeoutError("timed out") from None
 
         return receive
+
+
+def dial(connection: http.client.HTTPConnection) -> None:
+    """Connect. Blocks."""
+    connection.connect()
+    notice_a_dead_peer(connection.sock)
+
+
+def notice_a_dead_peer(made: socket.socket) -> None:
+    """Within about a minute and a half: it keeps what is in between from forgetting the connection, too."""
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 45), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 3)):
+        if hasattr(socket, name):
+            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def has_unread(connected: socket.socket) -> bool:
+    """Whether there is something to read, or the end."""
+    if isinstance(connected, ssl.SSLSocket) and connected.pending():
+        return True
+    poll = select.poll()
+    poll.register(connected, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def _trusting(ca_file: str | None) -> ssl.SSLContext:

@@ -28,7 +28,7 @@ from ckpt_async.stores.http_messages import (
     complete_answer,
     without_interim,
 )
-from ckpt_async.stores.http_ranges import Connections, Flight
+from ckpt_async.stores.http_ranges import Connections, Flight, dial
 
 # How often deadlines are looked at.
 TICK_S = 1.0
@@ -82,7 +82,7 @@ class SmallUploads(Connections):
     def _add_idle(self, url: SplitResult, flight: Flight) -> None:
         connection = self._connect(url)
         try:
-            connection.connect()
+            dial(connection)
             connection.sock.setblocking(False)
             flight.uses(connection.sock)
             flight.uses(None)

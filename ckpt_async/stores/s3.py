@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import datetime as dt
-import email.utils
 import functools
 import hashlib
 import itertools
@@ -26,8 +24,8 @@ import socket
 import ssl
 import time
 from base64 import b64encode
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
@@ -36,6 +34,7 @@ import botocore.httpsession
 import botocore.parsers
 from aiobotocore.config import AioConfig
 from aiobotocore.httpsession import AIOHTTPSession
+from aiobotocore.parsers import AioResponseParserFactory, AioRestXMLParser
 from aiobotocore.session import AioSession
 from botocore.awsrequest import AWSPreparedRequest, AWSResponse
 from botocore.handlers import add_expect_header
@@ -72,48 +71,27 @@ from ckpt_async.store import (
     known,
     put_one_by_one,
 )
-from ckpt_async.stores import StoreOptions, check_key, check_prefix, check_size
+from ckpt_async.stores import StoreOptions, check_key, check_prefix, check_size, s3_answers
 from ckpt_async.stores.http_bodies import Uploads
-from ckpt_async.stores.http_messages import Answer
-from ckpt_async.stores.http_ranges import Downloads, has_proxy
+from ckpt_async.stores.http_messages import Answer, MalformedAnswerError
+from ckpt_async.stores.http_ranges import Downloads, has_proxy, notice_a_dead_peer
 from ckpt_async.stores.http_series import SmallUploads
+from ckpt_async.stores.s3_answers import CHECKSUM_FIELDS, Pages, Response
 from ckpt_async.stores.s3_body import BodyPayload
 from ckpt_async.stores.s3_errors import Place, hint_for, reason_of, refusal, translating
 from ckpt_async.stores.s3_pattern import NO_QUERY, GetPattern, PutPattern
 from ckpt_async.stores.s3_trailer import TrailedBody
 from ckpt_async.threads import in_thread
 
-# What the SDK hands back is untyped: dictionaries shaped by the service model.
-Response = Mapping[str, Any]
 T = TypeVar("T")
 P = ParamSpec("P")
 
-# Parameter and response names of full-object checksums, the preferred one first. CRC64NVME is always
-# full-object; CRC32C can also be a composite "…-N", which says nothing about the whole (S3 user guide,
-# "Checking object integrity").
-_FIELDS = {"crc64nvme": "ChecksumCRC64NVME", "crc32c": "ChecksumCRC32C"}
 # A bucket that can be part of a host name, also under a certificate for one level.
 _HOST_NAME = re.compile(r"[a-z0-9][a-z0-9-]{1,61}[a-z0-9]")
-_HEADERS = (
-    ("ETag", "etag"),
-    ("ChecksumType", "x-amz-checksum-type"),
-    *((field, f"x-amz-checksum-{algorithm}") for algorithm, field in _FIELDS.items()),
-)
 
 # How a condition is refused: 409 is S3's answer to two at once, and 404 that of an If-Match on nothing
 # (S3 user guide, "Conditional writes").
 _UNMET = {"IfNoneMatch": frozenset({409, 412}), "IfMatch": frozenset({404, 409, 412})}
-
-# What an answer must hold; something between us and the store may answer 200 without.
-_ANSWERS = {
-    "put_object": ("ETag",),
-    "get_object": ("ETag", "ContentLength"),
-    "head_object": ("ETag", "ContentLength"),
-    "create_multipart_upload": ("UploadId",),
-    "upload_part": ("ETag",),
-    "complete_multipart_upload": ("ETag",),
-}
-
 
 # A signed URL is good for an hour, unless the credentials are not.
 _SIGNED_S, _MAX_SIGNED = 60.0, 256
@@ -197,7 +175,7 @@ class S3Store:
             response = await self._send(
                 "put_object", key, payload, checksum, **conditions, **self._options.put_args
             )
-        return ObjectInfo(key, body.size_bytes, response["ETag"], _checksum(response))
+        return ObjectInfo(key, body.size_bytes, response["ETag"], s3_answers.checksum(response))
 
     async def put_many(self, puts: Iterable[SmallPut], stored: Callable[[ObjectInfo], None]) -> None:
         pattern = self._patterns.get("put_object")
@@ -213,9 +191,9 @@ class S3Store:
                 yield pattern.head(name, len(put.data), put.checksum, credentials, time.time()), put.data
 
         def answered(answer: Answer) -> None:
-            response = _response(answer)
-            _check_answer("put_object", put.key, response, self._place)
-            stored(ObjectInfo(put.key, len(put.data), response["ETag"], _checksum(response)))
+            response = self._past_sdk("put_object", put.key, answer)
+            checksum = s3_answers.checksum(response)
+            stored(ObjectInfo(put.key, len(put.data), response["ETag"], checksum))
 
         with translating("put_object", "", self._place):
             credentials = await self._credentials.get_frozen_credentials()
@@ -230,13 +208,15 @@ class S3Store:
             response = await self._call("get_object", key, ChecksumMode="ENABLED")
             stream = response["Body"]
             try:
-                size_bytes = response["ContentLength"]
-                if size_bytes > max_size_bytes:
-                    raise self._place.too_large(size_bytes, max_size_bytes, operation="get_object", key=key)
+                info = s3_answers.info(key, response)
+                if info.size_bytes > max_size_bytes:
+                    raise self._place.too_large(
+                        info.size_bytes, max_size_bytes, operation="get_object", key=key
+                    )
                 data: bytes = await stream.read()
             finally:
                 stream.close()  # drops the connection unless the body was read to its end
-        return data, _info(key, size_bytes, response)
+        return data, info
 
     async def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> ObjectInfo:
         if size_bytes == 0:
@@ -247,7 +227,7 @@ class S3Store:
         found: list[ObjectInfo] = []
 
         def check(answer: Answer) -> None:
-            found.append(_info_of_range(answer, offset, size_bytes, key, self._place))
+            found.append(s3_answers.info_of_range(key, answer, offset, size_bytes))
 
         with _telling_failures_of(sink) as guarded, translating("get_object", key, self._place):
             answer = await self._downloads.get_range(url, offset, size_bytes, guarded, check)
@@ -267,7 +247,8 @@ class S3Store:
 
         def check(number: int, answer: Answer) -> None:
             each = gets[number]
-            check_size(_total_of_range(answer, 0, each.size_bytes, each.key, self._place), each)
+            with translating("get_object", each.key, self._place):
+                check_size(s3_answers.total_of_range(answer, 0, each.size_bytes), each)
 
         with _telling_failures_of(got) as guarded, translating("get_object", "", self._place):
             refused = await self._downloads.get_many(
@@ -314,9 +295,12 @@ class S3Store:
             response = await self._call("get_object", key, Range=f"bytes={offset}-{offset + size_bytes - 1}")
         stream = response["Body"]
         try:
-            total_bytes = _range_total(
-                response.get("ContentRange"), response["ContentLength"], offset, size_bytes, key, self._place
-            )
+            with translating("get_object", key, self._place):
+                info = s3_answers.info(key, response)
+                status = response["ResponseMetadata"]["HTTPStatusCode"]
+                total_bytes = s3_answers.range_total(
+                    status, response.get("ContentRange"), info.size_bytes, offset, size_bytes
+                )
             # Past the SDK's reader, which joins what arrived into pieces of the size asked for.
             raw: Any = getattr(stream, "raw_stream", stream)
             content = raw.content
@@ -336,51 +320,53 @@ class S3Store:
                     received += len(data)
         finally:
             stream.close()
-        return _info(key, total_bytes, response)
+        return replace(info, size_bytes=total_bytes)
 
     async def head(self, key: str) -> ObjectInfo:
         response = await self._call("head_object", key, ChecksumMode="ENABLED")
-        return _info(key, response["ContentLength"], response)
+        with translating("head_object", key, self._place):
+            return s3_answers.info(key, response)
 
     async def list(self, prefix: str, *, start_after: str = "", enough: Enough | None = None) -> Listing:
         check_prefix(prefix, "list_objects_v2")
-        parameters = {"Prefix": self._root + prefix}
+        asked = {"Prefix": self._root + prefix}
         if start := _server_start(prefix, start_after):
-            parameters["StartAfter"] = self._root + start
-        objects: list[ObjectInfo] = []
-        server_time: float | None = None
-        while True:
-            page = await self._call("list_objects_v2", None, **parameters)
-            # The first page's time: an age measured against a later one would be too great.
-            server_time = server_time or _server_time(page)
-            for each in page.get("Contents", ()):
-                if not each["Key"].endswith("/"):  # a folder marker that some console made
-                    key = self._strip(each["Key"])
-                    modified_at = each["LastModified"].timestamp()
-                    objects.append(ObjectInfo(key, each["Size"], each["ETag"], None, modified_at))
-            is_whole = not page.get("IsTruncated")
-            if is_whole or (enough is not None and _is_in_order(objects) and enough(objects)):
+            asked["StartAfter"] = self._root + start
+        found: dict[str, ObjectInfo] = {}
+        server_time, is_whole = 0.0, False
+        async for page in self._pages(s3_answers.OBJECTS, **asked):
+            with self._reading(s3_answers.OBJECTS, prefix):
+                # The first page's time: an age measured against a later one would be too great.
+                server_time = server_time or s3_answers.server_time(page)
+                for each in s3_answers.objects(page, asked["Prefix"]):
+                    key = each.key.removeprefix(self._root)
+                    if key in found:
+                        raise MalformedAnswerError(f"the listing has {key!r} twice")
+                    found[key] = replace(each, key=key)
+            is_whole = not page["IsTruncated"]
+            if not is_whole and enough is not None and _is_in_order(found) and enough(tuple(found.values())):
                 break
-            parameters["ContinuationToken"] = self._next_page(page, "NextContinuationToken", prefix)
         # The order and the start are ours to keep: see _server_start.
-        found = {each.key: each for each in objects if each.key > start_after}
-        return Listing(tuple(found[key] for key in sorted(found)), server_time, is_whole)
+        return Listing(tuple(found[key] for key in sorted(found) if key > start_after), server_time, is_whole)
 
     async def delete(self, keys: Sequence[str]) -> None:
-        names = [{"Key": self._root + check_key(key, "delete_objects")} for key in keys]
+        names = [self._root + check_key(key, "delete_objects") for key in keys]
         for start in range(0, len(names), _DELETE_BATCH):
             batch = names[start : start + _DELETE_BATCH]
-            response = await self._call("delete_objects", None, Delete={"Objects": batch, "Quiet": True})
-            for error in response.get("Errors", ()):
+            # Not quietly: a silent answer is also that of whoever has deleted nothing.
+            objects = [{"Key": name} for name in batch]
+            response = await self._call("delete_objects", None, keys[start], Delete={"Objects": objects})
+            with translating("delete_objects", keys[start], self._place):
+                error = s3_answers.check_deleted(response, batch)
+            if error is not None:
                 code = error.get("Code", "")
-                if code != "NoSuchKey":
-                    raise self._place.error(
-                        f"{code}: {error.get('Message', '')}",
-                        reason=reason_of(code, 0),
-                        operation="delete_objects",
-                        key=self._strip(error.get("Key", self._root)),
-                        hint=hint_for(code, "delete_objects", self._place),
-                    )
+                raise self._place.error(
+                    f"{code}: {error.get('Message', '')}",
+                    reason=reason_of(code, 0),
+                    operation="delete_objects",
+                    key=error.get("Key", "").removeprefix(self._root),
+                    hint=hint_for(code, "delete_objects", self._place),
+                )
 
     async def create_multipart(self, key: str) -> str:
         response = await self._call(
@@ -403,24 +389,14 @@ class S3Store:
             response = await self._send(
                 "upload_part", key, payload, checksum, UploadId=upload_id, PartNumber=number
             )
-        return StoredPart(number, body.size_bytes, response["ETag"], _checksum(response))
+        return StoredPart(number, body.size_bytes, response["ETag"], s3_answers.checksum(response))
 
     async def list_parts(self, key: str, upload_id: str) -> Sequence[StoredPart]:
-        """As promised. SeaweedFS 4.48 lists a part that was sent twice twice: then the newer one counts."""
-        newest: dict[int, Response] = {}
-        parameters: dict[str, Any] = {"UploadId": upload_id}
-        while True:
-            page = await self._call("list_parts", key, **parameters)
-            for each in page.get("Parts", ()):
-                known = newest.get(each["PartNumber"])
-                if known is None or known["LastModified"] <= each["LastModified"]:
-                    newest[each["PartNumber"]] = each
-            if not page.get("IsTruncated"):
-                return [
-                    StoredPart(number, each["Size"], each["ETag"], _checksum(each))
-                    for number, each in sorted(newest.items())
-                ]
-            parameters["PartNumberMarker"] = self._next_page(page, "NextPartNumberMarker", key)
+        listed: list[Response] = []
+        async for page in self._pages(s3_answers.PARTS, key, UploadId=upload_id):
+            listed.extend(page.get("Parts", ()))
+        with self._reading(s3_answers.PARTS, key):
+            return s3_answers.parts(listed)
 
     async def complete_multipart(
         self, key: str, upload_id: str, parts: Sequence[StoredPart], checksum: Checksum, size_bytes: int
@@ -444,7 +420,7 @@ class S3Store:
                 if info.size_bytes == size_bytes and info.checksum == checksum:
                     return info
             raise
-        return ObjectInfo(key, size_bytes, response["ETag"], _checksum(response))
+        return ObjectInfo(key, size_bytes, response["ETag"], s3_answers.checksum(response))
 
     async def abort_multipart(self, key: str, upload_id: str) -> None:
         with contextlib.suppress(ObjectNotFoundError):
@@ -453,37 +429,27 @@ class S3Store:
     async def list_multiparts(self, prefix: str) -> Sequence[MultipartInfo]:
         check_prefix(prefix, "list_multipart_uploads")
         uploads: list[MultipartInfo] = []
-        parameters = {"Prefix": self._root + prefix}
-        while True:
-            page = await self._call("list_multipart_uploads", None, **parameters)
-            uploads.extend(
-                MultipartInfo(self._strip(each["Key"]), each["UploadId"], each["Initiated"].timestamp())
-                for each in page.get("Uploads", ())
-            )
-            if not page.get("IsTruncated"):
-                return uploads
-            parameters["KeyMarker"] = self._next_page(page, "NextKeyMarker", prefix)
-            parameters["UploadIdMarker"] = page.get("NextUploadIdMarker", "")
+        asked = {"Prefix": self._root + prefix}
+        async for page in self._pages(s3_answers.UPLOADS, **asked):
+            with self._reading(s3_answers.UPLOADS, prefix):
+                found = s3_answers.uploads(page, asked["Prefix"])
+                uploads += [replace(each, key=each.key.removeprefix(self._root)) for each in found]
+        return uploads
 
-    # --- keys: joined in `_call`, stripped here, nowhere else -----------------------------------------------
+    async def _pages(self, pages: Pages, key: str | None = None, **asked: Any) -> AsyncIterator[Response]:
+        """All pages of a listing; each has shown that it is what was asked for."""
+        named = {"Bucket": self._bucket, **({} if key is None else {"Key": self._root + key})}
+        following: dict[str, Any] | None = {}
+        while following is not None:
+            asked |= following
+            about = key or asked["Prefix"].removeprefix(self._root)
+            page = await self._call(pages.operation, key, about, **asked)
+            with self._reading(pages, about):
+                following = s3_answers.next_page(pages, {**asked, **named}, page)
+            yield page
 
-    def _strip(self, full: str) -> str:
-        if not full.startswith(self._root):
-            raise StoreError(
-                f"the store answered with a key outside of {self._root!r}",
-                reason=FailureReason.OTHER,
-                key=full,
-            )
-        return full.removeprefix(self._root)
-
-    def _next_page(self, page: Response, name: str, key: str) -> Any:
-        if not page.get(name):
-            raise self._place.error(
-                f"the listing was cut short: truncated, but without {name}",
-                reason=FailureReason.TRANSIENT,
-                key=key,
-            )
-        return page[name]
+    def _reading(self, pages: Pages, key: str) -> contextlib.AbstractContextManager[None]:
+        return translating(pages.operation, key, self._place)
 
     # --- requests ------------------------------------------------------------------------------------------
 
@@ -491,6 +457,7 @@ class S3Store:
         with translating("open", "", self._place):
             session = AioSession(profile=self._options.profile)
             session.register_component("data_loader", _loader(session.get_config_variable("data_path")))
+            session.register_component("response_parser_factory", _ParserFactory())
             self._client = await self._exit_stack.enter_async_context(self._create_client(session))
             self._credentials = await session.get_credentials()
         connections = self._connections(session)
@@ -553,13 +520,20 @@ class S3Store:
             payload.learn(url, request.headers)
         return await payload.put(self._uploads, url, request.headers) if payload.is_for_thread else None
 
-    async def _call(self, operation: str, key: str | None, **parameters: Any) -> Response:
+    async def _call(self, operation: str, key: str | None, about: str = "", /, **parameters: Any) -> Response:
+        """`about`: what errors name where the request has no key."""
         if key is not None:
             parameters["Key"] = self._root + check_key(key, operation)
         unmet = next((statuses for name, statuses in _UNMET.items() if name in parameters), frozenset[int]())
-        with translating(operation, key or parameters.get("Prefix", ""), self._place, unmet=unmet):
+        with translating(operation, key or about, self._place, unmet=unmet):
             response: Response = await getattr(self._client, operation)(Bucket=self._bucket, **parameters)
-        _check_answer(operation, key or "", response, self._place)
+            s3_answers.check_needed(operation, response)
+        return response
+
+    def _past_sdk(self, operation: str, key: str, answer: Answer) -> Response:
+        response = s3_answers.past_sdk(answer)
+        with translating(operation, key, self._place):
+            s3_answers.check_needed(operation, response)
         return response
 
     async def _put_by_pattern(
@@ -603,8 +577,7 @@ class S3Store:
                 self._trailers_from[operation] = time.monotonic() + _DISTRUST_S
             payload.seek(0)
             return None
-        response = _response(answer)
-        _check_answer(operation, key, response, self._place)
+        response = self._past_sdk(operation, key, answer)
         _check_sent(operation, key, payload, self._place)
         return response
 
@@ -712,7 +685,10 @@ class S3Store:
                 status, response = await self._within(_gather(put(spoiled, b"b"), stored()))
         except StoreError:
             return ()
-        is_right = (response.get("ContentLength"), _checksum(response)) == (1, checksum_of(b"a", algorithm))
+        is_right = (response.get("ContentLength"), s3_answers.checksum(response)) == (
+            1,
+            checksum_of(b"a", algorithm),
+        )
         if status != 400 or not is_right:
             return ()
         await self._learn_of_parts(key, algorithm)
@@ -744,7 +720,7 @@ class S3Store:
     async def _probe_checksums(self, key: str, spoiled: str) -> tuple[ObjectInfo, str, bool]:
         """Create the probe object; returns it, the best algorithm, and whether the store compares it."""
         accepted: tuple[ObjectInfo, str, bool] | None = None
-        for algorithm in _FIELDS:
+        for algorithm in CHECKSUM_FIELDS:
             right, wrong = checksum_of(b"a", algorithm), checksum_of(b"b", algorithm)
             written, spoilt = await asyncio.gather(
                 self._within(self.put(key, BytesBody(b"a"), right)),
@@ -802,16 +778,6 @@ class _ProbeBody:
         outgoing.write(memoryview(b"a"))
 
 
-def _check_answer(operation: str, key: str, response: Response, place: Place) -> None:
-    if missing := [name for name in _ANSWERS.get(operation, ()) if name not in response]:
-        raise place.error(
-            f"the store answered without {', '.join(missing)}",
-            reason=FailureReason.TRANSIENT,
-            operation=operation,
-            key=key,
-        )
-
-
 def _check_sent(operation: str, key: str, payload: BodyPayload, place: Place) -> None:
     """Before an answer is believed."""
     if not payload.is_sent:
@@ -827,7 +793,7 @@ def _check_sent(operation: str, key: str, payload: BodyPayload, place: Place) ->
 
 
 def _checksum_parameters(checksum: Checksum) -> dict[str, str]:
-    return {_FIELDS[checksum.algorithm]: checksum.value}
+    return {CHECKSUM_FIELDS[checksum.algorithm]: checksum.value}
 
 
 def _condition_parameters(condition: Condition) -> dict[str, str]:
@@ -843,69 +809,6 @@ def _condition_parameters(condition: Condition) -> dict[str, str]:
 def _part_parameters(part: StoredPart) -> dict[str, Any]:
     checksum = _checksum_parameters(part.checksum) if part.checksum is not None else {}
     return {"PartNumber": part.number, "ETag": part.etag, **checksum}
-
-
-def _response(answer: Answer) -> Response:
-    """An answer past the SDK, as the SDK parses it."""
-    return {field: value for field, name in _HEADERS if (value := answer.headers.get(name))}
-
-
-def _checksum(response: Response) -> Checksum | None:
-    """The checksum of the whole object or part, if the store has one."""
-    if response.get("ChecksumType") == "COMPOSITE":
-        return None
-    for algorithm, name in _FIELDS.items():
-        value = response.get(name)
-        if value and "-" not in value:  # base64 has no "-", a composite does
-            return Checksum(algorithm, value)
-    return None
-
-
-def _info(key: str, size_bytes: int, response: Response) -> ObjectInfo:
-    modified_at: dt.datetime | None = response.get("LastModified")
-    return ObjectInfo(
-        key,
-        size_bytes,
-        response["ETag"],
-        _checksum(response),
-        modified_at.timestamp() if modified_at is not None else None,
-    )
-
-
-def _range_total(
-    content_range: str | None, content_length: int, offset: int, size_bytes: int, key: str, place: Place
-) -> int:
-    """The size of the whole object, from an answer that must be exactly the range asked for."""
-    content_range = content_range or f"bytes 0-/{content_length}"
-    start, _, total = content_range.removeprefix("bytes ").partition("/")
-    if content_length != size_bytes or int(start.partition("-")[0]) != offset:
-        raise place.error(
-            f"asked for bytes {offset}+{size_bytes}, the answer is {content_range}",
-            reason=FailureReason.OTHER,
-            operation="get_object",
-            key=key,
-        )
-    return int(total)
-
-
-def _info_of_range(answer: Answer, offset: int, size_bytes: int, key: str, place: Place) -> ObjectInfo:
-    total = _total_of_range(answer, offset, size_bytes, key, place)
-    modified = answer.headers.get("last-modified")
-    modified_at = email.utils.parsedate_to_datetime(modified).timestamp() if modified else None
-    return ObjectInfo(key, total, answer.headers["etag"], None, modified_at)
-
-
-def _total_of_range(answer: Answer, offset: int, size_bytes: int, key: str, place: Place) -> int:
-    headers = answer.headers
-    if missing := [name for name in ("etag", "content-length") if name not in headers]:
-        raise place.error(
-            f"the store answered without {', '.join(missing)}",
-            reason=FailureReason.TRANSIENT,
-            operation="get_object",
-            key=key,
-        )
-    content_length = int(headers["content-length"])
-    return _range_total(headers.get("content-range"), content_length, offset, size_bytes, key, place)
 
 
 class _SinkError(CkptAsyncError):
@@ -930,9 +833,9 @@ def _telling_failures_of(sink: Callable[P, None]) -> Iterator[Callable[P, None]]
         raise error.cause from None
 
 
-def _is_in_order(objects: Sequence[ObjectInfo]) -> bool:
+def _is_in_order(keys: Iterable[str]) -> bool:
     """Directory buckets list in no order: S3 user guide, "Differences for directory buckets"."""
-    return all(one.key < other.key for one, other in itertools.pairwise(objects))
+    return all(one < other for one, other in itertools.pairwise(keys))
 
 
 def _server_start(prefix: str, start_after: str) -> str:
@@ -951,11 +854,6 @@ def _server_start(prefix: str, start_after: str) -> str:
     return start_after[:end] if end > len(prefix) else ""
 
 
-def _server_time(response: Response) -> float:
-    date = response["ResponseMetadata"]["HTTPHeaders"].get("date")
-    return email.utils.parsedate_to_datetime(date).timestamp() if date else time.time()
-
-
 def _is_verdict(error: BaseException) -> bool:
     """Whether a probe's failure says something of the store's abilities, not of this connection."""
     return isinstance(error, StoreError) and error.reason in (FailureReason.CHECKSUM, FailureReason.OTHER)
@@ -971,6 +869,27 @@ def _loader(data_path: str | None) -> Loader:
 
 
 _contexts: dict[tuple[str, int], ssl.SSLContext] = {}
+
+
+class _Parser(AioRestXMLParser):  # type: ignore[misc]
+    """Left alone, it takes any document for an answer without fields, and ends with any error at one it cannot read."""
+
+    async def parse(self, response: dict[str, Any], shape: Any) -> Any:
+        if response["status_code"] < 300 and shape is not None:
+            s3_answers.check_document(shape.name, response["body"])
+        try:
+            return await super().parse(response, shape)
+        except botocore.exceptions.BotoCoreError:
+            raise
+        except Exception as error:
+            raise MalformedAnswerError(f"the answer cannot be read: {error}") from error
+
+
+class _ParserFactory(AioResponseParserFactory):  # type: ignore[misc]
+    def create_parser(self, protocol_name: str) -> Any:
+        return (
+            _Parser(**self._defaults) if protocol_name == "rest-xml" else super().create_parser(protocol_name)
+        )
 
 
 class _HttpSession(AIOHTTPSession):  # type: ignore[misc]
@@ -1002,13 +921,9 @@ def _keep_signature_version(signature_version: str, **_: object) -> str | None:
 
 
 def _create_socket(address: tuple[Any, ...]) -> socket.socket:
-    """A socket that notices within about a minute and a half that its peer is gone."""
     family, kind, protocol, *_ = address
     made = socket.socket(family, kind, protocol)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 45), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 3)):
-        if hasattr(socket, name):
-            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    notice_a_dead_peer(made)
     return made
 
 

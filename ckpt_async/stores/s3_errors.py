@@ -23,8 +23,10 @@ from ckpt_async.errors import (
     PreconditionFailedError,
     StoreError,
 )
+from ckpt_async.stores.http_messages import MalformedAnswerError
+from ckpt_async.stores.s3_answers import OtherRangeError
 
-# Their key is a prefix, told with the root before it.
+# Their key is a prefix, and may be empty.
 _LISTINGS = frozenset({"list_objects_v2", "list_multipart_uploads"})
 
 
@@ -47,7 +49,8 @@ class Place:
         self, message: str, *, reason: FailureReason, operation: str = "", key: str = "", hint: str = ""
     ) -> StoreError:
         """About an object of this place."""
-        error = StoreError(message, reason=reason, operation=operation, key=self.name(key), hint=hint)
+        name = self.name(key) or (f"s3://{self}" if operation in _LISTINGS else "")
+        error = StoreError(message, reason=reason, operation=operation, key=name, hint=hint)
         return _about(key, error)
 
     def too_large(self, size_bytes: int, max_size_bytes: int, *, operation: str, key: str) -> StoreError:
@@ -64,8 +67,6 @@ def translating(
     `unmet` holds the HTTP statuses by which this request's condition may be refused. Cancellation passes,
     and so do this package's own errors.
     """
-    if operation in _LISTINGS:
-        key = key.removeprefix(place.root)
     try:
         yield
     except CkptAsyncError:
@@ -74,6 +75,9 @@ def translating(
         raise refusal(error.response, operation, key, place, unmet) from error
     except botocore.exceptions.FlexibleChecksumError as error:
         raise _about(key, IntegrityError(str(error), operation=operation, key=place.name(key))) from error
+    except (MalformedAnswerError, OtherRangeError) as error:
+        reason, hint = _failure(error, place)
+        raise place.error(str(error), reason=reason, operation=operation, key=key, hint=hint) from error
     except Exception as error:
         reason, hint = _failure(error, place)
         message = f"{type(error).__name__}: {error}"
@@ -95,6 +99,15 @@ def refusal(
     if operation == "head_object" and status == 400:
         code = "ExpiredToken"  # a HEAD answer has no body; S3 gives 400 for an expired token
     reason, name = reason_of(code, status), place.name(key)
+    if status == 404 and operation != "head_object" and (not code or code.isdecimal()):
+        # S3 says what is not there. Something else has answered, which knows nothing of our objects.
+        return place.error(
+            f"{status}, but not as a store says it",
+            reason=FailureReason.TRANSIENT,
+            operation=operation,
+            key=key,
+            hint=_SOMEBODY_ELSE,
+        )
     if status in unmet and code != "NoSuchBucket":
         return _about(key, PreconditionFailedError(message, operation=operation, key=name))
     if reason is FailureReason.CHECKSUM:
@@ -172,6 +185,7 @@ _HINTS = {
     "InvalidObjectState": "the object is in an archive class: restore it first",
 }
 
+_SOMEBODY_ELSE = "did something else answer in the store's place: a proxy, a cache, a login page?"
 _MISSING_CREDENTIALS = (
     botocore.exceptions.NoCredentialsError,
     botocore.exceptions.PartialCredentialsError,
@@ -218,6 +232,8 @@ def _failure(error: Exception, place: Place) -> tuple[FailureReason, str]:
     """Why a request got no answer, and what to do about it."""
     reachable = f"is {place.endpoint_url or 'AWS'} right, and reachable from here?"
     match error:
+        case MalformedAnswerError():
+            return FailureReason.TRANSIENT, _SOMEBODY_ELSE
         case botocore.exceptions.ConnectTimeoutError():
             return FailureReason.TIMEOUT, reachable
         case botocore.exceptions.ReadTimeoutError() | TimeoutError():

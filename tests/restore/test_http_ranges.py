@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import select
 import socket
 import ssl
 import subprocess
@@ -24,6 +25,7 @@ from ckpt_async.stores import StoreOptions, http_ranges, open_store, s3
 from ckpt_async.stores.http_messages import Answer
 from ckpt_async.stores.http_ranges import BUFFER_BYTES, Check, Downloads
 from tests.restore.runs import Run, content, files_of, is_whole
+from tests.stores.ambiguous import AMBIGUOUS
 
 Talk = Callable[[socket.socket], None]
 PATIENCE_S = 30.0
@@ -181,6 +183,9 @@ BAD_ANSWERS = {
     "chunked": b"HTTP/1.1 206 X\r\nTransfer-Encoding: chunked\r\n\r\na\r\n0123456789\r\n0\r\n\r\n",
     "without a length": b"HTTP/1.1 206 X\r\nConnection: close\r\n\r\n0123456789",
     "nonsense": b"SSH-2.0-OpenSSH\r\n\r\n",
+    "chunked, and of the right length": b"HTTP/1.1 206 X\r\nTransfer-Encoding: chunked\r\nContent-Length: 10\r\n\r\n"
+    b"5\r\nhello\r\n0\r\n\r\n",
+    **{kind: each.replace(b"200 OK", b"206 X") for kind, each in AMBIGUOUS.items()},
 }
 
 
@@ -231,6 +236,93 @@ def test_a_last_answer_is_its_connections_last(run: Any, last: str) -> None:
         assert near.recv(1) == b""  # it is closed by the client
 
     run(_get_twice(talk, num_connections=2))
+
+
+EVIL = _answer(10, b"other text")
+
+
+def test_what_follows_an_answer_unasked_is_not_taken_for_the_next(
+    run: Any, tls: ssl.SSLContext | None, certificate: Path
+) -> None:
+    """Bytes that arrive between two requests: smuggled by whoever is in between."""
+    has_first = threading.Event()
+    is_first = True
+
+    def talk(near: socket.socket) -> None:
+        nonlocal is_first
+        while True:
+            _request(near)
+            near.sendall(_answer(10, b"0123456789"))
+            if is_first:
+                is_first = False
+                assert has_first.wait(PATIENCE_S)
+                near.sendall(EVIL)
+
+    async def main() -> None:
+        with _Server(talk, tls) as server:
+            async with _downloads(ca_file=str(certificate.with_name("c.pem"))) as downloads:
+                assert await _get(downloads, server, _scheme(tls)) == b"0123456789"
+                [(idle, _)] = downloads._idle
+                has_first.set()
+                readable, _, _ = await asyncio.to_thread(select.select, [idle.sock], [], [], PATIENCE_S)
+                assert readable
+                assert await _get(downloads, server, _scheme(tls)) == b"0123456789"
+            assert server.num_connections == 2
+
+    run(main())
+
+
+def test_what_is_decrypted_already_is_seen_too(run: Any, certificate: Path) -> None:
+    """The end of the body and what follows it are in one record: no socket has anything to read."""
+    size_bytes = 3 * BUFFER_BYTES
+    is_first = True
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate)
+
+    def talk(near: socket.socket) -> None:
+        nonlocal is_first
+        while True:
+            _request(near)
+            near.sendall(_answer(size_bytes, bytes(size_bytes)) + (EVIL if is_first else b""))
+            is_first = False
+
+    async def main() -> None:
+        with _Server(talk, context) as server:
+            async with _downloads(ca_file=str(certificate.with_name("c.pem"))) as downloads:
+                for _ in range(2):
+                    assert await _get(downloads, server, "https", size_bytes) == bytes(size_bytes)
+            assert server.num_connections == 2
+
+    run(main())
+
+
+def test_a_connection_that_was_idle_for_long_is_not_used_again(run: Any, monkeypatch: Any) -> None:
+    """What is in between may have forgotten it, and says nothing."""
+
+    async def main() -> None:
+        with _Server(_answers(100)) as server:
+            async with _downloads() as downloads:
+                for max_idle_s, num_connections in ((3600.0, 1), (3600.0, 1), (-1.0, 2), (3600.0, 2)):
+                    monkeypatch.setattr(http_ranges, "MAX_IDLE_S", max_idle_s)
+                    assert await _get(downloads, server) == b"0123456789"
+                    assert server.num_connections == num_connections
+                    assert len(downloads._idle) == 1
+
+    run(main())
+
+
+def test_a_peer_that_is_gone_is_noticed(run: Any) -> None:
+    """By the kernel, also where nobody waits."""
+
+    async def main() -> None:
+        with _Server(_answers(1)) as server:
+            async with _downloads() as downloads:
+                await _get(downloads, server)
+                [(idle, _)] = downloads._idle
+                assert idle.sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+                assert idle.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) <= 60
+
+    run(main())
 
 
 def test_a_head_that_comes_in_pieces(run: Any) -> None:

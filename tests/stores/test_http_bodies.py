@@ -30,6 +30,7 @@ from ckpt_async.stores.http_messages import Answer
 from ckpt_async.transfer import FileBody, Source
 from tests.faults.proxy import FaultProxy
 from tests.restore.test_http_ranges import PATIENCE_S, Talk, _request, _Server
+from tests.stores.ambiguous import AMBIGUOUS
 
 MIB = 1 << 20
 DATA = random.Random(1).randbytes(3 * MIB + 17)
@@ -176,7 +177,7 @@ def test_a_server_that_closes_idle_connections(run: Any, wire: Wire) -> None:
             async with wire.uploads() as uploads:
                 for _ in range(3):
                     assert (await wire.put(uploads, server)).status == 200
-                    ready, _, _ = select.select([uploads._idle[0].sock], [], [], PATIENCE_S)
+                    ready, _, _ = select.select([uploads._idle[0][0].sock], [], [], PATIENCE_S)
                     assert ready  # the end has arrived
             assert server.num_connections == 3
 
@@ -381,7 +382,6 @@ GOOD_ANSWERS = {
     ),
     "without a body": (b"HTTP/1.1 204 No Content\r\n\r\n", 204, b"", False),
     "without a length": (b"HTTP/1.1 200 OK\r\n\r\nok", 200, b"ok", False),
-    "two lengths": (b"HTTP/1.1 200 OK\r\nContent-Length: 2, 2\r\n\r\nok", 200, b"ok", False),
     "large": (
         b"HTTP/1.1 400 No\r\nContent-Length: 100000\r\n\r\n" + bytes(100_000),
         400,
@@ -402,7 +402,7 @@ def test_answers_of_every_shape(run: Any, wire: Wire, kind: str, piece_bytes: in
             receive(near, content_length(_request(near)))
             for start in range(0, len(answer), piece_bytes):
                 near.sendall(answer[start : start + piece_bytes])
-            if kind in ("without a length", "two lengths"):
+            if kind == "without a length":
                 return  # which is how such an answer ends
 
     async def main() -> None:
@@ -416,13 +416,15 @@ def test_answers_of_every_shape(run: Any, wire: Wire, kind: str, piece_bytes: in
     run(main())
 
 
-BAD_ANSWERS = {
+BAD_ANSWERS = AMBIGUOUS | {
     "nothing": b"",
     "cut in the head": DONE[:20],
     "cut in the body": DONE[:-1],
     "cut in a chunk": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nok",
     "only others": b"HTTP/1.1 100 Continue\r\n\r\n",
     "another protocol": b"SSH-2.0-OpenSSH\r\n\r\n",
+    "a status of four digits": b"HTTP/1.1 2000 OK\r\nContent-Length: 0\r\n\r\n",
+    "a chunk of less than nothing": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n-5\r\nhello\r\n0\r\n\r\n",
     "no status": b"HTTP/1.1 OK\r\nContent-Length: 0\r\n\r\n",
 }
 

@@ -1,0 +1,94 @@
+"""A certificate that is trusted, but is another host's: nothing is sent, by none of the ways to a store."""
+
+import contextlib
+import ssl
+
+import pytest
+import trustme
+
+from ckpt_async.errors import FailureReason, StoreError
+from ckpt_async.stores import StoreOptions, open_store
+from ckpt_async.stores.http_bodies import Uploads
+from ckpt_async.stores.http_messages import Answer
+from ckpt_async.stores.http_ranges import Downloads
+from ckpt_async.stores.http_series import SmallUploads
+from tests.stores.bodies import put
+from tests.stores.peer import Peer, answer
+from tests.stores.test_s3_errors import credentials as given_credentials  # noqa: F401  a fixture
+
+
+class OneSlice:
+    def send_in_thread(self, outgoing) -> None:
+        outgoing.write(memoryview(b"body"))
+
+
+async def get(downloads: Downloads, url: str) -> Answer:
+    return await downloads.get_range(url, 0, 5, lambda _: None, lambda _: None)
+
+
+async def put_body(uploads: Uploads, url: str) -> Answer:
+    return await uploads.put(url, {"Content-Length": "4"}, OneSlice())
+
+
+async def put_many(uploads: SmallUploads, url: str) -> Answer:
+    puts = iter([(b"PUT / HTTP/1.1\r\nContent-Length: 4\r\n\r\n", b"body")])
+    answers: list[Answer] = []
+    await uploads.put_many(url, puts, answers.append)
+    return answers[0]
+
+
+WAYS = {
+    "Downloads": (Downloads, get),
+    "Uploads": (Uploads, put_body),
+    "SmallUploads": (SmallUploads, put_many),
+}
+
+
+@contextlib.asynccontextmanager
+async def server_called(name: str, authority: trustme.CA):
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    authority.issue_cert(name).configure_cert(context)
+    peer = Peer(lambda _: answer(200, headers={"ETag": "e"}, body=b"hello"), tls=context)
+    async with peer.serve() as url:
+        yield peer, url
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("name", "is_right"), [("127.0.0.1", True), ("other.example", False)])
+def test_our_own_connections(run, authority, ca_file, way, name, is_right):
+    kind, request = WAYS[way]
+
+    async def body():
+        async with server_called(name, authority) as (peer, url):
+            connections = kind(max_connections=1, connect_timeout_s=5, read_timeout_s=5, ca_file=ca_file)
+            with contextlib.closing(connections):
+                if is_right:
+                    assert (await request(connections, url)).status == 200
+                else:
+                    with pytest.raises(ssl.SSLCertVerificationError):
+                        await request(connections, url)
+            assert len(peer.requests) == is_right
+
+    run(body())
+
+
+def test_the_store(run, authority, ca_file, monkeypatch):
+    monkeypatch.setenv("AWS_CA_BUNDLE", ca_file)
+
+    async def body():
+        async with server_called("other.example", authority) as (peer, url):
+            store = open_store("s3://bucket/run", StoreOptions(endpoint_url=url))
+            await store.open(is_read_only=True)
+            for request in (
+                put(store, "a", b"1"),
+                store.get("a", max_size_bytes=9),
+                store.get_range("a", 0, 5, lambda _: None),
+                store.list(""),
+            ):
+                with pytest.raises(StoreError, match="certificate") as raised:
+                    await request
+                assert raised.value.reason is FailureReason.TRANSIENT
+            await store.close()
+            assert not peer.requests
+
+    run(body())

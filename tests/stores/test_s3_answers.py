@@ -1,0 +1,372 @@
+"""Answers that no test server gives: of a proxy, a cache, another bucket. None of them is "nothing there"."""
+
+import asyncio
+import contextlib
+import string
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ckpt_async.errors import CkptAsyncError, FailureReason, ObjectNotFoundError, StoreError
+from ckpt_async.stores import s3_answers
+from ckpt_async.stores.http_messages import MalformedAnswerError
+from tests.stores.documents import contents, deleted, document, item, objects, parts, uploads
+from tests.stores.peer import Peer, answer
+from tests.stores.test_s3_errors import CALLS, connected
+from tests.stores.test_s3_errors import credentials as given_credentials  # noqa: F401  a fixture
+
+HTML = b"<!DOCTYPE html>\n<html><body>log in</body></html>"
+FOREIGN = {
+    "empty": b"",
+    "HTML": b"<html></html>",
+    "a whole page of HTML": HTML,
+    "JSON": b'{"objects": []}',
+    "another document": document("ListAllMyBucketsResult", IsTruncated=False),
+    "an error of another kind": document("Error", Code="SlowDown"),
+    "with a comment": b"<!-- <ListBucketResult> --><html/>",
+}
+LISTINGS = {"list": objects, "list_parts": parts, "list_multiparts": uploads}
+
+
+@contextlib.asynccontextmanager
+async def answering():
+    """A store, and the list of what its server will answer, the last one for ever."""
+    left: list[bytes] = []
+
+    def respond(_request):
+        return left.pop(0) if len(left) > 1 else left[0]
+
+    async with connected(Peer(respond)) as store:
+        yield store, left
+
+
+def refusals(calls: list[tuple[str, list[bytes]]]) -> list[StoreError | None]:
+    """Of calls to servers that answer so; None for a call that was not refused."""
+
+    async def play():
+        found: list[StoreError | None] = []
+        async with answering() as (store, left):
+            for call, answers in calls:
+                left[:] = answers
+                try:
+                    await CALLS[call](store)
+                    found.append(None)
+                except StoreError as error:
+                    found.append(error)
+        return found
+
+    return asyncio.run(asyncio.wait_for(play(), 60))
+
+
+def check_refused(calls: dict[str, tuple[str, bytes]]) -> None:
+    """Each as something that may pass, with the place in the bucket."""
+    found = refusals([(call, [answer(200, body=body)]) for call, body in calls.values()])
+    for kind, error in zip(calls, found, strict=True):
+        assert error is not None, kind
+        assert error.reason is FailureReason.TRANSIENT, kind
+        assert "s3://bucket/run/" in str(error), kind
+
+
+@pytest.mark.parametrize("call", [*LISTINGS, "delete", "create_multipart", "complete_multipart"])
+def test_what_is_no_answer_of_a_store_is_not_an_empty_one(call):
+    check_refused({kind: (call, body) for kind, body in FOREIGN.items()})
+
+
+@pytest.mark.parametrize("call", LISTINGS)
+def test_a_listing_cut_at_any_byte_is_refused(call):
+    whole = LISTINGS[call]()
+    check_refused({f"{end}": (call, whole[:end]) for end in range(0, len(whole), 7)})
+
+
+OTHERS = {
+    "another bucket": ("list", objects(Name="other")),
+    "another prefix": ("list", objects(prefix="run/ckpt/")),
+    "the whole bucket": ("list", objects(prefix="")),
+    "a longer prefix": ("list", objects(prefix="run/.ckpt_async/leases/")),
+    "another run": ("list", objects(prefix="run-2/")),
+    "another start": ("list", objects(StartAfter="run/x")),
+    "a later page": ("list", objects(ContinuationToken="t")),
+    "keys of others": ("list", objects("run2/a", Prefix=None)),
+    "a key above": ("list", objects("run")),
+    "no echo": ("list", objects(Name=None, Prefix=None)),
+    "no end": ("list", objects(IsTruncated=None)),
+    "cut short": ("list", objects("run/a", IsTruncated=True)),
+    "a key twice": ("list", objects("run/a", "run/a")),
+    "parts of another upload": ("list_parts", parts(1, UploadId="other")),
+    "parts of another key": ("list_parts", parts(1, Key="run/b")),
+    "parts of another bucket": ("list_parts", parts(1, Bucket="other")),
+    "later parts": ("list_parts", parts(1001, PartNumberMarker=1000)),
+    "parts without an echo": ("list_parts", parts(Key=None, UploadId=None)),
+    "parts without an end": ("list_parts", parts(IsTruncated=None)),
+    "parts cut short": ("list_parts", parts(1, IsTruncated=True)),
+    "uploads in another bucket": ("list_multiparts", uploads(Bucket="other")),
+    "uploads below another prefix": ("list_multiparts", uploads(prefix="run/ckpt/")),
+    "uploads of others": ("list_multiparts", uploads("run2/a", Prefix=None)),
+    "later uploads": ("list_multiparts", uploads(KeyMarker="run/x")),
+    "uploads without an end": ("list_multiparts", uploads(IsTruncated=None)),
+    "uploads cut short": ("list_multiparts", uploads("run/a", IsTruncated=True)),
+    "nothing said of a key": ("delete", deleted()),
+    "another key deleted": ("delete", deleted("run/b")),
+    "another key not deleted": ("delete", deleted(extra=item("Error", Key="b", Code="InternalError"))),
+}
+
+
+def test_an_answer_to_another_question_is_refused():
+    check_refused(OTHERS)
+
+
+PAGES = {
+    "objects": ("list", objects("run/a", IsTruncated=True, NextContinuationToken="t")),
+    "parts": ("list_parts", parts(1, IsTruncated=True, NextPartNumberMarker=1)),
+    "uploads": ("list_multiparts", uploads("run/a", IsTruncated=True, NextKeyMarker="run/a")),
+}
+
+
+def test_a_listing_that_gives_the_same_page_for_ever_ends():
+    """As a cache does that looks at the path only."""
+    check_refused(PAGES)
+
+
+def test_the_first_page_once_more_as_the_last_one_is_refused():
+    """Half a listing twice is no whole one."""
+    first = objects("run/a", "run/b", IsTruncated=True, NextContinuationToken="t")
+    again = objects("run/a", "run/b")
+    (error,) = refusals([("list", [answer(200, body=first), answer(200, body=again)])])
+    assert "'a' twice" in str(error)
+
+
+def test_an_answer_from_a_cache_is_refused():
+    """It says what was there when it was asked first."""
+    (error,) = refusals([("list", [answer(200, headers={"Age": "37"}, body=objects())])])
+    assert "cache" in str(error)
+
+
+GOOD = {
+    "AWS": objects(
+        "run/a", KeyCount=1, MaxKeys=1000, EncodingType="url", extra="<RequestCharged></RequestCharged>"
+    ),
+    "SeaweedFS": b'<?xml version="1.0" encoding="UTF-8"?>\n' + objects("run/a", MaxKeys=1000, KeyCount=1),
+    "GCS": objects("run/a").replace(b"s3.amazonaws.com/doc/2006-03-01/", b"doc.s3.amazonaws.com/2006-03-01"),
+    "with a byte order mark": b"\xef\xbb\xbf<?xml version='1.0'?>\n<!-- by hand -->\n" + objects("run/a"),
+    "with a name space": objects("run/a")
+    .replace(b"<", b"<s3:")
+    .replace(b"<s3:/", b"</s3:")
+    .replace(b"xmlns", b"xmlns:s3"),
+    "without a prefix": objects("run/a", Prefix=None),
+    "without a name": objects("run/a", Name=None),
+    "of a tenant": objects("run/a", Name="tenant:bucket"),
+    "in other letters": objects("run/a", Name="Bucket"),
+    "with what was not asked": objects(
+        "run/a", StartAfter="", ContinuationToken="", Delimiter="", Marker="", NextContinuationToken=""
+    ),
+    "encoded without saying so": objects("run/a", Prefix="run%2F"),
+}
+
+
+def test_stores_that_echo_in_their_own_ways_are_understood(run):
+    async def body():
+        async with answering() as (store, left):
+            for kind, page in GOOD.items():
+                left[:] = [answer(200, body=page)]
+                listing = await store.list("")
+                assert [each.key for each in listing.objects] == ["a"], kind
+                assert listing.is_whole, kind
+
+    run(body())
+
+
+def test_the_alias_of_an_access_point_may_be_answered_by_the_buckets_own_name():
+    page = {"Name": "bucket", "Prefix": "run/", "IsTruncated": False}
+    page["ResponseMetadata"] = {"HTTPHeaders": {}}
+    asked = {"Bucket": "point-abcdefghijklmnopqrstuvwxyz1a2b3c-s3alias", "Prefix": "run/"}
+    assert s3_answers.next_page(s3_answers.OBJECTS, asked, page) is None
+    with pytest.raises(MalformedAnswerError):
+        s3_answers.next_page(s3_answers.OBJECTS, asked | {"Bucket": "point"}, page)
+
+
+def test_an_error_of_one_key_is_told_though_the_answer_has_no_key():
+    body = deleted(extra=item("Error", Code="InternalError"))
+    (error,) = refusals([("delete", [answer(200, body=body)])])
+    assert "InternalError" in str(error)
+
+
+@pytest.mark.parametrize("body", [HTML, b"", b"404 page not found\n"], ids=["HTML", "empty", "text"])
+def test_a_404_that_no_store_gave_is_not_nothing_there(body):
+    """An ingress whose backend is away answers so."""
+    calls = ("get", "get_range", "list", "list_parts", "put", "delete", "put_part", "abort_multipart")
+    for call, error in zip(
+        calls, refusals([(call, [answer(404, body=body)]) for call in calls]), strict=True
+    ):
+        assert error is not None, call
+        assert error.reason is FailureReason.TRANSIENT, call
+        assert not isinstance(error, ObjectNotFoundError), call
+
+
+# --- the store's time --------------------------------------------------------------------------------------
+
+
+def page_at(second: int, body: bytes) -> bytes:
+    return answer(200, headers={"Date": f"Sat, 21 Nov 2026 04:00:{second:02d} GMT"}, body=body)
+
+
+def test_a_listing_has_the_time_of_the_store_when_it_began(run):
+    """Measured against a later one, an object of a page in between would be too old."""
+    pages = [
+        page_at(0, objects("run/a", IsTruncated=True, NextContinuationToken="t")),
+        page_at(59, objects("run/b")),
+    ]
+
+    async def body():
+        async with answering() as (store, left):
+            left[:] = pages
+            listing = await store.list("")
+        assert [each.key for each in listing.objects] == ["a", "b"]
+        assert listing.server_time == 1795233600.0
+
+    run(body())
+
+
+def test_without_the_time_of_the_store_there_is_no_listing():
+    """Our own clock would decide what is old, and what is pruned."""
+    dates = "", "yesterday", "2026-11-21T04:00:00Z", "Sat, 21 Nov 99999 04:00:00 GMT", "9" * 5000
+    answers = [("list", [answer(200, headers={"Date": date}, body=objects())]) for date in dates]
+    for date, error in zip(dates, refusals(answers), strict=True):
+        assert error is not None, date
+        assert error.reason is FailureReason.TRANSIENT, date
+        assert "Date" in str(error), date
+
+
+def test_a_date_without_a_zone_is_the_worlds(monkeypatch):
+    page = {"ResponseMetadata": {"HTTPHeaders": {"date": "Sat, 21 Nov 2026 04:00:00"}}}
+    assert s3_answers.server_time(page) == 1795233600.0
+
+
+# --- fields ------------------------------------------------------------------------------------------------
+
+TIMES, NUMBERS = ("LastModified", "Initiated"), ("Size", "PartNumber")
+WHOLE = {
+    "list": (objects(extra=contents("run/a")), ("Key", "LastModified", "ETag", "Size")),
+    "list_parts": (parts(1), ("PartNumber", "LastModified", "ETag", "Size")),
+    "list_multiparts": (uploads("run/a"), ("Key", "UploadId", "Initiated")),
+}
+
+
+def with_field(body: bytes, name: str, value: str | None) -> bytes:
+    """The last one of this name is another, or not there."""
+    start, end = f"<{name}>".encode(), f"</{name}>".encode()
+    before, _, rest = body.rpartition(start)
+    return before + (b"" if value is None else start + value.encode() + end) + rest.partition(end)[2]
+
+
+def test_a_field_that_is_missing_or_nonsense_is_told():
+    calls = {}
+    for call, (body, names) in WHOLE.items():
+        for name in names:
+            nonsense = [None, ""]
+            nonsense += (
+                ["soon", "9" * 5000] if name in TIMES else ["-5", "x", "9" * 5000] if name in NUMBERS else []
+            )
+            calls |= {f"{call} {name} {value}": (call, with_field(body, name, value)) for value in nonsense}
+    assert len(calls) > 30
+    check_refused(calls)
+
+
+RANGES = ("bytes */5", "bytes 0-4/*", "zero", "bytes 0-4/", "bytes 0-4/" + "9" * 5000, None)
+OTHER_RANGES = ("bytes 0-4/4", "bytes 4-0/5", "bytes 1-5/6")
+
+
+def test_a_range_that_is_nonsense_is_told(run):
+    async def body():
+        async with answering() as (store, left):
+            for content_range in (*RANGES, *OTHER_RANGES):
+                given = {} if content_range is None else {"Content-Range": content_range}
+                left[:] = [answer(206, headers={"ETag": '"e"', **given}, body=b"hello")]
+                received = bytearray()
+                with pytest.raises(StoreError) as raised:
+                    await store.get_range("a", 0, 5, received.extend)
+                assert received == b""
+                is_other = content_range in OTHER_RANGES
+                wanted = FailureReason.OTHER if is_other else FailureReason.TRANSIENT
+                assert raised.value.reason is wanted, content_range
+
+    run(body())
+
+
+def test_a_time_that_is_nonsense_is_told():
+    headers = {"ETag": '"e"', "Content-Length": "5", "Content-Range": "bytes 0-4/5", "Last-Modified": "soon"}
+    answers = {"head": answer(200, headers=headers), "get_range": answer(206, headers=headers, body=b"hello")}
+    for error in refusals([(call, [each]) for call, each in answers.items()]):
+        assert error is not None
+        assert error.reason is FailureReason.TRANSIENT
+
+
+# --- any answer --------------------------------------------------------------------------------------------
+
+NAMES = st.sampled_from(
+    "Key Size ETag LastModified PartNumber UploadId Initiated IsTruncated Prefix Name Bucket NextContinuationToken "
+    "NextPartNumberMarker NextKeyMarker Code EncodingType KeyMarker PartNumberMarker ContinuationToken StartAfter "
+    "ChecksumType ChecksumCRC64NVME".split()
+)
+WORDS = st.sampled_from(
+    "run/ run/a run bucket u true false 5 -5 1 999999999999999999999999 e t url % 2026-11-21T04:00:00Z 1e400 NaN "
+    "0001-01-01T00:00:00Z 9999-12-31T23:59:59-23:59 \N{SNOWMAN}".split()
+)
+TEXTS = WORDS | st.text(string.printable.replace("\x0b", "").replace("\x0c", ""), max_size=8)
+FIELDS = st.lists(st.tuples(NAMES, TEXTS), max_size=7)
+ITEMS = st.lists(
+    st.tuples(st.sampled_from(["Contents", "Part", "Upload", "Deleted", "Error", "CommonPrefixes"]), FIELDS),
+    max_size=3,
+)
+DOCUMENTS = st.sampled_from(
+    ["ListBucketResult", "ListPartsResult", "ListMultipartUploadsResult", "DeleteResult", "Error", "html"]
+)
+DATES = st.sampled_from(["Sat, 21 Nov 2026 04:00:00 GMT", "", "soon", "Sat, 31 Feb 2026 04:00:00 GMT"])
+
+
+@st.composite
+def bodies(draw) -> bytes:
+    head = dict(draw(FIELDS))
+    extra = "".join(item(name, **dict(fields)) for name, fields in draw(ITEMS))
+    whole = document(draw(DOCUMENTS), extra=extra, **head)
+    if draw(st.booleans()):
+        return whole
+    at = draw(st.integers(0, len(whole)))
+    return whole[:at] + draw(st.binary(max_size=4)) + whole[at + draw(st.integers(0, 8)) :]
+
+
+def test_any_answer_is_understood_or_refused():
+    """Whatever is answered: a value of the right kind, or a StoreError."""
+
+    async def play():
+        reply = [b""]
+        async with connected(Peer(lambda _: reply[0])) as store:
+            loop = asyncio.get_running_loop()
+
+            @settings(max_examples=250, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+            @given(
+                st.sampled_from([*LISTINGS, "delete"]), bodies(), DATES, st.sampled_from([200, 200, 404, 503])
+            )
+            def check(call, body, date, status):
+                reply[0] = answer(status, headers={"Date": date}, body=body)
+                try:
+                    found = asyncio.run_coroutine_threadsafe(CALLS[call](store), loop).result(20)
+                except CkptAsyncError:
+                    return
+                assert status == 200
+                check_value(call, found)
+
+            await asyncio.to_thread(check)
+
+    asyncio.run(asyncio.wait_for(play(), 60))
+
+
+def check_value(call, found) -> None:
+    match call:
+        case "list":
+            assert all(each.size_bytes >= 0 and each.key for each in found.objects)
+            assert found.is_whole
+        case "list_parts":
+            assert all(each.size_bytes >= 0 for each in found)
+        case "list_multiparts":
+            assert all(each.key and each.upload_id for each in found)
