@@ -260,7 +260,7 @@ def test_after_a_refusal_that_may_be_its_fault_headers_are_sent_for_a_while(
 ) -> None:
     """At once, in the same attempt: no later one would heal what the store does not understand."""
     replies = iter([200, status, 200, 200, 200])
-    codes = {400: "IncompleteBody", 503: "SlowDown"}
+    codes = {400: "IncompleteBody", 404: "NoSuchUpload", 503: "SlowDown"}
     clock = Clock()
     monkeypatch.setattr(s3, "time", clock)
 

@@ -1,0 +1,113 @@
+"""HTTP's messages as bytes: whatever arrives, there is one way to read it, or none."""
+
+import http.client
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckpt_async.stores.http_messages import (
+    MAX_ERROR_BYTES,
+    Answer,
+    MalformedAnswerError,
+    UnusualAnswerError,
+    complete_answer,
+    parsed,
+    read_by_library,
+    whole_number,
+    without_interim,
+)
+from tests.stores.ambiguous import AMBIGUOUS
+
+END = b"\r\n\r\n"
+FRAMING = [
+    *(b"Content-Length: 2", b"content-length:2", b"Content-Length: 0", b"Content-Length: 99"),
+    *(b"Content-Length: 2, 2", b"Content-Length : 2", b" Content-Length: 2", b"Content-Length: +2"),
+    *(b"Transfer-Encoding: chunked", b"Transfer-Encoding : chunked"),
+]
+OTHERS = [
+    b"ETag: e",
+    b"X",
+    b"",
+    b":",
+    b"X: a\nY: b",
+    b"Connection: close",
+    b"\xff: \xff",
+    b"X: \r",
+    b"HTTP/1.1 200 OK",
+]
+LONG = [b"Content-Length: " + b"9" * 5000, b"Date: " + b"x" * 70_000]
+LINES = st.sampled_from([*FRAMING, *OTHERS, *LONG]) | st.binary(max_size=12)
+FIRST = st.sampled_from(
+    [
+        *(b"HTTP/1.1 200 OK", b"HTTP/1.1 200", b"HTTP/1.0 503 X", b"HTTP/1.1 100 C"),
+        *(b"HTTP/1.1 2x0", b"ICY 200", b"", b"HTTP/1.1 -20"),
+    ]
+)
+BODIES = st.sampled_from(
+    [b"", b"o", b"ok", b"okHTTP/1.1 200 OK\r\n", b"2\r\nok\r\n0\r\n\r\n", b"-2\r\nok\r\n"]
+)
+ANSWERS = st.builds(
+    lambda first, lines, body: b"\r\n".join([first, *lines]) + END + body,
+    FIRST,
+    st.lists(LINES, max_size=4),
+    BODIES,
+)
+
+
+@settings(max_examples=1500, deadline=None)
+@given(ANSWERS | st.binary(max_size=200))
+def test_any_answer_is_read_in_one_way_or_refused(received: bytes) -> None:
+    try:
+        found = complete_answer(without_interim(received))
+    except (http.client.HTTPException, UnusualAnswerError):
+        return
+    if found is None:
+        return
+    answer, _ = found
+    head, _, content = without_interim(received).partition(END)
+    lines = [line.lower().lstrip() for line in head.split(b"\r\n")]
+    framing = [line for line in lines if line.startswith((b"content-length", b"transfer-encoding"))]
+    assert len(framing) == 1
+    assert framing[0].removeprefix(b"content-length:").strip() == str(len(answer.error)).encode()
+    assert content.startswith(answer.error)
+
+
+@settings(max_examples=500, deadline=None)
+@given(ANSWERS | st.binary(max_size=200), st.integers(1, 40))
+def test_the_library_reads_any_answer_or_refuses_it(received: bytes, piece_bytes: int) -> None:
+    """What is left of it, when our own reading has given up."""
+    pieces = [received[start : start + piece_bytes] for start in range(0, len(received), piece_bytes)]
+    try:
+        answer = read_by_library(b"", lambda: pieces.pop(0) if pieces else b"")
+    except http.client.HTTPException:
+        return
+    assert isinstance(answer, Answer)
+    assert len(answer.error) <= MAX_ERROR_BYTES
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.binary(max_size=20), min_size=1, max_size=4), st.integers(0, 400))
+def test_answers_end_where_they_say(bodies: list[bytes], cut: int) -> None:
+    """One after the other on a connection, and cut anywhere."""
+    whole = [b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body) for body in bodies]
+    found = complete_answer(whole[0][:cut])
+    assert (found is None) == (cut < len(whole[0]))
+    answer, is_last = complete_answer(b"".join(whole)) or pytest.fail("it is whole")
+    assert (answer.error, is_last) == (bodies[0], len(bodies) > 1)
+
+
+@pytest.mark.parametrize("kind", AMBIGUOUS)
+def test_a_head_that_can_be_read_in_two_ways_is_refused(kind: str) -> None:
+    head, _, _ = AMBIGUOUS[kind].partition(END)
+    with pytest.raises(MalformedAnswerError):
+        parsed(head)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "-1", "+1", " 1", "1 ", "1_0", "\N{ARABIC-INDIC DIGIT THREE}", "1" * 20]
+)
+def test_what_is_no_whole_number(text: str) -> None:
+    with pytest.raises(MalformedAnswerError):
+        whole_number("Content-Length", text)
+    assert whole_number("Content-Length", "9" * 19) == 10**19 - 1
