@@ -184,6 +184,8 @@ class Engine:
 
         def change() -> None:
             self._is_newest_first, self._first = is_newest_first, None
+            if is_newest_first:
+                self._uploads.clear()  # or older ones would still be begun before the next round
             self._woken.set()
 
         with contextlib.suppress(RuntimeError):

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, Protocol
 
+from ckpt_async.errors import UploaderClosedError
+
 logger = logging.getLogger(__name__)
 
 # A main thread in native code (a collective, say) runs no signal handler: then the process is ended without it.
@@ -48,6 +50,8 @@ def flush_on_sigterm(uploader: Flushes, budget_s: float) -> Callable[[], None]:
         try:
             report = uploader.flush(budget_s)
             logger.warning("sigterm_flushed report=%s", report)
+        except UploaderClosedError:
+            pass  # a moment ago: what was left then is said
         except Exception:
             logger.exception("sigterm_flush_failed; the journal has what is left")
         has_ended.set()

@@ -128,8 +128,8 @@ class Settings:
     )
     runner_nice: int = _setting(
         10,
-        "runner process: added to its niceness, so that it takes what cores the training leaves; its disk reads rank"
-        " lower with it",
+        "runner process: added to the niceness of what carries bytes, so that it takes what cores the training leaves;"
+        " its disk reads rank lower with it; not while somebody waits: in `wait`, `flush`, `close`",
         0,
         19,
     )

@@ -155,7 +155,7 @@ class Uploader:
         self._told: set[CheckpointId] = set()  # given up, as `wait` has said
         self._num_waiting = 0
         self._num_flushing = 0
-        self._is_closed = False
+        self._is_closed = self._has_ended = False
         self._journal = Journal(self._folder)
         self.metrics = Metrics(self.remote.rstrip("/"), self._folder, self._journal)
         self._rank_lock = RankLock(self._folder, self.rank)
@@ -491,13 +491,13 @@ class Uploader:
         what is left. For the last seconds before a node goes away.
 
         Nothing is lost by what is left: the next process on this node, `ckpt-async drain` or the sweeper finish it.
-        The uploader stays open.
+        The uploader stays open. While it is being closed, `close` returns no sooner than this.
         """
-        self._check_process()
+        self._check_process(may_be_closing=True)
         before = self.metrics.num_committed
         with self._newest_first():
             self._drain(_deadline(timeout_s), grace_s=timeout_s)
-        return self._report(before)
+            return self._report(before)
 
     def _report(self, committed_before: int) -> FlushReport:
         left = [
@@ -525,14 +525,15 @@ class Uploader:
         deadline = _deadline(self.settings.upload_timeout_s if timeout_s is None else timeout_s)
         self._is_closed = True
         at_exit.discard(self)
-        if self._undo_sigterm is not None:
-            self._undo_sigterm()
         self._runner.expect_end()
         try:
             if self._runner.is_alive:
                 self._drain(deadline, grace_s=self.settings.close_grace_s)
                 self._log_what_is_left()
         finally:
+            if self._undo_sigterm is not None:
+                self._undo_sigterm()
+            self._end_of_flushes()
             self._runner.end()
             try:
                 failed = self._take_failures()
@@ -566,13 +567,13 @@ class Uploader:
 
     # --- checks --------------------------------------------------------------------------------------------
 
-    def _check_process(self) -> None:
+    def _check_process(self, *, may_be_closing: bool = False) -> None:
         if os.getpid() != self.pid:
             raise UploaderClosedError(
                 f"this uploader was opened by process {self.pid}; this is a fork of it, process {os.getpid()}",
                 hint="call it from the process that opened it",
             )
-        if self._is_closed:
+        if self._has_ended if may_be_closing else self._is_closed:
             raise UploaderClosedError("the uploader is closed")
 
     def _check_usable(self) -> None:
@@ -671,6 +672,8 @@ class Uploader:
     @contextlib.contextmanager
     def _newest_first(self) -> Any:
         with self._lock:
+            if self._has_ended:
+                raise UploaderClosedError("the uploader is closed")
             self._num_flushing += 1
             self._engine_now().put_newest_first(True)
         try:
@@ -680,6 +683,15 @@ class Uploader:
                 self._num_flushing -= 1
                 if not self._num_flushing:
                     self._engine_now().put_newest_first(False)  # or, from now on, older ones might starve
+            self._notify()
+
+    def _end_of_flushes(self) -> None:
+        """Wait for those under way, as of a signal that came while we closed; then there are no more."""
+        while not self._has_ended:
+            with self._changed:
+                self._changed.wait_for(lambda: not self._num_flushing)
+            with self._lock:
+                self._has_ended = not self._num_flushing
 
     def _drain(self, deadline: float, *, grace_s: float) -> None:
         """Wait for our own work, then a while for the others'."""

@@ -1,5 +1,6 @@
 """The last seconds before a node goes away: `flush`, and SIGTERM with a budget."""
 
+import asyncio
 import json
 import os
 import signal
@@ -113,6 +114,37 @@ def test_the_newest_has_the_link_for_itself_until_it_is_sent(opened: Open) -> No
         flushing.join(15)
         assert store.came == [1, 2, 3, 1]
     assert outcomes(store) == dict.fromkeys((1, 2, 3), "commit")
+
+
+def test_no_older_one_is_begun_once_the_newest_shall_go_first(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while the engine's loop waits for the disk: seconds count."""
+    store, is_stuck, has_stuck = Ordered(), threading.Event(), threading.Event()
+
+    async def housekeep(_: Any) -> None:
+        while is_stuck.is_set():
+            has_stuck.set()
+            await asyncio.sleep(0.002)
+
+    monkeypatch.setattr(engine_module.Engine, "_housekeep", housekeep)
+    with opened(store, num_concurrent_uploads=1) as uploader:
+        engine: Any = uploader._engine_now()
+        for step in (1, 2, 3, 4):
+            save(uploader, step)
+        assert store.has_come.wait(10)
+        wait_until(lambda: len(engine.local.checkpoints) == 4 and len(engine._uploads) == 3, uploader)
+        is_stuck.set()
+        engine.wake()
+        assert has_stuck.wait(10)
+        flushing = threading.Thread(target=uploader.flush, args=(20,))
+        flushing.start()
+        wait_until(lambda: engine._is_newest_first, uploader)
+        store.go.set()
+        wait_until(lambda: not engine._num_uploading or len(store.came) > 1, uploader)
+        is_stuck.clear()
+        flushing.join(20)
+        assert store.came == [1, 4, 3, 2]
 
 
 def test_when_there_is_nothing_to_do_flush_returns_at_once(opened: Open) -> None:
@@ -234,6 +266,12 @@ if how == "closed":
     closing = threading.Thread(target=uploader.close)
     closing.start()
     closing.join()
+if how == "closing":
+    expect_end = uploader._runner.expect_end
+    uploader._runner.expect_end = lambda: (expect_end(), print("saved", flush=True))
+    uploader.close()
+    print("closed", flush=True)
+    sys.stdin.read()
 print("saved", flush=True)
 for line in sys.stdin:
     uploader.wait(1, timeout_s=30)
@@ -361,6 +399,16 @@ def test_closed_from_another_thread_it_no_longer_delays_sigterm(started: Any) ->
     trainer.terminate()
     assert trainer.process.returncode == -signal.SIGTERM
     assert "sigterm" not in trainer.errors
+
+
+def test_sigterm_while_it_is_being_closed_flushes_too(started: Any) -> None:
+    """Training is over, the last checkpoint on its way: the one that everyone wants."""
+    trainer = started("closing", sigterm_flush_s=20.0)
+    trainer.terminate()
+    assert trainer.process.returncode == -signal.SIGTERM
+    assert trainer.is_committed()
+    assert "sigterm_flushed report=FlushReport(is_done=True, num_committed=1" in trainer.errors
+    assert "Traceback" not in trainer.errors
 
 
 def test_nothing_is_installed_unless_asked_and_it_is_undone_at_close(opened: Open, tmp_path: Path) -> None:

@@ -17,10 +17,9 @@ import signal
 import socket
 from collections import deque
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
-from ckpt_async import decide
+from ckpt_async import decide, politeness
 from ckpt_async.engine import Engine
 from ckpt_async.errors import FailureReason
 from ckpt_async.files import Folder
@@ -38,6 +37,8 @@ logger = logging.getLogger(__name__)
 # How often it is looked whether a restarted trainer wants the lock.
 WANTED_POLL_S = 0.05
 TERM_LINGER_S = 5.0
+# The kernel lets an autogroup's niceness be set ten times a second.
+NICENESS_AGAIN_S = 0.15
 # A rank that was about to connect when the node's process was started for it.
 FIRST_RANK_S = 60.0
 # Facts that nobody waits for are sent together.
@@ -58,10 +59,6 @@ def main(descriptor: int, *, is_node: bool) -> None:
     logging.getLogger("ckpt_async").addHandler(_Forward())
     logging.getLogger("ckpt_async").propagate = False
     os.set_inheritable(descriptor, False)
-    with contextlib.suppress(
-        OSError
-    ):  # to be woken must not push the trainer off its core, in the middle of `enqueue`
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     given, process = socket.socket(fileno=descriptor), _Process()
     with asyncio.Runner(loop_factory=new_loop) as runner:
         runner.run(process.serve_node(given) if is_node else process.serve(given))
@@ -74,7 +71,8 @@ class _Process:
         self.is_terminated = False
         self._backends = Backends()
         self._ranks: set[asyncio.Task[None]] = set()
-        self._is_polite = False
+        self._niceness = 0
+        self._waited_for: set[_Rank] = set()
 
     async def serve(self, connected: socket.socket) -> None:
         """For one trainer."""
@@ -109,19 +107,19 @@ class _Process:
 
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, note)
 
-    def be_nice(self, settings: Settings) -> None:
-        """From now on: a trainer waits for what comes before. The kernel derives the priority of disk reads from it
-        (ioprio_set(2), IOPRIO_CLASS_NONE).
-        """
-        if self._is_polite or not settings.runner_nice:
-            return
-        self._is_polite = True
-        niceness = os.nice(settings.runner_nice)  # of this thread, and of those that it starts: nice(2)
-        for thread in Path("/proc/self/task").glob("*"):  # none where it is the process's, as POSIX has it
-            with contextlib.suppress(ProcessLookupError):
-                os.setpriority(os.PRIO_PROCESS, int(thread.name), niceness)
-        with contextlib.suppress(OSError):  # where sessions compete as groups (sched(7)), the group's counts
-            Path("/proc/self/autogroup").write_text(str(niceness))
+    def started(self, settings: Settings) -> None:
+        """A trainer waited for what comes before; what comes now takes what cores it leaves."""
+        self._niceness = max(self._niceness, settings.runner_nice)
+        self._set_niceness()
+
+    def wait_for(self, rank: _Rank, is_waited_for: bool) -> None:
+        """Whether somebody waits for this rank's work, as in the last seconds before a node goes away."""
+        (self._waited_for.add if is_waited_for else self._waited_for.discard)(rank)
+        self._set_niceness()
+
+    def _set_niceness(self) -> None:
+        if not politeness.set_niceness(self._niceness, is_waited_for=bool(self._waited_for)):
+            asyncio.get_running_loop().call_later(NICENESS_AGAIN_S, self._set_niceness)
 
 
 class _Rank:
@@ -163,6 +161,7 @@ class _Rank:
                     lock.release()
         finally:
             gone.cancel()
+            self._process.wait_for(self, False)
             if self._reporting is not None:
                 self._reporting.cancel()
             self._loop.remove_reader(self._channel.fileno())
@@ -201,7 +200,7 @@ class _Rank:
         if self._gone.is_set():
             return False
         self._has_started = True
-        self._process.be_nice(settings)
+        self._process.started(settings)
         self._send("started", generation)
         return True
 
@@ -212,6 +211,7 @@ class _Rank:
             start.rank,
             start.settings.linger_s,
         )
+        self._process.wait_for(self, True)
         ends_at = self._loop.time() + start.settings.linger_s
         assert host.engine is not None
         host.engine.hurry(True)
@@ -267,10 +267,12 @@ class _Rank:
                 self._wakes.append((number, engine.wake()))
             case ["hurry", bool(is_hurried)] if engine is not None:
                 self._is_hurried = is_hurried
+                self._process.wait_for(self, is_hurried)
                 engine.hurry(is_hurried)
             case ["newest_first", bool(is_newest_first)] if engine is not None:
                 engine.put_newest_first(is_newest_first)
             case ["expect_end"] if self._host is not None:
+                self._process.wait_for(self, True)
                 self._host.is_end_expected = True
             case ["stop"]:
                 if self._host is not None and self._has_started:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+
+from ckpt_async.politeness import BulkThreads
 
 # Threads for disk work: reading and checksumming shards release the GIL.
 NUM_THREADS = 8
@@ -33,5 +34,5 @@ def new_loop() -> asyncio.AbstractEventLoop:
                 return await self.run_in_executor(None, socket.getnameinfo, address, flags)
 
         loop = Loop()
-    loop.set_default_executor(ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="ckpt-async-disk"))
+    loop.set_default_executor(BulkThreads(NUM_THREADS, "ckpt-async-disk"))
     return loop

@@ -20,11 +20,11 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 from urllib.parse import SplitResult, urlsplit
 
+from ckpt_async.politeness import BulkThreads
 from ckpt_async.store import Sink
 from ckpt_async.stores.http_messages import (
     HEAD_BYTES,
@@ -97,7 +97,7 @@ class Connections:
     ) -> None:
         self._connect_timeout_s, self._read_timeout_s = connect_timeout_s, read_timeout_s
         self._ca_file = ca_file
-        self._threads = ThreadPoolExecutor(max_connections, thread_name_prefix="ckpt-async-http")
+        self._threads = BulkThreads(max_connections, "ckpt-async-http")
         self._lock = threading.Lock()
         self._idle: list[tuple[http.client.HTTPConnection, float]] = []  # and since when
         self._is_closed = False

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
+from ckpt_async.politeness import enter_bulk_thread
 from ckpt_async.stores.http_bodies import Exchange, let_block
 from ckpt_async.stores.http_messages import (
     HEAD_BYTES,
@@ -276,6 +277,7 @@ class _Thread:
 
     def _run(self, woken: socket.socket, selector: selectors.BaseSelector) -> None:
         lines: set[_Line] = set()
+        enter_bulk_thread()
         with woken, selector:
             try:
                 self._carry_all(lines, woken, selector)
