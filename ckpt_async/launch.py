@@ -5,8 +5,8 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 
+from ckpt_async.arguments import is_whole
 from ckpt_async.errors import SettingsError
-from ckpt_async.naming import is_whole
 
 Environment = Mapping[str, str]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import string
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
@@ -18,6 +19,7 @@ _NAME = rf"(?!\.\.?(?:/|\Z)){_COMPONENT.pattern}"
 _RELATIVE = re.compile(rf"{_NAME}(?:/{_NAME})*")
 
 _NUMBER = re.compile(r"\d+")
+_WIDTH = re.compile(r"\d{0,2}d?")
 
 # S3 allows 1,024 bytes of key. What is left is for the run's prefix.
 MAX_SHARD_NAME_LENGTH = 600
@@ -34,11 +36,6 @@ def several(given: Iterable[T], what: str) -> tuple[T, ...]:
             f"{what}={given!r} is one name where a collection is wanted", hint=f"give {what}=[{given!r}]"
         )
     return tuple(given)
-
-
-def is_whole(number: object) -> bool:
-    """Whether it may be taken for a whole number: numpy's may, a bool is a mistake."""
-    return not isinstance(number, bool) and hasattr(number, "__index__")
 
 
 def check_component(component: str, what: str) -> str:
@@ -111,9 +108,19 @@ def fill(template: str, *, rank: int) -> str:
 
 
 def substitute(template: str, values: Mapping[str, object]) -> str:
-    """Replace `{name}` by `values[name]`, plain or with a format (`{rank:05d}`); any other name is refused."""
+    """Replace `{name}` by `values[name]`, plain or with a width (`{rank:05d}`); anything else is refused. Not by
+    `str.format`, which would look into the values and write a thousand million digits.
+    """
+    filled = ""
     try:
-        return template.format(**values)
-    except (AttributeError, KeyError, IndexError, ValueError) as error:
+        for text, name, width, conversion in string.Formatter().parse(template):
+            filled += text
+            if name is None:
+                continue
+            if name not in values or conversion or not _WIDTH.fullmatch(width or ""):
+                raise ValueError(f"not {name!r}" if name not in values else "a width has two digits at most")
+            filled += format(values[name], width or "")
+    except ValueError as error:
         allowed = ", ".join(f"{{{name}}}" for name in values)
         raise InvalidNameError(f"template {template!r}: only {allowed} can be used ({error})") from None
+    return filled

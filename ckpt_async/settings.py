@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt_async import retention
+from ckpt_async.arguments import shown
 from ckpt_async.errors import SettingsError
 
 MIB = 1 << 20
@@ -235,21 +236,24 @@ def _check(field: dataclasses.Field[Any], value: Any, where: str) -> Any:
     match field.type:
         case "int":
             if isinstance(value, bool) or not isinstance(value, int):
-                raise SettingsError(f"{where}={value!r} must be a whole number from {low} to {high}")
+                raise SettingsError(f"{where}={shown(value)} must be a whole number from {low} to {high}")
         case "float":
             if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
-                raise SettingsError(f"{where}={value!r} must be a number from {low} to {high}")
-            value = float(value)
+                raise SettingsError(f"{where}={shown(value)} must be a number from {low} to {high}")
+            try:
+                value = float(value)
+            except OverflowError:
+                raise SettingsError(f"{where}={shown(value)} must be from {low} to {high}") from None
         case "bool":
             if not isinstance(value, bool):
-                raise SettingsError(f"{where}={value!r} must be true or false")
+                raise SettingsError(f"{where}={shown(value)} must be true or false")
         case _:
             if not isinstance(value, str):
-                raise SettingsError(f"{where}={value!r} must be text")
+                raise SettingsError(f"{where}={shown(value)} must be text")
             if allowed and value not in allowed:
-                raise SettingsError(f"{where}={value!r} must be one of {', '.join(allowed)}")
+                raise SettingsError(f"{where}={shown(value)} must be one of {', '.join(allowed)}")
     if low is not None and not low <= value <= high:
-        raise SettingsError(f"{where}={value!r} must be from {low} to {high}")
+        raise SettingsError(f"{where}={shown(value)} must be from {low} to {high}")
     return value
 
 
@@ -261,18 +265,22 @@ def _parse_text(field: dataclasses.Field[Any], text: str, where: str) -> Any:
         return convert(text)
     except ValueError:
         low, high = field.metadata["low"], field.metadata["high"]
-        raise SettingsError(f"{where}={text!r} must be a number from {low} to {high}") from None
+        raise SettingsError(f"{where}={shown(text)} must be a number from {low} to {high}") from None
 
 
 def _parse_toml(text: str) -> dict[str, Any]:
     """The whole file, or its `[tool.ckpt_async]` table when it has one (so pyproject.toml can be used)."""
     try:
         document = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except RecursionError:
+        raise SettingsError("settings file is nested too deeply") from None
+    except ValueError as error:  # also of a number with thousands of digits
         raise SettingsError(f"settings file is not TOML: {error}") from None
     tool = document.get("tool", {})
     if isinstance(tool, dict) and "ckpt_async" in tool:
         document = tool["ckpt_async"]
+        if not isinstance(document, dict):
+            raise SettingsError(f"settings file: tool.ckpt_async={shown(document)} is no table")
     elif "tool" in document or "project" in document:
         return {}
     return dict(document)

@@ -8,7 +8,6 @@ import bisect
 import contextlib
 import logging
 import math
-import operator
 import os
 import threading
 import time
@@ -19,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
-from ckpt_async import at_exit, decide, keys, launch, naming, retention
+from ckpt_async import arguments, at_exit, decide, keys, launch, naming, retention
 from ckpt_async.errors import (
     BacklogError,
     CheckpointAbortedError,
@@ -130,11 +129,7 @@ class Uploader:
         self.rank, self.world_size = launch.rank_and_world_size(environment, rank, world_size)
         self.settings = load_settings(settings, environment, settings_file)
         if generation is not None:
-            if not naming.is_whole(generation) or not 1 <= generation <= keys.MAX_GENERATION:
-                raise SettingsError(
-                    f"generation={generation!r} must be a whole number from 1 to {keys.MAX_GENERATION}"
-                )
-            generation = operator.index(generation)
+            generation = arguments.whole(generation, "generation", 1, keys.MAX_GENERATION, SettingsError)
         launch_key = _launch_key(environment, self.world_size, generation)
         naming.fill(self.settings.latest_filename, rank=self.rank)
         if self.settings.sigterm_flush_s and threading.current_thread() is not threading.main_thread():
@@ -600,9 +595,7 @@ class Uploader:
             raise InvalidNameError(f"step {step} is called {there.name!r} already, not {name!r}")
 
     def _checkpoint(self, step: int) -> CheckpointId:
-        if not naming.is_whole(step) or not 0 <= step <= keys.MAX_STEP:
-            raise InvalidNameError(f"step={step!r} must be a whole number from 0 to {keys.MAX_STEP}")
-        return CheckpointId(self.generation, operator.index(step))
+        return CheckpointId(self.generation, arguments.whole(step, "step", 0, keys.MAX_STEP))
 
     def _check_alive(self) -> None:
         death = self._runner.death
@@ -740,9 +733,7 @@ def _deadline(timeout_s: float) -> float:
     """When `timeout_s`, from now on, are over; at once if they are negative. What is not a number would never be over,
     and no lock waits for ever with a number that says so.
     """
-    if math.isnan(timeout_s):
-        raise SettingsError(f"timeout_s={timeout_s} must be a number of seconds")
-    return time.monotonic() + min(timeout_s, threading.TIMEOUT_MAX / 2)
+    return time.monotonic() + min(arguments.seconds(timeout_s, "timeout_s"), threading.TIMEOUT_MAX / 2)
 
 
 def load_settings(

@@ -31,9 +31,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("holdings",),
     ("ahead", "transfer", "requests", "conditional", "kept"),
     ("stores", "journal", "files", "shard_writer"),
-    ("checksums", "concurrency", "diagnosis", "pickled", "plan", "store", "observe", "threads", "politeness"),
+    ("checksums", "concurrency", "diagnosis", "pickled", "plan"),
+    ("store", "observe", "politeness", "threads"),
     ("decide", "failures"),
-    ("launch", "retention", "records", "keys", "naming", "settings", "model", "units"),
+    ("arguments", "launch", "retention", "records", "keys", "naming", "settings", "model", "units"),
     ("errors",),
 )
 DEPTH = {name: depth for depth, layer in enumerate(LAYERS) for name in layer}
@@ -53,6 +54,7 @@ PURE = {
     "diagnosis",
     "pickled",
     "failures",
+    "arguments",
     "units",
 }
 IMPURE_IMPORTS = {

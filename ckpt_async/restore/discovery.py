@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Collection, Iterable
 from functools import partial
 from typing import TypeVar
 
-from ckpt_async import keys, protocol, threads
+from ckpt_async import arguments, keys, protocol, threads
 from ckpt_async.conditional import if_readable
 from ckpt_async.decide import obstacle
 from ckpt_async.drain import drain
@@ -64,6 +64,10 @@ def find(
     Blocks. Raises NoUsableCheckpointError if there are checkpoints and all of them are damaged, StoreError if the store
     cannot be asked.
     """
+    step = None if step is None else arguments.whole(step, "step", 0, keys.MAX_STEP)
+    if generation is not None:
+        generation = arguments.whole(generation, "generation", 0, keys.MAX_GENERATION)
+    drain_timeout_s = arguments.seconds(drain_timeout_s, "drain_timeout_s")
 
     async def work() -> Checkpoint | None:
         if folder is not None and drain_timeout_s > 0:

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from ckpt_async.arguments import is_whole
 from ckpt_async.errors import FailureReason, SettingsError, StoreError
 from ckpt_async.model import RemoteAddress
-from ckpt_async.naming import is_whole
 from ckpt_async.stores.meant import meant
 
 if TYPE_CHECKING:

@@ -192,9 +192,10 @@ def load_latest(
     (StateMismatchError). The newest is often the one that was still uploading when the trainer died: call
     `uploader.wait_for_predecessor` on all ranks first. For the other arguments see `CkptAsyncReader`.
 
-    Raises on all ranks RankFailedError, whose cause is what `restore.find` raised (without a process group, that), and
-    CheckpointException of torch, a BaseException that has every rank's failure: another model, a refused validation, a
-    store that does not answer. The state is undefined then.
+    Raises on all ranks InvalidNameError for what torch.distributed.checkpoint has not saved; RankFailedError, whose
+    cause is what `restore.find` raised (without a process group, that), and CheckpointException of torch, a
+    BaseException that has every rank's failure: another model, a refused validation, a store that does not answer. The
+    state is undefined then.
     """
     bad: set[CheckpointId] = set()
     loaded: set[str] = set()
@@ -215,6 +216,7 @@ def load_latest(
             weights_only=weights_only,
             num_concurrent_reads=num_concurrent_reads,
         ) as reader:
+            reader.check_is_dcp()  # all ranks know the same of it
             reader.loaded = loaded
             try:
                 _on_all(reader.open, process_group)  # torch would tell the others its words only

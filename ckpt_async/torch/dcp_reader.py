@@ -24,7 +24,7 @@ from torch.futures import Future
 from ckpt_async import restore
 from ckpt_async.checksums import checksum_of
 from ckpt_async.errors import CkptAsyncError, DamagedCheckpointError, InvalidNameError, StateMismatchError
-from ckpt_async.restore import Checkpoint, Peer, Reader, ReadInto
+from ckpt_async.restore import Checkpoint, Peer, Reader, ReadInto, RemoteFile
 from ckpt_async.restore.session import unreliable
 from ckpt_async.torch.agreement import agree, sendable
 from ckpt_async.torch.unpickle import load_metadata
@@ -208,13 +208,23 @@ class CkptAsyncReader(StorageReader):
             f"{self.checkpoint.name} ({self.checkpoint.id}) is damaged: {file}: {reason}"
         )
 
-    def _load_metadata(self, reader: Reader) -> Metadata:
+    def check_is_dcp(self) -> None:
+        """Raise InvalidNameError if another tool saved it, by what files it has; asks nobody."""
+        self._metadata_file()
+
+    def _metadata_file(self) -> RemoteFile:
         name = f"{self._prefix}{METADATA}"
         file = self.checkpoint.files.get(name)
         if file is None:
             raise InvalidNameError(
-                f"{self.checkpoint.name} has no {name}: torch.distributed.checkpoint has not saved it"
+                f"{self.checkpoint.name} has no {name}: torch.distributed.checkpoint has not saved it",
+                hint="`restore.find` and `restore.fetch` give you its files",
             )
+        return file
+
+    def _load_metadata(self, reader: Reader) -> Metadata:
+        file = self._metadata_file()
+        name = file.name
         validate(self._validate, self._path(name), None)
 
         def damage(stream: io.BytesIO) -> str:

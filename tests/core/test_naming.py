@@ -140,7 +140,23 @@ def test_one_name_is_not_taken_letter_by_letter() -> None:
             naming.several(wrong, "files")
 
 
-@pytest.mark.parametrize("template", ["{step}", "{}", "{rank", "{rank.real.x}", "../x", "/x", "a//b", "a\n"])
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{step}",
+        "{}",
+        "{rank",
+        "{rank.real.x}",
+        "../x",
+        "/x",
+        "a//b",
+        "a\n",
+        "{rank[0]}",
+        "{rank:1000000000d}",
+        "{rank!r}",
+        "{rank:{rank}}",
+    ],
+)
 def test_template_that_is_unsafe_is_refused(template: str) -> None:
     """`latest_filename` must not place a symlink outside the folder (I10)."""
     with pytest.raises(InvalidNameError):

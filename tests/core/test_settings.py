@@ -101,12 +101,22 @@ def test_misspelt_variable_is_refused_and_those_of_others_are_not() -> None:
 
 
 @pytest.mark.parametrize(
-    "toml", ["x", "metrics_port = ", "metrics_port = '1'", "metrics_port = true", "[metrics_port]"]
+    "toml",
+    [
+        *("x", "metrics_port = ", "metrics_port = '1'", "metrics_port = true", "[metrics_port]"),
+        "[tool]\nckpt_async = 5",
+        f"x = {'[' * 100_000}",
+        f"upload_timeout_s = 1{'0' * 400}",
+        f"metrics_port = 1{'0' * 400}",
+        f"metrics_port = 1{'0' * 5000}",
+    ],
+    ids=range(10),
 )
 def test_broken_file_is_refused(toml: str) -> None:
     """Said as our error, with the file as its place."""
-    with pytest.raises(SettingsError, match="settings file"):
+    with pytest.raises(SettingsError, match="^settings file") as caught:
         load({}, {}, toml)
+    assert len(str(caught.value)) < 300
 
 
 def test_longest_wait_is_not_below_the_first() -> None:

@@ -741,6 +741,8 @@ def test_waits_take_any_number_of_seconds(opened: Open) -> None:
         for call in calls:
             with pytest.raises(SettingsError, match="timeout_s=nan"):
                 call(float("nan"))
+            with pytest.raises(SettingsError, match="timeout_s='3' must be a number of seconds"):
+                call("3")
         uploader.wait(1, float("inf"))
         assert uploader.flush(float("inf")).is_done
         assert uploader.wait_for_predecessor(-1.0)

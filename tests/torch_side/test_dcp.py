@@ -3,7 +3,6 @@
 import os
 import pickle
 import random
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 import ckpt_async.torch
 from ckpt_async import Uploader, errors, restore
-from ckpt_async.errors import FailureReason, SettingsError
+from ckpt_async.errors import FailureReason, InvalidNameError, SettingsError
 from ckpt_async.restore import PeerServer
 from ckpt_async.stores.directory import DirectoryStore
 from ckpt_async.torch import CkptAsyncReader, CkptAsyncWriter, dcp_reader
@@ -313,7 +312,7 @@ def test_metadata_that_does_not_fit_the_files_is_damage(
 
 def test_a_checkpoint_of_something_else_says_so(run_: Run) -> None:
     run_.commit(1)
-    with pytest.raises(CheckpointException, match=re.escape("has no .metadata")):
+    with pytest.raises(InvalidNameError, match=r"^step-1 has no \.metadata: torch.* has not saved it"):
         ckpt_async.torch.load_latest({}, run_.url)
 
 
