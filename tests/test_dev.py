@@ -219,3 +219,49 @@ def test_a_broken_index_is_a_clear_message(tree: Path) -> None:
     assert "check the network" in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
     assert not load(tree).ready()
+
+
+# --- a test that hangs ---------------------------------------------------------------------------------------
+
+HANGS = """
+import asyncio, signal, threading
+
+def test_waits():
+    threading.Event().wait()
+
+def test_waits_in_a_loop():
+    asyncio.run(asyncio.Event().wait())
+
+def test_passes():
+    pass
+"""
+HANGS_FOR_GOOD = """
+import signal, threading
+
+def test_hears_no_signal():
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
+    threading.Event().wait()
+"""
+
+
+def checked(tree: Path, tests: str, *limits: str) -> subprocess.CompletedProcess[str]:
+    """What `./dev test` makes of these tests, with the project's own settings but for the limits."""
+    (tree / "test_hang.py").write_text(tests)
+    command = load(DEV.parent).CHECKS["pytest"]
+    settings = ("-c", str(DEV.parent / "pyproject.toml"), "--rootdir", str(tree), "-p", "no:cacheprovider")
+    return run([sys.executable, "-m", *command, *settings, *limits, str(tree / "test_hang.py")], cwd=tree)
+
+
+def test_a_test_that_hangs_fails_by_itself_and_says_where(tmp_path: Path) -> None:
+    """It costs its own time, once: with a process ended for each, that test would be begun again and again."""
+    done = checked(tmp_path, HANGS, "--timeout=1")
+    assert done.returncode == 1
+    assert "2 failed, 1 passed" in done.stdout
+    assert ">       threading.Event().wait()" in done.stdout
+    assert "Timeout (>1.0s)" in done.stdout
+
+
+def test_a_test_that_nothing_ends_ends_the_run(tmp_path: Path) -> None:
+    done = checked(tmp_path, HANGS_FOR_GOOD, "--timeout=1", "-o", "faulthandler_timeout=2")
+    assert done.returncode
+    assert "test_hears_no_signal" in done.stdout + done.stderr

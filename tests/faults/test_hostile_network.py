@@ -197,7 +197,12 @@ def check_one(remote: str, oracle: Oracle) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "outage_s"),
-    [("expired", 2.0), pytest.param("expired", 30.0, marks=SOAK), pytest.param("denied", 30.0, marks=SOAK)],
+    [
+        ("expired", 2.0),
+        ("denied", 2.0),
+        pytest.param("expired", 30.0, marks=SOAK),
+        pytest.param("denied", 30.0, marks=SOAK),
+    ],
 )
 def test_credentials_that_expire_in_the_middle_of_a_multipart_upload(
     proxy: FaultProxy, s3_url: str, tmp_path: Path, kind: str, outage_s: float

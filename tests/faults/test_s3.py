@@ -22,7 +22,7 @@ from ckpt_async.errors import FailureReason
 from ckpt_async.journal import Journal
 from ckpt_async.model import CheckpointId
 from tests.faults.oracle import Oracle
-from tests.faults.processes import ROOT, Nursery
+from tests.faults.processes import ROOT, SOAK, Nursery
 from tests.faults.proxy import Fault, FaultProxy
 from tests.faults.trainer import write_shards
 
@@ -234,13 +234,7 @@ def own_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Seaw
     "outage_s",
     [
         2.0,
-        pytest.param(
-            60.0 * float(os.environ.get("CKPT_ASYNC_SOAK_MINUTES", "1")),
-            marks=[
-                pytest.mark.soak,
-                pytest.mark.skipif("CKPT_ASYNC_SOAK_MINUTES" not in os.environ, reason="./dev soak"),
-            ],
-        ),
+        pytest.param(60.0 * float(os.environ.get("CKPT_ASYNC_SOAK_MINUTES", "1")), marks=SOAK),
     ],
 )
 def test_training_goes_on_while_s3_is_down_and_everything_is_committed_afterwards(
