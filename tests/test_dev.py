@@ -265,3 +265,39 @@ def test_a_test_that_nothing_ends_ends_the_run(tmp_path: Path) -> None:
     done = checked(tmp_path, HANGS_FOR_GOOD, "--timeout=1", "-o", "faulthandler_timeout=2")
     assert done.returncode
     assert "test_hears_no_signal" in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("has_apt", "fails", "is_had"),
+    [
+        (True, "nothing", True),
+        (True, "apt-get -q download prometheus", True),  # its lists are empty: with lists of our own
+        (True, "download", False),
+        (False, "nothing", False),
+    ],
+)
+def test_prometheus_is_debians_where_there_is_none(
+    tree: Path, monkeypatch: pytest.MonkeyPatch, has_apt: bool, fails: str, is_had: bool
+) -> None:
+    """Unpacked into .venv, without rights; where it cannot be had, that is an answer and no error."""
+    module = load(tree)
+    commands = Commands(tree, lambda command: command.endswith(fails) or f"{fails} prometheus" in command)
+    (tree / ".venv").mkdir()
+
+    def run_(command: tuple[str, ...], **options: object) -> subprocess.CompletedProcess[str]:
+        done = commands(command, **options)
+        if "download" in command and not done.returncode:
+            (module.PROMETHEUS / "prometheus_2.0_amd64.deb").touch()
+        if command[0] == "dpkg-deb":
+            (module.PROMETHEUS / "usr/bin").mkdir(parents=True)
+        return done
+
+    monkeypatch.setattr(module.subprocess, "run", run_)
+    monkeypatch.setattr(
+        module.shutil,
+        "which",
+        lambda name, path=None: name if has_apt and name in ("apt-get", "dpkg-deb") else None,
+    )
+    assert module.has_prometheus() is is_had
+    assert any("update" in each for each in commands.seen) == (has_apt and fails != "nothing")
+    assert not list(module.VENV.rglob("*.deb"))

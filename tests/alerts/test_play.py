@@ -1,0 +1,28 @@
+"""The alerts before a real Prometheus, also by `./dev alerts`; by promtool in tests/sweep/test_deploy.py."""
+
+import re
+import shutil
+
+import pytest
+
+from tests.alerts.play import RULES, faster, play
+
+
+def test_time_passes_faster_for_all_of_a_rule() -> None:
+    """Else an alert would fire in the play for another reason than it does in the world."""
+    rules = faster(RULES.read_text())
+    assert "        for: 6000ms\n" in rules
+    assert "deriv(sum by (run) (ckpt_async_queue_bytes)[6000ms:200ms]) > 0" in rules
+    assert "(time() - " not in rules
+    assert "> 12\n" in rules
+    assert "6 * 12" in rules
+    assert not re.findall(
+        r"\d+[mh]\b(?!s)|\b[0-9]{3,}\b(?!ms)", "\n".join(re.findall(r"(?:expr|for): .*", rules))
+    )
+
+
+@pytest.mark.soak
+def test_every_alert_fires_and_resolves_in_a_real_prometheus() -> None:
+    if not shutil.which("prometheus"):
+        pytest.skip("no Prometheus here: ./dev alerts says how to get it")
+    assert play() == set(re.findall(r"- alert: (\w+)", RULES.read_text()))
