@@ -100,7 +100,7 @@ class Run:
         self._uploader.close()
         gc.collect()
         private = self._folder / ".ckpt_async"
-        journal = sum(path.stat().st_size for path in private.glob("journal.sqlite*"))
+        journal = sum(path.stat().st_size for path in private.glob("journal*"))
         opened_s, opened_requests = [], []
         for _ in range(REPEATS):
             self._uploader.close()

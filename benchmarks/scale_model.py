@@ -264,17 +264,18 @@ class DistantStore:
 class ListJournal:
     """A journal that is a list."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
         self._rows: list[JournalRow] = []
 
-    def append(self, rank: int, events: Iterable[Event]) -> None:
+    def append(self, events: Iterable[Event]) -> None:
         for event in events:
-            self._rows.append(JournalRow(len(self._rows) + 1, rank, 0.0, event))
+            self._rows.append(JournalRow(len(self._rows) + 1, self._rank, 0.0, event))
 
-    def rows(self, *, after: int, rank: int) -> list[JournalRow]:
-        return [row for row in self._rows[after:] if row.rank == rank]
+    def rows(self, *, after: int) -> list[JournalRow]:
+        return self._rows[after:]
 
-    def forget(self, rank: int, event: Event) -> None: ...
+    def forget(self, event: Event) -> None: ...
     def compact(self) -> None: ...
 
 
@@ -324,14 +325,14 @@ async def simulate(num_writers: int, latency_s: float, spread_s: float, seed: in
     ModelEngine.committed = 0
     engines = []
     for rank in range(num_writers):
-        journal = ListJournal()
+        journal = ListJournal(rank)
         shard = Shard(f"rank-{rank}.bin", "", FileIdentity(1, rank, GIB, 1), is_linked=True)
         events = [
             Opened(1, num_writers),
             Enqueued(CHECKPOINT, NAME, shard),
             Sealed(CHECKPOINT, NAME, num_writers),
         ]
-        journal.append(rank, events)
+        journal.append(events)
         engine = ModelEngine(
             rank=rank,
             folder=folder,  # type: ignore[arg-type]

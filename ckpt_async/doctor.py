@@ -22,7 +22,7 @@ from pathlib import Path
 
 import aiofiles
 
-from ckpt_async import keys, transfer
+from ckpt_async import journals, keys, transfer
 from ckpt_async.checksums import checksum_of
 from ckpt_async.diagnosis import Facts, Host, JournalState, LocalFolder, Remote, Speed, Tried
 from ckpt_async.errors import (
@@ -208,12 +208,12 @@ def _existing(path: Path) -> Path:
 
 def _time_journal(folder: Folder) -> float:
     """How long it typically takes until a row would survive power loss."""
-    journal = Journal(folder)
+    journal = Journal(folder, 0)
     try:
         took_s = []
         for number in range(NUM_SAMPLES):
             began = time.perf_counter()
-            journal.append(0, [Superseded(CheckpointId(1, number), "tried out by doctor")])
+            journal.append([Superseded(CheckpointId(1, number), "tried out by doctor")])
             journal.sync()
             took_s.append(time.perf_counter() - began)
         return sorted(took_s)[NUM_SAMPLES // 2]
@@ -232,11 +232,7 @@ def _other_mounts(path: Path) -> Iterator[str]:
 def _look_at_journal(path: Path) -> tuple[JournalState, RemoteAddress | None]:
     try:
         found = load(path)
-        journal = Journal.open_readonly(path)
-        try:
-            recorded = [journal.local(rank).remote for rank in found.ranks]
-        finally:
-            journal.close()
+        recorded = [each.local().remote for each in journals.read(path).values()]
     except NoJournalError:
         return JournalState(), None
     except CkptAsyncError as error:
@@ -247,7 +243,7 @@ def _look_at_journal(path: Path) -> tuple[JournalState, RemoteAddress | None]:
     state = JournalState(
         summary=found.summary,
         remote=found.remote or "",
-        is_writable=all(os.access(each, os.W_OK) for each in (private, private / "journal.sqlite")),
+        is_writable=all(os.access(each, os.W_OK) for each in (private, *private.glob("journal*.sqlite"))),
         num_pending=len(found.pending),
         num_failed=found.queue["failed"][0],
         running_ranks=tuple(rank for rank in found.ranks if has_owner(path, rank)),

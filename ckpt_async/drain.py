@@ -16,12 +16,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ckpt_async import decide, keys
+from ckpt_async import decide, journals, keys
 from ckpt_async.engine import Engine
-from ckpt_async.errors import CkptAsyncError, FolderInUseError, NoJournalError, SettingsError, StoreError
+from ckpt_async.errors import (
+    CkptAsyncError,
+    FolderInUseError,
+    JournalError,
+    NoJournalError,
+    SettingsError,
+    StoreError,
+)
 from ckpt_async.files import Folder
 from ckpt_async.journal import Journal, RankLock
-from ckpt_async.model import CheckpointId, Local, LocalCheckpoint, Outcome, RemoteAddress
+from ckpt_async.model import CheckpointId, LocalCheckpoint, Outcome, RemoteAddress
 from ckpt_async.observe import NullObserver
 from ckpt_async.requests import CONTROL_REQUESTS, Requests, open_patiently
 from ckpt_async.settings import INHERITED, Settings
@@ -111,49 +118,50 @@ async def drain(
             f"there is no journal in {str(path)!r}", hint="give the folder that the uploader was opened with"
         )
     opened = Folder(path)
-    journal = Journal(opened)
-    locks: list[RankLock] = []
-    try:
+    with contextlib.ExitStack() as held:
         reports: list[RankReport] = []
-        adopted: list[tuple[Local, RankLock]] = []
-        for rank in known_ranks(opened, journal):
+        adopted: list[_Adopted] = []
+        for rank in known_ranks(opened):
             lock = RankLock(opened, rank)
             try:
                 await asyncio.to_thread(lock.acquire, wait_s=LOCK_WAIT_S)
             except FolderInUseError as error:
                 reports.append(RankReport(rank, in_use_by=_owner(error)))
                 continue
-            locks.append(lock)
+            held.callback(lock.release)
             if lock.is_wanted():
                 reports.append(RankReport(rank, in_use_by="a trainer that is starting"))
                 lock.release()
                 continue
-            local = await asyncio.to_thread(journal.local, rank)
-            if local.checkpoints or _has_spool(opened, rank):
-                adopted.append((local, lock))
+            try:
+                each = await asyncio.to_thread(_Adopted, opened, lock)
+            except JournalError as error:  # of this rank alone
+                logger.warning("drain_failed rank=%d error=%s", rank, error)
+                reports.append(RankReport(rank, error=str(error)))
+                lock.release()
+                continue
+            held.callback(each.release)
+            if each.before.checkpoints or _has_spool(opened, rank):
+                adopted.append(each)
             else:
                 reports.append(RankReport(rank))
-                lock.release()  # others may take long: its trainer must not wait for them
+                each.release()  # others may take long: its trainer must not wait for them
         adoptions = [
-            _Adoption(opened, journal, address, profile, settings or Settings(), ranks)
+            _Adoption(opened, address, profile, settings or Settings(), ranks)
             for address, ranks in _by_remote(adopted, change)
         ]
         deadline = time.monotonic() + timeout_s
         done = await all_or_none(each.run(deadline, grace_s) for each in adoptions)
         reports += [report for each in done for report in each]
-    finally:
-        for lock in locks:
-            lock.release()
-        journal.close()
     remotes = tuple(each.address.url for each in adoptions)
     return DrainReport(str(path), remotes, tuple(sorted(reports, key=lambda each: each.rank)))
 
 
-def known_ranks(folder: Folder, journal: Journal) -> list[int]:
-    """Ranks that have journal rows, or a spool that a lost journal can be rebuilt from (rule R10)."""
+def known_ranks(folder: Folder) -> list[int]:
+    """Ranks that have a journal, or a spool that a lost one can be rebuilt from (rule R10)."""
     spools = (each.name.removeprefix("rank-") for each in (folder.private / "spool").glob("rank-*"))
     found = {int(number) for number in spools if number.isdecimal()}
-    return sorted({*journal.ranks(), *(rank for rank in found if _has_spool(folder, rank))})
+    return sorted({*journals.ranks(folder.private), *(rank for rank in found if _has_spool(folder, rank))})
 
 
 def _owner(error: FolderInUseError) -> str:
@@ -166,12 +174,13 @@ def _has_spool(folder: Folder, rank: int) -> bool:
 
 
 def _by_remote(
-    adopted: Iterable[tuple[Local, RankLock]],
+    adopted: Iterable[_Adopted],
     change: Callable[[RemoteAddress | None], RemoteAddress] | None,
-) -> list[tuple[RemoteAddress, list[tuple[Local, RankLock]]]]:
+) -> list[tuple[RemoteAddress, list[_Adopted]]]:
     """Ranks of one folder have one remote; nothing forces them to."""
-    groups: list[tuple[RemoteAddress, list[tuple[Local, RankLock]]]] = []
-    for local, lock in adopted:
+    groups: list[tuple[RemoteAddress, list[_Adopted]]] = []
+    for each in adopted:
+        local = each.before
         address = change(local.remote) if change else local.remote
         if address is None:
             raise SettingsError(
@@ -185,21 +194,31 @@ def _by_remote(
             )
         group = next((members for known, members in groups if known == address), None)
         if group is None:
-            groups.append((address, [(local, lock)]))
+            groups.append((address, [each]))
         else:
-            group.append((local, lock))
+            group.append(each)
     return groups
 
 
 class _Adopted:
-    """One rank while it is worked on."""
+    """One rank while it is ours: its lock, and its journal. Raises JournalError if that cannot be used."""
 
-    def __init__(self, local: Local, lock: RankLock) -> None:
-        self.before, self.lock = local, lock
+    def __init__(self, folder: Folder, lock: RankLock) -> None:
+        self.lock = lock
+        self.journal = Journal(folder, lock.rank)
+        self.before = self.after = self.journal.local()
         self.is_given_back = False
         self.observer = _Counter()
         self.engine: Engine | None = None
         self.task: asyncio.Task[None] | None = None
+
+    def release(self) -> None:
+        """Note what is left, and give it back. Idempotent."""
+        if self.engine is not None and self.lock.is_held:
+            with contextlib.suppress(JournalError):
+                self.after = self.engine.fresh_local()
+        self.journal.close()
+        self.lock.release()
 
     @property
     def live(self) -> Engine | None:
@@ -224,19 +243,17 @@ class _Adoption:
     def __init__(
         self,
         folder: Folder,
-        journal: Journal,
         address: RemoteAddress,
         profile: str | None,
         settings: Settings,
-        adopted: Iterable[tuple[Local, RankLock]],
+        adopted: list[_Adopted],
     ) -> None:
         self.address = address
-        self._folder, self._journal, self._settings = folder, journal, settings
+        self._folder, self._settings, self._ranks = folder, settings, adopted
         options = options_of(address, profile=profile)
         room = settings.num_concurrent_uploads + CONTROL_REQUESTS
         options = replace(options, max_connections=max(options.max_connections, room))
         self._store: Store = open_store(address.url, options)
-        self._ranks = [_Adopted(local, lock) for local, lock in adopted]
         self._changed = asyncio.Event()
 
     async def run(self, deadline: float, grace_s: float) -> list[RankReport]:
@@ -259,7 +276,7 @@ class _Adoption:
                 await self._stop()
         finally:
             for each in self._ranks:
-                each.lock.release()  # adoptions of other remotes may take longer
+                each.release()  # adoptions of other remotes may take longer
             await self._store.close()
         return [_report(each) for each in self._ranks]
 
@@ -284,7 +301,7 @@ class _Adoption:
         each.engine = engine = Engine(
             rank=each.before.rank,
             folder=self._folder,
-            journal=self._journal,
+            journal=each.journal,
             store=self._store,
             requests=requests,
             settings=replace(settings, **inherited),
@@ -327,7 +344,7 @@ class _Adoption:
                 each.engine.stop()
             if each.task is not None:
                 await asyncio.gather(each.task, return_exceptions=True)
-            each.lock.release()
+            each.release()
 
     async def _stop(self) -> None:
         tasks = [each.task for each in self._ranks if each.task is not None]
@@ -355,7 +372,7 @@ def _report(adopted: _Adopted) -> RankReport:
         for id_, each in sorted(engine.outcomes.items(), key=lambda item: item[0])
     }
     aborted = {id_ for id_, each in engine.outcomes.items() if each.outcome is Outcome.ABORT}
-    local = engine.fresh_local()
+    local = adopted.after
     undecided = [each for _, each in sorted(local.checkpoints.items()) if each.decision is None]
     return RankReport(
         engine.rank,

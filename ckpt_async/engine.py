@@ -150,7 +150,7 @@ class Engine:
     def fresh_local(self) -> Local:
         """The state with everything that is in the journal by now: one query. Any thread."""
         local = self.local
-        return fold(self._journal.rows(after=local.sequence, rank=self.rank), local)
+        return fold(self._journal.rows(after=local.sequence), local)
 
     def wake(self) -> int:
         """Something was appended to the journal: look now. Any thread. Once `last_seen_wake` has reached the number
@@ -386,11 +386,11 @@ class Engine:
             self._crash.exception()  # it was raised, or something worse is being raised
 
     def _refresh(self) -> None:
-        self.local = fold(self._journal.rows(after=self.local.sequence, rank=self.rank), self.local)
+        self.local = fold(self._journal.rows(after=self.local.sequence), self.local)
 
     def _record(self, *events: Event) -> None:
         """Append to the journal; the next round takes note."""
-        self._journal.append(self.rank, events)
+        self._journal.append(events)
 
     async def _housekeep(self) -> None:
         """Once in a while: what the trainer's own appends must not pay for."""
@@ -401,8 +401,7 @@ class Engine:
             if self._is_progress_new:
                 self._is_progress_new = False
                 self._journal.note_progress(
-                    self.rank,
-                    [(each.checkpoint, each.shard, sent) for each, sent in self._sent_bytes.items()],
+                    [(each.checkpoint, each.shard, sent) for each, sent in self._sent_bytes.items()]
                 )
             await asyncio.to_thread(self._journal.compact)
         except JournalError as error:  # a full disk, say: no reason to cut short what is on its way
@@ -438,7 +437,7 @@ class Engine:
             logger.warning("manifest_unreadable path=%s error=%s; its files are left in place", path, error)
             return
         logger.warning("journal_rebuilt rank=%d %s shards=%d", self.rank, checkpoint, len(enqueued))
-        self._journal.append(self.rank, [*enqueued, *([sealed] if sealed else [])])
+        self._journal.append([*enqueued, *([sealed] if sealed else [])])
 
     def _take_up_kept(self) -> None:
         """What earlier starts had kept for good, when this one keeps less."""
@@ -447,7 +446,7 @@ class Engine:
             return
         for id_, events in kept.events(self._folder, self.rank):
             if id_ not in self.local.checkpoints:
-                self._journal.append(self.rank, events)
+                self._journal.append(events)
             kept.drop(self._folder, self.rank, id_)
         self._refresh()
 
@@ -651,13 +650,12 @@ class Engine:
         resume = transfer.Resume(begun.upload_id, begun.part_size_bytes) if begun else None
         if resume is None and (resume := self._ahead.pop((checkpoint.id, shard.name), None)) is not None:
             self._journal.append(
-                self.rank,
-                [MultipartOpened(checkpoint.id, shard.name, resume.upload_id, resume.part_size_bytes)],
+                [MultipartOpened(checkpoint.id, shard.name, resume.upload_id, resume.part_size_bytes)]
             )
 
         def opened(multipart: transfer.Resume) -> None:
             event = MultipartOpened(checkpoint.id, shard.name, multipart.upload_id, multipart.part_size_bytes)
-            self._journal.append(self.rank, [event])
+            self._journal.append([event])
 
         def sent(size_bytes: int) -> None:
             self._sent_bytes[action] = self._sent_bytes.get(action, 0) + size_bytes
@@ -986,7 +984,7 @@ class Engine:
         checkpoint = self._checkpoint(id_)
         await asyncio.to_thread(self._folder.unlink, keys.spool_manifest(id_, self.rank))
         event = Forgotten(id_, checkpoint.decided_at if checkpoint.was_committed else None)
-        self._journal.forget(self.rank, event)
+        self._journal.forget(event)
         row = JournalRow(self.local.sequence, self.rank, self._clock(), event)
         self.local = fold([row], self.local)
 

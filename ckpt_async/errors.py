@@ -108,6 +108,12 @@ class JournalError(CkptAsyncError):
     """The journal cannot be used as it is. The message says what is wrong and what to do."""
 
 
+class JournalDamagedError(JournalError):
+    """What is in the journal cannot be read. Whoever may write it next moves it aside and rebuilds it from the spool's
+    manifests (rule R10).
+    """
+
+
 class NoJournalError(JournalError):
     """There is no journal in the folder: no uploader was ever opened there. Looking never makes one."""
 

@@ -428,15 +428,27 @@ def _identity(facts: os.stat_result) -> FileIdentity:
 # --- durable writes ----------------------------------------------------------------------------------------
 
 
-def fsync_path(path: str | os.PathLike[str]) -> None:
-    """fsync a file or folder. An error is final: the kernel may have dropped the dirty pages (fsyncgate),
-    so the caller must not retry and trust.
+class FsyncError(OSError):
+    """The disk did not take what was written. That is final: the kernel may have dropped the pages and says yes to the
+    next fsync (https://lwn.net/Articles/752063/), so nobody may try again and trust.
     """
+
+
+def fsync_path(path: str | os.PathLike[str]) -> None:
+    """fsync a file or folder. Raises FsyncError; other OSErrors if it cannot be opened."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        os.fsync(descriptor)
+        fsync_descriptor(descriptor, path)
     finally:
         os.close(descriptor)
+
+
+def fsync_descriptor(descriptor: int, path: str | os.PathLike[str]) -> None:
+    """fsync what `descriptor` has open, which messages call `path`. Raises FsyncError."""
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        raise FsyncError(error.errno, f"fsync failed ({error.strerror})", os.fspath(path)) from error
 
 
 def write_durably(path: Path, data: bytes) -> None:
@@ -446,7 +458,7 @@ def write_durably(path: Path, data: bytes) -> None:
         with temporary.open("wb") as file:
             file.write(data)
             file.flush()
-            os.fsync(file.fileno())
+            fsync_descriptor(file.fileno(), path)
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)

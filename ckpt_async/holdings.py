@@ -6,9 +6,9 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ckpt_async import journals
 from ckpt_async.decide import queue_state, waits_for_ranks
-from ckpt_async.journal import Journal
-from ckpt_async.model import CheckpointId, Local, LocalShard, fold
+from ckpt_async.model import CheckpointId, Local, LocalShard
 
 QUEUE_STATES = ("queued", "uploading", "retrying", "failed")
 
@@ -70,19 +70,11 @@ def read(folder: str | os.PathLike[str]) -> tuple[list[Local], Progress]:
     """What each rank's journal says, also beside live trainers: makes nothing, locks nothing. Raises NoJournalError if
     there is none, JournalError if one cannot be read.
     """
-    journal = Journal.open_readonly(folder)
-    try:
-        rows = journal.rows()
-        ranks = sorted({row.rank for row in rows})
-        locals_ = [fold(rows, Local(rank)) for rank in ranks]
-        progress = {
-            (rank, id_, shard): sent
-            for rank in ranks
-            for (id_, shard), sent in journal.progress(rank).items()
-        }
-    finally:
-        journal.close()
-    return locals_, progress
+    found = [each for each in journals.read(folder).values() if each.rows]
+    progress = {
+        (each.rank, id_, shard): sent for each in found for (id_, shard), sent in each.progress.items()
+    }
+    return [each.local() for each in found], progress
 
 
 def add_folder(runs: dict[str, Holdings], folder: str | os.PathLike[str]) -> None:

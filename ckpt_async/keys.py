@@ -15,7 +15,9 @@ Remote, relative to the run's root (`s3://bucket/prefix/run-a`):
 
 Local, relative to the folder:
 
-    .ckpt_async/journal.sqlite
+    .ckpt_async/journal-<rank:05d>.sqlite                    its rows; -wal and -shm beside it are SQLite's
+    .ckpt_async/journal-<rank:05d>.sqlite.damaged-<when>     moved aside; nobody reads it again
+    .ckpt_async/journal.sqlite                               of all ranks, by earlier versions
     .ckpt_async/rank-<rank:05d>.lock                         flock; never replaced
     .ckpt_async/spool/rank-<rank:05d>/<g:06d>-<step:012d>/<shard>       hard links
     .ckpt_async/spool/rank-<rank:05d>/<g:06d>-<step:012d>.json          what was enqueued and sealed (rule R10)
@@ -38,6 +40,7 @@ DAMAGED = f"{PRIVATE}/damaged/"
 PROBES = f"{PRIVATE}/probe/"
 BOUNDARY = f"{PRIVATE}/boundary.json"
 LATEST = f"{PRIVATE}/latest.json"
+SHARED_JOURNAL = "journal.sqlite"
 
 # Wide enough for any run, and refused beyond: a longer number would break the LIST order.
 MAX_GENERATION = 10**6 - 1
@@ -52,6 +55,7 @@ _DAMAGE = re.compile(re.escape(DAMAGED) + _CHECKPOINT.pattern + r"\.json")
 _LEASE = re.compile(re.escape(LEASES) + _CHECKPOINT.pattern + r"/[^/]+\.json")
 _MEMBER = re.compile(re.escape(MEMBERS) + r"([0-9]{6})/[0-9]{5}\.json")
 _DATA = re.compile(re.escape(DATA) + r"([^/]+)\.g([0-9]{1,6})/.+")
+_JOURNAL = re.compile(r"journal-([0-9]{5})\.sqlite")
 _LAST_NUMBER = re.compile(r"([0-9]+)[^0-9]*$")
 
 
@@ -142,6 +146,15 @@ def decision_key(checkpoint: CheckpointId) -> str:
 def parse_decision_key(key: str) -> CheckpointId | None:
     match = _DECISION.fullmatch(key)
     return CheckpointId(int(match[1]), int(match[2])) if match else None
+
+
+def journal_name(rank: int) -> str:
+    return f"journal-{rank:05d}.sqlite"
+
+
+def parse_journal_name(name: str) -> int | None:
+    match = _JOURNAL.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def lock_name(rank: int) -> str:

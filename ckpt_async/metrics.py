@@ -26,11 +26,11 @@ from wsgiref.simple_server import WSGIServer
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from ckpt_async import holdings
-from ckpt_async.errors import CkptAsyncError, FailureReason
+from ckpt_async import holdings, journals
+from ckpt_async.errors import CkptAsyncError, FailureReason, NoJournalError
 from ckpt_async.files import Folder
 from ckpt_async.holdings import QUEUE_STATES, Holdings
-from ckpt_async.journal import Journal, after_fork
+from ckpt_async.journal import after_fork
 from ckpt_async.model import CheckpointId, Local, fold
 from ckpt_async.observe import NullObserver, Observer
 
@@ -483,19 +483,18 @@ class Metrics(_Counters):
         self,
         run: str,
         folder: Folder,
-        journal: Journal,
         *,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._run = _printable(run)
         super().__init__(DEFINITIONS, run=self._run)
-        self._folder, self._journal, self._clock = folder, journal, clock
+        self._folder, self._clock = folder, clock
         self._is_fenced = False
         self._num_uploads = 0
         self._replay_lock = threading.Lock()
         self._replay_due_at = float("-inf")
         self._locals: dict[int, Local] = {}
-        self._sequence = 0
+        self._places: dict[int, journals.Place] = {}
         self._newest_enqueued: tuple[CheckpointId, float] | None = None
 
     @property
@@ -565,7 +564,7 @@ class Metrics(_Counters):
         try:
             with self._replay_lock:
                 view = self._view()
-        except CkptAsyncError as error:  # closed, locked, or of another version
+        except CkptAsyncError as error:  # damaged, locked, or of another version
             logger.debug("scrape_without_journal error=%s", error)
             return gauges
         gauges["ckpt_async_checkpoints_retained", (self._run, "local")] = len(view.retained)
@@ -573,32 +572,33 @@ class Metrics(_Counters):
         return gauges | _holdings(self._run, view)
 
     def _view(self) -> Holdings:
-        """What the journal says now. Raises JournalError."""
-        self._replay()
+        """What the journals say now. Raises JournalError."""
+        progress = self._replay()
         view = Holdings(enqueued=self._newest_enqueued)
         for rank, local in self._locals.items():
-            begun = {key for key, sent_bytes in self._journal.progress(rank).items() if sent_bytes}
-            view.add(local, begun)
+            view.add(local, {key for key, sent_bytes in progress[rank].items() if sent_bytes})
         # The rows of the newest one may be gone with its files (`num_checkpoints_to_keep=0`).
         self._newest_enqueued = view.enqueued
         return view
 
-    def _replay(self) -> None:
-        """Fold in what was appended; now and then begin again, because rows also vanish (`Journal.forget`)
-        and nothing tells of it. Only decided checkpoints vanish, so the queue is never wrong.
+    def _replay(self) -> dict[int, dict[tuple[CheckpointId, str], int]]:
+        """Fold in what was appended, and return the progress; now and then begin again, because rows also vanish
+        (`Journal.forget`) and nothing tells of it. Only decided checkpoints vanish, so the queue is never wrong.
         """
         started = self._clock()
         is_due = started >= self._replay_due_at
-        rows = self._journal.rows(after=0 if is_due else self._sequence)
-        locals_ = {} if is_due else dict(self._locals)
-        for rank in {row.rank for row in rows}:
-            locals_[rank] = fold(rows, locals_.get(rank, Local(rank)))
-        self._locals = locals_
-        if rows:
-            self._sequence = rows[-1].sequence
+        found: dict[int, journals.Reading] = {}
+        with contextlib.suppress(NoJournalError):  # before the first of the node has opened
+            found = journals.read(self._folder.path, after={} if is_due else self._places)
+        self._locals = {
+            rank: reading.local() if reading.is_whole else fold(reading.rows, self._locals[rank])
+            for rank, reading in found.items()
+        }
+        self._places = {rank: reading.place for rank, reading in found.items()}
         if is_due:
             ended = self._clock()
             self._replay_due_at = ended + (ended - started) / REPLAY_SHARE
+        return {rank: reading.progress for rank, reading in found.items()}
 
 
 class SweeperMetrics(_Counters):

@@ -207,7 +207,7 @@ def _plural(count: int, noun: str) -> str:
 
 
 def load(folder: str | os.PathLike[str], *, now: float | None = None) -> Status:
-    """Read a folder's journal, also beside live trainers. Raises NoJournalError if there is none."""
+    """Read a folder's journals, also beside live trainers. Raises NoJournalError if there is none."""
     locals_, progress = holdings.read(folder)
     return view(locals_, progress, time.time() if now is None else now)
 

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar, assert_never
 
-from ckpt_async import keys, naming, plan, protocol, records, retention
+from ckpt_async import journals, keys, naming, plan, protocol, records, retention
 from ckpt_async.conditional import read_record
 from ckpt_async.drain import DrainReport, drain
 from ckpt_async.errors import (
@@ -27,7 +27,6 @@ from ckpt_async.errors import (
     SettingsError,
     StoreError,
 )
-from ckpt_async.journal import Journal
 from ckpt_async.metrics import SweeperMetrics
 from ckpt_async.model import CheckpointId, Decision, Lease, Local, Outcome, RemoteAddress
 from ckpt_async.observe import NullObserver
@@ -580,9 +579,5 @@ def _unfinished_ranks(folder: str) -> tuple[int, ...]:
 
 
 def _locals(folder: str) -> list[Local]:
-    """What the folder's journal says of each rank."""
-    journal = Journal.open_readonly(folder)
-    try:
-        return [journal.local(rank) for rank in journal.ranks()]
-    finally:
-        journal.close()
+    """What the folder's journals say of each rank."""
+    return [each.local() for each in journals.read(folder).values()]

@@ -151,11 +151,13 @@ class Uploader:
         self._num_waiting = 0
         self._num_flushing = 0
         self._is_closed = self._has_ended = False
-        self._journal = Journal(self._folder)
-        self.metrics = Metrics(self.remote.rstrip("/"), self._folder, self._journal)
+        self.metrics = Metrics(self.remote.rstrip("/"), self._folder)
         self._rank_lock = RankLock(self._folder, self.rank)
-        try:
+        with contextlib.ExitStack() as undo:
             self._rank_lock.acquire(wait_s=LOCK_WAIT_S, is_trainer=True)
+            undo.callback(self._rank_lock.release)
+            self._journal = Journal(self._folder, self.rank)
+            undo.callback(self._journal.close)
             self._runner = runner_of(self.settings.runner)(
                 Start(
                     str(self.folder),
@@ -174,10 +176,7 @@ class Uploader:
                 self._notify,
             )
             self.generation = self._runner.start()
-        except BaseException:
-            self._rank_lock.release()
-            self._journal.close()
-            raise
+            undo.pop_all()
         self._metrics_server = serve(
             self.metrics, self.settings.metrics_port, self.settings.metrics_address, environment
         )
@@ -256,9 +255,7 @@ class Uploader:
                     for (source, name), (identity, is_linked) in zip(new, linked, strict=True)
                 ]
                 if shards:
-                    self._journal.append(
-                        self.rank, [Enqueued(checkpoint, full_name, shard) for shard in shards]
-                    )
+                    self._journal.append([Enqueued(checkpoint, full_name, shard) for shard in shards])
             except BaseException:
                 for _, name in new:
                     self._folder.unlink(f"{spool}/{name}")
@@ -305,7 +302,7 @@ class Uploader:
             )
             there.growing.add(name)
             self._open[step] = there
-            self._journal.append(self.rank, [Growing(checkpoint, full_name, name, source)])
+            self._journal.append([Growing(checkpoint, full_name, name, source)])
         self._engine_now().wake()
         return writer
 
@@ -321,7 +318,7 @@ class Uploader:
         with self._lock:
             there.growing.discard(name)
         if os.getpid() == self.pid and not self._is_closed:
-            self._journal.append(self.rank, [Growing(checkpoint, there.name, name, None)])
+            self._journal.append([Growing(checkpoint, there.name, name, None)])
             self._engine_now().wake()
 
     def _new(self, there: _Open, step: int, named: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -392,7 +389,7 @@ class Uploader:
             return False
         reason = f"superseded by newer checkpoints: {what}"
         logger.warning("checkpoint_superseded %s reason=%s", victims[0], what)
-        self._journal.append(self.rank, [Superseded(victims[0], reason)])
+        self._journal.append([Superseded(victims[0], reason)])
         self._engine_now().wake()
         return True
 
@@ -417,7 +414,7 @@ class Uploader:
                     f"step {step} has shards that are still being written: {', '.join(sorted(there.growing))}",
                     hint="close them first",
                 )
-            self._journal.append(self.rank, [Sealed(checkpoint, there.name, self.world_size, values)])
+            self._journal.append([Sealed(checkpoint, there.name, self.world_size, values)])
             bisect.insort(self._sealed, step)
             self._open.pop(step, None)
         self._engine_now().wake()
@@ -533,10 +530,10 @@ class Uploader:
             try:
                 failed = self._take_failures()
             finally:
+                self._journal.close()
                 self._rank_lock.release()
                 if self._metrics_server is not None:
                     self._metrics_server.close()
-                self._journal.close()
         self._check_alive()
         if failed is not None:
             raise failed
@@ -636,7 +633,7 @@ class Uploader:
         local = self._engine_now().fresh_local()
         failed = [id_ for id_, each in local.checkpoints.items() if each.may_be_retried]
         if events := [Retried(id_) for id_ in failed if id_ in only or not only]:
-            self._journal.append(self.rank, events)
+            self._journal.append(events)
 
     def _describe_unfinished(self, id_: CheckpointId, timeout_s: float | None) -> str:
         engine = self._engine_now()

@@ -30,7 +30,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("engine", "generation", "metrics", "protocol"),
     ("holdings",),
     ("ahead", "transfer", "requests", "conditional", "kept"),
-    ("stores", "journal", "files", "shard_writer"),
+    ("stores", "journals", "journal", "shared_journal", "journal_rows", "database", "files", "shard_writer"),
     ("checksums", "concurrency", "diagnosis", "pickled", "plan"),
     ("store", "observe", "politeness", "threads"),
     ("decide", "failures"),

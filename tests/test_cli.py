@@ -290,8 +290,8 @@ def test_status_says_what_to_do_about_a_failure(
     ]
     if decision:
         events.append(Decided(id_, decision, "step-7", "rank 0: changed"))
-    journal, lock = Journal(opened), RankLock(opened, 0)
-    journal.append(0, events)
+    journal, lock = Journal(opened, 0), RankLock(opened, 0)
+    journal.append(events)
     if is_running:
         lock.acquire()
     try:

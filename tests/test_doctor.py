@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ckpt_async import Uploader, cli, doctor
+from ckpt_async import Uploader, cli, doctor, keys
 from ckpt_async.errors import FailureReason, StoreError
 from ckpt_async.files import Folder, filesystem_of
 from ckpt_async.model import Checksum
@@ -329,12 +329,12 @@ def test_a_network_file_system_is_refused_in_the_uploaders_words(
 
 
 def test_a_journal_that_is_damaged_or_from_the_future_is_said(folder: Path, call: Examine) -> None:
-    path = folder / ".ckpt_async/journal.sqlite"
+    path = folder / ".ckpt_async" / keys.journal_name(0)
     path.parent.mkdir(parents=True)
     path.write_bytes(b"no database" * 1000)
     code, found = call(folder)
     assert (code, levels(found)) == (1, {"journal": "fail"})
-    assert "manifests rebuild it" in found["journal"]["hint"]
+    assert "rebuilt from the manifests" in found["journal"]["hint"]
 
 
 # --- the environment and the command line ------------------------------------------------------------------

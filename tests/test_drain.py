@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 
-from ckpt_async import Uploader, cli
+from ckpt_async import Uploader, cli, journals
 from ckpt_async.demo.seaweed import SeaweedServer
 from ckpt_async.drain import drain
 from ckpt_async.errors import FailureReason, NoJournalError, SettingsError, StoreError
-from ckpt_async.journal import Journal
 from ckpt_async.model import CheckpointId
 from ckpt_async.stores import StoreOptions
 
@@ -179,9 +178,7 @@ def test_to_s3_with_credentials_alone(
     trainers.die(folder, s3_url, 7, put_args={"Metadata": {"owner": "me"}})
     for name in ("AWS_ENDPOINT_URL_S3", "AWS_DEFAULT_REGION"):
         monkeypatch.delenv(name)
-    journal = Journal.open_readonly(folder)
-    address = journal.local(0).remote
-    journal.close()
+    address = journals.read(folder)[0].local().remote
     assert address is not None
     assert (address.endpoint_url, address.region) == (s3_server.url, "us-east-1")
     assert address.put_args == {"Metadata": {"owner": "me"}}
@@ -291,7 +288,7 @@ def test_a_lost_journal_is_rebuilt_and_needs_to_be_told_the_remote(
 ) -> None:
     """Rule R10. The spool knows what was promised, not where to."""
     trainers.die(folder, remote, 3)
-    for each in (folder / ".ckpt_async").glob("journal.sqlite*"):
+    for each in (folder / ".ckpt_async").glob("journal-*"):
         each.unlink()
     code, told = call("drain", folder)
     assert (code, told["error"]["hint"]) == (2, "say so with --remote")
@@ -368,8 +365,8 @@ def test_an_older_generation_is_looked_up_before_it_counts_as_idle(
     code = (
         "import sys; from dataclasses import replace; from ckpt_async.files import Folder\n"
         "from ckpt_async.journal import Journal\n"
-        "journal = Journal(Folder(sys.argv[1])); opened = journal.local(0).opened\n"
-        "journal.open_rank(0, replace(opened, generation=2)); journal.close()"
+        "journal = Journal(Folder(sys.argv[1]), 0); opened = journal.local().opened\n"
+        "journal.open_rank(replace(opened, generation=2)); journal.close()"
     )
     subprocess.run([sys.executable, "-c", code, str(folder)], check=True, timeout=60)
     report = asyncio.run(drain(folder, timeout_s=60, grace_s=0))
@@ -384,8 +381,6 @@ def test_options_a_trainer_gave_go_before_the_environment(
     options = StoreOptions(endpoint_url=s3_server.url, region="us-east-1", addressing_style="path")
     with Uploader(folder, s3_url, rank=0, world_size=1, store_options=options):
         pass
-    journal = Journal.open_readonly(folder)
-    address = journal.local(0).remote
-    journal.close()
+    address = journals.read(folder)[0].local().remote
     assert address is not None
     assert (address.endpoint_url, address.addressing_style) == (s3_server.url, "path")

@@ -18,13 +18,12 @@ from prometheus_client import REGISTRY, generate_latest
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
+from ckpt_async import journals, keys, plan
 from ckpt_async import metrics as module
-from ckpt_async import plan
 from ckpt_async import sweeper as sweeper_module
 from ckpt_async.drain import DrainReport, Fate, RankReport
 from ckpt_async.errors import FailureReason, JournalError
 from ckpt_async.files import Folder
-from ckpt_async.journal import Journal
 from ckpt_async.metrics import DEFINITIONS, Metrics, SweeperMetrics, describe, serve
 from ckpt_async.model import (
     CheckpointId,
@@ -48,6 +47,7 @@ from ckpt_async.model import (
 )
 from ckpt_async.sweeper import Done, FolderReport, RemoteReport, SweepReport
 from ckpt_async.verify import Finding
+from tests.node import Node
 
 ROOT = Path(__file__).resolve().parent.parent
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -74,16 +74,16 @@ def wall() -> Clock:
 
 
 @pytest.fixture
-def journal(folder: Folder, wall: Clock) -> Iterator[Journal]:
-    opened = Journal(folder, clock=wall)
+def journal(folder: Folder, wall: Clock) -> Iterator[Node]:
+    opened = Node(folder, wall)
     yield opened
     opened.close()
 
 
 @pytest.fixture
-def metrics(folder: Folder, journal: Journal) -> Metrics:
+def metrics(folder: Folder) -> Metrics:
     """With a clock that stands still: replaying costs nothing, so every scrape begins anew."""
-    return Metrics("run-a", folder, journal, clock=Clock())
+    return Metrics("run-a", folder, clock=Clock())
 
 
 def fetch(metrics: Metrics | SweeperMetrics, accept: str = "text/plain;version=0.0.4") -> str:
@@ -338,7 +338,7 @@ def test_buckets_are_cumulative_and_inclusive(metrics):
 def test_two_in_one_process_do_not_clash(folder, journal):
     """Two uploaders in a trainer that exports metrics of its own."""
     before = sorted(family.name for family in REGISTRY.collect())
-    one, two = Metrics("run-a", folder, journal), Metrics("run-b", folder, journal)
+    one, two = Metrics("run-a", folder), Metrics("run-b", folder)
     one.bytes_uploaded(7)
     assert value(scrape(one), "upload_bytes_total") == 7
     assert scrape(two)["ckpt_async_upload_bytes_total", (("run", "run-b"),)] == 0
@@ -347,7 +347,7 @@ def test_two_in_one_process_do_not_clash(folder, journal):
 
 
 def test_a_run_of_any_name_can_be_scraped(folder, journal):
-    metrics = Metrics('a"b\\c\nd\udc80', folder, journal)
+    metrics = Metrics('a"b\\c\nd\udc80', folder)
     runs = {dict(labels)["run"] for name, labels in scrape(metrics) if name == "ckpt_async_fenced"}
     assert runs == {'a"b\\c\nd?'}
 
@@ -439,18 +439,18 @@ def test_file_system_is_that_of_the_folder(metrics, folder):
     assert abs(value(samples, "spool_filesystem_free_bytes") - free) < size
 
 
-def test_removed_checkpoints_are_noticed(folder, journal):
+def test_removed_checkpoints_are_noticed(folder, journal, monkeypatch):
     """`forget` deletes rows and leaves no trace: the journal is replayed anew once that costs little."""
     clock = Clock()
-    metrics = Metrics("run-a", folder, journal, clock=clock)
+    metrics = Metrics("run-a", folder, clock=clock)
     journal.append(0, committed(CheckpointId(1, 1)) + committed(CheckpointId(1, 2)))
-    rows = journal.rows
+    read = journals.read
 
-    def slow_rows(*, after: int = 0):
+    def slow_read(*args, **more):
         clock.now += 0.5
-        return rows(after=after)
+        return read(*args, **more)
 
-    journal.rows = slow_rows
+    monkeypatch.setattr(journals, "read", slow_read)
     assert value(scrape(metrics), "checkpoints_retained", location="local") == 2
     journal.forget(0, Forgotten(CheckpointId(1, 1), None))
     journal.append(0, committed(CheckpointId(1, 3)))
@@ -474,10 +474,10 @@ def test_last_enqueued_outlives_its_rows(metrics, journal, wall):
     assert value(samples, "last_committed_timestamp_seconds") == 901
 
 
-def test_a_closed_journal_leaves_the_rest(metrics, journal):
+def test_a_damaged_journal_leaves_the_rest(metrics, journal, folder):
     journal.append(0, committed(CheckpointId(1, 4)))
     metrics.bytes_uploaded(5)
-    journal.close()
+    (folder.private / keys.journal_name(1)).write_bytes(b"no database" * 1000)
     samples = scrape(metrics)
     assert value(samples, "upload_bytes_total") == 5
     assert value(samples, "spool_filesystem_size_bytes") > 0
@@ -491,11 +491,11 @@ def test_a_locked_journal_leaves_the_rest(metrics, journal, monkeypatch):
     journal.append(0, committed(CheckpointId(1, 4)))
     assert value(scrape(metrics), "last_committed_step") == 4
 
-    def locked(*, after: int = 0):
+    def locked(*_, **__):
         raise JournalError("journal: database is locked [SQLITE_BUSY_RECOVERY]")
 
     with monkeypatch.context() as patched:
-        patched.setattr(journal, "rows", locked)
+        patched.setattr(journals, "read", locked)
         assert value(scrape(metrics), "last_committed_step") is None
         assert value(scrape(metrics), "fenced") == 0
     assert value(scrape(metrics), "last_committed_step") == 4
@@ -503,7 +503,7 @@ def test_a_locked_journal_leaves_the_rest(metrics, journal, monkeypatch):
 
 def test_scrapes_while_others_append(folder, journal):
     """2,000 events from another thread; every scrape succeeds and none sees the queue shrink or skip."""
-    metrics = Metrics("run-a", folder, journal)
+    metrics = Metrics("run-a", folder)
     id_ = CheckpointId(1, 1)
     done = threading.Event()
     failures: list[BaseException] = []

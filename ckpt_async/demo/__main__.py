@@ -21,11 +21,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ckpt_async import journals
 from ckpt_async.demo.check import Verdict, check
 from ckpt_async.demo.config import Config, read_log
 from ckpt_async.demo.seaweed import SeaweedServer
 from ckpt_async.errors import CkptAsyncError, JournalError
-from ckpt_async.journal import Journal
 from ckpt_async.model import CheckpointId
 
 WORLD_SIZE = 2
@@ -204,15 +204,10 @@ def _watch(config: Config, run: Run, process: subprocess.Popen[str], started: fl
 def _moment(config: Config, after: CheckpointId) -> Kill | None:
     """Whether the victim is in the middle of an upload now: some bytes are in the store, some are not."""
     try:
-        journal = Journal.open_readonly(config.folder)
-    except JournalError:
+        reading = journals.read(config.folder)[VICTIM]
+    except (JournalError, KeyError):
         return None  # not there yet
-    try:
-        local, progress = journal.local(VICTIM), journal.progress(VICTIM)
-    except JournalError:
-        return None
-    finally:
-        journal.close()
+    local, progress = reading.local(), reading.progress
     for id_, checkpoint in local.checkpoints.items():
         if id_ <= after or checkpoint.sealed is None or checkpoint.decision is not None:
             continue

@@ -9,10 +9,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
-from ckpt_async import keys
+from ckpt_async import journals, keys
 from ckpt_async.errors import CkptAsyncError, FailureReason, ObjectNotFoundError, StoreError
-from ckpt_async.journal import Journal
-from ckpt_async.model import Local, fold
 from ckpt_async.requests import Progress
 from ckpt_async.restore.checkpoint import Checkpoint, RemoteFile
 from ckpt_async.restore.lanes import REQUEST_BYTES
@@ -159,15 +157,12 @@ def has_size(path: Path, size_bytes: int) -> bool:
 
 
 def _sources(folder: Path, checkpoint: Checkpoint) -> Iterable[tuple[str, str]]:
-    """Where the trainer wrote the checkpoint's files, as long as the journal remembers. It is only a hint."""
+    """Where the trainer wrote the checkpoint's files, as long as the journals remember. It is only a hint."""
     try:
-        journal = Journal.open_readonly(folder)
+        found = journals.read(folder)
     except CkptAsyncError:
         return
-    try:
-        for rank in journal.ranks():
-            local = fold(journal.rows(), Local(rank)).checkpoints.get(checkpoint.id)
-            for each in local.shards.values() if local is not None else ():
-                yield each.shard.name, each.shard.source
-    finally:
-        journal.close()
+    for reading in found.values():
+        local = reading.local().checkpoints.get(checkpoint.id)
+        for each in local.shards.values() if local is not None else ():
+            yield each.shard.name, each.shard.source

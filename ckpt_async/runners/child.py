@@ -172,7 +172,7 @@ class _Rank:
     ) -> None:
         try:
             folder = Folder(start.folder)
-            journal = Journal(folder)
+            journal = Journal(folder, start.rank, may_replace=False)  # the trainer has it open
             try:
                 host = self._host = Host(start, folder, journal, self._facts, self._on_change, backends)
                 work = self._work = asyncio.ensure_future(

@@ -131,7 +131,7 @@ class Host:
     def _own_local(self) -> Local:
         """What earlier starts left in the journal, if it is of this remote."""
         remote, rank = self._start.address.url, self._start.rank
-        local = self._journal.local(rank)
+        local = self._journal.local()
         if stranded := decide.stranded(local, remote):
             assert local.remote is not None
             raise SettingsError(
@@ -162,7 +162,7 @@ class Host:
             )
         inherited = tuple((name, getattr(start.settings, name)) for name in INHERITED)
         opened = Opened(generation, start.world_size, start.address, inherited, boot_id())
-        self._journal.open_rank(start.rank, opened)
+        self._journal.open_rank(opened)
         return generation
 
     def _forget_all(self, local: Local) -> None:
@@ -173,8 +173,8 @@ class Host:
         for id_ in local.checkpoints:
             self._folder.remove_spool(keys.spool_checkpoint(id_, rank))
             self._folder.unlink(keys.spool_manifest(id_, rank))
-            self._journal.forget(rank, Forgotten(id_, None))
-        self._journal.forget_marks(rank)
+            self._journal.forget(Forgotten(id_, None))
+        self._journal.forget_marks()
         self._folder.remove_spool(keys.kept_rank(rank))
 
     def _new_engine(self, store: Store, requests: Requests) -> Engine:

@@ -77,7 +77,7 @@ class ProcessRunner:
         self.death: BaseException | None = None
         self._start, self._folder, self._lock, self._observer = start, folder, lock, observer
         self._on_change = on_change
-        self._view = _View(start.rank, journal, observer, on_change)
+        self._view = _View(journal, observer, on_change)
         self._started: Future[int] = Future()
         self._is_ended = threading.Event()
         self._channel: Channel | None = None
@@ -300,9 +300,7 @@ class _View:
     reported outlives it, like what it was asked.
     """
 
-    def __init__(
-        self, rank: int, journal: Journal, observer: Observer, on_change: Callable[[], None]
-    ) -> None:
+    def __init__(self, journal: Journal, observer: Observer, on_change: Callable[[], None]) -> None:
         self.fenced_by: int | None = None
         self.outcomes: dict[CheckpointId, Decided] = {}
         self.failures: deque[Failure] = deque(maxlen=MAX_OUTCOMES)
@@ -310,7 +308,7 @@ class _View:
         self.last_seen_wake = 0
         self._journal, self._observer, self._on_change = journal, observer, on_change
         self._lock = threading.Lock()
-        self._local = Local(rank)
+        self._local = Local(journal.rank)
         self._missing: dict[CheckpointId, list[int]] = {}
         self._wakes, self._last_wake = itertools.count(1), 0
         self._is_hurried = self._is_newest_first = False
@@ -325,7 +323,7 @@ class _View:
 
     def fresh_local(self) -> Local:
         with self._lock:
-            rows = self._journal.rows(after=self._local.sequence, rank=self._local.rank)
+            rows = self._journal.rows(after=self._local.sequence)
             self._local = fold(rows, self._local)
             return self._local
 
@@ -357,7 +355,7 @@ class _View:
     def attach(self, channel: Channel) -> None:
         """A process works for us now."""
         with self._lock:
-            self._local = self._journal.local(self._local.rank)  # an earlier one may have forgotten unheard
+            self._local = self._journal.local()  # an earlier one may have forgotten unheard
         self._channel = channel
         self._tell("hurry", self._is_hurried)
         self._tell("newest_first", self._is_newest_first)

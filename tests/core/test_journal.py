@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_async.errors import FailureReason, FolderInUseError, JournalError, NoSpaceError
+from ckpt_async import journals, keys
+from ckpt_async.errors import FailureReason, FolderInUseError, JournalDamagedError, JournalError, NoSpaceError
 from ckpt_async.files import Folder
-from ckpt_async.journal import _INSERT, _KINDS, FORMAT_VERSION, ROW_SHARDS, Journal, RankLock
+from ckpt_async.journal import Journal, RankLock
+from ckpt_async.journal_rows import KINDS, ROW_SHARDS
 from ckpt_async.model import (
     CheckpointId,
     Checksum,
@@ -41,6 +43,8 @@ from ckpt_async.model import (
     Verified,
     fold,
 )
+from tests import old_journals
+from tests.node import Node
 
 ID = CheckpointId(2, 300)
 EVENTS: list[Event] = [
@@ -76,7 +80,7 @@ def folder(tmp_path: Path) -> Folder:
 
 @pytest.fixture
 def journal(folder: Folder) -> Iterator[Journal]:
-    with contextlib.closing(Journal(folder)) as journal:
+    with contextlib.closing(Journal(folder, 0)) as journal:
         yield journal
 
 
@@ -98,13 +102,12 @@ def python(code: str, *arguments: object) -> subprocess.Popen[bytes]:
 
 def test_every_kind_of_event_round_trips(folder: Folder, journal: Journal) -> None:
     """An event that comes back otherwise is another history after every restart."""
-    assert set(_KINDS.values()) == {type(event) for event in EVENTS}, "a new kind needs an example here"
-    journal.append(3, EVENTS)
+    assert set(KINDS.values()) == {type(event) for event in EVENTS}, "a new kind needs an example here"
+    journal.append(EVENTS)
     assert [row.event for row in journal.rows()] == EVENTS
-    with contextlib.closing(Journal(folder)) as again:
-        assert journal.rows() == again.rows()
-        assert fold(again.rows(), Local(3)) == again.local(3)
-    assert journal.ranks() == [3]
+    with contextlib.closing(Journal(folder, 0)) as again:
+        assert journal.rows() == again.rows() == journals.read(folder.path)[0].rows
+        assert fold(again.rows(), Local(0)) == again.local() == journals.read(folder.path)[0].local()
 
 
 def many(num_shards: int) -> list[Event]:
@@ -125,29 +128,43 @@ def many(num_shards: int) -> list[Event]:
 
 
 def num_rows_of(folder: Folder) -> int:
-    with contextlib.closing(sqlite3.connect(folder.private / "journal.sqlite")) as connection:
+    with contextlib.closing(sqlite3.connect(folder.private / keys.journal_name(0))) as connection:
         return int(connection.execute("SELECT count(*) FROM events").fetchone()[0])
 
 
 def test_many_shards_share_few_rows(folder: Folder, journal: Journal) -> None:
     """10,000 small shards must not cost 20,000 inserts and selects; each is what it was."""
     events = many(2 * ROW_SHARDS + 1)
-    journal.append(0, events)
+    journal.append(events)
     assert [row.event for row in journal.rows()] == events
     assert num_rows_of(folder) == 3 + 3 + 3
     last = journal.rows()[-1].sequence
     assert [row.event for row in journal.rows(after=last - 1)] == events[-1:]
 
 
-def test_rows_of_one_rank(journal: Journal) -> None:
-    """Eight engines of a node need not read each other's rows."""
-    for rank in (0, 1, 0):
-        journal.append(rank, [Sealed(ID, f"{rank}", 2)])
-    first, second, third = journal.rows()
-    assert journal.rows(rank=0) == [first, third]
-    assert journal.rows(rank=1) == [second]
-    assert journal.rows(rank=0, after=first.sequence) == [third]
-    assert journal.rows(rank=2) == []
+def test_each_rank_has_its_own(folder: Folder) -> None:
+    """Nobody waits for another rank's lock, nor can hurt its rows; whoever looks sees all."""
+    with contextlib.closing(Node(folder)) as node:
+        for rank in (0, 12, 0):
+            node.append(rank, [Sealed(ID, f"{rank}", 2)])
+        node.note_progress(12, [(ID, "a", 5)])
+        found = journals.read(folder.path)
+        assert {rank: each.rows for rank, each in found.items()} == {
+            rank: node[rank].rows() for rank in (0, 12)
+        }
+        assert [each.progress for each in found.values()] == [{}, {(ID, "a"): 5}]
+        assert [len(each.rows) for each in found.values()] == [2, 1]
+        places = {rank: each.place for rank, each in found.items()}
+        node.append(0, [ReceiptStored(ID)])
+        new = journals.read(folder.path, after=places)
+        assert [row.event for row in new[0].rows] == [ReceiptStored(ID)]
+        assert (new[0].is_whole, new[12].is_whole, new[12].rows) == (False, False, [])
+    moved = folder.private / keys.journal_name(0)
+    moved.rename(moved.with_name("elsewhere"))
+    with contextlib.closing(Journal(folder, 0)) as journal:
+        journal.append([Sealed(ID, "anew", 2)])
+        new = journals.read(folder.path, after=places)
+        assert (new[0].is_whole, [row.event for row in new[0].rows]) == (True, [Sealed(ID, "anew", 2)])
 
 
 @pytest.mark.parametrize("body", ["[]", '["x","a","b",1,2,3,4]', '["x",["a"]]', "[1", "1"])
@@ -156,65 +173,84 @@ def test_row_that_is_cut_short_is_refused(folder: Folder, journal: Journal, kind
     """A shard that is left out would never be uploaded."""
     if (kind, body) == ("Verified", "[]"):
         return  # nothing, and whole
-    with contextlib.closing(sqlite3.connect(folder.private / "journal.sqlite")) as connection:
-        connection.execute("INSERT INTO events VALUES (1, 0, 1, 1, 0.0, ?, ?)", (kind, body))
+    with contextlib.closing(sqlite3.connect(folder.private / keys.journal_name(0))) as connection:
+        connection.execute("INSERT INTO events VALUES (1, 1, 1, 0.0, ?, ?)", (kind, body))
         connection.commit()
     with pytest.raises(JournalError, match=kind):
         journal.rows()
 
 
-# As version 0.1.0 wrote it, to the letter.
-VERSION_1 = """
-PRAGMA journal_mode = WAL;
-CREATE TABLE events (
-    sequence INTEGER PRIMARY KEY AUTOINCREMENT,
-    rank INTEGER NOT NULL,
-    generation INTEGER NOT NULL,
-    step INTEGER NOT NULL,
-    written_at REAL NOT NULL,
-    kind TEXT NOT NULL,
-    body TEXT NOT NULL
-);
-CREATE TABLE progress (rank INTEGER PRIMARY KEY, body TEXT NOT NULL);
-CREATE INDEX events_by_checkpoint ON events (rank, generation, step);
-PRAGMA user_version = 1;
-"""
-ROWS_1 = {
-    "Opened": '{"generation":2,"world_size":4,"remote":null,"settings":[],"boot_id":""}',
-    "Enqueued": '{"checkpoint":{"generation":2,"step":300},"name":"ep1-ba300","shard":{"name":"a/b","source":"x/a/b",'
-    '"identity":{"device":1,"inode":1152921504606846976,"size_bytes":3,"mtime_ns":4611686018427387904},'
-    '"is_linked":true}}',
-    "Sealed": '{"checkpoint":{"generation":2,"step":300},"name":"ep1-ba300","world_size":4,'
-    '"metrics":[["loss",0.1],["\\u00e9",-1.0]]}',
-    "MadeDurable": '{"checkpoint":{"generation":2,"step":300},"shards":["a/b","c"],"is_sealed":true}',
-    "Verified": '{"checkpoint":{"generation":2,"step":300},"stored":{"name":"a/b","key":"ckpt/x/a/b","size_bytes":3,'
-    '"checksum":{"algorithm":"crc64nvme","value":"AAAAAAAAAAA="}}}',
-}
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_shared_journal_of_an_earlier_version_is_taken_over(folder: Folder, version: int) -> None:
+    """An upgrade must not lose what was queued, nor do anything twice; whoever looks meanwhile sees all of it."""
+    events = {0: EVENTS, 1: many(5), 7: [Sealed(ID, "x", 8)]}
+    path = old_journals.write(folder.private, version, events)
+    before = path.read_bytes()
+    assert seen(folder) == events
+    assert path.read_bytes() == before, "who only looks changes nothing"
+    for rank in (1, 7, 0):
+        for more in ([], [ReceiptStored(ID)]):  # opened twice
+            with contextlib.closing(Journal(folder, rank)) as journal:
+                assert [row.event for row in journal.rows()] == events[rank]
+                assert journals.read(folder.path)[rank].progress == {(CheckpointId(1, 1), "a"): rank}
+                journal.append(more)
+            events[rank] = [*events[rank], *more]
+            assert seen(folder) == events
+    assert not list(folder.private.glob("journal.sqlite*")), "with the last rank it goes"
 
 
-def test_journal_of_version_1_goes_on(folder: Folder) -> None:
-    """An upgrade must not lose what was queued; a program that only looks must not change the file."""
-    path = folder.private / "journal.sqlite"
-    with contextlib.closing(sqlite3.connect(path)) as connection:
-        connection.executescript(VERSION_1)
-        for kind, body in ROWS_1.items():
-            place = (0, 0) if kind == "Opened" else (2, 300)
-            connection.execute(_INSERT, (3, *place, 5.0, kind, body))
-        connection.commit()
-    expected = [next(event for event in EVENTS if type(event).__name__ == kind) for kind in ROWS_1]
-    with contextlib.closing(Journal.open_readonly(folder.path)) as journal:
-        assert [row.event for row in journal.rows()] == expected
-    with contextlib.closing(sqlite3.connect(path)) as connection:
-        assert connection.execute("PRAGMA user_version").fetchone() == (1,)
-    with contextlib.closing(Journal(folder)) as journal, contextlib.closing(Journal(folder)) as other:
-        more = many(2)
-        journal.append(3, more)
-        other.append(3, [ReceiptStored(ID)])
-        assert [row.event for row in other.rows()] == [*expected, *more, ReceiptStored(ID)]
-        journal.forget(3, Forgotten(ID, 1.0))
-        assert list(journal.local(3).checkpoints) == [CheckpointId(2, 301)]
-    with contextlib.closing(sqlite3.connect(path)) as connection:
-        assert connection.execute("PRAGMA user_version").fetchone() == (FORMAT_VERSION,)
+def test_a_shared_journal_that_others_have_open_stays(folder: Folder) -> None:
+    """A trainer of the earlier version that still runs keeps its rows, and its file."""
+    path = old_journals.write(folder.private, 2, {0: many(2), 1: many(3)})
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
+        assert other.execute("SELECT count(*) FROM events WHERE rank = 1").fetchone() == (5,)
+        with contextlib.closing(Journal(folder, 0)), contextlib.closing(Journal(folder, 1)):
+            assert seen(folder) == {0: many(2), 1: many(3)}
+        other.execute("INSERT INTO events VALUES (NULL, 2, 1, 1, 0.0, 'ReceiptStored', ?)", (RECEIPT,))
+    Journal(folder, 0).close()
+    assert seen(folder)[2] == [ReceiptStored(ID)]
+
+
+@pytest.mark.parametrize("at", range(12))
+def test_a_crash_in_the_middle_of_the_take_over_loses_and_doubles_nothing(folder: Folder, at: int) -> None:
+    """SIGKILL at any statement: the rank's rows are in the one file or in the other, for whoever looks."""
+    events = {0: many(3), 1: many(2)}
+    old_journals.write(folder.private, 2, events)
+    code = """
+        import signal, sqlite3
+        from ckpt_async import database
+        connect, left = sqlite3.connect, int(sys.argv[2])
+        def count(_):
+            global left
+            left -= 1
+            if left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+        def traced(*arguments, **more):
+            connection = connect(*arguments, **more)
+            connection.set_trace_callback(count)
+            return connection
+        database.sqlite3.connect = traced
+        Journal(Folder(sys.argv[1]), 0)
+    """
+    process = python(code, folder.path, 3 * at)
+    process.communicate()
+    assert process.returncode in (0, -signal.SIGKILL)
+    assert seen(folder) == events
+    for rank in (0, 1):
+        Journal(folder, rank).close()
+        assert seen(folder) == events
+    assert not list(folder.private.glob("journal.sqlite*"))
+
+
+RECEIPT = '{"checkpoint":{"generation":2,"step":300}}'
+
+
+def seen(folder: Folder) -> dict[int, list[Event]]:
+    return {
+        rank: [row.event for row in each.rows]
+        for rank, each in journals.read(folder.path).items()
+        if each.rows
+    }
 
 
 def test_append_is_all_or_nothing(journal: Journal) -> None:
@@ -225,16 +261,16 @@ def test_append_is_all_or_nothing(journal: Journal) -> None:
         raise RuntimeError("in the middle")
 
     with pytest.raises(RuntimeError):
-        journal.append(0, events())
+        journal.append(events())
     assert journal.rows() == []
 
 
 def test_no_acknowledged_row_is_lost_by_sigkill(folder: Folder) -> None:
     """The trainer was told that its checkpoint is safe."""
     code = """
-        journal = Journal(Folder(sys.argv[1]))
+        journal = Journal(Folder(sys.argv[1]), 0)
         for step in range(10**6):
-            journal.append(0, [Sealed(CheckpointId(1, step), "x", 1)])
+            journal.append([Sealed(CheckpointId(1, step), "x", 1)])
             os.write(1, b"%d\\n" % step)
     """
     for num_acknowledged in (1, 50, 300):
@@ -245,7 +281,7 @@ def test_no_acknowledged_row_is_lost_by_sigkill(folder: Folder) -> None:
         last = int((seen + process.stdout.read().splitlines())[-1])
         process.stdout.close()
         process.wait()
-        with contextlib.closing(Journal(folder)) as journal:
+        with contextlib.closing(Journal(folder, 0)) as journal:
             steps = {row.event.checkpoint.step for row in journal.rows() if isinstance(row.event, Sealed)}
         assert set(range(last + 1)) <= steps
 
@@ -253,64 +289,59 @@ def test_no_acknowledged_row_is_lost_by_sigkill(folder: Folder) -> None:
 def test_eight_processes_open_and_append_at_once(folder: Folder) -> None:
     """All ranks of a node start in the same moment, on a folder that has no journal yet."""
     code = """
-        rank = int(sys.argv[2])
-        journal = Journal(Folder(sys.argv[1]))
+        journal = Journal(Folder(sys.argv[1]), int(sys.argv[2]))
         for step in range(100):
-            journal.append(rank, [Sealed(CheckpointId(1, step), "x", 8)])
+            journal.append([Sealed(CheckpointId(1, step), "x", 8)])
     """
     processes = [python(code, folder.path, rank) for rank in range(8)]
     for process in processes:
         process.communicate()
     assert [process.returncode for process in processes] == [0] * 8
-    with contextlib.closing(Journal(folder)) as journal:
-        for rank in range(8):
-            steps = [row.event.checkpoint.step for row in journal.rows() if row.rank == rank]  # type: ignore[union-attr]
-            assert list(range(100)) == steps
+    found = journals.read(folder.path)
+    for rank in range(8):
+        steps = [row.event.checkpoint.step for row in found[rank].rows]  # type: ignore[union-attr]
+        assert list(range(100)) == steps
 
 
 def test_forget_keeps_one_mark(journal: Journal) -> None:
     """The journal of a year of training stays as small as that of a day."""
     for step in (1, 3, 2):
         id_ = CheckpointId(1, step)
-        journal.append(0, [Sealed(id_, "x", 1), ReceiptStored(id_)])
-        journal.append(1, [ReceiptStored(id_)])
-        journal.forget(0, Forgotten(id_, float(step)))
-    journal.append(0, [Sealed(CheckpointId(1, 4), "x", 1)])
-    journal.forget(0, Forgotten(CheckpointId(1, 4), None))
-    mine = [row.event for row in journal.rows() if row.rank == 0]
-    assert [Forgotten(CheckpointId(1, 3), 3.0)] == mine
-    assert len(journal.rows()) == 4, "other ranks' rows stay"
-    journal.forget(0, Forgotten(CheckpointId(1, 3), 3.0))
-    assert CheckpointId(1, 3) == journal.local(0).newest_committed
+        journal.append([Sealed(id_, "x", 1), ReceiptStored(id_)])
+        journal.forget(Forgotten(id_, float(step)))
+    journal.append([Sealed(CheckpointId(1, 4), "x", 1)])
+    journal.forget(Forgotten(CheckpointId(1, 4), None))
+    assert [Forgotten(CheckpointId(1, 3), 3.0)] == [row.event for row in journal.rows()]
+    journal.forget(Forgotten(CheckpointId(1, 3), 3.0))
+    assert CheckpointId(1, 3) == journal.local().newest_committed
 
 
 def test_sequence_is_never_used_twice(journal: Journal) -> None:
     """The engine asks for what is new by number: a reused one would be overlooked."""
-    journal.append(0, [ReceiptStored(ID)])
+    journal.append([ReceiptStored(ID)])
     newest = journal.rows()[-1].sequence
-    journal.forget(0, Forgotten(ID, None))
-    journal.append(0, [ReceiptStored(ID)])
+    journal.forget(Forgotten(ID, None))
+    journal.append([ReceiptStored(ID)])
     assert journal.rows()[-1].sequence > newest
 
 
 def test_open_rank_leaves_one_row(journal: Journal) -> None:
     """A run that restarts every minute must not fill its journal."""
     for generation in range(1, 5):
-        journal.open_rank(0, Opened(generation, 2))
-        journal.open_rank(1, Opened(generation, 2))
-    assert [Opened(4, 2)] * 2 == [row.event for row in journal.rows()]
+        journal.open_rank(Opened(generation, 2))
+    assert [Opened(4, 2)] == [row.event for row in journal.rows()]
 
 
 def test_wal_is_moved_into_the_main_file(folder: Folder, journal: Journal) -> None:
     """Automatic checkpoints are off: without `compact` the WAL grows for ever."""
     for _ in range(60):
-        journal.append(0, [Sealed(ID, "x" * 200, 1)] * 1000)
+        journal.append([Sealed(ID, "x" * 200, 1)] * 1000)
     journal.compact()
-    wal = folder.private / "journal.sqlite-wal"
-    journal.append(0, [ReceiptStored(ID)])
+    wal = folder.private / f"{keys.journal_name(0)}-wal"
+    journal.append([ReceiptStored(ID)])
     size = wal.stat().st_size
     for _ in range(20):
-        journal.append(0, [Sealed(ID, "x" * 200, 1)] * 1000)
+        journal.append([Sealed(ID, "x" * 200, 1)] * 1000)
     assert wal.stat().st_size == size
     journal.sync()
 
@@ -335,16 +366,16 @@ def test_full_disk_is_said_and_heals(tmp_path: Path) -> None:
         pytest.skip(f"a small file system cannot be mounted here: {mounted.stderr.strip()}")
     try:
         folder = Folder(mount / "checkpoints")
-        with contextlib.closing(Journal(folder)) as journal:
+        with contextlib.closing(Journal(folder, 0)) as journal:
             ballast = mount / "ballast"
-            journal.append(0, [ReceiptStored(ID)])
+            journal.append([ReceiptStored(ID)])
             fill(ballast)
             before = journal.rows()
 
             def append_until_full() -> None:
                 nonlocal before
                 for step in range(1000):
-                    journal.append(0, [Sealed(CheckpointId(1, step), "x" * 200, 1)] * 20)
+                    journal.append([Sealed(CheckpointId(1, step), "x" * 200, 1)] * 20)
                     before = journal.rows()
 
             with pytest.raises(NoSpaceError) as caught:
@@ -354,8 +385,8 @@ def test_full_disk_is_said_and_heals(tmp_path: Path) -> None:
             with pytest.raises(NoSpaceError):
                 Folder(mount / "checkpoints")
         ballast.unlink()
-        with contextlib.closing(Journal(folder)) as journal:
-            journal.append(0, [Sealed(ID, "after", 1)])
+        with contextlib.closing(Journal(folder, 0)) as journal:
+            journal.append([Sealed(ID, "after", 1)])
             assert [row.event for row in before] + [Sealed(ID, "after", 1)] == [
                 row.event for row in journal.rows()
             ]
@@ -363,37 +394,52 @@ def test_full_disk_is_said_and_heals(tmp_path: Path) -> None:
         subprocess.run(["umount", "-l", mount], check=True)
 
 
-@pytest.mark.parametrize("damage", ["not a database", "torn page"])
-def test_corrupt_file_is_an_error_with_a_way_out(folder: Folder, damage: str) -> None:
-    """The journal is a cache: the message says that it may be moved away."""
-    path = folder.private / "journal.sqlite"
-    with contextlib.closing(Journal(folder)) as journal:
-        journal.append(0, [Sealed(ID, "x" * 200, 1)] * 200)
-    assert not path.with_name("journal.sqlite-wal").exists()
+@pytest.mark.parametrize(
+    "damage", ["not a database", "torn page", "a row that is cut short", "an unknown kind"]
+)
+def test_a_damaged_journal_is_moved_aside_and_begun_anew(
+    folder: Folder, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is a cache: training starts, and the engine fills it from the manifests. Nothing of it is deleted, and who
+    only looks changes nothing.
+    """
+    path = folder.private / keys.journal_name(0)
+    with contextlib.closing(Journal(folder, 0)) as journal:
+        journal.append([Sealed(ID, "x" * 200, 1)] * 200)
+    assert not path.with_name(f"{path.name}-wal").exists()
     content = path.read_bytes()
-    path.write_bytes(b"garbage" * 1000 if damage == "not a database" else content[:4096] + b"\xff" * 20_000)
-    with (
-        pytest.raises(JournalError, match="move the file away"),
-        contextlib.closing(Journal(folder)) as journal,
-    ):
-        journal.rows()
+    match damage:
+        case "not a database":
+            path.write_bytes(b"garbage" * 1000)
+        case "torn page":
+            path.write_bytes(content[:4096] + b"\xff" * 20_000)
+        case _:
+            row = ("Novel", "{}") if damage == "an unknown kind" else ("Enqueued", '["x","a"]')
+            with contextlib.closing(sqlite3.connect(path)) as connection:
+                connection.execute("INSERT INTO events VALUES (999, 1, 1, 0.0, ?, ?)", row)
+                connection.commit()
+    content = path.read_bytes()
+    with pytest.raises(JournalDamagedError, match="moved aside"):
+        journals.read(folder.path)
+    with pytest.raises(JournalDamagedError):
+        Journal(folder, 0, may_replace=False)
+    assert path.read_bytes() == content
+    with contextlib.closing(Journal(folder, 0)) as journal:
+        assert journal.rows() == []
+        journal.append([ReceiptStored(ID)])
+    [aside] = folder.private.glob("*.damaged-*")
+    assert aside.read_bytes() == content
+    assert "journal_damaged" in caplog.text
+    assert str(aside) in caplog.text
+    assert [row.event for row in journals.read(folder.path)[0].rows] == [ReceiptStored(ID)]
 
 
 def test_other_format_is_refused(folder: Folder) -> None:
     """A newer program's journal must not be half understood."""
-    with contextlib.closing(sqlite3.connect(folder.private / "journal.sqlite")) as connection:
+    with contextlib.closing(sqlite3.connect(folder.private / keys.journal_name(0))) as connection:
         connection.execute("PRAGMA user_version = 99")
     with pytest.raises(JournalError, match="format 99"):
-        Journal(folder)
-
-
-def test_row_of_an_unknown_kind_is_refused(folder: Folder, journal: Journal) -> None:
-    """Skipping it could skip a seal."""
-    with contextlib.closing(sqlite3.connect(folder.private / "journal.sqlite")) as connection:
-        connection.execute("INSERT INTO events VALUES (1, 0, 1, 1, 0.0, 'Novel', '{}')")
-        connection.commit()
-    with pytest.raises(JournalError, match="Novel"):
-        journal.rows()
+        Journal(folder, 0)
 
 
 # --- ownership and forks -------------------------------------------------------------------------------------
@@ -444,11 +490,11 @@ def test_forked_child_does_not_keep_a_dead_parent_s_lock(folder: Folder) -> None
 def test_use_in_a_forked_child_raises_and_harms_nothing(folder: Folder) -> None:
     """SQLite across a fork corrupts the database: a clear error instead, and the parent goes on."""
     code = """
-        journal = Journal(Folder(sys.argv[1]))
-        journal.append(0, [ReceiptStored(CheckpointId(1, 1))])
+        journal = Journal(Folder(sys.argv[1]), 0)
+        journal.append([ReceiptStored(CheckpointId(1, 1))])
         child = os.fork()
         if child == 0:
-            for use in (journal.rows, lambda: journal.append(0, [ReceiptStored(CheckpointId(1, 2))])):
+            for use in (journal.rows, lambda: journal.append([ReceiptStored(CheckpointId(1, 2))])):
                 try:
                     use()
                 except Exception as error:
@@ -456,7 +502,7 @@ def test_use_in_a_forked_child_raises_and_harms_nothing(folder: Folder) -> None:
             journal.close()
             os._exit(0)
         os.waitpid(child, 0)
-        journal.append(0, [ReceiptStored(CheckpointId(1, 3))])
+        journal.append([ReceiptStored(CheckpointId(1, 3))])
         os.write(1, b"%d\\n" % len(journal.rows()))
     """
     output, _ = python(code, folder.path).communicate()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_async import status
-from ckpt_async.errors import FailureReason, JournalError, NoJournalError
+from ckpt_async.errors import FailureReason, NoJournalError
 from ckpt_async.files import Folder
 from ckpt_async.journal import Journal, RankLock
 from ckpt_async.model import (
@@ -195,10 +195,10 @@ def test_looking_where_no_journal_is_makes_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_live", [True, False])
 def test_looking_leaves_the_folder_as_it_is(tmp_path: Path, is_live: bool) -> None:
-    journal = Journal(Folder(tmp_path))
-    journal.open_rank(0, Opened(1, 1, REMOTE))
-    journal.append(0, [*enqueued(1, 10), sealed(1)])
-    journal.note_progress(0, [(id_(1), "f0", 5)])
+    journal = Journal(Folder(tmp_path), 0)
+    journal.open_rank(Opened(1, 1, REMOTE))
+    journal.append([*enqueued(1, 10), sealed(1)])
+    journal.note_progress([(id_(1), "f0", 5)])
     if not is_live:
         journal.close()
     before = files(tmp_path)
@@ -208,25 +208,13 @@ def test_looking_leaves_the_folder_as_it_is(tmp_path: Path, is_live: bool) -> No
     journal.close()
 
 
-def test_a_journal_opened_to_look_at_cannot_be_written(tmp_path: Path) -> None:
-    writer = Journal(Folder(tmp_path))
-    writer.append(0, [sealed(1)])
-    reader = Journal.open_readonly(tmp_path)
-    with pytest.raises(JournalError, match="readonly"):
-        reader.append(0, [sealed(2)])
-    writer.append(0, [sealed(3)])
-    assert len(reader.rows()) == 2
-    reader.close()
-    writer.close()
-
-
 def test_the_journal_of_a_killed_trainer_is_read_with_its_last_row(tmp_path: Path) -> None:
     """Its rows are still in the WAL: reading the main file alone would show none of them."""
     code = (
         "import os, signal, sys\n"
         "from ckpt_async.files import Folder\nfrom ckpt_async.journal import Journal\n"
         "from ckpt_async.model import CheckpointId, Sealed\n"
-        "Journal(Folder(sys.argv[1])).append(0, [Sealed(CheckpointId(1, 7), 'step-7', 1)])\n"
+        "Journal(Folder(sys.argv[1]), 0).append([Sealed(CheckpointId(1, 7), 'step-7', 1)])\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=60)
@@ -240,10 +228,10 @@ def test_what_the_journal_says_of_the_remote_comes_back(tmp_path: Path) -> None:
         "r2://bucket/run", "https://r2:9", "auto", "path", {"SSEKMSKeyId": "k", "Metadata": {"a": "b"}}
     )
     opened = Opened(2, 4, address, (("num_checkpoints_to_keep", 3), ("latest_filename", "")))
-    journal = Journal(Folder(tmp_path))
-    journal.open_rank(0, Opened(1, 4, REMOTE))
-    journal.open_rank(0, opened)
-    assert (journal.local(0).opened, journal.local(0).remote) == (opened, address)
+    journal = Journal(Folder(tmp_path), 0)
+    journal.open_rank(Opened(1, 4, REMOTE))
+    journal.open_rank(opened)
+    assert (journal.local().opened, journal.local().remote) == (opened, address)
     journal.close()
 
 
@@ -253,12 +241,12 @@ def test_the_newest_start_says_where_it_goes() -> None:
 
 
 def test_a_journal_of_an_older_version_names_no_remote(tmp_path: Path) -> None:
-    journal = Journal(Folder(tmp_path))
+    journal = Journal(Folder(tmp_path), 0)
     journal._connection.execute(
-        "INSERT INTO events (rank, generation, step, written_at, kind, body)"
-        """ VALUES (0, 0, 0, 1.0, 'Opened', '{"generation":1,"world_size":1}')"""
+        "INSERT INTO events (generation, step, written_at, kind, body)"
+        """ VALUES (0, 0, 1.0, 'Opened', '{"generation":1,"world_size":1}')"""
     )
-    assert journal.local(0).opened == Opened(1, 1)
+    assert journal.local().opened == Opened(1, 1)
     journal.close()
 
 

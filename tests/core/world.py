@@ -379,16 +379,16 @@ class Journal:
             rows.append(JournalRow(self.sequence, self.rank, self.world.now, event))
         self.states.append(tuple(rows))
 
-    def append(self, rank: int, events: Iterable[Event]) -> None:
+    def append(self, events: Iterable[Event]) -> None:
         events = list(events)
         for event in events:
-            self.world.on_event(rank, event)
+            self.world.on_event(self.rank, event)
         self._change(lambda _: True, events)
 
-    def open_rank(self, rank: int, event: Opened) -> None:
+    def open_rank(self, event: Opened) -> None:
         self._change(lambda row: not isinstance(row.event, Opened), [event])
 
-    def forget(self, rank: int, event: Forgotten) -> None:
+    def forget(self, event: Forgotten) -> None:
         marks = [row.event.checkpoint for row in self.states[-1] if isinstance(row.event, Forgotten)]
         is_mark = event.committed_at is not None and all(event.checkpoint > each for each in marks)
 
@@ -399,8 +399,7 @@ class Journal:
 
         self._change(keep, [event] if is_mark else [])
 
-    def rows(self, *, after: int = 0, rank: int | None = None) -> list[JournalRow]:
-        assert rank in {None, self.rank}
+    def rows(self, *, after: int = 0) -> list[JournalRow]:
         return [row for row in self.states[-1] if row.sequence > after]
 
     def sync(self) -> None:
@@ -542,7 +541,7 @@ class World:
         for host in hosts:
             self.stop(host)
             host.generation, host.next_step = generation, first_step
-            host.journal.open_rank(host.rank, Opened(generation, len(hosts)))
+            host.journal.open_rank(Opened(generation, len(hosts)))
             self.start_engine(host, is_trainer=True)
         return generation
 
@@ -591,9 +590,9 @@ class World:
             truth.shards[shard] = content
             events.append(Enqueued(id_, full_name, Shard(shard, source, inode.identity, is_linked=True)))
         if events:
-            host.journal.append(host.rank, events)
+            host.journal.append(events)
         if is_sealed:
-            host.journal.append(host.rank, [Sealed(id_, full_name, self.world_sizes[host.generation])])
+            host.journal.append([Sealed(id_, full_name, self.world_sizes[host.generation])])
             truth.is_sealed = True
             host.next_step += 1
 

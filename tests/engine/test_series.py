@@ -305,10 +305,10 @@ def test_a_checkpoint_of_many_small_shards(opened: Open, series: list[list[str]]
     store, appends = Meddled(), []
     append = Journal.append
 
-    def noting(journal: Journal, rank: int, events: Any) -> None:
+    def noting(journal: Journal, events: Any) -> None:
         events = list(events)
         appends.append(sum(isinstance(each, Verified) for each in events))
-        append(journal, rank, events)
+        append(journal, events)
 
     with pytest.MonkeyPatch.context() as patch, opened(store) as uploader:
         patch.setattr(Journal, "append", noting)
@@ -474,11 +474,11 @@ def test_a_journal_that_is_full_loses_nothing(opened: Open, monkeypatch: pytest.
     """What could not be recorded is sent again, later."""
     append, is_full = Journal.append, threading.Event()
 
-    def refusing(journal: Journal, rank: int, events: Any) -> None:
+    def refusing(journal: Journal, events: Any) -> None:
         events = list(events)
         if is_full.is_set() and any(isinstance(each, Verified) for each in events):
             raise JournalError("by the test")
-        append(journal, rank, events)
+        append(journal, events)
 
     monkeypatch.setattr(Journal, "append", refusing)
     monkeypatch.setattr(Metrics, "engine_restarted", lambda _: restarts.append(1))

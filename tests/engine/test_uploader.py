@@ -5,13 +5,12 @@ import logging
 import os
 import pickle
 import shutil
-import sqlite3
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
-from dataclasses import asdict, replace
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from ckpt_async import (
     FencedError,
     Uploader,
     UploadFailedError,
+    journals,
     keys,
     transfer,
 )
@@ -41,6 +41,7 @@ from ckpt_async.errors import (
 from ckpt_async.journal import Journal
 from ckpt_async.model import CheckpointId, Enqueued, Event
 from ckpt_async.stores.memory import CAPABILITIES, MemoryBucket
+from tests import old_journals
 from tests.engine.stores import Faulty, Meddled, Slow, trouble
 
 QUICK = {
@@ -661,8 +662,8 @@ def test_local_retention_remembers_what_an_earlier_start_kept_for_good(opened: O
         assert {path.stem[-1] for path in kept.iterdir()} == {"1", "3"}, "nothing of 2 is there any more"
     with opened(store, num_checkpoints_to_keep=2) as uploader:
         assert list(kept.iterdir()) == []
-        with closing(Journal.open_readonly(folder)) as journal:
-            assert journal.local(0).checkpoints[CheckpointId(1, 1)].sealed_at == saved_at
+        local = journals.read(folder)[0].local()
+        assert local.checkpoints[CheckpointId(1, 1)].sealed_at == saved_at
         _commit(uploader, 5)
         wait_until(lambda: _steps(folder) == {1, 4, 5}, uploader)
     assert sorted(path.name for path in (folder / "step-1").iterdir()) == ["a.pt"]
@@ -766,7 +767,7 @@ def test_a_journal_deleted_between_two_starts_is_rebuilt_and_nothing_is_sent_twi
         wait_until(lambda: len(store.keys("ckpt/")) == (1 if cut.startswith("ckpt") else 2), uploader)
         wait_until(lambda: _is_durable(uploader), uploader)
         uploader.close(timeout_s=0)
-    for path in (folder / ".ckpt_async").glob("journal.sqlite*"):
+    for path in (folder / ".ckpt_async").glob("journal-*"):
         path.unlink()
     again = Meddled(store.bucket)
     with opened(again) as uploader:
@@ -787,7 +788,7 @@ def test_an_upgrade_in_the_middle_of_an_upload_loses_nothing(opened: Open) -> No
         wait_until(lambda: len(store.keys("ckpt/")) == 1, uploader)
         wait_until(lambda: _num_verified(uploader) == 1, uploader)
         uploader.close(timeout_s=0)
-    _write_as_version_1(folder / ".ckpt_async/journal.sqlite")
+    _write_as_version_1(folder / ".ckpt_async")
     for manifest in (folder / ".ckpt_async/spool").glob("*/*.json"):
         manifest.unlink()
     again = Meddled(store.bucket)
@@ -804,21 +805,12 @@ def _num_verified(uploader: Uploader) -> int:
     )
 
 
-def _write_as_version_1(path: Path) -> None:
-    """What version 0.1.0 would have left: a row and a JSON object for every event."""
-    with closing(Journal.open_readonly(path.parent.parent)) as journal:
-        rows = journal.rows()
-    with closing(sqlite3.connect(path)) as connection:
-        connection.execute("DELETE FROM events")
-        for row in rows:
-            body = json.dumps(asdict(row.event), default=lambda each: each.value)
-            id_ = getattr(row.event, "checkpoint", CheckpointId(0, 0))
-            kind = type(row.event).__name__
-            values = (row.rank, id_.generation, id_.step, row.written_at, kind, body)
-            connection.execute("INSERT INTO events VALUES (NULL, ?, ?, ?, ?, ?, ?)", values)
-        connection.execute("CREATE INDEX events_by_checkpoint ON events (rank, generation, step)")
-        connection.execute("PRAGMA user_version = 1")
-        connection.commit()
+def _write_as_version_1(private: Path) -> None:
+    """What version 0.1.0 would have left: one journal for all ranks, a row and a JSON object for every event."""
+    events = [row.event for row in journals.read(private.parent)[0].rows]
+    for each in private.glob("journal-*"):
+        each.unlink()
+    old_journals.write(private, 1, {0: events})
 
 
 @pytest.mark.parametrize("is_first", [True, False])
@@ -835,10 +827,10 @@ def test_what_the_journal_refuses_leaves_no_link(
             uploader.enqueue(step / "a", step=1)
         append = Journal.append
 
-        def full(self: Journal, rank: int, events: list[Event]) -> None:
+        def full(self: Journal, events: list[Event]) -> None:
             if any(isinstance(each, Enqueued) for each in events):
                 raise JournalError("the disk is full")
-            append(self, rank, events)
+            append(self, events)
 
         monkeypatch.setattr(Journal, "append", full)
         with pytest.raises(JournalError):

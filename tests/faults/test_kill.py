@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_async import keys
+from ckpt_async import journals, keys
 from ckpt_async.errors import NoJournalError
-from ckpt_async.journal import Journal
 from ckpt_async.model import CheckpointId
 from tests.faults.oracle import Oracle, heard
 from tests.faults.processes import Nursery, Trainer
@@ -77,19 +76,16 @@ class Run:
 
     def keys_in_journal(self) -> set[str]:
         try:
-            journal = Journal.open_readonly(self.folder)
+            readings = journals.read(self.folder)
         except NoJournalError:  # killed before they had made one
             return set()
-        try:
-            return {
-                each.stored.key
-                for rank in range(WORLD_SIZE)
-                for checkpoint in journal.local(rank).checkpoints.values()
-                for each in checkpoint.shards.values()
-                if each.stored is not None
-            }
-        finally:
-            journal.close()
+        return {
+            each.stored.key
+            for reading in readings.values()
+            for checkpoint in reading.local().checkpoints.values()
+            for each in checkpoint.shards.values()
+            if each.stored is not None
+        }
 
     def stored(self) -> dict[str, object]:
         """Every object under `ckpt/`: of a file, what changes when it is written again."""

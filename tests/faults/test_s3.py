@@ -16,10 +16,9 @@ from typing import Any
 import pytest
 from prometheus_client import generate_latest
 
-from ckpt_async import CheckpointAbortedError, StoreError, StoreOptions, Uploader, requests
+from ckpt_async import CheckpointAbortedError, StoreError, StoreOptions, Uploader, journals, requests
 from ckpt_async.demo.seaweed import SeaweedServer
 from ckpt_async.errors import FailureReason
-from ckpt_async.journal import Journal
 from ckpt_async.model import CheckpointId
 from tests.faults.oracle import Oracle
 from tests.faults.processes import ROOT, SOAK, Nursery
@@ -356,9 +355,7 @@ def test_what_is_wrong_from_the_start_is_told_at_once(
     assert time.monotonic() - started < 20
     assert caught.value.reason is wanted
     assert caught.value.hint or "127.0.0.1" in str(caught.value)
-    journal = Journal.open_readonly(tmp_path / "folder")
-    assert not journal.rows()
-    journal.close()
+    assert not journals.read(tmp_path / "folder")[0].rows
 
 
 def test_credentials_that_expire_in_the_middle_are_waited_for(

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_async import keys
-from ckpt_async.journal import Journal
+from ckpt_async import journals, keys
 from ckpt_async.model import CheckpointId
 from tests.faults import shim
 from tests.faults.oracle import Oracle, heard, verified
@@ -117,14 +116,13 @@ class Place:
         assert result.findings == []
         assert result.num_committed == min(NUM_KEPT, len(self.oracle.committed))
         assert [each.name for each in (self.store / keys.PRIVATE / "tmp").iterdir()] == ["lock"]
-        journal = Journal.open_readonly(self.folder)
-        known = journal.local(0).checkpoints
-        journal.close()
+        known = journals.read(self.folder)[0].local().checkpoints
         assert all(each.decision is not None for each in known.values())
         manifests = {self.folder / keys.PRIVATE / keys.spool_manifest(id_, 0) for id_ in known}
         private = {each for each in (self.folder / keys.PRIVATE).rglob("*") if not each.is_dir()}
         names = {each.name for each in private - manifests}
-        assert names <= {"journal.sqlite", "journal.sqlite-wal", "journal.sqlite-shm", "rank-00000.lock"}
+        journal = keys.journal_name(0)
+        assert names <= {journal, f"{journal}-wal", f"{journal}-shm", keys.lock_name(0)}
         own = {each.name for each in self.folder.iterdir()} - {f"step-{step}" for step in range(9)}
         assert own <= {keys.PRIVATE, "latest", "writing-0"}
 

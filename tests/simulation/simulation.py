@@ -76,17 +76,17 @@ class SimulatedJournal(Journal):
 
     world: "Simulation"
 
-    def _open(self, folder: Path, clock: Callable[[], float], connect: Any) -> None:
+    def __init__(self, folder: Folder, rank: int) -> None:
         self._process = process = current()
-        super()._open(folder, lambda: self.world.clock_of(process), connect)
+        super().__init__(folder, rank, clock=lambda: self.world.clock_of(process))
         process.hold(self.close)
 
-    def append(self, rank: int, events: Iterable[Event]) -> None:
+    def append(self, events: Iterable[Event]) -> None:
         self._process.check_alive()
         events = list(events)
         for event in events:
-            self.world.on_event(rank, event)
-        super().append(rank, events)
+            self.world.on_event(self.rank, event)
+        super().append(events)
 
 
 class SimulatedFolder(Folder):
@@ -185,7 +185,6 @@ class Simulation(World):
                 (drain, name, each)
                 for name, each in zip(("Journal", "Folder", "RankLock"), replaced, strict=True)
             ),
-            (sweeper, "Journal", SimulatedJournal),
             *((module, "time", clock) for module in (drain, sweeper, requests)),
             *((module, "open_store", lambda *_: self.store_of(current())) for module in (drain, sweeper)),
             (drain, "LOCK_WAIT_S", 0.0),
@@ -310,12 +309,12 @@ class Simulation(World):
         """As `Uploader` and the thread it owns."""
         process, settings = current(), self.settings
         folder = SimulatedFolder(node.path)
-        journal = SimulatedJournal(folder)
         lock = SimulatedLock(folder, rank)
         process.hold(lock.release)
         try:
             await lock.wait()
-            local = journal.local(rank)
+            journal = SimulatedJournal(folder, rank)
+            local = journal.local()
             store = self.store_of(process)
             clients = Requests(settings, NullObserver(), URL)
             now = self.clock_of(process)
@@ -324,7 +323,7 @@ class Simulation(World):
             )
             self.world_sizes[generation] = world_size
             inherited = tuple((name, getattr(settings, name)) for name in INHERITED)
-            journal.open_rank(rank, Opened(generation, world_size, RemoteAddress(URL), inherited, boot_id()))
+            journal.open_rank(Opened(generation, world_size, RemoteAddress(URL), inherited, boot_id()))
             made = Engine(
                 rank=rank,
                 folder=folder,
@@ -346,9 +345,9 @@ class Simulation(World):
             self.counts["fenced"] += made.fenced_by is not None
             made.stop()
             await running
+            journal.close()
         finally:
             lock.release()
-            journal.close()
 
     async def _save(
         self, folder: Folder, journal: Journal, made: Engine, id_: CheckpointId, rank: int, world_size: int
@@ -369,7 +368,7 @@ class Simulation(World):
             [(identity, is_linked)] = folder.link([(relative, shard)], keys.spool_checkpoint(id_, rank))
             await asyncio.sleep(0)
             truth.shards[shard] = content
-            journal.append(rank, [Enqueued(id_, name, Shard(shard, relative, identity, is_linked))])
+            journal.append([Enqueued(id_, name, Shard(shard, relative, identity, is_linked))])
             made.wake()
             await asyncio.sleep(0)
             self._misuse(source, truth)
@@ -377,7 +376,7 @@ class Simulation(World):
             return  # training ends here, or forgets about it
         await asyncio.sleep(rng.choice([0.0, 3.0]))
         truth.is_sealed = True
-        journal.append(rank, [Sealed(id_, name, world_size)])
+        journal.append([Sealed(id_, name, world_size)])
         made.wake()
         if rng.random() < 0.1:
             self._supersede(journal, made, rank)
@@ -397,7 +396,7 @@ class Simulation(World):
         for id_ in decide.supersedable(made.fresh_local(), KeepLast(1))[:1]:
             self.superseded.add((id_, rank))
             self.truths[id_, rank].is_promised = False
-            journal.append(rank, [Superseded(id_, "uploads fell behind")])
+            journal.append([Superseded(id_, "uploads fell behind")])
             made.wake()
             self.counts["superseded"] += 1
 
@@ -508,7 +507,7 @@ class Simulation(World):
     def _lose_journal(self, node: Node) -> None:
         """What had been made durable is in the manifests too (R10)."""
         self.counts["journal lost"] += 1
-        for each in node.path.glob(f"{keys.PRIVATE}/journal.sqlite*"):
+        for each in node.path.glob(f"{keys.PRIVATE}/journal-*"):
             each.unlink()
         for truth in self.truths.values():
             truth.is_promised = truth.is_promised and truth.is_acknowledged

@@ -286,9 +286,9 @@ def test_a_journal_that_cannot_be_read_stops_no_other_folder(
 ) -> None:
     trainers.die(folder / "a", f"{remote}-a", 1)
     trainers.die(folder / "b", f"{remote}-b", 1)
-    for left in (folder / "a/.ckpt_async").glob("journal.sqlite*"):
+    for left in (folder / "a/.ckpt_async").glob("journal-*"):
         left.unlink()
-    (folder / "a/.ckpt_async/journal.sqlite").write_bytes(b"no database" * 1000)
+    (folder / "a/.ckpt_async" / keys.journal_name(0)).write_bytes(b"no database" * 1000)
     code, told = call("sweep", folder / "a", folder / "b")
     assert (code, told["is_clean"]) == (1, False)
     assert told["folders"][0]["error"]

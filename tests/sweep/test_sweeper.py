@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from ckpt_async import Uploader, keys
+from ckpt_async import Uploader, journals, keys
 from ckpt_async.demo.seaweed import SeaweedServer
 from ckpt_async.drain import RankReport, drain
 from ckpt_async.engine import Engine
 from ckpt_async.errors import InvalidNameError
 from ckpt_async.files import Folder
-from ckpt_async.journal import Journal, RankLock
+from ckpt_async.journal import RankLock
 from ckpt_async.observe import NullObserver
 from ckpt_async.records import decode_latest
 from ckpt_async.requests import Requests
@@ -117,9 +117,8 @@ def tree(root: Path) -> dict[str, bytes]:
 
 def is_finished(folder: Path, rank: int = 0) -> bool:
     """Nothing is undecided, and the spool holds no link (but the manifest of the newest, which stays known)."""
-    journal = Journal.open_readonly(folder)
-    undecided = [each for each in journal.local(rank).checkpoints.values() if each.decision is None]
-    journal.close()
+    local = journals.read(folder)[rank].local()
+    undecided = [each for each in local.checkpoints.values() if each.decision is None]
     links = (folder / ".ckpt_async" / "spool").glob("rank-*/*/**/*")
     return not undecided and not [each for each in links if each.is_file()]
 

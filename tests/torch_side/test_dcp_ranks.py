@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from ckpt_async import restore
+from ckpt_async import journals, restore
 from ckpt_async.demo.seaweed import SeaweedServer
-from ckpt_async.journal import Journal
-from ckpt_async.model import CheckpointId, Local, LocalCheckpoint, fold
+from ckpt_async.model import CheckpointId, LocalCheckpoint
 from tests.restore.runs import Run, shard_key
 from tests.torch_side.dcp_ranks import Crew, digests_of
 
@@ -51,11 +50,8 @@ def begin(
 
 def enqueued(folder: Path, rank: int, step: int) -> LocalCheckpoint | None:
     """What a rank's journal has of a step."""
-    journal = Journal.open_readonly(folder)
-    try:
-        return fold(journal.rows(), Local(rank)).checkpoints.get(CheckpointId(1, step))
-    finally:
-        journal.close()
+    found = journals.read(folder).get(rank)
+    return found.local().checkpoints.get(CheckpointId(1, step)) if found is not None else None
 
 
 def is_sealed(folder: Path, rank: int, step: int) -> bool:

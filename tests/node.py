@@ -1,0 +1,38 @@
+"""The journals of several ranks of one folder, for tests that look at all of them."""
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ckpt_async.files import Folder
+from ckpt_async.journal import Journal
+from ckpt_async.model import Event, Forgotten, Opened
+
+
+class Node:
+    """Each is opened when it is written first."""
+
+    def __init__(self, folder: Folder, clock: Callable[[], float] = time.time) -> None:
+        self._folder, self._clock = folder, clock
+        self._journals: dict[int, Journal] = {}
+
+    def __getitem__(self, rank: int) -> Journal:
+        if rank not in self._journals:
+            self._journals[rank] = Journal(self._folder, rank, clock=self._clock)
+        return self._journals[rank]
+
+    def append(self, rank: int, events: Iterable[Event]) -> None:
+        self[rank].append(events)
+
+    def open_rank(self, rank: int, event: Opened) -> None:
+        self[rank].open_rank(event)
+
+    def forget(self, rank: int, event: Forgotten) -> None:
+        self[rank].forget(event)
+
+    def note_progress(self, rank: int, sent: Any) -> None:
+        self[rank].note_progress(sent)
+
+    def close(self) -> None:
+        for each in self._journals.values():
+            each.close()
