@@ -35,13 +35,15 @@ async def agree(
     launch_key: str,
     explicit: int | None,
     now: float,
+    member: str | None = None,
 ) -> int:
     """Join or claim this start's generation and return it. A handful of small requests.
 
     `explicit` is a generation that all ranks were given (say, by one broadcast at start); it must be new for
-    this rank. Raises FencedError if a newer one exists, SettingsError if it was used before.
+    this rank. `member` names the trainer, also where another process goes on for it. Raises FencedError if a newer one
+    exists, SettingsError if it was used before.
     """
-    nonce = uuid.uuid4().hex
+    nonce = member or uuid.uuid4().hex
 
     def proposal(number: int) -> bytes:
         return records.encode_generation(

@@ -520,6 +520,81 @@ def test_one_that_hangs_is_ended_by_force(tmp_path: Path, monkeypatch: pytest.Mo
     assert is_free(folder)
 
 
+def test_a_nodes_process_that_hangs_is_ended_by_force_and_the_other_ranks_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its locks kept the next start out until somebody killed it."""
+    monkeypatch.setattr(process_module, "STOP_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(process_module, "PING_TIMEOUT_S", 0.2)
+    folder, remote = tmp_path / "folder", f"file://{tmp_path}/store"
+    shared = PROCESS | {"node_shared": True, "world_size": 2, "generation": 1}
+    with Uploader(folder, remote, rank=1, **shared) as other:
+        with Uploader(folder, remote, rank=0, **shared) as uploader:
+            (runner,) = wait_until(lambda: runners(folder))
+            os.kill(runner, signal.SIGSTOP)
+            save(uploader, 1)
+            uploader.close(timeout_s=0.1)
+        assert "runner_hangs" in caplog.text
+        wait_until(lambda: runner not in runners(folder))
+        with Uploader(folder, remote, rank=0, **shared | {"generation": 2}) as again:
+            assert wait_until(lambda: runners(folder)) != [runner]
+            save(other, 1)
+            other.wait(1, timeout_s=PATIENCE_S)
+            assert again.wait_for_predecessor(PATIENCE_S)
+    assert {each.step for each in Oracle(remote, 2).look()} == {1}
+
+
+def test_a_rank_that_hangs_in_a_nodes_process_does_not_end_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(process_module, "STOP_TIMEOUT_S", 0.0)  # as if it had not heard
+    folder, remote = tmp_path / "folder", f"file://{tmp_path}/store"
+    shared = PROCESS | {"node_shared": True, "world_size": 2, "generation": 1}
+    with Uploader(folder, remote, rank=1, **shared):
+        before = wait_until(lambda: runners(folder))
+        Uploader(folder, remote, rank=0, **shared).close()
+        assert runners(folder) == before
+    assert "runner_hangs" not in caplog.text
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_one_that_is_killed_while_it_starts_is_started_again(
+    tmp_path: Path, proxy: FaultProxy, s3_url: str, is_shared: bool
+) -> None:
+    """Memory runs out when training starts; and its place in the generation stays this trainer's."""
+    folder, remote = tmp_path / "folder", f"{s3_url}/run"
+    proxy.add(Fault("hold", "GET", "generations"))
+    with ThreadPoolExecutor(1) as threads:
+        opening = threads.submit(Uploader, folder, remote, node_shared=is_shared, **PROCESS)
+        try:
+            proxy.wait_for(lambda: proxy.num_under_way > 0)
+            (runner,) = wait_until(lambda: runners(folder))
+            os.kill(runner, signal.SIGKILL)
+        finally:
+            proxy.heal()
+        with opening.result(PATIENCE_S) as uploader:
+            assert uploader.generation == 1
+            save(uploader, 1)
+            uploader.wait(1, timeout_s=PATIENCE_S)
+
+
+def test_one_that_is_always_killed_while_it_starts_is_told_of(
+    tmp_path: Path, proxy: FaultProxy, s3_url: str
+) -> None:
+    folder = tmp_path / "folder"
+    proxy.add(Fault("hold", "PUT"))
+    with ThreadPoolExecutor(1) as threads:
+        opening = threads.submit(Uploader, folder, f"{s3_url}/run", **PROCESS)
+        while not opening.done():
+            for each in runners(folder):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(each, signal.SIGKILL)
+            time.sleep(0.01)
+        with pytest.raises(RunnerError, match="ended before it"):
+            opening.result()
+    assert is_free(folder)
+
+
 def test_sigterm_to_the_trainer_flushes(nursery: Nursery, tmp_path: Path) -> None:
     """With the handler of `sigterm_flush_s`; the launcher signals every process of the allocation."""
     folder, remote = tmp_path / "folder", f"file://{tmp_path}/store"

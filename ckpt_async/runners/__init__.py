@@ -4,9 +4,10 @@ are in `host`; `thread` and `process` only differ in who calls it.
 
 from __future__ import annotations
 
+import uuid
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from ckpt_async.failures import Failure
@@ -30,6 +31,10 @@ class Start:
     settings: Settings
     launch_key: str
     explicit_generation: int | None = None
+    member: str = field(
+        default_factory=lambda: uuid.uuid4().hex
+    )  # by which a rank's place is known as its own
+    is_again: bool = False  # whether a process that died on the way may have agreed on the generation
     # Set when it follows an engine that died: this start's generation, which was agreed by that one.
     generation: int | None = None
 

@@ -263,6 +263,8 @@ class _Rank:
                 self._told.set_result(
                     (start, RankLock.inherit(Folder(start.folder), start.rank, descriptors[0]))
                 )
+            case ["ping"]:
+                self._send("here", os.getpid())
             case ["wake", int(number)] if engine is not None:
                 self._wakes.append((number, engine.wake()))
             case ["hurry", bool(is_hurried)] if engine is not None:

@@ -153,8 +153,9 @@ class Host:
             launch_key=start.launch_key,
             explicit=start.explicit_generation,
             now=time.time(),
+            member=start.member,
         )
-        if generation <= local.generation:
+        if generation < local.generation + (not start.is_again):
             raise JournalError(
                 f"the journal of {start.folder!r} knows generation {local.generation} of {start.address.url!r}, the"
                 f" store only {generation - 1}: the remote was wiped",

@@ -41,8 +41,11 @@ logger = logging.getLogger(__name__)
 SPAWN_TIMEOUT_S = 120.0
 # Between a death and the next start, doubled while it does not get as far as working.
 RESTART_S, RESTART_MAX_S = 0.2, 30.0
-# After `stop` it only cancels and closes.
-STOP_TIMEOUT_S = 20.0
+# After `stop` it only cancels and closes. One that serves other ranks too is asked whether it still does.
+STOP_TIMEOUT_S = 5.0
+PING_TIMEOUT_S = 2.0
+# Of processes that die before they work: an out-of-memory kill may strike again.
+MAX_STARTS = 3
 # Of a node's process that was just ending when we met it.
 MAX_MEETINGS = 5
 MEET_PAUSE_S = 0.02
@@ -58,6 +61,10 @@ sys.path[:] = sys.argv[3:]
 from ckpt_async.runners.child import main
 main(int(sys.argv[1]), is_node=sys.argv[2] == "node")
 """
+
+
+class RunnerDiedError(RunnerError):
+    """It was killed, and may get further next time."""
 
 
 class ProcessRunner:
@@ -82,6 +89,7 @@ class ProcessRunner:
         self._is_ended = threading.Event()
         self._channel: Channel | None = None
         self._group: int | None = None  # process group of one that is ours alone
+        self._pidfd: int | None = None  # of one that the node shares
         self._thread = threading.Thread(
             target=self._run, name=f"ckpt-async-rank-{start.rank}-runner", daemon=True
         )
@@ -113,12 +121,35 @@ class ProcessRunner:
             logger.error(
                 "runner_stuck rank=%d; it is ended by force, the journal has what is left", self._start.rank
             )
-            if self._group is not None:  # it has our socket open: the group exists
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(self._group, signal.SIGKILL)
-            elif self._channel is not None:
-                self._channel.shut()
+            self._end_by_force()
             self._thread.join()
+
+    def _end_by_force(self) -> None:
+        """It keeps locks, which would keep the next start out. One that other ranks share goes on if it answers."""
+        self._kill()  # if it is ours alone; it has our socket open: the group exists
+        if self._pidfd is not None and not self._answers():
+            logger.error("runner_hangs: the node's runner process is killed; its other ranks start it again")
+            with contextlib.suppress(OSError):  # it has ended
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        if self._group is None and self._channel is not None:
+            self._channel.shut()
+
+    def _answers(self) -> bool:
+        """Whether the node's process answers somebody new."""
+        meeting = Meeting(self._folder.private)
+        channel = None
+        try:
+            if (channel := meeting.connect()) is None:
+                return False
+            channel.socket.settimeout(PING_TIMEOUT_S)
+            channel.send("ping")
+            return channel.receive() is not None
+        except OSError:
+            return False
+        finally:
+            meeting.close()
+            if channel is not None:
+                channel.close()
 
     def _tell(self, *message: Any) -> None:
         channel = self._channel
@@ -129,14 +160,16 @@ class ProcessRunner:
     # --- the thread that follows it ----------------------------------------------------------------------------
 
     def _run(self) -> None:
-        start, pause_s = self._start, RESTART_S
+        start, pause_s, num_starts = self._start, RESTART_S, 0
         try:
             while True:
                 has_worked = False
+                num_starts += 1
                 try:
                     has_worked = self._follow(start)
                 except (CkptAsyncError, OSError) as error:
-                    if not self._started.done():
+                    may_start = isinstance(error, RunnerDiedError) and num_starts < MAX_STARTS
+                    if not (self._started.done() or may_start):
                         raise
                     logger.error("runner_failed rank=%d error=%s", start.rank, error)  # noqa: TRY400  no bug of ours
                 if self._is_ended.is_set() or self.death is not None:
@@ -146,7 +179,8 @@ class ProcessRunner:
                 self._observer.engine_restarted()
                 if self._is_ended.wait(pause_s):
                     return
-                start = replace(start, generation=self._started.result())
+                generation = self._started.result() if self._started.done() else None
+                start = replace(start, generation=generation, is_again=True)
         except BaseException as error:  # noqa: BLE001  handed to the trainer, at start or at its next call
             if not self._started.done():
                 self._started.set_exception(error)
@@ -184,11 +218,14 @@ class ProcessRunner:
             if refusal is not None:
                 raise refusal
             if not has_worked and not self._is_ended.is_set():
-                raise RunnerError(f"the runner process ended before it had started: {self._log_tail()}")
+                raise RunnerDiedError(f"the runner process ended before it had started: {self._log_tail()}")
             return has_worked
         finally:
             self._view.detach()
             channel.close()
+            if self._pidfd is not None:
+                os.close(self._pidfd)
+                self._pidfd = None
 
     # --- starting it -------------------------------------------------------------------------------------------
 
@@ -204,8 +241,9 @@ class ProcessRunner:
                 level = logging.getLogger("ckpt_async").getEffectiveLevel()
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                     channel.send("start", start, level, descriptors=(self._lock.descriptor,))
-                    if channel.receive() is not None:  # "here"
+                    if (message := channel.receive()) is not None:
                         channel.socket.settimeout(None)
+                        self._note_shared(message)
                         return channel
             except TimeoutError:
                 self._kill()
@@ -218,7 +256,20 @@ class ProcessRunner:
             channel.close()
             if not start.settings.node_shared:
                 break
-        raise RunnerError(f"the runner process ended before it was ready: {self._log_tail()}")
+        what, tail = "the runner process ended before it was ready", self._log_tail()
+        if not tail:  # killed, then: Python says why it ends
+            raise RunnerDiedError(f"{what}, without a word")
+        raise RunnerError(f"{what}: {tail}")
+
+    def _note_shared(self, message: list[Any]) -> None:
+        match message:
+            case ["here", int(pid)] if self._start.settings.node_shared:
+                with contextlib.suppress(
+                    OSError
+                ):  # it has just died, or an old kernel: then nobody can be killed
+                    self._pidfd = os.pidfd_open(pid)
+            case _:
+                pass
 
     def _spawn_own(self) -> Channel:
         ours, theirs = Channel.pair()

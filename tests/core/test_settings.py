@@ -114,7 +114,7 @@ def test_misspelt_variable_is_refused_and_those_of_others_are_not() -> None:
 )
 def test_broken_file_is_refused(toml: str) -> None:
     """Said as our error, with the file as its place."""
-    with pytest.raises(SettingsError, match="^settings file") as caught:
+    with pytest.raises(SettingsError, match=r"^settings file") as caught:
         load({}, {}, toml)
     assert len(str(caught.value)) < 300
 
