@@ -1,0 +1,81 @@
+"""README.md works as it is written, for somebody who begins in an empty folder. Only the store is another one."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ckpt_async import cli
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+REMOTE = "s3://bucket/prefix/run-a"
+# What the snippets leave to the reader.
+GIVEN = """
+loader, train, load = range(101), lambda batch: None, list
+def save(path):
+    open(path, "wb").write(path.encode())
+"""
+
+
+def blocks(page: Path, kind: str) -> list[str]:
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+    return [text for language, text in found if language == kind]
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """Every call of `ckpt-async` in a block of the page."""
+    for block in (*blocks(page, ""), *blocks(page, "bash")):
+        for call in re.findall(r"^(?:\$ )?ckpt-async (.*)$", block, re.MULTILINE):
+            yield shlex.split(call, comments=True)
+
+
+def test_a_newcomer_saves_looks_resumes_and_pulls(tmp_path: Path) -> None:
+    """In the order of the page; each step is a process of its own, without a launcher."""
+    remote = f"file://{tmp_path}/store/run-a"
+    environment = {name: text for name, text in os.environ.items() if not re.match("RANK|WORLD|LOCAL", name)}
+
+    def run(*command: str) -> str:
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, (command, done.stdout, done.stderr)
+        return done.stdout + done.stderr
+
+    quick_start, resume = (block.replace(REMOTE, remote) for block in blocks(ROOT / "README.md", "python"))
+    assert remote in quick_start
+    assert remote in resume
+    told = run(sys.executable, "-c", GIVEN + quick_start)
+    assert not told, "and nothing is said where nothing is wrong"
+    run(sys.executable, "-c", GIVEN + resume + "\nassert report.paths and checkpoint.step == 100")
+    ran = {}
+    for arguments in commands(ROOT / "README.md"):
+        made = [
+            each.replace(REMOTE, remote).replace("/local/checkpoints", "checkpoints") for each in arguments
+        ]
+        if "--interval" in made:
+            made[made.index("--interval") :] = ["--once"]
+        ran[arguments[0]] = run(sys.executable, "-m", "ckpt_async", *made)
+    assert ran.keys() == {"doctor", "status", "ls", "drain", "pull", "sweep"}
+    assert "last committed step 100" in ran["status"]
+    assert (tmp_path / "resume" / "rank-0.pt").read_text() == "checkpoints/step-100/rank-0.pt"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_command_lines_of_a_page_are_understood(page: Path) -> None:
+    for arguments in commands(page):
+        try:
+            cli._parser().parse_args(arguments)
+        except cli._UsageError as error:
+            pytest.fail(f"ckpt-async {shlex.join(arguments)}: {error}")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_snippets_of_a_page_are_python(page: Path) -> None:
+    for block in blocks(page, "python"):
+        compile(block, page.name, "exec")
