@@ -32,7 +32,7 @@ from ckpt_async.restore import discovery
 from ckpt_async.restore.checkpoint import Checkpoint, RemoteFile
 from ckpt_async.restore.lanes import REQUEST_BYTES
 from ckpt_async.restore.partial import PartialFile, checksum_of_file, discard, locked, locked_now
-from ckpt_async.restore.peers import Peer, Peers
+from ckpt_async.restore.peers import Peer, Peers, PeerSource
 from ckpt_async.restore.session import HeldLease, Session, damaged, leased, session, unreliable
 from ckpt_async.restore.sources import FileSource, LocalCopies, LocalSource, StoreSource, has_size
 from ckpt_async.store import Sink, SmallGet
@@ -434,27 +434,32 @@ class _Fetching:
         remote = StoreSource(self._opened, lease, self._checkpoint, file)
         nearer: list[FileSource] = [LocalSource(path) for path in self._local.find(file)]
         seen: list[Checksum] = []  # of what nothing but the store gave
-        for source in (*nearer, *self._peers.sources(file), remote):
+        peers = self._peers.sources(file)
+        for source in (*nearer, *peers, remote):
             is_all_its_own = source is remote and partial.is_empty
             try:
                 await self._fill_from(source, partial, got)
             except (CkptAsyncError, OSError) as error:
                 if source is remote or (isinstance(error, OSError) and _is_full(error)):
                     raise
-                logger.warning("source_failed file=%s from=%s error=%s", file.name, source.kind, error)
+                _tell(source, file, error)
                 continue
             if file.checksum is None or partial.checksum() == file.checksum:
+                if peers and source is remote:
+                    self._peers.instead(got["remote"])
                 return
             if is_all_its_own and not self._is_verified:
                 logger.warning("checksum_differs file=%s from=%s; taken all the same", file.name, source.kind)
                 return
             if is_all_its_own:
                 seen.append(partial.checksum())
-            self._begin_again(partial, file, source.kind, got)
+            self._begin_again(partial, file, source, got)
         await self._fill_beyond_doubt(partial, file, lease, got, seen)
 
-    def _begin_again(self, partial: PartialFile, file: RemoteFile, kind: str, got: Counter[str]) -> None:
-        logger.warning("checksum_differs file=%s from=%s; it is fetched again", file.name, kind)
+    def _begin_again(
+        self, partial: PartialFile, file: RemoteFile, source: FileSource, got: Counter[str]
+    ) -> None:
+        _tell(source, file, "the checksum differs")
         self._bytes_from -= got
         got.clear()
         partial.forget()
@@ -484,11 +489,12 @@ class _Fetching:
             if len(seen) >= MAX_READINGS:
                 raise unreliable(f"{reason}, and another wrong one each time")
             async with session(checkpoint.remote, checkpoint.store_options) as afresh:
-                await self._fill_from(StoreSource(afresh, lease, checkpoint, file), partial, got)
+                remote = StoreSource(afresh, lease, checkpoint, file)
+                await self._fill_from(remote, partial, got)
             if (checksum := partial.checksum()) == wanted:
                 return
             seen.append(checksum)
-            self._begin_again(partial, file, "remote", got)
+            self._begin_again(partial, file, remote, got)
 
     async def _fill_from(self, source: FileSource, partial: PartialFile, got: Counter[str]) -> None:
         async def get(offset: int, size_bytes: int) -> None:
@@ -519,6 +525,19 @@ class _Fetching:
                 got[kind] += size_bytes
             if self._on_progress is not None:
                 self._on_progress(self._bytes_from.total(), self._total_bytes)
+
+
+def _tell(source: FileSource, file: RemoteFile, why: object) -> None:
+    """Of a source that did not have the file. Of a peer it is told when all is over: it has many files."""
+    if isinstance(source, PeerSource):
+        source.failed(why)
+    logger.log(
+        logging.DEBUG if isinstance(source, PeerSource) else logging.WARNING,
+        "source_failed file=%s from=%s error=%s; another one is tried",
+        file.name,
+        source.kind,
+        why,
+    )
 
 
 def _is_full(error: OSError) -> bool:

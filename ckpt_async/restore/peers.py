@@ -10,11 +10,13 @@ from __future__ import annotations
 import asyncio
 import http.client
 import http.server
+import logging
 import os
 import random
 import re
 import secrets
 import socket
+import socketserver
 import threading
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -25,38 +27,51 @@ from typing import Self
 from urllib.parse import quote
 
 from ckpt_async.errors import FailureReason, StoreError
+from ckpt_async.restore.addresses import in_url, own_addresses
 from ckpt_async.restore.checkpoint import RemoteFile
 from ckpt_async.restore.sources import SinkFactory
 from ckpt_async.stores.http_messages import Answer
 from ckpt_async.stores.http_ranges import Check, Downloads
 
+logger = logging.getLogger(__name__)
+
 CONNECT_TIMEOUT_S = 5.0
 READ_TIMEOUT_S = 20.0
 MINIMUM_RATE_BYTES_PER_S = 1 << 20
 MAX_FAILURES = 3
+# In the one line about peers that have failed.
+MOST_TOLD = 5
 _RANGE = re.compile(r"bytes=([0-9]{1,18})-([0-9]{1,18})")
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
     """Where another node's files are, and which it has, by their keys in the store (a key never changes content). A
-    plain value, to be sent to other ranks; `url` is a secret among them.
+    plain value, to be sent to other ranks; `url` is a secret among them. `more_urls` lead to the same node: they are
+    tried in turn where nobody answers at `url`. `name` is for people.
     """
 
     url: str = field(repr=False)
     keys: frozenset[str]
     name: str = ""
+    more_urls: tuple[str, ...] = field(default=(), repr=False)
 
     def has(self, file: RemoteFile) -> bool:
         return file.key in self.keys
 
 
 class PeerServer:
-    """Serves files until closed. Threads of its own; `close` does not wait for ranges on their way."""
+    """Serves files until closed, over IPv6 and IPv4. Threads of its own; `close` does not wait for ranges on their way.
+
+    `peer` is for other nodes, None if this one has no address that they could use; `local_peer` for processes of this
+    machine.
+    """
 
     def __init__(self, files: Mapping[str, Path], host: str | None = None) -> None:
-        """`files` by their keys. `host` is the name or address under which other nodes reach this one."""
-        name = host or socket.gethostname()
+        """`files` by their keys. `host` is the name or address under which other nodes reach this one; by default those
+        of its interfaces, see `addresses`.
+        """
+        hosts = [host] if host else own_addresses(os.environ)
         secret = secrets.token_urlsafe(24)
         self._server = _Server(secret, {quote(key): path for key, path in files.items()})
         self._thread = threading.Thread(
@@ -66,7 +81,17 @@ class PeerServer:
             daemon=True,
         )
         self._thread.start()
-        self.peer = Peer(f"http://{name}:{self._server.server_port}/{secret}", frozenset(files), name)
+        keys = frozenset(files)
+
+        def url(host: str) -> str:
+            return f"http://{in_url(host)}:{self._server.server_port}/{secret}"
+
+        self.local_peer = Peer(url("127.0.0.1"), keys, socket.gethostname())
+        self.peer: Peer | None = None
+        if hosts:
+            name = f"{socket.gethostname()} ({', '.join(hosts)})"
+            first, *others = map(url, hosts)
+            self.peer = Peer(first, keys, name, tuple(others))
 
     def close(self) -> None:
         """Stop serving, also those that are connected. Idempotent."""
@@ -87,7 +112,19 @@ class _Server(http.server.ThreadingHTTPServer):
 
     def __init__(self, secret: str, files: Mapping[str, Path]) -> None:
         self._secret, self.files = secret.encode(), files
-        super().__init__(("", 0), _Handler)
+        self.address_family = socket.AF_INET6
+        try:
+            super().__init__(("::", 0), _Handler)
+        except OSError:  # no IPv6 here
+            self.address_family = socket.AF_INET
+            super().__init__(("", 0), _Handler)
+
+    def server_bind(self) -> None:
+        """Without the base class's look at what this host is called, which may wait long for a name server."""
+        if self.address_family == socket.AF_INET6:
+            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = socket.gethostname(), self.server_address[1]
 
     def find(self, target: str) -> Path | None:
         """Only what is served has a name here: a path leads nowhere."""
@@ -142,6 +179,10 @@ class Peers:
     def __init__(self, peers: Collection[Peer], num_concurrent_reads: int) -> None:
         self._peers = list(peers)
         self._num_failures: Counter[str] = Counter()  # by address
+        self._urls = {peer.url: [peer.url, *peer.more_urls] for peer in peers}  # those that may still answer
+        self._has_answered: set[str] = set()
+        self._told: dict[Peer, str] = {}
+        self._instead_bytes = 0
         self._downloads = Downloads(
             max_connections=num_concurrent_reads,
             connect_timeout_s=CONNECT_TIMEOUT_S,
@@ -155,22 +196,62 @@ class Peers:
         able = [peer for peer in self._peers if peer.has(file) and file.checksum is not None]
         return [PeerSource(self, peer, file) for peer in random.sample(able, len(able))]
 
+    def failed(self, peer: Peer, why: object) -> None:
+        """What it had must come from elsewhere. Told once for each peer, when all is over."""
+        self._told.setdefault(
+            peer, f"{type(why).__name__}: {why}" if isinstance(why, Exception) else str(why)
+        )
+
+    def instead(self, size_bytes: int) -> None:
+        """So much came from the store, because peers that should have given it did not."""
+        self._instead_bytes += size_bytes
+
     def close(self) -> None:
         self._downloads.close()
+        if self._told:
+            each = [f"{peer.name or 'a peer'}: {why}" for peer, why in self._told.items()]
+            more = f"; and {len(each) - MOST_TOLD} more" if len(each) > MOST_TOLD else ""
+            logger.warning(
+                "peers_failed num=%d of=%d from_store_instead_mib=%.1f %s",
+                len(each),
+                len(self._peers),
+                self._instead_bytes / (1 << 20),
+                "; ".join(each[:MOST_TOLD]) + more,
+            )
 
     async def get_range(
-        self, peer: Peer, url: str, offset: int, size_bytes: int, sink: SinkFactory, check: Check
+        self, peer: Peer, name: str, offset: int, size_bytes: int, sink: SinkFactory, check: Check
     ) -> Answer:
         """One range within a deadline of its own: a peer that only trickles is as good as dead."""
         async with self._at_once:
-            if self._num_failures[peer.url] >= MAX_FAILURES:
-                raise ConnectionError("it has failed too often")
-            try:
-                async with asyncio.timeout(READ_TIMEOUT_S + size_bytes / MINIMUM_RATE_BYTES_PER_S):
-                    return await self._downloads.get_range(url, offset, size_bytes, sink(), check)
-            except (OSError, http.client.HTTPException):
-                self._num_failures[peer.url] += 1
-                raise
+            while True:
+                if self._num_failures[peer.url] >= MAX_FAILURES:
+                    raise ConnectionError("it has failed too often")
+                url = self._urls[peer.url][0]
+                try:
+                    async with asyncio.timeout(READ_TIMEOUT_S + size_bytes / MINIMUM_RATE_BYTES_PER_S):
+                        answer = await self._downloads.get_range(
+                            f"{url}/{name}", offset, size_bytes, sink(), check
+                        )
+                except (OSError, http.client.HTTPException):
+                    if self._leads_elsewhere(peer, url):
+                        continue
+                    self._num_failures[peer.url] += 1
+                    raise
+                if answer.status < 300:
+                    self._has_answered.add(url)
+                elif self._leads_elsewhere(peer, url):
+                    continue
+                return answer
+
+    def _leads_elsewhere(self, peer: Peer, url: str) -> bool:
+        """Whether there is another address to try instead of one that has never answered."""
+        left = self._urls[peer.url]
+        if url in self._has_answered or (len(left) == 1 and left[0] == url):
+            return False
+        if left[0] == url:
+            del left[0]
+        return True
 
 
 class PeerSource:
@@ -182,18 +263,21 @@ class PeerSource:
         self._peers, self._peer, self._file = peers, peer, file
 
     async def get_range(self, offset: int, size_bytes: int, sink: SinkFactory) -> None:
-        url = f"{self._peer.url}/{quote(self._file.key)}"
-
         def check(answer: Answer) -> None:
             if answer.headers.get("content-range", "").rpartition("/")[2] != str(self._file.size_bytes):
                 raise self._failure("its file has another size")
 
         try:
-            answer = await self._peers.get_range(self._peer, url, offset, size_bytes, sink, check)
+            answer = await self._peers.get_range(
+                self._peer, quote(self._file.key), offset, size_bytes, sink, check
+            )
         except (http.client.HTTPException, ValueError) as error:  # ValueError: an address that is none
             raise self._failure(f"{type(error).__name__}: {error}") from error
         if answer.status >= 300:
             raise self._failure(f"it answered {answer.status}")
+
+    def failed(self, why: object) -> None:
+        self._peers.failed(self._peer, why)
 
     def _failure(self, message: str) -> StoreError:
         return StoreError(

@@ -17,7 +17,7 @@ from typing import Any, Self
 from ckpt_async.errors import CheckpointGoneError, CkptAsyncError, InvalidNameError
 from ckpt_async.restore.checkpoint import Checkpoint, RemoteFile
 from ckpt_async.restore.partial import checksum_of_file
-from ckpt_async.restore.peers import Peer, Peers
+from ckpt_async.restore.peers import Peer, Peers, PeerSource
 from ckpt_async.restore.session import damaged, leased, session
 from ckpt_async.restore.sources import FileSource, LocalCopies, LocalSource, StoreSource
 from ckpt_async.store import Sink
@@ -261,8 +261,13 @@ class Reader:
             except (CkptAsyncError, OSError) as error:
                 if source is sources[-1]:
                     raise
-                logger.warning("source_failed file=%s from=%s error=%s", file.name, source.kind, error)
+                if isinstance(source, PeerSource):
+                    source.failed(error)  # told in one line when the reader is closed
+                else:
+                    logger.warning("source_failed file=%s from=%s error=%s", file.name, source.kind, error)
                 continue
+            if isinstance(sources[0], PeerSource) and source is sources[-1]:
+                self._peers.instead(run.size_bytes)
             self._bytes_from[source.kind] = self._bytes_from.get(source.kind, 0) + run.size_bytes
             return
 

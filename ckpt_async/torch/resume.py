@@ -22,6 +22,7 @@ import torch.distributed as dist
 from ckpt_async import restore
 from ckpt_async.errors import CheckpointGoneError, DamagedCheckpointError, ResumeError
 from ckpt_async.model import CheckpointId
+from ckpt_async.restore import addresses
 from ckpt_async.restore.sources import LocalCopies
 from ckpt_async.stores import StoreOptions
 
@@ -68,6 +69,7 @@ def fetch_together(
     step: int | None = None,
     process_group: Any = None,
     node: str | None = None,
+    peer_host: str | None = None,
     drain_timeout_s: float = 0.0,
     store_options: StoreOptions | None = None,
     overwrite: bool = False,
@@ -80,15 +82,16 @@ def fetch_together(
     checkpoint's, torn by a power loss, say.
 
     A checkpoint that any rank finds damaged is given up by all of them for the next older one. Ranks with the same
-    `node` (by default: on the same host) share a destination's files: each is fetched once and the others wait for its
-    lock. Collective: every rank of the group must call it. Blocks; CPU objects only, so a gloo group serves even where
-    the default one is NCCL.
+    `node` (by default: those that have the destination in common, on one machine) share its files: each is fetched once
+    and the others wait for its lock. Other nodes reach this one under `peer_host`, else at the interfaces that
+    GLOO_SOCKET_IFNAME names, else at the addresses that it has, IPv6 or IPv4; what they cannot get from it comes from
+    the store, and is told in one line. Collective: every rank of the group must call it. Blocks; CPU objects only, so a
+    gloo group serves even where the default one is NCCL.
 
     Raises ResumeError on every rank, naming the ranks that failed and why; NoUsableCheckpointError and StoreError of
     the search likewise on all.
     """
     together = _Together(process_group)
-    node = node if node is not None else socket.gethostname()
     bad: set[CheckpointId] = set()
     while True:
         if folder is not None and drain_timeout_s > 0 and not bad:
@@ -103,7 +106,16 @@ def fetch_together(
         where = destination(checkpoint) if callable(destination) else destination
         try:
             report = _fetch(
-                together, checkpoint, Path(where), folder, ranks, files, node, overwrite, num_concurrent_reads
+                together,
+                checkpoint,
+                Path(where),
+                folder,
+                ranks,
+                files,
+                node,
+                peer_host,
+                overwrite,
+                num_concurrent_reads,
             )
         except DamagedCheckpointError as error:
             if step is not None:
@@ -121,7 +133,8 @@ def _fetch(
     folder: str | os.PathLike[str] | None,
     ranks: Collection[int] | None,
     files: Collection[str] | None,
-    node: str,
+    node: str | None,
+    peer_host: str | None,
     overwrite: bool,
     num_concurrent_reads: int,
 ) -> restore.FetchReport:
@@ -153,10 +166,22 @@ def _fetch(
 
     with contextlib.ExitStack() as stack:
         with together.all_or_none("serve its files to the others"):
-            server = stack.enter_context(restore.PeerServer(served, _own_address()))
+            server = stack.enter_context(restore.PeerServer(served, peer_host))
+            node = node if node is not None else addresses.place(destination)
+        assert node is not None
         needs = together.gather(Needs(node, wanted, frozenset(here)))
-        addresses = together.gather((node, server.peer))
-        peers = [peer for other, peer in addresses if other != node]
+        machine = addresses.machine()
+        offers = together.gather((node, machine, server.local_peer, server.peer))
+        if server.peer is None and any(there != machine for _, there, *_ in offers):
+            logger.warning(
+                "no_address_for_peers host=%s; other nodes load from the store what this one has:"
+                " give peer_host= or GLOO_SOCKET_IFNAME",
+                socket.gethostname(),
+            )
+        others = [
+            (nearby if there == machine else far) for other, there, nearby, far in offers if other != node
+        ]
+        peers = [peer for peer in others if peer is not None]
         sizes = {name: file.size_bytes for name, file in checkpoint.files.items()}
         first = first_fetches(needs, sizes)[node] & wanted
         with together.all_or_none("fetch from the store"):
@@ -233,15 +258,6 @@ class _Together:
         more = f"; and {len(failed) - 5} more ranks" if len(failed) > 5 else ""
         kind = DamagedCheckpointError if all(damaged for damaged, _ in failed.values()) else ResumeError
         raise kind(f"could not {what}: {causes}{more}") from own
-
-
-def _own_address() -> str:
-    """The address under which the other nodes reach this one: the one it would talk to the master from."""
-    master = os.environ.get("MASTER_ADDR", "")
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((master or socket.gethostname(), int(os.environ.get("MASTER_PORT", "1"))))
-        return str(probe.getsockname()[0])
-    return socket.gethostname()
 
 
 def _literal(name: str) -> str:

@@ -122,6 +122,55 @@ def test_a_silent_peer_is_asked_a_few_times_only(
     assert 1 <= num_connections <= peers.MAX_FAILURES + 2
 
 
+def test_another_address_is_tried_where_nobody_answers(
+    run_: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once: then all come from the one that does. Also where somebody else answers."""
+    checkpoint = _committed(run_)
+    files = {name: data for theirs in files_of(10).values() for name, data in theirs.items()}
+    with (
+        _node(tmp_path / "node", files) as server,
+        _node(tmp_path / "another", {}) as another,
+        socket.create_server(("127.0.0.1", 0)) as closed,
+    ):
+        assert server.peer is not None
+        assert another.peer is not None
+        dead = f"http://127.0.0.1:{closed.getsockname()[1]}/x"
+        closed.close()
+        peer = Peer(dead, server.peer.keys, "node", (another.peer.url, server.peer.url, dead))
+        report = restore.fetch(checkpoint, tmp_path / "there", peers=[peer])
+    assert is_whole(report, files_of(10))
+    assert report.bytes_from == {"peer": checkpoint.size_bytes}
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("how", ["dead", "wrong bytes"])
+def test_a_peer_that_fails_is_one_line_with_its_name(
+    run_: Run, tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """However many files it should have given, and how much came from the store instead."""
+    names = {f"{number:02}.pt": content(number, "x", 1 << 16) for number in range(40)}
+    run_.commit(10, {0: names})
+    checkpoint = restore.find(run_.url)
+    assert checkpoint is not None
+    with _node(tmp_path / "node", {name: bytes(1 << 16) for name in names}) as server:
+        assert server.peer is not None
+        peer = Peer(server.peer.url, server.peer.keys, "node-7 (10.0.0.7)")
+        if how == "dead":
+            server.close()
+        report = restore.fetch(checkpoint, tmp_path / "there", peers=[peer])
+    assert is_whole(report, {0: names})
+    assert report.bytes_from == {"remote": checkpoint.size_bytes}
+    (line,) = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    assert line.startswith("peers_failed num=1 of=1 from_store_instead_mib=2.5 node-7 (10.0.0.7): ")
+    caplog.clear()
+    with restore.open(checkpoint, peers=[Peer("http://127.0.0.1:1/x", peer.keys, "node-8")]) as reader:
+        for name, data in names.items():
+            assert reader.read(name) == data
+    (line,) = [each.getMessage() for each in caplog.records]
+    assert line.startswith("peers_failed num=1 of=1 from_store_instead_mib=2.5 node-8: ")
+
+
 def test_a_peer_that_trickles_is_given_up(run_: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each byte comes before the socket's timeout; the range's own deadline ends it."""
     monkeypatch.setattr(peers, "READ_TIMEOUT_S", 0.5)

@@ -1,0 +1,104 @@
+"""Under which addresses other nodes may reach this one, and which machine this is."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import ipaddress
+import os
+import socket
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+# Nobody tries more than this many addresses of a node that does not answer.
+MOST_ADDRESSES = 4
+
+_SIOCGIFFLAGS, _SIOCGIFADDR, _IFF_UP = 0x8913, 0x8915, 1  # linux/sockios.h, linux/if.h
+
+
+def own_addresses(env: Mapping[str, str]) -> list[str]:
+    """The likeliest first: those of GLOO_SOCKET_IFNAME's interfaces and no others, where it is set and they have some;
+    else the one from which MASTER_ADDR is reached, then the other ones of this node. Never a loopback address, which
+    leads others to themselves: none, if there is nothing else.
+    """
+    there = list(interface_addresses())
+    chosen = {name for name in env.get("GLOO_SOCKET_IFNAME", "").split(",") if name}
+    if of_chosen := usable(address for name, address in there if name in chosen):
+        return of_chosen
+    towards_master = _towards(env.get("MASTER_ADDR", ""))
+    return usable([*towards_master, *(address for _, address in there)])
+
+
+def usable(addresses: Iterable[str]) -> list[str]:
+    """Those that mean this node on another one too, each once. Pure."""
+    found: list[str] = []
+    for each in addresses:
+        address = ipaddress.ip_address(each)
+        if not (address.is_loopback or address.is_link_local or address.is_unspecified) and each not in found:
+            found.append(each)
+    return found[:MOST_ADDRESSES]
+
+
+def in_url(host: str) -> str:
+    """A name or address as it stands in a URL."""
+    return f"[{host}]" if ":" in host else host
+
+
+def interface_addresses() -> Iterator[tuple[str, str]]:
+    """Name and address of every interface that is up; of IPv4 one each. Elsewhere than on Linux, what the host's own
+    name stands for.
+    """
+    if not Path("/proc/net").exists():
+        with contextlib.suppress(OSError):
+            yield from (("", str(each[4][0])) for each in socket.getaddrinfo(socket.gethostname(), None))
+        return
+    names = [name for _, name in socket.if_nameindex()]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        up = [name for name in names if _ask(asking, _SIOCGIFFLAGS, name)[16] & _IFF_UP]
+        for name in up:
+            with contextlib.suppress(OSError):  # it has none
+                yield name, socket.inet_ntoa(_ask(asking, _SIOCGIFADDR, name)[20:24])
+    with contextlib.suppress(OSError), open("/proc/net/if_inet6", encoding="ascii") as table:
+        for line in table:
+            digits, *_, name = line.split()
+            if name in up:
+                yield name, str(ipaddress.IPv6Address(bytes.fromhex(digits)))
+
+
+def _ask(asking: socket.socket, request: int, name: str) -> bytes:
+    return fcntl.ioctl(asking, request, struct.pack("256s", name.encode()[:15]))
+
+
+def _towards(host: str) -> Sequence[str]:
+    """The addresses from which this node would talk to `host`. Nothing is sent."""
+    found: list[str] = []
+    with contextlib.suppress(OSError):
+        for family, kind, *_, address in socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM) if host else ():
+            with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
+                probe.connect(address)
+                found.append(str(probe.getsockname()[0]).partition("%")[0])
+    return found
+
+
+def machine() -> str:
+    """The same for all processes that reach each other by loopback addresses, and for no others."""
+    with contextlib.suppress(OSError):
+        return f"{_boot_id()} {os.readlink('/proc/self/ns/net')}"
+    return socket.gethostname()
+
+
+def place(folder: Path) -> str:
+    """The same for all processes that have this folder in common on one machine. A host's name alone does not tell:
+    images and containers have one many times over.
+    """
+    path = Path(os.path.realpath(folder))
+    above = next((each for each in (path, *path.parents) if each.exists()), path)
+    facts = above.stat()
+    return f"{socket.gethostname()} {_boot_id()} {facts.st_dev}:{facts.st_ino}/{os.path.relpath(path, above)}"
+
+
+def _boot_id() -> str:
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+    return ""

@@ -1,0 +1,84 @@
+"""Under which addresses a node is offered to others. On real networks: torch_side/test_peer_networks."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckpt_async.restore import PeerServer, addresses
+
+
+def test_nothing_that_leads_others_to_themselves() -> None:
+    """Loopback, also Debian's; addresses of one cable only; none; each once, the likeliest first, a few in all."""
+    found = ["127.0.1.1", "10.0.0.7", "::1", "fe80::1", "169.254.1.1", "0.0.0.0", "::", "10.0.0.7", "fd00::7"]
+    assert addresses.usable(found) == ["10.0.0.7", "fd00::7"]
+    assert addresses.usable(["127.0.0.1"]) == []
+    assert len(addresses.usable(f"10.0.0.{number}" for number in range(100))) == addresses.MOST_ADDRESSES
+
+
+@pytest.mark.parametrize(
+    ("env", "wanted"),
+    [
+        ({}, ["10.0.0.7", "fd00::7", "192.168.0.7"]),
+        ({"GLOO_SOCKET_IFNAME": "eth1"}, ["192.168.0.7"]),
+        ({"GLOO_SOCKET_IFNAME": "eth1,eth0"}, ["10.0.0.7", "fd00::7", "192.168.0.7"]),
+        ({"GLOO_SOCKET_IFNAME": "typo"}, ["10.0.0.7", "fd00::7", "192.168.0.7"]),
+        ({"MASTER_ADDR": "127.0.0.1"}, ["10.0.0.7", "fd00::7", "192.168.0.7"]),
+        ({"MASTER_ADDR": "nobody.invalid"}, ["10.0.0.7", "fd00::7", "192.168.0.7"]),
+    ],
+)
+def test_which_come_first(env: dict[str, str], wanted: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    there = [("lo", "127.0.0.1"), ("eth0", "10.0.0.7"), ("eth0", "fd00::7"), ("eth1", "192.168.0.7")]
+    monkeypatch.setattr(addresses, "interface_addresses", lambda: iter(there))
+    assert addresses.own_addresses(env) == wanted
+
+
+def test_this_machines_own() -> None:
+    """As the kernel says it."""
+    assert ("lo", "127.0.0.1") in list(addresses.interface_addresses())
+    told = subprocess.run(["ip", "-o", "addr"], capture_output=True, text=True, check=True).stdout
+    of_kernel = {line.split()[3].partition("/")[0] for line in told.splitlines()}
+    assert {address for _, address in addresses.interface_addresses()} <= of_kernel
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [("10.0.0.7", "http://10.0.0.7:"), ("fd00::7", "http://[fd00::7]:"), ("node-7", "http://node-7:")],
+)
+def test_urls(host: str, url: str, tmp_path: Path) -> None:
+    with PeerServer({"key": tmp_path}, host) as server:
+        assert server.peer is not None
+        assert server.peer.url.startswith(url)
+        assert host in server.peer.name
+        assert server.peer.url not in repr(server.peer)
+
+
+def test_a_node_with_loopback_only_offers_nothing(tmp_path: Path) -> None:
+    """But to processes of its own."""
+    code = (
+        "from ckpt_async.restore import PeerServer\n"
+        "with PeerServer({}) as server: print(server.peer, server.local_peer.url[:17])"
+    )
+    command = ["unshare", "--user", "--map-root-user", "--net"]
+    if subprocess.run([*command, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no namespaces here")
+    done = subprocess.run(
+        [*command, "bash", "-c", 'ip link set lo up; exec "$0" -c "$1"', sys.executable, code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "MASTER_ADDR": "127.0.0.1"},
+    )
+    assert done.stdout.split() == ["None", "http://127.0.0.1:"]
+
+
+def test_places_are_told_apart_by_what_they_are(tmp_path: Path) -> None:
+    """Not by the host's name: the same folder by another path is one place, also one that is not there yet."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    assert addresses.place(tmp_path / "a") == addresses.place(tmp_path / "link")
+    assert addresses.place(tmp_path / "a" / "x" / "y") == addresses.place(tmp_path / "link" / "x" / "y")
+    assert addresses.place(tmp_path / "a") != addresses.place(tmp_path / "b")
+    assert addresses.place(tmp_path / "a" / "x") != addresses.place(tmp_path / "a" / "y")

@@ -1,0 +1,107 @@
+"""Two nodes that resume together, on real networks: namespaces of the kernel with a cable between them.
+
+Both have the same host name, as cloned images do. It needs no root, but a kernel that lets users make namespaces; how
+addresses are chosen is also tested without, in test_addresses.
+"""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_async import Uploader
+
+MIB = 1 << 20
+NAMES = [f"{number}.pt" for number in range(8)]
+SCENARIOS = ["ipv6", "loopback", "no-name", "interface", "dead"]
+NEEDED = "unshare --user --map-root-user --net --mount --uts"
+
+# The second node, then the cable, then the first node; whoever ends first ends all.
+SCRIPT = """
+set -e
+node() { mount --bind "$BASE/hosts-$1" /etc/hosts; hostname twin; ip link set lo up; }
+rank() { exec "$PYTHON" -m tests.torch_side.peer_ranks "$1" "$REMOTE" "$BASE" $SCENARIOS; }
+plug() { ip link set "$1" name cable; ip addr add "fd77::$2/64" dev cable nodad; ip link set cable up; }
+export -f node rank plug
+mkfifo "$BASE/ready" "$BASE/plugged"
+unshare --net --mount --uts bash -ec '
+    node 1; echo $$ > "$BASE/ready"; read _ < "$BASE/plugged"; plug cable-b 2
+    export GLOO_SOCKET_IFNAME=cable; rank 1' &
+read second < "$BASE/ready"
+node 0
+ip link add cable-a type veth peer name cable-b
+ip link set cable-b netns "$second"
+plug cable-a 1
+echo > "$BASE/plugged"
+(export GLOO_SOCKET_IFNAME=cable; rank 0) &
+wait -n || { kill $(jobs -p); exit 1; }
+wait -n
+"""
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """One start of both nodes plays all scenarios."""
+    if (may := subprocess.run([*NEEDED.split(), "true"], capture_output=True, text=True)).returncode:
+        pytest.skip(f"no namespaces here: `{NEEDED}` says {may.stderr.strip()}")
+    base = tmp_path_factory.mktemp("networks")
+    remote, rng = f"file://{base}/remote", random.Random(5)
+    with Uploader(base / "truth", remote, rank=0, world_size=1) as uploader:
+        folder = base / "truth" / "step-1"
+        folder.mkdir()
+        for name in NAMES:
+            (folder / name).write_bytes(rng.randbytes(MIB))
+        uploader.enqueue(folder, step=1)
+        uploader.seal(1)
+    (base / "hosts-0").write_text("127.0.0.1 localhost\n127.0.1.1 twin the-master\n")
+    (base / "hosts-1").write_text("127.0.0.1 localhost\n10.77.0.1 the-master\n127.0.1.1 twin\n")
+    environment = {
+        **os.environ,
+        "BASE": str(base),
+        "REMOTE": remote,
+        "PYTHON": sys.executable,
+        "SCENARIOS": " ".join(SCENARIOS),
+        "OMP_NUM_THREADS": "1",
+    }
+    played = subprocess.run(
+        [*NEEDED.split(), "bash", "-c", SCRIPT],
+        env=environment,
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert played.returncode == 0, played.stderr[-5000:]
+    for rank in (0, 1):
+        for name in SCENARIOS:
+            for file in NAMES:
+                assert (base / f"node-{rank}" / name / file).read_bytes() == (folder / file).read_bytes()
+    return {
+        name: [json.loads((base / f"{name}-{rank}.json").read_text()) for rank in (0, 1)]
+        for name in SCENARIOS
+    }
+
+
+@pytest.mark.parametrize("name", ["ipv6", "loopback", "no-name", "interface"])
+def test_each_byte_leaves_the_store_once(results: Any, name: str) -> None:
+    """Over IPv6 alone; where the master's own name leads itself to loopback; where it stands for nothing; where the
+    interface is named. Half of it comes from the other node.
+    """
+    for each in results[name]:
+        assert each["bytes_from"] == {"remote": 4 * MIB, "peer": 4 * MIB}
+        assert each["lines"] == []
+
+
+def test_a_node_that_cannot_be_reached_is_told_once(results: Any) -> None:
+    """By its name, with what came from the store instead of it."""
+    first, second = results["dead"]
+    assert first["bytes_from"] == {"remote": 4 * MIB, "peer": 4 * MIB}
+    assert first["lines"] == []
+    assert second["bytes_from"] == {"remote": 8 * MIB}
+    (line,) = second["lines"]
+    assert line.startswith("peers_failed num=1 of=1 from_store_instead_mib=4.0 twin (10.77.0.99): ")
