@@ -37,6 +37,7 @@ def proxy(
     s3_server: SeaweedServer, s3_url: str, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> Iterator[FaultProxy]:
     """In front of the session's server, and in this test's environment instead of it."""
-    with FaultProxy(s3_server.url, seed) as proxy:
+    secret_key = s3_server.environment()["AWS_SECRET_ACCESS_KEY"]
+    with FaultProxy(s3_server.url, seed, secret_key=secret_key) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL_S3", proxy.url)
         yield proxy

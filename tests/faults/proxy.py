@@ -6,6 +6,8 @@ of HTTP/1.1 and S3 to tell requests apart.
 
 import asyncio
 import contextlib
+import hashlib
+import hmac
 import random
 import re
 import ssl
@@ -23,6 +25,7 @@ _REFUSALS = {
     "expired": (400, "ExpiredToken"),
     "too_large": (400, "EntityTooLarge"),
 }
+_CONDITIONS = {"if-none-match", "if-match"}
 
 
 @dataclass
@@ -36,7 +39,8 @@ class Fault:
     no other attempt heals), not forwarded. `reset`: break the
     connection after `after_bytes` of its body; `stall`: read no more after them. `silent`: accept, never read or
     answer. `continue_then_stop`: say 100 Continue and read no more. `delay`: forward the answer `delay_s` later.
-    `hold`: forward nothing until `release`.
+    `hold`: forward nothing until `release`. `unconditional`: without its If-None-Match and If-Match, signed anew, as if
+    the store knew neither.
     """
 
     kind: str
@@ -68,8 +72,11 @@ class Exchange:
 class FaultProxy:
     """Context manager; `url` goes to clients instead of the server's."""
 
-    def __init__(self, upstream_url: str, seed: int = 0, tls: ssl.SSLContext | None = None) -> None:
-        """With `tls`, clients speak HTTPS to it."""
+    def __init__(
+        self, upstream_url: str, seed: int = 0, tls: ssl.SSLContext | None = None, secret_key: str = ""
+    ) -> None:
+        """With `tls`, clients speak HTTPS to it. `secret_key` is what `unconditional` signs with."""
+        self._secret_key = secret_key
         parts = urlsplit(upstream_url)
         assert parts.hostname
         self._upstream = (parts.hostname, parts.port or 80)
@@ -96,6 +103,12 @@ class FaultProxy:
     def add(self, fault: Fault) -> Fault:
         with self._changed:
             self._faults.append(fault)
+        return fault
+
+    def add_first(self, fault: Fault) -> Fault:
+        """Before all others: what it matches, they do not see."""
+        with self._changed:
+            self._faults.insert(0, fault)
         return fault
 
     def heal(self) -> None:
@@ -218,7 +231,7 @@ class FaultProxy:
             if kind == "hold":
                 await self._released.wait()
             limit = fault.after_bytes if fault and kind in ("reset", "stall") else None
-            up_writer.write(head)
+            up_writer.write(_without_conditions(head, self._secret_key) if kind == "unconditional" else head)
             if headers.get("expect", "").lower() == "100-continue":
                 writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
                 up_head = await up_reader.readuntil(b"\r\n\r\n")
@@ -298,6 +311,40 @@ def _parse(head: bytes) -> tuple[str, str, dict[str, str]]:
     method, target, _ = first.split(" ", 2)
     pairs = (line.partition(":") for line in lines)
     return method, target, {name.lower(): value.strip() for name, _, value in pairs}
+
+
+def _without_conditions(head: bytes, secret_key: str) -> bytes:
+    """The request's head without its conditions, signed anew (S3 API reference, "Signature Calculations for the
+    Authorization Header").
+    """
+    method, target, headers = _parse(head)
+    if not _CONDITIONS & headers.keys():
+        return head
+    scope = re.search(r"Credential=[^/]+/([^, ]+)", headers["authorization"])
+    signed = re.search(r"SignedHeaders=([^, ]+)", headers["authorization"])
+    assert scope and signed
+    names = [name for name in signed[1].split(";") if name not in _CONDITIONS]
+    path, _, query = target.partition("?")
+    parameters = sorted(each if "=" in each else f"{each}=" for each in query.split("&") if each)
+    lines = [f"{name}:{' '.join(headers[name].split())}" for name in names]
+    request = [
+        method,
+        path,
+        "&".join(parameters),
+        *lines,
+        "",
+        ";".join(names),
+        headers["x-amz-content-sha256"],
+    ]
+    digest = hashlib.sha256("\n".join(request).encode()).hexdigest()
+    key = f"AWS4{secret_key}".encode()
+    for part in (*scope[1].split("/"), f"AWS4-HMAC-SHA256\n{headers['x-amz-date']}\n{scope[1]}\n{digest}"):
+        key = hmac.digest(key, part.encode(), "sha256")
+    kept = [
+        line for line in head.split(b"\r\n") if line.partition(b":")[0].lower().decode() not in _CONDITIONS
+    ]
+    text = re.sub(rb"SignedHeaders=[^, ]+", b"SignedHeaders=" + ";".join(names).encode(), b"\r\n".join(kept))
+    return re.sub(rb"Signature=[0-9a-f]+", b"Signature=" + key.hex().encode(), text)
 
 
 async def _read_answer(reader: asyncio.StreamReader, method: str) -> bytes:

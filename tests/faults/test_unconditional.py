@@ -1,0 +1,90 @@
+"""Row F32: a real S3 server that ignores conditions, and ranks as processes of their own."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_async import keys
+from ckpt_async.conditional import create_once
+from ckpt_async.model import CheckpointId, Outcome
+from ckpt_async.observe import NullObserver
+from ckpt_async.plan import Ages, Settle
+from ckpt_async.requests import Requests
+from ckpt_async.retention import KeepAll
+from ckpt_async.settings import Settings
+from ckpt_async.store import Create
+from ckpt_async.stores import StoreOptions, open_store
+from ckpt_async.sweeper import Done, RemoteSweep
+from ckpt_async.transfer import bytes_body
+from tests.faults.oracle import Oracle
+from tests.faults.processes import Nursery, Trainer
+from tests.faults.proxy import Fault, FaultProxy
+from tests.faults.test_ranks import start
+
+NUM_RANKS = 3
+
+
+@pytest.fixture
+def remote(proxy: FaultProxy, s3_url: str) -> str:
+    proxy.add(Fault("unconditional", "PUT"))
+    return f"{s3_url}/run"
+
+
+async def settled_by_a_sweep(remote: str) -> list[Done]:
+    """One sweep that helps at once; also says that the store is what it should be here."""
+    store = open_store(remote, StoreOptions())
+    await store.open()
+    assert not store.capabilities.conditional_put
+    body, checksum = bytes_body(b"x", store.capabilities.checksum_algorithm)
+    for _ in range(2):
+        await store.put(f"{keys.PROBES}again", body, checksum, condition=Create())
+    requests = Requests(Settings(), NullObserver(), remote)
+    assert await create_once(store, requests, f"{keys.PROBES}again", b"y") == b"x", "it looks first"
+    sweep = RemoteSweep(store, requests, KeepAll(), Ages(help_s=0.0), lambda: 0.0)
+    report = await sweep.run(is_dry_run=False)
+    await store.close()
+    assert report.is_clean, report
+    return [each for each in report.done if isinstance(each.action, Settle)]
+
+
+def save(trainers: list[Trainer], step: int, *, waits: bool) -> None:
+    for what in ("save", "wait") if waits else ("save",):
+        for trainer in trainers:
+            trainer.tell(f"{what} {step}")
+        for trainer in trainers:
+            trainer.expect(f"done {what} {step}")
+
+
+def test_only_rank_0_decides_and_when_it_is_dead_the_sweeper(
+    nursery: Nursery, tmp_path: Path, remote: str, proxy: FaultProxy, run: Any
+) -> None:
+    """Of two that decide at once the later would overwrite the earlier: all others wait, for their generation too."""
+    decision, receipts = (f"{each}000001-000000000002" for each in (keys.DECISIONS, keys.RECEIPTS))
+    trainers = start(nursery, tmp_path, remote, NUM_RANKS)
+    for trainer in trainers:
+        trainer.expect("saved")
+    save(trainers, 1, waits=True)
+    held = proxy.add_first(Fault("hold", "PUT", decision))
+    save(trainers, 2, waits=False)
+    proxy.wait_for(lambda: len(proxy.sent(receipts)) == NUM_RANKS and held.num_hits > 0)
+    trainers[0].kill()  # all is there, and it was about to say so
+    for trainer in trainers[1:]:
+        trainer.tell("wait 2 1")
+        trainer.expect("error CommitTimeoutError")
+    assert held.num_hits == 1, "another rank has tried to decide"
+    held.times = 0
+    (done,) = run(settled_by_a_sweep(remote))
+    assert (done.action.checkpoint, done.outcome) == (CheckpointId(1, 2), Outcome.COMMIT)
+    for trainer in trainers[1:]:
+        trainer.tell("wait 2 30")
+        trainer.expect("done wait 2 30")
+        trainer.kill()
+    again = start(nursery, tmp_path, remote, NUM_RANKS, launch="two")
+    for trainer in again:
+        trainer.expect("saved")
+    save(again, 3, waits=True)
+    assert Oracle(remote, NUM_RANKS).look() == {CheckpointId(1, 1), CheckpointId(1, 2), CheckpointId(2, 3)}
+    written = proxy.sent(f"{keys.DECISIONS}|{keys.GENERATIONS}")
+    assert set(written.values()) == {1}, "nothing that is created once was written over"
+    assert len(written) == 3 + 2
