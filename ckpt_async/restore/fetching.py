@@ -24,7 +24,7 @@ from ckpt_async.errors import (
     DestinationError,
     NoSpaceError,
 )
-from ckpt_async.files import fsync_path
+from ckpt_async.files import FsyncError, fsync_path
 from ckpt_async.model import CheckpointId, Checksum
 from ckpt_async.naming import check_relative
 from ckpt_async.requests import Progress, Series
@@ -206,6 +206,8 @@ class _Fetching:
     async def run(self, files: list[RemoteFile], num_at_once: int) -> FetchReport:
         began = time.monotonic()
         self._total_bytes = sum(file.size_bytes for file in files)
+        way = (self._destination, *self._destination.parents)
+        new = [each for each in way if not each.exists()]
         try:
             self._partials.mkdir(parents=True, exist_ok=True)
             if self._partials.is_symlink():
@@ -233,22 +235,28 @@ class _Fetching:
             except (DamagedCheckpointError, CheckpointGoneError):
                 self._take_back(left)
                 raise
-        await in_thread(self._sync_folders, files)
+        await in_thread(self._sync_folders, files, new)
         with contextlib.suppress(OSError):
             self._partials.rmdir()  # not empty: another process fetches
         paths = {file.name: self._target(file) for file in files}
         return FetchReport(paths, dict(self._bytes_from), time.monotonic() - began)
 
-    def _sync_folders(self, files: list[RemoteFile]) -> None:
-        """Also those of files that another process has published, which may not have come to this yet."""
-        folders = {self._destination}
+    def _sync_folders(self, files: list[RemoteFile], new: list[Path]) -> None:
+        """Also those of files that another process has published, which may not have come to this yet, and those in
+        which `new` folders were made.
+        """
+        folders = {self._destination, *(each.parent for each in new)}
         for file in files:
             folder = self._target(file).parent
             while folder not in folders:
                 folders.add(folder)
                 folder = folder.parent
-        for folder in folders:
-            fsync_path(folder)
+        try:
+            for folder in folders:
+                fsync_path(folder)
+        except FsyncError as error:
+            self._take_back(files)  # or the next call would find them there, and trust a second fsync
+            raise DestinationError(f"{error.filename}: {error.strerror}") from error
 
     def _take_back(self, files: list[RemoteFile]) -> None:
         """A checkpoint that cannot be had leaves nothing that could be taken for part of another one."""

@@ -1,8 +1,11 @@
 """Fetching: byte-identical, only what is wanted, from the nearest right copy, and never over anything else."""
 
 import asyncio
+import errno
 import os
+import stat
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -398,3 +401,77 @@ def test_the_watchdog_is_told_of_every_slice(run: Any) -> None:
 
     run(main())
     assert events == ["taken", "told"] * 3
+
+
+# --- durable on return -------------------------------------------------------------------------------------
+
+
+class Disk:
+    """What is fsynced and what is renamed, in order; fsync of whatever `fails` says ends in EIO."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.events: list[tuple[str, int]] = []  # of an inode
+        self.fails: Callable[[os.stat_result], bool] = lambda _: False
+        self._fsync, self._replace = os.fsync, os.replace
+        monkeypatch.setattr(os, "fsync", self.fsync)
+        monkeypatch.setattr(os, "replace", self.replace)
+
+    def fsync(self, descriptor: int) -> None:
+        facts = os.fstat(descriptor)
+        if self.fails(facts):
+            raise OSError(errno.EIO, "Input/output error")
+        self._fsync(descriptor)
+        self.events.append(("fsync", facts.st_ino))
+
+    def replace(self, source: Any, target: Any) -> None:
+        self.events.append(("replace", os.stat(source).st_ino))
+        self._replace(source, target)
+
+
+MIXED = {0: {"large.pt": content(10, "large.pt", 700_000), **{f"deep/er/{n}": b"x" * 99 for n in range(9)}}}
+
+
+def test_files_and_folders_are_on_the_disk_on_return(
+    run_: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each file before it gets its name, each folder after the last name in it; also those that led to new folders."""
+    checkpoint = _committed(run_, files=MIXED)
+    (tmp_path / "was").mkdir()
+    disk, there = Disk(monkeypatch), tmp_path / "was" / "new" / "there"
+    report = restore.fetch(checkpoint, there)
+    assert is_whole(report, MIXED)
+    for path in report.paths.values():
+        inode = path.stat().st_ino
+        assert disk.events.index(("fsync", inode)) < disk.events.index(("replace", inode))
+    last = max(at for at, (what, _) in enumerate(disk.events) if what == "replace")
+    for folder in (there / "deep" / "er", there / "deep", there, there.parent, tmp_path / "was"):
+        assert ("fsync", folder.stat().st_ino) in disk.events[last:], folder
+
+
+def test_a_file_that_the_disk_did_not_take_is_fetched_again(
+    run_: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of it: that its ranges have the right bytes in memory says nothing, nor does another fsync."""
+    monkeypatch.setattr(partial, "RANGE_BYTES", 1000)
+    checkpoint = _committed(run_, files={0: {"a.pt": content(1, "a")}})
+    disk = Disk(monkeypatch)
+    disk.fails = lambda facts: stat.S_ISREG(facts.st_mode)
+    with pytest.raises(restore.DestinationError, match="fsync failed"):
+        restore.fetch(checkpoint, tmp_path / "there")
+    assert left_in(tmp_path / "there") == []
+    disk.fails = lambda _: False
+    assert restore.fetch(checkpoint, tmp_path / "there").bytes_from == {"remote": 3000}
+
+
+def test_names_that_the_disk_did_not_take_are_taken_back(
+    run_: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would look as if they were there."""
+    checkpoint = _committed(run_, files=MIXED)
+    disk = Disk(monkeypatch)
+    disk.fails = lambda facts: stat.S_ISDIR(facts.st_mode)
+    with pytest.raises(restore.DestinationError, match="fsync failed"):
+        restore.fetch(checkpoint, tmp_path / "there")
+    assert left_in(tmp_path / "there") == []
+    disk.fails = lambda _: False
+    assert is_whole(restore.fetch(checkpoint, tmp_path / "there"), MIXED)
