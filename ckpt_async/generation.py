@@ -14,8 +14,14 @@ import socket
 import uuid
 
 from ckpt_async import keys, records
-from ckpt_async.conditional import create_once, read
-from ckpt_async.errors import CapabilityError, FencedError, SettingsError
+from ckpt_async.conditional import create_once, read_record
+from ckpt_async.errors import (
+    CapabilityError,
+    FencedError,
+    InvalidRecordError,
+    SettingsError,
+    UnknownVersionError,
+)
 from ckpt_async.model import Generation
 from ckpt_async.requests import Requests
 from ckpt_async.store import Store
@@ -67,8 +73,7 @@ async def agree(
     number = await newest_generation(store, requests)
     while True:
         if number > 0:
-            found = await read(store, requests, keys.generation_key(number))
-            generation = records.decode_generation(found[0], number) if found else None
+            generation = await _read_generation(store, requests, number)
             if (
                 generation is not None
                 and (generation.launch_key, generation.world_size) == (launch_key, world_size)
@@ -84,6 +89,30 @@ async def agree(
             raise CapabilityError(f"this run has had {number - 1} generations; start a new run name")
         # Whoever wins, the next round joins it if it is of our start and goes past it if not.
         await create_once(store, requests, keys.generation_key(number), proposal(number))
+
+
+async def _read_generation(store: Store, requests: Requests, number: int) -> Generation | None:
+    """Which start it is; None if that cannot be read: it is passed over, for else no start would ever get beyond it.
+
+    Raises InvalidRecordError for one of a newer version, and where two looks differ: that is the wire, and other ranks
+    may well read it.
+    """
+    key = keys.generation_key(number)
+    seen: list[str] = []
+    for _ in range(2):
+        try:
+            found = await read_record(
+                store, requests, key, lambda data: records.decode_generation(data, number)
+            )
+            return found[0] if found else None
+        except UnknownVersionError:
+            raise
+        except InvalidRecordError as error:
+            if seen and str(error) != seen[0]:
+                raise
+            seen.append(str(error))
+    logger.warning("generation_unreadable error=%s; it is passed over", seen[0])
+    return None
 
 
 async def newest_generation(store: Store, requests: Requests, *, after: int = 0) -> int:

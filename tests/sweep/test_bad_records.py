@@ -11,10 +11,12 @@ import pytest
 
 from ckpt_async import Uploader, diagnosis, keys, protocol, records, restore
 from ckpt_async.checksums import checksum_of
+from ckpt_async.conditional import put
 from ckpt_async.diagnosis import Level
 from ckpt_async.doctor import examine
 from ckpt_async.errors import InvalidRecordError
-from ckpt_async.model import CheckpointId, Outcome
+from ckpt_async.generation import agree
+from ckpt_async.model import CheckpointId, Generation, Outcome
 from ckpt_async.observe import NullObserver
 from ckpt_async.plan import LEASE_MARGIN_S, MAX_LEASE_S, Ages, CollectDecisions, FinishPrune
 from ckpt_async.requests import Requests
@@ -23,7 +25,7 @@ from ckpt_async.settings import Settings
 from ckpt_async.store import BytesBody
 from ckpt_async.stores import StoreOptions, open_store
 from ckpt_async.sweeper import Sweeper
-from tests.sweep.world import World, ids
+from tests.sweep.world import World, ids, replaced
 
 WHOLE, DEAD, BUSY, NEXT = CheckpointId(1, 10), CheckpointId(1, 11), CheckpointId(1, 12), CheckpointId(2, 20)
 TOO_LARGE = bytes(records.MAX_RECORD_SIZE_BYTES + 1)
@@ -242,3 +244,29 @@ def test_a_lease_that_cannot_be_read_is_waited_for_no_longer_than_any(run: Any) 
         assert key not in world.bucket.objects
 
     run(main())
+
+
+@pytest.mark.parametrize("bad", [TOO_LARGE, b"", b"nonsense"], ids=["large", "empty", "nonsense"])
+def test_no_start_is_held_up_by_a_generation_that_cannot_be_read(run: Any, bad: bytes) -> None:
+    """All ranks go past it, and meet in the next. Of a newer version is another matter: who wrote it can read it."""
+
+    async def main() -> None:
+        world = await World.begun(1)
+        world.bucket.objects[keys.generation_key(1)] = replaced(
+            world.bucket.objects[keys.generation_key(1)], data=bad
+        )
+        for rank in range(2):
+            assert await _agree(world, rank) == 2
+        newer = records.encode_generation(Generation(3, "key", 2, "host", "nonce", 0.0))
+        newer = newer.replace(b'"version":1', b'"version":2')
+        await put(world.store, world.requests, keys.generation_key(3), newer)
+        with pytest.raises(InvalidRecordError, match=re.escape(keys.generation_key(3))):
+            await _agree(world, 0)
+
+    run(main())
+
+
+async def _agree(world: World, rank: int) -> int:
+    return await agree(
+        world.store, world.requests, rank=rank, world_size=2, launch_key="new", explicit=None, now=0.0
+    )
