@@ -34,7 +34,8 @@ from ckpt_async.errors import (
     SettingsError,
     StoreError,
 )
-from ckpt_async.files import Folder, filesystem_of
+from ckpt_async.files import Folder
+from ckpt_async.filesystems import filesystem_of
 from ckpt_async.journal import Journal
 from ckpt_async.model import CheckpointId, RemoteAddress, Superseded
 from ckpt_async.observe import NullObserver
@@ -168,7 +169,10 @@ def _try_folder(
     """Open a folder within it as an uploader would, and write to a journal there."""
     above = _existing(path)
     try:
-        workplace = Folder(scratch.enter_context(_scratch(above)))
+        workplace = Folder(
+            scratch.enter_context(_scratch(above)),
+            allows_unknown_filesystem=settings.allow_unknown_filesystem,
+        )
         fsync_s = _time_journal(workplace)
     except JournalError as error:
         return LocalFolder(str(path), str(above), _message(error), error.hint), None

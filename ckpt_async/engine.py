@@ -403,9 +403,13 @@ class Engine:
                 self._journal.note_progress(
                     [(each.checkpoint, each.shard, sent) for each, sent in self._sent_bytes.items()]
                 )
-            await asyncio.to_thread(self._journal.compact)
+            await asyncio.to_thread(self._keep_house)
         except JournalError as error:  # a full disk, say: no reason to cut short what is on its way
             logger.debug("housekeeping_skipped error=%s", error)
+
+    def _keep_house(self) -> None:
+        self._folder.renew_host_mark()
+        self._journal.compact()
 
     # --- recovery ------------------------------------------------------------------------------------------
 

@@ -10,7 +10,6 @@ import contextlib
 import errno
 import fcntl
 import os
-import re
 import stat
 import time
 from collections.abc import Iterator, Sequence
@@ -26,19 +25,14 @@ from ckpt_async.errors import (
     SettingsError,
     SourceError,
 )
+from ckpt_async.filesystems import check_local, filesystem_of
+from ckpt_async.host_mark import HostMark
 from ckpt_async.model import FileIdentity
 from ckpt_async.naming import check_relative
 
-# SQLite's WAL needs shared memory and POSIX locks of one kernel, and flock must mean what it says
-# (https://sqlite.org/wal.html: "does not work over a network filesystem").
-NETWORK_FILESYSTEMS = frozenset(
-    "nfs nfs4 cifs smb3 smbfs ncpfs afs ceph lustre gpfs beegfs glusterfs orangefs 9p fuse.sshfs fuse.s3fs"
-    " fuse.gcsfuse fuse.goofys fuse.ceph fuse.glusterfs fuse.mount-s3 fuse.rclone fuse.juicefs".split()
-)
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # O_NONBLOCK: opening a FIFO must not hang the trainer.
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-_OCTAL = re.compile(r"\\([0-7]{3})")
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 # Temporary files live for milliseconds; older ones were left by a kill.
 LEFT_OVER_AGE_S = 3600.0
@@ -50,32 +44,36 @@ class Folder:
     """The trainer's checkpoint folder with our private part, `.ckpt_async/`, in it.
 
     Opening creates what is missing and checks what everything else relies on: that the folder can be
-    written, is on a local file system, and that hard links work there (else `can_link` is False).
+    written, is on a local file system and no other machine's, and that hard links work there (else `can_link` is
+    False).
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, allows_unknown_filesystem: bool = False) -> None:
         if not os.fspath(path):
             raise SettingsError(
                 "the folder is '', which would be the working directory", hint="'.' if it is meant"
             )
         self.path = Path(os.path.realpath(path))
+        self.private = self.path / keys.PRIVATE
+        filesystem = filesystem_of(str(self.path), Path("/proc/self/mountinfo"))
+        self._host_mark = HostMark(self.private, boot_id())
+        self._trusted = filesystem if allows_unknown_filesystem else self._host_mark.trusted
+        if filesystem != self._trusted:
+            check_local(self.path, filesystem)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self.private = self.path / keys.PRIVATE
             (self.private / "spool").mkdir(parents=True, exist_ok=True)
         except FileExistsError as error:
             raise JournalError(f"folder {str(self.path)!r}: {error.filename!r} is not a folder") from error
         except OSError as error:
             raise _folder_error(self.path, error) from error
-        filesystem = filesystem_of(str(self.path), Path("/proc/self/mountinfo"))
-        if filesystem in NETWORK_FILESYSTEMS:
-            raise JournalError(
-                f"folder {str(self.path)!r} is on a network file system ({filesystem}): the journal would not"
-                " be safe there",
-                hint="give a folder on a local disk of each node",
-            )
         self.can_link = self._probe()
+        self._host_mark.take(self.path, self._trusted)
         self._remove_left_overs()
+
+    def renew_host_mark(self) -> None:
+        """Once a second, by whoever runs an engine here: other machines are told that this one is."""
+        self._host_mark.renew(self._trusted)
 
     def _probe(self) -> bool:
         """Write, link and remove one small file: the clear error is here, not in the first save."""
@@ -495,33 +493,7 @@ def boot_id() -> str:
         return ""
 
 
-# --- file systems and errors -------------------------------------------------------------------------------
-
-
-def filesystem_of(path: str, mountinfo: Path) -> str:
-    """Type of the file system a path is on, from Linux's mountinfo; '' where there is none."""
-    try:
-        lines = mountinfo.read_text(encoding="utf-8", errors="surrogateescape").split("\n")
-    except OSError:
-        return ""
-    return parse_mountinfo(path, lines)
-
-
-def parse_mountinfo(path: str, lines: list[str]) -> str:
-    """The type of the mount with the longest mount point above `path`; of equal ones the last mounted.
-
-    Format: proc(5), /proc/pid/mountinfo: field 5 is the mount point with octal escapes; the type follows '-'.
-    """
-    best, kind = -1, ""
-    for line in lines:
-        before, _, after = line.partition(" - ")
-        fields = before.split(" ")
-        if len(fields) < 5 or not after:
-            continue
-        point = _OCTAL.sub(lambda match: chr(int(match[1], 8)), fields[4]).rstrip("/")
-        if (path == point or path.startswith(point + "/")) and len(point) >= best:
-            best, kind = len(point), after.split(" ")[0]
-    return kind
+# --- errors -------------------------------------------------------------------------------
 
 
 def _kind(mode: int) -> str:

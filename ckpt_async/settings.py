@@ -112,6 +112,12 @@ class Settings:
         "",
         "what to keep remotely, e.g. last=3,every-steps=1000,best=2:loss:min; empty keeps all",
     )
+    allow_unknown_filesystem: bool = _setting(
+        False,
+        "take a folder on a file system that is not known to be local; if another machine uses it too, or its locks do"
+        " not hold, the journal is destroyed, and with it checkpoints that are not committed yet",
+        choices=(False, True),
+    )
     sigterm_flush_s: float = _setting(
         0.0, "flush on SIGTERM within this many seconds, newest checkpoint first; 0 for no handler", 0, 3600
     )

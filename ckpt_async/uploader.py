@@ -138,7 +138,7 @@ class Uploader:
             )
         address = address_of(remote, store_options, env=environment)
         self.remote = address.url
-        self._folder = Folder(folder)
+        self._folder = Folder(folder, allows_unknown_filesystem=self.settings.allow_unknown_filesystem)
         self.folder = self._folder.path
         at_exit.refuse_second(self.folder, self.rank)
 

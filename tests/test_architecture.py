@@ -31,6 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("holdings",),
     ("ahead", "transfer", "requests", "conditional", "kept"),
     ("stores", "journals", "journal", "shared_journal", "journal_rows", "database", "files", "shard_writer"),
+    ("filesystems", "host_mark"),
     ("checksums", "concurrency", "diagnosis", "pickled", "plan"),
     ("store", "observe", "politeness", "threads"),
     ("decide", "failures"),

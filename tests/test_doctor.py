@@ -14,7 +14,8 @@ import pytest
 
 from ckpt_async import Uploader, cli, doctor, keys
 from ckpt_async.errors import FailureReason, StoreError
-from ckpt_async.files import Folder, filesystem_of
+from ckpt_async.files import Folder
+from ckpt_async.filesystems import filesystem_of
 from ckpt_async.model import Checksum
 from ckpt_async.store import Body, Condition, MultipartInfo, ObjectInfo
 from ckpt_async.stores import open_store
@@ -324,7 +325,7 @@ def test_a_network_file_system_is_refused_in_the_uploaders_words(
     folder.mkdir()
     code, found = call(folder)
     assert (code, levels(found)) == (1, {"folder": "fail"})
-    assert "network file system (nfs4)" in found["folder"]["message"]
+    assert "file system (nfs4) that is not known to be local" in found["folder"]["message"]
     assert tree(folder) == {}
 
 

@@ -12,15 +12,17 @@ from typing import Any
 
 import pytest
 
-from ckpt_async import files
+from ckpt_async import files, host_mark
 from ckpt_async.errors import (
     FailureReason,
+    FolderInUseError,
     InvalidNameError,
     InvalidShardError,
     JournalError,
     SourceError,
 )
-from ckpt_async.files import Folder, fsync_path, parse_mountinfo, point_symlink, write_durably
+from ckpt_async.files import Folder, fsync_path, point_symlink, write_durably
+from ckpt_async.filesystems import parse_mountinfo
 from ckpt_async.model import FileIdentity
 
 
@@ -404,7 +406,7 @@ def test_what_killed_processes_left_is_removed_when_it_is_old(folder: Folder) ->
     young = folder.private / "latest.2.tmp"
     young.symlink_to("gone")
     Folder(folder.path)
-    assert sorted(os.listdir(folder.private)) == ["latest.2.tmp", "spool"]
+    assert sorted(os.listdir(folder.private)) == ["host.json", "latest.2.tmp", "spool"]
 
 
 def test_symlink_never_replaces_a_file(folder: Folder) -> None:
@@ -472,12 +474,86 @@ def test_file_system_is_that_of_the_deepest_mount(path: str, kind: str) -> None:
     assert kind == parse_mountinfo(path, MOUNTS)
 
 
-def test_network_file_system_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+OVERLAYS = [
+    "22 1 8:1 / / rw - ext4 /dev/sda1 rw",
+    "23 22 0:40 / /net rw - nfs4 server:/x rw",
+    "24 22 0:41 / /fine rw - overlay overlay rw,lowerdir=/net/low,upperdir=/disk/up,workdir=/disk/work",
+    r"25 22 0:42 / /bad rw - overlay overlay rw,lowerdir=/low,upperdir=/net/my\040up,workdir=/net/work",
+    "26 22 0:43 / /nested rw - overlay overlay rw,lowerdir=/low,upperdir=/bad/up,workdir=/bad/work",
+    "27 22 0:44 / /container rw - overlay overlay rw,lowerdir=/l,upperdir=/var/lib/docker/overlay2/1/diff",
+    "28 22 0:45 / /itself rw - overlay overlay rw,lowerdir=/l,upperdir=/itself/up",
+    "29 22 0:46 / /readonly rw - overlay overlay ro,lowerdir=/net/a:/net/b",
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/fine/a", "overlay"),
+        ("/bad/a", "overlay on nfs4"),
+        ("/nested/a", "overlay on nfs4"),
+        ("/container/a", "overlay"),
+        ("/itself/a", "overlay"),
+        ("/readonly/a", "overlay"),
+    ],
+)
+def test_of_an_overlay_what_counts_is_where_it_writes_to(path: str, kind: str) -> None:
+    assert kind == parse_mountinfo(path, OVERLAYS, lambda folder: not folder.startswith("/var"))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["nfs4", "fuse.s3fs", "fuse", "lustre", "wekafs", "virtiofs", "ocfs2", "overlay on nfs4", "of tomorrow"],
+)
+def test_a_file_system_that_is_not_known_to_be_local_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     """WAL needs one kernel's shared memory: better a clear error than a torn journal."""
-    for kind in ("nfs4", "fuse.s3fs", "lustre"):
-        monkeypatch.setattr(files, "filesystem_of", lambda *_, kind=kind: kind)
-        with pytest.raises(JournalError, match=kind):
-            Folder(tmp_path / "x")
+    monkeypatch.setattr(files, "filesystem_of", lambda *_: kind)
+    folder = tmp_path / "x"
+    with pytest.raises(
+        JournalError, match=rf"\({kind}\) that is not known to be local.*allow_unknown_filesystem"
+    ):
+        Folder(folder)
+    assert not folder.exists(), "nothing was changed"
+    Folder(folder, allows_unknown_filesystem=True)
+    Folder(folder)  # `drain` and the sweeper know no settings
+
+
+@pytest.mark.parametrize("kind", ["ext4", "xfs", "btrfs", "zfs", "tmpfs", "overlay", ""])
+def test_a_local_file_system_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setattr(files, "filesystem_of", lambda *_: kind)
+    Folder(tmp_path / "x")
+
+
+def test_a_live_folder_of_another_machine_is_refused_and_a_dead_one_taken_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Locks do not reach as far as a file system that several machines mount."""
+    ours = Folder(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(host_mark, "WATCH_S", 0.3)
+        patch.setattr(files, "boot_id", lambda: "of another machine")
+        theirs = Folder(tmp_path)  # takes it over: nobody renews ours
+    is_over = threading.Event()
+
+    def renew() -> None:
+        while not is_over.wait(0.02):
+            theirs.renew_host_mark()
+
+    renewing = threading.Thread(target=renew)
+    renewing.start()
+    try:
+        with pytest.raises(FolderInUseError, match=f"another machine, '{socket.gethostname()}'"):
+            Folder(tmp_path)
+    finally:
+        is_over.set()
+        renewing.join()
+    monkeypatch.setattr(host_mark, "WATCH_S", 0.3)
+    Folder(tmp_path)
+    ours.renew_host_mark()
+    (tmp_path / ".ckpt_async" / "host.json").write_text("[" * 100_000)  # of no use, but no harm
+    Folder(tmp_path)
 
 
 def test_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,80 @@
+"""Which file system a folder is on, and whether a journal is safe there."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from ckpt_async.errors import JournalError
+
+# SQLite's WAL needs shared memory and POSIX locks of one kernel, and flock must mean what it says
+# (https://sqlite.org/wal.html: "does not work over a network filesystem"). There are more file systems that several
+# machines share than anybody can list, so those are listed that are of one machine; '' is where no Linux says.
+LOCAL_FILESYSTEMS = frozenset(
+    "ext2 ext3 ext4 xfs btrfs zfs f2fs bcachefs jfs reiserfs nilfs2 tmpfs ramfs overlay".split()
+) | {""}
+_OCTAL = re.compile(r"\\([0-7]{3})")
+# An overlay's upper folder may be in an overlay.
+_MAX_OVERLAYS = 8
+
+
+def check_local(path: Path, filesystem: str) -> None:
+    """Raise JournalError unless it is known to be local."""
+    if filesystem not in LOCAL_FILESYSTEMS:
+        raise JournalError(
+            f"folder {str(path)!r} is on a file system ({filesystem}) that is not known to be local: if another"
+            " machine uses it too, the journal is destroyed",
+            hint="give a folder on a local disk of each node; or, if it is one, set allow_unknown_filesystem=True",
+        )
+
+
+def filesystem_of(path: str, mountinfo: Path) -> str:
+    """Type of the file system that what is written to a path is on, from Linux's mountinfo; '' where there is none."""
+    try:
+        lines = mountinfo.read_text(encoding="utf-8", errors="surrogateescape").split("\n")
+    except OSError:
+        return ""
+    return parse_mountinfo(path, lines, os.path.isdir)
+
+
+def parse_mountinfo(path: str, lines: list[str], is_folder: Callable[[str], bool] = lambda _: False) -> str:
+    """The type of the mount with the longest mount point above `path`; of equal ones the last mounted. Of an overlay,
+    what counts is where it writes to: 'overlay', or 'overlay on nfs', as far as that folder is to be seen from here.
+    """
+    kind, options = _mount(path, lines)
+    for _ in range(_MAX_OVERLAYS):
+        upper = _unescaped(options.get("upperdir", ""))
+        if kind != "overlay" or not upper.startswith("/") or not is_folder(upper):
+            return kind
+        below, more = _mount(upper, lines)
+        if below != "overlay":
+            return "overlay" if below in LOCAL_FILESYSTEMS else f"overlay on {below}"
+        if more == options:
+            return kind  # it is another mount namespace's path
+        options = more
+    return kind
+
+
+def _mount(path: str, lines: list[str]) -> tuple[str, dict[str, str]]:
+    """Type and options. Format: proc(5), /proc/pid/mountinfo: field 5 is the mount point with octal escapes; behind '-'
+    come the type, the source and the options.
+    """
+    best, kind, options = -1, "", ""
+    for line in lines:
+        before, _, after = line.partition(" - ")
+        fields = before.split(" ")
+        if len(fields) < 5 or not after:
+            continue
+        point = _unescaped(fields[4]).rstrip("/")
+        if (path == point or path.startswith(point + "/")) and len(point) >= best:
+            best = len(point)
+            kind, _, rest = after.partition(" ")
+            options = rest.rpartition(" ")[2]
+    pairs = (each.partition("=") for each in options.split(","))
+    return kind, {name: value for name, _, value in pairs}
+
+
+def _unescaped(text: str) -> str:
+    return _OCTAL.sub(lambda match: chr(int(match[1], 8)), text)
