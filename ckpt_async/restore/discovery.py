@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 from collections.abc import AsyncIterator, Collection, Iterable
@@ -25,6 +26,7 @@ from ckpt_async.errors import (
 from ckpt_async.model import CheckpointId, Decision, Outcome, Receipt
 from ckpt_async.restore.checkpoint import Checkpoint, Rejected, checkpoint_of
 from ckpt_async.restore.foreign import find_foreign
+from ckpt_async.restore.freshness import check_fresh, check_nowhere, known_in
 from ckpt_async.restore.proof import sure
 from ckpt_async.restore.session import Session, is_gone, mark_damaged, session
 from ckpt_async.store import ObjectInfo
@@ -61,8 +63,11 @@ def find(
     Where nothing of ckpt_async is committed, complete checkpoints of DCP, OLMo, OLMo-core, Composer, ML Flashpoint and
     Orbax are recognised by the marks that those leave.
 
+    None is said only where nothing speaks against it: not where `latest.json` or the journal in `folder` knows of a
+    commit, nor where the store shows no generation of a run that was opened in `folder`.
+
     Blocks. Raises NoUsableCheckpointError if there are checkpoints and all of them are damaged, StoreError if the store
-    cannot be asked.
+    cannot be asked, or shows nothing of a run that was there.
     """
     step = None if step is None else arguments.whole(step, "step", 0, keys.MAX_STEP)
     if generation is not None:
@@ -72,11 +77,16 @@ def find(
     async def work() -> Checkpoint | None:
         if folder is not None and drain_timeout_s > 0:
             await _finish_predecessor(folder, drain_timeout_s)
+        known = await asyncio.to_thread(known_in, folder, remote)
         try:
             async with session(remote, store_options) as opened:
-                return await _find(opened, remote, store_options, step, generation, passing_over)
+                found = await _find(opened, remote, store_options, step, generation, passing_over)
+                if found is None and step is None:
+                    await check_fresh(opened, remote, known)
+                return found
         except StoreError as error:
             if error.operation == "open" and error.reason is FailureReason.NOT_FOUND:
+                check_nowhere(remote, known)
                 logger.warning("remote_missing %s error=%s; taken for a fresh start", remote, error)
                 return None
             raise

@@ -4,9 +4,11 @@ Every write is: temporary file in the same file system → write → fsync → r
 of the parent and of every newly made folder. What the store answers as checksum is computed from what it
 reads back; the page cache may have served that read.
 
-What is weaker than S3: ages are measured against this machine's clock, and a compare-and-swap excludes other
-writers by flock, which some network file systems keep to one host. Create-once is a hard link, atomic on
-POSIX file systems and NFS (open(2), O_EXCL).
+The time is the file system's: that of a file touched in the folder, which NFS takes from its server. Only a store that
+was opened to be read has to go by this machine's clock.
+
+What is weaker than S3: a compare-and-swap excludes other writers by flock, which some network file systems keep to one
+host. Create-once is a hard link, atomic on POSIX file systems and NFS (open(2), O_EXCL).
 """
 
 # ruff: noqa: ARG002 - the multipart methods take what the protocol says, and refuse
@@ -34,7 +36,7 @@ from ckpt_async.errors import (
     SourceError,
     StoreError,
 )
-from ckpt_async.keys import PRIVATE
+from ckpt_async.keys import DATA, PRIVATE
 from ckpt_async.model import Checksum
 from ckpt_async.store import (
     Body,
@@ -74,6 +76,8 @@ _LOCK_TIMEOUT_S = 30.0
 _LOCK_POLL_S = 0.002
 # Far above the time any upload goes without a write.
 _LEFT_OVER_AGE_S = 24 * 3600.0
+# Far above the time from the making of a folder to its first file.
+_EMPTY_AGE_S = 60.0
 
 _DISK = {
     errno.ENOSPC: "the file system is full",
@@ -98,6 +102,8 @@ class DirectoryStore:
         self._root = Path(root)
         self._own = self._root / _OWN
         self._url = url or f"file://{self._root}"
+        self._may_write = False  # these are known after `open`
+        self._has_own = False
         self._capabilities = Capabilities(
             conditional_put=True,
             multipart=False,
@@ -122,8 +128,10 @@ class DirectoryStore:
             if is_read_only:
                 if not await in_thread(self._root.is_dir):
                     raise StoreError("no such folder", reason=FailureReason.NOT_FOUND, operation="open")
+                self._has_own = await in_thread(self._own.is_dir)
                 return
             can_link = await in_thread(self._probe)
+        self._may_write = self._has_own = True
         self._capabilities = replace(self._capabilities, conditional_put=can_link)
 
     async def close(self) -> None:
@@ -252,7 +260,7 @@ class DirectoryStore:
 
     def _probe(self) -> bool:
         temporary, descriptor = self._create_temporary()
-        self._remove_left_overs()
+        self._remove_left_overs(os.fstat(descriptor).st_mtime)
         linked = temporary.with_name(f"{temporary.name}.link")
         try:
             os.write(descriptor, b"probe")
@@ -271,9 +279,9 @@ class DirectoryStore:
             _unlink_if_there(temporary)
             _unlink_if_there(linked)
 
-    def _remove_left_overs(self) -> None:
+    def _remove_left_overs(self, now: float) -> None:
         """Drop temporary files of writers that died, best effort."""
-        oldest = time.time() - _LEFT_OVER_AGE_S
+        oldest = now - _LEFT_OVER_AGE_S
         for entry in os.scandir(self._own):
             with contextlib.suppress(OSError):
                 if entry.name != _LOCK and entry.stat(follow_symlinks=False).st_mtime < oldest:
@@ -315,8 +323,9 @@ class DirectoryStore:
             raise PreconditionFailedError(operation="put", key=key)
         # An inode number can come back within one tick of the file system's clock, and an old ETag with it:
         # a growing time makes every version of a swapped object differ from all before.
-        modified_ns = max(time.time_ns(), current.st_mtime_ns + 1)
-        os.utime(temporary, ns=(modified_ns, modified_ns))
+        os.utime(temporary)
+        if os.stat(temporary).st_mtime_ns <= current.st_mtime_ns:
+            os.utime(temporary, ns=(current.st_mtime_ns + 1, current.st_mtime_ns + 1))
         os.replace(temporary, target)
 
     def _into_parent(self, target: Path, place: Callable[[], None]) -> None:
@@ -422,28 +431,61 @@ class DirectoryStore:
             os.close(descriptor)
 
     def _walk(self, prefix: str, start_after: str) -> Listing:
-        server_time = time.time()
+        self._check_there()
+        now = self._now()
         start = prefix.rpartition("/")[0]
         found: list[ObjectInfo] = []
-        for key, entry in self._files(f"{start}/" if start else ""):
+        for key, entry in self._files(f"{start}/" if start else "", now):
             if key.startswith(prefix) and key > start_after:
                 with contextlib.suppress(FileNotFoundError):  # deleted since its folder was read
                     found.append(_info(key, entry.stat(follow_symlinks=False)))
-        return Listing(tuple(sorted(found, key=lambda info: info.key)), server_time)
+        self._check_there()
+        return Listing(tuple(sorted(found, key=lambda info: info.key)), now)
 
-    def _files(self, folder: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
-        """Every regular file below `folder` ("" or ending in '/'), in no order; links are not followed."""
+    def _check_there(self) -> None:
+        """What is missing is not empty. The folder of our own is what a mount point without its file system lacks."""
+        if not self._root.is_dir() or (self._has_own and not self._own.is_dir()):
+            raise StoreError(
+                f"{self._root} is not the folder any more that it was",
+                reason=FailureReason.TRANSIENT,
+                operation="list",
+                hint="was it unmounted, moved or emptied?",
+            )
+
+    def _now(self) -> float:
+        """By the clock that sets the times of files: that of a network file system's server."""
+        if not self._may_write:
+            return time.time()
+        descriptor = os.open(self._own / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            entries = list(os.scandir(self._path(folder) if folder else self._root))
+            os.utime(descriptor)
+            return os.fstat(descriptor).st_mtime
+        finally:
+            os.close(descriptor)
+
+    def _files(self, folder: str, now: float) -> Iterator[tuple[str, os.DirEntry[str]]]:
+        """Every regular file below `folder` ("" or ending in '/'), in no order; links are not followed."""
+        path = self._path(folder) if folder else self._root
+        try:
+            entries = list(os.scandir(path))
         except (FileNotFoundError, NotADirectoryError):
             return  # deleted since its parent was read
+        if not entries and self._may_write and folder.startswith((DATA, f"{PRIVATE}/")):
+            _remove_left_behind(path, now)
         for entry in entries:
             key = folder + entry.name
             if entry.is_dir(follow_symlinks=False):
                 if key != _OWN:
-                    yield from self._files(f"{key}/")
+                    yield from self._files(f"{key}/", now)
             elif entry.is_file(follow_symlinks=False):
                 yield key, entry
+
+
+def _remove_left_behind(folder: Path, now: float) -> None:
+    """An empty folder, unless it was just made: who deletes a last file may die before he deletes its folder."""
+    with contextlib.suppress(OSError):
+        if folder.stat().st_mtime < now - _EMPTY_AGE_S:
+            folder.rmdir()
 
 
 async def _write(descriptor: int, body: Body, key: str) -> None:

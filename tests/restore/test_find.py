@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ckpt_async import keys, records, restore
+from ckpt_async import Uploader, keys, records, restore
 from ckpt_async.errors import FailureReason, StoreError
 from ckpt_async.model import Boundary, CheckpointId, Latest
 from ckpt_async.stores.directory import DirectoryStore
@@ -27,6 +27,44 @@ def test_nothing_is_a_fresh_start(any_run: Run) -> None:
     assert restore.find(any_run.url) is None
     any_run.put(keys.generation_key(1), b"{}")
     assert restore.find(any_run.url) is None
+
+
+def test_a_run_that_left_a_mark_is_no_fresh_start(any_run: Run) -> None:
+    """The store lists no decision (any more, or yet again), but what it was asked by name is there."""
+    id_ = any_run.commit(100)
+    any_run.delete(keys.decision_key(id_))
+    with pytest.raises(StoreError, match="fresh start") as raised:
+        restore.find(any_run.url)
+    assert str(id_) in str(raised.value)
+    assert raised.value.operation == "find"
+    assert restore.find(any_run.url, step=7) is None
+    any_run.delete(keys.LATEST)
+    assert restore.find(any_run.url) is None
+
+
+@pytest.mark.parametrize("commits", [False, True])
+def test_what_the_journal_knows_of_a_run_is_no_fresh_start(tmp_path: Path, commits: bool) -> None:
+    """A folder that is not mounted, a bucket that was swapped, a listing of nothing."""
+    folder, remote = tmp_path / "folder", tmp_path / "remote"
+    folder.mkdir()
+    url = f"file://{remote}"
+    with Uploader(folder, url, launch_id="1") as uploader:
+        assert restore.find(url, folder=folder) is None
+        if commits:
+            (folder / "a").write_bytes(b"1")
+            uploader.enqueue(folder / "a", 1)
+            uploader.seal(1)
+            uploader.wait(1, 60)
+    found = restore.find(url, folder=folder)
+    assert (found is not None) == commits
+    remote.rename(tmp_path / "away")
+    for is_there in (False, True):  # as a mount point is, without its file system
+        if is_there:
+            remote.mkdir()
+        with pytest.raises(StoreError, match="was committed" if commits else "generation 1"):
+            restore.find(url, folder=folder)
+        assert restore.find(url) is None
+        assert restore.find(f"file://{tmp_path / 'other'}", folder=folder) is None
 
 
 def test_the_newest_by_generation_then_step(any_run: Run) -> None:

@@ -241,3 +241,78 @@ def test_cancelled_put_waits_for_its_running_write(store, tmp_path, run, monkeyp
         patch.setattr(os, "write", slow)
         run(body())
     assert files(tmp_path / "run") == {f"{OWN}/lock"}
+
+
+# --- the file system's clock, and what is not there --------------------------------------------------------
+
+
+def test_the_time_is_that_of_the_files_not_our_own(store, tmp_path, run, monkeypatch):
+    """A machine whose clock is two hours ahead: it must not take a fresh lease for an old one."""
+    run(put(store, "a", b"1"))
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + 7200)
+    monkeypatch.setattr(time, "time_ns", lambda: int((real() + 7200) * 1e9))
+    listing = run(store.list(""))
+    assert 0 <= listing.server_time - listing.objects[0].last_modified < 3600
+    for body in (b"2", b"3"):
+        run(put(store, "a", body, condition=Match(run(store.head("a")).etag)))
+    listing = run(store.list(""))
+    assert 0 <= listing.server_time - listing.objects[0].last_modified < 3600
+    young = tmp_path / "run" / OWN / "young"
+    young.touch()
+    then = young.stat().st_mtime - 23 * 3600
+    os.utime(young, (then, then))
+    run(store.open())
+    assert young.exists()
+
+
+@pytest.mark.parametrize("is_read_only", [False, True])
+def test_a_folder_that_is_gone_lists_nothing_but_an_error(store, tmp_path, run, is_read_only):
+    """Unmounted beneath us, with and without a mount point to be seen: that is no empty listing."""
+    run(put(store, ".ckpt_async/leases/x", b"1"))
+    run(store.open(is_read_only=is_read_only))
+    (tmp_path / "run").rename(tmp_path / "away")
+    for is_there in (False, True):
+        if is_there:
+            (tmp_path / "run").mkdir()
+        for prefix in ("", ".ckpt_async/leases/"):
+            with pytest.raises(StoreError) as raised:
+                run(store.list(prefix))
+            assert raised.value.reason is FailureReason.TRANSIENT
+    (tmp_path / "run").rmdir()
+    (tmp_path / "away").rename(tmp_path / "run")
+    assert [each.key for each in run(store.list("")).objects] == [".ckpt_async/leases/x"]
+
+
+KILLED = """
+import asyncio, os, pathlib, signal, sys
+from ckpt_async.stores.directory import DirectoryStore
+pathlib.Path.rmdir = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+store = DirectoryStore(sys.argv[1])
+asyncio.run(store.open())
+asyncio.run(store.delete(["ckpt/step-1.g1/a"]))
+"""
+
+
+def test_a_folder_left_empty_by_a_kill_is_removed(store, tmp_path, run):
+    """SIGKILL between the last file's end and its folder's. Nobody else's folder goes, and none that is just made."""
+    root = tmp_path / "run"
+    run(put(store, "ckpt/step-1.g1/a", b"1"))
+    run(put(store, "ckpt/step-2.g1/a", b"1"))
+    killed = subprocess.run([sys.executable, "-c", KILLED, root], check=False, timeout=60)
+    assert killed.returncode == -9
+    (root / "notes").mkdir()
+    left = root / "ckpt/step-1.g1"
+    assert list(left.iterdir()) == []
+    run(store.list(""))
+    assert left.is_dir()  # may be a writer's
+    for folder in (left, root / "notes"):
+        os.utime(folder, (1, 1))
+    reading = DirectoryStore(root)
+    run(reading.open(is_read_only=True))
+    run(reading.list(""))
+    assert left.is_dir()
+    run(store.list("ckpt/"))
+    run(store.list(""))
+    assert {each.name for each in (root / "ckpt").iterdir()} == {"step-2.g1"}
+    assert (root / "notes").is_dir()

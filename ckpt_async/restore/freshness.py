@@ -1,0 +1,81 @@
+"""Whether a run in which nothing was found is a new one. A silent restart from step 0 costs more than a question."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ckpt_async import holdings, keys, protocol
+from ckpt_async.conditional import if_readable
+from ckpt_async.errors import FailureReason, NoJournalError, StoreError
+from ckpt_async.model import CheckpointId, Latest, Local
+from ckpt_async.plan import is_void
+from ckpt_async.restore.session import Session
+
+_HINT = (
+    "is this the right place, is it mounted, and does the store list all that it has? A run that was emptied on purpose"
+    " starts again under another URL and in another folder"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What a node's journals know of a run."""
+
+    committed: CheckpointId | None = None
+    generation: int = 0
+
+
+def known_of(locals_: Iterable[Local], remote: str) -> Known:
+    """By the ranks that wrote to `remote`. Pure."""
+    there = remote.rstrip("/")
+    ours = [each for each in locals_ if each.remote is not None and each.remote.url.rstrip("/") == there]
+    committed = [each.newest_committed for each in ours if each.newest_committed is not None]
+    return Known(max(committed, default=None), max((each.generation for each in ours), default=0))
+
+
+def known_in(folder: str | os.PathLike[str] | None, remote: str) -> Known:
+    """Blocks."""
+    if folder is None:
+        return Known()
+    try:
+        locals_, _ = holdings.read(folder)
+    except NoJournalError:
+        return Known()
+    return known_of(locals_, remote)
+
+
+def check_nowhere(remote: str, known: Known) -> None:
+    """As `check_fresh`, where there is not even a place. Pure."""
+    _check(remote, known, None, has_generations=False)
+
+
+async def check_fresh(opened: Session, remote: str, known: Known) -> None:
+    """Raise StoreError if the run has left marks, though no checkpoint of it was found."""
+    store, requests = opened.store, opened.asking
+    latest = await protocol.read_latest(store, requests)
+    if latest is not None:
+        boundary = await if_readable(protocol.read_boundary(store, requests))
+        latest = None if is_void(latest.checkpoint, boundary) else latest
+    has_generations = True
+    if known.generation:
+        has_generations = bool((await requests.control("list", lambda: store.list(keys.GENERATIONS))).objects)
+    _check(remote, known, latest, has_generations=has_generations)
+
+
+def _check(remote: str, known: Known, latest: Latest | None, *, has_generations: bool) -> None:
+    if latest is not None:
+        mark = f"{keys.LATEST} says that {latest.checkpoint} is committed"
+    elif known.committed is not None:
+        mark = f"this node's journal knows that {known.committed} was committed"
+    elif known.generation and not has_generations:
+        mark = f"this node's journal knows its generation {known.generation}"
+    else:
+        return
+    raise StoreError(
+        f"{remote} shows no checkpoint, but {mark}: this is no fresh start",
+        reason=FailureReason.NOT_FOUND,
+        operation="find",
+        hint=_HINT,
+    )
