@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from ckpt_async import Uploader, __version__, cli, keys
+from ckpt_async.cli.output import SILENCE_S
 from ckpt_async.conditional import put
 from ckpt_async.errors import FailureReason, StoreError
 from ckpt_async.files import Folder
@@ -349,7 +350,9 @@ def test_waiting_for_a_store_that_does_not_answer_is_told(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Silence looks like a program that hangs."""
+    """Silence looks like a program that hangs. But not within the seconds that a store far away may take."""
+    assert f"after {SILENCE_S:.0f} s that is said on stderr" in (ROOT / "docs/cli.md").read_text()
+    assert SILENCE_S == 5
     monkeypatch.setattr("ckpt_async.cli.output.SILENCE_S", 0.01)
     for place in ("cli.listing.LS_TIMEOUT_S", "cli.upkeep.COMMAND_TIMEOUT_S", "restore.session.PATIENCE_S"):
         monkeypatch.setattr(f"ckpt_async.{place}", 1.0)
