@@ -28,7 +28,7 @@ from ckpt_async.restore.checkpoint import Checkpoint, Rejected, checkpoint_of
 from ckpt_async.restore.foreign import find_foreign
 from ckpt_async.restore.freshness import check_fresh, check_nowhere, known_in
 from ckpt_async.restore.proof import sure
-from ckpt_async.restore.session import Session, is_gone, mark_damaged, session
+from ckpt_async.restore.session import Session, mark_damaged, session
 from ckpt_async.store import ObjectInfo
 from ckpt_async.stores import StoreOptions
 from ckpt_async.transfer import all_or_none
@@ -140,9 +140,9 @@ async def _find(
             continue
         try:
             found = await sure(opened, remote, options, partial(_look, id_))
-        except InvalidRecordError as error:
-            if await is_gone(opened, id_):
-                continue  # pruned while we looked
+        except (
+            InvalidRecordError
+        ) as error:  # looked at again from the decision on, so it was not pruned meanwhile
             rejected.append(Rejected(id_, name, str(error)))
             if not isinstance(error, UnknownVersionError):
                 await mark_damaged(opened, id_, str(error))

@@ -33,8 +33,8 @@ class Fault:
     """What to do to requests whose method, key and query match.
 
     `drop_reply`: forward it, then close without an answer. `cut_reply`: the same after `after_bytes` of the answer.
-    `spoil_reply`: with an ETag and checksums that are not the object's. `flip_reply`: with one bit of its body changed,
-    any, or always the same one of the byte at `after_bytes`.
+    `spoil_reply`: with an ETag and checksums that are not the object's. `flip_reply`: with one bit of a good
+    answer's body changed, any, or always the same one of the byte at `after_bytes`.
     `unavailable`, `denied`, `expired`, `too_large`: 503 SlowDown, 403 and 400 ExpiredToken, 400 EntityTooLarge (which
     no other attempt heals), not forwarded. `reset`: break the
     connection after `after_bytes` of its body; `stall`: read no more after them. `silent`: accept, never read or
@@ -276,7 +276,7 @@ class FaultProxy:
 
     def _flipped(self, answer: bytes, at: int) -> bytes:
         head, end, body = answer.partition(b"\r\n\r\n")
-        if not body:
+        if not body or not head.startswith(b"HTTP/1.1 2"):
             return answer
         bit = 1 if at else 1 << self._random.randrange(8)
         spoilt = bytearray(body)
@@ -322,7 +322,8 @@ def _without_conditions(head: bytes, secret_key: str) -> bytes:
         return head
     scope = re.search(r"Credential=[^/]+/([^, ]+)", headers["authorization"])
     signed = re.search(r"SignedHeaders=([^, ]+)", headers["authorization"])
-    assert scope and signed
+    assert scope
+    assert signed
     names = [name for name in signed[1].split(";") if name not in _CONDITIONS]
     path, _, query = target.partition("?")
     parameters = sorted(each if "=" in each else f"{each}=" for each in query.split("&") if each)
