@@ -46,6 +46,8 @@ SHARED_JOURNAL = "journal.sqlite"
 MAX_GENERATION = 10**6 - 1
 MAX_STEP = 10**12 - 1
 MAX_RANK = 10**5 - 1
+# A host's name of 64 characters, a process's number, a token.
+MAX_READER_LENGTH = 84
 
 _CHECKPOINT = re.compile(r"([0-9]{6})-([0-9]{12})")
 _GENERATION = re.compile(re.escape(GENERATIONS) + r"([0-9]{6})\.json")
@@ -155,6 +157,17 @@ def journal_name(rank: int) -> str:
 def parse_journal_name(name: str) -> int | None:
     match = _JOURNAL.fullmatch(name)
     return int(match[1]) if match else None
+
+
+def longest_keys() -> tuple[str, ...]:
+    """Of every kind of object that a run makes; a shard's with the shortest name."""
+    last = CheckpointId(MAX_GENERATION, MAX_STEP)
+    return (
+        *(BOUNDARY, LATEST, generation_key(MAX_GENERATION), member_key(MAX_GENERATION, MAX_RANK)),
+        *(receipt_key(last, MAX_RANK), decision_key(last), damage_key(last)),
+        lease_key(last, "r" * MAX_READER_LENGTH),
+        data_key(f"step-{MAX_STEP}", MAX_GENERATION, "s"),
+    )
 
 
 def lock_name(rank: int) -> str:

@@ -69,12 +69,12 @@ def check_relative(path: str, what: str) -> str:
     return path
 
 
-def check_key_length(root: str, key: str) -> None:
-    """Refuse a key that S3 would refuse, before anything is enqueued."""
-    length = len(root) + 1 + len(key)
-    if length > MAX_KEY_LENGTH:
+def check_key_length(root: str, key: str, *, most: int = MAX_KEY_LENGTH) -> None:
+    """Refuse a key that the store would refuse. `root` is the run's place in the bucket."""
+    length = len(f"{root}/{key}".encode()) if root else len(key.encode())
+    if length > most:
         raise InvalidNameError(
-            f"object key {key[:80]!r}… would have {length} bytes with its prefix, more than {MAX_KEY_LENGTH}",
+            f"object key {key[:80]!r}… would have {length} bytes with its prefix, more than {most}",
             hint="shorten the remote prefix, the checkpoint's name or the shard's path",
         )
 

@@ -50,7 +50,7 @@ from ckpt_async.preemption import flush_on_sigterm
 from ckpt_async.runners import EngineView, Start, runner_of
 from ckpt_async.settings import Settings, load
 from ckpt_async.shard_writer import ShardWriter
-from ckpt_async.stores import StoreOptions, address_of
+from ckpt_async.stores import StoreOptions, address_of, check_key_length
 
 logger = logging.getLogger(__name__)
 
@@ -245,7 +245,7 @@ class Uploader:
             there = self._there(step) or _Open(full_name)
             self._check_takes_shards(there, step, full_name)
             longest = max((name for _, name in named), key=len)
-            naming.check_key_length(self.remote, keys.data_key(full_name, self.generation, longest))
+            check_key_length(self.remote, keys.data_key(full_name, self.generation, longest))
             new = self._new(there, step, named) if there.shards else named
             spool = keys.spool_checkpoint(checkpoint, self.rank)
             try:
@@ -286,7 +286,7 @@ class Uploader:
         checkpoint = self._checkpoint(step)
         step, full_name = checkpoint.step, naming.checkpoint_name(checkpoint_name, checkpoint.step)
         naming.check_relative(name, "shard")
-        naming.check_key_length(self.remote, keys.data_key(full_name, self.generation, name))
+        check_key_length(self.remote, keys.data_key(full_name, self.generation, name))
         source = f"{full_name}/{name}"
         if self._there(step) is None:
             self._make_room()

@@ -15,7 +15,10 @@ from urllib.parse import urlsplit
 
 from ckpt_async.arguments import is_whole
 from ckpt_async.errors import FailureReason, SettingsError, StoreError
+from ckpt_async.keys import longest_keys
 from ckpt_async.model import RemoteAddress
+from ckpt_async.naming import MAX_KEY_LENGTH
+from ckpt_async.naming import check_key_length as check_length
 from ckpt_async.stores.meant import meant
 
 if TYPE_CHECKING:
@@ -49,6 +52,8 @@ _PUT_ARGS = frozenset(
 )
 # Objects of these classes cannot be read at once, and neither could the decisions and receipts.
 _OFFLINE_CLASSES = frozenset({"GLACIER", "DEEP_ARCHIVE"})
+
+_MAX_PATH_LENGTH = 4095  # PATH_MAX of Linux, without the NUL
 
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
@@ -176,10 +181,12 @@ def open_store(
 
     `env` (default: this process's) is asked for endpoints only; credentials are found by the SDK.
 
-    Raises SettingsError.
+    Raises SettingsError; InvalidNameError if the prefix leaves too little for the keys of a run.
     """
     location = parse_url(url)
     options = options or StoreOptions()
+    for key in longest_keys():
+        check_key_length(url, key)
     match location.scheme:
         case "file":
             from ckpt_async.stores.directory import DirectoryStore
@@ -199,6 +206,13 @@ def open_store(
                 endpoint_url=find_endpoint(location.scheme, options, env=os.environ if env is None else env),
                 url=url,
             )
+
+
+def check_key_length(url: str, key: str) -> None:
+    """Raise InvalidNameError if the store could not hold an object under this key of a run. Pure."""
+    location = parse_url(url)
+    most = _MAX_PATH_LENGTH if location.scheme == "file" else MAX_KEY_LENGTH
+    check_length(location.prefix, key, most=most)
 
 
 # --- what a journal may keep of it ------------------------------------------------------------------------

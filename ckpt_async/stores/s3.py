@@ -49,7 +49,7 @@ from ckpt_async.errors import (
     PreconditionFailedError,
     StoreError,
 )
-from ckpt_async.keys import PROBES
+from ckpt_async.keys import PROBES, longest_keys
 from ckpt_async.model import Checksum
 from ckpt_async.store import (
     Body,
@@ -625,7 +625,8 @@ class S3Store:
     # --- probe ---------------------------------------------------------------------------------------------
 
     async def _probe(self) -> Capabilities:
-        name = f"{PROBES}{secrets.token_hex(8)}"
+        # As long as any key of a run's: what the store does not take is found out here.
+        name = f"{PROBES}{secrets.token_hex(8)}".ljust(max(map(len, longest_keys())) - len("-a"), "0")
         keys = key, spoiled, trailed = f"{name}-a", f"{name}-b", f"{name}-c"
         try:
             capabilities = await self._try_out(key, spoiled, trailed)

@@ -1,12 +1,17 @@
 """Which store a URL names, and what is refused before anything is touched."""
 
+import asyncio
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from ckpt_async.errors import SettingsError
+from ckpt_async import Uploader, keys
+from ckpt_async.errors import InvalidNameError, SettingsError
+from ckpt_async.model import CheckpointId
+from ckpt_async.restore import session
 from ckpt_async.stores import Location, StoreOptions, find_endpoint, open_store, parse_url
 
 
@@ -179,3 +184,52 @@ def test_a_mistyped_url_is_refused_with_what_was_meant(url: str, better: str) ->
         parse_url(url)
     assert ("did you mean" in caught.value.hint) == bool(better)
     assert not better or f"did you mean {better}?" in caught.value.hint
+
+
+LONGEST = max(map(len, keys.longest_keys()))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "most"), [("s3://bucket/", 1024), ("memory://bucket/", 1024), ("file:///", 4094)]
+)
+def test_a_prefix_that_leaves_too_little_for_some_key_is_refused_at_open(scheme: str, most: int) -> None:
+    """To the byte, before anything is enqueued: else it would open, upload, and never commit."""
+    prefix = "p/" * 2000
+    fits = most - LONGEST - 1
+    open_store(scheme + prefix[: fits - 1] + "p")
+    with pytest.raises(InvalidNameError, match="shorten the remote prefix"):
+        open_store(scheme + prefix[:fits] + "p")
+    with pytest.raises(InvalidNameError):
+        open_store(scheme + prefix[: fits - 1] + "\N{LATIN SMALL LETTER E WITH ACUTE}")
+
+
+def test_no_key_of_a_run_is_longer_than_the_longest_of_its_kind() -> None:
+    lease = keys.lease_key(CheckpointId(1, 1), session._reader_name())
+    assert len(lease) <= LONGEST
+    assert len(keys.receipt_key(CheckpointId(1, 1), 0)) <= LONGEST
+
+
+def test_a_trainer_with_such_a_prefix_does_not_start(tmp_path: Path) -> None:
+    with pytest.raises(InvalidNameError, match="more than 1024"):
+        Uploader(tmp_path, f"s3://bucket/{'p' * 975}", rank=0, world_size=1)
+
+
+def test_a_key_that_the_store_itself_finds_too_long_is_found_at_open(s3_url: str) -> None:
+    """The probe's keys are as long as any of a run's."""
+
+    async def body() -> None:
+        store = open_store(s3_url)
+        await store.open()
+        found: list[str] = []
+        put = store.put
+
+        async def noting(key: str, *rest: Any, **options: Any) -> Any:
+            found.append(key)
+            return await put(key, *rest, **options)
+
+        store.put = noting  # type: ignore[method-assign]
+        await store._probe()  # type: ignore[attr-defined]
+        await store.close()
+        assert {len(key) for key in found} == {LONGEST}
+
+    asyncio.run(body())
