@@ -5,6 +5,7 @@ Remote, relative to the run's root (`s3://bucket/prefix/run-a`):
     ckpt/<name>.g<generation>/<shard>                        data; never overwritten
     .ckpt_async/generations/<g:06d>.json                     create-once
     .ckpt_async/members/<g:06d>/<rank:05d>.json              create-once: which process is rank r of it
+    .ckpt_async/members/<g:06d>/alive.json                   counted up until all are there
     .ckpt_async/receipts/<g:06d>-<step:012d>/<rank:05d>.json
     .ckpt_async/decisions/<g:06d>-<step:012d>.json           LIST order is checkpoint order
     .ckpt_async/latest.json
@@ -55,7 +56,8 @@ _RECEIPT = re.compile(re.escape(RECEIPTS) + _CHECKPOINT.pattern + r"/([0-9]{5})\
 _DECISION = re.compile(re.escape(DECISIONS) + _CHECKPOINT.pattern + r"\.json")
 _DAMAGE = re.compile(re.escape(DAMAGED) + _CHECKPOINT.pattern + r"\.json")
 _LEASE = re.compile(re.escape(LEASES) + _CHECKPOINT.pattern + r"/[^/]+\.json")
-_MEMBER = re.compile(re.escape(MEMBERS) + r"([0-9]{6})/[0-9]{5}\.json")
+_MEMBER = re.compile(re.escape(MEMBERS) + r"([0-9]{6})/([0-9]{5})\.json")
+_BEAT = re.compile(re.escape(MEMBERS) + r"([0-9]{6})/alive\.json")
 _DATA = re.compile(re.escape(DATA) + r"([^/]+)\.g([0-9]{1,6})/.+")
 _JOURNAL = re.compile(r"journal-([0-9]{5})\.sqlite")
 _LAST_NUMBER = re.compile(r"([0-9]+)[^0-9]*$")
@@ -110,11 +112,6 @@ def parse_damage_key(key: str) -> CheckpointId | None:
     return CheckpointId(int(match[1]), int(match[2])) if match else None
 
 
-def parse_member_key(key: str) -> int | None:
-    match = _MEMBER.fullmatch(key)
-    return int(match[1]) if match else None
-
-
 def generation_key(generation: int) -> str:
     return f"{GENERATIONS}{generation:06d}.json"
 
@@ -124,8 +121,26 @@ def parse_generation_key(key: str) -> int | None:
     return int(match[1]) if match else None
 
 
+def members_prefix(generation: int) -> str:
+    return f"{MEMBERS}{generation:06d}/"
+
+
 def member_key(generation: int, rank: int) -> str:
-    return f"{MEMBERS}{generation:06d}/{rank:05d}.json"
+    return f"{members_prefix(generation)}{rank:05d}.json"
+
+
+def parse_member_key(key: str) -> tuple[int, int] | None:
+    match = _MEMBER.fullmatch(key)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def beat_key(generation: int) -> str:
+    return f"{members_prefix(generation)}alive.json"
+
+
+def parse_beat_key(key: str) -> int | None:
+    match = _BEAT.fullmatch(key)
+    return int(match[1]) if match else None
 
 
 def receipts_prefix(checkpoint: CheckpointId) -> str:

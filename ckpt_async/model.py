@@ -190,6 +190,15 @@ class Generation:
 
 
 @dataclass(frozen=True, slots=True)
+class Beat:
+    """The rank that claimed a generation was alive when it wrote this, for the `count`th time."""
+
+    generation: int
+    rank: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class RemoteAddress:
     """Where a run's checkpoints go, as far as it may be written to disk: everything but credentials.
 

@@ -16,6 +16,7 @@ from typing import Any
 from ckpt_async import keys
 from ckpt_async.errors import InvalidNameError, InvalidRecordError, UnknownVersionError
 from ckpt_async.model import (
+    Beat,
     Boundary,
     CheckpointId,
     Checksum,
@@ -283,6 +284,18 @@ def encode_member(nonce: str, rank: int) -> bytes:
 def decode_member(data: bytes) -> str:
     """The nonce of the process that is this rank of this generation."""
     return _str(_decode("member", data, MAX_RECORD_SIZE_BYTES), "nonce")
+
+
+def encode_beat(beat: Beat) -> bytes:
+    return _encode("beat", {"generation": beat.generation, "rank": beat.rank, "count": beat.count})
+
+
+def decode_beat(data: bytes, expected: int) -> Beat:
+    fields = _decode("beat", data, MAX_RECORD_SIZE_BYTES)
+    generation = _int(fields, "generation", 1, keys.MAX_GENERATION)
+    if generation != expected:
+        raise InvalidRecordError(f"beat of generation {generation} found under the key of {expected}")
+    return Beat(generation, _int(fields, "rank", 0, keys.MAX_RANK), _int(fields, "count", 1, 1 << 62))
 
 
 # --- the spool's manifest: what the journal said, kept beside the links (rule R10) --------------------------

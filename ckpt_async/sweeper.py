@@ -167,7 +167,7 @@ class RemoteSweep:
         world_sizes = await self._world_sizes(
             {id_.generation for id_ in undecided} & {number for number in numbers if number}
         )
-        member_keys = {each.key: keys.parse_member_key(each.key) for each in members.objects}
+        member_keys = {each.key: _generation_of(each.key) for each in members.objects}
         return plan.View(
             server_time=max(each.server_time for each in found),
             newest_generation=max((number for number in numbers if number), default=0),
@@ -559,6 +559,12 @@ def _folders(pattern: str) -> list[str]:
         for each in sorted(glob.glob(pattern))
         if os.path.isdir(f"{each}/{keys.PRIVATE}")
     ]
+
+
+def _generation_of(key: str) -> int | None:
+    """Whose member, or beat, this is."""
+    member = keys.parse_member_key(key)
+    return member[0] if member is not None else keys.parse_beat_key(key)
 
 
 def _recorded(folders: Iterable[str]) -> list[RemoteAddress]:

@@ -249,7 +249,7 @@ async def find_unreadable(store: Store, requests: Requests) -> list[Finding]:
 
 
 async def _check_others(store: Store, requests: Requests, decided: set[CheckpointId]) -> list[Finding]:
-    """Generations, members, leases, marks of damage, and receipts of what is not decided."""
+    """Generations, members, beats, leases, marks of damage, and receipts of what is not decided."""
     prefixes = (keys.GENERATIONS, keys.MEMBERS, keys.LEASES, keys.DAMAGED, keys.RECEIPTS)
     listings: list[Listing] = [
         await requests.control("list", lambda prefix=prefix: store.list(prefix))  # type: ignore[misc]
@@ -271,6 +271,8 @@ def _decoder_of(key: str, decided: set[CheckpointId]) -> tuple[str, str, Callabl
         return "R5", key, lambda data: records.decode_generation(data, number)
     if keys.parse_member_key(key) is not None:
         return "R5", key, records.decode_member
+    if (beaten := keys.parse_beat_key(key)) is not None:
+        return "R5", key, lambda data: records.decode_beat(data, beaten)
     if keys.parse_lease_key(key) is not None:
         return "R2", key, records.decode_lease
     if (marked := keys.parse_damage_key(key)) is not None:

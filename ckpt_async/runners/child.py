@@ -214,6 +214,7 @@ class _Rank:
         self._process.wait_for(self, True)
         ends_at = self._loop.time() + start.settings.linger_s
         assert host.engine is not None
+        host.stop_beating()
         host.engine.hurry(True)
         asked = host.engine.wake()
 

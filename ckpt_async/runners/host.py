@@ -87,6 +87,7 @@ class Host:
         backends: Backends,
     ) -> None:
         self.engine: Engine | None = None
+        self._beating: asyncio.Future[None] | None = None
         self._is_stopping = False
         self.is_end_expected = False  # then a crash is raised: there is no time left to hide it in
         self._start, self._folder, self._journal = start, folder, journal
@@ -101,32 +102,63 @@ class Host:
             generation = self._start.generation
             if generation is None:
                 generation = await self._agree(store, requests, local)
+            self._beating = asyncio.ensure_future(self._beat(store, requests, generation))
+            try:
                 self.engine = self._new_engine(store, requests)
-                await self.engine.recover(local.opened)
-            else:
-                # No `recover`: the trainer is alive, and what it is just linking would look left behind.
-                self.engine = self._new_engine(store, requests)
-            if not started(generation):
+                # Not again: the trainer is alive, and what it is just linking would look left behind.
+                if self._start.generation is None:
+                    await self.engine.recover(local.opened)
+                if started(generation):
+                    await self._work(store, requests, self.engine)
+            finally:
+                self.stop_beating()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await self._beating
+
+    async def _work(self, store: Store, requests: Requests, engine: Engine) -> None:
+        while True:
+            try:
+                return await engine.run()
+            except Exception:
+                if self.is_end_expected:
+                    raise
+                logger.exception("engine_failed; it is started again in %.0f s", ENGINE_RESTART_S)
+            self._observer.engine_restarted()
+            await asyncio.sleep(ENGINE_RESTART_S)
+            dead, engine = engine, self._new_engine(store, requests)
+            self.engine = engine
+            engine.succeed(dead)
+            if self._is_stopping:
                 return None
-            while True:
-                try:
-                    return await self.engine.run()
-                except Exception:
-                    if self.is_end_expected:
-                        raise
-                    logger.exception("engine_failed; it is started again in %.0f s", ENGINE_RESTART_S)
-                self._observer.engine_restarted()
-                await asyncio.sleep(ENGINE_RESTART_S)
-                dead, self.engine = self.engine, self._new_engine(store, requests)
-                self.engine.succeed(dead)
-                if self._is_stopping:
-                    return None
 
     def stop(self) -> None:
         """Make `run` return soon, once it has started. Any thread."""
         self._is_stopping = True
         if self.engine is not None:
             self.engine.stop()
+
+    def stop_beating(self) -> None:
+        """The trainer is gone: no other rank may take its start for one that lives."""
+        if self._beating is not None:
+            self._beating.cancel()
+
+    async def _beat(self, store: Store, requests: Requests, generation: int) -> None:
+        """Show the ranks that are still to come that this start lives, if it is ours to show."""
+        if self._start.world_size == 1 or self._start.explicit_generation is not None:
+            return
+        try:
+            await generations.beat(
+                store,
+                requests,
+                generation,
+                rank=self._start.rank,
+                world_size=self._start.world_size,
+                is_over=lambda: self.engine is not None and self.engine.fenced_by is not None,
+            )
+        except Exception:
+            logger.exception(
+                "beat_ended generation=%d; ranks that are still to come will fence us", generation
+            )
 
     def _own_local(self) -> Local:
         """What earlier starts left in the journal, if it is of this remote."""

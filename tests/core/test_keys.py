@@ -18,6 +18,7 @@ PARSERS: list[Callable[[str], Any]] = [
     keys.parse_checkpoint_tag,
     keys.parse_data_key,
     keys.parse_lease_key,
+    keys.parse_beat_key,
     keys.parse_member_key,
     keys.parse_generation_key,
     keys.parse_receipt_key,
@@ -33,7 +34,8 @@ def test_keys_round_trip(id_: CheckpointId, rank: int) -> None:
     assert (id_, rank) == keys.parse_receipt_key(keys.receipt_key(id_, rank))
     assert id_ == keys.parse_lease_key(keys.lease_key(id_, "reader"))
     assert id_.generation == keys.parse_generation_key(keys.generation_key(id_.generation))
-    assert id_.generation == keys.parse_member_key(keys.member_key(id_.generation, rank))
+    assert (id_.generation, rank) == keys.parse_member_key(keys.member_key(id_.generation, rank))
+    assert id_.generation == keys.parse_beat_key(keys.beat_key(id_.generation))
 
 
 @given(ids, ids)

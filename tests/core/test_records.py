@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from ckpt_async import keys, records
 from ckpt_async.errors import InvalidRecordError
 from ckpt_async.model import (
+    Beat,
     Boundary,
     CheckpointId,
     Checksum,
@@ -90,7 +91,7 @@ def test_boundary_round_trips(
 
 @given(ids, components, numbers, st.integers(1, 1000), st.text(max_size=5))
 def test_small_records_round_trip(id_: CheckpointId, name: str, number: float, count: int, text: str) -> None:
-    """Leases, latest, generations, members."""
+    """Leases, latest, generations, members, beats."""
     lease = Lease(id_, text, number)
     assert lease == records.decode_lease(records.encode_lease(lease))
     latest = Latest(id_, name, keys.data_prefix(name, id_.generation), count, text)
@@ -98,6 +99,8 @@ def test_small_records_round_trip(id_: CheckpointId, name: str, number: float, c
     generation = Generation(id_.generation, text, count, name, text, number)
     assert generation == records.decode_generation(records.encode_generation(generation), id_.generation)
     assert text == records.decode_member(records.encode_member(text, count))
+    beat = Beat(id_.generation, count, count)
+    assert beat == records.decode_beat(records.encode_beat(beat), id_.generation)
 
 
 @given(ids, components, st.lists(components, unique=True, min_size=1, max_size=3), st.booleans(), metrics)
@@ -142,6 +145,7 @@ DECODERS: dict[str, tuple[bytes, Decode]] = {
         records.encode_generation(Generation(3, "k", 2, "h", "n", 1.0)),
         lambda data: records.decode_generation(data, 3),
     ),
+    "beat": (records.encode_beat(Beat(3, 1, 7)), lambda data: records.decode_beat(data, 3)),
     "manifest": (
         records.encode_manifest(ID, "step-300", [SHARD], Sealed(ID, "step-300", 2)),
         lambda data: records.decode_manifest(data, ID),
@@ -270,6 +274,8 @@ def test_record_under_another_key_is_refused() -> None:
         records.decode_manifest(DECODERS["manifest"][0], CheckpointId(4, 300))
     with pytest.raises(InvalidRecordError, match="found under"):
         records.decode_generation(DECODERS["generation"][0], 4)
+    with pytest.raises(InvalidRecordError, match="found under"):
+        records.decode_beat(DECODERS["beat"][0], 4)
 
 
 @pytest.mark.parametrize(

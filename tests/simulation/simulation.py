@@ -59,6 +59,8 @@ from tests.simulation.processes import Process, SimulatedLoop, current
 EPOCH_S = 1_000_000.0
 ADOPTION_S = 60.0
 NEVER_S = 1e9
+# Ten times as slow as they are: where a rank never comes, most of a schedule would be beats.
+BEATS = {"BEAT_S": 2.0, "BEAT_MAX_S": 20.0, "PATIENCE_S": 100.0}
 # Fast file systems make 2,000 folders a minute; what is on it need not survive anything.
 SCRATCH = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
@@ -191,6 +193,7 @@ class Simulation(World):
             (drain, "WANTED_POLL_S", 5.0),
             (engine, "POLL_S", 30.0),  # a safety net: every append wakes the engine
             (plan, "COLLECT_AT_LEAST", self._collect_at_least),
+            *((generations, name, each) for name, each in BEATS.items()),
         ]
         for owner, name, value in changes:
             self._patches.enter_context(mock.patch.object(owner, name, value))
@@ -322,6 +325,11 @@ class Simulation(World):
                 store, clients, rank=rank, world_size=world_size, launch_key=launch, explicit=None, now=now
             )
             self.world_sizes[generation] = world_size
+            beating = asyncio.get_running_loop().create_task(
+                self._guard(
+                    partial(generations.beat, store, clients, generation, rank=rank, world_size=world_size)
+                )
+            )
             inherited = tuple((name, getattr(settings, name)) for name in INHERITED)
             journal.open_rank(Opened(generation, world_size, RemoteAddress(URL), inherited, boot_id()))
             made = Engine(
@@ -343,6 +351,7 @@ class Simulation(World):
                 await self._save(folder, journal, made, CheckpointId(generation, step), rank, world_size)
             await self._finish(made)
             self.counts["fenced"] += made.fenced_by is not None
+            beating.cancel()
             made.stop()
             await running
             journal.close()

@@ -26,7 +26,7 @@ def skips_the_deadline() -> contextlib.AbstractContextManager[None]:
 MUTANTS = [
     (core.commits_without_all_receipts, "I1", 10),
     (core.commits_before_uploads, "I1|I4", 10),
-    (core.mixes_generations, "I6|R5", 10),
+    (core.mixes_generations, "I1|I6|R5", 10),
     (core.moves_latest_before_commit, "I2", 10),
     (core.moves_latest_back, "I2", 10),
     (core.compares_latest_by_step, "R6", 10),

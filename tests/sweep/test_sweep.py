@@ -345,7 +345,8 @@ def test_stale_multiparts_leases_members_and_probes_are_cleared(run: Any) -> Non
         await put(world.store, world.requests, keys.lease_key(CheckpointId(1, 5), "dead"), lease)
         await world.sweep()
         assert {each.key for each in await world.store.list_multiparts("")} == {old, live}
-        assert {keys.parse_member_key(key) for key in world.keys(keys.MEMBERS)} == {2}
+        members = [keys.member_key(2, rank) for rank in range(world.world_size)]
+        assert world.keys(keys.MEMBERS) == [*members, keys.beat_key(2)]
         world.now += Ages().superseded_s
         await world.sweep()
         assert {each.key for each in await world.store.list_multiparts("")} == {live}

@@ -9,7 +9,7 @@ from ckpt_async import keys, protocol, records
 from ckpt_async.checksums import checksum_of
 from ckpt_async.conditional import create_once, put
 from ckpt_async.errors import StoreError
-from ckpt_async.model import CheckpointId, Generation, Outcome, Receipt, StoredShard
+from ckpt_async.model import Beat, CheckpointId, Generation, Outcome, Receipt, StoredShard
 from ckpt_async.observe import NullObserver
 from ckpt_async.plan import Ages
 from ckpt_async.requests import Requests
@@ -52,6 +52,12 @@ class World:
         for rank in range(self.world_size):
             member = records.encode_member(f"{generation}-{rank}", rank)
             await create_once(self.store, self.requests, keys.member_key(generation, rank), member)
+        await put(
+            self.store,
+            self.requests,
+            keys.beat_key(generation),
+            records.encode_beat(Beat(generation, 0, 1)),
+        )
 
     async def shard(self, id_: CheckpointId, rank: int, name: str = "") -> StoredShard:
         shard = f"rank-{rank}.pt"

@@ -1,0 +1,205 @@
+"""Starts of a run that all have one launch key, in every order: ranks that die before they open, while they do, and
+after it; single ranks that are started again; whole starts; writes that arrive long after their writer's death.
+
+What is real: `generation.agree` and `beat`, `conditional`, records, `MemoryStore`. Requests are carried out when the
+schedule says so, whether or not anybody is left to hear of it.
+"""
+
+import random
+import types
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from ckpt_async import generation as generations
+from ckpt_async.stores.memory import CAPABILITIES, MemoryBucket, MemoryStore
+from tests.core.world import ViolationError
+
+AGAIN = "make the request again"
+LOST = 0.05  # of all requests, the reply
+SLOW = 0.1  # is what nobody waits for any more, and whoever gives up a reply
+
+
+@types.coroutine
+def until(what: Any) -> Iterator[Any]:
+    """Yield to the schedule; what it answers."""
+    return (yield what)
+
+
+@dataclass(eq=False, slots=True)
+class Wire:
+    """A request under way."""
+
+    attempt: Callable[[], Coroutine[Any, Any, Any]]
+    arrives_at: float
+    is_done: bool = False
+    result: Any = None
+    error: Exception | None = None
+
+    def carry_out(self) -> None:
+        coroutine, self.is_done = self.attempt(), True
+        try:
+            while True:
+                coroutine.send(None)
+        except StopIteration as end:
+            self.result = end.value
+        except Exception as error:
+            self.error = error
+
+
+@dataclass(eq=False, slots=True)
+class Rank:
+    """The process of one rank of one start."""
+
+    start: int
+    rank: int
+    work: Coroutine[Any, Any, None] | None = None
+    waits_for: Wire | None = None
+    goes_on_at: float = 0.0
+    gives_up_at: float = 0.0  # on the reply
+    generation: int = 0  # that it has agreed on
+
+
+@dataclass
+class Starts:
+    """All processes and requests. `is_timed`: everything takes a while, but nobody is starved. Otherwise anybody may be
+    held up for as long as the schedule likes.
+    """
+
+    world_size: int
+    rng: random.Random
+    is_timed: bool = False
+    has_conditional_put: bool = True
+    now: float = 0.0
+    ranks: list[Rank] = field(default_factory=list)
+    wires: list[Wire] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        capabilities = replace(CAPABILITIES, conditional_put=self.has_conditional_put)
+        bucket = MemoryBucket(clock=lambda: self.now)
+        self.store = MemoryStore(bucket, capabilities=capabilities)
+
+    # --- processes -----------------------------------------------------------------------------------------
+
+    def launch(self, start: int, rank: int, *, at: float = 0.0) -> Rank:
+        made = Rank(start, rank, goes_on_at=at)
+        made.work = self._run(made)
+        self.ranks.append(made)
+        return made
+
+    def alive(self) -> list[Rank]:
+        return [each for each in self.ranks if each.work is not None]
+
+    def kill(self, rank: Rank) -> None:
+        """SIGKILL. What it has sent is on its way."""
+        assert rank.work is not None
+        rank.work.close()
+        rank.work = None
+
+    async def _run(self, rank: Rank) -> None:
+        same: dict[str, Any] = {"rank": rank.rank, "world_size": self.world_size}
+        number = await generations.agree(
+            self.store, self, launch_key="always the same", explicit=None, now=0.0, **same
+        )
+        for each in self.ranks:
+            if each.generation == number and each.start != rank.start:
+                raise ViolationError(
+                    f"R5: generation {number} has ranks of starts {each.start}, {rank.start}"
+                )
+            if each.generation == number and each.rank == rank.rank:
+                raise ViolationError(f"R5: generation {number} has two processes of rank {rank.rank}")
+        rank.generation = number
+        await generations.beat(self.store, self, number, **same)
+
+    async def control(self, operation: str, attempt: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        """As `Requests`: tried again when the reply is late. The first may yet arrive."""
+        while True:
+            wire = Wire(attempt, self.now + self.rng.uniform(0.0, 0.4))
+            if self.rng.random() < LOST and self.has_conditional_put:
+                wire.arrives_at += self.rng.uniform(0.0, 3.0)
+            self.wires.append(wire)
+            if await until(wire) is AGAIN:
+                continue
+            if wire.error is not None:
+                raise wire.error
+            return wire.result
+
+    # --- the schedule --------------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """Let one thing happen; False if nothing can."""
+        awaited = {each.waits_for for each in self.alive()}
+        events: list[tuple[float, Callable[[], None]]] = [
+            (wire.arrives_at, partial(self._carry_out, wire))
+            for wire in self.wires
+            if self.is_timed or wire in awaited or self.rng.random() < SLOW
+        ]
+        for each in self.alive():
+            if each.waits_for is None or each.waits_for.is_done:
+                events.append((each.goes_on_at, partial(self._resume, each)))
+            elif self.is_timed or (self.has_conditional_put and self.rng.random() < SLOW):
+                events.append((each.gives_up_at, partial(self._resume, each, AGAIN)))
+        if not events:
+            return False
+        at, happens = min(events, key=lambda each: each[0]) if self.is_timed else self.rng.choice(events)
+        self.now = max(self.now, at)
+        happens()
+        return True
+
+    def _carry_out(self, wire: Wire) -> None:
+        self.wires.remove(wire)
+        wire.carry_out()
+        for each in self.alive():
+            if each.waits_for is wire:
+                each.goes_on_at = self.now + self.rng.uniform(0.0, 0.1)
+
+    def _resume(self, rank: Rank, answer: Any = None) -> None:
+        assert rank.work is not None
+        try:
+            waits_for = rank.work.send(answer if rank.waits_for is not None else None)
+        except StopIteration:
+            rank.work = None
+            return
+        rank.waits_for = waits_for if isinstance(waits_for, Wire) else None
+        if rank.waits_for is None:
+            rank.goes_on_at = self.now + waits_for + self.rng.uniform(0.0, 0.3)
+        rank.gives_up_at = self.now + 1.0
+
+    def close(self) -> None:
+        for each in self.alive():
+            self.kill(each)
+
+    # --- what is played ------------------------------------------------------------------------------------
+
+    def play_start(self, start: int, num_steps: int, *, spread_s: float = 0.0) -> None:
+        """One start: all before it are dead. Some of its ranks die before they open, some later, and some of these are
+        started again alone.
+        """
+        self.close()
+        for rank in self.rng.sample(range(self.world_size), self.rng.randint(0, self.world_size)):
+            self.launch(start, rank, at=self.now + self.rng.uniform(0.0, spread_s))
+        for _ in range(num_steps):
+            chance, alive = self.rng.random(), self.alive()
+            if chance < 0.02 and alive:
+                self.kill(self.rng.choice(alive))
+            elif chance < 0.04:
+                missing = {*range(self.world_size)} - {each.rank for each in alive}
+                for rank in list(missing)[:1]:
+                    self.launch(start, rank, at=self.now)
+            else:
+                self.step()
+
+    def converge(self, start: int, *, spread_s: float, within_s: float) -> None:
+        """A last, whole start, of which nobody dies: it ends in one generation, in time."""
+        self.close()
+        whole = [
+            self.launch(start, rank, at=self.now + self.rng.uniform(0.0, spread_s))
+            for rank in range(self.world_size)
+        ]
+        deadline = self.now + spread_s + within_s
+        while self.now < deadline and not all(each.generation for each in whole):
+            self.step()
+        found = [each.generation for each in whole]
+        if len(set(found)) != 1 or not found[0]:
+            raise ViolationError(f"I8: start {start} is split over generations {found} at {self.now:.1f} s")

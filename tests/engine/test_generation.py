@@ -1,0 +1,144 @@
+"""Agreeing on a generation, one thing at a time; all orders of it are in `core/test_starts`."""
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ckpt_async import generation as generations
+from ckpt_async import keys, records
+from ckpt_async.conditional import read
+from ckpt_async.errors import FencedError, SettingsError
+from ckpt_async.generation import agree, beat, beat_pause_s, newest_generation
+from ckpt_async.observe import NullObserver
+from ckpt_async.requests import Requests
+from ckpt_async.settings import Settings
+from ckpt_async.stores.memory import CAPABILITIES, MemoryStore
+
+WORLD_SIZE = 3
+
+
+def requests() -> Requests:
+    return Requests(Settings(), NullObserver(), "memory://")
+
+
+async def open_(store: MemoryStore, rank: int, **more: Any) -> int:
+    """As a rank does that lives; whoever claims beats."""
+    arguments = {"world_size": WORLD_SIZE, "launch_key": "k", "explicit": None, "now": 0.0, **more}
+    return await agree(store, requests(), rank=rank, **arguments)
+
+
+async def count_beats(store: MemoryStore, number: int) -> int:
+    found = await read(store, requests(), keys.beat_key(number))
+    return records.decode_beat(found[0], number).count if found else 0
+
+
+def test_an_older_generation_than_the_newest_is_refused() -> None:
+    """It was given to a start that another has overtaken: what it saves would be newer than nothing."""
+
+    async def main() -> None:
+        store = MemoryStore()
+        assert await open_(store, 0, explicit=5) == 5
+        with pytest.raises(FencedError, match="generation 4 was given, but generation 5 has started"):
+            await open_(store, 1, explicit=4)
+        assert await open_(store, 1, explicit=5) == 5
+        with pytest.raises(SettingsError, match="generation=5 was used before by rank 1"):
+            await open_(store, 1, explicit=5)
+        with pytest.raises(SettingsError, match="generation 5 has world size 3, this rank has 4"):
+            await open_(store, 2, explicit=5, world_size=4)
+
+    asyncio.run(main())
+
+
+def test_a_creator_beats_until_all_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then nobody needs to know any more, and a start costs no request from then on."""
+    monkeypatch.setattr(generations, "BEAT_S", 0.01)
+
+    async def main() -> None:
+        store = MemoryStore()
+        assert await open_(store, 1) == 1
+        beating = asyncio.ensure_future(beat(store, requests(), 1, rank=1, world_size=WORLD_SIZE))
+        await beat(store, requests(), 1, rank=0, world_size=WORLD_SIZE)  # another rank's business
+        assert await asyncio.gather(open_(store, 0), open_(store, 2)) == [1, 1]
+        await asyncio.wait_for(beating, 30)
+        assert await count_beats(store, 1) >= 1 + generations.NUM_SIGNS
+
+    asyncio.run(main())
+
+
+def test_a_superseded_creator_falls_silent() -> None:
+    async def main() -> None:
+        store = MemoryStore()
+        await open_(store, 0)
+        await beat(store, requests(), 1, rank=0, world_size=WORLD_SIZE, is_over=lambda: True)
+        assert await count_beats(store, 1) == 1
+
+    asyncio.run(main())
+
+
+def test_a_rank_that_never_comes_costs_a_request_every_few_seconds() -> None:
+    pauses = [beat_pause_s(seconds) for seconds in (0, 5, 10, 50, 100, 10**6)]
+    assert pauses == sorted(pauses)
+    assert (pauses[0], pauses[-1]) == (generations.BEAT_S, generations.BEAT_MAX_S)
+    assert generations.NUM_SIGNS * generations.BEAT_MAX_S <= generations.PATIENCE_S / 2
+
+
+def test_a_silent_creator_is_waited_for_only_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is dead, and its rank does not come again before ours."""
+    monkeypatch.setattr(generations, "PATIENCE_S", 0.3)
+
+    async def main() -> None:
+        store = MemoryStore()
+        assert await open_(store, 0) == 1
+        assert await asyncio.gather(open_(store, 1), open_(store, 2)) == [2, 2]
+
+    asyncio.run(main())
+
+
+def test_without_conditional_put_rank_0_claims_and_the_others_wait_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """F32: also for the next one, where an earlier start has left a free place; and it joins nobody's."""
+    monkeypatch.setattr(generations, "CLAIM_POLL_S", 0.01)
+
+    async def main() -> None:
+        store = MemoryStore(capabilities=replace(CAPABILITIES, conditional_put=False))
+        assert await open_(store, 0) == 1  # and it dies
+        waiting = [asyncio.ensure_future(open_(store, rank)) for rank in (1, 2)]
+        done, _ = await asyncio.wait(waiting, timeout=0.3)
+        assert not done
+        assert await open_(store, 0) == 2
+        assert await asyncio.gather(*waiting) == [2, 2]
+        assert await newest_generation(store, requests()) == 2
+
+    asyncio.run(main())
+
+
+def test_one_rank_alone_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where its place in the newest generation is free, for it died in between."""
+    monkeypatch.setattr(generations, "PATIENCE_S", 1e9)
+
+    async def main() -> None:
+        store = MemoryStore()
+        assert await open_(store, 0, world_size=1) == 1
+        await store.delete([keys.member_key(1, 0)])
+        assert await asyncio.wait_for(open_(store, 0, world_size=1), 30) == 2
+        assert await count_beats(store, 2) == 0
+
+    asyncio.run(main())
+
+
+def test_another_process_that_goes_on_for_a_trainer_finds_its_place() -> None:
+    """A runner that was killed while it started is started again. Who had claimed goes on to beat."""
+
+    async def main() -> None:
+        store = MemoryStore()
+        assert await open_(store, 0, member="a") == 1
+        assert await asyncio.wait_for(open_(store, 0, member="a"), 30) == 1
+        await store.delete([keys.beat_key(1)])  # it was killed before the first
+        assert await asyncio.wait_for(open_(store, 0, member="a"), 30) == 1
+        assert await count_beats(store, 1) == 1
+        assert await asyncio.wait_for(open_(store, 0, member="b"), 30) == 2
+
+    asyncio.run(main())
