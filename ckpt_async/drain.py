@@ -395,7 +395,8 @@ def _report(adopted: _Adopted) -> RankReport:
 
 def _why_left(checkpoint: LocalCheckpoint, engine: Engine) -> str:
     """The failure of one of its shards, else the last thing that went wrong, else there was no time."""
-    failures = [each.failure.message for each in checkpoint.shards.values() if each.failure is not None]
+    found = (checkpoint.failure, *(each.failure for each in checkpoint.shards.values()))
+    failures = [each.message for each in found if each is not None]
     others: list[CkptAsyncError] = [
         each.error for each in engine.failures if isinstance(each.error, StoreError)
     ]

@@ -30,7 +30,7 @@ from ckpt_async.errors import (
     StoreError,
 )
 from ckpt_async.failures import Failure
-from ckpt_async.files import Folder, boot_id, fsync_path, point_symlink, write_durably
+from ckpt_async.files import Folder, boot_id, fsync_path, is_final, point_symlink, write_durably
 from ckpt_async.generation import newest_generation
 from ckpt_async.journal import Journal
 from ckpt_async.model import (
@@ -418,30 +418,35 @@ class Engine:
         self._refresh()
         spool = self._folder.private / keys.spool_rank(self.rank)
         spool.mkdir(parents=True, exist_ok=True)
-        known = set(self.local.checkpoints)
+        known = self.local.checkpoints
         for entry in sorted(os.listdir(spool)):
             tag, dot, suffix = entry.partition(".")
             checkpoint = keys.parse_checkpoint_tag(tag)
             if checkpoint is None:
                 (spool / entry).unlink(missing_ok=True)  # a tmp file of a write that a crash cut short
-            elif checkpoint in known:
-                continue
             elif dot and suffix == "json":
-                self._rebuild_from(spool / entry, checkpoint)
-            elif not (spool / f"{tag}.json").exists():
+                self._complete_from(spool / entry, known.get(checkpoint) or LocalCheckpoint(checkpoint, ""))
+            elif checkpoint not in known and not (spool / f"{tag}.json").exists():
                 # Links that no journal row and no manifest speaks of: the caller of `enqueue` was never
                 # told that they are safe, and the user's own files are untouched.
                 self._folder.remove_spool(f"{keys.spool_rank(self.rank)}/{entry}")
         self._refresh()
 
-    def _rebuild_from(self, path: Path, checkpoint: CheckpointId) -> None:
+    def _complete_from(self, path: Path, known: LocalCheckpoint) -> None:
+        """Append what the manifest knows of the checkpoint and the journal does not: it may have lost its tail only."""
+        if known.decision is not None:
+            return
         try:
-            enqueued, sealed = records.decode_manifest(path.read_bytes(), checkpoint)
+            enqueued, sealed = records.decode_manifest(path.read_bytes(), known.id)
         except InvalidRecordError as error:
             logger.warning("manifest_unreadable path=%s error=%s; its files are left in place", path, error)
             return
-        logger.warning("journal_rebuilt rank=%d %s shards=%d", self.rank, checkpoint, len(enqueued))
-        self._journal.append([*enqueued, *([sealed] if sealed else [])])
+        lost: list[Event] = [each for each in enqueued if each.shard.name not in known.shards]
+        if sealed is not None and known.sealed is None:
+            lost.append(sealed)
+        if lost:
+            logger.warning("journal_rebuilt rank=%d %s events=%d", self.rank, known.id, len(lost))
+            self._journal.append(lost)
 
     def _take_up_kept(self) -> None:
         """What earlier starts had kept for good, when this one keeps less."""
@@ -557,12 +562,19 @@ class Engine:
     async def _make_durable(self, action: decide.MakeDurable) -> None:
         checkpoint = self._checkpoint(action.checkpoint)
         volatile = [each for each in checkpoint.shards.values() if not each.is_durable]
-        failed = await asyncio.to_thread(self._fsync_shards, checkpoint, volatile)
+        try:
+            failed = await asyncio.to_thread(self._fsync_shards, checkpoint, volatile)
+            if not failed:
+                await asyncio.to_thread(self._write_manifest, checkpoint)
+                await asyncio.to_thread(self._journal.sync)
+        except OSError as error:
+            if not is_final(error):
+                raise
+            message = f"{error.filename!r}: {error.strerror}: what the disk has cannot be trusted"
+            failed = [Failed(checkpoint.id, "", FailureReason.DISK, message)]
         if failed:
             self._fail(checkpoint, failed)
             return
-        await asyncio.to_thread(self._write_manifest, checkpoint)
-        await asyncio.to_thread(self._journal.sync)
         names = tuple(each.shard.name for each in volatile)
         self._record(MadeDurable(checkpoint.id, names, checkpoint.sealed is not None))
 
@@ -577,11 +589,9 @@ class Engine:
                 message = f"shard {self._users_path(each)!r} is gone: it was deleted before it was uploaded"
                 failed.append(Failed(checkpoint.id, each.shard.name, FailureReason.SOURCE_MISSING, message))
             except OSError as error:
-                # After a failed fsync the pages may be dropped and marked clean: what is read next is not
-                # what was written, so it must never be uploaded (https://lwn.net/Articles/752063/).
-                message = (
-                    f"shard {self._users_path(each)!r}: fsync failed ({error.strerror}): it cannot be trusted"
-                )
+                if not is_final(error):
+                    raise
+                message = f"shard {self._users_path(each)!r}: {error.strerror}: it cannot be trusted"
                 failed.append(Failed(checkpoint.id, each.shard.name, FailureReason.SOURCE_CHANGED, message))
             folders.add(path.rpartition("/")[0])
             folders.add(f"{top}/{each.shard.source}".rpartition("/")[0])
@@ -736,12 +746,14 @@ class Engine:
             return  # settled meanwhile, its links released: nothing was lost
         self._record(*failed)
         for each in failed:
-            is_lost = each.reason in {FailureReason.SOURCE_CHANGED, FailureReason.SOURCE_MISSING}
-            self._observer.shards_finished(each.reason.value if is_lost else "failed", 1, 0.0)
+            is_of_shard = bool(each.shard)
+            result = each.reason.value if each.is_loss and is_of_shard else "failed"
+            self._observer.shards_finished(result, 1 if is_of_shard else len(checkpoint.shards), 0.0)
+            what = f"{checkpoint.id}, shard {each.shard!r}" if is_of_shard else str(checkpoint.id)
             logger.error("shard_failed %s shard=%s error=%s", checkpoint.id, each.shard, each.message)
             if not self._is_left_over(checkpoint.id) or not self._is_trainer:
-                error = CkptAsyncError(f"{checkpoint.id}, shard {each.shard!r}: {each.message}")
-                self.failures.append(Failure(error, checkpoint.id, each.shard, is_given_up=is_lost))
+                error = CkptAsyncError(f"{what}: {each.message}")
+                self.failures.append(Failure(error, checkpoint.id, each.shard, is_given_up=each.is_loss))
 
     async def _store_receipt(self, action: decide.StoreReceipt) -> None:
         checkpoint = self._checkpoint(action.checkpoint)
@@ -902,7 +914,8 @@ class Engine:
         if decision.outcome is Outcome.ABORT:
             self._observer.checkpoint_aborted()
             logger.error("checkpoint_aborted %s reason=%s", checkpoint.id, decision.reason)
-            is_known = decision.is_superseded or any(each.failure for each in checkpoint.shards.values())
+            is_known = decision.is_superseded or checkpoint.loss is not None
+            is_known = is_known or any(each.failure for each in checkpoint.shards.values())
             if checkpoint.sealed and not is_known and not self._is_left_over(checkpoint.id):
                 error = CkptAsyncError(f"{checkpoint.id} was given up: {decision.reason}")
                 self.failures.append(Failure(error, checkpoint.id, is_given_up=True))

@@ -432,6 +432,11 @@ class FsyncError(OSError):
     """
 
 
+def is_final(error: OSError) -> bool:
+    """Whether the disk has failed, rather than that there was no room or no right to try."""
+    return isinstance(error, FsyncError) or error.errno == errno.EIO
+
+
 def fsync_path(path: str | os.PathLike[str]) -> None:
     """fsync a file or folder. Raises FsyncError; other OSErrors if it cannot be opened."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

@@ -299,12 +299,19 @@ class Verified:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The shard could not be uploaded in time, or never can be (`reason` not retryable)."""
+    """The shard could not be uploaded in time, or never can be (`reason` not retryable). Without a shard it is the
+    checkpoint: the disk refused something else of it, and nothing that was fsynced for it can be trusted.
+    """
 
     checkpoint: CheckpointId
     shard: str
     reason: FailureReason
     message: str
+
+    @property
+    def is_loss(self) -> bool:
+        """Whether the checkpoint can never be completed."""
+        return not self.shard or self.reason in _LOSSES
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,6 +409,7 @@ class LocalCheckpoint:
     sealed_at: float = 0.0
     is_seal_durable: bool = False
     superseded: str = ""  # why, if it was
+    failure: Failed | None = None  # of no single shard
     has_receipt: bool = False
     receipt_at: float = 0.0
     decision: Decided | None = None
@@ -424,9 +432,9 @@ class LocalCheckpoint:
 
     @property
     def loss(self) -> Failed | None:
-        """Why this rank can never complete the checkpoint, if that is so: a source is gone or changed."""
-        losses = (each.failure for each in self.shards.values())
-        return next((failure for failure in losses if failure and failure.reason in _LOSSES), None)
+        """Why this rank can never complete the checkpoint, if so: a source is gone or changed, or the disk failed."""
+        failures = (self.failure, *(each.failure for each in self.shards.values()))
+        return next((failure for failure in failures if failure and failure.is_loss), None)
 
     @property
     def may_be_retried(self) -> bool:
@@ -559,6 +567,8 @@ def _apply(
         case Failed():
             if event.shard in shards:
                 shards[event.shard] = replace(shards[event.shard], failure=event)
+            elif not event.shard:
+                return replace(checkpoint, failure=event)
         case Retried():
             if checkpoint.loss is None:
                 shards |= {name: replace(each, failure=None) for name, each in shards.items() if each.failure}

@@ -135,6 +135,7 @@ def _merge(
     uploaded_bytes = num_verified = 0
     failure = ""
     for rank, part in parts:
+        failure = failure or (part.failure.message if part.failure else "")
         for name, each in part.shards.items():
             if each.stored is not None:
                 num_verified += 1

@@ -1,20 +1,27 @@
 """Folders that cannot be used, disks that run full, and mounts in the wrong place: a clear error each."""
 
+import asyncio
 import contextlib
 import errno
 import os
+import re
 import shutil
 import subprocess
 import sys
 import textwrap
 import threading
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from ckpt_async import StoreError, Uploader, files
+from ckpt_async import CheckpointAbortedError, StoreError, Uploader, files, keys
 from ckpt_async.errors import FailureReason, JournalError
-from ckpt_async.model import CheckpointId
+from ckpt_async.journal import Journal
+from ckpt_async.model import CheckpointId, Event, Failed, MadeDurable
+from ckpt_async.store import ObjectInfo
+from ckpt_async.stores.directory import DirectoryStore
 from tests.faults.oracle import Oracle
 from tests.faults.processes import ROOT
 
@@ -199,37 +206,70 @@ def test_shards_on_another_mount_inside_the_folder_are_uploaded_without_a_link(t
     assert done.returncode == 0, done.stderr
 
 
-def test_a_failed_fsync_is_never_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After EIO the kernel may show other bytes than were written: retrying and trusting loses data silently."""
-    from ckpt_async import CheckpointAbortedError, engine
+@pytest.mark.parametrize(
+    ("kind", "path"),
+    [
+        ("shard", r"spool/.*0001/a\.pt$"),
+        ("the trainer's folder", r"/folder/step-1$"),
+        ("spool", r"spool/rank-00000/[^/]*1$"),
+        ("folder", r"/folder$"),
+        ("manifest", r"\.json\.[0-9]+\.tmp$"),
+        ("the manifest's entry", r"spool/rank-00000$"),
+        ("journal", r"sqlite-wal$"),
+        ("the journal's entry", r"/\.ckpt_async$"),
+    ],
+)
+def test_a_failed_fsync_is_never_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, path: str
+) -> None:
+    """After EIO the kernel may show other bytes than were written, and the next fsync says yes: retrying and trusting
+    loses data silently. Whatever of a checkpoint it was, it is given up, loudly; the next one is committed.
+    """
+    original, append = os.fsync, Journal.append
+    hits: list[str] = []
+    recorded: list[Event] = []
+    is_over = threading.Event()
 
-    original = engine.fsync_path
-
-    def broken(path: os.PathLike[str] | str) -> None:
-        if str(path).endswith(".pt"):
+    def broken(descriptor: int) -> None:
+        name = os.readlink(f"/proc/self/fd/{descriptor}")
+        if name.startswith(f"{tmp_path}/folder") and re.search(path, name) and not hits:
+            hits.append(name)
             raise OSError(errno.EIO, "Input/output error")
-        original(path)
+        original(descriptor)
 
-    monkeypatch.setattr(engine, "fsync_path", broken)
-    blocked = threading.Event()
-    from ckpt_async.stores.directory import DirectoryStore
+    def recording(self: Journal, events: Iterable[Event]) -> None:
+        recorded.extend(events := list(events))
+        append(self, events)
+        if any(isinstance(each, Failed | MadeDurable) for each in events):
+            is_over.set()
 
     put = DirectoryStore.put
 
-    async def held(self: DirectoryStore, key: str, *args: object, **kwargs: object) -> object:
-        import asyncio
+    async def held(self: DirectoryStore, key: str, *args: Any, **kwargs: Any) -> ObjectInfo:
+        if key.startswith("ckpt/"):
+            assert await asyncio.to_thread(is_over.wait, 30)
+        return await put(self, key, *args, **kwargs)
 
-        while key.startswith("ckpt/") and not blocked.is_set():
-            await asyncio.sleep(0.005)
-        return await put(self, key, *args, **kwargs)  # type: ignore[arg-type]
-
+    monkeypatch.setattr(os, "fsync", broken)
+    monkeypatch.setattr(Journal, "append", recording)
     monkeypatch.setattr(DirectoryStore, "put", held)
     uploader = Uploader(tmp_path / "folder", f"file://{tmp_path}/remote", on_error="warn")
-    with uploader, contextlib.ExitStack() as after:
-        after.callback(blocked.set)
-        path = tmp_path / "folder/a.pt"
-        path.write_bytes(b"shard")
-        uploader.enqueue(path, 1)
-        uploader.seal(1)
-        with pytest.raises(CheckpointAbortedError, match="fsync failed"):
-            uploader.wait(1, timeout_s=20)
+    with contextlib.closing(uploader):
+        for step in (1, 2):
+            shard = tmp_path / f"folder/step-{step}/a.pt"
+            shard.parent.mkdir()
+            shard.write_bytes(b"shard")
+            uploader.enqueue(shard, step)
+            if step == 1:
+                uploader.seal(1)
+                with pytest.raises(CheckpointAbortedError, match="fsync failed"):
+                    uploader.wait(1, timeout_s=20)
+        uploader.seal(2)
+        uploader.wait(2, timeout_s=20)
+    assert len(hits) == 1
+    assert [each.checkpoint.step for each in recorded if isinstance(each, MadeDurable)] == [2]
+    decisions = {each.name: each.read_text() for each in (tmp_path / "remote" / keys.DECISIONS).iterdir()}
+    assert [re.search('"outcome": *"(.*?)"', each)[1] for _, each in sorted(decisions.items())] == [  # type: ignore[index]
+        "abort",
+        "commit",
+    ]

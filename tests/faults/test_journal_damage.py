@@ -1,0 +1,186 @@
+"""A journal that power loss, or a bad disk, left torn anywhere: what has a manifest is never lost (rule R10)."""
+
+import asyncio
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ckpt_async import journals, keys, records
+from ckpt_async.engine import Engine
+from ckpt_async.errors import FailureReason
+from ckpt_async.files import Folder, write_durably
+from ckpt_async.journal import Journal
+from ckpt_async.model import (
+    CheckpointId,
+    Checksum,
+    Decided,
+    Enqueued,
+    Event,
+    Failed,
+    Local,
+    LocalCheckpoint,
+    MadeDurable,
+    Opened,
+    Outcome,
+    Sealed,
+    Shard,
+    StoredShard,
+    Verified,
+)
+from ckpt_async.observe import NullObserver
+from ckpt_async.requests import Requests
+from ckpt_async.settings import Settings
+from ckpt_async.stores.memory import MemoryBucket, MemoryStore
+
+NAME = keys.journal_name(0)
+STEPS = range(1, 7)
+NUM_SHARDS = 3
+
+
+class Machine:
+    """A folder as a trainer left it when the power went: links, manifests, and the journal's files."""
+
+    def __init__(self, root: Path) -> None:
+        self.folder = Folder(root / "folder")
+        self.wanted: dict[CheckpointId, set[str]] = {}
+        journal = Journal(self.folder, 0)
+        journal.open_rank(Opened(1, 2, boot_id="before"))
+        for step in STEPS:
+            self._save(journal, CheckpointId(1, step))
+        self.saved = {
+            suffix: Path(f"{self.folder.private / NAME}{suffix}").read_bytes()
+            for suffix in ("", "-wal", "-shm")
+        }
+        journal.close()
+
+    def _save(self, journal: Journal, id_: CheckpointId) -> None:
+        """The steps differ in how far they came: verified, decided, failed."""
+        shards = [self._shard(id_, f"{number}.bin") for number in range(NUM_SHARDS)]
+        for shard in shards:
+            journal.append([Enqueued(id_, f"step-{id_.step}", shard)])
+        sealed = Sealed(id_, f"step-{id_.step}", 2)
+        journal.append([sealed])
+        path = self.folder.private / keys.spool_manifest(id_, 0)
+        write_durably(path, records.encode_manifest(id_, sealed.name, shards, sealed))
+        journal.sync()
+        journal.append([MadeDurable(id_, tuple(shard.name for shard in shards), True)])
+        stored = StoredShard("0.bin", "key", 10, Checksum("crc32c", "AAAAAA=="))
+        more: list[Event] = [Verified(id_, stored)]
+        if id_.step == 2:
+            more = [Failed(id_, "1.bin", FailureReason.SOURCE_CHANGED, "by the test")]
+        if id_.step == 3:
+            more = [Decided(id_, Outcome.COMMIT, sealed.name)]
+        journal.append(more)
+        self.wanted[id_] = {shard.name for shard in shards}
+
+    def _shard(self, id_: CheckpointId, name: str) -> Shard:
+        source = f"step-{id_.step}/{name}"
+        (self.folder.path / source).parent.mkdir(exist_ok=True)
+        (self.folder.path / source).write_bytes(name.encode())
+        [(identity, is_linked)] = self.folder.link([(source, name)], keys.spool_checkpoint(id_, 0))
+        return Shard(name, source, identity, is_linked)
+
+    def recovered(self, files: dict[str, bytes]) -> Local:
+        """What the next start makes of these files."""
+        for each in self.folder.private.glob("journal-*"):
+            each.unlink()
+        for suffix, data in files.items():
+            Path(f"{self.folder.private / NAME}{suffix}").write_bytes(data)
+        with contextlib.closing(Journal(self.folder, 0)) as journal:
+            return asyncio.run(self._recovered(journal))
+
+    async def _recovered(self, journal: Journal) -> Local:
+        settings, store = Settings(), MemoryStore(MemoryBucket())
+        engine = Engine(
+            rank=0,
+            folder=self.folder,
+            journal=journal,
+            store=store,
+            requests=Requests(settings, NullObserver(), store.url),
+            settings=settings,
+            observer=NullObserver(),
+            clock=lambda: 1.0,
+        )
+        await engine.recover(journal.local().opened)
+        assert engine.local.checkpoints == journal.local().checkpoints
+        return engine.local
+
+    def check(self, found: Local) -> None:
+        for id_, shards in self.wanted.items():
+            checkpoint = found.checkpoints[id_]
+            assert checkpoint.sealed is not None, f"{id_} was sealed and is not"
+            assert set(checkpoint.shards) == shards, f"{id_} lost {shards - set(checkpoint.shards)}"
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Iterator[Machine]:
+    yield Machine(tmp_path)
+    shutil.rmtree(tmp_path)
+
+
+def frames_of(wal: bytes) -> list[int]:
+    """Where its frames begin, and its end (https://sqlite.org/fileformat2.html, 4.1)."""
+    page = int.from_bytes(wal[8:12], "big")
+    salt = wal[16:24]
+    starts = [at for at in range(32, len(wal), 24 + page) if wal[at + 8 : at + 16] == salt]
+    return [*starts, starts[-1] + 24 + page]
+
+
+def test_a_wal_that_ends_at_any_frame_loses_no_sealed_step(machine: Machine) -> None:
+    """What the journal knows better stays: what is decided or verified is not begun again."""
+    starts = frames_of(machine.saved["-wal"])
+    assert len(starts) > 20
+    best = machine.recovered(machine.saved)
+    machine.check(best)
+    for at in starts:
+        found = machine.recovered(machine.saved | {"-wal": machine.saved["-wal"][:at]})
+        machine.check(found)
+        for id_, checkpoint in found.checkpoints.items():
+            check_is_older(checkpoint, best.checkpoints[id_])
+    whole = machine.recovered({each: data for each, data in machine.saved.items() if each != "-shm"})
+    assert whole.checkpoints == best.checkpoints, "without -shm nothing is lost"
+
+
+def check_is_older(found: LocalCheckpoint, best: LocalCheckpoint) -> None:
+    assert found.decision in (None, best.decision)
+    for name, each in found.shards.items():
+        assert each.shard == best.shards[name].shard
+        assert each.stored in (None, best.shards[name].stored)
+
+
+def test_a_wal_that_ends_at_any_byte_of_its_last_two_frames_loses_no_sealed_step(machine: Machine) -> None:
+    *_, begin, _, end = frames_of(machine.saved["-wal"])
+    step = 1 if os.environ.get("CKPT_ASYNC_SOAK_MINUTES") else 103  # a frame is 4,120 bytes
+    for at in range(begin, end, step):
+        machine.check(machine.recovered(machine.saved | {"-wal": machine.saved["-wal"][:at]}))
+
+
+@pytest.mark.parametrize("suffix", ["", "-wal"])
+def test_zeroed_pages_lose_no_sealed_step(machine: Machine, suffix: str) -> None:
+    """Zeros where a disk had not written yet: of a journal that is all in the main file, and of one all in the WAL."""
+    if not suffix:
+        with contextlib.closing(Journal(machine.folder, 0)):
+            pass  # all in the main file now
+        machine.saved = {"": (machine.folder.private / NAME).read_bytes()}
+    data = machine.saved[suffix]
+    for at in range(0, len(data), 4096):
+        torn = data[:at] + bytes(len(data[at : at + 4096])) + data[at + 4096 :]
+        machine.check(machine.recovered(machine.saved | {suffix: torn}))
+
+
+@pytest.mark.parametrize("size", [0, 100, 4095, 4096, 0.5, 0.9])
+def test_half_a_file_loses_no_sealed_step(
+    machine: Machine, size: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = (machine.folder.private / NAME).read_bytes()  # closed: all is in it
+    half = whole[: int(size if size in (0, 100, 4095, 4096) else len(whole) * size)]
+    machine.check(machine.recovered({"": half}))
+    asides = [each.read_bytes() for each in machine.folder.private.glob("*.damaged-*")]
+    assert asides == ([] if size in (0, 0.9) else [half])  # the last page was nearly empty
+    assert ("journal_damaged" in caplog.text) == bool(asides)
+    assert ("journal_rebuilt" in caplog.text) == (size != 0.9)
+    assert journals.read(machine.folder.path)[0].rows
