@@ -1,0 +1,262 @@
+"""Nobody but SQLite opens a database file, and no process takes another's WAL away."""
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_async import drain as drains
+from ckpt_async import journals, keys
+from ckpt_async.files import Folder
+from ckpt_async.journal import Journal, RankLock
+from ckpt_async.model import CheckpointId, MultipartOpened, Opened, RemoteAddress, Sealed
+from ckpt_async.status import load
+from ckpt_async.sweeper import Sweeper
+from tests.faults.processes import ROOT, SOAK
+
+# Every open that Python makes tells its audit hooks; SQLite's own do not.
+HOOK = """
+import os, re, sys
+log = os.open(os.environ["OPENED"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+def hook(event, arguments):
+    if event in ("open", "sqlite3.connect") and isinstance(arguments[0], (str, bytes)):
+        path = os.fsdecode(arguments[0]).partition("?")[0]
+        if "journal" in path and ".sqlite" in path:
+            os.write(log, f"{event} {path}\\n".encode())
+sys.addaudithook(hook)
+"""
+TRAINER = """
+import os, sys
+from ckpt_async import Uploader
+folder, remote, runner = sys.argv[1:]
+with Uploader(folder, remote, rank=0, world_size=1, launch_id="a", runner=runner, metrics_port=0,
+              num_checkpoints_to_keep=1) as uploader:
+    import urllib.request
+    for step in range(1, 4):
+        path = f"{folder}/step-{step}"
+        os.makedirs(path)
+        open(f"{path}/a.pt", "wb").write(os.urandom(1000))
+        uploader.enqueue(path, step)
+        uploader.seal(step)
+        uploader.wait(step, 30)
+    urllib.request.urlopen(uploader.metrics_url).read()
+    sys.stdout.write("trained\\n")
+    sys.stdout.flush()
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("runner", ["thread", "process"])
+def test_nothing_but_sqlite_opens_a_database_or_its_shm(tmp_path: Path, runner: str) -> None:
+    """Closing any descriptor of it drops the locks of the whole process: of a trainer with its runner, and of all that
+    looks at it, drains it and sweeps it.
+    """
+    (tmp_path / "sitecustomize.py").write_text(HOOK)
+    log, folder, remote = tmp_path / "opened", tmp_path / "folder", f"file://{tmp_path}/remote"
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}", "OPENED": str(log)}
+
+    def command(*arguments: str) -> None:
+        whole = [sys.executable, "-m", "ckpt_async", *arguments]
+        done = subprocess.run(whole, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+
+    with subprocess.Popen(
+        [sys.executable, "-c", TRAINER, str(folder), remote, runner],
+        env=environment,
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as trainer:
+        assert trainer.stdout is not None
+        assert trainer.stdin is not None
+        assert trainer.stdout.readline() == "trained\n"
+        for arguments in (["status"], ["doctor"], ["sweep", "--once"]):
+            command(arguments[0], str(folder), *arguments[1:])
+        assert deleted(trainer.pid) == []
+        trainer.stdin.close()
+    assert trainer.returncode == 0
+    command("drain", str(folder))
+    opened = [line.split(" ", 1) for line in log.read_text().splitlines()]
+    by_python = {os.path.basename(path) for event, path in opened if event == "open"}
+    assert by_python == {f"{keys.journal_name(0)}-wal"}, "only the WAL, on which SQLite holds no locks"
+    assert sum(event == "sqlite3.connect" for event, _ in opened) > 5
+
+
+def deleted(pid: int) -> list[str]:
+    """Files of journals that the process has open and that have no name any more."""
+    found = []
+    for each in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            found.append(os.readlink(f"/proc/{pid}/fd/{each}"))
+    return [each for each in found if "journal" in each and each.endswith("(deleted)")]
+
+
+# --- many processes on one folder --------------------------------------------------------------------------
+
+
+class Actor:
+    """A process that does what it is told, one thing after the other, and says when it is done."""
+
+    def __init__(self, folder: Path) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.pid = os.fork()
+        if self.pid == 0:
+            self._socket.close()
+            try:
+                _act(theirs, folder)
+            except BaseException as error:
+                theirs.send(json.dumps(["died", repr(error)]).encode())
+            finally:
+                os._exit(0)
+        theirs.close()
+        self._socket.settimeout(60)
+
+    def tell(self, *command: Any) -> None:
+        self._socket.send(json.dumps(command).encode())
+
+    def answer(self) -> None:
+        data = self._socket.recv(1 << 16)
+        assert json.loads(data or '["gone"]')[0] == "done", data
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+        self._socket.close()
+
+
+def _act(told: socket.socket, path: Path) -> None:
+    journal: Any = None
+    drains.LOCK_WAIT_S, drains.WANTED_POLL_S = 0.0, 0.01  # a second's wait is of no interest here
+    while data := told.recv(1 << 16):
+        name, *arguments = json.loads(data)
+        match name:
+            case "open":
+                journal = Journal(Folder(path), arguments[0], may_replace=False)
+            case "append":
+                id_ = CheckpointId(1, 1)
+                journal.append([MultipartOpened(id_, "shard", each, 5) for each in arguments])
+            case "status":
+                load(path)
+            case "drain":
+                asyncio.run(drains.drain(path, timeout_s=5, grace_s=0.0))
+            case "sweep":
+                asyncio.run(Sweeper([str(path)], []).sweep())
+            case _:
+                getattr(journal, name)()
+        told.send(json.dumps(["done", name]).encode())
+
+
+class Crowd:
+    """Ranks of one node, each with a trainer and at times a runner beside it, who share its lock; and others that look,
+    drain and sweep meanwhile. Whatever was acknowledged stays.
+    """
+
+    def __init__(self, root: Path, chance: random.Random, num_ranks: int) -> None:
+        self.folder, self.chance = Folder(root / "folder"), chance
+        self.acknowledged: dict[int, set[str]] = {rank: set() for rank in range(num_ranks)}
+        self.actors: dict[int, list[Actor]] = {rank: [] for rank in range(num_ranks)}
+        self.locks = {rank: RankLock(self.folder, rank) for rank in range(num_ranks)}  # held for them
+        self.others = [Actor(self.folder.path) for _ in range(2)]
+        self.num_done = 0
+        remote = RemoteAddress(f"file://{root}/remote")
+        for rank in range(num_ranks):
+            with contextlib.closing(Journal(self.folder, rank)) as journal:
+                journal.open_rank(
+                    Opened(1, num_ranks + 1, remote)
+                )  # one rank never comes: all stays undecided
+                journal.append([Sealed(CheckpointId(1, 1), "step-1", num_ranks + 1)])
+
+    def play(self, num_commands: int) -> None:
+        while self.num_done < num_commands:
+            self._join()
+            told = [self._tell(rank, actor) for rank, actors in self.actors.items() for actor in actors]
+            for other in self.others:
+                other.tell(self.chance.choices(["status", "drain", "sweep"], [8, 2, 1])[0])
+            for rank, actor, name, numbers in told:
+                if self.chance.random() < 0.05:
+                    actor.kill()
+                    self._leave(rank, actor)
+                    continue
+                actor.answer()
+                self.acknowledged[rank].update(numbers)
+                if name == "close":
+                    actor.kill()
+                    self._leave(rank, actor)
+            for other in self.others:
+                other.answer()
+            self.num_done += len(told) + len(self.others)
+            for actors in self.actors.values():
+                assert [each for actor in actors for each in deleted(actor.pid)] == []
+        self.check()
+
+    def _join(self) -> None:
+        for rank, actors in self.actors.items():
+            if len(actors) < 2 and self.chance.random() < (0.2 if actors else 0.7):
+                if not actors:
+                    self.locks[rank].acquire(wait_s=30, is_trainer=True)
+                actor = Actor(self.folder.path)
+                actors.append(actor)
+                actor.tell("open", rank)
+                actor.answer()
+
+    def _leave(self, rank: int, actor: Actor) -> None:
+        self.actors[rank].remove(actor)
+        if not self.actors[rank]:
+            self.locks[rank].release()  # now others may adopt it
+
+    def _tell(self, rank: int, actor: Actor) -> tuple[int, Actor, str, list[str]]:
+        name = self.chance.choices(["append", "sync", "compact", "close"], [8, 2, 1, 1])[0]
+        numbers: list[str] = []
+        if name == "append":
+            numbers = [f"{rank}:{self.chance.getrandbits(60)}" for _ in range(self.chance.choice([1, 3]))]
+        actor.tell(name, *numbers)
+        return rank, actor, name, numbers
+
+    def check(self) -> None:
+        """While some are still open, and after all were killed."""
+        for _ in range(2):
+            found = journals.read(self.folder.path)
+            for rank, wanted in self.acknowledged.items():
+                events = [row.event for row in found[rank].rows]
+                there = [each.upload_id for each in events if isinstance(each, MultipartOpened)]
+                assert wanted <= set(there), f"rank {rank} lost {wanted - set(there)}"
+                assert len(there) == len(set(there))
+                assert {each.partition(":")[0] for each in there} <= {str(rank)}
+                assert any(isinstance(each, Sealed) for each in events)
+            self.end()
+
+    def end(self) -> None:
+        for rank, actors in self.actors.items():
+            for actor in list(actors):
+                actor.kill()
+                self._leave(rank, actor)
+        for other in self.others:
+            other.kill()
+        self.others.clear()
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_commands"), [(2, 700), (4, 700), (8, 700), pytest.param(6, 60_000, marks=SOAK)]
+)
+def test_processes_on_one_folder_lose_nothing(
+    tmp_path: Path, seed: int, num_ranks: int, num_commands: int
+) -> None:
+    """Appends, syncs, closes and kills in any order, beside `status`, `drain` and sweeps: no acknowledged row is lost,
+    none comes to another rank, and no live process has a WAL that is deleted.
+    """
+    crowd = Crowd(tmp_path, random.Random(seed), num_ranks)
+    try:
+        crowd.play(num_commands)
+        assert not list(crowd.folder.private.glob("*.damaged-*"))
+    finally:
+        crowd.end()
