@@ -1,20 +1,23 @@
 """The journal, on a real disk and with real processes: what was acknowledged is there after SIGKILL (I4)."""
 
 import contextlib
+import errno
 import os
 import signal
 import sqlite3
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from ckpt_async import journal as journal_module
 from ckpt_async import journals, keys
 from ckpt_async.errors import FailureReason, FolderInUseError, JournalDamagedError, JournalError, NoSpaceError
-from ckpt_async.files import Folder
+from ckpt_async.files import Folder, FsyncError
 from ckpt_async.journal import Journal, RankLock
 from ckpt_async.journal_rows import KINDS, ROW_SHARDS
 from ckpt_async.model import (
@@ -211,7 +214,7 @@ def test_a_shared_journal_that_others_have_open_stays(folder: Folder) -> None:
     assert seen(folder)[2] == [ReceiptStored(ID)]
 
 
-@pytest.mark.parametrize("at", range(12))
+@pytest.mark.parametrize("at", range(6))
 def test_a_crash_in_the_middle_of_the_take_over_loses_and_doubles_nothing(folder: Folder, at: int) -> None:
     """SIGKILL at any statement: the rank's rows are in the one file or in the other, for whoever looks."""
     events = {0: many(3), 1: many(2)}
@@ -232,7 +235,7 @@ def test_a_crash_in_the_middle_of_the_take_over_loses_and_doubles_nothing(folder
         database.sqlite3.connect = traced
         Journal(Folder(sys.argv[1]), 0)
     """
-    process = python(code, folder.path, 3 * at)
+    process = python(code, folder.path, 6 * at)
     process.communicate()
     assert process.returncode in (0, -signal.SIGKILL)
     assert seen(folder) == events
@@ -344,6 +347,120 @@ def test_wal_is_moved_into_the_main_file(folder: Folder, journal: Journal) -> No
         journal.append([Sealed(ID, "x" * 200, 1)] * 1000)
     assert wal.stat().st_size == size
     journal.sync()
+
+
+def test_many_rows_are_one_transaction(folder: Folder, journal: Journal) -> None:
+    """A refusal, or a kill, between two rows of one append leaves none of them."""
+    with contextlib.closing(sqlite3.connect(folder.private / keys.journal_name(0))) as connection:
+        connection.execute(
+            "CREATE TRIGGER refuse BEFORE INSERT ON events WHEN NEW.kind = 'Released'"
+            " BEGIN SELECT RAISE(FAIL, 'by the test'); END"  # undoes this statement alone
+        )
+        connection.commit()
+    with pytest.raises(JournalError, match="by the test"):
+        journal.append([ReceiptStored(ID), Sealed(ID, "x", 1), Released(ID)])
+    assert journal.rows() == []
+    journal.append([ReceiptStored(ID)])
+    assert [row.event for row in journal.rows()] == [ReceiptStored(ID)]
+
+
+def test_no_append_waits_for_the_disk(
+    folder: Folder, journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither while the WAL is synced nor while it is moved into the main file."""
+    for _ in range(60):
+        journal.append([Sealed(ID, "x" * 200, 1)] * 100)
+    at_disk, go_on = threading.Event(), threading.Event()
+    fsync = os.fsync
+
+    def slow(descriptor: int) -> None:
+        at_disk.set()
+        assert go_on.wait(30)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", slow)
+    syncing = threading.Thread(target=journal.sync)
+    syncing.start()
+    assert at_disk.wait(30)
+    journal.append([ReceiptStored(ID)])
+    go_on.set()
+    syncing.join()
+    connection = journal._connection
+    monkeypatch.setattr(journal_module, "CHECKPOINT_PAGES", 1)
+    journal.compact()
+    assert journal._connection is connection
+    assert journal._compacting not in (None, connection)
+
+
+def test_a_forked_child_never_closes_the_journal(folder: Folder) -> None:
+    """Not by the garbage collector, nor when its interpreter ends, which could take the parent's WAL away."""
+    code = """
+        import gc, sqlite3
+        class Told(sqlite3.Connection):
+            def __del__(self):
+                os.write(1, b"closed by %d\\n" % (os.getpid() == parent))
+        parent, connect = os.getpid(), sqlite3.connect
+        from ckpt_async import database
+        database.sqlite3.connect = lambda *a, **more: connect(*a, factory=Told, **more)
+        journal = Journal(Folder(sys.argv[1]), 0)
+        journal.append([ReceiptStored(CheckpointId(1, 1))])
+        child = os.fork()
+        if child == 0:
+            del journal
+            gc.collect()
+            sys.exit(0)
+        os.waitpid(child, 0)
+        os.write(1, b"%d\\n" % os.path.getsize(f"{sys.argv[1]}/.ckpt_async/journal-00000.sqlite-wal"))
+        journal.close()
+        os._exit(0)
+    """
+    output, _ = python(code, folder.path).communicate()
+    [size] = output.split()
+    assert int(size) > 0
+
+
+def test_a_wal_that_somebody_deletes_is_said(folder: Folder, journal: Journal) -> None:
+    """Nothing that is appended from then on would be found again."""
+    journal.append([ReceiptStored(ID)])
+    (folder.private / f"{keys.journal_name(0)}-wal").unlink()
+    with pytest.raises(JournalError, match="deleted it under this process"):
+        journal.sync()
+
+
+@pytest.mark.parametrize("num_failures", [1, 3])
+def test_a_wal_that_the_disk_refused_is_moved_into_the_main_file(
+    folder: Folder, journal: Journal, monkeypatch: pytest.MonkeyPatch, num_failures: int
+) -> None:
+    """Which of its frames are on the disk cannot be told: nothing is called durable before none of them is needed."""
+    journal.append([ReceiptStored(ID)])
+    fsync, checkpoint = os.fsync, Journal._checkpoint
+    failures: list[str] = []
+
+    def failing(descriptor: int) -> None:
+        name = os.readlink(f"/proc/self/fd/{descriptor}")
+        if name.endswith("-wal") and not failures:
+            failures.append(name)
+            raise OSError(errno.EIO, "Input/output error")
+        fsync(descriptor)
+
+    def refused(self: Journal, how: str) -> bool:
+        failures.append(how)
+        if len(failures) <= num_failures:
+            raise JournalError("disk I/O error [SQLITE_IOERR_FSYNC]")
+        return checkpoint(self, how)
+
+    monkeypatch.setattr(os, "fsync", failing)
+    monkeypatch.setattr(Journal, "_checkpoint", refused)
+    with pytest.raises(FsyncError):
+        journal.sync()
+    wal = folder.private / f"{keys.journal_name(0)}-wal"
+    if num_failures == 3:
+        assert wal.stat().st_size > 0
+        journal.append([Released(ID)])
+    journal.sync()
+    assert wal.stat().st_size == 0
+    assert failures[1:] == ["TRUNCATE"] * (num_failures if num_failures == 3 else 1)
+    assert journal.rows()[0].event == ReceiptStored(ID)
 
 
 # --- trouble -------------------------------------------------------------------------------------------------

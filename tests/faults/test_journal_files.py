@@ -181,7 +181,7 @@ class Crowd:
             self._join()
             told = [self._tell(rank, actor) for rank, actors in self.actors.items() for actor in actors]
             for other in self.others:
-                other.tell(self.chance.choices(["status", "drain", "sweep"], [8, 2, 1])[0])
+                other.tell(self.chance.choices(["status", "drain", "sweep"], [20, 2, 1])[0])
             for rank, actor, name, numbers in told:
                 if self.chance.random() < 0.05:
                     actor.kill()
