@@ -5,20 +5,32 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ckpt_async import Uploader, journals, keys
 from ckpt_async import drain as drains
-from ckpt_async import journals, keys
-from ckpt_async.files import Folder
+from ckpt_async.errors import SourceError
+from ckpt_async.files import Folder, point_symlink, write_durably
 from ckpt_async.journal import Journal, RankLock
-from ckpt_async.model import CheckpointId, MultipartOpened, Opened, RemoteAddress, Sealed
+from ckpt_async.model import (
+    CheckpointId,
+    FileIdentity,
+    MadeDurable,
+    MultipartOpened,
+    Opened,
+    Released,
+    RemoteAddress,
+    Sealed,
+)
 from ckpt_async.status import load
 from ckpt_async.sweeper import Sweeper
 from tests.faults.processes import ROOT, SOAK
@@ -89,7 +101,7 @@ def test_nothing_but_sqlite_opens_a_database_or_its_shm(tmp_path: Path, runner: 
     opened = [line.split(" ", 1) for line in log.read_text().splitlines()]
     by_python = {os.path.basename(path) for event, path in opened if event == "open"}
     assert by_python == {f"{keys.journal_name(0)}-wal"}, "only the WAL, on which SQLite holds no locks"
-    assert sum(event == "sqlite3.connect" for event, _ in opened) > 5
+    assert sum(event == "sqlite3.connect" for event, _ in opened) > 3
 
 
 def deleted(pid: int) -> list[str]:
@@ -260,3 +272,118 @@ def test_processes_on_one_folder_lose_nothing(
         assert not list(crowd.folder.private.glob("*.damaged-*"))
     finally:
         crowd.end()
+
+
+# --- what is on the disk when -----------------------------------------------------------------------------------
+
+
+class Disk:
+    """What was fsynced, in order, as (path, what a folder held then)."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.synced: list[tuple[str, frozenset[str]]] = []
+        original = os.fsync
+
+        def noting(descriptor: int) -> None:
+            path = os.readlink(f"/proc/self/fd/{descriptor}")
+            original(descriptor)
+            self.synced.append((path, frozenset(os.listdir(path) if os.path.isdir(path) else ())))
+
+        monkeypatch.setattr(os, "fsync", noting)
+
+    def first(self, path: Path | str, *, holding: str = "") -> int:
+        """When it was durable: a folder, with this entry in it."""
+        return next(
+            number
+            for number, (each, entries) in enumerate(self.synced)
+            if re.fullmatch(str(path), each) and (not holding or holding in entries)
+        )
+
+
+def test_what_is_called_durable_is_on_the_disk_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shard and its folders, then the manifest that speaks of it and its entry, then the journal, and only then the row
+    that says so.
+    """
+    disk, append = Disk(monkeypatch), Journal.append
+    durable_at: list[int] = []
+
+    def noting(self: Journal, events: Any) -> None:
+        events = list(events)
+        if any(isinstance(each, MadeDurable) and each.is_sealed for each in events):
+            durable_at.append(len(disk.synced))
+        append(self, events)
+
+    monkeypatch.setattr(Journal, "append", noting)
+    folder = tmp_path / "folder"
+    with Uploader(folder, f"file://{tmp_path}/remote", rank=0, world_size=1) as uploader:
+        (folder / "step-1").mkdir()
+        (folder / "step-1/a.pt").write_bytes(b"shard")
+        uploader.enqueue(folder / "step-1/a.pt", 1)
+        uploader.seal(1)
+        uploader.wait(1, 30)
+    private, tag = folder / keys.PRIVATE, keys.checkpoint_tag(CheckpointId(1, 1))
+    spool = private / keys.spool_rank(0)
+    before = [
+        disk.first(f"{spool}/{tag}/a.pt"),
+        disk.first(spool / tag, holding="a.pt"),
+        disk.first(folder / "step-1", holding="a.pt"),
+        disk.first(folder, holding="step-1"),
+        disk.first(spool, holding=tag),
+    ]
+    manifest = disk.first(rf"{spool}/\.{tag}\.json\..*\.tmp")
+    entry = disk.first(spool, holding=f"{tag}.json")
+    journal = max(
+        number for number, (each, _) in enumerate(disk.synced[: durable_at[0]]) if each.endswith("-wal")
+    )
+    assert max(before) < manifest < entry < journal < durable_at[0]
+
+
+def test_a_sync_of_the_journal_is_of_its_wal_and_once_of_its_entry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, disk = Folder(tmp_path), Disk(monkeypatch)
+    wal = f"{keys.journal_name(0)}-wal"
+    with contextlib.closing(Journal(folder, 0)) as journal:
+        for _ in range(2):
+            journal.sync()
+    assert [Path(path).name for path, _ in disk.synced] == [wal, keys.PRIVATE, wal]
+    assert wal in disk.synced[1][1]
+
+
+def test_a_file_or_symlink_that_is_replaced_is_durable_with_its_entry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    private = tmp_path / "private"
+    private.mkdir()
+    disk = Disk(monkeypatch)
+    write_durably(private / "record", b"data")
+    assert disk.first(rf"{private}/\.record\..*\.tmp") < disk.first(private, holding="record")
+    point_symlink(tmp_path / "latest", tmp_path / "step-1", private)
+    disk.first(tmp_path, holding="latest")
+
+
+def test_the_journal_checkpoints_with_fsync(tmp_path: Path) -> None:
+    """`synchronous=OFF` would move the WAL into the main file, and overwrite it, with neither on the disk."""
+    with contextlib.closing(Journal(Folder(tmp_path), 0)) as journal:
+        journal.append([Released(CheckpointId(1, 1))])
+        journal._checkpoint("PASSIVE")
+        connections = (journal._connection, journal._compacting)
+        assert [each.execute("PRAGMA synchronous").fetchone() for each in connections if each] == [(1,), (1,)]
+
+
+def test_a_fifo_in_the_place_of_a_shard_hangs_nobody(tmp_path: Path) -> None:
+    """Without hard links the trainer's own path is opened again; opening a FIFO to read waits for a writer."""
+    folder = Folder(tmp_path)
+    os.mkfifo(tmp_path / "a.pt")
+    facts = os.stat(tmp_path / "a.pt")
+    identity = FileIdentity(facts.st_dev, facts.st_ino + 1, 5, 1)
+    with ThreadPoolExecutor(1) as pool:
+        opening = pool.submit(folder.open_source, "a.pt", None, identity)
+        try:
+            with pytest.raises(SourceError, match="changed"):
+                opening.result(timeout=10)
+        finally:
+            if not opening.done():
+                os.close(os.open(tmp_path / "a.pt", os.O_WRONLY | os.O_NONBLOCK))  # lets it go
