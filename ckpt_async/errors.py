@@ -123,7 +123,9 @@ class FolderInUseError(JournalError):
 
 
 class NoSpaceError(JournalError, OSError):
-    """The folder's file system is full. Nothing was enqueued; call again when there is space."""
+    """The folder's file system is full. Nothing was done, by `enqueue` nothing enqueued; call again when there is
+    space.
+    """
 
 
 # --- the store ---------------------------------------------------------------------------------------------

@@ -515,8 +515,8 @@ def _kind(mode: int) -> str:
 
 def no_space(path: Path) -> NoSpaceError:
     return NoSpaceError(
-        f"the file system of {str(path)!r} is full: nothing was enqueued",
-        hint="free space, lower num_checkpoints_to_keep, or put the folder on a larger disk; then enqueue again",
+        f"the file system of {str(path)!r} is full",
+        hint="free space, lower num_checkpoints_to_keep, or put the folder on a larger disk; then try again",
     )
 
 

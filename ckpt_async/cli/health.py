@@ -15,7 +15,8 @@ from ckpt_async.errors import SettingsError
 def doctor(options: argparse.Namespace) -> Exit:
     """Try everything out and say what was found, one line each."""
     folder, remote = _places(options)
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: nothing is left behind
+    # As Ctrl-C, which asyncio's runner makes a cancellation: nothing is left behind.
+    before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
         facts = examine(
             folder,
