@@ -8,7 +8,7 @@ action many times and must return it for as long as it is due. `docs/design.md` 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ckpt_async import retention
 from ckpt_async.model import (
@@ -39,6 +39,11 @@ NUM_LISTINGS, LISTINGS_PER_S = 3, 50
 LONG_WAIT_S = 600.0
 
 
+# A superseded trainer finds it out within so much time while it has something open, and at each commit; all ranks of a
+# start together look so often.
+SUCCESSOR_POLL_S, SUCCESSOR_LOOKS_PER_S = 10.0, 100
+
+
 @dataclass(frozen=True, slots=True)
 class Receipts:
     """What a listing of a checkpoint's receipts showed."""
@@ -66,6 +71,7 @@ class Remote:
 
     watches: Mapping[CheckpointId, Watch] = field(default_factory=dict)
     latest: Latest | None = None  # as last read; older than the truth, never newer
+    look_for_successor_at: float = 0.0
     to_publish: CheckpointId | None = None  # committed by this engine: it also moves latest
     local_latest: CheckpointId | None = None  # what this engine pointed the local symlink at
 
@@ -80,7 +86,9 @@ class Policy:
     may_send_ahead: bool = False  # the store takes a shard in parts
     may_decide: bool = True  # False: the store has no conditional PUT, and another rank decides
     decides_alone: bool = False  # that rank
-    is_adopted: bool = False  # the trainer is dead: what it has not sealed, it never will
+    is_adopted: bool = (
+        False  # the trainer is dead: what it has not sealed, it never will, and nobody fences it
+    )
 
 
 # --- actions -----------------------------------------------------------------------------------------------
@@ -125,6 +133,11 @@ class Look:
     """List the receipts and read the decision, if there is one."""
 
     checkpoint: CheckpointId
+
+
+@dataclass(frozen=True, slots=True)
+class LookForSuccessor:
+    """List the generations past our own: a newer start fences this one (R11)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +211,7 @@ Action = (
     | Upload
     | StoreReceipt
     | Look
+    | LookForSuccessor
     | Commit
     | Abort
     | MoveLatest
@@ -220,7 +234,24 @@ def decide(local: Local, remote: Remote, policy: Policy, now: float) -> list[Act
         if checkpoint.decision is None:
             actions += _towards_decision(checkpoint, local, remote, policy, now)
     actions += _after_decision(local, remote, policy)
+    if not policy.is_adopted and has_open(local):
+        at = remote.look_for_successor_at
+        actions.append(LookForSuccessor() if now >= at else WaitUntil(at))
     return actions
+
+
+def has_open(local: Local) -> bool:
+    """Whether something of this start is not decided yet."""
+    return any(
+        id_.generation == local.generation for id_, each in local.checkpoints.items() if each.decision is None
+    )
+
+
+def has_looked_for_successor(local: Local, remote: Remote, now: float) -> Remote:
+    """It was looked for one just now, or need not be, because nothing is open."""
+    world_size = local.opened.world_size if local.opened else 1
+    pause_s = max(SUCCESSOR_POLL_S, world_size / SUCCESSOR_LOOKS_PER_S)
+    return replace(remote, look_for_successor_at=now + pause_s)
 
 
 def _towards_decision(

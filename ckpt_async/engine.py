@@ -116,7 +116,6 @@ class Engine:
             decides_alone=not store.capabilities.conditional_put and rank == 0,
             is_adopted=not is_trainer,
         )
-        self._remote = decide.Remote()
         self._running: dict[decide.Action, asyncio.Task[None]] = {}
         self._not_before: dict[decide.Action, float] = {}  # of those that failed
         self._may_heal: set[decide.Action] = set()  # of these, those that the store refuses for now
@@ -134,6 +133,7 @@ class Engine:
         self._is_stopping = False
         self._wakes, self._last_wake = itertools.count(1), 0
         self._loop = asyncio.get_running_loop()
+        self._remote = decide.has_looked_for_successor(self.local, decide.Remote(), self._loop.time())
         self._woken = asyncio.Event()
         self._crash: asyncio.Future[None] = self._loop.create_future()
 
@@ -248,6 +248,8 @@ class Engine:
         sent_ahead = {
             (each.checkpoint, each.shard) for each in self._running if isinstance(each, decide.SendAhead)
         }
+        if not decide.has_open(self.local):
+            self._remote = decide.has_looked_for_successor(self.local, self._remote, now)
         for action in decide.decide(self.local, self._remote, self._policy, now):
             if isinstance(action, decide.WaitUntil):
                 wake_at = min(wake_at, action.time)
@@ -263,7 +265,8 @@ class Engine:
                 if not is_running and not is_sent_ahead:  # or its parts would be sent twice
                     uploads.append(action)
             else:
-                num_due += not (isinstance(action, decide.SendAhead) or self._is_look_at_others(action))
+                is_by_the_way = isinstance(action, decide.SendAhead | decide.LookForSuccessor)
+                num_due += not (is_by_the_way or self._is_look_at_others(action))
                 if not is_running and not self._is_in_use(action):
                     self._start(action)
         self._not_before = {action: at for action, at in self._not_before.items() if action in due}
@@ -510,6 +513,8 @@ class Engine:
                     await self._store_receipt(action)
                 case decide.Look():
                     await self._look(action)
+                case decide.LookForSuccessor():
+                    await self._look_for_successor()
                 case decide.Commit():
                     await self._commit(action)
                 case decide.Abort():
@@ -537,9 +542,9 @@ class Engine:
         except (StoreError, JournalError, InvalidRecordError, OSError) as error:
             pause_s = self._hold_back(action, error)
             logger.warning("action_failed action=%s retry_in_s=%.0f error=%s", action, pause_s, error)
-            if isinstance(error, StoreError | InvalidRecordError) and not isinstance(
-                action, decide.WaitUntil
-            ):
+            if isinstance(action, decide.WaitUntil | decide.LookForSuccessor):
+                return  # no checkpoint's; what is wrong will fail those too
+            if isinstance(error, StoreError | InvalidRecordError):
                 known = self.local.checkpoints.get(action.checkpoint)
                 was_decided = known is not None and known.decision is not None
                 self.failures.append(Failure(error, action.checkpoint, was_decided=was_decided))
@@ -842,13 +847,13 @@ class Engine:
     async def _look_for_successor(self) -> None:
         """A newer generation means that this trainer is superseded (rule R11)."""
         own = self.local.generation
-        if not self._is_trainer or self.fenced_by is not None:
-            return
-        newest = await newest_generation(self._store, self._requests, after=own)
-        if newest > own:
-            self.fenced_by = newest
-            self._observer.fenced()
-            logger.error("fenced generation=%d by=%d; no new checkpoint is taken", own, newest)
+        if self._is_trainer and self.fenced_by is None:
+            newest = await newest_generation(self._store, self._requests, after=own)
+            if newest > own:
+                self.fenced_by = newest
+                self._observer.fenced()
+                logger.error("fenced generation=%d by=%d; no new checkpoint is taken", own, newest)
+        self._remote = decide.has_looked_for_successor(self.local, self._remote, self._loop.time())
 
     def missing_ranks(self, id_: CheckpointId) -> list[int]:
         """Ranks whose receipts were not there when this engine last looked: the first, if they are many. Any thread."""
@@ -879,6 +884,7 @@ class Engine:
             )
             return
         decision, is_ours = settled
+        await self._look_for_successor()  # one may have begun since the first look, however long ago that was
         if is_ours and decision.outcome is Outcome.COMMIT:
             self._publish(checkpoint.id)
         self._learn(checkpoint, decision)

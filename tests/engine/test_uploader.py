@@ -24,6 +24,7 @@ from ckpt_async import (
     FencedError,
     Uploader,
     UploadFailedError,
+    decide,
     journals,
     keys,
     transfer,
@@ -461,6 +462,25 @@ def test_a_superseded_trainer_takes_nothing_new_and_what_it_had_sealed_still_com
     assert decisions(old_store) == {CheckpointId(1, 1): "commit", CheckpointId(2, 1): "commit"}
     latest = json.loads(bucket.objects[keys.LATEST].data)
     assert (latest["generation"], latest["step"]) == (2, 1)
+
+
+def test_a_superseded_trainer_is_told_though_none_of_its_uploads_gets_on(
+    opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R11: on a busy node it sealed 14 steps untold: it looked when a checkpoint was uploaded, and none was."""
+    monkeypatch.setattr(decide, "SUCCESSOR_POLL_S", 0.1)
+    bucket = MemoryBucket()
+    store = Slow()
+    store.bucket, store._store = bucket, Meddled(bucket)._store
+    with opened(store) as old:
+        save(old, 1)
+        assert store.has_come.wait(10)
+        with opened(Meddled(bucket), folder=tmp_path / "other"):
+            wait_until(lambda: old._engine_now().fenced_by == 2, old)
+            with pytest.raises(FencedError, match="generation 2 of this run has started"):
+                old.enqueue(write(old, "step-2/a.pt"), 2)
+            assert not decisions(store), "not a single commit later"
+        store.go.set()
 
 
 def test_an_unsealed_checkpoint_is_given_up_by_the_next_start(opened: Open) -> None:
