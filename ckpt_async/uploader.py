@@ -575,7 +575,8 @@ class Uploader:
         if fenced_by is not None:
             raise FencedError(
                 f"generation {fenced_by} of this run has started; this trainer is generation {self.generation}",
-                hint="stop this process; what it had sealed is still finished",
+                hint="stop this process; what it had sealed is still finished. If you made no later start, other ranks"
+                " of this one saw no sign of its first rank's life: start all of them again",
             )
 
     def _there(self, step: int) -> _Open | None:
