@@ -224,6 +224,25 @@ def test_a_killed_readers_lease_expires(run_: Run, monkeypatch: pytest.MonkeyPat
         _sweep(run_)
 
 
+def test_a_sweepers_wrong_clock_ends_no_lease(run_: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store tells a lease's age, here by the file system: two hours ahead, it prunes nothing under a reader."""
+    id_ = run_.commit(10)
+    checkpoint = _find(run_)
+    run_.commit(20)
+    now = time.time
+    with restore.open(checkpoint) as reader:
+        with monkeypatch.context() as patched:
+            patched.setattr(time, "time", lambda: now() + 7200)
+            _sweep(run_)
+            _sweep(run_)
+        assert run_.decision(id_).outcome is Outcome.PRUNING
+        for files in files_of(10).values():
+            for name, data in files.items():
+                assert reader.read(name) == data
+    _sweep(run_)
+    assert run_.decision(id_).outcome is Outcome.PRUNED
+
+
 @pytest.mark.parametrize("reason", [FailureReason.AUTH, FailureReason.DISK])
 def test_read_only_reads_without_one_and_says_so(
     run_: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any, reason: FailureReason

@@ -1,0 +1,80 @@
+"""A store that keeps no checksum is read back: what it holds must have the bytes that were sent, and no others."""
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_async import transfer
+from ckpt_async.errors import StoreError
+from ckpt_async.files import Folder
+from ckpt_async.observe import NullObserver
+from ckpt_async.requests import Requests
+from ckpt_async.settings import Settings
+from ckpt_async.store import ObjectInfo
+from ckpt_async.stores.memory import MemoryBucket, MemoryStore
+
+DATA = b"weights" * 1000
+
+
+class KeepsNoChecksum(MemoryStore):
+    """And what it has stored it changes by `spoil`."""
+
+    spoilt: Any = staticmethod(lambda data: data)
+
+    def __init__(self, bucket: MemoryBucket) -> None:
+        super().__init__(bucket)
+        self.bucket = bucket
+
+    async def put(self, key: str, *args: Any, **kwargs: Any) -> ObjectInfo:
+        info = await super().put(key, *args, **kwargs)
+        there = self.bucket.objects[key]
+        self.bucket.objects[key] = dataclasses.replace(there, data=self.spoilt(there.data))
+        return dataclasses.replace(info, checksum=None)
+
+    async def head(self, key: str) -> ObjectInfo:
+        return dataclasses.replace(await super().head(key), checksum=None)
+
+
+async def _upload(folder: Folder, store: KeepsNoChecksum) -> None:
+    await store.open()
+    [(identity, _)] = folder.link([("a.bin", "a.bin")], f"spool/{os.urandom(4).hex()}")
+    source = transfer.Source(folder.open_source("a.bin", None, identity), identity, "a.bin")
+    try:
+        await transfer.upload(
+            store,
+            Requests(Settings(), NullObserver(), "memory://"),
+            source,
+            "ckpt/a.bin",
+            smallest_part_bytes=1 << 23,
+            resume=None,
+            opened=lambda resume: None,
+            sent=lambda size_bytes: None,
+        )
+    finally:
+        source.close()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "refusal"),
+    [
+        (lambda data: data, None),
+        (lambda data: data + b"more", "has 7004 bytes"),  # its first bytes are the right ones
+        (lambda data: data[:-1], "beyond the object's 6999"),
+        (lambda data: data[:-1] + b"\0", "has 7000 bytes"),
+    ],
+    ids=["whole", "longer", "shorter", "other"],
+)
+def test_what_a_store_without_checksums_holds_is_compared(
+    run: Any, tmp_path: Path, spoil: Any, refusal: str | None
+) -> None:
+    (tmp_path / "a.bin").write_bytes(DATA)
+    store = KeepsNoChecksum(MemoryBucket())
+    store.spoilt = spoil
+    if refusal is None:
+        run(_upload(Folder(tmp_path), store))
+        return
+    with pytest.raises(StoreError, match=refusal):
+        run(_upload(Folder(tmp_path), store))
