@@ -137,7 +137,7 @@ def on_paper(num_writers: int, latency_s: float, spread_s: float, num_committers
     )
     looks, listings = zip(*(looks_until(wait + to_commit_s, num_writers) for wait in waits), strict=True)
     return Commit(
-        writes=num_writers + num_committers + 2,
+        writes=num_writers + num_committers + 1,  # of latest
         # A listing ends at the first page that lacks somebody's: only who commits reads all, and looks again
         # for a successor.
         lists=num_writers + looks_for_successor + sum(listings) + num_committers * (pages - 1 + 1),
@@ -259,6 +259,9 @@ class DistantStore:
                 return Listing(tuple(found), asyncio.get_running_loop().time(), is_whole)
             start_after = mine[-1]
 
+    def has_latest(self) -> bool:
+        return keys.LATEST in self._objects
+
     def decided_at(self) -> float | None:
         there = self._objects.get(keys.decision_key(CHECKPOINT))
         return there[1] if there else None
@@ -326,7 +329,11 @@ async def simulate(num_writers: int, latency_s: float, spread_s: float, seed: in
     store = DistantStore(latency_s, random_)
     settings = Settings(latest_filename="")
     folder = types.SimpleNamespace(
-        path=Path("/"), private=Path("/"), remove_spool=lambda _: None, unlink=lambda _: None
+        path=Path("/"),
+        private=Path("/"),
+        remove_spool=lambda _: None,
+        unlink=lambda _: None,
+        renew_host_mark=lambda: None,
     )
     ModelEngine.committed = 0
     engines = []
@@ -353,7 +360,7 @@ async def simulate(num_writers: int, latency_s: float, spread_s: float, seed: in
         engines.append(engine)
     last_s = max(each.upload_s for each in engines)
     running = [asyncio.ensure_future(each.run()) for each in engines]
-    while any(CHECKPOINT not in each.outcomes for each in engines):
+    while not store.has_latest() or any(CHECKPOINT not in each.outcomes for each in engines):
         if loop.time() > last_s + 600:
             raise RuntimeError("not committed within 10 minutes")
         await asyncio.sleep(0.05)
