@@ -72,6 +72,7 @@ class Remote:
     watches: Mapping[CheckpointId, Watch] = field(default_factory=dict)
     latest: Latest | None = None  # as last read; older than the truth, never newer
     look_for_successor_at: float = 0.0
+    are_members_asked_for: bool = False
     to_publish: CheckpointId | None = None  # committed by this engine: it also moves latest
     local_latest: CheckpointId | None = None  # what this engine pointed the local symlink at
 
@@ -138,6 +139,11 @@ class Look:
 @dataclass(frozen=True, slots=True)
 class LookForSuccessor:
     """List the generations past our own: a newer start fences this one (R11)."""
+
+
+@dataclass(frozen=True, slots=True)
+class LookForMembers:
+    """See whether this start can commit at all: look for a successor, and list who has opened our generation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +218,7 @@ Action = (
     | StoreReceipt
     | Look
     | LookForSuccessor
+    | LookForMembers
     | Commit
     | Abort
     | MoveLatest
@@ -237,6 +244,8 @@ def decide(local: Local, remote: Remote, policy: Policy, now: float) -> list[Act
     if not policy.is_adopted and has_open(local):
         at = remote.look_for_successor_at
         actions.append(LookForSuccessor() if now >= at else WaitUntil(at))
+    if remote.are_members_asked_for:
+        actions.append(LookForMembers())
     return actions
 
 
@@ -384,8 +393,13 @@ def has_gap(ranks: Collection[int]) -> bool:
 
 def missing_ranks(receipts: Receipts, world_size: int) -> list[int]:
     """Whose receipts were not there, as far as the listing went."""
-    end = world_size if receipts.is_whole else max(receipts.ranks, default=0)
-    return sorted({*range(end)} - {*receipts.ranks})
+    return missing_among(receipts.ranks, world_size, is_whole=receipts.is_whole)
+
+
+def missing_among(ranks: Collection[int], world_size: int, *, is_whole: bool) -> list[int]:
+    """Who is not among those that a listing showed, as far as it went."""
+    end = world_size if is_whole else max(ranks, default=0)
+    return sorted({*range(end)} - {*ranks})
 
 
 def is_our_turn(receipts: Receipts, rank: int, policy: Policy) -> bool:

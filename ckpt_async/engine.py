@@ -31,7 +31,7 @@ from ckpt_async.errors import (
 )
 from ckpt_async.failures import Failure
 from ckpt_async.files import Folder, boot_id, fsync_path, is_final, point_symlink, write_durably
-from ckpt_async.generation import newest_generation
+from ckpt_async.generation import absent_ranks, newest_generation
 from ckpt_async.journal import Journal
 from ckpt_async.model import (
     CheckpointId,
@@ -71,6 +71,8 @@ POLL_S = 1.0
 RETRY_ACTION_S = 30.0
 # While someone waits for it, if the store may heal.
 RETRY_HURRIED_S = 1.0
+# What nobody waits for as for our own work.
+_BY_THE_WAY = (decide.SendAhead, decide.LookForSuccessor, decide.LookForMembers)
 # Outcomes remembered for `wait` after a checkpoint has left the journal.
 MAX_OUTCOMES = 1000
 
@@ -101,6 +103,7 @@ class Engine:
         self.outcomes: dict[CheckpointId, Decided] = {}
         self.failures: deque[Failure] = deque(maxlen=MAX_OUTCOMES)
         self.fenced_by: int | None = None
+        self.absent_ranks: list[int] | None = None
         self.num_due = 0  # actions of our own that are due or under way, not counting looks at the others
         self.num_rounds = 0
         self.last_seen_wake = 0  # `num_due` counts what was in the journal before this call of `wake`
@@ -172,6 +175,16 @@ class Engine:
             if is_hurried:
                 watches = {id_: replace(each, next_look_at=0.0) for id_, each in self._remote.watches.items()}
                 self._remote = replace(self._remote, watches=watches)
+            self._woken.set()
+
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(change)
+
+    def look_for_members(self) -> None:
+        """Find out who never opened this generation (`absent_ranks`), and whether there is a newer one. Any thread."""
+
+        def change() -> None:
+            self._remote = replace(self._remote, are_members_asked_for=True)
             self._woken.set()
 
         with contextlib.suppress(RuntimeError):
@@ -265,7 +278,7 @@ class Engine:
                 if not is_running and not is_sent_ahead:  # or its parts would be sent twice
                     uploads.append(action)
             else:
-                is_by_the_way = isinstance(action, decide.SendAhead | decide.LookForSuccessor)
+                is_by_the_way = isinstance(action, _BY_THE_WAY)
                 num_due += not (is_by_the_way or self._is_look_at_others(action))
                 if not is_running and not self._is_in_use(action):
                     self._start(action)
@@ -515,6 +528,8 @@ class Engine:
                     await self._look(action)
                 case decide.LookForSuccessor():
                     await self._look_for_successor()
+                case decide.LookForMembers():
+                    await self._look_for_members()
                 case decide.Commit():
                     await self._commit(action)
                 case decide.Abort():
@@ -542,7 +557,7 @@ class Engine:
         except (StoreError, JournalError, InvalidRecordError, OSError) as error:
             pause_s = self._hold_back(action, error)
             logger.warning("action_failed action=%s retry_in_s=%.0f error=%s", action, pause_s, error)
-            if isinstance(action, decide.WaitUntil | decide.LookForSuccessor):
+            if isinstance(action, decide.WaitUntil | decide.LookForSuccessor | decide.LookForMembers):
                 return  # no checkpoint's; what is wrong will fail those too
             if isinstance(error, StoreError | InvalidRecordError):
                 known = self.local.checkpoints.get(action.checkpoint)
@@ -854,6 +869,13 @@ class Engine:
                 self._observer.fenced()
                 logger.error("fenced generation=%d by=%d; no new checkpoint is taken", own, newest)
         self._remote = decide.has_looked_for_successor(self.local, self._remote, self._loop.time())
+
+    async def _look_for_members(self) -> None:
+        await self._look_for_successor()
+        opened = self.local.opened
+        world_size = opened.world_size if opened else 1
+        self.absent_ranks = await absent_ranks(self._store, self._requests, self.local.generation, world_size)
+        self._remote = replace(self._remote, are_members_asked_for=False)
 
     def missing_ranks(self, id_: CheckpointId) -> list[int]:
         """Ranks whose receipts were not there when this engine last looked: the first, if they are many. Any thread."""

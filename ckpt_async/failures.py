@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from ckpt_async.errors import CkptAsyncError, UploadFailedError
+from ckpt_async import decide
+from ckpt_async.errors import CkptAsyncError, FencedError, UploadFailedError
 from ckpt_async.model import CheckpointId, Local
+from ckpt_async.units import named
 
 # How many are told in one message.
 MAX_TOLD = 3
@@ -54,3 +56,32 @@ def to_raise(
     error = UploadFailedError("; ".join(texts[:MAX_TOLD]) + more, hint="; ".join(hints))
     error.__cause__ = found[0].error
     return error
+
+
+def in_vain(local: Local) -> list[int]:
+    """The steps that this start has sealed and that nobody has decided; none if any of its others was committed."""
+    if local.newest_committed is not None and local.newest_committed.generation == local.generation:
+        return []
+    left = (each for each in decide.undecided(local) if each.sealed is not None)
+    return [each.id.step for each in left if each.id.generation == local.generation]
+
+
+def why_in_vain(
+    local: Local, steps: Sequence[int], fenced_by: int | None, absent_ranks: Sequence[int]
+) -> CkptAsyncError | None:
+    """What to raise at the end of a start that had sealed `steps` and committed nothing, if it never will: a newer one
+    has begun, or ranks were not there at all. None if they may just be late.
+    """
+    nothing = f"nothing was committed of generation {local.generation}, though this rank sealed {named('step', steps)}"
+    if fenced_by is not None:
+        return FencedError(
+            f"{nothing}: generation {fenced_by} of this run has started",
+            hint="if you made no later start, other ranks of this one are in that generation, because they saw no sign"
+            " of life from here: stop all of them and start them again",
+        )
+    if absent_ranks:
+        return UploadFailedError(
+            f"{nothing}: {named('rank', absent_ranks)} never opened it",
+            hint="see why not, or with what other remote, launch key or world size, and start all ranks again",
+        )
+    return None

@@ -15,7 +15,7 @@ import socket
 import uuid
 from collections.abc import Callable, Sequence
 
-from ckpt_async import keys, records
+from ckpt_async import decide, keys, records
 from ckpt_async.conditional import advance, create_once, read, read_record
 from ckpt_async.errors import (
     CapabilityError,
@@ -87,7 +87,7 @@ async def beat(
         there = await advance(store, requests, key, next_beat)
         if there is None or records.decode_beat(there, number).rank != rank:
             return
-        if await _is_full(store, requests, number, world_size):
+        if not await absent_ranks(store, requests, number, world_size):
             return
         pause_s = beat_pause_s(beaten_s)
         await asyncio.sleep(pause_s)
@@ -107,19 +107,17 @@ async def newest_generation(store: Store, requests: Requests, *, after: int = 0)
     return max((number for number in numbers if number is not None), default=after)
 
 
-async def _is_full(store: Store, requests: Requests, number: int, world_size: int) -> bool:
-    """Whether all ranks have taken their places, from the pages up to the first that lacks somebody's."""
+async def absent_ranks(store: Store, requests: Requests, number: int, world_size: int) -> list[int]:
+    """Who has not taken its place in a generation, from the pages up to the first that lacks somebody's."""
 
     def ranks(objects: Sequence[ObjectInfo]) -> set[int]:
         return {found[1] for each in objects if (found := keys.parse_member_key(each.key)) is not None}
 
-    def has_gap(objects: Sequence[ObjectInfo]) -> bool:
-        there = ranks(objects)
-        return len(there) <= max(there, default=-1)
-
     prefix = keys.members_prefix(number)
-    listing = await requests.control("list", lambda: store.list(prefix, enough=has_gap))
-    return len(ranks(listing.objects)) >= world_size
+    listing = await requests.control(
+        "list", lambda: store.list(prefix, enough=lambda objects: decide.has_gap(ranks(objects)))
+    )
+    return decide.missing_among(ranks(listing.objects), world_size, is_whole=listing.is_whole)
 
 
 async def _read_generation(store: Store, requests: Requests, number: int) -> Generation | None:

@@ -1,6 +1,10 @@
-"""Sizes and durations as people say them. Pure."""
+"""Sizes, durations and numbers of ranks as people say them. Pure."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+
+MAX_SHOWN = 8
 
 
 def in_units(size_bytes: float) -> str:
@@ -20,3 +24,13 @@ def age(duration_s: float) -> str:
     if seconds < 7200:
         return f"{seconds // 60} min"
     return f"{seconds // 3600} h" if seconds < 172_800 else f"{seconds // 86_400} days"
+
+
+def named(what: str, numbers: Sequence[int]) -> str:
+    """Those things: rank 3; ranks 3, 4."""
+    return f"{what}{'s' * (len(numbers) > 1)} {few(numbers)}"
+
+
+def few(numbers: Sequence[int]) -> str:
+    """The first of them: 3, 4, 5 …"""
+    return ", ".join(map(str, numbers[:MAX_SHOWN])) + (" …" if numbers[MAX_SHOWN:] else "")

@@ -32,7 +32,7 @@ from ckpt_async.errors import (
     UploaderClosedError,
     UploadFailedError,
 )
-from ckpt_async.failures import Failure, to_raise
+from ckpt_async.failures import Failure, in_vain, to_raise, why_in_vain
 from ckpt_async.files import Folder, boot_id
 from ckpt_async.journal import Journal, RankLock
 from ckpt_async.metrics import Metrics, serve
@@ -51,6 +51,7 @@ from ckpt_async.runners import EngineView, Start, runner_of
 from ckpt_async.settings import Settings, load
 from ckpt_async.shard_writer import ShardWriter
 from ckpt_async.stores import StoreOptions, address_of, check_key_length
+from ckpt_async.units import few
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,8 @@ logger = logging.getLogger(__name__)
 LOCK_WAIT_S = 15.0
 # After an exception in the training loop: long enough for receipts, too short to hide the traceback.
 CLOSE_AFTER_ERROR_S = 10.0
+# At the end of a start that has committed nothing: for the store to say who is there.
+MEMBERS_TIMEOUT_S = 10.0
 # While `enqueue` is held up: how often the disk and the backlog are looked at, besides at every change.
 BLOCK_POLL_S = 0.5
 
@@ -510,7 +513,11 @@ class Uploader:
         Waits until this rank's part is in the store (at most `timeout_s`, default `upload_timeout_s`), trying again
         what had failed, and then up to `close_grace_s` for the other ranks, so that latest and local retention are
         done too. What is left when it returns is in the journal: the next start, `ckpt-async drain` or the sweeper
-        finish it. In strict mode raises what failed.
+        finish it.
+
+        In strict mode raises what failed. So does a start that committed nothing of what it sealed and, when the
+        others had their time, never can: FencedError if a newer one has begun, UploadFailedError if ranks never opened
+        it. It is logged in either mode; where others are only late there is a warning.
         """
         if os.getpid() != self.pid or self._is_closed:
             return
@@ -518,10 +525,12 @@ class Uploader:
         self._is_closed = True
         at_exit.discard(self)
         self._runner.expect_end()
+        never: CkptAsyncError | None = None
         try:
             if self._runner.is_alive:
                 self._drain(deadline, grace_s=self.settings.close_grace_s)
                 self._log_what_is_left()
+                never = self._why_in_vain(deadline)
         finally:
             if self._undo_sigterm is not None:
                 self._undo_sigterm()
@@ -537,6 +546,8 @@ class Uploader:
         self._check_alive()
         if failed is not None:
             raise failed
+        if never is not None and self.settings.on_error == "raise":
+            raise never
 
     def __enter__(self) -> Self:
         return self
@@ -644,8 +655,7 @@ class Uploader:
             done = sum(each.stored is not None for each in checkpoint.shards.values())
             return f"{message}: {done} of {len(checkpoint.shards)} shards of this rank are uploaded"
         missing = engine.missing_ranks(id_)
-        shown = ", ".join(map(str, missing[:8])) + (" …" if missing[8:] else "")
-        return f"{message}: nothing was seen yet of rank {shown}" if missing else message
+        return f"{message}: nothing was seen yet of rank {few(missing)}" if missing else message
 
     @contextlib.contextmanager
     def _hurried(self) -> Any:
@@ -713,6 +723,23 @@ class Uploader:
                 report.num_shards_left,
                 report.size_bytes_left,
             )
+
+    def _why_in_vain(self, deadline: float) -> CkptAsyncError | None:
+        """Why nothing that this start has sealed will be committed; None if it may be, or there is no time to tell."""
+        steps = in_vain(self._engine_now().fresh_local())
+        if not steps or time.monotonic() >= deadline:
+            return None
+        with self._hurried():
+            self._engine_now().look_for_members()
+            self._wait_while(
+                lambda engine: engine.absent_ranks is None,
+                min(deadline, time.monotonic() + MEMBERS_TIMEOUT_S),
+            )
+        engine = self._engine_now()
+        error = why_in_vain(engine.fresh_local(), steps, engine.fenced_by, engine.absent_ranks or ())
+        if error is not None:
+            logger.error("closed_in_vain error=%s", error)
+        return error
 
     def _wait_while(self, is_busy: Callable[[EngineView], bool], deadline: float) -> None:
         with self._changed:

@@ -192,7 +192,7 @@ def test_a_budget_is_kept_and_the_next_start_finishes_the_rest(opened: Open) -> 
 def test_a_rank_that_does_not_come_uses_up_the_budget_but_no_more(opened: Open) -> None:
     """Our part is in the store; whether it becomes a commit is not in our hands."""
     store = Meddled()
-    with opened(store, rank=0, world_size=2, generation=1) as uploader:
+    with opened(store, rank=0, world_size=2, generation=1, on_error="warn") as uploader:
         save(uploader, 1)
         started = time.monotonic()
         report = uploader.flush(0.5)
@@ -203,7 +203,7 @@ def test_a_rank_that_does_not_come_uses_up_the_budget_but_no_more(opened: Open) 
 def test_what_an_earlier_start_left_to_others_is_not_waited_for_again(opened: Open, tmp_path: Path) -> None:
     """Rank 1 was killed before it saved step 1 and will never come with it; every flush would use up its budget."""
     store = Meddled()
-    with opened(store, rank=0, world_size=2, generation=1) as uploader:
+    with opened(store, rank=0, world_size=2, generation=1, on_error="warn") as uploader:
         save(uploader, 1)
     more = {"world_size": 2, "generation": 2}
     with opened(store, rank=0, **more) as first, opened(store, tmp_path / "other", rank=1, **more) as second:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ckpt_async.cli.output import Exit, Json, id_json, print_json, print_table
 from ckpt_async.errors import SettingsError
 from ckpt_async.status import has_owner, load
-from ckpt_async.units import in_units
+from ckpt_async.units import few, in_units
 
 if TYPE_CHECKING:
     from ckpt_async.drain import DrainReport, Fate, RankReport
@@ -228,7 +228,7 @@ def _rank_lines(each: RankReport) -> Iterator[str]:
     for fate in each.aborted:
         yield f"{rank} step {fate.checkpoint.step} was given up: {fate.reason}"
     for fate in each.waiting:
-        missing = ", ".join(map(str, fate.missing_ranks[:8])) + (" …" if fate.missing_ranks[8:] else "")
+        missing = few(fate.missing_ranks)
         yield f"{rank} step {fate.checkpoint.step} is uploaded and waits for ranks {missing or 'elsewhere'}"
     for fate in each.left:
         yield f"{rank} step {fate.checkpoint.step} is not uploaded: {fate.reason}"

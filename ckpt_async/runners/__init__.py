@@ -43,6 +43,7 @@ class EngineView(Protocol):
     """What a trainer sees of its engine, and may ask of it. From any thread, without blocking."""
 
     fenced_by: int | None
+    absent_ranks: list[int] | None  # as `look_for_members` found them, or the first of many
     outcomes: dict[CheckpointId, Decided]
     failures: deque[Failure]
     num_due: int
@@ -65,6 +66,9 @@ class EngineView(Protocol):
 
     def hurry(self, is_hurried: bool) -> None:
         """Whether someone waits, for the other ranks or for what failed, which is tried again at once."""
+
+    def look_for_members(self) -> None:
+        """Have the engine find out who never opened this generation, and whether a newer one has begun."""
 
     def put_newest_first(self, is_newest_first: bool = True) -> None:
         """Whether the newest sealed checkpoint goes before all others."""

@@ -139,7 +139,7 @@ class _Rank:
         self._failures: deque[dict[str, Any]] = deque()
         self._forgotten: deque[tuple[int, int, float | None]] = deque()
         self._told_outcomes: set[CheckpointId] = set()
-        self._fenced_by: int | None = None
+        self._told_start: tuple[int | None, list[int] | None] = (None, None)
         self._wakes: deque[tuple[int, int]] = deque()  # their number, ours
         self._last_seen_wake = 0
         self._is_hurried = False
@@ -274,6 +274,8 @@ class _Rank:
                 engine.hurry(is_hurried)
             case ["newest_first", bool(is_newest_first)] if engine is not None:
                 engine.put_newest_first(is_newest_first)
+            case ["look_for_members"] if engine is not None:
+                engine.look_for_members()
             case ["expect_end"] if self._host is not None:
                 self._process.wait_for(self, True)
                 self._host.is_end_expected = True
@@ -319,8 +321,9 @@ class _Rank:
         self._told_outcomes = set(engine.outcomes)
         while engine.failures:
             self._failures.append(wire.failure_fields(engine.failures.popleft()))
-        has_news = self._forgotten or self._decided or self._failures or engine.fenced_by != self._fenced_by
-        self._fenced_by = engine.fenced_by
+        about_start = engine.fenced_by, engine.absent_ranks
+        has_news = self._forgotten or self._decided or self._failures or about_start != self._told_start
+        self._told_start = about_start
         if has_news or self._is_hurried:
             self._report()
 
@@ -349,6 +352,7 @@ class _Rank:
             self._last_seen_wake = self._wakes.popleft()[0]
         state = {
             "fenced_by": engine.fenced_by,
+            "absent_ranks": engine.absent_ranks and engine.absent_ranks[:MAX_MISSING],
             "num_due": engine.num_due,
             "last_seen_wake": self._last_seen_wake,
             "missing": self._missing(engine) if self._is_hurried else [],

@@ -353,6 +353,7 @@ class _View:
 
     def __init__(self, journal: Journal, observer: Observer, on_change: Callable[[], None]) -> None:
         self.fenced_by: int | None = None
+        self.absent_ranks: list[int] | None = None
         self.outcomes: dict[CheckpointId, Decided] = {}
         self.failures: deque[Failure] = deque(maxlen=MAX_OUTCOMES)
         self.num_due = 0
@@ -362,7 +363,7 @@ class _View:
         self._local = Local(journal.rank)
         self._missing: dict[CheckpointId, list[int]] = {}
         self._wakes, self._last_wake = itertools.count(1), 0
-        self._is_hurried = self._is_newest_first = False
+        self._is_hurried = self._is_newest_first = self._are_members_asked_for = False
         self._num_uploads = 0
         self._channel: Channel | None = None
 
@@ -394,6 +395,10 @@ class _View:
         self._is_newest_first = is_newest_first
         self._tell("newest_first", is_newest_first)
 
+    def look_for_members(self) -> None:
+        self._are_members_asked_for = True
+        self._tell("look_for_members")
+
     def _tell(self, *message: Any) -> None:
         """What is lost because it just died is said again by `attach`; a full buffer holds wake-ups enough."""
         channel = self._channel
@@ -410,6 +415,8 @@ class _View:
         self._channel = channel
         self._tell("hurry", self._is_hurried)
         self._tell("newest_first", self._is_newest_first)
+        if self._are_members_asked_for:
+            self._tell("look_for_members")
         self._tell("wake", self._last_wake)
 
     def detach(self) -> None:
@@ -433,7 +440,7 @@ class _View:
                 row = JournalRow(self._local.sequence, self._local.rank, time.time(), event)
                 self._local = fold([row], self._local)
         self._missing = {CheckpointId(**id_): ranks for id_, ranks in report["missing"]}
-        self.fenced_by = report["fenced_by"]
+        self.fenced_by, self.absent_ranks = report["fenced_by"], report["absent_ranks"]
         self.num_due = report["num_due"]
         self.last_seen_wake = max(self.last_seen_wake, report["last_seen_wake"])
         self._on_change()

@@ -336,7 +336,8 @@ def test_who_waits_does_so_for_the_time_given_whatever_fails_meanwhile(
 def test_wait_says_what_is_missing(opened: Open) -> None:
     """At 1,000 ranks "timeout" is no help: it must say whose part is missing."""
     store = Slow()
-    with opened(store, rank=0, world_size=3, generation=1) as uploader:
+    never_came = pytest.raises(UploadFailedError, match="ranks 1, 2 never opened it")
+    with never_came, opened(store, rank=0, world_size=3, generation=1) as uploader:
         with pytest.raises(SealedError, match=r"call seal\(step=1\) before wait"):
             uploader.wait(1)
         save(uploader, 1)
@@ -349,6 +350,19 @@ def test_wait_says_what_is_missing(opened: Open) -> None:
             uploader.wait(1, timeout_s=0.05)
         with pytest.raises(TimeoutError):  # for those who do not know this package's errors
             uploader.wait(1, timeout_s=0.01)
+
+
+def test_an_exception_of_the_training_loop_goes_before_that_of_a_start_in_vain(
+    opened: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    def train() -> None:
+        with opened(Meddled(), rank=0, world_size=2, generation=1) as uploader, uploader:
+            save(uploader, 1)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        train()
+    assert "closed_in_vain" in caplog.text
 
 
 def test_wait_returns_for_every_thread_and_also_afterwards(opened: Open) -> None:

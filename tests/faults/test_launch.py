@@ -46,3 +46,48 @@ def test_all_ranks_of_a_start_are_in_one_generation_though_its_key_was_used_befo
             each.kill()
         promised.add(CheckpointId(2 * attempt + 2, 1))
     assert Oracle(remote, 2).look() == promised
+
+
+@pytest.mark.parametrize("runner", ["thread", "process"])
+def test_a_start_that_can_commit_nothing_ends_with_an_error(
+    nursery: Nursery, tmp_path: Path, runner: str
+) -> None:
+    """Else the job ends with exit code 0 and without a checkpoint. Whoever is only late gets a warning."""
+    settings = {"runner": runner, "close_grace_s": 1.0, "decision_poll_s": 0.05, "decision_poll_max_s": 0.2}
+
+    def start(name: str, rank: int, launch: str, *steps: int, **more: str) -> Trainer:
+        return nursery.start(
+            "saves",
+            {"CKPT_ASYNC_LAUNCH_ID": launch},
+            folder=str(tmp_path / f"{name}-{launch}-{rank}"),
+            remote=f"file://{tmp_path}/{name}",
+            rank=rank,
+            world_size=2,
+            steps=steps,
+            settings=settings | more,
+        )
+
+    alone = start("alone", 0, "a", 3, 4)
+    warned = start("warned", 0, "a", 3, 4, on_error="warn")
+    waiting, fenced = (start(name, 0, "a", 3, 4) for name in ("late", "fenced"))
+    others = [start(name, 1, "a") for name in ("late", "fenced")]
+    for each in (alone, warned, waiting, fenced, *others):
+        each.expect("opened 1")
+    for each in (alone, warned, waiting):
+        each.expect("saved")
+        each.tell("stop")
+    start("fenced", 0, "b").expect("opened 2")
+    fenced.expect("saved")
+    fenced.tell("stop")
+
+    nothing = "nothing was committed of generation 1, though this rank sealed steps 3, 4"
+    told = [
+        (alone, 1, f"UploadFailedError: {nothing}: rank 1 never opened it"),
+        (warned, 0, f"ERROR closed_in_vain error={nothing}: rank 1 never opened it"),
+        (waiting, 0, "WARNING closed_with_unfinished steps=[3, 4]"),
+        (fenced, 1, f"FencedError: {nothing}: generation 2 of this run has started"),
+    ]
+    for trainer, exit_code, text in told:
+        assert trainer.finish() == exit_code, trainer.log.read_text()
+        assert text in trainer.log.read_text()
+    assert "closed_in_vain" not in waiting.log.read_text()
