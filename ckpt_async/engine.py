@@ -60,6 +60,7 @@ from ckpt_async.observe import Observer
 from ckpt_async.requests import Requests
 from ckpt_async.settings import Settings
 from ckpt_async.store import ObjectInfo, Store
+from ckpt_async.troubles import Troubles
 
 logger = logging.getLogger(__name__)
 
@@ -130,6 +131,7 @@ class Engine:
         self._ahead: dict[tuple[CheckpointId, str], transfer.Resume] = {}  # sent before they were enqueued
         self._is_progress_new = False
         self._housekeep_at = 0.0
+        self._troubles = Troubles()
         self._is_hurried = False
         self._is_newest_first = False
         self._first: CheckpointId | None = None  # while newest first: which one it is now
@@ -246,6 +248,7 @@ class Engine:
                 await self._housekeep()
         finally:
             await self._cancel_all()
+            self._tell_of_troubles(is_end=True)
             self._on_change()
 
     def _start_due(self) -> float:
@@ -413,6 +416,7 @@ class Engine:
         if self._loop.time() < self._housekeep_at:
             return
         self._housekeep_at = self._loop.time() + POLL_S
+        self._tell_of_troubles()
         try:
             if self._is_progress_new:
                 self._is_progress_new = False
@@ -420,7 +424,10 @@ class Engine:
                     [(each.checkpoint, each.shard, sent) for each, sent in self._sent_bytes.items()]
                 )
             await asyncio.to_thread(self._keep_house)
-        except JournalError as error:  # a full disk, say: no reason to cut short what is on its way
+        except (
+            JournalError,
+            OSError,
+        ) as error:  # a full disk, say: no reason to cut short what is on its way
             logger.debug("housekeeping_skipped error=%s", error)
 
     def _keep_house(self) -> None:
@@ -554,9 +561,11 @@ class Engine:
                     pass
                 case _:
                     assert_never(action)
-        except (StoreError, JournalError, InvalidRecordError, OSError) as error:
+        except (StoreError, JournalError, InvalidRecordError, OSError, MemoryError) as error:
             pause_s = self._hold_back(action, error)
-            logger.warning("action_failed action=%s retry_in_s=%.0f error=%s", action, pause_s, error)
+            text = f"action={action} retry_in_s={pause_s:.0f} error={str(error) or repr(error)}"
+            if self._troubles.is_new(_kind_of_trouble(error), text, self._loop.time()):
+                logger.warning("action_failed %s", text)
             if isinstance(action, decide.WaitUntil | decide.LookForSuccessor | decide.LookForMembers):
                 return  # no checkpoint's; what is wrong will fail those too
             if isinstance(error, StoreError | InvalidRecordError):
@@ -576,12 +585,17 @@ class Engine:
         self._not_before[action] = self._loop.time() + pause_s
         return pause_s
 
+    def _tell_of_troubles(self, *, is_end: bool = False) -> None:
+        for num, for_s, last in self._troubles.due(self._loop.time(), is_end=is_end):
+            logger.warning("action_failed num_more=%d for_s=%.0f last: %s", num, for_s, last)
+
     def _checkpoint(self, id_: CheckpointId) -> LocalCheckpoint:
         return self.local.checkpoints[id_]
 
     async def _make_durable(self, action: decide.MakeDurable) -> None:
         checkpoint = self._checkpoint(action.checkpoint)
         volatile = [each for each in checkpoint.shards.values() if not each.is_durable]
+        self._journal.check_there()
         try:
             failed = await asyncio.to_thread(self._fsync_shards, checkpoint, volatile)
             if not failed:
@@ -606,7 +620,7 @@ class Engine:
             try:
                 fsync_path(path)
             except FileNotFoundError:
-                message = f"shard {self._users_path(each)!r} is gone: it was deleted before it was uploaded"
+                message = f"shard {path!r} is gone: it was deleted before it was uploaded"
                 failed.append(Failed(checkpoint.id, each.shard.name, FailureReason.SOURCE_MISSING, message))
             except OSError as error:
                 if not is_final(error):
@@ -1032,6 +1046,11 @@ class Engine:
         self._journal.forget(event)
         row = JournalRow(self.local.sequence, self.rank, self._clock(), event)
         self.local = fold([row], self.local)
+
+
+def _kind_of_trouble(error: Exception) -> tuple[object, ...]:
+    """Of which one is like another, whichever shard or checkpoint they strike."""
+    return type(error), getattr(error, "reason", None), getattr(error, "errno", None)
 
 
 def local_target(shards: list[tuple[str, str]]) -> str | None:

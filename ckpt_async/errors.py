@@ -96,8 +96,8 @@ class UploaderClosedError(CkptAsyncError):
 
 
 class RunnerError(CkptAsyncError):
-    """The process that is to run the engine (`runner="process"`) cannot be started or reached. The message has the end
-    of what it wrote.
+    """What is to run the engine cannot be started or reached: a process (`runner="process"`; the message has the end of
+    what it wrote), or there are too few descriptors, threads or too little memory left.
     """
 
 

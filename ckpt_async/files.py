@@ -12,11 +12,12 @@ import fcntl
 import os
 import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from ckpt_async import keys
 from ckpt_async.errors import (
+    CkptAsyncError,
     FailureReason,
     InvalidNameError,
     InvalidShardError,
@@ -34,6 +35,14 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # O_NONBLOCK: opening a FIFO must not hang the trainer.
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+# What is the matter with the machine, whichever file it is.
+_NOT_OF_FILE = {
+    errno.EMFILE: "this process has too many files open: raise `ulimit -n`, then try again",
+    errno.ENFILE: "the machine has too many files open; try again",
+    errno.ENOMEM: "memory is short; try again",
+    errno.EROFS: "the file system has become read-only: see dmesg, and mount it again",
+    errno.EIO: "the device reports errors: see dmesg",
+}
 # Temporary files live for milliseconds; older ones were left by a kill.
 LEFT_OVER_AGE_S = 3600.0
 # A removal takes well under a millisecond. A lock that is held longer was left to a fork by a process that was killed.
@@ -164,7 +173,10 @@ class Folder:
     def _locked(self, how: int) -> Iterator[None]:
         """Between those who remove files and those who look for them, in all processes."""
         # A descriptor of its own: threads that share one are not kept apart.
-        descriptor = os.open(self.private, _DIRECTORY)
+        try:
+            descriptor = os.open(self.private, _DIRECTORY)
+        except OSError as error:
+            raise _folder_error(self.private, error) from error
         try:
             deadline = time.monotonic() + REMOVAL_S
             while True:
@@ -244,12 +256,11 @@ class Folder:
             self._link_into(done, files, f"{self.private}/{spool}")
             return done
         except BaseException as error:
-            for _, name in files[: len(done)]:
-                self.unlink(f"{spool}/{name}")
+            self.undo_links(spool, [name for _, name in files[: len(done)]])
             if not isinstance(error, OSError):
                 raise
             source, _ = files[len(done)]
-            if isinstance(error, FileNotFoundError):
+            if isinstance(error, FileNotFoundError) and self.private.is_dir():
                 raise InvalidShardError(f"{str(self.path / source)!r} does not exist") from None
             if error.errno in _FULL:
                 raise no_space(self.path) from error
@@ -291,6 +302,12 @@ class Folder:
                 return _identity(os.stat(name, dir_fd=parent, follow_symlinks=False)) == identity
         except OSError:
             return False
+
+    def undo_links(self, spool: str, names: Iterable[str]) -> None:
+        """Remove what `link` has made, as far as that is possible: nobody knows the rest, the next start removes it."""
+        for name in names:
+            with contextlib.suppress(OSError):
+                self.unlink(f"{spool}/{name}")
 
     def unlink(self, spool: str) -> None:
         """Remove one spool file if it is there. Not yet durable."""
@@ -529,7 +546,11 @@ def _folder_error(path: Path, error: OSError) -> JournalError:
     )
 
 
-def _source_walk_error(path: Path, error: OSError) -> InvalidShardError:
+def _source_walk_error(path: Path, error: OSError) -> CkptAsyncError:
     if error.errno in {errno.ELOOP, errno.ENOTDIR}:
         return InvalidShardError(f"{str(path)!r} is or passes through a symlink, which is not followed")
+    if error.errno in _NOT_OF_FILE:
+        return JournalError(
+            f"{str(path)!r} cannot be linked: {error.strerror}", hint=_NOT_OF_FILE[error.errno]
+        )
     return InvalidShardError(f"{str(path)!r} cannot be read: {error.strerror}")

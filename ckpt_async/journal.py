@@ -90,7 +90,11 @@ class Journal:
             self._connection = self._open()
         # For `sync`, open for as long as the connection is. On the WAL SQLite holds no locks, and a descriptor tells of
         # every failed write since it was opened, whoever else was told.
-        self._wal = os.open(f"{self._path}-wal", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            self._wal = os.open(f"{self._path}-wal", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            self._connection.close()
+            raise JournalError(f"journal {str(self._path)!r}: its WAL: {error.strerror}") from error
         after_fork.add(self)
         self._leave_shared(folder)
 
@@ -292,12 +296,16 @@ class Journal:
         with self._disk_lock:
             if self._wal < 0:
                 raise JournalError(f"journal {str(self._path)!r} is closed")
-            if os.fstat(self._wal).st_nlink == 0:
-                raise JournalError(
-                    f"journal {str(self._path)!r}: somebody has deleted it under this process",
-                    hint="end this process and start it again: what has a manifest is found",
-                )
+            self.check_there()
             yield
+
+    def check_there(self) -> None:
+        """Raise JournalError if somebody has deleted the journal beneath us: nothing that is appended would survive."""
+        if self._wal >= 0 and os.fstat(self._wal).st_nlink == 0:
+            raise JournalError(
+                f"journal {str(self._path)!r}: somebody has deleted it under this process",
+                hint="end this process and start it again: it goes on with what is left of it and in the store",
+            )
 
     def _refuse_fork(self) -> None:
         if self._is_abandoned:

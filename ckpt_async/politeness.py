@@ -7,6 +7,7 @@ never is: so only the threads that carry bytes are nice, and others take their p
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import threading
 from collections.abc import Callable
@@ -53,23 +54,52 @@ def enter_bulk_thread() -> None:
 
 
 class BulkThreads(ThreadPoolExecutor):
-    """At most so many threads for work that carries bytes, as nice as is wanted when the work begins."""
+    """At most so many threads for work that carries bytes, as nice as is wanted when the work begins.
 
-    def __init__(self, max_workers: int, thread_name_prefix: str) -> None:
+    With `starts_at_once` all of them are there from the beginning: where memory or the number of threads is limited,
+    one that is started in the middle of the work fails, or is waited for for ever (`threading.Thread.start`).
+
+    Raises OSError if they cannot be started.
+    """
+
+    def __init__(self, max_workers: int, thread_name_prefix: str, *, starts_at_once: bool = False) -> None:
         super().__init__(max_workers, thread_name_prefix)  # for the type only: it never starts a thread
         self._arguments = max_workers, thread_name_prefix
-        self._now, self._now_priority = self._new(), _priority
-        self._now_lock = threading.Lock()
+        self._starts_at_once = starts_at_once
+        self._pools_lock = threading.Lock()
+        # By priority. What one has begun it ends, and it waits for its turn to come again.
+        self._pools: dict[int | None, ThreadPoolExecutor] = {_priority: self._new()}
 
     def _new(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(*self._arguments, initializer=enter_bulk_thread)
+        pool = ThreadPoolExecutor(*self._arguments, initializer=enter_bulk_thread)
+        if self._starts_at_once:
+            are_all_there = threading.Event()
+            try:
+                for _ in range(self._arguments[0]):
+                    pool.submit(are_all_there.wait)  # none is idle, so each starts another
+            except RuntimeError as error:
+                pool.shutdown(wait=False)
+                raise OSError(
+                    errno.EAGAIN, "no threads can be started: too little memory, or too many"
+                ) from error
+            finally:
+                are_all_there.set()
+        return pool
 
     def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        with self._now_lock:
-            if self._now_priority != _priority:
-                self._now.shutdown(wait=False)  # what they have begun they end
-                self._now, self._now_priority = self._new(), _priority
-            return self._now.submit(function, *args, **kwargs)
+        with self._pools_lock:
+            return self._pool().submit(function, *args, **kwargs)
+
+    def _pool(self) -> ThreadPoolExecutor:
+        pool = self._pools.get(_priority)
+        if pool is None:
+            try:
+                pool = self._new()
+            except OSError:  # better at another's priority than not at all
+                pool = next(iter(self._pools.values()))
+            self._pools[_priority] = pool
+        return pool
 
     def shutdown(self, wait: bool = True, **more: Any) -> None:
-        self._now.shutdown(wait, **more)
+        for pool in self._pools.values():
+            pool.shutdown(wait, **more)

@@ -260,8 +260,7 @@ class Uploader:
                 if shards:
                     self._journal.append([Enqueued(checkpoint, full_name, shard) for shard in shards])
             except BaseException:
-                for _, name in new:
-                    self._folder.unlink(f"{spool}/{name}")
+                self._folder.undo_links(spool, [name for _, name in new])
                 raise
             there.shards.update((shard.name, shard) for shard in shards)
             self._open[step] = there
@@ -589,6 +588,7 @@ class Uploader:
                 hint="stop this process; what it had sealed is still finished. If you made no later start, other ranks"
                 " of this one saw no sign of its first rank's life: start all of them again",
             )
+        self._journal.check_there()
 
     def _there(self, step: int) -> _Open | None:
         place = bisect.bisect_left(self._sealed, step)

@@ -35,7 +35,18 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("checksums", "concurrency", "diagnosis", "pickled", "plan"),
     ("store", "observe", "politeness", "threads"),
     ("decide", "failures"),
-    ("arguments", "launch", "retention", "records", "keys", "naming", "settings", "model", "units"),
+    (
+        "arguments",
+        "launch",
+        "retention",
+        "records",
+        "keys",
+        "naming",
+        "settings",
+        "model",
+        "units",
+        "troubles",
+    ),
     ("errors",),
 )
 DEPTH = {name: depth for depth, layer in enumerate(LAYERS) for name in layer}
@@ -57,6 +68,7 @@ PURE = {
     "failures",
     "arguments",
     "units",
+    "troubles",
 }
 IMPURE_IMPORTS = {
     *("asyncio", "multiprocessing", "os", "random", "secrets", "shutil", "socket", "sqlite3", "subprocess"),

@@ -15,13 +15,14 @@ import logging
 import os
 import signal
 import socket
+import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from ckpt_async import decide, politeness
 from ckpt_async.engine import Engine
-from ckpt_async.errors import FailureReason
+from ckpt_async.errors import FailureReason, RunnerError
 from ckpt_async.files import Folder
 from ckpt_async.journal import Journal, RankLock
 from ckpt_async.model import CheckpointId, Decided, Local
@@ -60,7 +61,11 @@ def main(descriptor: int, *, is_node: bool) -> None:
     logging.getLogger("ckpt_async").propagate = False
     os.set_inheritable(descriptor, False)
     given, process = socket.socket(fileno=descriptor), _Process()
-    with asyncio.Runner(loop_factory=new_loop) as runner:
+    try:
+        loop = new_loop()
+    except RunnerError as error:
+        sys.exit(str(error))  # the trainer reads what we have written
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
         runner.run(process.serve_node(given) if is_node else process.serve(given))
     logging.shutdown()
     os._exit(0)  # taking the interpreter apart takes longer than all the rest of our end
@@ -258,6 +263,12 @@ class _Rank:
             return
         engine = self._host.engine if self._host is not None else None
         match message:
+            case ["start", *_] if not descriptors:  # the kernel had none left for it in this process
+                error = RunnerError(
+                    "the runner process has no descriptor left", hint="allow more open files (`ulimit -n`)"
+                )
+                self._send("refused", wire.error_fields(error))
+                self._gone.set()
             case ["start", dict(fields), int(level)]:
                 logging.getLogger("ckpt_async").setLevel(level)
                 start = wire.start_from(fields)

@@ -170,7 +170,9 @@ class ProcessRunner:
                 except (CkptAsyncError, OSError) as error:
                     may_start = isinstance(error, RunnerDiedError) and num_starts < MAX_STARTS
                     if not (self._started.done() or may_start):
-                        raise
+                        if isinstance(error, CkptAsyncError):
+                            raise
+                        raise RunnerError(f"the runner process cannot be started: {error}") from error
                     logger.error("runner_failed rank=%d error=%s", start.rank, error)  # noqa: TRY400  no bug of ours
                 if self._is_ended.is_set() or self.death is not None:
                     return

@@ -86,6 +86,12 @@ _DISK = {
     errno.EIO: "the device reports errors: see dmesg",
     errno.ESTALE: "the network file system was exported anew: mount it again",
 }
+_SCARCE = {
+    errno.EMFILE: "this process has too many files open: raise `ulimit -n`",
+    errno.ENFILE: "the machine has too many files open",
+    errno.ENOMEM: "memory is short",
+    errno.EAGAIN: "memory or threads are short",
+}
 _AUTH = {
     errno.EACCES: "this user may not: check owner and mode",
     errno.EPERM: "this user may not: check owner and mode",
@@ -574,6 +580,8 @@ def _translating(operation: str, key: str) -> Iterator[None]:
             reason, hint = FailureReason.DISK, _DISK[number]
         elif number in _AUTH:
             reason, hint = FailureReason.AUTH, _AUTH[number]
+        elif number in _SCARCE:
+            reason, hint = FailureReason.TRANSIENT, _SCARCE[number]
         elif isinstance(error, TimeoutError):
             reason, hint = FailureReason.TIMEOUT, "is a writer stopped, or the file system hung?"
         else:

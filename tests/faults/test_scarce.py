@@ -1,0 +1,238 @@
+"""Descriptors, memory, the right to write, our own folder: each is taken away from a real process that needs it."""
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from ckpt_async.troubles import AGAIN_S, Troubles
+from tests.faults.processes import ROOT
+from tests.faults.test_disk import on_small_disk
+
+both = pytest.mark.parametrize("runner", ["thread", "process"])
+PREAMBLE = """
+    import logging, os, resource, shutil, signal, sys
+    from pathlib import Path
+    from ckpt_async import *
+    from ckpt_async import engine
+    from ckpt_async.errors import FailureReason, JournalError, RunnerError
+    from tests.faults.trainer import write_shards
+    logging.basicConfig(format="%(levelname)s %(message)s")
+    engine.RETRY_ACTION_S = 0.1
+    tmp, runner = Path(sys.argv[1]), sys.argv[2]
+    folder, remote = tmp / "folder", f"file://{tmp}/remote"
+    def engine_pid(uploader):
+        if runner == "thread":
+            return os.getpid()
+        group = uploader._runner._group
+        for each in filter(str.isdecimal, os.listdir("/proc")):
+            try:
+                if os.getpgid(int(each)) == group:
+                    return int(each)
+            except ProcessLookupError:
+                pass
+"""
+
+
+def run(tmp_path: Path, runner: str, script: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            textwrap.dedent(PREAMBLE) + textwrap.dedent(script),
+            str(tmp_path),
+            runner,
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+@both
+def test_with_too_few_descriptors_opening_is_an_error_never_an_abort_or_a_hang(
+    tmp_path: Path, runner: str
+) -> None:
+    """libuv aborts without a word if it gets no pipe, and a lock that is sent to a process that has no place for it
+    does not arrive.
+    """
+    done = run(
+        tmp_path,
+        runner,
+        """
+        for limit in (4, 7, 9, 10, 200) if runner == "thread" else (7, 14, 200):
+            if not (pid := os.fork()):
+                os.closerange(3, 200)
+                signal.alarm(20)
+                resource.setrlimit(resource.RLIMIT_NOFILE, (limit, 200))
+                try:
+                    with Uploader(tmp / f"folder-{limit}", remote, runner=runner) as uploader:
+                        uploader.enqueue(write_shards(tmp / f"folder-{limit}", 1, 1, 0, 2), 1)
+                        uploader.seal(1)
+                        uploader.wait(1, 15)
+                    os.write(1, b"committed\\n")
+                except (JournalError, RunnerError) as error:
+                    os.write(1, b"refused\\n" if "open" in str(error) else f"{error}\\n".encode())
+                os._exit(0)
+            assert os.waitpid(pid, 0)[1] == 0, limit
+        """,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["refused"] * (4 if runner == "thread" else 2) + ["committed"]
+
+
+@both
+@pytest.mark.parametrize("what", ["NOFILE", "AS"])
+def test_an_engine_without_descriptors_or_memory_goes_on_when_they_are_back(
+    tmp_path: Path, runner: str, what: str
+) -> None:
+    done = run(
+        tmp_path,
+        runner,
+        f"""
+        which = resource.RLIMIT_{what}
+        with Uploader(folder, remote, runner=runner, on_error="warn") as uploader:
+            for step in (1, 2):
+                write_shards(folder, 1, step, 0, 5)
+            uploader.enqueue(folder / "step-1/rank-0", 1)
+            uploader.seal(1)
+            uploader.wait(1, 30)
+            pid = engine_pid(uploader)
+            before = resource.prlimit(pid, which)
+            resource.prlimit(pid, which, (10 if which == resource.RLIMIT_NOFILE else 1 << 20, before[1]))
+            for _ in range(2):
+                try:
+                    uploader.enqueue(folder / "step-2/rank-0", 2)
+                    uploader.seal(2)
+                    uploader.wait(2, 2)
+                    break
+                except (CommitTimeoutError, JournalError) as error:
+                    print(type(error).__name__)
+                    resource.prlimit(pid, which, before)
+                    uploader.wait(2, 30) if runner == "process" else None
+                except SealedError:
+                    break
+            uploader.wait(2, 30)
+        """,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "engine_failed" not in done.stderr
+    if what == "NOFILE":
+        assert done.stdout.split() == ["JournalError" if runner == "thread" else "CommitTimeoutError"]
+        assert done.stderr.count("action_failed") <= 4
+
+
+@both
+def test_our_own_folder_removed_beside_a_live_trainer(tmp_path: Path, runner: str) -> None:
+    """Nothing is promised that would not survive; what has lost its links is given up; the next start goes on."""
+    done = run(
+        tmp_path,
+        runner,
+        """
+        uploader = Uploader(folder, remote, runner=runner, on_error="warn")
+        for step in (1, 2, 3):
+            write_shards(folder, 1, step, 0, 2)
+        uploader.enqueue(folder / "step-1/rank-0", 1)
+        uploader.seal(1)
+        uploader.wait(1, 30)
+        uploader.enqueue(folder / "step-2/rank-0", 2)
+        shutil.rmtree(folder / ".ckpt_async")
+        for call in (
+            lambda: uploader.seal(2),
+            lambda: uploader.enqueue(folder / "step-3/rank-0", 3),
+            lambda: uploader.open(4, "a.pt"),
+        ):
+            try:
+                call()
+            except JournalError as error:
+                print("deleted" if "has deleted it under this process (end this" in str(error) else error)
+        uploader.close(5)
+        with Uploader(folder, remote, runner=runner) as uploader:
+            uploader.enqueue(folder / "step-3/rank-0", 3)
+            uploader.seal(3)
+            uploader.wait(3, 30)
+        """,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["deleted"] * 3
+    assert "Traceback" not in done.stderr
+
+
+def test_a_file_system_that_becomes_read_only_is_told_and_heals(tmp_path: Path) -> None:
+    done = on_small_disk(
+        tmp_path,
+        """
+        import subprocess
+        with Uploader(disk / "folder", remote, on_error="warn") as uploader:
+            write_shards(disk / "folder", 1, 1, 0, 2)
+            spool = disk / "folder/.ckpt_async/spool"
+            for how in (["--bind", spool, spool], ["-o", "remount,bind,ro", spool]):
+                subprocess.run(["mount", *how], check=True)
+            for _ in range(2):
+                try:
+                    uploader.enqueue(disk / "folder/step-1/rank-0", 1)
+                except JournalError as error:
+                    print("told" if "Read-only file system (the file system has" in str(error) else error)
+            subprocess.run(["umount", spool], check=True)
+            uploader.enqueue(disk / "folder/step-1/rank-0", 1)
+            uploader.seal(1)
+            uploader.wait(1, 30)
+        """,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["told", "told"]
+
+
+def test_a_full_disk_is_one_line_in_the_log_however_many_shards_it_strikes(tmp_path: Path) -> None:
+    done = on_small_disk(
+        tmp_path,
+        """
+        import asyncio, logging
+        from ckpt_async.stores.directory import DirectoryStore
+        logging.basicConfig(format="%(levelname)s %(message)s")
+        put, gate, has_come = DirectoryStore.put, threading.Event(), threading.Event()
+        async def held(self, key, *args, **kwargs):
+            if key.startswith("ckpt/"):
+                has_come.set()
+                while not gate.is_set():
+                    await asyncio.sleep(0.01)
+            return await put(self, key, *args, **kwargs)
+        DirectoryStore.put = held
+        with Uploader(disk / "folder", remote, on_error="warn") as uploader:
+            uploader.enqueue(write_shards(disk / "folder", 1, 1, 0, 60), 1)
+            uploader.seal(1)
+            assert has_come.wait(30)
+            fill(disk)
+            gate.set()
+            try:
+                uploader.wait(1, 1)
+            except CommitTimeoutError:
+                print("full")
+            os.unlink(disk / "ballast")
+            uploader.wait(1, 30)
+        """,
+        size="8m",
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "full\n"
+    lines = [each for each in done.stderr.splitlines() if "action_failed" in each]
+    assert 2 <= len(lines) <= 4, lines
+    assert "is full" in lines[0]
+    assert any("num_more=" in each for each in lines[1:]), lines
+
+
+def test_what_was_not_told_is_counted_and_told_later() -> None:
+    troubles = Troubles()
+    assert troubles.is_new("disk", "a", 0.0)
+    assert not troubles.is_new("disk", "b", 1.0)
+    assert troubles.is_new("store", "c", 1.0)
+    assert not troubles.is_new("disk", "d", 2.0)
+    assert troubles.due(AGAIN_S - 1.0) == []
+    assert troubles.due(AGAIN_S + 1.0) == [(2, AGAIN_S + 1.0, "d")]
+    assert troubles.due(AGAIN_S + 2.0) == []
+    assert troubles.is_new("store", "e", AGAIN_S + 2.0), "it had not come for as long"
+    assert not troubles.is_new("disk", "f", AGAIN_S + 2.0)
+    assert troubles.due(AGAIN_S + 3.0, is_end=True) == [(1, 2.0, "f")]
