@@ -137,7 +137,7 @@ class DirectoryStore:
                 self._has_own = await in_thread(self._own.is_dir)
                 return
             can_link = await in_thread(self._probe)
-        self._may_write = self._has_own = True
+        self._may_write = True
         self._capabilities = replace(self._capabilities, conditional_put=can_link)
 
     async def close(self) -> None:
@@ -255,8 +255,9 @@ class DirectoryStore:
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
         try:
             descriptor = os.open(self._path(key), flags)
-        except NotADirectoryError as error:
-            raise FileNotFoundError(errno.ENOENT, "a file is on the way", key) from error
+        except (FileNotFoundError, NotADirectoryError) as error:
+            self._check_there("get", key)
+            raise FileNotFoundError(errno.ENOENT, "there is no such file", key) from error
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
             raise FileNotFoundError(errno.ENOENT, "not a regular file", key)
@@ -265,6 +266,8 @@ class DirectoryStore:
     # --- writing -------------------------------------------------------------------------------------------
 
     def _probe(self) -> bool:
+        _make_folders(self._own)
+        self._has_own = True
         temporary, descriptor = self._create_temporary()
         self._remove_left_overs(os.fstat(descriptor).st_mtime)
         linked = temporary.with_name(f"{temporary.name}.link")
@@ -296,10 +299,7 @@ class DirectoryStore:
     def _create_temporary(self) -> tuple[Path, int]:
         path = self._own / secrets.token_hex(16)
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        try:
-            return path, os.open(path, flags, 0o666)
-        except FileNotFoundError:
-            _make_folders(self._own)
+        with self._in_place("put"):
             return path, os.open(path, flags, 0o666)
 
     def _publish(self, temporary: Path, key: str, condition: Condition) -> os.stat_result:
@@ -339,6 +339,7 @@ class DirectoryStore:
             try:
                 return place()
             except FileNotFoundError:
+                self._check_there("put")
                 with contextlib.suppress(FileNotFoundError):  # a delete took the one just made: again
                     _make_folders(target.parent)
         return place()
@@ -350,8 +351,8 @@ class DirectoryStore:
         The lock file is never removed: whoever waits on it must wait on the same inode. The wait is bounded,
         for the holder may be a stopped process.
         """
-        _make_folders(self._own)
-        descriptor = os.open(self._own / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        with self._in_place("lock"):
+            descriptor = os.open(self._own / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             deadline = time.monotonic() + _LOCK_TIMEOUT_S
             while True:
@@ -369,6 +370,7 @@ class DirectoryStore:
     def _delete(self, key: str) -> None:
         path = self._path(key)
         if not os.path.lexists(path) or path.is_dir():
+            self._check_there("delete", key)
             return
         with self._locked():
             _unlink_if_there(path)
@@ -437,7 +439,7 @@ class DirectoryStore:
             os.close(descriptor)
 
     def _walk(self, prefix: str, start_after: str) -> Listing:
-        self._check_there()
+        self._check_there("list", prefix)
         now = self._now()
         start = prefix.rpartition("/")[0]
         found: list[ObjectInfo] = []
@@ -445,24 +447,41 @@ class DirectoryStore:
             if key.startswith(prefix) and key > start_after:
                 with contextlib.suppress(FileNotFoundError):  # deleted since its folder was read
                     found.append(_info(key, entry.stat(follow_symlinks=False)))
-        self._check_there()
+        self._check_there("list", prefix)
         return Listing(tuple(sorted(found, key=lambda info: info.key)), now)
 
-    def _check_there(self) -> None:
-        """What is missing is not empty. The folder of our own is what a mount point without its file system lacks."""
+    def _check_there(self, operation: str, key: str = "") -> None:
+        """What is missing is not empty. The folder of our own is what a mount point without its file system lacks: so
+        nobody makes it anew, or checkpoints would be committed into a place where nobody will look.
+        """
         if not self._root.is_dir() or (self._has_own and not self._own.is_dir()):
             raise StoreError(
                 f"{self._root} is not the folder any more that it was",
                 reason=FailureReason.TRANSIENT,
-                operation="list",
+                operation=operation,
+                key=key,
                 hint="was it unmounted, moved or emptied?",
             )
+
+    @contextlib.contextmanager
+    def _in_place(self, operation: str) -> Iterator[None]:
+        """Around what needs the folder of our own. Readers find none where a run was copied without it."""
+        if not self._has_own:
+            self._check_there(operation)
+            _make_folders(self._own)
+            self._has_own = True
+        try:
+            yield
+        except FileNotFoundError:
+            self._check_there(operation)
+            raise
 
     def _now(self) -> float:
         """By the clock that sets the times of files: that of a network file system's server."""
         if not self._may_write:
             return time.time()
-        descriptor = os.open(self._own / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        with self._in_place("list"):
+            descriptor = os.open(self._own / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             os.utime(descriptor)
             return os.fstat(descriptor).st_mtime

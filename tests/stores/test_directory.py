@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -11,7 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_async.errors import FailureReason, ObjectNotFoundError, PreconditionFailedError, StoreError
+from ckpt_async import Uploader
+from ckpt_async.errors import (
+    CkptAsyncError,
+    FailureReason,
+    ObjectNotFoundError,
+    PreconditionFailedError,
+    StoreError,
+)
 from ckpt_async.store import BytesBody, Create, Match
 from ckpt_async.stores.directory import DirectoryStore
 from tests.stores.bodies import ReusingBody, crc, put
@@ -282,6 +290,76 @@ def test_a_folder_that_is_gone_lists_nothing_but_an_error(store, tmp_path, run, 
     (tmp_path / "run").rmdir()
     (tmp_path / "away").rename(tmp_path / "run")
     assert [each.key for each in run(store.list("")).objects] == [".ckpt_async/leases/x"]
+
+
+def test_a_folder_that_is_gone_takes_nothing_and_lacks_nothing(store, tmp_path, run):
+    """Else what is written now would be in the mount point, out of sight once the file system is back."""
+    root, away = tmp_path / "run", tmp_path / "away"
+    etag = run(put(store, "a", b"1")).etag
+    calls = {
+        "put": lambda: put(store, "b", b"2"),
+        "create": lambda: put(store, "b", b"2", condition=Create()),
+        "swap": lambda: put(store, "a", b"2", condition=Match(etag)),
+        "get": lambda: store.get("a", max_size_bytes=9),
+        "get_range": lambda: store.get_range("a", 0, 1, lambda _: None),
+        "head": lambda: store.head("a"),
+        "delete": lambda: store.delete(["a"]),
+    }
+    root.rename(away)
+    for is_there in (False, True):
+        if is_there:
+            root.mkdir()
+        for name, call in calls.items():
+            with pytest.raises(StoreError, match="not the folder any more") as raised:
+                run(call())
+            assert raised.value.reason is FailureReason.TRANSIENT, name
+    root.rmdir()  # nothing was made in it
+    away.rename(root)
+    run(put(store, "b", b"2", condition=Create()))
+    assert run(store.get("a", max_size_bytes=9))[0] == b"1"
+
+
+def test_a_reader_may_write_into_a_run_that_was_copied_without_our_own_folder(store, tmp_path, run):
+    """A lease, say: `cp` and buckets know no empty folders, and somebody may have tidied up."""
+    shutil.rmtree(tmp_path / "run" / OWN)
+    reader = DirectoryStore(tmp_path / "run")
+    run(reader.open(is_read_only=True))
+    run(put(reader, ".ckpt_async/leases/x", b"1"))
+    assert run(reader.get(".ckpt_async/leases/x", max_size_bytes=9))[0] == b"1"
+
+
+def test_a_write_under_way_is_not_published_where_the_folder_was(store, tmp_path, run, monkeypatch):
+    root, away = tmp_path / "run", tmp_path / "away"
+    link = os.link
+
+    def vanish(*args, **options):
+        if root.exists() and not away.exists():
+            root.rename(away)
+            root.mkdir()
+        link(*args, **options)
+
+    monkeypatch.setattr(os, "link", vanish)
+    with pytest.raises(StoreError, match="not the folder any more"):
+        run(put(store, "ckpt/a", b"1", condition=Create()))
+    assert not [*root.iterdir()]
+
+
+def test_a_trainer_waits_for_a_remote_folder_that_comes_back(tmp_path):
+    root, away, folder = tmp_path / "mnt" / "run", tmp_path / "away", tmp_path / "local"
+    folder.mkdir()
+    (folder / "a").write_bytes(b"1")
+    with Uploader(folder, f"file://{root}", rank=0, world_size=1) as uploader:
+        root.parent.rename(away)
+        root.parent.mkdir()
+        uploader.enqueue(folder / "a", step=1)
+        uploader.seal(step=1)
+        with pytest.raises(CkptAsyncError):
+            uploader.wait(1, timeout_s=1.0)
+        assert not [*root.parent.iterdir()]
+        root.parent.rmdir()
+        away.rename(root.parent)
+        uploader.wait(1, timeout_s=60.0)
+    assert (root / "ckpt/step-1.g1/a").read_bytes() == b"1"
 
 
 KILLED = """
