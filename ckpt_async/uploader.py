@@ -715,7 +715,18 @@ class Uploader:
 
     def _log_what_is_left(self) -> None:
         report = self._report(0)
-        if not report.is_done:
+        unsealed = sorted(
+            each.id.step
+            for each in self._engine_now().local.checkpoints.values()
+            if each.decision is None and each.sealed is None
+        )
+        if unsealed:
+            logger.warning(
+                "closed_without_seal steps=%s: what is not sealed is never committed; call seal(step) after the last"
+                " enqueue of a step, on every rank",
+                unsealed,
+            )
+        if set(report.steps_left) - set(unsealed):
             logger.warning(
                 "closed_with_unfinished steps=%s shards_to_upload=%d bytes_to_upload=%d;"
                 " the next start, `ckpt-async drain` or the sweeper finish what was sealed",

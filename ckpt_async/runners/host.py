@@ -97,7 +97,7 @@ class Host:
         """Work until the engine is told to stop. `started` is told the generation, and says whether anybody still
         wants to know. Raises what keeps the engine from starting, and a crash once the end is expected.
         """
-        local = await asyncio.to_thread(self._own_local)
+        local = await asyncio.to_thread(self._earlier)
         async with self._backends.use(self._start, self._observer) as (store, requests):
             generation = self._start.generation
             if generation is None:
@@ -160,9 +160,9 @@ class Host:
                 "beat_ended generation=%d; ranks that are still to come will fence us", generation
             )
 
-    def _own_local(self) -> Local:
-        """What earlier starts left in the journal, if it is of this remote."""
-        remote, rank = self._start.address.url, self._start.rank
+    def _earlier(self) -> Local:
+        """What earlier starts left in the journal, which may all be decided at another remote."""
+        remote = self._start.address.url
         local = self._journal.local()
         if stranded := decide.stranded(local, remote):
             assert local.remote is not None
@@ -170,13 +170,11 @@ class Host:
                 f"folder {self._start.folder!r} still holds {stranded[-1]}, which was going to {local.remote.url!r}",
                 hint="finish it with `ckpt-async drain`, or give another folder",
             )
-        if local.remote is not None and local.remote.url != remote:
-            self._forget_all(local)
-            local = Local(rank)
         return local
 
     async def _agree(self, store: Store, requests: Requests, local: Local) -> int:
         start = self._start
+        is_of_another = local.remote is not None and local.remote.url != start.address.url
         generation = await generations.agree(
             store,
             requests,
@@ -187,12 +185,14 @@ class Host:
             now=time.time(),
             member=start.member,
         )
-        if generation < local.generation + (not start.is_again):
+        if not is_of_another and generation < local.generation + (not start.is_again):
             raise JournalError(
                 f"the journal of {start.folder!r} knows generation {local.generation} of {start.address.url!r}, the"
                 f" store only {generation - 1}: the remote was wiped",
                 hint="use a new remote, or remove .ckpt_async from the folder to begin anew",
             )
+        if is_of_another:  # not before this one was there to be opened: its URL may be a mistake
+            await asyncio.to_thread(self._forget_all, local)
         inherited = tuple((name, getattr(start.settings, name)) for name in INHERITED)
         opened = Opened(generation, start.world_size, start.address, inherited, boot_id())
         self._journal.open_rank(opened)

@@ -37,6 +37,7 @@ from ckpt_async.errors import (
     JournalError,
     SealedError,
     SettingsError,
+    StoreError,
     UploaderClosedError,
 )
 from ckpt_async.journal import Journal
@@ -701,6 +702,38 @@ def test_local_retention_remembers_what_an_earlier_start_kept_for_good(opened: O
         _commit(uploader, 5)
         wait_until(lambda: _steps(folder) == {1, 4, 5}, uploader)
     assert sorted(path.name for path in (folder / "step-1").iterdir()) == ["a.pt"]
+
+
+def test_a_start_with_a_remote_that_cannot_be_opened_forgets_nothing(tmp_path: Path) -> None:
+    """A mistyped URL: the next start, with the right one, still knows what it keeps, and prunes it in its turn."""
+    folder, remote = tmp_path / "folder", f"file://{tmp_path}/remote"
+    more: Any = QUICK | {"num_checkpoints_to_keep": 2}
+    with Uploader(folder, remote, **more) as uploader:
+        _commit(uploader, 1, 2)
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError):
+        Uploader(folder, f"file://{tmp_path}/file/remote", **more)
+    assert journals.read(folder)[0].local().newest_committed == CheckpointId(1, 2)
+    with Uploader(folder, remote, **more) as uploader:
+        _commit(uploader, 3)
+        wait_until(lambda: _steps(folder) == {2, 3}, uploader)
+
+
+def test_a_start_at_another_remote_leaves_what_is_there_to_the_user(tmp_path: Path) -> None:
+    folder, more = tmp_path / "folder", QUICK | {"num_checkpoints_to_keep": 1}
+    for name, step in (("a", 1), ("a", 2), ("b", 3)):
+        with Uploader(folder, f"file://{tmp_path}/{name}", **more) as uploader:  # type: ignore[arg-type]
+            assert uploader.generation == (2 if step == 2 else 1)
+            _commit(uploader, step)
+    assert _steps(folder) == {2, 3}
+
+
+def test_what_was_never_sealed_is_told_at_the_end(opened: Open, caplog: pytest.LogCaptureFixture) -> None:
+    with opened(Meddled()) as uploader:
+        _commit(uploader, 1)
+        uploader.enqueue(write(uploader, "step-2/a.pt"), 2)
+    assert "closed_without_seal steps=[2]" in caplog.text
+    assert "closed_with_unfinished" not in caplog.text, "nobody will finish it"
 
 
 def _steps(folder: Path) -> set[int]:
