@@ -397,7 +397,7 @@ def test_waiting_for_a_store_that_does_not_answer_is_told(
         (["ls", "s3://bucket/run", "--region", ""], 2, "region is ''"),
         (["status", "/nonexistent"], 3, "no journal in '/nonexistent'"),
         (["drain", "/nonexistent"], 3, "no journal in '/nonexistent'"),
-        (["ls", "file:///nonexistent/run"], 3, "no such folder"),
+        (["ls", "file:///nonexistent/run"], 3, "open '/nonexistent/run': no such folder"),
     ],
 )
 def test_an_error_is_one_line_and_an_object(
@@ -482,6 +482,54 @@ def test_a_reader_that_went_away_is_no_error(arguments: list[str]) -> None:
     assert done.returncode == 141
     assert "Traceback" not in done.stderr
     assert "BrokenPipe" not in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["version"], ["version", "--json"], ["bogus", "--json"]])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_that_cannot_be_written_is_told(arguments: list[str], unbuffered: str) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            command(*arguments),
+            cwd=ROOT,
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
+    assert done.returncode == 1
+    assert "No space left on device" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("closed", "arguments", "code", "out"),
+    [
+        (">&-", ["version"], 0, ""),
+        (">&-", ["bogus", "--json"], 2, ""),
+        ("2>&-", ["bogus"], 2, ""),  # what is told of an error is not printed to stdout instead
+        (">&- 2>&-", ["bogus"], 2, ""),
+    ],
+)
+def test_a_closed_stream_is_no_error(closed: str, arguments: list[str], code: int, out: str) -> None:
+    """As cron and daemons start their children: the work is done, and the exit code is of the work."""
+    done = subprocess.run(
+        ["sh", "-c", f'exec "$@" {closed}', "sh", *command(*arguments)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (code, out)
+    assert "Traceback" not in done.stderr
+
+
+def test_a_name_that_the_terminal_has_no_characters_for_is_shown_all_the_same(tmp_path: Path) -> None:
+    folder, remote = tmp_path / "ü✓", f"file://{tmp_path}/über"
+    train(folder, remote, 1)
+    done = shell("status", folder, PYTHONIOENCODING="ascii:strict")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\\xfcber" in done.stdout
 
 
 def test_verbose_logs_to_stderr_and_leaves_no_handler(

@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import difflib
 import importlib
+import io
 import logging
 import os
 import re
@@ -80,6 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Prints nothing but results to stdout."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     is_json = "--json" in arguments
+    _prepare_streams()
     try:
         try:
             options = _parser().parse_args(arguments)
@@ -94,12 +96,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         except Exception as error:  # noqa: BLE001  the outermost frame: told in one line
             code = _tell(error, is_json=is_json)
         sys.stdout.flush()
-    except BrokenPipeError:
-        # Whoever read us has seen enough. What Python flushes at exit must not complain again.
+    except OSError as error:  # of stdout itself: all else is told already
+        code = Exit.BROKEN_PIPE  # whoever read us has seen enough
+        if not isinstance(error, BrokenPipeError):
+            print(f"ckpt-async: the output cannot be written: {error.strerror}", file=sys.stderr)
+            code = Exit.ERROR
+        # What Python flushes at exit must not complain again.
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = Exit.BROKEN_PIPE
     return int(code)
+
+
+def _prepare_streams() -> None:
+    """Let nothing that is printed fail for a stream that was closed before we began, or that has no such character."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  until the process ends
+        elif isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _parser() -> argparse.ArgumentParser:

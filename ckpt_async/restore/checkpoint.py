@@ -6,7 +6,7 @@ import fnmatch
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from ckpt_async.errors import InvalidNameError
+from ckpt_async.errors import InvalidNameError, SettingsError
 from ckpt_async.model import CheckpointId, Checksum, Decision, Receipt
 from ckpt_async.naming import several
 from ckpt_async.stores import StoreOptions
@@ -128,3 +128,12 @@ def checkpoint_of(
         rejected=tuple(rejected),
         store_options=options,
     )
+
+
+def check_found(checkpoint: object) -> None:
+    """Raises SettingsError for what is no checkpoint: above all the None of a `find` that found nothing."""
+    if not isinstance(checkpoint, Checkpoint):
+        hint = (
+            "`find` returns None where nothing was committed yet: a fresh start" if checkpoint is None else ""
+        )
+        raise SettingsError(f"{checkpoint!r} is no checkpoint", hint=hint)

@@ -29,7 +29,7 @@ from ckpt_async.model import CheckpointId, Checksum
 from ckpt_async.naming import check_relative
 from ckpt_async.requests import Progress, Series
 from ckpt_async.restore import discovery
-from ckpt_async.restore.checkpoint import Checkpoint, RemoteFile
+from ckpt_async.restore.checkpoint import Checkpoint, RemoteFile, check_found
 from ckpt_async.restore.lanes import REQUEST_BYTES
 from ckpt_async.restore.partial import PartialFile, checksum_of_file, discard, locked, locked_now
 from ckpt_async.restore.peers import Peer, Peers, PeerSource
@@ -99,6 +99,7 @@ def fetch(
     again: it is passed over from now on); UnreliableReadError if what arrives is wrong, and in another way each time;
     CheckpointGoneError if it was pruned.
     """
+    check_found(checkpoint)
 
     async def work() -> FetchReport:
         wanted = checkpoint.select(ranks, files)

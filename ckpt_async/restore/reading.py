@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from ckpt_async.errors import CheckpointGoneError, CkptAsyncError, InvalidNameError
-from ckpt_async.restore.checkpoint import Checkpoint, RemoteFile
+from ckpt_async.restore.checkpoint import Checkpoint, RemoteFile, check_found
 from ckpt_async.restore.partial import checksum_of_file
 from ckpt_async.restore.peers import Peer, Peers, PeerSource
 from ckpt_async.restore.session import damaged, leased, session
@@ -116,6 +116,7 @@ class Reader:
         peers: Collection[Peer],
         num_concurrent_reads: int,
     ) -> None:
+        check_found(checkpoint)
         self.checkpoint = checkpoint
         self._local, self._peers = LocalCopies(folder, checkpoint), Peers(peers, num_concurrent_reads)
         self._num_concurrent_reads = num_concurrent_reads

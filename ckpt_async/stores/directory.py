@@ -130,10 +130,13 @@ class DirectoryStore:
 
         Where hard links do not work, `conditional_put` is False.
         """
-        with _translating("open", ""):
+        place = str(self._root)
+        with _translating("open", place):
             if is_read_only:
                 if not await in_thread(self._root.is_dir):
-                    raise StoreError("no such folder", reason=FailureReason.NOT_FOUND, operation="open")
+                    raise StoreError(
+                        "no such folder", reason=FailureReason.NOT_FOUND, operation="open", key=place
+                    )
                 self._has_own = await in_thread(self._own.is_dir)
                 return
             can_link = await in_thread(self._probe)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ckpt_async import Uploader, keys, restore
-from ckpt_async.errors import FailureReason, InvalidNameError, NoSpaceError, StoreError
+from ckpt_async.errors import FailureReason, InvalidNameError, NoSpaceError, SettingsError, StoreError
 from ckpt_async.model import CheckpointId
 from ckpt_async.restore import fetching, partial, sources
 from ckpt_async.restore.lanes import Lanes
@@ -75,6 +75,15 @@ def test_only_what_is_wanted(run_: Run, tmp_path: Path, num_gets: list[str]) -> 
         with pytest.raises(InvalidNameError):
             fetch(**which)
         assert not (tmp_path / str(which)).exists()
+
+
+def test_what_find_did_not_find_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    """Whoever forgets that `find` may return None, in a run's first start."""
+    checkpoint: Any = restore.find(f"file://{tmp_path}/run")
+    for take in (lambda: restore.fetch(checkpoint, tmp_path / "there"), lambda: restore.open(checkpoint)):
+        with pytest.raises(SettingsError, match=r"None is no checkpoint .*a fresh start"):
+            take()
+    assert not (tmp_path / "there").exists()
 
 
 def test_what_is_there_is_not_fetched_again(run_: Run, tmp_path: Path, num_gets: list[str]) -> None:
