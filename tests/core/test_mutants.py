@@ -245,7 +245,8 @@ def sweeps_without_abort() -> contextlib.AbstractContextManager[None]:
                 for each in listing.objects
                 if (keys.parse_data_key(each.key) or (None,))[0] == action.checkpoint
             ]
-            await self.store.delete(doomed)
+            if doomed:
+                await self.store.delete(doomed)
             return
         await real(self, action)
 

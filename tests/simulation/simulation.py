@@ -283,7 +283,7 @@ class Simulation(World):
         process = Process(f"{kind}-{self._numbers[kind]}", clock_offset_s=offset_s)
         process.on_kill = self._on_kill
         if may_die and self.rng.random() < 0.6:
-            process.awaits_left = int(10 ** self.rng.uniform(0.5, 2.9))
+            process.awaits_left = int(10 ** self.rng.uniform(0.5, 3.1))
         return process.start(self._guard(main))
 
     async def _guard(self, main: Callable[[], Coroutine[Any, Any, Any]]) -> None:
