@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ckpt_async import decide, journals, keys
+from ckpt_async import decide, journals, keys, shared_journal
 from ckpt_async.engine import Engine
 from ckpt_async.errors import (
     CkptAsyncError,
@@ -26,7 +26,7 @@ from ckpt_async.errors import (
     SettingsError,
     StoreError,
 )
-from ckpt_async.files import Folder
+from ckpt_async.files import Folder, spooled_ranks
 from ckpt_async.journal import Journal, RankLock
 from ckpt_async.model import CheckpointId, LocalCheckpoint, Outcome, RemoteAddress
 from ckpt_async.observe import NullObserver
@@ -121,7 +121,8 @@ async def drain(
     with contextlib.ExitStack() as held:
         reports: list[RankReport] = []
         adopted: list[_Adopted] = []
-        for rank in known_ranks(opened):
+        spooled = spooled_ranks(opened.private)
+        for rank in journals.ranks(opened.private):
             lock = RankLock(opened, rank)
             try:
                 await asyncio.to_thread(lock.acquire, wait_s=LOCK_WAIT_S)
@@ -141,11 +142,12 @@ async def drain(
                 lock.release()
                 continue
             held.callback(each.release)
-            if each.before.checkpoints or _has_spool(opened, rank):
+            if each.before.checkpoints or rank in spooled:
                 adopted.append(each)
             else:
                 reports.append(RankReport(rank))
                 each.release()  # others may take long: its trainer must not wait for them
+        await asyncio.to_thread(shared_journal.leave_damaged, opened.private)
         adoptions = [
             _Adoption(opened, address, profile, settings or Settings(), ranks)
             for address, ranks in _by_remote(adopted, change)
@@ -157,20 +159,8 @@ async def drain(
     return DrainReport(str(path), remotes, tuple(sorted(reports, key=lambda each: each.rank)))
 
 
-def known_ranks(folder: Folder) -> list[int]:
-    """Ranks that have a journal, or a spool that a lost one can be rebuilt from (rule R10)."""
-    spools = (each.name.removeprefix("rank-") for each in (folder.private / "spool").glob("rank-*"))
-    found = {int(number) for number in spools if number.isdecimal()}
-    return sorted({*journals.ranks(folder.private), *(rank for rank in found if _has_spool(folder, rank))})
-
-
 def _owner(error: FolderInUseError) -> str:
     return str(error).rpartition(" is in use by ")[2].removesuffix(f" ({error.hint})")
-
-
-def _has_spool(folder: Folder, rank: int) -> bool:
-    spool = folder.private / keys.spool_rank(rank)
-    return spool.is_dir() and any(spool.iterdir())
 
 
 def _by_remote(

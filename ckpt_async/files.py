@@ -100,8 +100,9 @@ class Folder:
         except OSError as error:
             raise _folder_error(self.path, error) from error
         finally:
-            probe.unlink(missing_ok=True)
-            linked.unlink(missing_ok=True)
+            for path in (probe, linked):
+                with contextlib.suppress(OSError):  # read-only: what was raised is the error to tell
+                    path.unlink(missing_ok=True)
 
     def _remove_left_overs(self) -> None:
         """Drop temporary files of processes that were killed, best effort: by their age, for others may be at it."""
@@ -513,6 +514,12 @@ def boot_id() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
         return ""
+
+
+def spooled_ranks(private: Path) -> set[int]:
+    """Ranks that have anything in the spool."""
+    numbers = {each: each.name.removeprefix("rank-") for each in (private / "spool").glob("rank-*")}
+    return {int(number) for each, number in numbers.items() if number.isdecimal() and any(each.iterdir())}
 
 
 # --- errors -------------------------------------------------------------------------------

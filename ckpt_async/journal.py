@@ -59,6 +59,8 @@ class Journal:
     (`may_replace=False`): then it raises JournalDamagedError.
     """
 
+    _of_parents: ClassVar[set[Path]] = set()  # that this process, a fork, has a connection of
+
     def __init__(
         self,
         folder: Folder,
@@ -69,6 +71,12 @@ class Journal:
     ) -> None:
         self.rank = rank
         self._path = folder.private / keys.journal_name(rank)
+        if self._path in self._of_parents:
+            raise JournalError(
+                f"journal {str(self._path)!r} was open in another process when this one was forked from it:"
+                " SQLite takes that process's locks and index for ours",
+                hint="open it in a process of its own, started by subprocess or multiprocessing's spawn",
+            )
         self._clock = clock
         self._lock = threading.Lock()  # of the connection; never held while waiting for the disk
         self._disk_lock = threading.Lock()
@@ -137,7 +145,7 @@ class Journal:
         if shared_journal.is_there(folder.private):
             try:
                 self.sync()
-                shared_journal.drop(folder.private, self.rank)
+                shared_journal.leave(folder.private, self.rank)
             except (JournalError, OSError) as error:
                 logger.warning("shared_journal_kept rank=%d error=%s", self.rank, error)
 
@@ -280,6 +288,7 @@ class Journal:
         WAL away (https://sqlite.org/howtocorrupt.html, 2.6 "Carrying an open database connection across a fork").
         """
         self._is_abandoned = True
+        self._of_parents.add(self._path)
         for connection in (self._connection, self._compacting):
             if connection is not None:
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(connection))  # not even when Python ends

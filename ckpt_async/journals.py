@@ -4,6 +4,7 @@ no file and takes no lock.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sqlite3
 import time
@@ -12,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_async import database, journal_rows, keys, shared_journal
-from ckpt_async.errors import JournalError, NoJournalError
+from ckpt_async.errors import JournalDamagedError, JournalError, NoJournalError
+from ckpt_async.files import spooled_ranks
 from ckpt_async.model import CheckpointId, JournalRow, Local, fold
 
 
@@ -70,8 +72,10 @@ def read(folder: str | os.PathLike[str], *, after: Mapping[int, Place] | None = 
 
 
 def ranks(private: Path) -> list[int]:
-    """Ranks that have a journal, whatever is in it. Raises JournalError if the shared one cannot be read."""
-    return sorted({*_there(private), *shared_journal.look(private)})
+    """Ranks that have a journal, or a spool that a lost one can be rebuilt from (rule R10). Raises JournalError."""
+    with contextlib.suppress(JournalDamagedError):  # then only the spools tell whose it was
+        return sorted({*_there(private), *spooled_ranks(private), *shared_journal.look(private)})
+    return sorted({*_there(private), *spooled_ranks(private)})
 
 
 def _there(private: Path) -> dict[int, Path]:

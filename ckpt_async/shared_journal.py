@@ -1,12 +1,14 @@
 """The journal that earlier versions kept for all ranks of a folder together: looked at, and taken over rank by rank.
 
 A rank's own journal is born with its rows of the shared one, in one transaction; so where the own one is, it alone
-counts. Only when that is on the disk are the rows dropped here, and with the last rank's the file.
+counts. Only when that is on the disk are the rows dropped here, and with the last rank's the file. If it cannot be
+read, own ones are born empty and filled from the manifests; once each rank with a spool has one, it is moved aside.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sqlite3
 from collections.abc import Iterator
@@ -15,7 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_async import database, journal_rows, keys
+from ckpt_async.errors import JournalDamagedError
+from ckpt_async.files import spooled_ranks
 from ckpt_async.model import JournalRow
+
+logger = logging.getLogger(__name__)
 
 # 2 had rows for many shards, and no index.
 FORMATS = (1, 2)
@@ -63,11 +69,48 @@ def _snapshot(connection: sqlite3.Connection) -> Iterator[None]:
 
 
 def take(private: Path, rank: int) -> Share | None:
-    """What is there of a rank, for whoever holds its lock."""
-    return look(private).get(rank) if is_there(private) else None
+    """What is there of a rank, for whoever holds its lock; nothing if that cannot be read, which is said."""
+    try:
+        return _checked(private, rank)
+    except JournalDamagedError as error:
+        logger.error(  # noqa: TRY400  no bug of ours
+            "shared_journal_damaged rank=%d error=%s; it begins anew, from the spool's manifests", rank, error
+        )
+        return None
 
 
-def drop(private: Path, rank: int) -> None:
+def _checked(private: Path, rank: int) -> Share | None:
+    share = look(private).get(rank)
+    if share is not None:
+        share.rows(rank)
+    return share
+
+
+def leave(private: Path, rank: int) -> None:
+    """Drop a rank's rows, which its own journal has by now."""
+    try:
+        _checked(private, rank)
+        _drop(private, rank)
+    except JournalDamagedError as error:
+        _move_aside(private, error)
+
+
+def leave_damaged(private: Path) -> None:
+    """For whoever has looked after all ranks, if none of them had anything left."""
+    try:
+        look(private)
+    except JournalDamagedError as error:
+        _move_aside(private, error)
+
+
+def _move_aside(private: Path, error: JournalDamagedError) -> None:
+    """Unless a rank is left that may have it open: a trainer of the earlier version, or one that nobody has adopted."""
+    if all(os.path.exists(private / keys.journal_name(rank)) for rank in spooled_ranks(private)):
+        aside = database.move_aside(private / keys.SHARED_JOURNAL)
+        logger.error("shared_journal_damaged moved_to=%s error=%s", aside, error)
+
+
+def _drop(private: Path, rank: int) -> None:
     """Drop a rank's rows, and the file if no rank has any left and nobody else has it open."""
     path = private / keys.SHARED_JOURNAL
     with database.translated(path), contextlib.closing(database.connect(path)) as connection:

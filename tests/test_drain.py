@@ -384,3 +384,23 @@ def test_options_a_trainer_gave_go_before_the_environment(
     address = journals.read(folder)[0].local().remote
     assert address is not None
     assert (address.endpoint_url, address.addressing_style) == (s3_server.url, "path")
+
+
+def test_what_a_damaged_shared_journal_told_is_drained(
+    trainers: Trainers, folder: Path, remote: str, call: Drain
+) -> None:
+    """The manifests tell it too. Once nobody needs it, it is moved aside, so that `status` and sweeps work again."""
+    trainers.die(folder, remote, 1, 2)
+    for each in (folder / ".ckpt_async").glob("journal-*"):
+        each.unlink()
+    shared = folder / ".ckpt_async/journal.sqlite"
+    for committed in ([1, 2], []):
+        shared.write_bytes(b"garbage" * 1000)
+        code, told = call("status", folder)
+        assert code == 1
+        assert "`ckpt-async drain`" in told["error"]["hint"]
+        code, told = call("drain", folder, "--remote", remote)
+        assert code == 0
+        assert [each["step"] for rank in told["ranks"] for each in rank["committed"]] == committed
+        assert call("status", folder)[0] == 0
+        assert not shared.exists()

@@ -245,6 +245,40 @@ def test_a_crash_in_the_middle_of_the_take_over_loses_and_doubles_nothing(folder
     assert not list(folder.private.glob("journal.sqlite*"))
 
 
+@pytest.mark.parametrize("damage", ["not a database", "a row"])
+def test_a_damaged_shared_journal_holds_up_nobody(
+    folder: Folder, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No start may wait for what nobody can read: each rank begins anew, from its manifests, and with the last one it
+    is moved aside, never deleted.
+    """
+    path = old_journals.write(folder.private, 2, {0: many(2), 1: many(3)})
+    for rank in (0, 1):
+        (folder.private / keys.spool_rank(rank) / "000002-000000000300").mkdir(parents=True)
+    if damage == "a row":
+        with contextlib.closing(sqlite3.connect(path)) as connection:
+            connection.execute("INSERT INTO events VALUES (NULL, 0, 1, 1, 0.0, 'Enqueued', '[\"x\",\"a\"]')")
+            connection.commit()
+    else:
+        path.write_bytes(b"garbage" * 1000)
+    content = path.read_bytes()
+    with pytest.raises(JournalDamagedError, match="moved aside"):
+        journals.read(folder.path)
+    assert journals.ranks(folder.private) == [0, 1]
+    with contextlib.closing(Journal(folder, 0)) as journal:
+        assert journal.rows() == []
+        journal.append([ReceiptStored(ID)])
+    assert path.read_bytes() == content, "rank 1's own is not there yet"
+    with contextlib.closing(Journal(folder, 1)) as journal:
+        assert [row.event for row in journal.rows()] == (many(3) if damage == "a row" else [])
+    Journal(folder, 0).close()
+    [aside] = folder.private.glob("journal.sqlite.damaged-*")
+    assert damage == "a row" or aside.read_bytes() == content
+    assert not path.exists()
+    assert seen(folder)[0] == [ReceiptStored(ID)]
+    assert "shared_journal_damaged rank=0" in caplog.text
+
+
 RECEIPT = '{"checkpoint":{"generation":2,"step":300}}'
 
 
@@ -624,3 +658,30 @@ def test_use_in_a_forked_child_raises_and_harms_nothing(folder: Folder) -> None:
     """
     output, _ = python(code, folder.path).communicate()
     assert output.split() == [b"JournalError", b"JournalError", b"2"]
+
+
+def test_a_forked_child_does_not_open_the_journal_anew(folder: Folder) -> None:
+    """Not even when its parent has closed it: SQLite would use the index of the parent's WAL, which is deleted, while
+    the runner process of the child's uploader makes another one.
+    """
+    code = """
+        folder = Folder(sys.argv[1])
+        journal = Journal(folder, 0)
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.read(read, 1)
+            Journal(folder, 1).close()
+            try:
+                Journal(folder, 0)
+            except Exception as error:
+                os.write(1, str(error).encode())
+            os._exit(0)
+        journal.close()
+        os.write(write, b"x")
+        os.waitpid(child, 0)
+        Journal(folder, 0).close()
+    """
+    output, _ = python(code, folder.path).communicate()
+    assert b"when this one was forked from it" in output
+    assert b"started by subprocess" in output

@@ -48,6 +48,23 @@ def test_a_folder_that_cannot_be_used_is_refused_at_the_start(
     assert not (tmp_path / "remote").exists()
 
 
+def test_a_disk_that_became_read_only_is_named_with_what_to_do(tmp_path: Path) -> None:
+    """As ext4 does after an error."""
+    done = on_small_disk(
+        tmp_path,
+        """
+        import subprocess
+        Uploader(disk / "folder", remote).close()
+        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+        command = [sys.executable, "-m", "ckpt_async", "drain", disk / "folder"]
+        print(subprocess.run(command, capture_output=True, text=True).stderr)
+        """,
+    )
+    assert (
+        "cannot be used: Read-only file system (it must exist or be creatable, and writable)" in done.stdout
+    )
+
+
 def test_a_remote_folder_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
     """The same for the other side; nothing is left locked or running."""
     before = threading.active_count()
