@@ -82,6 +82,8 @@ async def beat(
             return None
         return records.encode_beat(Beat(number, rank, last.count + 1))
 
+    # After an outage the others may ask again at once: a creator in a long back-off would be taken for dead.
+    requests = requests.pausing_at_most(BEAT_MAX_S)
     key, beaten_s = keys.beat_key(number), 0.0
     while not is_over():
         there = await advance(store, requests, key, next_beat)
@@ -200,9 +202,11 @@ class _Agreement:
             if number > keys.MAX_GENERATION:
                 raise CapabilityError(f"this run has had {number - 1} generations; start a new run name")
             # If another has won, the next round joins it if it is of our start and goes past it if not.
-            if await self._claim(number) and await self._join(number):
-                await self._beat_first(number)
-                return number
+            if await self._claim(number):
+                self._requests = self._requests.pausing_at_most(BEAT_MAX_S)  # as in `beat`
+                if await self._join(number):
+                    await self._beat_first(number)
+                    return number
 
     async def _claim(self, number: int) -> bool:
         key, proposal = keys.generation_key(number), self._proposal(number)

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import TypeVar
 
 import tenacity
@@ -295,6 +296,13 @@ class Requests:
         """The same budgets for another owner, who is told of its own requests: they take turns."""
         other = copy.copy(self)
         other._owner, other._observer = owner, observer  # noqa: SLF001  its own
+        return other
+
+    def pausing_at_most(self, pause_s: float) -> Requests:
+        """The same budgets, with shorter back-off: for the few requests whose silence others read something into."""
+        other = copy.copy(self)
+        retry_max_s = min(pause_s, self._settings.retry_max_s)
+        other._settings = replace(self._settings, retry_max_s=retry_max_s)  # noqa: SLF001  its own
         return other
 
     @property

@@ -112,6 +112,9 @@ class Starts:
         rank.generation = number
         await generations.beat(self.store, self, number, **same)
 
+    def pausing_at_most(self, pause_s: float) -> Any:
+        return self
+
     async def control(self, operation: str, attempt: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
         """As `Requests`: tried again when the reply is late. The first may yet arrive."""
         while True:

@@ -1,6 +1,7 @@
 """Agreeing on a generation, one thing at a time; all orders of it are in `core/test_starts`."""
 
 import asyncio
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -9,12 +10,14 @@ import pytest
 from ckpt_async import generation as generations
 from ckpt_async import keys, records
 from ckpt_async.conditional import read
-from ckpt_async.errors import FencedError, SettingsError
+from ckpt_async.errors import FailureReason, FencedError, SettingsError
 from ckpt_async.generation import agree, beat, beat_pause_s, newest_generation
 from ckpt_async.observe import NullObserver
 from ckpt_async.requests import Requests
 from ckpt_async.settings import Settings
 from ckpt_async.stores.memory import CAPABILITIES, MemoryStore
+from tests.engine import virtual_time
+from tests.engine.stores import Meddled, trouble
 
 WORLD_SIZE = 3
 
@@ -23,7 +26,7 @@ def requests() -> Requests:
     return Requests(Settings(), NullObserver(), "memory://")
 
 
-async def open_(store: MemoryStore, rank: int, **more: Any) -> int:
+async def open_(store: Any, rank: int, **more: Any) -> int:
     """As a rank does that lives; whoever claims beats."""
     arguments = {"world_size": WORLD_SIZE, "launch_key": "k", "explicit": None, "now": 0.0, **more}
     return await agree(store, requests(), rank=rank, **arguments)
@@ -142,3 +145,37 @@ def test_another_process_that_goes_on_for_a_trainer_finds_its_place() -> None:
         assert await asyncio.wait_for(open_(store, 0, member="b"), 30) == 2
 
     asyncio.run(main())
+
+
+class Down(Meddled):
+    """Answers nothing from 1 s until `until_s`."""
+
+    def __init__(self, until_s: float) -> None:
+        super().__init__()
+        self.until_s = until_s
+
+    async def before(self, operation: str, key: str) -> None:
+        if 1 < asyncio.get_running_loop().time() < self.until_s:
+            raise trouble(FailureReason.TRANSIENT)
+
+
+@pytest.mark.parametrize("down_s", [14, 60])
+def test_a_store_that_is_down_meanwhile_splits_no_start(down_s: int) -> None:
+    """The creator's beat was in a long back-off when the others could ask again: they took it for dead, and nothing of
+    the start was ever committed.
+    """
+
+    async def main() -> int:
+        store: Any = Down(1 + down_s)
+        ranks = [asyncio.ensure_future(open_(store, 0))]
+        assert await ranks[0] == 1
+        beating = asyncio.ensure_future(beat(store, requests(), 1, rank=0, world_size=WORLD_SIZE))
+        await asyncio.sleep(2)
+        late = [asyncio.ensure_future(open_(store, rank)) for rank in (1, 2)]
+        found = await asyncio.gather(*late)
+        beating.cancel()
+        return len({1, *found})
+
+    for seed in range(20):
+        random.seed(seed)
+        assert virtual_time.run(main()) == 1, seed
