@@ -481,7 +481,9 @@ def write_durably(path: Path, data: bytes) -> None:
             file.flush()
             fsync_descriptor(file.fileno(), path)
         temporary.replace(path)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, OSError) and error.filename is None:  # write() tells no name
+            error.filename = str(path)
         temporary.unlink(missing_ok=True)
         raise
     fsync_path(path.parent)

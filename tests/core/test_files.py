@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import resource
 import socket
 import threading
 import time
@@ -563,3 +564,16 @@ def test_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
         Folder(tmp_path / "file")
     with pytest.raises(JournalError):
         Folder(tmp_path / "file" / "below")
+
+
+def test_a_write_that_fails_names_its_file(tmp_path: Path) -> None:
+    """The message of a checkpoint that is given up for it goes to whoever has to look after the disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
+    try:
+        with pytest.raises(OSError, match="too large") as caught:
+            write_durably(tmp_path / "file", bytes(100))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert caught.value.filename == str(tmp_path / "file")
+    assert list(tmp_path.iterdir()) == []
