@@ -18,6 +18,9 @@ from ckpt_async.restore.session import HeldLease, Session, damaged
 from ckpt_async.store import Sink
 from ckpt_async.threads import in_thread
 
+# Which a store gives by itself, but so does much that answers in its place.
+_REFUSALS = (FailureReason.OTHER, FailureReason.NOT_FOUND)
+
 SLICE_BYTES = 1 << 20
 
 
@@ -65,6 +68,9 @@ class StoreSource:
             try:
                 await self._opened.store.get_range(self._file.key, offset, size_bytes, told)
                 brought(REQUEST_BYTES)
+            except StoreError as error:
+                await self._check_meant(error)
+                raise
             finally:
                 brought(0, is_last=True)  # what failed has waited for the network all the same
 
@@ -76,10 +82,21 @@ class StoreSource:
                 raise await damaged(self._opened, self._checkpoint, reason) from error
             raise
 
+    async def _check_meant(self, error: StoreError) -> None:
+        """Raise what may pass if the store has the object as it was committed: then a refusal was not the store's, or
+        not to this question.
+        """
+        if error.reason in _REFUSALS:
+            there = await self._opened.store.head(self._file.key)
+            if there.size_bytes == self._file.size_bytes:
+                raise StoreError(
+                    f"{error}; but the store says that it is there", reason=FailureReason.TRANSIENT
+                ) from error
+
     async def _damage(self, error: StoreError) -> str:
         """What a refused read says of the object, or "": a range that is beyond its end reads like many refusals."""
         key = self._file.key
-        if error.reason not in (FailureReason.OTHER, FailureReason.NOT_FOUND):
+        if error.reason not in _REFUSALS:
             return ""
         try:
             there = await self._opened.asking.control("head", lambda: self._opened.store.head(key))

@@ -247,6 +247,28 @@ def test_all_damaged_is_told(run_: Run, tmp_path: Path) -> None:
     assert left_in(tmp_path / "there") == []
 
 
+@pytest.mark.parametrize("reason", [FailureReason.OTHER, FailureReason.NOT_FOUND])
+def test_a_refusal_that_the_store_contradicts_is_not_the_last_word(
+    run_: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: FailureReason
+) -> None:
+    """Half a range, a login page, a redirect or a 404 from something on the way."""
+    checkpoint = _committed(run_, files={0: {"a.pt": content(1, "a")}})
+    get_range, num_calls = DirectoryStore.get_range, 0
+
+    async def refused(self: DirectoryStore, *args: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 1:
+            raise StoreError("asked for bytes 0+3000, the answer is 39 of 0-38/39", reason=reason)
+        return await get_range(self, *args)
+
+    monkeypatch.setattr(DirectoryStore, "get_range", refused)
+    report = restore.fetch(checkpoint, tmp_path / "there")
+    assert is_whole(report, {0: {"a.pt": content(1, "a")}})
+    assert num_calls > 1
+    assert not run_.damages()
+
+
 def test_a_byte_that_the_wire_spoils_is_no_damage(
     run_: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
