@@ -426,7 +426,8 @@ class Uploader:
         as `timeout_s` says; without one, once.
 
         Raises CheckpointAbortedError, UploadFailedError, CommitTimeoutError (it names the ranks whose part
-        is missing); SealedError if this rank has not sealed it, because then it never would be.
+        is missing); FencedError if it waits for ranks and a newer start has superseded this one; SealedError if this
+        rank has not sealed it, because then it never would be.
         """
         self._check_process()
         checkpoint = self._checkpoint(step)
@@ -443,6 +444,8 @@ class Uploader:
                 self._raise_shard_failure(checkpoint, is_final=deadline is None or is_over)
                 if is_over:
                     raise CommitTimeoutError(self._describe_unfinished(checkpoint, timeout_s))
+                if self._engine_now().missing_ranks(checkpoint):  # they may be in the newer start
+                    self._check_not_fenced()
                 self._changed.wait(left_s)
 
     def wait_for_predecessor(self, timeout_s: float) -> bool:
@@ -581,6 +584,10 @@ class Uploader:
     def _check_usable(self) -> None:
         self._check_process()
         self.raise_failures()
+        self._check_not_fenced()
+        self._journal.check_there()
+
+    def _check_not_fenced(self) -> None:
         fenced_by = self._engine_now().fenced_by
         if fenced_by is not None:
             raise FencedError(
@@ -588,7 +595,6 @@ class Uploader:
                 hint="stop this process; what it had sealed is still finished. If you made no later start, other ranks"
                 " of this one saw no sign of its first rank's life: start all of them again",
             )
-        self._journal.check_there()
 
     def _there(self, step: int) -> _Open | None:
         place = bisect.bisect_left(self._sealed, step)

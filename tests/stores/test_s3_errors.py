@@ -592,6 +592,23 @@ async def open_failure(url: str, **options) -> StoreError:
     return raised.value
 
 
+@pytest.mark.parametrize("answers", [True, False])
+def test_the_first_failure_of_all_is_short_enough_to_read(run, answers):
+    """The probe's keys are as long as any; what is said of them is not."""
+
+    async def body():
+        async with Peer(lambda _: answer(404, "NoSuchBucket")).serve() as url:
+            error = await open_failure(
+                "s3://bucket/run", endpoint_url=url if answers else "http://127.0.0.1:1"
+            )
+        assert "s3://bucket/run/.ckpt_async/probe/" in str(error)
+        assert len(str(error)) < 300
+        assert "0" * 16 not in str(error)
+        assert "there is no bucket bucket" in str(error) or "reachable from here" in str(error)
+
+    run(body())
+
+
 @pytest.mark.parametrize(
     ("name", "value", "reason", "hint"),
     [
