@@ -32,7 +32,6 @@ MUTANTS = [
     (core.compares_latest_by_step, "R6", 20),
     (core.removes_before_commit, "I3", 10),
     (core.releases_before_decision, "I3", 10),
-    (core.retention_counts_uncommitted, "I5", 100),
     (core.skips_read_back, "R13", 10),
     (core.abort_does_not_compete, "R4|I1", 100),
     (core.sweeps_without_abort, "R4|I7", 20),
