@@ -66,9 +66,8 @@ class BulkThreads(ThreadPoolExecutor):
         super().__init__(max_workers, thread_name_prefix)  # for the type only: it never starts a thread
         self._arguments = max_workers, thread_name_prefix
         self._starts_at_once = starts_at_once
-        self._pools_lock = threading.Lock()
-        # By priority. What one has begun it ends, and it waits for its turn to come again.
-        self._pools: dict[int | None, ThreadPoolExecutor] = {_priority: self._new()}
+        self._now_lock = threading.Lock()
+        self._now, self._now_priority = self._new(), _priority
 
     def _new(self) -> ThreadPoolExecutor:
         pool = ThreadPoolExecutor(*self._arguments, initializer=enter_bulk_thread)
@@ -87,19 +86,13 @@ class BulkThreads(ThreadPoolExecutor):
         return pool
 
     def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        with self._pools_lock:
-            return self._pool().submit(function, *args, **kwargs)
-
-    def _pool(self) -> ThreadPoolExecutor:
-        pool = self._pools.get(_priority)
-        if pool is None:
-            try:
-                pool = self._new()
-            except OSError:  # better at another's priority than not at all
-                pool = next(iter(self._pools.values()))
-            self._pools[_priority] = pool
-        return pool
+        with self._now_lock:
+            if self._now_priority != _priority:
+                self._now_priority = _priority
+                with contextlib.suppress(OSError):  # better at another's priority than not at all
+                    before, self._now = self._now, self._new()
+                    before.shutdown(wait=False)  # what they have begun they end
+            return self._now.submit(function, *args, **kwargs)
 
     def shutdown(self, wait: bool = True, **more: Any) -> None:
-        for pool in self._pools.values():
-            pool.shutdown(wait, **more)
+        self._now.shutdown(wait, **more)
