@@ -59,6 +59,8 @@ def rank_and_world_size(
     would commit its part as the whole.
     """
     is_called_alone = world_size is not None and world_size == 1
+    given = (rank, world_size)
+    names = [name if each is None else name.lower() for name, each in zip(_TORCH, given, strict=True)]
     rank = _number(environment, "RANK", rank, "rank")
     world_size = _number(environment, "WORLD_SIZE", world_size, "world_size")
     if rank is None and world_size is None:
@@ -67,12 +69,13 @@ def rank_and_world_size(
         raise SettingsError(f"world_size={world_size} must be from 1 to 100000")
     if is_called_alone:
         _refuse_contradiction(environment)
-    said = {name: each for name, each in zip(_TORCH, (rank, world_size), strict=True) if each is not None}
-    known = ", ".join(f"{name}={each}" for name, each in said.items()) or _sign_of_others(environment)
-    if known in ("", "WORLD_SIZE=1"):
+    numbers = (rank, world_size)
+    said = [f"{name}={each}" for name, each in zip(names, numbers, strict=True) if each is not None]
+    known = ", ".join(said) or _sign_of_others(environment)
+    if known.upper() in ("", "WORLD_SIZE=1"):
         return 0, 1
     if rank is None or world_size is None:
-        missing = " and ".join(name for name in _TORCH if name not in said)
+        missing = " and ".join(name for name, each in zip(_TORCH, numbers, strict=True) if each is None)
         raise SettingsError(
             f"there is {known}, but no {missing}: which rank this is, and of how many, is not known",
             hint="set both on every rank, or pass rank= and world_size= (0 and 1 for a process that is alone)",

@@ -87,9 +87,9 @@ def test_impossible_rank_is_refused(
     [
         ({"RANK": "0"}, None, None, "there is RANK=0, but no WORLD_SIZE"),
         ({"RANK": "3"}, None, None, "there is RANK=3, but no WORLD_SIZE"),
-        ({}, 0, None, "there is RANK=0, but no WORLD_SIZE"),
+        ({}, 0, None, "there is rank=0, but no WORLD_SIZE"),
         ({"WORLD_SIZE": "2"}, None, None, "there is WORLD_SIZE=2, but no RANK"),
-        ({}, None, 2, "there is WORLD_SIZE=2, but no RANK"),
+        ({}, None, 2, "there is world_size=2, but no RANK"),
         ({"LOCAL_RANK": "0"}, None, None, "there is LOCAL_RANK=0, but no RANK and WORLD_SIZE"),
         (
             {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
