@@ -498,6 +498,20 @@ def test_a_superseded_trainer_is_told_though_none_of_its_uploads_gets_on(
         store.go.set()
 
 
+def test_who_waits_for_ranks_is_told_of_a_newer_start(
+    opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R11: they may be in it, and without a limit this rank would wait for ever."""
+    monkeypatch.setattr(decide, "SUCCESSOR_POLL_S", 0.05)
+    bucket = MemoryBucket()
+    ended = pytest.raises(FencedError, match="nothing was committed of generation 1")
+    with ended, opened(Meddled(bucket), rank=0, world_size=2, generation=1, close_grace_s=0) as old:
+        save(old, 1)
+        new = opened(Meddled(bucket), folder=tmp_path / "other", rank=1, world_size=2, generation=2)
+        with new, pytest.raises(FencedError, match="generation 2 of this run has started"):
+            old.wait(1, timeout_s=20)
+
+
 def test_an_unsealed_checkpoint_is_given_up_by_the_next_start(opened: Open) -> None:
     """Half a checkpoint of a dead trainer would keep the other ranks, and the disk, waiting for ever."""
     store = Meddled()
