@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import email.utils
 import http.client
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,9 +24,11 @@ from ckpt_async.errors import (
     PreconditionFailedError,
     StoreError,
 )
+from ckpt_async.keys import PROBES
 from ckpt_async.stores.http_messages import MalformedAnswerError
 from ckpt_async.stores.s3_answers import OtherRangeError
 
+_PADDING = re.compile("0{16,}")
 # Their key is a prefix, and may be empty.
 _LISTINGS = frozenset({"list_objects_v2", "list_multipart_uploads"})
 
@@ -43,7 +46,7 @@ class Place:
 
     def name(self, key: str) -> str:
         """What people find an object by in any other tool. Nothing for no key."""
-        return f"s3://{self}{key}" if key else ""
+        return f"s3://{self}{_legible(key, key)}" if key else ""
 
     def error(
         self, message: str, *, reason: FailureReason, operation: str = "", key: str = "", hint: str = ""
@@ -80,7 +83,7 @@ def translating(
         raise place.error(str(error), reason=reason, operation=operation, key=key, hint=hint) from error
     except Exception as error:
         reason, hint = _failure(error, place)
-        message = f"{type(error).__name__}: {error}"
+        message = f"{type(error).__name__}: {_legible(str(error), key)}"
         raise place.error(message, reason=reason, operation=operation, key=key, hint=hint) from error
 
 
@@ -121,6 +124,11 @@ def refusal(
     elif reason is FailureReason.AUTH and not hint:
         hint = f"the credentials may not do {operation} in {place}"
     return place.error(message, reason=reason, operation=operation, key=key, hint=hint)
+
+
+def _legible(text: str, key: str) -> str:
+    """`text` without what makes the probe's keys long: theirs is the first message that somebody who is new gets."""
+    return _PADDING.sub("...", text) if key.startswith(PROBES) else text
 
 
 def _about(key: str, error: StoreError) -> StoreError:
