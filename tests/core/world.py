@@ -408,6 +408,9 @@ class Journal:
     def lose_power(self, is_lucky: bool) -> None:
         self.states = self.states[-1:] if is_lucky else self.states[:1]
 
+    def check_there(self) -> None:
+        pass
+
     def compact(self) -> None:
         pass
 
