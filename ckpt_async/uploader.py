@@ -723,7 +723,7 @@ class Uploader:
         report = self._report(0)
         unsealed = sorted(
             each.id.step
-            for each in self._engine_now().local.checkpoints.values()
+            for each in self._engine_now().fresh_local().checkpoints.values()
             if each.decision is None and each.sealed is None
         )
         if unsealed:

@@ -198,7 +198,7 @@ def test_bandwidth_that_is_too_low_is_a_backlog_like_any_other(opened: Open, blo
 def test_what_waits_for_another_rank_is_no_backlog(opened: Open) -> None:
     """A rank that died would stall all the others, in `enqueue`, where nobody looks for it."""
     store = Meddled()
-    settings = {"rank": 0, "world_size": 2, "generation": 1}
+    settings = {"rank": 0, "world_size": 2, "generation": 1, "on_error": "warn"}  # which never comes
     with opened(store, max_backlog_checkpoints=1, block_timeout_s=0, **settings) as uploader:
         for step in (1, 2, 3):
             save(uploader, step)

@@ -285,7 +285,7 @@ def test_a_failed_fsync_is_never_committed(
         uploader.seal(2)
         uploader.wait(2, timeout_s=20)
     assert len(hits) == 1
-    assert [each.checkpoint.step for each in recorded if isinstance(each, MadeDurable)] == [2]
+    assert {each.checkpoint.step for each in recorded if isinstance(each, MadeDurable)} == {2}
     decisions = {each.name: each.read_text() for each in (tmp_path / "remote" / keys.DECISIONS).iterdir()}
     assert [re.search('"outcome": *"(.*?)"', each)[1] for _, each in sorted(decisions.items())] == [  # type: ignore[index]
         "abort",

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_async import journals, keys
+from ckpt_async import host_mark, journals, keys
 from ckpt_async.model import CheckpointId
 from tests.faults import shim
 from tests.faults.oracle import Oracle, heard, verified
@@ -122,7 +122,7 @@ class Place:
         private = {each for each in (self.folder / keys.PRIVATE).rglob("*") if not each.is_dir()}
         names = {each.name for each in private - manifests}
         journal = keys.journal_name(0)
-        assert names <= {journal, f"{journal}-wal", f"{journal}-shm", keys.lock_name(0)}
+        assert names <= {journal, f"{journal}-wal", f"{journal}-shm", keys.lock_name(0), host_mark.NAME}
         own = {each.name for each in self.folder.iterdir()} - {f"step-{step}" for step in range(9)}
         assert own <= {keys.PRIVATE, "latest", "writing-0"}
 

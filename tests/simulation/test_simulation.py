@@ -47,7 +47,6 @@ WANTED = {
     "crash in StoreReceipt": 13,
     "crash in Look": 30,
     "crash in Commit": 8,
-    "crash in Abort": 2,
     "crash in MoveLatest": 7,
     "crash in MoveLocalLatest": 4,
     "crash in Release": 3,
