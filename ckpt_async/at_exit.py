@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Protocol
 
 from ckpt_async.errors import CkptAsyncError, FolderInUseError
+from ckpt_async.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-# The process should end, and the journal has what is left.
+# For all of them: the process should end, and the journal has what is left.
 EXIT_TIMEOUT_S = 60.0
 
 
@@ -22,6 +24,7 @@ class Closes(Protocol):
     folder: Path
     rank: int
     pid: int
+    settings: Settings
 
     def close(self, timeout_s: float | None = None) -> None: ...
 
@@ -63,11 +66,14 @@ def discard(uploader: Closes) -> None:
 
 
 def _close_all() -> None:
+    """None has longer than a `close` without arguments, or than what the others have left of the time for all."""
+    deadline = time.monotonic() + EXIT_TIMEOUT_S
     for uploader in list(_open):
         if uploader.pid != os.getpid():  # a dataloader worker ends: not its business
             continue
         logger.warning("not_closed folder=%s: closing at exit; use `with Uploader(...)`", uploader.folder)
         try:
-            uploader.close(timeout_s=EXIT_TIMEOUT_S)
+            left_s = max(0.0, deadline - time.monotonic())
+            uploader.close(timeout_s=min(left_s, uploader.settings.upload_timeout_s))
         except CkptAsyncError:
             logger.exception("close_failed folder=%s", uploader.folder)
