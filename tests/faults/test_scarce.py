@@ -84,11 +84,13 @@ def test_with_too_few_descriptors_opening_is_an_error_never_an_abort_or_a_hang(
     assert done.stdout.split() == ["refused"] * (4 if runner == "thread" else 2) + ["committed"]
 
 
-@both
-@pytest.mark.parametrize("what", ["NOFILE", "AS"])
+@pytest.mark.parametrize(("runner", "what"), [("thread", "NOFILE"), ("process", "NOFILE"), ("thread", "AS")])
 def test_an_engine_without_descriptors_or_memory_goes_on_when_they_are_back(
     tmp_path: Path, runner: str, what: str
 ) -> None:
+    """Not memory in the runner process: where its polite threads are being made anew just then, `Thread.start` of
+    CPython waits without end for one that had no memory to begin. It is ended by force at close; the journal has all.
+    """
     done = run(
         tmp_path,
         runner,
