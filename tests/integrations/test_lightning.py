@@ -124,13 +124,15 @@ def test_training_goes_on_without_the_store(stage: Stage, tmp_path: Path, remote
         num_steps=NUM_STEPS,
         loses_store_at=2,
         upload_timeout_s=1,
-        close_timeout_s=30,
+        close_timeout_s=10,
     )
     ended = trainer.hear()
     assert (ended["step"], ended["failure"], ended["is_closed"]) == (NUM_STEPS, "", True)
     assert "shard_failed generation 1 step 6" in trainer.log()
-    # Step 2 may have been on its way when the store went.
-    assert re.search(r"closed_with_unfinished steps=\[(2, )?3, 4, 5, 6\]", trainer.log())
+    # An older step may have been on its way when the store went.
+    unfinished = re.search(r"closed_with_unfinished steps=\[([\d, ]*)\]", trainer.log())
+    assert unfinished is not None, trainer.log()
+    assert {3, 4, 5, 6} <= {int(step) for step in unfinished[1].split(",")}
     (tmp_path / "remote").unlink()
     (tmp_path / "a.away").rename(tmp_path / "remote")
     restore.drain_predecessor(tmp_path / "a", DRAIN_TIMEOUT_S)
