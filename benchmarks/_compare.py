@@ -32,7 +32,7 @@ class Server:
         if self.is_sink:
             self._server = SinkServer(is_tls=kind == "tls", **options)
         else:
-            from ckpt_async.demo.seaweed import SeaweedServer
+            from tests.seaweed import SeaweedServer
 
             (folder / "seaweed").mkdir()
             self._server = SeaweedServer(folder / "seaweed", bucket=BUCKET)

@@ -35,14 +35,14 @@ TARGET_ROUND_TRIPS = 6
 
 
 async def round_trip_s(remote: str) -> float:
-    from ckpt_async import transfer
     from ckpt_async.stores import open_store
+    from ckpt_async.transfer import upload
 
     store = open_store(f"{remote}-round-trip")
     await store.open()
     took = []
     for number in range(PUTS):
-        body, checksum = transfer.bytes_body(b"x" * 300, store.capabilities.checksum_algorithm)
+        body, checksum = upload.bytes_body(b"x" * 300, store.capabilities.checksum_algorithm)
         began = time.monotonic()
         await store.put(f"x/{number}", body, checksum)
         took.append(time.monotonic() - began)
@@ -138,8 +138,8 @@ def wait_for(server: Server, prefix: str, count: int) -> None:
 
 def commit(ranks: Ranks, way: str, step: int, server: Server, run: str, log: Path) -> tuple[float, list[str]]:
     """Seconds from the last seal to the commit, and the lines of the requests of all of it."""
-    from ckpt_async import keys
-    from ckpt_async.model import CheckpointId
+    from ckpt_async.core import keys
+    from ckpt_async.core.model import CheckpointId
 
     id_ = CheckpointId(1, step)
     ranks.tell("enqueue", step, *ranks.all)

@@ -31,10 +31,10 @@ from sink import SinkServer
 
 MIB = 1 << 20
 OPERATIONS = {
-    "walk": ("ckpt_async.files", "Folder", "walk"),
-    "link": ("ckpt_async.files", "Folder", "link"),
-    "journal": ("ckpt_async.journal", "Journal", "append"),
-    "wake": ("ckpt_async.engine", "Engine", "wake"),
+    "walk": ("ckpt_async.local.folder", "Folder", "walk"),
+    "link": ("ckpt_async.local.folder", "Folder", "link"),
+    "journal": ("ckpt_async.local.journal", "Journal", "append"),
+    "wake": ("ckpt_async.engine.loop", "Engine", "wake"),
 }
 
 

@@ -129,7 +129,7 @@ class Run:
         return {"find ms": quantile(took, 0.5) * 1000, "find requests": requests}
 
     def close(self) -> None:
-        from ckpt_async import keys
+        from ckpt_async.core import keys
 
         self._uploader.close()
         decisions = len(self._server.sizes(f"run/{keys.DECISIONS}"))

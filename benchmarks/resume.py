@@ -71,7 +71,7 @@ def check(state: dict[str, Any], mib: int) -> None:
 def load_ours(work: Work, *, is_partial: bool = False, **places: Any) -> Callable[[], None]:
     from torch.distributed.checkpoint import load
 
-    import ckpt_async.stores.s3  # noqa: F401  else at first use
+    import ckpt_async.stores.s3.client  # noqa: F401  else at first use
     from ckpt_async import restore
     from ckpt_async.stores import StoreOptions
     from ckpt_async.torch import CkptAsyncReader

@@ -29,11 +29,8 @@ from typing import Any
 
 from _compare import parser_of, report
 
-from ckpt_async import decide, keys, transfer
-from ckpt_async.checksums import checksum_of
-from ckpt_async.engine import Engine
-from ckpt_async.errors import FailureReason, ObjectNotFoundError, PreconditionFailedError, StoreError
-from ckpt_async.model import (
+from ckpt_async.core import decide, keys
+from ckpt_async.core.model import (
     CheckpointId,
     Enqueued,
     Event,
@@ -48,10 +45,12 @@ from ckpt_async.model import (
     StoredShard,
     Verified,
 )
-from ckpt_async.observe import NullObserver
-from ckpt_async.requests import CONTROL_REQUESTS, Requests
-from ckpt_async.settings import Settings
-from ckpt_async.store import (
+from ckpt_async.core.observe import NullObserver
+from ckpt_async.core.settings import Settings
+from ckpt_async.engine.loop import Engine
+from ckpt_async.errors import FailureReason, ObjectNotFoundError, PreconditionFailedError, StoreError
+from ckpt_async.stores.checksums import checksum_of
+from ckpt_async.stores.interface import (
     Body,
     BytesBody,
     Capabilities,
@@ -63,6 +62,8 @@ from ckpt_async.store import (
     ObjectInfo,
 )
 from ckpt_async.stores.memory import CAPABILITIES
+from ckpt_async.transfer import upload
+from ckpt_async.transfer.requests import CONTROL_REQUESTS, Requests
 
 GIB = 1 << 30
 PAGE = 1000  # S3 API reference, ListObjectsV2: keys of one answer
@@ -87,12 +88,12 @@ class Fleet:
 
     @property
     def part_bytes(self) -> int:
-        return transfer.part_size(self.bytes_per_writer, self.part_size_bytes, CAPABILITIES)
+        return upload.part_size(self.bytes_per_writer, self.part_size_bytes, CAPABILITIES)
 
     @property
     def data_writes(self) -> int:
         """Of one checkpoint, one shard for each writer: create, parts, complete."""
-        return self.num_writers * (len(transfer.plan_parts(self.bytes_per_writer, self.part_bytes)) + 2)
+        return self.num_writers * (len(upload.plan_parts(self.bytes_per_writer, self.part_bytes)) + 2)
 
 
 @dataclass(frozen=True, slots=True)

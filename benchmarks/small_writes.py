@@ -19,7 +19,7 @@ from pathlib import Path
 import aiofiles
 import aiofiles.os
 
-from ckpt_async.files import fsync_path, write_durably
+from ckpt_async.local.folder import fsync_path, write_durably
 
 DATA = b"x" * 4096
 Work = Callable[[Path], Awaitable[object]]

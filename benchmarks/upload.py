@@ -30,12 +30,12 @@ SMALL_CHANGE_BYTES = 1 * MIB
 
 
 def prepare_transfer(work: Work, runner: asyncio.Runner | None = None) -> Callable[[], None]:
-    from ckpt_async import transfer
-    from ckpt_async.model import FileIdentity
-    from ckpt_async.observe import NullObserver
-    from ckpt_async.requests import Requests
-    from ckpt_async.settings import Settings
+    from ckpt_async.core.model import FileIdentity
+    from ckpt_async.core.observe import NullObserver
+    from ckpt_async.core.settings import Settings
     from ckpt_async.stores import StoreOptions, open_store
+    from ckpt_async.transfer import upload
+    from ckpt_async.transfer.requests import Requests
 
     settings = Settings(num_concurrent_uploads=work.concurrency, part_size_bytes=work.part_bytes)
     options = StoreOptions(endpoint_url=work.endpoint_url, max_connections=max(64, work.concurrency + 16))
@@ -48,8 +48,8 @@ def prepare_transfer(work: Work, runner: asyncio.Runner | None = None) -> Callab
         descriptor = os.open(work.path, os.O_RDONLY)
         facts = os.fstat(descriptor)
         identity = FileIdentity(facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns)
-        source = transfer.Source(descriptor, identity, work.path)
-        await transfer.upload(
+        source = upload.Source(descriptor, identity, work.path)
+        await upload.upload(
             store,
             requests,
             source,
@@ -71,9 +71,9 @@ def prepare_transfer_uvloop(work: Work) -> Callable[[], None]:
 
 def prepare_transfer_slices(work: Work) -> Callable[[], None]:
     """Without sendfile: the bytes pass through the process, slice by slice."""
-    from ckpt_async.stores import http_bodies
+    from ckpt_async.stores.http import uploads
 
-    http_bodies.Exchange.takes_files = property(lambda _: False)  # type: ignore[assignment,method-assign]
+    uploads.Exchange.takes_files = property(lambda _: False)  # type: ignore[assignment,method-assign]
     return prepare_transfer(work)
 
 

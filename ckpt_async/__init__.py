@@ -24,6 +24,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ckpt_async.core.settings import Settings
     from ckpt_async.errors import (
         BacklogError,
         CheckpointAbortedError,
@@ -39,10 +40,9 @@ if TYPE_CHECKING:
         UploaderClosedError,
         UploadFailedError,
     )
-    from ckpt_async.settings import Settings
     from ckpt_async.stores import StoreOptions
-    from ckpt_async.sweeper import Sweeper
-    from ckpt_async.uploader import Uploader
+    from ckpt_async.sweep.sweeper import Sweeper
+    from ckpt_async.trainer.uploader import Uploader
 
 __version__ = "0.1.0"
 
@@ -66,7 +66,12 @@ __all__ = [
     "UploaderClosedError",
 ]
 
-_HOMES = {"Uploader": "uploader", "Settings": "settings", "StoreOptions": "stores", "Sweeper": "sweeper"}
+_HOMES = {
+    "Uploader": "trainer.uploader",
+    "Settings": "core.settings",
+    "StoreOptions": "stores",
+    "Sweeper": "sweep.sweeper",
+}
 
 
 def __getattr__(name: str) -> object:

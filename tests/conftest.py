@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from ckpt_async.demo.seaweed import SeaweedServer
+from tests.seaweed import SeaweedServer
 
 T = TypeVar("T")
 Run = Callable[[Coroutine[Any, Any, T]], T]

@@ -4,9 +4,9 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from ckpt_async.files import Folder
-from ckpt_async.journal import Journal
-from ckpt_async.model import Event, Forgotten, Opened
+from ckpt_async.core.model import Event, Forgotten, Opened
+from ckpt_async.local.folder import Folder
+from ckpt_async.local.journal import Journal
 
 
 class Node:

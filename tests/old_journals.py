@@ -9,8 +9,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-from ckpt_async import journal_rows, keys
-from ckpt_async.model import CheckpointId, Event
+from ckpt_async.core import keys
+from ckpt_async.core.model import CheckpointId, Event
+from ckpt_async.local import journal_rows
 
 _TABLES = """
 PRAGMA journal_mode = WAL;

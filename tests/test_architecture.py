@@ -17,65 +17,33 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "ckpt_async"
 HERE = "tests/test_architecture.py"
 
-# Top to bottom. A module imports from its own layer and from those below it, never from above: lazily and for
-# types too. A name stands for the module and, if it is a package, for all that is in it.
-LAYERS: tuple[tuple[str, ...], ...] = (
-    ("integrations",),
-    ("__main__", "cli", "demo", "torch"),
+# Top to bottom, a room each: a folder of the package, or one of the four modules beside them. A room imports from the
+# rooms below it, never from above or beside: lazily and for types too.
+ROOMS: tuple[tuple[str, ...], ...] = (
+    ("__main__",),
+    ("integrations", "cli"),
+    ("torch",),
     ("__init__",),  # the public names, `ckpt_async` itself
-    ("uploader", "sweeper", "restore", "preemption", "doctor"),
-    ("at_exit",),
-    ("runners",),
-    ("drain", "status", "verify"),
-    ("engine", "generation", "metrics", "protocol"),
-    ("holdings",),
-    ("ahead", "transfer", "requests", "conditional", "kept"),
-    ("stores", "journals", "journal", "shared_journal", "journal_rows", "database", "files", "shard_writer"),
-    ("filesystems", "host_mark"),
-    ("checksums", "concurrency", "diagnosis", "pickled", "plan"),
-    ("store", "observe", "politeness", "threads"),
-    ("decide", "failures"),
-    (
-        "arguments",
-        "launch",
-        "retention",
-        "records",
-        "keys",
-        "naming",
-        "settings",
-        "model",
-        "units",
-        "troubles",
-    ),
-    ("errors",),
+    ("doctor",),
+    ("trainer", "restore"),
+    ("sweep", "runners"),
+    ("engine",),
+    ("protocol", "monitor"),
+    ("transfer",),
+    ("stores", "local"),
+    ("core",),
+    ("errors", "threads", "politeness"),
 )
-DEPTH = {name: depth for depth, layer in enumerate(LAYERS) for name in layer}
+DEPTH = {name: depth for depth, rooms in enumerate(ROOMS) for name in rooms}
 
-PURE = {
-    "errors",
-    "settings",
-    "model",
-    "keys",
-    "launch",
-    "naming",
-    "records",
-    "retention",
-    "decide",
-    "plan",
-    "concurrency",
-    "diagnosis",
-    "pickled",
-    "failures",
-    "arguments",
-    "units",
-    "troubles",
-}
+# Values in, values out. A name stands for the module and, if it is a room, for all that is in it.
+PURE = ("errors", "core", "protocol.sweep_plan", "transfer.concurrency", "doctor.diagnosis")
 IMPURE_IMPORTS = {
     *("asyncio", "multiprocessing", "os", "random", "secrets", "shutil", "socket", "sqlite3", "subprocess"),
     *("tempfile", "threading", "time"),
     *("aiobotocore", "aiofiles", "aiohttp", "awscrt", "botocore", "prometheus_client", "tenacity", "torch"),
 }
-MAY_IMPORT_TORCH = {"torch", "integrations", "demo"}
+MAY_IMPORT_TORCH = {"torch", "integrations"}
 # What users of the package import, and nothing else: an adapter is what a user could have written.
 PUBLIC = {"__init__", "errors", "restore", "torch"}
 
@@ -102,9 +70,14 @@ def _module_name(path: str) -> str:
     return ".".join(PurePosixPath(path).with_suffix("").parts).removesuffix(".__init__")
 
 
-def _entry(module: str) -> str:
-    """The name under which LAYERS lists a module of the package: ckpt_async.stores.s3 -> stores."""
+def _room(module: str) -> str:
+    """The name under which ROOMS lists a module of the package: ckpt_async.stores.s3.client -> stores."""
     return module.split(".")[1] if "." in module else "__init__"
+
+
+def _is_pure(module: str) -> bool:
+    within = module.removeprefix(f"{PACKAGE}.")
+    return any(within == name or within.startswith(f"{name}.") for name in PURE)
 
 
 def _is_type_checking(test: ast.expr) -> bool:
@@ -153,31 +126,33 @@ def violations(sources: Mapping[str, str]) -> list[str]:
     problems: list[str] = []
     for path, source in sorted(sources.items()):
         module = _module_name(path)
-        entry = _entry(module)
-        if entry not in DEPTH:
-            problems.append(f"{path}: {entry!r} is in no layer: add it to LAYERS in {HERE}")
+        room = _room(module)
+        if room not in DEPTH:
+            problems.append(
+                f"{path}: {room!r} is no room: put the module into one, or add it to ROOMS in {HERE}"
+            )
             continue
         tree = ast.parse(source, path)
         imports = list(_imports(path, tree))
-        if entry in PURE:
+        if _is_pure(module):
             problems += _impurities(path, tree, imports)
         for found in imports:
-            if found.root == "torch" and entry not in MAY_IMPORT_TORCH:
+            if found.root == "torch" and room not in MAY_IMPORT_TORCH:
                 allowed = ", ".join(sorted(MAY_IMPORT_TORCH))
                 problems.append(f"{path}:{found.line}: only {allowed} may import torch, even lazily")
             if found.root != PACKAGE:
                 continue
             target = found.dotted if found.dotted in modules else found.module
-            above = _entry(target)
-            if DEPTH.get(above, len(LAYERS)) < DEPTH[entry]:
-                problems.append(f"{path}:{found.line}: {entry} must not import {above}, which is above it")
-            if entry == "integrations" and above not in PUBLIC | {entry}:
+            other = _room(target)
+            if other != room and DEPTH.get(other, len(ROOMS)) <= DEPTH[room]:
+                problems.append(f"{path}:{found.line}: {room} must not import {other}, which is not below it")
+            if room == "integrations" and other not in PUBLIC | {room}:
                 problems.append(
-                    f"{path}:{found.line}: integrations may import the public API only, not {above}"
+                    f"{path}:{found.line}: integrations may import the public API only, not {other}"
                 )
             needs_torch = {"torch", "integrations"}
-            if above in needs_torch and found.runs_at_import and entry not in needs_torch | {"demo"}:
-                problems.append(f"{path}:{found.line}: {entry} may import {target} inside a function only")
+            if other in needs_torch and found.runs_at_import and room not in needs_torch:
+                problems.append(f"{path}:{found.line}: {room} may import {target} inside a function only")
             if found.runs_at_import and target != module:
                 graph.setdefault(module, set()).add(target)
     try:
@@ -194,6 +169,13 @@ def test_the_package_keeps_its_shape() -> None:
     assert not found, "\n" + "\n".join(found)
 
 
+def test_every_room_says_what_lives_there() -> None:
+    for room in sorted(DEPTH):
+        if (ROOT / PACKAGE / room).is_dir():
+            doc = ast.get_docstring(ast.parse((ROOT / PACKAGE / room / "__init__.py").read_text()))
+            assert doc, room
+
+
 def test_importing_the_package_needs_nothing_heavy() -> None:
     heavy = ["torch", "aiobotocore", "prometheus_client", "aiohttp"]
     code = f"import sys, {PACKAGE}; print(*sorted(sys.modules.keys() & set({heavy})))"
@@ -204,19 +186,20 @@ def test_importing_the_package_needs_nothing_heavy() -> None:
 def test_what_is_allowed_is_not_complained_about() -> None:
     assert not violations(
         {
-            "ckpt_async/__init__.py": "from .errors import Oops\nfrom ckpt_async.uploader import Uploader",
+            "ckpt_async/__init__.py": "from .errors import Oops\nfrom ckpt_async.trainer.uploader import Uploader",
             "ckpt_async/errors.py": "",
-            "ckpt_async/keys.py": "import re\nfrom pathlib import PurePosixPath\nfrom .errors import Oops",
-            "ckpt_async/model.py": "if TYPE_CHECKING:\n    from .keys import Key",
-            "ckpt_async/decide.py": "from ckpt_async import keys, model",
-            "ckpt_async/stores/__init__.py": "def s3():\n    from .s3 import S3\n    return S3",
-            "ckpt_async/stores/s3.py": "import aiobotocore, os\nfrom ..errors import X\nfrom . import s3",
-            "ckpt_async/uploader.py": "import time\nfrom .decide import decide\nfrom .stores.s3 import S3",
+            "ckpt_async/core/keys.py": "import re\nfrom pathlib import PurePosixPath\nfrom ..errors import Oops",
+            "ckpt_async/core/model.py": "if TYPE_CHECKING:\n    from .keys import Key",
+            "ckpt_async/core/decide.py": "from ckpt_async.core import keys, model",
+            "ckpt_async/protocol/steps.py": "import os\nfrom ckpt_async.core import model",
+            "ckpt_async/stores/__init__.py": "def s3():\n    from .s3.client import S3\n    return S3",
+            "ckpt_async/stores/s3/client.py": "import aiobotocore, os\nfrom ...errors import X\nfrom . import signing",
+            "ckpt_async/stores/s3/signing.py": "",
+            "ckpt_async/trainer/uploader.py": "import time\nfrom ..core.decide import decide\nfrom ..runners import x",
             "ckpt_async/torch/saver.py": "import torch\nfrom ckpt_async import Uploader",
             "ckpt_async/integrations/lightning.py": "from .files import x\nfrom ckpt_async import restore, torch",
             "ckpt_async/integrations/files.py": "from ckpt_async.torch.saver import Saver",
-            "ckpt_async/cli.py": "def load():\n    from ckpt_async.torch import saver",
-            "ckpt_async/demo/__main__.py": "import torch\nfrom ..torch.saver import Saver",
+            "ckpt_async/cli/main.py": "def load():\n    from ckpt_async.torch import saver",
         }
     )
 
@@ -224,30 +207,44 @@ def test_what_is_allowed_is_not_complained_about() -> None:
 @pytest.mark.parametrize(
     ("path", "source", "complaint"),
     [
-        ("decide.py", "import os", "decide.py:1: pure, so it must not import os"),
-        ("decide.py", "x = 1\nimport os.path as p", "decide.py:2: pure, so it must not import os"),
-        ("model.py", "from time import monotonic", "must not import time"),
-        ("retention.py", "def f():\n    import random", "retention.py:2: pure"),
-        ("keys.py", "from pathlib import PurePosixPath, Path", "may import PurePosixPath only"),
-        ("keys.py", "import pathlib", "may import PurePosixPath only"),
-        ("naming.py", "def f(p):\n    with open(p): ...", "naming.py:2: pure, so it must not call open()"),
-        ("settings.py", "t = __import__('time')", "must not call __import__()"),
-        ("errors.py", "from .model import Shard", "errors must not import model, which is above it"),
-        ("errors.py", "from ckpt_async import model", "errors must not import model"),
-        ("store.py", "import ckpt_async.engine", "store must not import engine"),
-        ("engine.py", "from ckpt_async import Uploader", "engine must not import __init__"),
-        ("stores/s3.py", "from ..transfer import Parts", "stores must not import transfer"),
+        ("core/decide.py", "import os", "decide.py:1: pure, so it must not import os"),
+        ("core/decide.py", "x = 1\nimport os.path as p", "decide.py:2: pure, so it must not import os"),
+        ("core/model.py", "from time import monotonic", "must not import time"),
+        ("core/retention.py", "def f():\n    import random", "retention.py:2: pure"),
+        ("core/keys.py", "from pathlib import PurePosixPath, Path", "may import PurePosixPath only"),
+        ("core/keys.py", "import pathlib", "may import PurePosixPath only"),
         (
-            "stores/s3.py",
-            "async def f():\n    from ..engine import x",
-            "s3.py:2: stores must not import engine",
+            "core/naming.py",
+            "def f(p):\n    with open(p): ...",
+            "naming.py:2: pure, so it must not call open()",
         ),
-        ("store.py", "if TYPE_CHECKING:\n    from .engine import Engine", "store must not import engine"),
-        ("sweeper.py", "def f():\n    import torch.distributed", "may import torch, even lazily"),
+        ("core/settings.py", "t = __import__('time')", "must not call __import__()"),
+        ("protocol/sweep_plan.py", "import os", "sweep_plan.py:1: pure, so it must not import os"),
+        ("doctor/diagnosis.py", "import socket", "diagnosis.py:1: pure, so it must not import socket"),
+        ("errors.py", "from .core.model import Shard", "errors must not import core, which is not below it"),
+        ("core/keys.py", "import ckpt_async.engine.loop", "core must not import engine"),
+        ("engine/loop.py", "from ckpt_async import Uploader", "engine must not import __init__"),
+        ("stores/s3/client.py", "from ...transfer import Parts", "stores must not import transfer"),
+        (
+            "stores/memory.py",
+            "from ..local import folder",
+            "stores must not import local, which is not below it",
+        ),
+        (
+            "stores/memory.py",
+            "async def f():\n    from ..engine import x",
+            "memory.py:2: stores must not import engine",
+        ),
+        (
+            "stores/interface.py",
+            "if TYPE_CHECKING:\n    from ..engine.loop import Engine",
+            "stores must not import engine",
+        ),
+        ("sweep/sweeper.py", "def f():\n    import torch.distributed", "may import torch, even lazily"),
         ("__init__.py", "import torch", "may import torch, even lazily"),
         (
-            "cli.py",
-            "from .torch import saver",
+            "cli/pull.py",
+            "from ..torch import saver",
             "cli may import ckpt_async.torch.saver inside a function only",
         ),
         (
@@ -256,17 +253,18 @@ def test_what_is_allowed_is_not_complained_about() -> None:
             "torch must not import integrations",
         ),
         ("integrations/x.py", "from ..engine import x", "the public API only, not engine"),
-        ("uploader.py", "try: from .torch import x\nfinally: ...", "uploader must not import torch"),
-        ("helpers.py", "", f"'helpers' is in no layer: add it to LAYERS in {HERE}"),
-        ("helpers/deep.py", "", "'helpers' is in no layer"),
+        ("trainer/uploader.py", "try: from ..torch import x\nfinally: ...", "trainer must not import torch"),
+        ("helpers.py", "", f"'helpers' is no room: put the module into one, or add it to ROOMS in {HERE}"),
+        ("helpers/deep.py", "", "'helpers' is no room"),
     ],
 )
 def test_a_violation_is_found(path: str, source: str, complaint: str) -> None:
     names = (
         "__init__",
         "errors",
-        "model",
-        "engine",
+        "core/model",
+        "local/folder",
+        "engine/loop",
         "torch/__init__",
         "torch/saver",
         "integrations/__init__",
@@ -277,19 +275,20 @@ def test_a_violation_is_found(path: str, source: str, complaint: str) -> None:
 
 def test_an_import_cycle_is_found() -> None:
     cycle = {
-        "ckpt_async/keys.py": "from .naming import a",
-        "ckpt_async/naming.py": "from ckpt_async import records",
-        "ckpt_async/records.py": "if 1:\n    import ckpt_async.keys",
+        "ckpt_async/core/keys.py": "from .naming import a",
+        "ckpt_async/core/naming.py": "from ckpt_async.core import records",
+        "ckpt_async/core/records.py": "if 1:\n    import ckpt_async.core.keys",
     }
     (found,) = violations(cycle)
     assert found.startswith("import cycle: ")
-    assert all(f"ckpt_async.{name}" in found for name in ("keys", "naming", "records"))
-    lazily = cycle | {"ckpt_async/records.py": "def f():\n    import ckpt_async.keys"}
-    for_types = cycle | {"ckpt_async/records.py": "if typing.TYPE_CHECKING:\n    import ckpt_async.keys"}
+    assert all(f"ckpt_async.core.{name}" in found for name in ("keys", "naming", "records"))
+    lazily = cycle | {"ckpt_async/core/records.py": "def f():\n    import ckpt_async.core.keys"}
+    for_types = cycle | {
+        "ckpt_async/core/records.py": "if typing.TYPE_CHECKING:\n    import ckpt_async.core.keys"
+    }
     assert not violations(lazily)
     assert not violations(for_types)
 
 
-def test_every_module_is_in_one_layer() -> None:
-    assert len(DEPTH) == sum(len(layer) for layer in LAYERS)
-    assert DEPTH.keys() >= PURE
+def test_every_room_is_on_one_floor() -> None:
+    assert len(DEPTH) == sum(len(rooms) for rooms in ROOMS)

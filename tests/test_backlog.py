@@ -14,11 +14,11 @@ import pytest
 from prometheus_client import generate_latest
 
 from ckpt_async import CheckpointAbortedError, Uploader
-from ckpt_async import engine as engine_module
+from ckpt_async.core.model import CheckpointId, LocalCheckpoint
+from ckpt_async.core.settings import Settings
+from ckpt_async.engine import loop as engine_module
 from ckpt_async.errors import BacklogError, SettingsError
-from ckpt_async.files import Folder
-from ckpt_async.model import CheckpointId, LocalCheckpoint
-from ckpt_async.settings import Settings
+from ckpt_async.local.folder import Folder
 from ckpt_async.stores.memory import CAPABILITIES, MemoryBucket, MemoryStore
 from tests.engine.stores import Meddled, Slow
 from tests.engine.test_uploader import QUICK, decisions, wait_until, write
@@ -72,9 +72,9 @@ class Blocked(logging.Handler):
 @pytest.fixture
 def blocked() -> Iterator[Blocked]:
     handler = Blocked()
-    logging.getLogger("ckpt_async.uploader").addHandler(handler)
+    logging.getLogger("ckpt_async.trainer.uploader").addHandler(handler)
     yield handler
-    logging.getLogger("ckpt_async.uploader").removeHandler(handler)
+    logging.getLogger("ckpt_async.trainer.uploader").removeHandler(handler)
 
 
 def save(uploader: Uploader, step: int, **metrics: float) -> None:

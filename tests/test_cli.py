@@ -15,13 +15,10 @@ from typing import Any
 
 import pytest
 
-from ckpt_async import Uploader, __version__, cli, keys
+from ckpt_async import Uploader, __version__, cli
 from ckpt_async.cli.output import SILENCE_S
-from ckpt_async.conditional import put
-from ckpt_async.errors import FailureReason, StoreError
-from ckpt_async.files import Folder
-from ckpt_async.journal import Journal, RankLock
-from ckpt_async.model import (
+from ckpt_async.core import keys
+from ckpt_async.core.model import (
     Boundary,
     CheckpointId,
     Decided,
@@ -32,13 +29,24 @@ from ckpt_async.model import (
     Sealed,
     Shard,
 )
-from ckpt_async.observe import NullObserver
-from ckpt_async.protocol import begin_prune, decide_once, finish_prune, move_latest, new_decision, set_pin
-from ckpt_async.records import encode_boundary
-from ckpt_async.requests import Requests
-from ckpt_async.settings import Settings
+from ckpt_async.core.observe import NullObserver
+from ckpt_async.core.records import encode_boundary
+from ckpt_async.core.settings import Settings
+from ckpt_async.errors import FailureReason, StoreError
+from ckpt_async.local.folder import Folder
+from ckpt_async.local.journal import Journal, RankLock
+from ckpt_async.protocol.cas import put
+from ckpt_async.protocol.steps import (
+    begin_prune,
+    decide_once,
+    finish_prune,
+    move_latest,
+    new_decision,
+    set_pin,
+)
 from ckpt_async.stores import open_store
-from ckpt_async.stores.s3 import S3Store
+from ckpt_async.stores.s3.client import S3Store
+from ckpt_async.transfer.requests import Requests
 
 ROOT = Path(__file__).resolve().parent.parent
 HEAVY = ("aiobotocore", "aiohttp", "asyncio", "awscrt", "botocore", "prometheus_client", "tenacity", "torch")
@@ -235,7 +243,7 @@ def test_ls_on_s3(
         raise StoreError("AccessDenied", reason=FailureReason.AUTH)
 
     for name in ("put", "delete", "create_multipart"):
-        monkeypatch.setattr(f"ckpt_async.stores.s3.S3Store.{name}", refuse)
+        monkeypatch.setattr(f"ckpt_async.stores.s3.client.S3Store.{name}", refuse)
     assert [each["step"] for each in json_of(capsys, "ls", s3_url)["checkpoints"]] == [1, 2]
     assert cli.main(["ls", f"{s3_url}-none"]) == 3
     assert cli.main(["ls", f"s3://no-such-bucket/{s3_url.rpartition('/')[2]}"]) == 3

@@ -2,18 +2,19 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
-from ckpt_async import keys
-from ckpt_async.demo.check import check
-from ckpt_async.demo.config import Config
+from ckpt_async.core import keys
+from tests.demo.check import check
+from tests.demo.config import Config
+
+DEV = Path(__file__).resolve().parent.parent / "dev"
 
 
 def test_a_killed_rank_loses_nothing_and_a_damaged_byte_is_found(tmp_path: Path) -> None:
     """torchrun, SIGKILL in the middle of an upload, resume, every byte; then the same check on a damaged store."""
-    command = [sys.executable, "-m", "ckpt_async.demo", "--store", "file", "--json", "--keep", str(tmp_path)]
-    ended = subprocess.run([*command, "--steps", "12"], capture_output=True, text=True, timeout=240)
+    command = [DEV, "demo", "--store", "file", "--json", "--keep", tmp_path, "--steps", "12"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
     result = json.loads(ended.stdout)
     assert (ended.returncode, result["wrong"]) == (0, []), ended.stderr[-3000:]
     assert result["kill"]["rank"] == 1

@@ -12,13 +12,15 @@ from typing import Any
 
 import pytest
 
-from ckpt_async import Uploader, cli, doctor, keys
+from ckpt_async import Uploader, cli
+from ckpt_async.core import keys
+from ckpt_async.core.model import Checksum
+from ckpt_async.doctor import checks as doctor
 from ckpt_async.errors import FailureReason, StoreError
-from ckpt_async.files import Folder
-from ckpt_async.filesystems import filesystem_of
-from ckpt_async.model import Checksum
-from ckpt_async.store import Body, Condition, MultipartInfo, ObjectInfo
+from ckpt_async.local.filesystems import filesystem_of
+from ckpt_async.local.folder import Folder
 from ckpt_async.stores import open_store
+from ckpt_async.stores.interface import Body, Condition, MultipartInfo, ObjectInfo
 from ckpt_async.stores.memory import MemoryBucket, MemoryStore
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -321,7 +323,7 @@ def test_a_folder_in_memory_is_warned_of(call: Examine) -> None:
 def test_a_network_file_system_is_refused_in_the_uploaders_words(
     folder: Path, call: Examine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckpt_async.files.filesystem_of", lambda *_: "nfs4")
+    monkeypatch.setattr("ckpt_async.local.folder.filesystem_of", lambda *_: "nfs4")
     folder.mkdir()
     code, found = call(folder)
     assert (code, levels(found)) == (1, {"folder": "fail"})

@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 
-from ckpt_async import Uploader, cli, journals
-from ckpt_async.demo.seaweed import SeaweedServer
-from ckpt_async.drain import drain
+from ckpt_async import Uploader, cli
+from ckpt_async.core.model import CheckpointId
 from ckpt_async.errors import FailureReason, NoJournalError, SettingsError, StoreError
-from ckpt_async.model import CheckpointId
+from ckpt_async.local import journals
 from ckpt_async.stores import StoreOptions
+from ckpt_async.sweep.drain import drain
+from tests.seaweed import SeaweedServer
 
 Json = dict[str, Any]
 Drain = Callable[..., tuple[int, Json]]
@@ -29,7 +30,7 @@ TRAINER = """
 import asyncio, json, sys
 from pathlib import Path
 from ckpt_async import StoreOptions, Uploader
-from ckpt_async.engine import Engine
+from ckpt_async.engine.loop import Engine
 
 async def never(self, action):
     await asyncio.Event().wait()
@@ -326,7 +327,7 @@ def test_a_shard_that_fails_is_reported_with_its_reason(
 
     trainers.die(folder, remote, 1)
     with monkeypatch.context() as patched:
-        patched.setattr("ckpt_async.transfer.upload", refuse)
+        patched.setattr("ckpt_async.transfer.upload.upload", refuse)
         code, told = call("drain", folder)
     assert (code, told["ranks"][0]["left"][0]["reason"]) == (6, "no such storage class")
     assert call("drain", folder)[0] == 0
@@ -335,7 +336,7 @@ def test_a_shard_that_fails_is_reported_with_its_reason(
 def test_an_engine_that_dies_does_not_take_the_others_along(
     trainers: Trainers, call: Drain, folder: Path, remote: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ckpt_async.engine import Engine
+    from ckpt_async.engine.loop import Engine
 
     upload = Engine._upload
 
@@ -363,8 +364,8 @@ def test_an_older_generation_is_looked_up_before_it_counts_as_idle(
     """Its shards wait for one look at its decision; a drain that ended meanwhile would leave them."""
     trainers.die(folder, remote, 1)
     code = (
-        "import sys; from dataclasses import replace; from ckpt_async.files import Folder\n"
-        "from ckpt_async.journal import Journal\n"
+        "import sys; from dataclasses import replace; from ckpt_async.local.folder import Folder\n"
+        "from ckpt_async.local.journal import Journal\n"
         "journal = Journal(Folder(sys.argv[1]), 0); opened = journal.local().opened\n"
         "journal.open_rank(replace(opened, generation=2)); journal.close()"
     )

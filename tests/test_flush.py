@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 
-from ckpt_async import Uploader, keys
-from ckpt_async import engine as engine_module
-from ckpt_async.preemption import flush_on_sigterm
-from ckpt_async.records import decode_decision
+from ckpt_async import Uploader
+from ckpt_async.core import keys
+from ckpt_async.core.records import decode_decision
+from ckpt_async.engine import loop as engine_module
+from ckpt_async.trainer.preemption import flush_on_sigterm
 from tests.engine.stores import Meddled, Slow
 from tests.engine.test_uploader import QUICK, decisions, wait_until, write
 
@@ -224,7 +225,7 @@ TRAINER = """
 import asyncio, json, logging, os, signal, sys, threading, time
 from pathlib import Path
 from ckpt_async import Uploader
-from ckpt_async.engine import Engine
+from ckpt_async.engine.loop import Engine
 
 logging.basicConfig(level=logging.WARNING)
 folder, remote, settings, how = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3]), sys.argv[4]

@@ -18,14 +18,8 @@ from prometheus_client import REGISTRY, generate_latest
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from ckpt_async import journals, keys, plan
-from ckpt_async import metrics as module
-from ckpt_async import sweeper as sweeper_module
-from ckpt_async.drain import DrainReport, Fate, RankReport
-from ckpt_async.errors import FailureReason, JournalError
-from ckpt_async.files import Folder
-from ckpt_async.metrics import DEFINITIONS, Metrics, SweeperMetrics, describe, serve
-from ckpt_async.model import (
+from ckpt_async.core import keys
+from ckpt_async.core.model import (
     CheckpointId,
     Checksum,
     Decided,
@@ -45,8 +39,16 @@ from ckpt_async.model import (
     StoredShard,
     Verified,
 )
-from ckpt_async.sweeper import Done, FolderReport, RemoteReport, SweepReport
-from ckpt_async.verify import Finding
+from ckpt_async.errors import FailureReason, JournalError
+from ckpt_async.local import journals
+from ckpt_async.local.folder import Folder
+from ckpt_async.monitor import metrics as module
+from ckpt_async.monitor.metrics import DEFINITIONS, Metrics, SweeperMetrics, describe, serve
+from ckpt_async.protocol import sweep_plan
+from ckpt_async.protocol.verify import Finding
+from ckpt_async.sweep import sweeper as sweeper_module
+from ckpt_async.sweep.drain import DrainReport, Fate, RankReport
+from ckpt_async.sweep.sweeper import Done, FolderReport, RemoteReport, SweepReport
 from tests.node import Node
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -629,22 +631,22 @@ def test_a_sweeper_counts_what_it_did() -> None:
         RankReport(rank, committed=(fate,), uploaded_shards=2, uploaded_bytes=10) for rank in (0, 1)
     )
     done = [
-        Done(plan.Settle(one, 2, "r"), outcome=Outcome.COMMIT),
-        Done(plan.Settle(two, 2, "r"), outcome=Outcome.ABORT),
-        Done(plan.Settle(three, 2, "r")),  # somebody else was first
-        Done(plan.GiveUp(two, "step-2", 2, "r"), outcome=Outcome.ABORT),
-        Done(plan.BeginPrune(one, "r"), outcome=Outcome.PRUNING),
-        Done(plan.FinishPrune(one, 2, "r"), outcome=Outcome.PRUNED),
-        Done(plan.FinishPrune(two, 2, "r"), error="no answer"),
-        Done(plan.AbortMultipart("k", "id", "r")),
+        Done(sweep_plan.Settle(one, 2, "r"), outcome=Outcome.COMMIT),
+        Done(sweep_plan.Settle(two, 2, "r"), outcome=Outcome.ABORT),
+        Done(sweep_plan.Settle(three, 2, "r")),  # somebody else was first
+        Done(sweep_plan.GiveUp(two, "step-2", 2, "r"), outcome=Outcome.ABORT),
+        Done(sweep_plan.BeginPrune(one, "r"), outcome=Outcome.PRUNING),
+        Done(sweep_plan.FinishPrune(one, 2, "r"), outcome=Outcome.PRUNED),
+        Done(sweep_plan.FinishPrune(two, 2, "r"), error="no answer"),
+        Done(sweep_plan.AbortMultipart("k", "id", "r")),
         *(
-            Done(plan.Delete(("a", "b"), kind, "r"))
+            Done(sweep_plan.Delete(("a", "b"), kind, "r"))
             for kind in module.ORPHANS
             if kind not in ("multipart", "decision")
         ),
-        Done(plan.Delete(("a", "b"), "lease", "r"), error="no answer"),
-        Done(plan.CollectDecisions(one, frozenset(), ("a", "b", "c"), "r")),
-        Done(plan.Wait(three, "r")),
+        Done(sweep_plan.Delete(("a", "b"), "lease", "r"), error="no answer"),
+        Done(sweep_plan.CollectDecisions(one, frozenset(), ("a", "b", "c"), "r")),
+        Done(sweep_plan.Wait(three, "r")),
     ]
     report = SweepReport(
         (FolderReport("f", DrainReport("f", (), ranks)), FolderReport("g", error="unreadable")),
@@ -678,7 +680,9 @@ def test_a_sweeper_names_what_fails_and_since_when() -> None:
         RemoteReport("s3://b/away", error="no answer"),
         Finding("I1", "k", "is missing", "missing"),
     )
-    broken = RemoteReport("s3://b/broken", [Done(plan.AbortMultipart("k", "id", "r"), error="no answer")])
+    broken = RemoteReport(
+        "s3://b/broken", [Done(sweep_plan.AbortMultipart("k", "id", "r"), error="no answer")]
+    )
     well = RemoteReport("s3://b/well", violations=[damaged])
     folders = (FolderReport("/well"), FolderReport("/unreadable", error="is no journal"))
 

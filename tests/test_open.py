@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from ckpt_async import Uploader, ahead, restore
+from ckpt_async import Uploader, restore
 from ckpt_async.errors import InvalidNameError, InvalidShardError, SealedError
+from ckpt_async.transfer import ahead
 from tests.faults.proxy import Fault, FaultProxy
 
 MIB = 1 << 20

@@ -28,22 +28,22 @@ from ckpt_async import (
     StoreError,
     Uploader,
     UploadFailedError,
-    keys,
 )
-from ckpt_async.demo.seaweed import SeaweedServer
+from ckpt_async.core import keys
+from ckpt_async.core.failures import Failure
+from ckpt_async.core.model import CheckpointId, Decided, Outcome
+from ckpt_async.core.naming import MAX_SHARD_NAME_LENGTH
 from ckpt_async.errors import FailureReason, FolderInUseError, RunnerError
-from ckpt_async.failures import Failure
-from ckpt_async.files import Folder
-from ckpt_async.journal import RankLock
-from ckpt_async.model import CheckpointId, Decided, Outcome
-from ckpt_async.naming import MAX_SHARD_NAME_LENGTH
+from ckpt_async.local.folder import Folder
+from ckpt_async.local.journal import RankLock
 from ckpt_async.runners import child, wire
 from ckpt_async.runners import process as process_module
-from ckpt_async.transfer import SERIES_SHARDS
+from ckpt_async.transfer.upload import SERIES_SHARDS
 from tests.faults.oracle import Oracle
 from tests.faults.processes import Nursery, Trainer
 from tests.faults.proxy import Fault, FaultProxy
 from tests.faults.trainer import write_shards
+from tests.seaweed import SeaweedServer
 
 QUICK = {
     "decision_poll_s": 0.02,

@@ -7,8 +7,8 @@ import os
 import signal
 
 from ckpt_async.cli.output import Exit, Json, print_json, store_options
-from ckpt_async.diagnosis import Facts, Level, diagnose
-from ckpt_async.doctor import examine
+from ckpt_async.doctor.checks import examine
+from ckpt_async.doctor.diagnosis import Facts, Level, diagnose
 from ckpt_async.errors import SettingsError
 
 

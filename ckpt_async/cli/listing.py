@@ -7,7 +7,7 @@ import sys
 from collections.abc import Awaitable, Iterator
 from typing import TypeVar
 
-from ckpt_async import keys, plan, protocol, threads
+from ckpt_async import threads
 from ckpt_async.cli.output import (
     Exit,
     Json,
@@ -17,14 +17,16 @@ from ckpt_async.cli.output import (
     store_options,
     telling_of_silence,
 )
+from ckpt_async.core import keys
+from ckpt_async.core.model import CheckpointId, Decision, Outcome
+from ckpt_async.core.observe import NullObserver
+from ckpt_async.core.settings import Settings
+from ckpt_async.core.units import age, in_units
 from ckpt_async.errors import InvalidRecordError, ObjectNotFoundError
-from ckpt_async.model import CheckpointId, Decision, Outcome
-from ckpt_async.observe import NullObserver
-from ckpt_async.requests import Requests
-from ckpt_async.settings import Settings
+from ckpt_async.protocol import steps, sweep_plan
 from ckpt_async.stores import open_store
-from ckpt_async.transfer import all_or_none
-from ckpt_async.units import age, in_units
+from ckpt_async.transfer.requests import Requests
+from ckpt_async.transfer.upload import all_or_none
 
 T = TypeVar("T")
 
@@ -94,14 +96,16 @@ async def _list_decisions(
             if not started.objects:
                 raise ObjectNotFoundError(f"{store.url} holds no run of ckpt_async")
         unreadable: list[InvalidRecordError] = []
-        boundary = await _or_note(protocol.read_boundary(store, requests), unreadable)
+        boundary = await _or_note(steps.read_boundary(store, requests), unreadable)
         checkpoints = filter(None, (keys.parse_decision_key(each.key) for each in listing.objects))
         found = await all_or_none(
-            _or_note(protocol.read_decision(store, requests, each), unreadable) for each in checkpoints
+            _or_note(steps.read_decision(store, requests, each), unreadable) for each in checkpoints
         )
     finally:
         await store.close()
-    decisions = [each for each in found if each is not None and not plan.is_void(each.checkpoint, boundary)]
+    decisions = [
+        each for each in found if each is not None and not sweep_plan.is_void(each.checkpoint, boundary)
+    ]
     return store.url, sorted(decisions, key=lambda each: each.checkpoint), listing.server_time, unreadable
 
 

@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from ckpt_async.cli.output import Exit, Json, id_json, print_json, print_table
+from ckpt_async.core.units import few, in_units
 from ckpt_async.errors import SettingsError
-from ckpt_async.status import has_owner, load
-from ckpt_async.units import few, in_units
+from ckpt_async.monitor.status import has_owner, load
 
 if TYPE_CHECKING:
-    from ckpt_async.drain import DrainReport, Fate, RankReport
-    from ckpt_async.model import RemoteAddress
-    from ckpt_async.status import CheckpointStatus, Status
+    from ckpt_async.core.model import RemoteAddress
+    from ckpt_async.monitor.status import CheckpointStatus, Status
+    from ckpt_async.sweep.drain import DrainReport, Fate, RankReport
 
 
 def status(options: argparse.Namespace) -> Exit:
@@ -120,9 +120,9 @@ def _checkpoint_json(each: CheckpointStatus) -> Json:
 
 def drain(options: argparse.Namespace) -> Exit:
     """Finish what a trainer left in a folder."""
-    from ckpt_async import drain as work
     from ckpt_async import threads
-    from ckpt_async.uploader import load_settings
+    from ckpt_async.sweep import drain as work
+    from ckpt_async.trainer.uploader import load_settings
 
     settings = load_settings({}, os.environ)
     report = threads.run(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ckpt_async.model import CheckpointId
+    from ckpt_async.core.model import CheckpointId
     from ckpt_async.stores import StoreOptions
 
 Json = dict[str, Any]

@@ -9,9 +9,9 @@ import time
 
 from ckpt_async import restore
 from ckpt_async.cli.output import Exit, Json, print_json, store_options, telling_of_silence
+from ckpt_async.core.units import in_units
 from ckpt_async.errors import ObjectNotFoundError
 from ckpt_async.restore.session import PATIENCE_S
-from ckpt_async.units import in_units
 
 BAR_WIDTH = 30
 BAR_EVERY_S = 0.1

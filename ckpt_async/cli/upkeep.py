@@ -13,20 +13,23 @@ from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from ckpt_async import keys, metrics, plan, protocol, retention, threads
-from ckpt_async import verify as verification
+from ckpt_async import threads
 from ckpt_async.cli.output import Exit, Json, Which, id_json, store_options, telling_of_silence
-from ckpt_async.conditional import if_readable
+from ckpt_async.core import keys, retention
+from ckpt_async.core.model import CheckpointId, Decision, Outcome
+from ckpt_async.core.observe import NullObserver
+from ckpt_async.core.settings import Settings
+from ckpt_async.core.units import in_units
 from ckpt_async.errors import ObjectNotFoundError, SettingsError
-from ckpt_async.model import CheckpointId, Decision, Outcome
-from ckpt_async.observe import NullObserver
-from ckpt_async.requests import Requests
-from ckpt_async.settings import Settings
-from ckpt_async.store import Store
+from ckpt_async.monitor import metrics
+from ckpt_async.protocol import steps, sweep_plan
+from ckpt_async.protocol import verify as verification
+from ckpt_async.protocol.cas import if_readable
 from ckpt_async.stores import open_store
-from ckpt_async.sweeper import Done, FolderReport, RemoteReport, Sweeper, SweepReport, open_run
-from ckpt_async.units import in_units
-from ckpt_async.uploader import load_settings
+from ckpt_async.stores.interface import Store
+from ckpt_async.sweep.sweeper import Done, FolderReport, RemoteReport, Sweeper, SweepReport, open_run
+from ckpt_async.trainer.uploader import load_settings
+from ckpt_async.transfer.requests import Requests
 
 logger = logging.getLogger(__name__)
 
@@ -162,7 +165,7 @@ def _stock_lines(each: RemoteReport) -> Iterator[str]:
         yield f"{each.url}: {_sum(stay)} {'stays' if len(stay) == 1 else 'stay'}, {_sum(go)} would go"
 
 
-def _sum(stock: Sequence[plan.Stock]) -> str:
+def _sum(stock: Sequence[sweep_plan.Stock]) -> str:
     size = in_units(sum(each.size_bytes for each in stock))
     return f"{len(stock)} checkpoint{'' if len(stock) == 1 else 's'} ({size})"
 
@@ -170,38 +173,40 @@ def _sum(stock: Sequence[plan.Stock]) -> str:
 def _state(done: Done, is_dry_run: bool) -> str:
     if done.error:
         return f"FAILED ({done.error})"
-    if isinstance(done.action, plan.Wait):
+    if isinstance(done.action, sweep_plan.Wait):
         return "waits:"
     if is_dry_run:
         return "would"
-    is_settling = isinstance(done.action, plan.Settle | plan.GiveUp | plan.BeginPrune | plan.FinishPrune)
+    is_settling = isinstance(
+        done.action, sweep_plan.Settle | sweep_plan.GiveUp | sweep_plan.BeginPrune | sweep_plan.FinishPrune
+    )
     return "no longer had to" if is_settling and done.outcome is None else "did"
 
 
-def _objects(action: plan.Planned) -> tuple[str, ...]:
-    return action.object_keys if isinstance(action, plan.Delete | plan.CollectDecisions) else ()
+def _objects(action: sweep_plan.Planned) -> tuple[str, ...]:
+    return action.object_keys if isinstance(action, sweep_plan.Delete | sweep_plan.CollectDecisions) else ()
 
 
-def describe(action: plan.Planned) -> str:
+def describe(action: sweep_plan.Planned) -> str:
     """An action in a few words."""
     match action:
-        case plan.AbortMultipart():
+        case sweep_plan.AbortMultipart():
             return f"abort the multipart upload of {action.key}"
-        case plan.Delete():
+        case sweep_plan.Delete():
             return f"delete {len(action.object_keys)} objects, {action.object_keys[0]} first"
-        case plan.CollectDecisions():
+        case sweep_plan.CollectDecisions():
             return f"collect {len(action.object_keys)} decisions"
-        case plan.Settle():
+        case sweep_plan.Settle():
             return f"commit {action.checkpoint}"
-        case plan.GiveUp():
+        case sweep_plan.GiveUp():
             return f"give up {action.checkpoint}"
-        case plan.MoveLatest():
+        case sweep_plan.MoveLatest():
             return f"move latest to {action.checkpoint}"
-        case plan.BeginPrune():
+        case sweep_plan.BeginPrune():
             return f"begin to prune {action.checkpoint}"
-        case plan.FinishPrune():
+        case sweep_plan.FinishPrune():
             return f"prune {action.checkpoint}"
-        case plan.Wait():
+        case sweep_plan.Wait():
             return str(action.checkpoint)
 
 
@@ -295,7 +300,7 @@ def _set_pin(options: argparse.Namespace, *, is_pinned: bool) -> Exit:
 
     async def work(store: Store, requests: Requests) -> Decision:
         id_ = await _find(store, requests, options.checkpoint)
-        decision = await protocol.set_pin(store, requests, id_, is_pinned)
+        decision = await steps.set_pin(store, requests, id_, is_pinned)
         if decision is None or decision.outcome is not Outcome.COMMIT:
             state = decision.outcome.value if decision else "gone"
             raise ObjectNotFoundError(f"{id_} is {state}: too late to pin it", key=keys.decision_key(id_))
@@ -313,9 +318,9 @@ def unmark(options: argparse.Namespace) -> Exit:
     """Take a mark of damage back, so that readers try the checkpoint again."""
 
     async def work(store: Store, requests: Requests) -> tuple[CheckpointId, str]:
-        marks = await protocol.read_damages(store, requests)
+        marks = await steps.read_damages(store, requests)
         id_ = await _find(store, requests, options.checkpoint, among=marks)
-        await protocol.unmark(store, requests, id_)
+        await steps.unmark(store, requests, id_)
         return id_, marks[id_]
 
     id_, reason = _with_store(options, work)
@@ -335,14 +340,14 @@ async def _find(
     given, only of them.
     """
     listing = await requests.control("list", lambda: store.list(keys.DECISIONS))
-    boundary = await if_readable(protocol.read_boundary(store, requests))
+    boundary = await if_readable(steps.read_boundary(store, requests))
     for each in reversed(listing.objects):
         id_ = keys.parse_decision_key(each.key)
-        if id_ is None or plan.is_void(id_, boundary) or (among is not None and id_ not in among):
+        if id_ is None or sweep_plan.is_void(id_, boundary) or (among is not None and id_ not in among):
             continue
         if wanted.step is not None and not wanted.is_of(id_):
             continue
-        decision = await if_readable(protocol.read_decision(store, requests, id_))
+        decision = await if_readable(steps.read_decision(store, requests, id_))
         if decision is None or decision.outcome is not Outcome.COMMIT:
             continue
         if wanted.is_of(id_) or wanted.text == decision.name:

@@ -6,9 +6,9 @@ import fnmatch
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
+from ckpt_async.core.model import CheckpointId, Checksum, Decision, Receipt
+from ckpt_async.core.naming import several
 from ckpt_async.errors import InvalidNameError, SettingsError
-from ckpt_async.model import CheckpointId, Checksum, Decision, Receipt
-from ckpt_async.naming import several
 from ckpt_async.stores import StoreOptions
 
 OWN_FORMAT = "ckpt_async"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any
 
+from ckpt_async.core.pickled import ILL_FORMED, Class, Function, interpret
 from ckpt_async.errors import UnsafePickleError
-from ckpt_async.pickled import ILL_FORMED, Class, Function, interpret
 
 # As many bytes as `ckpt_async.torch` reads: about 5 million shards of tensors.
 MAX_METADATA_BYTES = 1 << 30

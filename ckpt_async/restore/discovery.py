@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator, Collection, Iterable
 from functools import partial
 from typing import TypeVar
 
-from ckpt_async import arguments, keys, protocol, threads
-from ckpt_async.conditional import if_readable
-from ckpt_async.decide import obstacle
-from ckpt_async.drain import drain
+from ckpt_async import threads
+from ckpt_async.core import arguments, keys
+from ckpt_async.core.decide import obstacle
+from ckpt_async.core.model import CheckpointId, Decision, Outcome, Receipt
 from ckpt_async.errors import (
     CkptAsyncError,
     FailureReason,
@@ -23,15 +23,17 @@ from ckpt_async.errors import (
     StoreError,
     UnknownVersionError,
 )
-from ckpt_async.model import CheckpointId, Decision, Outcome, Receipt
+from ckpt_async.protocol import steps
+from ckpt_async.protocol.cas import if_readable
 from ckpt_async.restore.checkpoint import Checkpoint, Rejected, checkpoint_of
 from ckpt_async.restore.foreign import find_foreign
 from ckpt_async.restore.freshness import check_fresh, check_nowhere, known_in
 from ckpt_async.restore.proof import sure
 from ckpt_async.restore.session import Session, mark_damaged, session
-from ckpt_async.store import ObjectInfo
 from ckpt_async.stores import StoreOptions
-from ckpt_async.transfer import all_or_none
+from ckpt_async.stores.interface import ObjectInfo
+from ckpt_async.sweep.drain import drain
+from ckpt_async.transfer.upload import all_or_none
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +130,7 @@ async def _find(
     marks = await _damaged(opened)
     # One that cannot be read voids nothing here. Who may not read at all is told so at once.
     await if_readable(
-        sure(opened, remote, options, lambda looking: protocol.read_boundary(looking.store, looking.asking))
+        sure(opened, remote, options, lambda looking: steps.read_boundary(looking.store, looking.asking))
     )
     async for id_ in _newest_first(opened):
         if step not in (None, id_.step) or generation not in (None, id_.generation):
@@ -174,7 +176,7 @@ async def _newest_first(opened: Session) -> AsyncIterator[CheckpointId]:
     except StoreError as error:
         latest = None
         if error.reason is FailureReason.AUTH:
-            latest = await protocol.read_latest(store, requests)
+            latest = await steps.read_latest(store, requests)
         if latest is None:
             raise
         logger.warning("listing_refused error=%s; only what latest names is looked at", error)
@@ -188,7 +190,7 @@ async def _newest_first(opened: Session) -> AsyncIterator[CheckpointId]:
 async def _damaged(opened: Session) -> dict[CheckpointId, str]:
     """What other readers have found, as `find` tells it. Nonsense counts for nothing: it is only a hint."""
     try:
-        return await protocol.read_damages(opened.store, opened.asking)
+        return await steps.read_damages(opened.store, opened.asking)
     except StoreError as error:
         if error.reason is FailureReason.AUTH:
             return {}  # may not list: then no mark can save us a try
@@ -197,7 +199,7 @@ async def _damaged(opened: Session) -> dict[CheckpointId, str]:
 
 async def _look(id_: CheckpointId, opened: Session) -> tuple[Decision, list[Receipt]] | None:
     """What is committed, or None; InvalidRecordError if it cannot be read as it was decided."""
-    decision = await protocol.read_settled(opened.store, opened.asking, id_, only_reads=True)
+    decision = await steps.read_settled(opened.store, opened.asking, id_, only_reads=True)
     if decision is None or decision.outcome is not Outcome.COMMIT:
         return None
     return decision, await _check(opened, decision)
@@ -237,7 +239,7 @@ async def _sizes(opened: Session, decision: Decision) -> dict[str, int]:
 
 async def _receipt(opened: Session, decision: Decision, rank: int) -> Receipt | InvalidRecordError:
     try:
-        return await protocol.bound_receipt(opened.store, opened.asking, decision, rank)
+        return await steps.bound_receipt(opened.store, opened.asking, decision, rank)
     except InvalidRecordError as error:
         return error
 

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_async import threads
-from ckpt_async.checksums import Digest, checksum_of
+from ckpt_async.core.model import CheckpointId, Checksum
+from ckpt_async.core.naming import check_relative
 from ckpt_async.errors import (
     CheckpointGoneError,
     CkptAsyncError,
@@ -24,10 +25,7 @@ from ckpt_async.errors import (
     DestinationError,
     NoSpaceError,
 )
-from ckpt_async.files import FsyncError, fsync_path
-from ckpt_async.model import CheckpointId, Checksum
-from ckpt_async.naming import check_relative
-from ckpt_async.requests import Progress, Series
+from ckpt_async.local.folder import FsyncError, fsync_path
 from ckpt_async.restore import discovery
 from ckpt_async.restore.checkpoint import Checkpoint, RemoteFile, check_found
 from ckpt_async.restore.lanes import REQUEST_BYTES
@@ -35,10 +33,12 @@ from ckpt_async.restore.partial import PartialFile, checksum_of_file, discard, l
 from ckpt_async.restore.peers import Peer, Peers, PeerSource
 from ckpt_async.restore.session import HeldLease, Session, damaged, leased, session, unreliable
 from ckpt_async.restore.sources import FileSource, LocalCopies, LocalSource, StoreSource, has_size
-from ckpt_async.store import Sink, SmallGet
 from ckpt_async.stores import StoreOptions
+from ckpt_async.stores.checksums import Digest, checksum_of
+from ckpt_async.stores.interface import Sink, SmallGet
 from ckpt_async.threads import in_thread
-from ckpt_async.transfer import SERIES_SHARDS, SMALL_BYTES, all_or_none
+from ckpt_async.transfer.requests import Progress, Series
+from ckpt_async.transfer.upload import SERIES_SHARDS, SMALL_BYTES, all_or_none
 
 logger = logging.getLogger(__name__)
 

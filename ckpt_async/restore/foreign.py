@@ -25,18 +25,18 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from urllib.parse import urlsplit
 
-from ckpt_async import keys
-from ckpt_async.conditional import read
+from ckpt_async.core import keys
+from ckpt_async.core.model import CheckpointId
+from ckpt_async.core.naming import check_relative
 from ckpt_async.errors import InvalidNameError, InvalidRecordError, UnsafePickleError
-from ckpt_async.model import CheckpointId
-from ckpt_async.naming import check_relative
-from ckpt_async.requests import Progress
+from ckpt_async.protocol.cas import read
 from ckpt_async.restore.checkpoint import Checkpoint, Rejected, RemoteFile
 from ckpt_async.restore.dcp_files import MAX_METADATA_BYTES, named_files
 from ckpt_async.restore.session import Session
-from ckpt_async.store import ObjectInfo
 from ckpt_async.stores import StoreOptions
+from ckpt_async.stores.interface import ObjectInfo
 from ckpt_async.threads import in_thread
+from ckpt_async.transfer.requests import Progress
 
 logger = logging.getLogger(__name__)
 

@@ -6,11 +6,13 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ckpt_async import holdings, keys, protocol
-from ckpt_async.conditional import if_readable
+from ckpt_async.core import keys
+from ckpt_async.core.model import CheckpointId, Latest, Local
 from ckpt_async.errors import FailureReason, NoJournalError, StoreError
-from ckpt_async.model import CheckpointId, Latest, Local
-from ckpt_async.plan import is_void
+from ckpt_async.monitor import holdings
+from ckpt_async.protocol import steps
+from ckpt_async.protocol.cas import if_readable
+from ckpt_async.protocol.sweep_plan import is_void
 from ckpt_async.restore.session import Session
 
 _HINT = (
@@ -54,9 +56,9 @@ def check_nowhere(remote: str, known: Known) -> None:
 async def check_fresh(opened: Session, remote: str, known: Known) -> None:
     """Raise StoreError if the run has left marks, though no checkpoint of it was found."""
     store, requests = opened.store, opened.asking
-    latest = await protocol.read_latest(store, requests)
+    latest = await steps.read_latest(store, requests)
     if latest is not None:
-        boundary = await if_readable(protocol.read_boundary(store, requests))
+        boundary = await if_readable(steps.read_boundary(store, requests))
         latest = None if is_void(latest.checkpoint, boundary) else latest
     has_generations = True
     if known.generation:

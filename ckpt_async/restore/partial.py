@@ -9,9 +9,9 @@ import os
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
-from ckpt_async.checksums import Digest, combine
-from ckpt_async.files import FsyncError, fsync_descriptor
-from ckpt_async.model import Checksum
+from ckpt_async.core.model import Checksum
+from ckpt_async.local.folder import FsyncError, fsync_descriptor
+from ckpt_async.stores.checksums import Digest, combine
 
 # One range is one request and one line of the record. Measured on loopback: 16 MiB cost a tenth of the throughput.
 RANGE_BYTES = 32 << 20

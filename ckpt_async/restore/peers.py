@@ -30,8 +30,8 @@ from ckpt_async.errors import FailureReason, StoreError
 from ckpt_async.restore.addresses import in_url, own_addresses
 from ckpt_async.restore.checkpoint import RemoteFile
 from ckpt_async.restore.sources import SinkFactory
-from ckpt_async.stores.http_messages import Answer
-from ckpt_async.stores.http_ranges import Check, Downloads
+from ckpt_async.stores.http.downloads import Check, Downloads
+from ckpt_async.stores.http.messages import Answer
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from typing import Any, TypeVar, cast
 
 from ckpt_async.errors import InvalidRecordError
 from ckpt_async.restore.session import Session, session, unreliable
-from ckpt_async.store import ObjectInfo, Store
 from ckpt_async.stores import StoreOptions
+from ckpt_async.stores.interface import ObjectInfo, Store
 
 logger = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from ckpt_async.restore.partial import checksum_of_file
 from ckpt_async.restore.peers import Peer, Peers, PeerSource
 from ckpt_async.restore.session import damaged, leased, session
 from ckpt_async.restore.sources import FileSource, LocalCopies, LocalSource, StoreSource
-from ckpt_async.store import Sink
-from ckpt_async.transfer import all_or_none
+from ckpt_async.stores.interface import Sink
+from ckpt_async.transfer.upload import all_or_none
 
 logger = logging.getLogger(__name__)
 

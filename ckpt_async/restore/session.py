@@ -13,8 +13,10 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 
-from ckpt_async import keys, protocol, records
-from ckpt_async.conditional import put, read
+from ckpt_async.core import keys, records
+from ckpt_async.core.model import CheckpointId, Damage, Lease, Outcome
+from ckpt_async.core.observe import NullObserver
+from ckpt_async.core.settings import Settings, load
 from ckpt_async.errors import (
     CheckpointGoneError,
     CkptAsyncError,
@@ -25,14 +27,13 @@ from ckpt_async.errors import (
     StoreError,
     UnreliableReadError,
 )
-from ckpt_async.model import CheckpointId, Damage, Lease, Outcome
-from ckpt_async.observe import NullObserver
-from ckpt_async.requests import CONTROL_REQUESTS, Requests
+from ckpt_async.protocol import steps
+from ckpt_async.protocol.cas import put, read
 from ckpt_async.restore.checkpoint import OWN_FORMAT, Checkpoint
 from ckpt_async.restore.lanes import Lanes
-from ckpt_async.settings import Settings, load
-from ckpt_async.store import Store
 from ckpt_async.stores import StoreOptions, open_store
+from ckpt_async.stores.interface import Store
+from ckpt_async.transfer.requests import CONTROL_REQUESTS, Requests
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +132,7 @@ class HeldLease:
         await put(
             store, requests, keys.lease_key(lease.checkpoint, lease.reader), records.encode_lease(lease)
         )
-        decision = await protocol.read_settled(store, requests, lease.checkpoint, only_reads=True)
+        decision = await steps.read_settled(store, requests, lease.checkpoint, only_reads=True)
         outcome = decision.outcome if decision is not None else None
         has_run_out = time.monotonic() > self._good_until
         return outcome is Outcome.COMMIT or (outcome is Outcome.PRUNING and not has_run_out)
@@ -160,7 +161,7 @@ async def leased(
     lease = Lease(checkpoint.id, _reader_name(), ttl_s)
     began = time.monotonic()
     try:
-        decision = await protocol.take_lease(session.store, session.asking, lease)
+        decision = await steps.take_lease(session.store, session.asking, lease)
     except StoreError as error:
         if error.reason not in (FailureReason.AUTH, FailureReason.DISK):
             raise
@@ -180,7 +181,7 @@ async def leased(
         await asyncio.gather(keeping, return_exceptions=True)
         try:
             async with asyncio.timeout(DROP_TIMEOUT_S):
-                await protocol.drop_lease(session.store, session.asking, lease)
+                await steps.drop_lease(session.store, session.asking, lease)
         except (StoreError, TimeoutError) as error:
             logger.warning("lease_not_dropped %s error=%r; it expires by itself", checkpoint.id, error)
 
@@ -208,7 +209,7 @@ async def damaged(session: Session, checkpoint: Checkpoint, reason: str) -> Ckpt
 async def is_gone(session: Session, checkpoint: CheckpointId) -> bool:
     """Whether it was pruned meanwhile: then what is missing is no damage."""
     try:
-        decision = await protocol.read_settled(session.store, session.asking, checkpoint, only_reads=True)
+        decision = await steps.read_settled(session.store, session.asking, checkpoint, only_reads=True)
     except InvalidRecordError:
         return False
     return decision is None or decision.outcome is not Outcome.COMMIT
@@ -238,7 +239,7 @@ async def _check_the_wire(session: Session, checkpoint: CheckpointId, reason: st
         await put(session.store, session.asking, keys.lease_key(checkpoint, lease.reader), sent)
         there = await read(session.store, session.asking, keys.lease_key(checkpoint, lease.reader))
     finally:
-        await protocol.drop_lease(session.store, session.asking, lease)
+        await steps.drop_lease(session.store, session.asking, lease)
     if there is None or there[0] != sent:
         raise unreliable(f"{checkpoint} seems to be damaged ({reason}), but so is what was written just now")
 

@@ -9,14 +9,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
-from ckpt_async import journals, keys
+from ckpt_async.core import keys
 from ckpt_async.errors import CkptAsyncError, FailureReason, ObjectNotFoundError, StoreError
-from ckpt_async.requests import Progress
+from ckpt_async.local import journals
 from ckpt_async.restore.checkpoint import Checkpoint, RemoteFile
 from ckpt_async.restore.lanes import REQUEST_BYTES
 from ckpt_async.restore.session import HeldLease, Session, damaged
-from ckpt_async.store import Sink
+from ckpt_async.stores.interface import Sink
 from ckpt_async.threads import in_thread
+from ckpt_async.transfer.requests import Progress
 
 # Which a store gives by itself, but so does much that answers in its place.
 _REFUSALS = (FailureReason.OTHER, FailureReason.NOT_FOUND)

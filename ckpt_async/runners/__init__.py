@@ -10,12 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ckpt_async.failures import Failure
-from ckpt_async.files import Folder
-from ckpt_async.journal import Journal, RankLock
-from ckpt_async.model import CheckpointId, Decided, Local, RemoteAddress
-from ckpt_async.observe import Observer
-from ckpt_async.settings import Settings
+from ckpt_async.core.failures import Failure
+from ckpt_async.core.model import CheckpointId, Decided, Local, RemoteAddress
+from ckpt_async.core.observe import Observer
+from ckpt_async.core.settings import Settings
+from ckpt_async.local.folder import Folder
+from ckpt_async.local.journal import Journal, RankLock
 from ckpt_async.stores import StoreOptions
 
 

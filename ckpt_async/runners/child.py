@@ -20,18 +20,19 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ckpt_async import decide, politeness
-from ckpt_async.engine import Engine
+from ckpt_async import politeness
+from ckpt_async.core import decide
+from ckpt_async.core.model import CheckpointId, Decided, Local
+from ckpt_async.core.observe import NullObserver
+from ckpt_async.core.settings import Settings
+from ckpt_async.engine.loop import Engine
 from ckpt_async.errors import FailureReason, RunnerError
-from ckpt_async.files import Folder
-from ckpt_async.journal import Journal, RankLock
-from ckpt_async.model import CheckpointId, Decided, Local
-from ckpt_async.observe import NullObserver
+from ckpt_async.local.folder import Folder
+from ckpt_async.local.journal import Journal, RankLock
 from ckpt_async.runners import Start, wire
 from ckpt_async.runners.host import Backends, Host
 from ckpt_async.runners.loop import new_loop
 from ckpt_async.runners.wire import Channel
-from ckpt_async.settings import Settings
 
 logger = logging.getLogger(__name__)
 

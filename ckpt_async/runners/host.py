@@ -11,19 +11,19 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
-from ckpt_async import decide, keys
-from ckpt_async import generation as generations
-from ckpt_async.engine import Engine
+from ckpt_async.core import decide, keys
+from ckpt_async.core.model import Forgotten, Local, Opened
+from ckpt_async.core.observe import Observer
+from ckpt_async.core.settings import INHERITED
+from ckpt_async.engine.loop import Engine
 from ckpt_async.errors import JournalError, SettingsError
-from ckpt_async.files import Folder, boot_id
-from ckpt_async.journal import Journal
-from ckpt_async.model import Forgotten, Local, Opened
-from ckpt_async.observe import Observer
-from ckpt_async.requests import CONTROL_REQUESTS, Requests, open_patiently
+from ckpt_async.local.folder import Folder, boot_id
+from ckpt_async.local.journal import Journal
+from ckpt_async.protocol import generation as generations
 from ckpt_async.runners import Start
-from ckpt_async.settings import INHERITED
-from ckpt_async.store import Store
 from ckpt_async.stores import open_store
+from ckpt_async.stores.interface import Store
+from ckpt_async.transfer.requests import CONTROL_REQUESTS, Requests, open_patiently
 
 logger = logging.getLogger(__name__)
 

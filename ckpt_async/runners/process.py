@@ -25,13 +25,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ckpt_async.engine import MAX_OUTCOMES
+from ckpt_async.core.failures import Failure
+from ckpt_async.core.model import CheckpointId, Decided, Forgotten, JournalRow, Local, fold
+from ckpt_async.core.observe import Observer
+from ckpt_async.engine.loop import MAX_OUTCOMES
 from ckpt_async.errors import CkptAsyncError, FailureReason, RunnerError, SettingsError
-from ckpt_async.failures import Failure
-from ckpt_async.files import Folder
-from ckpt_async.journal import Journal, RankLock
-from ckpt_async.model import CheckpointId, Decided, Forgotten, JournalRow, Local, fold
-from ckpt_async.observe import Observer
+from ckpt_async.local.folder import Folder
+from ckpt_async.local.journal import Journal, RankLock
 from ckpt_async.runners import EngineView, Start, wire
 from ckpt_async.runners.wire import Channel, Meeting
 

@@ -8,9 +8,9 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from ckpt_async.files import Folder
-from ckpt_async.journal import Journal, RankLock
-from ckpt_async.observe import Observer
+from ckpt_async.core.observe import Observer
+from ckpt_async.local.folder import Folder
+from ckpt_async.local.journal import Journal, RankLock
 from ckpt_async.runners import EngineView, Start
 from ckpt_async.runners.host import Backends, Host
 from ckpt_async.runners.loop import new_loop

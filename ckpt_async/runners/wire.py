@@ -16,12 +16,12 @@ import threading
 from typing import Any, Self
 
 from ckpt_async import errors
+from ckpt_async.core.failures import Failure
+from ckpt_async.core.model import CheckpointId, Decided, Outcome, RemoteAddress
+from ckpt_async.core.settings import Settings
 from ckpt_async.errors import CkptAsyncError, FailureReason, StoreError
-from ckpt_async.failures import Failure
-from ckpt_async.journal import after_fork
-from ckpt_async.model import CheckpointId, Decided, Outcome, RemoteAddress
+from ckpt_async.local.journal import after_fork
 from ckpt_async.runners import Start
-from ckpt_async.settings import Settings
 from ckpt_async.stores import StoreOptions
 
 # The kernel doubles it; a packet must fit as a whole.

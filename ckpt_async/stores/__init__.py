@@ -13,16 +13,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from ckpt_async.arguments import is_whole
+from ckpt_async.core.arguments import is_whole
+from ckpt_async.core.keys import longest_keys
+from ckpt_async.core.model import RemoteAddress
+from ckpt_async.core.naming import MAX_KEY_LENGTH
+from ckpt_async.core.naming import check_key_length as check_length
 from ckpt_async.errors import FailureReason, SettingsError, StoreError
-from ckpt_async.keys import longest_keys
-from ckpt_async.model import RemoteAddress
-from ckpt_async.naming import MAX_KEY_LENGTH
-from ckpt_async.naming import check_key_length as check_length
 from ckpt_async.stores.meant import meant
 
 if TYPE_CHECKING:
-    from ckpt_async.store import SmallGet, Store
+    from ckpt_async.stores.interface import SmallGet, Store
 
 # S3-compatible services that people name by scheme; `<NAME>_ENDPOINT_URL` says where one is.
 _ALIASES = frozenset({"b2", "ceph", "coreweave", "minio", "r2", "tigris", "wasabi", "weka"})
@@ -197,7 +197,7 @@ def open_store(
 
             return MemoryStore(shared_bucket(location.bucket), prefix=location.prefix, url=url)
         case _:
-            from ckpt_async.stores.s3 import S3Store
+            from ckpt_async.stores.s3.client import S3Store
 
             return S3Store(
                 location.bucket,

@@ -26,7 +26,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-from ckpt_async.checksums import Digest
+from ckpt_async.core.keys import DATA, PRIVATE
+from ckpt_async.core.model import Checksum
 from ckpt_async.errors import (
     FailureReason,
     IntegrityError,
@@ -36,9 +37,9 @@ from ckpt_async.errors import (
     SourceError,
     StoreError,
 )
-from ckpt_async.keys import DATA, PRIVATE
-from ckpt_async.model import Checksum
-from ckpt_async.store import (
+from ckpt_async.stores import check_key, check_prefix, check_size
+from ckpt_async.stores.checksums import Digest
+from ckpt_async.stores.interface import (
     Body,
     Capabilities,
     Condition,
@@ -56,7 +57,6 @@ from ckpt_async.store import (
     known,
     put_one_by_one,
 )
-from ckpt_async.stores import check_key, check_prefix, check_size
 from ckpt_async.threads import in_thread
 
 # Temporary files and the lock; below a name that no key may start with. Left-overs are harmless.

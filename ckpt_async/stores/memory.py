@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ckpt_async.checksums import checksum_of
+from ckpt_async.core.model import Checksum
 from ckpt_async.errors import (
     FailureReason,
     IntegrityError,
@@ -23,8 +23,9 @@ from ckpt_async.errors import (
     SourceError,
     StoreError,
 )
-from ckpt_async.model import Checksum
-from ckpt_async.store import (
+from ckpt_async.stores import check_key, check_prefix, check_size
+from ckpt_async.stores.checksums import checksum_of
+from ckpt_async.stores.interface import (
     Body,
     Capabilities,
     Condition,
@@ -42,7 +43,6 @@ from ckpt_async.store import (
     known,
     put_one_by_one,
 )
-from ckpt_async.stores import check_key, check_prefix, check_size
 
 # Small, so that whoever can do with the first page is seen to.
 PAGE_KEYS = 2

@@ -21,9 +21,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
-from ckpt_async import StoreOptions, Uploader, naming, restore
+from ckpt_async import StoreOptions, Uploader, restore
+from ckpt_async.core import naming
+from ckpt_async.core.model import CheckpointId
 from ckpt_async.errors import CheckpointGoneError, DamagedCheckpointError, RankFailedError, SettingsError
-from ckpt_async.model import CheckpointId
 from ckpt_async.restore import Checkpoint, Peer
 from ckpt_async.torch.agreement import run_on_one, sendable
 from ckpt_async.torch.dcp_reader import CkptAsyncReader

@@ -22,10 +22,10 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ckpt_async import restore
-from ckpt_async.checksums import checksum_of
 from ckpt_async.errors import CkptAsyncError, DamagedCheckpointError, InvalidNameError, StateMismatchError
 from ckpt_async.restore import Checkpoint, Peer, Reader, ReadInto, RemoteFile
 from ckpt_async.restore.session import unreliable
+from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.torch.agreement import agree, sendable
 from ckpt_async.torch.unpickle import load_metadata
 from ckpt_async.torch.validation import ValidationFunction, validate, validation_function

@@ -22,7 +22,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from ckpt_async import Uploader, naming
+from ckpt_async import Uploader
+from ckpt_async.core import naming
 from ckpt_async.errors import SettingsError
 from ckpt_async.torch.agreement import sendable
 

@@ -33,7 +33,8 @@ from typing import IO, Any, cast
 
 import torch
 
-from ckpt_async import launch, naming, restore
+from ckpt_async import restore
+from ckpt_async.core import launch, naming
 from ckpt_async.errors import FormatError, StateMismatchError, UnsafePickleError
 from ckpt_async.torch import validation
 from ckpt_async.torch.validation import ValidationFunction, validation_function

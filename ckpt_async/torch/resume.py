@@ -20,8 +20,8 @@ from typing import Any
 import torch.distributed as dist
 
 from ckpt_async import restore
+from ckpt_async.core.model import CheckpointId
 from ckpt_async.errors import CheckpointGoneError, DamagedCheckpointError, ResumeError
-from ckpt_async.model import CheckpointId
 from ckpt_async.restore import addresses
 from ckpt_async.restore.sources import LocalCopies
 from ckpt_async.stores import StoreOptions

@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from ckpt_async.core.pickled import ILL_FORMED, Class, Function, interpret, refuse
 from ckpt_async.errors import UnsafePickleError
-from ckpt_async.pickled import ILL_FORMED, Class, Function, interpret, refuse
 
 # About 5 million shards of tensors: a chunk and where it is stored take some 200 bytes.
 MAX_METADATA_BYTES = 1 << 30

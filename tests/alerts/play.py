@@ -24,8 +24,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ckpt_async import Sweeper, Uploader, metrics
+from ckpt_async import Sweeper, Uploader
 from ckpt_async.errors import CkptAsyncError
+from ckpt_async.monitor import metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 RULES = ROOT / "deploy/prometheus/alerts.yaml"

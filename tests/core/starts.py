@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from ckpt_async import generation as generations
+from ckpt_async.protocol import generation as generations
 from ckpt_async.stores.memory import CAPABILITIES, MemoryBucket, MemoryStore
 from tests.core.world import ViolationError
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_async.concurrency import REST_S, Concurrency, finished, throttled
+from ckpt_async.transfer.concurrency import REST_S, Concurrency, finished, throttled
 
 MIB = 1 << 20
 

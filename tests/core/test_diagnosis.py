@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from ckpt_async.diagnosis import (
+from ckpt_async.doctor.diagnosis import (
     Facts,
     Finding,
     Host,
@@ -17,7 +17,7 @@ from ckpt_async.diagnosis import (
     Tried,
     diagnose,
 )
-from ckpt_async.store import Capabilities
+from ckpt_async.stores.interface import Capabilities
 
 GIB = 1 << 30
 SOUND = Facts(

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from ckpt_async import settings
+from ckpt_async.core import settings
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -10,4 +10,4 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_settings_page_is_the_generated_one() -> None:
     """A setting that is not on the page, or has another default there, misleads."""
     page = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
-    assert page == settings.describe(), "run: python -m ckpt_async.settings > docs/settings.md"
+    assert page == settings.describe(), "run: python -m ckpt_async.core.settings > docs/settings.md"

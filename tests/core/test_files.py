@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ckpt_async import files, host_mark
+from ckpt_async.core.model import FileIdentity
 from ckpt_async.errors import (
     FailureReason,
     FolderInUseError,
@@ -22,9 +22,10 @@ from ckpt_async.errors import (
     JournalError,
     SourceError,
 )
-from ckpt_async.files import Folder, fsync_path, point_symlink, write_durably
-from ckpt_async.filesystems import parse_mountinfo
-from ckpt_async.model import FileIdentity
+from ckpt_async.local import folder as files
+from ckpt_async.local import host_mark
+from ckpt_async.local.filesystems import parse_mountinfo
+from ckpt_async.local.folder import Folder, fsync_path, point_symlink, write_durably
 
 
 @pytest.fixture

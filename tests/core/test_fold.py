@@ -5,8 +5,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_async.errors import FailureReason
-from ckpt_async.model import (
+from ckpt_async.core.model import (
     CheckpointId,
     Checksum,
     Decided,
@@ -30,6 +29,7 @@ from ckpt_async.model import (
     Verified,
     fold,
 )
+from ckpt_async.errors import FailureReason
 
 NAMES = ("a", "b")
 

@@ -14,13 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_async import journal as journal_module
-from ckpt_async import journals, keys
-from ckpt_async.errors import FailureReason, FolderInUseError, JournalDamagedError, JournalError, NoSpaceError
-from ckpt_async.files import Folder, FsyncError
-from ckpt_async.journal import Journal, RankLock
-from ckpt_async.journal_rows import KINDS, ROW_SHARDS
-from ckpt_async.model import (
+from ckpt_async.core import keys
+from ckpt_async.core.model import (
     CheckpointId,
     Checksum,
     Decided,
@@ -46,6 +41,12 @@ from ckpt_async.model import (
     Verified,
     fold,
 )
+from ckpt_async.errors import FailureReason, FolderInUseError, JournalDamagedError, JournalError, NoSpaceError
+from ckpt_async.local import journal as journal_module
+from ckpt_async.local import journals
+from ckpt_async.local.folder import Folder, FsyncError
+from ckpt_async.local.journal import Journal, RankLock
+from ckpt_async.local.journal_rows import KINDS, ROW_SHARDS
 from tests import old_journals
 from tests.node import Node
 
@@ -91,9 +92,9 @@ def python(code: str, *arguments: object) -> subprocess.Popen[bytes]:
     """A process of its own, that runs this code; its output is what it acknowledged."""
     prelude = """
         import os, sys
-        from ckpt_async.files import Folder
-        from ckpt_async.journal import Journal, RankLock
-        from ckpt_async.model import CheckpointId, Forgotten, ReceiptStored, Sealed
+        from ckpt_async.local.folder import Folder
+        from ckpt_async.local.journal import Journal, RankLock
+        from ckpt_async.core.model import CheckpointId, Forgotten, ReceiptStored, Sealed
     """
     program = textwrap.dedent(prelude) + textwrap.dedent(code)
     return subprocess.Popen(

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_async import keys, naming
-from ckpt_async.model import CheckpointId
+from ckpt_async.core import keys, naming
+from ckpt_async.core.model import CheckpointId
 
 generations = st.integers(1, keys.MAX_GENERATION)
 steps = st.integers(0, keys.MAX_STEP)

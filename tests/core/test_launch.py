@@ -2,7 +2,7 @@
 
 import pytest
 
-from ckpt_async import launch
+from ckpt_async.core import launch
 from ckpt_async.errors import SettingsError
 
 TORCHRUN = {

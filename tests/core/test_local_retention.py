@@ -4,10 +4,9 @@ from collections.abc import Iterable
 
 import pytest
 
-from ckpt_async import decide, retention
-from ckpt_async.decide import Forget, Keep, MoveLocalLatest, Policy, Remove, supersedable
-from ckpt_async.errors import FailureReason
-from ckpt_async.model import (
+from ckpt_async.core import decide, retention
+from ckpt_async.core.decide import Forget, Keep, MoveLocalLatest, Policy, Remove, supersedable
+from ckpt_async.core.model import (
     CheckpointId,
     Decided,
     Enqueued,
@@ -24,6 +23,7 @@ from ckpt_async.model import (
     Superseded,
     fold,
 )
+from ckpt_async.errors import FailureReason
 
 REASON = "the disk is full"
 

@@ -10,10 +10,13 @@ from unittest import mock
 import pytest
 from hypothesis import Phase
 
-from ckpt_async import conditional, decide, engine, keys, protocol, records, retention, sweeper
-from ckpt_async.engine import Engine
+from ckpt_async.core import decide, keys, records, retention
+from ckpt_async.core.model import Latest, MadeDurable, Outcome
+from ckpt_async.engine import loop
+from ckpt_async.engine.loop import Engine
 from ckpt_async.errors import PreconditionFailedError
-from ckpt_async.model import Latest, MadeDurable, Outcome
+from ckpt_async.protocol import cas, steps
+from ckpt_async.sweep import sweeper
 from tests.core.test_protocol_model import Protocol, Reading, Steady, explore
 from tests.core.world import ViolationError
 
@@ -45,8 +48,7 @@ def commits_without_all_receipts() -> contextlib.AbstractContextManager[None]:
 
     async def read_receipts(store: Any, requests: Any, checkpoint: Any, world_size: int) -> list[bytes]:
         found = [
-            await conditional.read(store, requests, keys.receipt_key(checkpoint, rank))
-            for rank in range(world_size)
+            await cas.read(store, requests, keys.receipt_key(checkpoint, rank)) for rank in range(world_size)
         ]
         return [each[0] for each in found if each is not None]
 
@@ -58,15 +60,15 @@ def commits_without_all_receipts() -> contextlib.AbstractContextManager[None]:
     return patched(
         (decide, "is_complete", lambda *_: True),
         (decide, "obstacle", lambda *_: None),
-        (protocol, "read_receipts", read_receipts),
-        (protocol.records, "decode_receipt", decode_receipt),
+        (steps, "read_receipts", read_receipts),
+        (steps.records, "decode_receipt", decode_receipt),
     )
 
 
 def commits_before_uploads() -> contextlib.AbstractContextManager[None]:
     """R1: the receipt goes out when the checkpoint is sealed, not when its shards are verified."""
     is_verified = property(lambda checkpoint: checkpoint.sealed is not None)
-    return patched((engine.LocalCheckpoint, "is_verified", is_verified))
+    return patched((loop.LocalCheckpoint, "is_verified", is_verified))
 
 
 def mixes_generations() -> contextlib.AbstractContextManager[None]:
@@ -77,7 +79,7 @@ def mixes_generations() -> contextlib.AbstractContextManager[None]:
 
     async def create_once(store: Any, requests: Any, key: str, data: bytes) -> bytes:
         if key.startswith(keys.RECEIPTS):
-            await conditional.put(store, requests, key, data)
+            await cas.put(store, requests, key, data)
             return data
         return await real_create(store, requests, key, data)
 
@@ -89,13 +91,13 @@ def mixes_generations() -> contextlib.AbstractContextManager[None]:
         generation = int(data.split(b'"generation":')[1].split(b",")[0])
         return real_decode(data, replace(expected, generation=generation), rank)
 
-    real_create, real_decode = conditional.create_once, records.decode_receipt
+    real_create, real_decode = cas.create_once, records.decode_receipt
     return patched(
         (keys, "receipts_prefix", receipts_prefix),
-        (conditional, "create_once", create_once),
+        (cas, "create_once", create_once),
         (Engine, "_list_receipts", list_receipts),
         (decide, "obstacle", lambda *_: None),
-        (protocol, "records", _with(records, decode_receipt=decode_receipt)),
+        (steps, "records", _with(records, decode_receipt=decode_receipt)),
     )
 
 
@@ -104,7 +106,7 @@ def moves_latest_before_commit() -> contextlib.AbstractContextManager[None]:
 
     async def commit(self: Engine, action: Any) -> None:
         name = self._checkpoint(action.checkpoint).name
-        await protocol.move_latest(self._store, self._requests, action.checkpoint, name)
+        await steps.move_latest(self._store, self._requests, action.checkpoint, name)
         await real(self, action)
 
     real = Engine._commit
@@ -116,10 +118,10 @@ def moves_latest_back() -> contextlib.AbstractContextManager[None]:
 
     async def move_latest(store: Any, requests: Any, checkpoint: Any, name: str) -> Latest:
         latest = Latest(checkpoint, name, keys.data_prefix(name, checkpoint.generation), 1, "nonce")
-        await conditional.put(store, requests, keys.LATEST, records.encode_latest(latest))
+        await cas.put(store, requests, keys.LATEST, records.encode_latest(latest))
         return latest
 
-    return patched((protocol, "move_latest", move_latest))
+    return patched((steps, "move_latest", move_latest))
 
 
 def compares_latest_by_step() -> contextlib.AbstractContextManager[None]:
@@ -202,7 +204,7 @@ def skips_fsync_of_folders() -> contextlib.AbstractContextManager[None]:
 
     def fsync_shards(self: Engine, checkpoint: Any, shards: Any) -> list[Any]:
         for each in shards:
-            engine.fsync_path(self._path(checkpoint, each))
+            loop.fsync_path(self._path(checkpoint, each))
         return []
 
     return patched((Engine, "_fsync_shards", fsync_shards))
@@ -214,24 +216,22 @@ def skips_read_back() -> contextlib.AbstractContextManager[None]:
     async def decide_once(store: Any, requests: Any, wanted: Any) -> Any:
         data = records.encode_decision(wanted)
         try:
-            await conditional.put(
-                store, requests, keys.decision_key(wanted.checkpoint), data, conditional.Create()
-            )
+            await cas.put(store, requests, keys.decision_key(wanted.checkpoint), data, cas.Create())
         except PreconditionFailedError:
             return replace(wanted, outcome=Outcome.ABORT), False
         return wanted, True
 
-    return patched((protocol, "decide_once", decide_once))
+    return patched((steps, "decide_once", decide_once))
 
 
 def abort_does_not_compete() -> contextlib.AbstractContextManager[None]:
     """R4: decisions are written without a condition: a straggler commits what was given up."""
 
     async def create_once(store: Any, requests: Any, key: str, data: bytes) -> bytes:
-        await conditional.put(store, requests, key, data)
+        await cas.put(store, requests, key, data)
         return data
 
-    return patched((protocol, "create_once", create_once))
+    return patched((steps, "create_once", create_once))
 
 
 def sweeps_without_abort() -> contextlib.AbstractContextManager[None]:
@@ -260,7 +260,7 @@ def prunes_what_is_read() -> contextlib.AbstractContextManager[None]:
     async def readers(*_: Any) -> list[str]:
         return []
 
-    return patched((protocol, "readers", readers), (sweeper.plan, "_live_leases", lambda *_: ()))
+    return patched((steps, "readers", readers), (sweeper.plan, "_live_leases", lambda *_: ()))
 
 
 def prunes_shards_first() -> contextlib.AbstractContextManager[None]:
@@ -276,8 +276,8 @@ def prunes_shards_first() -> contextlib.AbstractContextManager[None]:
         await store.delete(doomed)
         return await real(store, requests, checkpoint)
 
-    real = protocol.begin_prune
-    return patched((protocol, "begin_prune", begin_prune))
+    real = steps.begin_prune
+    return patched((steps, "begin_prune", begin_prune))
 
 
 def prunes_past_latest() -> contextlib.AbstractContextManager[None]:

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_async import keys, naming
+from ckpt_async.core import keys, naming
+from ckpt_async.core.naming import MAX_SHARD_NAME_LENGTH, check_component, check_relative
 from ckpt_async.errors import InvalidNameError
-from ckpt_async.naming import MAX_SHARD_NAME_LENGTH, check_component, check_relative
 
 HOSTILE = [
     "", ".", "..", "/", "//", "/etc/shadow", "../x", "a/../b", "a/..", "a/./b", "./a", "a//b", "a/", "/a",

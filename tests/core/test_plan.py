@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from ckpt_async import keys, plan
-from ckpt_async.model import Boundary, CheckpointId, Decision, Lease, Outcome
-from ckpt_async.plan import Ages, CollectDecisions, GiveUp, Settle, View, Wait
-from ckpt_async.retention import KeepAll
-from ckpt_async.store import ObjectInfo
+from ckpt_async.core import keys
+from ckpt_async.core.model import Boundary, CheckpointId, Decision, Lease, Outcome
+from ckpt_async.core.retention import KeepAll
+from ckpt_async.protocol import sweep_plan
+from ckpt_async.protocol.sweep_plan import Ages, CollectDecisions, GiveUp, Settle, View, Wait
+from ckpt_async.stores.interface import ObjectInfo
 
 NOW = 1_000_000.0
 AGES = Ages(superseded_s=1000.0, newest_s=5000.0, help_s=60.0)
@@ -39,8 +40,8 @@ def decision(id_: CheckpointId, outcome: Outcome = Outcome.ABORT) -> Decision:
     return Decision(id_, outcome, f"step-{id_.step}", 2, "nonce", 0.0, "test")
 
 
-def planned(seen: View, kind: type[plan.Planned]) -> list[Any]:
-    return [each for each in plan.plan(seen, KeepAll(), AGES) if isinstance(each, kind)]
+def planned(seen: View, kind: type[sweep_plan.Planned]) -> list[Any]:
+    return [each for each in sweep_plan.plan(seen, KeepAll(), AGES) if isinstance(each, kind)]
 
 
 @pytest.mark.parametrize(
@@ -73,9 +74,9 @@ def test_what_is_whole_is_left_to_its_engines_for_a_while(
 @pytest.mark.parametrize(
     ("ttl_s", "lasts_s"),
     [
-        (600.0, 600.0 + plan.LEASE_MARGIN_S),
-        (-600.0, plan.LEASE_MARGIN_S),
-        (1e12, plan.MAX_LEASE_S + plan.LEASE_MARGIN_S),
+        (600.0, 600.0 + sweep_plan.LEASE_MARGIN_S),
+        (-600.0, sweep_plan.LEASE_MARGIN_S),
+        (1e12, sweep_plan.MAX_LEASE_S + sweep_plan.LEASE_MARGIN_S),
     ],
 )
 def test_a_lease_holds_for_its_time_and_a_margin_and_for_no_more_than_a_day(
@@ -86,8 +87,10 @@ def test_a_lease_holds_for_its_time_and_a_margin_and_for_no_more_than_a_day(
     for age_s, is_held in ((lasts_s - 1, True), (lasts_s, False)):
         key = keys.lease_key(OLD, "reader")
         seen = view(decisions=pruning, leases={key: (lease, NOW - age_s)})
-        assert bool(planned(seen, plan.FinishPrune)) != is_held
-        assert [each.object_keys for each in planned(seen, plan.Delete)] == ([] if is_held else [(key,)])
+        assert bool(planned(seen, sweep_plan.FinishPrune)) != is_held
+        assert [each.object_keys for each in planned(seen, sweep_plan.Delete)] == (
+            [] if is_held else [(key,)]
+        )
 
 
 # --- collecting ----------------------------------------------------------------------------------------------
@@ -99,7 +102,7 @@ def collected(seen: View) -> list[CollectDecisions]:
 
 @pytest.fixture
 def collects_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "COLLECT_AT_LEAST", 1)
+    monkeypatch.setattr(sweep_plan, "COLLECT_AT_LEAST", 1)
 
 
 def settled_view(*ids: CheckpointId, age_s: float = AGES.superseded_s, **facts: Any) -> View:
@@ -151,9 +154,9 @@ def test_what_is_undecided_below_the_boundary_is_kept(facts: dict[str, Any]) -> 
 
 def test_few_are_left_where_they_are() -> None:
     """The boundary moves seldom."""
-    ids = [CheckpointId(1, step) for step in range(plan.COLLECT_AT_LEAST)]
+    ids = [CheckpointId(1, step) for step in range(sweep_plan.COLLECT_AT_LEAST)]
     assert collected(settled_view(*ids[1:])) == []
-    assert len(collected(settled_view(*ids))[0].object_keys) == plan.COLLECT_AT_LEAST
+    assert len(collected(settled_view(*ids))[0].object_keys) == sweep_plan.COLLECT_AT_LEAST
 
 
 def test_what_came_back_below_the_boundary_goes_again() -> None:
@@ -171,8 +174,8 @@ def test_nothing_is_done_to_what_a_bad_boundary_may_speak_of() -> None:
     """Only the newest generation is sure to be above it."""
 
     def acted_on(seen: View) -> set[CheckpointId]:
-        actions: Iterable[Any] = plan.plan(seen, KeepAll(), AGES)
-        return {each.checkpoint for each in actions if not isinstance(each, Wait | plan.Delete)}
+        actions: Iterable[Any] = sweep_plan.plan(seen, KeepAll(), AGES)
+        return {each.checkpoint for each in actions if not isinstance(each, Wait | sweep_plan.Delete)}
 
     data = {id_: (shard(id_, 9999.0),) for id_ in (OLD, NEW)}
     seen = view(data=data, newest_generation=2)

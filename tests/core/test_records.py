@@ -12,9 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_async import keys, records
-from ckpt_async.errors import InvalidRecordError
-from ckpt_async.model import (
+from ckpt_async.core import keys, records
+from ckpt_async.core.model import (
     Beat,
     Boundary,
     CheckpointId,
@@ -32,6 +31,7 @@ from ckpt_async.model import (
     Shard,
     StoredShard,
 )
+from ckpt_async.errors import InvalidRecordError
 
 ids = st.builds(CheckpointId, st.integers(1, keys.MAX_GENERATION), st.integers(0, keys.MAX_STEP))
 components = st.from_regex(r"[A-Za-z0-9_=+@,-]{1,20}", fullmatch=True)

@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_async import retention, settings
-from ckpt_async.errors import SettingsError
-from ckpt_async.model import CheckpointId
-from ckpt_async.retention import (
+from ckpt_async.core import retention, settings
+from ckpt_async.core.model import CheckpointId
+from ckpt_async.core.retention import (
     AnyOf,
     Candidate,
     KeepAll,
@@ -21,6 +20,7 @@ from ckpt_async.retention import (
     KeepLocal,
     KeepNamed,
 )
+from ckpt_async.errors import SettingsError
 
 ids = st.builds(CheckpointId, st.integers(1, 3), st.integers(0, 20))
 candidates = st.lists(

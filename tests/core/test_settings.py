@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from ckpt_async.core.settings import ENVIRONMENT_PREFIX, Settings, load
 from ckpt_async.errors import SettingsError
-from ckpt_async.settings import ENVIRONMENT_PREFIX, Settings, load
 
 FIELDS = {field.name: field for field in dataclasses.fields(Settings)}
 NUMBERS = [name for name, field in FIELDS.items() if field.metadata["low"] is not None]

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from ckpt_async import generation as generations
-from ckpt_async.conditional import put, read
+from ckpt_async.protocol import generation as generations
+from ckpt_async.protocol.cas import put, read
 from tests.core.starts import Starts, until
 from tests.core.world import ViolationError
 

@@ -8,11 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_async import status
-from ckpt_async.errors import FailureReason, NoJournalError
-from ckpt_async.files import Folder
-from ckpt_async.journal import Journal, RankLock
-from ckpt_async.model import (
+from ckpt_async.core.model import (
     CheckpointId,
     Checksum,
     Decided,
@@ -35,6 +31,10 @@ from ckpt_async.model import (
     Verified,
     fold,
 )
+from ckpt_async.errors import FailureReason, NoJournalError
+from ckpt_async.local.folder import Folder
+from ckpt_async.local.journal import Journal, RankLock
+from ckpt_async.monitor import status
 
 NOW = 10_000.0
 REMOTE = RemoteAddress("s3://bucket/run")
@@ -212,8 +212,8 @@ def test_the_journal_of_a_killed_trainer_is_read_with_its_last_row(tmp_path: Pat
     """Its rows are still in the WAL: reading the main file alone would show none of them."""
     code = (
         "import os, signal, sys\n"
-        "from ckpt_async.files import Folder\nfrom ckpt_async.journal import Journal\n"
-        "from ckpt_async.model import CheckpointId, Sealed\n"
+        "from ckpt_async.local.folder import Folder\nfrom ckpt_async.local.journal import Journal\n"
+        "from ckpt_async.core.model import CheckpointId, Sealed\n"
         "Journal(Folder(sys.argv[1]), 0).append([Sealed(CheckpointId(1, 7), 'step-7', 1)])\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_async import decide
-from ckpt_async.model import CheckpointId, Local, LocalCheckpoint, Sealed
+from ckpt_async.core import decide
+from ckpt_async.core.model import CheckpointId, Local, LocalCheckpoint, Sealed
 
 ID = CheckpointId(1, 10)
 

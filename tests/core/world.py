@@ -18,16 +18,8 @@ from pathlib import PurePosixPath
 from typing import Any
 from unittest import mock
 
-from ckpt_async import conditional, engine, kept, keys, plan, protocol, records, sweeper
-from ckpt_async.checksums import checksum_of
-from ckpt_async.engine import Engine
-from ckpt_async.errors import (
-    FailureReason,
-    InvalidRecordError,
-    SourceError,
-    StoreError,
-)
-from ckpt_async.model import (
+from ckpt_async.core import keys, records
+from ckpt_async.core.model import (
     Boundary,
     CheckpointId,
     Decided,
@@ -46,12 +38,24 @@ from ckpt_async.model import (
     Sealed,
     Shard,
 )
-from ckpt_async.naming import checkpoint_name
-from ckpt_async.observe import NullObserver
-from ckpt_async.retention import KeepLast
-from ckpt_async.settings import Settings
+from ckpt_async.core.naming import checkpoint_name
+from ckpt_async.core.observe import NullObserver
+from ckpt_async.core.retention import KeepLast
+from ckpt_async.core.settings import Settings
+from ckpt_async.engine import loop as engine
+from ckpt_async.engine.loop import Engine
+from ckpt_async.errors import (
+    FailureReason,
+    InvalidRecordError,
+    SourceError,
+    StoreError,
+)
+from ckpt_async.local import kept
+from ckpt_async.protocol import cas, steps, sweep_plan
+from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.memory import MemoryBucket, MemoryStore
-from ckpt_async.transfer import SERIES_BYTES, SERIES_SHARDS, SMALL_BYTES, SmallShard, bytes_body
+from ckpt_async.sweep import sweeper
+from ckpt_async.transfer.upload import SERIES_BYTES, SERIES_SHARDS, SMALL_BYTES, SmallShard, bytes_body
 
 COMMITTED = (Outcome.COMMIT, Outcome.PRUNING, Outcome.PRUNED)
 NEXT = {
@@ -516,9 +520,9 @@ class World:
             all_or_none=in_turn,
         )
         patch(mock.patch.object(engine, "transfer", moved))
-        patch(mock.patch.object(protocol.transfer, "all_or_none", in_turn))
+        patch(mock.patch.object(steps.transfer, "all_or_none", in_turn))
         patch(mock.patch.object(sweeper, "all_or_none", in_turn))
-        patch(mock.patch.object(plan, "COLLECT_AT_LEAST", self._collect_at_least))
+        patch(mock.patch.object(sweep_plan, "COLLECT_AT_LEAST", self._collect_at_least))
         logger = logging.getLogger("ckpt_async")
         self._patches.callback(logger.setLevel, logger.level)
         logger.setLevel(logging.CRITICAL + 1)
@@ -696,7 +700,7 @@ class World:
                 raise error
 
     def start_sweep(self, *, age_s: float) -> Task:
-        ages = plan.Ages(age_s, age_s, age_s)
+        ages = sweep_plan.Ages(age_s, age_s, age_s)
         sweep = sweeper.RemoteSweep(
             self.store,
             Requests(self),  # type: ignore[arg-type]
@@ -715,25 +719,25 @@ class World:
 
     async def _read(self) -> None:
         requests: Any = Requests(self)
-        latest = await protocol.read_latest(self.store, requests)
+        latest = await steps.read_latest(self.store, requests)
         if latest is None:
             return
         began, lease = self.now, Lease(latest.checkpoint, f"reader-{next(self._readers)}", LEASE_TTL_S)
-        decision = await protocol.take_lease(self.store, requests, lease)
+        decision = await steps.take_lease(self.store, requests, lease)
         if decision is None:
             return
         for rank in range(decision.world_size):
             try:
-                receipt = await protocol.bound_receipt(self.store, requests, decision, rank)
+                receipt = await steps.bound_receipt(self.store, requests, decision, rank)
                 for shard in receipt.shards:
-                    there = await conditional.read(self.store, requests, shard.key)
+                    there = await cas.read(self.store, requests, shard.key)
                     if there is None or checksum_of(there[0], "crc64nvme") != shard.checksum:
                         raise InvalidRecordError(f"{shard.key} is gone")
             except InvalidRecordError as error:
                 if self.now - began < LEASE_TTL_S * 2 / 3:
                     raise ViolationError(f"R3: vanished while it was read: {error}") from None
                 return
-        await protocol.drop_lease(self.store, requests, lease)
+        await steps.drop_lease(self.store, requests, lease)
 
     # --- what must hold ----------------------------------------------------------------------------------
 
@@ -822,7 +826,7 @@ class World:
         if id_ is None:
             return
         decision = records.decode_decision(data, id_) if b'"abort"' in data else self._commit(id_, data)
-        if plan.is_void(id_, self._boundary):
+        if sweep_plan.is_void(id_, self._boundary):
             return
         known = self._decisions.get(id_)
         if decision.outcome not in NEXT[known.outcome if known else None]:
@@ -883,7 +887,7 @@ class World:
         decision = keys.parse_decision_key(key)
         if decision is not None:
             known = self._decisions.pop(decision, None)
-            if known is not None and not plan.is_void(decision, self._boundary):
+            if known is not None and not sweep_plan.is_void(decision, self._boundary):
                 raise ViolationError(f"R4: the decision of {decision} was deleted above the boundary")
             return
         receipt, data = keys.parse_receipt_key(key), keys.parse_data_key(key)
@@ -891,7 +895,7 @@ class World:
         if id_ is None:
             return
         known = self._decisions.get(id_)
-        if known is None and not plan.is_void(id_, self._boundary):
+        if known is None and not sweep_plan.is_void(id_, self._boundary):
             raise ViolationError(f"R4: {key} was deleted without a decision")
         if known is not None and known.outcome is Outcome.COMMIT:
             raise ViolationError(f"I1: {key} of a committed checkpoint was deleted")

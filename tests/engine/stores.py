@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from ckpt_async.errors import FailureReason, StoreError
-from ckpt_async.store import Capabilities, ObjectInfo, SmallPut, Store, put_one_by_one
+from ckpt_async.stores.interface import Capabilities, ObjectInfo, SmallPut, Store, put_one_by_one
 from ckpt_async.stores.memory import CAPABILITIES, MemoryBucket, MemoryStore
 
 

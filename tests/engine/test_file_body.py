@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import trustme
 
-from ckpt_async import transfer
 from ckpt_async.errors import FailureReason, SourceError, StoreError
-from ckpt_async.files import Folder
-from ckpt_async.stores.http_bodies import Exchange, let_block
-from ckpt_async.transfer import FileBody, Source
+from ckpt_async.local.folder import Folder
+from ckpt_async.stores.http.uploads import Exchange, let_block
+from ckpt_async.transfer import upload
+from ckpt_async.transfer.upload import FileBody, Source
 
 MIB = 1 << 20
 SIZE = 9 * MIB + 17
@@ -222,7 +222,7 @@ def test_a_slow_link_is_heard_of_often(
     source: Source, link: Link, kernel: Kernel, refused: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The watchdog must see bytes move: who hears of 4 MiB at a time takes 100 KB/s for a stall."""
-    monkeypatch.setattr(transfer, "TELL_S", 0.0)  # every call takes longer than that
+    monkeypatch.setattr(upload, "TELL_S", 0.0)  # every call takes longer than that
     kernel.refuses = lambda _: refused
     told_of: list[int] = []
 
@@ -244,7 +244,7 @@ def test_a_slow_link_is_heard_of_often(
 def test_a_fast_link_costs_few_system_calls(
     source: Source, link: Link, kernel: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfer, "TELL_S", 1000.0)  # no call takes longer than that
+    monkeypatch.setattr(upload, "TELL_S", 1000.0)  # no call takes longer than that
     sending = link.send(source)
     link.receive(len(HEAD) + SIZE - OFFSET)
     link.far.sendall(DONE)

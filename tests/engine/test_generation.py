@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from ckpt_async import generation as generations
-from ckpt_async import keys, records
-from ckpt_async.conditional import read
+from ckpt_async.core import keys, records
+from ckpt_async.core.observe import NullObserver
+from ckpt_async.core.settings import Settings
 from ckpt_async.errors import FailureReason, FencedError, SettingsError
-from ckpt_async.generation import agree, beat, beat_pause_s, newest_generation
-from ckpt_async.observe import NullObserver
-from ckpt_async.requests import Requests
-from ckpt_async.settings import Settings
+from ckpt_async.protocol import generation as generations
+from ckpt_async.protocol.cas import read
+from ckpt_async.protocol.generation import agree, beat, beat_pause_s, newest_generation
 from ckpt_async.stores.memory import CAPABILITIES, MemoryStore
+from ckpt_async.transfer.requests import Requests
 from tests.engine import virtual_time
 from tests.engine.stores import Meddled, trouble
 

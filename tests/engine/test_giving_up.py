@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckpt_async import CheckpointAbortedError, UploadFailedError, keys
+from ckpt_async import CheckpointAbortedError, UploadFailedError
+from ckpt_async.core import keys
+from ckpt_async.core.records import decode_decision
 from ckpt_async.errors import InvalidNameError
-from ckpt_async.records import decode_decision
 from tests.engine.stores import Meddled
 from tests.engine.test_uploader import decisions, opened, wait_until, write
 

@@ -2,10 +2,10 @@
 
 import asyncio
 
+from ckpt_async.core.observe import NullObserver
+from ckpt_async.core.settings import Settings
 from ckpt_async.errors import FailureReason
-from ckpt_async.observe import NullObserver
-from ckpt_async.requests import Lane, Requests
-from ckpt_async.settings import Settings
+from ckpt_async.transfer.requests import Lane, Requests
 from tests.engine.stores import trouble
 from tests.engine.virtual_time import run
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from ckpt_async import transfer
+from ckpt_async.core.observe import NullObserver
+from ckpt_async.core.settings import Settings
 from ckpt_async.errors import StoreError
-from ckpt_async.files import Folder
-from ckpt_async.observe import NullObserver
-from ckpt_async.requests import Requests
-from ckpt_async.settings import Settings
-from ckpt_async.store import ObjectInfo
+from ckpt_async.local.folder import Folder
+from ckpt_async.stores.interface import ObjectInfo
 from ckpt_async.stores.memory import MemoryBucket, MemoryStore
+from ckpt_async.transfer import upload
+from ckpt_async.transfer.requests import Requests
 
 DATA = b"weights" * 1000
 
@@ -41,9 +41,9 @@ class KeepsNoChecksum(MemoryStore):
 async def _upload(folder: Folder, store: KeepsNoChecksum) -> None:
     await store.open()
     [(identity, _)] = folder.link([("a.bin", "a.bin")], f"spool/{os.urandom(4).hex()}")
-    source = transfer.Source(folder.open_source("a.bin", None, identity), identity, "a.bin")
+    source = upload.Source(folder.open_source("a.bin", None, identity), identity, "a.bin")
     try:
-        await transfer.upload(
+        await upload.upload(
             store,
             Requests(Settings(), NullObserver(), "memory://"),
             source,

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from ckpt_async import requests as requests_module
-from ckpt_async.checksums import checksum_of
-from ckpt_async.conditional import advance, create_once, read
+from ckpt_async.core.observe import NullObserver
+from ckpt_async.core.settings import MIB, Settings
 from ckpt_async.errors import FailureReason, StoreError
-from ckpt_async.observe import NullObserver
-from ckpt_async.requests import MAX_CHECKSUM_ATTEMPTS, Progress, Requests, Series, open_patiently
-from ckpt_async.settings import MIB, Settings
-from ckpt_async.store import BytesBody, Create
+from ckpt_async.protocol.cas import advance, create_once, read
+from ckpt_async.stores.checksums import checksum_of
+from ckpt_async.stores.interface import BytesBody, Create
 from ckpt_async.stores.memory import MemoryBucket, MemoryStore
+from ckpt_async.transfer import requests as requests_module
+from ckpt_async.transfer.requests import MAX_CHECKSUM_ATTEMPTS, Progress, Requests, Series, open_patiently
 from tests.engine.stores import Ambiguous, Meddled, trouble
 from tests.engine.virtual_time import run
 

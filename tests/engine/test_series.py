@@ -12,20 +12,22 @@ from typing import Any
 
 import pytest
 
-from ckpt_async import CheckpointAbortedError, Uploader, decide, transfer
-from ckpt_async import engine as engine_module
-from ckpt_async.checksums import checksum_of
-from ckpt_async.engine import Engine
+from ckpt_async import CheckpointAbortedError, Uploader
+from ckpt_async.core import decide
+from ckpt_async.core.model import CheckpointId, Verified
+from ckpt_async.core.observe import NullObserver
+from ckpt_async.core.settings import Settings
+from ckpt_async.engine import loop as engine_module
+from ckpt_async.engine.loop import Engine
 from ckpt_async.errors import FailureReason, JournalError
-from ckpt_async.files import Folder
-from ckpt_async.journal import Journal
-from ckpt_async.metrics import Metrics
-from ckpt_async.model import CheckpointId, Verified
-from ckpt_async.observe import NullObserver
-from ckpt_async.requests import Requests
-from ckpt_async.settings import Settings
-from ckpt_async.store import ObjectInfo
-from ckpt_async.transfer import SmallShard, Source, upload_many
+from ckpt_async.local.folder import Folder
+from ckpt_async.local.journal import Journal
+from ckpt_async.monitor.metrics import Metrics
+from ckpt_async.stores.checksums import checksum_of
+from ckpt_async.stores.interface import ObjectInfo
+from ckpt_async.transfer import upload as transfer
+from ckpt_async.transfer.requests import Requests
+from ckpt_async.transfer.upload import SmallShard, Source, upload_many
 from tests.engine.stores import Meddled, Slow, trouble
 from tests.engine.test_uploader import QUICK, decisions, wait_until, write
 

@@ -18,18 +18,10 @@ from typing import Any
 import pytest
 from prometheus_client import generate_latest
 
-from ckpt_async import (
-    CheckpointAbortedError,
-    CommitTimeoutError,
-    FencedError,
-    Uploader,
-    UploadFailedError,
-    decide,
-    journals,
-    keys,
-    transfer,
-)
-from ckpt_async import engine as engine_module
+from ckpt_async import CheckpointAbortedError, CommitTimeoutError, FencedError, Uploader, UploadFailedError
+from ckpt_async.core import decide, keys
+from ckpt_async.core.model import CheckpointId, Enqueued, Event
+from ckpt_async.engine import loop as engine_module
 from ckpt_async.errors import (
     FailureReason,
     InvalidNameError,
@@ -40,9 +32,10 @@ from ckpt_async.errors import (
     StoreError,
     UploaderClosedError,
 )
-from ckpt_async.journal import Journal
-from ckpt_async.model import CheckpointId, Enqueued, Event
+from ckpt_async.local import journals
+from ckpt_async.local.journal import Journal
 from ckpt_async.stores.memory import CAPABILITIES, MemoryBucket
+from ckpt_async.transfer import upload
 from tests import old_journals
 from tests.engine.stores import Faulty, Meddled, Slow, trouble
 
@@ -557,17 +550,17 @@ def test_a_shard_that_takes_longer_to_read_than_a_stall_may_last_is_uploaded(
     opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A store without parts gets 100 GB in one piece; reading them for the checksum is progress too."""
-    original = transfer.Source.read_into
+    original = upload.Source.read_into
 
-    def slow(self: transfer.Source, *args: Any) -> None:
+    def slow(self: upload.Source, *args: Any) -> None:
         time.sleep(0.05)  # the disk
         original(self, *args)
 
-    monkeypatch.setattr(transfer.Source, "read_into", slow)
-    monkeypatch.setattr(transfer, "CHECKSUM_BYTES", transfer.SLICE_BYTES, raising=False)
+    monkeypatch.setattr(upload.Source, "read_into", slow)
+    monkeypatch.setattr(upload, "CHECKSUM_BYTES", upload.SLICE_BYTES, raising=False)
     store = Meddled(capabilities=replace(CAPABILITIES, multipart=False))
     with opened(store, stall_timeout_s=0.3) as uploader:
-        uploader.enqueue(write(uploader, "step-1/a.pt", bytes(10 * transfer.SLICE_BYTES)), 1)
+        uploader.enqueue(write(uploader, "step-1/a.pt", bytes(10 * upload.SLICE_BYTES)), 1)
         uploader.seal(1)
         uploader.wait(1, timeout_s=15)
         assert _counter(uploader, "ckpt_async_upload_attempt_failures_total") == 0
@@ -950,7 +943,7 @@ def test_a_full_disk_under_the_journal_does_not_stop_what_is_on_its_way(
     opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The note of progress is for people; not being able to write it must not cut uploads short."""
-    from ckpt_async.files import no_space
+    from ckpt_async.local.folder import no_space
 
     def full(*_: object) -> None:
         raise no_space(Path("folder"))

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from ckpt_async import Uploader, decide
-from ckpt_async.decide import Receipts
-from ckpt_async.model import CheckpointId, Local, LocalCheckpoint, Sealed
+from ckpt_async import Uploader
+from ckpt_async.core import decide
+from ckpt_async.core.decide import Receipts
+from ckpt_async.core.model import CheckpointId, Local, LocalCheckpoint, Sealed
 
 FAST = {"decision_poll_s": 0.05, "decision_poll_max_s": 0.1, "close_grace_s": 0.0, "launch_id": "one"}
 

@@ -13,8 +13,9 @@ import time
 from multiprocessing.connection import Client, Listener
 from pathlib import Path
 
-from ckpt_async import Uploader, keys, records
-from ckpt_async.model import Outcome
+from ckpt_async import Uploader
+from ckpt_async.core import keys, records
+from ckpt_async.core.model import Outcome
 
 NUM_STEPS = 4
 

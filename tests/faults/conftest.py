@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from ckpt_async.demo.seaweed import SeaweedServer
 from tests.faults.processes import Nursery
 from tests.faults.proxy import FaultProxy
+from tests.seaweed import SeaweedServer
 
 
 @pytest.fixture(scope="session")

@@ -13,15 +13,15 @@ from collections import Counter
 from pathlib import Path
 
 from ckpt_async import CkptAsyncError, Uploader
-from ckpt_async.checksums import checksum_of
-from ckpt_async.naming import MAX_KEY_LENGTH
-from ckpt_async.observe import NullObserver
-from ckpt_async.requests import Requests
-from ckpt_async.settings import Settings
-from ckpt_async.store import BytesBody
+from ckpt_async.core.naming import MAX_KEY_LENGTH
+from ckpt_async.core.observe import NullObserver
+from ckpt_async.core.settings import Settings
+from ckpt_async.protocol.verify import verify
 from ckpt_async.stores import open_store
-from ckpt_async.sweeper import Sweeper
-from ckpt_async.verify import verify
+from ckpt_async.stores.checksums import checksum_of
+from ckpt_async.stores.interface import BytesBody
+from ckpt_async.sweep.sweeper import Sweeper
+from ckpt_async.transfer.requests import Requests
 
 # CPython's audit events of calls that take a path (docs: "Audit events table"), and where in their arguments.
 PATHS = {

@@ -5,15 +5,15 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ckpt_async import keys, records
+from ckpt_async.core import keys, records
+from ckpt_async.core.model import CheckpointId, Outcome
+from ckpt_async.core.observe import NullObserver
+from ckpt_async.core.settings import Settings
 from ckpt_async.errors import ObjectNotFoundError
-from ckpt_async.model import CheckpointId, Outcome
-from ckpt_async.observe import NullObserver
-from ckpt_async.requests import Requests
-from ckpt_async.settings import Settings
-from ckpt_async.store import Store
+from ckpt_async.protocol.verify import Verification, verify
 from ckpt_async.stores import open_store
-from ckpt_async.verify import Verification, verify
+from ckpt_async.stores.interface import Store
+from ckpt_async.transfer.requests import Requests
 from tests.faults.trainer import content, shard_name
 
 

@@ -10,10 +10,10 @@ from typing import Any
 from prometheus_client import generate_latest
 
 from ckpt_async import CkptAsyncError, Uploader
-from ckpt_async.decide import MakeDurable, Upload
-from ckpt_async.engine import Engine
-from ckpt_async.settings import Settings
-from ckpt_async.sweeper import Sweeper
+from ckpt_async.core.decide import MakeDurable, Upload
+from ckpt_async.core.settings import Settings
+from ckpt_async.engine.loop import Engine
+from ckpt_async.sweep.sweeper import Sweeper
 from tests.faults.trainer import saves, say, write_shards
 
 

@@ -16,12 +16,14 @@ from typing import Any
 
 import pytest
 
-from ckpt_async import CheckpointAbortedError, StoreError, Uploader, files, keys
+from ckpt_async import CheckpointAbortedError, StoreError, Uploader
+from ckpt_async.core import keys
+from ckpt_async.core.model import CheckpointId, Event, Failed, MadeDurable
 from ckpt_async.errors import FailureReason, JournalError
-from ckpt_async.journal import Journal
-from ckpt_async.model import CheckpointId, Event, Failed, MadeDurable
-from ckpt_async.store import ObjectInfo
+from ckpt_async.local import folder as files
+from ckpt_async.local.journal import Journal
 from ckpt_async.stores.directory import DirectoryStore
+from ckpt_async.stores.interface import ObjectInfo
 from tests.faults.oracle import Oracle
 from tests.faults.processes import ROOT
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ckpt_async.model import CheckpointId
+from ckpt_async.core.model import CheckpointId
 from tests.faults.oracle import Oracle, verified
 from tests.faults.processes import PATIENCE_S, Nursery, Trainer
 from tests.faults.proxy import Fault, FaultProxy

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from ckpt_async import Uploader, keys
-from ckpt_async.model import CheckpointId
-from ckpt_async.settings import Settings
-from ckpt_async.sweeper import Sweeper
+from ckpt_async import Uploader
+from ckpt_async.core import keys
+from ckpt_async.core.model import CheckpointId
+from ckpt_async.core.settings import Settings
+from ckpt_async.sweep.sweeper import Sweeper
 from tests.core.test_records import BOMBS
 from tests.faults.oracle import verified
 from tests.faults.processes import ROOT

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from ckpt_async import Uploader
-from ckpt_async.model import CheckpointId
-from ckpt_async.settings import Settings
-from ckpt_async.sweeper import Sweeper
+from ckpt_async.core.model import CheckpointId
+from ckpt_async.core.settings import Settings
+from ckpt_async.sweep.sweeper import Sweeper
 from tests.faults.oracle import Oracle, verified
 from tests.faults.processes import SOAK
 from tests.faults.proxy import Exchange, Fault, FaultProxy

@@ -9,12 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_async import journals, keys, records
-from ckpt_async.engine import Engine
-from ckpt_async.errors import FailureReason
-from ckpt_async.files import Folder, write_durably
-from ckpt_async.journal import Journal
-from ckpt_async.model import (
+from ckpt_async.core import keys, records
+from ckpt_async.core.model import (
     CheckpointId,
     Checksum,
     Decided,
@@ -31,10 +27,15 @@ from ckpt_async.model import (
     StoredShard,
     Verified,
 )
-from ckpt_async.observe import NullObserver
-from ckpt_async.requests import Requests
-from ckpt_async.settings import Settings
+from ckpt_async.core.observe import NullObserver
+from ckpt_async.core.settings import Settings
+from ckpt_async.engine.loop import Engine
+from ckpt_async.errors import FailureReason
+from ckpt_async.local import journals
+from ckpt_async.local.folder import Folder, write_durably
+from ckpt_async.local.journal import Journal
 from ckpt_async.stores.memory import MemoryBucket, MemoryStore
+from ckpt_async.transfer.requests import Requests
 
 NAME = keys.journal_name(0)
 STEPS = range(1, 7)

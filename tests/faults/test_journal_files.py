@@ -16,12 +16,9 @@ from typing import Any
 
 import pytest
 
-from ckpt_async import Uploader, journals, keys
-from ckpt_async import drain as drains
-from ckpt_async.errors import SourceError
-from ckpt_async.files import Folder, point_symlink, write_durably
-from ckpt_async.journal import Journal, RankLock
-from ckpt_async.model import (
+from ckpt_async import Uploader
+from ckpt_async.core import keys
+from ckpt_async.core.model import (
     CheckpointId,
     FileIdentity,
     MadeDurable,
@@ -31,8 +28,13 @@ from ckpt_async.model import (
     RemoteAddress,
     Sealed,
 )
-from ckpt_async.status import load
-from ckpt_async.sweeper import Sweeper
+from ckpt_async.errors import SourceError
+from ckpt_async.local import journals
+from ckpt_async.local.folder import Folder, point_symlink, write_durably
+from ckpt_async.local.journal import Journal, RankLock
+from ckpt_async.monitor.status import load
+from ckpt_async.sweep import drain as drains
+from ckpt_async.sweep.sweeper import Sweeper
 from tests.faults.processes import ROOT, SOAK
 
 # Every open that Python makes tells its audit hooks; SQLite's own do not.

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_async import journals, keys
+from ckpt_async.core import keys
+from ckpt_async.core.model import CheckpointId
 from ckpt_async.errors import NoJournalError
-from ckpt_async.model import CheckpointId
+from ckpt_async.local import journals
 from tests.faults.oracle import Oracle, heard
 from tests.faults.processes import Nursery, Trainer
 from tests.faults.proxy import FaultProxy

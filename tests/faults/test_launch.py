@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_async.model import CheckpointId
+from ckpt_async.core.model import CheckpointId
 from tests.faults.oracle import Oracle
 from tests.faults.processes import Nursery, Trainer
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_async.model import CheckpointId
+from ckpt_async.core.model import CheckpointId
 from tests.faults.oracle import Oracle, heard
 from tests.faults.processes import SOAK, Nursery, Trainer
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_async.model import CheckpointId
+from ckpt_async.core.model import CheckpointId
 from tests.faults.oracle import Oracle
 from tests.faults.processes import ROOT, Nursery
 
@@ -125,9 +125,10 @@ def test_a_second_uploader_of_the_same_rank_and_folder_is_refused_by_name(
     """Two engines on one journal would race for every shard; the message must say who is there. One of the same process
     would not go away by being waited for (a notebook's cell that is run again): the lock is not even asked for.
     """
-    from ckpt_async import Uploader, at_exit, uploader
+    from ckpt_async import Uploader
     from ckpt_async.errors import FolderInUseError
-    from ckpt_async.journal import RankLock
+    from ckpt_async.local.journal import RankLock
+    from ckpt_async.trainer import at_exit, uploader
 
     remote = f"file://{tmp_path}/remote"
     with Uploader(tmp_path / "folder", remote):

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from ckpt_async import SettingsError, Uploader
-from ckpt_async.drain import drain
-from ckpt_async.model import CheckpointId
+from ckpt_async.core.model import CheckpointId
+from ckpt_async.sweep.drain import drain
 from tests.faults.oracle import Oracle, heard
 from tests.faults.processes import Nursery, Trainer
 

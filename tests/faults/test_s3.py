@@ -16,14 +16,16 @@ from typing import Any
 import pytest
 from prometheus_client import generate_latest
 
-from ckpt_async import CheckpointAbortedError, StoreError, StoreOptions, Uploader, journals, requests
-from ckpt_async.demo.seaweed import SeaweedServer
+from ckpt_async import CheckpointAbortedError, StoreError, StoreOptions, Uploader
+from ckpt_async.core.model import CheckpointId
 from ckpt_async.errors import FailureReason
-from ckpt_async.model import CheckpointId
+from ckpt_async.local import journals
+from ckpt_async.transfer import requests
 from tests.faults.oracle import Oracle
 from tests.faults.processes import ROOT, SOAK, Nursery
 from tests.faults.proxy import Fault, FaultProxy
 from tests.faults.trainer import write_shards
+from tests.seaweed import SeaweedServer
 
 MIB = 1 << 20
 PART = 5 * MIB

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_async.troubles import AGAIN_S, Troubles
+from ckpt_async.core.troubles import AGAIN_S, Troubles
 from tests.faults.processes import ROOT
 from tests.faults.test_disk import on_small_disk
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from ckpt_async.demo.seaweed import SeaweedServer
-from ckpt_async.model import CheckpointId
-from ckpt_async.sweeper import Sweeper
+from ckpt_async.core.model import CheckpointId
+from ckpt_async.sweep.sweeper import Sweeper
 from tests.faults.oracle import Oracle, heard, verified
 from tests.faults.processes import SOAK, Nursery
+from tests.seaweed import SeaweedServer
 
 WORLD_SIZE = 2
 PART = 5 << 20

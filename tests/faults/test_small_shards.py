@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from ckpt_async import CheckpointAbortedError, Uploader, restore
-from ckpt_async.model import CheckpointId
-from ckpt_async.stores.http_series import Put, SmallUploads
+from ckpt_async.core.model import CheckpointId
+from ckpt_async.stores.http.series import Put, SmallUploads
 from tests.faults.oracle import Oracle
 from tests.faults.processes import Nursery
 from tests.faults.proxy import Fault, FaultProxy

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_async import host_mark, journals, keys
-from ckpt_async.model import CheckpointId
+from ckpt_async.core import keys
+from ckpt_async.core.model import CheckpointId
+from ckpt_async.local import host_mark, journals
 from tests.faults import shim
 from tests.faults.oracle import Oracle, heard, verified
 from tests.faults.processes import SOAK, Nursery, Trainer

@@ -5,18 +5,18 @@ from typing import Any
 
 import pytest
 
-from ckpt_async import keys
-from ckpt_async.conditional import create_once
-from ckpt_async.model import CheckpointId, Outcome
-from ckpt_async.observe import NullObserver
-from ckpt_async.plan import Ages, Settle
-from ckpt_async.requests import Requests
-from ckpt_async.retention import KeepAll
-from ckpt_async.settings import Settings
-from ckpt_async.store import Create
+from ckpt_async.core import keys
+from ckpt_async.core.model import CheckpointId, Outcome
+from ckpt_async.core.observe import NullObserver
+from ckpt_async.core.retention import KeepAll
+from ckpt_async.core.settings import Settings
+from ckpt_async.protocol.cas import create_once
+from ckpt_async.protocol.sweep_plan import Ages, Settle
 from ckpt_async.stores import StoreOptions, open_store
-from ckpt_async.sweeper import Done, RemoteSweep
-from ckpt_async.transfer import bytes_body
+from ckpt_async.stores.interface import Create
+from ckpt_async.sweep.sweeper import Done, RemoteSweep
+from ckpt_async.transfer.requests import Requests
+from ckpt_async.transfer.upload import bytes_body
 from tests.faults.oracle import Oracle
 from tests.faults.processes import Nursery, Trainer
 from tests.faults.proxy import Fault, FaultProxy

@@ -15,8 +15,8 @@ import traceback
 import warnings
 
 import ckpt_async.stores.directory
-import ckpt_async.stores.s3
-import ckpt_async.uploader  # noqa: F401
+import ckpt_async.stores.s3.client
+import ckpt_async.trainer.uploader  # noqa: F401
 from tests.faults import plays, trainer
 
 

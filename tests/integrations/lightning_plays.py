@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import ckpt_async.stores.directory
-import ckpt_async.stores.s3  # noqa: F401
+import ckpt_async.stores.s3.client  # noqa: F401
 from tests.integrations.stage import PATIENCE_S, tell
 
 WIDTH = 8

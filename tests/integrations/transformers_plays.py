@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 import ckpt_async.stores.directory
-import ckpt_async.stores.s3  # noqa: F401
+import ckpt_async.stores.s3.client  # noqa: F401
 from ckpt_async import Uploader
 from ckpt_async.integrations.files import files_of_rank
 from ckpt_async.integrations.transformers import CkptAsyncCallback, newest_checkpoint

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_async.demo.seaweed import SeaweedServer
 from tests.faults.conftest import _nursery, nursery, proxy, seed  # noqa: F401  fixtures
 from tests.restore.relay import Relay
 from tests.restore.runs import Run
+from tests.seaweed import SeaweedServer
 
 
 @pytest.fixture

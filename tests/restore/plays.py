@@ -17,7 +17,7 @@ from ckpt_async.restore import partial, session
 from ckpt_async.stores.directory import DirectoryStore
 
 _CONTEXT = get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["ckpt_async.stores.s3", "tests.restore.plays"])
+_CONTEXT.set_forkserver_preload(["ckpt_async.stores.s3.client", "tests.restore.plays"])
 PATIENCE_S = 60.0
 
 

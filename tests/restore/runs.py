@@ -7,15 +7,16 @@ from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ckpt_async import keys, protocol, records
-from ckpt_async.checksums import checksum_of
-from ckpt_async.conditional import put
-from ckpt_async.model import CheckpointId, Decision, Lease, Outcome, Receipt, StoredShard
-from ckpt_async.observe import NullObserver
-from ckpt_async.requests import Requests
-from ckpt_async.settings import Settings
-from ckpt_async.store import BytesBody, Store
+from ckpt_async.core import keys, records
+from ckpt_async.core.model import CheckpointId, Decision, Lease, Outcome, Receipt, StoredShard
+from ckpt_async.core.observe import NullObserver
+from ckpt_async.core.settings import Settings
+from ckpt_async.protocol import steps
+from ckpt_async.protocol.cas import put
 from ckpt_async.stores import open_store
+from ckpt_async.stores.checksums import checksum_of
+from ckpt_async.stores.interface import BytesBody, Store
+from ckpt_async.transfer.requests import Requests
 
 ALGORITHM = "crc64nvme"
 
@@ -81,21 +82,21 @@ class Run:
                     shards.append(StoredShard(name, key, len(data), checksum))
                 receipt = Receipt(id_, f"step-{step}", rank, len(files), tuple(shards))
                 await put(store, requests, keys.receipt_key(id_, rank), records.encode_receipt(receipt))
-            settled = await protocol.settle(
+            settled = await steps.settle(
                 store, requests, id_, world_size=len(files), by="test", now=1_000_000.0
             )
             assert settled is not None
             assert settled[0].outcome is Outcome.COMMIT
             if moves_latest:
-                await protocol.move_latest(store, requests, id_, f"step-{step}")
+                await steps.move_latest(store, requests, id_, f"step-{step}")
 
     def prune(self, id_: CheckpointId, *, finish: bool = True) -> None:
         asyncio.run(self.prune_in_loop(id_, finish=finish))
 
     async def prune_in_loop(self, id_: CheckpointId, *, finish: bool = True) -> bool:
         async with self.opened() as (store, requests):
-            await protocol.begin_prune(store, requests, id_)
-            return finish and await protocol.finish_prune(store, requests, id_)
+            await steps.begin_prune(store, requests, id_)
+            return finish and await steps.finish_prune(store, requests, id_)
 
     def put(self, key: str, data: bytes) -> None:
         async def main() -> None:
@@ -131,7 +132,7 @@ class Run:
     def damages(self) -> dict[CheckpointId, str]:
         async def main() -> dict[CheckpointId, str]:
             async with self.opened() as (store, requests):
-                return await protocol.read_damages(store, requests)
+                return await steps.read_damages(store, requests)
 
         return asyncio.run(main())
 

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from ckpt_async import Uploader, keys, restore
+from ckpt_async import Uploader, restore
+from ckpt_async.core import keys
+from ckpt_async.core.model import CheckpointId
 from ckpt_async.errors import FailureReason, InvalidNameError, NoSpaceError, SettingsError, StoreError
-from ckpt_async.model import CheckpointId
 from ckpt_async.restore import fetching, partial, sources
 from ckpt_async.restore.lanes import Lanes
 from ckpt_async.stores.directory import DirectoryStore

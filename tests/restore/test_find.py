@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from ckpt_async import Uploader, keys, records, restore
+from ckpt_async import Uploader, restore
+from ckpt_async.core import keys, records
+from ckpt_async.core.model import Boundary, CheckpointId, Latest
 from ckpt_async.errors import FailureReason, StoreError
-from ckpt_async.model import Boundary, CheckpointId, Latest
 from ckpt_async.stores.directory import DirectoryStore
 from tests.faults.processes import Nursery
 from tests.faults.proxy import Fault, FaultProxy

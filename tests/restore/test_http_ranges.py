@@ -18,12 +18,14 @@ import aiobotocore.httpsession
 import pytest
 
 from ckpt_async import restore
-from ckpt_async.checksums import checksum_of
 from ckpt_async.errors import FailureReason, StoreError
-from ckpt_async.store import BytesBody
-from ckpt_async.stores import StoreOptions, http_ranges, open_store, s3
-from ckpt_async.stores.http_messages import Answer
-from ckpt_async.stores.http_ranges import BUFFER_BYTES, Check, Downloads
+from ckpt_async.stores import StoreOptions, open_store
+from ckpt_async.stores.checksums import checksum_of
+from ckpt_async.stores.http import downloads as http_ranges
+from ckpt_async.stores.http.downloads import BUFFER_BYTES, Check, Downloads
+from ckpt_async.stores.http.messages import Answer
+from ckpt_async.stores.interface import BytesBody
+from ckpt_async.stores.s3 import client
 from tests.restore.runs import Run, content, files_of, is_whole
 from tests.stores.ambiguous import AMBIGUOUS
 
@@ -956,7 +958,7 @@ def test_the_ranges_of_an_object_are_signed_for_once(
     """For a minute; and anew at once when the store refuses, for the credentials may have been replaced."""
     now_s, spoil = 1000.0, False
     signed: list[str] = []
-    monkeypatch.setattr(s3, "time", SimpleNamespace(monotonic=lambda: now_s, time=time.time))
+    monkeypatch.setattr(client, "time", SimpleNamespace(monotonic=lambda: now_s, time=time.time))
 
     async def main() -> None:
         nonlocal now_s, spoil

@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 
-from ckpt_async import keys, restore
-from ckpt_async.checksums import checksum_of
+from ckpt_async import restore
+from ckpt_async.core import keys
 from ckpt_async.errors import StoreError
 from ckpt_async.restore import partial
 from ckpt_async.restore.fetching import PARTIAL_FOLDER
+from ckpt_async.stores.checksums import checksum_of
 from tests.faults.processes import SOAK
 from tests.faults.proxy import Fault, FaultProxy
 from tests.restore import plays

@@ -9,14 +9,15 @@ from typing import Any, Self
 
 import pytest
 
-from ckpt_async import plan, protocol, restore
+from ckpt_async import restore
+from ckpt_async.core.model import CheckpointId, Outcome
+from ckpt_async.core.retention import parse
 from ckpt_async.errors import FailureReason, StoreError
-from ckpt_async.model import CheckpointId, Outcome
-from ckpt_async.plan import Ages
+from ckpt_async.protocol import steps, sweep_plan
+from ckpt_async.protocol.sweep_plan import Ages
 from ckpt_async.restore import fetching, session
-from ckpt_async.retention import parse
 from ckpt_async.stores.directory import DirectoryStore
-from ckpt_async.sweeper import RemoteSweep
+from ckpt_async.sweep.sweeper import RemoteSweep
 from tests.faults.processes import SOAK
 from tests.restore import plays
 from tests.restore.runs import Run, files_of, is_whole
@@ -126,7 +127,7 @@ def test_gone_between_find_and_fetch_gives_way(
     run_: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_.commit(10)
-    take, pruned = protocol.take_lease, []
+    take, pruned = steps.take_lease, []
 
     async def prune_first(store: Any, requests: Any, lease: Any) -> Any:
         if not pruned:
@@ -135,7 +136,7 @@ def test_gone_between_find_and_fetch_gives_way(
             await run_.prune_in_loop(lease.checkpoint)
         return await take(store, requests, lease)
 
-    monkeypatch.setattr(protocol, "take_lease", prune_first)
+    monkeypatch.setattr(steps, "take_lease", prune_first)
     found = restore.fetch_latest(run_.url, tmp_path / "there")
     assert found is not None
     assert (found[0].step, pruned) == (20, [CheckpointId(1, 10)])
@@ -149,7 +150,7 @@ def _short(monkeypatch: pytest.MonkeyPatch, ttl_s: float) -> None:
 
 def _no_margin(monkeypatch: pytest.MonkeyPatch) -> None:
     """The store's clock is this machine's."""
-    monkeypatch.setattr(plan, "LEASE_MARGIN_S", 0.0)
+    monkeypatch.setattr(sweep_plan, "LEASE_MARGIN_S", 0.0)
 
 
 @pytest.mark.parametrize("is_late", [False, True], ids=["leased first", "pruned at the same time"])
@@ -274,7 +275,7 @@ def test_pruned_beneath_one_who_has_no_lease(
     async def refused(*_: Any) -> Any:
         raise StoreError("no", reason=FailureReason.AUTH, operation="put")
 
-    monkeypatch.setattr(protocol, "take_lease", refused)
+    monkeypatch.setattr(steps, "take_lease", refused)
     monkeypatch.setattr(fetching._Fetching, "_bring", prune_first)
     with pytest.raises(restore.CheckpointGoneError):
         restore.fetch(checkpoint, tmp_path / "there")

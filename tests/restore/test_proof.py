@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from ckpt_async import cli, keys, restore
+from ckpt_async import cli, restore
 from ckpt_async.cli import Exit
+from ckpt_async.core import keys
+from ckpt_async.core.model import CheckpointId
 from ckpt_async.errors import UnreliableReadError
-from ckpt_async.model import CheckpointId
 from ckpt_async.stores.directory import DirectoryStore
 from tests.faults.proxy import Fault, FaultProxy
 from tests.restore.runs import Run, content, files_of, is_whole, left_in, shard_key

@@ -20,11 +20,11 @@ from ckpt_async import restore
 from ckpt_async.errors import NoSpaceError
 from ckpt_async.restore import partial, session
 from ckpt_async.restore.fetching import PARTIAL_FOLDER
-from ckpt_async.stores import s3
 from ckpt_async.stores.directory import DirectoryStore
-from ckpt_async.stores.http_ranges import Downloads
-from ckpt_async.stores.s3 import S3Store
-from ckpt_async.transfer import SMALL_BYTES
+from ckpt_async.stores.http.downloads import Downloads
+from ckpt_async.stores.s3 import client
+from ckpt_async.stores.s3.client import S3Store
+from ckpt_async.transfer.upload import SMALL_BYTES
 from tests.faults.proxy import Fault, FaultProxy
 from tests.restore import plays
 from tests.restore.runs import Run, content, is_whole, left_in, shard_key
@@ -435,6 +435,6 @@ def test_proxies_are_not_looked_for_with_every_file(
         looked.append(url)
         return False
 
-    monkeypatch.setattr(s3, "has_proxy", noted)
+    monkeypatch.setattr(client, "has_proxy", noted)
     assert is_whole(restore.fetch(checkpoint, tmp_path / "there"), FILES)
     assert 1 <= len(looked) <= 3  # and for the lease

@@ -11,9 +11,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ckpt_async.core.model import Checksum
 from ckpt_async.errors import FailureReason, StoreError
-from ckpt_async.model import Checksum
-from ckpt_async.store import Body, BytesBody, Capabilities, Condition, Enough, Listing, ObjectInfo
+from ckpt_async.stores.interface import Body, BytesBody, Capabilities, Condition, Enough, Listing, ObjectInfo
 from ckpt_async.stores.memory import CAPABILITIES, MemoryBucket, MemoryStore
 from tests.simulation.processes import Process
 

@@ -25,16 +25,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from ckpt_async import decide, drain, engine, keys, plan, protocol, requests, sweeper
-from ckpt_async import generation as generations
-from ckpt_async.checksums import checksum_of
-from ckpt_async.conditional import read
-from ckpt_async.drain import DrainReport
-from ckpt_async.engine import Engine
-from ckpt_async.errors import CkptAsyncError, FolderInUseError, InvalidRecordError
-from ckpt_async.files import Folder, boot_id
-from ckpt_async.journal import Journal, RankLock
-from ckpt_async.model import (
+from ckpt_async.core import decide, keys
+from ckpt_async.core.model import (
     CheckpointId,
     Enqueued,
     Event,
@@ -45,13 +37,25 @@ from ckpt_async.model import (
     Shard,
     Superseded,
 )
-from ckpt_async.naming import checkpoint_name
-from ckpt_async.observe import NullObserver
-from ckpt_async.requests import Requests
-from ckpt_async.retention import KeepLast
-from ckpt_async.settings import INHERITED, Settings
-from ckpt_async.sweeper import RemoteSweep, Sweeper
-from ckpt_async.verify import verify
+from ckpt_async.core.naming import checkpoint_name
+from ckpt_async.core.observe import NullObserver
+from ckpt_async.core.retention import KeepLast
+from ckpt_async.core.settings import INHERITED, Settings
+from ckpt_async.engine import loop as engine
+from ckpt_async.engine.loop import Engine
+from ckpt_async.errors import CkptAsyncError, FolderInUseError, InvalidRecordError
+from ckpt_async.local.folder import Folder, boot_id
+from ckpt_async.local.journal import Journal, RankLock
+from ckpt_async.protocol import generation as generations
+from ckpt_async.protocol import steps, sweep_plan
+from ckpt_async.protocol.cas import read
+from ckpt_async.protocol.verify import verify
+from ckpt_async.stores.checksums import checksum_of
+from ckpt_async.sweep import drain, sweeper
+from ckpt_async.sweep.drain import DrainReport
+from ckpt_async.sweep.sweeper import RemoteSweep, Sweeper
+from ckpt_async.transfer import requests
+from ckpt_async.transfer.requests import Requests
 from tests.core.world import LEASE_TTL_S, Truth, ViolationError, World
 from tests.simulation.faults import LATEST_ARRIVAL_S, PART_BYTES, URL, FaultyStore, Network, Window
 from tests.simulation.processes import Process, SimulatedLoop, current
@@ -192,7 +196,7 @@ class Simulation(World):
             (drain, "LOCK_WAIT_S", 0.0),
             (drain, "WANTED_POLL_S", 5.0),
             (engine, "POLL_S", 30.0),  # a safety net: every append wakes the engine
-            (plan, "COLLECT_AT_LEAST", self._collect_at_least),
+            (sweep_plan, "COLLECT_AT_LEAST", self._collect_at_least),
             *((generations, name, each) for name, each in BEATS.items()),
         ]
         for owner, name, value in changes:
@@ -449,14 +453,14 @@ class Simulation(World):
         lease = Lease(wanted, current().name, LEASE_TTL_S)
         for _ in range(2):
             began = clock()
-            decision = await protocol.take_lease(store, clients, lease)
+            decision = await steps.take_lease(store, clients, lease)
             if decision is None:
                 return
             self.counts["lease held"] += 1
             for rank in range(decision.world_size):
                 await asyncio.sleep(self.rng.uniform(0, 15))
                 try:
-                    receipt = await protocol.bound_receipt(store, clients, decision, rank)
+                    receipt = await steps.bound_receipt(store, clients, decision, rank)
                     for shard in receipt.shards:
                         there = await read(store, clients, shard.key)
                         if there is None or checksum_of(there[0], shard.checksum.algorithm) != shard.checksum:
@@ -467,7 +471,7 @@ class Simulation(World):
                     return
             if clock() - began >= LEASE_TTL_S * 2 / 3:
                 return
-        await protocol.drop_lease(store, clients, lease)
+        await steps.drop_lease(store, clients, lease)
 
     # --- the schedule ------------------------------------------------------------------------------------
 
@@ -549,7 +553,7 @@ class Simulation(World):
         for _ in range(2):
             await self._end([self._start("sweeper", self._sweep_remote, may_die=False)])
             await self._end([reader])
-            await self._pass(LEASE_TTL_S + plan.LEASE_MARGIN_S)
+            await self._pass(LEASE_TTL_S + sweep_plan.LEASE_MARGIN_S)
         await self._end([self._start("drain", self._drain_all, may_die=False)])
         self.check()
         self._check_clean()
@@ -587,7 +591,7 @@ class Simulation(World):
         self._raise_violation()
 
     async def _sweep_remote(self) -> None:
-        ages = plan.Ages(0.0, 0.0, 0.0)
+        ages = sweep_plan.Ages(0.0, 0.0, 0.0)
         clients = Requests(self.settings, NullObserver(), URL)
         policy = KeepLast(self.keep_remote)
         store = self.store_of(current())

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ckpt_async.requests import Requests
+from ckpt_async.transfer.requests import Requests
 from tests.core import test_mutants as core
 from tests.core.world import ViolationError
 from tests.simulation.simulation import simulate

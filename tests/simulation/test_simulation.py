@@ -13,10 +13,10 @@ from unittest import mock
 
 import pytest
 
-from ckpt_async import requests
 from ckpt_async.errors import FailureReason, StoreError
-from ckpt_async.requests import open_patiently
 from ckpt_async.stores.memory import MemoryStore
+from ckpt_async.transfer import requests
+from ckpt_async.transfer.requests import open_patiently
 from tests.core.world import ViolationError
 from tests.engine import virtual_time
 from tests.faults.processes import SOAK

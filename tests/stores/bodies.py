@@ -2,9 +2,9 @@
 
 from collections.abc import AsyncIterator
 
-from ckpt_async.checksums import checksum_of
 from ckpt_async.errors import FailureReason, SourceError
-from ckpt_async.store import BytesBody
+from ckpt_async.stores.checksums import checksum_of
+from ckpt_async.stores.interface import BytesBody
 
 
 def crc(data: bytes):

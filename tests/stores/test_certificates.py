@@ -8,10 +8,10 @@ import trustme
 
 from ckpt_async.errors import FailureReason, StoreError
 from ckpt_async.stores import StoreOptions, open_store
-from ckpt_async.stores.http_bodies import Uploads
-from ckpt_async.stores.http_messages import Answer
-from ckpt_async.stores.http_ranges import Downloads
-from ckpt_async.stores.http_series import SmallUploads
+from ckpt_async.stores.http.downloads import Downloads
+from ckpt_async.stores.http.messages import Answer
+from ckpt_async.stores.http.series import SmallUploads
+from ckpt_async.stores.http.uploads import Uploads
 from tests.stores.bodies import put
 from tests.stores.peer import Peer, answer
 from tests.stores.test_s3_errors import credentials as given_credentials  # noqa: F401  a fixture

@@ -11,7 +11,6 @@ import pytest
 import trustme
 import uvloop
 
-from ckpt_async.checksums import checksum_of
 from ckpt_async.errors import (
     FailureReason,
     IntegrityError,
@@ -20,8 +19,9 @@ from ckpt_async.errors import (
     SourceError,
     StoreError,
 )
-from ckpt_async.store import BytesBody, Create, Match, SmallGet, SmallPut
 from ckpt_async.stores import StoreOptions, open_store
+from ckpt_async.stores.checksums import checksum_of
+from ckpt_async.stores.interface import BytesBody, Create, Match, SmallGet, SmallPut
 from ckpt_async.stores.memory import MemoryBucket, MemoryStore
 from tests.faults.proxy import FaultProxy
 from tests.stores.bodies import ChangedBody, ReusingBody, ShortBody, crc, put

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from ckpt_async.errors import CkptAsyncError, StoreError
-from ckpt_async.store import BytesBody, Condition, Create, Match, ObjectInfo, Store, StoredPart
 from ckpt_async.stores import open_store
+from ckpt_async.stores.interface import BytesBody, Condition, Create, Match, ObjectInfo, Store, StoredPart
 from ckpt_async.stores.memory import MemoryBucket, MemoryStore
 from tests.stores.bodies import crc, put
 

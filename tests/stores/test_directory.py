@@ -20,8 +20,8 @@ from ckpt_async.errors import (
     PreconditionFailedError,
     StoreError,
 )
-from ckpt_async.store import BytesBody, Create, Match
 from ckpt_async.stores.directory import DirectoryStore
+from ckpt_async.stores.interface import BytesBody, Create, Match
 from tests.stores.bodies import ReusingBody, crc, put
 
 OWN = ".ckpt_async/tmp"
@@ -179,8 +179,8 @@ def test_swapped_back_content_has_another_etag(store, run, monkeypatch):
 ADDER = """
 import asyncio, sys
 from ckpt_async.errors import PreconditionFailedError
-from ckpt_async.store import BytesBody, Match
-from ckpt_async.checksums import checksum_of
+from ckpt_async.stores.interface import BytesBody, Match
+from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.directory import DirectoryStore
 
 async def main():

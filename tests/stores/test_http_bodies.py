@@ -19,17 +19,19 @@ import botocore.auth
 import pytest
 
 from ckpt_async import StoreOptions, Uploader, restore
-from ckpt_async.checksums import checksum_of
-from ckpt_async.demo.seaweed import SeaweedServer
 from ckpt_async.errors import FailureReason, ObjectNotFoundError, SourceError
-from ckpt_async.files import Folder
-from ckpt_async.store import Outgoing
-from ckpt_async.stores import http_bodies, http_messages, open_store
-from ckpt_async.stores.http_bodies import Uploads
-from ckpt_async.stores.http_messages import Answer
-from ckpt_async.transfer import FileBody, Source
+from ckpt_async.local.folder import Folder
+from ckpt_async.stores import open_store
+from ckpt_async.stores.checksums import checksum_of
+from ckpt_async.stores.http import messages
+from ckpt_async.stores.http import uploads as http_bodies
+from ckpt_async.stores.http.messages import Answer
+from ckpt_async.stores.http.uploads import Uploads
+from ckpt_async.stores.interface import Outgoing
+from ckpt_async.transfer.upload import FileBody, Source
 from tests.faults.proxy import FaultProxy
 from tests.restore.test_http_ranges import PATIENCE_S, Talk, _request, _Server
+from tests.seaweed import SeaweedServer
 from tests.stores.ambiguous import AMBIGUOUS
 
 MIB = 1 << 20
@@ -385,7 +387,7 @@ GOOD_ANSWERS = {
     "large": (
         b"HTTP/1.1 400 No\r\nContent-Length: 100000\r\n\r\n" + bytes(100_000),
         400,
-        bytes(http_messages.MAX_ERROR_BYTES),
+        bytes(messages.MAX_ERROR_BYTES),
         False,
     ),
 }
@@ -579,7 +581,7 @@ def test_a_line_break_in_a_header_is_refused(run: Any, wire: Wire, headers: dict
 )
 def test_the_host_is_named_as_the_sdk_signs_it(url: str) -> None:
     """Else the signature is wrong for whoever computes it from the header."""
-    assert http_messages.host_of(urlsplit(url)) == botocore.auth._host_from_url(url)
+    assert messages.host_of(urlsplit(url)) == botocore.auth._host_from_url(url)
 
 
 def test_an_address_of_version_6_without_a_port(ca_file: str) -> None:
@@ -627,7 +629,7 @@ def test_a_shard_over_tls(
     with FaultProxy(s3_server.url, tls=tls) as proxy:
         options = StoreOptions(endpoint_url=proxy.url)
         if way == "proxied":
-            monkeypatch.setattr("ckpt_async.stores.s3.has_proxy", lambda _: True)
+            monkeypatch.setattr("ckpt_async.stores.s3.client.has_proxy", lambda _: True)
         with Uploader(
             shard.parent,
             s3_url,

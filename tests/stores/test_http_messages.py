@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt_async.stores.http_messages import (
+from ckpt_async.stores.http.messages import (
     MAX_ERROR_BYTES,
     Answer,
     MalformedAnswerError,

@@ -18,11 +18,12 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from ckpt_async.stores import http_bodies, http_messages, http_series
-from ckpt_async.stores.http_bodies import head_of
-from ckpt_async.stores.http_messages import Answer
-from ckpt_async.stores.http_ranges import Flight, has_unread
-from ckpt_async.stores.http_series import Put, SmallUploads
+from ckpt_async.stores.http import messages, series
+from ckpt_async.stores.http import uploads as http_bodies
+from ckpt_async.stores.http.downloads import Flight, has_unread
+from ckpt_async.stores.http.messages import Answer
+from ckpt_async.stores.http.series import Put, SmallUploads
+from ckpt_async.stores.http.uploads import head_of
 from tests.restore.test_http_ranges import PATIENCE_S, Talk, _request, _Server
 from tests.stores import test_http_bodies
 from tests.stores.test_http_bodies import (
@@ -106,7 +107,7 @@ def plain(tls: ssl.SSLContext, ca_file: str) -> Wire:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Deadlines are looked at often, and a stuck socket is looked after soon."""
-    monkeypatch.setattr(http_series, "TICK_S", 0.01)
+    monkeypatch.setattr(series, "TICK_S", 0.01)
     monkeypatch.setattr(http_bodies, "_STUCK_S", 0.05)
 
 
@@ -238,7 +239,7 @@ def test_a_server_that_closes_connections_amid_many(
         answers.append(answer)
         if answer.headers.get("connection") != "close":
             # The end arrives before the next one is begun: else that would be lost on the way.
-            wait_until(lambda: not http_series._is_quiet(using[-1]))
+            wait_until(lambda: not series._is_quiet(using[-1]))
 
     monkeypatch.setattr(Flight, "uses", uses)
 
@@ -304,7 +305,7 @@ def test_what_tls_says_of_its_own_is_no_end(run: Any, tls: ssl.SSLContext, ca_fi
     async def main() -> None:
         with wire.server(takes_all([])) as server:
             async with wire.small_uploads() as uploads:
-                url = http_series.urlsplit(wire.url(server))
+                url = series.urlsplit(wire.url(server))
                 await uploads._in_thread(lambda flight: uploads._add_idle(url, flight))
                 [(idle, _)] = uploads._idle
                 await until(lambda: has_unread(idle.sock))
@@ -419,7 +420,7 @@ def test_a_silent_server_holds_up_no_other_series(
 ) -> None:
     received: list[bytes] = []
     silent = Gate()
-    monkeypatch.setattr(http_series, "TICK_S", 10 * PATIENCE_S)  # whoever comes is seen before
+    monkeypatch.setattr(series, "TICK_S", 10 * PATIENCE_S)  # whoever comes is seen before
 
     def is_silent(near: socket.socket) -> None:
         head = _request(near)
@@ -493,7 +494,7 @@ def test_time_that_the_thread_takes_does_not_count(
 ) -> None:
     """An answer that waits to be read, because another series' body takes long, is not late."""
     read, asked, has_answered, clock = Gate(), Gate(), threading.Event(), Clock()
-    monkeypatch.setattr(http_series, "time", clock)
+    monkeypatch.setattr(series, "time", clock)
 
     def talk(near: socket.socket) -> None:
         receive(near, content_length(_request(near)))
@@ -526,13 +527,13 @@ def test_time_that_the_thread_takes_does_not_count(
 def test_whoever_gets_on_is_not_late(run: Any, wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half a body, the other half, half an answer, the other half: each within the read timeout, all of them not."""
     clock, gates, seen = Clock(), [Gate() for _ in range(4)], []
-    monkeypatch.setattr(http_series, "time", clock)
+    monkeypatch.setattr(series, "time", clock)
 
     def noting(received: bytes) -> Any:
         seen.append(received)
-        return http_messages.complete_answer(received)
+        return messages.complete_answer(received)
 
-    monkeypatch.setattr(http_series, "complete_answer", noting)
+    monkeypatch.setattr(series, "complete_answer", noting)
 
     def talk(near: socket.socket) -> None:
         near.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
@@ -1185,7 +1186,7 @@ def test_what_the_system_refuses_is_an_error_and_no_wait_without_end(
                         case "selector":
                             patch.setattr(selectors, "DefaultSelector", refuse)
                         case "thread":
-                            patch.setattr(http_series.threading, "Thread", OneRefused(error))
+                            patch.setattr(series.threading, "Thread", OneRefused(error))
                         case _:
                             patch.setattr(selectors, "DefaultSelector", Refusing)
                     found = await asyncio.gather(*sending, return_exceptions=True)

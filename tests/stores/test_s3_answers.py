@@ -9,10 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ckpt_async.core.model import Checksum
 from ckpt_async.errors import CkptAsyncError, FailureReason, ObjectNotFoundError, StoreError
-from ckpt_async.model import Checksum
-from ckpt_async.stores import s3_answers
-from ckpt_async.stores.http_messages import MalformedAnswerError
+from ckpt_async.stores.http.messages import MalformedAnswerError
+from ckpt_async.stores.s3 import answers as s3_answers
 from tests.stores.documents import contents, deleted, document, item, objects, parts, uploads
 from tests.stores.peer import Peer, answer
 from tests.stores.test_s3_errors import CALLS, connected

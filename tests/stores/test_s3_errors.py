@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from ckpt_async.core.model import Checksum
 from ckpt_async.errors import (
     FailureReason,
     IntegrityError,
@@ -14,10 +15,9 @@ from ckpt_async.errors import (
     SourceError,
     StoreError,
 )
-from ckpt_async.model import Checksum
-from ckpt_async.store import BytesBody, Capabilities, Create, Match, StoredPart
 from ckpt_async.stores import StoreOptions, open_store
-from ckpt_async.stores.s3_body import BodyPayload
+from ckpt_async.stores.interface import BytesBody, Capabilities, Create, Match, StoredPart
+from ckpt_async.stores.s3.payload import BodyPayload
 from tests.stores import documents
 from tests.stores.bodies import ChangedBody, ReusingBody, crc, put
 from tests.stores.peer import RESET, SILENCE, Peer, answer
@@ -681,7 +681,7 @@ def test_probe_finds_out_what_is_enforced(run, kept, conditional, checked, expec
             return answer(412, "PreconditionFailed")
         for name in checked:
             value = request.headers.get(f"x-amz-checksum-{name}")
-            from ckpt_async.checksums import checksum_of
+            from ckpt_async.stores.checksums import checksum_of
 
             if value is not None and checksum_of(request.body, name).value != value:
                 return answer(400, "BadDigest")

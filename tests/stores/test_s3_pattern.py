@@ -15,14 +15,14 @@ from botocore.utils import percent_encode_sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_async.checksums import checksum_of
 from ckpt_async.errors import FailureReason, IntegrityError, StoreError
-from ckpt_async.files import Folder
-from ckpt_async.store import BytesBody, Create, SmallPut
+from ckpt_async.local.folder import Folder
 from ckpt_async.stores import StoreOptions, open_store
-from ckpt_async.stores.http_bodies import head_of
-from ckpt_async.stores.s3_pattern import GetPattern, PutPattern
-from ckpt_async.transfer import FileBody, Source
+from ckpt_async.stores.checksums import checksum_of
+from ckpt_async.stores.http.uploads import head_of
+from ckpt_async.stores.interface import BytesBody, Create, SmallPut
+from ckpt_async.stores.s3.signing import GetPattern, PutPattern
+from ckpt_async.transfer.upload import FileBody, Source
 from tests.faults.proxy import Fault, FaultProxy
 from tests.stores.bodies import put
 from tests.stores.peer import Peer, Request, answer

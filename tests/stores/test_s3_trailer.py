@@ -16,19 +16,20 @@ from botocore.httpchecksum import AwsChunkedWrapper, CrtCrc32cChecksum, CrtCrc64
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_async.checksums import Digest, checksum_of
-from ckpt_async.demo.seaweed import SeaweedServer
+from ckpt_async.core.model import Checksum
+from ckpt_async.core.observe import NullObserver
+from ckpt_async.core.settings import Settings
 from ckpt_async.errors import FailureReason, IntegrityError, SourceError, StoreError
-from ckpt_async.files import Folder
-from ckpt_async.model import Checksum
-from ckpt_async.observe import NullObserver
-from ckpt_async.requests import Requests
-from ckpt_async.settings import Settings
-from ckpt_async.store import Outgoing
-from ckpt_async.stores import StoreOptions, open_store, s3, s3_trailer
-from ckpt_async.stores.s3_trailer import TrailedBody, trailed_size
-from ckpt_async.transfer import FileBody, Source, upload
+from ckpt_async.local.folder import Folder
+from ckpt_async.stores import StoreOptions, open_store
+from ckpt_async.stores.checksums import Digest, checksum_of
+from ckpt_async.stores.interface import Outgoing
+from ckpt_async.stores.s3 import client, trailer
+from ckpt_async.stores.s3.trailer import TrailedBody, trailed_size
+from ckpt_async.transfer.requests import Requests
+from ckpt_async.transfer.upload import FileBody, Source, upload
 from tests.faults.proxy import FaultProxy
+from tests.seaweed import SeaweedServer
 from tests.stores.peer import RESET, Peer, Request, answer
 from tests.stores.test_s3_errors import connected
 from tests.stores.test_s3_errors import credentials as given_credentials  # noqa: F401  a fixture
@@ -75,7 +76,7 @@ def test_framed_as_the_sdk_frames(pieces: list[bytes], chunk_bytes: int, algorit
     )
     wire: Any = Wire()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(s3_trailer, "CHUNK_BYTES", chunk_bytes)
+        patch.setattr(trailer, "CHUNK_BYTES", chunk_bytes)
         TrailedBody(Pieces(pieces), algorithm).send_in_thread(wire)
         assert wire == judge.read()
         assert len(wire) == trailed_size(sum(map(len, pieces)), algorithm)
@@ -262,7 +263,7 @@ def test_after_a_refusal_that_may_be_its_fault_headers_are_sent_for_a_while(
     replies = iter([200, status, 200, 200, 200])
     codes = {400: "IncompleteBody", 404: "NoSuchUpload", 503: "SlowDown"}
     clock = Clock()
-    monkeypatch.setattr(s3, "time", clock)
+    monkeypatch.setattr(client, "time", clock)
 
     async def main() -> Peer:
         def respond(_: Request) -> bytes:
@@ -459,7 +460,7 @@ def test_a_real_store_compares_them(
             headed = await store._call("head_object", "first")
             assert "ContentEncoding" not in headed
 
-            monkeypatch.setattr(s3_trailer, "Digest", Spoiled)
+            monkeypatch.setattr(trailer, "Digest", Spoiled)
             upload_id = await store.create_multipart("second")
             body = source.body()
             with pytest.raises(IntegrityError):

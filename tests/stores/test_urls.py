@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from ckpt_async import Uploader, keys
+from ckpt_async import Uploader
+from ckpt_async.core import keys
+from ckpt_async.core.model import CheckpointId
 from ckpt_async.errors import InvalidNameError, SettingsError
-from ckpt_async.model import CheckpointId
 from ckpt_async.restore import session
 from ckpt_async.stores import Location, StoreOptions, find_endpoint, open_store, parse_url
 

@@ -10,22 +10,25 @@ from typing import Any
 
 import pytest
 
-from ckpt_async import Uploader, diagnosis, keys, protocol, records, restore
-from ckpt_async.checksums import checksum_of
-from ckpt_async.conditional import put
-from ckpt_async.diagnosis import Level
-from ckpt_async.doctor import examine
+from ckpt_async import Uploader, restore
+from ckpt_async.core import keys, records
+from ckpt_async.core.model import CheckpointId, Generation, Outcome
+from ckpt_async.core.observe import NullObserver
+from ckpt_async.core.retention import KeepLast
+from ckpt_async.core.settings import Settings
+from ckpt_async.doctor import diagnosis
+from ckpt_async.doctor.checks import examine
+from ckpt_async.doctor.diagnosis import Level
 from ckpt_async.errors import InvalidRecordError
-from ckpt_async.generation import agree
-from ckpt_async.model import CheckpointId, Generation, Outcome
-from ckpt_async.observe import NullObserver
-from ckpt_async.plan import LEASE_MARGIN_S, MAX_LEASE_S, Ages, CollectDecisions, FinishPrune
-from ckpt_async.requests import Requests
-from ckpt_async.retention import KeepLast
-from ckpt_async.settings import Settings
-from ckpt_async.store import BytesBody
+from ckpt_async.protocol import steps as protocol
+from ckpt_async.protocol.cas import put
+from ckpt_async.protocol.generation import agree
+from ckpt_async.protocol.sweep_plan import LEASE_MARGIN_S, MAX_LEASE_S, Ages, CollectDecisions, FinishPrune
 from ckpt_async.stores import StoreOptions, open_store
-from ckpt_async.sweeper import Sweeper
+from ckpt_async.stores.checksums import checksum_of
+from ckpt_async.stores.interface import BytesBody
+from ckpt_async.sweep.sweeper import Sweeper
+from ckpt_async.transfer.requests import Requests
 from tests.sweep.world import World, ids, replaced
 
 WHOLE, DEAD, BUSY, NEXT = CheckpointId(1, 10), CheckpointId(1, 11), CheckpointId(1, 12), CheckpointId(2, 20)

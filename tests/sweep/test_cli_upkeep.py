@@ -17,15 +17,16 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from ckpt_async import Sweeper, Uploader, cli, keys, records
+from ckpt_async import Sweeper, Uploader, cli
 from ckpt_async.cli import Exit
-from ckpt_async.conditional import put
-from ckpt_async.model import CheckpointId, Outcome
-from ckpt_async.observe import NullObserver
-from ckpt_async.protocol import new_decision
-from ckpt_async.requests import Requests
-from ckpt_async.settings import Settings
+from ckpt_async.core import keys, records
+from ckpt_async.core.model import CheckpointId, Outcome
+from ckpt_async.core.observe import NullObserver
+from ckpt_async.core.settings import Settings
+from ckpt_async.protocol.cas import put
+from ckpt_async.protocol.steps import new_decision
 from ckpt_async.stores import open_store
+from ckpt_async.transfer.requests import Requests
 from tests.test_drain import Trainers
 
 Json = dict[str, Any]
@@ -311,7 +312,7 @@ def test_sigterm_during_a_sweep_ends_it_and_frees_the_folder(
     """A sweep that takes hours is no reason to wait for SIGKILL: the next one goes on."""
     trainers.die(folder, remote, 1)
     code = (
-        "import sys\nfrom ckpt_async import cli\nfrom ckpt_async.engine import Engine\n"
+        "import sys\nfrom ckpt_async import cli\nfrom ckpt_async.engine.loop import Engine\n"
         "upload = Engine._upload\n"
         "async def loudly(self, action):\n    print('uploading', flush=True)\n    await upload(self, action)\n"
         "Engine._upload = loudly\nsys.exit(cli.main(sys.argv[1:]))"

@@ -15,11 +15,12 @@ from typing import Any
 
 import pytest
 
-from ckpt_async import Uploader, cli, keys, restore, settings
-from ckpt_async.metrics import DEFINITIONS, SWEEPER_DEFINITIONS, Definition
-from ckpt_async.model import CheckpointId
-from ckpt_async.plan import Ages
-from ckpt_async.retention import KeepLast
+from ckpt_async import Uploader, cli, restore
+from ckpt_async.core import keys, settings
+from ckpt_async.core.model import CheckpointId
+from ckpt_async.core.retention import KeepLast
+from ckpt_async.monitor.metrics import DEFINITIONS, SWEEPER_DEFINITIONS, Definition
+from ckpt_async.protocol.sweep_plan import Ages
 from ckpt_async.stores.memory import MemoryStore
 from tests.engine.stores import Meddled
 from tests.sweep.world import World
@@ -293,8 +294,8 @@ def test_a_sidecar_gets_by_with_the_rights_of_its_pod(
     folder = tmp_path / "folder"
     trainers.die(folder, "memory://test", 1, 2, sealed=(1,))
     store = Recorded()
-    monkeypatch.setattr("ckpt_async.drain.open_store", lambda *_, **__: store)
-    monkeypatch.setattr("ckpt_async.sweeper.open_store", lambda *_, **__: store)
+    monkeypatch.setattr("ckpt_async.sweep.drain.open_store", lambda *_, **__: store)
+    monkeypatch.setattr("ckpt_async.sweep.sweeper.open_store", lambda *_, **__: store)
     monkeypatch.setenv("CKPT_ASYNC_REMOTE_RETENTION", "last=1")  # the trainer's
     (arguments,) = (each for path, each in command_lines() if path == "sidecar.yaml" and each[0] == "sweep")
     assert arguments[1:4] == ["/checkpoints", "--interval", "60"]

@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 
-from ckpt_async import keys, plan, protocol, records
-from ckpt_async.conditional import put
-from ckpt_async.model import Boundary, CheckpointId, Damage, Lease, Outcome
-from ckpt_async.plan import Ages
-from ckpt_async.retention import AnyOf, KeepBest, KeepEveryNSteps, KeepLast
-from ckpt_async.sweeper import MAX_ABORTS
+from ckpt_async.core import keys, records
+from ckpt_async.core.model import Boundary, CheckpointId, Damage, Lease, Outcome
+from ckpt_async.core.retention import AnyOf, KeepBest, KeepEveryNSteps, KeepLast
+from ckpt_async.protocol import steps, sweep_plan
+from ckpt_async.protocol.cas import put
+from ckpt_async.protocol.sweep_plan import Ages
+from ckpt_async.sweep.sweeper import MAX_ABORTS
 from tests.sweep.world import HOUR_S, Counted, StoppedError, World, ids
 
 
@@ -40,7 +41,7 @@ def test_dry_run_touches_nothing_and_says_why(run: Any) -> None:
         world = await World.begun(1, 2)
         before = dict(world.bucket.objects)
         report = await world.sweeper(KeepLast(1)).run(is_dry_run=True)
-        assert [type(each.action) for each in report.done] == [plan.BeginPrune]
+        assert [type(each.action) for each in report.done] == [sweep_plan.BeginPrune]
         assert "retention" in report.done[0].action.reason
         assert world.bucket.objects == before
 
@@ -81,7 +82,7 @@ def test_a_policy_that_would_keep_nothing_prunes_nothing(run: Any) -> None:
     async def main() -> None:
         world = await World.begun(1, 2, 3)
         report = await world.sweep(KeepBest(1, "los"))
-        assert [type(each.action) for each in report.done] == [plan.Wait, plan.Wait]
+        assert [type(each.action) for each in report.done] == [sweep_plan.Wait, sweep_plan.Wait]
         assert {await world.outcome(id_) for id_ in ids(1, 2, 3)} == {Outcome.COMMIT}
         await world.sweep(AnyOf((KeepBest(1, "los"), KeepLast(2))))
         assert await world.outcome(CheckpointId(1, 1)) is Outcome.PRUNED
@@ -127,9 +128,9 @@ def test_a_checkpoint_latest_is_not_ahead_of_is_not_pruned(run: Any) -> None:
     async def main() -> None:
         world = await World.begun(1, 2, moves_latest=False)
         view = await world.sweeper(KeepLast(1)).observe()
-        planned = plan.plan(view, KeepLast(1), Ages())
-        assert any(isinstance(each, plan.MoveLatest) for each in planned)
-        assert not any(isinstance(each, plan.BeginPrune) for each in planned)
+        planned = sweep_plan.plan(view, KeepLast(1), Ages())
+        assert any(isinstance(each, sweep_plan.MoveLatest) for each in planned)
+        assert not any(isinstance(each, sweep_plan.BeginPrune) for each in planned)
 
     run(main())
 
@@ -139,16 +140,16 @@ def test_pinned_survives_any_policy_and_pinning_what_is_pruned_fails(run: Any) -
 
     async def main() -> None:
         world = await World.begun(1, 2, 3)
-        pinned = await protocol.set_pin(world.store, world.requests, CheckpointId(1, 1), True)
+        pinned = await steps.set_pin(world.store, world.requests, CheckpointId(1, 1), True)
         assert pinned is not None
         assert pinned.is_pinned
         await world.sweep(KeepLast(1))
         assert await world.outcome(CheckpointId(1, 1)) is Outcome.COMMIT
         assert await world.outcome(CheckpointId(1, 2)) is Outcome.PRUNED
-        late = await protocol.set_pin(world.store, world.requests, CheckpointId(1, 2), True)
+        late = await steps.set_pin(world.store, world.requests, CheckpointId(1, 2), True)
         assert late is not None
         assert not late.is_pinned
-        await protocol.set_pin(world.store, world.requests, CheckpointId(1, 1), False)
+        await steps.set_pin(world.store, world.requests, CheckpointId(1, 1), False)
         await world.sweep(KeepLast(1))
         assert await world.outcome(CheckpointId(1, 1)) is Outcome.PRUNED
 
@@ -161,8 +162,8 @@ def test_a_pin_set_between_plan_and_prune_wins(run: Any) -> None:
     async def main() -> None:
         world = await World.begun(1, 2)
         sweeper = world.sweeper(KeepLast(1))
-        planned = plan.plan(await sweeper.observe(), KeepLast(1), Ages())
-        await protocol.set_pin(world.store, world.requests, CheckpointId(1, 1), True)
+        planned = sweep_plan.plan(await sweeper.observe(), KeepLast(1), Ages())
+        await steps.set_pin(world.store, world.requests, CheckpointId(1, 1), True)
         for action in planned:
             await sweeper.perform(action)
         assert await world.outcome(CheckpointId(1, 1)) is Outcome.COMMIT
@@ -176,13 +177,13 @@ def test_pruning_waits_for_readers_until_their_lease_expires(run: Any) -> None:
     async def main() -> None:
         world = await World.begun(1, 2)
         lease = Lease(CheckpointId(1, 1), "reader-a", ttl_s=600.0)
-        assert await protocol.take_lease(world.store, world.requests, lease) is not None
+        assert await steps.take_lease(world.store, world.requests, lease) is not None
         shards = world.keys("ckpt/step-1.")
         report = await world.sweep(KeepLast(1))
         assert await world.outcome(CheckpointId(1, 1)) is Outcome.PRUNING
         assert world.keys("ckpt/step-1.") == shards
         assert any("reader-a" in each.action.reason for each in report.done)
-        world.now += 600.0 + plan.LEASE_MARGIN_S
+        world.now += 600.0 + sweep_plan.LEASE_MARGIN_S
         await world.sweep(KeepLast(1))
         assert await world.outcome(CheckpointId(1, 1)) is Outcome.PRUNED
         assert world.keys("ckpt/step-1.") == []
@@ -196,9 +197,9 @@ def test_a_lease_taken_after_pruning_began_is_refused(run: Any) -> None:
 
     async def main() -> None:
         world = await World.begun(1, 2)
-        assert await protocol.begin_prune(world.store, world.requests, CheckpointId(1, 1))
+        assert await steps.begin_prune(world.store, world.requests, CheckpointId(1, 1))
         lease = Lease(CheckpointId(1, 1), "reader-a", ttl_s=600.0)
-        assert await protocol.take_lease(world.store, world.requests, lease) is None
+        assert await steps.take_lease(world.store, world.requests, lease) is None
         assert world.keys(keys.LEASES) == []
 
     run(main())
@@ -212,9 +213,9 @@ def test_a_lease_that_appears_after_the_plan_still_holds_pruning_up(run: Any) ->
     async def main() -> None:
         world = await World.begun(1, 2)
         lease = Lease(CheckpointId(1, 1), "reader-a", ttl_s=600.0)
-        assert await protocol.take_lease(world.store, world.requests, lease) is not None
-        assert await protocol.begin_prune(world.store, world.requests, CheckpointId(1, 1))
-        assert not await protocol.finish_prune(world.store, world.requests, CheckpointId(1, 1))
+        assert await steps.take_lease(world.store, world.requests, lease) is not None
+        assert await steps.begin_prune(world.store, world.requests, CheckpointId(1, 1))
+        assert not await steps.finish_prune(world.store, world.requests, CheckpointId(1, 1))
         assert len(world.keys("ckpt/step-1.")) == 2
 
     run(main())
@@ -232,7 +233,7 @@ def test_commit_is_finished_for_engines_that_died(run: Any) -> None:
         world.now += Ages().help_s
         await world.sweep()
         assert await world.outcome(CheckpointId(1, 7)) is Outcome.COMMIT
-        latest = await protocol.read_latest(world.store, world.requests)
+        latest = await steps.read_latest(world.store, world.requests)
         assert latest is not None
         assert latest.checkpoint == CheckpointId(1, 7)
 
@@ -279,7 +280,7 @@ def test_a_straggler_cannot_commit_what_was_given_up(run: Any) -> None:
         await world.sweep()
         await world.receipt(id_, 1)
         await world.receipt(id_, 0)
-        settled = await protocol.settle(
+        settled = await steps.settle(
             world.store, world.requests, id_, world_size=2, by="straggler", now=world.now
         )
         assert settled is not None
@@ -292,11 +293,11 @@ def test_a_straggler_cannot_commit_what_was_given_up(run: Any) -> None:
 
 def test_old_decisions_are_collected_and_stay_settled(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Listing cost follows what is kept, and a create-once that was forgotten does not come back to life."""
-    monkeypatch.setattr(plan, "COLLECT_AT_LEAST", 3)
+    monkeypatch.setattr(sweep_plan, "COLLECT_AT_LEAST", 3)
 
     async def main() -> None:
         world = await World.begun(1, 2, 3, 4, 5, world_size=1)
-        await protocol.set_pin(world.store, world.requests, CheckpointId(1, 2), True)
+        await steps.set_pin(world.store, world.requests, CheckpointId(1, 2), True)
         await world.start(2)
         await world.commit(CheckpointId(2, 1))
         await world.sweep(KeepLast(1))
@@ -306,7 +307,7 @@ def test_old_decisions_are_collected_and_stay_settled(run: Any, monkeypatch: pyt
         assert decisions == [CheckpointId(1, 2), CheckpointId(2, 1)]
         # A straggler creates the decision that was collected: void for itself, for readers, and swept away.
         await world.receipt(CheckpointId(1, 3), 0)
-        settled = await protocol.settle(
+        settled = await steps.settle(
             world.store, world.requests, CheckpointId(1, 3), world_size=1, by="straggler", now=world.now
         )
         assert settled is not None
@@ -320,7 +321,7 @@ def test_old_decisions_are_collected_and_stay_settled(run: Any, monkeypatch: pyt
         assert keys.decision_key(CheckpointId(1, 3)) not in world.bucket.objects
         assert world.keys("ckpt/step-3.") == []
         # The kept one is pruned later, and collected like the others.
-        await protocol.set_pin(world.store, world.requests, CheckpointId(1, 2), False)
+        await steps.set_pin(world.store, world.requests, CheckpointId(1, 2), False)
         await world.sweep(KeepLast(1))
         assert await world.outcome(CheckpointId(1, 2)) is Outcome.PRUNED
 
@@ -392,7 +393,7 @@ async def _assert_settled(world: World) -> None:
         CheckpointId(2, 3),
     }
     assert await world.store.list_multiparts("") == []
-    latest = await protocol.read_latest(world.store, world.requests)
+    latest = await steps.read_latest(world.store, world.requests)
     assert latest is not None
     assert latest.checkpoint == CheckpointId(2, 3)
 
@@ -445,8 +446,8 @@ def test_a_sweeper_that_is_behind_deletes_no_decision_that_the_boundary_keeps(ru
         world = await World.begun(2, 5)
         await _boundary(world, 9, 2)
         kept, void = (keys.decision_key(id_) for id_ in ids(2, 5))
-        action = plan.CollectDecisions(CheckpointId(1, 6), frozenset(), (kept, void), "")
-        await protocol.collect(world.store, world.requests, action)
+        action = sweep_plan.CollectDecisions(CheckpointId(1, 6), frozenset(), (kept, void), "")
+        await steps.collect(world.store, world.requests, action)
         assert world.keys(keys.DECISIONS) == [kept]
 
     run(main())
@@ -458,9 +459,9 @@ def test_what_was_void_stays_void_however_far_the_boundary_moves(run: Any) -> No
     async def main() -> None:
         world = await World.begun(2, 3)
         await _boundary(world, 5, 2)
-        action = plan.CollectDecisions(CheckpointId(1, 9), frozenset(ids(2, 3, 7)), (), "")
-        await protocol.collect(world.store, world.requests, action)
-        boundary = await protocol.read_boundary(world.store, world.requests)
+        action = sweep_plan.CollectDecisions(CheckpointId(1, 9), frozenset(ids(2, 3, 7)), (), "")
+        await steps.collect(world.store, world.requests, action)
+        boundary = await steps.read_boundary(world.store, world.requests)
         assert boundary is not None
         assert (boundary.upto, boundary.kept) == (CheckpointId(1, 9), frozenset(ids(2, 7)))
 
@@ -487,9 +488,9 @@ def test_whoever_is_about_to_delete_gives_readers_the_same_time(run: Any, ttl_s:
     async def main() -> None:
         world = await World.begun(1, 2)
         lease = Lease(CheckpointId(1, 1), "reader", ttl_s)
-        await protocol.take_lease(world.store, world.requests, lease)
-        ends_at = world.now + min(ttl_s, plan.MAX_LEASE_S) + plan.LEASE_MARGIN_S
+        await steps.take_lease(world.store, world.requests, lease)
+        ends_at = world.now + min(ttl_s, sweep_plan.MAX_LEASE_S) + sweep_plan.LEASE_MARGIN_S
         for world.now, readers in ((ends_at - 1, ["reader"]), (ends_at, [])):
-            assert await protocol.readers(world.store, world.requests, lease.checkpoint) == readers
+            assert await steps.readers(world.store, world.requests, lease.checkpoint) == readers
 
     run(main())

@@ -13,30 +13,32 @@ from typing import Any
 
 import pytest
 
-from ckpt_async import Uploader, journals, keys
-from ckpt_async.demo.seaweed import SeaweedServer
-from ckpt_async.drain import RankReport, drain
-from ckpt_async.engine import Engine
+from ckpt_async import Uploader
+from ckpt_async.core import keys
+from ckpt_async.core.observe import NullObserver
+from ckpt_async.core.records import decode_latest
+from ckpt_async.core.settings import Settings
+from ckpt_async.engine.loop import Engine
 from ckpt_async.errors import InvalidNameError
-from ckpt_async.files import Folder
-from ckpt_async.journal import RankLock
-from ckpt_async.observe import NullObserver
-from ckpt_async.records import decode_latest
-from ckpt_async.requests import Requests
-from ckpt_async.settings import Settings
+from ckpt_async.local import journals
+from ckpt_async.local.folder import Folder
+from ckpt_async.local.journal import RankLock
+from ckpt_async.protocol.verify import Verification, verify
 from ckpt_async.stores import open_store
 from ckpt_async.stores.directory import DirectoryStore
-from ckpt_async.sweeper import Sweeper, SweepReport
-from ckpt_async.uploader import LOCK_WAIT_S
-from ckpt_async.verify import Verification, verify
+from ckpt_async.sweep.drain import RankReport, drain
+from ckpt_async.sweep.sweeper import Sweeper, SweepReport
+from ckpt_async.trainer.uploader import LOCK_WAIT_S
+from ckpt_async.transfer.requests import Requests
+from tests.seaweed import SeaweedServer
 from tests.test_drain import Trainers
 
 # A sweep that says when it has adopted something and begins to upload it.
 SWEEP = """
 import asyncio, json, sys
-from ckpt_async.engine import Engine
-from ckpt_async.settings import Settings
-from ckpt_async.sweeper import Sweeper
+from ckpt_async.engine.loop import Engine
+from ckpt_async.core.settings import Settings
+from ckpt_async.sweep.sweeper import Sweeper
 
 folder, settings = json.loads(sys.argv[1])
 upload = Engine._upload
@@ -52,9 +54,9 @@ asyncio.run(Sweeper([folder], settings=Settings(**settings)).sweep())
 # Forks one sweep per line, which is how long it may live; a fork costs no imports.
 ZYGOTE = """
 import asyncio, os, signal, sys
-from ckpt_async.settings import Settings
-from ckpt_async.sweeper import Sweeper
-import ckpt_async.stores.directory, ckpt_async.engine
+from ckpt_async.core.settings import Settings
+from ckpt_async.sweep.sweeper import Sweeper
+import ckpt_async.stores.directory, ckpt_async.engine.loop
 
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
 for line in sys.stdin:
@@ -298,7 +300,7 @@ def test_a_lock_is_given_back_while_the_store_does_not_answer(
         await asyncio.Event().wait()
 
     with monkeypatch.context() as patched:
-        patched.setattr("ckpt_async.drain.open_patiently", never)
+        patched.setattr("ckpt_async.sweep.drain.open_patiently", never)
         reports: list[SweepReport] = []
         adopting = threading.Thread(target=lambda: reports.append(sweep(folder)))
         adopting.start()

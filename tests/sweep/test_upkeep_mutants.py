@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from ckpt_async import plan, protocol, records, retention, sweeper, verify
+from ckpt_async.core import records, retention
+from ckpt_async.protocol import steps, sweep_plan, verify
+from ckpt_async.sweep import sweeper
 from tests.core import test_plan as planning
 from tests.core import test_records as reading
 from tests.core import test_retention as keeping
@@ -54,42 +56,42 @@ same_time = sweeping.test_whoever_is_about_to_delete_gives_readers_the_same_time
 
 BUGS = [
     # plan
-    Bug(plan._settle, "newest_at = max(", "newest_at = min(", partial(grows, planning.OLD, 999.0, False, False)),
-    Bug(plan._settle, "(*receipts.values(), *", "(*(), *", partial(grows, planning.OLD, 999.0, False, True)),
-    Bug(plan._settle, "age_s >= ages.help_s", "True", partial(
+    Bug(sweep_plan._settle, "newest_at = max(", "newest_at = min(", partial(grows, planning.OLD, 999.0, False, False)),
+    Bug(sweep_plan._settle, "(*receipts.values(), *", "(*(), *", partial(grows, planning.OLD, 999.0, False, True)),
+    Bug(sweep_plan._settle, "age_s >= ages.help_s", "True", partial(
         planning.test_what_is_whole_is_left_to_its_engines_for_a_while, (9999.0, 59.0), False)),
-    Bug(plan._settle, "ages.superseded_s if is_superseded else ages.newest_s", "ages.superseded_s",
+    Bug(sweep_plan._settle, "ages.superseded_s if is_superseded else ages.newest_s", "ages.superseded_s",
         partial(grows, planning.NEW, 4999.0, False, False)),
-    Bug(plan._collect, "and not view.data.get(id_)", "", over(0)),
-    Bug(plan._collect, "and not view.receipts.get(id_)", "", over(1)),
-    Bug(plan._collect, ">= ages.superseded_s", ">= 0", over(2)),
-    Bug(plan._collect, "and id_.generation < view.newest_generation", "", over(3)),
-    Bug(plan._collect, "(Outcome.ABORT, Outcome.PRUNED)", "(Outcome.ABORT, Outcome.PRUNED, Outcome.COMMIT)", over(4)),
-    Bug(plan._collect, "(Outcome.ABORT, Outcome.PRUNED)", "(Outcome.ABORT, Outcome.PRUNED, Outcome.PRUNING)", over(5)),
-    Bug(plan._collect, "*view.data, ", "", partial(undecided, DATA)),
-    Bug(plan._collect, "*view.receipts, ", "", partial(undecided, RECEIPTS)),
-    Bug(plan._collect, ", *view.unreadable", "", partial(undecided, UNREADABLE)),
-    Bug(plan._collect, "and not is_void(id_, view.boundary))", ")",
+    Bug(sweep_plan._collect, "and not view.data.get(id_)", "", over(0)),
+    Bug(sweep_plan._collect, "and not view.receipts.get(id_)", "", over(1)),
+    Bug(sweep_plan._collect, ">= ages.superseded_s", ">= 0", over(2)),
+    Bug(sweep_plan._collect, "and id_.generation < view.newest_generation", "", over(3)),
+    Bug(sweep_plan._collect, "Outcome.PRUNED)", "Outcome.PRUNED, Outcome.COMMIT)", over(4)),
+    Bug(sweep_plan._collect, "Outcome.PRUNED)", "Outcome.PRUNED, Outcome.PRUNING)", over(5)),
+    Bug(sweep_plan._collect, "*view.data, ", "", partial(undecided, DATA)),
+    Bug(sweep_plan._collect, "*view.receipts, ", "", partial(undecided, RECEIPTS)),
+    Bug(sweep_plan._collect, ", *view.unreadable", "", partial(undecided, UNREADABLE)),
+    Bug(sweep_plan._collect, "and not is_void(id_, view.boundary))", ")",
         planning.test_what_came_back_below_the_boundary_goes_again),
-    Bug(plan.expires_at, " + LEASE_MARGIN_S", "", partial(lasts, 600.0, 660.0)),
-    Bug(plan.expires_at, "min(max(lease.ttl_s, 0.0), MAX_LEASE_S)", "max(lease.ttl_s, 0.0)",
-        partial(lasts, 1e12, plan.MAX_LEASE_S + plan.LEASE_MARGIN_S)),
-    Bug(plan.expires_at, "max(lease.ttl_s, 0.0)", "lease.ttl_s", partial(lasts, -600.0, 60.0)),
-    Bug(plan._is_unknown, "not view.is_boundary_readable and", "False and",
+    Bug(sweep_plan.expires_at, " + LEASE_MARGIN_S", "", partial(lasts, 600.0, 660.0)),
+    Bug(sweep_plan.expires_at, "min(max(lease.ttl_s, 0.0), MAX_LEASE_S)", "max(lease.ttl_s, 0.0)",
+        partial(lasts, 1e12, sweep_plan.MAX_LEASE_S + sweep_plan.LEASE_MARGIN_S)),
+    Bug(sweep_plan.expires_at, "max(lease.ttl_s, 0.0)", "lease.ttl_s", partial(lasts, -600.0, 60.0)),
+    Bug(sweep_plan._is_unknown, "not view.is_boundary_readable and", "False and",
         planning.test_nothing_is_done_to_what_a_bad_boundary_may_speak_of),
-    Bug(plan._is_unknown, "checkpoint in view.unreadable and", "False and",
+    Bug(sweep_plan._is_unknown, "checkpoint in view.unreadable and", "False and",
         planning.test_nothing_is_done_to_what_a_bad_boundary_may_speak_of),
     # protocol
-    Bug(protocol.collect, " and plan.is_void(id_, boundary)", "",
+    Bug(steps.collect, " and plan.is_void(id_, boundary)", "",
         *in_loop(sweeping.test_a_sweeper_that_is_behind_deletes_no_decision_that_the_boundary_keeps)),
-    Bug(protocol.collect, "kept = frozenset(id_ for id_ in action.kept if not boundary.voids(id_))",
+    Bug(steps.collect, "kept = frozenset(id_ for id_ in action.kept if not boundary.voids(id_))",
         "kept = action.kept",
         *in_loop(sweeping.test_what_was_void_stays_void_however_far_the_boundary_moves)),
-    Bug(protocol.collect, "None if there is None else", "None if not there else",
+    Bug(steps.collect, "None if there is None else", "None if not there else",
         *in_loop(bad_records.test_a_decision_that_is_no_record_is_not_replaced)),
-    Bug(protocol.readers, "plan.expires_at(lease, each.last_modified or listing.server_time)",
+    Bug(steps.readers, "plan.expires_at(lease, each.last_modified or listing.server_time)",
         "(each.last_modified or 0.0) + lease.ttl_s", *in_loop(same_time, ttl_s=600.0)),
-    Bug(protocol.readers, "plan.expires_at(lease, each.last_modified or listing.server_time)",
+    Bug(steps.readers, "plan.expires_at(lease, each.last_modified or listing.server_time)",
         "(each.last_modified or 0.0) + lease.ttl_s + plan.LEASE_MARGIN_S", *in_loop(same_time, ttl_s=1e12)),
     # sweeper
     Bug(sweeper.RemoteSweep._read_leases, "lease = protocol.unreadable_lease(checkpoint, each.key)", "continue",
@@ -113,6 +115,6 @@ BUGS = [
 @pytest.mark.parametrize("bug", BUGS, ids=str)
 def test_bug_is_found(bug: Bug, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A test that never failed on purpose is not yet a test."""
-    monkeypatch.setattr(plan, "COLLECT_AT_LEAST", 1)
+    monkeypatch.setattr(sweep_plan, "COLLECT_AT_LEAST", 1)
     with changed(bug.where, bug.old, bug.new), pytest.raises((AssertionError, pytest.fail.Exception)):
         bug.test(run) if bug.needs_run else bug.test()

@@ -4,13 +4,14 @@ from typing import Any
 
 import pytest
 
-from ckpt_async import keys, protocol, records
-from ckpt_async.checksums import checksum_of
-from ckpt_async.conditional import put
-from ckpt_async.model import CheckpointId, Latest, Outcome
-from ckpt_async.retention import KeepLast
-from ckpt_async.store import BytesBody, ObjectInfo
-from ckpt_async.verify import verify
+from ckpt_async.core import keys, records
+from ckpt_async.core.model import CheckpointId, Latest, Outcome
+from ckpt_async.core.retention import KeepLast
+from ckpt_async.protocol import steps
+from ckpt_async.protocol.cas import put
+from ckpt_async.protocol.verify import verify
+from ckpt_async.stores.checksums import checksum_of
+from ckpt_async.stores.interface import BytesBody, ObjectInfo
 from tests.sweep.world import Counted, World, replaced
 
 ID = CheckpointId(1, 5)
@@ -81,7 +82,7 @@ def test_a_forged_decision_is_named(run: Any) -> None:
 
     async def main() -> None:
         world = await _world()
-        decision = await protocol.read_decision(world.store, world.requests, ID)
+        decision = await steps.read_decision(world.store, world.requests, ID)
         assert decision is not None
         other = checksum_of(b"forged", "crc64nvme")
         for forged, where in (
@@ -123,7 +124,7 @@ def test_strays_are_leftovers_not_violations(run: Any) -> None:
         result = await world.verify()
         assert result.violations == []
         assert [each.key for each in result.findings] == [keys.data_key("step-5", 1, "rank-9.pt")]
-        assert await protocol.begin_prune(world.store, world.requests, CheckpointId(1, 4))
+        assert await steps.begin_prune(world.store, world.requests, CheckpointId(1, 4))
         assert await world.outcome(CheckpointId(1, 4)) is Outcome.PRUNING
         assert (await world.verify()).violations == []
 

@@ -5,20 +5,21 @@ import dataclasses
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
-from ckpt_async import keys, protocol, records
-from ckpt_async.checksums import checksum_of
-from ckpt_async.conditional import create_once, put
+from ckpt_async.core import keys, records
+from ckpt_async.core.model import Beat, CheckpointId, Generation, Outcome, Receipt, StoredShard
+from ckpt_async.core.observe import NullObserver
+from ckpt_async.core.retention import KeepAll, RetentionPolicy
+from ckpt_async.core.settings import Settings
 from ckpt_async.errors import StoreError
-from ckpt_async.model import Beat, CheckpointId, Generation, Outcome, Receipt, StoredShard
-from ckpt_async.observe import NullObserver
-from ckpt_async.plan import Ages
-from ckpt_async.requests import Requests
-from ckpt_async.retention import KeepAll, RetentionPolicy
-from ckpt_async.settings import Settings
-from ckpt_async.store import BytesBody, Store
+from ckpt_async.protocol import steps as protocol
+from ckpt_async.protocol.cas import create_once, put
+from ckpt_async.protocol.sweep_plan import Ages
+from ckpt_async.protocol.verify import Verification, verify
+from ckpt_async.stores.checksums import checksum_of
+from ckpt_async.stores.interface import BytesBody, Store
 from ckpt_async.stores.memory import MemoryBucket, MemoryStore
-from ckpt_async.sweeper import RemoteReport, RemoteSweep
-from ckpt_async.verify import Verification, verify
+from ckpt_async.sweep.sweeper import RemoteReport, RemoteSweep
+from ckpt_async.transfer.requests import Requests
 
 HOUR_S = 3600.0
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import ckpt_async.stores.directory
-import ckpt_async.stores.s3  # noqa: F401  before the ranks are forked
+import ckpt_async.stores.s3.client  # noqa: F401  before the ranks are forked
 from ckpt_async import Uploader, restore
 from ckpt_async.torch import dcp, dcp_reader, load, model_state, run_on_one
 from ckpt_async.torch.dcp_reader import CkptAsyncReader

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from ckpt_async import arguments, restore
+from ckpt_async import restore
+from ckpt_async.core import arguments
 from ckpt_async.errors import InvalidNameError, SettingsError
 
 

@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from ckpt_async import journals, restore
-from ckpt_async.demo.seaweed import SeaweedServer
-from ckpt_async.model import CheckpointId, LocalCheckpoint
+from ckpt_async import restore
+from ckpt_async.core.model import CheckpointId, LocalCheckpoint
+from ckpt_async.local import journals
 from tests.restore.runs import Run, shard_key
+from tests.seaweed import SeaweedServer
 from tests.torch_side.dcp_ranks import Crew, digests_of
 
 CrewOf = Callable[[int], Crew]

@@ -21,7 +21,8 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_async import Uploader, naming, restore
+from ckpt_async import Uploader, restore
+from ckpt_async.core import naming
 from ckpt_async.errors import (
     CheckpointRefusedError,
     FormatError,

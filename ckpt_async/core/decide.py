@@ -1,0 +1,584 @@
+"""Every rule of the protocol, in one pure function: values in, actions out.
+
+It must not know how anything is carried out: no clock, no I/O, no retries, no concurrency. The engine calls
+it whenever something changed, and starts those actions that are not under way yet; so `decide` may return an
+action many times and must return it for as long as it is due. `docs/design.md` lists the rules R1-R14.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from ckpt_async.core import retention
+from ckpt_async.core.model import CheckpointId, Latest, Local, LocalCheckpoint, LocalShard, Outcome, Receipt
+from ckpt_async.core.retention import Candidate, KeepLocal, RetentionPolicy
+from ckpt_async.core.units import age as duration
+
+# --- what is known of the store ----------------------------------------------------------------------------
+
+
+# So many commit at once, and those first whose receipts are the newest: if every rank did that sees all receipts, they
+# would read N x N. Each group has so much time, by the store's clock: a commit takes a round trip for every 16 ranks.
+NUM_COMMITTERS = 8
+# Beyond so many ranks half of them: eight would take most of the 5,500 reads a second that S3 answers.
+MANY_RANKS = 2000
+COMMIT_S, COMMIT_S_PER_RANK = 1.0, 0.01
+# The first looks list the receipts, for they may be of one that is among the newest. From then on all ranks together do
+# it so often: S3 answers 5,500 reads a second.
+NUM_LISTINGS, LISTINGS_PER_S = 3, 50
+# A wait for other ranks is told when it is this long, and at every doubling.
+LONG_WAIT_S = 600.0
+
+
+# A superseded trainer finds it out within so much time while it has something open, and at each commit; all ranks of a
+# start together look so often.
+SUCCESSOR_POLL_S, SUCCESSOR_LOOKS_PER_S = 10.0, 100
+
+
+@dataclass(frozen=True, slots=True)
+class Receipts:
+    """What a listing of a checkpoint's receipts showed."""
+
+    ranks: tuple[int, ...] = ()  # the oldest first
+    newest_age_s: float = 0.0
+    is_whole: bool = True  # else it ended where one was missing
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """How often this engine has looked for the other ranks' part of one checkpoint, and when it may again."""
+
+    num_looks: int = 0
+    next_look_at: float = 0.0
+    receipts: Receipts | None = None  # what was seen last
+    next_listing_at: float = 0.0  # of the receipts; until then the decision is all that is looked for
+    since: float | None = None  # of the first look with our own part delivered
+    tell_at: float = 0.0  # when to say that it waits long
+
+
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """What the engine has seen of the store. Memory only: after a crash it is looked up again."""
+
+    watches: Mapping[CheckpointId, Watch] = field(default_factory=dict)
+    latest: Latest | None = None  # as last read; older than the truth, never newer
+    look_for_successor_at: float = 0.0
+    are_members_asked_for: bool = False
+    to_publish: CheckpointId | None = None  # committed by this engine: it also moves latest
+    local_latest: CheckpointId | None = None  # what this engine pointed the local symlink at
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """The settings that rules depend on."""
+
+    local_retention: KeepLocal = field(default_factory=KeepLocal)
+    may_supersede: bool = False  # the user lets go of what newer checkpoints have made useless
+    has_local_latest: bool = True
+    may_send_ahead: bool = False  # the store takes a shard in parts
+    may_decide: bool = True  # False: the store has no conditional PUT, and another rank decides
+    decides_alone: bool = False  # that rank
+    is_adopted: bool = (
+        False  # the trainer is dead: what it has not sealed, it never will, and nobody fences it
+    )
+
+
+# --- actions -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class MakeDurable:
+    """fsync shards, folders, manifest and journal: from here on they survive power loss."""
+
+    checkpoint: CheckpointId
+
+
+@dataclass(frozen=True, slots=True)
+class SendAhead:
+    """Send the finished parts of a shard that is still being written."""
+
+    checkpoint: CheckpointId
+    shard: str
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """Send one shard and have the store verify it."""
+
+    checkpoint: CheckpointId
+    shard: str
+
+    def __hash__(self) -> int:
+        # A string remembers its own, and ten thousand are looked up again and again; in a backlog many have one name.
+        return hash(self.shard) ^ self.checkpoint.step
+
+
+@dataclass(frozen=True, slots=True)
+class StoreReceipt:
+    """Say in the store that this rank is done."""
+
+    checkpoint: CheckpointId
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """List the receipts and read the decision, if there is one."""
+
+    checkpoint: CheckpointId
+
+
+@dataclass(frozen=True, slots=True)
+class LookForSuccessor:
+    """List the generations past our own: a newer start fences this one (R11)."""
+
+
+@dataclass(frozen=True, slots=True)
+class LookForMembers:
+    """See whether this start can commit at all: look for a successor, and list who has opened our generation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Read all receipts, check them against each other, and create the decision `commit`."""
+
+    checkpoint: CheckpointId
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Create the decision `abort`: this rank can never deliver its shards."""
+
+    checkpoint: CheckpointId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class MoveLatest:
+    """Move `latest.json` forward to this committed checkpoint."""
+
+    checkpoint: CheckpointId
+
+
+@dataclass(frozen=True, slots=True)
+class MoveLocalLatest:
+    """Point the local symlink at this committed checkpoint."""
+
+    checkpoint: CheckpointId
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Drop the spool's links of a decided checkpoint. The user's own files stay."""
+
+    checkpoint: CheckpointId
+
+
+@dataclass(frozen=True, slots=True)
+class Remove:
+    """Delete this rank's own files of a committed checkpoint that retention no longer keeps."""
+
+    checkpoint: CheckpointId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Set a committed checkpoint aside, for all are kept here: a later start may keep fewer."""
+
+    checkpoint: CheckpointId
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Drop the checkpoint from journal and spool: nothing is left to do for it here."""
+
+    checkpoint: CheckpointId
+
+
+@dataclass(frozen=True, slots=True)
+class WaitUntil:
+    """Nothing is due before this time (unless something changes)."""
+
+    time: float
+
+
+Action = (
+    MakeDurable
+    | SendAhead
+    | Upload
+    | StoreReceipt
+    | Look
+    | LookForSuccessor
+    | LookForMembers
+    | Commit
+    | Abort
+    | MoveLatest
+    | MoveLocalLatest
+    | Release
+    | Remove
+    | Keep
+    | Forget
+    | WaitUntil
+)
+
+
+# --- the rules ---------------------------------------------------------------------------------------------
+
+
+def decide(local: Local, remote: Remote, policy: Policy, now: float) -> list[Action]:
+    """Everything that is due now for one rank, oldest checkpoint first."""
+    actions: list[Action] = []
+    for _, checkpoint in sorted(local.checkpoints.items()):
+        if checkpoint.decision is None:
+            actions += _towards_decision(checkpoint, local, remote, policy, now)
+    actions += _after_decision(local, remote, policy)
+    if not policy.is_adopted and has_open(local):
+        at = remote.look_for_successor_at
+        actions.append(LookForSuccessor() if now >= at else WaitUntil(at))
+    if remote.are_members_asked_for:
+        actions.append(LookForMembers())
+    return actions
+
+
+def has_open(local: Local) -> bool:
+    """Whether something of this start is not decided yet."""
+    return any(
+        id_.generation == local.generation for id_, each in local.checkpoints.items() if each.decision is None
+    )
+
+
+def has_looked_for_successor(local: Local, remote: Remote, now: float) -> Remote:
+    """It was looked for one just now, or need not be, because nothing is open."""
+    world_size = local.opened.world_size if local.opened else 1
+    pause_s = max(SUCCESSOR_POLL_S, world_size / SUCCESSOR_LOOKS_PER_S)
+    return replace(remote, look_for_successor_at=now + pause_s)
+
+
+def _towards_decision(
+    checkpoint: LocalCheckpoint, local: Local, remote: Remote, policy: Policy, now: float
+) -> Iterable[Action]:
+    """Write order (R1): shards → receipt → decision. Never waits for another checkpoint."""
+    watch = remote.watches.get(checkpoint.id, Watch())
+    hopeless = why_hopeless(checkpoint, local.generation, is_adopted=policy.is_adopted)
+    if hopeless is not None:
+        # The others must not wait for a shard that cannot come: abort competes with commit (R4).
+        if policy.may_decide:
+            yield Abort(checkpoint.id, hopeless)
+        else:  # whoever may will give it up: learn of it, or its links stay for ever
+            yield Look(checkpoint.id) if now >= watch.next_look_at else WaitUntil(watch.next_look_at)
+        return
+    if checkpoint.id.generation < local.generation and watch.num_looks == 0:
+        yield Look(checkpoint.id)  # the others, or the sweeper, may have settled it while we were away
+        return
+    if is_volatile(checkpoint):
+        yield MakeDurable(checkpoint.id)
+    for name in checkpoint.growing:
+        if policy.may_send_ahead:
+            yield SendAhead(checkpoint.id, name)
+    for name, each in checkpoint.shards.items():
+        if each.stored is None:
+            yield Upload(checkpoint.id, name)
+    if not checkpoint.is_verified:
+        return
+    if not checkpoint.has_receipt:
+        yield StoreReceipt(checkpoint.id)
+        return
+    receipts = watch.receipts
+    if (
+        receipts is not None
+        and is_complete(checkpoint, receipts)
+        and is_our_turn(receipts, local.rank, policy)
+    ):
+        yield Commit(checkpoint.id)
+    elif receipts is None or now >= watch.next_look_at:
+        yield Look(checkpoint.id)
+    else:
+        yield WaitUntil(watch.next_look_at)
+
+
+def _after_decision(local: Local, remote: Remote, policy: Policy) -> Iterable[Action]:
+    """latest → local symlink → release → local retention; all of it only past a decision (R1, R7)."""
+    decided = {id_: each for id_, each in sorted(local.checkpoints.items()) if each.decision is not None}
+    committed = [_candidate(each) for each in decided.values() if each.was_committed]
+    kept = policy.local_retention.keep(committed)
+    loadable = [id_ for id_, each in decided.items() if is_loadable(each)]
+    newest = max(loadable, default=None)
+    publish = remote.to_publish
+    if publish is not None and is_ahead(publish, remote.latest):
+        yield MoveLatest(publish)
+    else:
+        publish = None
+    linkable = [id_ for id_ in loadable if policy.local_retention.count != 0 or id_ in kept]
+    # Where all were pruned remotely, what stays here is still whole, and what goes must not be pointed at (R2).
+    linked = max(linkable or kept, default=None) if policy.has_local_latest else None
+    is_linked = linked is None or remote.local_latest == linked
+    if linked is not None and not is_linked:
+        yield MoveLocalLatest(linked)
+    is_all_kept = policy.local_retention.is_all
+    for id_, checkpoint in decided.items():
+        if not checkpoint.is_released:
+            yield Release(id_)
+        elif (reason := _why_superseded(checkpoint, policy)) and not is_all_kept:
+            yield Remove(id_, reason)
+        elif not checkpoint.was_committed:
+            yield Forget(id_)  # the user's own files stay where they are
+        elif is_all_kept and id_ not in (newest, publish):
+            yield Keep(id_)
+        elif id_ not in kept and id_ not in (publish, linked) and is_linked:  # R2: the symlink is ahead first
+            yield Remove(id_, f"beyond {policy.local_retention}")
+
+
+def _why_superseded(checkpoint: LocalCheckpoint, policy: Policy) -> str:
+    """Why it was given up for newer ones, here or by another rank whose policy this one shares; empty if it was not."""
+    if checkpoint.decision is None or checkpoint.was_committed:
+        return ""
+    is_by_others = policy.may_supersede and checkpoint.decision.is_superseded
+    return checkpoint.superseded or (checkpoint.decision.reason if is_by_others else "")
+
+
+# --- the rules, one by one ---------------------------------------------------------------------------------
+
+
+def why_hopeless(checkpoint: LocalCheckpoint, generation: int, *, is_adopted: bool = False) -> str | None:
+    """Why this rank can never deliver the checkpoint, or None.
+
+    What an earlier generation had sealed is still finished (R11); what it had not sealed never will be.
+    """
+    if checkpoint.loss is not None:
+        return checkpoint.loss.message
+    if checkpoint.superseded:
+        return checkpoint.superseded
+    if checkpoint.sealed is None and (is_adopted or checkpoint.id.generation < generation):
+        return f"the trainer stopped before it sealed {checkpoint.id}"
+    return None
+
+
+def is_still_to_come(local: Local, id_: CheckpointId) -> bool:
+    """Whether a checkpoint is of an earlier start, at a step that this start has not passed yet."""
+    passed = (each.step for each in local.checkpoints if each.generation == local.generation)
+    return id_.generation < local.generation and id_.step >= max(passed, default=-1)
+
+
+def is_volatile(checkpoint: LocalCheckpoint) -> bool:
+    """Whether power loss could still take something of it."""
+    if checkpoint.sealed is not None and not checkpoint.is_seal_durable:
+        return True
+    return any(not each.is_durable for each in checkpoint.shards.values())
+
+
+def is_loadable(checkpoint: LocalCheckpoint) -> bool:
+    """Whether it is committed and, as far as we read, not pruned."""
+    return checkpoint.decision is not None and checkpoint.decision.outcome is Outcome.COMMIT
+
+
+def is_complete(checkpoint: LocalCheckpoint, receipts: Receipts) -> bool:
+    """Whether receipts of all ranks of *this generation's* world size are there (R5)."""
+    num_ranks = 0 if checkpoint.sealed is None else checkpoint.sealed.world_size
+    return 0 < num_ranks <= len(receipts.ranks) and {*receipts.ranks} >= {*range(num_ranks)}
+
+
+def has_gap(ranks: Collection[int]) -> bool:
+    """Whether one is missing below the highest of `ranks`: no more need be listed to know that not all are there."""
+    return len(ranks) <= max(ranks, default=-1)
+
+
+def missing_ranks(receipts: Receipts, world_size: int) -> list[int]:
+    """Whose receipts were not there, as far as the listing went."""
+    return missing_among(receipts.ranks, world_size, is_whole=receipts.is_whole)
+
+
+def missing_among(ranks: Collection[int], world_size: int, *, is_whole: bool) -> list[int]:
+    """Who is not among those that a listing showed, as far as it went."""
+    end = world_size if is_whole else max(ranks, default=0)
+    return sorted({*range(end)} - {*ranks})
+
+
+def is_our_turn(receipts: Receipts, rank: int, policy: Policy) -> bool:
+    """Whether this rank commits now that all receipts are there."""
+    if policy.decides_alone:
+        return True
+    return policy.may_decide and receipts.newest_age_s >= turn_s(receipts, rank)
+
+
+def turn_s(receipts: Receipts, rank: int) -> float:
+    """How old the newest receipt is, of all that are there, when it is this rank's turn to commit: the newest ones'
+    comes at once, that of as many before them when they have had the time, then that of twice as many, and so on.
+    """
+    place = next(
+        (place for place, each in enumerate(reversed(receipts.ranks)) if each == rank), len(receipts.ranks)
+    )
+    num_ranks = len(receipts.ranks)
+    num_committers = NUM_COMMITTERS if num_ranks <= MANY_RANKS else NUM_COMMITTERS // 2
+    return (place // num_committers).bit_length() * (COMMIT_S + COMMIT_S_PER_RANK * num_ranks)
+
+
+def is_ahead(checkpoint: CheckpointId, latest: Latest | None) -> bool:
+    """Whether `latest` may move to `checkpoint` (R6)."""
+    return latest is None or checkpoint > latest.checkpoint
+
+
+def obstacle(checkpoint: CheckpointId, receipts: Iterable[Receipt]) -> str | None:
+    """Why these receipts must not be committed together, or None if they may be (R5).
+
+    They are the receipts found under the checkpoint's own keys; that each belongs there was checked when it
+    was decoded.
+    """
+    by_rank = sorted(receipts, key=lambda receipt: receipt.rank)
+    if not by_rank:
+        return "there are no receipts"
+    first = by_rank[0]
+    for receipt in by_rank:
+        if receipt.checkpoint != checkpoint:
+            return f"rank {receipt.rank}'s receipt is of {receipt.checkpoint}"
+        if receipt.world_size != first.world_size:
+            sizes = f"{receipt.world_size}, rank {first.rank} says {first.world_size}"
+            return f"rank {receipt.rank} says world size {sizes}"
+        if receipt.shards and receipt.name != name_of(by_rank):
+            return f"rank {receipt.rank} calls it {receipt.name!r}, another rank {name_of(by_rank)!r}"
+    if [receipt.rank for receipt in by_rank] != list(range(first.world_size)):
+        return f"receipts of ranks {[receipt.rank for receipt in by_rank]} for world size {first.world_size}"
+    if not any(receipt.shards for receipt in by_rank):
+        return "no rank enqueued a shard"
+    owners: dict[str, tuple[int, object]] = {}
+    for receipt in by_rank:
+        for shard in receipt.shards:
+            content = (shard.size_bytes, shard.checksum)
+            rank, other = owners.setdefault(shard.key, (receipt.rank, content))
+            if other != content:
+                return f"ranks {rank} and {receipt.rank} both wrote {shard.key}, with different content"
+    return None
+
+
+def name_of(receipts: Iterable[Receipt]) -> str:
+    """The checkpoint's name: that of the lowest rank with shards (a rank without any need not know it)."""
+    by_rank = sorted(receipts, key=lambda receipt: (not receipt.shards, receipt.rank))
+    return by_rank[0].name
+
+
+def merged_metrics(receipts: Iterable[Receipt]) -> tuple[tuple[str, float], ...]:
+    """The metrics given at `seal`; where ranks differ, the lowest rank's count."""
+    merged: dict[str, float] = {}
+    for receipt in sorted(receipts, key=lambda receipt: receipt.rank, reverse=True):
+        merged.update(receipt.metrics)
+    return tuple(sorted(merged.items()))
+
+
+def undecided(local: Local) -> list[LocalCheckpoint]:
+    """Checkpoints whose fate this rank does not know yet, oldest first."""
+    return [each for _, each in sorted(local.checkpoints.items()) if each.decision is None]
+
+
+def backlog(local: Local) -> list[LocalCheckpoint]:
+    """Checkpoints that this rank has not finished uploading, oldest first. What waits for other ranks, for whoever
+    gives up what is hopeless, or for the trainer itself to add shards or seal is not in it: holding the trainer up
+    for those would stall it for ever.
+    """
+    return [
+        each
+        for _, each in sorted(local.checkpoints.items())
+        if each.decision is None
+        and not each.has_receipt
+        and why_hopeless(each, local.generation) is None
+        and not (each.sealed is None and all(shard.stored is not None for shard in each.shards.values()))
+    ]
+
+
+def waits_for_others(local: Local) -> bool:
+    """Whether our part of a checkpoint is in the store and another rank's is not. What an earlier start left is not
+    worth the wait once something newer is committed: its other ranks may never come.
+    """
+    newest = local.newest_committed
+    return any(
+        each.has_receipt
+        and each.decision is None
+        and (each.id.generation == local.generation or newest is None or each.id > newest)
+        for each in local.checkpoints.values()
+    )
+
+
+def waits_for_ranks(checkpoint: LocalCheckpoint) -> bool:
+    """Whether this rank has delivered its part and nobody has decided yet: others have not, or nobody commits."""
+    return checkpoint.has_receipt and checkpoint.decision is None
+
+
+def first_tell_s(receipts: Receipts, rank: int) -> float:
+    """How long this rank waits before it says so: the lowest of those that have delivered speaks for all, the others at
+    the next doubling, for it may have died since.
+    """
+    return LONG_WAIT_S if rank == min(receipts.ranks, default=rank) else 2 * LONG_WAIT_S
+
+
+def long_wait(local: Local, id_: CheckpointId, receipts: Receipts, waited_s: float) -> str:
+    """What to tell of a checkpoint that waits for others; empty unless it is the oldest one that does."""
+    waiting = [id_ for id_, each in sorted(local.checkpoints.items()) if waits_for_ranks(each)]
+    if waiting[:1] != [id_]:
+        return ""
+    sealed = local.checkpoints[id_].sealed
+    missing = missing_ranks(receipts, sealed.world_size if sealed else 0)
+    more = " and more" if missing[8:] or not receipts.is_whole else ""
+    whom = f"ranks {missing[:8]}{more}" if missing else "a decision, though all ranks have delivered,"
+    others = f"; later ones that wait too: {len(waiting) - 1}" if waiting[1:] else ""
+    return f"step {id_.step} waits for {whom} for {duration(waited_s)}{others}"
+
+
+def stranded(local: Local, url: str) -> list[CheckpointId]:
+    """Unfinished checkpoints that were begun at another remote than `url`. What is verified there is not here: a
+    commit here would name shards that do not exist (R1).
+    """
+    if local.remote is None or local.remote.url.rstrip("/") == url.rstrip("/"):
+        return []
+    return sorted(id_ for id_, each in local.checkpoints.items() if each.decision is None)
+
+
+def queue_state(each: LocalShard, *, is_begun: bool, is_inherited: bool) -> str:
+    """Which part of the queue a shard that is not in the store yet belongs to: queued, uploading, retrying, failed.
+
+    `is_begun`: some bytes are acknowledged. `is_inherited`: an earlier start of the run left it.
+    """
+    if each.failure is not None:
+        return "failed"
+    if is_begun or (each.multipart is not None and not is_inherited):
+        return "uploading"
+    return "retrying" if is_inherited else "queued"
+
+
+def unsent_bytes(checkpoint: LocalCheckpoint) -> int:
+    return sum(each.shard.size_bytes for each in checkpoint.shards.values() if each.stored is None)
+
+
+def supersedable(local: Local, policy: RetentionPolicy) -> list[CheckpointId]:
+    """Which checkpoints of the backlog may be given up for newer ones, oldest first.
+
+    Never the newest sealed one, nor what the retention policy would keep if everything in the backlog were
+    committed. What was given up, or is bound to be, protects nothing: it does not count.
+    """
+    candidates = [
+        _candidate(each)
+        for each in local.checkpoints.values()
+        if each.sealed is not None
+        and (is_loadable(each) if each.decision else why_hopeless(each, local.generation) is None)
+    ]
+    kept = retention.apply(policy, candidates)
+    return [each.id for each in backlog(local) if each.sealed is not None and each.id not in kept]
+
+
+def _candidate(checkpoint: LocalCheckpoint) -> Candidate:
+    """For a policy that is applied here: times are those of the saves, metrics those that this rank gave at `seal`."""
+    metrics = dict(checkpoint.sealed.metrics) if checkpoint.sealed else {}
+    return Candidate(checkpoint.id, checkpoint.name, checkpoint.sealed_at, metrics)
+
+
+def next_listing(
+    checkpoint: LocalCheckpoint, receipts: Receipts, rank: int, num_looks: int, now: float
+) -> float:
+    """When to list the receipts again, which showed `receipts` now, after so many looks."""
+    if is_complete(checkpoint, receipts):
+        return now + max(0.0, turn_s(receipts, rank) - receipts.newest_age_s)
+    num_ranks = checkpoint.sealed.world_size if checkpoint.sealed is not None else 0
+    return now + num_ranks / LISTINGS_PER_S if num_looks >= NUM_LISTINGS else now
+
+
+def next_look(watch: Watch, now: float, *, first_s: float, longest_s: float) -> float:
+    """When to look again: doubled each time, so that a rank that never comes costs a few requests an hour."""
+    return float(now + min(longest_s, first_s * 2.0 ** min(watch.num_looks, 32)))

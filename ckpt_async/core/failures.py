@@ -1,0 +1,87 @@
+"""What an engine could not do, and what of it a trainer is told. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from ckpt_async.core import decide
+from ckpt_async.core.model import CheckpointId, Local
+from ckpt_async.core.units import named
+from ckpt_async.errors import CkptAsyncError, FencedError, UploadFailedError
+
+# How many are told in one message.
+MAX_TOLD = 3
+_GIVEN_UP = "what was given up stays so; later checkpoints are not affected"
+_TRIED_AGAIN = (
+    "what can still be sent is in the spool: it is tried again now and at the next start, or by"
+    " `ckpt-async drain`"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Something of a checkpoint that failed for good: a shard, or with `shard` empty what comes behind the shards.
+    `was_decided`: what failed is what comes behind the decision. `is_given_up`: it will never be committed.
+    """
+
+    error: CkptAsyncError
+    checkpoint: CheckpointId
+    shard: str = ""
+    was_decided: bool = False
+    is_given_up: bool = False
+
+
+def has_healed(failure: Failure, local: Local) -> bool:
+    """Whether another try has succeeded since."""
+    if failure.is_given_up:
+        return False
+    checkpoint = local.checkpoints.get(failure.checkpoint)
+    if checkpoint is None or (checkpoint.decision is not None and not failure.was_decided):
+        return True
+    shard = checkpoint.shards.get(failure.shard)
+    return shard is not None and shard.stored is not None
+
+
+def to_raise(
+    failures: Iterable[Failure], local: Local, told: Collection[CheckpointId]
+) -> UploadFailedError | None:
+    """One error for all of them, but those that have healed and checkpoints whose end the trainer was `told`."""
+    found = [each for each in failures if not has_healed(each, local) and each.checkpoint not in told]
+    texts = list(dict.fromkeys(str(each.error) for each in found))
+    if not texts:
+        return None
+    hints = {_GIVEN_UP if each.is_given_up else _TRIED_AGAIN: None for each in found}
+    more = f"; and {len(texts) - MAX_TOLD} more" if texts[MAX_TOLD:] else ""
+    error = UploadFailedError("; ".join(texts[:MAX_TOLD]) + more, hint="; ".join(hints))
+    error.__cause__ = found[0].error
+    return error
+
+
+def in_vain(local: Local) -> list[int]:
+    """The steps that this start has sealed and that nobody has decided; none if any of its others was committed."""
+    if local.newest_committed is not None and local.newest_committed.generation == local.generation:
+        return []
+    left = (each for each in decide.undecided(local) if each.sealed is not None)
+    return [each.id.step for each in left if each.id.generation == local.generation]
+
+
+def why_in_vain(
+    local: Local, steps: Sequence[int], fenced_by: int | None, absent_ranks: Sequence[int]
+) -> CkptAsyncError | None:
+    """What to raise at the end of a start that had sealed `steps` and committed nothing, if it never will: a newer one
+    has begun, or ranks were not there at all. None if they may just be late.
+    """
+    nothing = f"nothing was committed of generation {local.generation}, though this rank sealed {named('step', steps)}"
+    if fenced_by is not None:
+        return FencedError(
+            f"{nothing}: generation {fenced_by} of this run has started",
+            hint="if you made no later start, other ranks of this one are in that generation, because they saw no sign"
+            " of life from here: stop all of them and start them again",
+        )
+    if absent_ranks:
+        return UploadFailedError(
+            f"{nothing}: {named('rank', absent_ranks)} never opened it",
+            hint="see why not, or with what other remote, launch key or world size, and start all ranks again",
+        )
+    return None

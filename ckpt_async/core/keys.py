@@ -1,0 +1,211 @@
+"""Object keys and local paths <-> the things they name: every format once, with its parser beside it. Pure.
+
+Remote, relative to the run's root (`s3://bucket/prefix/run-a`):
+
+    ckpt/<name>.g<generation>/<shard>                        data; never overwritten
+    .ckpt_async/generations/<g:06d>.json                     create-once
+    .ckpt_async/members/<g:06d>/<rank:05d>.json              create-once: which process is rank r of it
+    .ckpt_async/members/<g:06d>/alive.json                   counted up until all are there
+    .ckpt_async/receipts/<g:06d>-<step:012d>/<rank:05d>.json
+    .ckpt_async/decisions/<g:06d>-<step:012d>.json           LIST order is checkpoint order
+    .ckpt_async/latest.json
+    .ckpt_async/boundary.json                                up to where old decisions were collected
+    .ckpt_async/leases/<g:06d>-<step:012d>/<reader>.json     readers, with expiry
+    .ckpt_async/damaged/<g:06d>-<step:012d>.json             committed, and found to be unreadable
+    latest-rank0.pt.symlink                                  Composer's text pointer, when asked for
+
+Local, relative to the folder:
+
+    .ckpt_async/journal-<rank:05d>.sqlite                    its rows; -wal and -shm beside it are SQLite's
+    .ckpt_async/journal-<rank:05d>.sqlite.damaged-<when>     moved aside; nobody reads it again
+    .ckpt_async/journal.sqlite                               of all ranks, by earlier versions
+    .ckpt_async/rank-<rank:05d>.lock                         flock; never replaced
+    .ckpt_async/spool/rank-<rank:05d>/<g:06d>-<step:012d>/<shard>       hard links
+    .ckpt_async/spool/rank-<rank:05d>/<g:06d>-<step:012d>.json          what was enqueued and sealed (rule R10)
+"""
+
+from __future__ import annotations
+
+import re
+
+from ckpt_async.core.model import CheckpointId
+
+PRIVATE = ".ckpt_async"
+DATA = "ckpt/"
+GENERATIONS = f"{PRIVATE}/generations/"
+MEMBERS = f"{PRIVATE}/members/"
+RECEIPTS = f"{PRIVATE}/receipts/"
+DECISIONS = f"{PRIVATE}/decisions/"
+LEASES = f"{PRIVATE}/leases/"
+DAMAGED = f"{PRIVATE}/damaged/"
+PROBES = f"{PRIVATE}/probe/"
+BOUNDARY = f"{PRIVATE}/boundary.json"
+LATEST = f"{PRIVATE}/latest.json"
+SHARED_JOURNAL = "journal.sqlite"
+
+# Wide enough for any run, and refused beyond: a longer number would break the LIST order.
+MAX_GENERATION = 10**6 - 1
+MAX_STEP = 10**12 - 1
+MAX_RANK = 10**5 - 1
+# A host's name of 64 characters, a process's number, a token.
+MAX_READER_LENGTH = 84
+
+_CHECKPOINT = re.compile(r"([0-9]{6})-([0-9]{12})")
+_GENERATION = re.compile(re.escape(GENERATIONS) + r"([0-9]{6})\.json")
+_RECEIPT = re.compile(re.escape(RECEIPTS) + _CHECKPOINT.pattern + r"/([0-9]{5})\.json")
+_DECISION = re.compile(re.escape(DECISIONS) + _CHECKPOINT.pattern + r"\.json")
+_DAMAGE = re.compile(re.escape(DAMAGED) + _CHECKPOINT.pattern + r"\.json")
+_LEASE = re.compile(re.escape(LEASES) + _CHECKPOINT.pattern + r"/[^/]+\.json")
+_MEMBER = re.compile(re.escape(MEMBERS) + r"([0-9]{6})/([0-9]{5})\.json")
+_BEAT = re.compile(re.escape(MEMBERS) + r"([0-9]{6})/alive\.json")
+_DATA = re.compile(re.escape(DATA) + r"([^/]+)\.g([0-9]{1,6})/.+")
+_JOURNAL = re.compile(r"journal-([0-9]{5})\.sqlite")
+_LAST_NUMBER = re.compile(r"([0-9]+)[^0-9]*$")
+
+
+def checkpoint_tag(checkpoint: CheckpointId) -> str:
+    return f"{checkpoint.generation:06d}-{checkpoint.step:012d}"
+
+
+def parse_checkpoint_tag(tag: str) -> CheckpointId | None:
+    match = _CHECKPOINT.fullmatch(tag)
+    return CheckpointId(int(match[1]), int(match[2])) if match else None
+
+
+def data_prefix(name: str, generation: int) -> str:
+    """Where a checkpoint's shards are; ends in '/', so that step-1 is not a prefix of step-10 (F26)."""
+    return f"{DATA}{name}.g{generation}/"
+
+
+def data_key(name: str, generation: int, shard: str) -> str:
+    return data_prefix(name, generation) + shard
+
+
+def parse_data_key(key: str) -> tuple[CheckpointId, str] | None:
+    """The checkpoint and its name; the step is the last number of the name (see `naming.checkpoint_name`)."""
+    match = _DATA.fullmatch(key)
+    number = _LAST_NUMBER.search(match[1]) if match else None
+    if match is None or number is None or len(number[1]) > 12:
+        return None
+    return CheckpointId(int(match[2]), int(number[1])), match[1]
+
+
+def lease_key(checkpoint: CheckpointId, reader: str) -> str:
+    return f"{leases_prefix(checkpoint)}{reader}.json"
+
+
+def leases_prefix(checkpoint: CheckpointId) -> str:
+    return f"{LEASES}{checkpoint_tag(checkpoint)}/"
+
+
+def parse_lease_key(key: str) -> CheckpointId | None:
+    match = _LEASE.fullmatch(key)
+    return CheckpointId(int(match[1]), int(match[2])) if match else None
+
+
+def damage_key(checkpoint: CheckpointId) -> str:
+    return f"{DAMAGED}{checkpoint_tag(checkpoint)}.json"
+
+
+def parse_damage_key(key: str) -> CheckpointId | None:
+    match = _DAMAGE.fullmatch(key)
+    return CheckpointId(int(match[1]), int(match[2])) if match else None
+
+
+def generation_key(generation: int) -> str:
+    return f"{GENERATIONS}{generation:06d}.json"
+
+
+def parse_generation_key(key: str) -> int | None:
+    match = _GENERATION.fullmatch(key)
+    return int(match[1]) if match else None
+
+
+def members_prefix(generation: int) -> str:
+    return f"{MEMBERS}{generation:06d}/"
+
+
+def member_key(generation: int, rank: int) -> str:
+    return f"{members_prefix(generation)}{rank:05d}.json"
+
+
+def parse_member_key(key: str) -> tuple[int, int] | None:
+    match = _MEMBER.fullmatch(key)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def beat_key(generation: int) -> str:
+    return f"{members_prefix(generation)}alive.json"
+
+
+def parse_beat_key(key: str) -> int | None:
+    match = _BEAT.fullmatch(key)
+    return int(match[1]) if match else None
+
+
+def receipts_prefix(checkpoint: CheckpointId) -> str:
+    return f"{RECEIPTS}{checkpoint_tag(checkpoint)}/"
+
+
+def receipt_key(checkpoint: CheckpointId, rank: int) -> str:
+    return f"{receipts_prefix(checkpoint)}{rank:05d}.json"
+
+
+def parse_receipt_key(key: str) -> tuple[CheckpointId, int] | None:
+    match = _RECEIPT.fullmatch(key)
+    return (CheckpointId(int(match[1]), int(match[2])), int(match[3])) if match else None
+
+
+def decision_key(checkpoint: CheckpointId) -> str:
+    return f"{DECISIONS}{checkpoint_tag(checkpoint)}.json"
+
+
+def parse_decision_key(key: str) -> CheckpointId | None:
+    match = _DECISION.fullmatch(key)
+    return CheckpointId(int(match[1]), int(match[2])) if match else None
+
+
+def journal_name(rank: int) -> str:
+    return f"journal-{rank:05d}.sqlite"
+
+
+def parse_journal_name(name: str) -> int | None:
+    match = _JOURNAL.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def longest_keys() -> tuple[str, ...]:
+    """Of every kind of object that a run makes; a shard's with the shortest name."""
+    last = CheckpointId(MAX_GENERATION, MAX_STEP)
+    return (
+        *(BOUNDARY, LATEST, generation_key(MAX_GENERATION), member_key(MAX_GENERATION, MAX_RANK)),
+        *(receipt_key(last, MAX_RANK), decision_key(last), damage_key(last)),
+        lease_key(last, "r" * MAX_READER_LENGTH),
+        data_key(f"step-{MAX_STEP}", MAX_GENERATION, "s"),
+    )
+
+
+def lock_name(rank: int) -> str:
+    return f"rank-{rank:05d}.lock"
+
+
+def spool_rank(rank: int) -> str:
+    return f"spool/rank-{rank:05d}"
+
+
+def spool_checkpoint(checkpoint: CheckpointId, rank: int) -> str:
+    """The folder of a rank's hard links for one checkpoint, relative to `.ckpt_async`."""
+    return f"{spool_rank(rank)}/{checkpoint_tag(checkpoint)}"
+
+
+def spool_manifest(checkpoint: CheckpointId, rank: int) -> str:
+    return f"{spool_checkpoint(checkpoint, rank)}.json"
+
+
+def kept_rank(rank: int) -> str:
+    """The folder of what a rank has set aside, relative to `.ckpt_async`."""
+    return f"kept/rank-{rank:05d}"
+
+
+def kept_manifest(checkpoint: CheckpointId, rank: int) -> str:
+    return f"{kept_rank(rank)}/{checkpoint_tag(checkpoint)}.json"

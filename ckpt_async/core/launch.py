@@ -1,0 +1,153 @@
+"""What the launcher says by the environment: which rank this is, of how many, and of which start of the run. Pure."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+
+from ckpt_async.core.arguments import is_whole
+from ckpt_async.errors import SettingsError
+
+Environment = Mapping[str, str]
+
+# Where a launcher says a process's rank and how many there are. Slurm's SLURM_NTASKS is not among them: a batch
+# script, which is one process, has that of the whole allocation.
+_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+_PMI = ("PMI_RANK", "PMI_SIZE")
+_SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
+_TORCH = ("RANK", "WORLD_SIZE")
+
+
+def launch_key(environment: Environment, *, parent: str) -> str | None:
+    """What all ranks of one start of the run share. None: the launcher says nothing.
+
+    A later start may have the same key (a respawned gang of torchrun's on the same port, an operator's own id): the two
+    are told apart by who is alive (see `generation`).
+
+    `parent` identifies the launching process on this machine. It serves only where every rank has the same one, and
+    no other start has it: torchrun on a single node. TORCHELASTIC_RESTART_COUNT likewise: after a failure on one of
+    several nodes the agents disagree about it (torch/distributed/elastic/agent/server/api.py counts only local failures
+    down).
+    """
+    get = environment.get
+    if (explicit := get("CKPT_ASYNC_LAUNCH_ID")) is not None:
+        if not str(explicit).strip():
+            raise SettingsError(
+                f"launch_id, or CKPT_ASYNC_LAUNCH_ID in the environment, is {explicit!r}: it says nothing",
+                hint="equal on all ranks and new at every start; leave it out if the launcher says which start it is",
+            )
+        return f"id={explicit}"
+    if (run_id := get("TORCHELASTIC_RUN_ID")) is not None:  # "none" where torchrun was given no --rdzv-id
+        if get("LOCAL_WORLD_SIZE", get("WORLD_SIZE", "1")) == get("WORLD_SIZE", "1"):
+            restart = get("TORCHELASTIC_RESTART_COUNT", "0")
+            return f"torchelastic={run_id} restart={restart} parent={parent}"
+        return f"torchelastic={run_id} master={get('MASTER_ADDR', '')}:{get('MASTER_PORT', '')}"
+    if job := get("SLURM_JOB_ID"):
+        step, restart = get("SLURM_STEP_ID", ""), get("SLURM_RESTART_COUNT", "0")
+        return f"slurm={job}.{step} restart={restart}"
+    return None
+
+
+def rank_and_world_size(
+    environment: Environment, rank: int | None, world_size: int | None
+) -> tuple[int, int]:
+    """Arguments over RANK and WORLD_SIZE; else what MPI, PMI and Slurm say, if they say the same; 0 and 1 where nothing
+    speaks of other processes.
+
+    Raises SettingsError for what cannot be, for one without the other, and for a process that is called the only one
+    though its launcher says that it is one of several: of processes that each take themselves for the only one, each
+    would commit its part as the whole.
+    """
+    is_called_alone = world_size is not None and world_size == 1
+    given = (rank, world_size)
+    names = [name if each is None else name.lower() for name, each in zip(_TORCH, given, strict=True)]
+    rank = _number(environment, "RANK", rank, "rank")
+    world_size = _number(environment, "WORLD_SIZE", world_size, "world_size")
+    if rank is None and world_size is None:
+        rank, world_size = _launchers(environment) or (None, None)
+    if world_size is not None and not 1 <= world_size <= 100_000:
+        raise SettingsError(f"world_size={world_size} must be from 1 to 100000")
+    if is_called_alone:
+        _refuse_contradiction(environment)
+    numbers = (rank, world_size)
+    said = [f"{name}={each}" for name, each in zip(names, numbers, strict=True) if each is not None]
+    known = ", ".join(said) or _sign_of_others(environment)
+    if known.upper() in ("", "WORLD_SIZE=1"):
+        return 0, 1
+    if rank is None or world_size is None:
+        missing = " and ".join(name for name, each in zip(_TORCH, numbers, strict=True) if each is None)
+        raise SettingsError(
+            f"there is {known}, but no {missing}: which rank this is, and of how many, is not known",
+            hint="set both on every rank, or pass rank= and world_size= (0 and 1 for a process that is alone)",
+        )
+    if not 0 <= rank < world_size:
+        raise SettingsError(f"rank={rank} must be from 0 to world_size-1 = {world_size - 1}")
+    return rank, world_size
+
+
+def _number(environment: Environment, variable: str, given: int | None, name: str = "") -> int | None:
+    if given is not None:
+        if not is_whole(given):
+            raise SettingsError(f"{name}={given!r} must be a whole number")
+        return operator.index(given)
+    if (text := environment.get(variable)) is None:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise SettingsError(f"{variable}={text!r} in the environment is not a number") from None
+
+
+def _launchers(environment: Environment) -> tuple[int, int] | None:
+    """Rank and number of processes as MPI, PMI and Slurm say them; None if none of them says both."""
+    found: dict[tuple[int, int], str] = {}
+    for names in (_MPI, _PMI, _SLURM):
+        if all(environment.get(name) for name in names):
+            rank, size = (_number(environment, name, None) for name in names)
+            assert rank is not None
+            assert size is not None
+            found.setdefault((rank, size), f"{names[0]}={rank} of {names[1]}={size}")
+    if len(found) > 1:  # mpirun on the nodes of a Slurm step: each of them numbers processes of its own
+        raise SettingsError(
+            f"the launchers disagree about which rank this is: {' and '.join(found.values())}",
+            hint="set RANK and WORLD_SIZE on every rank, or pass rank= and world_size=",
+        )
+    return next(iter(found), None)
+
+
+def _refuse_contradiction(environment: Environment) -> None:
+    """Rank 0 may save for all, as the only one. Another that is called the only one was not told of the others."""
+    rank, size = (_number(environment, name, None) for name in _TORCH)
+    if rank is None or size is None:
+        rank, size = _launchers(environment) or (0, 1)
+    if rank > 0 and size > 1:
+        raise SettingsError(
+            f"world_size=1 was given, but the launcher says that this is rank {rank} of {size}:"
+            " each process would upload a run of its own to the same remote",
+            hint="a framework that says so runs undistributed (accelerate on CPU needs Accelerator(cpu=True));"
+            " if each process does train a model of its own, remove RANK and WORLD_SIZE from its environment",
+        )
+
+
+def _sign_of_others(environment: Environment) -> str:
+    """What says that this may be one of several processes, or ""."""
+    for name in ("LOCAL_WORLD_SIZE", _SLURM[1], _MPI[1], _PMI[1]):
+        if environment.get(name, "") not in ("", "1"):
+            return f"{name}={environment[name]}"
+    local_rank = environment.get("LOCAL_RANK", "")
+    if local_rank not in ("", "-1"):  # -1: not distributed
+        return f"LOCAL_RANK={local_rank}"
+    return _sign_of_a_slurm_step(environment)
+
+
+def _sign_of_a_slurm_step(environment: Environment) -> str:
+    """A task whose environment came through without the number of tasks (a container, `srun --export`). The first one
+    looks like a batch script then, but for its step.
+    """
+    if environment.get(_SLURM[1], ""):
+        return ""
+    if environment.get("SLURM_PROCID", "0") not in ("", "0"):
+        return f"SLURM_PROCID={environment['SLURM_PROCID']}"
+    if environment.get("SLURM_STEP_ID", "") and environment.get("SLURM_NTASKS", "1") not in ("", "1"):
+        return f"SLURM_NTASKS={environment['SLURM_NTASKS']}"
+    return ""

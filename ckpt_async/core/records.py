@@ -1,0 +1,505 @@
+"""Protocol objects <-> bytes: JSON with a format version, canonical, size-capped, schema-checked. Pure.
+
+What another machine wrote is input, never trusted: every reader refuses with InvalidRecordError what this
+package cannot have written, before it costs memory or time (table row F28). No pickle, no YAML, ever.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from base64 import b64decode
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ckpt_async.core import keys
+from ckpt_async.core.model import (
+    Beat,
+    Boundary,
+    CheckpointId,
+    Checksum,
+    Damage,
+    Decision,
+    Enqueued,
+    FileIdentity,
+    Generation,
+    Latest,
+    Lease,
+    LocalCheckpoint,
+    Outcome,
+    Receipt,
+    Sealed,
+    Shard,
+    StoredShard,
+)
+from ckpt_async.core.naming import check_component, check_relative
+from ckpt_async.errors import InvalidNameError, InvalidRecordError, UnknownVersionError
+
+FORMAT_VERSION = 1
+# A receipt of 100,000 shards takes about 20 MiB; a decision holds 30 bytes a rank.
+MAX_RECEIPT_SIZE_BYTES = 64 << 20
+MAX_RECORD_SIZE_BYTES = 8 << 20
+
+Json = dict[str, Any]
+
+
+# --- receipts ----------------------------------------------------------------------------------------------
+
+
+def encode_receipt(receipt: Receipt) -> bytes:
+    return _encode(
+        "receipt",
+        {
+            **_checkpoint_fields(receipt.checkpoint),
+            "name": receipt.name,
+            "rank": receipt.rank,
+            "world_size": receipt.world_size,
+            "metrics": dict(receipt.metrics),
+            "shards": [
+                {
+                    "name": shard.name,
+                    "key": shard.key,
+                    "size_bytes": shard.size_bytes,
+                    shard.checksum.algorithm: shard.checksum.value,
+                }
+                for shard in receipt.shards
+            ],
+        },
+    )
+
+
+def decode_receipt(data: bytes, expected: CheckpointId, rank: int) -> Receipt:
+    """Read a receipt and check that it is the one its key claims: a receipt of another checkpoint,
+    generation or rank under this key would mix checkpoints (rule R5).
+    """
+    fields = _decode("receipt", data, MAX_RECEIPT_SIZE_BYTES)
+    name = _name(fields)
+    receipt = Receipt(
+        checkpoint=_checkpoint(fields),
+        name=name,
+        rank=_int(fields, "rank", 0, keys.MAX_RANK),
+        world_size=_int(fields, "world_size", 1, keys.MAX_RANK + 1),
+        shards=_stored_shards(_list(fields, "shards"), keys.data_prefix(name, expected.generation)),
+        metrics=_metrics(fields),
+    )
+    if (receipt.checkpoint, receipt.rank) != (expected, rank):
+        raise InvalidRecordError(
+            f"receipt of rank {receipt.rank}, {receipt.checkpoint} found under the key of rank {rank}, {expected}"
+        )
+    if receipt.rank >= receipt.world_size:
+        raise InvalidRecordError(f"receipt: rank {receipt.rank} is not below world size {receipt.world_size}")
+    if len({shard.name for shard in receipt.shards}) != len(receipt.shards):
+        raise InvalidRecordError(f"receipt of rank {rank}, {expected} lists a shard twice")
+    return receipt
+
+
+def _stored_shards(items: Iterable[object], prefix: str) -> tuple[StoredShard, ...]:
+    found = []
+    for item in items:
+        fields = _object(item, "shard")
+        name, key = _relative(fields, "name"), _str(fields, "key")
+        if key != prefix + name:
+            raise InvalidRecordError(f"receipt: key {key!r} is not that of shard {name!r}")
+        found.append(StoredShard(name, key, _int(fields, "size_bytes", 0, 1 << 60), _checksum(fields)))
+    return tuple(found)
+
+
+# --- decisions, latest, generations ------------------------------------------------------------------------
+
+
+def encode_decision(decision: Decision) -> bytes:
+    return _encode(
+        "decision",
+        {
+            **_checkpoint_fields(decision.checkpoint),
+            "outcome": decision.outcome.value,
+            "name": decision.name,
+            "world_size": decision.world_size,
+            "nonce": decision.nonce,
+            "decided_at": decision.decided_at,
+            "decided_by": decision.decided_by,
+            "receipts": [{checksum.algorithm: checksum.value} for checksum in decision.receipts],
+            "num_shards": decision.num_shards,
+            "size_bytes": decision.size_bytes,
+            "metrics": dict(decision.metrics),
+            "reason": decision.reason,
+            "is_pinned": decision.is_pinned,
+            **({"is_superseded": True} if decision.is_superseded else {}),
+        },
+    )
+
+
+def decode_decision(data: bytes, expected: CheckpointId) -> Decision:
+    fields = _decode("decision", data, MAX_RECORD_SIZE_BYTES)
+    try:
+        outcome = Outcome(_str(fields, "outcome"))
+    except ValueError:
+        raise InvalidRecordError(f"decision: unknown outcome {_shown(fields['outcome'])}") from None
+    decision = Decision(
+        checkpoint=_checkpoint(fields),
+        outcome=outcome,
+        name=_name(fields),
+        world_size=_int(fields, "world_size", 1, keys.MAX_RANK + 1),
+        nonce=_str(fields, "nonce"),
+        decided_at=_float(fields, "decided_at"),
+        decided_by=_str(fields, "decided_by"),
+        receipts=tuple(_checksum(_object(item, "receipt")) for item in _list(fields, "receipts")),
+        num_shards=_int(fields, "num_shards", 0, 1 << 40),
+        size_bytes=_int(fields, "size_bytes", 0, 1 << 62),
+        metrics=_metrics(fields),
+        reason=_str(fields, "reason"),
+        is_pinned=_bool(fields, "is_pinned"),
+        is_superseded="is_superseded" in fields and _bool(fields, "is_superseded"),
+    )
+    if decision.checkpoint != expected:
+        raise InvalidRecordError(f"decision of {decision.checkpoint} found under the key of {expected}")
+    if outcome is not Outcome.ABORT and len(decision.receipts) != decision.world_size:
+        raise InvalidRecordError(
+            f"decision of {expected}: {len(decision.receipts)} receipts for world size {decision.world_size}"
+        )
+    return decision
+
+
+def encode_boundary(boundary: Boundary) -> bytes:
+    kept = [_checkpoint_fields(checkpoint) for checkpoint in sorted(boundary.kept)]
+    return _encode(
+        "boundary",
+        {
+            **_checkpoint_fields(boundary.upto),
+            "kept": kept,
+            "number": boundary.number,
+            "nonce": boundary.nonce,
+        },
+    )
+
+
+def decode_boundary(data: bytes) -> Boundary:
+    fields = _decode("boundary", data, MAX_RECORD_SIZE_BYTES)
+    return Boundary(
+        upto=_checkpoint(fields),
+        kept=frozenset(_checkpoint(_object(item, "kept")) for item in _list(fields, "kept")),
+        number=_int(fields, "number", 1, 1 << 62),
+        nonce=_str(fields, "nonce"),
+    )
+
+
+def encode_lease(lease: Lease) -> bytes:
+    return _encode(
+        "lease", {**_checkpoint_fields(lease.checkpoint), "reader": lease.reader, "ttl_s": lease.ttl_s}
+    )
+
+
+def decode_lease(data: bytes) -> Lease:
+    fields = _decode("lease", data, MAX_RECORD_SIZE_BYTES)
+    return Lease(_checkpoint(fields), _str(fields, "reader"), _float(fields, "ttl_s"))
+
+
+def encode_damage(damage: Damage) -> bytes:
+    return _encode(
+        "damage",
+        {
+            **_checkpoint_fields(damage.checkpoint),
+            "reason": damage.reason,
+            "found_by": damage.found_by,
+            "found_at": damage.found_at,
+        },
+    )
+
+
+def decode_damage(data: bytes, expected: CheckpointId) -> Damage:
+    fields = _decode("damage", data, MAX_RECORD_SIZE_BYTES)
+    damage = Damage(
+        checkpoint=_checkpoint(fields),
+        reason=_str(fields, "reason"),
+        found_by=_str(fields, "found_by"),
+        found_at=_float(fields, "found_at"),
+    )
+    if damage.checkpoint != expected:
+        raise InvalidRecordError(f"damage: is of {damage.checkpoint}, not of {expected}")
+    return damage
+
+
+def encode_latest(latest: Latest) -> bytes:
+    return _encode(
+        "latest",
+        {
+            **_checkpoint_fields(latest.checkpoint),
+            "name": latest.name,
+            "prefix": latest.prefix,
+            "number": latest.number,
+            "nonce": latest.nonce,
+        },
+    )
+
+
+def decode_latest(data: bytes) -> Latest:
+    fields = _decode("latest", data, MAX_RECORD_SIZE_BYTES)
+    checkpoint, name = _checkpoint(fields), _name(fields)
+    latest = Latest(
+        checkpoint=checkpoint,
+        name=name,
+        prefix=_str(fields, "prefix"),
+        number=_int(fields, "number", 0, 1 << 62),
+        nonce=_str(fields, "nonce"),
+    )
+    if latest.prefix != keys.data_prefix(name, checkpoint.generation):
+        raise InvalidRecordError(f"latest: prefix {latest.prefix!r} is not that of {name!r}")
+    return latest
+
+
+def encode_generation(generation: Generation) -> bytes:
+    return _encode(
+        "generation",
+        {
+            "generation": generation.number,
+            "launch_key": generation.launch_key,
+            "world_size": generation.world_size,
+            "host": generation.host,
+            "nonce": generation.nonce,
+            "claimed_at": generation.claimed_at,
+        },
+    )
+
+
+def decode_generation(data: bytes, expected: int) -> Generation:
+    fields = _decode("generation", data, MAX_RECORD_SIZE_BYTES)
+    generation = Generation(
+        number=_int(fields, "generation", 1, keys.MAX_GENERATION),
+        launch_key=_str(fields, "launch_key"),
+        world_size=_int(fields, "world_size", 1, keys.MAX_RANK + 1),
+        host=_str(fields, "host"),
+        nonce=_str(fields, "nonce"),
+        claimed_at=_float(fields, "claimed_at"),
+    )
+    if generation.number != expected:
+        raise InvalidRecordError(f"generation {generation.number} found under the key of {expected}")
+    return generation
+
+
+def encode_member(nonce: str, rank: int) -> bytes:
+    return _encode("member", {"nonce": nonce, "rank": rank})
+
+
+def decode_member(data: bytes) -> str:
+    """The nonce of the process that is this rank of this generation."""
+    return _str(_decode("member", data, MAX_RECORD_SIZE_BYTES), "nonce")
+
+
+def encode_beat(beat: Beat) -> bytes:
+    return _encode("beat", {"generation": beat.generation, "rank": beat.rank, "count": beat.count})
+
+
+def decode_beat(data: bytes, expected: int) -> Beat:
+    fields = _decode("beat", data, MAX_RECORD_SIZE_BYTES)
+    generation = _int(fields, "generation", 1, keys.MAX_GENERATION)
+    if generation != expected:
+        raise InvalidRecordError(f"beat of generation {generation} found under the key of {expected}")
+    return Beat(generation, _int(fields, "rank", 0, keys.MAX_RANK), _int(fields, "count", 1, 1 << 62))
+
+
+# --- the spool's manifest: what the journal said, kept beside the links (rule R10) --------------------------
+
+
+def manifest_of(checkpoint: LocalCheckpoint) -> bytes:
+    """What the journal says of a checkpoint's shards and of its seal, with the time of that."""
+    shards = (each.shard for each in checkpoint.shards.values())
+    sealed = checkpoint.sealed and replace(checkpoint.sealed, sealed_at=checkpoint.sealed_at)
+    return encode_manifest(checkpoint.id, checkpoint.name, shards, sealed)
+
+
+def encode_manifest(
+    checkpoint: CheckpointId, name: str, shards: Iterable[Shard], sealed: Sealed | None
+) -> bytes:
+    return _encode(
+        "manifest",
+        {
+            **_checkpoint_fields(checkpoint),
+            "name": name,
+            "world_size": sealed.world_size if sealed else None,
+            "metrics": dict(sealed.metrics) if sealed else {},
+            **({} if sealed is None or sealed.sealed_at is None else {"sealed_at": sealed.sealed_at}),
+            "shards": [_shard_fields(shard) for shard in shards],
+        },
+    )
+
+
+def decode_manifest(data: bytes, expected: CheckpointId) -> tuple[list[Enqueued], Sealed | None]:
+    fields = _decode("manifest", data, MAX_RECEIPT_SIZE_BYTES)
+    checkpoint, name = _checkpoint(fields), _name(fields)
+    if checkpoint != expected:
+        raise InvalidRecordError(f"manifest of {checkpoint} found under the name of {expected}")
+    enqueued = [Enqueued(checkpoint, name, decode_shard(item)) for item in _list(fields, "shards")]
+    if fields.get("world_size") is None:
+        return enqueued, None
+    world_size = _int(fields, "world_size", 1, keys.MAX_RANK + 1)
+    sealed_at = _float(fields, "sealed_at") if "sealed_at" in fields else None
+    return enqueued, Sealed(checkpoint, name, world_size, _metrics(fields), sealed_at)
+
+
+def _shard_fields(shard: Shard) -> Json:
+    identity = shard.identity
+    return {
+        "name": shard.name,
+        "source": shard.source,
+        "identity": [identity.device, identity.inode, identity.size_bytes, identity.mtime_ns],
+        "is_linked": shard.is_linked,
+    }
+
+
+def decode_shard(item: object) -> Shard:
+    fields = _object(item, "shard")
+    identity = _list(fields, "identity")
+    if len(identity) != 4 or not all(type(number) is int for number in identity):
+        raise InvalidRecordError(f"shard: identity {_shown(identity)} is not four numbers")
+    if not isinstance(fields.get("is_linked"), bool):
+        raise InvalidRecordError("shard: is_linked is not true or false")
+    return Shard(
+        _relative(fields, "name"), _relative(fields, "source"), FileIdentity(*identity), fields["is_linked"]
+    )
+
+
+# --- JSON, capped and checked ------------------------------------------------------------------------------
+
+
+def _encode(kind: str, fields: Json) -> bytes:
+    document = {"format": f"ckpt_async/{kind}", "version": FORMAT_VERSION, **fields}
+    return json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+
+
+def _decode(kind: str, data: bytes, max_size_bytes: int) -> Json:
+    if len(data) > max_size_bytes:
+        raise InvalidRecordError(f"{kind}: {len(data)} bytes, more than {max_size_bytes}")
+    # `[],[],…` is twenty times as large in memory as on the wire; what this package writes is nowhere near as dense.
+    if data.count(b"[") + data.count(b"{") > 100 + len(data) // 12 or data.count(b",") > 100 + len(data) // 8:
+        raise InvalidRecordError(f"{kind}: too many values for its {len(data)} bytes")
+    try:
+        document = json.loads(
+            data, parse_int=_small_int, parse_constant=_no_constant, object_pairs_hook=_no_duplicates
+        )
+    except (ValueError, RecursionError) as error:  # deep nesting ends in RecursionError, not in a crash
+        raise InvalidRecordError(f"{kind}: not JSON this package writes: {error}") from None
+    fields = _object(document, kind)
+    if fields.get("format") != f"ckpt_async/{kind}":
+        raise InvalidRecordError(f"{kind}: format is {_shown(fields.get('format'))}")
+    version = fields.get("version")
+    if version != FORMAT_VERSION or type(version) is not int:
+        raise UnknownVersionError(
+            f"{kind}: format version {_shown(version)}; this program reads version {FORMAT_VERSION}",
+            hint="upgrade ckpt_async if a newer one wrote it",
+        )
+    return fields
+
+
+def _shown(value: object) -> str:
+    """A value for a message: short, and never by walking into what may be nested a thousand deep."""
+    return (
+        f"{str(value)[:80]!r}" if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
+    )
+
+
+def _small_int(text: str) -> int:
+    if len(text) > 20:
+        raise ValueError(f"number of {len(text)} digits")
+    return int(text)
+
+
+def _no_constant(text: str) -> float:
+    raise ValueError(f"{text} is not a number")
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> Json:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a name appears twice in one object")
+    return result
+
+
+def _object(value: object, what: str) -> Json:
+    if not isinstance(value, dict):
+        raise InvalidRecordError(f"{what}: not a JSON object")
+    return value
+
+
+def _typed(fields: Mapping[str, Any], name: str, is_right: Callable[[Any], bool]) -> Any:
+    if name not in fields or not is_right(fields[name]):
+        raise _unfit(fields, name)
+    return fields[name]
+
+
+def _unfit(fields: Mapping[str, Any], name: str) -> InvalidRecordError:
+    if name not in fields:
+        return InvalidRecordError(f"field {name!r} is missing")
+    return InvalidRecordError(f"field {name!r} has the value {_shown(fields[name])}")
+
+
+def _str(fields: Mapping[str, Any], name: str) -> str:
+    value = fields.get(name)
+    if not isinstance(value, str):
+        raise _unfit(fields, name)
+    return value
+
+
+def _int(fields: Mapping[str, Any], name: str, low: int, high: int) -> int:
+    value = fields.get(name)
+    if type(value) is not int or not low <= value <= high:
+        raise _unfit(fields, name)
+    return value
+
+
+def _float(fields: Mapping[str, Any], name: str) -> float:
+    return float(_typed(fields, name, lambda value: type(value) in (int, float) and math.isfinite(value)))
+
+
+def _bool(fields: Mapping[str, Any], name: str) -> bool:
+    return bool(_typed(fields, name, lambda value: isinstance(value, bool)))
+
+
+def _list(fields: Mapping[str, Any], name: str) -> list[Any]:
+    return list(_typed(fields, name, lambda value: isinstance(value, list)))
+
+
+def _checkpoint_fields(checkpoint: CheckpointId) -> Json:
+    return {"generation": checkpoint.generation, "step": checkpoint.step}
+
+
+def _checkpoint(fields: Mapping[str, Any]) -> CheckpointId:
+    return CheckpointId(
+        _int(fields, "generation", 1, keys.MAX_GENERATION), _int(fields, "step", 0, keys.MAX_STEP)
+    )
+
+
+def _name(fields: Mapping[str, Any]) -> str:
+    try:
+        return check_component(_str(fields, "name"), "checkpoint name")
+    except InvalidNameError as error:
+        raise InvalidRecordError(str(error)) from None
+
+
+def _relative(fields: Mapping[str, Any], name: str) -> str:
+    try:
+        return check_relative(_str(fields, name), name)
+    except InvalidNameError as error:
+        raise InvalidRecordError(str(error)) from None
+
+
+def _checksum(fields: Mapping[str, Any]) -> Checksum:
+    for algorithm, width in (("crc64nvme", 8), ("crc32c", 4)):
+        if algorithm in fields:
+            value = _str(fields, algorithm)
+            if not _is_base64(value, width):
+                raise InvalidRecordError(f"{algorithm} {value[:40]!r} is not base64 of {width} bytes")
+            return Checksum(algorithm, value)
+    raise InvalidRecordError("no checksum")
+
+
+def _is_base64(text: str, width: int) -> bool:
+    try:
+        return len(b64decode(text, validate=True)) == width
+    except ValueError:
+        return False
+
+
+def _metrics(fields: Mapping[str, Any]) -> tuple[tuple[str, float], ...]:
+    metrics = _object(_typed(fields, "metrics", lambda value: isinstance(value, dict)), "metrics")
+    return tuple((name, _float(metrics, name)) for name in sorted(metrics))

@@ -1,0 +1,317 @@
+"""All numbers and switches in one frozen value, and where they come from. Pure: files and environment are
+arguments. Order of precedence: keyword arguments, then `CKPT_ASYNC_*`, then the TOML file, then the default.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt_async.core import retention
+from ckpt_async.core.arguments import shown
+from ckpt_async.errors import SettingsError
+
+MIB = 1 << 20
+ENVIRONMENT_PREFIX = "CKPT_ASYNC_"
+# Recorded in the journal, so that `drain` treats the user's files and pointers as the trainer would have.
+INHERITED = ("num_checkpoints_to_keep", "local_retention", "latest_filename", "composer_symlink")
+
+
+def _setting(
+    default: Any, help_: str, low: float | None = None, high: float | None = None, **more: Any
+) -> Any:
+    metadata = {"help": help_, "low": low, "high": high, **more}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Everything an engine can be told. `docs/settings.md` is made from these lines."""
+
+    num_checkpoints_to_keep: int = _setting(
+        -1, "local checkpoints to keep: -1 all, 0 none once committed, N the newest N", -1, 10**6
+    )
+    local_retention: str = _setting(
+        "",
+        "what else to keep locally, in the words of remote_retention; num_checkpoints_to_keep=-1 leaves the choice"
+        " to it and the newest is kept too; empty for nothing else",
+    )
+    num_concurrent_uploads: int = _setting(
+        8, "requests that carry shard bytes at once, per engine, to begin with", 1, 1024
+    )
+    max_concurrent_uploads: int = _setting(
+        32, "how far that may grow while it makes it faster; it shrinks when the store says SlowDown", 1, 1024
+    )
+    upload_timeout_s: float = _setting(
+        3600.0, "how long one shard may fail before it is reported", 1, 604_800
+    )
+    on_error: str = _setting(
+        "raise", "a final failure: raise it at the next call, or only warn", choices=("raise", "warn")
+    )
+    metrics_port: int = _setting(
+        -1, "Prometheus port: -1 none, 0 any free one; local rank r takes metrics_port + r", -1, 65_535
+    )
+    metrics_address: str = _setting("127.0.0.1", "address the metrics are served on")
+    latest_filename: str = _setting(
+        "latest-rank{rank}", "local symlink to the newest committed checkpoint; empty for none"
+    )
+    composer_symlink: str = _setting(
+        "", "remote text pointer as Composer writes it, e.g. latest-rank{rank}.pt.symlink; empty for none"
+    )
+    max_inflight_bytes: int = _setting(1024 * MIB, "bytes of shards on the wire at once", MIB, 10**15)
+    max_bytes_per_s: float = _setting(
+        0.0, "upload bandwidth of one engine, so that training keeps the network; 0 for no cap", 0, 1e12
+    )
+    part_size_bytes: int = _setting(
+        16 * MIB,
+        "smallest part of a multipart upload; grows with the shard, so that few requests suffice",
+        5 * MIB,
+        5 * 10**9,
+    )
+    request_timeout_s: float = _setting(30.0, "deadline of a request, before its bytes are added", 0.05, 3600)
+    minimum_rate_bytes_per_s: float = _setting(
+        1.0 * MIB, "slowest useful transfer: a request's deadline grows by size / this rate", 1, 1e12
+    )
+    stall_timeout_s: float = _setting(20.0, "a request during which no byte moves is given up", 0.05, 3600)
+    retry_initial_s: float = _setting(0.2, "first back-off, doubled with full jitter", 0.001, 60)
+    retry_max_s: float = _setting(20.0, "longest back-off", 0.01, 3600)
+    decision_poll_s: float = _setting(
+        0.5, "first wait for the other ranks' receipts, doubled up to decision_poll_max_s", 0.01, 3600
+    )
+    decision_poll_max_s: float = _setting(60.0, "longest wait between looks at the decision", 0.01, 3600)
+    max_backlog_checkpoints: int = _setting(
+        0, "checkpoints that may wait to be uploaded before `on_backlog` holds; 0 for no bound", 0, 10**6
+    )
+    max_backlog_bytes: int = _setting(
+        0, "bytes that may wait to be uploaded before `on_backlog` holds; 0 for no bound", 0, 10**15
+    )
+    on_backlog: str = _setting(
+        "block",
+        "when uploads fall behind: wait in `enqueue`, give up what retention would not keep, or raise",
+        choices=("block", "supersede", "raise"),
+    )
+    min_free_bytes: int = _setting(
+        0, "free bytes on the folder's file system below which `on_disk_low` holds; 0 for none", 0, 10**15
+    )
+    on_disk_low: str = _setting(
+        "block",
+        "when the disk runs low: wait in `enqueue`, give up what retention would not keep, or raise",
+        choices=("block", "supersede", "raise"),
+    )
+    block_timeout_s: float = _setting(1800.0, "longest wait in `enqueue`; then it raises", 0, 604_800)
+    abandon_after_s: float = _setting(
+        86_400.0, "sweeper: age at which what a superseded generation left unfinished is given up", 60, 1e9
+    )
+    abandon_newest_after_s: float = _setting(
+        604_800.0, "sweeper: the same for the newest generation, whose trainer may only be paused", 60, 1e9
+    )
+    remote_retention: str = _setting(
+        "",
+        "what to keep remotely, e.g. last=3,every-steps=1000,best=2:loss:min; empty keeps all",
+    )
+    allow_unknown_filesystem: bool = _setting(
+        False,
+        "take a folder on a file system that is not known to be local; if another machine uses it too, or its locks do"
+        " not hold, the journal is destroyed, and with it checkpoints that are not committed yet",
+        choices=(False, True),
+    )
+    sigterm_flush_s: float = _setting(
+        0.0, "flush on SIGTERM within this many seconds, newest checkpoint first; 0 for no handler", 0, 3600
+    )
+    runner: str = _setting(
+        "thread",
+        "where uploading is done: on a thread of the trainer, or in a process of its own that takes no GIL time of the"
+        " trainer's and outlives it to finish",
+        choices=("thread", "process"),
+    )
+    node_shared: bool = _setting(
+        False,
+        "runner process: one for all ranks of the folder, so that num_concurrent_uploads, max_inflight_bytes and"
+        " max_bytes_per_s hold for the node",
+        choices=(False, True),
+    )
+    runner_nice: int = _setting(
+        10,
+        "runner process: added to the niceness of what carries bytes, so that it takes what cores the training leaves;"
+        " its disk reads rank lower with it; not while somebody waits: in `wait`, `flush`, `close`",
+        0,
+        19,
+    )
+    linger_s: float = _setting(
+        600.0,
+        "runner process: how long it goes on for a trainer that died; a restarted one takes over",
+        0,
+        86_400,
+    )
+    close_grace_s: float = _setting(
+        30.0, "how long close() waits for other ranks once all of ours is uploaded", 0, 86_400
+    )
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            _check(field, getattr(self, field.name), f"{field.name}")
+        policy = _parse_policy("remote_retention", self.remote_retention)
+        _parse_policy("local_retention", self.local_retention)
+        if "supersede" in (self.on_backlog, self.on_disk_low) and retention.keeps_all(policy):
+            raise SettingsError(
+                "on_backlog or on_disk_low is 'supersede', but remote_retention keeps all: nothing could be given up",
+                hint="say what must be kept, e.g. remote_retention='last=2,every-steps=1000'",
+            )
+        if not self.metrics_address:
+            raise SettingsError("metrics_address is '', which would be every address: 0.0.0.0 says so")
+        if self.node_shared and self.runner != "process":
+            raise SettingsError("node_shared=True needs runner='process'")
+        if self.retry_max_s < self.retry_initial_s:
+            raise SettingsError(
+                f"retry_max_s={self.retry_max_s} must be at least retry_initial_s={self.retry_initial_s}"
+            )
+        if self.decision_poll_max_s < self.decision_poll_s:
+            raise SettingsError(
+                f"decision_poll_max_s={self.decision_poll_max_s} must be at least"
+                f" decision_poll_s={self.decision_poll_s}"
+            )
+
+
+def _parse_policy(name: str, text: str) -> retention.RetentionPolicy:
+    try:
+        return retention.parse(text)
+    except SettingsError as error:
+        raise SettingsError(f"{name}={text!r}: {error}") from None
+
+
+def load(arguments: Mapping[str, Any], environment: Mapping[str, str], toml: str = "") -> Settings:
+    """Merge the three sources and check every value. An argument of None counts as not given.
+
+    Raises SettingsError with the name, its source, the value and what is allowed; also for unknown names, of the
+    environment for those that are nearly the name of a setting.
+    """
+    fields = {field.name: field for field in dataclasses.fields(Settings)}
+    values: dict[str, Any] = {}
+    for name, value in _parse_toml(toml).items():
+        if name not in fields:
+            raise SettingsError(f"settings file: unknown setting {name!r}", hint=_nearest(name, fields))
+        values[name] = _check(fields[name], value, f"settings file: {name}")
+    for name, field in fields.items():
+        variable = ENVIRONMENT_PREFIX + name.upper()
+        if variable in environment:
+            values[name] = _check(field, _parse_text(field, environment[variable], variable), variable)
+    for variable in environment:
+        _refuse_misspelt(variable, fields)
+    for name, value in arguments.items():
+        if name not in fields:
+            raise SettingsError(f"unknown setting {name!r}", hint=_nearest(name, fields))
+        if value is not None:
+            values[name] = _check(fields[name], value, name)
+    return Settings(**values)
+
+
+def describe() -> str:
+    """`docs/settings.md`, which a test compares with this."""
+    lines = [
+        "# Settings",
+        "",
+        "Keyword arguments of `Uploader` go before the environment (`CKPT_ASYNC_` and the name in capitals), before",
+        "the TOML file (`settings_file=` or `CKPT_ASYNC_SETTINGS_FILE`; its `[tool.ckpt_async]` table if it has one),",
+        "before the default. Made by `python -m ckpt_async.core.settings`.",
+        "",
+        "| name | default | allowed | meaning |",
+        "|---|---|---|---|",
+    ]
+    for field in dataclasses.fields(Settings):
+        low, high = field.metadata["low"], field.metadata["high"]
+        allowed = ", ".join(map(_plain, field.metadata.get("choices", ()))) or (
+            "text" if low is None else f"{_plain(low)} to {_plain(high)}"
+        )
+        default = _plain(field.default) or "(empty)"
+        lines.append(f"| `{field.name}` | {default} | {allowed} | {field.metadata['help']} |")
+    return "\n".join(lines) + "\n"
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return value if isinstance(value, str) else f"{value:,.10g}"
+
+
+def _check(field: dataclasses.Field[Any], value: Any, where: str) -> Any:
+    low, high = field.metadata["low"], field.metadata["high"]
+    allowed = field.metadata.get("choices")
+    match field.type:
+        case "int":
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise SettingsError(f"{where}={shown(value)} must be a whole number from {low} to {high}")
+        case "float":
+            if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
+                raise SettingsError(f"{where}={shown(value)} must be a number from {low} to {high}")
+            try:
+                value = float(value)
+            except OverflowError:
+                raise SettingsError(f"{where}={shown(value)} must be from {low} to {high}") from None
+        case "bool":
+            if not isinstance(value, bool):
+                raise SettingsError(f"{where}={shown(value)} must be true or false")
+        case _:
+            if not isinstance(value, str):
+                raise SettingsError(f"{where}={shown(value)} must be text")
+            if allowed and value not in allowed:
+                raise SettingsError(f"{where}={shown(value)} must be one of {', '.join(allowed)}")
+    if low is not None and not low <= value <= high:
+        raise SettingsError(f"{where}={shown(value)} must be from {low} to {high}")
+    return value
+
+
+def _parse_text(field: dataclasses.Field[Any], text: str, where: str) -> Any:
+    if field.type == "bool":
+        return {"1": True, "true": True, "0": False, "false": False}.get(text.lower(), text)
+    convert = {"int": int, "float": float}.get(str(field.type), str)
+    try:
+        return convert(text)
+    except ValueError:
+        low, high = field.metadata["low"], field.metadata["high"]
+        raise SettingsError(f"{where}={shown(text)} must be a number from {low} to {high}") from None
+
+
+def _parse_toml(text: str) -> dict[str, Any]:
+    """The whole file, or its `[tool.ckpt_async]` table when it has one (so pyproject.toml can be used)."""
+    try:
+        document = tomllib.loads(text)
+    except RecursionError:
+        raise SettingsError("settings file is nested too deeply") from None
+    except ValueError as error:  # also of a number with thousands of digits
+        raise SettingsError(f"settings file is not TOML: {error}") from None
+    tool = document.get("tool", {})
+    if isinstance(tool, dict) and "ckpt_async" in tool:
+        document = tool["ckpt_async"]
+        if not isinstance(document, dict):
+            raise SettingsError(f"settings file: tool.ckpt_async={shown(document)} is no table")
+    elif "tool" in document or "project" in document:
+        return {}
+    return dict(document)
+
+
+def _refuse_misspelt(variable: str, fields: Mapping[str, Any]) -> None:
+    """Only what is nearly a setting: Kubernetes, for one, makes variables that begin like ours of a service's name."""
+    import difflib
+
+    name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
+    if not variable.startswith(ENVIRONMENT_PREFIX) or name in fields:
+        return
+    if close := difflib.get_close_matches(name, fields, n=1, cutoff=0.85):
+        raise SettingsError(
+            f"{variable} in the environment is no setting",
+            hint=f"did you mean {ENVIRONMENT_PREFIX}{close[0].upper()}?",
+        )
+
+
+def _nearest(name: str, fields: Mapping[str, Any]) -> str:
+    import difflib
+
+    close = difflib.get_close_matches(name, fields, n=1)
+    return f"did you mean {close[0]}?" if close else f"known settings: {', '.join(sorted(fields))}"
+
+
+if __name__ == "__main__":
+    print(describe(), end="")

@@ -1,1 +1,0 @@
-"""A demonstration that needs nothing but this machine: `ckpt-async demo`."""

@@ -1,0 +1,201 @@
+"""SQLite, as the journals use it: connections that write, looks that do not, and what becomes of a damaged file.
+
+No other code opens a database file or its `-shm`, to copy, hash or sync it: POSIX drops all locks that a process holds
+on a file, SQLite's too, when *any* of its descriptors for that file is closed
+(https://sqlite.org/howtocorrupt.html, 2.2). `tests/faults/test_journal_files.py` holds the whole package to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self, TypeVar
+
+from ckpt_async.errors import JournalDamagedError, JournalError
+from ckpt_async.local.folder import no_space
+
+# Waiting for another process's write; each of them takes well under a millisecond.
+BUSY_TIMEOUT_S = 10.0
+BUSY_PAUSE_S = 0.0003
+# How far a file system's times may be behind, at most: the kernel's tick. A change within it may not show.
+TICK_S = 0.02
+
+DAMAGE_HINT = (
+    "start the trainer again, or `ckpt-async drain`: it is moved aside and rebuilt from the manifests"
+)
+_DAMAGE = ("SQLITE_CORRUPT", "SQLITE_NOTADB")
+_PASSING = frozenset(
+    {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_PROTOCOL}
+)  # the first also while a WAL is recovered
+
+T = TypeVar("T")
+
+
+def connect(path: Path) -> sqlite3.Connection:
+    """A connection that may write, in WAL mode; a new file has version 0. Waits for others that open it too."""
+    connection = sqlite3.connect(
+        path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False, cached_statements=32
+    )
+    try:
+        _switch_to_wal(connection)
+        connection.execute("PRAGMA synchronous = NORMAL")
+        # A checkpoint fsyncs in whichever process it happens to strike: never the trainer's enqueue.
+        connection.execute("PRAGMA wal_autocheckpoint = 0").fetchall()
+        connection.execute("PRAGMA busy_timeout = 0")  # from now on `patiently` waits
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _switch_to_wal(connection: sqlite3.Connection) -> None:
+    """Wait for other processes that open a new journal now: SQLite's own `timeout` does not cover the switch."""
+    deadline = time.monotonic() + BUSY_TIMEOUT_S
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode = WAL").fetchall()
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() >= deadline:
+                raise
+            time.sleep(0.002)
+
+
+def version(connection: sqlite3.Connection) -> int:
+    """0 in a new file."""
+    return int(connection.execute("PRAGMA user_version").fetchone()[0])
+
+
+def patiently(
+    connection: sqlite3.Connection, statement: str, values: Sequence[object] = ()
+) -> sqlite3.Cursor:
+    """Execute a statement that wants a lock. SQLite's own waiting doubles its pauses up to 100 ms, while whoever holds
+    the lock needs a tenth of a millisecond; so this does its own.
+    """
+    deadline = time.monotonic() + BUSY_TIMEOUT_S
+    while True:
+        try:
+            return connection.execute(statement, values)
+        except sqlite3.OperationalError as error:
+            if not _is_passing(error) or time.monotonic() >= deadline:
+                raise
+        time.sleep(BUSY_PAUSE_S)
+
+
+def _is_passing(error: sqlite3.Error) -> bool:
+    return getattr(error, "sqlite_errorcode", -1) & 0xFF in _PASSING
+
+
+@contextlib.contextmanager
+def transaction(connection: sqlite3.Connection) -> Iterator[None]:
+    patiently(connection, "BEGIN IMMEDIATE")
+    try:
+        yield
+        connection.execute("COMMIT")
+    except BaseException:
+        with contextlib.suppress(sqlite3.Error):  # SQLite rolls back by itself when the disk is full
+            connection.execute("ROLLBACK")
+        raise
+
+
+@contextlib.contextmanager
+def translated(path: Path) -> Iterator[None]:
+    """Raise JournalError, JournalDamagedError or NoSpaceError in the place of SQLite's errors."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        code = getattr(error, "sqlite_errorname", "") or ""
+        if code == "SQLITE_FULL":
+            raise no_space(path.parent.parent) from error
+        message = f"journal {str(path)!r}: {error} [{code}]"
+        if code.startswith(_DAMAGE):
+            raise JournalDamagedError(message, hint=DAMAGE_HINT) from error
+        is_of_disk = code.startswith(("SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_IOERR", "SQLITE_PERM"))
+        hint = "check the disk and the permissions of the folder" if is_of_disk else ""
+        raise JournalError(message, hint=hint) from error
+
+
+def move_aside(path: Path) -> Path:
+    """Give a damaged database, its WAL and its index another name, which is returned; nothing is deleted. The caller
+    knows that nobody has it open.
+    """
+    name = f"{path.name}.damaged-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.urandom(2).hex()}"
+    aside = path.with_name(name)
+    for suffix in (
+        "-shm",
+        "-wal",
+        "",
+    ):  # the database last: without it, the others would be taken for a new one's
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(f"{path}{suffix}", f"{aside}{suffix}")
+    return aside
+
+
+# --- looking -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """What tells whether somebody else has opened or changed a database."""
+
+    inode: int
+    size_bytes: int
+    mtime_ns: int
+    has_wal: bool
+
+    @classmethod
+    def of(cls, path: Path) -> Self | None:
+        try:
+            facts = os.stat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return cls(facts.st_ino, facts.st_size, facts.st_mtime_ns, os.path.exists(f"{path}-wal"))
+
+
+def look(path: Path, ask: Callable[[sqlite3.Connection, int], T]) -> T | None:
+    """What `ask(connection, inode)` finds in a database, also beside those who write it. Makes no file. None if there
+    is no such database, or its maker was killed before it was one.
+
+    Raises JournalError, JournalDamagedError.
+    """
+    deadline = time.monotonic() + BUSY_TIMEOUT_S
+    while True:
+        before = _State.of(path)
+        if before is None:
+            return None
+        if not before.has_wal and 0.0 <= time.time() - before.mtime_ns / 1e9 < TICK_S:
+            time.sleep(TICK_S)  # else a change from now on might leave no trace
+        with translated(path):
+            try:
+                with contextlib.closing(
+                    _connect_readonly(path, is_immutable=not before.has_wal)
+                ) as connection:
+                    found = ask(connection, before.inode) if version(connection) else None
+            except sqlite3.Error as error:
+                # What was read while somebody else began to write, or ended, may be anything.
+                is_passing = _is_passing(error) or _State.of(path) != before
+                if not is_passing or time.monotonic() >= deadline:
+                    raise
+            else:
+                if before.has_wal or _State.of(path) == before:
+                    return found
+                if time.monotonic() >= deadline:
+                    raise JournalError(f"journal {str(path)!r} changes too fast to be read")
+        time.sleep(BUSY_PAUSE_S)
+
+
+def _connect_readonly(path: Path, *, is_immutable: bool) -> sqlite3.Connection:
+    """Without a WAL nobody has the database open, and all of it is in the main file. Read as immutable then, for SQLite
+    would make a WAL and leave it behind (https://sqlite.org/wal.html, 5 "Read-Only Databases").
+    """
+    mode = "mode=ro&immutable=1" if is_immutable else "mode=ro"
+    connection = sqlite3.connect(
+        f"{path.as_uri()}?{mode}", uri=True, isolation_level=None, check_same_thread=False
+    )
+    connection.execute("PRAGMA busy_timeout = 0")
+    return connection

@@ -1,0 +1,565 @@
+"""Local durability: everything that touches the folder. Blocking calls, safe from any thread.
+
+Nothing outside the folder is ever opened, linked or removed: paths are walked component by component with
+`O_NOFOLLOW`, so a symlink on the way is refused and not followed (invariant I10, table row F27).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import stat
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from ckpt_async.core import keys
+from ckpt_async.core.model import FileIdentity
+from ckpt_async.core.naming import check_relative
+from ckpt_async.errors import (
+    CkptAsyncError,
+    FailureReason,
+    InvalidNameError,
+    InvalidShardError,
+    JournalError,
+    NoSpaceError,
+    SettingsError,
+    SourceError,
+)
+from ckpt_async.local.filesystems import check_local, filesystem_of
+from ckpt_async.local.host_mark import HostMark
+
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+# O_NONBLOCK: opening a FIFO must not hang the trainer.
+_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+# What is the matter with the machine, whichever file it is.
+_NOT_OF_FILE = {
+    errno.EMFILE: "this process has too many files open: raise `ulimit -n`, then try again",
+    errno.ENFILE: "the machine has too many files open; try again",
+    errno.ENOMEM: "memory is short; try again",
+    errno.EROFS: "the file system has become read-only: see dmesg, and mount it again",
+    errno.EIO: "the device reports errors: see dmesg",
+}
+# Temporary files live for milliseconds; older ones were left by a kill.
+LEFT_OVER_AGE_S = 3600.0
+# A removal takes well under a millisecond. A lock that is held longer was left to a fork by a process that was killed.
+REMOVAL_S = 5.0
+
+
+class Folder:
+    """The trainer's checkpoint folder with our private part, `.ckpt_async/`, in it.
+
+    Opening creates what is missing and checks what everything else relies on: that the folder can be
+    written, is on a local file system and no other machine's, and that hard links work there (else `can_link` is
+    False).
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, allows_unknown_filesystem: bool = False) -> None:
+        if not os.fspath(path):
+            raise SettingsError(
+                "the folder is '', which would be the working directory", hint="'.' if it is meant"
+            )
+        self.path = Path(os.path.realpath(path))
+        self.private = self.path / keys.PRIVATE
+        filesystem = filesystem_of(str(self.path), Path("/proc/self/mountinfo"))
+        self._host_mark = HostMark(self.private, boot_id())
+        self._trusted = filesystem if allows_unknown_filesystem else self._host_mark.trusted
+        if filesystem != self._trusted:
+            check_local(self.path, filesystem)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            (self.private / "spool").mkdir(parents=True, exist_ok=True)
+        except FileExistsError as error:
+            raise JournalError(f"folder {str(self.path)!r}: {error.filename!r} is not a folder") from error
+        except OSError as error:
+            raise _folder_error(self.path, error) from error
+        self.can_link = self._probe()
+        self._host_mark.take(self.path, self._trusted)
+        self._remove_left_overs()
+
+    def renew_host_mark(self) -> None:
+        """Once a second, by whoever runs an engine here: other machines are told that this one is."""
+        self._host_mark.renew(self._trusted)
+
+    def _probe(self) -> bool:
+        """Write, link and remove one small file: the clear error is here, not in the first save."""
+        probe = self.private / f"probe-{os.getpid()}-{os.urandom(4).hex()}"
+        linked = probe.with_suffix(".link")
+        try:
+            probe.write_bytes(b"probe")
+            try:
+                os.link(probe, linked)
+            except OSError as error:
+                if error.errno in _FULL:
+                    raise
+                return False
+            return True
+        except OSError as error:
+            raise _folder_error(self.path, error) from error
+        finally:
+            for path in (probe, linked):
+                with contextlib.suppress(OSError):  # read-only: what was raised is the error to tell
+                    path.unlink(missing_ok=True)
+
+    def _remove_left_overs(self) -> None:
+        """Drop temporary files of processes that were killed, best effort: by their age, for others may be at it."""
+        oldest = time.time() - LEFT_OVER_AGE_S
+        for path in (
+            *self.private.glob("probe-*"),
+            *self.private.glob("removing-*"),
+            *self.private.glob("*.tmp"),
+        ):
+            with contextlib.suppress(OSError):
+                if path.lstat().st_mtime < oldest:
+                    path.unlink()
+
+    # --- paths ---------------------------------------------------------------------------------------------
+
+    def relative(self, path: str | os.PathLike[str]) -> str:
+        """The path of a file of the user's within the folder, '/'-joined and checked, symlinks not followed
+        in its last component. Relative paths are taken from the working directory, as everywhere in Python.
+        """
+        text = os.fspath(path)
+        if not isinstance(text, str):
+            raise InvalidShardError(f"path {text!r} must be text, not bytes")
+        if "\0" in text:
+            raise InvalidNameError(f"path {text!r} has a NUL character")
+        if not text.startswith(os.sep) or "//" in text or "/." in text or text.endswith(os.sep):
+            text = os.path.abspath(text)
+        relative = self._within(text)
+        if relative == "." or relative.split(os.sep)[0] in {"..", keys.PRIVATE}:
+            raise InvalidShardError(
+                f"{text!r} is not a file or sub-folder of the folder {str(self.path)!r}",
+                hint="write checkpoints below the folder the uploader was opened with",
+            )
+        return check_relative(relative.replace(os.sep, "/"), "path")
+
+    def _within(self, path: str) -> str:
+        """An absolute path as seen from the folder. The usual case, no symlinks, is the trainer's: it comes first."""
+        here = str(self.path)
+        if path.startswith(f"{here}{os.sep}"):
+            above = path[: path.rindex(os.sep)]
+            while len(above) > len(here) and not os.path.islink(above):
+                above = above[: above.rindex(os.sep)]
+            if len(above) == len(here):
+                return path[len(here) + 1 :]
+        parent, name = os.path.split(path)
+        return os.path.relpath(os.path.join(os.path.realpath(parent), name), self.path)
+
+    def _open_folder(self, relative: str) -> int:
+        """Descriptor of a folder within this one ('' is itself), reached without following any symlink."""
+        descriptor = os.open(self.path, _DIRECTORY)
+        for name in relative.split("/") if relative else ():
+            try:
+                below = os.open(name, _DIRECTORY, dir_fd=descriptor)
+            finally:
+                os.close(descriptor)
+            descriptor = below
+        return descriptor
+
+    @contextlib.contextmanager
+    def _parent(self, relative: str) -> Iterator[tuple[int, str]]:
+        """Descriptor of the folder that holds `relative`, and its name there."""
+        folder, _, name = relative.rpartition("/")
+        descriptor = self._open_folder(folder)
+        try:
+            yield descriptor, name
+        finally:
+            os.close(descriptor)
+
+    @contextlib.contextmanager
+    def _locked(self, how: int) -> Iterator[None]:
+        """Between those who remove files and those who look for them, in all processes."""
+        # A descriptor of its own: threads that share one are not kept apart.
+        try:
+            descriptor = os.open(self.private, _DIRECTORY)
+        except OSError as error:
+            raise _folder_error(self.private, error) from error
+        try:
+            deadline = time.monotonic() + REMOVAL_S
+            while True:
+                try:
+                    fcntl.flock(descriptor, how | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() >= deadline:
+                        break
+                time.sleep(0.001)
+            yield
+        finally:
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # also of the copy in a child that was forked meanwhile
+            os.close(descriptor)
+
+    def walk(self, *relative: str) -> list[str]:
+        """Of each, itself if it is a regular file, else every regular file below it, sorted; none twice.
+
+        Raises InvalidShardError if anything is neither a file nor a folder: a symlink could lead anywhere,
+        a FIFO would hang the upload.
+        """
+        with self._locked(fcntl.LOCK_SH):
+            pass  # what `remove_source` took away by mistake is back
+        return list(dict.fromkeys(found for each in relative for found in self._files(each)))
+
+    def _files(self, relative: str) -> list[str]:
+        here = relative
+        try:
+            mode = os.lstat(f"{self.path}/{relative}").st_mode  # `link` refuses a symlink on the way
+            if stat.S_ISREG(mode):
+                return [relative]
+            if not stat.S_ISDIR(mode):
+                raise InvalidShardError(f"{relative!r} is {_kind(mode)}, not a regular file or folder")
+            found: list[str] = []
+            waiting = [(relative, True)]
+            while waiting:
+                here, is_folder = waiting.pop()
+                if is_folder:
+                    waiting += reversed(self._entries(here))
+                else:
+                    found.append(here)
+            return found
+        except FileNotFoundError:
+            raise InvalidShardError(f"{str(self.path / here)!r} does not exist") from None
+        except OSError as error:
+            raise _source_walk_error(self.path / here, error) from error
+
+    def _entries(self, folder: str) -> list[tuple[str, bool]]:
+        """What is in a folder, sorted: the path, and whether it is a folder."""
+        found = []
+        descriptor = self._open_folder(folder)
+        try:
+            with os.scandir(descriptor) as entries:
+                for entry in entries:
+                    path = check_relative(f"{folder}/{entry.name}", "path")
+                    is_folder = entry.is_dir(follow_symlinks=False)
+                    if not is_folder and not entry.is_file(follow_symlinks=False):
+                        mode = entry.stat(follow_symlinks=False).st_mode
+                        raise InvalidShardError(f"{path!r} is {_kind(mode)}, not a regular file or folder")
+                    found.append((path, is_folder))
+        finally:
+            os.close(descriptor)
+        found.sort()
+        return found
+
+    # --- the spool -----------------------------------------------------------------------------------------
+
+    def link(self, files: Sequence[tuple[str, str]], spool: str) -> list[tuple[FileIdentity, bool]]:
+        """Hard-link regular files, each (source, name), as `name` into the folder `spool` below `.ckpt_async/`; all or
+        none of them, not yet durable.
+
+        Returns, of each, what the file is now and whether it was linked; it is not where the file system cannot
+        (another mount inside the folder, no hard links): then only the user's own file holds the bytes.
+        """
+        done: list[tuple[FileIdentity, bool]] = []
+        try:
+            self._link_into(done, files, f"{self.private}/{spool}")
+            return done
+        except BaseException as error:
+            self.undo_links(spool, [name for _, name in files[: len(done)]])
+            if not isinstance(error, OSError):
+                raise
+            source, _ = files[len(done)]
+            if isinstance(error, FileNotFoundError) and self.private.is_dir():
+                raise InvalidShardError(f"{str(self.path / source)!r} does not exist") from None
+            if error.errno in _FULL:
+                raise no_space(self.path) from error
+            raise _source_walk_error(self.path / source, error) from error
+
+    def _link_into(
+        self, done: list[tuple[FileIdentity, bool]], files: Sequence[tuple[str, str]], top: str
+    ) -> None:
+        folder: str | None = None
+        parent = -1
+        made: set[str] = set()
+        try:
+            for source, name in files:
+                above, _, base = source.rpartition("/")
+                if above != folder:  # those of one folder come one after another
+                    before, parent = parent, self._open_folder(above)
+                    folder = above
+                    if before >= 0:
+                        os.close(before)
+                target = f"{top}/{name}"
+                is_linked = self.can_link
+                if is_linked:
+                    _make_folder(target[: target.rindex("/")], made)
+                    is_linked = _link(base, parent, target)
+                facts = os.lstat(target) if is_linked else os.stat(base, dir_fd=parent, follow_symlinks=False)
+                if not stat.S_ISREG(facts.st_mode):
+                    if is_linked:
+                        os.unlink(target)
+                    raise InvalidShardError(f"{source!r} is {_kind(facts.st_mode)}, not a regular file")
+                done.append((_identity(facts), is_linked))
+        finally:
+            if parent >= 0:
+                os.close(parent)
+
+    def is_same(self, source: str, identity: FileIdentity) -> bool:
+        """Whether the user's file is still the one that was enqueued."""
+        try:
+            with self._parent(source) as (parent, name):
+                return _identity(os.stat(name, dir_fd=parent, follow_symlinks=False)) == identity
+        except OSError:
+            return False
+
+    def undo_links(self, spool: str, names: Iterable[str]) -> None:
+        """Remove what `link` has made, as far as that is possible: nobody knows the rest, the next start removes it."""
+        for name in names:
+            with contextlib.suppress(OSError):
+                self.unlink(f"{spool}/{name}")
+
+    def unlink(self, spool: str) -> None:
+        """Remove one spool file if it is there. Not yet durable."""
+        (self.private / spool).unlink(missing_ok=True)
+
+    def remove_spool(self, spool: str) -> None:
+        """Remove a spool folder with all its links; idempotent. The linked files themselves stay."""
+        with contextlib.suppress(FileNotFoundError):
+            for folder, _, names, descriptor in os.fwalk(self.private / spool, topdown=False):
+                for name in names:
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(name, dir_fd=descriptor)
+                os.rmdir(folder)
+
+    def open_source(self, source: str, spool: str | None, identity: FileIdentity) -> int:
+        """Open a shard for reading and return its descriptor, checked to be the file that was enqueued.
+
+        Raises SourceError with SOURCE_MISSING or SOURCE_CHANGED; OSError for trouble of the disk.
+        """
+        path = f"{self.private}/{spool}" if spool else f"{self.path}/{source}"
+        try:
+            if spool:
+                descriptor = os.open(path, _FILE)
+            else:
+                with self._parent(source) as (parent, name):
+                    descriptor = os.open(name, _FILE, dir_fd=parent)
+        except (FileNotFoundError, NotADirectoryError):
+            raise SourceError(
+                f"shard {path!r} is gone: it was deleted before it was uploaded",
+                reason=FailureReason.SOURCE_MISSING,
+            ) from None
+        try:
+            check_identity(descriptor, identity, path)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    def remove_source(self, source: str, identity: FileIdentity, *, keeps_folders: bool = False) -> bool:
+        """Delete the user's file that was enqueued, and folders that became empty (unless `keeps_folders`); False if it
+        is not the same file any more (the trainer wrote a new one to that path), which then stays.
+        """
+        try:
+            with self._locked(fcntl.LOCK_EX), self._parent(source) as (parent, name):
+                there = os.stat(name, dir_fd=parent, follow_symlinks=False)
+                if _identity(there) != identity or not self._take_away(parent, name, identity):
+                    return False
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        above = source.rpartition("/")[0]
+        while above and not keeps_folders:
+            try:
+                with self._parent(above) as (parent, name):
+                    os.rmdir(name, dir_fd=parent)
+            except OSError:
+                break  # not empty: other ranks or the user still have files there
+            above = above.rpartition("/")[0]
+        return True
+
+    def _take_away(self, parent: int, name: str, identity: FileIdentity) -> bool:
+        """Delete a file, if it still is this one. A restarted trainer may write the same path between our look and an
+        unlink, which would take the new file: so it is moved first, looked at again, and put back if it is that one.
+        """
+        away = f"{self.private}/removing-{os.getpid()}-{os.urandom(4).hex()}"
+        try:
+            os.rename(name, away, src_dir_fd=parent)
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise
+            os.unlink(name, dir_fd=parent)  # on a mount of its own nothing better can be had
+            return True
+        if _identity(os.lstat(away)) == identity:
+            os.unlink(away)
+            return True
+        try:
+            os.link(away, name, dst_dir_fd=parent, follow_symlinks=False)
+        except FileExistsError:
+            pass  # the trainer has written a still newer one
+        except OSError:
+            os.rename(away, name, dst_dir_fd=parent)  # no hard links here
+            return False
+        os.unlink(away)
+        return False
+
+    # --- facts ---------------------------------------------------------------------------------------------
+
+    def space(self) -> tuple[int, int]:
+        """Free and total bytes of the folder's file system, as an unprivileged user sees them."""
+        facts = os.statvfs(self.path)
+        return facts.f_bavail * facts.f_frsize, facts.f_blocks * facts.f_frsize
+
+
+def _make_folder(folder: str, made: set[str]) -> None:
+    if folder in made:
+        return
+    try:
+        os.mkdir(folder)
+    except FileExistsError:
+        pass
+    except FileNotFoundError:
+        os.makedirs(folder, exist_ok=True)
+    made.add(folder)
+
+
+def _link(name: str, parent: int, target: str) -> bool:
+    while True:
+        try:
+            os.link(name, target, src_dir_fd=parent, follow_symlinks=False)
+            return True
+        except FileExistsError:
+            # Left by a crash between link and journal row: nothing refers to it.
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(target)
+        except OSError as error:
+            if error.errno in {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP}:
+                return False
+            raise
+
+
+def check_identity(descriptor: int, identity: FileIdentity, path: str) -> None:
+    """Raise SourceError unless the open file is still what was enqueued, to the nanosecond of its mtime."""
+    if _identity(os.fstat(descriptor)) != identity:
+        raise SourceError(
+            f"shard {path!r} was changed after it was enqueued (overwritten in place or truncated)",
+            reason=FailureReason.SOURCE_CHANGED,
+        )
+
+
+def _identity(facts: os.stat_result) -> FileIdentity:
+    return FileIdentity(facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns)
+
+
+# --- durable writes ----------------------------------------------------------------------------------------
+
+
+class FsyncError(OSError):
+    """The disk did not take what was written. That is final: the kernel may have dropped the pages and says yes to the
+    next fsync (https://lwn.net/Articles/752063/), so nobody may try again and trust.
+    """
+
+
+def is_final(error: OSError) -> bool:
+    """Whether the disk has failed, rather than that there was no room or no right to try."""
+    return isinstance(error, FsyncError) or error.errno == errno.EIO
+
+
+def fsync_path(path: str | os.PathLike[str]) -> None:
+    """fsync a file or folder. Raises FsyncError; other OSErrors if it cannot be opened."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fsync_descriptor(descriptor, path)
+    finally:
+        os.close(descriptor)
+
+
+def fsync_descriptor(descriptor: int, path: str | os.PathLike[str]) -> None:
+    """fsync what `descriptor` has open, which messages call `path`. Raises FsyncError."""
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        raise FsyncError(error.errno, f"fsync failed ({error.strerror})", os.fspath(path)) from error
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Replace `path` by `data` atomically; durable on return. Readers see the old or the new, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            fsync_descriptor(file.fileno(), path)
+        temporary.replace(path)
+    except BaseException as error:
+        if isinstance(error, OSError) and error.filename is None:  # write() tells no name
+            error.filename = str(path)
+        temporary.unlink(missing_ok=True)
+        raise
+    fsync_path(path.parent)
+
+
+def point_symlink(link: Path, target: Path, private: Path) -> None:
+    """Make `link` a relative symlink to `target`; readers never find it missing (table row F20). What a kill leaves
+    half done is in `private`, where the next `Folder` removes it.
+
+    Refuses to replace anything that is not a symlink: that is the user's.
+    """
+    if os.path.lexists(link):
+        if not link.is_symlink():
+            raise InvalidNameError(f"{str(link)!r} exists and is not a symlink: it is left alone")
+        if os.readlink(link) == os.path.relpath(target, link.parent):
+            return
+    temporary = private / f"{link.name}.{os.getpid()}.tmp"
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(os.path.relpath(target, link.parent))
+    temporary.replace(link)
+    fsync_path(link.parent)
+
+
+# --- facts of the machine ----------------------------------------------------------------------------------
+
+
+def boot_id() -> str:
+    """Changes with every boot of this machine (random(4)); '' where the system does not say."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+
+
+def spooled_ranks(private: Path) -> set[int]:
+    """Ranks that have anything in the spool."""
+    numbers = {each: each.name.removeprefix("rank-") for each in (private / "spool").glob("rank-*")}
+    return {int(number) for each, number in numbers.items() if number.isdecimal() and any(each.iterdir())}
+
+
+# --- errors -------------------------------------------------------------------------------
+
+
+def _kind(mode: int) -> str:
+    for is_kind, name in (
+        (stat.S_ISLNK, "a symlink"),
+        (stat.S_ISDIR, "a folder"),
+        (stat.S_ISFIFO, "a FIFO"),
+        (stat.S_ISSOCK, "a socket"),
+    ):
+        if is_kind(mode):
+            return name
+    return "a device"
+
+
+def no_space(path: Path) -> NoSpaceError:
+    return NoSpaceError(
+        f"the file system of {str(path)!r} is full",
+        hint="free space, lower num_checkpoints_to_keep, or put the folder on a larger disk; then try again",
+    )
+
+
+def _folder_error(path: Path, error: OSError) -> JournalError:
+    if error.errno in _FULL:
+        return no_space(path)
+    return JournalError(
+        f"folder {str(path)!r} cannot be used: {error.strerror}",
+        hint="it must exist or be creatable, and writable",
+    )
+
+
+def _source_walk_error(path: Path, error: OSError) -> CkptAsyncError:
+    if error.errno in {errno.ELOOP, errno.ENOTDIR}:
+        return InvalidShardError(f"{str(path)!r} is or passes through a symlink, which is not followed")
+    if error.errno in _NOT_OF_FILE:
+        return JournalError(
+            f"{str(path)!r} cannot be linked: {error.strerror}", hint=_NOT_OF_FILE[error.errno]
+        )
+    return InvalidShardError(f"{str(path)!r} cannot be read: {error.strerror}")

@@ -1,0 +1,101 @@
+"""The journals of a folder, looked at, also beside live writers: by `status`, metrics, the sweeper and readers. Makes
+no file and takes no lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpt_async.core import keys
+from ckpt_async.core.model import CheckpointId, JournalRow, Local, fold
+from ckpt_async.errors import JournalDamagedError, JournalError, NoJournalError
+from ckpt_async.local import database, journal_rows, shared_journal
+from ckpt_async.local.folder import spooled_ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Up to where a journal was read, and which file that was: its successor counts from 1 again."""
+
+    inode: int
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What one rank's journal says: rows, in order, and the bytes sent of unfinished (checkpoint, shard)s."""
+
+    rank: int
+    rows: list[JournalRow]
+    progress: dict[tuple[CheckpointId, str], int]
+    place: Place
+    is_whole: bool = True  # from the beginning, not only what is new
+
+    def local(self) -> Local:
+        return fold(self.rows, Local(self.rank))
+
+
+def read(folder: str | os.PathLike[str], *, after: Mapping[int, Place] | None = None) -> dict[int, Reading]:
+    """All journals of a folder, by rank; of each only what is past its place in `after`, if it is the same file still.
+
+    Raises NoJournalError if there is none, JournalError if one cannot be read.
+    """
+    private = Path(os.path.realpath(folder)) / keys.PRIVATE
+    deadline = time.monotonic() + database.BUSY_TIMEOUT_S
+    while True:
+        there = _there(private)
+        found = {}
+        for rank, path in sorted(there.items()):
+            reading = _read(rank, path, (after or {}).get(rank))
+            if reading is not None:
+                found[rank] = reading
+        is_shared = shared_journal.is_there(private)
+        for rank, share in sorted(shared_journal.look(private).items()) if is_shared else ():
+            if rank not in found:
+                progress = journal_rows.progress(share.progress)
+                found[rank] = Reading(rank, share.rows(rank), progress, Place(0, 0))
+        if _there(private) == there:
+            break
+        if time.monotonic() >= deadline:  # a rank may just have taken its rows from the shared one
+            raise JournalError(f"the journals in {str(private)!r} change too fast to be read")
+    if not found and not is_shared:
+        raise NoJournalError(
+            f"there is no journal in {str(private.parent)!r}",
+            hint="give the folder that the uploader was opened with",
+        )
+    return dict(sorted(found.items()))
+
+
+def ranks(private: Path) -> list[int]:
+    """Ranks that have a journal, or a spool that a lost one can be rebuilt from (rule R10). Raises JournalError."""
+    with contextlib.suppress(JournalDamagedError):  # then only the spools tell whose it was
+        return sorted({*_there(private), *spooled_ranks(private), *shared_journal.look(private)})
+    return sorted({*_there(private), *spooled_ranks(private)})
+
+
+def _there(private: Path) -> dict[int, Path]:
+    try:
+        names = os.listdir(private)
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    ranks = {name: keys.parse_journal_name(name) for name in names}
+    return {rank: private / name for name, rank in ranks.items() if rank is not None}
+
+
+def _read(rank: int, path: Path, after: Place | None) -> Reading | None:
+    def ask(connection: sqlite3.Connection, inode: int) -> Reading:
+        journal_rows.check_format(database.version(connection), path)
+        is_whole = after is None or after.inode != inode
+        begin = 0 if after is None or is_whole else after.sequence
+        rows = journal_rows.read(connection, rank, begin)
+        noted = database.patiently(connection, "SELECT body FROM progress").fetchall()
+        place = Place(inode, rows[-1].sequence if rows else begin)
+        return Reading(rank, rows, journal_rows.progress(noted), place, is_whole)
+
+    return database.look(path, ask)

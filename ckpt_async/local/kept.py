@@ -1,0 +1,68 @@
+"""Committed checkpoints that stay on the local disk for good, set aside: the journal need not know them for ever, and a
+later start that keeps fewer has to. A small file each, `kept/rank-<r>/<g>-<step>.json`, until the user's own are gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+
+from ckpt_async.core import keys, records
+from ckpt_async.core.model import (
+    CheckpointId,
+    Decided,
+    Enqueued,
+    Event,
+    LocalCheckpoint,
+    Outcome,
+    Released,
+    Sealed,
+)
+from ckpt_async.errors import InvalidRecordError
+from ckpt_async.local.folder import Folder, write_durably
+
+logger = logging.getLogger(__name__)
+
+
+def put(folder: Folder, rank: int, checkpoint: LocalCheckpoint) -> None:
+    """Set one aside; durable on return."""
+    path = folder.private / keys.kept_manifest(checkpoint.id, rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_durably(path, records.manifest_of(checkpoint))
+
+
+def drop(folder: Folder, rank: int, checkpoint: CheckpointId) -> None:
+    folder.unlink(keys.kept_manifest(checkpoint, rank))
+
+
+def drop_gone(folder: Folder, rank: int) -> None:
+    """Drop those of which none of the files is there any more: the trainer rotates by itself."""
+    for id_, enqueued, _ in _manifests(folder, rank):
+        if not any(folder.is_same(each.shard.source, each.shard.identity) for each in enqueued):
+            drop(folder, rank, id_)
+
+
+def events(folder: Folder, rank: int) -> Iterator[tuple[CheckpointId, list[Event]]]:
+    """What the journal knew of each when it was set aside, the oldest first."""
+    for id_, enqueued, sealed in _manifests(folder, rank):
+        committed = Decided(id_, Outcome.COMMIT, sealed.name if sealed else f"step-{id_.step}")
+        yield id_, [*enqueued, *([sealed] if sealed else []), committed, Released(id_)]
+
+
+def _manifests(folder: Folder, rank: int) -> Iterator[tuple[CheckpointId, list[Enqueued], Sealed | None]]:
+    place = folder.private / keys.kept_rank(rank)
+    try:
+        names = sorted(os.listdir(place))
+    except FileNotFoundError:
+        return
+    for name in names:
+        id_ = keys.parse_checkpoint_tag(name.removesuffix(".json"))
+        if id_ is None:
+            continue
+        try:
+            enqueued, sealed = records.decode_manifest((place / name).read_bytes(), id_)
+        except InvalidRecordError as error:
+            logger.warning("manifest_unreadable path=%s error=%s; its files stay", place / name, error)
+            continue
+        yield id_, enqueued, sealed

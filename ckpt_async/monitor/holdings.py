@@ -1,0 +1,86 @@
+"""What the journals of a folder say of all ranks of a node together, in numbers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ckpt_async.core.decide import queue_state, waits_for_ranks
+from ckpt_async.core.model import CheckpointId, Local, LocalShard
+from ckpt_async.local import journals
+
+QUEUE_STATES = ("queued", "uploading", "retrying", "failed")
+
+Progress = Mapping[tuple[int, CheckpointId, str], int]  # bytes sent of unfinished shards, by rank
+
+
+@dataclass(slots=True)
+class Holdings:
+    """Sums over the ranks that were added."""
+
+    enqueued: tuple[CheckpointId, float] | None = None
+    committed: tuple[CheckpointId, float] | None = None
+    oldest_pending_at: float | None = None
+    oldest_waiting_at: float | None = None
+    num_files: dict[str, int] = field(default_factory=lambda: dict.fromkeys(QUEUE_STATES, 0))
+    size_bytes: int = 0  # of the queue
+    waiting: set[CheckpointId] = field(default_factory=set)  # for ranks that have not delivered
+    retained: set[CheckpointId] = field(default_factory=set)
+    linked: dict[tuple[int, int], int] = field(default_factory=dict)  # (device, inode): size
+
+    def add(self, local: Local, begun: set[tuple[CheckpointId, str]]) -> None:
+        """Add one rank; `begun` are the shards of which some bytes were sent."""
+        if local.newest_committed is not None:
+            self.committed = _newest(self.committed, (local.newest_committed, local.newest_committed_at))
+        if local.newest_enqueued is not None:
+            self.enqueued = _newest(self.enqueued, (local.newest_enqueued, local.newest_enqueued_at))
+        for id_, checkpoint in local.checkpoints.items():
+            if checkpoint.was_committed:
+                self.retained.add(id_)
+            if waits_for_ranks(checkpoint):
+                self.waiting.add(id_)
+                self.oldest_waiting_at = _older(self.oldest_waiting_at, checkpoint.receipt_at)
+            for name, each in checkpoint.shards.items():
+                if each.shard.is_linked and not checkpoint.is_released:
+                    identity = each.shard.identity
+                    self.linked[identity.device, identity.inode] = identity.size_bytes
+                if each.stored is None and checkpoint.decision is None:
+                    self._add_pending(
+                        each, is_begun=(id_, name) in begun, is_inherited=id_.generation < local.generation
+                    )
+
+    def _add_pending(self, each: LocalShard, *, is_begun: bool, is_inherited: bool) -> None:
+        self.num_files[queue_state(each, is_begun=is_begun, is_inherited=is_inherited)] += 1
+        self.size_bytes += each.shard.size_bytes
+        self.oldest_pending_at = _older(self.oldest_pending_at, each.enqueued_at)
+
+
+def _older(one: float | None, other: float) -> float:
+    return other if one is None else min(one, other)
+
+
+def _newest(
+    one: tuple[CheckpointId, float] | None, other: tuple[CheckpointId, float]
+) -> tuple[CheckpointId, float]:
+    return other if one is None else max(one, other)
+
+
+def read(folder: str | os.PathLike[str]) -> tuple[list[Local], Progress]:
+    """What each rank's journal says, also beside live trainers: makes nothing, locks nothing. Raises NoJournalError if
+    there is none, JournalError if one cannot be read.
+    """
+    found = [each for each in journals.read(folder).values() if each.rows]
+    progress = {
+        (each.rank, id_, shard): sent for each in found for (id_, shard), sent in each.progress.items()
+    }
+    return [each.local() for each in found], progress
+
+
+def add_folder(runs: dict[str, Holdings], folder: str | os.PathLike[str]) -> None:
+    """Add what a folder holds to that of each run, which is the URL of its remote. Raises like `read`."""
+    locals_, progress = read(folder)
+    for local in locals_:
+        run = local.remote.url.rstrip("/") if local.remote else ""
+        begun = {(id_, name) for (rank, id_, name), sent in progress.items() if rank == local.rank and sent}
+        runs.setdefault(run, Holdings()).add(local, begun)

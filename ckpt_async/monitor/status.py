@@ -1,0 +1,230 @@
+"""What a node's journal says, for people: the queue, each checkpoint's progress, and what dying now would lose.
+
+A pure view over replayed journals.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpt_async.core import decide, keys
+from ckpt_async.core.model import CheckpointId, Local, LocalCheckpoint, Outcome
+from ckpt_async.core.units import age
+from ckpt_async.monitor import holdings
+from ckpt_async.monitor.holdings import QUEUE_STATES, Progress
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointStatus:
+    """One checkpoint, over all ranks of this node that hold something of it.
+
+    `state`: open (not sealed by all of these ranks), uploading, waiting (all of this node is in the store),
+    lost (a shard is gone or changed), superseded, committed, aborted.
+    """
+
+    id: CheckpointId
+    name: str
+    state: str
+    ranks: tuple[int, ...]
+    world_size: int | None
+    num_shards: int
+    num_verified: int
+    size_bytes: int
+    uploaded_bytes: int
+    failure: str = ""
+
+    @property
+    def is_pending(self) -> bool:
+        return self.state not in ("committed", "aborted")
+
+    @property
+    def percent(self) -> int:
+        """Rounded down: 100 means all of it."""
+        if self.size_bytes == 0:
+            return 100 if self.num_verified == self.num_shards else 0
+        return self.uploaded_bytes * 100 // self.size_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """The whole node."""
+
+    remote: str | None
+    ranks: tuple[int, ...]
+    last_committed: CheckpointId | None
+    last_committed_at: float
+    queue: Mapping[str, tuple[int, int]]  # shards and bytes, by state
+    checkpoints: tuple[CheckpointStatus, ...]
+    now: float
+
+    @property
+    def pending(self) -> tuple[CheckpointStatus, ...]:
+        return tuple(each for each in self.checkpoints if each.is_pending)
+
+    @property
+    def summary(self) -> str:
+        """What would be lost if this node died now, in one line."""
+        if self.last_committed is None:
+            parts = ["nothing committed yet"]
+        else:
+            ago = age(self.now - self.last_committed_at)
+            parts = [f"last committed step {self.last_committed.step}, {ago} ago"]
+        pending = self.pending
+        if pending:
+            parts.append(_newest(pending[-1], self.ranks))
+            if len(pending) > 1:
+                parts.append(
+                    f"{len(pending) - 1} more {_plural(len(pending) - 1, 'checkpoint')} pending"
+                    f" ({_steps(pending[:-1])})"
+                )
+        else:
+            parts.append("nothing is pending")
+        num_failed = self.queue["failed"][0]
+        if num_failed:
+            parts.append(f"{num_failed} {_plural(num_failed, 'shard')} failed")
+        return "; ".join(parts)
+
+
+# --- the view ----------------------------------------------------------------------------------------------
+
+
+def view(locals_: Iterable[Local], progress: Progress, now: float) -> Status:
+    """Merge what the ranks of a node know. Pure."""
+    known = sorted(locals_, key=lambda each: each.rank)
+    queue = dict.fromkeys(QUEUE_STATES, (0, 0))
+    parts: dict[CheckpointId, list[tuple[int, LocalCheckpoint]]] = {}
+    committed: CheckpointId | None = None
+    committed_at = 0.0
+    for local in known:
+        newest = local.newest_committed
+        if newest is not None and (committed is None or newest > committed):
+            committed, committed_at = newest, local.newest_committed_at
+        for id_, checkpoint in local.checkpoints.items():
+            parts.setdefault(id_, []).append((local.rank, checkpoint))
+            if checkpoint.decision is not None:
+                continue
+            for name, each in checkpoint.shards.items():
+                if each.stored is not None:
+                    continue
+                state = decide.queue_state(
+                    each,
+                    is_begun=progress.get((local.rank, id_, name), 0) > 0,
+                    is_inherited=id_.generation < local.generation,
+                )
+                count, size_bytes = queue[state]
+                queue[state] = (count + 1, size_bytes + each.shard.size_bytes)
+    remotes = [local.remote.url for local in known if local.remote is not None]
+    return Status(
+        remote=remotes[-1] if remotes else None,
+        ranks=tuple(each.rank for each in known),
+        last_committed=committed,
+        last_committed_at=committed_at,
+        queue=queue,
+        checkpoints=tuple(_merge(id_, each, progress) for id_, each in sorted(parts.items())),
+        now=now,
+    )
+
+
+def _merge(
+    id_: CheckpointId, parts: list[tuple[int, LocalCheckpoint]], progress: Progress
+) -> CheckpointStatus:
+    uploaded_bytes = num_verified = 0
+    failure = ""
+    for rank, part in parts:
+        failure = failure or (part.failure.message if part.failure else "")
+        for name, each in part.shards.items():
+            if each.stored is not None:
+                num_verified += 1
+                uploaded_bytes += each.shard.size_bytes
+            else:
+                uploaded_bytes += min(each.shard.size_bytes, progress.get((rank, id_, name), 0))
+                failure = failure or (each.failure.message if each.failure else "")
+        if part.decision is not None and part.decision.outcome is Outcome.ABORT:
+            failure = part.decision.reason
+    named = [part.name for _, part in parts if part.shards] or [parts[0][1].name]
+    return CheckpointStatus(
+        id=id_,
+        name=named[0],
+        state=_state([part for _, part in parts]),
+        ranks=tuple(rank for rank, _ in parts),
+        world_size=next((part.sealed.world_size for _, part in parts if part.sealed is not None), None),
+        num_shards=sum(len(part.shards) for _, part in parts),
+        num_verified=num_verified,
+        size_bytes=sum(part.size_bytes for _, part in parts),
+        uploaded_bytes=uploaded_bytes,
+        failure=failure,
+    )
+
+
+def _state(parts: list[LocalCheckpoint]) -> str:
+    """One rank that read the decision is enough: there is only one (rule R4)."""
+    if any(each.was_committed for each in parts):
+        return "committed"
+    if any(each.decision is not None for each in parts):
+        return "aborted"
+    if any(each.loss is not None for each in parts):
+        return "lost"
+    if any(each.superseded for each in parts):
+        return "superseded"
+    if any(each.sealed is None for each in parts):
+        return "open"
+    return "waiting" if all(each.is_verified for each in parts) else "uploading"
+
+
+def _newest(checkpoint: CheckpointStatus, ranks_here: tuple[int, ...]) -> str:
+    step, percent = f"step {checkpoint.id.step}", f"{checkpoint.percent} % uploaded"
+    match checkpoint.state:
+        case "lost":
+            return f"{step} can never be committed: {checkpoint.failure}"
+        case "superseded":
+            return f"{step} is given up for a newer one"
+        case "waiting" if checkpoint.world_size == len(checkpoint.ranks):
+            return f"{step} is uploaded and about to be committed"
+        case "waiting" if others := sorted(set(ranks_here) - {*checkpoint.ranks})[:1]:
+            # It never saved this one, or has seen it decided.
+            return f"{step} is uploaded, but rank {others[0]} of this node has nothing of it"
+        case "waiting":
+            return f"{step} is uploaded and waits for other nodes"
+        case "open":
+            return f"{step} is {percent} and not sealed yet"
+        case _:
+            return f"{step} is {percent}"
+
+
+def _steps(checkpoints: tuple[CheckpointStatus, ...]) -> str:
+    shown = ", ".join(str(each.id.step) for each in checkpoints[-8:])
+    return f"{'… ' if len(checkpoints) > 8 else ''}{_plural(len(checkpoints), 'step')} {shown}"
+
+
+def _plural(count: int, noun: str) -> str:
+    return noun if count == 1 else f"{noun}s"
+
+
+# --- the folder --------------------------------------------------------------------------------------------
+
+
+def load(folder: str | os.PathLike[str], *, now: float | None = None) -> Status:
+    """Read a folder's journals, also beside live trainers. Raises NoJournalError if there is none."""
+    locals_, progress = holdings.read(folder)
+    return view(locals_, progress, time.time() if now is None else now)
+
+
+def has_owner(folder: str | os.PathLike[str], rank: int) -> bool:
+    """Whether a live process holds this rank's lock. Looks by taking it, shared, for a moment."""
+    path = Path(os.path.realpath(folder)) / keys.PRIVATE / keys.lock_name(rank)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False

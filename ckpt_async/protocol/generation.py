@@ -1,0 +1,285 @@
+"""Which incarnation of the run this start is, agreed by all its ranks through the store: no collective.
+
+The first rank of a start creates `generations/<g>.json`; the others find it by the launch key they share, and each
+takes its place in it. But a key may be used again (a gang that is started again on the same port, an operator's own
+id), and a free place proves nothing: its rank may have died before it opened. So the creator beats (it counts up a
+small object until all ranks are there), and a rank joins only once it has seen that the creator was alive after it had
+begun itself. As long as no process of an earlier start lives, all members of a generation are of one start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import uuid
+from collections.abc import Callable, Sequence
+
+from ckpt_async.core import decide, keys, records
+from ckpt_async.core.model import Beat, Generation
+from ckpt_async.errors import (
+    CapabilityError,
+    FencedError,
+    InvalidRecordError,
+    SettingsError,
+    UnknownVersionError,
+)
+from ckpt_async.protocol.cas import advance, create_once, read, read_record
+from ckpt_async.stores.interface import ObjectInfo, Store
+from ckpt_async.transfer.requests import Requests
+
+logger = logging.getLogger(__name__)
+
+# Only without conditional PUT: how often a rank looks for the generation that rank 0 claims.
+CLAIM_POLL_S = 0.5
+# Between two beats; more and more if a rank does not come.
+BEAT_S, BEAT_MAX_S = 0.2, 2.0
+# A write may be still on its way when its writer dies: two prove that it lives.
+NUM_SIGNS = 2
+# Longer than a starved node holds up a beat. Who is wrong about it fences the others, who are told so.
+PATIENCE_S = 10.0
+
+
+async def agree(
+    store: Store,
+    requests: Requests,
+    *,
+    rank: int,
+    world_size: int,
+    launch_key: str,
+    explicit: int | None,
+    now: float,
+    member: str | None = None,
+) -> int:
+    """Join or claim this start's generation and return it. A handful of small requests; of several ranks, whoever has
+    claimed it must `beat` from now on.
+
+    `explicit` is a generation that all ranks were given (say, by one broadcast at start); it must be new for
+    this rank. `member` names the trainer, also where another process goes on for it. Raises FencedError if a newer one
+    exists, SettingsError if it was used before.
+    """
+    me = records.encode_member(member or uuid.uuid4().hex, rank)
+    agreement = _Agreement(store, requests, rank, world_size, launch_key, now, me)
+    return await (agreement.find() if explicit is None else agreement.take(explicit))
+
+
+async def beat(
+    store: Store,
+    requests: Requests,
+    number: int,
+    *,
+    rank: int,
+    world_size: int,
+    is_over: Callable[[], bool] = lambda: False,
+) -> None:
+    """As the rank that claimed this generation, show that it lives, until all ranks are there or `is_over`. Returns at
+    once for another rank.
+    """
+
+    def next_beat(there: bytes | None) -> bytes | None:
+        last = records.decode_beat(there, number) if there is not None else None
+        if last is None or last.rank != rank:
+            return None
+        return records.encode_beat(Beat(number, rank, last.count + 1))
+
+    # After an outage the others may ask again at once: a creator in a long back-off would be taken for dead.
+    requests = requests.pausing_at_most(BEAT_MAX_S)
+    key, beaten_s = keys.beat_key(number), 0.0
+    while not is_over():
+        there = await advance(store, requests, key, next_beat)
+        if there is None or records.decode_beat(there, number).rank != rank:
+            return
+        if not await absent_ranks(store, requests, number, world_size):
+            return
+        pause_s = beat_pause_s(beaten_s)
+        await asyncio.sleep(pause_s)
+        beaten_s += pause_s
+
+
+def beat_pause_s(beaten_s: float) -> float:
+    """After so many seconds of beating: a rank that never comes must not cost a request five times a second."""
+    return min(BEAT_MAX_S, max(BEAT_S, beaten_s / 50))
+
+
+async def newest_generation(store: Store, requests: Requests, *, after: int = 0) -> int:
+    """The newest generation past `after`, or `after` itself: one listing."""
+    start = keys.generation_key(after) if after else ""
+    listing = await requests.control("list", lambda: store.list(keys.GENERATIONS, start_after=start))
+    numbers = (keys.parse_generation_key(each.key) for each in listing.objects)
+    return max((number for number in numbers if number is not None), default=after)
+
+
+async def absent_ranks(store: Store, requests: Requests, number: int, world_size: int) -> list[int]:
+    """Who has not taken its place in a generation, from the pages up to the first that lacks somebody's."""
+
+    def ranks(objects: Sequence[ObjectInfo]) -> set[int]:
+        return {found[1] for each in objects if (found := keys.parse_member_key(each.key)) is not None}
+
+    prefix = keys.members_prefix(number)
+    listing = await requests.control(
+        "list", lambda: store.list(prefix, enough=lambda objects: decide.has_gap(ranks(objects)))
+    )
+    return decide.missing_among(ranks(listing.objects), world_size, is_whole=listing.is_whole)
+
+
+async def _read_generation(store: Store, requests: Requests, number: int) -> Generation | None:
+    """Which start it is; None if that cannot be read: it is passed over, for else no start would ever get beyond it.
+
+    Raises InvalidRecordError for one of a newer version, and where two looks differ: that is the wire, and other ranks
+    may well read it.
+    """
+    key = keys.generation_key(number)
+    seen: list[str] = []
+    for _ in range(2):
+        try:
+            found = await read_record(
+                store, requests, key, lambda data: records.decode_generation(data, number)
+            )
+            return found[0] if found else None
+        except UnknownVersionError:
+            raise
+        except InvalidRecordError as error:
+            if seen and str(error) != seen[0]:
+                raise
+            seen.append(str(error))
+    logger.warning("generation_unreadable error=%s; it is passed over", seen[0])
+    return None
+
+
+class _Agreement:
+    """One rank of a start on its way to a generation."""
+
+    def __init__(
+        self,
+        store: Store,
+        requests: Requests,
+        rank: int,
+        world_size: int,
+        launch_key: str,
+        now: float,
+        member: bytes,
+    ) -> None:
+        self._store, self._requests = store, requests
+        self._rank, self._world_size, self._launch_key, self._now = rank, world_size, launch_key, now
+        self._member = member
+        is_first = rank == 0
+        # Without conditional PUT two could claim one generation; then rank 0 does, and joins nobody's.
+        self._may_claim = store.capabilities.conditional_put or is_first
+        self._may_join = world_size > 1 and (store.capabilities.conditional_put or not is_first)
+
+    async def take(self, number: int) -> int:
+        newest = await newest_generation(self._store, self._requests)
+        if newest > number:
+            raise FencedError(f"generation {number} was given, but generation {newest} has started already")
+        key, proposal = keys.generation_key(number), self._proposal(number)
+        data = await create_once(self._store, self._requests, key, proposal)
+        world_size = records.decode_generation(data, number).world_size
+        if world_size != self._world_size:
+            raise SettingsError(
+                f"generation {number} has world size {world_size}, this rank has {self._world_size}"
+            )
+        if not await self._join(number):
+            raise SettingsError(
+                f"generation={number} was used before by rank {self._rank}: every start needs a new one",
+                hint="leave it out, or pass one more than the last",
+            )
+        return number
+
+    async def find(self) -> int:
+        began_with = number = await newest_generation(self._store, self._requests)
+        while True:
+            if await self._has_our_key(number):
+                newest = await self._wait_for_sign(number, is_new=number > began_with)
+                if newest is not None and newest > number:
+                    number = newest
+                    continue
+                if newest is not None and await self._join(number):
+                    return number
+            if not self._may_claim:
+                number = await self._wait_for_newer(number)
+                continue
+            number += 1
+            if number > keys.MAX_GENERATION:
+                raise CapabilityError(f"this run has had {number - 1} generations; start a new run name")
+            # If another has won, the next round joins it if it is of our start and goes past it if not.
+            if await self._claim(number):
+                self._requests = self._requests.pausing_at_most(BEAT_MAX_S)  # as in `beat`
+                if await self._join(number):
+                    await self._beat_first(number)
+                    return number
+
+    async def _claim(self, number: int) -> bool:
+        key, proposal = keys.generation_key(number), self._proposal(number)
+        return await create_once(self._store, self._requests, key, proposal) == proposal
+
+    async def _beat_first(self, number: int) -> None:
+        """Once our place is taken, and before anybody else's: if another process goes on for us, it finds it."""
+        if self._world_size > 1:
+            first = records.encode_beat(Beat(number, self._rank, 1))
+            await create_once(self._store, self._requests, keys.beat_key(number), first)
+
+    def _proposal(self, number: int) -> bytes:
+        host, nonce = socket.gethostname(), uuid.uuid4().hex
+        return records.encode_generation(
+            Generation(number, self._launch_key, self._world_size, host, nonce, self._now)
+        )
+
+    async def _has_our_key(self, number: int) -> bool:
+        if not number or not self._may_join:
+            return False
+        generation = await _read_generation(self._store, self._requests, number)
+        return generation is not None and (generation.launch_key, generation.world_size) == (
+            self._launch_key,
+            self._world_size,
+        )
+
+    async def _wait_for_sign(self, number: int, *, is_new: bool) -> int | None:
+        """This generation once its creator has shown that it lives; a newer one as soon as there is one; None if its
+        start is over, as far as one can see. `is_new`: it was not there when we began, which is the first sign.
+        """
+        if not is_new:
+            place = await read(self._store, self._requests, keys.member_key(number, self._rank))
+            if place is not None and place[0] == self._member:
+                await self._beat_first(number)  # without a beat nobody joins: then we have claimed it
+                return number
+            if place is not None:
+                return None  # of an earlier start
+        seen = await self._count_beats(number)
+        proven_by, quiet_s = (-1 if is_new else seen) + NUM_SIGNS, 0.0
+        while seen < proven_by:
+            if quiet_s >= PATIENCE_S and self._may_claim:
+                logger.warning(
+                    "generation_is_dead generation=%d silent_for_s=%.0f; an earlier start had this launch key",
+                    number,
+                    quiet_s,
+                )
+                return None
+            pause_s = 1.25 * BEAT_S * (proven_by - seen)
+            await asyncio.sleep(pause_s)
+            before, seen = seen, max(seen, await self._count_beats(number))
+            quiet_s = quiet_s + pause_s if seen == before else 0.0
+            if seen < proven_by:
+                newest = await newest_generation(self._store, self._requests, after=number)
+                if newest > number:
+                    return newest
+        return number
+
+    async def _count_beats(self, number: int) -> int:
+        found = await read(self._store, self._requests, keys.beat_key(number))
+        try:
+            return records.decode_beat(found[0], number).count if found else 0
+        except InvalidRecordError as error:
+            logger.warning("beat_unreadable error=%s; it is no sign of life", error)
+            return 0
+
+    async def _wait_for_newer(self, number: int) -> int:
+        while True:
+            await asyncio.sleep(CLAIM_POLL_S)
+            newest = await newest_generation(self._store, self._requests, after=number)
+            if newest > number:
+                return newest
+
+    async def _join(self, number: int) -> bool:
+        """Take this rank's place in a generation; False if another process had taken it."""
+        key = keys.member_key(number, self._rank)
+        return await create_once(self._store, self._requests, key, self._member) == self._member

@@ -1,0 +1,379 @@
+"""What a sweep does to one run's remote: listings in, actions with their reasons out. Pure.
+
+Ages are differences between times of the store's own clock, which come in with the listings; the local clock decides
+nothing. Every action is safe to repeat, to cut short, and to run beside another sweeper, a trainer and readers:
+what must not happen twice or out of order is decided by compare-and-swap on the decision object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from ckpt_async.core import keys, retention
+from ckpt_async.core.decide import is_ahead
+from ckpt_async.core.model import Boundary, CheckpointId, Decision, Latest, Lease, Outcome
+from ckpt_async.core.retention import Candidate, RetentionPolicy
+from ckpt_async.stores.interface import MultipartInfo, ObjectInfo
+
+# A reader stops at two thirds of its lease; this much more is waited past its end, for clocks that drift and replies
+# that dawdle between the store and the reader (restic keeps the same kind of margin).
+LEASE_MARGIN_S = 60.0
+# A lease asks for no more than this, whatever its object says.
+MAX_LEASE_S = 24 * 3600.0
+# Left by a probe that was killed; no probe takes this long.
+PROBE_AGE_S = 3600.0
+# Final decisions are collected in batches, so that the boundary moves seldom.
+COLLECT_AT_LEAST = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Ages:
+    """How long to wait before taking that something will not go on. By the store's clock, since the newest object
+    of the thing in question was written.
+    """
+
+    superseded_s: float = 24 * 3600.0  # a checkpoint of a generation that is not the newest any more
+    newest_s: float = 7 * 24 * 3600.0  # a checkpoint of the newest generation: its trainer may only be paused
+    help_s: float = 60.0  # all receipts are there and nobody committed: its engines are dead
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What was found in the store, all of it complete listings (rule R8)."""
+
+    server_time: float
+    newest_generation: int
+    world_sizes: Mapping[int, int]  # by generation
+    decisions: Mapping[CheckpointId, Decision]
+    decided_at: Mapping[CheckpointId, float]  # Last-Modified
+    receipts: Mapping[CheckpointId, Mapping[int, ObjectInfo]]
+    data: Mapping[CheckpointId, tuple[ObjectInfo, ...]]
+    names: Mapping[CheckpointId, str]  # from the data keys
+    multiparts: tuple[MultipartInfo, ...] = ()
+    leases: Mapping[str, tuple[Lease, float]] = field(default_factory=dict)  # by key: lease, Last-Modified
+    members: Mapping[str, int] = field(default_factory=dict)  # key to generation
+    probes: tuple[ObjectInfo, ...] = ()
+    damaged: frozenset[CheckpointId] = frozenset()  # committed, but a reader could not read it
+    latest: Latest | None = None
+    boundary: Boundary | None = None
+    unreadable: frozenset[CheckpointId] = frozenset()  # whose decision, or generation, cannot be read
+    is_boundary_readable: bool = True
+
+
+# --- actions: each carries what it is about and why ---------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Settle:
+    """All receipts are there: commit in place of engines that died (or abort, if they contradict)."""
+
+    checkpoint: CheckpointId
+    world_size: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """Create the decision `abort`: it competes with a straggler's commit."""
+
+    checkpoint: CheckpointId
+    name: str
+    world_size: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class MoveLatest:
+    """Move `latest` forward."""
+
+    checkpoint: CheckpointId
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class BeginPrune:
+    """Swap `commit` for `pruning`, unless it was pinned meanwhile."""
+
+    checkpoint: CheckpointId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class FinishPrune:
+    """Delete what the receipts list, then the receipts, then swap `pruning` for `pruned`."""
+
+    checkpoint: CheckpointId
+    world_size: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class AbortMultipart:
+    """Drop the parts of an upload that nobody will complete; repeated until the store says there is none."""
+
+    key: str
+    upload_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Delete:
+    """Delete objects that nothing refers to any more, by their explicit keys."""
+
+    object_keys: tuple[str, ...]
+    kind: str  # partial_checkpoint | lease | member | probe | damage: a metric label
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class CollectDecisions:
+    """Move the boundary, and only then delete the final decisions below it."""
+
+    upto: CheckpointId
+    kept: frozenset[CheckpointId]
+    object_keys: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Something is due later; said, so that a dry run explains why it is still there."""
+
+    checkpoint: CheckpointId
+    reason: str
+
+
+Planned = (
+    Settle
+    | GiveUp
+    | MoveLatest
+    | BeginPrune
+    | FinishPrune
+    | AbortMultipart
+    | Delete
+    | CollectDecisions
+    | Wait
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Stock:
+    """A committed checkpoint, or one that is being pruned: whether it would be there after the sweep, and why."""
+
+    checkpoint: CheckpointId
+    name: str
+    size_bytes: int
+    stays: bool
+    reason: str
+
+
+# --- the rules ---------------------------------------------------------------------------------------------
+
+
+def plan(view: View, policy: RetentionPolicy, ages: Ages) -> list[Planned]:
+    """Everything a sweep should do now, in an order in which it may be done."""
+    planned: list[Planned] = []
+    valid = _valid(view)
+    planned += _settle(view, valid, ages)
+    planned += _publish(view, valid)
+    planned += _retain(view, valid, policy)
+    planned += _clean(view, valid, ages)
+    planned += _collect(view, valid, ages)
+    return planned
+
+
+def stock(view: View, policy: RetentionPolicy, planned: Iterable[Planned]) -> list[Stock]:
+    """What would become of each checkpoint that can be restored now, if `planned` was done; oldest first."""
+    valid = _valid(view)
+    going = {each.checkpoint: each.reason for each in planned if isinstance(each, BeginPrune | FinishPrune)}
+    reasons = {each.checkpoint: each.reason for each in planned if isinstance(each, Wait)}
+    reasons |= _kept(view, valid, policy) | going
+    return [
+        Stock(id_, each.name, each.size_bytes, id_ not in going, reasons[id_])
+        for id_, each in sorted(valid.items())
+        if each.outcome in (Outcome.COMMIT, Outcome.PRUNING)
+    ]
+
+
+def _valid(view: View) -> dict[CheckpointId, Decision]:
+    return {
+        id_: each
+        for id_, each in view.decisions.items()
+        if not is_void(id_, view.boundary) and not _is_unknown(id_, view)
+    }
+
+
+def is_void(checkpoint: CheckpointId, boundary: Boundary | None) -> bool:
+    """Whether a decision found for it must be taken for no decision at all (R4)."""
+    return boundary is not None and boundary.voids(checkpoint)
+
+
+def _is_unknown(checkpoint: CheckpointId, view: View) -> bool:
+    """Whether a record that cannot be read may say what became of it: then nothing is done to it. The boundary is only
+    ever moved past superseded generations.
+    """
+    is_below = not view.is_boundary_readable and checkpoint.generation < view.newest_generation
+    return is_below or (checkpoint in view.unreadable and not is_void(checkpoint, view.boundary))
+
+
+def _settle(view: View, valid: Mapping[CheckpointId, Decision], ages: Ages) -> Iterable[Planned]:
+    """Undecided checkpoints: help those that are whole, give up those that cannot become so."""
+    for id_ in sorted({*view.receipts, *view.data} - valid.keys()):
+        if is_void(id_, view.boundary):
+            continue  # it was given up and collected; what is left of it is cleaned away
+        if _is_unknown(id_, view):
+            yield Wait(id_, "a record of it, or the boundary, cannot be read")
+            continue
+        receipts = view.receipts.get(id_, {})
+        world_size = view.world_sizes.get(id_.generation)
+        newest_at = max(
+            [each.last_modified or view.server_time for each in (*receipts.values(), *view.data.get(id_, ()))]
+        )
+        age_s = view.server_time - newest_at
+        name = view.names.get(id_) or f"step-{id_.step}"
+        if world_size is not None and set(range(world_size)) <= receipts.keys():
+            if age_s >= ages.help_s:
+                yield Settle(id_, world_size, f"all {world_size} receipts are there for {age_s:.0f} s")
+            continue
+        is_superseded = id_.generation < view.newest_generation
+        limit_s = ages.superseded_s if is_superseded else ages.newest_s
+        whose = "a superseded generation" if is_superseded else "the newest generation"
+        have = f"{len(receipts)} of {world_size or '?'} receipts, of {whose}"
+        if age_s >= limit_s:
+            yield GiveUp(id_, name, world_size or 1, f"{have}, nothing new for {age_s:.0f} s")
+        else:
+            yield Wait(id_, f"{have}, nothing new for {age_s:.0f} s; given up after {limit_s:.0f} s")
+
+
+def _publish(view: View, valid: Mapping[CheckpointId, Decision]) -> Iterable[Planned]:
+    newest = max((id_ for id_, each in valid.items() if each.outcome is Outcome.COMMIT), default=None)
+    if newest is not None and is_ahead(newest, view.latest):
+        yield MoveLatest(newest, valid[newest].name, "the newest commit is ahead of latest")
+
+
+def _retain(view: View, valid: Mapping[CheckpointId, Decision], policy: RetentionPolicy) -> Iterable[Planned]:
+    """Delete order (R2): only what latest is ahead of, only after `pruning`, only when no reader is left.
+
+    A damaged checkpoint takes no other one's place: what the policy would keep without it stays too.
+    """
+    candidates = _candidates(view, valid)
+    kept = _kept(view, valid, policy)
+    is_refused = retention.would_keep_nothing(policy, candidates)
+    for id_ in sorted({each.id for each in candidates} - kept.keys()):
+        if is_refused:
+            yield Wait(
+                id_, "the policy keeps none of what is there, so nothing is pruned: is it what you mean?"
+            )
+        elif view.latest is None or view.latest.checkpoint <= id_:
+            yield Wait(id_, "beyond retention, but latest is not ahead of it yet")
+        else:
+            yield BeginPrune(id_, "beyond retention")
+    for id_, each in sorted(valid.items()):
+        if each.outcome is Outcome.PRUNING:
+            readers = sorted(lease.reader for lease in _live_leases(view, id_))
+            if readers:
+                yield Wait(id_, f"being pruned, but read by {', '.join(readers)}")
+            else:
+                yield FinishPrune(id_, each.world_size, "being pruned, and no reader is left")
+
+
+def _candidates(view: View, valid: Mapping[CheckpointId, Decision]) -> list[Candidate]:
+    return [_candidate(id_, each, view) for id_, each in valid.items() if each.outcome is Outcome.COMMIT]
+
+
+def _kept(view: View, valid: Mapping[CheckpointId, Decision], policy: RetentionPolicy) -> retention.Kept:
+    candidates = _candidates(view, valid)
+    sound = [each for each in candidates if each.id not in view.damaged]
+    return retention.apply(policy, candidates) | retention.apply(policy, sound)
+
+
+def _candidate(id_: CheckpointId, decision: Decision, view: View) -> Candidate:
+    committed_at = view.decided_at.get(id_, 0.0)
+    return Candidate(id_, decision.name, committed_at, dict(decision.metrics), decision.is_pinned)
+
+
+def _live_leases(view: View, id_: CheckpointId) -> Iterable[Lease]:
+    for lease, modified_at in view.leases.values():
+        if lease.checkpoint == id_ and view.server_time < expires_at(lease, modified_at):
+            yield lease
+
+
+def expires_at(lease: Lease, modified_at: float) -> float:
+    """When a sweeper may take the reader for dead, by the store's clock."""
+    return modified_at + min(max(lease.ttl_s, 0.0), MAX_LEASE_S) + LEASE_MARGIN_S
+
+
+def _clean(view: View, valid: Mapping[CheckpointId, Decision], ages: Ages) -> Iterable[Planned]:
+    """Objects that nothing refers to: of what was given up or pruned, of the dead, of the past."""
+    final = {id_ for id_, each in valid.items() if each.outcome in (Outcome.ABORT, Outcome.PRUNED)}
+    final |= {id_ for id_ in {*view.data, *view.receipts} if is_void(id_, view.boundary)}
+    for id_ in sorted(final):
+        # Shards before receipts: a receipt without its shards misleads nobody once the decision is final.
+        left = [each.key for each in (*view.data.get(id_, ()), *view.receipts.get(id_, {}).values())]
+        if left:
+            outcome = valid[id_].outcome.value if id_ in valid else "collected"
+            yield Delete(tuple(left), "partial_checkpoint", f"{id_} is decided: {outcome}")
+    for upload in view.multiparts:
+        parsed = keys.parse_data_key(upload.key)
+        age_s = view.server_time - upload.initiated_at
+        if parsed is None or _is_unknown(parsed[0], view):
+            continue  # not ours, or nothing that we may judge
+        id_, _ = parsed
+        is_decided = id_ in valid or is_void(id_, view.boundary)
+        limit_s = ages.superseded_s if id_.generation < view.newest_generation else ages.newest_s
+        if is_decided:
+            yield AbortMultipart(upload.key, upload.upload_id, f"{id_} is decided: nobody completes it")
+        elif age_s >= limit_s:
+            yield AbortMultipart(upload.key, upload.upload_id, f"begun {age_s:.0f} s ago")
+    for key, (lease, modified_at) in sorted(view.leases.items()):
+        if view.server_time >= expires_at(lease, modified_at):
+            yield Delete((key,), "lease", f"the lease of {lease.reader} has expired")
+    gone = {id_ for id_ in view.damaged if id_ in final or is_void(id_, view.boundary)}
+    if gone:
+        marks = tuple(keys.damage_key(id_) for id_ in sorted(gone))
+        yield Delete(marks, "damage", "marks of damaged checkpoints that are gone")
+    past = tuple(
+        sorted(key for key, generation in view.members.items() if generation < view.newest_generation)
+    )
+    if past:
+        # Safe: a start joins the newest generation or a newer one, and that object stays.
+        yield Delete(past, "member", "members of generations that are superseded")
+    stale = [
+        each.key for each in view.probes if view.server_time - (each.last_modified or 0.0) >= PROBE_AGE_S
+    ]
+    if stale:
+        yield Delete(tuple(stale), "probe", "left by a probe that was killed")
+
+
+def _collect(view: View, valid: Mapping[CheckpointId, Decision], ages: Ages) -> Iterable[Planned]:
+    """Old final decisions, so that the cost of a listing follows what is kept, not what ever was (R4).
+
+    Only those with nothing left of them, of superseded generations, and old enough that an undecided straggler
+    below the boundary would be given up too.
+    """
+    finished = {
+        id_
+        for id_, each in valid.items()
+        if each.outcome in (Outcome.ABORT, Outcome.PRUNED)
+        and id_.generation < view.newest_generation
+        and not view.data.get(id_)
+        and not view.receipts.get(id_)
+        and view.server_time - view.decided_at.get(id_, view.server_time) >= ages.superseded_s
+    }
+    resurrected = {id_ for id_ in view.decisions if is_void(id_, view.boundary)}
+    below = view.boundary.upto if view.boundary else None
+    if len(finished | resurrected) < COLLECT_AT_LEAST and not resurrected:
+        return
+    upto = max([*finished, *([below] if below else [])], default=None)
+    if upto is None:
+        return
+    known = {*valid, *view.data, *view.receipts, *view.unreadable} - finished - resurrected
+    kept = frozenset(id_ for id_ in known if id_ <= upto and not is_void(id_, view.boundary))
+    yield CollectDecisions(
+        upto,
+        kept,
+        tuple(keys.decision_key(id_) for id_ in sorted(finished | resurrected)),
+        f"{len(finished | resurrected)} final decisions of the past",
+    )

@@ -1,0 +1,338 @@
+"""Does the store keep its promises? Recomputes the invariants of one run's remote from the store alone.
+
+What it finds is either a violation (data is lost, damaged or forged: somebody must look) or a leftover (nothing refers
+to it; the sweeper removes it). The oracle of the fault tests, and `ckpt-async verify`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from ckpt_async.core import keys, records
+from ckpt_async.core.decide import obstacle
+from ckpt_async.core.model import CheckpointId, Decision, Outcome, StoredShard
+from ckpt_async.errors import InvalidRecordError, ObjectNotFoundError
+from ckpt_async.protocol import steps, sweep_plan
+from ckpt_async.protocol.cas import read_record
+from ckpt_async.stores.interface import Listing, MultipartInfo, ObjectInfo, Store
+from ckpt_async.transfer.requests import Requests
+from ckpt_async.transfer.upload import all_or_none, read_back
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is not as it must be. `rule` is the invariant's number in docs/design.md.
+
+    `kind`, a metric label: missing | size | checksum (a shard is), record (one is missing, unreadable or contradicts
+    another), leftover.
+    """
+
+    rule: str
+    key: str
+    message: str
+    kind: str = "record"
+
+    @property
+    def is_leftover(self) -> bool:
+        return self.kind == "leftover"
+
+    def __str__(self) -> str:
+        return f"{self.rule} {self.key}: {self.message}"
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What a reader has said of a committed checkpoint, so that others pass it over. It is sound if every byte was read
+    now and is as it was committed.
+    """
+
+    checkpoint: CheckpointId
+    reason: str
+    is_sound: bool
+
+
+@dataclass(slots=True)
+class Verification:
+    """What was looked at, and what was found."""
+
+    num_committed: int = 0
+    num_shards: int = 0
+    size_bytes: int = 0
+    num_shards_read: int = 0
+    findings: list[Finding] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
+
+    @property
+    def violations(self) -> list[Finding]:
+        return [each for each in self.findings if not each.is_leftover]
+
+
+async def verify(
+    store: Store,
+    requests: Requests,
+    *,
+    step: int | None = None,
+    generation: int | None = None,
+    read_percent: float = 0.0,
+    seed: int = 0,
+) -> Verification:
+    """Check every committed checkpoint (or those of one step, of one generation): receipts against the decision, shards
+    against the receipts, by the store's own sizes and checksums, and `read_percent` of the shards by reading every
+    byte.
+
+    A checkpoint that is pruned while this looks is not reported. Read-only; safe beside trainers and sweepers.
+    """
+    result = Verification()
+    rng = random.Random(seed)
+    decisions = await _read_decisions(store, requests, result)
+    boundary = None
+    try:
+        boundary = await steps.read_boundary(store, requests)
+    except InvalidRecordError as error:
+        result.findings.append(_unreadable("R4", error))
+    for id_ in [id_ for id_ in decisions if sweep_plan.is_void(id_, boundary)]:
+        del decisions[id_]
+        result.findings.append(
+            Finding("R4", keys.decision_key(id_), "below the boundary and not kept: void", "leftover")
+        )
+    chosen = [
+        each
+        for id_, each in decisions.items()
+        if step in (None, id_.step) and generation in (None, id_.generation)
+    ]
+    referenced: set[str] = set()
+    marks = await steps.read_damages(store, requests)
+    for decision in chosen:
+        if decision.outcome is Outcome.COMMIT:
+            before = result.num_shards - result.num_shards_read
+            findings, shards = await _check_committed(store, requests, decision, read_percent, rng, result)
+            referenced |= {shard.key for shard in shards}
+            if findings and not await _is_still_committed(store, requests, decision.checkpoint):
+                continue
+            result.findings += findings
+            result.num_committed += 1
+            if (reason := marks.get(decision.checkpoint)) is not None:
+                is_all_read = result.num_shards - result.num_shards_read == before
+                result.marks.append(Mark(decision.checkpoint, reason, is_all_read and not findings))
+    if step is None and generation is None:
+        result.findings += await _check_others(store, requests, {*decisions})
+        await _check_latest(store, requests, decisions, result)
+        await _check_strays(store, requests, decisions, referenced, result)
+    return result
+
+
+async def _read_decisions(
+    store: Store, requests: Requests, result: Verification
+) -> dict[CheckpointId, Decision]:
+    listing: Listing = await requests.control("list", lambda: store.list(keys.DECISIONS))
+    decisions: dict[CheckpointId, Decision] = {}
+    for each in listing.objects:
+        checkpoint = keys.parse_decision_key(each.key)
+        if checkpoint is None:
+            result.findings.append(Finding("R4", each.key, "not the key of a decision"))
+            continue
+        try:
+            decision = await steps.read_decision(store, requests, checkpoint)
+        except InvalidRecordError as error:
+            result.findings.append(_unreadable("R4", error))
+            continue
+        if decision is not None:
+            decisions[checkpoint] = decision
+    return decisions
+
+
+async def _check_committed(
+    store: Store,
+    requests: Requests,
+    decision: Decision,
+    read_percent: float,
+    rng: random.Random,
+    result: Verification,
+) -> tuple[list[Finding], list[StoredShard]]:
+    """I1: every receipt is there and is the one that was decided on; every shard is there, whole."""
+    id_, key = decision.checkpoint, keys.decision_key(decision.checkpoint)
+    findings: list[Finding] = []
+    receipts = []
+    for rank in range(decision.world_size):
+        try:
+            receipts.append(await steps.bound_receipt(store, requests, decision, rank))
+        except InvalidRecordError as error:
+            findings.append(_unreadable("I1", error))
+    if not findings:
+        reason = obstacle(id_, receipts)
+        shards = [shard for receipt in receipts for shard in receipt.shards]
+        if reason is not None:
+            findings.append(Finding("R5", key, reason))
+        if (decision.num_shards, decision.size_bytes) != (
+            len(shards),
+            sum(each.size_bytes for each in shards),
+        ):
+            findings.append(Finding("I1", key, "its counts are not those of its receipts"))
+    shards = list({shard.key: shard for receipt in receipts for shard in receipt.shards}.values())
+    to_read = [rng.random() * 100 < read_percent for _ in shards]
+    checked = await all_or_none(
+        _check_shard(store, requests, shard, is_read) for shard, is_read in zip(shards, to_read, strict=True)
+    )
+    findings += [each for each in checked if each is not None]
+    result.num_shards += len(shards)
+    result.num_shards_read += sum(to_read)
+    result.size_bytes += sum(shard.size_bytes for shard in shards)
+    return findings, shards
+
+
+async def _check_shard(store: Store, requests: Requests, shard: StoredShard, is_read: bool) -> Finding | None:
+    try:
+        info: ObjectInfo = await requests.control("head", lambda: store.head(shard.key))
+        if info.size_bytes == shard.size_bytes and (is_read or info.checksum is None):
+            info = await read_back(store, requests, shard.key, shard.size_bytes, shard.checksum.algorithm)
+    except ObjectNotFoundError:
+        return Finding("I1", shard.key, "the shard is missing", "missing")
+    if info.size_bytes != shard.size_bytes:
+        message = f"has {info.size_bytes} bytes, its receipt says {shard.size_bytes}"
+        return Finding("I1", shard.key, message, "size")
+    if info.checksum != shard.checksum:
+        have = info.checksum.value if info.checksum else "no checksum"
+        message = f"has {have}, its receipt says {shard.checksum.value}: damaged"
+        return Finding("I6", shard.key, message, "checksum")
+    return None
+
+
+async def _is_still_committed(store: Store, requests: Requests, checkpoint: CheckpointId) -> bool:
+    try:
+        decision = await steps.read_decision(store, requests, checkpoint)
+    except InvalidRecordError:
+        return True
+    return decision is not None and decision.outcome is Outcome.COMMIT
+
+
+async def _check_latest(
+    store: Store, requests: Requests, decisions: dict[CheckpointId, Decision], result: Verification
+) -> None:
+    """I2: latest names a committed checkpoint. It may be behind: it is a hint."""
+    try:
+        there = await read_record(store, requests, keys.LATEST, records.decode_latest)
+    except InvalidRecordError as error:
+        result.findings.append(_unreadable("I2", error))
+        return
+    if there is None:
+        return
+    latest, _ = there
+    decision = decisions.get(latest.checkpoint)
+    if decision is None:
+        try:
+            decision = await steps.read_decision(store, requests, latest.checkpoint)  # committed meanwhile?
+        except InvalidRecordError:
+            return  # that decision is a finding of its own
+    if decision is None or decision.outcome is not Outcome.COMMIT:
+        outcome = decision.outcome.value if decision else "no decision"
+        result.findings.append(Finding("I2", keys.LATEST, f"names {latest.checkpoint}, which has {outcome}"))
+    elif decision.name != latest.name:
+        message = f"calls {latest.checkpoint} {latest.name!r}, its decision {decision.name!r}"
+        result.findings.append(Finding("I2", keys.LATEST, message))
+
+
+async def find_unreadable(store: Store, requests: Requests) -> list[Finding]:
+    """Every record of the run that cannot be read, but for receipts of what is committed: those `verify` compares too.
+    One GET for each record that is not a receipt, and for each receipt of what is not decided. Read-only.
+    """
+    result = Verification()
+    decisions = await _read_decisions(store, requests, result)
+    for rule, key, decode in (
+        ("R4", keys.BOUNDARY, records.decode_boundary),
+        ("I2", keys.LATEST, records.decode_latest),
+    ):
+        result.findings += await _check_record(store, requests, rule, key, decode)
+    return result.findings + await _check_others(store, requests, {*decisions})
+
+
+async def _check_others(store: Store, requests: Requests, decided: set[CheckpointId]) -> list[Finding]:
+    """Generations, members, beats, leases, marks of damage, and receipts of what is not decided."""
+    prefixes = (keys.GENERATIONS, keys.MEMBERS, keys.LEASES, keys.DAMAGED, keys.RECEIPTS)
+    listings: list[Listing] = [
+        await requests.control("list", lambda prefix=prefix: store.list(prefix))  # type: ignore[misc]
+        for prefix in prefixes
+    ]
+    wanted = [
+        found
+        for listing in listings
+        for each in listing.objects
+        if (found := _decoder_of(each.key, decided)) is not None
+    ]
+    checked = await all_or_none(_check_record(store, requests, *each) for each in wanted)
+    return [finding for found in checked for finding in found]
+
+
+def _decoder_of(key: str, decided: set[CheckpointId]) -> tuple[str, str, Callable[[bytes], object]] | None:
+    """Rule, key and decoder of a record, or None if it is none, or one that is checked elsewhere."""
+    if (number := keys.parse_generation_key(key)) is not None:
+        return "R5", key, lambda data: records.decode_generation(data, number)
+    if keys.parse_member_key(key) is not None:
+        return "R5", key, records.decode_member
+    if (beaten := keys.parse_beat_key(key)) is not None:
+        return "R5", key, lambda data: records.decode_beat(data, beaten)
+    if keys.parse_lease_key(key) is not None:
+        return "R2", key, records.decode_lease
+    if (marked := keys.parse_damage_key(key)) is not None:
+        return "R8", key, lambda data: records.decode_damage(data, marked)
+    if (receipt := keys.parse_receipt_key(key)) is not None and receipt[0] not in decided:
+        return "R1", key, lambda data: records.decode_receipt(data, *receipt)
+    return None
+
+
+async def _check_record(
+    store: Store, requests: Requests, rule: str, key: str, decode: Callable[[bytes], object]
+) -> list[Finding]:
+    is_receipt = key.startswith(keys.RECEIPTS)
+    limit = records.MAX_RECEIPT_SIZE_BYTES if is_receipt else records.MAX_RECORD_SIZE_BYTES
+    try:
+        await read_record(store, requests, key, decode, max_size_bytes=limit)
+    except InvalidRecordError as error:
+        return [_unreadable(rule, error)]
+    return []
+
+
+def _unreadable(rule: str, error: InvalidRecordError) -> Finding:
+    return Finding(rule, error.key, error.detail)
+
+
+async def _check_strays(
+    store: Store,
+    requests: Requests,
+    decisions: dict[CheckpointId, Decision],
+    referenced: set[str],
+    result: Verification,
+) -> None:
+    """I7: what nothing refers to. Objects of undecided checkpoints are under way, not stray."""
+    data: Listing = await requests.control("list", lambda: store.list(keys.DATA))
+    receipts: Listing = await requests.control("list", lambda: store.list(keys.RECEIPTS))
+    final = {Outcome.ABORT, Outcome.PRUNED}
+    for each in data.objects:
+        parsed = keys.parse_data_key(each.key)
+        decision = decisions.get(parsed[0]) if parsed else None
+        if parsed is None:
+            result.findings.append(_stray(each.key, "not the key of a shard"))
+        elif decision is not None and decision.outcome in final:
+            result.findings.append(_stray(each.key, f"its checkpoint is decided: {decision.outcome.value}"))
+        elif decision is not None and decision.outcome is Outcome.COMMIT and each.key not in referenced:
+            result.findings.append(_stray(each.key, "no receipt of its committed checkpoint lists it"))
+    for each in receipts.objects:
+        of = keys.parse_receipt_key(each.key)
+        decision = decisions.get(of[0]) if of else None
+        if decision is not None and decision.outcome in final:
+            result.findings.append(_stray(each.key, f"its checkpoint is decided: {decision.outcome.value}"))
+    if store.capabilities.multipart:
+        uploads: Sequence[MultipartInfo] = await requests.control(
+            "list_multiparts", lambda: store.list_multiparts(keys.DATA)
+        )
+        for upload in uploads:
+            parsed = keys.parse_data_key(upload.key)
+            if parsed and parsed[0] in decisions:
+                result.findings.append(
+                    _stray(upload.key, "an unfinished multipart upload of a decided checkpoint")
+                )
+
+
+def _stray(key: str, message: str) -> Finding:
+    return Finding("I7", key, message, "leftover")

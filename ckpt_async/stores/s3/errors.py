@@ -1,0 +1,258 @@
+"""What the SDK's, the HTTP client's and the system's errors mean. The only module that knows them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import email.utils
+import http.client
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import botocore.exceptions
+import botocore.parsers
+
+from ckpt_async.core.keys import PROBES
+from ckpt_async.errors import (
+    CkptAsyncError,
+    FailureReason,
+    IntegrityError,
+    ObjectNotFoundError,
+    ObjectTooLargeError,
+    PreconditionFailedError,
+    StoreError,
+)
+from ckpt_async.stores.http.messages import MalformedAnswerError
+from ckpt_async.stores.s3.answers import OtherRangeError
+
+_PADDING = re.compile("0{16,}")
+# Their key is a prefix, and may be empty.
+_LISTINGS = frozenset({"list_objects_v2", "list_multipart_uploads"})
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where requests go, for messages."""
+
+    bucket: str
+    root: str
+    endpoint_url: str | None
+
+    def __str__(self) -> str:
+        return f"{self.bucket}/{self.root}"
+
+    def name(self, key: str) -> str:
+        """What people find an object by in any other tool. Nothing for no key."""
+        return f"s3://{self}{_legible(key, key)}" if key else ""
+
+    def error(
+        self, message: str, *, reason: FailureReason, operation: str = "", key: str = "", hint: str = ""
+    ) -> StoreError:
+        """About an object of this place."""
+        name = self.name(key) or (f"s3://{self}" if operation in _LISTINGS else "")
+        error = StoreError(message, reason=reason, operation=operation, key=name, hint=hint)
+        return _about(key, error)
+
+    def too_large(self, size_bytes: int, max_size_bytes: int, *, operation: str, key: str) -> StoreError:
+        message = f"has {size_bytes} bytes, more than {max_size_bytes}"
+        return _about(key, ObjectTooLargeError(message, operation=operation, key=self.name(key)))
+
+
+@contextlib.contextmanager
+def translating(
+    operation: str, key: str, place: Place, *, unmet: frozenset[int] = frozenset()
+) -> Iterator[None]:
+    """Turn every error of the SDK, the HTTP client and the system into a StoreError.
+
+    `unmet` holds the HTTP statuses by which this request's condition may be refused. Cancellation passes,
+    and so do this package's own errors.
+    """
+    try:
+        yield
+    except CkptAsyncError:
+        raise
+    except botocore.exceptions.ClientError as error:
+        raise refusal(error.response, operation, key, place, unmet) from error
+    except botocore.exceptions.FlexibleChecksumError as error:
+        raise _about(key, IntegrityError(str(error), operation=operation, key=place.name(key))) from error
+    except (MalformedAnswerError, OtherRangeError) as error:
+        reason, hint = _failure(error, place)
+        raise place.error(str(error), reason=reason, operation=operation, key=key, hint=hint) from error
+    except Exception as error:
+        reason, hint = _failure(error, place)
+        message = f"{type(error).__name__}: {_legible(str(error), key)}"
+        raise place.error(message, reason=reason, operation=operation, key=key, hint=hint) from error
+
+
+def refusal(
+    response: Mapping[str, Any],
+    operation: str,
+    key: str,
+    place: Place,
+    unmet: frozenset[int] = frozenset(),
+) -> StoreError:
+    """What an HTTP error answer means, given in the shape in which the SDK reports one."""
+    said = response.get("Error", {})
+    metadata = response.get("ResponseMetadata", {})
+    code, status = said.get("Code", ""), metadata.get("HTTPStatusCode", 0)
+    message = f"{status} {code}: {said.get('Message', '')}"
+    if operation == "head_object" and status == 400:
+        code = "ExpiredToken"  # a HEAD answer has no body; S3 gives 400 for an expired token
+    reason, name = reason_of(code, status), place.name(key)
+    if status == 404 and operation != "head_object" and (not code or code.isdecimal()):
+        # S3 says what is not there. Something else has answered, which knows nothing of our objects.
+        return place.error(
+            f"{status}, but not as a store says it",
+            reason=FailureReason.TRANSIENT,
+            operation=operation,
+            key=key,
+            hint=_SOMEBODY_ELSE,
+        )
+    if status in unmet and code != "NoSuchBucket":
+        return _about(key, PreconditionFailedError(message, operation=operation, key=name))
+    if reason is FailureReason.CHECKSUM:
+        return _about(key, IntegrityError(message, operation=operation, key=name))
+    if reason is FailureReason.NOT_FOUND and code != "NoSuchBucket":
+        return _about(key, ObjectNotFoundError(message, operation=operation, key=name))
+    hint = hint_for(code, operation, place)
+    if code == "RequestTimeTooSkewed":
+        here, there = email.utils.formatdate(usegmt=True), metadata.get("HTTPHeaders", {}).get("date", "?")
+        hint = f"this machine's clock is off: here it is {here}, at the store {there}"
+    elif reason is FailureReason.AUTH and not hint:
+        hint = f"the credentials may not do {operation} in {place}"
+    return place.error(message, reason=reason, operation=operation, key=key, hint=hint)
+
+
+def _legible(text: str, key: str) -> str:
+    """`text` without what makes the probe's keys long: theirs is the first message that somebody who is new gets."""
+    return _PADDING.sub("...", text) if key.startswith(PROBES) else text
+
+
+def _about(key: str, error: StoreError) -> StoreError:
+    """The message has the object's full name, for people; `key` is relative to the root, as everywhere else."""
+    error.key = key
+    return error
+
+
+def hint_for(code: str, operation: str, place: Place) -> str:
+    """What to do about an error code, or ""."""
+    match code:
+        case "NoSuchBucket":
+            return f"there is no bucket {place.bucket} at {place.endpoint_url or 'AWS'}: create it"
+        case "AccessDenied":
+            return f"the credentials may not do {operation} in {place}"
+        case "PermanentRedirect" | "AuthorizationHeaderMalformed" | "IllegalLocationConstraintException":
+            return f"is {place.bucket} in another region? set region"
+        case _:
+            return _HINTS.get(code, "")
+
+
+# S3 API reference, "List of error codes"; then what its relatives say.
+_REASONS = {
+    "SlowDown": FailureReason.THROTTLED,
+    "ServiceUnavailable": FailureReason.THROTTLED,
+    "Throttling": FailureReason.THROTTLED,
+    "ThrottlingException": FailureReason.THROTTLED,
+    "RequestLimitExceeded": FailureReason.THROTTLED,
+    "TooManyRequests": FailureReason.THROTTLED,
+    "RequestTimeout": FailureReason.TIMEOUT,
+    "InternalError": FailureReason.TRANSIENT,
+    "IncompleteBody": FailureReason.TRANSIENT,
+    "OperationAborted": FailureReason.TRANSIENT,
+    "ConditionalRequestConflict": FailureReason.TRANSIENT,
+    "AccessDenied": FailureReason.AUTH,
+    "ExpiredToken": FailureReason.AUTH,
+    "ExpiredTokenException": FailureReason.AUTH,
+    "InvalidAccessKeyId": FailureReason.AUTH,
+    "InvalidToken": FailureReason.AUTH,
+    "RequestTimeTooSkewed": FailureReason.AUTH,
+    "SignatureDoesNotMatch": FailureReason.AUTH,
+    "TokenRefreshRequired": FailureReason.AUTH,
+    "NoSuchBucket": FailureReason.NOT_FOUND,
+    "NoSuchKey": FailureReason.NOT_FOUND,
+    "NoSuchUpload": FailureReason.NOT_FOUND,
+    "PreconditionFailed": FailureReason.PRECONDITION,
+    "BadDigest": FailureReason.CHECKSUM,
+    "InvalidDigest": FailureReason.CHECKSUM,
+    "InvalidPart": FailureReason.CHECKSUM,
+    "XAmzContentChecksumMismatch": FailureReason.CHECKSUM,
+    "XAmzContentSHA256Mismatch": FailureReason.CHECKSUM,
+    "InvalidObjectState": FailureReason.OTHER,  # with 403, but it is about the storage class
+}
+
+_HINTS = {
+    "ExpiredToken": "the session token has expired: renew the credentials",
+    "ExpiredTokenException": "the session token has expired: renew the credentials",
+    "TokenRefreshRequired": "the session token has expired: renew the credentials",
+    "InvalidToken": "the session token is not one: renew the credentials",
+    "InvalidAccessKeyId": "the store does not know this access key: is the endpoint right?",
+    "SignatureDoesNotMatch": "the secret key does not belong to the access key",
+    "InvalidObjectState": "the object is in an archive class: restore it first",
+}
+
+_SOMEBODY_ELSE = "did something else answer in the store's place: a proxy, a cache, a login page?"
+_MISSING_CREDENTIALS = (
+    botocore.exceptions.NoCredentialsError,
+    botocore.exceptions.PartialCredentialsError,
+    botocore.exceptions.CredentialRetrievalError,
+    botocore.exceptions.SSOError,
+    botocore.exceptions.TokenRetrievalError,
+    botocore.exceptions.ProfileNotFound,
+)
+_BROKEN_CONNECTIONS = (
+    botocore.exceptions.HTTPClientError,
+    botocore.exceptions.IncompleteReadError,
+    botocore.parsers.ResponseParserError,
+    aiohttp.ClientError,
+    http.client.HTTPException,
+    asyncio.IncompleteReadError,
+    OSError,
+)
+
+
+def reason_of(code: str, status: int) -> FailureReason:
+    """By error code, else by HTTP status (HEAD answers have no code)."""
+    if code in _REASONS:
+        return _REASONS[code]
+    match status:
+        case 401 | 403:
+            return FailureReason.AUTH
+        case 404:
+            return FailureReason.NOT_FOUND
+        case 408:
+            return FailureReason.TIMEOUT
+        case 409:
+            return FailureReason.TRANSIENT
+        case 412:
+            return FailureReason.PRECONDITION
+        case 429 | 503:
+            return FailureReason.THROTTLED
+        case 501:
+            return FailureReason.OTHER
+        case _:
+            return FailureReason.TRANSIENT if status >= 500 else FailureReason.OTHER
+
+
+def _failure(error: Exception, place: Place) -> tuple[FailureReason, str]:
+    """Why a request got no answer, and what to do about it."""
+    reachable = f"is {place.endpoint_url or 'AWS'} right, and reachable from here?"
+    match error:
+        case MalformedAnswerError():
+            return FailureReason.TRANSIENT, _SOMEBODY_ELSE
+        case botocore.exceptions.ConnectTimeoutError():
+            return FailureReason.TIMEOUT, reachable
+        case botocore.exceptions.ReadTimeoutError() | TimeoutError():
+            return FailureReason.TIMEOUT, ""
+        case botocore.exceptions.SSLError():
+            return FailureReason.TRANSIENT, "is the endpoint's certificate trusted here? see AWS_CA_BUNDLE"
+        case botocore.exceptions.EndpointConnectionError():
+            return FailureReason.TRANSIENT, reachable
+        case _ if isinstance(error, _MISSING_CREDENTIALS):
+            return FailureReason.AUTH, "no usable credentials: set AWS_* variables, a profile or a role"
+        case _ if isinstance(error, _BROKEN_CONNECTIONS):
+            return FailureReason.TRANSIENT, ""
+        case _:
+            return FailureReason.OTHER, ""

@@ -1,0 +1,279 @@
+"""Requests past the SDK's serializer: what it sent for one PutObject or UploadPart, or signed for reading, is the
+pattern for the next.
+
+Measured, the SDK takes 1 ms of CPU to make, sign and parse a request, which is most of what a shard of 64 KiB costs.
+Its own first requests have everything that configuration decides (endpoint, addressing style, encryption, tags, user
+agent); only key, part, size, checksum and signature differ in the next one.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import hmac
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Protocol, Self
+from urllib.parse import parse_qsl, quote, urlencode, urlsplit
+
+from ckpt_async.core.model import Checksum
+from ckpt_async.stores.http.messages import host_of, lines_of
+from ckpt_async.stores.s3.trailer import trailed_size
+
+_AUTHORIZATION = re.compile(
+    r"AWS4-HMAC-SHA256 Credential=[^/]+/[0-9]{8}/([^/]+)/s3/aws4_request,.*", re.DOTALL
+)
+# What differs from one request to the next, or is the connection's.
+_OWN = frozenset(
+    "authorization x-amz-date x-amz-security-token content-length host expect transfer-encoding connection"
+    " amz-sdk-invocation-id amz-sdk-request".split()
+)
+# Means something else for each request, or is signed in another way (S3 Express).
+_NOT_OURS = frozenset("if-match if-none-match content-md5 x-amz-s3session-token".split())
+_CHECKSUM = "x-amz-checksum-"
+_CONTENT = "x-amz-content-sha256"
+_UNSIGNED, _UNSIGNED_TRAILED = "UNSIGNED-PAYLOAD", "STREAMING-UNSIGNED-PAYLOAD-TRAILER"
+_ALGORITHM = "AWS4-HMAC-SHA256"
+# Of a URL: whose signature it is, and when it was made.
+_SIGNERS = frozenset(
+    f"X-Amz-{name}"
+    for name in ("Algorithm", "Credential", "Date", "SignedHeaders", "Security-Token", "Signature")
+)
+NO_QUERY: Mapping[str, str] = MappingProxyType({})
+
+
+class Credentials(Protocol):
+    """As the SDK freezes them."""
+
+    access_key: str
+    secret_key: str
+    token: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class PutPattern:
+    """A PutObject or UploadPart without what is one body's."""
+
+    origin: str  # scheme and host
+    base_path: str  # up to the key
+    headers: tuple[tuple[str, str], ...]  # names in lower case
+    region: str
+
+    @classmethod
+    def of(
+        cls, url: str, headers: Mapping[str, str | bytes], key: str, query: Mapping[str, str] = NO_QUERY
+    ) -> Self | None:
+        """The pattern of a request that the SDK makes for `key`; None if it is not ours to repeat. `query` is what
+        tells a part from others.
+        """
+        told = {
+            name.lower(): value.decode("latin-1") if isinstance(value, bytes) else value
+            for name, value in headers.items()
+        }
+        signed = _AUTHORIZATION.fullmatch(told.get("authorization", ""))
+        is_ours = told.get(_CONTENT) == _UNSIGNED and not _NOT_OURS & told.keys()
+        url, _, asked = url.partition("?")
+        is_ours = is_ours and sorted(parse_qsl(asked, keep_blank_values=True)) == sorted(query.items())
+        if signed is None or not is_ours or not url.endswith(f"/{_quoted(key)}"):
+            return None
+        kept = ((name, told[name]) for name in told.keys() - _OWN if not name.startswith(_CHECKSUM))
+        parts = urlsplit(url)
+        base_path = parts.path.removesuffix(_quoted(key))
+        return cls(f"{parts.scheme}://{parts.netloc}", base_path, tuple(sorted(kept)), signed[1])
+
+    def request(
+        self,
+        key: str,
+        size_bytes: int,
+        checksum: Checksum,
+        credentials: Credentials,
+        now: float,
+        query: Mapping[str, str] = NO_QUERY,
+    ) -> tuple[str, dict[str, str]]:
+        """URL and headers to put a body of this size and checksum, signed at `now` (seconds since the epoch)."""
+        frame = _frame(self, size_bytes, f"{_CHECKSUM}{checksum.algorithm}", _frozen(credentials), int(now))
+        return self._request(frame, key, checksum.value, query)
+
+    def request_with_trailer(
+        self,
+        key: str,
+        size_bytes: int,
+        algorithm: str,
+        credentials: Credentials,
+        now: float,
+        query: Mapping[str, str] = NO_QUERY,
+    ) -> tuple[str, dict[str, str]]:
+        """`request` for a body of this size that is sent as a TrailedBody. `aws-chunked` is not kept with the object
+        (https://docs.aws.amazon.com/AmazonS3/latest/API/sigv4-streaming.html); other encodings nobody can configure.
+        """
+        told = dict(self.headers)
+        told |= {_CONTENT: _UNSIGNED_TRAILED, "content-encoding": "aws-chunked"}
+        told["x-amz-decoded-content-length"] = str(size_bytes)
+        trailed = replace(self, headers=tuple(sorted(told.items())))
+        sent_bytes = trailed_size(size_bytes, algorithm)
+        frame = _frame(trailed, sent_bytes, "x-amz-trailer", _frozen(credentials), int(now))
+        return self._request(frame, key, f"{_CHECKSUM}{algorithm}", query)
+
+    def _request(
+        self, frame: _Frame, key: str, own: str, query: Mapping[str, str]
+    ) -> tuple[str, dict[str, str]]:
+        path = self.base_path + _quoted(key)
+        asked = urlencode(sorted(query.items()), quote_via=quote, safe="~")
+        headers = {
+            **frame.headers,
+            frame.own_header: own,
+            "authorization": frame.authorization(path, asked, own),
+        }
+        return f"{self.origin}{path}?{asked}" if asked else f"{self.origin}{path}", headers
+
+    def head(
+        self, key: str, size_bytes: int, checksum: Checksum, credentials: Credentials, now: float
+    ) -> bytes:
+        """`request` as it is sent, up to the body."""
+        path = self.base_path + _quoted(key)
+        frame = _frame(self, size_bytes, f"{_CHECKSUM}{checksum.algorithm}", _frozen(credentials), int(now))
+        authorization = frame.authorization(path, "", checksum.value)
+        return (
+            f"PUT {path} HTTP/1.1\r\n{frame.lines}{frame.own_header}: {checksum.value}\r\n"
+            f"authorization: {authorization}\r\n\r\n"
+        ).encode("latin-1")
+
+
+@dataclass(frozen=True, slots=True)
+class GetPattern:
+    """A URL signed for reading without what is one object's. The SDK takes 0.3 ms of CPU for each."""
+
+    origin: str  # scheme and host
+    base_path: str  # up to the key
+    region: str
+    query: tuple[tuple[str, str], ...]  # besides what tells who signed it, and when
+
+    @classmethod
+    def of(cls, url: str, key: str) -> Self | None:
+        """The pattern of a URL that the SDK signs for `key`; None if it is not ours to repeat."""
+        parts = urlsplit(url)
+        asked = dict(parse_qsl(parts.query, keep_blank_values=True))
+        _, *scope = asked.get("X-Amz-Credential", "").split("/")
+        is_ours = asked.get("X-Amz-Algorithm") == _ALGORITHM and asked.get("X-Amz-SignedHeaders") == "host"
+        is_ours = is_ours and len(scope) == 4 and scope[2:] == ["s3", "aws4_request"]
+        is_ours = is_ours and not any(name.lower() in _NOT_OURS for name in asked)  # S3 Express
+        if not is_ours or not parts.path.endswith(f"/{_quoted(key)}"):
+            return None
+        kept = tuple((name, value) for name, value in asked.items() if name not in _SIGNERS)
+        origin = f"{parts.scheme}://{parts.netloc}"
+        return cls(origin, parts.path.removesuffix(_quoted(key)), scope[1], kept)
+
+    def url(self, key: str, credentials: Credentials, now: float) -> str:
+        """Signed at `now`, for as long as the first one."""
+        path = self.base_path + _quoted(key)
+        query, after_query, to_sign, signing_key = _signed_query(self, _frozen(credentials), int(now))
+        canonical = f"GET\n{path}\n{query}{after_query}"
+        to_sign += hashlib.sha256(canonical.encode()).hexdigest()
+        signature = hmac.digest(signing_key, to_sign.encode(), "sha256").hex()
+        return f"{self.origin}{path}?{query}&X-Amz-Signature={signature}"
+
+
+@functools.lru_cache(maxsize=8)
+def _signed_query(
+    pattern: GetPattern, secrets: tuple[str, str, str], now_s: int
+) -> tuple[str, str, str, bytes]:
+    """What the URLs of one second have in common: the query, what follows it in what is signed, what that begins with,
+    and the key (https://docs.aws.amazon.com/AmazonS3/latest/API/sigv4-query-string-auth.html).
+    """
+    access_key, secret_key, token = secrets
+    stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(now_s))
+    scope = f"{stamp[:8]}/{pattern.region}/s3/aws4_request"
+    asked = {
+        **dict(pattern.query),
+        "X-Amz-Algorithm": _ALGORITHM,
+        "X-Amz-Credential": f"{access_key}/{scope}",
+        "X-Amz-Date": stamp,
+        "X-Amz-SignedHeaders": "host",
+    }
+    if token:
+        asked["X-Amz-Security-Token"] = token
+    return (
+        urlencode(sorted(asked.items()), quote_via=quote, safe="~"),
+        f"\nhost:{host_of(urlsplit(pattern.origin))}\n\nhost\n{_UNSIGNED}",
+        f"{_ALGORITHM}\n{stamp}\n{scope}\n",
+        _signing_key(secret_key, stamp[:8], pattern.region),
+    )
+
+
+def _frozen(credentials: Credentials) -> tuple[str, str, str]:
+    return credentials.access_key, credentials.secret_key, credentials.token or ""
+
+
+def _quoted(key: str) -> str:
+    return quote(key, safe="/~")
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """What the requests of one second for bodies of one size have in common: all but path, query and the value of
+    one header.
+    """
+
+    headers: Mapping[str, str]
+    lines: str  # the same, as they are sent
+    own_header: str
+    before_own: str  # of the headers as they are signed
+    after_own: str
+    to_sign: str
+    key: bytes
+    before_signature: str
+
+    def authorization(self, path: str, query: str, own: str) -> str:
+        """With a signature of version 4 over all headers but the user agent, as S3 wants it: the path is encoded once,
+        the body not signed (https://docs.aws.amazon.com/AmazonS3/latest/API/sig-v4-header-based-auth.html).
+        """
+        canonical = f"PUT\n{path}\n{query}\n{self.before_own}{own}{self.after_own}"
+        to_sign = self.to_sign + hashlib.sha256(canonical.encode()).hexdigest()
+        return self.before_signature + hmac.digest(self.key, to_sign.encode(), "sha256").hex()
+
+
+@functools.lru_cache(maxsize=64)
+def _frame(
+    pattern: PutPattern,
+    size_bytes: int,
+    own_header: str,
+    secrets: tuple[str, str, str],
+    now_s: int,
+) -> _Frame:
+    access_key, secret_key, token = secrets
+    stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(now_s))
+    told = {
+        **dict(pattern.headers),
+        "host": host_of(urlsplit(pattern.origin)),
+        "content-length": str(size_bytes),
+        "x-amz-date": stamp,
+    }
+    if token:
+        told["x-amz-security-token"] = token
+    names = sorted((told.keys() | {own_header}) - {"user-agent"})
+    lines = [f"{name}:{' '.join(told.get(name, '').split())}" for name in names]
+    index = names.index(own_header) + 1
+    scope = f"{stamp[:8]}/{pattern.region}/s3/aws4_request"
+    signed_headers = ";".join(names)
+    signer = f"Credential={access_key}/{scope}, SignedHeaders={signed_headers}"
+    return _Frame(
+        headers=told,
+        lines=lines_of(told),
+        own_header=own_header,
+        before_own="\n".join(lines[:index]),
+        after_own="\n".join(["", *lines[index:], "", signed_headers, told[_CONTENT]]),
+        to_sign=f"{_ALGORITHM}\n{stamp}\n{scope}\n",
+        key=_signing_key(secret_key, stamp[:8], pattern.region),
+        before_signature=f"{_ALGORITHM} {signer}, Signature=",
+    )
+
+
+@functools.lru_cache(maxsize=8)
+def _signing_key(secret_key: str, day: str, region: str) -> bytes:
+    key = f"AWS4{secret_key}".encode()
+    for part in (day, region, "s3", "aws4_request"):
+        key = hmac.digest(key, part.encode(), "sha256")
+    return key

@@ -1,0 +1,394 @@
+"""Adopts journals whose owner is dead, and finishes what they hold: `ckpt-async drain`, and what a sweeper calls.
+
+It owns no rule: an engine per rank does the work as it would beside a trainer. What is here is who may be adopted
+(whoever's lock is free), where the shards go (what the owner recorded), and when it is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ckpt_async.core import decide, keys
+from ckpt_async.core.model import CheckpointId, LocalCheckpoint, Outcome, RemoteAddress
+from ckpt_async.core.observe import NullObserver
+from ckpt_async.core.settings import INHERITED, Settings
+from ckpt_async.engine.loop import Engine
+from ckpt_async.errors import (
+    CkptAsyncError,
+    FolderInUseError,
+    JournalError,
+    NoJournalError,
+    SettingsError,
+    StoreError,
+)
+from ckpt_async.local import journals, shared_journal
+from ckpt_async.local.folder import Folder, spooled_ranks
+from ckpt_async.local.journal import Journal, RankLock
+from ckpt_async.stores import open_store, options_of
+from ckpt_async.stores.interface import Store
+from ckpt_async.transfer.requests import CONTROL_REQUESTS, Requests, open_patiently
+from ckpt_async.transfer.upload import all_or_none
+
+logger = logging.getLogger(__name__)
+
+# `status` holds a lock for a microsecond to see whether anybody else does: that is no owner.
+LOCK_WAIT_S = 0.1
+# How often it is looked whether a trainer wants its lock back; a starting trainer waits much longer.
+WANTED_POLL_S = 0.5
+# Longest wait for a store that does not answer at all.
+OPEN_TIMEOUT_S = 60.0
+
+
+# --- what was done -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """What became of one checkpoint of one rank. `reason` says why it was given up or is left;
+    `missing_ranks`, who has not delivered yet.
+    """
+
+    checkpoint: CheckpointId
+    name: str
+    reason: str = ""
+    missing_ranks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """What was done for one rank. `in_use_by` names its live owner: then nothing was touched.
+
+    `waiting` checkpoints have all of this rank in the store and wait for other ranks; `left` ones do not.
+    """
+
+    rank: int
+    in_use_by: str = ""
+    committed: tuple[Fate, ...] = ()
+    aborted: tuple[Fate, ...] = ()
+    waiting: tuple[Fate, ...] = ()
+    left: tuple[Fate, ...] = ()
+    uploaded_shards: int = 0
+    uploaded_bytes: int = 0
+    error: str = ""  # the engine itself failed
+
+
+@dataclass(frozen=True, slots=True)
+class DrainReport:
+    """What was done for one folder, rank by rank."""
+
+    folder: str
+    remotes: tuple[str, ...]
+    ranks: tuple[RankReport, ...]
+
+    @property
+    def uploaded_bytes(self) -> int:
+        return sum(each.uploaded_bytes for each in self.ranks)
+
+
+# --- draining ----------------------------------------------------------------------------------------------
+
+
+async def drain(
+    folder: str | os.PathLike[str],
+    *,
+    timeout_s: float,
+    grace_s: float,
+    settings: Settings | None = None,
+    change: Callable[[RemoteAddress | None], RemoteAddress] | None = None,
+    profile: str | None = None,
+) -> DrainReport:
+    """Finish what dead owners left in a folder: upload, commit, move latest, clean up, within `timeout_s`.
+
+    Once all of this folder is in the store, other ranks are waited for up to `grace_s`. What is left then is
+    still in the journal; calling again continues. `change` makes the remote from the one that was recorded
+    (None: none was), for a server that has moved or a journal that was lost.
+
+    Raises NoJournalError, SettingsError if the remote is not known, StoreError if it cannot be opened.
+    """
+    path = Path(os.path.realpath(folder))
+    if not (path / keys.PRIVATE).is_dir():
+        raise NoJournalError(
+            f"there is no journal in {str(path)!r}", hint="give the folder that the uploader was opened with"
+        )
+    opened = Folder(path)
+    with contextlib.ExitStack() as held:
+        reports: list[RankReport] = []
+        adopted: list[_Adopted] = []
+        spooled = spooled_ranks(opened.private)
+        for rank in journals.ranks(opened.private):
+            lock = RankLock(opened, rank)
+            try:
+                await asyncio.to_thread(lock.acquire, wait_s=LOCK_WAIT_S)
+            except FolderInUseError as error:
+                reports.append(RankReport(rank, in_use_by=_owner(error)))
+                continue
+            held.callback(lock.release)
+            if lock.is_wanted():
+                reports.append(RankReport(rank, in_use_by="a trainer that is starting"))
+                lock.release()
+                continue
+            try:
+                each = await asyncio.to_thread(_Adopted, opened, lock)
+            except JournalError as error:  # of this rank alone
+                logger.warning("drain_failed rank=%d error=%s", rank, error)
+                reports.append(RankReport(rank, error=str(error)))
+                lock.release()
+                continue
+            held.callback(each.release)
+            if each.before.checkpoints or rank in spooled:
+                adopted.append(each)
+            else:
+                reports.append(RankReport(rank))
+                each.release()  # others may take long: its trainer must not wait for them
+        await asyncio.to_thread(shared_journal.leave_damaged, opened.private)
+        adoptions = [
+            _Adoption(opened, address, profile, settings or Settings(), ranks)
+            for address, ranks in _by_remote(adopted, change)
+        ]
+        deadline = time.monotonic() + timeout_s
+        done = await all_or_none(each.run(deadline, grace_s) for each in adoptions)
+        reports += [report for each in done for report in each]
+    remotes = tuple(each.address.url for each in adoptions)
+    return DrainReport(str(path), remotes, tuple(sorted(reports, key=lambda each: each.rank)))
+
+
+def _owner(error: FolderInUseError) -> str:
+    return str(error).rpartition(" is in use by ")[2].removesuffix(f" ({error.hint})")
+
+
+def _by_remote(
+    adopted: Iterable[_Adopted],
+    change: Callable[[RemoteAddress | None], RemoteAddress] | None,
+) -> list[tuple[RemoteAddress, list[_Adopted]]]:
+    """Ranks of one folder have one remote; nothing forces them to."""
+    groups: list[tuple[RemoteAddress, list[_Adopted]]] = []
+    for each in adopted:
+        local = each.before
+        address = change(local.remote) if change else local.remote
+        if address is None:
+            raise SettingsError(
+                f"the journal does not say where rank {local.rank} uploads to", hint="say so with --remote"
+            )
+        if stranded := decide.stranded(local, address.url):
+            assert local.remote is not None
+            raise SettingsError(
+                f"rank {local.rank} was bringing {stranded[-1]} to {local.remote.url!r}, not to {address.url!r}",
+                hint="what is verified there would be missing here; leave the remote as it was",
+            )
+        group = next((members for known, members in groups if known == address), None)
+        if group is None:
+            groups.append((address, [each]))
+        else:
+            group.append(each)
+    return groups
+
+
+class _Adopted:
+    """One rank while it is ours: its lock, and its journal. Raises JournalError if that cannot be used."""
+
+    def __init__(self, folder: Folder, lock: RankLock) -> None:
+        self.lock = lock
+        self.journal = Journal(folder, lock.rank)
+        self.before = self.after = self.journal.local()
+        self.is_given_back = False
+        self.observer = _Counter()
+        self.engine: Engine | None = None
+        self.task: asyncio.Task[None] | None = None
+
+    def release(self) -> None:
+        """Note what is left, and give it back. Idempotent."""
+        if self.engine is not None and self.lock.is_held:
+            with contextlib.suppress(JournalError):
+                self.after = self.engine.fresh_local()
+        self.journal.close()
+        self.lock.release()
+
+    @property
+    def live(self) -> Engine | None:
+        """Its engine, unless that has died."""
+        return self.engine if self.task is not None and not self.task.done() else None
+
+
+class _Counter(NullObserver):
+    def __init__(self) -> None:
+        self.uploaded_shards = self.uploaded_bytes = 0
+
+    def bytes_uploaded(self, size_bytes: int) -> None:
+        self.uploaded_bytes += size_bytes
+
+    def shards_finished(self, result: str, num_shards: int, duration_s: float) -> None:  # noqa: ARG002
+        self.uploaded_shards += num_shards if result == "ok" else 0
+
+
+class _Adoption:
+    """Engines for the ranks that share a remote: one event loop, one store, one set of budgets."""
+
+    def __init__(
+        self,
+        folder: Folder,
+        address: RemoteAddress,
+        profile: str | None,
+        settings: Settings,
+        adopted: list[_Adopted],
+    ) -> None:
+        self.address = address
+        self._folder, self._settings, self._ranks = folder, settings, adopted
+        options = options_of(address, profile=profile)
+        room = settings.num_concurrent_uploads + CONTROL_REQUESTS
+        options = replace(options, max_connections=max(options.max_connections, room))
+        self._store: Store = open_store(address.url, options)
+        self._changed = asyncio.Event()
+
+    async def run(self, deadline: float, grace_s: float) -> list[RankReport]:
+        """Work until everything is finished, nothing more can be done here, or time is up."""
+        left_s = max(0.0, deadline - time.monotonic())
+        # Retries go on for as long as there is time, and no longer.
+        settings = replace(self._settings, upload_timeout_s=min(604_800.0, max(1.0, left_s)))
+        try:
+            if not await self._open(min(OPEN_TIMEOUT_S, left_s)):
+                return [_report(each) for each in self._ranks]
+            requests = Requests(settings, NullObserver(), self.address.url)
+            try:
+                for each in self._ranks:
+                    if not each.is_given_back:
+                        await self._start(each, requests, settings)
+                await self._wait_while(self._is_working, deadline)
+                await self._wait_while(self._waits_for_others, min(deadline, time.monotonic() + grace_s))
+                await self._wait_while(self._is_working, deadline)
+            finally:
+                await self._stop()
+        finally:
+            for each in self._ranks:
+                each.release()  # adoptions of other remotes may take longer
+            await self._store.close()
+        return [_report(each) for each in self._ranks]
+
+    async def _open(self, timeout_s: float) -> bool:
+        """Open the store; False if every trainer came back before that succeeded."""
+        opening = asyncio.ensure_future(open_patiently(self._store, timeout_s))
+        try:
+            while not opening.done():
+                await asyncio.wait({opening}, timeout=WANTED_POLL_S)
+                await self._give_back_wanted()
+                if all(each.is_given_back for each in self._ranks):
+                    return False
+            opening.result()
+            return True
+        finally:
+            opening.cancel()
+            await asyncio.gather(opening, return_exceptions=True)
+
+    async def _start(self, each: _Adopted, requests: Requests, settings: Settings) -> None:
+        recorded = each.before.opened.settings if each.before.opened else ()
+        inherited: dict[str, Any] = {name: value for name, value in recorded if name in INHERITED}
+        each.engine = engine = Engine(
+            rank=each.before.rank,
+            folder=self._folder,
+            journal=each.journal,
+            store=self._store,
+            requests=requests,
+            settings=replace(settings, **inherited),
+            observer=each.observer,
+            clock=time.time,
+            is_trainer=False,
+            on_change=self._changed.set,
+        )
+        await engine.recover(each.before.opened)
+        each.task = asyncio.create_task(engine.run(), name=f"drain-rank-{engine.rank}")
+        each.task.add_done_callback(lambda _: self._changed.set())
+        engine.hurry(True)
+
+    def _is_working(self) -> bool:
+        # Two rounds: what the first one starts shows in the second.
+        return any(each.live and (each.live.num_rounds < 2 or each.live.num_due > 0) for each in self._ranks)
+
+    def _waits_for_others(self) -> bool:
+        return self._is_working() or any(
+            decide.waits_for_others(each.live.local) for each in self._ranks if each.live
+        )
+
+    async def _wait_while(self, is_busy: Callable[[], bool], deadline: float) -> None:
+        while is_busy():
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                return
+            self._changed.clear()
+            await _within(min(left_s, WANTED_POLL_S), self._changed.wait())
+            await self._give_back_wanted()
+
+    async def _give_back_wanted(self) -> None:
+        """Trainers of these ranks are starting: they finish the rest themselves."""
+        for each in self._ranks:
+            if each.is_given_back or not each.lock.is_wanted():
+                continue
+            logger.info("adoption_ended rank=%d: its trainer is back", each.before.rank)
+            each.is_given_back = True
+            if each.engine is not None:
+                each.engine.stop()
+            if each.task is not None:
+                await asyncio.gather(each.task, return_exceptions=True)
+            each.release()
+
+    async def _stop(self) -> None:
+        tasks = [each.task for each in self._ranks if each.task is not None]
+        for each in self._ranks:
+            if each.engine is not None:
+                each.engine.stop()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _within(timeout_s: float, waiting: Awaitable[object]) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await waiting
+
+
+def _report(adopted: _Adopted) -> RankReport:
+    engine, task = adopted.engine, adopted.task
+    if engine is None or task is None:
+        return RankReport(adopted.before.rank, in_use_by="a trainer that has started")
+    crash = task.exception() if task.done() and not task.cancelled() else None
+    if crash is not None:
+        logger.error("drain_failed rank=%d", engine.rank, exc_info=crash)
+    fates = {
+        id_: Fate(id_, each.name, each.reason)
+        for id_, each in sorted(engine.outcomes.items(), key=lambda item: item[0])
+    }
+    aborted = {id_ for id_, each in engine.outcomes.items() if each.outcome is Outcome.ABORT}
+    local = adopted.after
+    undecided = [each for _, each in sorted(local.checkpoints.items()) if each.decision is None]
+    return RankReport(
+        engine.rank,
+        in_use_by="a trainer that has started" if adopted.is_given_back else "",
+        committed=tuple(each for id_, each in fates.items() if id_ not in aborted),
+        aborted=tuple(each for id_, each in fates.items() if id_ in aborted),
+        waiting=tuple(
+            Fate(each.id, each.name, missing_ranks=tuple(engine.missing_ranks(each.id)))
+            for each in undecided
+            if each.has_receipt
+        ),
+        left=tuple(
+            Fate(each.id, each.name, _why_left(each, engine)) for each in undecided if not each.has_receipt
+        ),
+        uploaded_shards=adopted.observer.uploaded_shards,
+        uploaded_bytes=adopted.observer.uploaded_bytes,
+        error=repr(crash) if crash is not None else "",
+    )
+
+
+def _why_left(checkpoint: LocalCheckpoint, engine: Engine) -> str:
+    """The failure of one of its shards, else the last thing that went wrong, else there was no time."""
+    found = (checkpoint.failure, *(each.failure for each in checkpoint.shards.values()))
+    failures = [each.message for each in found if each is not None]
+    others: list[CkptAsyncError] = [
+        each.error for each in engine.failures if isinstance(each.error, StoreError)
+    ]
+    return next(iter([*failures, *map(str, reversed(others))]), "time ran out")

@@ -1,0 +1,593 @@
+"""The sweeper: finishes what dead trainers left, applies remote retention, leaves nothing behind.
+
+It looks, has `plan` say what to do, and does it. It never touches what a live owner holds; two of them at once are
+safe; killed anywhere, the next one finishes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar, assert_never
+
+from ckpt_async.core import keys, naming, records, retention
+from ckpt_async.core.model import CheckpointId, Decision, Lease, Local, Outcome, RemoteAddress
+from ckpt_async.core.observe import NullObserver
+from ckpt_async.core.retention import RetentionPolicy
+from ckpt_async.core.settings import Settings
+from ckpt_async.errors import (
+    CkptAsyncError,
+    FailureReason,
+    InvalidRecordError,
+    NoJournalError,
+    ObjectNotFoundError,
+    SettingsError,
+    StoreError,
+)
+from ckpt_async.local import journals
+from ckpt_async.monitor.metrics import SweeperMetrics
+from ckpt_async.protocol import steps, sweep_plan
+from ckpt_async.protocol.cas import read_record
+from ckpt_async.protocol.verify import Finding, verify
+from ckpt_async.stores import StoreOptions, address_of, open_store, options_of
+from ckpt_async.stores.interface import Listing, MultipartInfo, ObjectInfo, Store
+from ckpt_async.sweep.drain import DrainReport, drain
+from ckpt_async.transfer.requests import CONTROL_REQUESTS, Requests, open_patiently
+from ckpt_async.transfer.upload import all_or_none
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# Passes over one remote in one sweep: give up → delete → collect, or prune → delete, need one after the other.
+MAX_PASSES = 5
+# A store that is away is tried for this long; the next sweep comes anyway.
+OPEN_TIMEOUT_S = 30.0
+REQUEST_PATIENCE_S = 120.0
+# Ranks elsewhere commit by themselves; a sweep does not wait for them.
+ADOPTION_GRACE_S = 5.0
+# AWS: parts in flight may survive an abort, "it might be necessary to abort a given multipart upload multiple times"
+# (S3 API reference, AbortMultipartUpload).
+MAX_ABORTS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """One action of a sweep and what became of it; `error` is empty if it worked (or was only planned).
+
+    `outcome` is what this sweep made of a checkpoint; None if the action is of another kind, or something had changed
+    meanwhile and there was nothing to do.
+    """
+
+    action: sweep_plan.Planned
+    error: str = ""
+    outcome: Outcome | None = None
+
+
+@dataclass(slots=True)
+class RemoteReport:
+    """What a sweep did to one remote, or would do."""
+
+    url: str
+    done: list[Done] = field(default_factory=list)
+    error: str = ""
+    # Records that cannot be read, and all that `verify` finds, if the sweep was to.
+    violations: list[Finding] = field(default_factory=list)
+    stock: list[sweep_plan.Stock] = field(
+        default_factory=list
+    )  # of a dry run: what would stay and what would go
+
+    @property
+    def has_failed(self) -> bool:
+        return bool(self.error) or any(each.error for each in self.done)
+
+    @property
+    def is_clean(self) -> bool:
+        return not self.has_failed and not self.violations
+
+
+@dataclass(slots=True)
+class RemoteSweep:
+    """Sweeps of one remote. `known` holds decisions that were read before, with their ETag, by key; `unreadable` what
+    is wrong with records that could not be read. Made anew for each sweep.
+    """
+
+    store: Store
+    requests: Requests
+    policy: RetentionPolicy
+    ages: sweep_plan.Ages
+    clock: Callable[[], float]
+    known: dict[str, tuple[str, Decision]] = field(default_factory=dict)
+    unreadable: dict[str, Finding] = field(default_factory=dict)
+
+    async def run(self, *, is_dry_run: bool) -> RemoteReport:
+        """Sweep once, in as many passes as it takes. A failure of one action is reported and does not stop the
+        others; nor does a record that cannot be read: it is a violation, and what it speaks of is left alone.
+        """
+        report = RemoteReport(self.store.url)
+        for _ in range(1 if is_dry_run else MAX_PASSES):
+            view = await self.observe()
+            planned = sweep_plan.plan(view, self.policy, self.ages)
+            if is_dry_run:
+                report.done += [Done(action) for action in planned]
+                report.stock = sweep_plan.stock(view, self.policy, planned)
+                break
+            active = [action for action in planned if not isinstance(action, sweep_plan.Wait)]
+            tried = {each.action for each in report.done}
+            fresh = [action for action in active if action not in tried]
+            for action in fresh:
+                report.done.append(await self._attempt(action))
+            if not fresh:
+                report.done += [Done(action) for action in planned if isinstance(action, sweep_plan.Wait)]
+                break
+        report.violations = list(self.unreadable.values())
+        return report
+
+    async def _attempt(self, action: sweep_plan.Planned) -> Done:
+        try:
+            outcome = await self.perform(action)
+        except CkptAsyncError as error:
+            logger.warning("sweep_action_failed action=%s error=%s", action, error)
+            return Done(action, str(error))
+        logger.info("swept action=%s", action)
+        return Done(action, outcome=outcome)
+
+    # --- look ----------------------------------------------------------------------------------------------
+
+    async def observe(self) -> sweep_plan.View:
+        """List everything of the run. Each listing is complete or this raises (rule R8)."""
+        prefixes = (
+            keys.GENERATIONS,
+            keys.DECISIONS,
+            keys.RECEIPTS,
+            keys.DATA,
+            keys.LEASES,
+            keys.MEMBERS,
+            keys.PROBES,
+            keys.DAMAGED,
+        )
+        found = await all_or_none(self._list(prefix) for prefix in prefixes)
+        generations, decisions, receipts, data, leases, members, probes, damages = found
+        latest = await steps.read_latest(self.store, self.requests)
+        boundary = await self._readable("R4", steps.read_boundary(self.store, self.requests))
+        numbers = [keys.parse_generation_key(each.key) for each in generations.objects]
+        by_rank: dict[CheckpointId, dict[int, ObjectInfo]] = {}
+        for each in receipts.objects:
+            if parsed := keys.parse_receipt_key(each.key):
+                by_rank.setdefault(parsed[0], {})[parsed[1]] = each
+        shards: dict[CheckpointId, list[ObjectInfo]] = {}
+        names: dict[CheckpointId, str] = {}
+        for each in data.objects:
+            if named := keys.parse_data_key(each.key):
+                shards.setdefault(named[0], []).append(each)
+                names[named[0]] = named[1]
+        decoded = await self._read_decisions(decisions)
+        undecided = {*by_rank, *shards} - decoded.keys()
+        world_sizes = await self._world_sizes(
+            {id_.generation for id_ in undecided} & {number for number in numbers if number}
+        )
+        member_keys = {each.key: _generation_of(each.key) for each in members.objects}
+        return sweep_plan.View(
+            server_time=max(each.server_time for each in found),
+            newest_generation=max((number for number in numbers if number), default=0),
+            world_sizes=world_sizes,
+            decisions=decoded,
+            decided_at={
+                id_: each.last_modified or 0.0
+                for each in decisions.objects
+                if (id_ := keys.parse_decision_key(each.key)) is not None
+            },
+            receipts=by_rank,
+            data={id_: tuple(each) for id_, each in shards.items()},
+            names=names,
+            multiparts=await self._multiparts(),
+            leases=await self._read_leases(leases),
+            members={key: number for key, number in member_keys.items() if number is not None},
+            probes=probes.objects,
+            damaged=frozenset(filter(None, (keys.parse_damage_key(each.key) for each in damages.objects))),
+            latest=latest,
+            boundary=boundary,
+            unreadable=frozenset(
+                id_
+                for id_ in {*undecided, *filter(None, map(keys.parse_decision_key, self.unreadable))}
+                if {keys.decision_key(id_), keys.generation_key(id_.generation)} & self.unreadable.keys()
+            ),
+            is_boundary_readable=keys.BOUNDARY not in self.unreadable,
+        )
+
+    async def _readable(self, rule: str, reading: Awaitable[T]) -> T | None:
+        """What was read, or None if it cannot be, which is noted."""
+        try:
+            return await reading
+        except InvalidRecordError as error:
+            if error.key not in self.unreadable:
+                logger.warning("record_unreadable error=%s; what it speaks of is left alone", error)
+            self.unreadable[error.key] = Finding(rule, error.key, error.detail)
+            return None
+
+    async def _list(self, prefix: str) -> Listing:
+        return await self.requests.control("list", lambda: self.store.list(prefix))
+
+    async def _multiparts(self) -> tuple[MultipartInfo, ...]:
+        if not self.store.capabilities.multipart:
+            return ()
+        listed = await self.requests.control("list_multiparts", lambda: self.store.list_multiparts(keys.DATA))
+        return tuple(listed)
+
+    async def _read_decisions(self, listing: Listing) -> dict[CheckpointId, Decision]:
+        fresh = [each for each in listing.objects if self.known.get(each.key, ("",))[0] != each.etag]
+        read_now = await all_or_none(self._read_decision(each) for each in fresh)
+        for gone in self.known.keys() - {each.key for each in listing.objects}:
+            del self.known[gone]
+        self.known |= {each.key: known for each, known in zip(fresh, read_now, strict=True) if known}
+        return {decision.checkpoint: decision for _, decision in self.known.values()}
+
+    async def _read_decision(self, each: ObjectInfo) -> tuple[str, Decision] | None:
+        checkpoint = keys.parse_decision_key(each.key)
+        if checkpoint is None:
+            return None  # not ours
+        reading = read_record(
+            self.store, self.requests, each.key, lambda data: records.decode_decision(data, checkpoint)
+        )
+        there = await self._readable("R4", reading)
+        return (there[1], there[0]) if there else None
+
+    async def _read_leases(self, listing: Listing) -> dict[str, tuple[Lease, float]]:
+        leases: dict[str, tuple[Lease, float]] = {}
+        for each in listing.objects:
+            checkpoint = keys.parse_lease_key(each.key)
+            if checkpoint is None:
+                continue
+            reading = read_record(self.store, self.requests, each.key, records.decode_lease)
+            there = await self._readable("R2", reading)
+            if there is not None:
+                lease = there[0]
+            elif each.key in self.unreadable:
+                lease = steps.unreadable_lease(checkpoint, each.key)
+            else:
+                continue  # gone meanwhile
+            leases[each.key] = (lease, each.last_modified or listing.server_time)
+        return leases
+
+    async def _world_sizes(self, generations: set[int]) -> dict[int, int]:
+        sizes: dict[int, int] = {}
+        for number in sorted(generations):
+            reading = read_record(
+                self.store,
+                self.requests,
+                keys.generation_key(number),
+                lambda data, number=number: records.decode_generation(data, number),  # type: ignore[misc]
+            )
+            there = await self._readable("R5", reading)
+            if there is not None:
+                sizes[number] = there[0].world_size
+        return sizes
+
+    # --- act -----------------------------------------------------------------------------------------------
+
+    async def perform(self, action: sweep_plan.Planned) -> Outcome | None:
+        """Carry out one action, and return what it made of a checkpoint, if anything. Whatever another sweeper,
+        trainer or reader did meanwhile, it stays safe.
+        """
+        store, requests = self.store, self.requests
+        match action:
+            case sweep_plan.Settle():
+                settled = await steps.settle(
+                    store,
+                    requests,
+                    action.checkpoint,
+                    world_size=action.world_size,
+                    by="sweeper",
+                    now=self.clock(),
+                )
+                return settled[0].outcome if settled and settled[1] else None
+            case sweep_plan.GiveUp():
+                wanted = steps.new_decision(
+                    action.checkpoint,
+                    Outcome.ABORT,
+                    name=action.name,
+                    world_size=action.world_size,
+                    by="sweeper",
+                    now=self.clock(),
+                    reason=action.reason,
+                )
+                _, is_ours = await steps.decide_once(store, requests, wanted)
+                return Outcome.ABORT if is_ours else None
+            case sweep_plan.MoveLatest():
+                await steps.move_latest(store, requests, action.checkpoint, action.name)
+            case sweep_plan.BeginPrune():
+                has_begun = await steps.begin_prune(store, requests, action.checkpoint)
+                return Outcome.PRUNING if has_begun else None
+            case sweep_plan.FinishPrune():
+                has_ended = await steps.finish_prune(store, requests, action.checkpoint)
+                return Outcome.PRUNED if has_ended else None
+            case sweep_plan.AbortMultipart():
+                await self._abort_multipart(action.key, action.upload_id)
+            case sweep_plan.Delete():
+                await steps.delete(store, requests, list(action.object_keys))
+            case sweep_plan.CollectDecisions():
+                await steps.collect(store, requests, action)
+            case sweep_plan.Wait():
+                pass
+            case _:
+                assert_never(action)
+        return None
+
+    async def _abort_multipart(self, key: str, upload_id: str) -> None:
+        for _ in range(MAX_ABORTS):
+            await self.requests.control("abort_multipart", lambda: self.store.abort_multipart(key, upload_id))
+            listed: Sequence[MultipartInfo] = await self.requests.control(
+                "list_multiparts", lambda: self.store.list_multiparts(key)
+            )
+            if all(each.upload_id != upload_id for each in listed):
+                return
+        raise StoreError(
+            f"still there after {MAX_ABORTS} aborts: parts were on their way; the next sweep goes on",
+            reason=FailureReason.TRANSIENT,
+            operation="abort_multipart",
+            key=key,
+        )
+
+
+# --- the process -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class FolderReport:
+    """What a sweep did for one local folder: `drained`, or why it could not."""
+
+    folder: str
+    drained: DrainReport | None = None
+    waiting_ranks: tuple[int, ...] = ()  # dry run: ranks with unfinished checkpoints
+    error: str = ""
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether all of it that has no live owner is in the store."""
+        ranks = self.drained.ranks if self.drained else ()
+        return not self.error and not any(each.error or (each.left and not each.in_use_by) for each in ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class SweepReport:
+    """One sweep over everything."""
+
+    folders: tuple[FolderReport, ...]
+    remotes: tuple[RemoteReport, ...]
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether everything that was tried worked, and nothing was found to be damaged."""
+        return all(each.is_clean for each in self.folders) and all(each.is_clean for each in self.remotes)
+
+    @property
+    def failing(self) -> list[str]:
+        """Folders, and URLs of remotes, of which something failed; what is damaged is told apart from it."""
+        folders = [each.folder for each in self.folders if not each.is_clean]
+        return folders + [each.url for each in self.remotes if each.has_failed]
+
+
+class Sweeper:
+    """Sweeps local folders, the remotes their journals name, and remotes given by URL. Needs no torch.
+
+    One per node is enough for the folders; any number, anywhere, for the remotes. A folder may be a pattern
+    (`/data/*/checkpoints`), which is looked up at every sweep: trainers come and go. What it keeps remotely is
+    `settings.remote_retention` (empty: all). With `verifies`, every committed checkpoint is also verified, as by
+    `ckpt-async verify`: one HEAD per shard. With `is_for_folders_only` it finishes what dead trainers left, which takes
+    a trainer's rights, and leaves the remotes to another one. `metrics.registry` can be exported.
+    """
+
+    def __init__(
+        self,
+        folders: Sequence[str | os.PathLike[str]] = (),
+        remotes: Sequence[str] = (),
+        *,
+        settings: Settings | None = None,
+        store_options: StoreOptions | None = None,
+        adoption_timeout_s: float = 3600.0,
+        verifies: bool = False,
+        is_for_folders_only: bool = False,
+    ) -> None:
+        self._folders = [os.fspath(folder) for folder in naming.several(folders, "folders")]
+        self._settings = settings or Settings()
+        self._policy = retention.parse(self._settings.remote_retention)
+        self._profile = store_options.profile if store_options else None
+        self._given = {
+            address.url: address
+            for address in (
+                address_of(url, store_options, env=os.environ) for url in naming.several(remotes, "remotes")
+            )
+        }
+        self._adoption_timeout_s = adoption_timeout_s
+        self._verifies, self._is_for_folders_only = verifies, is_for_folders_only
+        if is_for_folders_only and (remotes or verifies):
+            raise SettingsError("a sweep of folders only touches no remote, and verifies none")
+        self._ages = sweep_plan.Ages(
+            superseded_s=self._settings.abandon_after_s, newest_s=self._settings.abandon_newest_after_s
+        )
+        self._known: dict[str, dict[str, tuple[str, Decision]]] = {}  # decisions already read, by remote
+        self.metrics = SweeperMetrics(self._found_folders)
+
+    async def sweep(self, *, is_dry_run: bool = False) -> SweepReport:
+        """Sweep once. A folder or remote that fails is reported and does not stop the others; a dry run adopts
+        nothing, writes nothing and counts nothing.
+
+        A remote that was given and holds no run is a failure, and nothing is made there.
+        """
+        if is_dry_run:
+            return await self._sweep(is_dry_run=True)
+        started, report = time.monotonic(), None
+        try:
+            report = await self._sweep(is_dry_run=False)
+        finally:
+            self.metrics.swept(
+                time.monotonic() - started,
+                is_clean=report is not None and report.is_clean,
+                failing=None if report is None else report.failing,
+            )
+        _count(report, self.metrics)
+        return report
+
+    async def _sweep(self, *, is_dry_run: bool) -> SweepReport:
+        found = self._found_folders()
+        folders = [await self._sweep_folder(folder, is_dry_run=is_dry_run) for folder in found]
+        recorded = [] if self._is_for_folders_only else _recorded(found)
+        addresses = {each.url: each for each in recorded} | self._given
+        remotes = [await self._sweep_remote(each, is_dry_run=is_dry_run) for each in addresses.values()]
+        return SweepReport(tuple(folders), tuple(remotes))
+
+    def _found_folders(self) -> list[str]:
+        return list(dict.fromkeys(path for folder in self._folders for path in _folders(folder)))
+
+    async def _sweep_folder(self, folder: str, *, is_dry_run: bool) -> FolderReport:
+        try:
+            if is_dry_run:
+                return FolderReport(folder, waiting_ranks=_unfinished_ranks(folder))
+            drained = await drain(
+                folder,
+                timeout_s=self._adoption_timeout_s,
+                grace_s=ADOPTION_GRACE_S,
+                settings=self._settings,
+                profile=self._profile,
+            )
+        except NoJournalError:
+            return FolderReport(folder)  # no trainer has run here yet
+        except (CkptAsyncError, OSError) as error:
+            logger.warning("sweep_folder_failed folder=%s error=%s", folder, error)
+            return FolderReport(folder, error=str(error))
+        return FolderReport(folder, drained)
+
+    async def _sweep_remote(self, address: RemoteAddress, *, is_dry_run: bool) -> RemoteReport:
+        options = options_of(address, profile=self._profile)
+        room = self._settings.num_concurrent_uploads + CONTROL_REQUESTS
+        options = replace(options, max_connections=max(options.max_connections, room))
+        try:
+            store = open_store(address.url, options)
+            settings = replace(self._settings, upload_timeout_s=REQUEST_PATIENCE_S)
+            requests = Requests(settings, self.metrics.of(address.url), address.url)
+            try:
+                if not await open_run(store, is_read_only=is_dry_run, timeout_s=OPEN_TIMEOUT_S):
+                    if address.url in self._given:
+                        raise ObjectNotFoundError(f"{address.url} holds no run of ckpt_async")
+                    return RemoteReport(address.url)
+                sweep = RemoteSweep(store, requests, self._policy, self._ages, time.time)
+                sweep.known = self._known.setdefault(address.url, {})
+                report = await sweep.run(is_dry_run=is_dry_run)
+                if self._verifies:
+                    found = (await verify(store, requests)).violations
+                    known = {each.key for each in found}
+                    report.violations = [each for each in report.violations if each.key not in known] + found
+                return report
+            finally:
+                await store.close()
+        except (CkptAsyncError, OSError) as error:
+            logger.warning("sweep_remote_failed url=%s error=%s", address.url, error)
+            return RemoteReport(address.url, error=str(error))
+
+
+async def open_run(store: Store, *, is_read_only: bool, timeout_s: float) -> bool:
+    """Open the store of a run; False if there is none. Then nothing was made there, not even a folder or a probe."""
+    settings = Settings(upload_timeout_s=max(1.0, timeout_s))
+    looking = Requests(settings, NullObserver(), store.url, is_patient=False)
+    try:
+        await open_patiently(store, timeout_s, is_read_only=True)
+    except StoreError as error:
+        if error.reason is FailureReason.NOT_FOUND:
+            return False
+        raise
+    for prefix in (keys.GENERATIONS, keys.DECISIONS):
+        listing = await looking.control("list", lambda prefix=prefix: store.list(prefix))  # type: ignore[misc]
+        if listing.objects:
+            break
+    else:
+        return False
+    if not is_read_only:
+        await store.close()
+        await open_patiently(store, timeout_s)
+    return True
+
+
+def _count(report: SweepReport, metrics: SweeperMetrics) -> None:
+    for folder in report.folders:
+        if not folder.is_clean:
+            metrics.failed("folder")
+        ranks = folder.drained.ranks if folder.drained else ()
+        for rank in ranks:
+            metrics.adopted(rank.uploaded_shards, rank.uploaded_bytes)
+        metrics.ended("committed", len({fate.checkpoint for rank in ranks for fate in rank.committed}))
+        metrics.ended("aborted", len({fate.checkpoint for rank in ranks for fate in rank.aborted}))
+    for remote in report.remotes:
+        if remote.error:
+            metrics.failed("remote")
+        for finding in remote.violations:
+            metrics.damaged(finding.kind)
+        for done in remote.done:
+            if done.error:
+                metrics.failed("action")
+            else:
+                _count_done(done, metrics)
+
+
+def _count_done(done: Done, metrics: SweeperMetrics) -> None:
+    match done.outcome:
+        case Outcome.COMMIT:
+            metrics.ended("committed")
+        case Outcome.ABORT:
+            metrics.ended("aborted")
+        case Outcome.PRUNED:
+            metrics.ended("pruned")
+        case Outcome.PRUNING | None:
+            pass
+    match done.action:
+        case sweep_plan.AbortMultipart():
+            metrics.removed("multipart", 1)
+        case sweep_plan.Delete():
+            metrics.removed(done.action.kind, len(done.action.object_keys))
+        case sweep_plan.CollectDecisions():
+            metrics.removed("decision", len(done.action.object_keys))
+        case _:
+            pass
+
+
+def _folders(pattern: str) -> list[str]:
+    """The folder of this name, else those that match it and in which a trainer has run."""
+    if os.path.exists(pattern) or not glob.has_magic(pattern):
+        return [os.path.realpath(pattern)]
+    return [
+        os.path.realpath(each)
+        for each in sorted(glob.glob(pattern))
+        if os.path.isdir(f"{each}/{keys.PRIVATE}")
+    ]
+
+
+def _generation_of(key: str) -> int | None:
+    """Whose member, or beat, this is."""
+    member = keys.parse_member_key(key)
+    return member[0] if member is not None else keys.parse_beat_key(key)
+
+
+def _recorded(folders: Iterable[str]) -> list[RemoteAddress]:
+    """The remotes that the folders' journals name."""
+    found: list[RemoteAddress] = []
+    for folder in folders:
+        with contextlib.suppress(CkptAsyncError):  # reported by `_sweep_folder`
+            found += [each.remote for each in _locals(folder) if each.remote is not None]
+    return found
+
+
+def _unfinished_ranks(folder: str) -> tuple[int, ...]:
+    return tuple(
+        each.rank
+        for each in _locals(folder)
+        if any(found.decision is None for found in each.checkpoints.values())
+    )
+
+
+def _locals(folder: str) -> list[Local]:
+    """What the folder's journals say of each rank."""
+    return [each.local() for each in journals.read(folder).values()]

