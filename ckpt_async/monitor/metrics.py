@@ -320,7 +320,7 @@ _NOTES = """\
 
 Made by `ckpt_async/monitor/metrics.py`; do not edit. To make it anew:
 
-    python -c "from ckpt_async import metrics; print(metrics.describe(), end='')" > docs/metrics.md
+    python -c "from ckpt_async.monitor import metrics; print(metrics.describe(), end='')" > docs/metrics.md
 
 ## Of an uploader
 

@@ -222,7 +222,7 @@ def test_a_crash_in_the_middle_of_the_take_over_loses_and_doubles_nothing(folder
     old_journals.write(folder.private, 2, events)
     code = """
         import signal, sqlite3
-        from ckpt_async import database
+        from ckpt_async.local import database
         connect, left = sqlite3.connect, int(sys.argv[2])
         def count(_):
             global left
@@ -435,7 +435,7 @@ def test_a_forked_child_never_closes_the_journal(folder: Folder) -> None:
             def __del__(self):
                 os.write(1, b"closed by %d\\n" % (os.getpid() == parent))
         parent, connect = os.getpid(), sqlite3.connect
-        from ckpt_async import database
+        from ckpt_async.local import database
         database.sqlite3.connect = lambda *a, **more: connect(*a, factory=Told, **more)
         journal = Journal(Folder(sys.argv[1]), 0)
         journal.append([ReceiptStored(CheckpointId(1, 1))])

@@ -238,7 +238,7 @@ def sweeps_without_abort() -> contextlib.AbstractContextManager[None]:
     """R4: what looks abandoned is deleted without being given up first."""
 
     async def perform(self: Any, action: Any) -> None:
-        if isinstance(action, sweeper.plan.GiveUp):
+        if isinstance(action, sweeper.sweep_plan.GiveUp):
             listing = await self.store.list(keys.DATA)
             doomed = [
                 each.key
@@ -260,7 +260,7 @@ def prunes_what_is_read() -> contextlib.AbstractContextManager[None]:
     async def readers(*_: Any) -> list[str]:
         return []
 
-    return patched((steps, "readers", readers), (sweeper.plan, "_live_leases", lambda *_: ()))
+    return patched((steps, "readers", readers), (sweeper.sweep_plan, "_live_leases", lambda *_: ()))
 
 
 def prunes_shards_first() -> contextlib.AbstractContextManager[None]:
@@ -293,8 +293,8 @@ def prunes_past_latest() -> contextlib.AbstractContextManager[None]:
             return view
         return replace(view, latest=replace(view.latest, checkpoint=replace(newest, step=10**6)))
 
-    real, publish = sweeper.plan._retain, sweeper.plan._publish
-    return patched((sweeper.plan, "_retain", retain), (sweeper.plan, "_publish", lambda *_: ()))
+    real, publish = sweeper.sweep_plan._retain, sweeper.sweep_plan._publish
+    return patched((sweeper.sweep_plan, "_retain", retain), (sweeper.sweep_plan, "_publish", lambda *_: ()))
 
 
 def waits_for_the_oldest() -> contextlib.AbstractContextManager[None]:

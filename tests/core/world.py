@@ -520,7 +520,7 @@ class World:
             all_or_none=in_turn,
         )
         patch(mock.patch.object(engine, "transfer", moved))
-        patch(mock.patch.object(steps.transfer, "all_or_none", in_turn))
+        patch(mock.patch.object(steps.upload, "all_or_none", in_turn))
         patch(mock.patch.object(sweeper, "all_or_none", in_turn))
         patch(mock.patch.object(sweep_plan, "COLLECT_AT_LEAST", self._collect_at_least))
         logger = logging.getLogger("ckpt_async")

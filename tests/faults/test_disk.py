@@ -90,7 +90,7 @@ def on_small_disk(tmp_path: Path, script: str, size: str = "1m") -> subprocess.C
         import os, sys, threading, time
         from pathlib import Path
         from ckpt_async import *
-        from ckpt_async import engine
+        from ckpt_async.engine import loop as engine
         from ckpt_async.errors import NoSpaceError, JournalError
         from tests.faults.trainer import write_shards
         tmp = Path(sys.argv[1])

@@ -152,7 +152,7 @@ def test_ctrl_c_while_opening_does_not_hang(tmp_path: Path) -> None:
         PREAMBLE
         + textwrap.dedent("""
         import os, signal
-        from ckpt_async import engine
+        from ckpt_async.engine import loop as engine
         recover = engine.Engine.recover
         async def interrupted(self, *args):
             os.kill(os.getpid(), signal.SIGINT)

@@ -16,7 +16,7 @@ PREAMBLE = """
     import logging, os, resource, shutil, signal, sys
     from pathlib import Path
     from ckpt_async import *
-    from ckpt_async import engine
+    from ckpt_async.engine import loop as engine
     from ckpt_async.errors import FailureReason, JournalError, RunnerError
     from tests.faults.trainer import write_shards
     logging.basicConfig(format="%(levelname)s %(message)s")
