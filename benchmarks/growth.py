@@ -86,7 +86,7 @@ class Run:
 
     def _rest(self) -> None:
         """Until the engine has seen all that there is and has nothing left to do; `flush` would wake it once more."""
-        engine, changed = self._uploader._runner.engine, self._uploader._changed  # noqa: SLF001
+        engine, changed = self._uploader._engine.view(), self._uploader._engine.changed  # noqa: SLF001
         asked = engine.wake()
 
         def is_at_rest() -> bool:

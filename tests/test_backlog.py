@@ -72,9 +72,9 @@ class Blocked(logging.Handler):
 @pytest.fixture
 def blocked() -> Iterator[Blocked]:
     handler = Blocked()
-    logging.getLogger("ckpt_async.trainer.uploader").addHandler(handler)
+    logging.getLogger("ckpt_async.trainer.backlog").addHandler(handler)
     yield handler
-    logging.getLogger("ckpt_async.trainer.uploader").removeHandler(handler)
+    logging.getLogger("ckpt_async.trainer.backlog").removeHandler(handler)
 
 
 def save(uploader: Uploader, step: int, **metrics: float) -> None:
@@ -109,7 +109,7 @@ def outcomes(store: Meddled) -> dict[int, str]:
 
 def known(uploader: Uploader) -> Mapping[CheckpointId, LocalCheckpoint]:
     """What the engine has taken note of."""
-    return uploader._engine_now().local.checkpoints
+    return uploader._engine.view().local.checkpoints
 
 
 def is_stored(uploader: Uploader, id_: CheckpointId) -> bool:
@@ -138,7 +138,7 @@ def test_block_holds_the_trainer_until_there_is_room(
         thread, errors = in_thread(lambda: save(uploader, 3))
         assert blocked.has_come.wait(10)
         assert thread.is_alive()
-        assert 3 not in uploader._open
+        assert not uploader._checkpoints.is_begun(3)
         wait_until(lambda: blocked_s(uploader) > 0.5, uploader)
         assert thread.is_alive(), "it is told while it lasts: an alert must not need its end"
         store.go.set()
@@ -158,7 +158,7 @@ def test_raise_says_so_at_once_and_enqueues_nothing(opened: Open, bound: dict[st
         save(uploader, 2)
         with pytest.raises(BacklogError, match="max_backlog"):
             save(uploader, 3)
-        assert 3 not in uploader._open
+        assert not uploader._checkpoints.is_begun(3)
         store.go.set()
         uploader.wait(2, timeout_s=10)
         uploader.wait(1, timeout_s=10)

@@ -49,13 +49,13 @@ for step in told["steps"]:
         uploader.seal(step)
 
 def is_durable():
-    found = uploader._engine_now().local.checkpoints.values()
+    found = uploader._engine.view().local.checkpoints.values()
     return len(found) == len(told["steps"]) and all(
         all(shard.is_durable for shard in each.shards.values())
         and each.is_seal_durable == (each.id.step in told["sealed"]) for each in found)
 
-with uploader._changed:
-    assert uploader._changed.wait_for(is_durable, 60)
+with uploader._engine.changed:
+    assert uploader._engine.changed.wait_for(is_durable, 60)
 print("saved", flush=True)
 sys.stdin.read()
 """

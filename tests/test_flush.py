@@ -108,8 +108,8 @@ def test_the_newest_has_the_link_for_itself_until_it_is_sent(opened: Open) -> No
         flushing.start()
         wait_until(lambda: store.held == 1, uploader)
         save(uploader, 3)
-        seen = uploader._engine_now().num_rounds
-        wait_until(lambda: uploader._engine_now().num_rounds > seen + 2, uploader)
+        seen = uploader._engine.view().num_rounds
+        wait_until(lambda: uploader._engine.view().num_rounds > seen + 2, uploader)
         assert (store.came, store.held) == ([1, 2], 1)
         store.go.set()
         flushing.join(15)
@@ -130,7 +130,7 @@ def test_no_older_one_is_begun_once_the_newest_shall_go_first(
 
     monkeypatch.setattr(engine_module.Engine, "_housekeep", housekeep)
     with opened(store, num_concurrent_uploads=1) as uploader:
-        engine: Any = uploader._engine_now()
+        engine: Any = uploader._engine.view()
         for step in (1, 2, 3, 4):
             save(uploader, step)
         assert store.has_come.wait(10)
@@ -164,7 +164,7 @@ def test_after_a_flush_the_oldest_goes_first_again(opened: Open) -> None:
     store = Ordered()
     with opened(store, num_concurrent_uploads=1) as uploader:
         uploader.flush(10)
-        wait_until(lambda: not uploader._engine_now()._is_newest_first, uploader)  # the loop has heard of it
+        wait_until(lambda: not uploader._engine.view()._is_newest_first, uploader)  # the loop has heard of it
         for step in (1, 2, 3):
             save(uploader, step)
         assert store.has_come.wait(10)
@@ -241,7 +241,7 @@ def flushes(self, timeout_s):
     return flush(self, timeout_s)
 
 def mine(number, frame):
-    print("mine", uploader._there(1).is_sealed, flush=True)
+    print("mine", uploader._checkpoints.is_sealed(1), flush=True)
 
 Engine._upload, Uploader.flush = waits, flushes
 if how == "handler":
@@ -269,8 +269,8 @@ if how == "closed":
     closing.start()
     closing.join()
 if how == "closing":
-    expect_end = uploader._runner.expect_end
-    uploader._runner.expect_end = lambda: (expect_end(), print("saved", flush=True))
+    expect_end = uploader._engine.runner.expect_end
+    uploader._engine.runner.expect_end = lambda: (expect_end(), print("saved", flush=True))
     uploader.close()
     print("closed", flush=True)
     sys.stdin.read()

@@ -725,7 +725,7 @@ def test_ranks_share_one_process_its_limits_and_take_turns(
         proxy.wait_for(lambda: proxy.num_under_way == 2)
         save(ranks[1], 1, num_shards=1, size_bytes=300_000)
         save(ranks[2], 1, num_shards=1, size_bytes=300_000)
-        wait_until(lambda: all(each._engine_now().fresh_local().checkpoints for each in ranks))
+        wait_until(lambda: all(each._engine.view().fresh_local().checkpoints for each in ranks))
         proxy.most_under_way = 0
         proxy.release()
         for each in ranks:

@@ -121,8 +121,8 @@ def _checkpoint_json(each: CheckpointStatus) -> Json:
 def drain(options: argparse.Namespace) -> Exit:
     """Finish what a trainer left in a folder."""
     from ckpt_async import threads
+    from ckpt_async.local.settings_file import load_settings
     from ckpt_async.sweep import drain as work
-    from ckpt_async.trainer.uploader import load_settings
 
     settings = load_settings({}, os.environ)
     report = threads.run(

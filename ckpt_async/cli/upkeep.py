@@ -21,6 +21,7 @@ from ckpt_async.core.observe import NullObserver
 from ckpt_async.core.settings import Settings
 from ckpt_async.core.units import in_units
 from ckpt_async.errors import ObjectNotFoundError, SettingsError
+from ckpt_async.local.settings_file import load_settings
 from ckpt_async.monitor import metrics
 from ckpt_async.protocol import steps, sweep_plan
 from ckpt_async.protocol import verify as verification
@@ -28,7 +29,6 @@ from ckpt_async.protocol.cas import if_readable
 from ckpt_async.stores import open_store
 from ckpt_async.stores.interface import Store
 from ckpt_async.sweep.sweeper import Done, FolderReport, RemoteReport, Sweeper, SweepReport, open_run
-from ckpt_async.trainer.uploader import load_settings
 from ckpt_async.transfer.requests import Requests
 
 logger = logging.getLogger(__name__)

@@ -41,13 +41,13 @@ from ckpt_async.local import journals
 from ckpt_async.local.filesystems import filesystem_of
 from ckpt_async.local.folder import Folder
 from ckpt_async.local.journal import Journal
+from ckpt_async.local.settings_file import load_settings
 from ckpt_async.monitor.status import has_owner, load
 from ckpt_async.protocol.verify import find_unreadable
 from ckpt_async.runners.loop import new_loop
 from ckpt_async.stores import StoreOptions, find_endpoint, open_store, options_of, parse_url
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.interface import BytesBody, Store
-from ckpt_async.trainer.uploader import load_settings
 from ckpt_async.transfer import upload
 from ckpt_async.transfer.requests import CONTROL_REQUESTS, Requests
 from ckpt_async.transfer.upload import all_or_none

@@ -33,7 +33,7 @@ def test_ranks_that_contradict_each_other_are_all_told(opened: Open, tmp_path: P
             uploader.enqueue(write(uploader, f"step-1/rank-{rank}/model.pt", b"x" * (1000 + rank)), 1)
             uploader.seal(1)
         for uploader in (first, second):
-            wait_until(lambda uploader=uploader: bool(uploader._engine_now().failures), uploader)
+            wait_until(lambda uploader=uploader: bool(uploader._engine.view().failures), uploader)
             if on_error == "raise":
                 with pytest.raises(UploadFailedError, match=r"both wrote") as caught:
                     uploader.raise_failures()
@@ -50,7 +50,7 @@ def test_what_wait_has_raised_is_not_raised_again(opened: Open) -> None:
         uploader.seal(1)
         with pytest.raises(CheckpointAbortedError, match="no rank enqueued a shard"):
             uploader.wait(1, timeout_s=10)
-        wait_until(lambda: bool(uploader._engine_now().failures), uploader)
+        wait_until(lambda: bool(uploader._engine.view().failures), uploader)
         uploader.raise_failures()
 
 

@@ -97,11 +97,11 @@ def decisions(store: Meddled) -> dict[CheckpointId, str]:
 def wait_until(is_so: Callable[[], bool], uploader: Uploader, timeout_s: float = 10.0) -> None:
     """At every change the engine makes."""
     deadline = time.monotonic() + timeout_s
-    with uploader._changed:
+    with uploader._engine.changed:
         while not is_so():
             left_s = deadline - time.monotonic()
             assert left_s > 0, "not in time"
-            uploader._changed.wait(min(left_s, 0.05))
+            uploader._engine.changed.wait(min(left_s, 0.05))
 
 
 class ClockBehind(Meddled):
@@ -224,7 +224,7 @@ def test_a_final_failure_is_raised_at_the_next_call_and_tried_again_later(opened
     with opened(store) as uploader:
         save(uploader, 1)
         store.go.set()
-        wait_until(lambda: bool(uploader._engine_now().failures), uploader)
+        wait_until(lambda: bool(uploader._engine.view().failures), uploader)
         with pytest.raises(UploadFailedError, match=r"step 1, shard 'a\.pt'.*by the test.*ckpt-async drain"):
             uploader.enqueue(write(uploader, "step-2/a.pt"), 2)
         save(uploader, 2)  # told once
@@ -241,7 +241,7 @@ def test_a_final_failure_is_only_logged_and_counted_in_warn_mode(
     store.start, store.times, store.error = "ckpt/", 1, trouble(FailureReason.OTHER)
     with opened(store, on_error="warn") as uploader:
         save(uploader, 1)
-        wait_until(lambda: bool(uploader._engine_now().failures), uploader)
+        wait_until(lambda: bool(uploader._engine.view().failures), uploader)
         save(uploader, 2)
         wait_until(lambda: len(decisions(store)) == 2, uploader)
         assert _counter(uploader, "ckpt_async_uploads_total", "failed") == 1
@@ -280,7 +280,7 @@ def test_what_failed_and_can_go_on_now_is_tried_again_by_who_waits(
     with opened(store, upload_timeout_s=1) as uploader:
         monkeypatch.setattr(engine_module, "RETRY_ACTION_S", 3600.0)
         save(uploader, 1)
-        wait_until(lambda: len(uploader._engine_now().failures) == 2, uploader)
+        wait_until(lambda: len(uploader._engine.view().failures) == 2, uploader)
         if is_told:
             with pytest.raises(UploadFailedError, match=r"by the test.*ckpt-async drain"):
                 uploader.raise_failures()
@@ -339,7 +339,7 @@ def test_wait_says_what_is_missing(opened: Open) -> None:
             uploader.wait(1, timeout_s=0.05)
         store.go.set()
         wait_until(lambda: bool(store.keys(keys.RECEIPTS)), uploader)
-        wait_until(lambda: bool(uploader._engine_now().missing_ranks(CheckpointId(1, 1))), uploader)
+        wait_until(lambda: bool(uploader._engine.view().missing_ranks(CheckpointId(1, 1))), uploader)
         with pytest.raises(CommitTimeoutError, match="nothing was seen yet of rank 1, 2"):
             uploader.wait(1, timeout_s=0.05)
         with pytest.raises(TimeoutError):  # for those who do not know this package's errors
@@ -438,7 +438,7 @@ def test_uploads_are_bounded_and_the_next_checkpoint_is_not_held_up_by_enqueue(o
             save(uploader, step, *(f"{number}.pt" for number in range(10)))
         assert time.monotonic() - started < 10
         assert store.has_come.wait(10)
-        assert uploader._engine_now().num_due > 3
+        assert uploader._engine.view().num_due > 3
         store.go.set()
         uploader.wait(4, timeout_s=20)
     assert store.most_held <= 3
@@ -461,7 +461,7 @@ def test_a_superseded_trainer_takes_nothing_new_and_what_it_had_sealed_still_com
             assert new.generation == old.generation + 1
             old_store.go.set()
             old.wait(1, timeout_s=10)
-            wait_until(lambda: old._engine_now().fenced_by is not None, old)
+            wait_until(lambda: old._engine.view().fenced_by is not None, old)
             for call in (lambda: old.enqueue("x", 2), lambda: old.seal(2)):
                 with pytest.raises(FencedError, match="generation 2 of this run has started"):
                     call()
@@ -484,7 +484,7 @@ def test_a_superseded_trainer_is_told_though_none_of_its_uploads_gets_on(
         save(old, 1)
         assert store.has_come.wait(10)
         with opened(Meddled(bucket), folder=tmp_path / "other"):
-            wait_until(lambda: old._engine_now().fenced_by == 2, old)
+            wait_until(lambda: old._engine.view().fenced_by == 2, old)
             with pytest.raises(FencedError, match="generation 2 of this run has started"):
                 old.enqueue(write(old, "step-2/a.pt"), 2)
             assert not decisions(store), "not a single commit later"
@@ -873,7 +873,7 @@ def test_an_upgrade_in_the_middle_of_an_upload_loses_nothing(opened: Open) -> No
 
 
 def _num_verified(uploader: Uploader) -> int:
-    local = uploader._engine_now().fresh_local()
+    local = uploader._engine.view().fresh_local()
     return sum(
         shard.stored is not None for each in local.checkpoints.values() for shard in each.shards.values()
     )
@@ -916,7 +916,7 @@ def test_what_the_journal_refuses_leaves_no_link(
 
 
 def _is_durable(uploader: Uploader) -> bool:
-    local = uploader._engine_now().fresh_local()
+    local = uploader._engine.view().fresh_local()
     return all(each.is_seal_durable for each in local.checkpoints.values())
 
 
@@ -931,7 +931,7 @@ def test_a_shard_that_arrived_though_the_process_died_before_it_knew_is_not_sent
     store.after = die  # type: ignore[method-assign]
     with opened(store, on_error="warn") as uploader:
         save(uploader, 1, "a.pt")
-        wait_until(lambda: bool(uploader._engine_now().failures), uploader)
+        wait_until(lambda: bool(uploader._engine.view().failures), uploader)
         uploader.close(timeout_s=0)
     again = Meddled(store.bucket)
     with opened(again) as uploader:
@@ -956,7 +956,7 @@ def test_a_full_disk_under_the_journal_does_not_stop_what_is_on_its_way(
     with opened(store) as uploader:
         save(uploader, 1)
         assert store.has_come.wait(10)
-        engine = uploader._engine_now()
+        engine = uploader._engine.view()
         rounds = engine.num_rounds
         wait_until(lambda: engine.num_rounds > rounds + 20, uploader)
         assert store.held == 1
@@ -986,7 +986,7 @@ def test_links_are_not_released_while_they_are_being_made_durable(
         save(uploader, 2)  # step 1 is not the newest any more: it could be forgotten altogether
         uploader.wait(2, timeout_s=10)
         assert has_come.is_set()
-        engine = uploader._engine_now()
+        engine = uploader._engine.view()
         rounds = engine.num_rounds
         engine.wake()
         wait_until(lambda: engine.num_rounds > rounds + 1, uploader)

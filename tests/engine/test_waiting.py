@@ -85,8 +85,8 @@ def test_a_rank_that_never_delivers_is_told_of_by_those_that_wait(
         deadline = time.monotonic() + 20
         while not is_so():
             assert time.monotonic() < deadline, told()
-            with uploaders[0]._changed:
-                uploaders[0]._changed.wait(0.05)
+            with uploaders[0]._engine.changed:
+                uploaders[0]._engine.changed.wait(0.05)
 
     uploaders = ranks(0, 2)
     for uploader in uploaders:

@@ -128,11 +128,11 @@ def test_a_second_uploader_of_the_same_rank_and_folder_is_refused_by_name(
     from ckpt_async import Uploader
     from ckpt_async.errors import FolderInUseError
     from ckpt_async.local.journal import RankLock
-    from ckpt_async.trainer import at_exit, uploader
+    from ckpt_async.trainer import at_exit, handle
 
     remote = f"file://{tmp_path}/remote"
     with Uploader(tmp_path / "folder", remote):
-        monkeypatch.setattr(uploader, "LOCK_WAIT_S", 0.1)
+        monkeypatch.setattr(handle, "LOCK_WAIT_S", 0.1)
         if is_known:
             monkeypatch.setattr(RankLock, "acquire", lambda *_, **__: pytest.fail("waits for itself"))
         else:

@@ -28,7 +28,7 @@ from ckpt_async.stores import open_store
 from ckpt_async.stores.directory import DirectoryStore
 from ckpt_async.sweep.drain import RankReport, drain
 from ckpt_async.sweep.sweeper import Sweeper, SweepReport
-from ckpt_async.trainer.uploader import LOCK_WAIT_S
+from ckpt_async.trainer.handle import LOCK_WAIT_S
 from ckpt_async.transfer.requests import Requests
 from tests.seaweed import SeaweedServer
 from tests.test_drain import Trainers

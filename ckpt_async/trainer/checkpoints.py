@@ -1,0 +1,109 @@
+"""The checkpoints of this start as the trainer fills and seals them. What becomes of them later, the journal says."""
+
+from __future__ import annotations
+
+import bisect
+import logging
+import math
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ckpt_async.core import naming
+from ckpt_async.core.model import CheckpointId, FileIdentity, Shard
+from ckpt_async.errors import InvalidNameError, InvalidShardError, SealedError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class OpenCheckpoint:
+    """One that takes shards."""
+
+    id: CheckpointId
+    name: str
+    shards: dict[str, Shard] = field(default_factory=dict)
+    growing: set[str] = field(default_factory=set)  # being written through `Uploader.open`
+
+    def not_yet_in(
+        self, named: Sequence[tuple[str, str]], is_same: Callable[[str, FileIdentity], bool]
+    ) -> list[tuple[str, str]]:
+        """Those of (source, shard's name) that were not enqueued before. Raises InvalidShardError for one that was,
+        with other content.
+        """
+        new = []
+        for source, name in named:
+            before = self.shards.get(name)
+            if before is None:
+                new.append((source, name))
+            elif before.source != source or not is_same(source, before.identity):
+                raise InvalidShardError(
+                    f"shard {name!r} of step {self.id.step} was enqueued before, from other content"
+                )
+        return new
+
+
+class Checkpoints:
+    """Those of one generation, by step. Not thread-safe by itself."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, OpenCheckpoint] = {}
+        self._sealed = array("q")  # every step of this start, in order: refused if it comes again
+
+    def is_sealed(self, step: int) -> bool:
+        place = bisect.bisect_left(self._sealed, step)
+        return place < len(self._sealed) and self._sealed[place] == step
+
+    def is_begun(self, step: int) -> bool:
+        return step in self._open or self.is_sealed(step)
+
+    def open_or_new(self, id_: CheckpointId, name: str) -> OpenCheckpoint:
+        """What shards can be added to; a new one counts once it is `keep`t. Raises SealedError, and InvalidNameError if
+        it has another name already.
+        """
+        if self.is_sealed(id_.step):
+            raise SealedError(
+                f"step {id_.step} was sealed in generation {id_.generation} and takes no more shards"
+            )
+        found = self._open.get(id_.step) or OpenCheckpoint(id_, name)
+        if found.name != name:
+            raise InvalidNameError(f"step {id_.step} is called {found.name!r} already, not {name!r}")
+        return found
+
+    def keep(self, checkpoint: OpenCheckpoint) -> None:
+        self._open[checkpoint.id.step] = checkpoint
+
+    def to_seal(self, id_: CheckpointId, name: str | None) -> OpenCheckpoint:
+        """The one that can be `seal`ed now, `name`d so if it has no shards. Raises SealedError."""
+        if self.is_sealed(id_.step):
+            raise SealedError(f"step {id_.step} was sealed before in generation {id_.generation}")
+        found = self._open.get(id_.step) or OpenCheckpoint(id_, naming.checkpoint_name(name, id_.step))
+        if found.growing:
+            raise SealedError(
+                f"step {id_.step} has shards that are still being written: {', '.join(sorted(found.growing))}",
+                hint="close them first",
+            )
+        return found
+
+    def seal(self, step: int) -> None:
+        bisect.insort(self._sealed, step)
+        self._open.pop(step, None)
+
+
+def metric_values(metrics: Mapping[str, float], step: int) -> tuple[tuple[str, float], ...]:
+    """Python's numbers, or what becomes one (of numpy, a tensor), by name. What is not finite is left out: that a loss
+    is nan must not end the training.
+    """
+    found = {}
+    for key, value in metrics.items():
+        try:
+            number = value if type(value) in (int, float) else float(value)
+        except (TypeError, ValueError, RuntimeError):
+            number = None
+        if type(key) is not str or number is None or isinstance(value, str | bytes | bool):
+            raise InvalidNameError(f"metrics: {key!r}: {value!r} is not a name with a number")
+        if math.isfinite(number):
+            found[key] = number
+        else:
+            logger.warning("metric_left_out step=%d metric=%s value=%r", step, key, number)
+    return tuple(sorted(found.items()))

@@ -1,0 +1,99 @@
+"""The end of a start, or of a node: get into the store what can be, and say what is left."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+
+from ckpt_async.core import decide
+from ckpt_async.core.failures import in_vain, why_in_vain
+from ckpt_async.core.model import Local
+from ckpt_async.errors import CkptAsyncError
+from ckpt_async.runners import EngineView
+from ckpt_async.trainer.handle import EngineHandle
+
+logger = logging.getLogger(__name__)
+
+# At the end of a start that has committed nothing: for the store to say who is there.
+MEMBERS_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class FlushReport:
+    """What `flush` got done, and what the next process or the sweeper has to finish."""
+
+    is_done: bool
+    num_committed: int
+    num_shards_left: int
+    size_bytes_left: int
+    steps_left: tuple[int, ...]
+
+
+def report_of(local: Local, num_committed: int) -> FlushReport:
+    left = [each for each in local.checkpoints.values() if each.decision is None]
+    shards = [shard for each in left for shard in each.shards.values() if shard.stored is None]
+    return FlushReport(
+        is_done=not left,
+        num_committed=num_committed,
+        num_shards_left=len(shards),
+        size_bytes_left=sum(each.shard.size_bytes for each in shards),
+        steps_left=tuple(sorted(each.id.step for each in left)),
+    )
+
+
+def drain(engine: EngineHandle, deadline: float, *, grace_s: float) -> None:
+    """Wait for our own work, then a while for the others'."""
+
+    def is_idle(view: EngineView) -> bool:
+        if view.last_seen_wake >= asked:
+            return view.num_due == 0
+        view.wake()  # the one before may have been lost with an engine that died
+        return False
+
+    engine.retry_failed()
+    with engine.hurried():
+        asked = engine.view().wake()
+        engine.wait_until(is_idle, deadline)
+        engine.wait_until(
+            lambda view: not decide.waits_for_others(view.local), min(deadline, time.monotonic() + grace_s)
+        )
+        engine.wait_until(lambda view: view.num_due == 0, deadline)
+
+
+def log_what_is_left(local: Local) -> None:
+    report = report_of(local, 0)
+    unsealed = sorted(
+        each.id.step for each in local.checkpoints.values() if each.decision is None and each.sealed is None
+    )
+    if unsealed:
+        logger.warning(
+            "closed_without_seal steps=%s: what is not sealed is never committed; call seal(step) after the last"
+            " enqueue of a step, on every rank",
+            unsealed,
+        )
+    if set(report.steps_left) - set(unsealed):
+        logger.warning(
+            "closed_with_unfinished steps=%s shards_to_upload=%d bytes_to_upload=%d;"
+            " the next start, `ckpt-async drain` or the sweeper finish what was sealed",
+            list(report.steps_left),
+            report.num_shards_left,
+            report.size_bytes_left,
+        )
+
+
+def why_nothing_will_commit(engine: EngineHandle, deadline: float) -> CkptAsyncError | None:
+    """Why nothing that this start has sealed will be committed; None if it may be, or there is no time to tell."""
+    steps = in_vain(engine.view().fresh_local())
+    if not steps or time.monotonic() >= deadline:
+        return None
+    with engine.hurried():
+        engine.view().look_for_members()
+        engine.wait_until(
+            lambda view: view.absent_ranks is not None, min(deadline, time.monotonic() + MEMBERS_TIMEOUT_S)
+        )
+    view = engine.view()
+    error = why_in_vain(view.fresh_local(), steps, view.fenced_by, view.absent_ranks or ())
+    if error is not None:
+        logger.error("closed_in_vain error=%s", error)
+    return error

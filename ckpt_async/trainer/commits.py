@@ -1,0 +1,56 @@
+"""Waiting until a checkpoint is committed, of all ranks."""
+
+from __future__ import annotations
+
+import time
+
+from ckpt_async.core.model import CheckpointId, Outcome
+from ckpt_async.core.units import few
+from ckpt_async.errors import CheckpointAbortedError, CommitTimeoutError, UploadFailedError
+from ckpt_async.runners import EngineView
+from ckpt_async.trainer.handle import EngineHandle, deadline_in
+
+
+def wait_for_commit(engine: EngineHandle, id_: CheckpointId, timeout_s: float | None) -> None:
+    """See `Uploader.wait`."""
+    deadline = None if timeout_s is None else deadline_in(timeout_s)
+    engine.retry_failed(id_)
+    with engine.hurried(), engine.changed:
+        while True:
+            engine.check_alive()
+            view = engine.view()
+            checkpoint = view.local.checkpoints.get(id_)
+            decision = view.outcomes.get(id_) or (checkpoint.decision if checkpoint else None)
+            if decision is not None and decision.outcome is Outcome.ABORT:
+                engine.told.add(id_)
+                raise CheckpointAbortedError(f"{id_} was given up: {decision.reason}")
+            if decision is not None:
+                return
+            left_s = None if deadline is None else deadline - time.monotonic()
+            is_over = left_s is not None and left_s <= 0
+            _raise_shard_failure(view, id_, is_final=deadline is None or is_over)
+            if is_over:
+                raise CommitTimeoutError(_describe_unfinished(view, id_, timeout_s))
+            if view.missing_ranks(id_):  # they may be in the newer start
+                engine.check_not_fenced()
+            engine.changed.wait(left_s)
+
+
+def _raise_shard_failure(view: EngineView, id_: CheckpointId, *, is_final: bool) -> None:
+    """Raise what failed, unless the store may still heal and there is time left."""
+    checkpoint = view.local.checkpoints.get(id_)
+    if checkpoint is None or checkpoint.loss is not None:  # a loss becomes an abort
+        return
+    for each in checkpoint.shards.values():
+        if each.failure is not None and (is_final or not each.failure.reason.is_retryable):
+            raise UploadFailedError(f"{id_}, shard {each.shard.name!r}: {each.failure.message}")
+
+
+def _describe_unfinished(view: EngineView, id_: CheckpointId, timeout_s: float | None) -> str:
+    checkpoint = view.local.checkpoints.get(id_)
+    message = f"{id_} was not committed within {timeout_s} s"
+    if checkpoint is not None and not checkpoint.is_verified:
+        done = sum(each.stored is not None for each in checkpoint.shards.values())
+        return f"{message}: {done} of {len(checkpoint.shards)} shards of this rank are uploaded"
+    missing = view.missing_ranks(id_)
+    return f"{message}: nothing was seen yet of rank {few(missing)}" if missing else message

@@ -1,0 +1,157 @@
+"""The trainer's end of its engine: what it is told through the journal, and waiting for what it does."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from ckpt_async.core import arguments
+from ckpt_async.core.failures import Failure, to_raise
+from ckpt_async.core.model import CheckpointId, Event, Retried
+from ckpt_async.core.observe import Observer
+from ckpt_async.errors import FencedError, UploaderClosedError, UploadFailedError
+from ckpt_async.local.folder import Folder
+from ckpt_async.local.journal import Journal, RankLock
+from ckpt_async.runners import EngineView, Start, runner_of
+
+# A predecessor that was just killed, or a sweeper that is finishing its work, gives the lock back soon.
+LOCK_WAIT_S = 15.0
+
+
+def deadline_in(timeout_s: float) -> float:
+    """When `timeout_s`, from now on, are over; at once if they are negative. What is not a number would never be over,
+    and no lock waits for ever with a number that says so.
+    """
+    return time.monotonic() + min(arguments.seconds(timeout_s, "timeout_s"), threading.TIMEOUT_MAX / 2)
+
+
+class EngineHandle:
+    """One rank's engine, wherever it runs, the journal that tells it what to do and the lock that keeps others away.
+
+    Opening blocks until the engine has agreed on the generation. It raises what keeps it from starting, and then holds
+    nothing.
+    """
+
+    def __init__(self, start: Start, folder: Folder, observer: Observer) -> None:
+        self.changed = threading.Condition()  # told of every change that the engine makes
+        self._lock = threading.Lock()
+        self._num_waiting = self._num_flushing = 0
+        self._is_strict = start.settings.on_error == "raise"
+        self.has_ended = False
+        self.told: set[CheckpointId] = set()  # given up, as who waited for them was told
+        self._rank_lock = RankLock(folder, start.rank)
+        with contextlib.ExitStack() as undo:
+            self._rank_lock.acquire(wait_s=LOCK_WAIT_S, is_trainer=True)
+            undo.callback(self._rank_lock.release)
+            self.journal = Journal(folder, start.rank)
+            undo.callback(self.journal.close)
+            self.runner = runner_of(start.settings.runner)(
+                start, folder, self.journal, self._rank_lock, observer, self._notify
+            )
+            self.generation = self.runner.start()
+            undo.pop_all()
+
+    def view(self) -> EngineView:
+        engine = self.runner.engine
+        if engine is None:
+            raise UploaderClosedError("the uploader's engine has ended")
+        return engine
+
+    def record(self, event: Event) -> None:
+        """Have the engine act on it; on return it survives SIGKILL."""
+        self.journal.append([event])
+        self.view().wake()
+
+    def retry_failed(self, *only: CheckpointId) -> None:
+        """Have what failed, of these or of all checkpoints, tried again; `hurry` says when: now."""
+        local = self.view().fresh_local()
+        failed = [id_ for id_, each in local.checkpoints.items() if each.may_be_retried]
+        if events := [Retried(id_) for id_ in failed if id_ in only or not only]:
+            self.journal.append(events)
+
+    def take_failure(self) -> UploadFailedError | None:
+        """In strict mode one error for what finally failed since the last call; else None."""
+        view = self.view()
+        if not view.failures or not self._is_strict:
+            return None
+        found: list[Failure] = []
+        with contextlib.suppress(IndexError):
+            while True:
+                found.append(view.failures.popleft())
+        return to_raise(found, view.fresh_local(), self.told)
+
+    def check_alive(self) -> None:
+        death = self.runner.death
+        if death is not None:
+            raise UploadFailedError(f"the uploader's engine has died: {death!r}") from death
+
+    def check_not_fenced(self) -> None:
+        fenced_by = self.view().fenced_by
+        if fenced_by is not None:
+            raise FencedError(
+                f"generation {fenced_by} of this run has started; this trainer is generation {self.generation}",
+                hint="stop this process; what it had sealed is still finished. If you made no later start, other ranks"
+                " of this one saw no sign of its first rank's life: start all of them again",
+            )
+
+    def end(self) -> None:
+        """Stop the engine once nobody flushes any more; then nothing is started any more. Idempotent."""
+        while not self.has_ended:
+            with self.changed:
+                self.changed.wait_for(lambda: not self._num_flushing)
+            with self._lock:
+                self.has_ended = not self._num_flushing
+        self.runner.end()
+
+    def release(self) -> None:
+        """Let go of the journal and the rank, for the next start. Idempotent."""
+        self.journal.close()
+        self._rank_lock.release()
+
+    # --- waiting -------------------------------------------------------------------------------------------
+
+    def wait_until(self, is_over: Callable[[EngineView], bool], deadline: float) -> None:
+        """Until it is, or the deadline, or the engine's death."""
+        with self.changed:
+            while self.runner.death is None and not is_over(self.view()):
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    return
+                self.changed.wait(left_s)
+
+    @contextlib.contextmanager
+    def hurried(self) -> Iterator[None]:
+        """Somebody waits: for the other ranks, or for what failed, which is tried again at once."""
+        with self._lock:
+            self._num_waiting += 1
+            self.view().hurry(True)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_waiting -= 1
+                if not self._num_waiting:
+                    self.view().hurry(False)
+
+    @contextlib.contextmanager
+    def newest_first(self) -> Iterator[None]:
+        """While somebody flushes; `end` waits for that."""
+        with self._lock:
+            if self.has_ended:
+                raise UploaderClosedError("the uploader is closed")
+            self._num_flushing += 1
+            self.view().put_newest_first(True)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_flushing -= 1
+                if not self._num_flushing:
+                    self.view().put_newest_first(False)  # or, from now on, older ones might starve
+            self._notify()
+
+    def _notify(self) -> None:
+        with self.changed:
+            self.changed.notify_all()

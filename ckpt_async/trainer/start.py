@@ -1,0 +1,73 @@
+"""What an uploader is opened with, as one value: arguments take precedence over the environment, that over the settings
+file. Everything that can be refused without touching the folder or the store is refused here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ckpt_async.core import arguments, keys, launch, naming
+from ckpt_async.errors import SettingsError
+from ckpt_async.local.folder import boot_id
+from ckpt_async.local.settings_file import load_settings
+from ckpt_async.runners import Start
+from ckpt_async.stores import StoreOptions, address_of
+
+
+def start_of(
+    folder: str | os.PathLike[str],
+    remote: str,
+    *,
+    rank: int | None,
+    world_size: int | None,
+    generation: int | None,
+    launch_id: str | None,
+    store_options: StoreOptions | None,
+    settings_file: str | os.PathLike[str] | None,
+    settings: Mapping[str, Any],
+) -> Start:
+    """The arguments of `Uploader`, checked and completed."""
+    environment = dict(os.environ)
+    if launch_id is not None:
+        environment["CKPT_ASYNC_LAUNCH_ID"] = launch_id
+    rank, world_size = launch.rank_and_world_size(environment, rank, world_size)
+    loaded = load_settings(settings, environment, settings_file)
+    if generation is not None:
+        generation = arguments.whole(generation, "generation", 1, keys.MAX_GENERATION, SettingsError)
+    launch_key = _launch_key(environment, world_size, generation)
+    naming.fill(loaded.latest_filename, rank=rank)
+    if loaded.sigterm_flush_s and threading.current_thread() is not threading.main_thread():
+        raise SettingsError(
+            "sigterm_flush_s needs the uploader to be opened in the main thread: only it may set signal handlers"
+        )
+    address = address_of(remote, store_options, env=environment)
+    options = replace(store_options or StoreOptions(), endpoint_url=address.endpoint_url)
+    return Start(os.path.realpath(folder), rank, world_size, address, options, loaded, launch_key, generation)
+
+
+def _launch_key(environment: Mapping[str, str], world_size: int, generation: int | None) -> str:
+    key = launch.launch_key(environment, parent=_parent_identity())
+    if key is not None:
+        return key
+    if world_size == 1 or generation is not None:
+        return f"single={os.urandom(16).hex()}"
+    raise SettingsError(
+        "the launcher does not say which start of the run this is, so ranks of two starts could be taken for one",
+        hint="set CKPT_ASYNC_LAUNCH_ID to a value that is equal on all ranks and new at every start,"
+        " or pass generation=",
+    )
+
+
+def _parent_identity() -> str:
+    """The launching process: its pid alone would be reused."""
+    started = ""
+    with contextlib.suppress(OSError, IndexError):
+        # proc(5): field 22 of stat is the start time; the name in field 2 may hold spaces and parentheses
+        started = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]
+    return f"{boot_id()}:{os.getppid()}:{started}"
