@@ -739,10 +739,10 @@ def test_every_value_a_sweeper_reports_is_one_of_its_definitions() -> None:
             and isinstance(node.args[place], ast.Constant)
         }
 
-    assert arguments("plan.py", "Delete", 1) | {"multipart", "decision"} == set(module.ORPHANS)
-    assert arguments("verify.py", "Finding", 3) | {"record"} == {*module.VERIFY_KINDS, "leftover"}
-    assert arguments("sweeper.py", "failed", 0) == set(module.SWEEP_SCOPES)
-    assert arguments("sweeper.py", "ended", 0) == set(module.ENDS)
+    assert arguments("protocol/sweep_plan.py", "Delete", 1) | {"multipart", "decision"} == set(module.ORPHANS)
+    assert arguments("protocol/verify.py", "Finding", 3) | {"record"} == {*module.VERIFY_KINDS, "leftover"}
+    assert arguments("sweep/sweeper.py", "failed", 0) == set(module.SWEEP_SCOPES)
+    assert arguments("sweep/sweeper.py", "ended", 0) == set(module.ENDS)
 
 
 def test_a_sweepers_metrics_keep_the_rules() -> None:
