@@ -6,8 +6,20 @@ from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.seaweed import SeaweedServer
+
+# Hypothesis must find the same today as tomorrow: a pure test that fails by chance helps nobody.
+settings.register_profile(
+    "ci",
+    derandomize=True,
+    database=None,
+    deadline=None,
+    print_blob=False,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+settings.load_profile("ci")
 
 T = TypeVar("T")
 Run = Callable[[Coroutine[Any, Any, T]], T]

@@ -1,4 +1,4 @@
-"""The alerts before a real Prometheus, also by `./dev alerts`; by promtool in tests/sweep/test_deploy.py."""
+"""The alerts before a real Prometheus, also by `./dev alerts`; by promtool in tests/test_deploy.py."""
 
 import re
 import shutil

@@ -28,8 +28,8 @@ from ckpt_async.stores.interface import ObjectInfo
 from ckpt_async.transfer import upload as transfer
 from ckpt_async.transfer.requests import Requests
 from ckpt_async.transfer.upload import SmallShard, Source, upload_many
-from tests.engine.stores import Meddled, Slow, trouble
-from tests.engine.test_uploader import QUICK, decisions, wait_until, write
+from tests.stores.misbehaving import Meddled, Slow, trouble
+from tests.trainer.test_uploader import QUICK, decisions, wait_until, write
 
 NAMES = ["a", "b", "c", "d", "e"]
 WRONG = checksum_of(b"something else", "crc64nvme")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from types import FrameType
 from typing import Any
 
-from tests.engine.virtual_time import VirtualTimeLoop
+from tests.virtual_time import VirtualTimeLoop
 
 _current: contextvars.ContextVar["Process | None"] = contextvars.ContextVar("process", default=None)
 

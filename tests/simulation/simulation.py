@@ -3,7 +3,7 @@
 What is real: `Engine`, `Journal` and `Folder` (files, hard links, SQLite), `transfer`, `Requests` with its deadlines
 and back-off, `protocol`, `generation.agree`, `Sweeper` with `drain` and `RemoteSweep`, `MemoryStore`. What is not:
 `Uploader` itself, which owns a thread; `Simulation._train` makes the calls to folder, journal and engine that it makes,
-in its order. Power loss is not simulated here but in `tests/core/world.py`, whose invariants are checked here after
+in its order. Power loss is not simulated here but in `tests/model/world.py`, whose invariants are checked here after
 every effect that any request has.
 """
 
@@ -56,7 +56,7 @@ from ckpt_async.sweep.drain import DrainReport
 from ckpt_async.sweep.sweeper import RemoteSweep, Sweeper
 from ckpt_async.transfer import requests
 from ckpt_async.transfer.requests import Requests
-from tests.core.world import LEASE_TTL_S, Truth, ViolationError, World
+from tests.model.world import LEASE_TTL_S, Truth, ViolationError, World
 from tests.simulation.faults import LATEST_ARRIVAL_S, PART_BYTES, URL, FaultyStore, Network, Window
 from tests.simulation.processes import Process, SimulatedLoop, current
 

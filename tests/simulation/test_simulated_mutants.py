@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from ckpt_async.transfer.requests import Requests
-from tests.core import test_mutants as core
-from tests.core.world import ViolationError
+from tests.model import test_mutants as core
+from tests.model.world import ViolationError
 from tests.simulation.simulation import simulate
 
 

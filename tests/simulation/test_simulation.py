@@ -17,9 +17,9 @@ from ckpt_async.errors import FailureReason, StoreError
 from ckpt_async.stores.memory import MemoryStore
 from ckpt_async.transfer import requests
 from ckpt_async.transfer.requests import open_patiently
-from tests.core.world import ViolationError
-from tests.engine import virtual_time
+from tests import virtual_time
 from tests.faults.processes import SOAK
+from tests.model.world import ViolationError
 from tests.simulation.faults import KINDS, REASONS
 from tests.simulation.simulation import simulate
 

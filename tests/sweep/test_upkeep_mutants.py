@@ -10,10 +10,10 @@ import pytest
 from ckpt_async.core import records, retention
 from ckpt_async.protocol import steps, sweep_plan, verify
 from ckpt_async.sweep import sweeper
-from tests.core import test_plan as planning
 from tests.core import test_records as reading
 from tests.core import test_retention as keeping
-from tests.core.mutation import changed
+from tests.model.mutation import changed
+from tests.protocol import test_sweep_plan as planning
 from tests.sweep import test_bad_records as bad_records
 from tests.sweep import test_sweep as sweeping
 from tests.sweep import test_verify as verifying

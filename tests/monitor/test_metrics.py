@@ -51,7 +51,7 @@ from ckpt_async.sweep.drain import DrainReport, Fate, RankReport
 from ckpt_async.sweep.sweeper import Done, FolderReport, RemoteReport, SweepReport
 from tests.node import Node
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 

@@ -20,8 +20,8 @@ from ckpt_async.engine import loop as engine_module
 from ckpt_async.errors import BacklogError, SettingsError
 from ckpt_async.local.folder import Folder
 from ckpt_async.stores.memory import CAPABILITIES, MemoryBucket, MemoryStore
-from tests.engine.stores import Meddled, Slow
-from tests.engine.test_uploader import QUICK, decisions, wait_until, write
+from tests.stores.misbehaving import Meddled, Slow
+from tests.trainer.test_uploader import QUICK, decisions, wait_until, write
 
 SIZE_BYTES = 1000
 Open = Callable[..., Any]

@@ -20,8 +20,8 @@ from ckpt_async.core import keys
 from ckpt_async.core.records import decode_decision
 from ckpt_async.engine import loop as engine_module
 from ckpt_async.trainer.preemption import flush_on_sigterm
-from tests.engine.stores import Meddled, Slow
-from tests.engine.test_uploader import QUICK, decisions, wait_until, write
+from tests.stores.misbehaving import Meddled, Slow
+from tests.trainer.test_uploader import QUICK, decisions, wait_until, write
 
 Open = Callable[..., Any]
 

@@ -18,8 +18,8 @@ from ckpt_async.stores.interface import BytesBody, Create
 from ckpt_async.stores.memory import MemoryBucket, MemoryStore
 from ckpt_async.transfer import requests as requests_module
 from ckpt_async.transfer.requests import MAX_CHECKSUM_ATTEMPTS, Progress, Requests, Series, open_patiently
-from tests.engine.stores import Ambiguous, Meddled, trouble
-from tests.engine.virtual_time import run
+from tests.stores.misbehaving import Ambiguous, Meddled, trouble
+from tests.virtual_time import run
 
 
 class Counting(NullObserver):

@@ -12,8 +12,8 @@ from ckpt_async import CheckpointAbortedError, UploadFailedError
 from ckpt_async.core import keys
 from ckpt_async.core.records import decode_decision
 from ckpt_async.errors import InvalidNameError
-from tests.engine.stores import Meddled
-from tests.engine.test_uploader import decisions, opened, wait_until, write
+from tests.stores.misbehaving import Meddled
+from tests.trainer.test_uploader import decisions, opened, wait_until, write
 
 __all__ = ["opened"]  # a fixture
 

@@ -10,7 +10,7 @@ import pytest
 
 from ckpt_async.core.decide import NUM_COMMITTERS
 
-MODEL = Path(__file__).resolve().parent.parent / "benchmarks" / "scale_model.py"
+MODEL = Path(__file__).resolve().parents[2] / "benchmarks" / "scale_model.py"
 
 
 def simulate(num_writers: int, spread_s: float) -> dict[str, Any]:

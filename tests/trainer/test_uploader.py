@@ -36,8 +36,8 @@ from ckpt_async.local import journals
 from ckpt_async.local.journal import Journal
 from ckpt_async.stores.memory import CAPABILITIES, MemoryBucket
 from ckpt_async.transfer import upload
-from tests import old_journals
-from tests.engine.stores import Faulty, Meddled, Slow, trouble
+from tests.local import old_journals
+from tests.stores.misbehaving import Faulty, Meddled, Slow, trouble
 
 QUICK = {
     "decision_poll_s": 0.01,

@@ -17,7 +17,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from tests.core.world import Host, ViolationError, World
+from tests.model.world import Host, ViolationError, World
 
 MAX_STEP = 3
 MAX_GENERATIONS = 3

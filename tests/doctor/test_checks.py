@@ -23,7 +23,7 @@ from ckpt_async.stores import open_store
 from ckpt_async.stores.interface import Body, Condition, MultipartInfo, ObjectInfo
 from ckpt_async.stores.memory import MemoryBucket, MemoryStore
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 Json = dict[str, Any]
 Examine = Callable[..., tuple[int, dict[str, Json]]]
 

@@ -6,8 +6,8 @@ from ckpt_async.core.observe import NullObserver
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import FailureReason
 from ckpt_async.transfer.requests import Lane, Requests
-from tests.engine.stores import trouble
-from tests.engine.virtual_time import run
+from tests.stores.misbehaving import trouble
+from tests.virtual_time import run
 
 
 def test_owners_take_turns() -> None:

@@ -47,7 +47,7 @@ from ckpt_async.local import journals
 from ckpt_async.local.folder import Folder, FsyncError
 from ckpt_async.local.journal import Journal, RankLock
 from ckpt_async.local.journal_rows import KINDS, ROW_SHARDS
-from tests import old_journals
+from tests.local import old_journals
 from tests.node import Node
 
 ID = CheckpointId(2, 300)

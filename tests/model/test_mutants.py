@@ -17,8 +17,8 @@ from ckpt_async.engine.loop import Engine
 from ckpt_async.errors import PreconditionFailedError
 from ckpt_async.protocol import cas, steps
 from ckpt_async.sweep import sweeper
-from tests.core.test_protocol_model import Protocol, Reading, Steady, explore
-from tests.core.world import ViolationError
+from tests.model.test_protocol_model import Protocol, Reading, Steady, explore
+from tests.model.world import ViolationError
 
 Mutant = Callable[[], contextlib.AbstractContextManager[None]]
 _numbers = itertools.count()

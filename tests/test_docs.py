@@ -4,7 +4,7 @@ from pathlib import Path
 
 from ckpt_async.core import settings
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_settings_page_is_the_generated_one() -> None:

@@ -48,7 +48,7 @@ from ckpt_async.stores import open_store
 from ckpt_async.stores.s3.client import S3Store
 from ckpt_async.transfer.requests import Requests
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("aiobotocore", "aiohttp", "asyncio", "awscrt", "botocore", "prometheus_client", "tenacity", "torch")
 Json = dict[str, Any]
 

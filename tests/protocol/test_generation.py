@@ -16,8 +16,8 @@ from ckpt_async.protocol.cas import read
 from ckpt_async.protocol.generation import agree, beat, beat_pause_s, newest_generation
 from ckpt_async.stores.memory import CAPABILITIES, MemoryStore
 from ckpt_async.transfer.requests import Requests
-from tests.engine import virtual_time
-from tests.engine.stores import Meddled, trouble
+from tests import virtual_time
+from tests.stores.misbehaving import Meddled, trouble
 
 WORLD_SIZE = 3
 

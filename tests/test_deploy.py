@@ -22,11 +22,11 @@ from ckpt_async.core.retention import KeepLast
 from ckpt_async.monitor.metrics import DEFINITIONS, SWEEPER_DEFINITIONS, Definition
 from ckpt_async.protocol.sweep_plan import Ages
 from ckpt_async.stores.memory import MemoryStore
-from tests.engine.stores import Meddled
+from tests.stores.misbehaving import Meddled
+from tests.sweep.test_drain import Trainers
 from tests.sweep.world import World
-from tests.test_drain import Trainers
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 DEPLOY = ROOT / "deploy"
 UNIT = DEPLOY / "systemd/ckpt-async-sweeper.service"
 ENVIRONMENT = DEPLOY / "systemd/sweeper.env"

@@ -9,8 +9,8 @@ import pytest
 
 from ckpt_async.protocol import generation as generations
 from ckpt_async.protocol.cas import put, read
-from tests.core.starts import Starts, until
-from tests.core.world import ViolationError
+from tests.model.starts import Starts, until
+from tests.model.world import ViolationError
 
 NUM_SEEDS = 200
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from ckpt_async.protocol import generation as generations
 from ckpt_async.stores.memory import CAPABILITIES, MemoryBucket, MemoryStore
-from tests.core.world import ViolationError
+from tests.model.world import ViolationError
 
 AGAIN = "make the request again"
 LOST = 0.05  # of all requests, the reply
