@@ -19,7 +19,7 @@ from ckpt_async import Uploader, cli, restore
 from ckpt_async.core import keys, settings
 from ckpt_async.core.model import CheckpointId
 from ckpt_async.core.retention import KeepLast
-from ckpt_async.monitor.metrics import DEFINITIONS, SWEEPER_DEFINITIONS, Definition
+from ckpt_async.monitor.definitions import DEFINITIONS, SWEEPER_DEFINITIONS, Definition
 from ckpt_async.protocol.sweep_plan import Ages
 from ckpt_async.stores.memory import MemoryStore
 from tests.stores.misbehaving import Meddled

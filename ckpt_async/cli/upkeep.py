@@ -22,7 +22,7 @@ from ckpt_async.core.settings import Settings
 from ckpt_async.core.units import in_units
 from ckpt_async.errors import ObjectNotFoundError, SettingsError
 from ckpt_async.local.settings_file import load_settings
-from ckpt_async.monitor import metrics
+from ckpt_async.monitor.server import serve
 from ckpt_async.protocol import steps, sweep_plan
 from ckpt_async.protocol import verify as verification
 from ckpt_async.protocol.cas import if_readable
@@ -64,7 +64,7 @@ def _sweep(options: argparse.Namespace, settings: Settings) -> Exit:
         verifies=options.verify,
         is_for_folders_only=options.folders_only,
     )
-    server = metrics.serve(sweeper.metrics, options.metrics_port, settings.metrics_address, {})
+    server = serve(sweeper.metrics.registry, options.metrics_port, settings.metrics_address, {})
     try:
         if options.interval is None:
             report = threads.run(sweeper.sweep(is_dry_run=options.dry_run))

@@ -21,7 +21,8 @@ from ckpt_async.errors import (
     UploaderClosedError,
 )
 from ckpt_async.local.folder import Folder
-from ckpt_async.monitor.metrics import Metrics, serve
+from ckpt_async.monitor.metrics import Metrics
+from ckpt_async.monitor.server import serve
 from ckpt_async.runners import EngineView
 from ckpt_async.stores import StoreOptions, check_key_length
 from ckpt_async.trainer import at_exit, closing
@@ -102,7 +103,10 @@ class Uploader:
         self._engine = EngineHandle(start, self._folder, self.metrics)
         self.generation = self._engine.generation
         self._metrics_server = serve(
-            self.metrics, self.settings.metrics_port, self.settings.metrics_address, os.environ
+            self.metrics.registry,
+            self.settings.metrics_port,
+            self.settings.metrics_address,
+            os.environ,
         )
         at_exit.add(self)
         self._undo_sigterm: Callable[[], None] | None = None

@@ -26,7 +26,7 @@ from typing import Any
 
 from ckpt_async import Sweeper, Uploader
 from ckpt_async.errors import CkptAsyncError
-from ckpt_async.monitor import metrics
+from ckpt_async.monitor.server import MetricsServer, serve
 
 ROOT = Path(__file__).resolve().parents[2]
 RULES = ROOT / "deploy/prometheus/alerts.yaml"
@@ -67,7 +67,7 @@ def faster(rules: str) -> str:
 class Trainer:
     """Saves a checkpoint of one small shard; every `pause_s` seconds by itself, if that is given."""
 
-    server: metrics.MetricsServer
+    server: MetricsServer
 
     def __init__(
         self, root: Path, name: str, *, pause_s: float = 0, remote: str = "", **settings: Any
@@ -143,8 +143,8 @@ class World:
     def __init__(self, root: Path, ends: contextlib.ExitStack) -> None:
         self.root, self.targets, self._ends = root, list[str](), ends
 
-    def serve(self, exported: Any, port: int = 0) -> metrics.MetricsServer:
-        server = metrics.serve(exported, port, "127.0.0.1", {})
+    def serve(self, exported: Any, port: int = 0) -> MetricsServer:
+        server = serve(exported.registry, port, "127.0.0.1", {})
         assert server is not None
         self._ends.callback(server.close)
         self.targets.append(target(server))
@@ -163,7 +163,7 @@ class World:
         return made, target(self.serve(made.sweeper.metrics))
 
 
-def target(server: metrics.MetricsServer) -> str:
+def target(server: MetricsServer) -> str:
     return urllib.parse.urlsplit(server.url).netloc
 
 

@@ -42,13 +42,16 @@ from ckpt_async.core.model import (
 from ckpt_async.errors import FailureReason, JournalError
 from ckpt_async.local import journals
 from ckpt_async.local.folder import Folder
-from ckpt_async.monitor import metrics as module
-from ckpt_async.monitor.metrics import DEFINITIONS, Metrics, SweeperMetrics, describe, serve
+from ckpt_async.monitor import definitions
+from ckpt_async.monitor.definitions import DEFINITIONS
+from ckpt_async.monitor.metrics import REPLAY_SHARE, Metrics, SweeperMetrics
+from ckpt_async.monitor.server import serve
 from ckpt_async.protocol import sweep_plan
 from ckpt_async.protocol.verify import Finding
 from ckpt_async.sweep import sweeper as sweeper_module
 from ckpt_async.sweep.drain import DrainReport, Fate, RankReport
 from ckpt_async.sweep.sweeper import Done, FolderReport, RemoteReport, SweepReport
+from tests.monitor.metrics_page import describe
 from tests.node import Node
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -89,7 +92,7 @@ def metrics(folder: Folder) -> Metrics:
 
 
 def fetch(metrics: Metrics | SweeperMetrics, accept: str = "text/plain;version=0.0.4") -> str:
-    server = serve(metrics, 0, "127.0.0.1", {})
+    server = serve(metrics.registry, 0, "127.0.0.1", {})
     assert server is not None
     try:
         request = urllib.request.Request(server.url, headers={"Accept": accept})
@@ -156,11 +159,11 @@ def report_everything(metrics: Metrics, reasons: Iterable[FailureReason] = Failu
     for reason in reasons:
         metrics.attempt_failed(reason)
     metrics.bytes_uploaded(1 << 40)
-    for result in module.RESULTS:
+    for result in definitions.RESULTS:
         metrics.shards_finished(result, 1, 12.0)
     metrics.checkpoint_committed(300, 40.0, 1.7e9)
     metrics.checkpoint_aborted()
-    for location in module.LOCATIONS:
+    for location in definitions.LOCATIONS:
         metrics.checkpoint_pruned(location)
     metrics.fenced()
     metrics.engine_restarted()
@@ -276,8 +279,8 @@ def test_everything_the_package_reports_is_counted():
                 first = node.args[0]
                 if isinstance(first, ast.Constant) and isinstance(first.value, str):
                     reported.setdefault(node.func.attr, set()).add(first.value)
-    assert {"ok"} <= reported["shards_finished"] <= set(module.RESULTS)
-    assert reported["checkpoint_pruned"] <= set(module.LOCATIONS)
+    assert {"ok"} <= reported["shards_finished"] <= set(definitions.RESULTS)
+    assert reported["checkpoint_pruned"] <= set(definitions.LOCATIONS)
 
 
 # --- counting ----------------------------------------------------------------------------------------------
@@ -293,11 +296,11 @@ def test_facts_are_counted(metrics):
     assert value(samples, "checkpoints_aborted_total") == 1
     assert value(samples, "fenced") == 1
     assert value(samples, "engine_restarts_total") == 1
-    for result in module.RESULTS:
+    for result in definitions.RESULTS:
         assert value(samples, "uploads_total", result=result) == 1
     for reason in FailureReason:
         assert value(samples, "upload_attempt_failures_total", reason=reason.value) == 1
-    for location in module.LOCATIONS:
+    for location in definitions.LOCATIONS:
         assert value(samples, "pruned_checkpoints_total", location=location) == 1
     assert value(samples, "store_request_duration_seconds_count") == 2
     assert value(samples, "commit_latency_seconds_sum") == 40
@@ -374,7 +377,7 @@ def test_queue_of_all_ranks_is_told_by_state(metrics, journal, wall):
     )
     journal.note_progress(1, [(new, "d", 512)])
     samples = scrape(metrics)
-    files = {state: value(samples, "queue_files", state=state) for state in module.QUEUE_STATES}
+    files = {state: value(samples, "queue_files", state=state) for state in definitions.QUEUE_STATES}
     assert files == {"queued": 1, "uploading": 2, "retrying": 1, "failed": 1}
     assert value(samples, "queue_bytes") == 111_101
     assert value(samples, "oldest_pending_timestamp_seconds") == 500
@@ -391,7 +394,7 @@ def test_an_empty_queue_has_no_oldest_shard(metrics, journal, wall):
     assert value(samples, "oldest_pending_timestamp_seconds") is None
     assert value(samples, "last_committed_step") == 100
     assert value(samples, "last_committed_timestamp_seconds") == 700
-    assert sum(value(samples, "queue_files", state=state) for state in module.QUEUE_STATES) == 0
+    assert sum(value(samples, "queue_files", state=state) for state in definitions.QUEUE_STATES) == 0
     assert value(samples, "checkpoints_retained", location="local") == 1
 
 
@@ -458,7 +461,7 @@ def test_removed_checkpoints_are_noticed(folder, journal, monkeypatch):
     journal.append(0, committed(CheckpointId(1, 3)))
     assert value(scrape(metrics), "checkpoints_retained", location="local") == 3, "only what was added"
     assert value(scrape(metrics), "last_committed_step") == 3
-    clock.now += 0.5 / module.REPLAY_SHARE
+    clock.now += 0.5 / REPLAY_SHARE
     assert value(scrape(metrics), "checkpoints_retained", location="local") == 2
 
 
@@ -521,7 +524,7 @@ def test_scrapes_while_others_append(folder, journal):
             done.set()
 
     thread = threading.Thread(target=append)
-    server = serve(metrics, 0, "127.0.0.1", {})
+    server = serve(metrics.registry, 0, "127.0.0.1", {})
     seen: list[float] = []
     thread.start()
     try:
@@ -545,8 +548,8 @@ def test_scrapes_while_others_append(folder, journal):
 
 
 def test_no_port_no_server(metrics):
-    assert serve(metrics, -1, "127.0.0.1", {}) is None
-    assert serve(metrics, -1, "127.0.0.1", {"LOCAL_RANK": "3"}) is None
+    assert serve(metrics.registry, -1, "127.0.0.1", {}) is None
+    assert serve(metrics.registry, -1, "127.0.0.1", {"LOCAL_RANK": "3"}) is None
 
 
 def two_free_ports() -> int:
@@ -565,7 +568,7 @@ def test_each_local_rank_has_its_port(metrics, name):
     port = two_free_ports()
     one = {name: "1", "SLURM_PROCID": "9"} if name == "SLURM_LOCALID" else {"SLURM_LOCALID": "0", name: "1"}
     for environment, expected in (({}, port), ({name: "0"}, port), (one, port + 1)):
-        server = serve(metrics, port, "127.0.0.1", environment)
+        server = serve(metrics.registry, port, "127.0.0.1", environment)
         assert server is not None
         server.close()
         assert server.url == f"http://127.0.0.1:{expected}/metrics"
@@ -573,7 +576,10 @@ def test_each_local_rank_has_its_port(metrics, name):
 
 @pytest.mark.parametrize("environment", [{}, {"LOCAL_RANK": "5"}])
 def test_any_free_port_ignores_the_rank(metrics, environment):
-    one, two = serve(metrics, 0, "127.0.0.1", environment), serve(metrics, 0, "127.0.0.1", environment)
+    one, two = (
+        serve(metrics.registry, 0, "127.0.0.1", environment),
+        serve(metrics.registry, 0, "127.0.0.1", environment),
+    )
     assert one.url != two.url
     one.close()
     two.close()
@@ -585,7 +591,7 @@ def test_a_busy_port_is_one_warning(metrics, caplog):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        assert serve(metrics, port, "127.0.0.1", {}) is None
+        assert serve(metrics.registry, port, "127.0.0.1", {}) is None
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert f"address=127.0.0.1 port={port}" in record.getMessage()
@@ -597,19 +603,19 @@ def test_a_busy_port_is_one_warning(metrics, caplog):
 )
 def test_an_impossible_port_is_one_warning(metrics, caplog, port, address, local_rank):
     with caplog.at_level(logging.WARNING):
-        assert serve(metrics, port, address, {"LOCAL_RANK": local_rank}) is None
+        assert serve(metrics.registry, port, address, {"LOCAL_RANK": local_rank}) is None
     assert len(caplog.records) == 1
 
 
 def test_a_closed_server_is_gone(metrics):
     """The port is free again and no thread is left: a second Uploader in the process may take both."""
     before = threading.active_count()
-    server = serve(metrics, 0, "127.0.0.1", {})
+    server = serve(metrics.registry, 0, "127.0.0.1", {})
     port = int(server.url.rpartition(":")[2].removesuffix("/metrics"))
     server.close()
     server.close()
     assert threading.active_count() == before
-    again = serve(metrics, port, "127.0.0.1", {})
+    again = serve(metrics.registry, port, "127.0.0.1", {})
     assert again is not None
     again.close()
 
@@ -641,7 +647,7 @@ def test_a_sweeper_counts_what_it_did() -> None:
         Done(sweep_plan.AbortMultipart("k", "id", "r")),
         *(
             Done(sweep_plan.Delete(("a", "b"), kind, "r"))
-            for kind in module.ORPHANS
+            for kind in definitions.ORPHANS
             if kind not in ("multipart", "decision")
         ),
         Done(sweep_plan.Delete(("a", "b"), "lease", "r"), error="no answer"),
@@ -656,11 +662,11 @@ def test_a_sweeper_counts_what_it_did() -> None:
     sweeper_module._count(report, sweeper)
     sweeper.swept(2.0, is_clean=report.is_clean, failing=None)
     samples = scrape(sweeper)
-    ends = {each: value(samples, "sweep_checkpoints_total", result=each) for each in module.ENDS}
+    ends = {each: value(samples, "sweep_checkpoints_total", result=each) for each in definitions.ENDS}
     assert ends == {"committed": 2, "aborted": 2, "pruned": 1}
-    removed = {each: value(samples, "sweep_orphans_removed_total", kind=each) for each in module.ORPHANS}
-    assert removed == dict.fromkeys(module.ORPHANS, 2) | {"multipart": 1, "decision": 3}
-    failed = {each: value(samples, "sweep_failures_total", scope=each) for each in module.SWEEP_SCOPES}
+    removed = {each: value(samples, "sweep_orphans_removed_total", kind=each) for each in definitions.ORPHANS}
+    assert removed == dict.fromkeys(definitions.ORPHANS, 2) | {"multipart": 1, "decision": 3}
+    failed = {each: value(samples, "sweep_failures_total", scope=each) for each in definitions.SWEEP_SCOPES}
     assert failed == {"folder": 1, "remote": 1, "action": 2}
     assert value(samples, "sweep_adopted_uploads_total") == 4
     assert value(samples, "sweep_adopted_upload_bytes_total") == 20
@@ -739,10 +745,15 @@ def test_every_value_a_sweeper_reports_is_one_of_its_definitions() -> None:
             and isinstance(node.args[place], ast.Constant)
         }
 
-    assert arguments("protocol/sweep_plan.py", "Delete", 1) | {"multipart", "decision"} == set(module.ORPHANS)
-    assert arguments("protocol/verify.py", "Finding", 3) | {"record"} == {*module.VERIFY_KINDS, "leftover"}
-    assert arguments("sweep/sweeper.py", "failed", 0) == set(module.SWEEP_SCOPES)
-    assert arguments("sweep/sweeper.py", "ended", 0) == set(module.ENDS)
+    assert arguments("protocol/sweep_plan.py", "Delete", 1) | {"multipart", "decision"} == set(
+        definitions.ORPHANS
+    )
+    assert arguments("protocol/verify.py", "Finding", 3) | {"record"} == {
+        *definitions.VERIFY_KINDS,
+        "leftover",
+    }
+    assert arguments("sweep/sweeper.py", "failed", 0) == set(definitions.SWEEP_SCOPES)
+    assert arguments("sweep/sweeper.py", "ended", 0) == set(definitions.ENDS)
 
 
 def test_a_sweepers_metrics_keep_the_rules() -> None:
@@ -751,7 +762,7 @@ def test_a_sweepers_metrics_keep_the_rules() -> None:
     samples = parse(fetch(metrics))
     totals = {key: count for key, count in samples.items() if key[0].endswith("_total")}
     assert set(totals.values()) == {0}
-    for each in module.SWEEPER_DEFINITIONS:
+    for each in definitions.SWEEPER_DEFINITIONS:
         assert each.name.startswith("ckpt_async_")
         assert each.name.endswith("_total") == (each.kind == "counter")
         assert not re.search(r"_(bytes|seconds)_(?!total$)", each.name), "the unit comes last"

@@ -1,0 +1,68 @@
+"""The port on which Prometheus scrapes this process."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import CollectorRegistry, start_http_server
+
+from ckpt_async.local.journal import after_fork
+
+logger = logging.getLogger(__name__)
+
+
+class MetricsServer:
+    """Answers scrapes on daemon threads of its own, also while the engine's event loop is stuck."""
+
+    def __init__(self, server: WSGIServer, thread: threading.Thread) -> None:
+        self._server, self._thread = server, thread
+        host, port = server.server_address[:2]
+        text = host if isinstance(host, str) else host.decode()
+        self.url = f"http://[{text}]:{port}/metrics" if ":" in text else f"http://{text}:{port}/metrics"
+
+        after_fork.add(self)
+
+    def abandon(self) -> None:
+        """In a forked child: close our copy of the socket, or it would keep a dead trainer's port."""
+        self._server.socket.close()
+
+    def close(self) -> None:
+        """Stop answering and free the port. Idempotent; takes up to half a second."""
+        after_fork.discard(self)
+        if self._thread.is_alive():
+            self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+# What the launchers call a process's number on its node. Slurm's last: torchrun and mpirun may run below it, and then
+# all their processes have the one that it gave to them.
+LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+
+
+def _local_rank(environment: Mapping[str, str]) -> int:
+    return max(0, int(next(filter(None, map(environment.get, LOCAL_RANKS)), 0)))  # -1: not distributed
+
+
+def serve(
+    registry: CollectorRegistry, port: int, address: str, environment: Mapping[str, str]
+) -> MetricsServer | None:
+    """Serve `registry` over HTTP: on no port (-1), any free one (0), or `port` + the rank on this node.
+
+    Returns None, and logs one warning, if that port cannot be had: nothing stops for metrics.
+    """
+    if port < 0:
+        return None
+    try:
+        port += _local_rank(environment) if port else 0
+        started = MetricsServer(*start_http_server(port, address, registry))
+    except (OSError, OverflowError, ValueError) as error:  # busy, no such address; beyond 65,535; no number
+        logger.warning(
+            "metrics_not_served address=%s port=%d error=%s; the work goes on", address, port, error
+        )
+        return None
+    logger.info("metrics_served url=%s", started.url)
+    return started
