@@ -275,7 +275,7 @@ def _has_proxy(url: str, options: StoreOptions, environment: Mapping[str, str]) 
     scheme = parse_url(url).scheme
     if scheme in ("file", "memory"):
         return False
-    from ckpt_async.stores.http.downloads import has_proxy
+    from ckpt_async.stores.http.connections import has_proxy
 
     return has_proxy(find_endpoint(scheme, options, env=environment) or "https://s3.amazonaws.com")
 

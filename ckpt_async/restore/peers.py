@@ -31,7 +31,7 @@ from ckpt_async.restore.addresses import in_url, own_addresses
 from ckpt_async.restore.checkpoint import RemoteFile
 from ckpt_async.restore.sources import SinkFactory
 from ckpt_async.stores.http.downloads import Check, Downloads
-from ckpt_async.stores.http.messages import Answer
+from ckpt_async.stores.http.messages import Response
 
 logger = logging.getLogger(__name__)
 
@@ -221,7 +221,7 @@ class Peers:
 
     async def get_range(
         self, peer: Peer, name: str, offset: int, size_bytes: int, sink: SinkFactory, check: Check
-    ) -> Answer:
+    ) -> Response:
         """One range within a deadline of its own: a peer that only trickles is as good as dead."""
         async with self._at_once:
             while True:
@@ -263,7 +263,7 @@ class PeerSource:
         self._peers, self._peer, self._file = peers, peer, file
 
     async def get_range(self, offset: int, size_bytes: int, sink: SinkFactory) -> None:
-        def check(answer: Answer) -> None:
+        def check(answer: Response) -> None:
             if answer.headers.get("content-range", "").rpartition("/")[2] != str(self._file.size_bytes):
                 raise self._failure("its file has another size")
 

@@ -113,7 +113,7 @@ class BytesBody:
         yield memoryview(self.data)
 
 
-class Outgoing(Protocol):
+class BodyWriter(Protocol):
     """The way to a store for a body in a worker thread. Both methods block; what they raise ends the attempt."""
 
     @property

@@ -27,10 +27,10 @@ from ckpt_async.errors import (
 from ckpt_async.local.folder import check_identity
 from ckpt_async.stores.checksums import Digest, checksum_of, combine
 from ckpt_async.stores.interface import (
+    BodyWriter,
     BytesBody,
     Capabilities,
     ObjectInfo,
-    Outgoing,
     SmallPut,
     Store,
     StoredPart,
@@ -227,7 +227,7 @@ class FileBody:
     def is_paced(self) -> bool:
         return self._progress.is_paced
 
-    def send_in_thread(self, outgoing: Outgoing, digest: Digest | None = None) -> None:
+    def send_in_thread(self, outgoing: BodyWriter, digest: Digest | None = None) -> None:
         """`chunks`, for a worker thread and a way out that blocks; not where a bandwidth cap paces them. A `digest` is
         given what is written, for `outgoing` then takes no files.
 

@@ -16,7 +16,8 @@ import trustme
 
 from ckpt_async.errors import FailureReason, SourceError, StoreError
 from ckpt_async.local.folder import Folder
-from ckpt_async.stores.http.uploads import Exchange, let_block
+from ckpt_async.stores.http.connections import let_block
+from ckpt_async.stores.http.uploads import Exchange
 from ckpt_async.transfer import upload
 from ckpt_async.transfer.upload import FileBody, Source
 

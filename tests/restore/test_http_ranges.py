@@ -21,9 +21,10 @@ from ckpt_async import restore
 from ckpt_async.errors import FailureReason, StoreError
 from ckpt_async.stores import StoreOptions, open_store
 from ckpt_async.stores.checksums import checksum_of
+from ckpt_async.stores.http import connections
 from ckpt_async.stores.http import downloads as http_ranges
 from ckpt_async.stores.http.downloads import BUFFER_BYTES, Check, Downloads
-from ckpt_async.stores.http.messages import Answer
+from ckpt_async.stores.http.messages import Response
 from ckpt_async.stores.interface import BytesBody
 from ckpt_async.stores.s3 import client
 from tests.restore.runs import Run, content, files_of, is_whole
@@ -305,7 +306,7 @@ def test_a_connection_that_was_idle_for_long_is_not_used_again(run: Any, monkeyp
         with _Server(_answers(100)) as server:
             async with _downloads() as downloads:
                 for max_idle_s, num_connections in ((3600.0, 1), (3600.0, 1), (-1.0, 2), (3600.0, 2)):
-                    monkeypatch.setattr(http_ranges, "MAX_IDLE_S", max_idle_s)
+                    monkeypatch.setattr(connections, "MAX_IDLE_S", max_idle_s)
                     assert await _get(downloads, server) == b"0123456789"
                     assert server.num_connections == num_connections
                     assert len(downloads._idle) == 1
@@ -372,7 +373,7 @@ def test_a_refusal_is_an_answer(run: Any) -> None:
                 answer = await downloads.get_range(
                     f"http://localhost:{server.port}/x", 0, 10, pytest.fail, pytest.fail
                 )
-        assert isinstance(answer, Answer)
+        assert isinstance(answer, Response)
         response = answer.as_sdk_response()
         assert response["Error"] == {"Code": "SlowDown", "Message": "later"}
         assert response["ResponseMetadata"]["HTTPStatusCode"] == 503
@@ -475,7 +476,7 @@ def test_a_server_that_falls_silent(
         with _Server(talk, tls) as server:
             options = {"ca_file": str(certificate.with_name("c.pem")), "read_timeout_s": 0.3}
             async with _downloads(**options) as downloads, asyncio.timeout(PATIENCE_S):
-                with pytest.raises(TimeoutError, match="timed out"):
+                with pytest.raises(TimeoutError, match="no answer within"):
                     await _get(downloads, server, _scheme(tls))
 
     run(main())
@@ -721,7 +722,7 @@ def test_what_a_sink_raises_is_raised(run: Any) -> None:
 
 def _many(
     downloads: Downloads, server: _Server, num: int, got: Callable[[int, memoryview], None]
-) -> asyncio.Task[tuple[int, Answer] | None]:
+) -> asyncio.Task[tuple[int, Response] | None]:
     """Objects 0 to `num` - 1, of ten bytes."""
     gets = [(f"http://localhost:{server.port}/{number}?signed=1", 10) for number in range(num)]
     return asyncio.ensure_future(downloads.get_many(gets, lambda *_: None, got))

@@ -24,6 +24,7 @@ from ckpt_async.stores.directory import DirectoryStore
 from ckpt_async.stores.http.downloads import Downloads
 from ckpt_async.stores.s3 import client
 from ckpt_async.stores.s3.client import S3Store
+from ckpt_async.stores.tree import Tree
 from ckpt_async.transfer.upload import SMALL_BYTES
 from tests.faults.proxy import Fault, FaultProxy
 from tests.restore import plays
@@ -76,9 +77,9 @@ def together(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.fixture
 def on_disk(tmp_path: Path, together: list[str], monkeypatch: pytest.MonkeyPatch) -> Counted:
     keys: list[str] = []
-    opened = DirectoryStore._open
+    opened = Tree.open
 
-    def noted(self: DirectoryStore, key: str) -> int:
+    def noted(self: Tree, key: str) -> int:
         keys.append(key)
         return opened(self, key)
 
@@ -87,7 +88,7 @@ def on_disk(tmp_path: Path, together: list[str], monkeypatch: pytest.MonkeyPatch
         keys.clear()
         return found
 
-    monkeypatch.setattr(DirectoryStore, "_open", noted)
+    monkeypatch.setattr(Tree, "open", noted)
     return Counted(Run(f"file://{tmp_path / 'remote'}"), asked, together)
 
 

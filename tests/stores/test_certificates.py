@@ -9,7 +9,7 @@ import trustme
 from ckpt_async.errors import FailureReason, StoreError
 from ckpt_async.stores import StoreOptions, open_store
 from ckpt_async.stores.http.downloads import Downloads
-from ckpt_async.stores.http.messages import Answer
+from ckpt_async.stores.http.messages import Response
 from ckpt_async.stores.http.series import SmallUploads
 from ckpt_async.stores.http.uploads import Uploads
 from tests.stores.bodies import put
@@ -22,17 +22,17 @@ class OneSlice:
         outgoing.write(memoryview(b"body"))
 
 
-async def get(downloads: Downloads, url: str) -> Answer:
+async def get(downloads: Downloads, url: str) -> Response:
     return await downloads.get_range(url, 0, 5, lambda _: None, lambda _: None)
 
 
-async def put_body(uploads: Uploads, url: str) -> Answer:
+async def put_body(uploads: Uploads, url: str) -> Response:
     return await uploads.put(url, {"Content-Length": "4"}, OneSlice())
 
 
-async def put_many(uploads: SmallUploads, url: str) -> Answer:
+async def put_many(uploads: SmallUploads, url: str) -> Response:
     puts = iter([(b"PUT / HTTP/1.1\r\nContent-Length: 4\r\n\r\n", b"body")])
-    answers: list[Answer] = []
+    answers: list[Response] = []
     await uploads.put_many(url, puts, answers.append)
     return answers[0]
 

@@ -23,11 +23,11 @@ from ckpt_async.errors import FailureReason, ObjectNotFoundError, SourceError
 from ckpt_async.local.folder import Folder
 from ckpt_async.stores import open_store
 from ckpt_async.stores.checksums import checksum_of
-from ckpt_async.stores.http import messages
+from ckpt_async.stores.http import connections, messages
 from ckpt_async.stores.http import uploads as http_bodies
-from ckpt_async.stores.http.messages import Answer
+from ckpt_async.stores.http.messages import Response
 from ckpt_async.stores.http.uploads import Uploads
-from ckpt_async.stores.interface import Outgoing
+from ckpt_async.stores.interface import BodyWriter
 from ckpt_async.transfer.upload import FileBody, Source
 from tests.faults.proxy import FaultProxy
 from tests.restore.test_http_ranges import PATIENCE_S, Talk, _request, _Server
@@ -52,7 +52,7 @@ class Slices:
         self.is_being_sent = False
         self.threads: set[str] = set()
 
-    def send_in_thread(self, outgoing: Outgoing) -> None:
+    def send_in_thread(self, outgoing: BodyWriter) -> None:
         self.is_being_sent = True
         self.threads.add(threading.current_thread().name)
         buffer = bytearray(self._slice_bytes)
@@ -88,7 +88,7 @@ class Wire:
         finally:
             uploads.close()
 
-    async def put(self, uploads: Uploads, server: _Server, body: Slices | None = None) -> Answer:
+    async def put(self, uploads: Uploads, server: _Server, body: Slices | None = None) -> Response:
         body = body or Slices()
         headers = {"Content-Length": str(body.size_bytes), "x-amz-meta": b"kept"}
         return await uploads.put(self.url(server), headers, body)
@@ -102,7 +102,7 @@ def wire(request: pytest.FixtureRequest, tls: ssl.SSLContext, ca_file: str) -> W
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stuck socket is looked after soon."""
-    monkeypatch.setattr(http_bodies, "_STUCK_S", 0.05)
+    monkeypatch.setattr(connections, "BLOCK_S", 0.05)
 
 
 def receive(near: socket.socket, size_bytes: int) -> bytes:
@@ -502,7 +502,7 @@ def test_an_answer_with_a_pause_in_it(
     async def main() -> None:
         with wire.server(talk) as server:
             async with wire.uploads() as uploads:
-                monkeypatch.setattr(http_bodies, "time", clock)
+                monkeypatch.setattr(connections, "time", clock)
                 assert (await wire.put(uploads, server, Slices(b"body"))).error == b"ok"
 
     run(main())

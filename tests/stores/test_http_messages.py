@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from ckpt_async.stores.http.messages import (
     MAX_ERROR_BYTES,
-    Answer,
-    MalformedAnswerError,
-    UnusualAnswerError,
-    complete_answer,
+    MalformedResponseError,
+    Response,
+    UnusualResponseError,
+    complete_response,
     parsed,
     read_by_library,
     whole_number,
@@ -59,8 +59,8 @@ ANSWERS = st.builds(
 @given(ANSWERS | st.binary(max_size=200))
 def test_any_answer_is_read_in_one_way_or_refused(received: bytes) -> None:
     try:
-        found = complete_answer(without_interim(received))
-    except (http.client.HTTPException, UnusualAnswerError):
+        found = complete_response(without_interim(received))
+    except (http.client.HTTPException, UnusualResponseError):
         return
     if found is None:
         return
@@ -82,7 +82,7 @@ def test_the_library_reads_any_answer_or_refuses_it(received: bytes, piece_bytes
         answer = read_by_library(b"", lambda: pieces.pop(0) if pieces else b"")
     except http.client.HTTPException:
         return
-    assert isinstance(answer, Answer)
+    assert isinstance(answer, Response)
     assert len(answer.error) <= MAX_ERROR_BYTES
 
 
@@ -91,16 +91,16 @@ def test_the_library_reads_any_answer_or_refuses_it(received: bytes, piece_bytes
 def test_answers_end_where_they_say(bodies: list[bytes], cut: int) -> None:
     """One after the other on a connection, and cut anywhere."""
     whole = [b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body) for body in bodies]
-    found = complete_answer(whole[0][:cut])
+    found = complete_response(whole[0][:cut])
     assert (found is None) == (cut < len(whole[0]))
-    answer, is_last = complete_answer(b"".join(whole)) or pytest.fail("it is whole")
+    answer, is_last = complete_response(b"".join(whole)) or pytest.fail("it is whole")
     assert (answer.error, is_last) == (bodies[0], len(bodies) > 1)
 
 
 @pytest.mark.parametrize("kind", AMBIGUOUS)
 def test_a_head_that_can_be_read_in_two_ways_is_refused(kind: str) -> None:
     head, _, _ = AMBIGUOUS[kind].partition(END)
-    with pytest.raises(MalformedAnswerError):
+    with pytest.raises(MalformedResponseError):
         parsed(head)
 
 
@@ -108,6 +108,6 @@ def test_a_head_that_can_be_read_in_two_ways_is_refused(kind: str) -> None:
     "text", ["", "-1", "+1", " 1", "1 ", "1_0", "\N{ARABIC-INDIC DIGIT THREE}", "1" * 20]
 )
 def test_what_is_no_whole_number(text: str) -> None:
-    with pytest.raises(MalformedAnswerError):
+    with pytest.raises(MalformedResponseError):
         whole_number("Content-Length", text)
     assert whole_number("Content-Length", "9" * 19) == 10**19 - 1

@@ -18,10 +18,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from ckpt_async.stores.http import messages, series
-from ckpt_async.stores.http import uploads as http_bodies
-from ckpt_async.stores.http.downloads import Flight, has_unread
-from ckpt_async.stores.http.messages import Answer
+from ckpt_async.stores.http import connections, messages, series
+from ckpt_async.stores.http.connections import CancelToken, has_unread
+from ckpt_async.stores.http.messages import Response
 from ckpt_async.stores.http.series import Put, SmallUploads
 from ckpt_async.stores.http.uploads import head_of
 from tests.restore.test_http_ranges import PATIENCE_S, Talk, _request, _Server
@@ -70,9 +69,9 @@ class Wire(test_http_bodies.Wire):
         uploads: SmallUploads,
         server: _Server,
         bodies: Iterable[bytes],
-        answered: Callable[[Answer], None] = lambda _: None,
+        answered: Callable[[Response], None] = lambda _: None,
         name: str = "key",
-    ) -> Coroutine[Any, Any, Answer | None]:
+    ) -> Coroutine[Any, Any, Response | None]:
         return uploads.put_many(self.url(server), self.puts(bodies, name), answered)
 
 
@@ -108,7 +107,7 @@ def plain(tls: ssl.SSLContext, ca_file: str) -> Wire:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Deadlines are looked at often, and a stuck socket is looked after soon."""
     monkeypatch.setattr(series, "TICK_S", 0.01)
-    monkeypatch.setattr(http_bodies, "_STUCK_S", 0.05)
+    monkeypatch.setattr(connections, "BLOCK_S", 0.05)
 
 
 def descriptors() -> set[str]:
@@ -149,7 +148,7 @@ def test_many_in_their_order_on_one_connection(run: Any, wire: Wire) -> None:
     received: list[bytes] = []
     told: list[tuple[int, int]] = []  # status, and how many had arrived by then
 
-    def answered(answer: Answer) -> None:
+    def answered(answer: Response) -> None:
         told.append((answer.status, len(received) // 2))
 
     async def main() -> None:
@@ -198,7 +197,7 @@ def test_many_of_none(run: Any, wire: Wire) -> None:
 @pytest.mark.parametrize("refusal", [REFUSED, KEPT_REFUSAL], ids=["the last", "kept"])
 def test_many_end_with_the_first_refusal(run: Any, wire: Wire, refusal: bytes) -> None:
     received: list[bytes] = []
-    answers: list[Answer] = []
+    answers: list[Response] = []
 
     def talk(near: socket.socket) -> None:
         for _ in range(7):
@@ -227,21 +226,21 @@ def test_a_server_that_closes_connections_amid_many(
 ) -> None:
     """Each arrives once, on as many connections as it takes and no more."""
     received: list[bytes] = []
-    answers: list[Answer] = []
+    answers: list[Response] = []
     using: list[socket.socket] = []
-    original = Flight.uses
+    original = CancelToken.uses
 
-    def uses(flight: Flight, connected: socket.socket | None) -> None:
+    def uses(token: CancelToken, connected: socket.socket | None) -> None:
         using.extend([connected] if connected else [])
-        original(flight, connected)
+        original(token, connected)
 
-    def answered(answer: Answer) -> None:
+    def answered(answer: Response) -> None:
         answers.append(answer)
         if answer.headers.get("connection") != "close":
             # The end arrives before the next one is begun: else that would be lost on the way.
             wait_until(lambda: not series._is_quiet(using[-1]))
 
-    monkeypatch.setattr(Flight, "uses", uses)
+    monkeypatch.setattr(CancelToken, "uses", uses)
 
     async def main() -> None:
         with wire.server(takes_all(received, num_times=1, answer=answer)) as server:
@@ -257,7 +256,7 @@ def test_a_server_that_closes_connections_amid_many(
 def test_a_connection_that_breaks_amid_many(run: Any, wire: Wire) -> None:
     """What was answered before stays answered; nothing is sent after it."""
     received: list[bytes] = []
-    answers: list[Answer] = []
+    answers: list[Response] = []
 
     def talk(near: socket.socket) -> None:
         takes_all(received, num_times=4)(near)
@@ -306,7 +305,7 @@ def test_what_tls_says_of_its_own_is_no_end(run: Any, tls: ssl.SSLContext, ca_fi
         with wire.server(takes_all([])) as server:
             async with wire.small_uploads() as uploads:
                 url = series.urlsplit(wire.url(server))
-                await uploads._in_thread(lambda flight: uploads._add_idle(url, flight))
+                await uploads._in_thread(lambda token: uploads._add_idle(url, token))
                 [(idle, _)] = uploads._idle
                 await until(lambda: has_unread(idle.sock))
                 await wire.put_many(uploads, server, SMALL)
@@ -328,7 +327,7 @@ def test_an_error_of_who_is_asked_or_told_ends_it(run: Any, wire: Wire, who: str
             raise LookupError("by the test")
         yield SMALL[num_good]
 
-    def answered(_: Answer) -> None:
+    def answered(_: Response) -> None:
         nonlocal num_answered
         num_answered += 1
         if who == "told" and num_answered > num_good:
@@ -451,7 +450,7 @@ def test_a_server_that_falls_silent_fails_its_own_series(run: Any, wire: Wire, r
     """It reads no more, or it never answers."""
     may_end = threading.Event()
     is_over = threading.Event()
-    answers: list[Answer] = []
+    answers: list[Response] = []
 
     def is_silent(near: socket.socket) -> None:
         head = _request(near)
@@ -531,9 +530,9 @@ def test_whoever_gets_on_is_not_late(run: Any, wire: Wire, monkeypatch: pytest.M
 
     def noting(received: bytes) -> Any:
         seen.append(received)
-        return messages.complete_answer(received)
+        return messages.complete_response(received)
 
-    monkeypatch.setattr(series, "complete_answer", noting)
+    monkeypatch.setattr(series, "complete_response", noting)
 
     def talk(near: socket.socket) -> None:
         near.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
@@ -634,7 +633,7 @@ def test_answers_of_every_shape(run: Any, wire: Wire, kind: str, is_in_pieces: b
     answer, status, content, is_kept = GOOD_ANSWERS[kind]
     piece_bytes = max(1, len(answer) // 1000) if is_in_pieces else len(answer)
     received: list[bytes] = []
-    answers: list[Answer] = []
+    answers: list[Response] = []
 
     def talk(near: socket.socket) -> None:
         near.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -678,7 +677,7 @@ ODD_REFUSALS = {
     + [("after it", kind) for kind in ODD_REFUSALS if kind != "cut short"],
 )
 def test_refusals_of_every_shape(run: Any, wire: Wire, when: str, kind: str) -> None:
-    answers: list[Answer] = []
+    answers: list[Response] = []
 
     def talk(near: socket.socket) -> None:
         head = _request(near)
@@ -749,7 +748,7 @@ def test_a_refusal_followed_by_a_reset(run: Any, wire: Wire) -> None:
 def test_a_success_before_the_body_is_sent_is_none(run: Any, wire: Wire) -> None:
     """Nobody can have stored what he has not got."""
     is_over = threading.Event()
-    answers: list[Answer] = []
+    answers: list[Response] = []
 
     def talk(near: socket.socket) -> None:
         _request(near)
@@ -769,7 +768,7 @@ def test_a_success_before_the_body_is_sent_is_none(run: Any, wire: Wire) -> None
 
 @pytest.mark.parametrize("kind", BAD_ANSWERS)
 def test_a_bad_answer_is_an_error(run: Any, wire: Wire, kind: str) -> None:
-    answers: list[Answer] = []
+    answers: list[Response] = []
 
     def talk(near: socket.socket) -> None:
         receive(near, content_length(_request(near)))
@@ -817,7 +816,7 @@ def test_what_arrives_together(run: Any, wire: Wire, kind: str) -> None:
     answer = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(content)
     pieces = [answer, content[:9], content[9:]] if kind == "an answer" else [DONE, KEPT_REFUSAL]
     received: list[bytes] = []
-    answers: list[Answer] = []
+    answers: list[Response] = []
 
     def talk(near: socket.socket) -> None:
         while True:
@@ -878,7 +877,7 @@ async def cancelled(sending: asyncio.Future[Any]) -> None:
 
 
 def test_cancelled_amid_many_nobody_is_told_any_more(run: Any, wire: Wire) -> None:
-    answers: list[Answer] = []
+    answers: list[Response] = []
     waiting = Gate()
 
     def talk(near: socket.socket) -> None:
@@ -908,7 +907,7 @@ def test_cancelled_while_somebody_is_told_it_waits(run: Any, wire: Wire) -> None
     telling = Gate()
     num_told = 0
 
-    def answered(_: Answer) -> None:
+    def answered(_: Response) -> None:
         nonlocal num_told
         telling.wait()
         num_told += 1
@@ -983,7 +982,7 @@ def test_cancelled_amid_a_body(run: Any, wire: Wire) -> None:
 
 def test_cancelled_while_its_body_is_read(run: Any, wire: Wire) -> None:
     """Nobody waits for the disk; what is read at last is not sent. The others go on."""
-    answers: list[Answer] = []
+    answers: list[Response] = []
     received: dict[bytes, list[bytes]] = defaultdict(list)
     reading = Gate()
 
@@ -1008,7 +1007,7 @@ def test_cancelled_while_its_body_is_read(run: Any, wire: Wire) -> None:
 @pytest.mark.parametrize("when", ["before its turn", "before its answer", "before its answer is read"])
 def test_cancelled_while_another_body_is_read(run: Any, wire: Wire, when: str) -> None:
     """Nobody waits for that either, nor is told of an answer that is found later."""
-    answers: list[Answer] = []
+    answers: list[Response] = []
     received: list[bytes] = []
     reading, asked, answered = Gate(), Gate(), Gate()
 
@@ -1051,7 +1050,7 @@ def test_cancelled_while_another_body_is_read(run: Any, wire: Wire, when: str) -
 
 
 def test_cancelled_while_an_odd_answer_is_read_on(run: Any, wire: Wire) -> None:
-    answers: list[Answer] = []
+    answers: list[Response] = []
     waiting = Gate()
 
     def talk(near: socket.socket) -> None:
@@ -1121,7 +1120,7 @@ def test_it_ends_when_nothing_is_on_its_way_and_starts_again(run: Any, wire: Wir
 def test_closed_while_series_are_on_their_way(run: Any, wire: Wire) -> None:
     """They go on as long as their connections live."""
     received: list[bytes] = []
-    answers: dict[str, list[Answer]] = defaultdict(list)
+    answers: dict[str, list[Response]] = defaultdict(list)
     held = {"usual": Gate(), "last": Gate(), "chunked": Gate()}
 
     def talk(near: socket.socket) -> None:

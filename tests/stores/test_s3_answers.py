@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ckpt_async.core.model import Checksum
 from ckpt_async.errors import CkptAsyncError, FailureReason, ObjectNotFoundError, StoreError
-from ckpt_async.stores.http.messages import MalformedAnswerError
+from ckpt_async.stores.http.messages import MalformedResponseError
 from ckpt_async.stores.s3 import answers as s3_answers
 from tests.stores.documents import contents, deleted, document, item, objects, parts, uploads
 from tests.stores.peer import Peer, answer
@@ -206,7 +206,7 @@ def test_a_prefix_that_looks_encoded_is_known_again(prefix):
     page = {"Name": "bucket", "IsTruncated": False, "ResponseMetadata": {"HTTPHeaders": {}}}
     for echo in (prefix, quote(prefix), quote_plus(prefix), unquote_plus(prefix)):
         assert s3_answers.next_page(s3_answers.OBJECTS, asked, page | {"Prefix": echo}) is None, echo
-    with pytest.raises(MalformedAnswerError):
+    with pytest.raises(MalformedResponseError):
         s3_answers.next_page(s3_answers.OBJECTS, asked, page | {"Prefix": f"{prefix}x"})
 
 
@@ -223,7 +223,7 @@ def test_the_alias_of_an_access_point_may_be_answered_by_the_buckets_own_name():
     page["ResponseMetadata"] = {"HTTPHeaders": {}}
     asked = {"Bucket": "point-abcdefghijklmnopqrstuvwxyz1a2b3c-s3alias", "Prefix": "run/"}
     assert s3_answers.next_page(s3_answers.OBJECTS, asked, page) is None
-    with pytest.raises(MalformedAnswerError):
+    with pytest.raises(MalformedResponseError):
         s3_answers.next_page(s3_answers.OBJECTS, asked | {"Bucket": "point"}, page)
 
 

@@ -21,7 +21,7 @@ from ckpt_async.stores import StoreOptions, open_store
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.http.uploads import head_of
 from ckpt_async.stores.interface import BytesBody, Create, SmallPut
-from ckpt_async.stores.s3.signing import GetPattern, PutPattern
+from ckpt_async.stores.s3.signing import RequestTemplate, UrlTemplate
 from ckpt_async.transfer.upload import FileBody, Source
 from tests.faults.proxy import Fault, FaultProxy
 from tests.stores.bodies import put
@@ -103,7 +103,7 @@ def test_signed_as_the_sdk_signs(
         "amz-sdk-request": "attempt=1",
     }
     known = sent_by_sdk(pattern_url, of_first, ReadOnlyCredentials("OLD", "older", "gone"), start)
-    pattern = PutPattern.of(pattern_url, dict(known.headers), first, queries[0])
+    pattern = RequestTemplate.of(pattern_url, dict(known.headers), first, queries[0])
     assert pattern is not None
     url, headers = pattern.request(second, 1, CHECKSUM, credentials, now, queries[1])
     ours = {name: value for name, value in headers.items() if name not in SIGNERS_OWN}
@@ -153,19 +153,19 @@ def test_what_is_sent_in_another_way_is_no_pattern(change: dict[str, str]) -> No
         "Authorization": "AWS4-HMAC-SHA256 Credential=A/20260101/us-east-1/s3/aws4_request, SignedHeaders=host",
         "x-amz-content-sha256": "UNSIGNED-PAYLOAD",
     }
-    assert PutPattern.of("http://s3/bucket/key", told, "key") is not None
-    assert PutPattern.of("http://s3/bucket/key", told | change, "key") is None
-    assert PutPattern.of("http://s3/bucket/key?x-id=PutObject", told, "key") is None
+    assert RequestTemplate.of("http://s3/bucket/key", told, "key") is not None
+    assert RequestTemplate.of("http://s3/bucket/key", told | change, "key") is None
+    assert RequestTemplate.of("http://s3/bucket/key?x-id=PutObject", told, "key") is None
     part = {"partNumber": "1", "uploadId": "u"}
-    assert PutPattern.of("http://s3/bucket/key?uploadId=u&partNumber=1", told, "key", part) is not None
+    assert RequestTemplate.of("http://s3/bucket/key?uploadId=u&partNumber=1", told, "key", part) is not None
     for query in (
         "",
         "?partNumber=1",
         "?partNumber=2&uploadId=u",
         "?partNumber=1&uploadId=u&x-id=UploadPart",
     ):
-        assert PutPattern.of(f"http://s3/bucket/key{query}", told, "key", part) is None
-    assert PutPattern.of("http://s3/bucket/other", told, "key") is None
+        assert RequestTemplate.of(f"http://s3/bucket/key{query}", told, "key", part) is None
+    assert RequestTemplate.of("http://s3/bucket/other", told, "key") is None
 
 
 class Moves:
@@ -440,7 +440,7 @@ def test_urls_to_read_are_signed_as_the_sdk_signs(
             botocore.auth.S3SigV4QueryAuth(credentials, "s3", "eu-central-1", expires=3600).add_auth(request)
         return str(request.url)
 
-    pattern = GetPattern.of(signed(first, ReadOnlyCredentials("OLD", "older", "gone"), 1_767_225_600), first)
+    pattern = UrlTemplate.of(signed(first, ReadOnlyCredentials("OLD", "older", "gone"), 1_767_225_600), first)
     assert pattern is not None
     credentials = ReadOnlyCredentials("AKID", "secret/+key", token)
     assert in_order(pattern.url(second, credentials, now + 0.5)) == in_order(signed(second, credentials, now))
@@ -464,5 +464,5 @@ HOST = "X-Amz-SignedHeaders=host"
     ids=["version 2", "another key", "S3 Express", "its session", "more headers", "version 4a"],
 )
 def test_other_urls_to_read_are_the_sdks_business(key: str, asked: str) -> None:
-    assert GetPattern.of(f"https://s3/bucket/key?{V4}&{SCOPE}&{HOST}", "key") is not None
-    assert GetPattern.of(f"https://s3/bucket/{key}?{asked}", "key") is None
+    assert UrlTemplate.of(f"https://s3/bucket/key?{V4}&{SCOPE}&{HOST}", "key") is not None
+    assert UrlTemplate.of(f"https://s3/bucket/{key}?{asked}", "key") is None

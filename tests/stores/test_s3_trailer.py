@@ -23,9 +23,9 @@ from ckpt_async.errors import FailureReason, IntegrityError, SourceError, StoreE
 from ckpt_async.local.folder import Folder
 from ckpt_async.stores import StoreOptions, open_store
 from ckpt_async.stores.checksums import Digest, checksum_of
-from ckpt_async.stores.interface import Outgoing
+from ckpt_async.stores.interface import BodyWriter
 from ckpt_async.stores.s3 import client, trailer
-from ckpt_async.stores.s3.trailer import TrailedBody, trailed_size
+from ckpt_async.stores.s3.trailer import AwsChunkedBody, trailed_size
 from ckpt_async.transfer.requests import Requests
 from ckpt_async.transfer.upload import FileBody, Source, upload
 from tests.faults.proxy import FaultProxy
@@ -42,7 +42,7 @@ JUDGES = {"crc64nvme": CrtCrc64NvmeChecksum, "crc32c": CrtCrc32cChecksum}
 
 
 class Wire(bytearray):
-    """An `Outgoing` that keeps what is written."""
+    """An `BodyWriter` that keeps what is written."""
 
     takes_files = False
 
@@ -57,7 +57,7 @@ class Pieces:
         self._pieces = pieces
         self.size_bytes = sum(map(len, pieces))
 
-    def send_in_thread(self, outgoing: Outgoing, digest: Digest) -> None:
+    def send_in_thread(self, outgoing: BodyWriter, digest: Digest) -> None:
         buffer = bytearray(max(map(len, self._pieces), default=0))
         for each in self._pieces:
             buffer[: len(each)] = each
@@ -77,7 +77,7 @@ def test_framed_as_the_sdk_frames(pieces: list[bytes], chunk_bytes: int, algorit
     wire: Any = Wire()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trailer, "CHUNK_BYTES", chunk_bytes)
-        TrailedBody(Pieces(pieces), algorithm).send_in_thread(wire)
+        AwsChunkedBody(Pieces(pieces), algorithm).send_in_thread(wire)
         assert wire == judge.read()
         assert len(wire) == trailed_size(sum(map(len, pieces)), algorithm)
 
@@ -317,7 +317,7 @@ def test_a_file_that_changes_is_not_what_its_trailer_says(source: CountedSource)
 
     wire: Any = Overwriting()
     with pytest.raises(SourceError) as failed:
-        TrailedBody(body, "crc64nvme").send_in_thread(wire)
+        AwsChunkedBody(body, "crc64nvme").send_in_thread(wire)
     assert failed.value.reason is FailureReason.SOURCE_CHANGED
     assert not wire.endswith(b"\r\n\r\n")
     assert asyncio.run(body.checksum()) == checksum_of(DATA[::-1], "crc64nvme")

@@ -25,7 +25,7 @@ _PORTS = {"http": 80, "https": 443}
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Response:
     """Status and headers (names in lower case); `error` is the body of a refusal."""
 
     status: int
@@ -60,15 +60,15 @@ def lines_of(headers: Mapping[str, str | bytes]) -> str:
     return lines
 
 
-class UnusualAnswerError(Exception):
+class UnusualResponseError(Exception):
     """It is not a short answer that tells its length."""
 
 
-class MalformedAnswerError(http.client.HTTPException):
+class MalformedResponseError(http.client.HTTPException):
     """It says what no store says, or could be read in more than one way."""
 
 
-def complete_answer(received: bytes) -> tuple[Answer, bool] | None:
+def complete_response(received: bytes) -> tuple[Response, bool] | None:
     """The answer, and whether it is the connection's last; None if there is more to come."""
     head, has_ended, content = received.partition(b"\r\n\r\n")
     if not has_ended:
@@ -78,14 +78,14 @@ def complete_answer(received: bytes) -> tuple[Answer, bool] | None:
     answer = parsed(head)
     size = content_length(answer)
     if size is None or size > MAX_ERROR_BYTES:
-        raise UnusualAnswerError
+        raise UnusualResponseError
     if len(content) < size:
         return None
     is_last = not keeps_connection(head, answer) or len(content) > size
-    return Answer(answer.status, answer.headers, content[:size]), is_last
+    return Response(answer.status, answer.headers, content[:size]), is_last
 
 
-def keeps_connection(head: bytes, answer: Answer) -> bool:
+def keeps_connection(head: bytes, answer: Response) -> bool:
     """Whether another request may follow."""
     return head.startswith(b"HTTP/1.1") and "close" not in answer.headers.get("connection", "").lower()
 
@@ -97,9 +97,9 @@ def without_interim(received: bytes) -> bytes:
     return received
 
 
-def parsed(head: bytes) -> Answer:
+def parsed(head: bytes) -> Response:
     """An answer's head, without the empty line at its end. Strict: what can be read in two ways lets a part of one
-    answer pass for the next (RFC 9112, 11.2). Raises BadStatusLine or MalformedAnswerError.
+    answer pass for the next (RFC 9112, 11.2). Raises BadStatusLine or MalformedResponseError.
     """
     first, *lines = head.decode("latin-1").split("\r\n")
     version, _, status = first.partition(" ")
@@ -109,32 +109,32 @@ def parsed(head: bytes) -> Answer:
     for line in lines:
         match = _HEADER.fullmatch(line)
         if match is None:
-            raise MalformedAnswerError(f"the answer has a header line {line[:80]!r}")
+            raise MalformedResponseError(f"the answer has a header line {line[:80]!r}")
         name, value = match[1].lower(), match[2].strip(" \t")
         if name in _FRAMING and name in headers:
-            raise MalformedAnswerError(f"the answer has {name} twice")
+            raise MalformedResponseError(f"the answer has {name} twice")
         headers[name] = value
     if _FRAMING.issubset(headers):
-        raise MalformedAnswerError(f"the answer has both {' and '.join(sorted(_FRAMING))}")
-    answer = Answer(int(status[:3]), headers)
+        raise MalformedResponseError(f"the answer has both {' and '.join(sorted(_FRAMING))}")
+    answer = Response(int(status[:3]), headers)
     content_length(answer)
     return answer
 
 
-def content_length(answer: Answer) -> int | None:
+def content_length(answer: Response) -> int | None:
     """As the head tells it; None if it does not."""
     text = answer.headers.get("content-length")
     return None if text is None else whole_number("Content-Length", text)
 
 
 def whole_number(name: str, text: str) -> int:
-    """Of at most 19 digits. Raises MalformedAnswerError."""
+    """Of at most 19 digits. Raises MalformedResponseError."""
     if not _WHOLE.fullmatch(text):
-        raise MalformedAnswerError(f"the {name} of the answer is {text[:80]!r}")
+        raise MalformedResponseError(f"the {name} of the answer is {text[:80]!r}")
     return int(text)
 
 
-def read_by_library(received: bytes, receive: Callable[[], bytes]) -> Answer:
+def read_by_library(received: bytes, receive: Callable[[], bytes]) -> Response:
     """An answer of any shape: what was received of it, and then what `receive` finds, until that is nothing."""
     response = http.client.HTTPResponse(_Received(received, receive), method="PUT")  # type: ignore[arg-type]
     with contextlib.closing(response):
@@ -147,8 +147,8 @@ def read_by_library(received: bytes, receive: Callable[[], bytes]) -> Answer:
                 raise
             content = error.partial  # better than nothing
         except ValueError as error:
-            raise MalformedAnswerError(f"the answer has no sensible body: {error}") from error
-        return Answer(response.status, headers, content)
+            raise MalformedResponseError(f"the answer has no sensible body: {error}") from error
+        return Response(response.status, headers, content)
 
 
 class _Received(io.RawIOBase):

@@ -21,15 +21,15 @@ from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from ckpt_async.politeness import enter_bulk_thread
-from ckpt_async.stores.http.downloads import Connections, Flight, dial
+from ckpt_async.stores.http.connections import CancelToken, Connections, let_block
 from ckpt_async.stores.http.messages import (
     HEAD_BYTES,
-    Answer,
-    UnusualAnswerError,
-    complete_answer,
+    Response,
+    UnusualResponseError,
+    complete_response,
     without_interim,
 )
-from ckpt_async.stores.http.uploads import Exchange, let_block
+from ckpt_async.stores.http.uploads import Exchange
 
 # How often deadlines are looked at.
 TICK_S = 1.0
@@ -46,8 +46,8 @@ class SmallUploads(Connections):
         self._thread = _Thread(self._ended)
 
     async def put_many(
-        self, url: str, puts: Iterator[Put], answered: Callable[[Answer], None]
-    ) -> Answer | None:
+        self, url: str, puts: Iterator[Put], answered: Callable[[Response], None]
+    ) -> Response | None:
         """One after the other to the host of `url`, until one is refused: then its answer.
 
         One thread for all that are on their way takes from `puts` when it is its turn. `answered` is called for each
@@ -63,7 +63,7 @@ class SmallUploads(Connections):
             except BaseException:
                 connection.close()
                 raise
-            await self._landed(line.flight, asyncio.wrap_future(line.over))
+            await self._result(line.token, asyncio.wrap_future(line.over))
             if (put := line.put) is None:
                 return line.refusal
 
@@ -80,20 +80,20 @@ class SmallUploads(Connections):
 
     # --- in worker threads ---------------------------------------------------------------------------------
 
-    def _add_idle(self, url: SplitResult, flight: Flight) -> None:
+    def _add_idle(self, url: SplitResult, token: CancelToken) -> None:
         connection = self._connect(url)
         try:
-            dial(connection)
-            connection.sock.setblocking(False)
-            flight.uses(connection.sock)
-            flight.uses(None)
+            connected = self._dial(connection)
+            connected.setblocking(False)
+            token.uses(connected)
+            token.uses(None)
         except BaseException:
             connection.close()
             raise
         self._put_back(connection)
 
     def _ended(self, line: _Line, error: BaseException | None) -> None:
-        if isinstance(error, UnusualAnswerError):
+        if isinstance(error, UnusualResponseError):
             try:
                 self._threads.submit(self._read_on, line)
                 return
@@ -115,7 +115,7 @@ class SmallUploads(Connections):
         line.end(error)
 
 
-class _SharedFlight(Flight):
+class _SharedToken(CancelToken):
     """Its thread has others to carry: whoever cancels waits for it only while it is at `answered`."""
 
     is_telling = False
@@ -132,14 +132,14 @@ class _Line:
         connection: http.client.HTTPConnection,
         put: Put | None,
         puts: Iterator[Put],
-        answered: Callable[[Answer], None],
+        answered: Callable[[Response], None],
         timeout_s: float,
     ) -> None:
-        self.connection, self.flight = connection, _SharedFlight()
+        self.connection, self.token = connection, _SharedToken()
         self.over: concurrent.futures.Future[None] = concurrent.futures.Future()
         self.over.set_running_or_notify_cancel()
         self.put = put  # was taken from `puts`, and not begun
-        self.refusal: Answer | None = None
+        self.refusal: Response | None = None
         self.is_over = False
         self.is_last = False  # request on this connection
         self.socket: socket.socket = connection.sock
@@ -152,7 +152,7 @@ class _Line:
 
     def begin(self) -> None:
         """The next request, if there is one and the connection takes it."""
-        self.flight.uses(None)
+        self.token.uses(None)
         put, self.put = self.put or next(self._puts, None), None
         # The first one is sent whatever the connection says, or there might be no end of connections.
         self.is_last = self.is_last or (bool(self._received) and not _is_quiet(self.socket))
@@ -160,7 +160,7 @@ class _Line:
             self.put, self.is_over = put, True
             return
         head, data = put
-        self.flight.uses(self.socket)
+        self.token.uses(self.socket)
         # OpenSSL wants to see the same bytes again after it was told to wait.
         self._unsent = [memoryview(head + data)] if self._is_tls else [memoryview(head), memoryview(data)]
         self._received = b""
@@ -229,20 +229,20 @@ class _Line:
         if not data and not self._received:
             raise http.client.RemoteDisconnected("the server has closed the connection without an answer")
         if not data or (self._received and self._unsent):
-            raise UnusualAnswerError
-        if (found := complete_answer(self._received)) is not None:
+            raise UnusualResponseError
+        if (found := complete_response(self._received)) is not None:
             answer, self.is_last = found
             self._heed(answer)
 
-    def _heed(self, answer: Answer) -> None:
+    def _heed(self, answer: Response) -> None:
         if answer.status >= 300:
-            self.flight.uses(None)  # else who cancels now breaks the connection beneath the next who has it
+            self.token.uses(None)  # else who cancels now breaks the connection beneath the next who has it
             self.refusal, self.is_over = answer, True
             return
-        self.flight.is_telling = True
-        self.flight.uses(self.socket)  # not if it is cancelled by now
+        self.token.is_telling = True
+        self.token.uses(self.socket)  # not if it is cancelled by now
         self._answered(answer)
-        self.flight.is_telling = False
+        self.token.is_telling = False
         self.begin()
 
 

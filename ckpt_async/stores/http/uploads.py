@@ -20,22 +20,19 @@ from functools import partial
 from typing import Protocol
 from urllib.parse import SplitResult, urlsplit
 
-from ckpt_async.stores.http.downloads import Connections, Flight, dial, has_unread, timeval
+from ckpt_async.stores.http.connections import BLOCKED, CancelToken, Connections, has_unread, receive
 from ckpt_async.stores.http.messages import (
     HEAD_BYTES,
-    Answer,
-    UnusualAnswerError,
-    complete_answer,
+    Response,
+    UnusualResponseError,
+    complete_response,
     host_of,
     lines_of,
     read_by_library,
     without_interim,
 )
-from ckpt_async.stores.interface import Outgoing
+from ckpt_async.stores.interface import BodyWriter
 
-# A socket that takes nothing for this long is asked whether the store has answered already.
-_STUCK_S = 1.0
-_STUCK = (BlockingIOError, TimeoutError)  # of a plain socket, of TLS
 _UNREACHABLE = frozenset(
     {errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOTCONN}
 )
@@ -44,38 +41,34 @@ _UNREACHABLE = frozenset(
 class ThreadBody(Protocol):
     """A body that a worker thread can send."""
 
-    def send_in_thread(self, outgoing: Outgoing) -> None: ...
+    def send_in_thread(self, outgoing: BodyWriter) -> None: ...
 
 
 class Uploads(Connections):
     """PUTs of bodies."""
 
-    async def put(self, url: str, headers: Mapping[str, str | bytes], body: ThreadBody) -> Answer:
+    async def put(self, url: str, headers: Mapping[str, str | bytes], body: ThreadBody) -> Response:
         """One attempt. On return or raise nothing asks for slices of the body any more.
 
         Raises whatever the socket or `body` raise. A refusal is returned.
         """
-        return await self._in_thread(lambda flight: self._put(flight, urlsplit(url), headers, body))
+        return await self._in_thread(lambda token: self._put(token, urlsplit(url), headers, body))
 
     # --- in a worker thread --------------------------------------------------------------------------------
 
     def _put(
         self,
-        flight: Flight,
+        token: CancelToken,
         url: SplitResult,
         headers: Mapping[str, str | bytes],
         body: ThreadBody,
-    ) -> Answer:
+    ) -> Response:
         connection, is_fresh = self._take(url)  # a body is not sent twice in one attempt
         try:
-            if is_fresh:
-                dial(connection)
-            connected: socket.socket = connection.sock
-            if is_fresh:
-                let_block(connected, self._read_timeout_s)
-            flight.uses(connected)
+            connected = self._dial(connection) if is_fresh else connection.sock
+            token.uses(connected)
             answer, is_last = Exchange(connected, self._read_timeout_s).make(head_of(url, headers), body)
-            flight.uses(None)
+            token.uses(None)
         except BaseException:
             connection.close()
             raise
@@ -95,7 +88,7 @@ class Exchange:
         self._head = b""  # not sent yet
         self._received = b""
 
-    def make(self, head: bytes, body: ThreadBody) -> tuple[Answer, bool]:
+    def make(self, head: bytes, body: ThreadBody) -> tuple[Response, bool]:
         """The answer, and whether it is the connection's last."""
         self._head = head
         try:
@@ -106,12 +99,12 @@ class Exchange:
             return self._refusal(), True
         return self._answer()
 
-    def read_on(self, received: bytes, *, is_amid_body: bool) -> Answer:
+    def read_on(self, received: bytes, *, is_amid_body: bool) -> Response:
         """The answer that begins with `received`; nothing that follows it on the connection can be relied on."""
         self._received = received
         return self._refusal() if is_amid_body else self._answer()[0]
 
-    # --- Outgoing ------------------------------------------------------------------------------------------
+    # --- BodyWriter ------------------------------------------------------------------------------------------
 
     @property
     def takes_files(self) -> bool:
@@ -148,8 +141,8 @@ class Exchange:
         while True:
             try:
                 return send()
-            except _STUCK:
-                give_up_at = give_up_at or time.monotonic() - _STUCK_S + self._timeout_s
+            except BLOCKED:
+                give_up_at = give_up_at or time.monotonic() + self._timeout_s
             except OSError as error:
                 if not _is_of_connection(error):
                     raise
@@ -184,22 +177,22 @@ class Exchange:
 
     # --- the answer ----------------------------------------------------------------------------------------
 
-    def _answer(self) -> tuple[Answer, bool]:
+    def _answer(self) -> tuple[Response, bool]:
         while True:
             self._received = without_interim(self._received)
             try:
-                if (found := complete_answer(self._received)) is not None:
+                if (found := complete_response(self._received)) is not None:
                     return found
-            except UnusualAnswerError:
+            except UnusualResponseError:
                 return read_by_library(self._received, self._receive), True
             self._received += self._receive_more()
 
-    def _refusal(self) -> Answer:
+    def _refusal(self) -> Response:
         """An answer amid the body. It may be cut short, and no end need follow it."""
 
         def receive() -> bytes:
             with contextlib.suppress(OSError):
-                return self._socket.recv(HEAD_BYTES)  # waits for _STUCK_S at most
+                return self._socket.recv(HEAD_BYTES)  # waits for BLOCK_S at most
             return b""
 
         answer = read_by_library(self._received, receive)
@@ -213,13 +206,7 @@ class Exchange:
         return data
 
     def _receive(self) -> bytes:
-        give_up_at = time.monotonic() + self._timeout_s
-        while True:
-            try:
-                return self._socket.recv(HEAD_BYTES)
-            except _STUCK:
-                if time.monotonic() >= give_up_at:
-                    raise TimeoutError(f"no answer within {self._timeout_s:g} s") from None
+        return receive(self._socket, HEAD_BYTES, self._timeout_s)
 
 
 class _AnsweredError(Exception):
@@ -231,20 +218,6 @@ def head_of(url: SplitResult, headers: Mapping[str, str | bytes]) -> bytes:
     if not any(name.lower() == "host" for name in headers):
         headers = {"Host": host_of(url), **headers}  # some versions of the SDK give it
     return f"PUT {target} HTTP/1.1\r\n{lines_of(headers)}\r\n".encode("latin-1")
-
-
-def let_block(connected: socket.socket, timeout_s: float) -> None:
-    """Let calls return when nothing has moved for a while. Python's own timeouts make a socket non-blocking, which
-    os.sendfile does not know what to do with; the kernel's mean nothing to TLS.
-    """
-    limit_s = min(timeout_s, _STUCK_S)
-    if isinstance(connected, ssl.SSLSocket):
-        connected.settimeout(limit_s)
-        return
-    connected.settimeout(None)
-    limit = timeval(limit_s)
-    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-        connected.setsockopt(socket.SOL_SOCKET, option, limit)
 
 
 def _is_of_connection(error: OSError) -> bool:

@@ -1,4 +1,4 @@
-"""What S3's answers say, or why one is not believed. Pure: answers in, values or MalformedAnswerError out.
+"""What S3's answers say, or why one is not believed. Pure: answers in, values or MalformedResponseError out.
 
 An answer has to show that it is what was asked for. Proxies, login pages and caches answer 200 too; the SDK makes an
 empty dictionary of what it does not know, and that would be a complete listing of nothing. So: the right kind of
@@ -17,11 +17,11 @@ from typing import Any
 from urllib.parse import unquote_plus
 
 from ckpt_async.core.model import Checksum
-from ckpt_async.stores.http.messages import Answer, MalformedAnswerError, whole_number
+from ckpt_async.stores.http.messages import MalformedResponseError, Response, whole_number
 from ckpt_async.stores.interface import MultipartInfo, ObjectInfo, StoredPart
 
 # What the SDK hands back is untyped: dictionaries shaped by the service model.
-Response = Mapping[str, Any]
+SdkResponse = Mapping[str, Any]
 
 # Names of full-object checksums, the preferred one first. CRC64NVME is always full-object; CRC32C can also be a
 # composite "…-N", which says nothing about the whole (S3 user guide, "Checking object integrity").
@@ -97,18 +97,18 @@ def check_document(shape: str, body: bytes) -> None:
     if (wanted := _DOCUMENTS.get(shape)) is not None:
         root = _ROOT.match(body)
         if root is None or root[1].decode() not in wanted:
-            raise MalformedAnswerError(f"the answer is no {wanted[0]} but {body[:80]!r}")
+            raise MalformedResponseError(f"the answer is no {wanted[0]} but {body[:80]!r}")
 
 
-def check_needed(operation: str, response: Response) -> None:
+def check_needed(operation: str, response: SdkResponse) -> None:
     if missing := [name for name in _NEEDED.get(operation, ()) if name not in response]:
-        raise MalformedAnswerError(f"the store answered without {', '.join(missing)}")
+        raise MalformedResponseError(f"the store answered without {', '.join(missing)}")
 
 
 # --- listings ----------------------------------------------------------------------------------------------
 
 
-def next_page(pages: Pages, asked: Mapping[str, Any], page: Response) -> dict[str, Any] | None:
+def next_page(pages: Pages, asked: Mapping[str, Any], page: SdkResponse) -> dict[str, Any] | None:
     """What to ask for next, None after the last page. Raises unless this page answers `asked`."""
     _check_echoes(pages, asked, page)
     _check_age(page)
@@ -117,18 +117,18 @@ def next_page(pages: Pages, asked: Mapping[str, Any], page: Response) -> dict[st
     following = {parameter: page[name] for name, parameter in pages.following.items() if page.get(name)}
     needed, parameter = next(iter(pages.following.items()))
     if parameter not in following:
-        raise MalformedAnswerError(f"the listing was cut short: truncated, but without {needed}")
+        raise MalformedResponseError(f"the listing was cut short: truncated, but without {needed}")
     if all(asked.get(name) == value for name, value in following.items()):
-        raise MalformedAnswerError(f"the listing does not move on: {needed} is again {page[needed]!r}")
+        raise MalformedResponseError(f"the listing does not move on: {needed} is again {page[needed]!r}")
     return following
 
 
-def _check_echoes(pages: Pages, asked: Mapping[str, Any], page: Response) -> None:
+def _check_echoes(pages: Pages, asked: Mapping[str, Any], page: SdkResponse) -> None:
     if not any(name in page for name in pages.essential):
-        raise MalformedAnswerError(f"the store answered without {' and '.join(pages.essential)}")
+        raise MalformedResponseError(f"the store answered without {' and '.join(pages.essential)}")
     for echo, parameter in pages.echoes.items():
         if echo in page and not _is_same(parameter, str(asked.get(parameter, "")), str(page[echo])):
-            raise MalformedAnswerError(
+            raise MalformedResponseError(
                 f"the answer is to another question: {parameter} is {page[echo]!r}, not {asked.get(parameter)!r}"
             )
 
@@ -144,19 +144,19 @@ def _is_same(parameter: str, asked: str, echo: str) -> bool:
     return not {asked, unquote_plus(asked)}.isdisjoint((echo, unquote_plus(echo)))
 
 
-def _check_age(page: Response) -> None:
+def _check_age(page: SdkResponse) -> None:
     """A store does not say how old its answer is; caches do (RFC 9111, 5.1)."""
     if page["ResponseMetadata"]["HTTPHeaders"].get("age", "0") != "0":
-        raise MalformedAnswerError("the answer comes from a cache: it has an Age")
+        raise MalformedResponseError("the answer comes from a cache: it has an Age")
 
 
-def server_time(response: Response) -> float:
+def server_time(response: SdkResponse) -> float:
     """The store's own, by which ages are measured: so ours must not stand in for it."""
     date = response["ResponseMetadata"]["HTTPHeaders"].get("date", "")
     return _http_date("Date", date)
 
 
-def objects(page: Response, prefix: str) -> Iterable[ObjectInfo]:
+def objects(page: SdkResponse, prefix: str) -> Iterable[ObjectInfo]:
     """Their keys with the prefix. Without the markers of folders that some consoles make."""
     for each in page.get("Contents", ()):
         key = _key(each, prefix)
@@ -165,13 +165,13 @@ def objects(page: Response, prefix: str) -> Iterable[ObjectInfo]:
             yield ObjectInfo(key, size_bytes, etag, None, _moment(each, "LastModified"))
 
 
-def uploads(page: Response, prefix: str) -> Iterable[MultipartInfo]:
+def uploads(page: SdkResponse, prefix: str) -> Iterable[MultipartInfo]:
     """Their keys with the prefix."""
     for each in page.get("Uploads", ()):
         yield MultipartInfo(_key(each, prefix), _field(each, "UploadId", str), _moment(each, "Initiated"))
 
 
-def parts(listed: Iterable[Response]) -> list[StoredPart]:
+def parts(listed: Iterable[SdkResponse]) -> list[StoredPart]:
     """By number. SeaweedFS 4.48 lists a part that was sent twice twice: then the newer one counts."""
     newest: dict[int, tuple[float, StoredPart]] = {}
     for each in listed:
@@ -182,45 +182,45 @@ def parts(listed: Iterable[Response]) -> list[StoredPart]:
     return [part for _, (_, part) in sorted(newest.items())]
 
 
-def check_deleted(response: Response, names: Iterable[str]) -> Response | None:
+def check_deleted(response: SdkResponse, names: Iterable[str]) -> SdkResponse | None:
     """The first error of DeleteObjects. Raises unless the answer says of each name what became of it."""
-    deleted: list[Response] = response.get("Deleted", [])
-    errors: list[Response] = response.get("Errors", [])
+    deleted: list[SdkResponse] = response.get("Deleted", [])
+    errors: list[SdkResponse] = response.get("Errors", [])
     told = {each.get("Key") for each in (*deleted, *errors)}
     error = next((each for each in errors if each.get("Code") != "NoSuchKey"), None)
     missing = [name for name in names if name not in told]
     if missing and (error is None or error.get("Key")):
         others = f" and {len(missing) - 1} more" if missing[1:] else ""
-        raise MalformedAnswerError(f"the store did not say what became of {missing[0]!r}{others}")
+        raise MalformedResponseError(f"the store did not say what became of {missing[0]!r}{others}")
     return error
 
 
 # --- objects -----------------------------------------------------------------------------------------------
 
 
-def past_sdk(answer: Answer) -> Response:
+def past_sdk(answer: Response) -> SdkResponse:
     """An answer past the SDK, as the SDK parses it."""
     return {field: value for field, name in _HEADERS if (value := answer.headers.get(name))}
 
 
-def info(key: str, response: Response, size_bytes: int | None = None) -> ObjectInfo:
+def info(key: str, response: SdkResponse, size_bytes: int | None = None) -> ObjectInfo:
     """Of a GET or HEAD. `size_bytes`: of the whole object, where the answer is a part of it."""
     size_bytes = _size(response, "ContentLength") if size_bytes is None else size_bytes
     modified_at = _moment(response, "LastModified") if "LastModified" in response else None
     return ObjectInfo(key, size_bytes, _field(response, "ETag", str), checksum(response), modified_at)
 
 
-def info_of_range(key: str, answer: Answer, offset: int, size_bytes: int) -> ObjectInfo:
+def info_of_range(key: str, answer: Response, offset: int, size_bytes: int) -> ObjectInfo:
     total = total_of_range(answer, offset, size_bytes)
     modified = answer.headers.get("last-modified")
     modified_at = None if modified is None else _http_date("Last-Modified", modified)
     return ObjectInfo(key, total, answer.headers["etag"], None, modified_at)
 
 
-def total_of_range(answer: Answer, offset: int, size_bytes: int) -> int:
+def total_of_range(answer: Response, offset: int, size_bytes: int) -> int:
     headers = answer.headers
     if missing := [name for name in ("etag", "content-length") if name not in headers]:
-        raise MalformedAnswerError(f"the store answered without {', '.join(missing)}")
+        raise MalformedResponseError(f"the store answered without {', '.join(missing)}")
     content_length = whole_number("Content-Length", headers["content-length"])
     return range_total(answer.status, headers.get("content-range"), content_length, offset, size_bytes)
 
@@ -238,7 +238,7 @@ def range_total(
     else:
         match = _CONTENT_RANGE.fullmatch(content_range or "")
         if match is None:
-            raise MalformedAnswerError(f"the Content-Range of the answer is {(content_range or '')[:80]!r}")
+            raise MalformedResponseError(f"the Content-Range of the answer is {(content_range or '')[:80]!r}")
         start, end, total = map(int, match.groups())
     if (start, end, content_length) != (offset, offset + size_bytes - 1, size_bytes) or total <= end:
         raise OtherRangeError(
@@ -247,7 +247,7 @@ def range_total(
     return total
 
 
-def checksum(response: Response) -> Checksum | None:
+def checksum(response: SdkResponse) -> Checksum | None:
     """The checksum of the whole object or part, if the store has one. What is too short or long is none of that name
     (moto without a library for CRC64NVME puts a CRC32 there): then the bytes are read back.
     """
@@ -263,10 +263,10 @@ def checksum(response: Response) -> Checksum | None:
 # --- fields ------------------------------------------------------------------------------------------------
 
 
-def _field(each: Response, name: str, kind: type[Any]) -> Any:
+def _field(each: SdkResponse, name: str, kind: type[Any]) -> Any:
     value = each.get(name)
     if type(value) is not kind or value == "":
-        raise MalformedAnswerError(
+        raise MalformedResponseError(
             f"the store answered with {name} {value!r}" if name in each else _without(name)
         )
     return value
@@ -276,21 +276,21 @@ def _without(name: str) -> str:
     return f"the store answered without {name}"
 
 
-def _size(each: Response, name: str = "Size") -> int:
+def _size(each: SdkResponse, name: str = "Size") -> int:
     size_bytes: int = _field(each, name, int)
     if size_bytes < 0:
-        raise MalformedAnswerError(f"the store answered with {name} {size_bytes}")
+        raise MalformedResponseError(f"the store answered with {name} {size_bytes}")
     return size_bytes
 
 
-def _key(each: Response, prefix: str) -> str:
+def _key(each: SdkResponse, prefix: str) -> str:
     key: str = _field(each, "Key", str)
     if not key.startswith(prefix):
-        raise MalformedAnswerError(f"the store answered with {key!r}, a key outside of {prefix!r}")
+        raise MalformedResponseError(f"the store answered with {key!r}, a key outside of {prefix!r}")
     return key
 
 
-def _moment(each: Response, name: str) -> float:
+def _moment(each: SdkResponse, name: str) -> float:
     at: dt.datetime = _field(each, name, dt.datetime)
     return _seconds(name, at)
 
@@ -299,7 +299,7 @@ def _http_date(name: str, text: str) -> float:
     try:
         at = email.utils.parsedate_to_datetime(text)
     except (ValueError, TypeError, IndexError, OverflowError):
-        raise MalformedAnswerError(f"the {name} of the answer is {text[:80]!r}") from None
+        raise MalformedResponseError(f"the {name} of the answer is {text[:80]!r}") from None
     return _seconds(name, at if at.tzinfo is not None else at.replace(tzinfo=dt.UTC))
 
 
@@ -307,4 +307,4 @@ def _seconds(name: str, at: dt.datetime) -> float:
     try:
         return at.timestamp()
     except (ValueError, OverflowError):
-        raise MalformedAnswerError(f"the {name} of the answer is {at}") from None
+        raise MalformedResponseError(f"the {name} of the answer is {at}") from None

@@ -52,12 +52,14 @@ from ckpt_async.errors import (
 )
 from ckpt_async.stores import StoreOptions, check_key, check_prefix, check_size
 from ckpt_async.stores.checksums import Digest, checksum_of
-from ckpt_async.stores.http.downloads import Downloads, has_proxy, notice_a_dead_peer
-from ckpt_async.stores.http.messages import Answer, MalformedAnswerError
+from ckpt_async.stores.http.connections import enable_keepalive, has_proxy
+from ckpt_async.stores.http.downloads import Downloads
+from ckpt_async.stores.http.messages import MalformedResponseError, Response
 from ckpt_async.stores.http.series import SmallUploads
 from ckpt_async.stores.http.uploads import Uploads
 from ckpt_async.stores.interface import (
     Body,
+    BodyWriter,
     BytesBody,
     Capabilities,
     Condition,
@@ -68,7 +70,6 @@ from ckpt_async.stores.interface import (
     Match,
     MultipartInfo,
     ObjectInfo,
-    Outgoing,
     Sink,
     SmallGet,
     SmallPut,
@@ -77,11 +78,11 @@ from ckpt_async.stores.interface import (
     put_one_by_one,
 )
 from ckpt_async.stores.s3 import answers
-from ckpt_async.stores.s3.answers import CHECKSUM_FIELDS, Pages, Response
-from ckpt_async.stores.s3.errors import Place, hint_for, reason_of, refusal, translating
+from ckpt_async.stores.s3.answers import CHECKSUM_FIELDS, Pages, SdkResponse
+from ckpt_async.stores.s3.errors import S3Location, hint_for, reason_of, refusal, translating
 from ckpt_async.stores.s3.payload import BodyPayload
-from ckpt_async.stores.s3.signing import NO_QUERY, GetPattern, PutPattern
-from ckpt_async.stores.s3.trailer import TrailedBody
+from ckpt_async.stores.s3.signing import NO_QUERY, RequestTemplate, UrlTemplate
+from ckpt_async.stores.s3.trailer import AwsChunkedBody
 from ckpt_async.threads import in_thread
 
 T = TypeVar("T")
@@ -117,7 +118,7 @@ class S3Store:
         self._root = f"{prefix}/" if prefix else ""
         self._options = options
         self._endpoint_url = endpoint_url
-        self._place = Place(bucket, self._root, endpoint_url)
+        self._location = S3Location(bucket, self._root, endpoint_url)
         self._url = url
         self._exit_stack = contextlib.AsyncExitStack()
         self._client: Any = None
@@ -125,8 +126,8 @@ class S3Store:
         self._uploads: Uploads
         self._small_uploads: SmallUploads
         self._credentials: Any = None
-        self._patterns: dict[str, PutPattern] = {}  # by operation
-        self._get_pattern: GetPattern | None = None
+        self._patterns: dict[str, RequestTemplate] = {}  # by operation
+        self._get_pattern: UrlTemplate | None = None
         self._is_proxied = False  # whoever follows that pattern
         self._trailers_from: dict[str, float] = {}  # by operation: when they may be used, by time.monotonic()
         self._capabilities: Capabilities | None = None
@@ -191,27 +192,27 @@ class S3Store:
                 name = self._root + check_key(put.key, "put_object")
                 yield pattern.head(name, len(put.data), put.checksum, credentials, time.time()), put.data
 
-        def answered(answer: Answer) -> None:
+        def answered(answer: Response) -> None:
             response = self._past_sdk("put_object", put.key, answer)
             checksum = answers.checksum(response)
             stored(ObjectInfo(put.key, len(put.data), response["ETag"], checksum))
 
-        with translating("put_object", "", self._place):
+        with translating("put_object", "", self._location):
             credentials = await self._credentials.get_frozen_credentials()
             refused = await self._small_uploads.put_many(pattern.origin, requests(), answered)
         if refused is not None:
             self._check_pattern("put_object", refused)
-            raise refusal(refused.as_sdk_response(), "put_object", put.key, self._place)
+            raise refusal(refused.as_sdk_response(), "put_object", put.key, self._location)
 
     async def get(self, key: str, *, max_size_bytes: int) -> tuple[bytes, ObjectInfo]:
         """As promised; where the store kept a checksum, the bytes were compared with it."""
-        with translating("get_object", key, self._place):
+        with translating("get_object", key, self._location):
             response = await self._call("get_object", key, ChecksumMode="ENABLED")
             stream = response["Body"]
             try:
                 info = answers.info(key, response)
                 if info.size_bytes > max_size_bytes:
-                    raise self._place.too_large(
+                    raise self._location.too_large(
                         info.size_bytes, max_size_bytes, operation="get_object", key=key
                     )
                 data: bytes = await stream.read()
@@ -227,14 +228,14 @@ class S3Store:
             return await self._get_range_through_sdk(key, offset, size_bytes, sink)
         found: list[ObjectInfo] = []
 
-        def check(answer: Answer) -> None:
+        def check(answer: Response) -> None:
             found.append(answers.info_of_range(key, answer, offset, size_bytes))
 
-        with _telling_failures_of(sink) as guarded, translating("get_object", key, self._place):
+        with _telling_failures_of(sink) as guarded, translating("get_object", key, self._location):
             answer = await self._downloads.get_range(url, offset, size_bytes, guarded, check)
         if not found:
             self._forget_url_to_get(key)
-            raise refusal(answer.as_sdk_response(), "get_object", key, self._place)
+            raise refusal(answer.as_sdk_response(), "get_object", key, self._location)
         return found[0]
 
     async def get_many(self, gets: Sequence[SmallGet], got: Callable[[SmallGet, memoryview], None]) -> None:
@@ -246,12 +247,12 @@ class S3Store:
                 await in_thread(got, each, memoryview(data))
             return
 
-        def check(number: int, answer: Answer) -> None:
+        def check(number: int, answer: Response) -> None:
             each = gets[number]
-            with translating("get_object", each.key, self._place):
+            with translating("get_object", each.key, self._location):
                 check_size(answers.total_of_range(answer, 0, each.size_bytes), each)
 
-        with _telling_failures_of(got) as guarded, translating("get_object", "", self._place):
+        with _telling_failures_of(got) as guarded, translating("get_object", "", self._location):
             refused = await self._downloads.get_many(
                 [(url, each.size_bytes) for (url, _), each in zip(urls, gets, strict=True)],
                 check,
@@ -260,7 +261,7 @@ class S3Store:
         if refused is not None:
             number, answer = refused
             self._forget_url_to_get(gets[number].key)
-            raise refusal(answer.as_sdk_response(), "get_object", gets[number].key, self._place)
+            raise refusal(answer.as_sdk_response(), "get_object", gets[number].key, self._location)
 
     async def _url_to_get(self, key: str) -> tuple[str, bool]:
         """Signed, and whether a proxy is in the way. Found out once for all ranges of an object: it takes as much CPU
@@ -268,7 +269,7 @@ class S3Store:
         """
         url, is_proxied, signed_at = self._urls_to_get.get(key, ("", False, -math.inf))
         if time.monotonic() >= signed_at + _SIGNED_S:
-            with translating("get_object", key, self._place):
+            with translating("get_object", key, self._location):
                 url, is_proxied = await self._sign_to_get(self._root + check_key(key, "get_object"))
             if len(self._urls_to_get) >= _MAX_SIGNED:
                 self._urls_to_get.clear()
@@ -280,7 +281,7 @@ class S3Store:
             url: str = await self._client.generate_presigned_url(
                 "get_object", {"Bucket": self._bucket, "Key": name}
             )
-            self._get_pattern, self._is_proxied = GetPattern.of(url, name), has_proxy(url)
+            self._get_pattern, self._is_proxied = UrlTemplate.of(url, name), has_proxy(url)
             return url, self._is_proxied
         credentials = await self._credentials.get_frozen_credentials()
         return self._get_pattern.url(name, credentials, time.time()), self._is_proxied
@@ -292,11 +293,11 @@ class S3Store:
 
     async def _get_range_through_sdk(self, key: str, offset: int, size_bytes: int, sink: Sink) -> ObjectInfo:
         """The slow way, which knows of proxies."""
-        with translating("get_object", key, self._place):
+        with translating("get_object", key, self._location):
             response = await self._call("get_object", key, Range=f"bytes={offset}-{offset + size_bytes - 1}")
         stream = response["Body"]
         try:
-            with translating("get_object", key, self._place):
+            with translating("get_object", key, self._location):
                 info = answers.info(key, response)
                 status = response["ResponseMetadata"]["HTTPStatusCode"]
                 total_bytes = answers.range_total(
@@ -307,10 +308,10 @@ class S3Store:
             content = raw.content
             received = 0
             while received < size_bytes:
-                with translating("get_object", key, self._place):
+                with translating("get_object", key, self._location):
                     data, _ = await content.readchunk()
                     if not data and content.at_eof():
-                        raise self._place.error(
+                        raise self._location.error(
                             f"the body ended after {received} of {size_bytes} bytes",
                             reason=FailureReason.TRANSIENT,
                             operation="get_object",
@@ -325,7 +326,7 @@ class S3Store:
 
     async def head(self, key: str) -> ObjectInfo:
         response = await self._call("head_object", key, ChecksumMode="ENABLED")
-        with translating("head_object", key, self._place):
+        with translating("head_object", key, self._location):
             return answers.info(key, response)
 
     async def list(self, prefix: str, *, start_after: str = "", enough: Enough | None = None) -> Listing:
@@ -342,7 +343,7 @@ class S3Store:
                 for each in answers.objects(page, asked["Prefix"]):
                     key = each.key.removeprefix(self._root)
                     if key in found:
-                        raise MalformedAnswerError(f"the listing has {key!r} twice")
+                        raise MalformedResponseError(f"the listing has {key!r} twice")
                     found[key] = replace(each, key=key)
             is_whole = not page["IsTruncated"]
             if not is_whole and enough is not None and _is_in_order(found) and enough(tuple(found.values())):
@@ -357,16 +358,16 @@ class S3Store:
             # Not quietly: a silent answer is also that of whoever has deleted nothing.
             objects = [{"Key": name} for name in batch]
             response = await self._call("delete_objects", None, keys[start], Delete={"Objects": objects})
-            with translating("delete_objects", keys[start], self._place):
+            with translating("delete_objects", keys[start], self._location):
                 error = answers.check_deleted(response, batch)
             if error is not None:
                 code = error.get("Code", "")
-                raise self._place.error(
+                raise self._location.error(
                     f"{code}: {error.get('Message', '')}",
                     reason=reason_of(code, 0),
                     operation="delete_objects",
                     key=error.get("Key", "").removeprefix(self._root),
-                    hint=hint_for(code, "delete_objects", self._place),
+                    hint=hint_for(code, "delete_objects", self._location),
                 )
 
     async def create_multipart(self, key: str) -> str:
@@ -393,7 +394,7 @@ class S3Store:
         return StoredPart(number, body.size_bytes, response["ETag"], answers.checksum(response))
 
     async def list_parts(self, key: str, upload_id: str) -> Sequence[StoredPart]:
-        listed: list[Response] = []
+        listed: list[SdkResponse] = []
         async for page in self._pages(answers.PARTS, key, UploadId=upload_id):
             listed.extend(page.get("Parts", ()))
         with self._reading(answers.PARTS, key):
@@ -437,7 +438,7 @@ class S3Store:
                 uploads += [replace(each, key=each.key.removeprefix(self._root)) for each in found]
         return uploads
 
-    async def _pages(self, pages: Pages, key: str | None = None, **asked: Any) -> AsyncIterator[Response]:
+    async def _pages(self, pages: Pages, key: str | None = None, **asked: Any) -> AsyncIterator[SdkResponse]:
         """All pages of a listing; each has shown that it is what was asked for."""
         named = {"Bucket": self._bucket, **({} if key is None else {"Key": self._root + key})}
         following: dict[str, Any] | None = {}
@@ -450,12 +451,12 @@ class S3Store:
             yield page
 
     def _reading(self, pages: Pages, key: str) -> contextlib.AbstractContextManager[None]:
-        return translating(pages.operation, key, self._place)
+        return translating(pages.operation, key, self._location)
 
     # --- requests ------------------------------------------------------------------------------------------
 
     async def _connect(self) -> None:
-        with translating("open", "", self._place):
+        with translating("open", "", self._location):
             session = AioSession(profile=self._options.profile)
             session.register_component("data_loader", _loader(session.get_config_variable("data_path")))
             session.register_component("response_parser_factory", _ParserFactory())
@@ -521,19 +522,21 @@ class S3Store:
             payload.learn(url, request.headers)
         return await payload.put(self._uploads, url, request.headers) if payload.is_for_thread else None
 
-    async def _call(self, operation: str, key: str | None, about: str = "", /, **parameters: Any) -> Response:
+    async def _call(
+        self, operation: str, key: str | None, about: str = "", /, **parameters: Any
+    ) -> SdkResponse:
         """`about`: what errors name where the request has no key."""
         if key is not None:
             parameters["Key"] = self._root + check_key(key, operation)
         unmet = next((statuses for name, statuses in _UNMET.items() if name in parameters), frozenset[int]())
-        with translating(operation, key or about, self._place, unmet=unmet):
-            response: Response = await getattr(self._client, operation)(Bucket=self._bucket, **parameters)
+        with translating(operation, key or about, self._location, unmet=unmet):
+            response: SdkResponse = await getattr(self._client, operation)(Bucket=self._bucket, **parameters)
             answers.check_needed(operation, response)
         return response
 
-    def _past_sdk(self, operation: str, key: str, answer: Answer) -> Response:
+    def _past_sdk(self, operation: str, key: str, answer: Response) -> SdkResponse:
         response = answers.past_sdk(answer)
-        with translating(operation, key, self._place):
+        with translating(operation, key, self._location):
             answers.check_needed(operation, response)
         return response
 
@@ -544,7 +547,7 @@ class S3Store:
         payload: BodyPayload,
         checksum: Expected,
         query: Mapping[str, str] = NO_QUERY,
-    ) -> Response | None:
+    ) -> SdkResponse | None:
         """A request past the SDK. None if it is the SDK's business: the first one (which becomes the pattern), one
         whose body is not for a thread, and one that the store sends elsewhere, or refuses maybe for its trailer.
         """
@@ -556,7 +559,7 @@ class S3Store:
             return None
         if time.monotonic() < self._trailers_from.get(operation, math.inf):
             checksum = await known(checksum)
-        with translating(operation, key, self._place):
+        with translating(operation, key, self._location):
             credentials = await self._credentials.get_frozen_credentials()
             if isinstance(checksum, Checksum):
                 url, headers = pattern.request(
@@ -568,18 +571,18 @@ class S3Store:
                 url, headers = pattern.request_with_trailer(
                     name, payload.size_bytes, algorithm, credentials, time.time(), query
                 )
-                answer = await self._uploads.put(url, headers, TrailedBody(payload, algorithm))
+                answer = await self._uploads.put(url, headers, AwsChunkedBody(payload, algorithm))
         if answer.status >= 300:
             self._check_pattern(operation, answer)
             if answer.status >= 400:
-                error = refusal(answer.as_sdk_response(), operation, key, self._place)
+                error = refusal(answer.as_sdk_response(), operation, key, self._location)
                 if isinstance(checksum, Checksum) or error.reason in _NOT_OF_TRAILERS:
                     raise error
                 self._trailers_from[operation] = time.monotonic() + _DISTRUST_S
             payload.seek(0)
             return None
         response = self._past_sdk(operation, key, answer)
-        _check_sent(operation, key, payload, self._place)
+        _check_sent(operation, key, payload, self._location)
         return response
 
     def _learn_pattern(
@@ -590,10 +593,10 @@ class S3Store:
         url: str,
         headers: Mapping[str, str | bytes],
     ) -> None:
-        if (pattern := PutPattern.of(url, headers, name, query)) is not None:
+        if (pattern := RequestTemplate.of(url, headers, name, query)) is not None:
             self._patterns[operation] = pattern
 
-    def _check_pattern(self, operation: str, answer: Answer) -> None:
+    def _check_pattern(self, operation: str, answer: Response) -> None:
         """After a refusal that may be the request's fault the SDK makes the next one: it knows redirects, regions and
         what else the configuration says by then.
         """
@@ -602,7 +605,7 @@ class S3Store:
 
     async def _send(
         self, operation: str, key: str, payload: BodyPayload, checksum: Expected, **parameters: Any
-    ) -> Response:
+    ) -> SdkResponse:
         """A call with a body. On return or raise nothing reads the body or its buffers any more."""
         checksum = await known(checksum)
         try:
@@ -620,7 +623,7 @@ class S3Store:
             raise
         finally:
             await payload.stop()
-        _check_sent(operation, key, payload, self._place)
+        _check_sent(operation, key, payload, self._location)
         return response
 
     # --- probe ---------------------------------------------------------------------------------------------
@@ -674,15 +677,17 @@ class S3Store:
             url, headers = pattern.request_with_trailer(
                 self._root + key, 1, algorithm, credentials, time.time()
             )
-            return (await self._uploads.put(url, headers, TrailedBody(_ProbeBody(summed), algorithm))).status
+            return (
+                await self._uploads.put(url, headers, AwsChunkedBody(_ProbeBody(summed), algorithm))
+            ).status
 
-        async def stored() -> Response:
+        async def stored() -> SdkResponse:
             if await put(key, b"a") >= 300:
                 return {}
             return await self._call("head_object", key, ChecksumMode="ENABLED")
 
         try:
-            with translating("put_object", key, self._place):
+            with translating("put_object", key, self._location):
                 # SeaweedFS calls it 400 IncompleteBody. They differ in nothing but their checksums.
                 status, response = await self._within(_gather(put(spoiled, b"b"), stored()))
         except StoreError:
@@ -775,15 +780,15 @@ class _ProbeBody:
     summed: bytes
     size_bytes: int = 1
 
-    def send_in_thread(self, outgoing: Outgoing, digest: Digest) -> None:
+    def send_in_thread(self, outgoing: BodyWriter, digest: Digest) -> None:
         digest.update(self.summed)
         outgoing.write(memoryview(b"a"))
 
 
-def _check_sent(operation: str, key: str, payload: BodyPayload, place: Place) -> None:
+def _check_sent(operation: str, key: str, payload: BodyPayload, location: S3Location) -> None:
     """Before an answer is believed."""
     if not payload.is_sent:
-        raise place.error(
+        raise location.error(
             "the store answered before it had the whole body",
             reason=FailureReason.TRANSIENT,
             operation=operation,
@@ -884,7 +889,7 @@ class _Parser(AioRestXMLParser):  # type: ignore[misc]
         except botocore.exceptions.BotoCoreError:
             raise
         except Exception as error:
-            raise MalformedAnswerError(f"the answer cannot be read: {error}") from error
+            raise MalformedResponseError(f"the answer cannot be read: {error}") from error
 
 
 class _ParserFactory(AioResponseParserFactory):  # type: ignore[misc]
@@ -925,7 +930,7 @@ def _keep_signature_version(signature_version: str, **_: object) -> str | None:
 def _create_socket(address: tuple[Any, ...]) -> socket.socket:
     family, kind, protocol, *_ = address
     made = socket.socket(family, kind, protocol)
-    notice_a_dead_peer(made)
+    enable_keepalive(made)
     return made
 
 

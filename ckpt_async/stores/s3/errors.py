@@ -25,7 +25,7 @@ from ckpt_async.errors import (
     PreconditionFailedError,
     StoreError,
 )
-from ckpt_async.stores.http.messages import MalformedAnswerError
+from ckpt_async.stores.http.messages import MalformedResponseError
 from ckpt_async.stores.s3.answers import OtherRangeError
 
 _PADDING = re.compile("0{16,}")
@@ -34,7 +34,7 @@ _LISTINGS = frozenset({"list_objects_v2", "list_multipart_uploads"})
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class S3Location:
     """Where requests go, for messages."""
 
     bucket: str
@@ -51,7 +51,7 @@ class Place:
     def error(
         self, message: str, *, reason: FailureReason, operation: str = "", key: str = "", hint: str = ""
     ) -> StoreError:
-        """About an object of this place."""
+        """About an object here."""
         name = self.name(key) or (f"s3://{self}" if operation in _LISTINGS else "")
         error = StoreError(message, reason=reason, operation=operation, key=name, hint=hint)
         return _about(key, error)
@@ -63,7 +63,7 @@ class Place:
 
 @contextlib.contextmanager
 def translating(
-    operation: str, key: str, place: Place, *, unmet: frozenset[int] = frozenset()
+    operation: str, key: str, location: S3Location, *, unmet: frozenset[int] = frozenset()
 ) -> Iterator[None]:
     """Turn every error of the SDK, the HTTP client and the system into a StoreError.
 
@@ -75,23 +75,23 @@ def translating(
     except CkptAsyncError:
         raise
     except botocore.exceptions.ClientError as error:
-        raise refusal(error.response, operation, key, place, unmet) from error
+        raise refusal(error.response, operation, key, location, unmet) from error
     except botocore.exceptions.FlexibleChecksumError as error:
-        raise _about(key, IntegrityError(str(error), operation=operation, key=place.name(key))) from error
-    except (MalformedAnswerError, OtherRangeError) as error:
-        reason, hint = _failure(error, place)
-        raise place.error(str(error), reason=reason, operation=operation, key=key, hint=hint) from error
+        raise _about(key, IntegrityError(str(error), operation=operation, key=location.name(key))) from error
+    except (MalformedResponseError, OtherRangeError) as error:
+        reason, hint = _failure(error, location)
+        raise location.error(str(error), reason=reason, operation=operation, key=key, hint=hint) from error
     except Exception as error:
-        reason, hint = _failure(error, place)
+        reason, hint = _failure(error, location)
         message = f"{type(error).__name__}: {_legible(str(error), key)}"
-        raise place.error(message, reason=reason, operation=operation, key=key, hint=hint) from error
+        raise location.error(message, reason=reason, operation=operation, key=key, hint=hint) from error
 
 
 def refusal(
     response: Mapping[str, Any],
     operation: str,
     key: str,
-    place: Place,
+    location: S3Location,
     unmet: frozenset[int] = frozenset(),
 ) -> StoreError:
     """What an HTTP error answer means, given in the shape in which the SDK reports one."""
@@ -101,10 +101,10 @@ def refusal(
     message = f"{status} {code}: {said.get('Message', '')}"
     if operation == "head_object" and status == 400:
         code = "ExpiredToken"  # a HEAD answer has no body; S3 gives 400 for an expired token
-    reason, name = reason_of(code, status), place.name(key)
+    reason, name = reason_of(code, status), location.name(key)
     if status == 404 and operation != "head_object" and (not code or code.isdecimal()):
         # S3 says what is not there. Something else has answered, which knows nothing of our objects.
-        return place.error(
+        return location.error(
             f"{status}, but not as a store says it",
             reason=FailureReason.TRANSIENT,
             operation=operation,
@@ -117,13 +117,13 @@ def refusal(
         return _about(key, IntegrityError(message, operation=operation, key=name))
     if reason is FailureReason.NOT_FOUND and code != "NoSuchBucket":
         return _about(key, ObjectNotFoundError(message, operation=operation, key=name))
-    hint = hint_for(code, operation, place)
+    hint = hint_for(code, operation, location)
     if code == "RequestTimeTooSkewed":
         here, there = email.utils.formatdate(usegmt=True), metadata.get("HTTPHeaders", {}).get("date", "?")
         hint = f"this machine's clock is off: here it is {here}, at the store {there}"
     elif reason is FailureReason.AUTH and not hint:
-        hint = f"the credentials may not do {operation} in {place}"
-    return place.error(message, reason=reason, operation=operation, key=key, hint=hint)
+        hint = f"the credentials may not do {operation} in {location}"
+    return location.error(message, reason=reason, operation=operation, key=key, hint=hint)
 
 
 def _legible(text: str, key: str) -> str:
@@ -137,15 +137,15 @@ def _about(key: str, error: StoreError) -> StoreError:
     return error
 
 
-def hint_for(code: str, operation: str, place: Place) -> str:
+def hint_for(code: str, operation: str, location: S3Location) -> str:
     """What to do about an error code, or ""."""
     match code:
         case "NoSuchBucket":
-            return f"there is no bucket {place.bucket} at {place.endpoint_url or 'AWS'}: create it"
+            return f"there is no bucket {location.bucket} at {location.endpoint_url or 'AWS'}: create it"
         case "AccessDenied":
-            return f"the credentials may not do {operation} in {place}"
+            return f"the credentials may not do {operation} in {location}"
         case "PermanentRedirect" | "AuthorizationHeaderMalformed" | "IllegalLocationConstraintException":
-            return f"is {place.bucket} in another region? set region"
+            return f"is {location.bucket} in another region? set region"
         case _:
             return _HINTS.get(code, "")
 
@@ -236,11 +236,11 @@ def reason_of(code: str, status: int) -> FailureReason:
             return FailureReason.TRANSIENT if status >= 500 else FailureReason.OTHER
 
 
-def _failure(error: Exception, place: Place) -> tuple[FailureReason, str]:
+def _failure(error: Exception, location: S3Location) -> tuple[FailureReason, str]:
     """Why a request got no answer, and what to do about it."""
-    reachable = f"is {place.endpoint_url or 'AWS'} right, and reachable from here?"
+    reachable = f"is {location.endpoint_url or 'AWS'} right, and reachable from here?"
     match error:
-        case MalformedAnswerError():
+        case MalformedResponseError():
             return FailureReason.TRANSIENT, _SOMEBODY_ELSE
         case botocore.exceptions.ConnectTimeoutError():
             return FailureReason.TIMEOUT, reachable

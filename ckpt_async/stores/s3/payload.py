@@ -15,7 +15,7 @@ from botocore.awsrequest import AWSResponse
 from ckpt_async.errors import CkptAsyncError, FailureReason, SourceError
 from ckpt_async.stores.checksums import Digest
 from ckpt_async.stores.http.uploads import Uploads
-from ckpt_async.stores.interface import Body, Outgoing
+from ckpt_async.stores.interface import Body, BodyWriter
 
 # Up to here it pays to send headers and body in one packet, though they are copied together for that.
 _JOIN_BYTES = 16 << 10
@@ -33,7 +33,7 @@ class FileRange(Body, Protocol):
         """Whether slices may have to wait for a bandwidth cap: then they are no matter for a worker thread."""
         ...
 
-    def send_in_thread(self, outgoing: Outgoing, digest: Digest | None = None) -> None:
+    def send_in_thread(self, outgoing: BodyWriter, digest: Digest | None = None) -> None:
         """A `digest` is given all bytes as they are written; then `checksum` knows without reading them again."""
         ...
 
@@ -112,7 +112,7 @@ class BodyPayload(Payload):
         answer = await uploads.put(url, headers, self)
         return AioAWSResponse(url, answer.status, answer.headers, _Content(answer.error))
 
-    def send_in_thread(self, outgoing: Outgoing, digest: Digest | None = None) -> None:
+    def send_in_thread(self, outgoing: BodyWriter, digest: Digest | None = None) -> None:
         assert isinstance(self._body, FileRange)
         self._body.send_in_thread(outgoing, digest)
         self._sent_bytes = self._body.size_bytes

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from ckpt_async.core.model import Checksum
 from ckpt_async.stores.checksums import Digest, checksum_of
-from ckpt_async.stores.interface import Outgoing
+from ckpt_async.stores.interface import BodyWriter
 
 # S3 takes no less than 8 KiB but at the end, MinIO no more than 16 MiB. With 1 MiB, as the SDK cuts, an upload takes
 # 2 % more CPU.
@@ -24,18 +24,18 @@ class SummedBody(Protocol):
     @property
     def size_bytes(self) -> int: ...
 
-    def send_in_thread(self, outgoing: Outgoing, digest: Digest) -> None:
+    def send_in_thread(self, outgoing: BodyWriter, digest: Digest) -> None:
         """`digest` is given all bytes, at the latest when the last of them is written."""
         ...
 
 
-class TrailedBody:
+class AwsChunkedBody:
     """A body in frames, and its checksum."""
 
     def __init__(self, body: SummedBody, algorithm: str) -> None:
         self._body, self._algorithm = body, algorithm
 
-    def send_in_thread(self, outgoing: Outgoing) -> None:
+    def send_in_thread(self, outgoing: BodyWriter) -> None:
         digest, frames = Digest(self._algorithm), _Frames(outgoing, self._body.size_bytes)
         self._body.send_in_thread(frames, digest)
         frames.end(digest.checksum())
@@ -61,7 +61,7 @@ class _Frames:
 
     takes_files = False
 
-    def __init__(self, outgoing: Outgoing, size_bytes: int) -> None:
+    def __init__(self, outgoing: BodyWriter, size_bytes: int) -> None:
         self._outgoing, self._left_bytes = outgoing, size_bytes
         self._chunk_bytes = 0  # of the chunk that has begun
         self._end_of_chunk = b""

@@ -1,0 +1,272 @@
+"""The folder tree beneath a DirectoryStore: names, temporary files, the lock, the folder's own clock. Blocking."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+import stat
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from ckpt_async.core.keys import DATA, PRIVATE
+from ckpt_async.errors import FailureReason, ObjectNotFoundError, StoreError
+
+# Temporary files and the lock; below a name that no key may start with. Left-overs are harmless.
+OWN = f"{PRIVATE}/tmp"  # noqa: S108 - a key, not a path
+_LOCK = "lock"
+
+# A parent that `delete` finds empty may vanish between its making and its use.
+_PARENT_ATTEMPTS = 10
+# Holders keep the lock for a rename and an fsync; beyond this one of them hangs.
+_LOCK_TIMEOUT_S = 30.0
+_LOCK_POLL_S = 0.002
+# Far above the time any upload goes without a write.
+_LEFT_OVER_AGE_S = 24 * 3600.0
+# Far above the time from the making of a folder to its first file.
+_EMPTY_AGE_S = 60.0
+
+_DISK = {
+    errno.ENOSPC: "the file system is full",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EROFS: "the file system is read-only",
+    errno.EIO: "the device reports errors: see dmesg",
+    errno.ESTALE: "the network file system was exported anew: mount it again",
+}
+_SCARCE = {
+    errno.EMFILE: "this process has too many files open: raise `ulimit -n`",
+    errno.ENFILE: "the machine has too many files open",
+    errno.ENOMEM: "memory is short",
+    errno.EAGAIN: "memory or threads are short",
+}
+_AUTH = {
+    errno.EACCES: "this user may not: check owner and mode",
+    errno.EPERM: "this user may not: check owner and mode",
+}
+
+
+class Tree:
+    """Files below `root`, named by keys."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._own = root / OWN
+        self._may_write = self._has_own = False
+
+    def open_to_read(self) -> None:
+        if not self.root.is_dir():
+            raise StoreError(
+                "no such folder", reason=FailureReason.NOT_FOUND, operation="open", key=str(self.root)
+            )
+        self._has_own = self._own.is_dir()
+
+    def open_to_write(self) -> bool:
+        """Make the folder if it is missing and try one write and one lock in it; whether hard links work."""
+        make_folders(self._own)
+        self._has_own = True
+        can_link = self._probe()
+        self._may_write = True
+        return can_link
+
+    def path(self, key: str) -> Path:
+        """The file of a key. A link among its folders could lead out of the root: refused (I10)."""
+        path = self.root / key
+        parent = path.parent
+        while parent != self.root:
+            if parent.is_symlink():
+                raise OSError(errno.ELOOP, "a folder on the way is a symbolic link", str(parent))
+            parent = parent.parent
+        return path
+
+    def open(self, key: str) -> int:
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+        try:
+            descriptor = os.open(self.path(key), flags)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            self.check_there("get", key)
+            raise FileNotFoundError(errno.ENOENT, "there is no such file", key) from error
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise FileNotFoundError(errno.ENOENT, "not a regular file", key)
+        return descriptor
+
+    def _probe(self) -> bool:
+        temporary, descriptor = self.create_temporary()
+        self._remove_left_overs(os.fstat(descriptor).st_mtime)
+        linked = temporary.with_name(f"{temporary.name}.link")
+        try:
+            os.write(descriptor, b"probe")
+            os.fsync(descriptor)
+            with self.locked():
+                pass
+            try:
+                os.link(temporary, linked)
+            except OSError as error:
+                if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
+                    raise
+                return False
+            return True
+        finally:
+            os.close(descriptor)
+            unlink_if_there(temporary)
+            unlink_if_there(linked)
+
+    def _remove_left_overs(self, now: float) -> None:
+        """Drop temporary files of writers that died, best effort."""
+        oldest = now - _LEFT_OVER_AGE_S
+        for entry in os.scandir(self._own):
+            with contextlib.suppress(OSError):
+                if entry.name != _LOCK and entry.stat(follow_symlinks=False).st_mtime < oldest:
+                    os.unlink(entry)
+
+    def create_temporary(self) -> tuple[Path, int]:
+        path = self._own / secrets.token_hex(16)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        with self._in_place("put"):
+            return path, os.open(path, flags, 0o666)
+
+    def into_parent(self, target: Path, place: Callable[[], None]) -> None:
+        for _ in range(_PARENT_ATTEMPTS):
+            try:
+                return place()
+            except FileNotFoundError:
+                self.check_there("put")
+                with contextlib.suppress(FileNotFoundError):  # a delete took the one just made: again
+                    make_folders(target.parent)
+        return place()
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Exclude the compare-and-swaps and deletes of every other process and thread.
+
+        The lock file is never removed: whoever waits on it must wait on the same inode. The wait is bounded,
+        for the holder may be a stopped process.
+        """
+        with self._in_place("lock"):
+            descriptor = os.open(self._own / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            deadline = time.monotonic() + _LOCK_TIMEOUT_S
+            while True:
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        raise TimeoutError(errno.ETIMEDOUT, "another process holds the lock") from None
+                    time.sleep(_LOCK_POLL_S)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def check_there(self, operation: str, key: str = "") -> None:
+        """What is missing is not empty. The folder of our own is what a mount point without its file system lacks: so
+        nobody makes it anew, or checkpoints would be committed into a place where nobody will look.
+        """
+        if not self.root.is_dir() or (self._has_own and not self._own.is_dir()):
+            raise StoreError(
+                f"{self.root} is not the folder any more that it was",
+                reason=FailureReason.TRANSIENT,
+                operation=operation,
+                key=key,
+                hint="was it unmounted, moved or emptied?",
+            )
+
+    @contextlib.contextmanager
+    def _in_place(self, operation: str) -> Iterator[None]:
+        """Around what needs the folder of our own. Readers find none where a run was copied without it."""
+        if not self._has_own:
+            self.check_there(operation)
+            make_folders(self._own)
+            self._has_own = True
+        try:
+            yield
+        except FileNotFoundError:
+            self.check_there(operation)
+            raise
+
+    def now(self) -> float:
+        """By the clock that sets the times of files: that of a network file system's server."""
+        if not self._may_write:
+            return time.time()
+        with self._in_place("list"):
+            descriptor = os.open(self._own / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            os.utime(descriptor)
+            return os.fstat(descriptor).st_mtime
+        finally:
+            os.close(descriptor)
+
+    def files(self, folder: str, now: float) -> Iterator[tuple[str, os.DirEntry[str]]]:
+        """Every regular file below `folder` ("" or ending in '/'), in no order; links are not followed."""
+        path = self.path(folder) if folder else self.root
+        try:
+            entries = list(os.scandir(path))
+        except (FileNotFoundError, NotADirectoryError):
+            return  # deleted since its parent was read
+        if not entries and self._may_write and folder.startswith((DATA, f"{PRIVATE}/")):
+            _remove_left_behind(path, now)
+        for entry in entries:
+            key = folder + entry.name
+            if entry.is_dir(follow_symlinks=False):
+                if key != OWN:
+                    yield from self.files(f"{key}/", now)
+            elif entry.is_file(follow_symlinks=False):
+                yield key, entry
+
+
+def _remove_left_behind(folder: Path, now: float) -> None:
+    """An empty folder, unless it was just made: who deletes a last file may die before he deletes its folder."""
+    with contextlib.suppress(OSError):
+        if folder.stat().st_mtime < now - _EMPTY_AGE_S:
+            folder.rmdir()
+
+
+def make_folders(path: Path) -> None:
+    """Make a folder and its missing parents, each durable in its own parent."""
+    if path.is_dir():
+        return
+    make_folders(path.parent)
+    with contextlib.suppress(FileExistsError):
+        path.mkdir()
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return  # removed by a delete since: with it went what was to be made durable
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def unlink_if_there(path: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        path.unlink()
+
+
+@contextlib.contextmanager
+def translating(operation: str, key: str) -> Iterator[None]:
+    """Turn every OSError into a StoreError of the right reason."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise ObjectNotFoundError(operation=operation, key=key) from error
+    except OSError as error:
+        number = error.errno or 0
+        if number in _DISK:
+            reason, hint = FailureReason.DISK, _DISK[number]
+        elif number in _AUTH:
+            reason, hint = FailureReason.AUTH, _AUTH[number]
+        elif number in _SCARCE:
+            reason, hint = FailureReason.TRANSIENT, _SCARCE[number]
+        elif isinstance(error, TimeoutError):
+            reason, hint = FailureReason.TIMEOUT, "is a writer stopped, or the file system hung?"
+        else:
+            reason, hint = FailureReason.OTHER, ""
+        raise StoreError(str(error), reason=reason, operation=operation, key=key, hint=hint) from error
