@@ -23,7 +23,7 @@ from ckpt_async.monitor.definitions import DEFINITIONS, SWEEPER_DEFINITIONS, Def
 from ckpt_async.protocol.sweep_plan import Ages
 from ckpt_async.stores.memory import MemoryStore
 from tests.stores.misbehaving import Meddled
-from tests.sweep.test_drain import Trainers
+from tests.sweep.trainers import Trainers
 from tests.sweep.world import World
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -27,7 +27,7 @@ from ckpt_async.protocol.cas import put
 from ckpt_async.protocol.steps import new_decision
 from ckpt_async.stores import open_store
 from ckpt_async.transfer.requests import Requests
-from tests.sweep.test_drain import Trainers
+from tests.sweep.trainers import Trainers
 
 Json = dict[str, Any]
 Call = Callable[..., tuple[int, Json]]

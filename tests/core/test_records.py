@@ -32,6 +32,7 @@ from ckpt_async.core.model import (
     StoredShard,
 )
 from ckpt_async.errors import InvalidRecordError
+from tests.core.hostile import BOMBS
 
 ids = st.builds(CheckpointId, st.integers(1, keys.MAX_GENERATION), st.integers(0, keys.MAX_STEP))
 components = st.from_regex(r"[A-Za-z0-9_=+@,-]{1,20}", fullmatch=True)
@@ -159,31 +160,6 @@ def field_with(kind: str, name: str, text: str) -> bytes:
     document = json.loads(DECODERS[kind][0])
     document[name] = "PLACE"
     return json.dumps(document).replace('"PLACE"', text).encode()
-
-
-BOMBS = {
-    "empty": b"",
-    "not JSON": b"\x80\x04\x95pickle",
-    "not UTF-8": b'{"format":"\xff"}',
-    "a number": b"1",
-    "a list": b"[]",
-    "null": b"null",
-    "NaN": b"NaN",
-    "infinity": b'{"a":-Infinity}',
-    "twice": b'{"format":"x","format":"y"}',
-    "nested lists": b"[" * 100_000,
-    "nested objects": b'{"a":' * 100_000,
-    "many lists": b"[" + b"[]," * 2_000_000 + b"[]]",
-    "many objects": b"[" + b"{}," * 2_000_000 + b"{}]",
-    "many numbers": b"[" + b"1," * 3_000_000 + b"1]",
-    "many strings": b"[" + b'"ab",' * 1_500_000 + b"1]",
-    "huge integer": b"[" + b"9" * 4_000_000 + b"]",
-    "huge fraction": b"[0." + b"9" * 4_000_000 + b"]",
-    "huge exponent": b"[1e" + b"9" * 4_000_000 + b"]",
-    "long string": b'["' + b"a" * 8_000_000 + b'"]',
-    "escapes": b'["' + b"\\u0000" * 1_000_000 + b'"]',
-    "too large": b" " * (65 << 20),
-}
 
 
 @every_kind

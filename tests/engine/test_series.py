@@ -29,7 +29,7 @@ from ckpt_async.transfer import upload as transfer
 from ckpt_async.transfer.requests import Requests
 from ckpt_async.transfer.upload import SmallShard, Source, upload_many
 from tests.stores.misbehaving import Meddled, Slow, trouble
-from tests.trainer.test_uploader import QUICK, decisions, wait_until, write
+from tests.trainer.uploads import QUICK, decisions, wait_until, write
 
 NAMES = ["a", "b", "c", "d", "e"]
 WRONG = checksum_of(b"something else", "crc64nvme")

@@ -84,7 +84,7 @@ def names(root: Path) -> dict[str, object]:
     from hypothesis import given, settings
     from hypothesis import strategies as st
 
-    from tests.core.test_naming import HOSTILE
+    from tests.core.hostile import HOSTILE
 
     folder, run = root / "inside" / "folder", f"file://{root}/inside/run"
     texts = (

@@ -5,10 +5,6 @@ import contextlib
 import errno
 import os
 import re
-import shutil
-import subprocess
-import sys
-import textwrap
 import threading
 from collections.abc import Iterable
 from pathlib import Path
@@ -25,7 +21,7 @@ from ckpt_async.local.journal import Journal
 from ckpt_async.stores.directory import DirectoryStore
 from ckpt_async.stores.interface import ObjectInfo
 from tests.faults.oracle import Oracle
-from tests.faults.processes import ROOT
+from tests.faults.small_disk import on_small_disk
 
 
 @pytest.mark.parametrize("kind", ["not writable", "a file", "network"])
@@ -76,42 +72,6 @@ def test_a_remote_folder_that_cannot_be_written_is_refused_at_the_start(tmp_path
     assert threading.active_count() == before
     with Uploader(tmp_path / "folder", f"file://{tmp_path}/remote") as uploader:
         assert uploader.generation == 1
-
-
-def on_small_disk(tmp_path: Path, script: str, size: str = "1m") -> subprocess.CompletedProcess[str]:
-    """Run a script that finds an empty file system of this size at `disk`, in a mount namespace of its own."""
-    disk = tmp_path / "disk"
-    disk.mkdir(exist_ok=True)
-    unshare = shutil.which("unshare")
-    command = f'mount -t tmpfs -o size={size} none "$0" && shift 0 && exec "$@"'
-    if unshare is None or subprocess.run([unshare, "-Urm", "true"], capture_output=True).returncode:
-        pytest.skip("no user and mount namespaces here")
-    preamble = """
-        import os, sys, threading, time
-        from pathlib import Path
-        from ckpt_async import *
-        from ckpt_async.engine import loop as engine
-        from ckpt_async.errors import NoSpaceError, JournalError
-        from tests.faults.trainer import write_shards
-        tmp = Path(sys.argv[1])
-        disk, remote = tmp / "disk", f"file://{tmp}/remote"
-        engine.RETRY_ACTION_S = 0.1
-        def fill(folder):
-            with open(folder / "ballast", "wb", buffering=0) as file:
-                try:
-                    while True:
-                        file.write(bytes(4096))
-                except OSError:
-                    pass
-    """
-    text = textwrap.dedent(preamble) + textwrap.dedent(script)
-    return subprocess.run(
-        [unshare, "-Urm", "sh", "-c", command, str(disk), sys.executable, "-c", text, str(tmp_path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
 
 
 def test_a_full_disk_is_a_clear_error_and_heals_when_there_is_space(tmp_path: Path) -> None:

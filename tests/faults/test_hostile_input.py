@@ -16,7 +16,7 @@ from ckpt_async.core import keys
 from ckpt_async.core.model import CheckpointId
 from ckpt_async.core.settings import Settings
 from ckpt_async.sweep.sweeper import Sweeper
-from tests.core.test_records import BOMBS
+from tests.core.hostile import BOMBS
 from tests.faults.oracle import verified
 from tests.faults.processes import ROOT
 from tests.faults.trainer import write_shards

@@ -9,9 +9,8 @@ from ckpt_async import SettingsError, Uploader
 from ckpt_async.core.model import CheckpointId
 from ckpt_async.sweep.drain import drain
 from tests.faults.oracle import Oracle, heard
-from tests.faults.processes import Nursery, Trainer
-
-SETTINGS = {"decision_poll_s": 0.05, "decision_poll_max_s": 0.5, "close_grace_s": 0.0}
+from tests.faults.processes import Nursery
+from tests.faults.ranks import start
 
 
 @pytest.fixture(params=["file", "s3"])
@@ -19,25 +18,6 @@ def remote(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if request.param == "file":
         return f"file://{tmp_path}/remote"
     return f"{request.getfixturevalue('s3_url')}/run"
-
-
-def start(
-    nursery: Nursery, tmp_path: Path, remote: str, num_ranks: int, launch: str = "one"
-) -> list[Trainer]:
-    """Two ranks to a folder, as on nodes with two GPUs."""
-    return [
-        nursery.start(
-            "saves",
-            {"CKPT_ASYNC_LAUNCH_ID": launch},
-            folder=str(tmp_path / f"node-{rank // 2}"),
-            remote=remote,
-            rank=rank,
-            world_size=num_ranks,
-            steps=[],
-            settings=SETTINGS,
-        )
-        for rank in range(num_ranks)
-    ]
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])

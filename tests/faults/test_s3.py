@@ -24,28 +24,12 @@ from ckpt_async.transfer import requests
 from tests.faults.oracle import Oracle
 from tests.faults.processes import ROOT, SOAK, Nursery
 from tests.faults.proxy import Fault, FaultProxy
-from tests.faults.trainer import write_shards
+from tests.faults.saves import QUICK, SHARDS, save
 from tests.seaweed import SeaweedServer
 
 MIB = 1 << 20
 PART = 5 * MIB
-QUICK: dict[str, Any] = {
-    "decision_poll_s": 0.05,
-    "retry_initial_s": 0.02,
-    "retry_max_s": 0.2,
-    "request_timeout_s": 2.0,
-    "stall_timeout_s": 1.0,
-    "minimum_rate_bytes_per_s": 100.0 * MIB,
-    "close_grace_s": 0.0,
-}
 CONTROL = r"/\.ckpt_async/"
-SHARDS = r"/ckpt/step-"
-
-
-def save(uploader: Uploader, step: int, num_shards: int = 2, size_bytes: int = 5000) -> None:
-    place = write_shards(uploader.folder, uploader.generation, step, uploader.rank, num_shards, size_bytes)
-    uploader.enqueue(place, step)
-    uploader.seal(step)
 
 
 # --- one request at a time ---------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 
 from ckpt_async.core.troubles import AGAIN_S, Troubles
 from tests.faults.processes import ROOT
-from tests.faults.test_disk import on_small_disk
+from tests.faults.small_disk import on_small_disk
 
 both = pytest.mark.parametrize("runner", ["thread", "process"])
 PREAMBLE = """

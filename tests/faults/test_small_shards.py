@@ -14,7 +14,7 @@ from ckpt_async.stores.http.series import Put, SmallUploads
 from tests.faults.oracle import Oracle
 from tests.faults.processes import Nursery
 from tests.faults.proxy import Fault, FaultProxy
-from tests.faults.test_s3 import QUICK, SHARDS, save
+from tests.faults.saves import QUICK, SHARDS, save
 from tests.faults.trainer import content, shard_name
 
 NUM = 100

@@ -20,7 +20,7 @@ from ckpt_async.transfer.upload import bytes_body
 from tests.faults.oracle import Oracle
 from tests.faults.processes import Nursery, Trainer
 from tests.faults.proxy import Fault, FaultProxy
-from tests.faults.test_ranks import start
+from tests.faults.ranks import start
 
 NUM_RANKS = 3
 

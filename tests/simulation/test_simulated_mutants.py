@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ckpt_async.transfer.requests import Requests
-from tests.model import test_mutants as core
+from tests.model import mutants as core
 from tests.model.world import ViolationError
 from tests.simulation.simulation import simulate
 

@@ -31,7 +31,7 @@ from ckpt_async.sweep.sweeper import Sweeper, SweepReport
 from ckpt_async.trainer.handle import LOCK_WAIT_S
 from ckpt_async.transfer.requests import Requests
 from tests.seaweed import SeaweedServer
-from tests.sweep.test_drain import Trainers
+from tests.sweep.trainers import Trainers
 
 # A sweep that says when it has adopted something and begins to upload it.
 SWEEP = """

@@ -5,10 +5,9 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from prometheus_client import generate_latest
@@ -16,15 +15,13 @@ from prometheus_client import generate_latest
 from ckpt_async import CheckpointAbortedError, Uploader
 from ckpt_async.core.model import CheckpointId, LocalCheckpoint
 from ckpt_async.core.settings import Settings
-from ckpt_async.engine import loop as engine_module
 from ckpt_async.errors import BacklogError, SettingsError
 from ckpt_async.local.folder import Folder
 from ckpt_async.stores.memory import CAPABILITIES, MemoryBucket, MemoryStore
 from tests.stores.misbehaving import Meddled, Slow
-from tests.trainer.test_uploader import QUICK, decisions, wait_until, write
+from tests.trainer.uploads import Open, decisions, wait_until, write
 
 SIZE_BYTES = 1000
-Open = Callable[..., Any]
 
 
 class Stuck(Slow):
@@ -35,25 +32,6 @@ class Stuck(Slow):
         if bucket is not None:
             self.bucket = bucket
             self._store = MemoryStore(bucket, url="memory://test", capabilities=CAPABILITIES)
-
-
-@pytest.fixture
-def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Open:
-    """`with opened(store, **settings) as uploader`: closes, or cuts it short after an error."""
-    monkeypatch.setattr(engine_module, "RETRY_ACTION_S", 0.05)
-
-    @contextmanager
-    def opened(store: Meddled, folder: Path = tmp_path / "folder", **more: Any) -> Iterator[Uploader]:
-        monkeypatch.setattr("ckpt_async.runners.host.open_store", lambda *_, **__: store)
-        uploader = Uploader(folder, "memory://test", **QUICK | more)  # type: ignore[arg-type]
-        try:
-            yield uploader
-        except BaseException:
-            uploader.close(timeout_s=0)
-            raise
-        uploader.close()
-
-    return opened
 
 
 class Blocked(logging.Handler):

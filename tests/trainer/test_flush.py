@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,7 @@ from ckpt_async.core.records import decode_decision
 from ckpt_async.engine import loop as engine_module
 from ckpt_async.trainer.preemption import flush_on_sigterm
 from tests.stores.misbehaving import Meddled, Slow
-from tests.trainer.test_uploader import QUICK, decisions, wait_until, write
-
-Open = Callable[..., Any]
+from tests.trainer.uploads import Open, decisions, wait_until, write
 
 
 class Ordered(Slow):
@@ -37,25 +34,6 @@ class Ordered(Slow):
         if operation == "put" and (parsed := keys.parse_data_key(key)):
             self.came.append(parsed[0].step)
         await super().before(operation, key)
-
-
-@pytest.fixture
-def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Open:
-    """`with opened(store, **settings) as uploader`: closes, or cuts it short after an error."""
-    monkeypatch.setattr(engine_module, "RETRY_ACTION_S", 0.05)
-
-    @contextmanager
-    def opened(store: Meddled, folder: Path = tmp_path / "folder", **more: Any) -> Iterator[Uploader]:
-        monkeypatch.setattr("ckpt_async.runners.host.open_store", lambda *_, **__: store)
-        uploader = Uploader(folder, "memory://test", **QUICK | more)  # type: ignore[arg-type]
-        try:
-            yield uploader
-        except BaseException:
-            uploader.close(timeout_s=0)
-            raise
-        uploader.close()
-
-    return opened
 
 
 def save(uploader: Uploader, step: int, *names: str, is_sealed: bool = True) -> None:

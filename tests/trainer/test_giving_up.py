@@ -1,7 +1,6 @@
 """What training is told of checkpoints that come to nothing, and what it may say of them without being ended."""
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,7 @@ from ckpt_async.core import keys
 from ckpt_async.core.records import decode_decision
 from ckpt_async.errors import InvalidNameError
 from tests.stores.misbehaving import Meddled
-from tests.trainer.test_uploader import decisions, opened, wait_until, write
-
-__all__ = ["opened"]  # a fixture
-
-Open = Callable[..., Any]
+from tests.trainer.uploads import Open, decisions, wait_until, write
 
 
 @pytest.mark.parametrize("on_error", ["raise", "warn"])

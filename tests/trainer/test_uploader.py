@@ -8,8 +8,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -38,70 +37,7 @@ from ckpt_async.stores.memory import CAPABILITIES, MemoryBucket
 from ckpt_async.transfer import upload
 from tests.local import old_journals
 from tests.stores.misbehaving import Faulty, Meddled, Slow, trouble
-
-QUICK = {
-    "decision_poll_s": 0.01,
-    "decision_poll_max_s": 0.05,
-    "retry_initial_s": 0.01,
-    "retry_max_s": 0.05,
-    "close_grace_s": 0.0,
-    "upload_timeout_s": 20.0,
-}
-
-Open = Callable[..., Any]
-
-
-@pytest.fixture
-def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Open:
-    """`with opened(store, **settings) as uploader`: closes, or cuts it short after an error."""
-    monkeypatch.setattr(engine_module, "RETRY_ACTION_S", 0.05)
-
-    @contextmanager
-    def opened(store: Meddled, folder: Path = tmp_path / "folder", **more: Any) -> Iterator[Uploader]:
-        monkeypatch.setattr("ckpt_async.runners.host.open_store", lambda *_, **__: store)
-        uploader = Uploader(folder, "memory://test", **QUICK | more)  # type: ignore[arg-type]
-        try:
-            yield uploader
-        except BaseException:
-            uploader.close(timeout_s=0)
-            raise
-        uploader.close()
-
-    return opened
-
-
-def write(uploader: Uploader, name: str, data: bytes = b"shard") -> Path:
-    path = uploader.folder / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_bytes(data)
-    temporary.replace(path)
-    return path
-
-
-def save(uploader: Uploader, step: int, *names: str) -> None:
-    for name in names or ("a.pt", "b.pt"):
-        uploader.enqueue(write(uploader, f"step-{step}/{name}", f"{step} {name}".encode()), step)
-    uploader.seal(step)
-
-
-def decisions(store: Meddled) -> dict[CheckpointId, str]:
-    found = {}
-    for key in store.keys(keys.DECISIONS):
-        id_ = keys.parse_decision_key(key)
-        assert id_ is not None
-        found[id_] = json.loads(store.bucket.objects[key].data)["outcome"]
-    return found
-
-
-def wait_until(is_so: Callable[[], bool], uploader: Uploader, timeout_s: float = 10.0) -> None:
-    """At every change the engine makes."""
-    deadline = time.monotonic() + timeout_s
-    with uploader._engine.changed:
-        while not is_so():
-            left_s = deadline - time.monotonic()
-            assert left_s > 0, "not in time"
-            uploader._engine.changed.wait(min(left_s, 0.05))
+from tests.trainer.uploads import QUICK, Open, decisions, save, wait_until, write
 
 
 class ClockBehind(Meddled):

@@ -1,0 +1,47 @@
+"""A script on a small file system of its own."""
+
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.faults.processes import ROOT
+
+
+def on_small_disk(tmp_path: Path, script: str, size: str = "1m") -> subprocess.CompletedProcess[str]:
+    """Run a script that finds an empty file system of this size at `disk`, in a mount namespace of its own."""
+    disk = tmp_path / "disk"
+    disk.mkdir(exist_ok=True)
+    unshare = shutil.which("unshare")
+    command = f'mount -t tmpfs -o size={size} none "$0" && shift 0 && exec "$@"'
+    if unshare is None or subprocess.run([unshare, "-Urm", "true"], capture_output=True).returncode:
+        pytest.skip("no user and mount namespaces here")
+    preamble = """
+        import os, sys, threading, time
+        from pathlib import Path
+        from ckpt_async import *
+        from ckpt_async.engine import loop as engine
+        from ckpt_async.errors import NoSpaceError, JournalError
+        from tests.faults.trainer import write_shards
+        tmp = Path(sys.argv[1])
+        disk, remote = tmp / "disk", f"file://{tmp}/remote"
+        engine.RETRY_ACTION_S = 0.1
+        def fill(folder):
+            with open(folder / "ballast", "wb", buffering=0) as file:
+                try:
+                    while True:
+                        file.write(bytes(4096))
+                except OSError:
+                    pass
+    """
+    text = textwrap.dedent(preamble) + textwrap.dedent(script)
+    return subprocess.run(
+        [unshare, "-Urm", "sh", "-c", command, str(disk), sys.executable, "-c", text, str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )

@@ -1,0 +1,343 @@
+"""Mistakes made on purpose in the protocol, each as a context in which it is made."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+from ckpt_async.core import decide, keys, records, retention
+from ckpt_async.core.model import Latest, MadeDurable, Outcome
+from ckpt_async.engine import loop
+from ckpt_async.engine.loop import Engine
+from ckpt_async.errors import PreconditionFailedError
+from ckpt_async.protocol import cas, steps
+from ckpt_async.sweep import sweeper
+from tests.model.machines import Protocol, Reading, Steady
+
+Mutant = Callable[[], contextlib.AbstractContextManager[None]]
+
+
+@contextlib.contextmanager
+def patched(*changes: tuple[Any, str, Any]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in changes:
+            stack.enter_context(mock.patch.object(owner, name, value))
+        yield
+
+
+def commits_what_has_no_shards() -> contextlib.AbstractContextManager[None]:
+    """An empty checkpoint would be the newest one, and retention would remove the last that is not."""
+    real = decide.obstacle
+
+    def obstacle(*arguments: Any) -> str | None:
+        found = real(*arguments)
+        return None if found == "no rank enqueued a shard" else found
+
+    return patched((decide, "obstacle", obstacle))
+
+
+def commits_without_all_receipts() -> contextlib.AbstractContextManager[None]:
+    """R1: whoever is first commits what is there."""
+
+    async def read_receipts(store: Any, requests: Any, checkpoint: Any, world_size: int) -> list[bytes]:
+        found = [
+            await cas.read(store, requests, keys.receipt_key(checkpoint, rank)) for rank in range(world_size)
+        ]
+        return [each[0] for each in found if each is not None]
+
+    def decode_receipt(data: bytes, id_: Any, _: int) -> Any:
+        rank = int(data.split(b'"rank":')[1].split(b",")[0])
+        return real(data, id_, rank)
+
+    real = records.decode_receipt
+    return patched(
+        (decide, "is_complete", lambda *_: True),
+        (decide, "obstacle", lambda *_: None),
+        (steps, "read_receipts", read_receipts),
+        (steps.records, "decode_receipt", decode_receipt),
+    )
+
+
+def commits_before_uploads() -> contextlib.AbstractContextManager[None]:
+    """R1: the receipt goes out when the checkpoint is sealed, not when its shards are verified."""
+    is_verified = property(lambda checkpoint: checkpoint.sealed is not None)
+    return patched((loop.LocalCheckpoint, "is_verified", is_verified))
+
+
+def mixes_generations() -> contextlib.AbstractContextManager[None]:
+    """R5: receipts are kept by step alone, and the newest one counts."""
+
+    def receipts_prefix(checkpoint: Any) -> str:
+        return f"{keys.RECEIPTS}{1:06d}-{checkpoint.step:012d}/"
+
+    async def create_once(store: Any, requests: Any, key: str, data: bytes) -> bytes:
+        if key.startswith(keys.RECEIPTS):
+            await cas.put(store, requests, key, data)
+            return data
+        return await real_create(store, requests, key, data)
+
+    async def list_receipts(self: Engine, id_: Any) -> decide.Receipts:
+        listing = await self._store.list(keys.receipts_prefix(id_))
+        return decide.Receipts(tuple(int(each.key[-10:-5]) for each in listing.objects))
+
+    def decode_receipt(data: bytes, expected: Any, rank: int) -> Any:
+        generation = int(data.split(b'"generation":')[1].split(b",")[0])
+        return real_decode(data, replace(expected, generation=generation), rank)
+
+    real_create, real_decode = cas.create_once, records.decode_receipt
+    return patched(
+        (keys, "receipts_prefix", receipts_prefix),
+        (cas, "create_once", create_once),
+        (Engine, "_list_receipts", list_receipts),
+        (decide, "obstacle", lambda *_: None),
+        (steps, "records", _with(records, decode_receipt=decode_receipt)),
+    )
+
+
+def removes_before_commit() -> contextlib.AbstractContextManager[None]:
+    """R7: local files go when they are uploaded, not when the checkpoint is committed."""
+
+    def decide_(local: Any, remote: Any, policy: Any, now: float) -> list[Any]:
+        early = [
+            decide.Remove(id_, "")
+            for id_, each in local.checkpoints.items()
+            if each.decision is None and each.has_receipt
+        ]
+        return early or real(local, remote, policy, now)
+
+    real = decide.decide
+    return patched((decide, "decide", decide_))
+
+
+def releases_before_decision() -> contextlib.AbstractContextManager[None]:
+    """R7: the links go when they are uploaded."""
+
+    def decide_(local: Any, remote: Any, policy: Any, now: float) -> list[Any]:
+        early = [
+            decide.Release(id_)
+            for id_, each in local.checkpoints.items()
+            if each.decision is None and each.is_verified and not each.is_released
+        ]
+        return early + real(local, remote, policy, now)
+
+    real = decide.decide
+    return patched((decide, "decide", decide_))
+
+
+def retention_counts_uncommitted() -> contextlib.AbstractContextManager[None]:
+    """R8: the newest N are kept, committed or not."""
+
+    def after(local: Any, remote: Any, policy: Any) -> Any:
+        def keep_(self: Any, _: Any) -> Any:
+            return keep(self, [decide._candidate(each) for _, each in sorted(local.checkpoints.items())])
+
+        with mock.patch.object(retention.KeepLocal, "keep", keep_):
+            yield from list(real(local, remote, policy))
+
+    real, keep = decide._after_decision, retention.KeepLocal.keep
+    return patched((decide, "_after_decision", after))
+
+
+def removes_before_the_link_moves() -> contextlib.AbstractContextManager[None]:
+    """R2, locally: what the symlink leads to is removed while it still leads there."""
+
+    def after(local: Any, remote: Any, policy: Any) -> Any:
+        actions = list(real(local, remote, policy))
+        if moves := [each for each in actions if isinstance(each, decide.MoveLocalLatest)]:
+            moved = real(local, replace(remote, local_latest=moves[0].checkpoint), policy)
+            actions = [each for each in moved if isinstance(each, decide.Remove)] or actions
+        return actions
+
+    real = decide._after_decision
+    return patched((decide, "_after_decision", after))
+
+
+def skips_fsync() -> contextlib.AbstractContextManager[None]:
+    """I4: `MadeDurable` is journaled, nothing was fsynced."""
+
+    async def make_durable(self: Engine, action: Any) -> None:
+        checkpoint = self._checkpoint(action.checkpoint)
+        self._record(MadeDurable(checkpoint.id, tuple(checkpoint.shards), checkpoint.sealed is not None))
+
+    return patched((Engine, "_make_durable", make_durable))
+
+
+def skips_fsync_of_folders() -> contextlib.AbstractContextManager[None]:
+    """I4: the files are on the disk, their names are not."""
+
+    def fsync_shards(self: Engine, checkpoint: Any, shards: Any) -> list[Any]:
+        for each in shards:
+            loop.fsync_path(self._path(checkpoint, each))
+        return []
+
+    return patched((Engine, "_fsync_shards", fsync_shards))
+
+
+def skips_read_back() -> contextlib.AbstractContextManager[None]:
+    """R13: a 412 is taken as 'somebody else gave it up'; it was our own PUT, whose reply was lost."""
+
+    async def decide_once(store: Any, requests: Any, wanted: Any) -> Any:
+        data = records.encode_decision(wanted)
+        try:
+            await cas.put(store, requests, keys.decision_key(wanted.checkpoint), data, cas.Create())
+        except PreconditionFailedError:
+            return replace(wanted, outcome=Outcome.ABORT), False
+        return wanted, True
+
+    return patched((steps, "decide_once", decide_once))
+
+
+def abort_does_not_compete() -> contextlib.AbstractContextManager[None]:
+    """R4: decisions are written without a condition: a straggler commits what was given up."""
+
+    async def create_once(store: Any, requests: Any, key: str, data: bytes) -> bytes:
+        await cas.put(store, requests, key, data)
+        return data
+
+    return patched((steps, "create_once", create_once))
+
+
+def sweeps_without_abort() -> contextlib.AbstractContextManager[None]:
+    """R4: what looks abandoned is deleted without being given up first."""
+
+    async def perform(self: Any, action: Any) -> None:
+        if isinstance(action, sweeper.sweep_plan.GiveUp):
+            listing = await self.store.list(keys.DATA)
+            doomed = [
+                each.key
+                for each in listing.objects
+                if (keys.parse_data_key(each.key) or (None,))[0] == action.checkpoint
+            ]
+            if doomed:
+                await self.store.delete(doomed)
+            return
+        await real(self, action)
+
+    real = sweeper.RemoteSweep.perform
+    return patched((sweeper.RemoteSweep, "perform", perform))
+
+
+def prunes_what_is_read() -> contextlib.AbstractContextManager[None]:
+    """R2: leases are not looked at."""
+
+    async def readers(*_: Any) -> list[str]:
+        return []
+
+    return patched((steps, "readers", readers), (sweeper.sweep_plan, "_live_leases", lambda *_: ()))
+
+
+def prunes_shards_first() -> contextlib.AbstractContextManager[None]:
+    """R2: shards are deleted before the decision says `pruning`."""
+
+    async def begin_prune(store: Any, requests: Any, checkpoint: Any) -> bool:
+        listing = await store.list(keys.DATA)
+        doomed = [
+            each.key
+            for each in listing.objects
+            if (keys.parse_data_key(each.key) or (None,))[0] == checkpoint
+        ]
+        await store.delete(doomed)
+        return await real(store, requests, checkpoint)
+
+    real = steps.begin_prune
+    return patched((steps, "begin_prune", begin_prune))
+
+
+def prunes_past_latest() -> contextlib.AbstractContextManager[None]:
+    """R2: latest still names the victim."""
+
+    def retain(view: Any, valid: Any, policy: Any) -> Any:
+        yield from real(_ahead(view), valid, policy)
+        yield from publish(view, valid)
+
+    def _ahead(view: Any) -> Any:
+        newest = max(view.decisions, default=None)
+        if newest is None or view.latest is None:
+            return view
+        return replace(view, latest=replace(view.latest, checkpoint=replace(newest, step=10**6)))
+
+    real, publish = sweeper.sweep_plan._retain, sweeper.sweep_plan._publish
+    return patched((sweeper.sweep_plan, "_retain", retain), (sweeper.sweep_plan, "_publish", lambda *_: ()))
+
+
+def waits_for_the_oldest() -> contextlib.AbstractContextManager[None]:
+    """R9: a checkpoint that never completes holds up all later ones."""
+
+    def decide_(local: Any, remote: Any, policy: Any, now: float) -> list[Any]:
+        undecided = sorted(id_ for id_, each in local.checkpoints.items() if each.decision is None)
+        actions = real(local, remote, policy, now)
+        return [
+            each for each in actions if not isinstance(each, decide.Commit) or each.checkpoint == undecided[0]
+        ]
+
+    real = decide.decide
+    return patched((decide, "decide", decide_))
+
+
+def never_looks_again() -> contextlib.AbstractContextManager[None]:
+    """I8: who was not last never learns, and helps nobody whose last rank died."""
+    return patched((decide, "next_look", lambda *_, **__: float("inf")))
+
+
+def _with(module: Any, **changes: Any) -> Any:
+    """A module with some functions replaced, for one importer only."""
+    from types import SimpleNamespace
+
+    return SimpleNamespace(**{**vars(module), **changes})
+
+
+def moves_latest_before_commit() -> contextlib.AbstractContextManager[None]:
+    """R1: the pointer first."""
+
+    async def commit(self: Engine, action: Any) -> None:
+        name = self._checkpoint(action.checkpoint).name
+        await steps.move_latest(self._store, self._requests, action.checkpoint, name)
+        await real(self, action)
+
+    real = Engine._commit
+    return patched((Engine, "_commit", commit))
+
+
+def moves_latest_back() -> contextlib.AbstractContextManager[None]:
+    """R6: a blind write instead of a compare-and-swap."""
+
+    async def move_latest(store: Any, requests: Any, checkpoint: Any, name: str) -> Latest:
+        latest = Latest(checkpoint, name, keys.data_prefix(name, checkpoint.generation), 1, "nonce")
+        await cas.put(store, requests, keys.LATEST, records.encode_latest(latest))
+        return latest
+
+    return patched((steps, "move_latest", move_latest))
+
+
+def compares_latest_by_step() -> contextlib.AbstractContextManager[None]:
+    """R6: a run that was set back to an older step never becomes latest again."""
+    return patched(
+        (decide, "is_ahead", lambda id_, latest: latest is None or id_.step > latest.checkpoint.step)
+    )
+
+
+# The machine that finds it within seconds, and what it says: another invariant would mean a broken mutant.
+MUTANTS = [
+    (commits_what_has_no_shards, Protocol, "I1"),
+    (commits_without_all_receipts, Protocol, "I1"),
+    (commits_before_uploads, Protocol, "I1|I4|I6"),
+    (mixes_generations, Protocol, "R5|R4|I6|I1|R3"),
+    (moves_latest_before_commit, Protocol, "I2"),
+    (moves_latest_back, Steady, "I2"),
+    (compares_latest_by_step, Protocol, "R6|I8"),
+    (removes_before_commit, Protocol, "I3"),
+    (releases_before_decision, Protocol, "I3"),
+    (retention_counts_uncommitted, Steady, "I5|R2"),
+    (removes_before_the_link_moves, Steady, "R2"),
+    (skips_fsync, Protocol, "I4|I3|I8|R2"),
+    (skips_fsync_of_folders, Protocol, "I4|I3|I8|R2"),
+    (skips_read_back, Protocol, "R13"),
+    (abort_does_not_compete, Protocol, "R4"),
+    (sweeps_without_abort, Protocol, "R4|I1"),
+    (prunes_what_is_read, Reading, "R3"),
+    (prunes_shards_first, Protocol, "I1"),
+    (prunes_past_latest, Steady, "I2"),
+    (waits_for_the_oldest, Protocol, "I8"),
+    (never_looks_again, Protocol, "I8"),
+]

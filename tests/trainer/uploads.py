@@ -1,0 +1,58 @@
+"""What tests of the uploader save, and how they wait for what becomes of it."""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ckpt_async import Uploader
+from ckpt_async.core import keys
+from ckpt_async.core.model import CheckpointId
+from tests.stores.misbehaving import Meddled
+
+QUICK = {
+    "decision_poll_s": 0.01,
+    "decision_poll_max_s": 0.05,
+    "retry_initial_s": 0.01,
+    "retry_max_s": 0.05,
+    "close_grace_s": 0.0,
+    "upload_timeout_s": 20.0,
+}
+
+
+Open = Callable[..., Any]
+
+
+def write(uploader: Uploader, name: str, data: bytes = b"shard") -> Path:
+    path = uploader.folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_bytes(data)
+    temporary.replace(path)
+    return path
+
+
+def save(uploader: Uploader, step: int, *names: str) -> None:
+    for name in names or ("a.pt", "b.pt"):
+        uploader.enqueue(write(uploader, f"step-{step}/{name}", f"{step} {name}".encode()), step)
+    uploader.seal(step)
+
+
+def decisions(store: Meddled) -> dict[CheckpointId, str]:
+    found = {}
+    for key in store.keys(keys.DECISIONS):
+        id_ = keys.parse_decision_key(key)
+        assert id_ is not None
+        found[id_] = json.loads(store.bucket.objects[key].data)["outcome"]
+    return found
+
+
+def wait_until(is_so: Callable[[], bool], uploader: Uploader, timeout_s: float = 10.0) -> None:
+    """At every change the engine makes."""
+    deadline = time.monotonic() + timeout_s
+    with uploader._engine.changed:
+        while not is_so():
+            left_s = deadline - time.monotonic()
+            assert left_s > 0, "not in time"
+            uploader._engine.changed.wait(min(left_s, 0.05))
