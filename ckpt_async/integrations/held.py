@@ -13,9 +13,7 @@ import torch.distributed as dist
 
 from ckpt_async import StoreOptions, Uploader, restore
 from ckpt_async.errors import (
-    CheckpointGoneError,
     CkptAsyncError,
-    DamagedCheckpointError,
     SealedError,
     SettingsError,
 )
@@ -141,21 +139,11 @@ def fetch_newest(
             store_options=store_options,
             overwrite=True,
         )
-    bad: list[restore.Checkpoint] = []
-    while True:
-        checkpoint = restore.find(
-            remote,
-            folder=folder,
-            drain_timeout_s=0 if bad else drain_timeout_s,
-            store_options=store_options,
-            passing_over=[each.id for each in bad],
-        )
-        if checkpoint is None:
-            return None
-        try:
-            return checkpoint, restore.fetch(
-                checkpoint, destination(checkpoint), folder=folder, overwrite=True
-            )
-        except (DamagedCheckpointError, CheckpointGoneError) as error:
-            logger.warning("checkpoint_passed_over %s error=%s", checkpoint.id, error)
-            bad.append(checkpoint)
+    return restore.fetch_latest(
+        remote,
+        destination,
+        folder=folder,
+        drain_timeout_s=drain_timeout_s,
+        store_options=store_options,
+        overwrite=True,
+    )

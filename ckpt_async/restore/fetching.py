@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import hashlib
 import itertools
 import logging
 import os
@@ -14,10 +13,10 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from ckpt_async import threads
 from ckpt_async.core.model import CheckpointId, Checksum
-from ckpt_async.core.naming import check_relative
 from ckpt_async.errors import (
     CheckpointGoneError,
     CkptAsyncError,
@@ -25,14 +24,14 @@ from ckpt_async.errors import (
     DestinationError,
     NoSpaceError,
 )
-from ckpt_async.local.folder import FsyncError, fsync_path
 from ckpt_async.restore import discovery
 from ckpt_async.restore.checkpoint import Checkpoint, RemoteFile, check_found
+from ckpt_async.restore.destination import Destination
 from ckpt_async.restore.lanes import REQUEST_BYTES
-from ckpt_async.restore.partial import PartialFile, checksum_of_file, discard, locked, locked_now
+from ckpt_async.restore.partial import PartialFile, discard, locked, locked_now
 from ckpt_async.restore.peers import Peer, Peers, PeerSource
 from ckpt_async.restore.session import HeldLease, Session, damaged, leased, session, unreliable
-from ckpt_async.restore.sources import FileSource, LocalCopies, LocalSource, StoreSource, has_size
+from ckpt_async.restore.sources import FileSource, LocalCopies, LocalSource, StoreSource
 from ckpt_async.stores import StoreOptions
 from ckpt_async.stores.checksums import Digest, checksum_of
 from ckpt_async.stores.interface import Sink, SmallGet
@@ -42,14 +41,33 @@ from ckpt_async.transfer.upload import SERIES_SHARDS, SMALL_BYTES, all_or_none
 
 logger = logging.getLogger(__name__)
 
-# Below the destination: on its file system, so that finished files are renamed into place.
-PARTIAL_FOLDER = ".ckpt_async-partial"
 # Each is an open file, of which a process may have 1024, or 256, for all that it does.
 LOCKS_AT_ONCE = 128
 # Of one file from the store, before it is said that no two of them agree.
 MAX_READINGS = 3
 
+T = TypeVar("T")
+
 OnProgress = Callable[[int, int], None]
+Where = str | os.PathLike[str] | Callable[[Checkpoint], str | os.PathLike[str]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchOptions:
+    """What of a checkpoint is fetched, where to and how: the arguments of `fetch`."""
+
+    destination: Where
+    ranks: Collection[int] | None = None
+    files: Collection[str] | None = None
+    folder: str | os.PathLike[str] | None = None
+    peers: Collection[Peer] = ()
+    verify: bool = True
+    overwrite: bool = False
+    num_concurrent_reads: int = 8
+    on_progress: OnProgress | None = None
+
+    def where(self, checkpoint: Checkpoint) -> str | os.PathLike[str]:
+        return self.destination(checkpoint) if callable(self.destination) else self.destination
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,32 +117,40 @@ def fetch(
     again: it is passed over from now on); UnreliableReadError if what arrives is wrong, and in another way each time;
     CheckpointGoneError if it was pruned.
     """
+    return fetch_as(
+        checkpoint,
+        FetchOptions(
+            destination=destination,
+            ranks=ranks,
+            files=files,
+            folder=folder,
+            peers=peers,
+            verify=verify,
+            overwrite=overwrite,
+            num_concurrent_reads=num_concurrent_reads,
+            on_progress=on_progress,
+        ),
+    )
+
+
+def fetch_as(checkpoint: Checkpoint, options: FetchOptions) -> FetchReport:
     check_found(checkpoint)
 
     async def work() -> FetchReport:
-        wanted = checkpoint.select(ranks, files)
+        wanted = checkpoint.select(options.ranks, options.files)
+        num_at_once = options.num_concurrent_reads
         async with session(
-            checkpoint.remote, checkpoint.store_options, num_concurrent_reads=num_concurrent_reads
+            checkpoint.remote, checkpoint.store_options, num_concurrent_reads=num_at_once
         ) as opened:
-            with contextlib.closing(Peers(peers, num_concurrent_reads)) as connected:
-                fetching = _Fetching(
-                    opened,
-                    checkpoint,
-                    destination,
-                    LocalCopies(folder, checkpoint),
-                    connected,
-                    is_verified=verify,
-                    may_overwrite=overwrite,
-                    on_progress=on_progress,
-                )
-                return await fetching.run(wanted, num_concurrent_reads)
+            with contextlib.closing(Peers(options.peers, num_at_once)) as connected:
+                return await _Fetching(opened, checkpoint, connected, options).run(wanted)
 
     return threads.run(work())
 
 
 def fetch_latest(
     remote: str,
-    destination: str | os.PathLike[str],
+    destination: Where,
     *,
     ranks: Collection[int] | None = None,
     files: Collection[str] | None = None,
@@ -139,199 +165,119 @@ def fetch_latest(
     on_progress: OnProgress | None = None,
 ) -> tuple[Checkpoint, FetchReport] | None:
     """`find` and `fetch`; one that turns out damaged while it is read gives way to the next older one. None if there is
-    no checkpoint.
+    no checkpoint. `destination` may be a function of the checkpoint.
 
     For one process. Ranks that resume together must agree on a checkpoint: see `ckpt_async.torch`.
     """
-    bad: set[CheckpointId] = set()
-    while True:
-        checkpoint = discovery.find(
+    options = FetchOptions(
+        destination=destination,
+        ranks=ranks,
+        files=files,
+        folder=folder,
+        verify=verify,
+        overwrite=overwrite,
+        num_concurrent_reads=num_concurrent_reads,
+        on_progress=on_progress,
+    )
+
+    def newest(passing_over: Collection[CheckpointId]) -> Checkpoint | None:
+        return discovery.find(
             remote,
             folder=folder,
             step=step,
             generation=generation,
-            drain_timeout_s=0.0 if bad else drain_timeout_s,
+            drain_timeout_s=0.0 if passing_over else drain_timeout_s,
             store_options=store_options,
-            passing_over=bad,
+            passing_over=passing_over,
         )
-        if checkpoint is None:
-            return None
+
+    return use_newest(newest, lambda checkpoint: fetch_as(checkpoint, options), may_pass_over=step is None)
+
+
+def use_newest(
+    newest: Callable[[Collection[CheckpointId]], Checkpoint | None],
+    use: Callable[[Checkpoint], T],
+    *,
+    may_pass_over: bool,
+) -> tuple[Checkpoint, T] | None:
+    """`use` what `newest` finds, and with it the next older one, passing over those that turn out damaged or gone while
+    they are used. None if there is none.
+    """
+    bad: set[CheckpointId] = set()
+    while (checkpoint := newest(bad)) is not None:
         try:
-            report = fetch(
-                checkpoint,
-                destination,
-                ranks=ranks,
-                files=files,
-                folder=folder,
-                verify=verify,
-                overwrite=overwrite,
-                num_concurrent_reads=num_concurrent_reads,
-                on_progress=on_progress,
-            )
+            return checkpoint, use(checkpoint)
         except (DamagedCheckpointError, CheckpointGoneError) as error:
-            if step is not None:
+            if not may_pass_over:
                 raise
             logger.warning("checkpoint_passed_over %s error=%s", checkpoint.id, error)
             bad.add(checkpoint.id)
-            continue
-        return checkpoint, report
+    return None
 
 
 class _Fetching:
     """One call of `fetch`."""
 
-    def __init__(
-        self,
-        opened: Session,
-        checkpoint: Checkpoint,
-        destination: str | os.PathLike[str],
-        local: LocalCopies,
-        peers: Peers,
-        *,
-        is_verified: bool,
-        may_overwrite: bool,
-        on_progress: OnProgress | None,
-    ) -> None:
-        self._opened, self._checkpoint = opened, checkpoint
-        self._local, self._peers = local, peers
-        self._is_verified, self._may_overwrite = is_verified, may_overwrite
-        self._on_progress = on_progress
-        self._destination = Path(os.path.realpath(destination))
-        self._partials = self._destination / PARTIAL_FOLDER
+    def __init__(self, opened: Session, checkpoint: Checkpoint, peers: Peers, options: FetchOptions) -> None:
+        self._opened, self._checkpoint, self._peers = opened, checkpoint, peers
+        self._local = LocalCopies(options.folder, checkpoint)
+        self._is_verified, self._on_progress = options.verify, options.on_progress
+        self._num_at_once = options.num_concurrent_reads
+        self._at_once = asyncio.Semaphore(self._num_at_once)
+        self._destination = Destination(
+            options.where(checkpoint), checkpoint, is_verified=options.verify, may_overwrite=options.overwrite
+        )
         self._total_bytes = 0
         self._bytes_from: Counter[str] = Counter()
-        self._published: list[Path] = []
-        self._made: set[Path] = set()
-        self._targets: dict[str, Path] = {}
 
-    async def run(self, files: list[RemoteFile], num_at_once: int) -> FetchReport:
+    async def run(self, files: list[RemoteFile]) -> FetchReport:
         began = time.monotonic()
+        destination = self._destination
         self._total_bytes = sum(file.size_bytes for file in files)
-        way = (self._destination, *self._destination.parents)
-        new = [each for each in way if not each.exists()]
-        try:
-            self._partials.mkdir(parents=True, exist_ok=True)
-            if self._partials.is_symlink():
-                raise DestinationError(f"{str(self._partials)!r} is a symbolic link")
-        except OSError as error:
-            raise DestinationError(f"cannot write to {str(self._destination)!r}: {error.strerror}") from error
-        at_once = asyncio.Semaphore(num_at_once)
-        taken = await in_thread(lambda: [file for file in files if os.path.lexists(self._target(file))])
-        there = await all_or_none(self._was_there(file, at_once) for file in taken)
+        destination.make()
+        taken = await in_thread(lambda: [file for file in files if destination.is_taken(file)])
+        there = await all_or_none(self._was_there(file) for file in taken)
         done = {file.name for file, is_there in zip(taken, there, strict=True) if is_there}
         left = [file for file in files if file.name not in done]
-        self._check_space(left)
+        destination.check_space(left)
         if left:
             try:
                 async with leased(self._opened, self._checkpoint) as lease:
-                    series = await in_thread(self._series, left, num_at_once)
-                    together = {file.name for each in series for file in each}
-                    single = (file for file in left if file.name not in together)
-                    await all_or_none(
-                        itertools.chain(
-                            (self._bring_many(each, lease, at_once) for each in series),
-                            (self._bring(file, lease, at_once) for file in single),
-                        )
-                    )
+                    await self._bring_all(left, lease)
             except (DamagedCheckpointError, CheckpointGoneError):
-                self._take_back(left)
+                destination.take_back(left)
                 raise
-        await in_thread(self._sync_folders, files, new)
-        with contextlib.suppress(OSError):
-            self._partials.rmdir()  # not empty: another process fetches
-        paths = {file.name: self._target(file) for file in files}
+        await in_thread(destination.sync, files)
+        destination.tidy()
+        paths = {file.name: destination.target(file) for file in files}
         return FetchReport(paths, dict(self._bytes_from), time.monotonic() - began)
 
-    def _sync_folders(self, files: list[RemoteFile], new: list[Path]) -> None:
-        """Also those of files that another process has published, which may not have come to this yet, and those in
-        which `new` folders were made.
-        """
-        folders = {self._destination, *(each.parent for each in new)}
-        for file in files:
-            folder = self._target(file).parent
-            while folder not in folders:
-                folders.add(folder)
-                folder = folder.parent
-        try:
-            for folder in folders:
-                fsync_path(folder)
-        except FsyncError as error:
-            self._take_back(files)  # or the next call would find them there, and trust a second fsync
-            raise DestinationError(f"{error.filename}: {error.strerror}") from error
-
-    def _take_back(self, files: list[RemoteFile]) -> None:
-        """A checkpoint that cannot be had leaves nothing that could be taken for part of another one."""
-        for file in files:
-            discard(self._partial_path(file))
-        for target in self._published:
-            target.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            self._partials.rmdir()
-
-    # --- the destination -----------------------------------------------------------------------------------
-
-    def _target(self, file: RemoteFile) -> Path:
-        if (target := self._targets.get(file.name)) is None:
-            target = self._targets[file.name] = self._destination / check_relative(file.name, "file")
-        return target
-
-    async def _was_there(self, file: RemoteFile, at_once: asyncio.Semaphore) -> bool:
-        async with at_once:
-            is_there = await in_thread(self._is_there, file)
+    async def _was_there(self, file: RemoteFile) -> bool:
+        async with self._at_once:
+            is_there = await in_thread(self._destination.is_there, file)
         if is_there:
             self._note("there", file.size_bytes)
         return is_there
 
-    def _is_there(self, file: RemoteFile) -> bool:
-        target = self._target(file)
-        try:
-            if not os.path.lexists(target):
-                return False
-            if has_size(target, file.size_bytes) and self._is_right(target, file):
-                return True
-            if self._may_overwrite and not target.is_dir():
-                return False
-        except OSError as error:
-            raise DestinationError(f"cannot read {str(target)!r}: {error.strerror}") from error
-        raise DestinationError(
-            f"{str(target)!r} is there and is not the file of {self._checkpoint.name}: it is left alone",
-            hint="give another destination, or say that it may be overwritten",
-        )
-
-    def _is_right(self, path: Path, file: RemoteFile) -> bool:
-        if file.checksum is None or not self._is_verified:
-            return True
-        return checksum_of_file(path, file.checksum.algorithm) == file.checksum
-
-    def _check_space(self, files: list[RemoteFile]) -> None:
-        needed_bytes = 0
-        for file in files:
-            try:
-                allocated_bytes = os.stat(self._partial_path(file)).st_blocks * 512
-            except OSError:
-                allocated_bytes = 0
-            needed_bytes += max(0, file.size_bytes - allocated_bytes)
-        facts = os.statvfs(self._destination)
-        free_bytes = facts.f_bavail * facts.f_frsize
-        if needed_bytes > free_bytes:
-            raise NoSpaceError(
-                f"{str(self._destination)!r} has {free_bytes} bytes free, {needed_bytes} more are needed",
-                hint="free some, or fetch only some ranks or files",
+    async def _bring_all(self, files: list[RemoteFile], lease: HeldLease) -> None:
+        series = await in_thread(self._series, files)
+        together = {file.name for each in series for file in each}
+        single = (file for file in files if file.name not in together)
+        await all_or_none(
+            itertools.chain(
+                (self._bring_many(each, lease) for each in series),
+                (self._bring(file, lease) for file in single),
             )
-
-    def _partial_path(self, file: RemoteFile) -> Path:
-        """Its own for every content, so that what an earlier fetch of another checkpoint left does not mix in."""
-        told = f"{self._checkpoint.remote}\n{file.key}\n{file.size_bytes}\n{file.checksum}\n{file.name}"
-        return self._partials / hashlib.sha256(told.encode()).hexdigest()[:32]
+        )
 
     # --- many small files ----------------------------------------------------------------------------------
 
-    def _series(self, files: list[RemoteFile], num_at_once: int) -> list[list[RemoteFile]]:
+    def _series(self, files: list[RemoteFile]) -> list[list[RemoteFile]]:
         """Those for `_bring_many`: long enough to share what a series costs by itself, short enough that all end at the
         same time.
         """
         small = [file for file in files if self._is_small(file)]
-        share = min(SERIES_SHARDS, LOCKS_AT_ONCE // num_at_once, -(-len(small) // num_at_once))
+        share = min(SERIES_SHARDS, LOCKS_AT_ONCE // self._num_at_once, -(-len(small) // self._num_at_once))
         return [small[at : at + share] for at in range(0, len(small), share)] if share > 1 else []
 
     def _is_small(self, file: RemoteFile) -> bool:
@@ -339,9 +285,7 @@ class _Fetching:
         is_small = file.checksum is not None and 0 < file.size_bytes <= SMALL_BYTES
         return is_small and not self._local.find(file) and not self._peers.sources(file)
 
-    async def _bring_many(
-        self, files: list[RemoteFile], lease: HeldLease, at_once: asyncio.Semaphore
-    ) -> None:
+    async def _bring_many(self, files: list[RemoteFile], lease: HeldLease) -> None:
         """One after the other by one thread; what cannot be had so is brought by itself, which says what is wrong."""
         done: set[str] = set()
 
@@ -354,7 +298,7 @@ class _Fetching:
                 if file.checksum == checksum_of(data, partial.algorithm):
                     partial.prepare()
                     partial.write(data, 0)
-                    self._publish(partial, self._target(file))
+                    self._destination.publish(partial, file)
                     done.add(file.name)
                 else:
                     logger.warning("checksum_differs file=%s from=remote; it is fetched again", file.name)
@@ -365,7 +309,7 @@ class _Fetching:
             series.begins()
             await self._opened.store.get_many(list(wanted), got)
 
-        async with at_once, self._opened.lanes.one():
+        async with self._at_once, self._opened.lanes.one():
             with contextlib.ExitStack() as locks, contextlib.suppress(CkptAsyncError, OSError):
                 wanted = await in_thread(self._lock, files, locks)
                 size_bytes = sum(get.size_bytes for get in wanted)
@@ -373,7 +317,7 @@ class _Fetching:
         for file in files:
             if file.name in done:
                 self._note("remote", file.size_bytes)
-        await all_or_none(self._bring(file, lease, at_once) for file in files if file.name not in done)
+        await all_or_none(self._bring(file, lease) for file in files if file.name not in done)
 
     def _lock(
         self, files: list[RemoteFile], locks: contextlib.ExitStack
@@ -382,59 +326,45 @@ class _Fetching:
         wanted = {}
         for file in files:
             assert file.checksum is not None
-            self._make_parent(self._target(file))
+            self._destination.make_parent(file)
             partial = locks.enter_context(
-                locked_now(self._partial_path(file), file.size_bytes, file.checksum.algorithm)
+                locked_now(self._destination.partial_path(file), file.size_bytes, file.checksum.algorithm)
             )
-            if partial is not None and not self._is_there(file):
+            if partial is not None and not self._destination.is_there(file):
                 wanted[SmallGet(file.key, file.size_bytes)] = file, partial
         return wanted
 
     # --- one file ------------------------------------------------------------------------------------------
 
-    async def _bring(self, file: RemoteFile, lease: HeldLease, at_once: asyncio.Semaphore) -> None:
-        target = self._target(file)
+    async def _bring(self, file: RemoteFile, lease: HeldLease) -> None:
+        destination = self._destination
         algorithm = file.checksum.algorithm if file.checksum else "crc64nvme"
-        async with at_once:
+        async with self._at_once:
             try:
-                self._make_parent(target)
-                async with locked(self._partial_path(file), file.size_bytes, algorithm) as partial:
+                destination.make_parent(file)
+                async with locked(destination.partial_path(file), file.size_bytes, algorithm) as partial:
                     resumed_bytes = await in_thread(self._prepare, partial, file)
                     if resumed_bytes is None:
                         self._note("there", file.size_bytes)
-                        discard(self._partial_path(file))
+                        discard(destination.partial_path(file))
                         return
                     got: Counter[str] = Counter()
                     self._note("resumed", resumed_bytes, got)
                     await self._fill(partial, file, lease, got)
-                    await in_thread(self._publish, partial, target)
+                    await in_thread(destination.publish, partial, file)
             except OSError as error:
                 if isinstance(error, CkptAsyncError):
                     raise
                 if _is_full(error):
                     raise NoSpaceError(
-                        f"{str(self._destination)!r} ran full while {file.name!r} was fetched",
+                        f"{str(destination.path)!r} ran full while {file.name!r} was fetched",
                         hint="free some space and call again: it goes on where it was",
                     ) from error
-                raise DestinationError(f"cannot write {str(target)!r}: {error}") from error
+                raise DestinationError(f"cannot write {str(destination.target(file))!r}: {error}") from error
 
     def _prepare(self, partial: PartialFile, file: RemoteFile) -> int | None:
         """How much of it an earlier fetch has left; None if another process was faster."""
-        return None if self._is_there(file) else partial.prepare()
-
-    def _make_parent(self, target: Path) -> None:
-        if target.parent in self._made:
-            return
-        if Path(os.path.realpath(target.parent)) != target.parent:
-            raise DestinationError(
-                f"a symbolic link leads out of the destination on the way to {str(target)!r}"
-            )
-        target.parent.mkdir(parents=True, exist_ok=True)
-        self._made.add(target.parent)
-
-    def _publish(self, partial: PartialFile, target: Path) -> None:
-        partial.publish(target)
-        self._published.append(target)  # here: a cancelled caller would not come to it
+        return None if self._destination.is_there(file) else partial.prepare()
 
     async def _fill(
         self, partial: PartialFile, file: RemoteFile, lease: HeldLease, got: Counter[str]

@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
+from functools import partial
 from traceback import StackSummary, extract_tb
 from typing import Any, Literal
 
@@ -26,6 +27,7 @@ from ckpt_async.core import naming
 from ckpt_async.core.model import CheckpointId
 from ckpt_async.errors import CheckpointGoneError, DamagedCheckpointError, RankFailedError, SettingsError
 from ckpt_async.restore import Checkpoint, Peer
+from ckpt_async.restore.fetching import use_newest
 from ckpt_async.torch.agreement import run_on_one, sendable
 from ckpt_async.torch.dcp_reader import CkptAsyncReader
 from ckpt_async.torch.dcp_writer import FolderWriter, discard, files_of_rank, hand_over, there
@@ -198,43 +200,54 @@ def load_latest(
     BaseException that has every rank's failure: another model, a refused validation, a store that does not answer. The
     state is undefined then.
     """
-    bad: set[CheckpointId] = set()
+    reader_of = partial(
+        CkptAsyncReader,
+        folder=folder,
+        peers=peers,
+        replicas=replicas,
+        validate=validate,
+        weights_only=weights_only,
+        num_concurrent_reads=num_concurrent_reads,
+    )
     loaded: set[str] = set()
-    while True:
-        checkpoint = run_on_one(
-            lambda: restore.find(remote, step=step, store_options=store_options, passing_over=bad),
+
+    def newest(passing_over: Collection[CheckpointId]) -> Checkpoint | None:
+        return run_on_one(
+            lambda: restore.find(remote, step=step, store_options=store_options, passing_over=passing_over),
             rank=dist.get_global_rank(process_group, 0) if process_group is not None else 0,
             group=process_group,
         )
-        if checkpoint is None:
-            return None
-        with CkptAsyncReader(
-            checkpoint,
-            folder=folder,
-            peers=peers,
-            replicas=replicas,
-            validate=validate,
-            weights_only=weights_only,
-            num_concurrent_reads=num_concurrent_reads,
-        ) as reader:
+
+    def use(checkpoint: Checkpoint) -> None:
+        with reader_of(checkpoint) as reader:
             reader.check_is_dcp()  # all ranks know the same of it
             reader.loaded = loaded
-            try:
-                _on_all(reader.open, process_group)  # torch would tell the others its words only
-                state_dict_loader.load(
-                    state_dict, storage_reader=reader, planner=planner, process_group=process_group
-                )
-            except CheckpointException as error:
-                # Every rank has the same failures before it, so all go on or none.
-                if step is not None or not any(
-                    isinstance(each, UNUSABLE) for each, _ in error.failures.values()
-                ):
-                    raise
-                for rank, (failure, _) in sorted(error.failures.items()):
-                    logger.warning("checkpoint_passed_over %s rank=%d error=%s", checkpoint.id, rank, failure)
-                bad.add(checkpoint.id)
-            else:
-                return checkpoint
+            _load(state_dict, reader, planner, process_group, may_pass_over=step is None)
+
+    found = use_newest(newest, use, may_pass_over=step is None)
+    return None if found is None else found[0]
+
+
+def _load(
+    state_dict: dict[str, Any],
+    reader: CkptAsyncReader,
+    planner: LoadPlanner | None,
+    process_group: Group,
+    *,
+    may_pass_over: bool,
+) -> None:
+    try:
+        _on_all(reader.open, process_group)  # torch would tell the others its words only
+        state_dict_loader.load(
+            state_dict, storage_reader=reader, planner=planner, process_group=process_group
+        )
+    except CheckpointException as error:
+        # Every rank has the same failures before it, so all go on or none.
+        is_unusable = any(isinstance(each, UNUSABLE) for each, _ in error.failures.values())
+        if not may_pass_over or not is_unusable:
+            raise
+        told = (f"rank {rank}: {each}" for rank, (each, _) in sorted(error.failures.items()))
+        raise DamagedCheckpointError("; ".join(told)) from error
 
 
 def _on_all(work: Callable[[], object], process_group: Group) -> None:

@@ -9,11 +9,12 @@ before and after; while bytes move nobody waits in one, and what fails on one ra
 from __future__ import annotations
 
 import contextlib
+import glob
 import logging
 import os
 import socket
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,11 @@ from ckpt_async import restore
 from ckpt_async.core.model import CheckpointId
 from ckpt_async.errors import CheckpointGoneError, DamagedCheckpointError, ResumeError
 from ckpt_async.restore import addresses
+from ckpt_async.restore.fetching import FetchOptions, Where, fetch_as, use_newest
 from ckpt_async.restore.sources import LocalCopies
 from ckpt_async.stores import StoreOptions
 
 logger = logging.getLogger(__name__)
-
-Destination = str | os.PathLike[str] | Callable[[restore.Checkpoint], str | os.PathLike[str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def first_fetches(needs: Sequence[Needs], size_bytes: Mapping[str, int]) -> dict
 
 def fetch_together(
     remote: str,
-    destination: Destination,
+    destination: Where,
     *,
     folder: str | os.PathLike[str] | None = None,
     ranks: Collection[int] | None = None,
@@ -92,103 +92,82 @@ def fetch_together(
     the search likewise on all.
     """
     together = _Together(process_group)
-    bad: set[CheckpointId] = set()
-    while True:
-        if folder is not None and drain_timeout_s > 0 and not bad:
+    options = FetchOptions(
+        destination=destination,
+        ranks=ranks,
+        files=files,
+        folder=folder,
+        overwrite=overwrite,
+        num_concurrent_reads=num_concurrent_reads,
+    )
+
+    def newest(passing_over: Collection[CheckpointId]) -> restore.Checkpoint | None:
+        if folder is not None and drain_timeout_s > 0 and not passing_over:
             # Of every node: what it was uploading is found by all once it is committed.
             restore.drain_predecessor(folder, drain_timeout_s)
             together.gather(None)
-        checkpoint = together.on_first(
-            lambda: restore.find(remote, step=step, store_options=store_options, passing_over=bad)
+        found: restore.Checkpoint | None = together.on_first(
+            lambda: restore.find(remote, step=step, store_options=store_options, passing_over=passing_over)
         )
-        if checkpoint is None:
-            return None
-        where = destination(checkpoint) if callable(destination) else destination
-        try:
-            report = _fetch(
-                together,
-                checkpoint,
-                Path(where),
-                folder,
-                ranks,
-                files,
-                node,
-                peer_host,
-                overwrite,
-                num_concurrent_reads,
-            )
-        except DamagedCheckpointError as error:
-            if step is not None:
-                raise
-            logger.warning("checkpoint_passed_over %s error=%s", checkpoint.id, error)
-            bad.add(checkpoint.id)
-            continue
-        return checkpoint, report
+        return found
+
+    return use_newest(
+        newest,
+        lambda checkpoint: _fetch(together, checkpoint, options, node, peer_host),
+        may_pass_over=step is None,
+    )
 
 
 def _fetch(
     together: _Together,
     checkpoint: restore.Checkpoint,
-    destination: Path,
-    folder: str | os.PathLike[str] | None,
-    ranks: Collection[int] | None,
-    files: Collection[str] | None,
+    options: FetchOptions,
     node: str | None,
     peer_host: str | None,
-    overwrite: bool,
-    num_concurrent_reads: int,
 ) -> restore.FetchReport:
-    copies = LocalCopies(folder, checkpoint)
-    here: dict[str, Path] = {}
-    for name, file in checkpoint.files.items():
-        if found := copies.find(file):
-            here[name] = found[0]
+    destination = Path(options.where(checkpoint))
+    copies = LocalCopies(options.folder, checkpoint)
+    here = {name: found[0] for name, file in checkpoint.files.items() if (found := copies.find(file))}
     with together.all_or_none("look at what is needed"):
-        wanted = frozenset(file.name for file in checkpoint.select(ranks, files))
-    served = {checkpoint.files[name].key: path for name, path in here.items()}
-    for name in wanted - here.keys():
-        served[checkpoint.files[name].key] = destination / name  # there once it is whole
+        wanted = frozenset(file.name for file in checkpoint.select(options.ranks, options.files))
+    # What is wanted is served too: it is there once it is whole.
+    places = {name: destination / name for name in wanted} | here
     reports: list[restore.FetchReport] = []
 
     def fetch(names: Collection[str], peers: Collection[restore.Peer]) -> None:
         if names:
-            reports.append(
-                restore.fetch(
-                    checkpoint,
-                    destination,
-                    files=[_literal(name) for name in names],
-                    folder=folder,
-                    peers=peers,
-                    overwrite=overwrite,
-                    num_concurrent_reads=num_concurrent_reads,
-                )
-            )
+            files = [glob.escape(name) for name in names]
+            these = replace(options, destination=destination, ranks=None, files=files, peers=peers)
+            reports.append(fetch_as(checkpoint, these))
 
     with contextlib.ExitStack() as stack:
         with together.all_or_none("serve its files to the others"):
+            served = {checkpoint.files[name].key: path for name, path in places.items()}
             server = stack.enter_context(restore.PeerServer(served, peer_host))
-            node = node if node is not None else addresses.place(destination)
-        assert node is not None
-        needs = together.gather(Needs(node, wanted, frozenset(here)))
-        machine = addresses.machine()
-        offers = together.gather((node, machine, server.local_peer, server.peer))
-        if server.peer is None and any(there != machine for _, there, *_ in offers):
-            logger.warning(
-                "no_address_for_peers host=%s; other nodes load from the store what this one has:"
-                " give peer_host= or GLOO_SOCKET_IFNAME",
-                socket.gethostname(),
-            )
-        others = [
-            (nearby if there == machine else far) for other, there, nearby, far in offers if other != node
-        ]
-        peers = [peer for peer in others if peer is not None]
+            own_node = node if node is not None else addresses.place(destination)
+        needs = together.gather(Needs(own_node, wanted, frozenset(here)))
+        peers = _peers(together, own_node, server)
         sizes = {name: file.size_bytes for name, file in checkpoint.files.items()}
-        first = first_fetches(needs, sizes)[node] & wanted
+        first = first_fetches(needs, sizes)[own_node] & wanted
         with together.all_or_none("fetch from the store"):
             fetch(first, ())
         with together.all_or_none("fetch what others have"):
             fetch(wanted, peers)
     return _merged(reports, wanted, destination)
+
+
+def _peers(together: _Together, node: str, server: restore.PeerServer) -> list[restore.Peer]:
+    """The servers of the other nodes, under the addresses that lead to them from here."""
+    machine = addresses.machine()
+    offers = together.gather((node, machine, server.local_peer, server.peer))
+    if server.peer is None and any(there != machine for _, there, *_ in offers):
+        logger.warning(
+            "no_address_for_peers host=%s; other nodes load from the store what this one has:"
+            " give peer_host= or GLOO_SOCKET_IFNAME",
+            socket.gethostname(),
+        )
+    others = [(nearby if there == machine else far) for other, there, nearby, far in offers if other != node]
+    return [peer for peer in others if peer is not None]
 
 
 def _merged(
@@ -258,8 +237,3 @@ class _Together:
         more = f"; and {len(failed) - 5} more ranks" if len(failed) > 5 else ""
         kind = DamagedCheckpointError if all(damaged for damaged, _ in failed.values()) else ResumeError
         raise kind(f"could not {what}: {causes}{more}") from own
-
-
-def _literal(name: str) -> str:
-    """A glob that matches just this name."""
-    return "".join(f"[{each}]" if each in "*?[" else each for each in name)

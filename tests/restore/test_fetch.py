@@ -17,7 +17,7 @@ from ckpt_async import Uploader, restore
 from ckpt_async.core import keys
 from ckpt_async.core.model import CheckpointId
 from ckpt_async.errors import FailureReason, InvalidNameError, NoSpaceError, SettingsError, StoreError
-from ckpt_async.restore import fetching, partial, sources
+from ckpt_async.restore import destination, partial, sources
 from ckpt_async.restore.lanes import Lanes
 from ckpt_async.stores.directory import DirectoryStore
 from tests.restore.runs import Run, content, files_of, is_whole, left_in, shard_key
@@ -133,7 +133,7 @@ def test_a_link_on_the_way_leads_nowhere(run_: Run, tmp_path: Path) -> None:
     """Nothing is made or written outside of the destination; the destination itself may be a link."""
     checkpoint = _committed(run_, files={0: {"a/b/c.pt": b"x" * 100}})
     outside = tmp_path / "outside"
-    for link in ("a", fetching.PARTIAL_FOLDER):
+    for link in ("a", destination.PARTIAL_FOLDER):
         there = tmp_path / f"there-{link}"
         there.mkdir()
         outside.mkdir()

@@ -17,7 +17,7 @@ from ckpt_async import restore
 from ckpt_async.core import keys
 from ckpt_async.errors import StoreError
 from ckpt_async.restore import partial
-from ckpt_async.restore.fetching import PARTIAL_FOLDER
+from ckpt_async.restore.destination import PARTIAL_FOLDER
 from ckpt_async.stores.checksums import checksum_of
 from tests.faults.processes import SOAK
 from tests.faults.proxy import Fault, FaultProxy

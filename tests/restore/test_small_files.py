@@ -19,7 +19,7 @@ import pytest
 from ckpt_async import restore
 from ckpt_async.errors import NoSpaceError
 from ckpt_async.restore import partial, session
-from ckpt_async.restore.fetching import PARTIAL_FOLDER
+from ckpt_async.restore.destination import PARTIAL_FOLDER
 from ckpt_async.stores.directory import DirectoryStore
 from ckpt_async.stores.http.downloads import Downloads
 from ckpt_async.stores.s3 import client

@@ -1,0 +1,146 @@
+"""The folder that files are fetched to: what is there already, what is not finished yet, and what is published."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from pathlib import Path
+
+from ckpt_async.core.naming import check_relative
+from ckpt_async.errors import DestinationError, NoSpaceError
+from ckpt_async.local.folder import FsyncError, fsync_path
+from ckpt_async.restore.checkpoint import Checkpoint, RemoteFile
+from ckpt_async.restore.partial import PartialFile, checksum_of_file, discard
+from ckpt_async.restore.sources import has_size
+
+# Below the destination: on its file system, so that finished files are renamed into place.
+PARTIAL_FOLDER = ".ckpt_async-partial"
+
+
+class Destination:
+    """Where the files of one checkpoint go. Blocking calls; raises DestinationError for what is wrong here."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        checkpoint: Checkpoint,
+        *,
+        is_verified: bool,
+        may_overwrite: bool,
+    ) -> None:
+        self.path = Path(os.path.realpath(path))
+        self._checkpoint = checkpoint
+        self._is_verified, self._may_overwrite = is_verified, may_overwrite
+        self._partials = self.path / PARTIAL_FOLDER
+        self._new: list[Path] = []
+        self._published: list[Path] = []
+        self._made: set[Path] = set()
+        self._targets: dict[str, Path] = {}
+
+    def make(self) -> None:
+        self._new = [each for each in (self.path, *self.path.parents) if not each.exists()]
+        try:
+            self._partials.mkdir(parents=True, exist_ok=True)
+            if self._partials.is_symlink():
+                raise DestinationError(f"{str(self._partials)!r} is a symbolic link")
+        except OSError as error:
+            raise DestinationError(f"cannot write to {str(self.path)!r}: {error.strerror}") from error
+
+    def target(self, file: RemoteFile) -> Path:
+        if (target := self._targets.get(file.name)) is None:
+            target = self._targets[file.name] = self.path / check_relative(file.name, "file")
+        return target
+
+    def partial_path(self, file: RemoteFile) -> Path:
+        """Its own for every content, so that what an earlier fetch of another checkpoint left does not mix in."""
+        told = f"{self._checkpoint.remote}\n{file.key}\n{file.size_bytes}\n{file.checksum}\n{file.name}"
+        return self._partials / hashlib.sha256(told.encode()).hexdigest()[:32]
+
+    def is_taken(self, file: RemoteFile) -> bool:
+        """Whether there is anything under its name."""
+        return os.path.lexists(self.target(file))
+
+    def is_there(self, file: RemoteFile) -> bool:
+        """Whether the file itself is. Raises DestinationError if it is another one, unless that may be overwritten."""
+        target = self.target(file)
+        try:
+            if not os.path.lexists(target):
+                return False
+            if has_size(target, file.size_bytes) and self._is_right(target, file):
+                return True
+            if self._may_overwrite and not target.is_dir():
+                return False
+        except OSError as error:
+            raise DestinationError(f"cannot read {str(target)!r}: {error.strerror}") from error
+        raise DestinationError(
+            f"{str(target)!r} is there and is not the file of {self._checkpoint.name}: it is left alone",
+            hint="give another destination, or say that it may be overwritten",
+        )
+
+    def _is_right(self, path: Path, file: RemoteFile) -> bool:
+        if file.checksum is None or not self._is_verified:
+            return True
+        return checksum_of_file(path, file.checksum.algorithm) == file.checksum
+
+    def check_space(self, files: list[RemoteFile]) -> None:
+        """Raises NoSpaceError."""
+        needed_bytes = 0
+        for file in files:
+            try:
+                allocated_bytes = os.stat(self.partial_path(file)).st_blocks * 512
+            except OSError:
+                allocated_bytes = 0
+            needed_bytes += max(0, file.size_bytes - allocated_bytes)
+        facts = os.statvfs(self.path)
+        free_bytes = facts.f_bavail * facts.f_frsize
+        if needed_bytes > free_bytes:
+            raise NoSpaceError(
+                f"{str(self.path)!r} has {free_bytes} bytes free, {needed_bytes} more are needed",
+                hint="free some, or fetch only some ranks or files",
+            )
+
+    def make_parent(self, file: RemoteFile) -> None:
+        target = self.target(file)
+        if target.parent in self._made:
+            return
+        if Path(os.path.realpath(target.parent)) != target.parent:
+            raise DestinationError(
+                f"a symbolic link leads out of the destination on the way to {str(target)!r}"
+            )
+        target.parent.mkdir(parents=True, exist_ok=True)
+        self._made.add(target.parent)
+
+    def publish(self, partial: PartialFile, file: RemoteFile) -> None:
+        target = self.target(file)
+        partial.publish(target)
+        self._published.append(target)  # here: a cancelled caller would not come to it
+
+    def sync(self, files: list[RemoteFile]) -> None:
+        """Make the names durable: also those of files that another process has published, which may not have come to
+        this yet, and of new folders.
+        """
+        folders = {self.path, *(each.parent for each in self._new)}
+        for file in files:
+            folder = self.target(file).parent
+            while folder not in folders:
+                folders.add(folder)
+                folder = folder.parent
+        try:
+            for folder in folders:
+                fsync_path(folder)
+        except FsyncError as error:
+            self.take_back(files)  # or the next call would find them there, and trust a second fsync
+            raise DestinationError(f"{error.filename}: {error.strerror}") from error
+
+    def take_back(self, files: list[RemoteFile]) -> None:
+        """A checkpoint that cannot be had leaves nothing that could be taken for part of another one."""
+        for file in files:
+            discard(self.partial_path(file))
+        for target in self._published:
+            target.unlink(missing_ok=True)
+        self.tidy()
+
+    def tidy(self) -> None:
+        with contextlib.suppress(OSError):
+            self._partials.rmdir()  # not empty: another process fetches
