@@ -1,4 +1,4 @@
-"""The command that brings a checkpoint back: `pull`. See `cli`."""
+"""Bringing a checkpoint back: `pull`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,50 @@ import sys
 import time
 
 from ckpt_async import restore
-from ckpt_async.cli.output import Exit, Json, print_json, store_options, telling_of_silence
+from ckpt_async.cli.output import ANY, Exit, Json, print_json, store_options, telling_of_silence
+from ckpt_async.cli.parsing import WHERE, add_store_options, as_folder, as_path, as_step
 from ckpt_async.core.units import in_units
 from ckpt_async.errors import ObjectNotFoundError
 from ckpt_async.restore.session import PATIENCE_S
 
 BAR_WIDTH = 30
 BAR_EVERY_S = 0.1
+
+
+def pull_arguments(parser: argparse.ArgumentParser) -> None:
+    add_store_options(parser)
+    parser.add_argument("url", metavar="REMOTE", help=WHERE)
+    parser.add_argument(
+        "destination",
+        metavar="DEST",
+        type=as_folder("first the remote, then where to bring it"),
+        help="folder for the files, under their names",
+    )
+    parser.add_argument(
+        "--step",
+        metavar="S[@gN]",
+        type=as_step,
+        default=ANY,
+        help="not the newest complete one, but this step's (100@g2: that of generation 2)",
+    )
+    parser.add_argument("--only", metavar="GLOB", action="append", help="files whose names match; repeatable")
+    parser.add_argument(
+        "--rank", metavar="R", type=int, action="append", help="files of this rank; repeatable"
+    )
+    parser.add_argument(
+        "--folder", metavar="F", type=as_path, help="a trainer's folder that may still have some of the files"
+    )
+    parser.add_argument(
+        "--verify",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="compare every file with its checksum (the default)",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace other files of the same names")
+    parser.add_argument(
+        "--concurrency", metavar="N", type=_reads, default=8, help="reads at once (default: 8)"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="only print what would be pulled")
 
 
 def pull(options: argparse.Namespace) -> Exit:
@@ -158,3 +195,9 @@ class _Bar:
 
     def clear(self) -> None:
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def _reads(text: str) -> int:
+    if text.isdecimal() and 1 <= int(text) <= 1024:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to 1024")

@@ -1,4 +1,4 @@
-"""The command that tells the version: `version`."""
+"""Which version this is: `version`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ import sys
 
 from ckpt_async import __version__
 from ckpt_async.cli.output import Exit, print_json
+
+
+def version_arguments(parser: argparse.ArgumentParser) -> None:
+    pass
 
 
 def version(options: argparse.Namespace) -> Exit:

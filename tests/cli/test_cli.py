@@ -362,7 +362,7 @@ def test_waiting_for_a_store_that_does_not_answer_is_told(
     assert f"after {SILENCE_S:.0f} s that is said on stderr" in (ROOT / "docs/cli.md").read_text()
     assert SILENCE_S == 5
     monkeypatch.setattr("ckpt_async.cli.output.SILENCE_S", 0.01)
-    for place in ("cli.listing.LS_TIMEOUT_S", "cli.upkeep.COMMAND_TIMEOUT_S", "restore.session.PATIENCE_S"):
+    for place in ("cli.ls.LS_TIMEOUT_S", "cli.upkeep.COMMAND_TIMEOUT_S", "restore.session.PATIENCE_S"):
         monkeypatch.setattr(f"ckpt_async.{place}", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -428,7 +428,7 @@ def test_a_bug_is_one_line_unless_asked(tmp_path: Path, monkeypatch: pytest.Monk
     def broken(*_: object) -> None:
         raise ZeroDivisionError("oh")
 
-    monkeypatch.setattr("ckpt_async.cli.node.load", broken)
+    monkeypatch.setattr("ckpt_async.cli.status.load", broken)
     assert cli.main(["status", str(tmp_path)]) == 1
     assert capsys.readouterr().err == (
         "ckpt-async: this is a bug: ZeroDivisionError('oh') (CKPT_ASYNC_DEBUG=1 shows where)\n"

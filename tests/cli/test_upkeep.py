@@ -18,7 +18,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from ckpt_async import Sweeper, Uploader, cli
-from ckpt_async.cli import Exit
+from ckpt_async.cli.output import Exit
 from ckpt_async.core import keys, records
 from ckpt_async.core.model import CheckpointId, Outcome
 from ckpt_async.core.observe import NullObserver

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from ckpt_async import Uploader, cli
+from ckpt_async.cli.doctor import _size as size_argument
 from ckpt_async.core import keys
 from ckpt_async.core.model import Checksum
 from ckpt_async.doctor import checks as doctor
@@ -386,7 +387,7 @@ def test_a_command_line_without_sense_is_refused(
     [("1", 1), ("500MB", 5 * 10**8), ("1.5GiB", 3 << 29), ("2k", 2000), ("1TiB", 1 << 40)],
 )
 def test_sizes_are_read_as_people_write_them(text: str, size_bytes: int) -> None:
-    assert cli._size(text) == size_bytes
+    assert size_argument(text) == size_bytes
 
 
 def test_json_has_the_documented_fields(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

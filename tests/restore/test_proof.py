@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ckpt_async import cli, restore
-from ckpt_async.cli import Exit
+from ckpt_async.cli.output import Exit
 from ckpt_async.core import keys
 from ckpt_async.core.model import CheckpointId
 from ckpt_async.errors import UnreliableReadError

@@ -1,129 +1,50 @@
-"""The commands about this node's folder: `status` and `drain`. See `cli`."""
+"""Finishing what a trainer left in a folder: `drain`."""
 
 from __future__ import annotations
 
 import argparse
 import os
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
-from ckpt_async.cli.output import Exit, Json, id_json, print_json, print_table
+from ckpt_async import threads
+from ckpt_async.cli.output import Exit, Json, id_json, print_json
+from ckpt_async.cli.parsing import add_store_options, as_folder, as_seconds
+from ckpt_async.core.model import RemoteAddress
 from ckpt_async.core.units import few, in_units
 from ckpt_async.errors import SettingsError
-from ckpt_async.monitor.status import has_owner, load
-
-if TYPE_CHECKING:
-    from ckpt_async.core.model import RemoteAddress
-    from ckpt_async.monitor.status import CheckpointStatus, Status
-    from ckpt_async.sweep.drain import DrainReport, Fate, RankReport
+from ckpt_async.local.settings_file import load_settings
+from ckpt_async.stores import StoreOptions, address_of
+from ckpt_async.sweep import drain as work
+from ckpt_async.sweep.drain import DrainReport, Fate, RankReport
 
 
-def status(options: argparse.Namespace) -> Exit:
-    """What the journal of a folder says; touches nothing."""
-    found = load(options.folder)
-    owned = {rank for rank in found.ranks if has_owner(options.folder, rank)}
-    if options.json:
-        print_json(_status_json(options.folder, found, owned))
-        return Exit.OK
-    print(found.summary)
-    if found.pending and not owned:
-        print("no uploader is running here: `ckpt-async drain` finishes what was sealed")
-    print(f"\nremote  {found.remote or 'not recorded'}")
-    ranks = (f"{rank}" if rank in owned else f"{rank} (stopped)" for rank in found.ranks)
-    print(f"ranks   {', '.join(ranks)}")
-    queue = ", ".join(
-        f"{count} {state} ({in_units(size_bytes)})"
-        for state, (count, size_bytes) in found.queue.items()
-        if count
+def drain_arguments(parser: argparse.ArgumentParser) -> None:
+    add_store_options(parser)
+    parser.add_argument(
+        "folder",
+        metavar="FOLDER",
+        type=as_folder("the folder's journal says where it goes, else `--remote {}`"),
+        help="the folder that the uploader was opened with",
     )
-    print(f"queue   {queue or 'empty'}")
-    if found.checkpoints:
-        print()
-        rows = [
-            (
-                str(each.id.step),
-                each.name,
-                str(each.id.generation),
-                each.state,
-                f"{each.percent} %",
-                f"{each.num_verified}/{each.num_shards}",
-                in_units(each.size_bytes),
-                each.failure,
-            )
-            for each in found.checkpoints
-        ]
-        print_table(("STEP", "NAME", "GENERATION", "STATE", "UPLOADED", "SHARDS", "SIZE", ""), rows)
-    for each in found.checkpoints:
-        if hint := _hint(each, owned, options.folder):
-            print(f"step {each.id.step}: {hint}")
-    return Exit.OK
-
-
-def _status_json(folder: str, found: Status, owned: set[int]) -> Json:
-    committed = found.last_committed
-    return {
-        "folder": os.path.realpath(folder),
-        "remote": found.remote,
-        "summary": found.summary,
-        "last_committed": None
-        if committed is None
-        else {
-            **id_json(committed),
-            "committed_at": found.last_committed_at,
-            "age_s": max(0.0, found.now - found.last_committed_at),
-        },
-        "queue": {
-            state: {"shards": count, "bytes": size_bytes}
-            for state, (count, size_bytes) in found.queue.items()
-        },
-        "ranks": [{"rank": rank, "is_running": rank in owned} for rank in found.ranks],
-        "checkpoints": [
-            {**_checkpoint_json(each), "hint": _hint(each, owned, folder) or None}
-            for each in found.checkpoints
-        ],
-    }
-
-
-def _hint(each: CheckpointStatus, owned: set[int], folder: str) -> str:
-    """What to do about a checkpoint with a failure. There is no command to retry one: what may still be sent is, and an
-    abort is never taken back (rule R4).
-    """
-    match each.state:
-        case "lost" | "aborted":
-            return "given up for good, on all ranks; if wanted, save it again: as another step, or after a restart"
-        case "uploading" | "open" if each.failure and owned.intersection(each.ranks):
-            return "what failed is tried again every half minute"
-        case "uploading" | "open" if each.failure:
-            return f"`ckpt-async drain {folder}` tries again now"
-        case _:
-            return ""
-
-
-def _checkpoint_json(each: CheckpointStatus) -> Json:
-    return {
-        **id_json(each.id),
-        "name": each.name,
-        "state": each.state,
-        "ranks": list(each.ranks),
-        "world_size": each.world_size,
-        "shards": each.num_shards,
-        "shards_verified": each.num_verified,
-        "size_bytes": each.size_bytes,
-        "uploaded_bytes": each.uploaded_bytes,
-        "percent": each.percent,
-        "failure": each.failure or None,
-    }
-
-
-# --- drain -------------------------------------------------------------------------------------------------
+    parser.add_argument("--remote", metavar="URL", help="where it goes (default: as the trainer recorded)")
+    parser.add_argument(
+        "--timeout",
+        metavar="S",
+        type=as_seconds,
+        default=3600.0,
+        help="give up after this long (default: 3600)",
+    )
+    parser.add_argument(
+        "--grace",
+        metavar="S",
+        type=as_seconds,
+        help="wait this long for ranks elsewhere once all of this folder is uploaded (default: close_grace_s)",
+    )
 
 
 def drain(options: argparse.Namespace) -> Exit:
     """Finish what a trainer left in a folder."""
-    from ckpt_async import threads
-    from ckpt_async.local.settings_file import load_settings
-    from ckpt_async.sweep import drain as work
-
     settings = load_settings({}, os.environ)
     report = threads.run(
         work.drain(
@@ -151,10 +72,6 @@ def _change_of(options: argparse.Namespace) -> Callable[[RemoteAddress | None], 
     """How the flags change the remote that a journal recorded, if there are any."""
     if not (options.remote or options.endpoint_url or options.region):
         return None
-    from dataclasses import replace
-
-    from ckpt_async.stores import StoreOptions, address_of
-
     given = StoreOptions(endpoint_url=options.endpoint_url, region=options.region)
     if options.remote:
         address_of(options.remote, given, env=os.environ)  # refused here, before anything is touched

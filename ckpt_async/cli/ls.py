@@ -1,4 +1,4 @@
-"""The command that lists a run's checkpoints: `ls`. See `cli`."""
+"""A run's checkpoints: `ls`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from ckpt_async.cli.output import (
     store_options,
     telling_of_silence,
 )
+from ckpt_async.cli.parsing import WHERE, add_store_options
 from ckpt_async.core import keys
 from ckpt_async.core.model import CheckpointId, Decision, Outcome
 from ckpt_async.core.observe import NullObserver
@@ -32,6 +33,12 @@ T = TypeVar("T")
 
 # How long a store that fails is tried, and the longest pause in between: someone is waiting.
 LS_TIMEOUT_S, LS_PAUSE_S = 20.0, 2.0
+
+
+def ls_arguments(parser: argparse.ArgumentParser) -> None:
+    add_store_options(parser)
+    parser.add_argument("remote", metavar="REMOTE", help=WHERE)
+    parser.add_argument("--all", action="store_true", help="also those given up or pruned")
 
 
 def ls(options: argparse.Namespace) -> Exit:

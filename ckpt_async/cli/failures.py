@@ -1,0 +1,70 @@
+"""An error as a user is told of it: one line, an exit code, with `--json` an object."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+
+from ckpt_async.cli.output import Exit, print_json
+from ckpt_async.cli.parsing import UsageError
+from ckpt_async.errors import (
+    CkptAsyncError,
+    DamagedCheckpointError,
+    FailureReason,
+    FolderInUseError,
+    IntegrityError,
+    InvalidNameError,
+    InvalidRecordError,
+    NoJournalError,
+    NoUsableCheckpointError,
+    SettingsError,
+    StoreError,
+    UnreliableReadError,
+)
+
+
+def tell(error: Exception, *, is_json: bool) -> Exit:
+    """One line to stderr, with --json also an object to stdout; a traceback only when asked for."""
+    if os.environ.get("CKPT_ASYNC_DEBUG") == "1":
+        traceback.print_exception(error)
+    code, message, hint = _explain(error)
+    told = " ".join(f"{message} ({hint})".split() if hint else message.split())
+    print(f"ckpt-async: {told}", file=sys.stderr)
+    if is_json:
+        kind = type(error).__name__
+        print_json(
+            {"error": {"kind": kind, "message": message, "hint": hint or None, "exit_code": int(code)}}
+        )
+    return code
+
+
+def _explain(error: Exception) -> tuple[Exit, str, str]:
+    """Exit code, message and hint."""
+    if isinstance(error, UsageError):
+        return Exit.USAGE, str(error), error.hint
+    if isinstance(error, CkptAsyncError):
+        message = str(error).removesuffix(f" ({error.hint})") if error.hint else str(error)
+        return _code(error), message, error.hint
+    hint = "CKPT_ASYNC_DEBUG=1 shows where"
+    if isinstance(error, OSError):
+        return Exit.ERROR, str(error), hint
+    return Exit.ERROR, f"this is a bug: {error!r}", hint
+
+
+def _code(error: CkptAsyncError) -> Exit:
+    match error:
+        case SettingsError() | InvalidNameError():
+            return Exit.USAGE
+        case NoJournalError() | StoreError(reason=FailureReason.NOT_FOUND):
+            return Exit.NOT_FOUND
+        case InvalidRecordError() | IntegrityError() | DamagedCheckpointError() | NoUsableCheckpointError():
+            return Exit.INCOMPLETE
+        case UnreliableReadError():
+            return Exit.UNRELIABLE
+        case FolderInUseError():
+            return Exit.TEMPORARY
+        case StoreError(reason=FailureReason.THROTTLED | FailureReason.TRANSIENT | FailureReason.TIMEOUT):
+            return Exit.TEMPORARY
+        case _:
+            return Exit.ERROR

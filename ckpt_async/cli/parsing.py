@@ -1,0 +1,103 @@
+"""Reading the command line: the parser, and the types of arguments that several commands have."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import difflib
+import re
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+from ckpt_async.cli.output import Which
+
+WHERE = "s3://bucket/prefix/run or file:///path/run"
+
+_STEP = re.compile(r"(\d{1,18})(?:@g(\d{1,18}))?", re.ASCII)
+
+
+class UsageError(Exception):
+    """The command line makes no sense."""
+
+    def __init__(self, message: str, program: str, *, meant: str = "") -> None:
+        super().__init__(message)
+        self.hint = f"did you mean {meant}?" if meant else f"see `{program} --help`"
+
+
+class Parser(argparse.ArgumentParser):
+    """Takes options by their full names only: a script's abbreviation would break, or change its meaning, with the
+    next option that begins like it. What is not known is refused with what was probably meant.
+    """
+
+    def __init__(self, *, define: Callable[[Parser], None] | None = None, **more: Any) -> None:
+        """`define` adds arguments, once it is clear that this parser is needed."""
+        super().__init__(allow_abbrev=False, **more)
+        self._define = define
+        self.commands: Iterable[str] = ()
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message, self.prog)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        if self._define is not None:
+            define, self._define = self._define, None
+            define(self)
+        if self.commands and args and not args[0].startswith("-") and args[0] not in self.commands:
+            meant = _similar(args[0], self.commands)
+            raise UsageError(f"there is no command {args[0]!r}", self.prog, meant=meant)
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            meant = _similar(unknown[0].partition("=")[0], self._option_string_actions)
+            raise UsageError(f"unrecognized arguments: {' '.join(unknown)}", self.prog, meant=meant)
+        return found, unknown
+
+
+def _similar(word: str, known: Iterable[str]) -> str:
+    """The one of `known` that was probably meant, or nothing."""
+    begun = [each for each in known if word.lstrip("-") and each.startswith(word)]
+    return next(iter(begun or difflib.get_close_matches(word, known, n=1)), "")
+
+
+def add_store_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--endpoint-url", metavar="URL", help="of an S3-compatible server")
+    parser.add_argument("--region", help="of the bucket")
+    parser.add_argument("--profile", help="of the AWS configuration files")
+
+
+def as_path(text: str) -> str:
+    if text:
+        return text
+    raise argparse.ArgumentTypeError("'' is not a path: '.' is the working directory")
+
+
+def as_folder(instead: str) -> Callable[[str], str]:
+    """The type of a folder on this node. A remote is refused with what to do `instead`, which may name it."""
+
+    def parse(text: str) -> str:
+        if "://" not in text:
+            return as_path(text)
+        raise argparse.ArgumentTypeError(
+            f"{text} is a remote, not a folder of this node: {instead.format(text)}"
+        )
+
+    return parse
+
+
+def as_which(text: str) -> Which:
+    """A checkpoint by its step, by step and generation, or by its name."""
+    if match := _STEP.fullmatch(text):
+        return Which(int(match[1]), int(match[2]) if match[2] else None, text)
+    return Which(None, None, text)
+
+
+def as_step(text: str) -> Which:
+    if (which := as_which(text)).step is not None:
+        return which
+    raise argparse.ArgumentTypeError(f"{text!r} is not a step such as 100, or 100@g2 of generation 2")
+
+
+def as_seconds(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 <= (value := float(text)) <= 604_800:
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0 to 604800")
