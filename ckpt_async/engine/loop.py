@@ -422,12 +422,12 @@ class Engine:
         self._housekeep_at = self._loop.time() + POLL_S
         self._tell_of_troubles()
         try:
+            await asyncio.to_thread(self._keep_house)
             if self._is_progress_new:
                 self._is_progress_new = False
                 self._journal.note_progress(
                     [(each.checkpoint, each.shard, sent) for each, sent in self._sent_bytes.items()]
                 )
-            await asyncio.to_thread(self._keep_house)
         except (
             JournalError,
             OSError,
@@ -435,7 +435,7 @@ class Engine:
             logger.debug("housekeeping_skipped error=%s", error)
 
     def _keep_house(self) -> None:
-        self._folder.renew_host_mark()
+        self._folder.tend()
         self._journal.compact()
 
     # --- recovery ------------------------------------------------------------------------------------------

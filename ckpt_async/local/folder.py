@@ -30,6 +30,7 @@ from ckpt_async.errors import (
 )
 from ckpt_async.local.filesystems import check_local, filesystem_of
 from ckpt_async.local.host_mark import HostMark
+from ckpt_async.local.reserve import Reserve
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # O_NONBLOCK: opening a FIFO must not hang the trainer.
@@ -76,13 +77,18 @@ class Folder:
             raise JournalError(f"folder {str(self.path)!r}: {error.filename!r} is not a folder") from error
         except OSError as error:
             raise _folder_error(self.path, error) from error
+        self._reserve = Reserve(self.private)
+        self._reserve.adjust()
         self.can_link = self._probe()
         self._host_mark.take(self.path, self._trusted)
         self._remove_left_overs()
 
-    def renew_host_mark(self) -> None:
-        """Once a second, by whoever runs an engine here: other machines are told that this one is."""
+    def tend(self) -> None:
+        """Once a second, by whoever runs an engine here: other machines are told that this one is, and a full disk gets
+        what was set aside for it.
+        """
         self._host_mark.renew(self._trusted)
+        self._reserve.adjust()
 
     def _probe(self) -> bool:
         """Write, link and remove one small file: the clear error is here, not in the first save."""

@@ -3,8 +3,10 @@
 import asyncio
 import contextlib
 import errno
+import hashlib
 import os
 import re
+import textwrap
 import threading
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from ckpt_async import CheckpointAbortedError, StoreError, Uploader
+from ckpt_async import CheckpointAbortedError, StoreError, Uploader, restore
 from ckpt_async.core import keys
 from ckpt_async.core.model import CheckpointId, Event, Failed, MadeDurable
 from ckpt_async.errors import FailureReason, JournalError
@@ -146,6 +148,84 @@ def test_a_disk_that_runs_full_under_an_upload_is_waited_out(tmp_path: Path) -> 
     assert done.stdout.endswith("committed\n")
     assert "engine_failed" not in done.stderr
     assert Oracle(f"file://{tmp_path}/remote", 1).look() == {CheckpointId(1, 1)}
+
+
+FILLING = """
+    import asyncio, hashlib, logging, os, signal, sys, threading
+    from pathlib import Path
+    from ckpt_async import Uploader
+    from ckpt_async.engine import loop
+    from ckpt_async.stores.directory import DirectoryStore
+
+    logging.basicConfig(level=logging.WARNING)
+    loop.RETRY_ACTION_S = 0.1
+    gate, put = threading.Event(), DirectoryStore.put
+
+    async def held(self, key, *args, **kwargs):
+        while key.startswith("ckpt/") and not gate.is_set():
+            await asyncio.sleep(0.01)
+        return await put(self, key, *args, **kwargs)
+
+    DirectoryStore.put = held
+    folder = Path(sys.argv[1]) / "folder"
+    uploader = Uploader(folder, sys.argv[2], num_checkpoints_to_keep=1)
+    try:
+        for step in range(1, 1000):
+            shard = folder / f"step-{step}" / "rank-0"
+            shard.parent.mkdir()
+            content = os.urandom(5_000_000)
+            shard.write_bytes(content)
+            uploader.enqueue(shard, step)
+            uploader.seal(step)
+            print("sealed", step, hashlib.sha256(content).hexdigest(), flush=True)
+    except OSError:
+        pass
+    with open(shard.with_name("and the rest"), "wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(512))
+        except OSError:
+            pass
+    if sys.argv[3] == "True":
+        os.kill(os.getpid(), signal.SIGKILL)
+    gate.set()
+    uploader.close(timeout_s=60)
+"""
+
+
+@pytest.mark.parametrize("is_killed", [True, False], ids=["killed", "alive"])
+def test_a_disk_that_only_checkpoints_fill_is_emptied_by_committing_them(
+    tmp_path: Path, is_killed: bool
+) -> None:
+    """To commit takes space for records; without some set aside, neither the trainer nor any restart gets on."""
+    trainer = tmp_path / "trainer.py"
+    trainer.write_text(textwrap.dedent(FILLING))
+    done = on_small_disk(
+        tmp_path,
+        f"""
+        import subprocess
+        def free():
+            facts = os.statvfs(disk)
+            return facts.f_bavail * facts.f_frsize
+        ended = subprocess.run([sys.executable, {str(trainer)!r}, disk, remote, "{is_killed}"])
+        if {is_killed}:
+            assert (ended.returncode, free()) == (-9, 0)
+            subprocess.run([sys.executable, "-m", "ckpt_async", "drain", disk / "folder"], check=True)
+        assert free() > 60 << 20, free()
+        """,
+        size="80m",
+    )
+    assert done.returncode == 0, done.stderr
+    assert "disk_reserve_given_up" in done.stderr
+    sealed = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("sealed ")]
+    assert len(sealed) > 5
+    there = {
+        hashlib.sha256(each.read_bytes()).hexdigest() for each in (tmp_path / "remote/ckpt").rglob("rank-0")
+    }
+    assert {digest for _, digest in sealed} <= there
+    newest = restore.find(f"file://{tmp_path}/remote")
+    assert newest is not None
+    assert newest.step == int(sealed[-1][0])
 
 
 def test_a_full_remote_disk_is_retried_until_there_is_space(tmp_path: Path) -> None:

@@ -408,7 +408,7 @@ def test_what_killed_processes_left_is_removed_when_it_is_old(folder: Folder) ->
     young = folder.private / "latest.2.tmp"
     young.symlink_to("gone")
     Folder(folder.path)
-    assert sorted(os.listdir(folder.private)) == ["host.json", "latest.2.tmp", "spool"]
+    assert sorted(os.listdir(folder.private)) == ["host.json", "latest.2.tmp", "reserve", "spool"]
 
 
 def test_symlink_never_replaces_a_file(folder: Folder) -> None:
@@ -541,7 +541,7 @@ def test_a_live_folder_of_another_machine_is_refused_and_a_dead_one_taken_over(
 
     def renew() -> None:
         while not is_over.wait(0.02):
-            theirs.renew_host_mark()
+            theirs.tend()
 
     renewing = threading.Thread(target=renew)
     renewing.start()
@@ -553,7 +553,7 @@ def test_a_live_folder_of_another_machine_is_refused_and_a_dead_one_taken_over(
         renewing.join()
     monkeypatch.setattr(host_mark, "WATCH_S", 0.3)
     Folder(tmp_path)
-    ours.renew_host_mark()
+    ours.tend()
     (tmp_path / ".ckpt_async" / "host.json").write_text("[" * 100_000)  # of no use, but no harm
     Folder(tmp_path)
 
