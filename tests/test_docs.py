@@ -1,8 +1,10 @@
 """Documents that are made from the code must say what the code says."""
 
+import re
 from pathlib import Path
 
 from ckpt_async.core import settings
+from tests.test_architecture import ROOMS
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -11,3 +13,11 @@ def test_settings_page_is_the_generated_one() -> None:
     """A setting that is not on the page, or has another default there, misleads."""
     page = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
     assert page == settings.describe(), "run: python -m ckpt_async.core.settings > docs/settings.md"
+
+
+def test_drawing_of_the_architecture_has_the_floors_of_the_code() -> None:
+    """A newcomer trusts the drawing in docs/design.md."""
+    page = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    drawing = page[page.index("+---") : page.rindex("---+")]
+    floors = [re.findall(r"(\w+) +\|", line) for line in drawing.splitlines() if "| " in line]
+    assert [set(rooms) for rooms in floors] == [set(rooms) for rooms in ROOMS]
