@@ -1,9 +1,10 @@
 """What would 10,000 ranks that save 20 GiB each every 10 minutes ask of S3, and what would a month of it cost?
 
 On paper, and checked. How a shard is cut into parts is asked of `transfer`. What a commit takes is counted: the real
-`Engine`, `Requests`, `protocol` and `decide` of every rank run on one virtual clock against a store that answers after
-a while, keeps S3's page size and its limits for one prefix (503 SlowDown beyond), and counts. Only the bytes are left
-out: an upload is a sleep, the journal a list. The checkpoint's uploads end spread over `--spread-s`, as they would.
+`Engine`, `PatientStore`, `protocol` and `decide` of every rank run on one virtual clock against a store that answers
+after a while, keeps S3's page size and its limits for one prefix (503 SlowDown beyond), and counts. Only the bytes are
+left out: an upload is a sleep, the journal a list. The checkpoint's uploads end spread over `--spread-s`, as they
+would.
 
 The paper says N PUTs of receipts, N fencing LISTs, and so on; a run fails if the simulation disagrees. The default
 simulates 1,250 engines, which is 10,000 ranks at eight a node if one engine wrote one receipt for its node;
@@ -63,7 +64,8 @@ from ckpt_async.stores.interface import (
 )
 from ckpt_async.stores.memory import CAPABILITIES
 from ckpt_async.transfer import upload
-from ckpt_async.transfer.requests import CONTROL_REQUESTS, Requests
+from ckpt_async.transfer.budgets import CONTROL_REQUESTS
+from ckpt_async.transfer.patient import PatientStore
 
 GIB = 1 << 30
 PAGE = 1000  # S3 API reference, ListObjectsV2: keys of one answer
@@ -351,8 +353,7 @@ async def simulate(num_writers: int, latency_s: float, spread_s: float, seed: in
             rank=rank,
             folder=folder,  # type: ignore[arg-type]
             journal=journal,  # type: ignore[arg-type]
-            store=store,  # type: ignore[arg-type]
-            requests=Requests(settings, NullObserver(), store.url),
+            store=PatientStore(store, settings),  # type: ignore[arg-type]
             settings=settings,
             observer=NullObserver(),
             clock=loop.time,

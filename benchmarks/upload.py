@@ -31,27 +31,24 @@ SMALL_CHANGE_BYTES = 1 * MIB
 
 def prepare_transfer(work: Work, runner: asyncio.Runner | None = None) -> Callable[[], None]:
     from ckpt_async.core.model import FileIdentity
-    from ckpt_async.core.observe import NullObserver
     from ckpt_async.core.settings import Settings
-    from ckpt_async.stores import StoreOptions, open_store
+    from ckpt_async.stores import StoreOptions
     from ckpt_async.transfer import upload
-    from ckpt_async.transfer.requests import Requests
+    from ckpt_async.transfer.patient import connect
 
     settings = Settings(num_concurrent_uploads=work.concurrency, part_size_bytes=work.part_bytes)
     options = StoreOptions(endpoint_url=work.endpoint_url, max_connections=max(64, work.concurrency + 16))
     runner = runner or asyncio.Runner()
-    store = open_store(f"s3://{BUCKET}", options)
+    store = connect(f"s3://{BUCKET}", options, settings)
     runner.run(store.open())
 
     async def send() -> None:
-        requests = Requests(settings, NullObserver(), store.url)
         descriptor = os.open(work.path, os.O_RDONLY)
         facts = os.fstat(descriptor)
         identity = FileIdentity(facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns)
         source = upload.Source(descriptor, identity, work.path)
         await upload.upload(
             store,
-            requests,
             source,
             work.key,
             smallest_part_bytes=work.part_bytes,

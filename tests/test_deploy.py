@@ -242,8 +242,7 @@ def test_rights_of_each_role_suffice_and_are_no_more(
 ) -> None:
     """Two starts of a trainer, a restore and a sweep, every request of them held against the policies of deploy/iam."""
     store = Recorded()
-    monkeypatch.setattr("ckpt_async.runners.host.open_store", lambda *_, **__: store)
-    monkeypatch.setattr("ckpt_async.restore.session.open_store", lambda *_, **__: store)
+    monkeypatch.setattr("ckpt_async.transfer.patient.open_store", lambda *_, **__: store)
     for generation in (1, 2):
         folder = tmp_path / "folder"
         with Uploader(
@@ -294,8 +293,7 @@ def test_a_sidecar_gets_by_with_the_rights_of_its_pod(
     folder = tmp_path / "folder"
     trainers.die(folder, "memory://test", 1, 2, sealed=(1,))
     store = Recorded()
-    monkeypatch.setattr("ckpt_async.sweep.drain.open_store", lambda *_, **__: store)
-    monkeypatch.setattr("ckpt_async.sweep.sweeper.open_store", lambda *_, **__: store)
+    monkeypatch.setattr("ckpt_async.transfer.patient.open_store", lambda *_, **__: store)
     monkeypatch.setenv("CKPT_ASYNC_REMOTE_RETENTION", "last=1")  # the trainer's
     (arguments,) = (each for path, each in command_lines() if path == "sidecar.yaml" and each[0] == "sweep")
     assert arguments[1:4] == ["/checkpoints", "--interval", "60"]

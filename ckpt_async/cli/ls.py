@@ -20,13 +20,11 @@ from ckpt_async.cli.output import (
 from ckpt_async.cli.parsing import WHERE, add_store_options
 from ckpt_async.core import keys
 from ckpt_async.core.model import CheckpointId, Decision, Outcome
-from ckpt_async.core.observe import NullObserver
 from ckpt_async.core.settings import Settings
 from ckpt_async.core.units import age, in_units
 from ckpt_async.errors import InvalidRecordError, ObjectNotFoundError
 from ckpt_async.protocol import steps, sweep_plan
-from ckpt_async.stores import open_store
-from ckpt_async.transfer.requests import Requests
+from ckpt_async.transfer.patient import connect
 from ckpt_async.transfer.upload import all_or_none
 
 T = TypeVar("T")
@@ -91,22 +89,21 @@ async def _list_decisions(
 
     Only reads: it needs no right to write. Raises ObjectNotFoundError if no run was ever here.
     """
-    store = open_store(options.remote, store_options(options))
     settings = Settings(upload_timeout_s=LS_TIMEOUT_S, retry_max_s=LS_PAUSE_S)
-    requests = Requests(settings, NullObserver(), store.url, is_patient=False)
+    store = connect(options.remote, store_options(options), settings, is_patient=False)
     try:
         with telling_of_silence(store.url, patience_s=LS_TIMEOUT_S):
             await store.open(is_read_only=True)
-            listing = await requests.control("list", lambda: store.list(keys.DECISIONS))
+            listing = await store.list(keys.DECISIONS)
         if not listing.objects:
-            started = await requests.control("list", lambda: store.list(keys.GENERATIONS))
+            started = await store.list(keys.GENERATIONS)
             if not started.objects:
                 raise ObjectNotFoundError(f"{store.url} holds no run of ckpt_async")
         unreadable: list[InvalidRecordError] = []
-        boundary = await _or_note(steps.read_boundary(store, requests), unreadable)
+        boundary = await _or_note(steps.read_boundary(store), unreadable)
         checkpoints = filter(None, (keys.parse_decision_key(each.key) for each in listing.objects))
         found = await all_or_none(
-            _or_note(steps.read_decision(store, requests, each), unreadable) for each in checkpoints
+            _or_note(steps.read_decision(store, each), unreadable) for each in checkpoints
         )
     finally:
         await store.close()

@@ -15,16 +15,13 @@ from ckpt_async.cli.output import ANY, Exit, Json, Which, id_json, store_options
 from ckpt_async.cli.parsing import WHERE, add_store_options, as_step, as_which
 from ckpt_async.core import keys
 from ckpt_async.core.model import CheckpointId, Decision, Outcome
-from ckpt_async.core.observe import NullObserver
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import ObjectNotFoundError
 from ckpt_async.protocol import steps, sweep_plan
 from ckpt_async.protocol import verify as verification
 from ckpt_async.protocol.cas import if_readable
-from ckpt_async.stores import open_store
-from ckpt_async.stores.interface import Store
 from ckpt_async.sweep.sweeper import open_run
-from ckpt_async.transfer.requests import Requests
+from ckpt_async.transfer.patient import PatientStore, connect
 
 logger = logging.getLogger(__name__)
 
@@ -63,9 +60,9 @@ def unpin(options: argparse.Namespace) -> Exit:
 
 def _set_pin(options: argparse.Namespace, *, is_pinned: bool) -> Exit:
 
-    async def work(store: Store, requests: Requests) -> Decision:
-        id_ = await _find(store, requests, options.checkpoint)
-        decision = await steps.set_pin(store, requests, id_, is_pinned)
+    async def work(store: PatientStore) -> Decision:
+        id_ = await _find(store, options.checkpoint)
+        decision = await steps.set_pin(store, id_, is_pinned)
         if decision is None or decision.outcome is not Outcome.COMMIT:
             state = decision.outcome.value if decision else "gone"
             raise ObjectNotFoundError(f"{id_} is {state}: too late to pin it", key=keys.decision_key(id_))
@@ -82,10 +79,10 @@ def _set_pin(options: argparse.Namespace, *, is_pinned: bool) -> Exit:
 def unmark(options: argparse.Namespace) -> Exit:
     """Take a mark of damage back, so that readers try the checkpoint again."""
 
-    async def work(store: Store, requests: Requests) -> tuple[CheckpointId, str]:
-        marks = await steps.read_damages(store, requests)
-        id_ = await _find(store, requests, options.checkpoint, among=marks)
-        await steps.unmark(store, requests, id_)
+    async def work(store: PatientStore) -> tuple[CheckpointId, str]:
+        marks = await steps.read_damages(store)
+        id_ = await _find(store, options.checkpoint, among=marks)
+        await steps.unmark(store, id_)
         return id_, marks[id_]
 
     id_, reason = with_store(options, work)
@@ -99,20 +96,20 @@ def unmark(options: argparse.Namespace) -> Exit:
 
 
 async def _find(
-    store: Store, requests: Requests, wanted: Which, *, among: Collection[CheckpointId] | None = None
+    store: PatientStore, wanted: Which, *, among: Collection[CheckpointId] | None = None
 ) -> CheckpointId:
     """The newest committed checkpoint with this step (and generation) or name; if those that are marked as damaged are
     given, only of them.
     """
-    listing = await requests.control("list", lambda: store.list(keys.DECISIONS))
-    boundary = await if_readable(steps.read_boundary(store, requests))
+    listing = await store.list(keys.DECISIONS)
+    boundary = await if_readable(steps.read_boundary(store))
     for each in reversed(listing.objects):
         id_ = keys.parse_decision_key(each.key)
         if id_ is None or sweep_plan.is_void(id_, boundary) or (among is not None and id_ not in among):
             continue
         if wanted.step is not None and not wanted.is_of(id_):
             continue
-        decision = await if_readable(steps.read_decision(store, requests, id_))
+        decision = await if_readable(steps.read_decision(store, id_))
         if decision is None or decision.outcome is not Outcome.COMMIT:
             continue
         if wanted.is_of(id_) or wanted.text == decision.name:
@@ -143,10 +140,9 @@ def verify_arguments(parser: argparse.ArgumentParser) -> None:
 def verify(options: argparse.Namespace) -> Exit:
     """Check a remote; INCOMPLETE if a violation was found."""
 
-    async def work(store: Store, requests: Requests) -> Any:
+    async def work(store: PatientStore) -> Any:
         return await verification.verify(
             store,
-            requests,
             step=options.step.step,
             generation=options.step.generation,
             read_percent=options.read_data,
@@ -209,20 +205,19 @@ def finding_json(each: Any) -> Json:
 
 def with_store(
     options: argparse.Namespace,
-    work: Callable[[Store, Requests], Awaitable[T]],
+    work: Callable[[PatientStore], Awaitable[T]],
     *,
     is_read_only: bool = False,
 ) -> T:
     async def main() -> T:
-        store = open_store(options.url, store_options(options), env=os.environ)
+        settings = Settings(upload_timeout_s=COMMAND_TIMEOUT_S)
+        store = connect(options.url, store_options(options), settings, is_patient=False)
         try:
-            settings = Settings(upload_timeout_s=COMMAND_TIMEOUT_S)
-            requests = Requests(settings, NullObserver(), store.url, is_patient=False)
             with telling_of_silence(store.url, patience_s=COMMAND_TIMEOUT_S):
                 is_there = await open_run(store, is_read_only=is_read_only, timeout_s=COMMAND_TIMEOUT_S)
             if not is_there:
                 raise ObjectNotFoundError(f"{store.url} holds no run of ckpt_async")
-            return await work(store, requests)
+            return await work(store)
         finally:
             await store.close()
 

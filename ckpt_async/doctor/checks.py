@@ -24,7 +24,6 @@ import aiofiles
 
 from ckpt_async.core import keys
 from ckpt_async.core.model import CheckpointId, RemoteAddress, Superseded
-from ckpt_async.core.observe import NullObserver
 from ckpt_async.core.settings import ENVIRONMENT_PREFIX, Settings
 from ckpt_async.core.units import in_units
 from ckpt_async.doctor.diagnosis import Facts, Host, JournalState, LocalFolder, Remote, Speed, Tried
@@ -49,7 +48,8 @@ from ckpt_async.stores import StoreOptions, find_endpoint, open_store, options_o
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.interface import BytesBody, Store
 from ckpt_async.transfer import upload
-from ckpt_async.transfer.requests import CONTROL_REQUESTS, Requests
+from ckpt_async.transfer.budgets import CONTROL_REQUESTS
+from ckpt_async.transfer.patient import PatientStore
 from ckpt_async.transfer.upload import all_or_none
 
 PACKAGES = ("ckpt-async", "aiobotocore", "botocore", "aiohttp", "awscrt", "uvloop", "torch")
@@ -407,8 +407,7 @@ class _Trial:
 
     async def _read_records(self) -> None:
         """Of a run that is there already: one that cannot be read stops what it speaks of."""
-        requests = Requests(self._settings, NullObserver(), self._store.url, is_patient=False)
-        found = await find_unreadable(self._store, requests)
+        found = await find_unreadable(PatientStore(self._store, self._settings, is_patient=False))
         self._note(unreadable=tuple(f"{each.key}: {each.message}" for each in found))
 
     async def _complete_multipart(self) -> None:
@@ -466,7 +465,6 @@ class _Trial:
         settings = dataclasses.replace(
             self._settings, upload_timeout_s=SPEED_TIMEOUT_S, retry_max_s=self._settings.retry_initial_s
         )
-        requests = Requests(settings, NullObserver(), store.url, is_patient=False)
 
         def opened(multipart: upload.Resume) -> None:
             self._uploads[key] = multipart.upload_id
@@ -477,8 +475,7 @@ class _Trial:
                 self._written.append(key)
                 began = time.perf_counter()
                 await upload.upload(
-                    store,
-                    requests,
+                    PatientStore(store, settings, is_patient=False),
                     source,
                     key,
                     smallest_part_bytes=settings.part_size_bytes,

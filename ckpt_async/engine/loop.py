@@ -61,10 +61,10 @@ from ckpt_async.local.folder import Folder, boot_id, fsync_path, is_final, point
 from ckpt_async.local.journal import Journal
 from ckpt_async.protocol import cas, steps
 from ckpt_async.protocol.generation import absent_ranks, newest_generation
-from ckpt_async.stores.interface import ObjectInfo, Store
+from ckpt_async.stores.interface import ObjectInfo
 from ckpt_async.transfer import ahead
 from ckpt_async.transfer import upload as transfer
-from ckpt_async.transfer.requests import Requests
+from ckpt_async.transfer.patient import PatientStore
 
 logger = logging.getLogger(__name__)
 
@@ -95,8 +95,7 @@ class Engine:
         rank: int,
         folder: Folder,
         journal: Journal,
-        store: Store,
-        requests: Requests,
+        store: PatientStore,
         settings: Settings,
         observer: Observer,
         clock: Callable[[], float],
@@ -112,7 +111,7 @@ class Engine:
         self.num_due = 0  # actions of our own that are due or under way, not counting looks at the others
         self.num_rounds = 0
         self.last_seen_wake = 0  # `num_due` counts what was in the journal before this call of `wake`
-        self._folder, self._journal, self._store, self._requests = folder, journal, store, requests
+        self._folder, self._journal, self._store = folder, journal, store
         self._settings, self._observer, self._clock, self._on_change = settings, observer, clock, on_change
         self._is_trainer = is_trainer
         self._policy = decide.Policy(
@@ -336,20 +335,20 @@ class Engine:
 
     def _start_uploads(self) -> None:
         """Fill the free places. A checkpoint of 10,000 shards is 10,000 actions but few tasks."""
-        while self._uploads and self._num_uploading < self._requests.concurrency:
+        while self._uploads and self._num_uploading < self._store.concurrency:
             series = self._next_series()
             if len(series) > 1:
                 self._start_task(series, self._perform_series(series))
             else:
                 self._start(series[0])
             self._num_uploading += 1
-        self._requests.has_more(bool(self._uploads))
+        self._store.has_more(bool(self._uploads))
 
     def _next_series(self) -> tuple[decide.Upload, ...]:
         """The next upload, with those of the same checkpoint behind it if all of them are so small that they are sent
         in one go; but not more than a place's share, for the last ones shall not wait behind each other.
         """
-        share = -(-len(self._uploads) // self._requests.concurrency)
+        share = -(-len(self._uploads) // self._store.concurrency)
         series = [self._uploads.popleft()]
         size_bytes = self._small_bytes(series[0])
         while self._uploads and len(series) < min(share, transfer.SERIES_SHARDS):
@@ -673,7 +672,7 @@ class Engine:
         shards = [self._small_shard(action) for action in actions]
         self._observer.uploads_started(len(actions))
         try:
-            checksums = await transfer.upload_many(self._store, self._requests, shards)
+            checksums = await transfer.upload_many(self._store, shards)
         finally:
             self._observer.uploads_ended(len(actions))
         sent = {
@@ -721,7 +720,6 @@ class Engine:
             try:
                 size_bytes, checksum = await transfer.upload(
                     self._store,
-                    self._requests,
                     source,
                     key,
                     smallest_part_bytes=self._settings.part_size_bytes,
@@ -754,7 +752,6 @@ class Engine:
 
         resume = await ahead.send_ahead(
             self._store,
-            self._requests,
             self._folder.path / checkpoint.growing[action.shard],
             key,
             smallest_part_bytes=self._settings.part_size_bytes,
@@ -765,9 +762,7 @@ class Engine:
         if action.shard in self._checkpoint(action.checkpoint).shards:
             self._ahead[action.checkpoint, action.shard] = resume
         else:  # given up: the sweeper would find it, but not soon
-            await self._requests.control(
-                "abort_multipart", lambda: self._store.abort_multipart(key, resume.upload_id)
-            )
+            await self._store.abort_multipart(key, resume.upload_id)
 
     def _open(self, checkpoint: LocalCheckpoint, local: LocalShard) -> transfer.Source:
         shard = local.shard
@@ -805,7 +800,7 @@ class Engine:
             checkpoint.sealed.metrics,
         )
         key, data = keys.receipt_key(checkpoint.id, self.rank), records.encode_receipt(receipt)
-        there = await cas.create_once(self._store, self._requests, key, data)
+        there = await cas.create_once(self._store, key, data)
         if there != data:
             await self._abort(checkpoint, "another process wrote a different receipt for this rank")
             return
@@ -822,7 +817,7 @@ class Engine:
             at_once = (lambda: self._list_receipts(id_), self._look_for_successor)
             receipts, _ = await transfer.all_or_none(look() for look in at_once)
         else:
-            decision = await steps.read_settled(self._store, self._requests, id_)
+            decision = await steps.read_settled(self._store, id_)
             if decision is not None:
                 self._learn(checkpoint, decision)
                 return
@@ -869,7 +864,7 @@ class Engine:
         def is_enough(objects: Sequence[ObjectInfo]) -> bool:
             return decide.has_gap([rank for _, rank in written(objects)])
 
-        listing = await self._requests.control("list", lambda: self._store.list(prefix, enough=is_enough))
+        listing = await self._store.list(prefix, enough=is_enough)
         there = written(listing.objects)
         newest_at = there[-1][0] if there else 0.0
         ranks = tuple(rank for _, rank in there)
@@ -881,7 +876,7 @@ class Engine:
         """A newer generation means that this trainer is superseded (rule R11)."""
         own = self.local.generation
         if self._is_trainer and self.fenced_by is None:
-            newest = await newest_generation(self._store, self._requests, after=own)
+            newest = await newest_generation(self._store, after=own)
             if newest > own:
                 self.fenced_by = newest
                 self._observer.fenced()
@@ -892,7 +887,7 @@ class Engine:
         await self._look_for_successor()
         opened = self.local.opened
         world_size = opened.world_size if opened else 1
-        self.absent_ranks = await absent_ranks(self._store, self._requests, self.local.generation, world_size)
+        self.absent_ranks = await absent_ranks(self._store, self.local.generation, world_size)
         self._remote = replace(self._remote, are_members_asked_for=False)
 
     def missing_ranks(self, id_: CheckpointId) -> list[int]:
@@ -910,7 +905,6 @@ class Engine:
         assert checkpoint.sealed is not None
         settled = await steps.settle(
             self._store,
-            self._requests,
             checkpoint.id,
             world_size=checkpoint.sealed.world_size,
             by=f"rank {self.rank}",
@@ -940,7 +934,7 @@ class Engine:
             reason=f"rank {self.rank}: {reason}",
         )
         wanted = replace(wanted, is_superseded=bool(checkpoint.superseded))
-        decision, is_ours = await steps.decide_once(self._store, self._requests, wanted)
+        decision, is_ours = await steps.decide_once(self._store, wanted)
         if checkpoint.superseded and is_ours:
             for _ in checkpoint.shards:
                 self._observer.shards_finished("superseded", 1, 0.0)
@@ -984,7 +978,7 @@ class Engine:
         decided = self._checkpoint(action.checkpoint).decision
         assert decided is not None
         name = decided.name
-        latest = await steps.move_latest(self._store, self._requests, action.checkpoint, name)
+        latest = await steps.move_latest(self._store, action.checkpoint, name)
         if self._settings.composer_symlink and latest.checkpoint == action.checkpoint:
             await self._write_composer_symlink(latest)
         self._remote = replace(self._remote, latest=latest)
@@ -996,7 +990,7 @@ class Engine:
         root = urlsplit(self._store.url).path.strip("/")
         target = f"{root}/{latest.prefix}".strip("/")
         key = naming.fill(self._settings.composer_symlink, rank=self.rank)
-        await cas.put(self._store, self._requests, key, target.encode())
+        await self._store.put(key, target.encode())
 
     def _move_local_latest(self, action: decide.MoveLocalLatest) -> None:
         checkpoint = self.local.checkpoints.get(action.checkpoint)

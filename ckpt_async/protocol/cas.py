@@ -17,47 +17,46 @@ from ckpt_async.errors import (
     ObjectTooLargeError,
     PreconditionFailedError,
 )
-from ckpt_async.stores.interface import Condition, Create, Match, Store
-from ckpt_async.transfer.requests import Requests
-from ckpt_async.transfer.upload import bytes_body
+from ckpt_async.stores.interface import Condition, Create, Match
+from ckpt_async.transfer.patient import PatientStore
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 
-async def create_once(store: Store, requests: Requests, key: str, data: bytes) -> bytes:
+async def create_once(store: PatientStore, key: str, data: bytes) -> bytes:
     """Create the object unless there is one, and return what is there now: `data` if and only if we won.
 
     Raises InvalidRecordError if what is there is larger than any record, and than `data`.
     """
     limit = max(len(data), MAX_RECORD_SIZE_BYTES)
     if not store.capabilities.conditional_put:
-        there = await read(store, requests, key, max_size_bytes=limit)
+        there = await read(store, key, max_size_bytes=limit)
         if there is not None:
             return there[0]
-        await put(store, requests, key, data)
+        await store.put(key, data)
         return data
     while True:
         try:
-            await put(store, requests, key, data, Create())
+            await store.put(key, data, Create())
             return data
         except PreconditionFailedError:
-            there = await read(store, requests, key, max_size_bytes=limit)
+            there = await read(store, key, max_size_bytes=limit)
             if there is not None:
                 return there[0]
             # 409 of a concurrent write that then failed, or the object was deleted meanwhile: try again
 
 
 async def advance(
-    store: Store, requests: Requests, key: str, change: Callable[[bytes | None], bytes | None]
+    store: PatientStore, key: str, change: Callable[[bytes | None], bytes | None]
 ) -> bytes | None:
     """Replace an object by compare-and-swap until it is as wanted, and return what is there then.
 
     `change` gets the present content (None if there is none; nothing, b"", if it is larger than any record) and returns
     the new one, or None to leave it. It must never go back: it is called again with whatever a competitor wrote.
     """
-    there = await _read_to_replace(store, requests, key)
+    there = await _read_to_replace(store, key)
     while True:
         try:
             wanted = change(there[0] if there else None)
@@ -69,29 +68,23 @@ async def advance(
         if not store.capabilities.conditional_put:
             condition = None
         try:
-            await put(store, requests, key, wanted, condition)
+            await store.put(key, wanted, condition)
             return wanted
         except PreconditionFailedError:
-            there = await _read_to_replace(store, requests, key)
+            there = await _read_to_replace(store, key)
             if there is not None and there[0] == wanted:
                 return wanted
 
 
-async def put(store: Store, requests: Requests, key: str, data: bytes, condition: Condition = None) -> None:
-    """Write a small object in the control lane."""
-    body, checksum = bytes_body(data, store.capabilities.checksum_algorithm)
-    await requests.control("put", lambda: store.put(key, body, checksum, condition=condition))
-
-
 async def read(
-    store: Store, requests: Requests, key: str, *, max_size_bytes: int = MAX_RECORD_SIZE_BYTES
+    store: PatientStore, key: str, *, max_size_bytes: int = MAX_RECORD_SIZE_BYTES
 ) -> tuple[bytes, str] | None:
     """Content and ETag of a small object, or None if there is none.
 
     Raises InvalidRecordError if it is larger than that: whatever it is, it is no record, and it is not read.
     """
     try:
-        data, info = await requests.control("get", lambda: store.get(key, max_size_bytes=max_size_bytes))
+        data, info = await store.get(key, max_size_bytes=max_size_bytes)
     except ObjectNotFoundError:
         return None
     except ObjectTooLargeError:
@@ -100,15 +93,14 @@ async def read(
 
 
 async def read_record(
-    store: Store,
-    requests: Requests,
+    store: PatientStore,
     key: str,
     decode: Callable[[bytes], T],
     *,
     max_size_bytes: int = MAX_RECORD_SIZE_BYTES,
 ) -> tuple[T, str] | None:
     """A record and its ETag, or None if there is none. Raises InvalidRecordError, which names the key."""
-    there = await read(store, requests, key, max_size_bytes=max_size_bytes)
+    there = await read(store, key, max_size_bytes=max_size_bytes)
     try:
         return None if there is None else (decode(there[0]), there[1])
     except InvalidRecordError as error:
@@ -124,10 +116,10 @@ async def if_readable(reading: Awaitable[T]) -> T | None:
         return None
 
 
-async def _read_to_replace(store: Store, requests: Requests, key: str) -> tuple[bytes, str] | None:
+async def _read_to_replace(store: PatientStore, key: str) -> tuple[bytes, str] | None:
     """As `read`, but for what is too large: no content then."""
     try:
-        return await read(store, requests, key)
+        return await read(store, key)
     except InvalidRecordError:
-        info = await requests.control("head", lambda: store.head(key))
+        info = await store.head(key)
         return b"", info.etag

@@ -25,8 +25,8 @@ from ckpt_async.errors import (
     UnknownVersionError,
 )
 from ckpt_async.protocol.cas import advance, create_once, read, read_record
-from ckpt_async.stores.interface import ObjectInfo, Store
-from ckpt_async.transfer.requests import Requests
+from ckpt_async.stores.interface import ObjectInfo
+from ckpt_async.transfer.patient import PatientStore
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +41,7 @@ PATIENCE_S = 10.0
 
 
 async def agree(
-    store: Store,
-    requests: Requests,
+    store: PatientStore,
     *,
     rank: int,
     world_size: int,
@@ -59,13 +58,12 @@ async def agree(
     exists, SettingsError if it was used before.
     """
     me = records.encode_member(member or uuid.uuid4().hex, rank)
-    agreement = _Agreement(store, requests, rank, world_size, launch_key, now, me)
+    agreement = _Agreement(store, rank, world_size, launch_key, now, me)
     return await (agreement.find() if explicit is None else agreement.take(explicit))
 
 
 async def beat(
-    store: Store,
-    requests: Requests,
+    store: PatientStore,
     number: int,
     *,
     rank: int,
@@ -83,13 +81,13 @@ async def beat(
         return records.encode_beat(Beat(number, rank, last.count + 1))
 
     # After an outage the others may ask again at once: a creator in a long back-off would be taken for dead.
-    requests = requests.pausing_at_most(BEAT_MAX_S)
+    store = store.pausing_at_most(BEAT_MAX_S)
     key, beaten_s = keys.beat_key(number), 0.0
     while not is_over():
-        there = await advance(store, requests, key, next_beat)
+        there = await advance(store, key, next_beat)
         if there is None or records.decode_beat(there, number).rank != rank:
             return
-        if not await absent_ranks(store, requests, number, world_size):
+        if not await absent_ranks(store, number, world_size):
             return
         pause_s = beat_pause_s(beaten_s)
         await asyncio.sleep(pause_s)
@@ -101,28 +99,26 @@ def beat_pause_s(beaten_s: float) -> float:
     return min(BEAT_MAX_S, max(BEAT_S, beaten_s / 50))
 
 
-async def newest_generation(store: Store, requests: Requests, *, after: int = 0) -> int:
+async def newest_generation(store: PatientStore, *, after: int = 0) -> int:
     """The newest generation past `after`, or `after` itself: one listing."""
     start = keys.generation_key(after) if after else ""
-    listing = await requests.control("list", lambda: store.list(keys.GENERATIONS, start_after=start))
+    listing = await store.list(keys.GENERATIONS, start_after=start)
     numbers = (keys.parse_generation_key(each.key) for each in listing.objects)
     return max((number for number in numbers if number is not None), default=after)
 
 
-async def absent_ranks(store: Store, requests: Requests, number: int, world_size: int) -> list[int]:
+async def absent_ranks(store: PatientStore, number: int, world_size: int) -> list[int]:
     """Who has not taken its place in a generation, from the pages up to the first that lacks somebody's."""
 
     def ranks(objects: Sequence[ObjectInfo]) -> set[int]:
         return {found[1] for each in objects if (found := keys.parse_member_key(each.key)) is not None}
 
     prefix = keys.members_prefix(number)
-    listing = await requests.control(
-        "list", lambda: store.list(prefix, enough=lambda objects: decide.has_gap(ranks(objects)))
-    )
+    listing = await store.list(prefix, enough=lambda objects: decide.has_gap(ranks(objects)))
     return decide.missing_among(ranks(listing.objects), world_size, is_whole=listing.is_whole)
 
 
-async def _read_generation(store: Store, requests: Requests, number: int) -> Generation | None:
+async def _read_generation(store: PatientStore, number: int) -> Generation | None:
     """Which start it is; None if that cannot be read: it is passed over, for else no start would ever get beyond it.
 
     Raises InvalidRecordError for one of a newer version, and where two looks differ: that is the wire, and other ranks
@@ -132,9 +128,7 @@ async def _read_generation(store: Store, requests: Requests, number: int) -> Gen
     seen: list[str] = []
     for _ in range(2):
         try:
-            found = await read_record(
-                store, requests, key, lambda data: records.decode_generation(data, number)
-            )
+            found = await read_record(store, key, lambda data: records.decode_generation(data, number))
             return found[0] if found else None
         except UnknownVersionError:
             raise
@@ -151,15 +145,14 @@ class _Agreement:
 
     def __init__(
         self,
-        store: Store,
-        requests: Requests,
+        store: PatientStore,
         rank: int,
         world_size: int,
         launch_key: str,
         now: float,
         member: bytes,
     ) -> None:
-        self._store, self._requests = store, requests
+        self._store = store
         self._rank, self._world_size, self._launch_key, self._now = rank, world_size, launch_key, now
         self._member = member
         is_first = rank == 0
@@ -168,11 +161,11 @@ class _Agreement:
         self._may_join = world_size > 1 and (store.capabilities.conditional_put or not is_first)
 
     async def take(self, number: int) -> int:
-        newest = await newest_generation(self._store, self._requests)
+        newest = await newest_generation(self._store)
         if newest > number:
             raise FencedError(f"generation {number} was given, but generation {newest} has started already")
         key, proposal = keys.generation_key(number), self._proposal(number)
-        data = await create_once(self._store, self._requests, key, proposal)
+        data = await create_once(self._store, key, proposal)
         world_size = records.decode_generation(data, number).world_size
         if world_size != self._world_size:
             raise SettingsError(
@@ -186,7 +179,7 @@ class _Agreement:
         return number
 
     async def find(self) -> int:
-        began_with = number = await newest_generation(self._store, self._requests)
+        began_with = number = await newest_generation(self._store)
         while True:
             if await self._has_our_key(number):
                 newest = await self._wait_for_sign(number, is_new=number > began_with)
@@ -203,20 +196,20 @@ class _Agreement:
                 raise CapabilityError(f"this run has had {number - 1} generations; start a new run name")
             # If another has won, the next round joins it if it is of our start and goes past it if not.
             if await self._claim(number):
-                self._requests = self._requests.pausing_at_most(BEAT_MAX_S)  # as in `beat`
+                self._store = self._store.pausing_at_most(BEAT_MAX_S)  # as in `beat`
                 if await self._join(number):
                     await self._beat_first(number)
                     return number
 
     async def _claim(self, number: int) -> bool:
         key, proposal = keys.generation_key(number), self._proposal(number)
-        return await create_once(self._store, self._requests, key, proposal) == proposal
+        return await create_once(self._store, key, proposal) == proposal
 
     async def _beat_first(self, number: int) -> None:
         """Once our place is taken, and before anybody else's: if another process goes on for us, it finds it."""
         if self._world_size > 1:
             first = records.encode_beat(Beat(number, self._rank, 1))
-            await create_once(self._store, self._requests, keys.beat_key(number), first)
+            await create_once(self._store, keys.beat_key(number), first)
 
     def _proposal(self, number: int) -> bytes:
         host, nonce = socket.gethostname(), uuid.uuid4().hex
@@ -227,7 +220,7 @@ class _Agreement:
     async def _has_our_key(self, number: int) -> bool:
         if not number or not self._may_join:
             return False
-        generation = await _read_generation(self._store, self._requests, number)
+        generation = await _read_generation(self._store, number)
         return generation is not None and (generation.launch_key, generation.world_size) == (
             self._launch_key,
             self._world_size,
@@ -238,7 +231,7 @@ class _Agreement:
         start is over, as far as one can see. `is_new`: it was not there when we began, which is the first sign.
         """
         if not is_new:
-            place = await read(self._store, self._requests, keys.member_key(number, self._rank))
+            place = await read(self._store, keys.member_key(number, self._rank))
             if place is not None and place[0] == self._member:
                 await self._beat_first(number)  # without a beat nobody joins: then we have claimed it
                 return number
@@ -259,13 +252,13 @@ class _Agreement:
             before, seen = seen, max(seen, await self._count_beats(number))
             quiet_s = quiet_s + pause_s if seen == before else 0.0
             if seen < proven_by:
-                newest = await newest_generation(self._store, self._requests, after=number)
+                newest = await newest_generation(self._store, after=number)
                 if newest > number:
                     return newest
         return number
 
     async def _count_beats(self, number: int) -> int:
-        found = await read(self._store, self._requests, keys.beat_key(number))
+        found = await read(self._store, keys.beat_key(number))
         try:
             return records.decode_beat(found[0], number).count if found else 0
         except InvalidRecordError as error:
@@ -275,11 +268,11 @@ class _Agreement:
     async def _wait_for_newer(self, number: int) -> int:
         while True:
             await asyncio.sleep(CLAIM_POLL_S)
-            newest = await newest_generation(self._store, self._requests, after=number)
+            newest = await newest_generation(self._store, after=number)
             if newest > number:
                 return newest
 
     async def _join(self, number: int) -> bool:
         """Take this rank's place in a generation; False if another process had taken it."""
         key = keys.member_key(number, self._rank)
-        return await create_once(self._store, self._requests, key, self._member) == self._member
+        return await create_once(self._store, key, self._member) == self._member

@@ -14,16 +14,13 @@ from ckpt_async.core import decide, keys, records
 from ckpt_async.core.model import Boundary, CheckpointId, Checksum, Decision, Latest, Lease, Outcome, Receipt
 from ckpt_async.errors import InvalidRecordError
 from ckpt_async.protocol import sweep_plan
-from ckpt_async.protocol.cas import advance, create_once, if_readable, put, read, read_record
+from ckpt_async.protocol.cas import advance, create_once, if_readable, read, read_record
 from ckpt_async.protocol.generation import newest_generation
 from ckpt_async.stores.checksums import checksum_of
-from ckpt_async.stores.interface import Listing, Store
 from ckpt_async.transfer import upload
-from ckpt_async.transfer.requests import Requests
+from ckpt_async.transfer.patient import PatientStore
 
 logger = logging.getLogger(__name__)
-
-DELETE_BATCH = 1000  # one S3 request, so that the deadline of an attempt covers one
 
 
 def new_decision(
@@ -49,13 +46,13 @@ def new_decision(
 
 
 async def settle(
-    store: Store, requests: Requests, checkpoint: CheckpointId, *, world_size: int, by: str, now: float
+    store: PatientStore, checkpoint: CheckpointId, *, world_size: int, by: str, now: float
 ) -> tuple[Decision, bool] | None:
     """Read every rank's receipt, check them against each other, and decide: commit, or abort if they contradict.
 
     Returns what was decided, by whomever, and whether it was us; None if a receipt is not there.
     """
-    raw = await read_receipts(store, requests, checkpoint, world_size)
+    raw = await read_receipts(store, checkpoint, world_size)
     if raw is None:
         return None
     receipts = [_receipt(data, checkpoint, rank) for rank, data in enumerate(raw)]
@@ -78,17 +75,13 @@ async def settle(
             size_bytes=sum(receipt.size_bytes for receipt in receipts),
             metrics=decide.merged_metrics(receipts),
         )
-    return await decide_once(store, requests, wanted)
+    return await decide_once(store, wanted)
 
 
-async def read_receipts(
-    store: Store, requests: Requests, checkpoint: CheckpointId, world_size: int
-) -> list[bytes] | None:
+async def read_receipts(store: PatientStore, checkpoint: CheckpointId, world_size: int) -> list[bytes] | None:
     """The receipts of ranks 0..N-1, in parallel; None if one is missing."""
     found = await upload.all_or_none(
-        read(
-            store, requests, keys.receipt_key(checkpoint, rank), max_size_bytes=records.MAX_RECEIPT_SIZE_BYTES
-        )
+        read(store, keys.receipt_key(checkpoint, rank), max_size_bytes=records.MAX_RECEIPT_SIZE_BYTES)
         for rank in range(world_size)
     )
     there = [data[0] for data in found if data is not None]
@@ -102,14 +95,14 @@ def _receipt(data: bytes, checkpoint: CheckpointId, rank: int) -> Receipt:
         raise error.at(keys.receipt_key(checkpoint, rank)) from None
 
 
-async def bound_receipt(store: Store, requests: Requests, decision: Decision, rank: int) -> Receipt:
+async def bound_receipt(store: PatientStore, decision: Decision, rank: int) -> Receipt:
     """One rank's receipt of a committed checkpoint, checked to be the very one that was decided on.
 
     Raises InvalidRecordError if it is missing or another.
     """
     id_, checksum = decision.checkpoint, decision.receipts[rank]
     key = keys.receipt_key(id_, rank)
-    there = await read(store, requests, key, max_size_bytes=records.MAX_RECEIPT_SIZE_BYTES)
+    there = await read(store, key, max_size_bytes=records.MAX_RECEIPT_SIZE_BYTES)
     if there is None:
         raise InvalidRecordError(f"{id_}: rank {rank}'s receipt is missing", key=key)
     if checksum_of(there[0], checksum.algorithm) != checksum:
@@ -117,19 +110,19 @@ async def bound_receipt(store: Store, requests: Requests, decision: Decision, ra
     return _receipt(there[0], id_, rank)
 
 
-async def decide_once(store: Store, requests: Requests, wanted: Decision) -> tuple[Decision, bool]:
+async def decide_once(store: PatientStore, wanted: Decision) -> tuple[Decision, bool]:
     """Try to be the one who decides (rule R4). Returns what holds now, and whether it is ours.
 
     A decision below the boundary is void: an older one was collected, so the checkpoint is long settled.
     """
     id_, key, data = wanted.checkpoint, keys.decision_key(wanted.checkpoint), records.encode_decision(wanted)
-    there = await create_once(store, requests, key, data)
+    there = await create_once(store, key, data)
     is_ours = there == data
     try:
         decision = records.decode_decision(there, id_)
     except InvalidRecordError as error:
         raise error.at(key) from None
-    decision = await _unless_void(store, requests, decision)
+    decision = await _unless_void(store, decision)
     is_ours = is_ours and decision.outcome is wanted.outcome
     if is_ours and decision.outcome is Outcome.COMMIT:
         logger.info(
@@ -144,7 +137,7 @@ async def decide_once(store: Store, requests: Requests, wanted: Decision) -> tup
 
 
 async def read_settled(
-    store: Store, requests: Requests, checkpoint: CheckpointId, *, only_reads: bool = False
+    store: PatientStore, checkpoint: CheckpointId, *, only_reads: bool = False
 ) -> Decision | None:
     """What holds for the checkpoint, or None if nothing was decided. Below the boundary it was settled long ago: a
     commit there was created by a straggler and is void, and no decision at all means that it was collected (R4).
@@ -152,12 +145,12 @@ async def read_settled(
     Raises InvalidRecordError if that cannot be told, for the boundary cannot be read. Who `only_reads` takes a commit
     for one then: if it is void and something of it is gone, the receipts and shards say so.
     """
-    decision = await read_decision(store, requests, checkpoint)
+    decision = await read_decision(store, checkpoint)
     nothing = new_decision(
         checkpoint, Outcome.COMMIT, name=f"step-{checkpoint.step}", world_size=1, by="nobody", now=0
     )
     try:
-        settled = await _unless_void(store, requests, decision or nothing)
+        settled = await _unless_void(store, decision or nothing)
     except InvalidRecordError as error:
         if not only_reads:
             raise
@@ -166,49 +159,49 @@ async def read_settled(
     return None if settled is nothing else settled
 
 
-async def _unless_void(store: Store, requests: Requests, decision: Decision) -> Decision:
+async def _unless_void(store: PatientStore, decision: Decision) -> Decision:
     """The decision, or an abort in place of a commit that is below the boundary."""
     if decision.outcome is Outcome.COMMIT:
-        boundary = await _boundary_for(store, requests, decision.checkpoint)
+        boundary = await _boundary_for(store, decision.checkpoint)
         if sweep_plan.is_void(decision.checkpoint, boundary):
             return replace(decision, outcome=Outcome.ABORT, reason="it was given up and collected long ago")
     return decision
 
 
-async def _boundary_for(store: Store, requests: Requests, checkpoint: CheckpointId) -> Boundary | None:
+async def _boundary_for(store: PatientStore, checkpoint: CheckpointId) -> Boundary | None:
     """The boundary as far as it concerns the checkpoint. It is never moved past one of the newest generation, so that
     one that cannot be read holds up stragglers only.
     """
     try:
-        return await read_boundary(store, requests)
+        return await read_boundary(store)
     except InvalidRecordError:
-        if await newest_generation(store, requests, after=checkpoint.generation) > checkpoint.generation:
+        if await newest_generation(store, after=checkpoint.generation) > checkpoint.generation:
             raise
         return None
 
 
-async def read_decision(store: Store, requests: Requests, checkpoint: CheckpointId) -> Decision | None:
+async def read_decision(store: PatientStore, checkpoint: CheckpointId) -> Decision | None:
     """What was decided, or None. Not checked against the boundary."""
     key = keys.decision_key(checkpoint)
-    there = await read_record(store, requests, key, lambda data: records.decode_decision(data, checkpoint))
+    there = await read_record(store, key, lambda data: records.decode_decision(data, checkpoint))
     return there[0] if there else None
 
 
-async def read_boundary(store: Store, requests: Requests) -> Boundary | None:
-    there = await read_record(store, requests, keys.BOUNDARY, records.decode_boundary)
+async def read_boundary(store: PatientStore) -> Boundary | None:
+    there = await read_record(store, keys.BOUNDARY, records.decode_boundary)
     return there[0] if there else None
 
 
-async def read_latest(store: Store, requests: Requests) -> Latest | None:
+async def read_latest(store: PatientStore) -> Latest | None:
     """The hint, or None if there is none or it is nonsense (R3: it never hides a good checkpoint)."""
     try:
-        there = await read(store, requests, keys.LATEST)
+        there = await read(store, keys.LATEST)
     except InvalidRecordError:
         there = b"", ""  # too large
     return _latest(there[0] if there else None)
 
 
-async def move_latest(store: Store, requests: Requests, checkpoint: CheckpointId, name: str) -> Latest:
+async def move_latest(store: PatientStore, checkpoint: CheckpointId, name: str) -> Latest:
     """Move `latest` forward to `checkpoint`, or leave it where it is ahead (rule R6). Returns what it says then."""
     nonce = uuid.uuid4().hex
 
@@ -220,7 +213,7 @@ async def move_latest(store: Store, requests: Requests, checkpoint: CheckpointId
         prefix = keys.data_prefix(name, checkpoint.generation)
         return records.encode_latest(Latest(checkpoint, name, prefix, number, nonce))
 
-    data = await advance(store, requests, keys.LATEST, change)
+    data = await advance(store, keys.LATEST, change)
     assert data is not None
     return records.decode_latest(data)
 
@@ -235,38 +228,36 @@ def _latest(data: bytes | None) -> Latest | None:
         return None
 
 
-async def begin_prune(store: Store, requests: Requests, checkpoint: CheckpointId) -> bool:
+async def begin_prune(store: PatientStore, checkpoint: CheckpointId) -> bool:
     """Swap `commit` for `pruning`; False if it is pinned or not `commit` any more. Never reverts."""
-    decision = await _swap(store, requests, checkpoint, Outcome.COMMIT, Outcome.PRUNING)
+    decision = await _swap(store, checkpoint, Outcome.COMMIT, Outcome.PRUNING)
     return decision is not None and decision.outcome is Outcome.PRUNING
 
 
-async def finish_prune(store: Store, requests: Requests, checkpoint: CheckpointId) -> bool:
+async def finish_prune(store: PatientStore, checkpoint: CheckpointId) -> bool:
     """Delete a checkpoint that is `pruning`: shards, receipts, then `pruned`. False if readers are left, or it is
     not `pruning`.
 
     Leases are listed here, after the decision was read: a reader whose lease is not seen yet will read `pruning`.
     """
-    decision = await read_decision(store, requests, checkpoint)
+    decision = await read_decision(store, checkpoint)
     if decision is None or decision.outcome is not Outcome.PRUNING:
         return False
-    if await readers(store, requests, checkpoint):
+    if await readers(store, checkpoint):
         return False
     victims: list[str] = []
     for rank in range(decision.world_size):
         key = keys.receipt_key(checkpoint, rank)
-        data = await read(store, requests, key, max_size_bytes=records.MAX_RECEIPT_SIZE_BYTES)
+        data = await read(store, key, max_size_bytes=records.MAX_RECEIPT_SIZE_BYTES)
         if data is not None:  # gone: an earlier sweep was cut short after its shards were deleted
             victims += [shard.key for shard in _receipt(data[0], checkpoint, rank).shards]
-    await delete(store, requests, victims)
-    await delete(store, requests, [keys.receipt_key(checkpoint, rank) for rank in range(decision.world_size)])
-    await _swap(store, requests, checkpoint, Outcome.PRUNING, Outcome.PRUNED)
+    await store.delete(victims)
+    await store.delete([keys.receipt_key(checkpoint, rank) for rank in range(decision.world_size)])
+    await _swap(store, checkpoint, Outcome.PRUNING, Outcome.PRUNED)
     return True
 
 
-async def set_pin(
-    store: Store, requests: Requests, checkpoint: CheckpointId, is_pinned: bool
-) -> Decision | None:
+async def set_pin(store: PatientStore, checkpoint: CheckpointId, is_pinned: bool) -> Decision | None:
     """Pin or unpin a committed checkpoint. Returns the decision as it is then; None if there is none.
 
     The pin is part of the decision, so that pruning, which swaps the same object, cannot overlook it.
@@ -279,13 +270,11 @@ async def set_pin(
             return None
         return records.encode_decision(replace(decision, is_pinned=is_pinned, nonce=nonce))
 
-    data = await advance(store, requests, keys.decision_key(checkpoint), change)
+    data = await advance(store, keys.decision_key(checkpoint), change)
     return records.decode_decision(data, checkpoint) if data else None
 
 
-async def _swap(
-    store: Store, requests: Requests, checkpoint: CheckpointId, old: Outcome, new: Outcome
-) -> Decision | None:
+async def _swap(store: PatientStore, checkpoint: CheckpointId, old: Outcome, new: Outcome) -> Decision | None:
     nonce = uuid.uuid4().hex
 
     def change(there: bytes | None) -> bytes | None:
@@ -294,11 +283,11 @@ async def _swap(
             return None
         return records.encode_decision(replace(decision, outcome=new, nonce=nonce))
 
-    data = await advance(store, requests, keys.decision_key(checkpoint), change)
+    data = await advance(store, keys.decision_key(checkpoint), change)
     return records.decode_decision(data, checkpoint) if data else None
 
 
-async def collect(store: Store, requests: Requests, action: sweep_plan.CollectDecisions) -> None:
+async def collect(store: PatientStore, action: sweep_plan.CollectDecisions) -> None:
     """Move the boundary, and only then delete the decisions below it (rule R4)."""
     nonce = uuid.uuid4().hex
 
@@ -314,23 +303,23 @@ async def collect(store: Store, requests: Requests, action: sweep_plan.CollectDe
             return None
         return records.encode_boundary(Boundary(action.upto, kept, boundary.number + 1, nonce))
 
-    data = await advance(store, requests, keys.BOUNDARY, change)
+    data = await advance(store, keys.BOUNDARY, change)
     boundary = records.decode_boundary(data) if data else None
     parsed = [(key, keys.parse_decision_key(key)) for key in action.object_keys]
-    await delete(store, requests, [key for key, id_ in parsed if id_ and sweep_plan.is_void(id_, boundary)])
+    await store.delete([key for key, id_ in parsed if id_ and sweep_plan.is_void(id_, boundary)])
 
 
 # --- readers -----------------------------------------------------------------------------------------------
 
 
-async def readers(store: Store, requests: Requests, checkpoint: CheckpointId) -> list[str]:
+async def readers(store: PatientStore, checkpoint: CheckpointId) -> list[str]:
     """Who holds a lease on the checkpoint that has not expired, by the store's clock."""
     prefix = keys.leases_prefix(checkpoint)
-    listing: Listing = await requests.control("list", lambda: store.list(prefix))
+    listing = await store.list(prefix)
     found: list[str] = []
     for each in listing.objects:
         try:
-            there = await read_record(store, requests, each.key, records.decode_lease)
+            there = await read_record(store, each.key, records.decode_lease)
         except InvalidRecordError as error:
             logger.warning("lease_unreadable error=%s; it counts until it is old", error)
             there = unreadable_lease(checkpoint, each.key), ""
@@ -347,9 +336,9 @@ def unreadable_lease(checkpoint: CheckpointId, key: str) -> Lease:
     return Lease(checkpoint, key, sweep_plan.MAX_LEASE_S)
 
 
-async def read_damages(store: Store, requests: Requests) -> dict[CheckpointId, str]:
+async def read_damages(store: PatientStore) -> dict[CheckpointId, str]:
     """Why readers could not read what was committed. A mark that cannot be read is none."""
-    listing: Listing = await requests.control("list", lambda: store.list(keys.DAMAGED))
+    listing = await store.list(keys.DAMAGED)
     found: dict[CheckpointId, str] = {}
     for each in listing.objects:
         checkpoint = keys.parse_damage_key(each.key)
@@ -357,7 +346,6 @@ async def read_damages(store: Store, requests: Requests) -> dict[CheckpointId, s
             continue
         reading = read_record(
             store,
-            requests,
             each.key,
             lambda data, of=checkpoint: records.decode_damage(data, of),  # type: ignore[misc]
         )
@@ -369,33 +357,26 @@ async def read_damages(store: Store, requests: Requests) -> dict[CheckpointId, s
     return found
 
 
-async def unmark(store: Store, requests: Requests, checkpoint: CheckpointId) -> None:
+async def unmark(store: PatientStore, checkpoint: CheckpointId) -> None:
     """Take a mark of damage back: readers and retention count the checkpoint again. No error if there is none."""
-    await delete(store, requests, [keys.damage_key(checkpoint)])
+    await store.delete([keys.damage_key(checkpoint)])
 
 
-async def take_lease(store: Store, requests: Requests, lease: Lease) -> Decision | None:
+async def take_lease(store: PatientStore, lease: Lease) -> Decision | None:
     """Write or renew a lease, then read the decision *again* (rule R3): only if it is still `commit` may the reader
     go on, until two thirds of `ttl_s` have passed since this call began. Otherwise the lease is dropped: None.
     """
-    await put(store, requests, keys.lease_key(lease.checkpoint, lease.reader), records.encode_lease(lease))
-    decision = await read_settled(store, requests, lease.checkpoint, only_reads=True)
+    await store.put(keys.lease_key(lease.checkpoint, lease.reader), records.encode_lease(lease))
+    decision = await read_settled(store, lease.checkpoint, only_reads=True)
     if decision is not None and decision.outcome is Outcome.COMMIT:
         return decision
-    await drop_lease(store, requests, lease)
+    await drop_lease(store, lease)
     return None
 
 
-async def drop_lease(store: Store, requests: Requests, lease: Lease) -> None:
-    await delete(store, requests, [keys.lease_key(lease.checkpoint, lease.reader)])
+async def drop_lease(store: PatientStore, lease: Lease) -> None:
+    await store.delete([keys.lease_key(lease.checkpoint, lease.reader)])
 
 
-async def delete(store: Store, requests: Requests, object_keys: list[str]) -> None:
-    """Delete these keys; a missing one counts as deleted."""
-    for start in range(0, len(object_keys), DELETE_BATCH):
-        batch = object_keys[start : start + DELETE_BATCH]
-        await requests.control("delete", lambda batch=batch: store.delete(batch))  # type: ignore[misc]
-
-
-def _checksum(store: Store, data: bytes) -> Checksum:
+def _checksum(store: PatientStore, data: bytes) -> Checksum:
     return checksum_of(data, store.capabilities.checksum_algorithm)

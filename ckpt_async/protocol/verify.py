@@ -7,7 +7,7 @@ to it; the sweeper removes it). The oracle of the fault tests, and `ckpt-async v
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ckpt_async.core import keys, records
@@ -16,8 +16,7 @@ from ckpt_async.core.model import CheckpointId, Decision, Outcome, StoredShard
 from ckpt_async.errors import InvalidRecordError, ObjectNotFoundError
 from ckpt_async.protocol import steps, sweep_plan
 from ckpt_async.protocol.cas import read_record
-from ckpt_async.stores.interface import Listing, MultipartInfo, ObjectInfo, Store
-from ckpt_async.transfer.requests import Requests
+from ckpt_async.transfer.patient import PatientStore
 from ckpt_async.transfer.upload import all_or_none, read_back
 
 
@@ -70,8 +69,7 @@ class Verification:
 
 
 async def verify(
-    store: Store,
-    requests: Requests,
+    store: PatientStore,
     *,
     step: int | None = None,
     generation: int | None = None,
@@ -86,10 +84,10 @@ async def verify(
     """
     result = Verification()
     rng = random.Random(seed)
-    decisions = await _read_decisions(store, requests, result)
+    decisions = await _read_decisions(store, result)
     boundary = None
     try:
-        boundary = await steps.read_boundary(store, requests)
+        boundary = await steps.read_boundary(store)
     except InvalidRecordError as error:
         result.findings.append(_unreadable("R4", error))
     for id_ in [id_ for id_ in decisions if sweep_plan.is_void(id_, boundary)]:
@@ -103,13 +101,13 @@ async def verify(
         if step in (None, id_.step) and generation in (None, id_.generation)
     ]
     referenced: set[str] = set()
-    marks = await steps.read_damages(store, requests)
+    marks = await steps.read_damages(store)
     for decision in chosen:
         if decision.outcome is Outcome.COMMIT:
             before = result.num_shards - result.num_shards_read
-            findings, shards = await _check_committed(store, requests, decision, read_percent, rng, result)
+            findings, shards = await _check_committed(store, decision, read_percent, rng, result)
             referenced |= {shard.key for shard in shards}
-            if findings and not await _is_still_committed(store, requests, decision.checkpoint):
+            if findings and not await _is_still_committed(store, decision.checkpoint):
                 continue
             result.findings += findings
             result.num_committed += 1
@@ -117,16 +115,14 @@ async def verify(
                 is_all_read = result.num_shards - result.num_shards_read == before
                 result.marks.append(Mark(decision.checkpoint, reason, is_all_read and not findings))
     if step is None and generation is None:
-        result.findings += await _check_others(store, requests, {*decisions})
-        await _check_latest(store, requests, decisions, result)
-        await _check_strays(store, requests, decisions, referenced, result)
+        result.findings += await _check_others(store, {*decisions})
+        await _check_latest(store, decisions, result)
+        await _check_strays(store, decisions, referenced, result)
     return result
 
 
-async def _read_decisions(
-    store: Store, requests: Requests, result: Verification
-) -> dict[CheckpointId, Decision]:
-    listing: Listing = await requests.control("list", lambda: store.list(keys.DECISIONS))
+async def _read_decisions(store: PatientStore, result: Verification) -> dict[CheckpointId, Decision]:
+    listing = await store.list(keys.DECISIONS)
     decisions: dict[CheckpointId, Decision] = {}
     for each in listing.objects:
         checkpoint = keys.parse_decision_key(each.key)
@@ -134,7 +130,7 @@ async def _read_decisions(
             result.findings.append(Finding("R4", each.key, "not the key of a decision"))
             continue
         try:
-            decision = await steps.read_decision(store, requests, checkpoint)
+            decision = await steps.read_decision(store, checkpoint)
         except InvalidRecordError as error:
             result.findings.append(_unreadable("R4", error))
             continue
@@ -144,8 +140,7 @@ async def _read_decisions(
 
 
 async def _check_committed(
-    store: Store,
-    requests: Requests,
+    store: PatientStore,
     decision: Decision,
     read_percent: float,
     rng: random.Random,
@@ -157,7 +152,7 @@ async def _check_committed(
     receipts = []
     for rank in range(decision.world_size):
         try:
-            receipts.append(await steps.bound_receipt(store, requests, decision, rank))
+            receipts.append(await steps.bound_receipt(store, decision, rank))
         except InvalidRecordError as error:
             findings.append(_unreadable("I1", error))
     if not findings:
@@ -173,7 +168,7 @@ async def _check_committed(
     shards = list({shard.key: shard for receipt in receipts for shard in receipt.shards}.values())
     to_read = [rng.random() * 100 < read_percent for _ in shards]
     checked = await all_or_none(
-        _check_shard(store, requests, shard, is_read) for shard, is_read in zip(shards, to_read, strict=True)
+        _check_shard(store, shard, is_read) for shard, is_read in zip(shards, to_read, strict=True)
     )
     findings += [each for each in checked if each is not None]
     result.num_shards += len(shards)
@@ -182,11 +177,11 @@ async def _check_committed(
     return findings, shards
 
 
-async def _check_shard(store: Store, requests: Requests, shard: StoredShard, is_read: bool) -> Finding | None:
+async def _check_shard(store: PatientStore, shard: StoredShard, is_read: bool) -> Finding | None:
     try:
-        info: ObjectInfo = await requests.control("head", lambda: store.head(shard.key))
+        info = await store.head(shard.key)
         if info.size_bytes == shard.size_bytes and (is_read or info.checksum is None):
-            info = await read_back(store, requests, shard.key, shard.size_bytes, shard.checksum.algorithm)
+            info = await read_back(store, shard.key, shard.size_bytes, shard.checksum.algorithm)
     except ObjectNotFoundError:
         return Finding("I1", shard.key, "the shard is missing", "missing")
     if info.size_bytes != shard.size_bytes:
@@ -199,20 +194,20 @@ async def _check_shard(store: Store, requests: Requests, shard: StoredShard, is_
     return None
 
 
-async def _is_still_committed(store: Store, requests: Requests, checkpoint: CheckpointId) -> bool:
+async def _is_still_committed(store: PatientStore, checkpoint: CheckpointId) -> bool:
     try:
-        decision = await steps.read_decision(store, requests, checkpoint)
+        decision = await steps.read_decision(store, checkpoint)
     except InvalidRecordError:
         return True
     return decision is not None and decision.outcome is Outcome.COMMIT
 
 
 async def _check_latest(
-    store: Store, requests: Requests, decisions: dict[CheckpointId, Decision], result: Verification
+    store: PatientStore, decisions: dict[CheckpointId, Decision], result: Verification
 ) -> None:
     """I2: latest names a committed checkpoint. It may be behind: it is a hint."""
     try:
-        there = await read_record(store, requests, keys.LATEST, records.decode_latest)
+        there = await read_record(store, keys.LATEST, records.decode_latest)
     except InvalidRecordError as error:
         result.findings.append(_unreadable("I2", error))
         return
@@ -222,7 +217,7 @@ async def _check_latest(
     decision = decisions.get(latest.checkpoint)
     if decision is None:
         try:
-            decision = await steps.read_decision(store, requests, latest.checkpoint)  # committed meanwhile?
+            decision = await steps.read_decision(store, latest.checkpoint)  # committed meanwhile?
         except InvalidRecordError:
             return  # that decision is a finding of its own
     if decision is None or decision.outcome is not Outcome.COMMIT:
@@ -233,34 +228,31 @@ async def _check_latest(
         result.findings.append(Finding("I2", keys.LATEST, message))
 
 
-async def find_unreadable(store: Store, requests: Requests) -> list[Finding]:
+async def find_unreadable(store: PatientStore) -> list[Finding]:
     """Every record of the run that cannot be read, but for receipts of what is committed: those `verify` compares too.
     One GET for each record that is not a receipt, and for each receipt of what is not decided. Read-only.
     """
     result = Verification()
-    decisions = await _read_decisions(store, requests, result)
+    decisions = await _read_decisions(store, result)
     for rule, key, decode in (
         ("R4", keys.BOUNDARY, records.decode_boundary),
         ("I2", keys.LATEST, records.decode_latest),
     ):
-        result.findings += await _check_record(store, requests, rule, key, decode)
-    return result.findings + await _check_others(store, requests, {*decisions})
+        result.findings += await _check_record(store, rule, key, decode)
+    return result.findings + await _check_others(store, {*decisions})
 
 
-async def _check_others(store: Store, requests: Requests, decided: set[CheckpointId]) -> list[Finding]:
+async def _check_others(store: PatientStore, decided: set[CheckpointId]) -> list[Finding]:
     """Generations, members, beats, leases, marks of damage, and receipts of what is not decided."""
     prefixes = (keys.GENERATIONS, keys.MEMBERS, keys.LEASES, keys.DAMAGED, keys.RECEIPTS)
-    listings: list[Listing] = [
-        await requests.control("list", lambda prefix=prefix: store.list(prefix))  # type: ignore[misc]
-        for prefix in prefixes
-    ]
+    listings = [await store.list(prefix) for prefix in prefixes]
     wanted = [
         found
         for listing in listings
         for each in listing.objects
         if (found := _decoder_of(each.key, decided)) is not None
     ]
-    checked = await all_or_none(_check_record(store, requests, *each) for each in wanted)
+    checked = await all_or_none(_check_record(store, *each) for each in wanted)
     return [finding for found in checked for finding in found]
 
 
@@ -282,12 +274,12 @@ def _decoder_of(key: str, decided: set[CheckpointId]) -> tuple[str, str, Callabl
 
 
 async def _check_record(
-    store: Store, requests: Requests, rule: str, key: str, decode: Callable[[bytes], object]
+    store: PatientStore, rule: str, key: str, decode: Callable[[bytes], object]
 ) -> list[Finding]:
     is_receipt = key.startswith(keys.RECEIPTS)
     limit = records.MAX_RECEIPT_SIZE_BYTES if is_receipt else records.MAX_RECORD_SIZE_BYTES
     try:
-        await read_record(store, requests, key, decode, max_size_bytes=limit)
+        await read_record(store, key, decode, max_size_bytes=limit)
     except InvalidRecordError as error:
         return [_unreadable(rule, error)]
     return []
@@ -298,15 +290,14 @@ def _unreadable(rule: str, error: InvalidRecordError) -> Finding:
 
 
 async def _check_strays(
-    store: Store,
-    requests: Requests,
+    store: PatientStore,
     decisions: dict[CheckpointId, Decision],
     referenced: set[str],
     result: Verification,
 ) -> None:
     """I7: what nothing refers to. Objects of undecided checkpoints are under way, not stray."""
-    data: Listing = await requests.control("list", lambda: store.list(keys.DATA))
-    receipts: Listing = await requests.control("list", lambda: store.list(keys.RECEIPTS))
+    data = await store.list(keys.DATA)
+    receipts = await store.list(keys.RECEIPTS)
     final = {Outcome.ABORT, Outcome.PRUNED}
     for each in data.objects:
         parsed = keys.parse_data_key(each.key)
@@ -323,10 +314,7 @@ async def _check_strays(
         if decision is not None and decision.outcome in final:
             result.findings.append(_stray(each.key, f"its checkpoint is decided: {decision.outcome.value}"))
     if store.capabilities.multipart:
-        uploads: Sequence[MultipartInfo] = await requests.control(
-            "list_multiparts", lambda: store.list_multiparts(keys.DATA)
-        )
-        for upload in uploads:
+        for upload in await store.list_multiparts(keys.DATA):
             parsed = keys.parse_data_key(upload.key)
             if parsed and parsed[0] in decisions:
                 result.findings.append(

@@ -129,9 +129,7 @@ async def _find(
     rejected: list[Rejected] = []
     marks = await _damaged(opened)
     # One that cannot be read voids nothing here. Who may not read at all is told so at once.
-    await if_readable(
-        sure(opened, remote, options, lambda looking: steps.read_boundary(looking.store, looking.asking))
-    )
+    await if_readable(sure(opened, remote, options, lambda looking: steps.read_boundary(looking.store)))
     async for id_ in _newest_first(opened):
         if step not in (None, id_.step) or generation not in (None, id_.generation):
             continue
@@ -170,13 +168,13 @@ async def _find(
 
 async def _newest_first(opened: Session) -> AsyncIterator[CheckpointId]:
     """Every checkpoint that was decided. Credentials that may not list get what latest names."""
-    store, requests = opened.store, opened.asking
+    store = opened.store
     try:
-        listing = await requests.control("list", lambda: store.list(keys.DECISIONS))
+        listing = await store.list(keys.DECISIONS)
     except StoreError as error:
         latest = None
         if error.reason is FailureReason.AUTH:
-            latest = await steps.read_latest(store, requests)
+            latest = await steps.read_latest(store)
         if latest is None:
             raise
         logger.warning("listing_refused error=%s; only what latest names is looked at", error)
@@ -190,7 +188,7 @@ async def _newest_first(opened: Session) -> AsyncIterator[CheckpointId]:
 async def _damaged(opened: Session) -> dict[CheckpointId, str]:
     """What other readers have found, as `find` tells it. Nonsense counts for nothing: it is only a hint."""
     try:
-        return await steps.read_damages(opened.store, opened.asking)
+        return await steps.read_damages(opened.store)
     except StoreError as error:
         if error.reason is FailureReason.AUTH:
             return {}  # may not list: then no mark can save us a try
@@ -199,7 +197,7 @@ async def _damaged(opened: Session) -> dict[CheckpointId, str]:
 
 async def _look(id_: CheckpointId, opened: Session) -> tuple[Decision, list[Receipt]] | None:
     """What is committed, or None; InvalidRecordError if it cannot be read as it was decided."""
-    decision = await steps.read_settled(opened.store, opened.asking, id_, only_reads=True)
+    decision = await steps.read_settled(opened.store, id_, only_reads=True)
     if decision is None or decision.outcome is not Outcome.COMMIT:
         return None
     return decision, await _check(opened, decision)
@@ -229,7 +227,7 @@ async def _sizes(opened: Session, decision: Decision) -> dict[str, int]:
     """One listing instead of a request for every shard."""
     prefix = keys.data_prefix(decision.name, decision.checkpoint.generation)
     try:
-        listing = await opened.asking.control("list", lambda: opened.store.list(prefix))
+        listing = await opened.store.list(prefix)
     except StoreError as error:
         if error.reason is FailureReason.AUTH:
             return {}
@@ -239,14 +237,14 @@ async def _sizes(opened: Session, decision: Decision) -> dict[str, int]:
 
 async def _receipt(opened: Session, decision: Decision, rank: int) -> Receipt | InvalidRecordError:
     try:
-        return await steps.bound_receipt(opened.store, opened.asking, decision, rank)
+        return await steps.bound_receipt(opened.store, decision, rank)
     except InvalidRecordError as error:
         return error
 
 
 async def _head(opened: Session, key: str) -> ObjectInfo | InvalidRecordError:
     try:
-        return await opened.asking.control("head", lambda: opened.store.head(key))
+        return await opened.store.head(key)
     except ObjectNotFoundError:
         return InvalidRecordError(f"{key} is missing")
 

@@ -36,7 +36,6 @@ from ckpt_async.stores import StoreOptions
 from ckpt_async.stores.checksums import Digest, checksum_of
 from ckpt_async.stores.interface import Sink, SmallGet
 from ckpt_async.threads import in_thread
-from ckpt_async.transfer.requests import Progress, Series
 from ckpt_async.transfer.upload import SERIES_SHARDS, SMALL_BYTES, all_or_none
 
 logger = logging.getLogger(__name__)
@@ -289,7 +288,8 @@ class _Fetching:
         """One after the other by one thread; what cannot be had so is brought by itself, which says what is wrong."""
         done: set[str] = set()
 
-        async def attempt(_: Progress, series: Series) -> None:
+        def begin() -> Callable[[SmallGet, memoryview], None]:
+            lease.check()
             brought = self._opened.lanes.watch()
 
             def got(get: SmallGet, data: memoryview) -> None:
@@ -302,18 +302,14 @@ class _Fetching:
                     done.add(file.name)
                 else:
                     logger.warning("checksum_differs file=%s from=remote; it is fetched again", file.name)
-                series.answered()
                 lease.check()
 
-            lease.check()
-            series.begins()
-            await self._opened.store.get_many(list(wanted), got)
+            return got
 
         async with self._at_once, self._opened.lanes.one():
             with contextlib.ExitStack() as locks, contextlib.suppress(CkptAsyncError, OSError):
                 wanted = await in_thread(self._lock, files, locks)
-                size_bytes = sum(get.size_bytes for get in wanted)
-                await self._opened.bulk.bulk_many("get", len(wanted), size_bytes, attempt)
+                await self._opened.bulk.get_many(list(wanted), begin)
         for file in files:
             if file.name in done:
                 self._note("remote", file.size_bytes)
@@ -418,7 +414,7 @@ class _Fetching:
         assert wanted is not None
         while True:
             reason = f"{file.key} does not have the checksum of its receipt"
-            there = await self._opened.asking.control("head", lambda: self._opened.store.head(file.key))
+            there = await self._opened.store.head(file.key)
             if there.checksum is not None and there.checksum != wanted:
                 raise await damaged(self._opened, checkpoint, f"{reason}, as the store itself says")
             if len(seen) != len(set(seen)):

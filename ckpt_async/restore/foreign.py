@@ -17,10 +17,11 @@ None of them keeps checksums: what is read can be compared by size only.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from urllib.parse import urlsplit
@@ -34,9 +35,8 @@ from ckpt_async.restore.checkpoint import Checkpoint, Rejected, RemoteFile
 from ckpt_async.restore.dcp_files import MAX_METADATA_BYTES, named_files
 from ckpt_async.restore.session import Session
 from ckpt_async.stores import StoreOptions
-from ckpt_async.stores.interface import ObjectInfo
+from ckpt_async.stores.interface import ObjectInfo, Sink
 from ckpt_async.threads import in_thread
-from ckpt_async.transfer.requests import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -188,7 +188,7 @@ async def find_foreign(
     """The newest complete checkpoint of another tool (or that of one step) or None, and the complete ones that cannot
     be used. What our own trainers are uploading is none, whatever marks are in it.
     """
-    listing = await opened.asking.control("list", lambda: opened.store.list(""))
+    listing = await opened.store.list("")
     objects = {each.key: each for each in listing.objects if not _is_own(each.key)}
     rejected: list[Rejected] = []
     root = urlsplit(remote).path.strip("/").rpartition("/")[2]
@@ -288,17 +288,13 @@ async def _content(opened: Session, file: RemoteFile) -> bytes:
         raise InvalidRecordError(f"{file.name} has {file.size_bytes} bytes: it is no list of files")
     data = bytearray()
 
-    async def attempt(progress: Progress) -> None:
+    @contextlib.asynccontextmanager
+    async def receive() -> AsyncIterator[Sink]:
         data.clear()
-
-        def sink(piece: memoryview) -> None:
-            data.extend(piece)
-            progress.moved_in_thread()
-
-        await opened.store.get_range(file.key, 0, file.size_bytes, sink)
+        yield data.extend
 
     if file.size_bytes:
-        await opened.bulk.bulk("get", file.size_bytes, attempt)
+        await opened.bulk.get_range(file.key, 0, file.size_bytes, receive)
     return bytes(data)
 
 
@@ -312,7 +308,7 @@ async def _read_pointers(opened: Session, objects: Mapping[str, ObjectInfo], rem
         if key.endswith(".symlink") and each.size_bytes <= MAX_POINTER_BYTES
     ]
     for each in pointers[:MAX_POINTERS]:
-        there = await read(opened.store, opened.asking, each.key, max_size_bytes=MAX_POINTER_BYTES)
+        there = await read(opened.store, each.key, max_size_bytes=MAX_POINTER_BYTES)
         target = there[0].decode("utf-8", "replace").strip() if there else ""
         for prefix in (f"{root}/", ""):
             relative = target.removeprefix(prefix)

@@ -55,14 +55,14 @@ def check_nowhere(remote: str, known: Known) -> None:
 
 async def check_fresh(opened: Session, remote: str, known: Known) -> None:
     """Raise StoreError if the run has left marks, though no checkpoint of it was found."""
-    store, requests = opened.store, opened.asking
-    latest = await steps.read_latest(store, requests)
+    store = opened.store
+    latest = await steps.read_latest(store)
     if latest is not None:
-        boundary = await if_readable(steps.read_boundary(store, requests))
+        boundary = await if_readable(steps.read_boundary(store))
         latest = None if is_void(latest.checkpoint, boundary) else latest
     has_generations = True
     if known.generation:
-        has_generations = bool((await requests.control("list", lambda: store.list(keys.GENERATIONS))).objects)
+        has_generations = bool((await store.list(keys.GENERATIONS)).objects)
     _check(remote, known, latest, has_generations=has_generations)
 
 

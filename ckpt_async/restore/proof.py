@@ -15,7 +15,8 @@ from typing import Any, TypeVar, cast
 from ckpt_async.errors import InvalidRecordError
 from ckpt_async.restore.session import Session, session, unreliable
 from ckpt_async.stores import StoreOptions
-from ckpt_async.stores.interface import ObjectInfo, Store
+from ckpt_async.stores.interface import ObjectInfo
+from ckpt_async.transfer.patient import PatientStore
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +26,7 @@ T = TypeVar("T")
 class _Noting:
     """A store, and what it has brought of each record."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: PatientStore) -> None:
         self._store = store
         self.brought: dict[str, str] = {}
 
@@ -56,7 +57,7 @@ async def sure(
         async with session(remote, options) as afresh:
             store = _Noting(afresh.store)
             try:
-                return await look(replace(afresh, store=cast(Store, store)))
+                return await look(replace(afresh, store=cast(PatientStore, store)))
             except InvalidRecordError as error:
                 failures.append((str(error), store.brought))
                 last = error

@@ -11,11 +11,10 @@ import secrets
 import socket
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ckpt_async.core import keys, records
 from ckpt_async.core.model import CheckpointId, Damage, Lease, Outcome
-from ckpt_async.core.observe import NullObserver
 from ckpt_async.core.settings import Settings, load
 from ckpt_async.errors import (
     CheckpointGoneError,
@@ -28,12 +27,11 @@ from ckpt_async.errors import (
     UnreliableReadError,
 )
 from ckpt_async.protocol import steps
-from ckpt_async.protocol.cas import put, read
+from ckpt_async.protocol.cas import read
 from ckpt_async.restore.checkpoint import OWN_FORMAT, Checkpoint
 from ckpt_async.restore.lanes import Lanes
-from ckpt_async.stores import StoreOptions, open_store
-from ckpt_async.stores.interface import Store
-from ckpt_async.transfer.requests import CONTROL_REQUESTS, Requests
+from ckpt_async.stores import StoreOptions
+from ckpt_async.transfer.patient import PatientStore, connect
 
 logger = logging.getLogger(__name__)
 
@@ -47,14 +45,13 @@ PATIENCE_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A store opened for reading. `bulk` goes on as long as a long transfer may take, past outages and credentials that
-    are being rotated, until nothing has come for PATIENCE_S; `asking` answers within that time or raises. `lanes` admit
-    ranges to `bulk`.
+    """A store opened for reading: `store` answers within PATIENCE_S or raises. `bulk`, of the same store, goes on as
+    long as a long transfer may take, past outages and credentials that are being rotated, until nothing has come for
+    PATIENCE_S. `lanes` admit ranges to `bulk`.
     """
 
-    store: Store
-    bulk: Requests
-    asking: Requests
+    store: PatientStore
+    bulk: PatientStore
     lanes: Lanes
 
 
@@ -65,26 +62,18 @@ async def session(
     """Open `remote` read-only for as long as the block lasts. An answer that again and again does not have the checksum
     that the store sends with it ends the block as UnreliableReadError.
     """
-    options = options or StoreOptions()
-    room = num_concurrent_reads + CONTROL_REQUESTS
-    store = open_store(remote, replace(options, max_connections=max(options.max_connections, room)))
     settings: Settings = load(
         {"num_concurrent_uploads": num_concurrent_reads, "max_concurrent_uploads": num_concurrent_reads},
         os.environ,
     )
-    asking = replace(settings, upload_timeout_s=min(settings.upload_timeout_s, PATIENCE_S))
+    bulk = connect(remote, options, settings, silence_s=PATIENCE_S)
     try:
-        await store.open(is_read_only=True)
-        yield Session(
-            store,
-            Requests(settings, NullObserver(), store.url, silence_s=PATIENCE_S),
-            Requests(asking, NullObserver(), store.url, is_patient=False),
-            Lanes(num_concurrent_reads),
-        )
+        await bulk.open(is_read_only=True)
+        yield Session(bulk.answering_within(PATIENCE_S), bulk, Lanes(num_concurrent_reads))
     except IntegrityError as error:
         raise unreliable(str(error)) from error
     finally:
-        await store.close()
+        await bulk.close()
 
 
 class HeldLease:
@@ -128,11 +117,9 @@ class HeldLease:
         """Whether nothing was taken. Retention that has decided to prune it waits for leases to end, and this one has
         been there before it looked, as long as it never ran out.
         """
-        store, requests, lease = self._session.store, self._session.asking, self._lease
-        await put(
-            store, requests, keys.lease_key(lease.checkpoint, lease.reader), records.encode_lease(lease)
-        )
-        decision = await steps.read_settled(store, requests, lease.checkpoint, only_reads=True)
+        store, lease = self._session.store, self._lease
+        await store.put(keys.lease_key(lease.checkpoint, lease.reader), records.encode_lease(lease))
+        decision = await steps.read_settled(store, lease.checkpoint, only_reads=True)
         outcome = decision.outcome if decision is not None else None
         has_run_out = time.monotonic() > self._good_until
         return outcome is Outcome.COMMIT or (outcome is Outcome.PRUNING and not has_run_out)
@@ -161,7 +148,7 @@ async def leased(
     lease = Lease(checkpoint.id, _reader_name(), ttl_s)
     began = time.monotonic()
     try:
-        decision = await steps.take_lease(session.store, session.asking, lease)
+        decision = await steps.take_lease(session.store, lease)
     except StoreError as error:
         if error.reason not in (FailureReason.AUTH, FailureReason.DISK):
             raise
@@ -181,7 +168,7 @@ async def leased(
         await asyncio.gather(keeping, return_exceptions=True)
         try:
             async with asyncio.timeout(DROP_TIMEOUT_S):
-                await steps.drop_lease(session.store, session.asking, lease)
+                await steps.drop_lease(session.store, lease)
         except (StoreError, TimeoutError) as error:
             logger.warning("lease_not_dropped %s error=%r; it expires by itself", checkpoint.id, error)
 
@@ -209,7 +196,7 @@ async def damaged(session: Session, checkpoint: Checkpoint, reason: str) -> Ckpt
 async def is_gone(session: Session, checkpoint: CheckpointId) -> bool:
     """Whether it was pruned meanwhile: then what is missing is no damage."""
     try:
-        decision = await steps.read_settled(session.store, session.asking, checkpoint, only_reads=True)
+        decision = await steps.read_settled(session.store, checkpoint, only_reads=True)
     except InvalidRecordError:
         return False
     return decision is None or decision.outcome is not Outcome.COMMIT
@@ -223,7 +210,7 @@ async def mark_damaged(session: Session, checkpoint: CheckpointId, reason: str) 
     damage = Damage(checkpoint, reason, _reader_name(), time.time())
     try:
         await _check_the_wire(session, checkpoint, reason)
-        await put(session.store, session.asking, keys.damage_key(checkpoint), records.encode_damage(damage))
+        await session.store.put(keys.damage_key(checkpoint), records.encode_damage(damage))
     except StoreError as error:
         logger.warning("damage_not_marked %s error=%s", checkpoint, error)
     logger.error("checkpoint_damaged %s reason=%s", checkpoint, reason)
@@ -236,10 +223,10 @@ async def _check_the_wire(session: Session, checkpoint: CheckpointId, reason: st
     lease = Lease(checkpoint, _reader_name(), LEASE_TTL_S)
     sent = records.encode_lease(lease)
     try:
-        await put(session.store, session.asking, keys.lease_key(checkpoint, lease.reader), sent)
-        there = await read(session.store, session.asking, keys.lease_key(checkpoint, lease.reader))
+        await session.store.put(keys.lease_key(checkpoint, lease.reader), sent)
+        there = await read(session.store, keys.lease_key(checkpoint, lease.reader))
     finally:
-        await steps.drop_lease(session.store, session.asking, lease)
+        await steps.drop_lease(session.store, lease)
     if there is None or there[0] != sent:
         raise unreliable(f"{checkpoint} seems to be damaged ({reason}), but so is what was written just now")
 

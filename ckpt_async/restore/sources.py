@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import Protocol
 
@@ -17,7 +18,6 @@ from ckpt_async.restore.lanes import REQUEST_BYTES
 from ckpt_async.restore.session import HeldLease, Session, damaged
 from ckpt_async.stores.interface import Sink
 from ckpt_async.threads import in_thread
-from ckpt_async.transfer.requests import Progress
 
 # Which a store gives by itself, but so does much that answers in its place.
 _REFUSALS = (FailureReason.OTHER, FailureReason.NOT_FOUND)
@@ -57,17 +57,17 @@ class StoreSource:
         self._opened, self._lease, self._checkpoint, self._file = opened, lease, checkpoint, file
 
     async def get_range(self, offset: int, size_bytes: int, sink: SinkFactory) -> None:
-        async def attempt(progress: Progress) -> None:
+        @contextlib.asynccontextmanager
+        async def receive() -> AsyncIterator[Sink]:
             self._lease.check()
             inner, brought = sink(), self._opened.lanes.watch()
 
             def told(piece: memoryview) -> None:
                 inner(piece)
-                progress.moved_in_thread()
                 brought(len(piece))
 
             try:
-                await self._opened.store.get_range(self._file.key, offset, size_bytes, told)
+                yield told
                 brought(REQUEST_BYTES)
             except StoreError as error:
                 await self._check_meant(error)
@@ -77,7 +77,7 @@ class StoreSource:
 
         try:
             async with self._opened.lanes.one():  # outside: who waits for it has not stalled
-                await self._opened.bulk.bulk("get", size_bytes, attempt)
+                await self._opened.bulk.get_range(self._file.key, offset, size_bytes, receive)
         except StoreError as error:
             if reason := await self._damage(error):
                 raise await damaged(self._opened, self._checkpoint, reason) from error
@@ -100,7 +100,7 @@ class StoreSource:
         if error.reason not in _REFUSALS:
             return ""
         try:
-            there = await self._opened.asking.control("head", lambda: self._opened.store.head(key))
+            there = await self._opened.store.head(key)
         except ObjectNotFoundError:
             return f"{key} is missing"
         if there.size_bytes == self._file.size_bytes:

@@ -9,7 +9,6 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
 
 from ckpt_async.core import decide, keys
 from ckpt_async.core.model import Forgotten, Local, Opened
@@ -21,9 +20,7 @@ from ckpt_async.local.folder import Folder, boot_id
 from ckpt_async.local.journal import Journal
 from ckpt_async.protocol import generation as generations
 from ckpt_async.runners import Start
-from ckpt_async.stores import open_store
-from ckpt_async.stores.interface import Store
-from ckpt_async.transfer.requests import CONTROL_REQUESTS, Requests, open_patiently
+from ckpt_async.transfer.patient import PatientStore, connect
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +39,7 @@ class Backends:
         self._open: dict[str, _Backend] = {}
 
     @contextlib.asynccontextmanager
-    async def use(self, start: Start, observer: Observer) -> AsyncIterator[tuple[Store, Requests]]:
+    async def use(self, start: Start, observer: Observer) -> AsyncIterator[PatientStore]:
         """Raises SettingsError or StoreError if the store cannot be opened."""
         key = repr((start.address, start.options))
         backend = self._open.get(key)
@@ -52,9 +49,9 @@ class Backends:
         try:
             async with backend.opening:
                 if not backend.is_open:
-                    await open_patiently(backend.store, START_TIMEOUT_S)
+                    await backend.store.open(START_TIMEOUT_S)
                     backend.is_open = True
-            yield backend.store, backend.requests.of(start.rank, observer)
+            yield backend.store.of(start.rank, observer)
         finally:
             backend.num_users -= 1
             if not backend.num_users:
@@ -64,11 +61,7 @@ class Backends:
 
 class _Backend:
     def __init__(self, start: Start, observer: Observer) -> None:
-        # Connections for every request that may be under way: control never queues behind shards.
-        needed = start.settings.num_concurrent_uploads + CONTROL_REQUESTS
-        options = replace(start.options, max_connections=max(start.options.max_connections, needed))
-        self.store: Store = open_store(start.address.url, options)
-        self.requests = Requests(start.settings, observer, start.address.url)
+        self.store = connect(start.address.url, start.options, start.settings, observer)
         self.opening = asyncio.Lock()
         self.is_open = False
         self.num_users = 0
@@ -98,24 +91,24 @@ class Host:
         wants to know. Raises what keeps the engine from starting, and a crash once the end is expected.
         """
         local = await asyncio.to_thread(self._earlier)
-        async with self._backends.use(self._start, self._observer) as (store, requests):
+        async with self._backends.use(self._start, self._observer) as store:
             generation = self._start.generation
             if generation is None:
-                generation = await self._agree(store, requests, local)
-            self._beating = asyncio.ensure_future(self._beat(store, requests, generation))
+                generation = await self._agree(store, local)
+            self._beating = asyncio.ensure_future(self._beat(store, generation))
             try:
-                self.engine = self._new_engine(store, requests)
+                self.engine = self._new_engine(store)
                 # Not again: the trainer is alive, and what it is just linking would look left behind.
                 if self._start.generation is None:
                     await self.engine.recover(local.opened)
                 if started(generation):
-                    await self._work(store, requests, self.engine)
+                    await self._work(store, self.engine)
             finally:
                 self.stop_beating()
                 with contextlib.suppress(asyncio.CancelledError):
                     await self._beating
 
-    async def _work(self, store: Store, requests: Requests, engine: Engine) -> None:
+    async def _work(self, store: PatientStore, engine: Engine) -> None:
         while True:
             try:
                 return await engine.run()
@@ -125,7 +118,7 @@ class Host:
                 logger.exception("engine_failed; it is started again in %.0f s", ENGINE_RESTART_S)
             self._observer.engine_restarted()
             await asyncio.sleep(ENGINE_RESTART_S)
-            dead, engine = engine, self._new_engine(store, requests)
+            dead, engine = engine, self._new_engine(store)
             self.engine = engine
             engine.succeed(dead)
             if self._is_stopping:
@@ -142,14 +135,13 @@ class Host:
         if self._beating is not None:
             self._beating.cancel()
 
-    async def _beat(self, store: Store, requests: Requests, generation: int) -> None:
+    async def _beat(self, store: PatientStore, generation: int) -> None:
         """Show the ranks that are still to come that this start lives, if it is ours to show."""
         if self._start.world_size == 1 or self._start.explicit_generation is not None:
             return
         try:
             await generations.beat(
                 store,
-                requests,
                 generation,
                 rank=self._start.rank,
                 world_size=self._start.world_size,
@@ -172,12 +164,11 @@ class Host:
             )
         return local
 
-    async def _agree(self, store: Store, requests: Requests, local: Local) -> int:
+    async def _agree(self, store: PatientStore, local: Local) -> int:
         start = self._start
         is_of_another = local.remote is not None and local.remote.url != start.address.url
         generation = await generations.agree(
             store,
-            requests,
             rank=start.rank,
             world_size=start.world_size,
             launch_key=start.launch_key,
@@ -210,13 +201,12 @@ class Host:
         self._journal.forget_marks()
         self._folder.remove_spool(keys.kept_rank(rank))
 
-    def _new_engine(self, store: Store, requests: Requests) -> Engine:
+    def _new_engine(self, store: PatientStore) -> Engine:
         return Engine(
             rank=self._start.rank,
             folder=self._folder,
             journal=self._journal,
             store=store,
-            requests=requests,
             settings=self._start.settings,
             observer=self._observer,
             clock=time.time,

@@ -32,9 +32,8 @@ from ckpt_async.errors import (
 from ckpt_async.local import journals, shared_journal
 from ckpt_async.local.folder import Folder, spooled_ranks
 from ckpt_async.local.journal import Journal, RankLock
-from ckpt_async.stores import open_store, options_of
-from ckpt_async.stores.interface import Store
-from ckpt_async.transfer.requests import CONTROL_REQUESTS, Requests, open_patiently
+from ckpt_async.stores import options_of
+from ckpt_async.transfer.patient import connect
 from ckpt_async.transfer.upload import all_or_none
 
 logger = logging.getLogger(__name__)
@@ -150,7 +149,7 @@ async def drain(
                 each.release()  # others may take long: its trainer must not wait for them
         await asyncio.to_thread(shared_journal.leave_damaged, opened.private)
         adoptions = [
-            _Adoption(opened, address, profile, settings or Settings(), ranks)
+            _Adoption(opened, address, profile, settings or Settings(), timeout_s, ranks)
             for address, ranks in _by_remote(adopted, change)
         ]
         deadline = time.monotonic() + timeout_s
@@ -237,29 +236,26 @@ class _Adoption:
         address: RemoteAddress,
         profile: str | None,
         settings: Settings,
+        timeout_s: float,
         adopted: list[_Adopted],
     ) -> None:
         self.address = address
-        self._folder, self._settings, self._ranks = folder, settings, adopted
-        options = options_of(address, profile=profile)
-        room = settings.num_concurrent_uploads + CONTROL_REQUESTS
-        options = replace(options, max_connections=max(options.max_connections, room))
-        self._store: Store = open_store(address.url, options)
+        self._folder, self._ranks = folder, adopted
+        # Retries go on for as long as there is time, and no longer.
+        self._settings = replace(settings, upload_timeout_s=min(604_800.0, max(1.0, timeout_s)))
+        self._store = connect(address.url, options_of(address, profile=profile), self._settings)
         self._changed = asyncio.Event()
 
     async def run(self, deadline: float, grace_s: float) -> list[RankReport]:
         """Work until everything is finished, nothing more can be done here, or time is up."""
         left_s = max(0.0, deadline - time.monotonic())
-        # Retries go on for as long as there is time, and no longer.
-        settings = replace(self._settings, upload_timeout_s=min(604_800.0, max(1.0, left_s)))
         try:
             if not await self._open(min(OPEN_TIMEOUT_S, left_s)):
                 return [_report(each) for each in self._ranks]
-            requests = Requests(settings, NullObserver(), self.address.url)
             try:
                 for each in self._ranks:
                     if not each.is_given_back:
-                        await self._start(each, requests, settings)
+                        await self._start(each)
                 await self._wait_while(self._is_working, deadline)
                 await self._wait_while(self._waits_for_others, min(deadline, time.monotonic() + grace_s))
                 await self._wait_while(self._is_working, deadline)
@@ -273,7 +269,7 @@ class _Adoption:
 
     async def _open(self, timeout_s: float) -> bool:
         """Open the store; False if every trainer came back before that succeeded."""
-        opening = asyncio.ensure_future(open_patiently(self._store, timeout_s))
+        opening = asyncio.ensure_future(self._store.open(timeout_s))
         try:
             while not opening.done():
                 await asyncio.wait({opening}, timeout=WANTED_POLL_S)
@@ -286,7 +282,7 @@ class _Adoption:
             opening.cancel()
             await asyncio.gather(opening, return_exceptions=True)
 
-    async def _start(self, each: _Adopted, requests: Requests, settings: Settings) -> None:
+    async def _start(self, each: _Adopted) -> None:
         recorded = each.before.opened.settings if each.before.opened else ()
         inherited: dict[str, Any] = {name: value for name, value in recorded if name in INHERITED}
         each.engine = engine = Engine(
@@ -294,8 +290,7 @@ class _Adoption:
             folder=self._folder,
             journal=each.journal,
             store=self._store,
-            requests=requests,
-            settings=replace(settings, **inherited),
+            settings=replace(self._settings, **inherited),
             observer=each.observer,
             clock=time.time,
             is_trainer=False,

@@ -17,7 +17,6 @@ from typing import TypeVar, assert_never
 
 from ckpt_async.core import keys, naming, records, retention
 from ckpt_async.core.model import CheckpointId, Decision, Lease, Local, Outcome, RemoteAddress
-from ckpt_async.core.observe import NullObserver
 from ckpt_async.core.retention import RetentionPolicy
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import (
@@ -34,10 +33,10 @@ from ckpt_async.monitor.metrics import SweeperMetrics
 from ckpt_async.protocol import steps, sweep_plan
 from ckpt_async.protocol.cas import read_record
 from ckpt_async.protocol.verify import Finding, verify
-from ckpt_async.stores import StoreOptions, address_of, open_store, options_of
-from ckpt_async.stores.interface import Listing, MultipartInfo, ObjectInfo, Store
+from ckpt_async.stores import StoreOptions, address_of, options_of
+from ckpt_async.stores.interface import Listing, MultipartInfo, ObjectInfo
 from ckpt_async.sweep.drain import DrainReport, drain
-from ckpt_async.transfer.requests import CONTROL_REQUESTS, Requests, open_patiently
+from ckpt_async.transfer.patient import PatientStore, connect
 from ckpt_async.transfer.upload import all_or_none
 
 logger = logging.getLogger(__name__)
@@ -97,8 +96,7 @@ class RemoteSweep:
     is wrong with records that could not be read. Made anew for each sweep.
     """
 
-    store: Store
-    requests: Requests
+    store: PatientStore
     policy: RetentionPolicy
     ages: sweep_plan.Ages
     clock: Callable[[], float]
@@ -151,10 +149,10 @@ class RemoteSweep:
             keys.PROBES,
             keys.DAMAGED,
         )
-        found = await all_or_none(self._list(prefix) for prefix in prefixes)
+        found = await all_or_none(self.store.list(prefix) for prefix in prefixes)
         generations, decisions, receipts, data, leases, members, probes, damages = found
-        latest = await steps.read_latest(self.store, self.requests)
-        boundary = await self._readable("R4", steps.read_boundary(self.store, self.requests))
+        latest = await steps.read_latest(self.store)
+        boundary = await self._readable("R4", steps.read_boundary(self.store))
         numbers = [keys.parse_generation_key(each.key) for each in generations.objects]
         by_rank: dict[CheckpointId, dict[int, ObjectInfo]] = {}
         for each in receipts.objects:
@@ -210,14 +208,10 @@ class RemoteSweep:
             self.unreadable[error.key] = Finding(rule, error.key, error.detail)
             return None
 
-    async def _list(self, prefix: str) -> Listing:
-        return await self.requests.control("list", lambda: self.store.list(prefix))
-
     async def _multiparts(self) -> tuple[MultipartInfo, ...]:
         if not self.store.capabilities.multipart:
             return ()
-        listed = await self.requests.control("list_multiparts", lambda: self.store.list_multiparts(keys.DATA))
-        return tuple(listed)
+        return tuple(await self.store.list_multiparts(keys.DATA))
 
     async def _read_decisions(self, listing: Listing) -> dict[CheckpointId, Decision]:
         fresh = [each for each in listing.objects if self.known.get(each.key, ("",))[0] != each.etag]
@@ -231,9 +225,7 @@ class RemoteSweep:
         checkpoint = keys.parse_decision_key(each.key)
         if checkpoint is None:
             return None  # not ours
-        reading = read_record(
-            self.store, self.requests, each.key, lambda data: records.decode_decision(data, checkpoint)
-        )
+        reading = read_record(self.store, each.key, lambda data: records.decode_decision(data, checkpoint))
         there = await self._readable("R4", reading)
         return (there[1], there[0]) if there else None
 
@@ -243,7 +235,7 @@ class RemoteSweep:
             checkpoint = keys.parse_lease_key(each.key)
             if checkpoint is None:
                 continue
-            reading = read_record(self.store, self.requests, each.key, records.decode_lease)
+            reading = read_record(self.store, each.key, records.decode_lease)
             there = await self._readable("R2", reading)
             if there is not None:
                 lease = there[0]
@@ -259,7 +251,6 @@ class RemoteSweep:
         for number in sorted(generations):
             reading = read_record(
                 self.store,
-                self.requests,
                 keys.generation_key(number),
                 lambda data, number=number: records.decode_generation(data, number),  # type: ignore[misc]
             )
@@ -274,12 +265,11 @@ class RemoteSweep:
         """Carry out one action, and return what it made of a checkpoint, if anything. Whatever another sweeper,
         trainer or reader did meanwhile, it stays safe.
         """
-        store, requests = self.store, self.requests
+        store = self.store
         match action:
             case sweep_plan.Settle():
                 settled = await steps.settle(
                     store,
-                    requests,
                     action.checkpoint,
                     world_size=action.world_size,
                     by="sweeper",
@@ -296,22 +286,22 @@ class RemoteSweep:
                     now=self.clock(),
                     reason=action.reason,
                 )
-                _, is_ours = await steps.decide_once(store, requests, wanted)
+                _, is_ours = await steps.decide_once(store, wanted)
                 return Outcome.ABORT if is_ours else None
             case sweep_plan.MoveLatest():
-                await steps.move_latest(store, requests, action.checkpoint, action.name)
+                await steps.move_latest(store, action.checkpoint, action.name)
             case sweep_plan.BeginPrune():
-                has_begun = await steps.begin_prune(store, requests, action.checkpoint)
+                has_begun = await steps.begin_prune(store, action.checkpoint)
                 return Outcome.PRUNING if has_begun else None
             case sweep_plan.FinishPrune():
-                has_ended = await steps.finish_prune(store, requests, action.checkpoint)
+                has_ended = await steps.finish_prune(store, action.checkpoint)
                 return Outcome.PRUNED if has_ended else None
             case sweep_plan.AbortMultipart():
                 await self._abort_multipart(action.key, action.upload_id)
             case sweep_plan.Delete():
-                await steps.delete(store, requests, list(action.object_keys))
+                await store.delete(action.object_keys)
             case sweep_plan.CollectDecisions():
-                await steps.collect(store, requests, action)
+                await steps.collect(store, action)
             case sweep_plan.Wait():
                 pass
             case _:
@@ -320,10 +310,8 @@ class RemoteSweep:
 
     async def _abort_multipart(self, key: str, upload_id: str) -> None:
         for _ in range(MAX_ABORTS):
-            await self.requests.control("abort_multipart", lambda: self.store.abort_multipart(key, upload_id))
-            listed: Sequence[MultipartInfo] = await self.requests.control(
-                "list_multiparts", lambda: self.store.list_multiparts(key)
-            )
+            await self.store.abort_multipart(key, upload_id)
+            listed = await self.store.list_multiparts(key)
             if all(each.upload_id != upload_id for each in listed):
                 return
         raise StoreError(
@@ -464,22 +452,19 @@ class Sweeper:
 
     async def _sweep_remote(self, address: RemoteAddress, *, is_dry_run: bool) -> RemoteReport:
         options = options_of(address, profile=self._profile)
-        room = self._settings.num_concurrent_uploads + CONTROL_REQUESTS
-        options = replace(options, max_connections=max(options.max_connections, room))
+        settings = replace(self._settings, upload_timeout_s=REQUEST_PATIENCE_S)
         try:
-            store = open_store(address.url, options)
-            settings = replace(self._settings, upload_timeout_s=REQUEST_PATIENCE_S)
-            requests = Requests(settings, self.metrics.of(address.url), address.url)
+            store = connect(address.url, options, settings, self.metrics.of(address.url))
             try:
                 if not await open_run(store, is_read_only=is_dry_run, timeout_s=OPEN_TIMEOUT_S):
                     if address.url in self._given:
                         raise ObjectNotFoundError(f"{address.url} holds no run of ckpt_async")
                     return RemoteReport(address.url)
-                sweep = RemoteSweep(store, requests, self._policy, self._ages, time.time)
+                sweep = RemoteSweep(store, self._policy, self._ages, time.time)
                 sweep.known = self._known.setdefault(address.url, {})
                 report = await sweep.run(is_dry_run=is_dry_run)
                 if self._verifies:
-                    found = (await verify(store, requests)).violations
+                    found = (await verify(store)).violations
                     known = {each.key for each in found}
                     report.violations = [each for each in report.violations if each.key not in known] + found
                 return report
@@ -490,25 +475,23 @@ class Sweeper:
             return RemoteReport(address.url, error=str(error))
 
 
-async def open_run(store: Store, *, is_read_only: bool, timeout_s: float) -> bool:
+async def open_run(store: PatientStore, *, is_read_only: bool, timeout_s: float) -> bool:
     """Open the store of a run; False if there is none. Then nothing was made there, not even a folder or a probe."""
-    settings = Settings(upload_timeout_s=max(1.0, timeout_s))
-    looking = Requests(settings, NullObserver(), store.url, is_patient=False)
+    looking = store.answering_within(max(1.0, timeout_s))
     try:
-        await open_patiently(store, timeout_s, is_read_only=True)
+        await store.open(timeout_s, is_read_only=True)
     except StoreError as error:
         if error.reason is FailureReason.NOT_FOUND:
             return False
         raise
-    for prefix in (keys.GENERATIONS, keys.DECISIONS):
-        listing = await looking.control("list", lambda prefix=prefix: store.list(prefix))  # type: ignore[misc]
-        if listing.objects:
-            break
-    else:
+    if (
+        not (await looking.list(keys.GENERATIONS)).objects
+        and not (await looking.list(keys.DECISIONS)).objects
+    ):
         return False
     if not is_read_only:
         await store.close()
-        await open_patiently(store, timeout_s)
+        await store.open(timeout_s)
     return True
 
 

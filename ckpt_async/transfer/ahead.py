@@ -16,7 +16,8 @@ from pathlib import Path
 from ckpt_async.core.model import FileIdentity
 from ckpt_async.errors import CkptAsyncError
 from ckpt_async.stores.interface import Store, StoredPart
-from ckpt_async.transfer.requests import Progress, Requests
+from ckpt_async.transfer.patient import PatientStore
+from ckpt_async.transfer.progress import Progress
 from ckpt_async.transfer.upload import MIB, FileBody, PlannedPart, Resume, Source
 
 logger = logging.getLogger(__name__)
@@ -35,8 +36,7 @@ class _GrowingSource(Source):
 
 
 async def send_ahead(
-    store: Store,
-    requests: Requests,
+    store: PatientStore,
     path: Path,
     key: str,
     *,
@@ -50,7 +50,7 @@ async def send_ahead(
     Trouble of the store or the file ends it early, with a line in the log: the ordinary upload sends the rest.
     """
     part_bytes = max(PART_BYTES, smallest_part_bytes)
-    room = asyncio.Semaphore(requests.concurrency)
+    room = asyncio.Semaphore(store.concurrency)
     sending: list[asyncio.Task[StoredPart]] = []
     try:
         while not path.exists() and is_growing():  # noqa: ASYNC110  the writer sets no event
@@ -65,14 +65,14 @@ async def send_ahead(
     upload_id, offset = "", 0
 
     async def send(part: PlannedPart) -> StoredPart:
-        async def attempt(progress: Progress) -> StoredPart:
+        async def attempt(once: Store, progress: Progress) -> StoredPart:
             algorithm = store.capabilities.checksum_algorithm
             body = FileBody(source, part.offset, part.size_bytes, progress, algorithm)
-            have = await store.put_part(key, upload_id, part.number, body, body.checksum)
+            have = await once.put_part(key, upload_id, part.number, body, body.checksum)
             return StoredPart(part.number, part.size_bytes, have.etag, await body.checksum())
 
         try:
-            return await requests.bulk("upload_part", part.size_bytes, attempt)
+            return await store.bulk("upload_part", part.size_bytes, attempt)
         finally:
             room.release()
 
@@ -84,7 +84,7 @@ async def send_ahead(
                 await asyncio.sleep(POLL_S)
                 continue
             if not upload_id:
-                upload_id = await requests.control("create_multipart", lambda: store.create_multipart(key))
+                upload_id = await store.create_multipart(key)
             await room.acquire()
             sending.append(asyncio.ensure_future(send(PlannedPart(len(sending) + 1, offset, part_bytes))))
             offset += part_bytes

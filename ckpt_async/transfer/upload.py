@@ -31,11 +31,13 @@ from ckpt_async.stores.interface import (
     BytesBody,
     Capabilities,
     ObjectInfo,
+    Sink,
     SmallPut,
     Store,
     StoredPart,
 )
-from ckpt_async.transfer.requests import TELL_S, Progress, Requests, Series
+from ckpt_async.transfer.patient import PatientStore
+from ckpt_async.transfer.progress import TELL_S, Progress, Series
 
 T = TypeVar("T")
 
@@ -295,8 +297,7 @@ class Resume:
 
 
 async def upload(
-    store: Store,
-    requests: Requests,
+    store: PatientStore,
     source: Source,
     key: str,
     *,
@@ -314,30 +315,28 @@ async def upload(
     part. Raises SourceError if the file changed, StoreError when the requests give up.
     """
     capabilities = store.capabilities
-    if may_be_there and (found := await _find(store, requests, source, key)) is not None:
+    if may_be_there and (found := await _find(store, source, key)) is not None:
         return source.size_bytes, found
     is_small = source.size_bytes <= max(smallest_part_bytes, capabilities.min_part_size_bytes)
     if is_small or not capabilities.multipart:
-        info, checksum = await _put(store, requests, source, key)
+        info, checksum = await _put(store, source, key)
         sent(source.size_bytes)
     else:
-        info, checksum = await _multipart(
-            store, requests, source, key, smallest_part_bytes, resume, opened, sent
-        )
+        info, checksum = await _multipart(store, source, key, smallest_part_bytes, resume, opened, sent)
     await asyncio.to_thread(source.check)
-    await _verify(store, requests, info, key, source.size_bytes, checksum)
+    await _verify(store, info, key, source.size_bytes, checksum)
     return source.size_bytes, checksum
 
 
-async def _find(store: Store, requests: Requests, source: Source, key: str) -> Checksum | None:
+async def _find(store: PatientStore, source: Source, key: str) -> Checksum | None:
     """The checksum of the very same bytes in the store, if it says that it has them."""
 
-    async def attempt(progress: Progress) -> ObjectInfo:
+    async def attempt(once: Store, progress: Progress) -> ObjectInfo:
         progress.moved(is_last=True)  # a folder reads the whole file before it answers
-        return await store.head(key)
+        return await once.head(key)
 
     try:
-        info = await requests.bulk("head", source.size_bytes, attempt)
+        info = await store.bulk("head", source.size_bytes, attempt)
     except ObjectNotFoundError:
         return None
     if info.checksum is None or info.size_bytes != source.size_bytes:
@@ -347,17 +346,16 @@ async def _find(store: Store, requests: Requests, source: Source, key: str) -> C
     return checksum if checksum == info.checksum else None
 
 
-async def _put(store: Store, requests: Requests, source: Source, key: str) -> tuple[ObjectInfo, Checksum]:
-    async def attempt(progress: Progress) -> tuple[ObjectInfo, Checksum]:
-        body = FileBody(source, 0, source.size_bytes, progress, store.capabilities.checksum_algorithm)
-        return await store.put(key, body, body.checksum), await body.checksum()
+async def _put(store: PatientStore, source: Source, key: str) -> tuple[ObjectInfo, Checksum]:
+    async def attempt(once: Store, progress: Progress) -> tuple[ObjectInfo, Checksum]:
+        body = FileBody(source, 0, source.size_bytes, progress, once.capabilities.checksum_algorithm)
+        return await once.put(key, body, body.checksum), await body.checksum()
 
-    return await _unless_changed(source, requests.bulk("put", source.size_bytes, attempt))
+    return await _unless_changed(source, store.bulk("put", source.size_bytes, attempt))
 
 
 async def _multipart(
-    store: Store,
-    requests: Requests,
+    store: PatientStore,
     source: Source,
     key: str,
     smallest_part_bytes: int,
@@ -369,42 +367,39 @@ async def _multipart(
     there: dict[int, StoredPart] = {}
     if resume is not None and resume.part_size_bytes * store.capabilities.max_parts < source.size_bytes:
         upload_id = resume.upload_id
-        await requests.control("abort_multipart", lambda: store.abort_multipart(key, upload_id))
+        await store.abort_multipart(key, upload_id)
         resume = None  # begun when nobody knew how large it would be
     if resume is not None:
         try:
             upload_id = resume.upload_id
             listed: Iterable[StoredPart] = resume.parts
             if not listed:
-                listed = await requests.control("list_parts", lambda: store.list_parts(key, upload_id))
+                listed = await store.list_parts(key, upload_id)
             there = {part.number: part for part in listed}
         except ObjectNotFoundError:
             resume = None  # completed or aborted meanwhile; sending again is always right
     if resume is None:
-        upload_id = await requests.control("create_multipart", lambda: store.create_multipart(key))
+        upload_id = await store.create_multipart(key)
         size = part_size(source.size_bytes, smallest_part_bytes, store.capabilities)
         resume = Resume(upload_id, size)
         opened(resume)
 
     async def send(part: PlannedPart) -> StoredPart:
-        async def attempt(progress: Progress) -> StoredPart:
+        async def attempt(once: Store, progress: Progress) -> StoredPart:
             body = FileBody(source, part.offset, part.size_bytes, progress, algorithm)
             have = there.get(part.number)
             if have is None or not await _is_same(source, part, have, await body.checksum()):
-                have = await store.put_part(key, resume.upload_id, part.number, body, body.checksum)
+                have = await once.put_part(key, resume.upload_id, part.number, body, body.checksum)
             return StoredPart(part.number, part.size_bytes, have.etag, await body.checksum())
 
-        have = await _unless_changed(source, requests.bulk("upload_part", part.size_bytes, attempt))
+        have = await _unless_changed(source, store.bulk("upload_part", part.size_bytes, attempt))
         sent(part.size_bytes)
         return have
 
     parts = await all_or_none(send(part) for part in plan_parts(source.size_bytes, resume.part_size_bytes))
     whole = combine([(part.checksum, part.size_bytes) for part in parts if part.checksum], algorithm)
     await asyncio.to_thread(source.check)
-    info = await requests.control(
-        "complete",
-        lambda: store.complete_multipart(key, resume.upload_id, parts, whole, source.size_bytes),
-    )
+    info = await store.complete_multipart(key, resume.upload_id, parts, whole, source.size_bytes)
     return info, whole
 
 
@@ -439,13 +434,13 @@ async def _unless_changed(source: Source, request: Awaitable[T]) -> T:
 
 
 async def _verify(
-    store: Store, requests: Requests, info: ObjectInfo, key: str, size_bytes: int, checksum: Checksum
+    store: PatientStore, info: ObjectInfo, key: str, size_bytes: int, checksum: Checksum
 ) -> None:
     """Compare what the store says with what was read locally; ask, or read back, if it did not say."""
     if info.checksum is None:
-        info = await requests.control("head", lambda: store.head(key))
+        info = await store.head(key)
     if info.checksum is None:
-        info = await read_back(store, requests, key, size_bytes, checksum.algorithm)
+        info = await read_back(store, key, size_bytes, checksum.algorithm)
     if (info.size_bytes, info.checksum) != (size_bytes, checksum):
         raise IntegrityError(
             f"the store has {info.size_bytes} bytes with {info.checksum}, sent were {size_bytes} with {checksum}",
@@ -454,22 +449,19 @@ async def _verify(
         )
 
 
-async def read_back(
-    store: Store, requests: Requests, key: str, size_bytes: int, algorithm: str
-) -> ObjectInfo:
+async def read_back(store: PatientStore, key: str, size_bytes: int, algorithm: str) -> ObjectInfo:
     """Verify the slow way, for stores that keep no checksum: read every byte again."""
 
-    async def attempt(progress: Progress) -> ObjectInfo:
+    digest = Digest(algorithm)
+
+    @contextlib.asynccontextmanager
+    async def begin() -> AsyncIterator[Sink]:
+        nonlocal digest
         digest = Digest(algorithm)
+        yield digest.update
 
-        def sink(piece: memoryview) -> None:
-            digest.update(piece)
-            progress.moved_in_thread()
-
-        info = await store.get_range(key, 0, size_bytes, sink)
-        return ObjectInfo(key, info.size_bytes, info.etag, digest.checksum())
-
-    return await requests.bulk("get", size_bytes, attempt)
+    info = await store.get_range(key, 0, size_bytes, begin)
+    return ObjectInfo(key, info.size_bytes, info.etag, digest.checksum())
 
 
 # --- many small shards -------------------------------------------------------------------------------------
@@ -490,9 +482,7 @@ class SmallShard:
     open: Callable[[], Source]  # called in a worker thread
 
 
-async def upload_many(
-    store: Store, requests: Requests, shards: Sequence[SmallShard]
-) -> list[Checksum | None]:
+async def upload_many(store: PatientStore, shards: Sequence[SmallShard]) -> list[Checksum | None]:
     """Send shards one after the other as *one* request of the budgets, without retries. The checksum of each one that
     the store has, as it answered it (rule R1); None for the rest, which `upload` will send, or say what is wrong with.
     """
@@ -508,17 +498,17 @@ async def upload_many(
             checksums[each.key] = put.checksum
             yield put
 
-    async def attempt(progress: Progress, series: Series) -> None:
+    async def attempt(once: Store, progress: Progress, series: Series) -> None:
         def answered(info: ObjectInfo) -> None:
             stored[info.key] = info
             series.answered()
 
         await progress.may_send(sum(each.size_bytes for each in shards))
         series.begins()
-        await store.put_many(read(), answered)
+        await once.put_many(read(), answered)
 
     with contextlib.suppress(StoreError):  # `upload` meets the same, and is patient
-        await requests.bulk_many("put", len(shards), sum(each.size_bytes for each in shards), attempt)
+        await store.series("put", len(shards), sum(each.size_bytes for each in shards), attempt)
 
     def is_right(shard: SmallShard) -> bool:
         info = stored[shard.key]
@@ -527,7 +517,7 @@ async def upload_many(
     async def ask(shard: SmallShard) -> None:
         try:
             info, checksum = stored[shard.key], checksums[shard.key]
-            await _verify(store, requests, info, shard.key, shard.size_bytes, checksum)
+            await _verify(store, info, shard.key, shard.size_bytes, checksum)
         except StoreError:
             del stored[shard.key]
 

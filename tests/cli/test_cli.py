@@ -29,13 +29,11 @@ from ckpt_async.core.model import (
     Sealed,
     Shard,
 )
-from ckpt_async.core.observe import NullObserver
 from ckpt_async.core.records import encode_boundary
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import FailureReason, StoreError
 from ckpt_async.local.folder import Folder
 from ckpt_async.local.journal import Journal, RankLock
-from ckpt_async.protocol.cas import put
 from ckpt_async.protocol.steps import (
     begin_prune,
     decide_once,
@@ -44,9 +42,8 @@ from ckpt_async.protocol.steps import (
     new_decision,
     set_pin,
 )
-from ckpt_async.stores import open_store
 from ckpt_async.stores.s3.client import S3Store
-from ckpt_async.transfer.requests import Requests
+from ckpt_async.transfer.patient import PatientStore, connect
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("aiobotocore", "aiohttp", "asyncio", "awscrt", "botocore", "prometheus_client", "tenacity", "torch")
@@ -88,11 +85,11 @@ def train(folder: Path, remote: str, *steps: int) -> None:
             uploader.seal(step, metrics={"loss": 0.5})
 
 
-def on_store(remote: str, act: Callable[[Any, Requests], Any]) -> None:
+def on_store(remote: str, act: Callable[[PatientStore], Any]) -> None:
     async def main() -> None:
-        store = open_store(remote)
+        store = connect(remote, None, Settings())
         await store.open()
-        await act(store, Requests(Settings(), NullObserver(), remote))
+        await act(store)
         await store.close()
 
     asyncio.run(main())
@@ -154,7 +151,7 @@ def test_status_as_json_has_the_documented_fields(
 
 def test_ls_shows_what_is_committed_and_which_is_latest(folder: Path, remote: str) -> None:
     train(folder, remote, 9, 10)
-    on_store(remote, lambda store, requests: set_pin(store, requests, CheckpointId(1, 9), True))
+    on_store(remote, lambda store: set_pin(store, CheckpointId(1, 9), True))
     done = shell("ls", remote)
     assert done.returncode == 0, done.stderr
     titles, *rows = done.stdout.splitlines()
@@ -173,10 +170,10 @@ def test_ls_goes_by_the_decisions_and_not_by_the_pointer(
     """Rule R3: a stale pointer never hides a good checkpoint; one that is pruned is not shown as good."""
     train(folder, remote, 1, 2, 3)
 
-    async def act(store: Any, requests: Requests) -> None:
-        await begin_prune(store, requests, CheckpointId(1, 1))
-        await finish_prune(store, requests, CheckpointId(1, 1))
-        await move_latest(store, requests, CheckpointId(9, 9), "step-9")
+    async def act(store: PatientStore) -> None:
+        await begin_prune(store, CheckpointId(1, 1))
+        await finish_prune(store, CheckpointId(1, 1))
+        await move_latest(store, CheckpointId(9, 9), "step-9")
 
     on_store(remote, act)
     found = json_of(capsys, "ls", remote)
@@ -193,7 +190,7 @@ def test_ls_leaves_out_what_the_boundary_voids(
     """Rule R4: a commit below the boundary that is not kept was written by a straggler; its shards are gone."""
     train(folder, remote, 1, 2, 3)
     boundary = Boundary(CheckpointId(1, 2), frozenset({CheckpointId(1, 1)}), 1, "nonce")
-    on_store(remote, lambda store, requests: put(store, requests, keys.BOUNDARY, encode_boundary(boundary)))
+    on_store(remote, lambda store: store.put(keys.BOUNDARY, encode_boundary(boundary)))
     assert [each["step"] for each in json_of(capsys, "ls", remote, "--all")["checkpoints"]] == [1, 3]
 
 
@@ -264,7 +261,7 @@ def test_ls_tells_how_many_were_given_up_and_all_says_why(
         now=0.0,
         reason="it is gone",
     )
-    on_store(remote, lambda store, requests: decide_once(store, requests, wanted))
+    on_store(remote, lambda store: decide_once(store, wanted))
     assert cli.main(["ls", remote]) == 0
     told = capsys.readouterr()
     assert (told.out.count("\n"), told.err) == (2, f"1 given up; `ckpt-async ls {remote} --all` says why\n")

@@ -21,12 +21,9 @@ from ckpt_async import Sweeper, Uploader, cli
 from ckpt_async.cli.output import Exit
 from ckpt_async.core import keys, records
 from ckpt_async.core.model import CheckpointId, Outcome
-from ckpt_async.core.observe import NullObserver
 from ckpt_async.core.settings import Settings
-from ckpt_async.protocol.cas import put
 from ckpt_async.protocol.steps import new_decision
-from ckpt_async.stores import open_store
-from ckpt_async.transfer.requests import Requests
+from ckpt_async.transfer.patient import connect
 from tests.sweep.trainers import Trainers
 
 Json = dict[str, Any]
@@ -533,9 +530,9 @@ def _fields(record: Any) -> Json:
 
 def store_object(stored: Path, key: str, data: bytes) -> None:
     async def main() -> None:
-        store = open_store(f"file://{stored}")
+        store = connect(f"file://{stored}", None, Settings())
         await store.open()
-        await put(store, Requests(Settings(), NullObserver(), store.url), key, data)
+        await store.put(key, data)
         await store.close()
 
     asyncio.run(main())

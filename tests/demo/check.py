@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 from ckpt_async.core import keys
 from ckpt_async.core.model import CheckpointId, Decision, Outcome
-from ckpt_async.core.observe import NullObserver
 from ckpt_async.core.settings import Settings
 from ckpt_async.protocol import steps
 from ckpt_async.protocol.verify import verify
-from ckpt_async.stores import open_store
-from ckpt_async.stores.interface import Store
-from ckpt_async.transfer.requests import Requests
+from ckpt_async.stores.interface import Sink
+from ckpt_async.transfer.patient import PatientStore, connect
 from tests.demo.config import Config, read_log
 
 
@@ -44,25 +44,25 @@ def check(config: Config, world_size: int) -> Verdict:
                 sealed.setdefault(CheckpointId(line["generation"], line["step"]), set()).add(rank)
 
     async def read() -> Verdict:
-        store = open_store(config.remote)
+        store = connect(config.remote, None, Settings())
         await store.open(is_read_only=True)
         try:
-            return await compare(store, Requests(Settings(), NullObserver(), config.remote))
+            return await compare(store)
         finally:
             await store.close()
 
-    async def compare(store: Store, requests: Requests) -> Verdict:
+    async def compare(store: PatientStore) -> Verdict:
         verdict = Verdict()
-        listing = await requests.control("list", lambda: store.list(keys.DECISIONS))
+        listing = await store.list(keys.DECISIONS)
         for each in listing.objects:
             id_ = keys.parse_decision_key(each.key)
-            decision = await steps.read_decision(store, requests, id_) if id_ else None
+            decision = await steps.read_decision(store, id_) if id_ else None
             if id_ is None or decision is None:
                 verdict.wrong.append(f"{each.key}: not a decision")
             elif decision.outcome is Outcome.COMMIT:
                 verdict.committed[id_] = decision
                 for rank in range(decision.world_size):
-                    receipt = await steps.bound_receipt(store, requests, decision, rank)
+                    receipt = await steps.bound_receipt(store, decision, rank)
                     for shard in receipt.shards:
                         await _compare(store, shard.key, shard.size_bytes, written, verdict)
             else:
@@ -70,11 +70,11 @@ def check(config: Config, world_size: int) -> Verdict:
         for id_, ranks in sorted(sealed.items()):
             if len(ranks) == world_size and id_ not in verdict.committed:
                 verdict.wrong.append(f"{id_} was sealed by all ranks but is not committed")
-        latest = await steps.read_latest(store, requests)
+        latest = await steps.read_latest(store)
         newest = max(verdict.committed, default=None)
         if (latest.checkpoint if latest else None) != newest:
             verdict.wrong.append(f"latest names {latest}, the newest commit is {newest}")
-        verification = await verify(store, requests)
+        verification = await verify(store)
         verdict.wrong += [str(each) for each in verification.violations]
         return verdict
 
@@ -84,10 +84,17 @@ def check(config: Config, world_size: int) -> Verdict:
 
 
 async def _compare(
-    store: Store, key: str, size_bytes: int, written: dict[str, dict[str, object]], verdict: Verdict
+    store: PatientStore, key: str, size_bytes: int, written: dict[str, dict[str, object]], verdict: Verdict
 ) -> None:
     digest = hashlib.sha256()
-    await store.get_range(key, 0, size_bytes, digest.update)
+
+    @contextlib.asynccontextmanager
+    async def receive() -> AsyncIterator[Sink]:
+        nonlocal digest
+        digest = hashlib.sha256()
+        yield digest.update
+
+    await store.get_range(key, 0, size_bytes, receive)
     verdict.num_shards += 1
     verdict.size_bytes += size_bytes
     line = written.get(key)

@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 
-from ckpt_async.core.observe import NullObserver
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import StoreError
 from ckpt_async.local.folder import Folder
 from ckpt_async.stores.interface import ObjectInfo
 from ckpt_async.stores.memory import MemoryBucket, MemoryStore
 from ckpt_async.transfer import upload
-from ckpt_async.transfer.requests import Requests
+from ckpt_async.transfer.patient import PatientStore
 
 DATA = b"weights" * 1000
 
@@ -44,8 +43,7 @@ async def _upload(folder: Folder, store: KeepsNoChecksum) -> None:
     source = upload.Source(folder.open_source("a.bin", None, identity), identity, "a.bin")
     try:
         await upload.upload(
-            store,
-            Requests(Settings(), NullObserver(), "memory://"),
+            PatientStore(store, Settings()),
             source,
             "ckpt/a.bin",
             smallest_part_bytes=1 << 23,

@@ -26,7 +26,7 @@ from ckpt_async.monitor.metrics import Metrics
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.interface import ObjectInfo
 from ckpt_async.transfer import upload as transfer
-from ckpt_async.transfer.requests import Requests
+from ckpt_async.transfer.patient import PatientStore
 from ckpt_async.transfer.upload import SmallShard, Source, upload_many
 from tests.stores.misbehaving import Meddled, Slow, trouble
 from tests.trainer.uploads import QUICK, decisions, wait_until, write
@@ -81,7 +81,7 @@ def observer() -> Counted:
 def send(run: Any, shards: list[SmallShard], observer: Counted) -> Callable[[Any], Any]:
     async def upload(store: Any) -> Any:
         settings = Settings(retry_initial_s=0.01, retry_max_s=0.02, upload_timeout_s=1.0)
-        return await upload_many(store, Requests(settings, observer, "memory://test"), shards)
+        return await upload_many(PatientStore(store, settings, observer), shards)
 
     return lambda store: run(upload(store))
 
@@ -239,8 +239,8 @@ def test_cancelled_it_sends_no_more(run: Any, shards: list[SmallShard]) -> None:
     store = Slow()
 
     async def main() -> None:
-        requests = Requests(Settings(), NullObserver(), "memory://test")
-        sending = asyncio.ensure_future(upload_many(store, requests, shards))
+        patient = PatientStore(store, Settings())
+        sending = asyncio.ensure_future(upload_many(patient, shards))
         while not store.held:
             await asyncio.sleep(0.001)
         sending.cancel()
@@ -248,7 +248,7 @@ def test_cancelled_it_sends_no_more(run: Any, shards: list[SmallShard]) -> None:
             await sending
         store.go.set()
         assert not store.bucket.objects
-        again = await asyncio.wait_for(upload_many(store, requests, shards), 10)  # the place is free again
+        again = await asyncio.wait_for(upload_many(patient, shards), 10)  # the place is free again
         assert again == [right(name) for name in NAMES]
 
     run(main())
@@ -268,7 +268,7 @@ def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Open:
 
     @contextmanager
     def opened(store: Meddled, **more: Any) -> Iterator[Uploader]:
-        monkeypatch.setattr("ckpt_async.runners.host.open_store", lambda *_, **__: store)
+        monkeypatch.setattr("ckpt_async.transfer.patient.open_store", lambda *_, **__: store)
         uploader = Uploader(tmp_path / "folder", "memory://test", **settings | more)  # type: ignore[arg-type]
         try:
             yield uploader
@@ -285,9 +285,9 @@ def series(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The keys of every series that is begun."""
     found: list[list[str]] = []
 
-    async def noting(store: Any, requests: Requests, shards: list[SmallShard]) -> Any:
+    async def noting(store: PatientStore, shards: list[SmallShard]) -> Any:
         found.append([each.key for each in shards])
-        return await upload_many(store, requests, shards)
+        return await upload_many(store, shards)
 
     monkeypatch.setattr(transfer, "upload_many", noting)
     return found

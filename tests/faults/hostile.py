@@ -14,14 +14,13 @@ from pathlib import Path
 
 from ckpt_async import CkptAsyncError, Uploader
 from ckpt_async.core.naming import MAX_KEY_LENGTH
-from ckpt_async.core.observe import NullObserver
 from ckpt_async.core.settings import Settings
 from ckpt_async.protocol.verify import verify
 from ckpt_async.stores import open_store
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.interface import BytesBody
 from ckpt_async.sweep.sweeper import Sweeper
-from ckpt_async.transfer.requests import Requests
+from ckpt_async.transfer.patient import connect
 
 # CPython's audit events of calls that take a path (docs: "Audit events table"), and where in their arguments.
 PATHS = {
@@ -183,10 +182,10 @@ def most_memory_kib() -> int:
 
 async def _is_refused(remote: str) -> bool:
     """Whether `verify` says that something is wrong; and a sweep over it ends, with a report."""
-    store = open_store(remote)
+    store = connect(remote, None, Settings())
     await store.open(is_read_only=True)
     try:
-        found = await verify(store, Requests(Settings(), NullObserver(), remote))
+        found = await verify(store)
         is_refused = bool(found.findings)
     except CkptAsyncError:
         is_refused = True

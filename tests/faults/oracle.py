@@ -7,13 +7,12 @@ from dataclasses import dataclass, field
 
 from ckpt_async.core import keys, records
 from ckpt_async.core.model import CheckpointId, Outcome
-from ckpt_async.core.observe import NullObserver
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import ObjectNotFoundError
 from ckpt_async.protocol.verify import Verification, verify
 from ckpt_async.stores import open_store
 from ckpt_async.stores.interface import Store
-from ckpt_async.transfer.requests import Requests
+from ckpt_async.transfer.patient import connect
 from tests.faults.trainer import content, shard_name
 
 
@@ -106,10 +105,10 @@ def verified(remote: str) -> Verification:
     """What `ckpt-async verify --read-data 100` finds."""
 
     async def look() -> Verification:
-        store = open_store(remote)
+        store = connect(remote, None, Settings())
         await store.open(is_read_only=True)
         try:
-            return await verify(store, Requests(Settings(), NullObserver(), remote), read_percent=100)
+            return await verify(store, read_percent=100)
         finally:
             await store.close()
 

@@ -35,7 +35,7 @@ from ckpt_async.local import journals
 from ckpt_async.local.folder import Folder, write_durably
 from ckpt_async.local.journal import Journal
 from ckpt_async.stores.memory import MemoryBucket, MemoryStore
-from ckpt_async.transfer.requests import Requests
+from ckpt_async.transfer.patient import PatientStore
 
 NAME = keys.journal_name(0)
 STEPS = range(1, 7)
@@ -100,8 +100,7 @@ class Machine:
             rank=0,
             folder=self.folder,
             journal=journal,
-            store=store,
-            requests=Requests(settings, NullObserver(), store.url),
+            store=PatientStore(store, settings),
             settings=settings,
             observer=NullObserver(),
             clock=lambda: 1.0,

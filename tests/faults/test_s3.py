@@ -20,7 +20,7 @@ from ckpt_async import CheckpointAbortedError, StoreError, StoreOptions, Uploade
 from ckpt_async.core.model import CheckpointId
 from ckpt_async.errors import FailureReason
 from ckpt_async.local import journals
-from ckpt_async.transfer import requests
+from ckpt_async.transfer import patient
 from tests.faults.oracle import Oracle
 from tests.faults.processes import ROOT, SOAK, Nursery
 from tests.faults.proxy import Fault, FaultProxy
@@ -230,7 +230,7 @@ def test_training_goes_on_while_s3_is_down_and_everything_is_committed_afterward
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An outage is the store's business: the trainer sees a warning line, operators see counters, nobody a loss."""
-    monkeypatch.setattr(requests, "QUIET_OUTAGE_S", min(5.0, outage_s / 4))
+    monkeypatch.setattr(patient, "QUIET_OUTAGE_S", min(5.0, outage_s / 4))
     remote, training = f"s3://{own_server.bucket}/run", threading.Event()  # that goes on and on
     settings = QUICK | {"retry_max_s": 1.0 if outage_s < 30 else 20.0}
     with (

@@ -7,16 +7,13 @@ import pytest
 
 from ckpt_async.core import keys
 from ckpt_async.core.model import CheckpointId, Outcome
-from ckpt_async.core.observe import NullObserver
 from ckpt_async.core.retention import KeepAll
 from ckpt_async.core.settings import Settings
 from ckpt_async.protocol.cas import create_once
 from ckpt_async.protocol.sweep_plan import Ages, Settle
-from ckpt_async.stores import StoreOptions, open_store
 from ckpt_async.stores.interface import Create
 from ckpt_async.sweep.sweeper import Done, RemoteSweep
-from ckpt_async.transfer.requests import Requests
-from ckpt_async.transfer.upload import bytes_body
+from ckpt_async.transfer.patient import connect
 from tests.faults.oracle import Oracle
 from tests.faults.processes import Nursery, Trainer
 from tests.faults.proxy import Fault, FaultProxy
@@ -33,15 +30,13 @@ def remote(proxy: FaultProxy, s3_url: str) -> str:
 
 async def settled_by_a_sweep(remote: str) -> list[Done]:
     """One sweep that helps at once; also says that the store is what it should be here."""
-    store = open_store(remote, StoreOptions())
+    store = connect(remote, None, Settings())
     await store.open()
     assert not store.capabilities.conditional_put
-    body, checksum = bytes_body(b"x", store.capabilities.checksum_algorithm)
     for _ in range(2):
-        await store.put(f"{keys.PROBES}again", body, checksum, condition=Create())
-    requests = Requests(Settings(), NullObserver(), remote)
-    assert await create_once(store, requests, f"{keys.PROBES}again", b"y") == b"x", "it looks first"
-    sweep = RemoteSweep(store, requests, KeepAll(), Ages(help_s=0.0), lambda: 0.0)
+        await store.put(f"{keys.PROBES}again", b"x", Create())
+    assert await create_once(store, f"{keys.PROBES}again", b"y") == b"x", "it looks first"
+    sweep = RemoteSweep(store, KeepAll(), Ages(help_s=0.0), lambda: 0.0)
     report = await sweep.run(is_dry_run=False)
     await store.close()
     assert report.is_clean, report

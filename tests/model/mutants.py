@@ -40,10 +40,8 @@ def commits_what_has_no_shards() -> contextlib.AbstractContextManager[None]:
 def commits_without_all_receipts() -> contextlib.AbstractContextManager[None]:
     """R1: whoever is first commits what is there."""
 
-    async def read_receipts(store: Any, requests: Any, checkpoint: Any, world_size: int) -> list[bytes]:
-        found = [
-            await cas.read(store, requests, keys.receipt_key(checkpoint, rank)) for rank in range(world_size)
-        ]
+    async def read_receipts(store: Any, checkpoint: Any, world_size: int) -> list[bytes]:
+        found = [await cas.read(store, keys.receipt_key(checkpoint, rank)) for rank in range(world_size)]
         return [each[0] for each in found if each is not None]
 
     def decode_receipt(data: bytes, id_: Any, _: int) -> Any:
@@ -71,11 +69,11 @@ def mixes_generations() -> contextlib.AbstractContextManager[None]:
     def receipts_prefix(checkpoint: Any) -> str:
         return f"{keys.RECEIPTS}{1:06d}-{checkpoint.step:012d}/"
 
-    async def create_once(store: Any, requests: Any, key: str, data: bytes) -> bytes:
+    async def create_once(store: Any, key: str, data: bytes) -> bytes:
         if key.startswith(keys.RECEIPTS):
-            await cas.put(store, requests, key, data)
+            await store.put(key, data)
             return data
-        return await real_create(store, requests, key, data)
+        return await real_create(store, key, data)
 
     async def list_receipts(self: Engine, id_: Any) -> decide.Receipts:
         listing = await self._store.list(keys.receipts_prefix(id_))
@@ -177,10 +175,10 @@ def skips_fsync_of_folders() -> contextlib.AbstractContextManager[None]:
 def skips_read_back() -> contextlib.AbstractContextManager[None]:
     """R13: a 412 is taken as 'somebody else gave it up'; it was our own PUT, whose reply was lost."""
 
-    async def decide_once(store: Any, requests: Any, wanted: Any) -> Any:
+    async def decide_once(store: Any, wanted: Any) -> Any:
         data = records.encode_decision(wanted)
         try:
-            await cas.put(store, requests, keys.decision_key(wanted.checkpoint), data, cas.Create())
+            await store.put(keys.decision_key(wanted.checkpoint), data, cas.Create())
         except PreconditionFailedError:
             return replace(wanted, outcome=Outcome.ABORT), False
         return wanted, True
@@ -191,8 +189,8 @@ def skips_read_back() -> contextlib.AbstractContextManager[None]:
 def abort_does_not_compete() -> contextlib.AbstractContextManager[None]:
     """R4: decisions are written without a condition: a straggler commits what was given up."""
 
-    async def create_once(store: Any, requests: Any, key: str, data: bytes) -> bytes:
-        await cas.put(store, requests, key, data)
+    async def create_once(store: Any, key: str, data: bytes) -> bytes:
+        await store.put(key, data)
         return data
 
     return patched((steps, "create_once", create_once))
@@ -230,7 +228,7 @@ def prunes_what_is_read() -> contextlib.AbstractContextManager[None]:
 def prunes_shards_first() -> contextlib.AbstractContextManager[None]:
     """R2: shards are deleted before the decision says `pruning`."""
 
-    async def begin_prune(store: Any, requests: Any, checkpoint: Any) -> bool:
+    async def begin_prune(store: Any, checkpoint: Any) -> bool:
         listing = await store.list(keys.DATA)
         doomed = [
             each.key
@@ -238,7 +236,7 @@ def prunes_shards_first() -> contextlib.AbstractContextManager[None]:
             if (keys.parse_data_key(each.key) or (None,))[0] == checkpoint
         ]
         await store.delete(doomed)
-        return await real(store, requests, checkpoint)
+        return await real(store, checkpoint)
 
     real = steps.begin_prune
     return patched((steps, "begin_prune", begin_prune))
@@ -292,7 +290,7 @@ def moves_latest_before_commit() -> contextlib.AbstractContextManager[None]:
 
     async def commit(self: Engine, action: Any) -> None:
         name = self._checkpoint(action.checkpoint).name
-        await steps.move_latest(self._store, self._requests, action.checkpoint, name)
+        await steps.move_latest(self._store, action.checkpoint, name)
         await real(self, action)
 
     real = Engine._commit
@@ -302,9 +300,9 @@ def moves_latest_before_commit() -> contextlib.AbstractContextManager[None]:
 def moves_latest_back() -> contextlib.AbstractContextManager[None]:
     """R6: a blind write instead of a compare-and-swap."""
 
-    async def move_latest(store: Any, requests: Any, checkpoint: Any, name: str) -> Latest:
+    async def move_latest(store: Any, checkpoint: Any, name: str) -> Latest:
         latest = Latest(checkpoint, name, keys.data_prefix(name, checkpoint.generation), 1, "nonce")
-        await cas.put(store, requests, keys.LATEST, records.encode_latest(latest))
+        await store.put(keys.LATEST, records.encode_latest(latest))
         return latest
 
     return patched((steps, "move_latest", move_latest))

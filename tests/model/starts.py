@@ -12,8 +12,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from ckpt_async.core.settings import Settings
 from ckpt_async.protocol import generation as generations
 from ckpt_async.stores.memory import CAPABILITIES, MemoryBucket, MemoryStore
+from ckpt_async.transfer.patient import PatientStore
 from tests.model.world import ViolationError
 
 AGAIN = "make the request again"
@@ -61,6 +63,20 @@ class Rank:
     generation: int = 0  # that it has agreed on
 
 
+class ScheduledStore(PatientStore):
+    """Whose requests arrive, and are answered, when the schedule says so."""
+
+    def __init__(self, starts: "Starts") -> None:
+        super().__init__(starts.store, Settings())
+        self.starts = starts
+
+    def pausing_at_most(self, pause_s: float) -> PatientStore:
+        return self
+
+    async def control(self, operation: str, attempt: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        return await self.starts.request(attempt)
+
+
 @dataclass
 class Starts:
     """All processes and requests. `is_timed`: everything takes a while, but nobody is starved. Otherwise anybody may be
@@ -98,10 +114,9 @@ class Starts:
         rank.work = None
 
     async def _run(self, rank: Rank) -> None:
+        store: Any = ScheduledStore(self)
         same: dict[str, Any] = {"rank": rank.rank, "world_size": self.world_size}
-        number = await generations.agree(
-            self.store, self, launch_key="always the same", explicit=None, now=0.0, **same
-        )
+        number = await generations.agree(store, launch_key="always the same", explicit=None, now=0.0, **same)
         for each in self.ranks:
             if each.generation == number and each.start != rank.start:
                 raise ViolationError(
@@ -110,13 +125,10 @@ class Starts:
             if each.generation == number and each.rank == rank.rank:
                 raise ViolationError(f"R5: generation {number} has two processes of rank {rank.rank}")
         rank.generation = number
-        await generations.beat(self.store, self, number, **same)
+        await generations.beat(store, number, **same)
 
-    def pausing_at_most(self, pause_s: float) -> Any:
-        return self
-
-    async def control(self, operation: str, attempt: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        """As `Requests`: tried again when the reply is late. The first may yet arrive."""
+    async def request(self, attempt: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        """Tried again when the reply is late. The first may yet arrive."""
         while True:
             wire = Wire(attempt, self.now + self.rng.uniform(0.0, 0.4))
             if self.rng.random() < LOST and self.has_conditional_put:

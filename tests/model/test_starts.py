@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ckpt_async.protocol import generation as generations
-from ckpt_async.protocol.cas import put, read
+from ckpt_async.protocol.cas import read
 from tests.model.starts import Starts, until
 from tests.model.world import ViolationError
 
@@ -71,11 +71,11 @@ def _of(number: int) -> Callable[[pytest.MonkeyPatch], None]:
 
 
 def _blind_beats(patch: pytest.MonkeyPatch) -> None:
-    async def overwrite(store: Any, requests: Any, key: str, change: Any) -> bytes | None:
-        there = await read(store, requests, key)
+    async def overwrite(store: Any, key: str, change: Any) -> bytes | None:
+        there = await read(store, key)
         wanted = change(there[0] if there else None)
         if wanted is not None:
-            await put(store, requests, key, wanted)
+            await store.put(key, wanted)
         return wanted
 
     patch.setattr(generations, "advance", overwrite)

@@ -53,9 +53,11 @@ from ckpt_async.errors import (
 from ckpt_async.local import kept
 from ckpt_async.protocol import cas, steps, sweep_plan
 from ckpt_async.stores.checksums import checksum_of
+from ckpt_async.stores.interface import BytesBody
 from ckpt_async.stores.memory import MemoryBucket, MemoryStore
 from ckpt_async.sweep import sweeper
-from ckpt_async.transfer.upload import SERIES_BYTES, SERIES_SHARDS, SMALL_BYTES, SmallShard, bytes_body
+from ckpt_async.transfer.patient import PatientStore
+from ckpt_async.transfer.upload import SERIES_BYTES, SERIES_SHARDS, SMALL_BYTES, SmallShard
 
 COMMITTED = (Outcome.COMMIT, Outcome.PRUNING, Outcome.PRUNED)
 NEXT = {
@@ -160,15 +162,13 @@ class Loop:
         return Crash()
 
 
-class Requests:
-    """Requests whose replies can be lost: before the effect, after it, or after it and then tried again."""
+class LossyStore(PatientStore):
+    """A store whose replies can be lost: before the effect, after it, or after it and then tried again."""
 
     concurrency = 2  # so that shards go in series
 
-    def has_more(self, has_more: bool) -> None:
-        """Nothing here is slow enough for it to matter."""
-
     def __init__(self, world: "World") -> None:
+        super().__init__(world.store, world.settings)
         self.world = world
 
     async def control(self, operation: str, attempt: Callable[[], Any]) -> Any:
@@ -342,24 +342,24 @@ class Source:
         pass
 
 
-async def upload(store: Any, requests: Any, source: Source, key: str, **_: Any) -> tuple[int, Any]:
+async def upload(store: Any, source: Source, key: str, **_: Any) -> tuple[int, Any]:
     """How a shard moves: read it, send it, look whether it is still the file that was opened."""
     await pause()
     data = source.inode.content
-    body, checksum = bytes_body(data, store.capabilities.checksum_algorithm)
-    await requests.control("put", lambda: store.put(key, body, checksum))
+    checksum = checksum_of(data, store.capabilities.checksum_algorithm)
+    await store.put(key, data)
     if source.inode.identity != source.identity:
         raise SourceError("changed", reason=FailureReason.SOURCE_CHANGED)
     return len(data), checksum
 
 
-async def upload_many(store: Any, requests: Any, shards: Iterable[SmallShard]) -> list[Any]:
+async def upload_many(store: Any, shards: Iterable[SmallShard]) -> list[Any]:
     """The same for one after the other, up to the first that the store does not take."""
     found: list[Any] = []
     with contextlib.suppress(StoreError):
         for each in shards:
             try:
-                found.append((await upload(store, requests, each.open(), each.key))[1])
+                found.append((await upload(store, each.open(), each.key))[1])
             except SourceError:
                 found.append(None)
     return found + [None] * (len(list(shards)) - len(found))
@@ -553,7 +553,7 @@ class World:
         return generation
 
     def _put(self, key: str, data: bytes) -> None:
-        task = Task(self.store.put(key, *bytes_body(data, "crc64nvme")))
+        task = Task(self.store.put(key, BytesBody(data), checksum_of(data, "crc64nvme")))
         while not task.is_done:
             task.step()
 
@@ -570,8 +570,7 @@ class World:
             rank=host.rank,
             folder=host.disk,  # type: ignore[arg-type]
             journal=host.journal,  # type: ignore[arg-type]
-            store=self.store,
-            requests=Requests(self),  # type: ignore[arg-type]
+            store=LossyStore(self),
             settings=self.settings,
             observer=NullObserver(),
             clock=lambda: self.now,
@@ -702,8 +701,7 @@ class World:
     def start_sweep(self, *, age_s: float) -> Task:
         ages = sweep_plan.Ages(age_s, age_s, age_s)
         sweep = sweeper.RemoteSweep(
-            self.store,
-            Requests(self),  # type: ignore[arg-type]
+            LossyStore(self),
             KeepLast(self.keep_remote),
             ages,
             lambda: self.now,
@@ -718,26 +716,26 @@ class World:
         return task
 
     async def _read(self) -> None:
-        requests: Any = Requests(self)
-        latest = await steps.read_latest(self.store, requests)
+        store = LossyStore(self)
+        latest = await steps.read_latest(store)
         if latest is None:
             return
         began, lease = self.now, Lease(latest.checkpoint, f"reader-{next(self._readers)}", LEASE_TTL_S)
-        decision = await steps.take_lease(self.store, requests, lease)
+        decision = await steps.take_lease(store, lease)
         if decision is None:
             return
         for rank in range(decision.world_size):
             try:
-                receipt = await steps.bound_receipt(self.store, requests, decision, rank)
+                receipt = await steps.bound_receipt(store, decision, rank)
                 for shard in receipt.shards:
-                    there = await cas.read(self.store, requests, shard.key)
+                    there = await cas.read(store, shard.key)
                     if there is None or checksum_of(there[0], "crc64nvme") != shard.checksum:
                         raise InvalidRecordError(f"{shard.key} is gone")
             except InvalidRecordError as error:
                 if self.now - began < LEASE_TTL_S * 2 / 3:
                     raise ViolationError(f"R3: vanished while it was read: {error}") from None
                 return
-        await steps.drop_lease(self.store, requests, lease)
+        await steps.drop_lease(store, lease)
 
     # --- what must hold ----------------------------------------------------------------------------------
 

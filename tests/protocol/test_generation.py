@@ -8,32 +8,31 @@ from typing import Any
 import pytest
 
 from ckpt_async.core import keys, records
-from ckpt_async.core.observe import NullObserver
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import FailureReason, FencedError, SettingsError
 from ckpt_async.protocol import generation as generations
 from ckpt_async.protocol.cas import read
 from ckpt_async.protocol.generation import agree, beat, beat_pause_s, newest_generation
 from ckpt_async.stores.memory import CAPABILITIES, MemoryStore
-from ckpt_async.transfer.requests import Requests
+from ckpt_async.transfer.patient import PatientStore
 from tests import virtual_time
 from tests.stores.misbehaving import Meddled, trouble
 
 WORLD_SIZE = 3
 
 
-def requests() -> Requests:
-    return Requests(Settings(), NullObserver(), "memory://")
+def patient(store: Any) -> PatientStore:
+    return PatientStore(store, Settings())
 
 
 async def open_(store: Any, rank: int, **more: Any) -> int:
     """As a rank does that lives; whoever claims beats."""
     arguments = {"world_size": WORLD_SIZE, "launch_key": "k", "explicit": None, "now": 0.0, **more}
-    return await agree(store, requests(), rank=rank, **arguments)
+    return await agree(patient(store), rank=rank, **arguments)
 
 
 async def count_beats(store: MemoryStore, number: int) -> int:
-    found = await read(store, requests(), keys.beat_key(number))
+    found = await read(patient(store), keys.beat_key(number))
     return records.decode_beat(found[0], number).count if found else 0
 
 
@@ -61,8 +60,8 @@ def test_a_creator_beats_until_all_are_there(monkeypatch: pytest.MonkeyPatch) ->
     async def main() -> None:
         store = MemoryStore()
         assert await open_(store, 1) == 1
-        beating = asyncio.ensure_future(beat(store, requests(), 1, rank=1, world_size=WORLD_SIZE))
-        await beat(store, requests(), 1, rank=0, world_size=WORLD_SIZE)  # another rank's business
+        beating = asyncio.ensure_future(beat(patient(store), 1, rank=1, world_size=WORLD_SIZE))
+        await beat(patient(store), 1, rank=0, world_size=WORLD_SIZE)  # another rank's business
         assert await asyncio.gather(open_(store, 0), open_(store, 2)) == [1, 1]
         await asyncio.wait_for(beating, 30)
         assert await count_beats(store, 1) >= 1 + generations.NUM_SIGNS
@@ -74,7 +73,7 @@ def test_a_superseded_creator_falls_silent() -> None:
     async def main() -> None:
         store = MemoryStore()
         await open_(store, 0)
-        await beat(store, requests(), 1, rank=0, world_size=WORLD_SIZE, is_over=lambda: True)
+        await beat(patient(store), 1, rank=0, world_size=WORLD_SIZE, is_over=lambda: True)
         assert await count_beats(store, 1) == 1
 
     asyncio.run(main())
@@ -113,7 +112,7 @@ def test_without_conditional_put_rank_0_claims_and_the_others_wait_for_it(
         assert not done
         assert await open_(store, 0) == 2
         assert await asyncio.gather(*waiting) == [2, 2]
-        assert await newest_generation(store, requests()) == 2
+        assert await newest_generation(patient(store)) == 2
 
     asyncio.run(main())
 
@@ -169,7 +168,7 @@ def test_a_store_that_is_down_meanwhile_splits_no_start(down_s: int) -> None:
         store: Any = Down(1 + down_s)
         ranks = [asyncio.ensure_future(open_(store, 0))]
         assert await ranks[0] == 1
-        beating = asyncio.ensure_future(beat(store, requests(), 1, rank=0, world_size=WORLD_SIZE))
+        beating = asyncio.ensure_future(beat(patient(store), 1, rank=0, world_size=WORLD_SIZE))
         await asyncio.sleep(2)
         late = [asyncio.ensure_future(open_(store, rank)) for rank in (1, 2)]
         found = await asyncio.gather(*late)

@@ -9,14 +9,11 @@ from typing import Any
 
 from ckpt_async.core import keys, records
 from ckpt_async.core.model import CheckpointId, Decision, Lease, Outcome, Receipt, StoredShard
-from ckpt_async.core.observe import NullObserver
 from ckpt_async.core.settings import Settings
 from ckpt_async.protocol import steps
-from ckpt_async.protocol.cas import put
-from ckpt_async.stores import open_store
 from ckpt_async.stores.checksums import checksum_of
-from ckpt_async.stores.interface import BytesBody, Store
-from ckpt_async.transfer.requests import Requests
+from ckpt_async.stores.interface import BytesBody
+from ckpt_async.transfer.patient import PatientStore, connect
 
 ALGORITHM = "crc64nvme"
 
@@ -41,11 +38,11 @@ class Run:
         self.url = url
 
     @contextlib.asynccontextmanager
-    async def opened(self) -> AsyncIterator[tuple[Store, Requests]]:
-        store = open_store(self.url)
+    async def opened(self) -> AsyncIterator[PatientStore]:
+        store = connect(self.url, None, Settings())
         await store.open()
         try:
-            yield store, Requests(Settings(), NullObserver(), self.url)
+            yield store
         finally:
             await store.close()
 
@@ -70,7 +67,7 @@ class Run:
     ) -> None:
         files = files_of(step) if files is None else files
         id_ = CheckpointId(generation, step)
-        async with self.opened() as (store, requests):
+        async with self.opened() as store:
             for rank, theirs in files.items():
                 shards = []
                 for name, data in theirs.items():
@@ -81,47 +78,45 @@ class Run:
                     await store.put(key, BytesBody(data), checksum)
                     shards.append(StoredShard(name, key, len(data), checksum))
                 receipt = Receipt(id_, f"step-{step}", rank, len(files), tuple(shards))
-                await put(store, requests, keys.receipt_key(id_, rank), records.encode_receipt(receipt))
-            settled = await steps.settle(
-                store, requests, id_, world_size=len(files), by="test", now=1_000_000.0
-            )
+                await store.put(keys.receipt_key(id_, rank), records.encode_receipt(receipt))
+            settled = await steps.settle(store, id_, world_size=len(files), by="test", now=1_000_000.0)
             assert settled is not None
             assert settled[0].outcome is Outcome.COMMIT
             if moves_latest:
-                await steps.move_latest(store, requests, id_, f"step-{step}")
+                await steps.move_latest(store, id_, f"step-{step}")
 
     def prune(self, id_: CheckpointId, *, finish: bool = True) -> None:
         asyncio.run(self.prune_in_loop(id_, finish=finish))
 
     async def prune_in_loop(self, id_: CheckpointId, *, finish: bool = True) -> bool:
-        async with self.opened() as (store, requests):
-            await steps.begin_prune(store, requests, id_)
-            return finish and await steps.finish_prune(store, requests, id_)
+        async with self.opened() as store:
+            await steps.begin_prune(store, id_)
+            return finish and await steps.finish_prune(store, id_)
 
     def put(self, key: str, data: bytes) -> None:
         async def main() -> None:
-            async with self.opened() as (store, _):
-                await store.put(key, BytesBody(data), checksum_of(data, ALGORITHM))
+            async with self.opened() as store:
+                await store.put(key, data)
 
         asyncio.run(main())
 
     def get(self, key: str) -> bytes:
         async def main() -> bytes:
-            async with self.opened() as (store, _):
+            async with self.opened() as store:
                 return (await store.get(key, max_size_bytes=1 << 30))[0]
 
         return asyncio.run(main())
 
     def delete(self, *object_keys: str) -> None:
         async def main() -> None:
-            async with self.opened() as (store, _):
+            async with self.opened() as store:
                 await store.delete(list(object_keys))
 
         asyncio.run(main())
 
     def keys(self, prefix: str = "") -> list[str]:
         async def main() -> list[str]:
-            async with self.opened() as (store, _):
+            async with self.opened() as store:
                 return [each.key for each in (await store.list(prefix)).objects]
 
         return asyncio.run(main())
@@ -131,8 +126,8 @@ class Run:
 
     def damages(self) -> dict[CheckpointId, str]:
         async def main() -> dict[CheckpointId, str]:
-            async with self.opened() as (store, requests):
-                return await steps.read_damages(store, requests)
+            async with self.opened() as store:
+                return await steps.read_damages(store)
 
         return asyncio.run(main())
 

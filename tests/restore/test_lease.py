@@ -33,8 +33,8 @@ def _find(run: Run) -> restore.Checkpoint:
 
 def _sweep(run: Run) -> None:
     async def main() -> None:
-        async with run.opened() as (store, requests):
-            await RemoteSweep(store, requests, KEEP_ONE, Ages(), clock=time.time).run(is_dry_run=False)
+        async with run.opened() as store:
+            await RemoteSweep(store, KEEP_ONE, Ages(), clock=time.time).run(is_dry_run=False)
 
     asyncio.run(main())
 
@@ -54,11 +54,11 @@ class _Churn(threading.Thread):
             self.error = error
 
     async def _work(self) -> None:
-        async with self._run.opened() as (store, requests):
+        async with self._run.opened() as store:
             while not self._is_over.is_set():
                 await self._run.commit_in_loop(self.step + 1, files_of(self.step + 1))
                 self.step += 1
-                await RemoteSweep(store, requests, KEEP_ONE, Ages(), clock=time.time).run(is_dry_run=False)
+                await RemoteSweep(store, KEEP_ONE, Ages(), clock=time.time).run(is_dry_run=False)
 
     def __enter__(self) -> Self:
         self.start()
@@ -129,12 +129,12 @@ def test_gone_between_find_and_fetch_gives_way(
     run_.commit(10)
     take, pruned = steps.take_lease, []
 
-    async def prune_first(store: Any, requests: Any, lease: Any) -> Any:
+    async def prune_first(store: Any, lease: Any) -> Any:
         if not pruned:
             pruned.append(lease.checkpoint)
             await run_.commit_in_loop(20)
             await run_.prune_in_loop(lease.checkpoint)
-        return await take(store, requests, lease)
+        return await take(store, lease)
 
     monkeypatch.setattr(steps, "take_lease", prune_first)
     found = restore.fetch_latest(run_.url, tmp_path / "there")

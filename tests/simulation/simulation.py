@@ -1,7 +1,7 @@
 """One schedule from one number: trainers, sweepers and readers on one virtual clock, and what can go wrong with them.
 
-What is real: `Engine`, `Journal` and `Folder` (files, hard links, SQLite), `transfer`, `Requests` with its deadlines
-and back-off, `protocol`, `generation.agree`, `Sweeper` with `drain` and `RemoteSweep`, `MemoryStore`. What is not:
+What is real: `Engine`, `Journal` and `Folder` (files, hard links, SQLite), `PatientStore` with its deadlines and
+back-off, `protocol`, `generation.agree`, `Sweeper` with `drain` and `RemoteSweep`, `MemoryStore`. What is not:
 `Uploader` itself, which owns a thread; `Simulation._train` makes the calls to folder, journal and engine that it makes,
 in its order. Power loss is not simulated here but in `tests/model/world.py`, whose invariants are checked here after
 every effect that any request has.
@@ -54,8 +54,8 @@ from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.sweep import drain, sweeper
 from ckpt_async.sweep.drain import DrainReport
 from ckpt_async.sweep.sweeper import RemoteSweep, Sweeper
-from ckpt_async.transfer import requests
-from ckpt_async.transfer.requests import Requests
+from ckpt_async.transfer import patient, progress
+from ckpt_async.transfer.patient import PatientStore
 from tests.model.world import LEASE_TTL_S, Truth, ViolationError, World
 from tests.simulation.faults import LATEST_ARRIVAL_S, PART_BYTES, URL, FaultyStore, Network, Window
 from tests.simulation.processes import Process, SimulatedLoop, current
@@ -191,8 +191,8 @@ class Simulation(World):
                 (drain, name, each)
                 for name, each in zip(("Journal", "Folder", "RankLock"), replaced, strict=True)
             ),
-            *((module, "time", clock) for module in (drain, sweeper, requests)),
-            *((module, "open_store", lambda *_: self.store_of(current())) for module in (drain, sweeper)),
+            *((module, "time", clock) for module in (drain, sweeper, patient, progress)),
+            (patient, "open_store", lambda *_: self.store_of(current())),
             (drain, "LOCK_WAIT_S", 0.0),
             (drain, "WANTED_POLL_S", 5.0),
             (engine, "POLL_S", 30.0),  # a safety net: every append wakes the engine
@@ -322,17 +322,14 @@ class Simulation(World):
             await lock.wait()
             journal = SimulatedJournal(folder, rank)
             local = journal.local()
-            store = self.store_of(process)
-            clients = Requests(settings, NullObserver(), URL)
+            store = PatientStore(self.store_of(process), settings)
             now = self.clock_of(process)
             generation = await generations.agree(
-                store, clients, rank=rank, world_size=world_size, launch_key=launch, explicit=None, now=now
+                store, rank=rank, world_size=world_size, launch_key=launch, explicit=None, now=now
             )
             self.world_sizes[generation] = world_size
             beating = asyncio.get_running_loop().create_task(
-                self._guard(
-                    partial(generations.beat, store, clients, generation, rank=rank, world_size=world_size)
-                )
+                self._guard(partial(generations.beat, store, generation, rank=rank, world_size=world_size))
             )
             inherited = tuple((name, getattr(settings, name)) for name in INHERITED)
             journal.open_rank(Opened(generation, world_size, RemoteAddress(URL), inherited, boot_id()))
@@ -341,7 +338,6 @@ class Simulation(World):
                 folder=folder,
                 journal=journal,
                 store=store,
-                requests=clients,
                 settings=settings,
                 observer=NullObserver(),
                 clock=lambda: self.clock_of(process),
@@ -443,9 +439,8 @@ class Simulation(World):
 
     async def _read(self) -> None:
         """A reader of any checkpoint that takes its time, and renews its lease once."""
-        store, clock = self.store_of(current()), asyncio.get_running_loop().time
-        clients = Requests(self.settings, NullObserver(), URL)
-        listing = await clients.control("list", lambda: store.list(keys.DECISIONS))
+        store, clock = PatientStore(self.store_of(current()), self.settings), asyncio.get_running_loop().time
+        listing = await store.list(keys.DECISIONS)
         found = [keys.parse_decision_key(each.key) for each in listing.objects]
         wanted = self.rng.choice(found) if found else None
         if wanted is None:
@@ -453,16 +448,16 @@ class Simulation(World):
         lease = Lease(wanted, current().name, LEASE_TTL_S)
         for _ in range(2):
             began = clock()
-            decision = await steps.take_lease(store, clients, lease)
+            decision = await steps.take_lease(store, lease)
             if decision is None:
                 return
             self.counts["lease held"] += 1
             for rank in range(decision.world_size):
                 await asyncio.sleep(self.rng.uniform(0, 15))
                 try:
-                    receipt = await steps.bound_receipt(store, clients, decision, rank)
+                    receipt = await steps.bound_receipt(store, decision, rank)
                     for shard in receipt.shards:
-                        there = await read(store, clients, shard.key)
+                        there = await read(store, shard.key)
                         if there is None or checksum_of(there[0], shard.checksum.algorithm) != shard.checksum:
                             raise InvalidRecordError(f"{shard.key} is gone")
                 except InvalidRecordError as error:
@@ -471,7 +466,7 @@ class Simulation(World):
                     return
             if clock() - began >= LEASE_TTL_S * 2 / 3:
                 return
-        await steps.drop_lease(store, clients, lease)
+        await steps.drop_lease(store, lease)
 
     # --- the schedule ------------------------------------------------------------------------------------
 
@@ -592,16 +587,14 @@ class Simulation(World):
 
     async def _sweep_remote(self) -> None:
         ages = sweep_plan.Ages(0.0, 0.0, 0.0)
-        clients = Requests(self.settings, NullObserver(), URL)
         policy = KeepLast(self.keep_remote)
-        store = self.store_of(current())
-        report = await RemoteSweep(store, clients, policy, ages, lambda: self.now).run(is_dry_run=False)
+        store = PatientStore(self.store_of(current()), self.settings)
+        report = await RemoteSweep(store, policy, ages, lambda: self.now).run(is_dry_run=False)
         if not report.is_clean:
             raise ViolationError(f"I7: a sweep without faults failed: {report}")
 
     async def _verify(self) -> None:
-        clients = Requests(self.settings, NullObserver(), URL)
-        found = await verify(self.store_of(current()), clients, read_percent=100)
+        found = await verify(PatientStore(self.store_of(current()), self.settings), read_percent=100)
         if found.findings:
             raise ViolationError(f"I7: {', '.join(map(str, found.findings))}")
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ckpt_async.transfer.requests import Requests
+from ckpt_async.transfer.patient import PatientStore
 from tests.model import mutants as core
 from tests.model.world import ViolationError
 from tests.simulation.simulation import simulate
@@ -15,10 +15,10 @@ from tests.simulation.simulation import simulate
 def skips_the_deadline() -> contextlib.AbstractContextManager[None]:
     """R14: a request waits for its answer for ever."""
 
-    async def control(self: Requests, operation: str, attempt: Callable[[], Any]) -> Any:
+    async def control(self: PatientStore, operation: str, attempt: Callable[[], Any]) -> Any:
         return await self._persist(operation, attempt)
 
-    return core.patched((Requests, "control", control))
+    return core.patched((PatientStore, "control", control))
 
 
 # What is said when each is found: another invariant would mean a broken mutant. The number is that of seeds

@@ -13,10 +13,11 @@ from unittest import mock
 
 import pytest
 
+from ckpt_async.core.settings import Settings
 from ckpt_async.errors import FailureReason, StoreError
 from ckpt_async.stores.memory import MemoryStore
-from ckpt_async.transfer import requests
-from ckpt_async.transfer.requests import open_patiently
+from ckpt_async.transfer import patient
+from ckpt_async.transfer.patient import PatientStore
 from tests import virtual_time
 from tests.faults.processes import SOAK
 from tests.model.world import ViolationError
@@ -119,12 +120,12 @@ def test_opening_a_silent_store_ends() -> None:
     async def attempt() -> float:
         loop = asyncio.get_running_loop()
         clock = mock.Mock(monotonic=loop.time)
-        with mock.patch.object(requests, "time", clock), pytest.raises(StoreError) as raised:
-            await open_patiently(Silent(), 100.0)
+        with mock.patch.object(patient, "time", clock), pytest.raises(StoreError) as raised:
+            await PatientStore(Silent(), Settings()).open(100.0)
         assert raised.value.reason is FailureReason.TIMEOUT
         return loop.time()
 
-    assert 50.0 < virtual_time.run(attempt()) <= 100.0 + requests.OPEN_ATTEMPT_S
+    assert 50.0 < virtual_time.run(attempt()) <= 100.0 + patient.OPEN_ATTEMPT_S
 
 
 @pytest.mark.parametrize("is_soak", [False, pytest.param(True, marks=SOAK)])

@@ -17,7 +17,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_async.core.model import Checksum
-from ckpt_async.core.observe import NullObserver
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import FailureReason, IntegrityError, SourceError, StoreError
 from ckpt_async.local.folder import Folder
@@ -26,7 +25,7 @@ from ckpt_async.stores.checksums import Digest, checksum_of
 from ckpt_async.stores.interface import BodyWriter
 from ckpt_async.stores.s3 import client, trailer
 from ckpt_async.stores.s3.trailer import AwsChunkedBody, trailed_size
-from ckpt_async.transfer.requests import Requests
+from ckpt_async.transfer.patient import PatientStore
 from ckpt_async.transfer.upload import FileBody, Source, upload
 from tests.faults.proxy import FaultProxy
 from tests.seaweed import SeaweedServer
@@ -443,8 +442,7 @@ def test_a_real_store_compares_them(
             async def send(key: str) -> int:
                 before = source.num_checksums
                 await upload(
-                    store,
-                    Requests(Settings(), NullObserver(), url),
+                    PatientStore(store, Settings()),
                     source,
                     key,
                     smallest_part_bytes=PART_BYTES,

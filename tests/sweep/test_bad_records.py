@@ -13,7 +13,6 @@ import pytest
 from ckpt_async import Uploader, restore
 from ckpt_async.core import keys, records
 from ckpt_async.core.model import CheckpointId, Generation, Outcome
-from ckpt_async.core.observe import NullObserver
 from ckpt_async.core.retention import KeepLast
 from ckpt_async.core.settings import Settings
 from ckpt_async.doctor import diagnosis
@@ -21,14 +20,13 @@ from ckpt_async.doctor.checks import examine
 from ckpt_async.doctor.diagnosis import Level
 from ckpt_async.errors import InvalidRecordError
 from ckpt_async.protocol import steps as protocol
-from ckpt_async.protocol.cas import put
 from ckpt_async.protocol.generation import agree
 from ckpt_async.protocol.sweep_plan import LEASE_MARGIN_S, MAX_LEASE_S, Ages, CollectDecisions, FinishPrune
 from ckpt_async.stores import StoreOptions, open_store
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.interface import BytesBody
 from ckpt_async.sweep.sweeper import Sweeper
-from ckpt_async.transfer.requests import Requests
+from ckpt_async.transfer.patient import connect
 from tests.sweep.world import World, ids, replaced
 
 WHOLE, DEAD, BUSY, NEXT = CheckpointId(1, 10), CheckpointId(1, 11), CheckpointId(1, 12), CheckpointId(2, 20)
@@ -68,7 +66,7 @@ def test_a_sweep_goes_round_what_it_cannot_read(run: Any, place: str, bad: bytes
 
     async def main() -> None:
         world = await _world()
-        await world.store.put(PLACES[place], BytesBody(bad), checksum_of(bad, "crc64nvme"))
+        await world.store.put(PLACES[place], bad)
         listed = {each.key for each in (await world.verify()).violations}
         assert listed == {PLACES[place]}
         before = dict(world.bucket.objects)
@@ -169,15 +167,14 @@ def test_a_trainer_goes_on_beside_a_boundary_that_cannot_be_read(run: Any, tmp_p
     _run(tmp_path / "folder", remote, 2, generation=2)
 
     async def older() -> None:
-        store = open_store(remote, StoreOptions())
+        store = connect(remote, None, Settings())
         await store.open()
-        requests = Requests(Settings(), NullObserver(), remote)
-        settled = await protocol.read_settled(store, requests, CheckpointId(2, 2))
+        settled = await protocol.read_settled(store, CheckpointId(2, 2))
         assert settled is not None
         assert settled.outcome is Outcome.COMMIT
         with pytest.raises(InvalidRecordError, match=re.escape(keys.BOUNDARY)):
-            await protocol.read_settled(store, requests, CheckpointId(1, 1))
-        assert await protocol.read_settled(store, requests, CheckpointId(1, 1), only_reads=True) is not None
+            await protocol.read_settled(store, CheckpointId(1, 1))
+        assert await protocol.read_settled(store, CheckpointId(1, 1), only_reads=True) is not None
         await store.close()
 
     run(older())
@@ -191,10 +188,10 @@ def test_latest_that_is_no_record_is_replaced(run: Any) -> None:
 
     async def main() -> None:
         world = await World.begun(1, 2)
-        await world.store.put(keys.LATEST, BytesBody(TOO_LARGE), checksum_of(TOO_LARGE, "crc64nvme"))
-        assert await protocol.read_latest(world.store, world.requests) is None
+        await world.store.put(keys.LATEST, TOO_LARGE)
+        assert await protocol.read_latest(world.store) is None
         await world.sweep()
-        latest = await protocol.read_latest(world.store, world.requests)
+        latest = await protocol.read_latest(world.store)
         assert latest is not None
         assert latest.checkpoint == CheckpointId(1, 2)
 
@@ -209,20 +206,20 @@ def test_a_decision_that_is_no_record_is_not_replaced(run: Any) -> None:
     async def main() -> None:
         world = await World.begun(1, 2)
         for key in (keys.decision_key(CheckpointId(1, 1)), keys.BOUNDARY):
-            await world.store.put(key, BytesBody(TOO_LARGE), checksum_of(TOO_LARGE, "crc64nvme"))
+            await world.store.put(key, TOO_LARGE)
         before = dict(world.bucket.objects)
         wanted = protocol.new_decision(
             CheckpointId(1, 1), Outcome.ABORT, name="step-1", world_size=2, by="test", now=0.0
         )
-        store, requests = world.store, world.requests
+        store = world.store
         collecting = CollectDecisions(
             CheckpointId(1, 2), frozenset(), (keys.decision_key(CheckpointId(1, 1)),), ""
         )
         for attempt in (
-            protocol.decide_once(store, requests, wanted),
-            protocol.begin_prune(store, requests, CheckpointId(1, 1)),
-            protocol.set_pin(store, requests, CheckpointId(1, 1), True),
-            protocol.collect(store, requests, collecting),
+            protocol.decide_once(store, wanted),
+            protocol.begin_prune(store, CheckpointId(1, 1)),
+            protocol.set_pin(store, CheckpointId(1, 1), True),
+            protocol.collect(store, collecting),
         ):
             with pytest.raises(InvalidRecordError, match=r"\.ckpt_async/"):
                 await attempt
@@ -237,12 +234,12 @@ def test_a_lease_that_cannot_be_read_is_waited_for_no_longer_than_any(run: Any) 
     async def main() -> None:
         world = await World.begun(1, 2)
         key = keys.lease_key(CheckpointId(1, 1), "reader")
-        await world.store.put(key, BytesBody(TOO_LARGE), checksum_of(TOO_LARGE, "crc64nvme"))
+        await world.store.put(key, TOO_LARGE)
         await world.sweeper(KeepLast(1)).run(is_dry_run=False)
         world.now += MAX_LEASE_S
-        assert await protocol.readers(world.store, world.requests, CheckpointId(1, 1)) == [key]
+        assert await protocol.readers(world.store, CheckpointId(1, 1)) == [key]
         world.now += LEASE_MARGIN_S
-        assert await protocol.readers(world.store, world.requests, CheckpointId(1, 1)) == []
+        assert await protocol.readers(world.store, CheckpointId(1, 1)) == []
         await world.sweeper(KeepLast(1)).run(is_dry_run=False)
         assert await world.outcome(CheckpointId(1, 1)) is Outcome.PRUNED
         assert key not in world.bucket.objects
@@ -262,7 +259,7 @@ def test_no_start_is_held_up_by_a_generation_that_cannot_be_read(run: Any, bad: 
         assert await asyncio.gather(_agree(world, 0), _agree(world, 1)) == [2, 2]
         newer = records.encode_generation(Generation(3, "key", 2, "host", "nonce", 0.0))
         newer = newer.replace(b'"version":1', b'"version":2')
-        await put(world.store, world.requests, keys.generation_key(3), newer)
+        await world.store.put(keys.generation_key(3), newer)
         with pytest.raises(InvalidRecordError, match=re.escape(keys.generation_key(3))):
             await _agree(world, 0)
 
@@ -270,6 +267,4 @@ def test_no_start_is_held_up_by_a_generation_that_cannot_be_read(run: Any, bad: 
 
 
 async def _agree(world: World, rank: int) -> int:
-    return await agree(
-        world.store, world.requests, rank=rank, world_size=2, launch_key="new", explicit=None, now=0.0
-    )
+    return await agree(world.store, rank=rank, world_size=2, launch_key="new", explicit=None, now=0.0)

@@ -9,7 +9,6 @@ from ckpt_async.core import keys, records
 from ckpt_async.core.model import Boundary, CheckpointId, Damage, Lease, Outcome
 from ckpt_async.core.retention import AnyOf, KeepBest, KeepEveryNSteps, KeepLast
 from ckpt_async.protocol import steps, sweep_plan
-from ckpt_async.protocol.cas import put
 from ckpt_async.protocol.sweep_plan import Ages
 from ckpt_async.sweep.sweeper import MAX_ABORTS
 from tests.sweep.world import HOUR_S, Counted, StoppedError, World, ids
@@ -50,7 +49,7 @@ def test_dry_run_touches_nothing_and_says_why(run: Any) -> None:
 
 async def _mark_damaged(world: World, id_: CheckpointId) -> None:
     mark = records.encode_damage(Damage(id_, "a shard is short", "a reader", world.now))
-    await put(world.store, world.requests, keys.damage_key(id_), mark)
+    await world.store.put(keys.damage_key(id_), mark)
 
 
 def test_a_damaged_checkpoint_takes_no_other_ones_place(run: Any) -> None:
@@ -140,16 +139,16 @@ def test_pinned_survives_any_policy_and_pinning_what_is_pruned_fails(run: Any) -
 
     async def main() -> None:
         world = await World.begun(1, 2, 3)
-        pinned = await steps.set_pin(world.store, world.requests, CheckpointId(1, 1), True)
+        pinned = await steps.set_pin(world.store, CheckpointId(1, 1), True)
         assert pinned is not None
         assert pinned.is_pinned
         await world.sweep(KeepLast(1))
         assert await world.outcome(CheckpointId(1, 1)) is Outcome.COMMIT
         assert await world.outcome(CheckpointId(1, 2)) is Outcome.PRUNED
-        late = await steps.set_pin(world.store, world.requests, CheckpointId(1, 2), True)
+        late = await steps.set_pin(world.store, CheckpointId(1, 2), True)
         assert late is not None
         assert not late.is_pinned
-        await steps.set_pin(world.store, world.requests, CheckpointId(1, 1), False)
+        await steps.set_pin(world.store, CheckpointId(1, 1), False)
         await world.sweep(KeepLast(1))
         assert await world.outcome(CheckpointId(1, 1)) is Outcome.PRUNED
 
@@ -163,7 +162,7 @@ def test_a_pin_set_between_plan_and_prune_wins(run: Any) -> None:
         world = await World.begun(1, 2)
         sweeper = world.sweeper(KeepLast(1))
         planned = sweep_plan.plan(await sweeper.observe(), KeepLast(1), Ages())
-        await steps.set_pin(world.store, world.requests, CheckpointId(1, 1), True)
+        await steps.set_pin(world.store, CheckpointId(1, 1), True)
         for action in planned:
             await sweeper.perform(action)
         assert await world.outcome(CheckpointId(1, 1)) is Outcome.COMMIT
@@ -177,7 +176,7 @@ def test_pruning_waits_for_readers_until_their_lease_expires(run: Any) -> None:
     async def main() -> None:
         world = await World.begun(1, 2)
         lease = Lease(CheckpointId(1, 1), "reader-a", ttl_s=600.0)
-        assert await steps.take_lease(world.store, world.requests, lease) is not None
+        assert await steps.take_lease(world.store, lease) is not None
         shards = world.keys("ckpt/step-1.")
         report = await world.sweep(KeepLast(1))
         assert await world.outcome(CheckpointId(1, 1)) is Outcome.PRUNING
@@ -197,9 +196,9 @@ def test_a_lease_taken_after_pruning_began_is_refused(run: Any) -> None:
 
     async def main() -> None:
         world = await World.begun(1, 2)
-        assert await steps.begin_prune(world.store, world.requests, CheckpointId(1, 1))
+        assert await steps.begin_prune(world.store, CheckpointId(1, 1))
         lease = Lease(CheckpointId(1, 1), "reader-a", ttl_s=600.0)
-        assert await steps.take_lease(world.store, world.requests, lease) is None
+        assert await steps.take_lease(world.store, lease) is None
         assert world.keys(keys.LEASES) == []
 
     run(main())
@@ -213,9 +212,9 @@ def test_a_lease_that_appears_after_the_plan_still_holds_pruning_up(run: Any) ->
     async def main() -> None:
         world = await World.begun(1, 2)
         lease = Lease(CheckpointId(1, 1), "reader-a", ttl_s=600.0)
-        assert await steps.take_lease(world.store, world.requests, lease) is not None
-        assert await steps.begin_prune(world.store, world.requests, CheckpointId(1, 1))
-        assert not await steps.finish_prune(world.store, world.requests, CheckpointId(1, 1))
+        assert await steps.take_lease(world.store, lease) is not None
+        assert await steps.begin_prune(world.store, CheckpointId(1, 1))
+        assert not await steps.finish_prune(world.store, CheckpointId(1, 1))
         assert len(world.keys("ckpt/step-1.")) == 2
 
     run(main())
@@ -233,7 +232,7 @@ def test_commit_is_finished_for_engines_that_died(run: Any) -> None:
         world.now += Ages().help_s
         await world.sweep()
         assert await world.outcome(CheckpointId(1, 7)) is Outcome.COMMIT
-        latest = await steps.read_latest(world.store, world.requests)
+        latest = await steps.read_latest(world.store)
         assert latest is not None
         assert latest.checkpoint == CheckpointId(1, 7)
 
@@ -280,9 +279,7 @@ def test_a_straggler_cannot_commit_what_was_given_up(run: Any) -> None:
         await world.sweep()
         await world.receipt(id_, 1)
         await world.receipt(id_, 0)
-        settled = await steps.settle(
-            world.store, world.requests, id_, world_size=2, by="straggler", now=world.now
-        )
+        settled = await steps.settle(world.store, id_, world_size=2, by="straggler", now=world.now)
         assert settled is not None
         assert settled[0].outcome is Outcome.ABORT
         await world.sweep()
@@ -297,7 +294,7 @@ def test_old_decisions_are_collected_and_stay_settled(run: Any, monkeypatch: pyt
 
     async def main() -> None:
         world = await World.begun(1, 2, 3, 4, 5, world_size=1)
-        await steps.set_pin(world.store, world.requests, CheckpointId(1, 2), True)
+        await steps.set_pin(world.store, CheckpointId(1, 2), True)
         await world.start(2)
         await world.commit(CheckpointId(2, 1))
         await world.sweep(KeepLast(1))
@@ -308,7 +305,7 @@ def test_old_decisions_are_collected_and_stay_settled(run: Any, monkeypatch: pyt
         # A straggler creates the decision that was collected: void for itself, for readers, and swept away.
         await world.receipt(CheckpointId(1, 3), 0)
         settled = await steps.settle(
-            world.store, world.requests, CheckpointId(1, 3), world_size=1, by="straggler", now=world.now
+            world.store, CheckpointId(1, 3), world_size=1, by="straggler", now=world.now
         )
         assert settled is not None
         assert settled[0].outcome is Outcome.ABORT
@@ -321,7 +318,7 @@ def test_old_decisions_are_collected_and_stay_settled(run: Any, monkeypatch: pyt
         assert keys.decision_key(CheckpointId(1, 3)) not in world.bucket.objects
         assert world.keys("ckpt/step-3.") == []
         # The kept one is pruned later, and collected like the others.
-        await steps.set_pin(world.store, world.requests, CheckpointId(1, 2), False)
+        await steps.set_pin(world.store, CheckpointId(1, 2), False)
         await world.sweep(KeepLast(1))
         assert await world.outcome(CheckpointId(1, 2)) is Outcome.PRUNED
 
@@ -341,9 +338,9 @@ def test_stale_multiparts_leases_members_and_probes_are_cleared(run: Any) -> Non
         await world.store.create_multipart(decided)
         live = keys.data_key("step-7", 2, "rank-0.pt")
         await world.store.create_multipart(live)
-        await put(world.store, world.requests, f"{keys.PROBES}abc-a", b"probe")
+        await world.store.put(f"{keys.PROBES}abc-a", b"probe")
         lease = records.encode_lease(Lease(CheckpointId(1, 5), "dead", ttl_s=60.0))
-        await put(world.store, world.requests, keys.lease_key(CheckpointId(1, 5), "dead"), lease)
+        await world.store.put(keys.lease_key(CheckpointId(1, 5), "dead"), lease)
         await world.sweep()
         assert {each.key for each in await world.store.list_multiparts("")} == {old, live}
         members = [keys.member_key(2, rank) for rank in range(world.world_size)]
@@ -393,7 +390,7 @@ async def _assert_settled(world: World) -> None:
         CheckpointId(2, 3),
     }
     assert await world.store.list_multiparts("") == []
-    latest = await steps.read_latest(world.store, world.requests)
+    latest = await steps.read_latest(world.store)
     assert latest is not None
     assert latest.checkpoint == CheckpointId(2, 3)
 
@@ -436,7 +433,7 @@ def test_two_sweepers_at_once_are_safe(run: Any) -> None:
 
 async def _boundary(world: World, upto: int, *kept: int) -> None:
     boundary = Boundary(CheckpointId(1, upto), frozenset(ids(*kept)), 1, "nonce")
-    await put(world.store, world.requests, keys.BOUNDARY, records.encode_boundary(boundary))
+    await world.store.put(keys.BOUNDARY, records.encode_boundary(boundary))
 
 
 def test_a_sweeper_that_is_behind_deletes_no_decision_that_the_boundary_keeps(run: Any) -> None:
@@ -447,7 +444,7 @@ def test_a_sweeper_that_is_behind_deletes_no_decision_that_the_boundary_keeps(ru
         await _boundary(world, 9, 2)
         kept, void = (keys.decision_key(id_) for id_ in ids(2, 5))
         action = sweep_plan.CollectDecisions(CheckpointId(1, 6), frozenset(), (kept, void), "")
-        await steps.collect(world.store, world.requests, action)
+        await steps.collect(world.store, action)
         assert world.keys(keys.DECISIONS) == [kept]
 
     run(main())
@@ -460,8 +457,8 @@ def test_what_was_void_stays_void_however_far_the_boundary_moves(run: Any) -> No
         world = await World.begun(2, 3)
         await _boundary(world, 5, 2)
         action = sweep_plan.CollectDecisions(CheckpointId(1, 9), frozenset(ids(2, 3, 7)), (), "")
-        await steps.collect(world.store, world.requests, action)
-        boundary = await steps.read_boundary(world.store, world.requests)
+        await steps.collect(world.store, action)
+        boundary = await steps.read_boundary(world.store)
         assert boundary is not None
         assert (boundary.upto, boundary.kept) == (CheckpointId(1, 9), frozenset(ids(2, 7)))
 
@@ -488,9 +485,9 @@ def test_whoever_is_about_to_delete_gives_readers_the_same_time(run: Any, ttl_s:
     async def main() -> None:
         world = await World.begun(1, 2)
         lease = Lease(CheckpointId(1, 1), "reader", ttl_s)
-        await steps.take_lease(world.store, world.requests, lease)
+        await steps.take_lease(world.store, lease)
         ends_at = world.now + min(ttl_s, sweep_plan.MAX_LEASE_S) + sweep_plan.LEASE_MARGIN_S
         for world.now, readers in ((ends_at - 1, ["reader"]), (ends_at, [])):
-            assert await steps.readers(world.store, world.requests, lease.checkpoint) == readers
+            assert await steps.readers(world.store, lease.checkpoint) == readers
 
     run(main())

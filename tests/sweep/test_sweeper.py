@@ -15,7 +15,6 @@ import pytest
 
 from ckpt_async import Uploader
 from ckpt_async.core import keys
-from ckpt_async.core.observe import NullObserver
 from ckpt_async.core.records import decode_latest
 from ckpt_async.core.settings import Settings
 from ckpt_async.engine.loop import Engine
@@ -24,12 +23,11 @@ from ckpt_async.local import journals
 from ckpt_async.local.folder import Folder
 from ckpt_async.local.journal import RankLock
 from ckpt_async.protocol.verify import Verification, verify
-from ckpt_async.stores import open_store
 from ckpt_async.stores.directory import DirectoryStore
 from ckpt_async.sweep.drain import RankReport, drain
 from ckpt_async.sweep.sweeper import Sweeper, SweepReport
 from ckpt_async.trainer.handle import LOCK_WAIT_S
-from ckpt_async.transfer.requests import Requests
+from ckpt_async.transfer.patient import connect
 from tests.seaweed import SeaweedServer
 from tests.sweep.trainers import Trainers
 
@@ -101,10 +99,10 @@ def ranks_of(report: SweepReport) -> tuple[RankReport, ...]:
 
 def verified(remote: str) -> Verification:
     async def main() -> Verification:
-        store = open_store(remote)
+        store = connect(remote, None, Settings())
         await store.open(is_read_only=True)
         try:
-            return await verify(store, Requests(Settings(), NullObserver(), remote), read_percent=100)
+            return await verify(store, read_percent=100)
         finally:
             await store.close()
 
@@ -300,7 +298,7 @@ def test_a_lock_is_given_back_while_the_store_does_not_answer(
         await asyncio.Event().wait()
 
     with monkeypatch.context() as patched:
-        patched.setattr("ckpt_async.sweep.drain.open_patiently", never)
+        patched.setattr("ckpt_async.transfer.patient.PatientStore.open", never)
         reports: list[SweepReport] = []
         adopting = threading.Thread(target=lambda: reports.append(sweep(folder)))
         adopting.start()

@@ -8,7 +8,6 @@ from ckpt_async.core import keys, records
 from ckpt_async.core.model import CheckpointId, Latest, Outcome
 from ckpt_async.core.retention import KeepLast
 from ckpt_async.protocol import steps
-from ckpt_async.protocol.cas import put
 from ckpt_async.protocol.verify import verify
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.interface import BytesBody, ObjectInfo
@@ -40,11 +39,11 @@ def test_one_damaged_byte_is_named(run: Any) -> None:
         world = await _world()
         stored = world.bucket.objects[SHARD]
         damaged = bytes([stored.data[0] ^ 1]) + stored.data[1:]
-        await world.store.put(SHARD, BytesBody(damaged), checksum_of(damaged, "crc64nvme"))
+        await world.store.put(SHARD, damaged)
         assert [(each.rule, each.key) for each in (await world.verify()).findings] == [("I6", SHARD)]
         world.bucket.objects[SHARD] = replaced(stored, data=damaged)  # the checksum it keeps is the old one
         assert (await world.verify()).findings == []
-        result = await verify(world.store, world.requests, read_percent=100)
+        result = await verify(world.store, read_percent=100)
         assert [(each.rule, each.key) for each in result.findings] == [("I6", SHARD)]
         assert result.num_shards_read == 4
 
@@ -82,17 +81,17 @@ def test_a_forged_decision_is_named(run: Any) -> None:
 
     async def main() -> None:
         world = await _world()
-        decision = await steps.read_decision(world.store, world.requests, ID)
+        decision = await steps.read_decision(world.store, ID)
         assert decision is not None
         other = checksum_of(b"forged", "crc64nvme")
         for forged, where in (
             (replaced(decision, receipts=(other, decision.receipts[1])), keys.receipt_key(ID, 0)),
             (replaced(decision, num_shards=99), keys.decision_key(ID)),
         ):
-            await put(world.store, world.requests, keys.decision_key(ID), records.encode_decision(forged))
+            await world.store.put(keys.decision_key(ID), records.encode_decision(forged))
             result = await world.verify()
             assert [(each.rule, each.key) for each in result.violations] == [("I1", where)]
-        await put(world.store, world.requests, keys.decision_key(ID), b'{"outcome":"commit"}')
+        await world.store.put(keys.decision_key(ID), b'{"outcome":"commit"}')
         assert keys.decision_key(ID) in {each.key for each in (await world.verify()).violations}
 
     run(main())
@@ -104,11 +103,11 @@ def test_latest_that_names_nothing_committed_is_named(run: Any) -> None:
     async def main() -> None:
         world = await _world()
         latest = Latest(CheckpointId(1, 4), "step-4", keys.data_prefix("step-4", 1), 9, "nonce")
-        await put(world.store, world.requests, keys.LATEST, records.encode_latest(latest))
+        await world.store.put(keys.LATEST, records.encode_latest(latest))
         assert (await world.verify()).findings == []
         nowhere = Latest(CheckpointId(9, 9), "step-9", keys.data_prefix("step-9", 9), 9, "nonce")
         for data in (records.encode_latest(nowhere), b"nonsense"):
-            await put(world.store, world.requests, keys.LATEST, data)
+            await world.store.put(keys.LATEST, data)
             assert [each.rule for each in (await world.verify()).violations] == ["I2"]
 
     run(main())
@@ -124,7 +123,7 @@ def test_strays_are_leftovers_not_violations(run: Any) -> None:
         result = await world.verify()
         assert result.violations == []
         assert [each.key for each in result.findings] == [keys.data_key("step-5", 1, "rank-9.pt")]
-        assert await steps.begin_prune(world.store, world.requests, CheckpointId(1, 4))
+        assert await steps.begin_prune(world.store, CheckpointId(1, 4))
         assert await world.outcome(CheckpointId(1, 4)) is Outcome.PRUNING
         assert (await world.verify()).violations == []
 
@@ -137,7 +136,7 @@ def test_a_latest_by_another_name_is_named(run: Any) -> None:
     async def main() -> None:
         world = await _world()
         latest = Latest(ID, "best-5", keys.data_prefix("best-5", 1), 9, "nonce")
-        await put(world.store, world.requests, keys.LATEST, records.encode_latest(latest))
+        await world.store.put(keys.LATEST, records.encode_latest(latest))
         result = await world.verify()
         assert [(each.rule, each.key) for each in result.findings] == [("I2", keys.LATEST)]
         assert "best-5" in result.findings[0].message
@@ -158,10 +157,10 @@ def test_what_the_store_has_no_checksum_of_is_read(run: Any) -> None:
     async def main() -> None:
         world = await _world()
         store: Any = _NoChecksums(world.store)
-        assert (await verify(store, world.requests)).findings == []
+        assert (await verify(store)).findings == []
         stored = world.bucket.objects[SHARD]
         world.bucket.objects[SHARD] = replaced(stored, data=bytes([stored.data[0] ^ 1]) + stored.data[1:])
-        result = await verify(store, world.requests)
+        result = await verify(store)
         assert [(each.rule, each.key) for each in result.findings] == [("I6", SHARD)]
 
     run(main())
@@ -183,7 +182,7 @@ def test_what_is_pruned_while_it_is_looked_at_is_no_damage(run: Any) -> None:
         world = await _world()
         store: Any = _PrunedMeanwhile(world.store)
         store.world = world
-        result = await verify(store, world.requests)
+        result = await verify(store)
         assert await world.outcome(CheckpointId(1, 4)) is Outcome.PRUNED
         assert result.violations == []
         assert result.num_committed == 1

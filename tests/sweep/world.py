@@ -7,19 +7,17 @@ from typing import Any
 
 from ckpt_async.core import keys, records
 from ckpt_async.core.model import Beat, CheckpointId, Generation, Outcome, Receipt, StoredShard
-from ckpt_async.core.observe import NullObserver
 from ckpt_async.core.retention import KeepAll, RetentionPolicy
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import StoreError
 from ckpt_async.protocol import steps as protocol
-from ckpt_async.protocol.cas import create_once, put
+from ckpt_async.protocol.cas import create_once
 from ckpt_async.protocol.sweep_plan import Ages
 from ckpt_async.protocol.verify import Verification, verify
 from ckpt_async.stores.checksums import checksum_of
-from ckpt_async.stores.interface import BytesBody, Store
 from ckpt_async.stores.memory import MemoryBucket, MemoryStore
 from ckpt_async.sweep.sweeper import RemoteReport, RemoteSweep
-from ckpt_async.transfer.requests import Requests
+from ckpt_async.transfer.patient import PatientStore
 
 HOUR_S = 3600.0
 
@@ -30,8 +28,7 @@ class World:
     def __init__(self, world_size: int = 2) -> None:
         self.now = 1_000_000.0
         self.bucket = MemoryBucket(clock=lambda: self.now)
-        self.store: Store = MemoryStore(self.bucket)
-        self.requests = Requests(Settings(), NullObserver(), "memory://")
+        self.store = PatientStore(MemoryStore(self.bucket), Settings())
         self.world_size = world_size
 
     @classmethod
@@ -49,13 +46,11 @@ class World:
     async def start(self, generation: int) -> None:
         record = Generation(generation, f"launch-{generation}", self.world_size, "host", "nonce", self.now)
         data = records.encode_generation(record)
-        await create_once(self.store, self.requests, keys.generation_key(generation), data)
+        await create_once(self.store, keys.generation_key(generation), data)
         for rank in range(self.world_size):
             member = records.encode_member(f"{generation}-{rank}", rank)
-            await create_once(self.store, self.requests, keys.member_key(generation, rank), member)
-        await put(
-            self.store,
-            self.requests,
+            await create_once(self.store, keys.member_key(generation, rank), member)
+        await self.store.put(
             keys.beat_key(generation),
             records.encode_beat(Beat(generation, 0, 1)),
         )
@@ -64,38 +59,36 @@ class World:
         shard = f"rank-{rank}.pt"
         key = keys.data_key(name or f"step-{id_.step}", id_.generation, shard)
         data = f"{id_} {rank}".encode()
-        checksum = checksum_of(data, "crc64nvme")
-        await self.store.put(key, BytesBody(data), checksum)
-        return StoredShard(shard, key, len(data), checksum)
+        await self.store.put(key, data)
+        return StoredShard(shard, key, len(data), checksum_of(data, "crc64nvme"))
 
     async def receipt(self, id_: CheckpointId, rank: int, **metrics: float) -> None:
         shard = await self.shard(id_, rank)
         receipt = Receipt(
             id_, f"step-{id_.step}", rank, self.world_size, (shard,), tuple(sorted(metrics.items()))
         )
-        await put(self.store, self.requests, keys.receipt_key(id_, rank), records.encode_receipt(receipt))
+        await self.store.put(keys.receipt_key(id_, rank), records.encode_receipt(receipt))
 
     async def commit(self, id_: CheckpointId, *, moves_latest: bool = True, **metrics: float) -> None:
         for rank in range(self.world_size):
             await self.receipt(id_, rank, **metrics)
-        settled = await protocol.settle(
-            self.store, self.requests, id_, world_size=self.world_size, by="test", now=self.now
-        )
+        settled = await protocol.settle(self.store, id_, world_size=self.world_size, by="test", now=self.now)
         assert settled is not None
         assert settled[0].outcome is Outcome.COMMIT
         if moves_latest:
-            await protocol.move_latest(self.store, self.requests, id_, f"step-{id_.step}")
+            await protocol.move_latest(self.store, id_, f"step-{id_.step}")
 
     async def outcome(self, id_: CheckpointId) -> Outcome | None:
-        decision = await protocol.read_decision(self.store, self.requests, id_)
+        decision = await protocol.read_decision(self.store, id_)
         return decision.outcome if decision else None
 
     def sweeper(
-        self, policy: RetentionPolicy | None = None, ages: Ages | None = None, store: Store | None = None
+        self,
+        policy: RetentionPolicy | None = None,
+        ages: Ages | None = None,
+        store: PatientStore | None = None,
     ) -> RemoteSweep:
-        return RemoteSweep(
-            store or self.store, self.requests, policy or KeepAll(), ages or Ages(), clock=lambda: self.now
-        )
+        return RemoteSweep(store or self.store, policy or KeepAll(), ages or Ages(), clock=lambda: self.now)
 
     async def sweep(self, policy: RetentionPolicy | None = None, ages: Ages | None = None) -> RemoteReport:
         report = await self.sweeper(policy, ages).run(is_dry_run=False)
@@ -103,7 +96,7 @@ class World:
         return report
 
     async def verify(self) -> Verification:
-        return await verify(self.store, self.requests)
+        return await verify(self.store)
 
 
 class StoppedError(Exception):
@@ -113,7 +106,7 @@ class StoppedError(Exception):
 class Counted:
     """A store whose process dies at request number `die_at`, before or after its effect."""
 
-    def __init__(self, store: Store, die_at: int | None = None, *, after_effect: bool = False) -> None:
+    def __init__(self, store: PatientStore, die_at: int | None = None, *, after_effect: bool = False) -> None:
         self._store, self._die_at, self._after_effect = store, die_at, after_effect
         self.num_requests = 0
 

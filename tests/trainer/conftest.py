@@ -20,7 +20,7 @@ def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Open:
 
     @contextmanager
     def opened(store: Meddled, folder: Path = tmp_path / "folder", **more: Any) -> Iterator[Uploader]:
-        monkeypatch.setattr("ckpt_async.runners.host.open_store", lambda *_, **__: store)
+        monkeypatch.setattr("ckpt_async.transfer.patient.open_store", lambda *_, **__: store)
         uploader = Uploader(folder, "memory://test", **QUICK | more)  # type: ignore[arg-type]
         try:
             yield uploader

@@ -2,10 +2,11 @@
 
 import asyncio
 
-from ckpt_async.core.observe import NullObserver
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import FailureReason
-from ckpt_async.transfer.requests import Lane, Requests
+from ckpt_async.stores.memory import MemoryStore
+from ckpt_async.transfer.budgets import Lane
+from ckpt_async.transfer.patient import PatientStore
 from tests.stores.misbehaving import trouble
 from tests.virtual_time import run
 
@@ -69,7 +70,7 @@ def test_slow_down_halves_what_goes_at_once() -> None:
 
     async def main() -> None:
         settings = Settings(num_concurrent_uploads=16, retry_initial_s=1.0)
-        requests = Requests(settings, NullObserver(), "memory://test")
+        store = PatientStore(MemoryStore(), settings)
         now = 0
         refused = set()
 
@@ -85,13 +86,13 @@ def test_slow_down_halves_what_goes_at_once() -> None:
                 now -= 1
 
         tasks = [
-            asyncio.create_task(requests.bulk("put", 1, lambda _, number=number: attempt(number)))
+            asyncio.create_task(store.bulk("put", 1, lambda *_, number=number: attempt(number)))
             for number in range(48)
         ]
         await asyncio.sleep(0.5)
         assert now == 16
         await asyncio.sleep(1)
-        assert (now, requests.concurrency) == (8, 8)
+        assert (now, store.concurrency) == (8, 8)
         await asyncio.gather(*tasks)
 
     run(main())

@@ -14,10 +14,11 @@ from ckpt_async.core.settings import MIB, Settings
 from ckpt_async.errors import FailureReason, StoreError
 from ckpt_async.protocol.cas import advance, create_once, read
 from ckpt_async.stores.checksums import checksum_of
-from ckpt_async.stores.interface import BytesBody, Create
+from ckpt_async.stores.interface import BytesBody, Create, Store
 from ckpt_async.stores.memory import MemoryBucket, MemoryStore
-from ckpt_async.transfer import requests as requests_module
-from ckpt_async.transfer.requests import MAX_CHECKSUM_ATTEMPTS, Progress, Requests, Series, open_patiently
+from ckpt_async.transfer import patient, progress
+from ckpt_async.transfer.patient import MAX_CHECKSUM_ATTEMPTS, PatientStore
+from ckpt_async.transfer.progress import Progress, Series
 from tests.stores.misbehaving import Ambiguous, Meddled, trouble
 from tests.virtual_time import run
 
@@ -35,8 +36,8 @@ class Counting(NullObserver):
         self.failures.append(reason)
 
 
-def make(**settings: float) -> Requests:
-    return Requests(Settings(**settings), Counting(), "memory://test")  # type: ignore[arg-type]
+def make(store: Store | None = None, **settings: float) -> PatientStore:
+    return PatientStore(store or MemoryStore(), Settings(**settings), Counting())  # type: ignore[arg-type]
 
 
 class Gauge:
@@ -56,8 +57,8 @@ def test_bulk_requests_are_bounded_by_number() -> None:
     """A checkpoint of 10,000 shards must not open 10,000 connections."""
 
     async def main() -> None:
-        gauge, requests = Gauge(), make(num_concurrent_uploads=3, max_concurrent_uploads=3)
-        await asyncio.gather(*(requests.bulk("put", 1, lambda _: gauge.attempt(1)) for _ in range(20)))
+        gauge, store = Gauge(), make(num_concurrent_uploads=3, max_concurrent_uploads=3)
+        await asyncio.gather(*(store.bulk("put", 1, lambda *_: gauge.attempt(1)) for _ in range(20)))
         assert gauge.most == 3
         assert asyncio.get_running_loop().time() == pytest.approx(7)
 
@@ -68,11 +69,11 @@ def test_bulk_requests_are_bounded_by_bytes_and_one_larger_than_the_budget_still
     """What is on the wire is bounded in bytes whatever the shards' sizes; no size may wait for ever."""
 
     async def main() -> None:
-        gauge, requests = Gauge(), make(num_concurrent_uploads=8, max_inflight_bytes=10 * MIB)
+        gauge, store = Gauge(), make(num_concurrent_uploads=8, max_inflight_bytes=10 * MIB)
         sizes = [4 * MIB] * 6 + [50 * MIB] + [1 * MIB] * 6
         await asyncio.gather(
             *(
-                requests.bulk("put", size, lambda _, size=size: gauge.attempt(min(size, 10 * MIB)))  # type: ignore[misc]
+                store.bulk("put", size, lambda *_, size=size: gauge.attempt(min(size, 10 * MIB)))  # type: ignore[misc]
                 for size in sizes
             )
         )
@@ -86,15 +87,15 @@ def test_a_cancelled_bulk_request_gives_its_bytes_back() -> None:
     """A budget that leaks would stop all uploads after a while."""
 
     async def main() -> None:
-        requests = make(max_inflight_bytes=MIB, stall_timeout_s=3600, request_timeout_s=3600)
-        never = asyncio.create_task(requests.bulk("put", MIB, lambda _: asyncio.Event().wait()))
-        waiting = asyncio.create_task(requests.bulk("put", MIB, lambda _: asyncio.Event().wait()))
+        store = make(max_inflight_bytes=MIB, stall_timeout_s=3600, request_timeout_s=3600)
+        never = asyncio.create_task(store.bulk("put", MIB, lambda *_: asyncio.Event().wait()))
+        waiting = asyncio.create_task(store.bulk("put", MIB, lambda *_: asyncio.Event().wait()))
         await asyncio.sleep(1)
         for task in (waiting, never):
             task.cancel()
         await asyncio.gather(never, waiting, return_exceptions=True)
         assert (
-            await asyncio.wait_for(requests.bulk("put", MIB, lambda _: asyncio.sleep(0, "sent")), 1) == "sent"
+            await asyncio.wait_for(store.bulk("put", MIB, lambda *_: asyncio.sleep(0, "sent")), 1) == "sent"
         )
 
     run(main())
@@ -104,14 +105,12 @@ def test_control_requests_never_wait_behind_bulk() -> None:
     """A receipt behind a terabyte of shards would keep every other rank waiting."""
 
     async def main() -> None:
-        requests = make(num_concurrent_uploads=1, max_inflight_bytes=MIB, stall_timeout_s=600)
+        store = make(num_concurrent_uploads=1, max_inflight_bytes=MIB, stall_timeout_s=600)
         stuck = [
-            asyncio.create_task(requests.bulk("put", MIB, lambda _: asyncio.Event().wait())) for _ in "abc"
+            asyncio.create_task(store.bulk("put", MIB, lambda *_: asyncio.Event().wait())) for _ in "abc"
         ]
         await asyncio.sleep(1)
-        assert (
-            await asyncio.wait_for(requests.control("put", lambda: asyncio.sleep(0, "sent")), 0.1) == "sent"
-        )
+        assert await asyncio.wait_for(store.control("put", lambda: asyncio.sleep(0, "sent")), 0.1) == "sent"
         for task in stuck:
             task.cancel()
         await asyncio.gather(*stuck, return_exceptions=True)
@@ -123,18 +122,18 @@ def test_a_series_takes_one_place_and_counts_as_many_requests() -> None:
     """Else small shards would be sent 32 at a time per place, or their requests be missing in the metrics."""
 
     async def main() -> None:
-        gauge, requests = Gauge(), make(num_concurrent_uploads=3, max_concurrent_uploads=3)
+        gauge, store = Gauge(), make(num_concurrent_uploads=3, max_concurrent_uploads=3)
 
-        async def attempt(_: Progress, series: Series) -> None:
+        async def attempt(_: Store, __: Progress, series: Series) -> None:
             series.begins()
             await gauge.attempt(1)
             for _ in range(5):
                 series.answered()
 
-        await asyncio.gather(*(requests.bulk_many("put", 5, 1, attempt) for _ in range(9)))
+        await asyncio.gather(*(store.series("put", 5, 1, attempt) for _ in range(9)))
         assert gauge.most == 3
         assert asyncio.get_running_loop().time() == pytest.approx(3)
-        assert requests._observer.finished == ["put"] * 45
+        assert store._observer.finished == ["put"] * 45
 
     run(main())
 
@@ -144,9 +143,9 @@ def test_a_series_is_made_once_and_its_end_is_counted(reason: FailureReason) -> 
     """Who asked makes the rest by requests of their own, which are patient; a store that is busy gets less to do."""
 
     async def main() -> None:
-        requests, num_attempts = make(num_concurrent_uploads=8), 0
+        store, num_attempts = make(num_concurrent_uploads=8), 0
 
-        async def attempt(_: Progress, series: Series) -> None:
+        async def attempt(_: Store, __: Progress, series: Series) -> None:
             nonlocal num_attempts
             num_attempts += 1
             series.begins()
@@ -155,27 +154,27 @@ def test_a_series_is_made_once_and_its_end_is_counted(reason: FailureReason) -> 
             raise trouble(reason)
 
         with pytest.raises(StoreError) as caught:
-            await requests.bulk_many("put", 5, 1, attempt)
+            await store.series("put", 5, 1, attempt)
         assert caught.value.reason is reason
         assert num_attempts == 1
-        assert requests._observer.finished == ["put"] * 3  # the refused one is one
+        assert store._observer.finished == ["put"] * 3  # the refused one is one
         is_answer = reason in (FailureReason.PRECONDITION, FailureReason.NOT_FOUND)
-        assert requests._observer.failures == ([] if is_answer else [reason])
-        assert requests.concurrency == (4 if reason is FailureReason.THROTTLED else 8)
+        assert store._observer.failures == ([] if is_answer else [reason])
+        assert store.concurrency == (4 if reason is FailureReason.THROTTLED else 8)
 
     run(main())
 
 
 def test_a_series_that_is_not_begun_counts_nothing() -> None:
     async def main() -> None:
-        requests = make()
+        store = make()
 
-        async def attempt(_: Progress, __: Series) -> None:
+        async def attempt(*_: object) -> None:
             raise trouble(FailureReason.DISK)  # in reading what is to be sent
 
         with pytest.raises(StoreError):
-            await requests.bulk_many("put", 5, 1, attempt)
-        assert requests._observer.finished == []
+            await store.series("put", 5, 1, attempt)
+        assert store._observer.finished == []
 
     run(main())
 
@@ -185,10 +184,10 @@ def test_each_request_of_a_series_has_its_time(monkeypatch: pytest.MonkeyPatch) 
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
-        monkeypatch.setattr(requests_module, "time", SimpleNamespace(monotonic=loop.time))
-        requests = make(request_timeout_s=30, stall_timeout_s=20)
+        monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=loop.time))
+        store = make(request_timeout_s=30, stall_timeout_s=20)
 
-        async def attempt(_: Progress, series: Series, num_answers: int = 10) -> None:
+        async def attempt(_: Store, __: Progress, series: Series, num_answers: int = 10) -> None:
             series.begins()
             for _ in range(num_answers):
                 await asyncio.sleep(10)
@@ -196,10 +195,10 @@ def test_each_request_of_a_series_has_its_time(monkeypatch: pytest.MonkeyPatch) 
             if num_answers < 10:
                 await asyncio.Event().wait()
 
-        await requests.bulk_many("put", 10, 1, attempt)
+        await store.series("put", 10, 1, attempt)
         assert loop.time() == pytest.approx(100)
         with pytest.raises(StoreError) as caught:
-            await requests.bulk_many("put", 10, 1, lambda *both: attempt(*both, num_answers=3))
+            await store.series("put", 10, 1, lambda *each: attempt(*each, num_answers=3))
         assert caught.value.reason is FailureReason.TIMEOUT
         assert loop.time() == pytest.approx(100 + 30 + 20)
 
@@ -214,7 +213,7 @@ def test_a_thread_may_tell_of_every_slice(
 
     async def main() -> None:
         loop, told = asyncio.get_running_loop(), []
-        monkeypatch.setattr(requests_module, "time", SimpleNamespace(monotonic=loop.time))
+        monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=loop.time))
         moved = Progress.moved
 
         def noted(self: Progress, *, is_last: bool = False) -> None:
@@ -223,7 +222,7 @@ def test_a_thread_may_tell_of_every_slice(
 
         monkeypatch.setattr(Progress, "moved", noted)
 
-        async def attempt(progress: Progress) -> None:
+        async def attempt(_: Store, progress: Progress) -> None:
             for number in range(1, 976):
                 await asyncio.sleep(0.001)
                 progress.moved_in_thread(is_last=number == 975)
@@ -244,7 +243,7 @@ def test_retries_go_by_the_class_of_the_error(reason: FailureReason, lane: str) 
     """What another attempt may heal is tried again; what it cannot heal is told at once."""
 
     async def main() -> None:
-        requests, num_attempts = make(), 0
+        store, num_attempts = make(), 0
 
         async def attempt(*_: object) -> str:
             nonlocal num_attempts
@@ -253,10 +252,10 @@ def test_retries_go_by_the_class_of_the_error(reason: FailureReason, lane: str) 
                 raise trouble(reason)
             return "healed"
 
-        going = requests.control("put", attempt) if lane == "control" else requests.bulk("put", 1, attempt)
+        going = store.control("put", attempt) if lane == "control" else store.bulk("put", 1, attempt)
         if reason.is_retryable:
             assert await going == "healed"
-            assert requests._observer.failures == [reason] * 3
+            assert store._observer.failures == [reason] * 3
         else:
             with pytest.raises(StoreError) as caught:
                 await going
@@ -270,7 +269,7 @@ def test_an_hour_of_outage_costs_few_requests_and_then_is_told() -> None:
     """Back-off is capped, jittered and ends at `upload_timeout_s`: no storm, and no retrying for ever."""
 
     async def main() -> None:
-        requests, num_attempts = make(upload_timeout_s=3600, retry_max_s=20), 0
+        store, num_attempts = make(upload_timeout_s=3600, retry_max_s=20), 0
 
         async def attempt() -> None:
             nonlocal num_attempts
@@ -278,7 +277,7 @@ def test_an_hour_of_outage_costs_few_requests_and_then_is_told() -> None:
             raise trouble(FailureReason.TRANSIENT)
 
         with pytest.raises(StoreError):
-            await requests.control("put", attempt)
+            await store.control("put", attempt)
         assert 3600 <= asyncio.get_running_loop().time() <= 3620
         assert 3600 / 20 < num_attempts < 700
 
@@ -289,15 +288,15 @@ def test_a_wrong_checksum_is_given_up_after_a_few_attempts() -> None:
     """Sending a terabyte for an hour because the client computes nonsense helps nobody."""
 
     async def main() -> None:
-        requests, num_attempts = make(), 0
+        store, num_attempts = make(), 0
 
-        async def attempt(_: Progress) -> None:
+        async def attempt(*_: object) -> None:
             nonlocal num_attempts
             num_attempts += 1
             raise trouble(FailureReason.CHECKSUM)
 
         with pytest.raises(StoreError):
-            await requests.bulk("put", 1, attempt)
+            await store.bulk("put", 1, attempt)
         assert num_attempts == MAX_CHECKSUM_ATTEMPTS
 
     run(main())
@@ -319,8 +318,8 @@ def test_a_store_that_is_away_at_the_start_is_told_of_at_once(
     async def main() -> None:
         nonlocal loop
         loop = asyncio.get_running_loop()
-        monkeypatch.setattr(requests_module, "time", SimpleNamespace(monotonic=loop.time))
-        opening = open_patiently(Away(MemoryBucket(), url="memory://away"), 60.0)
+        monkeypatch.setattr(patient, "time", SimpleNamespace(monotonic=loop.time))
+        opening = make(Away(MemoryBucket(), url="memory://away")).open(60.0)
         if away_s < 60:
             await opening
             assert away_s <= loop.time() <= away_s + 5
@@ -342,12 +341,12 @@ def test_an_attempt_that_is_never_answered_ends(lane: str) -> None:
 
     async def main() -> None:
         settings = {"request_timeout_s": 30, "stall_timeout_s": 20, "upload_timeout_s": 1}
-        requests = make(**settings)
+        store = make(**settings)
         silence = asyncio.Event()
         if lane == "control":
-            going = requests.control("put", silence.wait)
+            going = store.control("put", silence.wait)
         else:
-            going = requests.bulk("put", 1000 * MIB, lambda _: silence.wait())
+            going = store.bulk("put", 1000 * MIB, lambda *_: silence.wait())
         with pytest.raises(StoreError) as caught:
             await going
         assert caught.value.reason is FailureReason.TIMEOUT
@@ -360,7 +359,7 @@ def test_slow_but_steady_bytes_are_let_through_until_the_deadline() -> None:
     """The watchdog asks whether bytes move, not whether they are fast; a trickle still ends some time."""
 
     async def main() -> None:
-        requests = make(
+        store = make(
             request_timeout_s=30, stall_timeout_s=20, minimum_rate_bytes_per_s=MIB, upload_timeout_s=1
         )
         loop = asyncio.get_running_loop()
@@ -372,10 +371,10 @@ def test_slow_but_steady_bytes_are_let_through_until_the_deadline() -> None:
             return "sent"
 
         # 1000 MiB at 1 MiB/s: 1030 s are granted.
-        assert await requests.bulk("put", 1000 * MIB, lambda progress: trickle(progress, 54)) == "sent"
+        assert await store.bulk("put", 1000 * MIB, lambda _, progress: trickle(progress, 54)) == "sent"
         started = loop.time()
         with pytest.raises(StoreError):
-            await requests.bulk("put", 1000 * MIB, lambda progress: trickle(progress, 60))
+            await store.bulk("put", 1000 * MIB, lambda _, progress: trickle(progress, 60))
         assert loop.time() - started == pytest.approx(1030)
 
     run(main())
@@ -385,14 +384,14 @@ def test_after_the_last_byte_the_store_has_time_to_answer() -> None:
     """A store that checksums a large body takes a while; only the deadline counts then."""
 
     async def main() -> None:
-        requests = make(request_timeout_s=30, stall_timeout_s=5, upload_timeout_s=1)
+        store = make(request_timeout_s=30, stall_timeout_s=5, upload_timeout_s=1)
 
-        async def attempt(progress: Progress) -> str:
+        async def attempt(_: Store, progress: Progress) -> str:
             progress.moved(is_last=True)
             await asyncio.sleep(25)
             return "sent"
 
-        assert await requests.bulk("put", MIB, attempt) == "sent"
+        assert await store.bulk("put", MIB, attempt) == "sent"
 
     run(main())
 
@@ -401,13 +400,13 @@ def test_one_warning_for_an_outage_and_one_line_when_it_is_over(caplog: pytest.L
     """A minute without S3 is not worth a thousand lines, nor none."""
 
     async def main() -> None:
-        requests, loop = make(retry_max_s=2), asyncio.get_running_loop()
+        store, loop = make(retry_max_s=2), asyncio.get_running_loop()
 
         async def attempt(*_: object) -> None:
             if loop.time() < 60:
                 raise trouble(FailureReason.TRANSIENT)
 
-        going = [requests.control("list", attempt), *(requests.bulk("put", 1, attempt) for _ in range(8))]
+        going = [store.control("list", attempt), *(store.bulk("put", 1, attempt) for _ in range(8))]
         await asyncio.gather(*going)
 
     with caplog.at_level(logging.INFO, "ckpt_async"):
@@ -422,13 +421,13 @@ def test_a_short_hiccup_is_not_worth_a_line(caplog: pytest.LogCaptureFixture) ->
     """503 SlowDown is everyday life of S3."""
 
     async def main() -> None:
-        requests, loop = make(retry_max_s=1), asyncio.get_running_loop()
+        store, loop = make(retry_max_s=1), asyncio.get_running_loop()
 
         async def attempt() -> None:
             if loop.time() < 3:
                 raise trouble(FailureReason.THROTTLED)
 
-        await requests.control("put", attempt)
+        await store.control("put", attempt)
 
     with caplog.at_level(logging.INFO, "ckpt_async"):
         run(main())
@@ -439,13 +438,12 @@ def test_a_conditional_write_whose_answer_was_lost_is_recognised_as_our_own() ->
     """R13: the retry of our own success reads like a defeat."""
 
     async def main() -> None:
-        requests = make()
         store = Ambiguous()
-        assert await create_once(store, requests, "a", b"mine") == b"mine"
+        assert await create_once(make(store), "a", b"mine") == b"mine"
         assert store.asked["put", "a"] == 2
-        assert await create_once(store, requests, "a", b"another") == b"mine"
+        assert await create_once(make(store), "a", b"another") == b"mine"
         moved = Ambiguous(store.bucket)
-        assert await advance(moved, requests, "a", lambda there: b"next") == b"next"
+        assert await advance(make(moved), "a", lambda there: b"next") == b"next"
         assert moved.asked["put", "a"] == 2
 
     run(main())
@@ -462,18 +460,17 @@ def test_a_conditional_write_that_lost_for_real_says_who_won() -> None:
                 await self._store.put(key, theirs, checksum, condition=Create())
 
     async def main() -> None:
-        requests = make()
-        assert await create_once(Raced(), requests, "a", b"mine") == b"theirs"
-        raced = Raced()
+        assert await create_once(make(Raced()), "a", b"mine") == b"theirs"
+        raced = make(Raced())
         seen: list[bytes | None] = []
 
         def change(there: bytes | None) -> bytes | None:
             seen.append(there)
             return b"mine"
 
-        assert await advance(raced, requests, "a", change) == b"mine"
+        assert await advance(raced, "a", change) == b"mine"
         assert seen == [None, b"theirs"]
-        there = await read(raced, requests, "a")
+        there = await read(raced, "a")
         assert there is not None
         assert there[0] == b"mine"
 
@@ -484,16 +481,16 @@ def test_a_cancelled_request_gives_back_the_bandwidth_it_had_reserved() -> None:
     """A superseded checkpoint that stops uploading must not hold up the one it made room for."""
 
     async def main() -> None:
-        requests = make(max_bytes_per_s=MIB, stall_timeout_s=3600, request_timeout_s=3600)
+        store = make(max_bytes_per_s=MIB, stall_timeout_s=3600, request_timeout_s=3600)
         cancelled = [
-            asyncio.create_task(requests.bulk("put", MIB, lambda progress: progress.may_send(10 * MIB)))
+            asyncio.create_task(store.bulk("put", MIB, lambda _, progress: progress.may_send(10 * MIB)))
             for _ in range(3)
         ]
         await asyncio.sleep(1)
         for each in cancelled:
             each.cancel()
         await asyncio.gather(*cancelled, return_exceptions=True)
-        await requests.bulk("put", MIB, lambda progress: progress.may_send(2 * MIB))
+        await store.bulk("put", MIB, lambda _, progress: progress.may_send(2 * MIB))
         assert 1 < asyncio.get_running_loop().time() < 3.1
 
     run(main())
@@ -509,9 +506,9 @@ def test_a_request_without_a_byte_is_given_up_when_patience_ends(reason: Failure
     """Refused, throttled, broken, silent: after a minute, not after the hour that an upload may take."""
 
     async def main() -> None:
-        requests = Requests(Settings(), NullObserver(), "memory://test", silence_s=60)
+        store = PatientStore(MemoryStore(), Settings(), silence_s=60)
 
-        async def attempt(_: Progress) -> None:
+        async def attempt(*_: object) -> None:
             if reason is None:
                 await asyncio.Event().wait()
             assert reason
@@ -519,7 +516,7 @@ def test_a_request_without_a_byte_is_given_up_when_patience_ends(reason: Failure
 
         began = asyncio.get_running_loop().time()
         with pytest.raises(StoreError) as caught:
-            await requests.bulk("get", 1, attempt)
+            await store.bulk("get", 1, attempt)
         assert caught.value.reason is (reason or FailureReason.TIMEOUT)
         assert 30 < asyncio.get_running_loop().time() - began < 85
 
@@ -530,16 +527,16 @@ def test_bytes_that_move_renew_patience() -> None:
     """An attempt that brings something and then breaks is no silence; the hour bounds it all the same."""
 
     async def main() -> None:
-        requests = Requests(Settings(), NullObserver(), "memory://test", silence_s=60)
+        store = PatientStore(MemoryStore(), Settings(), silence_s=60)
 
-        async def attempt(progress: Progress) -> None:
+        async def attempt(_: Store, progress: Progress) -> None:
             await asyncio.sleep(1)
             progress.moved()
             raise StoreError("broken", reason=FailureReason.TRANSIENT)
 
         began = asyncio.get_running_loop().time()
         with pytest.raises(StoreError, match="broken"):
-            await requests.bulk("get", 1, attempt)
+            await store.bulk("get", 1, attempt)
         assert 3600 <= asyncio.get_running_loop().time() - began < 3700
 
     run(main())
@@ -550,22 +547,22 @@ def test_patience_with_a_store_that_is_busy_with_others(reason: FailureReason) -
     """It comes to this one too. One that refuses this one will not."""
 
     async def main() -> None:
-        requests = Requests(Settings(), NullObserver(), "memory://test", silence_s=60)
+        store = PatientStore(MemoryStore(), Settings(), silence_s=60)
         loop = asyncio.get_running_loop()
 
-        async def refused_for_long(_: Progress) -> None:
+        async def refused_for_long(*_: object) -> None:
             if loop.time() < 300:
                 raise StoreError("not now", reason=reason)
 
-        async def fine(_: Progress) -> None:
+        async def fine(*_: object) -> None:
             await asyncio.sleep(1)
 
         async def others() -> None:
             while True:
-                await requests.bulk("get", 1, fine)
+                await store.bulk("get", 1, fine)
 
         going_on = asyncio.ensure_future(others())
-        waiting = asyncio.ensure_future(requests.bulk("get", 1, refused_for_long))
+        waiting = asyncio.ensure_future(store.bulk("get", 1, refused_for_long))
         await asyncio.wait({waiting})
         going_on.cancel()
         assert (waiting.exception() is None) == (reason is FailureReason.THROTTLED)

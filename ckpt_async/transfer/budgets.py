@@ -1,0 +1,130 @@
+"""What all requests of one store share: how many at once, how many bytes in flight, how many bytes a second."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from ckpt_async.core.settings import Settings
+from ckpt_async.transfer import concurrency
+from ckpt_async.transfer.concurrency import Concurrency
+
+# Receipts, decisions and latest never queue behind shards: a lane of their own (restic exempts its lock
+# files from the connection limit for the same reason).
+CONTROL_REQUESTS = 16
+
+
+class Budgets:
+    """The limits of one store's requests, shared by all who use it on one event loop."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.control = asyncio.Semaphore(CONTROL_REQUESTS)
+        self.bulk = Lane(settings.num_concurrent_uploads, settings.max_concurrent_uploads)
+        self.bytes = ByteBudget(settings.max_inflight_bytes)
+        self.bandwidth = Bandwidth(settings.max_bytes_per_s)
+
+
+class Bandwidth:
+    """A token bucket that may go into debt: whoever takes more than is there waits until it is paid back, so one
+    slice larger than the bucket needs no special case. It holds a tenth of a second's worth.
+    """
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self._bytes_per_s = bytes_per_s  # 0: no cap
+        self._free = self._burst = bytes_per_s / 10
+        self._counted_at = float("-inf")
+
+    @property
+    def is_capped(self) -> bool:
+        return self._bytes_per_s > 0
+
+    def reserve(self, size_bytes: int, now: float) -> float:
+        """Take `size_bytes` and return for how many seconds the taker must wait before it sends them."""
+        if not self._bytes_per_s:
+            return 0.0
+        self._free = min(self._burst, self._free + max(0.0, now - self._counted_at) * self._bytes_per_s)
+        self._counted_at = now
+        self._free -= size_bytes
+        return max(0.0, -self._free / self._bytes_per_s)
+
+    def give_back(self, size_bytes: int) -> None:
+        """What was reserved is not sent after all."""
+        self._free = min(self._burst, self._free + size_bytes)
+
+
+class Lane:
+    """Admission by number. The number adapts (see `concurrency`); owners take turns, so that a rank with 10,000 shards
+    does not keep those that share its engine waiting.
+    """
+
+    def __init__(self, start: int, most: int) -> None:
+        self.concurrency = Concurrency(limit=start, most=max(start, most))
+        self._running = 0
+        self._waiting: dict[int, deque[asyncio.Future[None]]] = {}  # in the order of their turns
+        self.have_more: set[int] = set()  # owners that would ask for more if more were let in
+
+    @asynccontextmanager
+    async def hold(self, owner: int) -> AsyncIterator[None]:
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(owner, deque()).append(turn)
+        self._admit()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self._leave()
+            raise
+        try:
+            yield
+        finally:
+            self._leave()
+
+    def finished(self, size_bytes: int, began_s: float, now_s: float) -> None:
+        self.concurrency = concurrency.finished(
+            self.concurrency,
+            size_bytes=size_bytes,
+            is_waited_for=bool(self._waiting or self.have_more),
+            began_s=began_s,
+            now_s=now_s,
+        )
+
+    def throttled(self, began_s: float, now_s: float) -> None:
+        self.concurrency = concurrency.throttled(self.concurrency, began_s=began_s, now_s=now_s)
+
+    def _leave(self) -> None:
+        self._running -= 1
+        self._admit()
+
+    def _admit(self) -> None:
+        while self._waiting and self._running < self.concurrency.limit:
+            owner, turns = next(iter(self._waiting.items()))
+            del self._waiting[owner]
+            turn = turns.popleft()
+            if turns:
+                self._waiting[owner] = turns  # behind the others
+            if not turn.done():
+                self._running += 1
+                turn.set_result(None)
+
+
+class ByteBudget:
+    """Admission by bytes. One item larger than the whole budget is let in when nothing else is."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self._free = self._size_bytes = size_bytes
+        self._changed = asyncio.Condition()
+
+    @asynccontextmanager
+    async def hold(self, size_bytes: int) -> AsyncIterator[None]:
+        size_bytes = min(size_bytes, self._size_bytes)
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._free >= size_bytes)
+            self._free -= size_bytes
+        try:
+            yield
+        finally:
+            self._free += size_bytes
+            async with self._changed:
+                self._changed.notify_all()

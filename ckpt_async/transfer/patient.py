@@ -1,0 +1,435 @@
+"""A store with patience: every request is admitted, timed, retried and counted here, and nowhere else.
+
+The SDK's own retries are off: two layers would multiply.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
+from typing import TypeVar
+
+import tenacity
+
+from ckpt_async.core.model import Checksum
+from ckpt_async.core.observe import NullObserver, Observer
+from ckpt_async.core.settings import Settings
+from ckpt_async.errors import FailureReason, StoreError
+from ckpt_async.stores import StoreOptions, open_store
+from ckpt_async.stores.checksums import checksum_of
+from ckpt_async.stores.interface import (
+    BytesBody,
+    Capabilities,
+    Condition,
+    Enough,
+    Listing,
+    MultipartInfo,
+    ObjectInfo,
+    Sink,
+    SmallGet,
+    Store,
+    StoredPart,
+)
+from ckpt_async.transfer.budgets import CONTROL_REQUESTS, Budgets
+from ckpt_async.transfer.progress import Progress, Series, Silence
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# A wrong checksum is a broken wire or a broken client; a few attempts tell which.
+MAX_CHECKSUM_ATTEMPTS = 5
+# A probe is a handful of small requests; without a deadline a peer that falls silent holds them for ever (rule R14).
+OPEN_ATTEMPT_S = 30.0
+# A store that fails for less than this is not worth a line in the log.
+QUIET_OUTAGE_S = 5.0
+# Keys per request, so that the deadline of an attempt covers one request of S3.
+DELETE_BATCH = 1000
+
+Receiver = Callable[[], AbstractAsyncContextManager[Sink]]
+# Begins a series of reads and returns what takes each object.
+ManyReceiver = Callable[[], Callable[[SmallGet, memoryview], None]]
+
+
+def connect(
+    url: str,
+    options: StoreOptions | None,
+    settings: Settings,
+    observer: Observer | None = None,
+    *,
+    is_patient: bool = True,
+    silence_s: float = math.inf,
+) -> PatientStore:
+    """The store of a run, not open yet, with connections for all requests that may be under way at once. Raises
+    SettingsError.
+    """
+    options = options or StoreOptions()
+    needed = settings.num_concurrent_uploads + CONTROL_REQUESTS
+    options = replace(options, max_connections=max(options.max_connections, needed))
+    return PatientStore(
+        open_store(url, options), settings, observer, is_patient=is_patient, silence_s=silence_s
+    )
+
+
+class PatientStore:
+    """A store whose requests are made again until they succeed, for one engine or command. Belongs to one event loop.
+
+    Every method raises the last StoreError once `upload_timeout_s` is over; at once if no other attempt may heal it.
+    `is_patient`: whether refused credentials and a full or read-only disk are tried again, because they may be rotated
+    in and freed; not where someone waits for the answer. `silence_s`: how long a request that carries shard bytes is
+    tried again while not a byte of it moves.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        settings: Settings,
+        observer: Observer | None = None,
+        *,
+        is_patient: bool = True,
+        silence_s: float = math.inf,
+        budgets: Budgets | None = None,
+        owner: int = 0,
+    ) -> None:
+        self._store, self._settings, self._observer = store, settings, observer or NullObserver()
+        self._is_patient, self._silence_s = is_patient, silence_s
+        self._budgets, self._owner = budgets or Budgets(settings), owner
+        self._health = _Health(store.url)
+
+    # The same store within the same budgets, used otherwise.
+
+    def of(self, owner: int, observer: Observer) -> PatientStore:
+        """For another owner, who is told of its own requests: owners take turns."""
+        return self._like(self._settings, observer, is_patient=self._is_patient, owner=owner)
+
+    def pausing_at_most(self, pause_s: float) -> PatientStore:
+        """With shorter back-off: for the few requests whose silence others read something into."""
+        settings = replace(self._settings, retry_max_s=min(pause_s, self._settings.retry_max_s))
+        return self._like(settings, self._observer, is_patient=self._is_patient, owner=self._owner)
+
+    def answering_within(self, timeout_s: float) -> PatientStore:
+        """Not patient, and given up sooner: for requests whose answer someone waits for."""
+        settings = replace(self._settings, upload_timeout_s=min(timeout_s, self._settings.upload_timeout_s))
+        return self._like(settings, self._observer, is_patient=False, owner=self._owner)
+
+    def _like(self, settings: Settings, observer: Observer, *, is_patient: bool, owner: int) -> PatientStore:
+        return PatientStore(
+            self._store,
+            settings,
+            observer,
+            is_patient=is_patient,
+            silence_s=self._silence_s,
+            budgets=self._budgets,
+            owner=owner,
+        )
+
+    # --- the store -----------------------------------------------------------------------------------------
+
+    @property
+    def url(self) -> str:
+        return self._store.url
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Known once it is open."""
+        return self._store.capabilities
+
+    async def open(self, timeout_s: float = 0.0, *, is_read_only: bool = False) -> None:
+        """Open the store, waiting out an outage of `timeout_s`; what waiting cannot heal is raised at once. See
+        `Store.open`.
+        """
+        patient = {FailureReason.THROTTLED, FailureReason.TRANSIENT, FailureReason.TIMEOUT}
+        deadline = time.monotonic() + timeout_s
+        pause_s, has_warned = 0.2, False
+        while True:
+            try:
+                async with asyncio.timeout(OPEN_ATTEMPT_S):
+                    return await self._store.open(is_read_only=is_read_only)
+            except (StoreError, TimeoutError) as error:
+                if not isinstance(error, StoreError):
+                    message = f"no answer within {OPEN_ATTEMPT_S:.0f} s"
+                    error = StoreError(message, reason=FailureReason.TIMEOUT, operation="open")
+                if error.reason not in patient or time.monotonic() + pause_s > deadline:
+                    raise error from None
+                if not has_warned:
+                    has_warned = True
+                    logger.warning(
+                        "store_not_opened url=%s trying_for_s=%.0f error=%s; it is tried again",
+                        self.url,
+                        timeout_s,
+                        error,
+                    )
+            await asyncio.sleep(pause_s)
+            pause_s = min(5.0, pause_s * 2)
+
+    async def close(self) -> None:
+        """Release connections. Idempotent."""
+        await self._store.close()
+
+    # --- small requests: see `Store` -----------------------------------------------------------------------
+
+    async def get(self, key: str, *, max_size_bytes: int) -> tuple[bytes, ObjectInfo]:
+        return await self.control("get", lambda: self._store.get(key, max_size_bytes=max_size_bytes))
+
+    async def put(self, key: str, data: bytes, condition: Condition = None) -> ObjectInfo:
+        body, checksum = BytesBody(data), checksum_of(data, self.capabilities.checksum_algorithm)
+        return await self.control("put", lambda: self._store.put(key, body, checksum, condition=condition))
+
+    async def head(self, key: str) -> ObjectInfo:
+        return await self.control("head", lambda: self._store.head(key))
+
+    async def list(self, prefix: str, *, start_after: str = "", enough: Enough | None = None) -> Listing:
+        return await self.control(
+            "list", lambda: self._store.list(prefix, start_after=start_after, enough=enough)
+        )
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        for start in range(0, len(keys), DELETE_BATCH):
+            once = functools.partial(self._store.delete, keys[start : start + DELETE_BATCH])
+            await self.control("delete", once)
+
+    async def create_multipart(self, key: str) -> str:
+        return await self.control("create_multipart", lambda: self._store.create_multipart(key))
+
+    async def list_parts(self, key: str, upload_id: str) -> Sequence[StoredPart]:
+        return await self.control("list_parts", lambda: self._store.list_parts(key, upload_id))
+
+    async def complete_multipart(
+        self, key: str, upload_id: str, parts: Sequence[StoredPart], checksum: Checksum, size_bytes: int
+    ) -> ObjectInfo:
+        return await self.control(
+            "complete", lambda: self._store.complete_multipart(key, upload_id, parts, checksum, size_bytes)
+        )
+
+    async def abort_multipart(self, key: str, upload_id: str) -> None:
+        await self.control("abort_multipart", lambda: self._store.abort_multipart(key, upload_id))
+
+    async def list_multiparts(self, prefix: str) -> Sequence[MultipartInfo]:
+        return await self.control("list_multiparts", lambda: self._store.list_multiparts(prefix))
+
+    async def control(self, operation: str, attempt: Callable[[], Awaitable[T]]) -> T:
+        """Make a small request, again and again; these never wait behind shard bytes."""
+
+        async def once() -> T:
+            async with self._budgets.control, asyncio.timeout(self._settings.request_timeout_s):
+                return await attempt()
+
+        return await self._persist(operation, once)
+
+    # --- requests that carry shard bytes -------------------------------------------------------------------
+
+    @property
+    def concurrency(self) -> int:
+        """How many requests may carry shard bytes at once, now."""
+        return self._budgets.bulk.concurrency.limit
+
+    def has_more(self, has_more: bool) -> None:
+        """Whether the owner would make more requests at once: only then is `concurrency` what bounds the rate."""
+        if has_more:
+            self._budgets.bulk.have_more.add(self._owner)
+        else:
+            self._budgets.bulk.have_more.discard(self._owner)
+
+    async def get_range(self, key: str, offset: int, size_bytes: int, receive: Receiver) -> ObjectInfo:
+        """Read a range. Each attempt enters a new `receive()` and hands slices to it as `Store.get_range` does; the
+        receiver sees why an attempt failed, and may raise something else.
+        """
+
+        async def attempt(once: Store, progress: Progress) -> ObjectInfo:
+            async with receive() as sink:
+
+                def told(piece: memoryview) -> None:
+                    sink(piece)
+                    progress.moved_in_thread()
+
+                return await once.get_range(key, offset, size_bytes, told)
+
+        return await self.bulk("get", size_bytes, attempt)
+
+    async def get_many(self, gets: Sequence[SmallGet], begin: ManyReceiver) -> None:
+        """Read small objects in a `series`; see `Store.get_many`. `begin` is called when they are admitted."""
+
+        async def attempt(once: Store, _: Progress, series: Series) -> None:
+            got = begin()
+
+            def told(get: SmallGet, data: memoryview) -> None:
+                got(get, data)
+                series.answered()
+
+            series.begins()
+            await once.get_many(gets, told)
+
+        await self.series("get", len(gets), sum(get.size_bytes for get in gets), attempt)
+
+    async def bulk(
+        self, operation: str, size_bytes: int, attempt: Callable[[Store, Progress], Awaitable[T]]
+    ) -> T:
+        """Make a request that carries shard bytes, within the budgets of requests and bytes.
+
+        Each attempt has a deadline that grows with its size and ends early when no byte moves (rule R14:
+        aiobotocore's own read timeout is not armed while a body is being written).
+        """
+        silence = Silence()
+        once = functools.partial(silence.attempted, functools.partial(attempt, self._store))
+        return await self._persist(operation, lambda: self._admitted(size_bytes, once), silence)
+
+    async def series(
+        self,
+        operation: str,
+        num_requests: int,
+        size_bytes: int,
+        attempt: Callable[[Store, Progress, Series], Awaitable[None]],
+    ) -> None:
+        """Make small requests one after the other, `size_bytes` in all, as one within the budgets. Once: for what was
+        not answered, the caller makes requests of their own.
+
+        Raises the StoreError that has ended the series.
+        """
+        durations_s: list[float] = []
+
+        async def once(progress: Progress) -> None:
+            series = Series(progress, durations_s)
+            try:
+                await attempt(self._store, progress, series)
+            except BaseException:
+                series.broke()
+                raise
+
+        try:
+            await self._heeded(operation, lambda: self._admitted(size_bytes, once, num_requests))
+        finally:
+            self._observer.requests_finished(operation, durations_s)
+
+    # --- patience ------------------------------------------------------------------------------------------
+
+    async def _admitted(
+        self, size_bytes: int, attempt: Callable[[Progress], Awaitable[T]], num_requests: int = 1
+    ) -> T:
+        settings, budgets, loop = self._settings, self._budgets, asyncio.get_running_loop()
+        async with budgets.bulk.hold(self._owner), budgets.bytes.hold(size_bytes):
+            began = loop.time()
+            deadline = began + num_requests * settings.request_timeout_s
+            deadline += size_bytes / settings.minimum_rate_bytes_per_s
+            try:
+                async with asyncio.timeout_at(min(deadline, began + settings.stall_timeout_s)) as scope:
+                    progress = Progress(scope, deadline, settings.stall_timeout_s, budgets.bandwidth)
+                    result = await attempt(progress)
+            except StoreError as error:
+                if error.reason is FailureReason.THROTTLED:
+                    budgets.bulk.throttled(began, loop.time())
+                raise
+            budgets.bulk.finished(size_bytes, began, loop.time())
+            return result
+
+    async def _persist(
+        self, operation: str, once: Callable[[], Awaitable[T]], silence: Silence | None = None
+    ) -> T:
+        loop = asyncio.get_running_loop()
+        give_up_at = loop.time() + self._settings.upload_timeout_s
+        backoff = tenacity.wait_random_exponential(
+            multiplier=self._settings.retry_initial_s, max=self._settings.retry_max_s
+        )
+
+        def is_final(state: tenacity.RetryCallState) -> bool:
+            error = state.outcome.exception() if state.outcome else None
+            if isinstance(error, StoreError) and error.reason is FailureReason.CHECKSUM:
+                return state.attempt_number >= MAX_CHECKSUM_ATTEMPTS
+            now = loop.time()
+            next_at = now + state.upcoming_sleep
+            return now >= give_up_at or (silence is not None and self._is_silent(silence, error, next_at))
+
+        retrying = tenacity.AsyncRetrying(
+            retry=tenacity.retry_if_exception(self._may_heal),
+            wait=backoff,
+            stop=is_final,
+            sleep=asyncio.sleep,
+            reraise=True,
+        )
+        return await retrying(self._observed, operation, once)
+
+    def _is_silent(self, silence: Silence, error: BaseException | None, next_at: float) -> bool:
+        """Whether a request will have been without a byte for too long when it is made again. A store that is busy with
+        others will come to it; one that refuses just this one will not.
+        """
+        if silence.since is None:
+            return False
+        is_refused = isinstance(error, StoreError) and error.reason in (
+            FailureReason.AUTH,
+            FailureReason.DISK,
+        )
+        since = silence.since if is_refused else max(silence.since, self._health.answered_at)
+        return next_at - since >= self._silence_s
+
+    def _may_heal(self, error: BaseException) -> bool:
+        if not isinstance(error, StoreError) or not error.reason.is_retryable:
+            return False
+        return self._is_patient or error.reason not in (FailureReason.AUTH, FailureReason.DISK)
+
+    async def _observed(self, operation: str, once: Callable[[], Awaitable[T]]) -> T:
+        """One attempt, its time measured."""
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        try:
+            return await self._heeded(operation, once)
+        finally:
+            self._observer.requests_finished(operation, [loop.time() - started])
+
+    async def _heeded(self, operation: str, once: Callable[[], Awaitable[T]]) -> T:
+        """Its error is classified, the store's health noted."""
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        try:
+            result = await once()
+        except TimeoutError:
+            error = StoreError(
+                f"no answer or no progress within {loop.time() - started:.1f} s",
+                reason=FailureReason.TIMEOUT,
+                operation=operation,
+            )
+            self._failed(error)
+            raise error from None
+        except StoreError as error:
+            self._failed(error)
+            raise
+        self._health.succeeded(loop.time())
+        return result
+
+    def _failed(self, error: StoreError) -> None:
+        if error.reason in {FailureReason.PRECONDITION, FailureReason.NOT_FOUND}:
+            return  # an answer, not a failure; who asked decides
+        self._observer.attempt_failed(error.reason)
+        self._health.failed(error, asyncio.get_running_loop().time())
+
+
+class _Health:
+    """Whether the store answers, and a line in the log when it has not for a while."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self.answered_at = -math.inf
+        self._failing_since: float | None = None
+        self._has_warned = False
+
+    def failed(self, error: StoreError, now: float) -> None:
+        if self._failing_since is None:
+            self._failing_since = now
+        elif not self._has_warned and now - self._failing_since >= QUIET_OUTAGE_S:
+            self._has_warned = True
+            logger.warning(
+                "store_failing url=%s for_s=%.0f error=%s; it is tried again",
+                self._url,
+                now - self._failing_since,
+                error,
+            )
+
+    def succeeded(self, now: float) -> None:
+        if self._has_warned and self._failing_since is not None:
+            logger.info("store_recovered url=%s after_s=%.0f", self._url, now - self._failing_since)
+        self._failing_since, self._has_warned = None, False
+        self.answered_at = now

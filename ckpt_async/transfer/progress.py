@@ -1,0 +1,106 @@
+"""How the requests that carry shard bytes get on: the stall watchdog (rule R14), and what a series of them has done."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from ckpt_async.transfer.budgets import Bandwidth
+
+T = TypeVar("T")
+
+# How often at most a thread tells the event loop that it gets on: seldom enough to cost nothing.
+TELL_S = 0.1
+
+
+class Progress:
+    """Told of every byte that moves; keeps the attempt's stall deadline ahead of it."""
+
+    def __init__(
+        self, scope: asyncio.Timeout, deadline: float, stall_timeout_s: float, bandwidth: Bandwidth
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.moved_at: float | None = None
+        self._scope, self._deadline, self._stall_timeout_s = scope, deadline, stall_timeout_s
+        self._bandwidth = bandwidth
+        self._tell_every_s = min(TELL_S, stall_timeout_s / 4)
+        self._tell_at = time.monotonic() + self._tell_every_s
+
+    async def may_send(self, size_bytes: int) -> None:
+        """Wait until the bandwidth cap lets this many more bytes go. Being held back is not a stall."""
+        held_s = self._bandwidth.reserve(size_bytes, self._loop.time())
+        if held_s > 0 and not self._scope.expired():
+            self._deadline += held_s
+            self._scope.reschedule(min(self._deadline, self._loop.time() + held_s + self._stall_timeout_s))
+            try:
+                await asyncio.sleep(held_s)
+            except BaseException:
+                self._bandwidth.give_back(size_bytes)  # or those that go on would pay for it
+                raise
+
+    @property
+    def is_paced(self) -> bool:
+        """Whether a bandwidth cap may make `may_send` wait."""
+        return self._bandwidth.is_capped
+
+    def moved_in_thread(self, *, is_last: bool = False) -> None:
+        """`moved`, for a worker thread, which may call it for every slice: the event loop is told now and then, and of
+        the last one.
+        """
+        now = time.monotonic()
+        if is_last or now >= self._tell_at:
+            self._tell_at = now + self._tell_every_s
+            self._loop.call_soon_threadsafe(functools.partial(self.moved, is_last=is_last))
+
+    def moved(self, *, is_last: bool = False) -> None:
+        """Bytes moved. After the last one only the overall deadline counts: the store may need time."""
+        self.moved_at = self._loop.time()
+        if not self._scope.expired():
+            stalled_at = self.moved_at + self._stall_timeout_s
+            self._scope.reschedule(self._deadline if is_last else min(self._deadline, stalled_at))
+
+
+class Silence:
+    """Since when no byte of one request has moved, over all its attempts."""
+
+    def __init__(self) -> None:
+        self.since: float | None = None
+
+    async def attempted(self, attempt: Callable[[Progress], Awaitable[T]], progress: Progress) -> T:
+        """Make an attempt. What it waited for before is no silence of the store."""
+        began = asyncio.get_running_loop().time()
+        self.since = began if self.since is None else self.since
+        try:
+            return await attempt(progress)
+        finally:
+            self.since = self.since if progress.moved_at is None else progress.moved_at
+
+
+class Series:
+    """Requests that are made one after the other, as whoever makes them tells, in any thread."""
+
+    def __init__(self, progress: Progress, durations_s: list[float]) -> None:
+        self._progress, self._durations_s = progress, durations_s
+        self._began_s: float | None = None
+
+    def begins(self) -> None:
+        self._began_s = time.monotonic()
+
+    def answered(self) -> None:
+        """One got its answer; the next begins."""
+        self._ended()
+        self._progress.moved_in_thread()
+
+    def broke(self) -> None:
+        """The one under way, if any, was refused or broken off."""
+        if self._began_s is not None:
+            self._ended()
+
+    def _ended(self) -> None:
+        assert self._began_s is not None
+        now = time.monotonic()
+        self._durations_s.append(now - self._began_s)
+        self._began_s = now
