@@ -43,6 +43,11 @@ IMPURE_IMPORTS = {
     *("tempfile", "threading", "time"),
     *("aiobotocore", "aiofiles", "aiohttp", "awscrt", "botocore", "prometheus_client", "tenacity", "torch"),
 }
+# Above `transfer` every request is patient: what makes one attempt is seen there by the doctor only, which measures it.
+ONE_ATTEMPT = tuple(
+    f"ckpt_async.stores.{name}." for name in ("interface.Store", "open_store", "s3", "directory", "memory")
+)
+MAY_MAKE_ONE_ATTEMPT = {"stores", "transfer", "doctor"}
 MAY_IMPORT_TORCH = {"torch", "integrations"}
 # What users of the package import, and nothing else: an adapter is what a user could have written.
 PUBLIC = {"__init__", "errors", "restore", "torch"}
@@ -146,6 +151,10 @@ def violations(sources: Mapping[str, str]) -> list[str]:
             other = _room(target)
             if other != room and DEPTH.get(other, len(ROOMS)) <= DEPTH[room]:
                 problems.append(f"{path}:{found.line}: {room} must not import {other}, which is not below it")
+            if room not in MAY_MAKE_ONE_ATTEMPT and f"{found.dotted}.".startswith(ONE_ATTEMPT):
+                problems.append(
+                    f"{path}:{found.line}: {room} must not import {found.dotted}: it is not patient"
+                )
             if room == "integrations" and other not in PUBLIC | {room}:
                 problems.append(
                     f"{path}:{found.line}: integrations may import the public API only, not {other}"
@@ -254,6 +263,13 @@ def test_what_is_allowed_is_not_complained_about() -> None:
         ),
         ("integrations/x.py", "from ..engine import x", "the public API only, not engine"),
         ("trainer/uploader.py", "try: from ..torch import x\nfinally: ...", "trainer must not import torch"),
+        (
+            "sweep/sweeper.py",
+            "from ..stores.interface import ObjectInfo, Store",
+            "sweep must not import ckpt_async.stores.interface.Store: it is not patient",
+        ),
+        ("cli/pull.py", "def f():\n    from ckpt_async.stores import open_store", "it is not patient"),
+        ("restore/session.py", "from ..stores.s3.client import S3Store", "it is not patient"),
         ("helpers.py", "", f"'helpers' is no room: put the module into one, or add it to ROOMS in {HERE}"),
         ("helpers/deep.py", "", "'helpers' is no room"),
     ],

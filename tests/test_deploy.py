@@ -19,9 +19,11 @@ from ckpt_async import Uploader, cli, restore
 from ckpt_async.core import keys, settings
 from ckpt_async.core.model import CheckpointId
 from ckpt_async.core.retention import KeepLast
+from ckpt_async.core.settings import Settings
 from ckpt_async.monitor.definitions import DEFINITIONS, SWEEPER_DEFINITIONS, Definition
 from ckpt_async.protocol.sweep_plan import Ages
 from ckpt_async.stores.memory import MemoryStore
+from ckpt_async.transfer.patient import PatientStore
 from tests.stores.misbehaving import Meddled
 from tests.sweep.trainers import Trainers
 from tests.sweep.world import World
@@ -275,7 +277,8 @@ def test_rights_of_each_role_suffice_and_are_no_more(
         await world.store.create_multipart(keys.data_key("step-1", 1, "rank-9.pt"))
         store = Recorded()
         store._store = MemoryStore(world.bucket)
-        await world.sweeper(KeepLast(1), Ages(), store).run(is_dry_run=False)  # type: ignore[arg-type]
+        patient: Any = PatientStore(store, Settings())  # type: ignore[arg-type]
+        await world.sweeper(KeepLast(1), Ages(), patient).run(is_dry_run=False)
         return store.requests
 
     swept = run(sweep())

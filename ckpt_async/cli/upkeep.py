@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import json
 import logging
-import os
 from collections.abc import Awaitable, Callable, Collection
 from typing import Any, TypeVar
 

@@ -12,7 +12,6 @@ from ckpt_async.core.model import CheckpointId, Decision, Lease, Outcome, Receip
 from ckpt_async.core.settings import Settings
 from ckpt_async.protocol import steps
 from ckpt_async.stores.checksums import checksum_of
-from ckpt_async.stores.interface import BytesBody
 from ckpt_async.transfer.patient import PatientStore, connect
 
 ALGORITHM = "crc64nvme"
@@ -75,7 +74,7 @@ class Run:
                         keys.data_key(f"step-{step}", generation, name),
                         checksum_of(data, ALGORITHM),
                     )
-                    await store.put(key, BytesBody(data), checksum)
+                    await store.put(key, data)
                     shards.append(StoredShard(name, key, len(data), checksum))
                 receipt = Receipt(id_, f"step-{step}", rank, len(files), tuple(shards))
                 await store.put(keys.receipt_key(id_, rank), records.encode_receipt(receipt))

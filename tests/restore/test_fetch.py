@@ -16,10 +16,15 @@ import pytest
 from ckpt_async import Uploader, restore
 from ckpt_async.core import keys
 from ckpt_async.core.model import CheckpointId
+from ckpt_async.core.settings import Settings
 from ckpt_async.errors import FailureReason, InvalidNameError, NoSpaceError, SettingsError, StoreError
 from ckpt_async.restore import destination, partial, sources
 from ckpt_async.restore.lanes import Lanes
+from ckpt_async.restore.session import Session
 from ckpt_async.stores.directory import DirectoryStore
+from ckpt_async.stores.memory import MemoryStore
+from ckpt_async.transfer.patient import PatientStore
+from ckpt_async.transfer.progress import Progress
 from tests.restore.runs import Run, content, files_of, is_whole, left_in, shard_key
 
 
@@ -406,28 +411,23 @@ def test_many_at_once_in_one_process(run_: Run, tmp_path: Path, num_gets: list[s
     assert left_in(tmp_path / "there") == sorted(checkpoint.files)
 
 
-def test_the_watchdog_is_told_of_every_slice(run: Any) -> None:
+def test_the_watchdog_is_told_of_every_slice(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once it is where it should be. `Progress` sees to it that this costs next to nothing."""
     events: list[str] = []
+    monkeypatch.setattr(Progress, "moved_in_thread", lambda _: events.append("told"))
 
-    class Opened:
-        """A store that sends bytes one by one, and requests of one attempt."""
-
-        def __init__(self) -> None:
-            self.store = self
-            self.bulk = SimpleNamespace(bulk=self.once)
-            self.lanes = Lanes(1)
-
-        async def once(self, operation: str, size_bytes: int, attempt: Any) -> None:
-            await attempt(SimpleNamespace(moved_in_thread=lambda: events.append("told")))
-
-        async def get_range(self, key: str, offset: int, size_bytes: int, sink: Any) -> None:
+    class Trickle(MemoryStore):
+        async def get_range(self, key: str, offset: int, size_bytes: int, sink: Any) -> Any:
             for _ in range(size_bytes):
                 sink(memoryview(b"x"))
 
     async def main() -> None:
+        store = PatientStore(Trickle(), Settings())
         source: Any = sources.StoreSource(
-            Opened(), SimpleNamespace(check=lambda: None), SimpleNamespace(), SimpleNamespace(key="a")
+            Session(store, store, Lanes(1)),
+            SimpleNamespace(check=lambda: None),  # type: ignore[arg-type]
+            SimpleNamespace(),  # type: ignore[arg-type]
+            SimpleNamespace(key="a"),  # type: ignore[arg-type]
         )
         await source.get_range(0, 3, lambda: lambda _: events.append("taken"))
 

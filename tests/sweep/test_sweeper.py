@@ -24,10 +24,11 @@ from ckpt_async.local.folder import Folder
 from ckpt_async.local.journal import RankLock
 from ckpt_async.protocol.verify import Verification, verify
 from ckpt_async.stores.directory import DirectoryStore
+from ckpt_async.stores.memory import MemoryStore
 from ckpt_async.sweep.drain import RankReport, drain
 from ckpt_async.sweep.sweeper import Sweeper, SweepReport
 from ckpt_async.trainer.handle import LOCK_WAIT_S
-from ckpt_async.transfer.patient import connect
+from ckpt_async.transfer.patient import PatientStore, connect
 from tests.seaweed import SeaweedServer
 from tests.sweep.trainers import Trainers
 
@@ -293,12 +294,15 @@ def test_a_lock_is_given_back_while_the_store_does_not_answer(
     trainers.die(folder, remote, 1)
     is_opening = threading.Event()
 
-    async def never(*_: object) -> None:
-        is_opening.set()
-        await asyncio.Event().wait()
+    class Away(MemoryStore):
+        async def open(self, *, is_read_only: bool = False) -> None:
+            is_opening.set()
+            await asyncio.Event().wait()
 
     with monkeypatch.context() as patched:
-        patched.setattr("ckpt_async.transfer.patient.PatientStore.open", never)
+        patched.setattr(
+            "ckpt_async.sweep.drain.connect", lambda _, __, settings: PatientStore(Away(), settings)
+        )
         reports: list[SweepReport] = []
         adopting = threading.Thread(target=lambda: reports.append(sweep(folder)))
         adopting.start()

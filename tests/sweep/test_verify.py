@@ -10,7 +10,7 @@ from ckpt_async.core.retention import KeepLast
 from ckpt_async.protocol import steps
 from ckpt_async.protocol.verify import verify
 from ckpt_async.stores.checksums import checksum_of
-from ckpt_async.stores.interface import BytesBody, ObjectInfo
+from ckpt_async.stores.interface import ObjectInfo
 from tests.sweep.world import Counted, World, replaced
 
 ID = CheckpointId(1, 5)
@@ -68,7 +68,7 @@ def test_a_truncated_shard_is_named(run: Any) -> None:
 
     async def main() -> None:
         world = await _world()
-        await world.store.put(SHARD, BytesBody(b"x"), checksum_of(b"x", "crc64nvme"))
+        await world.store.put(SHARD, b"x")
         result = await world.verify()
         assert [(each.rule, each.key) for each in result.findings] == [("I1", SHARD)]
         assert "1 bytes" in result.findings[0].message
