@@ -1,7 +1,7 @@
-"""The command line, `ckpt-async`. `docs/cli.md` documents commands, JSON fields and exit codes.
+"""The command line, `ckpt-async`: parses arguments, calls, prints. `docs/cli.md` documents it.
 
-It parses, calls and prints; it knows no rule. A command and its arguments are in a module that is imported when it
-runs, so that those that only look answer at once.
+No rule lives here. Each command and its arguments are a module that is imported only when the command runs, so that
+read-only commands start at once.
 """
 
 from __future__ import annotations

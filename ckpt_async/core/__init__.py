@@ -1,4 +1,4 @@
-"""Values and rules, pure: what is known, what is decided by it, how it is named and written down.
+"""Values and rules, pure: the model, `decide`, retention, keys, names, records, settings.
 
-No clock, no randomness, no file, no socket, no thread: whatever a rule needs is an argument. It imports `errors` only.
+No clock, randomness, file, socket or thread: whatever a rule needs is an argument. Imports only `errors`.
 """

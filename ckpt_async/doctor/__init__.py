@@ -1,4 +1,4 @@
-"""`ckpt-async doctor`: checks of this node, folder and store, and what each finding means.
+"""`ckpt-async doctor`: `checks` tries out this node, folder and store; `diagnosis` (pure) explains the findings.
 
-`checks` asks, `diagnosis` (pure) explains. It changes nothing but a probe object that it removes.
+Defines no rule of its own, and leaves nothing behind: it removes its probe objects and files again.
 """

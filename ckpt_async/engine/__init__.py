@@ -1,4 +1,4 @@
 """One rank's engine: observe, decide, act, record.
 
-It owns no rule (`core.decide` does) and no thread (`runners` do); state comes from the journal alone.
+No rule lives here (see `core.decide`) and no thread or process (see `runners`). Its state comes from the journal alone.
 """

@@ -1,4 +1,4 @@
-"""Adapters for training frameworks, over the public API: one module each, imported where it is wanted.
+"""Adapters for training frameworks, one module each. They use only the public API.
 
     from ckpt_async.integrations.lightning import CkptAsyncCheckpointIO, newest_checkpoint
     from ckpt_async.integrations.transformers import CkptAsyncCallback, newest_checkpoint

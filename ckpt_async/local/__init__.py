@@ -1,4 +1,4 @@
-"""This node's disk: the checkpoint folder with its spool of hard links, and the journal.
+"""This node's disk: the checkpoint folder, its spool of hard links, locks, and the journals.
 
-Blocking calls, safe from any thread. Nothing here knows of a store or of an event loop.
+Calls block and are safe from any thread. Nothing here knows a store or an event loop.
 """

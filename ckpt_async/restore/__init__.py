@@ -1,4 +1,4 @@
-"""Getting a checkpoint back: find the newest good one, fetch it or read parts of it.
+"""Restoring: find the newest good checkpoint, fetch it, or read parts of it.
 
     from ckpt_async import restore
 
@@ -7,7 +7,8 @@
         report = restore.fetch(checkpoint, "checkpoints/resume", folder="checkpoints")
         state = torch.load(report.paths["model.pt"], weights_only=True)
 
-Nothing here needs torch. `ckpt_async.torch` loads what was fetched, resharded if need be, on many ranks.
+Nothing here needs torch or changes a checkpoint. `ckpt_async.torch` loads what was fetched, resharded if need be, on
+many ranks.
 """
 
 from ckpt_async.errors import (

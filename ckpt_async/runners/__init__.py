@@ -1,5 +1,6 @@
-"""Where an uploader's engine runs: a thread of the trainer, or a process of its own. The rules of an engine's life
-are in `host`; `thread` and `process` only differ in who calls it.
+"""Where an engine runs: on a thread of the trainer (`thread`), or in a separate process (`process`, `child`).
+
+`host` has the life of an engine, the same in both. What an engine does, and every rule, lives elsewhere.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Object stores: the URL that chooses one, the options it takes, and what every kind shares.
+"""Object stores: the URL that selects one, its options, and what all kinds share. One attempt per call, no retries.
 
-Each kind is a module of its own, imported when a URL asks for it: aiobotocore alone takes half a second.
+Each kind is a module that is imported when a URL asks for it: aiobotocore alone takes half a second.
 """
 
 from __future__ import annotations

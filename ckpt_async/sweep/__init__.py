@@ -1,4 +1,4 @@
-"""What runs where no trainer does: `drain` finishes a dead trainer's work, the sweeper looks after remotes.
+"""Work without a trainer: `drain` finishes what a dead trainer left, the sweeper looks after remotes.
 
-What a sweep may do is decided in `protocol.sweep_plan`; here it is carried out.
+No rule lives here: `protocol.sweep_plan` decides what a sweep does, and an engine does the uploads.
 """

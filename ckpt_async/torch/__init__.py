@@ -1,4 +1,4 @@
-"""What needs torch: reading and writing its formats, and resuming on many ranks.
+"""Everything that needs torch: its file formats, sharded checkpoints (DCP), and resuming on many ranks.
 
     from ckpt_async.torch import agree, load, run_on_one
 
@@ -6,7 +6,7 @@
     state = load("checkpoints/step-100/rank-{rank}.pt", ignore_keys=["optimizer/*"])
     agree(state["step"], what="the resumed step")
 
-Names are loaded on first use.
+The rest of the package (but for `integrations`) must not import torch. Names are loaded on first use.
 """
 
 from __future__ import annotations

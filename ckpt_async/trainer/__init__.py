@@ -1,4 +1,4 @@
-"""What the trainer calls: `Uploader`, the file that is sent while it is written, the flush before preemption.
+"""What the trainer calls: `Uploader`, files uploaded while they are written, the flush before preemption.
 
-Calls link, append and return; they never touch the network. No rule of the protocol is decided here.
+Calls link, append and return; they never touch the network. No rule of the protocol lives here.
 """

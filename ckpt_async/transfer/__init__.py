@@ -1,4 +1,4 @@
-"""Patience and bytes: admission, deadlines, retries, concurrency; how a shard goes up in parts.
+"""Admission, deadlines, retries, concurrency, and how a shard is uploaded in parts.
 
-Above it nobody sees a single attempt; below it nobody retries. It knows shards, not checkpoints.
+Nothing above sees a single attempt, nothing below retries. Knows shards, not checkpoints.
 """

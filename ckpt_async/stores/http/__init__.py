@@ -1,4 +1,4 @@
-"""Bytes over HTTP/1.1 in threads of their own: connections, framing, bodies sent and ranges received.
+"""HTTP/1.1 on blocking sockets in worker threads: connections, framing, request bodies, ranged reads.
 
-Nothing here knows of S3, of retries or of checkpoints: one attempt, its deadline and its error.
+One attempt with its deadline and its error. Nothing here knows S3, retries or checkpoints.
 """

@@ -1,4 +1,4 @@
-"""Amazon S3 and S3-compatible stores, behind the interface of `stores.interface`.
+"""Amazon S3 and S3-compatible stores, behind `stores.interface`.
 
-The SDK speaks for small requests and decides how a request looks; `stores.http` carries the bytes.
+The SDK sends small requests and determines what a request looks like; `stores.http` carries the bytes. No retries here.
 """
