@@ -11,6 +11,7 @@ import pickletools
 import struct
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn
 
 from ckpt_async.errors import UnsafePickleError
@@ -24,6 +25,8 @@ _DICTS = frozenset({dict, OrderedDict})
 ILL_FORMED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, struct.error)
 
 Find = Callable[[str, str], object]
+_Combine = dict[int, Callable[[Any, Any], object]]
+_Fill = dict[int, Callable[[object, list[Any]], None]]
 
 
 class Class:
@@ -52,128 +55,137 @@ def refuse(reason: str) -> NoReturn:
 
 
 def interpret(
-    data: bytes, find: Find, build: Callable[[object, object], None], key_types: frozenset[type]
+    data: bytes, find: Find, build: Callable[[object, object], object], key_types: frozenset[type]
 ) -> object:
-    """Run the pickle machine on the opcodes of protocols 2 to 5 that plain data has; the commonest come first. `find`
-    says what a name stands for, None for what has no place here; `build` takes an object that NEWOBJ has made and the
-    state that it is to have; keys of dicts are of `key_types`.
-
-    Raises UnsafePickleError for what it does not do, and any of ILL_FORMED.
+    """Run the pickle machine on the opcodes of protocols 2 to 5 that plain data has. `find` says what a name stands
+    for, None for what has no place here; `build` gives an object that NEWOBJ has made its state, and returns it; keys
+    of dicts are of `key_types`. Raises UnsafePickleError for what it does not do, and any of ILL_FORMED.
     """
+    # REDUCE, NEWOBJ, BUILD, STACK_GLOBAL: what becomes of the two topmost.
+    combined: _Combine = {0x52: _call, 0x81: _new, 0x62: build, 0x93: partial(_global, find)}
+    set_items = partial(_set_items, key_types)
+    fill: _Fill = {0x75: set_items, 0x73: set_items, 0x65: _extend, 0x61: _extend}
     stack: list[Any] = []
     marks: list[list[Any]] = []
     memo: dict[int, Any] = {}
-    at, end = 0, len(data)
-    unpack = struct.unpack_from
-    while True:
+    at = 0
+    while True:  # the commonest come first
         code = data[at]
         at += 1
         if code == 0x94:  # MEMOIZE
             memo[len(memo)] = stack[-1]
-        elif code == 0x68:  # BINGET
-            stack.append(memo[data[at]])
-            at += 1
-        elif code == 0x4B:  # BININT1
-            stack.append(data[at])
-            at += 1
-        elif code == 0x6A:  # LONG_BINGET
-            stack.append(memo[unpack("<I", data, at)[0]])
-            at += 4
-        elif code == 0x52:  # REDUCE
-            arguments = stack.pop()
-            stack[-1] = _call(stack[-1], arguments)
-        elif code == 0x85:  # TUPLE1
-            stack[-1] = (stack[-1],)
-        elif code == 0x86:  # TUPLE2
-            stack[-2:] = [(stack[-2], stack[-1])]
-        elif code == 0x87:  # TUPLE3
-            stack[-3:] = [(stack[-3], stack[-2], stack[-1])]
-        elif code == 0x29:  # EMPTY_TUPLE
-            stack.append(())
-        elif code == 0x81:  # NEWOBJ
-            arguments = stack.pop()
-            if type(stack[-1]) is not Class or type(arguments) is not tuple or arguments:
-                refuse("it makes an object of what is no class of DCP's metadata")
-            stack[-1] = object.__new__(stack[-1].made)
-        elif code == 0x62:  # BUILD
-            state = stack.pop()
-            build(stack[-1], state)
-        elif code == 0x7D:  # EMPTY_DICT
-            stack.append({})
+        elif code in (0x68, 0x6A):  # BINGET, LONG_BINGET
+            index, at = _byte(data, at) if code == 0x68 else _unsigned(data, at)
+            stack.append(memo[index])
+        elif (read := _VALUES.get(code)) is not None:
+            value, at = read(data, at)
+            stack.append(value)
+        elif (size := _TUPLE_SIZES.get(code)) is not None:  # TUPLE1, TUPLE2, TUPLE3
+            stack.append(tuple(_pop(stack, size)))
+        elif (combine := combined.get(code)) is not None:
+            argument = stack.pop()
+            stack[-1] = combine(stack[-1], argument)
         elif code == 0x28:  # MARK
             marks.append(stack)
             stack = []
-        elif code == 0x75:  # SETITEMS
-            items, stack = stack, marks.pop()
-            _set_items(stack[-1], items, key_types)
-        elif code == 0x4D:  # BININT2
-            stack.append(unpack("<H", data, at)[0])
-            at += 2
-        elif code == 0x4A:  # BININT
-            stack.append(unpack("<i", data, at)[0])
-            at += 4
-        elif code == 0x8A:  # LONG1
-            size = data[at]
-            at += 1
-            stack.append(int.from_bytes(data[at : at + size], "little", signed=True))
-            at += size
-        elif code in (0x8C, 0x58):  # SHORT_BINUNICODE, BINUNICODE
-            size, start = (data[at], at + 1) if code == 0x8C else (unpack("<I", data, at)[0], at + 4)
-            at = start + size
-            if at > end:
-                refuse("it is cut short")
-            if size > _MAX_TEXT_BYTES:
-                refuse(f"it has a text of {size} bytes")
-            stack.append(str(data[start:at], "utf-8", "surrogatepass"))
-        elif code == 0x4E:  # NONE
-            stack.append(None)
-        elif code == 0x89:  # NEWFALSE
-            stack.append(False)
-        elif code == 0x88:  # NEWTRUE
-            stack.append(True)
-        elif code == 0x5D:  # EMPTY_LIST
-            stack.append([])
-        elif code == 0x61:  # APPEND
-            item = stack.pop()
-            _extend(stack[-1], [item])
-        elif code == 0x65:  # APPENDS
-            items, stack = stack, marks.pop()
-            _extend(stack[-1], items)
-        elif code == 0x73:  # SETITEM
-            items = stack[-2:]
-            del stack[-2:]
-            _set_items(stack[-1], items, key_types)
         elif code == 0x74:  # TUPLE
             items, stack = stack, marks.pop()
             stack.append(tuple(items))
-        elif code == 0x95:  # FRAME: a promise of bytes, all of which are here already
-            if unpack("<Q", data, at)[0] > end - at - 8:
-                refuse("it is cut short")
-            at += 8
-        elif code == 0x93:  # STACK_GLOBAL
-            name = stack.pop()
-            stack[-1] = _global(find, stack[-1], name)
+        elif code in (0x75, 0x65):  # SETITEMS, APPENDS
+            items, stack = stack, marks.pop()
+            fill[code](stack[-1], items)
+        elif code in (0x73, 0x61):  # SETITEM, APPEND
+            items = _pop(stack, 2 if code == 0x73 else 1)
+            fill[code](stack[-1], items)
         elif code == 0x63:  # GLOBAL
-            middle = data.index(b"\n", at)
-            stop = data.index(b"\n", middle + 1)
-            stack.append(_global(find, str(data[at:middle], "utf-8"), str(data[middle + 1 : stop], "utf-8")))
-            at = stop + 1
-        elif code == 0x71:  # BINPUT
-            memo[data[at]] = stack[-1]
-            at += 1
-        elif code == 0x72:  # LONG_BINPUT
-            memo[unpack("<I", data, at)[0]] = stack[-1]
-            at += 4
-        elif code == 0x47:  # BINFLOAT
-            stack.append(unpack(">d", data, at)[0])
-            at += 8
-        elif code == 0x80:  # PROTO
-            at += 1
+            (module, name), at = _names(data, at)
+            stack.append(_global(find, module, name))
+        elif code in (0x71, 0x72):  # BINPUT, LONG_BINPUT
+            index, at = _byte(data, at) if code == 0x71 else _unsigned(data, at)
+            memo[index] = stack[-1]
+        elif code in (0x80, 0x95):  # PROTO, FRAME
+            at = _skip(code, data, at)
         elif code == 0x2E:  # STOP
             return stack.pop()
         else:
             opcode = next((each for each in pickletools.opcodes if ord(each.code) == code), None)
             refuse(f"it has {opcode.name if opcode else hex(code)}, which DCP's metadata never has")
+
+
+def _skip(code: int, data: bytes, at: int) -> int:
+    if code == 0x80:
+        return at + 1
+    size, at = _number("<Q", data, at)  # a promise of bytes, all of which are here already
+    if size > len(data) - at:
+        refuse("it is cut short")
+    return at
+
+
+def _pop(stack: list[Any], count: int) -> list[Any]:
+    if len(stack) < count:
+        refuse("it takes more than there is")
+    items = stack[-count:]
+    del stack[-count:]
+    return items
+
+
+def _byte(data: bytes, at: int) -> tuple[int, int]:
+    return data[at], at + 1
+
+
+def _unsigned(data: bytes, at: int) -> tuple[int, int]:
+    return _number("<I", data, at)
+
+
+def _number(layout: str, data: bytes, at: int) -> tuple[Any, int]:
+    return struct.unpack_from(layout, data, at)[0], at + struct.calcsize(layout)
+
+
+def _long(data: bytes, at: int) -> tuple[int, int]:
+    start = at + 1
+    end = start + data[at]
+    return int.from_bytes(data[start:end], "little", signed=True), end
+
+
+def _text(data: bytes, size: int, start: int) -> tuple[str, int]:
+    end = start + size
+    if end > len(data):
+        refuse("it is cut short")
+    if size > _MAX_TEXT_BYTES:
+        refuse(f"it has a text of {size} bytes")
+    return str(data[start:end], "utf-8", "surrogatepass"), end
+
+
+def _names(data: bytes, at: int) -> tuple[list[str], int]:
+    """Two lines."""
+    middle = data.index(b"\n", at)
+    end = data.index(b"\n", middle + 1)
+    return str(data[at:end], "utf-8").split("\n"), end + 1
+
+
+# The value that an opcode pushes, and where the next one begins.
+_VALUES: dict[int, Callable[[bytes, int], tuple[object, int]]] = {
+    0x4B: _byte,  # BININT1
+    0x29: lambda _, at: ((), at),  # EMPTY_TUPLE
+    0x7D: lambda _, at: ({}, at),  # EMPTY_DICT
+    0x5D: lambda _, at: ([], at),  # EMPTY_LIST
+    0x4D: partial(_number, "<H"),  # BININT2
+    0x4A: partial(_number, "<i"),  # BININT
+    0x8A: _long,  # LONG1
+    0x8C: lambda data, at: _text(data, *_byte(data, at)),  # SHORT_BINUNICODE
+    0x58: lambda data, at: _text(data, *_unsigned(data, at)),  # BINUNICODE
+    0x4E: lambda _, at: (None, at),  # NONE
+    0x89: lambda _, at: (False, at),  # NEWFALSE
+    0x88: lambda _, at: (True, at),  # NEWTRUE
+    0x47: partial(_number, ">d"),  # BINFLOAT
+}
+_TUPLE_SIZES = {0x85: 1, 0x86: 2, 0x87: 3}
+
+
+def _new(class_: object, arguments: object) -> object:
+    if type(class_) is not Class or type(arguments) is not tuple or arguments:
+        refuse("it makes an object of what is no class of DCP's metadata")
+    return object.__new__(class_.made)
 
 
 def _global(find: Find, module: object, name: object) -> object:
@@ -194,7 +206,7 @@ def _call(function: object, arguments: object) -> object:
     return function.make(*arguments)
 
 
-def _set_items(target: object, items: list[Any], key_types: frozenset[type]) -> None:
+def _set_items(key_types: frozenset[type], target: object, items: list[Any]) -> None:
     if type(target) not in _DICTS:
         refuse("it sets items of what is no dict")
     assert isinstance(target, dict)

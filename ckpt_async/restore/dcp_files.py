@@ -29,9 +29,10 @@ def _find(module: str, name: str) -> object:
     return Function(lambda *_: None, object)
 
 
-def _build(target: object, state: object) -> None:
+def _build(target: object, state: object) -> object:
     if type(target) is _Inert and not vars(target) and type(state) is dict:
         vars(target).update((name, value) for name, value in state.items() if type(name) is str)
+    return target
 
 
 def named_files(metadata: bytes) -> dict[str, int]:

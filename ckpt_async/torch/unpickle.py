@@ -147,7 +147,7 @@ def load_metadata(
     return found
 
 
-def _build(target: object, state: object) -> None:
+def _build(target: object, state: object) -> object:
     fields = _FIELDS.get(type(target))
     if fields is None or vars(target):
         refuse("it changes what is no new object of DCP's metadata")
@@ -158,13 +158,14 @@ def _build(target: object, state: object) -> None:
             if type(value) not in allowed:
                 refuse(f"TensorProperties has a {type(value).__name__} where none belongs")
         target.__setstate__(state)  # type: ignore[no-untyped-call]
-        return
+        return target
     if type(state) is not dict or len(state) > _MAX_FIELDS:
         refuse(f"{type(target).__name__} has a state that is not its fields")
     for name, value in state.items():
         if type(name) is not str or name.startswith("_") or type(value) not in fields.get(name, _SCALARS):
             refuse(f"{type(target).__name__} has a {type(value).__name__} as {str(name)[:100]!r}")
     vars(target).update(state)
+    return target
 
 
 def _check(found: object) -> None:
