@@ -28,26 +28,27 @@ if TYPE_CHECKING:
     from ckpt_async.torch.dcp import async_save, load_latest, save
     from ckpt_async.torch.dcp_reader import CkptAsyncReader
     from ckpt_async.torch.dcp_writer import CkptAsyncWriter
-    from ckpt_async.torch.formats import KeyReport, load, load_into, load_remote, model_state
+    from ckpt_async.torch.formats import load, load_remote
     from ckpt_async.torch.resume import fetch_together
+    from ckpt_async.torch.states import KeyReport, load_into, model_state
     from ckpt_async.torch.unpickle import load_metadata
 
 _HOMES = {
     "CkptAsyncReader": "dcp_reader",
     "CkptAsyncWriter": "dcp_writer",
-    "KeyReport": "formats",
+    "KeyReport": "states",
     "agree": "agreement",
     "async_save": "dcp",
     "fetch_together": "resume",
     "gather_rng_states": "agreement",
     "launch_id": "agreement",
     "load": "formats",
-    "load_into": "formats",
+    "load_into": "states",
     "load_latest": "dcp",
     "load_metadata": "unpickle",
     "load_remote": "formats",
     "load_rng_state": "agreement",
-    "model_state": "formats",
+    "model_state": "states",
     "rng_state": "agreement",
     "run_on_one": "agreement",
     "save": "dcp",

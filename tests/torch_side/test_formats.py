@@ -32,7 +32,9 @@ from ckpt_async.errors import (
     UnsafePickleError,
 )
 from ckpt_async.torch import load, load_into, load_remote, model_state
-from ckpt_async.torch.formats import decompress, drop, extract, fill, flashpoint_tensor
+from ckpt_async.torch.archives import decompress, extract
+from ckpt_async.torch.formats import fill, flashpoint_tensor
+from ckpt_async.torch.states import drop
 
 STATE = {
     "state": {"model": {"layer1.weight": torch.arange(6.0).reshape(2, 3), "layer2.bias": torch.ones(2)}},

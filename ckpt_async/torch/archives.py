@@ -1,0 +1,218 @@
+"""Archives and compressed files, unpacked within bounds. Of an archive only plain files and folders are taken."""
+
+from __future__ import annotations
+
+import bz2
+import contextlib
+import errno
+import gzip
+import lzma
+import os
+import shutil
+import subprocess
+import tarfile
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any, cast
+
+from ckpt_async.errors import FormatError
+
+CHUNK_BYTES = 1 << 20
+TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.lzma", ".tar.xz")
+# In this process; `lzma` tells .xz from .lzma by itself.
+CODECS: dict[str, Callable[..., Any]] = {
+    ".bz2": bz2.open,
+    ".gz": gzip.open,
+    ".lzma": lzma.open,
+    ".xz": lzma.open,
+}
+# In a process of the tool's own, which reads its standard input.
+TOOLS = {".lz4": ("lz4", "-dc"), ".lzo": ("lzop", "-dc"), ".zst": ("zstd", "-dc")}
+_MAX_MEMBERS = 100_000
+_MAX_DEPTH = 100
+_NOT_UNPACKABLE = (
+    tarfile.TarError,
+    FileExistsError,
+    NotADirectoryError,
+    OverflowError,
+    RecursionError,  # headers that follow each other without a file
+    ValueError,
+)
+
+
+def decompress(
+    path: str | os.PathLike[str], destination: str | os.PathLike[str], *, max_size_bytes: int | None = None
+) -> None:
+    """Write what the compressed file `path` holds to the new file `destination`; at most `max_size_bytes`, or nine
+    tenths of the space that is free there. On an error nothing stays. Blocks. Raises FormatError.
+    """
+    source, target = Path(path), Path(destination)
+    limit = _limit(target.parent, max_size_bytes)
+    with target.open("xb") as file:
+        try:
+            with _unpacking(source) as stream:
+                _copy(stream, file, limit, source)
+        except BaseException:
+            target.unlink()
+            raise
+
+
+def extract(
+    path: str | os.PathLike[str], folder: str | os.PathLike[str], *, max_size_bytes: int | None = None
+) -> list[Path]:
+    """Write the files of an archive below `folder`, which exists, and return their paths.
+
+    Files and folders only: a link, a device, a path that is absolute or leads out, or a file that is there already
+    raises FormatError, and so does more than `max_size_bytes` (or nine tenths of the free space) in all. Owners and
+    modes are not taken over. What was written before stays. Blocks.
+    """
+    source, target = Path(path), Path(folder)
+    if not source.name.endswith(TAR_SUFFIXES):
+        raise FormatError(f"{source} is no archive by its name", hint=f"known: {' '.join(TAR_SUFFIXES)}")
+    limit = _limit(target, max_size_bytes)
+    written: list[Path] = []
+    with _unpacking(source) as stream:
+        try:
+            bounded = _Bounded(stream, limit, source)
+            with tarfile.open(fileobj=cast(Any, bounded), mode="r:") as archive:
+                for number, member in enumerate(archive):
+                    bounded.allow(0)
+                    if number >= _MAX_MEMBERS:
+                        raise FormatError(f"{source} has more than {_MAX_MEMBERS} members")
+                    if (found := _member_path(member, source)) is None:
+                        continue
+                    place = target / found
+                    place.parent.mkdir(parents=True, exist_ok=True)
+                    if member.isdir():
+                        place.mkdir(exist_ok=True)
+                        continue
+                    with place.open("xb") as file:
+                        bounded.allow(member.size)
+                        content = archive.extractfile(member)
+                        assert content is not None
+                        _copy(content, file, limit, source)
+                    if place.stat().st_size != member.size:
+                        raise FormatError(f"{source} is cut short in {member.name[:200]!r}")
+                    limit -= member.size
+                    written.append(place)
+        except (*_NOT_UNPACKABLE, OSError) as error:
+            if not isinstance(error, _NOT_UNPACKABLE) and error.errno != errno.ENAMETOOLONG:
+                raise
+            raise FormatError(f"{source} is no archive that can be unpacked: {str(error)[:500]}") from error
+    return written
+
+
+def _member_path(member: tarfile.TarInfo, source: Path) -> str | None:
+    """Where a member belongs below the folder; None for the folder itself."""
+    what = f"{source}: {member.name[:200]!r}"
+    if not (member.isdir() or member.isreg()) or member.issparse():
+        raise FormatError(f"{what} is neither a plain file nor a folder")
+    parts = [part for part in member.name.split("/") if part not in ("", ".")]
+    if member.name.startswith("/") or ".." in parts or "\\" in member.name or "\0" in member.name:
+        raise FormatError(f"{what} would lead out of the folder")
+    if len(parts) > _MAX_DEPTH:  # what makes and removes folders recurses
+        raise FormatError(f"{what} is more than {_MAX_DEPTH} folders deep")
+    return "/".join(parts) or None
+
+
+def _limit(folder: Path, max_size_bytes: int | None) -> int:
+    return shutil.disk_usage(folder).free * 9 // 10 if max_size_bytes is None else max_size_bytes
+
+
+@contextlib.contextmanager
+def _unpacking(path: Path) -> Iterator[IO[bytes]]:
+    """The decompressed bytes of a file, or its own if it is a plain `.tar`."""
+    suffix = ".gz" if path.suffix == ".tgz" else path.suffix
+    try:
+        if command := TOOLS.get(suffix):
+            with _tool(command, path) as stream:
+                yield stream
+        elif suffix == ".tar":
+            with path.open("rb") as stream:
+                yield stream
+        elif codec := CODECS.get(suffix):
+            with codec(path) as stream:
+                yield stream
+        else:
+            raise FormatError(f"{path}: unknown compression {suffix!r}")
+    except (EOFError, lzma.LZMAError, zlib.error) as error:
+        raise FormatError(f"{path} is cut short or damaged: {error}") from error
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        raise FormatError(f"{path} is damaged: {error}") from error  # gzip's and bz2's way to say so
+
+
+@contextlib.contextmanager
+def _tool(command: tuple[str, ...], path: Path) -> Iterator[IO[bytes]]:
+    if shutil.which(command[0]) is None:
+        raise FormatError(f"{path} needs the program {command[0]!r}", hint=f"install {command[0]}")
+    with path.open("rb") as packed, tempfile.TemporaryFile() as complaints:
+        with subprocess.Popen(command, stdin=packed, stdout=subprocess.PIPE, stderr=complaints) as process:
+            assert process.stdout is not None
+            try:
+                yield process.stdout
+            except BaseException:
+                process.kill()
+                raise
+        if process.returncode != 0:
+            complaints.seek(max(0, complaints.seek(0, os.SEEK_END) - 500))  # the reason comes last
+            said = complaints.read().decode(errors="replace").strip()
+            raise FormatError(f"{path}: {command[0]} failed: {said}")
+
+
+class _Bounded:
+    """What `tarfile` reads from. It takes headers of any size and number into memory, and a sparse file's map, which
+    takes fourteen times its size there; here those of one file end at 1 MiB.
+    """
+
+    def __init__(self, stream: IO[bytes], limit: int, source: Path) -> None:
+        self._stream = stream
+        self._end = limit + CHUNK_BYTES * 100  # headers and padding are not in the limit
+        self._source = source
+        self._left = CHUNK_BYTES
+
+    def allow(self, content_bytes: int) -> None:
+        """What may be read from here on: so much, and the next file's headers."""
+        self._left = content_bytes + CHUNK_BYTES
+
+    def read(self, size: int) -> bytes:
+        self._left -= size
+        if size < 0 or self._left < 0 or self._stream.tell() > self._end:
+            raise FormatError(
+                f"{self._source} has headers of more than {CHUNK_BYTES} bytes, or unpacks to more than is allowed"
+            )
+        return self._stream.read(size)
+
+    def seek(self, position: int) -> int:
+        if position > self._end:
+            raise FormatError(f"{self._source} unpacks to more than is allowed")
+        return self._stream.seek(position)
+
+    def tell(self) -> int:
+        return self._stream.tell()
+
+
+def _copy(stream: IO[bytes], file: IO[bytes], limit: int, source: Path) -> None:
+    while chunk := stream.read(CHUNK_BYTES):
+        limit -= len(chunk)
+        if limit < 0:
+            raise FormatError(
+                f"{source} unpacks to more than is allowed",
+                hint="pass max_size_bytes, or a roomier temporary folder in $TMPDIR",
+            )
+        file.write(chunk)
+
+
+def is_tar(path: Path) -> bool:
+    """By what is in it."""
+    with path.open("rb") as file:
+        try:
+            tarfile.open(fileobj=cast(Any, _Bounded(file, path.stat().st_size, path)), mode="r:").close()
+        except tarfile.TarError:
+            return False
+        except _NOT_UNPACKABLE:
+            return True  # for all we know
+    return True

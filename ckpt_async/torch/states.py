@@ -1,0 +1,116 @@
+"""Parts of a state that was loaded: left out, found, put into a model."""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ckpt_async.core import naming
+from ckpt_async.errors import FormatError, StateMismatchError
+
+logger = logging.getLogger(__name__)
+
+IgnoreKeys = Sequence[str] | Callable[[Any], None]
+
+
+def checked_keys(ignore_keys: IgnoreKeys) -> IgnoreKeys:
+    """Before anything is loaded for nothing."""
+    return ignore_keys if callable(ignore_keys) else naming.several(ignore_keys, "ignore_keys")
+
+
+def drop(state: Any, ignore_keys: IgnoreKeys) -> None:
+    """Remove what `ignore_keys` (see `load`) matches from a loaded state, in place."""
+    if callable(ignore_keys):
+        ignore_keys(state)
+        return
+    unmatched = {pattern: re.compile(fnmatch.translate(pattern)) for pattern in ignore_keys}
+    patterns = dict(unmatched)
+    pending: list[tuple[Any, str]] = [(state, "")]
+    seen = {id(state)}  # a file may say that a dict holds itself
+    while patterns and pending:
+        container, prefix = pending.pop()
+        for key in list(container) if isinstance(container, dict) else range(len(container) - 1, -1, -1):
+            path = f"{prefix}{key}"
+            matching = [glob for glob, pattern in patterns.items() if pattern.match(path)]
+            for each in matching:
+                unmatched.pop(each, None)
+            value = container[key]
+            if matching:
+                del container[key]
+            elif isinstance(value, (dict, list)) and id(value) not in seen:
+                seen.add(id(value))
+                pending.append((value, f"{path}/"))
+    for each in unmatched:
+        logger.warning("ignore_keys_unmatched glob=%s", each)
+
+
+def model_state(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The model's part of a training checkpoint, without optimizer and the rest, where the common trainers put it:
+    `state/model` (Composer), `model`, `model_state_dict`, `state_dict` (Lightning), `module` (DeepSpeed); or all of it
+    if it holds tensors only. Raises FormatError if it is at none of these.
+    """
+    for path in (("state", "model"), ("model",), ("model_state_dict",), ("state_dict",), ("module",)):
+        found: Any = state
+        for key in path:
+            found = found.get(key) if isinstance(found, Mapping) else None
+        if isinstance(found, Mapping):
+            return found
+    if state and all(isinstance(each, torch.Tensor) for each in state.values()):
+        return state
+    raise FormatError(f"no model in it: it has {', '.join(map(str, list(state)[:20])) or 'nothing'}")
+
+
+@dataclass(frozen=True, slots=True)
+class KeyReport:
+    """What differs between a model and a state: keys only the model has, keys only the state has, and other shapes."""
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    reshaped: tuple[str, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.unexpected or self.reshaped)
+
+    def __str__(self) -> str:
+        parts = (
+            ("missing", self.missing),
+            ("unexpected", self.unexpected),
+            ("of another shape", self.reshaped),
+        )
+        return "; ".join(
+            f"{len(keys)} {what}: {', '.join(keys[:10])}{', …' * (len(keys) > 10)}"
+            for what, keys in parts
+            if keys
+        )
+
+
+def load_into(model: torch.nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> KeyReport:
+    """Load the model's part of a state (see `model_state`) into a model. What differs is in the report; with `strict`
+    it raises StateMismatchError instead, before anything is changed. Without, the keys that fit are loaded.
+    """
+    found, own = model_state(state), model.state_dict()
+    report = KeyReport(
+        missing=tuple(sorted(own.keys() - found.keys())),
+        unexpected=tuple(sorted(found.keys() - own.keys())),
+        reshaped=tuple(
+            f"{key} {tuple(found[key].shape)} for {tuple(own[key].shape)}"
+            for key in sorted(own.keys() & found.keys())
+            if not _fits(found[key], own[key])
+        ),
+    )
+    if strict and report:
+        raise StateMismatchError(f"the state does not fit the model: {report}")
+    fitting = {key: found[key] for key in own.keys() & found.keys() if _fits(found[key], own[key])}
+    model.load_state_dict(fitting, strict=False)
+    return report
+
+
+def _fits(value: Any, own: Any) -> bool:
+    both = isinstance(value, torch.Tensor) and isinstance(own, torch.Tensor)
+    return not both or value.shape == own.shape

@@ -1,0 +1,145 @@
+"""Tensors behind a JSON header: safetensors files, and ML Flashpoint's optimised form. Nothing in them is run."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+
+from ckpt_async.errors import FormatError
+
+# By torch's own names: a name from a file is never looked up in a module.
+_TORCH_DTYPES = {
+    str(each).removeprefix("torch."): each for each in vars(torch).values() if isinstance(each, torch.dtype)
+}
+
+_MAX_DIMENSIONS = 64  # torch's own limit
+_MAX_HEADER_BYTES = 100 << 20  # safetensors' own limit
+_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    **({"F8_E8M0": torch.float8_e8m0fnu} if hasattr(torch, "float8_e8m0fnu") else {}),
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+
+
+def load_safetensors(path: Path, map_location: object) -> dict[str, torch.Tensor]:
+    if not isinstance(map_location, (str, torch.device, type(None))):
+        raise FormatError(
+            f"{path}: a safetensors file goes to one device", hint="map_location='cpu', 'cuda:0', …"
+        )
+    with path.open("rb") as file:
+        try:
+            header, start = _read_header(file, "<Q")
+            header.pop("__metadata__", None)
+            places = {
+                name: _Place(_DTYPES[entry["dtype"]], entry["shape"], *entry["data_offsets"])
+                for name, entry in header.items()
+            }
+            _check_apart(places.values())
+        except (AttributeError, LookupError, TypeError, ValueError, struct.error) as error:
+            raise FormatError(f"{path} is no safetensors file: {str(error)[:500]}") from error
+        tensors = {}
+        for name, place in places.items():
+            file.seek(start + place.begin)
+            tensors[name] = place.read(file, f"{path}: {name[:200]!r}").to(map_location)
+    return tensors
+
+
+def _check_apart(places: Iterable[_Place]) -> None:
+    """A byte that belonged to a million tensors would be read into memory a million times."""
+    last_end = 0
+    for place in sorted(places, key=lambda each: (each.begin, each.end)):
+        if place.begin < last_end:
+            raise ValueError("tensors that overlap")
+        last_end = place.end
+
+
+def flashpoint_tensor(data: bytes) -> torch.Tensor:
+    """The tensor in ML Flashpoint's optimised form: the length of the header (4 bytes, little-endian), the header (JSON
+    with `dtype` and `shape`), the elements. A header that is a pickle, as older ones are, is refused.
+    """
+    file = io.BytesIO(data)
+    try:
+        header, start = _read_header(file, "<I")
+        dtype = _TORCH_DTYPES[header["dtype"].removeprefix("torch.")]
+        place = _Place(dtype, header["shape"], 0, len(data) - start)
+    except (AttributeError, LookupError, TypeError, ValueError, struct.error) as error:
+        raise FormatError(f"not an optimised tensor of ML Flashpoint: {str(error)[:500]}") from error
+    return place.read(file, "optimised tensor")
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """What a header says of one tensor: its elements are the bytes from `begin` to `end`."""
+
+    dtype: torch.dtype
+    shape: Sequence[int]
+    begin: int
+    end: int
+
+    def __post_init__(self) -> None:
+        if len(self.shape) > _MAX_DIMENSIONS:
+            raise ValueError(f"{len(self.shape)} dimensions")
+        if not all(type(each) is int and each >= 0 for each in (*self.shape, self.begin, self.end)):
+            raise ValueError("a size or offset that is no natural number")
+        if math.prod(max(1, each) for each in self.shape) >= 1 << 63:  # also beside a 0, where no bytes tell
+            raise ValueError(f"a shape of {self.shape}")
+        if self.end - self.begin != math.prod(self.shape) * self.dtype.itemsize:
+            raise ValueError(f"{self.end - self.begin} bytes for {self.dtype} of shape {self.shape}")
+
+    def read(self, file: IO[bytes], what: str) -> torch.Tensor:
+        size_bytes = file.seek(0, os.SEEK_CUR) + self.end - self.begin
+        if size_bytes > _size_of(file):  # before memory is taken for it
+            raise FormatError(f"{what} is cut short")
+        if self.begin == self.end:
+            return torch.empty(tuple(self.shape), dtype=self.dtype)
+        data = bytearray(self.end - self.begin)
+        if cast(io.BufferedReader, file).readinto(data) != len(data):
+            raise FormatError(f"{what} is cut short")
+        return torch.frombuffer(data, dtype=self.dtype).reshape(tuple(self.shape))
+
+
+def _read_header(file: IO[bytes], length_format: str) -> tuple[dict[str, Any], int]:
+    """A JSON object behind its length, and where it ends."""
+    length_bytes = struct.calcsize(length_format)
+    (size_bytes,) = struct.unpack(length_format, file.read(length_bytes))
+    if size_bytes > min(_MAX_HEADER_BYTES, _size_of(file)):
+        raise ValueError(f"a header of {size_bytes} bytes")
+    try:
+        header = json.loads(file.read(size_bytes))
+    except RecursionError:
+        raise ValueError("a header nested too deeply") from None
+    if not isinstance(header, dict):
+        raise TypeError("a header that is no object")
+    return header, length_bytes + size_bytes
+
+
+def _size_of(file: IO[bytes]) -> int:
+    position = file.tell()
+    size_bytes = file.seek(0, os.SEEK_END)
+    file.seek(position)
+    return size_bytes
