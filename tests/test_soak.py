@@ -10,7 +10,7 @@ import pytest
 TESTS = Path(__file__).resolve().parent
 MARKS = TESTS / "faults" / "processes.py"  # where SOAK is made
 # The short case is another test, by another program.
-SHORT_ELSEWHERE = {"alerts/test_play.py": ("sweep/test_deploy.py", "promtool")}
+SHORT_ELSEWHERE = {"alerts/test_play.py": ("test_deploy.py", "promtool")}
 
 
 def of_soak(node: ast.expr) -> bool:

@@ -8,7 +8,7 @@ import pytest
 from tests.alerts.play import RULES, faster, play
 
 
-def test_time_passes_faster_for_all_of_a_rule() -> None:
+def test_all_times_of_a_rule_are_scaled() -> None:
     """Else an alert would fire in the play for another reason than it does in the world."""
     rules = faster(RULES.read_text())
     assert "        for: 6000ms\n" in rules

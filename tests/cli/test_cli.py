@@ -104,7 +104,7 @@ def json_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> Json:
 # --- looking -----------------------------------------------------------------------------------------------
 
 
-def test_looking_imports_nothing_heavy(folder: Path, remote: str) -> None:
+def test_read_only_commands_import_nothing_heavy(folder: Path, remote: str) -> None:
     """`status` is what a person types when something is wrong: it must answer at once."""
     train(folder, remote, 1)
     for arguments in (["status", str(folder)], ["version"], ["--help"], ["status", str(folder / "no")]):
@@ -118,7 +118,7 @@ def test_looking_imports_nothing_heavy(folder: Path, remote: str) -> None:
         assert done.stdout.splitlines()[-1] == "heavy:", (arguments, done.stdout, done.stderr)
 
 
-def test_status_says_first_what_would_be_lost(folder: Path, remote: str) -> None:
+def test_status_starts_with_what_would_be_lost(folder: Path, remote: str) -> None:
     train(folder, remote, 100, 200)
     done = shell("status", folder)
     first, *rest = done.stdout.splitlines()
@@ -149,7 +149,7 @@ def test_status_as_json_has_the_documented_fields(
     assert {each for each in fields if f"`{each}`" not in documented} == set()
 
 
-def test_ls_shows_what_is_committed_and_which_is_latest(folder: Path, remote: str) -> None:
+def test_ls_shows_committed_checkpoints_and_marks_the_latest(folder: Path, remote: str) -> None:
     train(folder, remote, 9, 10)
     on_store(remote, lambda store: set_pin(store, CheckpointId(1, 9), True))
     done = shell("ls", remote)
@@ -164,7 +164,7 @@ def test_ls_shows_what_is_committed_and_which_is_latest(folder: Path, remote: st
     assert len({row.index("step-") for row in rows}) == 1
 
 
-def test_ls_goes_by_the_decisions_and_not_by_the_pointer(
+def test_ls_reads_the_decisions_not_the_latest_pointer(
     folder: Path, remote: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Rule R3: a stale pointer never hides a good checkpoint; one that is pruned is not shown as good."""
@@ -184,7 +184,7 @@ def test_ls_goes_by_the_decisions_and_not_by_the_pointer(
     assert [each["outcome"] for each in every] == ["pruned", "commit", "commit"]
 
 
-def test_ls_leaves_out_what_the_boundary_voids(
+def test_ls_omits_decisions_voided_by_the_boundary(
     folder: Path, remote: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Rule R4: a commit below the boundary that is not kept was written by a straggler; its shards are gone."""
@@ -194,7 +194,9 @@ def test_ls_leaves_out_what_the_boundary_voids(
     assert [each["step"] for each in json_of(capsys, "ls", remote, "--all")["checkpoints"]] == [1, 3]
 
 
-def test_ls_shows_what_it_can_read(folder: Path, remote: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ls_shows_readable_checkpoints_beside_unreadable_records(
+    folder: Path, remote: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A record that cannot be read hides itself, not the others, and is named; `pin` finds the others too."""
     train(folder, remote, 1, 2, 3)
     root = Path(remote.removeprefix("file://"))
@@ -209,7 +211,7 @@ def test_ls_shows_what_it_can_read(folder: Path, remote: str, capsys: pytest.Cap
     assert json_of(capsys, "pin", remote, "1")["is_pinned"]
 
 
-def test_ls_only_reads(folder: Path, remote: str, tmp_path: Path) -> None:
+def test_ls_writes_nothing(folder: Path, remote: str, tmp_path: Path) -> None:
     """It runs with keys that may only read, and a typo in a URL makes no folder."""
     train(folder, remote, 1)
     root = Path(remote.removeprefix("file://"))
@@ -230,7 +232,7 @@ def test_ls_of_a_run_without_a_checkpoint_is_not_an_error(folder: Path, remote: 
     assert (done.returncode, done.stdout) == (0, "no checkpoint is committed yet\n")
 
 
-def test_ls_on_s3(
+def test_ls_works_on_s3(
     folder: Path, s3_url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Nothing is written there either, not even a probe: keys that may only read suffice."""
@@ -247,7 +249,7 @@ def test_ls_on_s3(
     assert cli.main(["ls", s3_url, "--profile", "no-such-profile"]) not in (0, 3)
 
 
-def test_ls_tells_how_many_were_given_up_and_all_says_why(
+def test_ls_counts_aborted_checkpoints_and_all_shows_the_reasons(
     folder: Path, remote: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The journal soon forgets them: this is where one looks for a checkpoint that never came."""
@@ -279,7 +281,7 @@ def test_ls_tells_how_many_were_given_up_and_all_says_why(
         (FailureReason.SOURCE_CHANGED, Outcome.ABORT, False, "given up for good"),
     ],
 )
-def test_status_says_what_to_do_about_a_failure(
+def test_status_shows_a_hint_for_each_failure(
     folder: Path,
     capsys: pytest.CaptureFixture[str],
     reason: FailureReason,
@@ -322,7 +324,7 @@ def reading(words: list[str], url: str, tmp_path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("words", READING, ids=" ".join)
-def test_wrong_credentials_are_said_at_once_with_the_place_in_full(
+def test_wrong_credentials_fail_at_once_and_name_the_full_url(
     words: list[str],
     s3_url: str,
     tmp_path: Path,
@@ -348,7 +350,7 @@ def test_wrong_credentials_are_said_at_once_with_the_place_in_full(
 
 
 @pytest.mark.parametrize("words", [READING[0], READING[1], READING[3]], ids=" ".join)
-def test_waiting_for_a_store_that_does_not_answer_is_told(
+def test_waiting_for_an_unresponsive_store_is_reported_on_stderr(
     words: list[str],
     s3_url: str,
     tmp_path: Path,
@@ -405,7 +407,7 @@ def test_waiting_for_a_store_that_does_not_answer_is_told(
         (["ls", "file:///nonexistent/run"], 3, "open '/nonexistent/run': no such folder"),
     ],
 )
-def test_an_error_is_one_line_and_an_object(
+def test_an_error_is_one_line_on_stderr_and_a_json_object(
     arguments: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(arguments) == code
@@ -421,7 +423,9 @@ def test_an_error_is_one_line_and_an_object(
     assert (told["hint"] or "") in err
 
 
-def test_a_bug_is_one_line_unless_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_a_bug_is_one_line_unless_debugging_is_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     def broken(*_: object) -> None:
         raise ZeroDivisionError("oh")
 
@@ -443,7 +447,7 @@ def test_a_corrupt_decision_is_not_shown_as_a_checkpoint(folder: Path, remote: s
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (4, "", 1)
 
 
-def test_ctrl_c_is_quiet(folder: Path) -> None:
+def test_ctrl_c_exits_without_a_traceback(folder: Path) -> None:
     """Against a server that takes the connection and says nothing."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         silent.settimeout(60)
@@ -470,7 +474,7 @@ def test_ctrl_c_is_quiet(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [["version"], ["--help"], ["version", "--json"], ["bogus", "--json"]])
-def test_a_reader_that_went_away_is_no_error(arguments: list[str]) -> None:
+def test_a_broken_pipe_is_not_reported_as_an_error(arguments: list[str]) -> None:
     """`ckpt-async ls … | head -1` must not end in a traceback."""
     reader, writer = os.pipe()
     os.close(reader)
@@ -491,7 +495,7 @@ def test_a_reader_that_went_away_is_no_error(arguments: list[str]) -> None:
 
 @pytest.mark.parametrize("arguments", [["version"], ["version", "--json"], ["bogus", "--json"]])
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_output_that_cannot_be_written_is_told(arguments: list[str], unbuffered: str) -> None:
+def test_unwritable_output_is_reported(arguments: list[str], unbuffered: str) -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             command(*arguments),
@@ -516,7 +520,9 @@ def test_output_that_cannot_be_written_is_told(arguments: list[str], unbuffered:
         (">&- 2>&-", ["bogus"], 2, ""),
     ],
 )
-def test_a_closed_stream_is_no_error(closed: str, arguments: list[str], code: int, out: str) -> None:
+def test_a_closed_standard_stream_is_not_an_error(
+    closed: str, arguments: list[str], code: int, out: str
+) -> None:
     """As cron and daemons start their children: the work is done, and the exit code is of the work."""
     done = subprocess.run(
         ["sh", "-c", f'exec "$@" {closed}', "sh", *command(*arguments)],
@@ -529,7 +535,7 @@ def test_a_closed_stream_is_no_error(closed: str, arguments: list[str], code: in
     assert "Traceback" not in done.stderr
 
 
-def test_a_name_that_the_terminal_has_no_characters_for_is_shown_all_the_same(tmp_path: Path) -> None:
+def test_a_name_that_the_terminal_cannot_encode_is_shown_escaped(tmp_path: Path) -> None:
     folder, remote = tmp_path / "ü✓", f"file://{tmp_path}/über"
     train(folder, remote, 1)
     done = shell("status", folder, PYTHONIOENCODING="ascii:strict")
@@ -550,7 +556,7 @@ def test_verbose_logs_to_stderr_and_leaves_no_handler(
     assert (list(logger.handlers), logger.level) == before
 
 
-def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_prints_the_package_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert shell("version").stdout == shell("--version").stdout == f"ckpt-async {__version__}\n"
     assert json_of(capsys, "version")["version"] == __version__
 

@@ -134,7 +134,7 @@ def test_sweep_dry_run_touches_nothing(
     assert "would finish what ranks [0] left" in out
 
 
-def test_sweep_without_anything_is_a_usage_error_and_an_unreachable_remote_fails(
+def test_sweep_without_targets_is_a_usage_error_and_an_unreachable_remote_fails(
     call: Call, tmp_path: Path, remote: str
 ) -> None:
     """A unit file with a forgotten variable must not look healthy for ever."""
@@ -187,7 +187,7 @@ def scraped(log: Path) -> dict[str, float]:
         }
 
 
-def test_sweep_serves_metrics_and_goes_on_while_the_store_is_away(
+def test_sweep_serves_metrics_and_continues_while_the_store_is_unavailable(
     trainers: Trainers, folder: Path, remote: str, stored: Path, tmp_path: Path
 ) -> None:
     """An outage is logged and counted and ends by itself: the next sweep does what this one could not."""
@@ -228,7 +228,7 @@ def test_sweep_serves_metrics_and_goes_on_while_the_store_is_away(
         assert scraped(log)["verify_failures_total missing"] >= 1
 
 
-def test_a_busy_metrics_port_stops_no_sweep(folder: Path, remote: str) -> None:
+def test_a_taken_metrics_port_does_not_stop_a_sweep(folder: Path, remote: str) -> None:
     train(folder, remote, 1)
     with socket.create_server(("127.0.0.1", 0)) as busy:
         options = ["--metrics-port", busy.getsockname()[1], "--interval", "0.05", "--json"]
@@ -236,7 +236,7 @@ def test_a_busy_metrics_port_stops_no_sweep(folder: Path, remote: str) -> None:
             assert told_by(sweeper)["is_clean"]
 
 
-def test_a_bug_in_one_sweep_is_told_and_the_next_one_is_made(
+def test_a_bug_in_one_sweep_is_reported_and_the_next_sweep_runs(
     folder: Path, remote: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A process that dies of what it meets would meet it again at every start, and clean up nothing else."""
@@ -279,7 +279,7 @@ def test_sweep_finds_folders_by_pattern(
     assert call("sweep", tmp_path / "nothing*")[1]["folders"] == []
 
 
-def test_a_journal_that_cannot_be_read_stops_no_other_folder(
+def test_an_unreadable_journal_does_not_stop_other_folders(
     trainers: Trainers, call: Call, folder: Path, remote: str
 ) -> None:
     trainers.die(folder / "a", f"{remote}-a", 1)
@@ -294,7 +294,7 @@ def test_a_journal_that_cannot_be_read_stops_no_other_folder(
     assert call("ls", f"{remote}-b")[1]["checkpoints"][0]["step"] == 1
 
 
-def test_sweep_interval_ends_at_sigterm(folder: Path, remote: str) -> None:
+def test_sigterm_ends_a_repeating_sweep(folder: Path, remote: str) -> None:
     """systemd stops it with SIGTERM: between sweeps, within the interval, with exit code 0."""
     train(folder, remote, 1, 2)
     with sweeping(folder, "--keep", "last=1", "--interval", "0.05", "--json") as sweeper:
@@ -334,7 +334,7 @@ def test_sigterm_during_a_sweep_ends_it_and_frees_the_folder(
 # --- prune, pin, unpin -------------------------------------------------------------------------------------
 
 
-def test_prune_is_dry_until_yes(
+def test_prune_is_a_dry_run_without_yes(
     call: Call, folder: Path, remote: str, stored: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train(folder, remote, 1, 2, 3)
@@ -361,7 +361,7 @@ def test_prune_is_dry_until_yes(
 
 
 @pytest.mark.parametrize("keep", [None, "", "all", "last=3,all", "last=0", "last=1,", "0", "none"])
-def test_prune_refuses_what_keeps_all_or_could_mean_delete_all(
+def test_prune_rejects_policies_that_keep_all_or_could_mean_delete_all(
     call: Call, folder: Path, remote: str, stored: Path, keep: str | None
 ) -> None:
     train(folder, remote, 1, 2)
@@ -383,7 +383,7 @@ def test_prune_takes_its_policy_from_the_environment(
 
 
 @pytest.mark.parametrize("keep", ["best=1:los", "named=nobody", "every-steps=1000"])
-def test_a_policy_that_would_keep_nothing_prunes_nothing(
+def test_a_policy_that_matches_nothing_prunes_nothing(
     call: Call, folder: Path, remote: str, keep: str
 ) -> None:
     """The metric's name has a typing mistake: all but the newest would be gone."""
@@ -399,7 +399,7 @@ def test_a_policy_that_would_keep_nothing_prunes_nothing(
     assert steps(call, remote) == [3]
 
 
-def test_a_pin_holds_until_it_is_taken_back(
+def test_a_pin_holds_until_it_is_removed(
     call: Call, folder: Path, remote: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """By step or by name, whichever the user knows."""
@@ -419,7 +419,7 @@ def test_a_pin_holds_until_it_is_taken_back(
         assert (code, told["error"]["kind"]) == (3, "ObjectNotFoundError")
 
 
-def test_a_checkpoint_of_one_generation_can_be_named(call: Call, stored: Path, tmp_path: Path) -> None:
+def test_a_step_of_one_generation_can_be_selected(call: Call, stored: Path, tmp_path: Path) -> None:
     """A run that was started again saves the same steps again; of the older ones nothing else has the step alone."""
     remote = f"file://{stored}"
     for number in (1, 2):
@@ -443,7 +443,7 @@ def test_a_checkpoint_of_one_generation_can_be_named(call: Call, stored: Path, t
 # --- verify ------------------------------------------------------------------------------------------------
 
 
-def test_verify_says_that_all_is_well(
+def test_verify_reports_a_sound_run(
     call: Call, folder: Path, remote: str, stored: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train(folder, remote, 1, 2)
@@ -564,7 +564,7 @@ def test_verify_finds_damage(
     assert all(each["key"] and each["message"] for each in told["violations"])
 
 
-def test_where_there_is_no_run_nothing_is_found(call: Call, tmp_path: Path) -> None:
+def test_a_remote_without_a_run_exits_with_not_found(call: Call, tmp_path: Path) -> None:
     """A typo in the prefix must not look like a sound, empty run; and looking must not create it."""
     (tmp_path / "empty").mkdir()
     for name in ("empty", "missing"):
@@ -588,7 +588,7 @@ def test_where_there_is_no_run_nothing_is_found(call: Call, tmp_path: Path) -> N
         ("pull", "file:///x", "x", "--concurrency", "0"),
     ],
 )
-def test_a_number_out_of_range_is_refused_by_the_name_of_its_option(
+def test_a_number_out_of_range_is_rejected_with_the_option_name(
     arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """101 % would verify as 100 does, and an interval of 0 would ask the store without a pause."""
@@ -596,7 +596,7 @@ def test_a_number_out_of_range_is_refused_by_the_name_of_its_option(
     assert f"argument {arguments[-2]}" in capsys.readouterr().err
 
 
-def test_sweep_says_that_a_folder_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sweep_reports_a_missing_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It may come later, so it is no error; but a typing mistake must not read like a folder that is done."""
     assert cli.main(["sweep", str(tmp_path / "nope")]) == 0
     assert "nope: no trainer has run here yet" in capsys.readouterr().out

@@ -39,7 +39,7 @@ def test_keys_round_trip(id_: CheckpointId, rank: int) -> None:
 
 
 @given(ids, ids)
-def test_order_of_decision_keys_is_checkpoint_order(one: CheckpointId, two: CheckpointId) -> None:
+def test_decision_keys_sort_in_checkpoint_order(one: CheckpointId, two: CheckpointId) -> None:
     """Readers take the last decision of a listing for the newest (R3)."""
     assert (one < two) == (keys.decision_key(one) < keys.decision_key(two))
     assert (one == two) == (keys.receipts_prefix(one) == keys.receipts_prefix(two))
@@ -49,7 +49,7 @@ names = st.from_regex(r"[a-z0-9.=-]{1,10}", fullmatch=True).filter(lambda name: 
 
 
 @given(names, st.integers(0, 200), st.integers(1, 20), names, st.integers(0, 200), st.integers(1, 20))
-def test_no_checkpoint_is_a_prefix_of_another(
+def test_no_checkpoint_key_is_a_prefix_of_another(
     name: str, step: int, generation: int, other: str, other_step: int, other_generation: int
 ) -> None:
     """Table row F26: `step-1` is a prefix of `step-10`; deleting one must not delete both."""
@@ -59,7 +59,7 @@ def test_no_checkpoint_is_a_prefix_of_another(
 
 
 @given(st.integers(1, 999), st.integers(0, 999), st.integers(1, 999), st.integers(0, 999))
-def test_receipts_of_one_checkpoint_are_not_listed_with_another(
+def test_listing_one_checkpoints_receipts_excludes_all_others(
     g: int, s: int, other_g: int, other_s: int
 ) -> None:
     """A listing by prefix must never show another checkpoint's receipts (R5)."""
@@ -85,13 +85,13 @@ def test_receipts_of_one_checkpoint_are_not_listed_with_another(
     ],
     ids=ascii,
 )  # fmt: skip
-def test_other_keys_are_not_ours(parse: Callable[[str], Any], key: str) -> None:
+def test_foreign_keys_are_not_parsed_as_ours(parse: Callable[[str], Any], key: str) -> None:
     """What is not ours is never deleted."""
     assert parse(key) is None
 
 
 @given(ids, ranks)
-def test_spool_of_one_checkpoint_is_not_another_s(id_: CheckpointId, rank: int) -> None:
+def test_spool_folders_of_checkpoints_do_not_nest(id_: CheckpointId, rank: int) -> None:
     """Links are removed by folder."""
     folder = keys.spool_checkpoint(id_, rank)
     assert keys.spool_manifest(id_, rank) == f"{folder}.json"

@@ -20,7 +20,7 @@ def key(environment: dict[str, str], parent: str = "p") -> str | None:
     return launch.launch_key(environment, parent=parent)
 
 
-def test_ranks_of_one_start_have_one_key() -> None:
+def test_all_ranks_of_a_start_derive_the_same_launch_key() -> None:
     """If they differed, they would join different generations and no checkpoint would ever be whole."""
     for environment in (ONE_NODE, TWO_NODES, SLURM):
         ranks = [{**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(8)]
@@ -31,7 +31,7 @@ def test_ranks_of_one_start_have_one_key() -> None:
     assert key(SLURM, "here") == key(SLURM, "there")
 
 
-def test_two_starts_have_two_keys() -> None:
+def test_two_starts_derive_different_launch_keys() -> None:
     """If they were equal, receipts of two incarnations could be taken for one (R5)."""
     assert key(ONE_NODE, "first") != key(ONE_NODE, "second")
     assert key(ONE_NODE) != key({**ONE_NODE, "TORCHELASTIC_RESTART_COUNT": "1"})
@@ -40,14 +40,14 @@ def test_two_starts_have_two_keys() -> None:
     assert key(TWO_NODES) != key({**TWO_NODES, "MASTER_PORT": "29501"})
 
 
-def test_explicit_launch_id_goes_first_and_silence_is_none() -> None:
+def test_explicit_launch_id_takes_precedence_and_no_launcher_gives_none() -> None:
     """The operator knows; and where nobody knows, guessing would mix two starts."""
     assert key({**ONE_NODE, **SLURM, "CKPT_ASYNC_LAUNCH_ID": "x"}) == "id=x"
     assert key({}) is None
     assert key({"WORLD_SIZE": "8", "RANK": "0"}) is None
 
 
-def test_a_parent_that_starts_ranks_anew_itself_is_no_sign_of_a_start() -> None:
+def test_a_parent_that_restarts_ranks_itself_does_not_identify_a_start() -> None:
     """Ray's raylet is the parent of every start of a gang, so every start had the same key. torchrun's agent says which
     restart it is, also where it was given no id.
     """
@@ -115,7 +115,7 @@ def test_impossible_rank_is_refused(
         ({"PMI_SIZE": "4"}, None, None, "there is PMI_SIZE=4, but no RANK and"),
     ],
 )
-def test_half_of_what_a_launcher_says_is_refused(
+def test_incomplete_launcher_variables_are_rejected(
     environment: dict[str, str], rank: int | None, world_size: int | None, message: str
 ) -> None:
     """Each of N processes would take itself for the only one, and commit its part as the whole."""
@@ -137,14 +137,14 @@ MPIRUN = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4"}
         {**MPIRUN, "SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"},  # mpirun in a batch script
     ],
 )
-def test_srun_and_mpirun_say_which_rank_this_is(environment: dict[str, str]) -> None:
+def test_rank_and_world_size_come_from_srun_and_mpirun(environment: dict[str, str]) -> None:
     """They set no RANK and WORLD_SIZE."""
     assert launch.rank_and_world_size(environment, None, None) == (2, 4)
     torchrun = {**environment, "RANK": "5", "WORLD_SIZE": "8"}  # one for each of the tasks
     assert launch.rank_and_world_size(torchrun, None, None) == (5, 8)
 
 
-def test_launchers_that_disagree_are_refused() -> None:
+def test_contradicting_launcher_variables_are_rejected() -> None:
     """mpirun starts a daemon on each node by srun, and that the ranks: the step's numbers are the daemons'."""
     with pytest.raises(SettingsError, match=r"OMPI_COMM_WORLD_RANK=2 of .*=4 and SLURM_PROCID=1 of .*=4"):
         launch.rank_and_world_size({**SRUN, **MPIRUN, "SLURM_PROCID": "1"}, None, None)
@@ -153,7 +153,7 @@ def test_launchers_that_disagree_are_refused() -> None:
 @pytest.mark.parametrize(
     "environment", [{"RANK": "1", "WORLD_SIZE": "2"}, {**SRUN, "SLURM_PROCID": "1"}, MPIRUN]
 )
-def test_a_rank_that_is_called_the_only_one_is_refused(environment: dict[str, str]) -> None:
+def test_a_rank_above_0_in_a_world_of_one_is_rejected(environment: dict[str, str]) -> None:
     """accelerate on CPU under torchrun: every process is 0 of 1, and begins a run of its own at the same remote."""
     with pytest.raises(SettingsError, match=r"world_size=1 was given, but .* that this is rank \d of \d"):
         launch.rank_and_world_size(environment, 0, 1)
@@ -162,7 +162,7 @@ def test_a_rank_that_is_called_the_only_one_is_refused(environment: dict[str, st
         assert launch.rank_and_world_size(first, 0, 1) == (0, 1)
 
 
-def test_arguments_go_before_the_launcher() -> None:
+def test_arguments_take_precedence_over_the_launcher() -> None:
     """A pipeline stage may number its ranks otherwise."""
     assert launch.rank_and_world_size({"RANK": "0", "WORLD_SIZE": "2"}, 1, 4) == (1, 4)
     assert launch.rank_and_world_size({"RANK": "1"}, None, 4) == (1, 4)
@@ -170,7 +170,7 @@ def test_arguments_go_before_the_launcher() -> None:
 
 
 @pytest.mark.parametrize("environment", [{"LOCAL_RANK": "-1"}, {"LOCAL_RANK": ""}, {"LOCAL_WORLD_SIZE": ""}])
-def test_what_says_nothing_of_others_is_one_process(environment: dict[str, str]) -> None:
+def test_an_environment_without_launcher_variables_is_a_single_process(environment: dict[str, str]) -> None:
     """-1 is transformers' and old torch's "not distributed"."""
     assert launch.rank_and_world_size(environment, None, None) == (0, 1)
 
@@ -185,13 +185,13 @@ def test_what_says_nothing_of_others_is_one_process(environment: dict[str, str])
         {"PMI_SIZE": "1"},
     ],
 )
-def test_a_process_that_is_alone_need_not_say_so(environment: dict[str, str]) -> None:
+def test_a_single_process_needs_no_rank_or_world_size(environment: dict[str, str]) -> None:
     """A notebook; one process of an allocation for more."""
     assert launch.rank_and_world_size(environment, None, None) == (0, 1)
 
 
 @pytest.mark.parametrize("launch_id", ["", " "])
-def test_a_launch_id_that_says_nothing_is_refused(launch_id: str) -> None:
+def test_a_blank_launch_id_is_rejected(launch_id: str) -> None:
     """Of a variable that was not set, say. The launcher's word for it would be another one than was meant."""
     with pytest.raises(SettingsError, match="CKPT_ASYNC_LAUNCH_ID"):
         key({**ONE_NODE, "CKPT_ASYNC_LAUNCH_ID": launch_id})

@@ -82,18 +82,20 @@ LOSSES = {10: 0.5, 20: 0.1, 30: 0.4, 40: 0.3, 50: 0.2}
         (1, "named=step-20", 50, [10, 30, 40]),
     ],
 )
-def test_local_files_go_by_number_and_policy(count: int, text: str, linked: int, gone: list[int]) -> None:
+def test_local_files_are_removed_by_number_and_policy(
+    count: int, text: str, linked: int, gone: list[int]
+) -> None:
     assert removed(committed(LOSSES), count, text, linked) == gone
 
 
-def test_a_reason_is_given() -> None:
+def test_every_removal_has_a_reason() -> None:
     policy = Policy(local_retention=retention.keep_local(2, "best=1:loss"))
     actions = decide.decide(committed(LOSSES), decide.Remote(local_latest=id_of(50)), policy, now=0.0)
     reasons = {each.reason for each in actions if isinstance(each, Remove)}
     assert reasons == {"beyond num_checkpoints_to_keep=2 and local_retention"}
 
 
-def test_only_committed_checkpoints_count_and_only_they_go() -> None:
+def test_only_committed_checkpoints_count_and_are_removed() -> None:
     """R7, R8: two that are on their way do not push out the last one that is safe; an aborted one is the user's."""
     state = local([*saved(10), *decided(10)], [*saved(20), *decided(20, Outcome.ABORT)], saved(30), saved(40))
     policy = Policy(local_retention=retention.keep_local(1, "every-steps=20"))
@@ -102,7 +104,7 @@ def test_only_committed_checkpoints_count_and_only_they_go() -> None:
     assert [each.checkpoint.step for each in actions if isinstance(each, Forget)] == [20]
 
 
-def test_what_is_kept_for_good_is_set_aside() -> None:
+def test_checkpoints_kept_for_good_leave_the_journal() -> None:
     """The journal need not know it for ever, and a later start that keeps fewer has to. The newest stays: latest and
     the symlink go by it.
     """
@@ -113,7 +115,7 @@ def test_what_is_kept_for_good_is_set_aside() -> None:
     assert actions == [Keep(id_of(10)), Forget(id_of(30))]
 
 
-def test_the_symlink_leads_to_what_stays_before_anything_goes() -> None:
+def test_the_symlink_moves_before_its_target_is_removed() -> None:
     """R2, locally: with 0 and a policy, the newest one that the policy keeps."""
     policy = Policy(local_retention=retention.keep_local(0, "best=1:loss"))
     actions = decide.decide(committed(LOSSES), decide.Remote(local_latest=id_of(50)), policy, now=0.0)
@@ -128,7 +130,7 @@ def steps(found: list[CheckpointId]) -> list[int]:
     return [each.step for each in found]
 
 
-def test_all_but_the_newest_sealed_may_be_given_up() -> None:
+def test_every_sealed_checkpoint_but_the_newest_may_be_superseded() -> None:
     assert steps(supersedable(local(saved(10), saved(20), saved(30)), retention.parse("last=1"))) == [10, 20]
     assert steps(supersedable(local(saved(10), saved(20), saved(30)), retention.parse("every-steps=20"))) == [
         10
@@ -145,23 +147,23 @@ def test_all_but_the_newest_sealed_may_be_given_up() -> None:
     ],
     ids=["aborted", "superseded", "lost"],
 )
-def test_a_newest_one_that_is_given_up_or_bound_to_be_protects_nothing(end: list[Event]) -> None:
+def test_an_aborted_or_doomed_newest_checkpoint_protects_no_other(end: list[Event]) -> None:
     """Counted as the newest it would let the one before it go: then nothing new would be left at all."""
     state = local(saved(10), saved(20), saved(30), end)
     assert steps(supersedable(state, retention.parse("last=1"))) == [10]
 
 
-def test_a_committed_newer_one_protects_none_of_the_backlog() -> None:
+def test_a_newer_committed_checkpoint_protects_none_of_the_backlog() -> None:
     state = local(saved(10), saved(20), [*saved(30), *decided(30)])
     assert steps(supersedable(state, retention.parse("last=1"))) == [10, 20]
 
 
-def test_a_pruned_newer_one_does_not_count() -> None:
+def test_a_newer_pruned_checkpoint_does_not_count() -> None:
     state = local(saved(10), saved(20), [*saved(30), *decided(30, Outcome.PRUNED)])
     assert steps(supersedable(state, retention.parse("last=1"))) == [10]
 
 
-def test_what_is_not_sealed_is_never_given_up() -> None:
+def test_an_unsealed_checkpoint_is_never_superseded() -> None:
     """The trainer is still writing it."""
     state = local(saved(10), saved(20), saved(30)[:1])
     assert steps(supersedable(state, retention.parse("last=1"))) == [10]
@@ -177,7 +179,7 @@ def test_what_is_not_sealed_is_never_given_up() -> None:
         (-1, True, True, False),
     ],
 )
-def test_what_another_rank_gave_up_is_removed_where_the_user_lets_go_of_such(
+def test_files_superseded_by_another_rank_are_removed_if_this_rank_supersedes_too(
     count: int, may_supersede: bool, is_superseded: bool, is_removed: bool
 ) -> None:
     """One decision, one policy: its files are as useless here. R7: never without the user's word."""

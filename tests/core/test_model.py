@@ -95,7 +95,7 @@ def test_folding_in_chunks_is_folding_at_once(rows: list[JournalRow], sizes: lis
 
 
 @given(journals())
-def test_fold_leaves_its_start_alone(rows: list[JournalRow]) -> None:
+def test_fold_does_not_modify_its_input(rows: list[JournalRow]) -> None:
     """Other threads read the old snapshot while the new one is made."""
     middle = len(rows) // 2
     start = fold(rows[:middle], Local(0))
@@ -105,7 +105,7 @@ def test_fold_leaves_its_start_alone(rows: list[JournalRow]) -> None:
 
 
 @given(journals())
-def test_rows_of_other_ranks_are_not_ours(rows: list[JournalRow]) -> None:
+def test_rows_of_other_ranks_are_ignored(rows: list[JournalRow]) -> None:
     """One journal serves all ranks of a node."""
     assert Local(1) == fold(rows, Local(1))
 
@@ -131,7 +131,7 @@ def test_a_restart_retries_what_failed_but_not_what_is_lost() -> None:
     assert state(FailureReason.SOURCE_CHANGED).checkpoints[id_].loss is not None
 
 
-def test_what_happens_to_a_shard_leaves_the_rest_of_it() -> None:
+def test_an_event_of_a_shard_leaves_its_other_fields() -> None:
     """An outage in the middle costs neither the parts that were sent nor what was fsynced."""
     id_ = CheckpointId(1, 1)
     multipart = MultipartOpened(id_, "a", "upload", 5)

@@ -47,7 +47,7 @@ def test_accepted_path_never_escapes(path: str) -> None:
     st.text(alphabet="a./\n", max_size=12)
     | st.lists(st.integers(1, 201)).map(lambda n: "/".join(map("a".__mul__, n)))
 )
-def test_path_is_accepted_as_its_components_are(path: str) -> None:
+def test_a_path_is_valid_if_and_only_if_its_components_are(path: str) -> None:
     """All at once is the fast way for 10,000 names; it must not be another rule."""
 
     def is_accepted(check: Callable[[], object]) -> bool:
@@ -108,7 +108,7 @@ def test_name_that_grows_too_long_is_refused() -> None:
         naming.checkpoint_name("a" * 199, 100)
 
 
-def test_a_key_is_refused_at_the_first_byte_too_many() -> None:
+def test_a_key_one_byte_too_long_is_rejected() -> None:
     """S3 takes 1,024 bytes, not one more."""
     root = "s3://bucket/" + "p" * 600
     naming.check_key_length(root, "k" * (1024 - len(root) - 1))
@@ -117,14 +117,14 @@ def test_a_key_is_refused_at_the_first_byte_too_many() -> None:
 
 
 @pytest.mark.parametrize("wrong", [5, None, b"a", Path("a"), ["a"]])
-def test_what_is_no_text_is_no_name(wrong: object) -> None:
+def test_a_name_must_be_a_string(wrong: object) -> None:
     """As an error of the caller's, not of a regular expression."""
     for check in (naming.check_relative, naming.check_component):
         with pytest.raises(InvalidNameError, match="not text"):
             check(wrong, "shard")  # type: ignore[operator]
 
 
-def test_one_name_is_not_taken_letter_by_letter() -> None:
+def test_a_string_is_not_accepted_as_a_collection_of_names() -> None:
     """`files="model.pt"` is what everybody writes once; Python takes it for eight names."""
     assert naming.several(["a", "b"], "files") == naming.several(iter("ab"), "files") == ("a", "b")
     for wrong in ("model.pt", b"model.pt", ""):
@@ -149,7 +149,7 @@ def test_one_name_is_not_taken_letter_by_letter() -> None:
         "{rank:{rank}}",
     ],
 )
-def test_template_that_is_unsafe_is_refused(template: str) -> None:
+def test_unsafe_template_is_rejected(template: str) -> None:
     """`latest_filename` must not place a symlink outside the folder (I10)."""
     with pytest.raises(InvalidNameError):
         naming.fill(template, rank=0)

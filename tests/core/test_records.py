@@ -164,7 +164,7 @@ def field_with(kind: str, name: str, text: str) -> bytes:
 
 @every_kind
 @pytest.mark.parametrize("bomb", BOMBS)
-def test_bomb_is_refused(kind: str, bomb: str) -> None:
+def test_oversized_or_deeply_nested_record_is_rejected(kind: str, bomb: str) -> None:
     """One object in a shared bucket must not take down every reader of it."""
     durations = []
     for _ in range(3):  # the quickest: another process on the machine is no property of ours
@@ -176,7 +176,7 @@ def test_bomb_is_refused(kind: str, bomb: str) -> None:
     assert min(durations) < 0.1
 
 
-def test_bomb_takes_little_memory() -> None:
+def test_rejecting_a_bomb_takes_little_memory() -> None:
     """256 MiB is what the sweeper's container has."""
     for bomb in BOMBS.values():
         tracemalloc.start()
@@ -193,7 +193,7 @@ WRONG += ["[" * depth + "]" * depth for depth in (200, 900, 950, 970, 980, 990, 
 
 @every_kind
 @pytest.mark.parametrize("value", WRONG, ids=lambda value: value[:12] + str(len(value)))
-def test_wrong_type_is_refused_or_harmless(kind: str, value: str) -> None:
+def test_wrong_field_type_is_rejected_or_harmless(kind: str, value: str) -> None:
     """Nothing but InvalidRecordError: any other exception would stop the engine as a bug."""
     good, decode = DECODERS[kind]
     for name in json.loads(good):
@@ -217,7 +217,7 @@ def test_missing_field_is_refused(kind: str) -> None:
 
 @every_kind
 @given(data=st.data())
-def test_any_damage_is_refused_or_harmless(kind: str, data: st.DataObject) -> None:
+def test_any_corruption_is_rejected_or_harmless(kind: str, data: st.DataObject) -> None:
     """A flipped byte may give another valid record, never another exception."""
     good, decode = DECODERS[kind]
     damaged = bytearray(good)
@@ -287,7 +287,7 @@ def test_nan_is_never_written() -> None:
         records.encode_receipt(broken)
 
 
-def test_largest_receipt_that_is_documented_is_read() -> None:
+def test_largest_documented_receipt_is_read() -> None:
     """The caps must refuse bombs only: 20,000 shards with the shortest names."""
     shards = tuple(
         StoredShard(str(number), keys.data_key("s-300", 3, str(number)), 1, Checksum("crc32c", "AAAAAA=="))
@@ -305,14 +305,14 @@ def test_largest_receipt_that_is_documented_is_read() -> None:
 
 @every_kind
 @pytest.mark.parametrize("extra", [b'"format":"x",', b'"z":' + b"9" * 25 + b","], ids=["twice", "huge"])
-def test_good_record_with_a_bad_addition_is_refused(kind: str, extra: bytes) -> None:
+def test_valid_record_with_an_invalid_addition_is_rejected(kind: str, extra: bytes) -> None:
     """Two readers may take different ones of two equal names; a huge integer costs quadratic time to read."""
     good, decode = DECODERS[kind]
     with pytest.raises(InvalidRecordError):
         decode(good.replace(b"{", b"{" + extra, 1))
 
 
-def test_a_latest_that_leads_elsewhere_is_refused() -> None:
+def test_a_latest_with_another_prefix_is_rejected() -> None:
     """Tools that know nothing of us follow the prefix."""
     good = Latest(ID, "step-300", "ckpt/step-300.g3/", 1, "n")
     assert records.decode_latest(records.encode_latest(good)) == good

@@ -139,7 +139,7 @@ def test_best_picks_by_the_metric(mode: str, count: int, expected: list[int]) ->
 
 
 @pytest.mark.parametrize("mode", ["min", "max"])
-def test_of_equally_good_ones_the_newer_is_better(mode: str) -> None:
+def test_best_prefers_the_newer_of_equal_checkpoints(mode: str) -> None:
     found = [
         made(10, metrics={"loss": 1.0}),
         made(20, metrics={"loss": 1.0}),
@@ -155,7 +155,7 @@ def test_named_picks_by_name_or_step() -> None:
     assert steps(KeepNamed(frozenset({"best-11", "12"})).keep(found)) == [11, 12]
 
 
-def test_any_of_picks_what_any_of_them_picks_with_the_first_ones_reason() -> None:
+def test_any_of_keeps_the_union_with_the_first_reason() -> None:
     found = [made(step, metrics={"loss": float(step)}) for step in (10, 20, 30, 40)]
     kept = AnyOf((KeepLast(1), KeepEveryNSteps(20), KeepBest(1, "loss"))).keep(found)
     assert {id_.step: reason for id_, reason in kept.items()} == {
@@ -165,7 +165,7 @@ def test_any_of_picks_what_any_of_them_picks_with_the_first_ones_reason() -> Non
     }
 
 
-def test_pinned_and_newest_are_told_apart_from_what_the_policy_chose() -> None:
+def test_reasons_distinguish_pinned_and_newest_from_the_policys_choice() -> None:
     """Each kept one has its reason: an operator asks why the bucket does not shrink."""
     found = [made(10, is_pinned=True), made(20), made(30)]
     kept = retention.apply(KeepEveryNSteps(20), found)
@@ -179,7 +179,7 @@ def test_pinned_and_newest_are_told_apart_from_what_the_policy_chose() -> None:
 @pytest.mark.parametrize(
     "policy", [KeepBest(3, "los"), KeepNamed(frozenset({"step-7"})), KeepEveryNSteps(1000)]
 )
-def test_a_policy_that_picks_nothing_is_noticed(policy: retention.RetentionPolicy) -> None:
+def test_a_policy_that_matches_nothing_is_detected(policy: retention.RetentionPolicy) -> None:
     """A metric or a name that was mistyped would otherwise leave the newest one only."""
     found = [made(step, metrics={"loss": 1.0}) for step in (10, 20)]
     assert retention.would_keep_nothing(policy, found)
@@ -187,7 +187,7 @@ def test_a_policy_that_picks_nothing_is_noticed(policy: retention.RetentionPolic
     assert not retention.would_keep_nothing(policy, [])
 
 
-def test_policies_that_could_keep_nothing_cannot_be_made() -> None:
+def test_policies_that_could_keep_nothing_cannot_be_constructed() -> None:
     """Zero never means 'delete all'."""
     for make in (
         lambda: KeepLast(0),
@@ -208,7 +208,7 @@ class _KeepNone:
         return {}
 
 
-def test_not_even_a_policy_of_the_users_own_takes_the_newest_or_the_pinned() -> None:
+def test_a_custom_policy_cannot_remove_the_newest_or_pinned() -> None:
     found = [made(10, is_pinned=True), made(20), made(30)]
     assert steps(retention.apply(_KeepNone(), found)) == [10, 30]
     assert retention.would_keep_nothing(_KeepNone(), found)
@@ -216,7 +216,7 @@ def test_not_even_a_policy_of_the_users_own_takes_the_newest_or_the_pinned() -> 
 
 @pytest.mark.parametrize("text", ["0", "last=0", "-1", "best=0:loss", "none"])
 @pytest.mark.parametrize("name", ["remote_retention", "local_retention"])
-def test_no_setting_ever_means_delete_all(name: str, text: str) -> None:
+def test_no_setting_means_delete_all(name: str, text: str) -> None:
     """As an argument, from the environment, from a file, or to a sweeper; and the number 0 is no policy either."""
     with pytest.raises(SettingsError, match=name):
         settings.Settings(**{name: text})
@@ -261,7 +261,7 @@ def test_local_policy_alone_also_keeps_the_newest(
     assert kept.is_all == retention.keeps_all(policy)
 
 
-def test_local_policy_is_written_like_the_remote_one() -> None:
+def test_local_policy_has_the_syntax_of_the_remote_policy() -> None:
     assert retention.keep_local(2, "best=1:loss") == KeepLocal(2, AnyOf((KeepBest(1, "loss"),)))
     assert retention.keep_local(2, " ") == KeepLocal(2)
     assert retention.keep_local(0, "all").is_all
@@ -269,7 +269,7 @@ def test_local_policy_is_written_like_the_remote_one() -> None:
         retention.keep_local(2, "last=0")
 
 
-def test_one_policy_that_keeps_all_is_enough() -> None:
+def test_any_of_keeps_all_if_one_policy_does() -> None:
     """Beside it the others choose nothing: `prune` refuses it, and locally nothing is looked at."""
     assert retention.keeps_all(retention.parse("last=1,all"))
     assert retention.keep_local(2, "all,last=1").is_all
@@ -295,7 +295,7 @@ def test_one_policy_that_keeps_all_is_enough() -> None:
         ("all", AnyOf((KeepAll(),))),
     ],
 )
-def test_text_becomes_a_policy(text: str, policy: object) -> None:
+def test_policy_text_is_parsed(text: str, policy: object) -> None:
     """What is written in a unit file is what happens."""
     assert policy == retention.parse(text)
 
@@ -306,7 +306,7 @@ def test_text_becomes_a_policy(text: str, policy: object) -> None:
      "best=0:loss", "best=1:loss:median", "best=1:loss:min:x", "named=", "all=1", ",", "last=1,", "newest=1",
      "0", "-1", "none"],
 )  # fmt: skip
-def test_text_that_could_mean_delete_all_is_refused(text: str) -> None:
+def test_policy_text_that_could_mean_delete_all_is_rejected(text: str) -> None:
     """A typing mistake must not delete a training run."""
     with pytest.raises(SettingsError, match="retention"):
         retention.parse(text)

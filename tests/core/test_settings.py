@@ -12,7 +12,7 @@ FIELDS = {field.name: field for field in dataclasses.fields(Settings)}
 NUMBERS = [name for name, field in FIELDS.items() if field.metadata["low"] is not None]
 
 
-def test_arguments_before_environment_before_file_before_default() -> None:
+def test_arguments_override_environment_override_file_override_default() -> None:
     """One order, everywhere the same."""
     name, toml = "num_concurrent_uploads", "num_concurrent_uploads = 3"
     variable = {ENVIRONMENT_PREFIX + name.upper(): "4"}
@@ -46,7 +46,7 @@ def wrong_values(name: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_value_that_cannot_work_is_refused_by_name(name: str) -> None:
+def test_invalid_value_is_rejected_with_its_name(name: str) -> None:
     """At the start, with the name and what is allowed, not hours later in a thread."""
     for value in wrong_values(name):
         with pytest.raises(SettingsError, match=name) as caught:
@@ -58,7 +58,7 @@ def test_value_that_cannot_work_is_refused_by_name(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NUMBERS)
-def test_environment_is_checked_too(name: str) -> None:
+def test_environment_values_are_validated(name: str) -> None:
     """It names the variable, which is what the operator can see."""
     variable = ENVIRONMENT_PREFIX + name.upper()
     for text in ("", "x", "nan", "1e400", "9" * 5000):
@@ -67,7 +67,7 @@ def test_environment_is_checked_too(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NUMBERS)
-def test_bounds_themselves_are_allowed(name: str) -> None:
+def test_bounds_are_inclusive(name: str) -> None:
     """Off by one would refuse what the page promises."""
     low, high = FIELDS[name].metadata["low"], FIELDS[name].metadata["high"]
     others = {"retry_initial_s": {"retry_max_s": 3600.0}, "decision_poll_s": {"decision_poll_max_s": 3600.0}}
@@ -76,7 +76,7 @@ def test_bounds_themselves_are_allowed(name: str) -> None:
     assert getattr(load({**others.get(name, {}), name: high}, {}), name) == high
 
 
-def test_an_address_for_metrics_is_said() -> None:
+def test_an_empty_metrics_address_is_rejected() -> None:
     """An empty one, of a variable that is not set, would serve them to the whole network."""
     with pytest.raises(SettingsError, match=r"metrics_address is ''.* 0\.0\.0\.0"):
         load({}, {"CKPT_ASYNC_METRICS_ADDRESS": ""})
@@ -90,7 +90,7 @@ def test_unknown_name_suggests_the_nearest() -> None:
         load({}, {}, "metrics_prt = 1")
 
 
-def test_misspelt_variable_is_refused_and_those_of_others_are_not() -> None:
+def test_misspelt_variable_is_rejected_and_unrelated_ones_are_ignored() -> None:
     """It would silently keep the default. Kubernetes makes CKPT_ASYNC_SERVICE_HOST of a service called ckpt-async."""
     with pytest.raises(SettingsError, match="did you mean CKPT_ASYNC_NUM_CHECKPOINTS_TO_KEEP"):
         load({}, {"CKPT_ASYNC_NUM_CHECKPOINT_TO_KEEP": "3"})
@@ -112,14 +112,14 @@ def test_misspelt_variable_is_refused_and_those_of_others_are_not() -> None:
     ],
     ids=range(10),
 )
-def test_broken_file_is_refused(toml: str) -> None:
+def test_invalid_settings_file_is_rejected(toml: str) -> None:
     """Said as our error, with the file as its place."""
     with pytest.raises(SettingsError, match=r"^settings file") as caught:
         load({}, {}, toml)
     assert len(str(caught.value)) < 300
 
 
-def test_longest_wait_is_not_below_the_first() -> None:
+def test_maximum_backoff_must_not_be_below_the_initial_one() -> None:
     """Back-off that shrinks hammers a store that is down."""
     with pytest.raises(SettingsError, match="retry_max_s"):
         Settings(retry_initial_s=5.0, retry_max_s=1.0)

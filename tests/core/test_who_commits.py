@@ -24,7 +24,7 @@ def commits(rank: int, receipts: decide.Receipts, num_ranks: int, **policy: bool
 
 
 @pytest.mark.parametrize("num_ranks", [1, 8, 9, 100])
-def test_the_newest_commit_first_and_the_others_group_by_group(num_ranks: int) -> None:
+def test_newest_receipts_commit_first_and_others_follow_in_groups(num_ranks: int) -> None:
     """Whole nodes die: the newest eight may be one. Were it everybody's turn then, they would read N x N receipts; were
     each group as small as the first, the oldest ranks, should only they live, would wait for hours.
     """
@@ -40,18 +40,18 @@ def test_the_newest_commit_first_and_the_others_group_by_group(num_ranks: int) -
         num_groups, num_all = num_groups + 1, 2 * num_all
 
 
-def test_of_many_ranks_fewer_commit_at_once() -> None:
+def test_fewer_ranks_commit_at_once_in_a_large_world() -> None:
     """Each reads all receipts."""
     receipts = decide.Receipts(tuple(range(decide.MANY_RANKS + 1)))
     at_once = [rank for rank in receipts.ranks if decide.turn_s(receipts, rank) == 0.0]
     assert at_once == list(receipts.ranks[-decide.NUM_COMMITTERS // 2 :])
 
 
-def test_nobody_commits_what_is_not_complete() -> None:
+def test_nobody_commits_an_incomplete_checkpoint() -> None:
     assert not any(commits(rank, decide.Receipts((0, 2, 3), 1e6), 4) for rank in range(4))
 
 
-def test_where_one_rank_decides_alone_it_has_no_turn_to_wait_for() -> None:
+def test_a_sole_decider_does_not_wait_for_a_turn() -> None:
     """Stores without conditional PUT: whoever was the newest."""
     receipts = decide.Receipts(tuple(range(100)))
     assert commits(0, receipts, 100, decides_alone=True)
@@ -59,7 +59,7 @@ def test_where_one_rank_decides_alone_it_has_no_turn_to_wait_for() -> None:
 
 
 @given(st.sets(st.integers(0, 30)), st.integers(1, 31))
-def test_a_gap_is_enough_to_know_that_one_is_missing(ranks: set[int], page: int) -> None:
+def test_a_gap_in_the_listing_shows_that_a_receipt_is_missing(ranks: set[int], page: int) -> None:
     """And it is never said of a listing that begins with all of them."""
     listed = sorted(ranks)[:page]
     missing = sorted({*range(max(listed, default=0))} - ranks)
@@ -69,7 +69,7 @@ def test_a_gap_is_enough_to_know_that_one_is_missing(ranks: set[int], page: int)
     assert decide.missing_ranks(decide.Receipts(tuple(ranks)), 31) == sorted({*range(31)} - ranks)
 
 
-def test_receipts_are_listed_at_the_first_looks_then_seldom_and_when_the_turn_comes() -> None:
+def test_receipts_are_listed_on_the_first_polls_then_rarely_and_on_ones_turn() -> None:
     some, seldom_s = decide.Receipts((0, 1, 3)), 10_000 / decide.LISTINGS_PER_S
     next_times = [decide.next_listing(waiting(10_000), some, 3, looks, 5.0) for looks in (1, 2, 3)]
     assert next_times == [5.0, 5.0, 5.0 + seldom_s]

@@ -96,7 +96,7 @@ def stored(url: str) -> tuple[list[str], Sequence[MultipartInfo]]:
 # --- a real store ------------------------------------------------------------------------------------------
 
 
-def test_a_sound_place_has_every_check_and_nothing_is_left(folder: Path, s3_url: str) -> None:
+def test_a_sound_environment_passes_every_check_and_nothing_is_left(folder: Path, s3_url: str) -> None:
     """In a shell, as one line each; the exit code is what a launcher's script goes by."""
     folder.mkdir()
     done = subprocess.run(
@@ -120,7 +120,7 @@ def test_a_sound_place_has_every_check_and_nothing_is_left(folder: Path, s3_url:
     assert stored(s3_url) == ([], [])
 
 
-def test_beside_a_live_trainer_nothing_is_touched(folder: Path, s3_url: str, call: Examine) -> None:
+def test_doctor_disturbs_no_live_trainer(folder: Path, s3_url: str, call: Examine) -> None:
     """The remote is the one that the journal names, with the endpoint that the trainer had."""
     with Uploader(folder, s3_url, rank=0, world_size=1) as uploader:
         save(uploader, 1)
@@ -136,7 +136,7 @@ def test_beside_a_live_trainer_nothing_is_touched(folder: Path, s3_url: str, cal
         uploader.wait(2, timeout_s=60)
 
 
-def test_wrong_credentials_and_a_missing_bucket_are_said(
+def test_wrong_credentials_and_a_missing_bucket_are_reported(
     s3_url: str, call: Examine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code, found = call("s3://no-such-bucket/run")
@@ -148,7 +148,7 @@ def test_wrong_credentials_and_a_missing_bucket_are_said(
     assert "secret key" in found["list"]["hint"]
 
 
-def test_ended_in_the_middle_it_leaves_nothing(folder: Path, s3_url: str) -> None:
+def test_an_interrupted_doctor_leaves_nothing(folder: Path, s3_url: str) -> None:
     """An init container that takes too long gets SIGTERM, a person presses Ctrl-C."""
     folder.mkdir()
     process = subprocess.Popen(
@@ -221,7 +221,7 @@ def unfinished(store: MemoryStore) -> list[str]:
         (("delete",), {"delete": "warn", "clean-up": "warn"}, 3),
     ],
 )
-def test_what_the_credentials_may_not_do_is_said_and_still_nothing_is_left(
+def test_missing_permissions_are_reported_and_nothing_is_left(
     refused: tuple[str, ...],
     blamed: dict[str, str],
     num_left: int,
@@ -266,7 +266,7 @@ def test_a_speed_test_that_fails_leaves_nothing(
         (99, 36, "memory://speed/run", False, True),
     ],
 )
-def test_the_speed_test_takes_no_space_that_the_trainer_wants_free(
+def test_the_speed_test_respects_min_free_bytes(
     free_mib: int,
     min_free_mib: int,
     remote: str,
@@ -291,7 +291,7 @@ def test_the_speed_test_takes_no_space_that_the_trainer_wants_free(
 # --- the folder --------------------------------------------------------------------------------------------
 
 
-def test_places_that_are_not_there_yet_are_tried_beside_and_not_made(tmp_path: Path, call: Examine) -> None:
+def test_a_missing_folder_is_checked_in_its_parent_and_not_created(tmp_path: Path, call: Examine) -> None:
     code, found = call(tmp_path / "a/b", f"file://{tmp_path}/store/run", "--speed")
     assert (code, levels(found)) == (0, {})
     assert found["folder"]["message"] == f"{tmp_path}/a/b can be made in {tmp_path}"
@@ -299,7 +299,7 @@ def test_places_that_are_not_there_yet_are_tried_beside_and_not_made(tmp_path: P
     assert tree(tmp_path) == {}
 
 
-def test_an_existing_folder_and_remote_stay_as_they_are(folder: Path, tmp_path: Path, call: Examine) -> None:
+def test_an_existing_folder_and_remote_are_unchanged(folder: Path, tmp_path: Path, call: Examine) -> None:
     remote = tmp_path / "store/run"
     train(folder, f"file://{remote}", 1, 2)
     before = tree(tmp_path)
@@ -311,17 +311,17 @@ def test_an_existing_folder_and_remote_stay_as_they_are(folder: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("at", ["/proc/nowhere", "/etc/passwd"])
-def test_a_place_that_cannot_be_written_is_said(at: str, call: Examine) -> None:
+def test_an_unwritable_folder_or_remote_is_reported(at: str, call: Examine) -> None:
     code, found = call(at, f"file://{at}")
     assert (code, levels(found)) == (1, {"folder": "fail", "write": "fail"})
 
 
-def test_a_folder_in_memory_is_warned_of(call: Examine) -> None:
+def test_a_tmpfs_folder_is_a_warning(call: Examine) -> None:
     filesystem = filesystem_of("/dev/shm", Path("/proc/self/mountinfo"))
     assert call("/dev/shm")[1]["file system"]["level"] == ("warn" if filesystem == "tmpfs" else "ok")
 
 
-def test_a_network_file_system_is_refused_in_the_uploaders_words(
+def test_a_network_file_system_fails_with_the_uploaders_message(
     folder: Path, call: Examine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ckpt_async.local.folder.filesystem_of", lambda *_: "nfs4")
@@ -332,7 +332,7 @@ def test_a_network_file_system_is_refused_in_the_uploaders_words(
     assert tree(folder) == {}
 
 
-def test_a_journal_that_is_damaged_or_from_the_future_is_said(folder: Path, call: Examine) -> None:
+def test_a_damaged_or_newer_journal_is_reported(folder: Path, call: Examine) -> None:
     path = folder / ".ckpt_async" / keys.journal_name(0)
     path.parent.mkdir(parents=True)
     path.write_bytes(b"no database" * 1000)
@@ -344,7 +344,7 @@ def test_a_journal_that_is_damaged_or_from_the_future_is_said(folder: Path, call
 # --- the environment and the command line ------------------------------------------------------------------
 
 
-def test_variables_that_set_nothing_are_named(call: Examine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_without_effect_are_named(call: Examine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPT_ASYNC_NUM_CONCURRENT_UPLOADS", "4")
     monkeypatch.setenv("CKPT_ASYNC_LAUNCH_ID", "a")
     code, found = call()
@@ -361,7 +361,7 @@ def test_variables_that_set_nothing_are_named(call: Examine, monkeypatch: pytest
         assert name in found["settings"]["message"]
 
 
-def test_a_low_limit_of_open_files_is_warned_of(call: Examine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_low_open_file_limit_is_a_warning(call: Examine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (256, 4096))
     assert call()[1]["open files"]["level"] == "warn"
 
@@ -376,7 +376,7 @@ def test_a_low_limit_of_open_files_is_warned_of(call: Examine, monkeypatch: pyte
         ("--checkpoint-bytes", "a lot"),
     ],
 )
-def test_a_command_line_without_sense_is_refused(
+def test_an_invalid_command_line_is_rejected(
     arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["doctor", *arguments]) == 2
@@ -386,7 +386,7 @@ def test_a_command_line_without_sense_is_refused(
     ("text", "size_bytes"),
     [("1", 1), ("500MB", 5 * 10**8), ("1.5GiB", 3 << 29), ("2k", 2000), ("1TiB", 1 << 40)],
 )
-def test_sizes_are_read_as_people_write_them(text: str, size_bytes: int) -> None:
+def test_human_readable_sizes_are_parsed(text: str, size_bytes: int) -> None:
     assert size_argument(text) == size_bytes
 
 

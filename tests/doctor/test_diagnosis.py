@@ -43,7 +43,7 @@ def findings_with(part: str, **changes: Any) -> list[Finding]:
     return diagnose(replace(SOUND, **{part: replace(getattr(SOUND, part), **changes)}))
 
 
-def test_what_is_sound_has_nothing_to_do() -> None:
+def test_sound_facts_give_no_advice() -> None:
     found = diagnose(SOUND)
     assert {each.level for each in found} == {Level.OK}
     assert {each.hint for each in found} == {""}
@@ -54,7 +54,7 @@ def test_what_is_sound_has_nothing_to_do() -> None:
     assert told["free space"] == "100.0 GiB free: room for 2 of 40.0 GiB"
 
 
-def test_only_what_was_looked_at_is_judged() -> None:
+def test_unchecked_facts_give_no_findings() -> None:
     checks = {each.check for each in diagnose(Facts(SOUND.host))}
     assert checks == {"versions", "open files", "settings"}
 
@@ -104,7 +104,7 @@ def test_only_what_was_looked_at_is_judged() -> None:
         ),
     ],
 )
-def test_each_weakness_is_found_and_nothing_else_is_blamed(
+def test_each_weakness_gives_exactly_its_own_finding(
     part: str, changes: dict[str, Any], check: str, level: Level, says: str
 ) -> None:
     blamed = [each for each in findings_with(part, **changes) if each.level is not Level.OK]
@@ -114,19 +114,19 @@ def test_each_weakness_is_found_and_nothing_else_is_blamed(
     assert blamed[0].hint or is_told_by_its_maker
 
 
-def test_a_folder_is_judged_where_it_was_tried() -> None:
+def test_findings_name_the_folder_that_was_tried() -> None:
     """One that does not exist yet is made by the uploader: that is no fault."""
     told = {each.check: each for each in findings_with("folder", path="/data/run/a")}
     assert told["folder"] == Finding("folder", Level.OK, "/data/run/a can be made in /data")
 
 
-def test_a_backlog_that_a_running_uploader_works_on_is_as_it_should_be() -> None:
+def test_a_backlog_with_a_running_uploader_is_ok() -> None:
     running = findings_with("journal", num_pending=3, running_ranks=(0, 1))
     assert {each.level for each in running} == {Level.OK}
     assert "ranks running: 0, 1" in next(each.message for each in running if each.check == "journal")
 
 
-def test_a_journal_that_is_not_there_yet_is_no_fault() -> None:
+def test_a_missing_journal_is_not_a_fault() -> None:
     found = diagnose(replace(SOUND, journal=JournalState()))
     assert "none yet" in next(each.message for each in found if each.check == "journal")
     assert {each.level for each in found} == {Level.OK}

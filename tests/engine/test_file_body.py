@@ -140,7 +140,7 @@ ALL_WAYS = pytest.mark.parametrize(
 
 
 @ALL_WAYS
-def test_the_range_arrives_however_slowly_it_is_read(
+def test_a_range_arrives_at_any_read_speed(
     path: Path, source: Source, link: Link, kernel: Kernel, refused: int
 ) -> None:
     kernel.refuses = lambda _: refused
@@ -158,7 +158,7 @@ def test_the_range_arrives_however_slowly_it_is_read(
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOSYS, errno.ENOTSUP])
 @pytest.mark.parametrize("first_refused", [1, 4])
-def test_where_the_kernel_sends_no_files_slices_are_sent(
+def test_slices_are_sent_where_sendfile_is_unsupported(
     path: Path, source: Source, link: Link, kernel: Kernel, number: int, first_refused: int
 ) -> None:
     """From the beginning, or all of a sudden: what was sent is not sent again."""
@@ -173,7 +173,7 @@ def test_where_the_kernel_sends_no_files_slices_are_sent(
 @pytest.mark.parametrize(
     ("number", "is_of_the_disk"), [(errno.EIO, True), (errno.EHOSTUNREACH, False), (errno.ECONNRESET, False)]
 )
-def test_trouble_of_the_disk_is_told_from_trouble_of_the_network(
+def test_disk_errors_are_distinguished_from_network_errors(
     source: Source, link: Link, kernel: Kernel, number: int, is_of_the_disk: bool
 ) -> None:
     """One system call does both."""
@@ -189,7 +189,7 @@ def test_trouble_of_the_disk_is_told_from_trouble_of_the_network(
 
 @ALL_WAYS
 @pytest.mark.parametrize("how", ["truncated", "overwritten"])
-def test_a_file_that_changes_meanwhile_fails_the_attempt(
+def test_a_file_that_changes_during_the_upload_fails_the_attempt(
     path: Path, source: Source, link: Link, kernel: Kernel, refused: int, how: str
 ) -> None:
     kernel.refuses = lambda _: refused
@@ -207,7 +207,7 @@ def test_a_file_that_changes_meanwhile_fails_the_attempt(
 
 
 @ALL_WAYS
-def test_a_reader_that_goes_away_is_an_error_of_the_connection(
+def test_a_peer_that_disconnects_is_a_connection_error(
     source: Source, link: Link, kernel: Kernel, refused: int
 ) -> None:
     kernel.refuses = lambda _: refused
@@ -219,7 +219,7 @@ def test_a_reader_that_goes_away_is_an_error_of_the_connection(
 
 
 @ALL_WAYS
-def test_a_slow_link_is_heard_of_often(
+def test_progress_is_reported_often_on_a_slow_link(
     source: Source, link: Link, kernel: Kernel, refused: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The watchdog must see bytes move: who hears of 4 MiB at a time takes 100 KB/s for a stall."""
@@ -242,7 +242,7 @@ def test_a_slow_link_is_heard_of_often(
     assert max(gaps) < 2 * MIB
 
 
-def test_a_fast_link_costs_few_system_calls(
+def test_few_system_calls_on_a_fast_link(
     source: Source, link: Link, kernel: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(upload, "TELL_S", 1000.0)  # no call takes longer than that

@@ -65,7 +65,7 @@ async def _upload(folder: Folder, store: KeepsNoChecksum) -> None:
     ],
     ids=["whole", "longer", "shorter", "other"],
 )
-def test_what_a_store_without_checksums_holds_is_compared(
+def test_objects_are_read_back_from_a_store_without_checksums(
     run: Any, tmp_path: Path, spoil: Any, refusal: str | None
 ) -> None:
     (tmp_path / "a.bin").write_bytes(DATA)

@@ -105,7 +105,7 @@ class Saying(Meddled):
         await super().put_many(puts, lambda info: stored(replace(info, checksum=self._said)))
 
 
-def test_each_is_read_when_its_turn_has_come_and_sent_as_it_was_read(
+def test_each_shard_is_read_on_its_turn_and_sent_as_read(
     send: Any, folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What waits takes no memory; what changes after it was read is not looked at again."""
@@ -129,7 +129,7 @@ def test_each_is_read_when_its_turn_has_come_and_sent_as_it_was_read(
     assert [store.bucket.objects[f"ckpt/{name}"].data for name in NAMES] == [data_of(name) for name in NAMES]
 
 
-def test_all_of_them(send: Any, observer: Counted) -> None:
+def test_a_series_uploads_all_its_shards(send: Any, observer: Counted) -> None:
     store = Meddled()
     assert send(store) == [right(name) for name in NAMES]
     assert {key: each.data for key, each in store.bucket.objects.items()} == {
@@ -139,7 +139,7 @@ def test_all_of_them(send: Any, observer: Counted) -> None:
     assert observer.finished == ["put"] * 5
 
 
-def test_those_before_the_first_refusal(send: Any, observer: Counted) -> None:
+def test_shards_before_the_first_refusal_count_as_sent(send: Any, observer: Counted) -> None:
     """The rest is not even tried: the store may be busy, or gone."""
     store = Refusing()
     assert send(store) == [right("a"), right("b"), None, None, None]
@@ -149,19 +149,19 @@ def test_those_before_the_first_refusal(send: Any, observer: Counted) -> None:
     assert observer.finished == ["put"] * 3
 
 
-def test_what_the_store_says_nothing_of_is_asked_for(send: Any) -> None:
+def test_unconfirmed_shards_are_looked_up(send: Any) -> None:
     """Rule R1: sent is not stored."""
     store = Saying(None)
     assert send(store) == [right(name) for name in NAMES]
     assert [store.asked["head", f"ckpt/{name}"] for name in NAMES] == [1] * 5
 
 
-def test_what_the_store_has_otherwise_does_not_count(send: Any) -> None:
+def test_an_object_with_other_content_does_not_count_as_sent(send: Any) -> None:
     assert send(Saying(WRONG)) == [None] * 5
 
 
 @pytest.mark.parametrize("reason", [FailureReason.AUTH, FailureReason.OTHER, FailureReason.NOT_FOUND])
-def test_what_cannot_be_asked_for_does_not_count(send: Any, reason: FailureReason) -> None:
+def test_a_shard_whose_lookup_fails_does_not_count_as_sent(send: Any, reason: FailureReason) -> None:
     class Closed(Saying):
         async def before(self, operation: str, key: str) -> None:
             if (operation, key) == ("head", "ckpt/b"):
@@ -171,7 +171,7 @@ def test_what_cannot_be_asked_for_does_not_count(send: Any, reason: FailureReaso
 
 
 @pytest.mark.parametrize("how", ["overwritten", "truncated", "gone", "replaced"])
-def test_a_file_that_is_another_one_by_now_is_left_out(
+def test_a_replaced_file_is_left_out_of_the_series(
     send: Any, folder: Folder, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others are sent; of it, nothing."""
@@ -194,7 +194,7 @@ def test_a_file_that_is_another_one_by_now_is_left_out(
 
 
 @pytest.mark.parametrize("how", ["overwritten", "truncated"])
-def test_a_file_that_changes_while_it_is_read_is_left_out(
+def test_a_file_that_changes_while_it_is_read_is_left_out_of_the_series(
     send: Any, folder: Folder, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = Source.read
@@ -212,7 +212,7 @@ def test_a_file_that_changes_while_it_is_read_is_left_out(
 
 
 @pytest.mark.parametrize("error", [OSError(24, "Too many open files"), OSError(5, "Input/output error")])
-def test_trouble_of_the_disk_is_left_to_who_is_patient(
+def test_disk_errors_are_left_to_the_single_upload_with_retries(
     send: Any, monkeypatch: pytest.MonkeyPatch, error: OSError
 ) -> None:
     """It must not pass for a bug, which would stop the engine."""
@@ -227,7 +227,7 @@ def test_trouble_of_the_disk_is_left_to_who_is_patient(
     assert send(Meddled()) == [right("a"), None, None, None, None]
 
 
-def test_nothing_left_to_send(send: Any, folder: Folder) -> None:
+def test_a_series_with_nothing_left_to_send_sends_nothing(send: Any, folder: Folder) -> None:
     for name in NAMES:
         (folder.path / name).unlink()
     store = Meddled()
@@ -235,7 +235,7 @@ def test_nothing_left_to_send(send: Any, folder: Folder) -> None:
     assert not store.asked
 
 
-def test_cancelled_it_sends_no_more(run: Any, shards: list[SmallShard]) -> None:
+def test_a_cancelled_series_sends_no_more(run: Any, shards: list[SmallShard]) -> None:
     store = Slow()
 
     async def main() -> None:
@@ -302,7 +302,7 @@ def save(uploader: Uploader, step: int, names: list[str] = LOTS) -> None:
     uploader.seal(step)
 
 
-def test_a_checkpoint_of_many_small_shards(opened: Open, series: list[list[str]]) -> None:
+def test_many_small_shards_of_a_checkpoint_are_sent_in_series(opened: Open, series: list[list[str]]) -> None:
     """In series that end at the same time; each shard once; recorded by few appends."""
     store, appends = Meddled(), []
     append = Journal.append
@@ -340,7 +340,7 @@ def labels(uploader: Uploader) -> dict[str, str]:
     return {name: value for name, value in sample.labels.items() if name != "result"}
 
 
-def test_large_shards_go_alone(opened: Open, series: list[list[str]]) -> None:
+def test_large_shards_are_not_sent_in_series(opened: Open, series: list[list[str]]) -> None:
     small, large = [f"{number}.pt" for number in range(20)], ["x.pt", "y.pt", "z.pt"]
     with opened(store := Meddled()) as uploader:
         for name in small + large:
@@ -356,7 +356,7 @@ def test_large_shards_go_alone(opened: Open, series: list[list[str]]) -> None:
         assert sum(sizes[key] for key in each) <= transfer.SERIES_BYTES
 
 
-def test_what_a_series_could_not_send_goes_alone_and_within_the_bounds(
+def test_shards_a_series_could_not_send_are_uploaded_singly_within_limits(
     opened: Open, series: list[list[str]]
 ) -> None:
     """An outage must not make of two places sixty that wait with their files open."""
@@ -395,7 +395,7 @@ def test_what_a_series_could_not_send_goes_alone_and_within_the_bounds(
     assert decisions(store) == {CheckpointId(1, 1): "commit"}
 
 
-def test_a_shard_that_is_refused_again_and_again_holds_up_no_other(opened: Open) -> None:
+def test_a_repeatedly_refused_shard_delays_no_other(opened: Open) -> None:
     class Picky(Meddled):
         is_picky = True
 
@@ -430,7 +430,7 @@ def test_a_shard_that_changed_fails_its_checkpoint_only(opened: Open) -> None:
     assert decisions(store) == {CheckpointId(1, 1): "abort", CheckpointId(1, 2): "commit"}
 
 
-def test_superseded_amid_a_series(opened: Open, series: list[list[str]]) -> None:
+def test_superseding_a_checkpoint_in_the_middle_of_a_series(opened: Open, series: list[list[str]]) -> None:
     """Its series stop, and only its own: another checkpoint's are never among them."""
     store = Slow()
     settings = {"on_backlog": "supersede", "max_backlog_checkpoints": 2, "remote_retention": "last=1"}
@@ -449,7 +449,7 @@ def test_superseded_amid_a_series(opened: Open, series: list[list[str]]) -> None
     assert decisions(store)[CheckpointId(1, 3)] == "commit"
 
 
-def test_stopped_amid_a_series_and_started_again(opened: Open) -> None:
+def test_an_engine_stopped_in_the_middle_of_a_series_resumes(opened: Open) -> None:
     """What was sent and not recorded is asked for, not sent again."""
 
     class Stopping(Slow):
@@ -472,7 +472,7 @@ def test_stopped_amid_a_series_and_started_again(opened: Open) -> None:
     assert len(store.keys("ckpt/")) == len(LOTS)
 
 
-def test_a_journal_that_is_full_loses_nothing(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_journal_disk_loses_no_shard(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     """What could not be recorded is sent again, later."""
     append, is_full = Journal.append, threading.Event()
 
@@ -502,7 +502,7 @@ def test_a_backlog_of_checkpoints_with_shards_of_the_same_names_is_looked_up_qui
     assert len({hash(each) for each in uploads}) > 990
 
 
-def test_what_a_series_could_not_send_is_not_begun_when_the_engine_stops(
+def test_a_stopping_engine_begins_no_single_uploads_after_a_series(
     opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would go on after the rank's lock was released."""

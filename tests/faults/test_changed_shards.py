@@ -48,9 +48,7 @@ def is_aborted(uploader: Uploader, step: int) -> bool:
     return True
 
 
-def test_what_is_changed_within_the_tick_in_which_it_was_written_is_never_committed(
-    tmp_path: Path, seed: int
-) -> None:
+def test_a_change_within_the_same_mtime_tick_is_never_committed(tmp_path: Path, seed: int) -> None:
     """One bit, or the end: found out by the file's times, or it came too late and what was enqueued is there."""
     if not tells_changes_within_a_tick(tmp_path / "probe"):
         pytest.skip("this kernel stamps by ticks: such a change leaves no trace (docs/reliability.md)")

@@ -27,7 +27,7 @@ from tests.faults.small_disk import on_small_disk
 
 
 @pytest.mark.parametrize("kind", ["not writable", "a file", "network"])
-def test_a_folder_that_cannot_be_used_is_refused_at_the_start(
+def test_an_unusable_folder_is_rejected_at_open(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Found out before the first step, not after the first checkpoint."""
@@ -48,7 +48,7 @@ def test_a_folder_that_cannot_be_used_is_refused_at_the_start(
     assert not (tmp_path / "remote").exists()
 
 
-def test_a_disk_that_became_read_only_is_named_with_what_to_do(tmp_path: Path) -> None:
+def test_a_disk_that_became_read_only_is_reported_with_a_hint(tmp_path: Path) -> None:
     """As ext4 does after an error."""
     done = on_small_disk(
         tmp_path,
@@ -65,7 +65,7 @@ def test_a_disk_that_became_read_only_is_named_with_what_to_do(tmp_path: Path) -
     )
 
 
-def test_a_remote_folder_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
+def test_an_unwritable_remote_folder_is_rejected_at_open(tmp_path: Path) -> None:
     """The same for the other side; nothing is left locked or running."""
     before = threading.active_count()
     with pytest.raises(StoreError) as caught:
@@ -76,7 +76,7 @@ def test_a_remote_folder_that_cannot_be_written_is_refused_at_the_start(tmp_path
         assert uploader.generation == 1
 
 
-def test_a_full_disk_is_a_clear_error_and_heals_when_there_is_space(tmp_path: Path) -> None:
+def test_a_full_disk_raises_and_recovers_when_there_is_space(tmp_path: Path) -> None:
     """The most common accident of all. The trainer hears of it, loses nothing, and goes on when space is back."""
     done = on_small_disk(
         tmp_path,
@@ -112,7 +112,7 @@ def test_a_full_disk_is_a_clear_error_and_heals_when_there_is_space(tmp_path: Pa
     assert Oracle(f"file://{tmp_path}/remote", 1).look() == {CheckpointId(1, 1), CheckpointId(1, 2)}
 
 
-def test_a_disk_that_runs_full_under_an_upload_is_waited_out(tmp_path: Path) -> None:
+def test_an_upload_waits_for_space_when_the_disk_runs_full(tmp_path: Path) -> None:
     """What is enqueued needs no more space to be uploaded than the journal's rows; those come when they can."""
     done = on_small_disk(
         tmp_path,

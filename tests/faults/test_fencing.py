@@ -57,7 +57,7 @@ def stop(trainer: Trainer) -> None:
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_a_stopped_trainer_wakes_up_after_another_has_taken_over(
+def test_a_paused_trainer_that_wakes_up_after_a_takeover_is_fenced(
     nursery: Nursery, proxy: FaultProxy, s3_url: str, tmp_path: Path, moment: str
 ) -> None:
     """What it had sealed may commit; it takes nothing new and says why; latest stays where the newer one put it."""

@@ -50,7 +50,7 @@ def committed(folder: Path, remote: Path, *steps: int) -> None:
             uploader.wait(step, timeout_s=60)
 
 
-def test_no_name_path_or_key_leads_outside(tmp_path: Path) -> None:
+def test_no_name_path_or_key_escapes_the_folder_or_prefix(tmp_path: Path) -> None:
     """Rows F25 and F27: CPython tells of every call that takes a path; none is outside the folder and the run."""
     outside = tmp_path / "outside"
     (outside / "deep").mkdir(parents=True)
@@ -88,7 +88,7 @@ def test_nothing_is_deleted_by_prefix(tmp_path: Path, request: pytest.FixtureReq
     assert (other.findings, other.num_committed, other.num_shards_read) == ([], 2, 4)
 
 
-def test_forged_receipts_delete_nothing_of_another(tmp_path: Path) -> None:
+def test_forged_receipts_cannot_delete_another_checkpoints_shards(tmp_path: Path) -> None:
     """The sweeper deletes what receipts list: one that lists another's objects, or paths, is refused instead."""
     remote, neighbour = tmp_path / "store" / "run", tmp_path / "store" / "run-2"
     committed(tmp_path / "a", remote, 1, 2)
@@ -115,7 +115,7 @@ def test_forged_receipts_delete_nothing_of_another(tmp_path: Path) -> None:
         assert (remote / "ckpt/step-2.g1/rank-0-0.pt").exists()
 
 
-def test_a_bomb_in_any_place_is_refused_within_the_memory_of_a_small_container(tmp_path: Path) -> None:
+def test_a_bomb_in_any_record_is_rejected_within_little_memory(tmp_path: Path) -> None:
     """Row F28: nested, huge, endless and wrong records, wherever a sweeper and `verify` read one."""
     template = tmp_path / "template"
     committed(tmp_path / "folder", template, 1, 2)

@@ -65,7 +65,7 @@ def begun(proxy: FaultProxy) -> list[Exchange]:
 
 
 @pytest.mark.parametrize("outage_s", [5.0, pytest.param(60.0, marks=SOAK)])
-def test_three_of_four_requests_refused(
+def test_uploads_survive_three_of_four_requests_refused(
     proxy: FaultProxy, s3_url: str, tmp_path: Path, outage_s: float
 ) -> None:
     """503 SlowDown for a minute: all arrives, each shard once, without a storm, and training goes on."""
@@ -106,7 +106,7 @@ def check(remote: str, num_steps: int, sizes: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("num_faults", [14, pytest.param(210, marks=SOAK)])
-def test_a_connection_that_breaks_at_any_byte_costs_one_part_at_most(
+def test_a_connection_that_breaks_at_any_byte_costs_at_most_one_part(
     proxy: FaultProxy, s3_url: str, tmp_path: Path, seed: int, num_faults: int
 ) -> None:
     """Resets, stalls and lost replies at random bytes of random parts: only the broken part is sent again."""
@@ -162,7 +162,7 @@ OPERATIONS: dict[str, Fault] = {
 
 
 @pytest.mark.parametrize("kind", ["drop_reply", "cut_reply"])
-def test_each_kind_of_request_may_lose_one_reply(
+def test_losing_one_reply_of_each_kind_of_request_is_survived(
     proxy: FaultProxy, s3_url: str, tmp_path: Path, kind: str
 ) -> None:
     """The store did it and nobody was told. What is done again must not be done twice."""
@@ -204,7 +204,7 @@ def check_one(remote: str, oracle: Oracle) -> None:
         pytest.param("denied", 30.0, marks=SOAK),
     ],
 )
-def test_credentials_that_expire_in_the_middle_of_a_multipart_upload(
+def test_credentials_may_expire_in_the_middle_of_a_multipart_upload(
     proxy: FaultProxy, s3_url: str, tmp_path: Path, kind: str, outage_s: float
 ) -> None:
     """The same upload goes on when they are renewed; no part that is there is sent again; nobody gives up."""

@@ -119,7 +119,7 @@ def deleted(pid: int, folder: Folder) -> list[str]:
     ]
 
 
-def test_a_deleted_journal_of_the_folder_is_seen_and_no_other(tmp_path: Path) -> None:
+def test_only_a_deleted_journal_of_this_folder_is_detected(tmp_path: Path) -> None:
     folder, other = Folder(tmp_path / "folder"), Folder(tmp_path / "other")
     with contextlib.closing(Journal(folder, 0)), contextlib.closing(Journal(other, 0)):
         actor = Actor(folder.path)  # and has inherited both
@@ -323,9 +323,7 @@ class Disk:
         )
 
 
-def test_what_is_called_durable_is_on_the_disk_in_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_durable_data_is_fsynced_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shard and its folders, then the manifest that speaks of it and its entry, then the journal, and only then the row
     that says so.
     """
@@ -363,7 +361,7 @@ def test_what_is_called_durable_is_on_the_disk_in_order(
     assert max(before) < manifest < entry < journal < durable_at[0]
 
 
-def test_a_sync_of_the_journal_is_of_its_wal_and_once_of_its_entry(
+def test_a_journal_sync_fsyncs_the_wal_and_once_its_directory_entry(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, disk = Folder(tmp_path), Disk(monkeypatch)
@@ -375,7 +373,7 @@ def test_a_sync_of_the_journal_is_of_its_wal_and_once_of_its_entry(
     assert wal in disk.synced[1][1]
 
 
-def test_a_file_or_symlink_that_is_replaced_is_durable_with_its_entry(
+def test_replacing_a_file_or_symlink_fsyncs_its_directory_entry(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     private = tmp_path / "private"
@@ -396,7 +394,7 @@ def test_the_journal_checkpoints_with_fsync(tmp_path: Path) -> None:
         assert [each.execute("PRAGMA synchronous").fetchone() for each in connections if each] == [(1,), (1,)]
 
 
-def test_a_fifo_in_the_place_of_a_shard_hangs_nobody(tmp_path: Path) -> None:
+def test_a_fifo_in_place_of_a_shard_does_not_hang(tmp_path: Path) -> None:
     """Without hard links the trainer's own path is opened again; opening a FIFO to read waits for a writer."""
     folder = Folder(tmp_path)
     os.mkfifo(tmp_path / "a.pt")

@@ -10,7 +10,7 @@ from tests.faults.processes import Nursery, Trainer
 
 
 @pytest.mark.parametrize("runner", ["thread", "process"])
-def test_all_ranks_of_a_start_are_in_one_generation_though_its_key_was_used_before(
+def test_ranks_with_a_reused_launch_key_share_one_new_generation(
     nursery: Nursery, tmp_path: Path, runner: str
 ) -> None:
     """R5: the free place that a dead rank never took was taken for this start's: two generations for ever, of which
@@ -49,7 +49,7 @@ def test_all_ranks_of_a_start_are_in_one_generation_though_its_key_was_used_befo
 
 
 @pytest.mark.parametrize("runner", ["thread", "process"])
-def test_a_start_that_can_commit_nothing_ends_with_an_error(
+def test_a_start_that_can_never_commit_exits_with_an_error(
     nursery: Nursery, tmp_path: Path, runner: str
 ) -> None:
     """Else the job ends with exit code 0 and without a checkpoint. Whoever is only late gets a warning."""

@@ -150,7 +150,7 @@ def cut_power(nursery: Nursery, disk: Ext4, tmp_path: Path, seed: int, num_cuts:
 
 
 @pytest.mark.parametrize("num_cuts", [12, pytest.param(200, marks=SOAK)])
-def test_what_was_durable_survives_a_power_cut_of_ext4(
+def test_durable_checkpoints_survive_a_power_cut_on_ext4(
     nursery: Nursery, ext4: Ext4, tmp_path: Path, seed: int, num_cuts: int
 ) -> None:
     """From `MadeDurable` on a checkpoint is committed after the next boot, with the bytes that were saved."""

@@ -30,7 +30,9 @@ def fifo_in(tmp_path: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("how", ["os.fork", "multiprocessing"])
-def test_a_forked_child_is_told_at_once_and_does_no_harm(nursery: Nursery, tmp_path: Path, how: str) -> None:
+def test_using_an_uploader_in_a_forked_child_raises_and_does_no_harm(
+    nursery: Nursery, tmp_path: Path, how: str
+) -> None:
     """Dataloader workers are forks of the trainer: a call into a loop that does not run there would hang."""
     remote = f"file://{tmp_path}/remote"
     with fifo_in(tmp_path) as fifo:
@@ -103,7 +105,7 @@ def test_a_script_that_forgets_to_close_still_uploads_before_it_exits(tmp_path: 
     assert Oracle(remote, 1, num_shards=20).look() == {CheckpointId(1, 1)}
 
 
-def test_an_exception_in_the_training_loop_is_what_one_sees(tmp_path: Path) -> None:
+def test_an_exception_in_the_training_loop_is_not_masked(tmp_path: Path) -> None:
     """An uploader that hides the training's own error, or exits as if all were well, is worse than none."""
     remote = f"file://{tmp_path}/remote"
     done = run_script(
@@ -119,7 +121,7 @@ def test_an_exception_in_the_training_loop_is_what_one_sees(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("is_known", [True, False])
-def test_a_second_uploader_of_the_same_rank_and_folder_is_refused_by_name(
+def test_a_second_uploader_for_the_same_rank_and_folder_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_known: bool
 ) -> None:
     """Two engines on one journal would race for every shard; the message must say who is there. One of the same process
@@ -170,7 +172,7 @@ def test_ctrl_c_while_opening_does_not_hang(tmp_path: Path) -> None:
     assert "KeyboardInterrupt" in done.stderr
 
 
-def test_a_forked_child_that_ends_as_any_script_does_runs_to_its_end(tmp_path: Path, s3_url: str) -> None:
+def test_a_forked_child_can_exit_normally(tmp_path: Path, s3_url: str) -> None:
     """libuv joined the threads that looked up a name, which are not in the child: SIGSEGV behind the last line."""
     done = run_script(
         PREAMBLE

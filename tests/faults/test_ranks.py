@@ -21,7 +21,7 @@ def remote(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
-def test_whoever_finishes_last_commits_and_a_missing_rank_holds_up_nothing(
+def test_the_last_rank_commits_and_a_missing_rank_delays_no_other_checkpoint(
     nursery: Nursery, tmp_path: Path, remote: str, num_ranks: int
 ) -> None:
     """R9: there is nobody whose absence, slowness or death could stop a complete checkpoint."""
@@ -61,7 +61,7 @@ def test_whoever_finishes_last_commits_and_a_missing_rank_holds_up_nothing(
     assert len(sealed) == num_ranks + 1
 
 
-def test_the_last_rank_commits_though_all_others_are_dead(nursery: Nursery, tmp_path: Path) -> None:
+def test_the_last_rank_commits_even_if_all_others_are_dead(nursery: Nursery, tmp_path: Path) -> None:
     """What was promised to a rank that has died since is kept by whoever is left."""
     remote = f"file://{tmp_path}/remote"
     trainers = start(nursery, tmp_path, remote, 4)
@@ -84,7 +84,7 @@ def test_the_last_rank_commits_though_all_others_are_dead(nursery: Nursery, tmp_
     assert Oracle(remote, 4).look() == {CheckpointId(1, 1)}
 
 
-def test_a_restart_with_other_ranks_never_commits_what_two_world_sizes_have_saved(
+def test_a_restart_with_another_world_size_never_mixes_shards(
     nursery: Nursery, tmp_path: Path, remote: str
 ) -> None:
     """R5: step 2 of the first start lacks rank 3; the receipts of later starts, of fewer ranks, do not complete it."""
@@ -125,7 +125,7 @@ def test_eight_processes_agree_on_the_generation_and_a_reused_launch_key_gets_a_
             trainer.kill()
 
 
-def test_an_explicit_generation_is_refused_when_it_was_used_before(tmp_path: Path) -> None:
+def test_an_explicit_generation_that_was_used_is_rejected(tmp_path: Path) -> None:
     """A job script that passes the same number at every start would overwrite what is committed."""
     remote = f"file://{tmp_path}/remote"
     with Uploader(tmp_path / "a", remote, rank=0, world_size=1, generation=3) as uploader:

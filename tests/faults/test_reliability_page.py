@@ -8,7 +8,7 @@ from tests.faults.processes import ROOT
 PAGE = (ROOT / "docs" / "reliability.md").read_text()
 
 
-def test_every_test_that_the_page_names_exists() -> None:
+def test_every_test_named_on_the_page_exists() -> None:
     """A promise without a test, or with one that was renamed away, is none."""
     named = set(re.findall(r"`([\w/]+\.py)(?:::(\w+))?`", PAGE))
     assert len(named) > 50

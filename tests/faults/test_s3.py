@@ -37,7 +37,7 @@ CONTROL = r"/\.ckpt_async/"
 
 @pytest.mark.parametrize("lane", [SHARDS, rf"{CONTROL}(receipts|decisions|latest)"], ids=["bulk", "control"])
 @pytest.mark.parametrize("kind", ["silent", "continue_then_stop", "unavailable", "reset", "drop_reply"])
-def test_every_way_a_request_can_break_is_survived(
+def test_every_kind_of_request_failure_is_survived(
     proxy: FaultProxy, s3_url: str, tmp_path: Path, kind: str, lane: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """R13, R14: a peer that accepts and stays silent hung aiobotocore for ever; a lost reply reads like a defeat."""
@@ -52,7 +52,7 @@ def test_every_way_a_request_can_break_is_survived(
     assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
 
 
-def test_an_attempt_at_a_silent_peer_ends_at_its_deadline(
+def test_an_attempt_to_a_silent_server_ends_at_its_deadline(
     proxy: FaultProxy, s3_url: str, tmp_path: Path
 ) -> None:
     """R14, measured: the attempt ends when no byte has moved for `stall_timeout_s`, not when the SDK gives up."""
@@ -66,7 +66,9 @@ def test_an_attempt_at_a_silent_peer_ends_at_its_deadline(
         uploader.wait(1, timeout_s=30)
 
 
-def test_every_conditional_write_may_lose_its_answer(proxy: FaultProxy, s3_url: str, tmp_path: Path) -> None:
+def test_a_lost_reply_to_any_conditional_write_is_survived(
+    proxy: FaultProxy, s3_url: str, tmp_path: Path
+) -> None:
     """R13: all that the protocol decides it decides by these; none may be taken for another's because of it."""
     kinds = ("generations", "members", "receipts", "decisions", "latest")
     faults = [proxy.add(Fault("drop_reply", "PUT", f"{CONTROL}{kind}", times=1)) for kind in kinds]
@@ -86,9 +88,7 @@ def test_every_conditional_write_may_lose_its_answer(proxy: FaultProxy, s3_url: 
     assert not oracle.aborted
 
 
-def test_half_of_all_requests_refused_delays_and_loses_nothing(
-    proxy: FaultProxy, s3_url: str, tmp_path: Path
-) -> None:
+def test_refusing_half_of_all_requests_loses_nothing(proxy: FaultProxy, s3_url: str, tmp_path: Path) -> None:
     """503 SlowDown by the thousand is how S3 says that a prefix is busy: everything arrives, without a storm."""
     with Uploader(tmp_path / "folder", f"{s3_url}/run", **QUICK) as uploader:
         before = len(proxy.exchanges)
@@ -122,7 +122,7 @@ def test_the_sdk_makes_one_attempt_per_request(proxy: FaultProxy, s3_url: str, t
         assert num_sent_by_then == [1]
 
 
-def test_uploads_are_bounded_at_the_wire_and_control_goes_past_them(
+def test_concurrent_uploads_are_bounded_and_control_requests_bypass_them(
     proxy: FaultProxy, s3_url: str, tmp_path: Path
 ) -> None:
     """The budget is kept where it counts, and a receipt does not queue behind shards that hang."""
@@ -222,7 +222,7 @@ def own_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Seaw
         pytest.param(60.0 * float(os.environ.get("CKPT_ASYNC_SOAK_MINUTES", "1")), marks=SOAK),
     ],
 )
-def test_training_goes_on_while_s3_is_down_and_everything_is_committed_afterwards(
+def test_training_continues_while_s3_is_down_and_everything_commits_afterwards(
     own_server: SeaweedServer,
     tmp_path: Path,
     outage_s: float,
@@ -273,7 +273,7 @@ def test_training_goes_on_while_s3_is_down_and_everything_is_committed_afterward
     assert oracle.latest == CheckpointId(1, step)
 
 
-def test_an_exit_without_close_while_the_store_is_silent_ends_in_bounded_time(
+def test_exiting_without_close_is_bounded_while_the_store_is_silent(
     proxy: FaultProxy, s3_url: str, tmp_path: Path
 ) -> None:
     """A job that cannot end costs a node; what is left is in the journal, for the next start."""
@@ -317,7 +317,7 @@ def silence() -> Iterator[socket.socket]:
 
 
 @pytest.mark.parametrize("what", ["credentials", "bucket", "nobody there", "silence"])
-def test_what_is_wrong_from_the_start_is_told_at_once(
+def test_configuration_errors_are_raised_at_open(
     s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silence: socket.socket, what: str
 ) -> None:
     """Before the first step, in one sentence, with what to do; and nothing is left behind."""
@@ -344,7 +344,7 @@ def test_what_is_wrong_from_the_start_is_told_at_once(
     assert not journals.read(tmp_path / "folder")[0].rows
 
 
-def test_credentials_that_expire_in_the_middle_are_waited_for(
+def test_uploads_wait_for_expired_credentials_to_be_renewed(
     proxy: FaultProxy, s3_url: str, tmp_path: Path
 ) -> None:
     """Tokens are rotated beneath a long run; a 403 is never "missing", and giving up would lose the checkpoint."""

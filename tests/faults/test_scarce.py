@@ -53,7 +53,7 @@ def run(tmp_path: Path, runner: str, script: str) -> subprocess.CompletedProcess
 
 
 @both
-def test_with_too_few_descriptors_opening_is_an_error_never_an_abort_or_a_hang(
+def test_opening_with_too_few_descriptors_raises_and_never_aborts_or_hangs(
     tmp_path: Path, runner: str
 ) -> None:
     """libuv aborts without a word if it gets no pipe, and a lock that is sent to a process that has no place for it
@@ -85,7 +85,7 @@ def test_with_too_few_descriptors_opening_is_an_error_never_an_abort_or_a_hang(
 
 
 @pytest.mark.parametrize(("runner", "what"), [("thread", "NOFILE"), ("process", "NOFILE"), ("thread", "AS")])
-def test_an_engine_without_descriptors_or_memory_goes_on_when_they_are_back(
+def test_an_engine_short_of_descriptors_or_memory_resumes_when_they_are_back(
     tmp_path: Path, runner: str, what: str
 ) -> None:
     """Not memory in the runner process: where its polite threads are being made anew just then, `Thread.start` of
@@ -128,7 +128,7 @@ def test_an_engine_without_descriptors_or_memory_goes_on_when_they_are_back(
 
 
 @both
-def test_our_own_folder_removed_beside_a_live_trainer(tmp_path: Path, runner: str) -> None:
+def test_removing_our_folder_beside_a_live_trainer_raises(tmp_path: Path, runner: str) -> None:
     """Nothing is promised that would not survive; what has lost its links is given up; the next start goes on."""
     done = run(
         tmp_path,
@@ -164,7 +164,7 @@ def test_our_own_folder_removed_beside_a_live_trainer(tmp_path: Path, runner: st
     assert "Traceback" not in done.stderr
 
 
-def test_a_file_system_that_becomes_read_only_is_told_and_heals(tmp_path: Path) -> None:
+def test_a_file_system_that_becomes_read_only_is_reported_and_recovers(tmp_path: Path) -> None:
     done = on_small_disk(
         tmp_path,
         """
@@ -189,7 +189,7 @@ def test_a_file_system_that_becomes_read_only_is_told_and_heals(tmp_path: Path) 
     assert done.stdout.split() == ["told", "told"]
 
 
-def test_a_full_disk_is_one_line_in_the_log_however_many_shards_it_strikes(tmp_path: Path) -> None:
+def test_a_full_disk_is_one_log_line_for_any_number_of_shards(tmp_path: Path) -> None:
     done = on_small_disk(
         tmp_path,
         """
@@ -227,7 +227,7 @@ def test_a_full_disk_is_one_line_in_the_log_however_many_shards_it_strikes(tmp_p
     assert any("num_more=" in each for each in lines[1:]), lines
 
 
-def test_what_was_not_told_is_counted_and_told_later() -> None:
+def test_suppressed_log_lines_are_counted_and_reported_later() -> None:
     troubles = Troubles()
     assert troubles.is_new("disk", "a", 0.0)
     assert not troubles.is_new("disk", "b", 1.0)

@@ -30,7 +30,7 @@ SETTINGS: dict[str, Any] = {
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("num_kills", [2, pytest.param(50, marks=SOAK)])
-def test_the_server_is_killed_in_the_middle_of_everything(
+def test_killing_the_server_at_random_times_loses_nothing(
     nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, num_kills: int
 ) -> None:
     """All that both ranks sealed is committed in the end, once and whole; no rank ends, none is held up."""

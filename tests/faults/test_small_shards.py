@@ -62,7 +62,7 @@ def series(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def test_each_is_sent_once_and_can_be_read(
+def test_each_small_shard_is_sent_once_and_is_readable(
     proxy: FaultProxy, s3_url: str, tmp_path: Path, series: list[int]
 ) -> None:
     with Uploader(tmp_path / "folder", f"{s3_url}/run", **CALM) as uploader:
@@ -78,7 +78,7 @@ def test_each_is_sent_once_and_can_be_read(
         assert back == content(1, 1, 0, number, SIZE_BYTES)
 
 
-def test_what_breaks_is_sent_again_and_the_rest_is_not(
+def test_only_failed_small_shards_are_sent_again(
     proxy: FaultProxy, s3_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Uploader(tmp_path / "folder", f"{s3_url}/run", **CALM | {"stall_timeout_s": 3.0}) as uploader:
@@ -100,7 +100,7 @@ def test_what_breaks_is_sent_again_and_the_rest_is_not(
     assert not [each for each in caplog.records if each.levelname in ("WARNING", "ERROR")]
 
 
-def test_one_that_was_changed_fails_its_checkpoint_and_no_other(
+def test_a_changed_small_shard_fails_only_its_checkpoint(
     proxy: FaultProxy, s3_url: str, tmp_path: Path
 ) -> None:
     with Uploader(tmp_path / "folder", f"{s3_url}/run", **ONE, on_error="warn") as uploader:
@@ -121,7 +121,7 @@ def test_one_that_was_changed_fails_its_checkpoint_and_no_other(
     assert found.aborted == {CheckpointId(1, 1)}
 
 
-def test_killed_amid_a_series_nothing_is_lost_nor_sent_twice(
+def test_a_kill_in_the_middle_of_a_series_loses_and_resends_nothing(
     nursery: Nursery, proxy: FaultProxy, s3_url: str, tmp_path: Path
 ) -> None:
     """What the journal does not know yet, the store is asked for."""

@@ -51,7 +51,7 @@ def save(trainers: list[Trainer], step: int, *, waits: bool) -> None:
             trainer.expect(f"done {what} {step}")
 
 
-def test_only_rank_0_decides_and_when_it_is_dead_the_sweeper(
+def test_only_rank_0_decides_and_the_sweeper_if_it_is_dead(
     nursery: Nursery, tmp_path: Path, remote: str, proxy: FaultProxy, run: Any
 ) -> None:
     """Of two that decide at once the later would overwrite the earlier: all others wait, for their generation too."""

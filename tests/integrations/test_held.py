@@ -28,7 +28,7 @@ def written(folder: Path, *names: str) -> Path:
     return folder
 
 
-def test_every_file_is_one_rank_s(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_every_file_belongs_to_one_rank(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     rank_1s = [
         "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",
         "global_step5/zero_pp_rank_1_mp_rank_00_model_states.pt",
@@ -61,7 +61,7 @@ def test_every_file_is_one_rank_s(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert files_of_rank(tmp_path / "none", 1, 2) == []
 
 
-def test_what_cannot_be_handed_over_is_logged_and_the_next_goes_on(
+def test_a_failed_enqueue_is_logged_and_the_next_one_works(
     tmp_path: Path, remote: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     held = HeldUploader(remote, None, CLOSE_TIMEOUT_S, {})
@@ -92,7 +92,7 @@ def test_files_of_a_folder_are_within_it(tmp_path: Path, remote: str) -> None:
         uploader.wait(1, timeout_s=CLOSE_TIMEOUT_S)
 
 
-def test_a_user_who_wants_errors_gets_them(tmp_path: Path, remote: str) -> None:
+def test_on_error_raise_raises_in_the_adapter(tmp_path: Path, remote: str) -> None:
     held = HeldUploader(remote, None, CLOSE_TIMEOUT_S, {"on_error": "raise"})
     held.open(tmp_path / "folder", 0, 1)
     with pytest.raises(InvalidShardError):
@@ -100,7 +100,7 @@ def test_a_user_who_wants_errors_gets_them(tmp_path: Path, remote: str) -> None:
     held.close()
 
 
-def test_each_opening_is_a_start_of_its_own(tmp_path: Path, remote: str) -> None:
+def test_each_opening_is_a_separate_start(tmp_path: Path, remote: str) -> None:
     held = HeldUploader(remote, None, CLOSE_TIMEOUT_S, {})
     generations = []
     for _ in range(2):
@@ -110,7 +110,7 @@ def test_each_opening_is_a_start_of_its_own(tmp_path: Path, remote: str) -> None
     assert generations == [1, 2]
 
 
-def test_a_lent_uploader_is_flushed_and_stays_open(tmp_path: Path, remote: str) -> None:
+def test_a_users_own_uploader_is_flushed_and_stays_open(tmp_path: Path, remote: str) -> None:
     with Uploader(tmp_path / "folder", remote) as uploader:
         held = HeldUploader(None, uploader, CLOSE_TIMEOUT_S, {})
         assert held.open(None, 0, 1) is uploader
@@ -122,7 +122,7 @@ def test_a_lent_uploader_is_flushed_and_stays_open(tmp_path: Path, remote: str) 
             held.open(None, 1, 2)
 
 
-def test_what_does_not_fit_together_is_refused(tmp_path: Path, remote: str) -> None:
+def test_conflicting_arguments_are_rejected(tmp_path: Path, remote: str) -> None:
     with pytest.raises(SettingsError):
         HeldUploader(None, None, CLOSE_TIMEOUT_S, {})
     with Uploader(tmp_path / "folder", remote) as uploader:
@@ -133,7 +133,7 @@ def test_what_does_not_fit_together_is_refused(tmp_path: Path, remote: str) -> N
 
 
 @pytest.mark.parametrize("is_failing", [False, True])
-def test_closing_is_bounded_and_a_failing_training_is_hardly_held_up(
+def test_closing_is_bounded_and_brief_after_a_training_failure(
     is_failing: bool,
     tmp_path: Path,
     remote: str,
@@ -154,7 +154,7 @@ def test_closing_is_bounded_and_a_failing_training_is_hardly_held_up(
     assert "closed_with_unfinished steps=[1]" in caplog.text
 
 
-def test_a_damaged_newest_checkpoint_gives_way_to_the_next_older(
+def test_a_damaged_newest_checkpoint_falls_back_to_the_next_older(
     tmp_path: Path, remote: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Uploader(tmp_path / "folder", remote) as uploader:

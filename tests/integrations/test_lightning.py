@@ -17,7 +17,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
         yield stage
 
 
-def test_a_killed_trainer_loses_nothing_that_it_had_saved(stage: Stage, tmp_path: Path, remote: str) -> None:
+def test_a_killed_trainer_loses_no_saved_checkpoint(stage: Stage, tmp_path: Path, remote: str) -> None:
     run: dict[str, Any] = {"remote": remote, "num_steps": NUM_STEPS}
     whole = stage.start("train", folder=f"{tmp_path}/whole", **run | {"remote": f"{remote}-whole"})
     killed = stage.start("train", folder=f"{tmp_path}/a", waits_at=4, max_bytes_per_s=1, **run)
@@ -36,7 +36,7 @@ def test_a_killed_trainer_loses_nothing_that_it_had_saved(stage: Stage, tmp_path
     assert committed(remote, NUM_STEPS).generation == 2
 
 
-def test_a_sharded_save_is_of_all_ranks(stage: Stage, tmp_path: Path, s3_url: str) -> None:
+def test_a_sharded_save_commits_with_all_ranks(stage: Stage, tmp_path: Path, s3_url: str) -> None:
     run: dict[str, Any] = {"remote": s3_url, "num_steps": NUM_STEPS, "is_sharded": True}
     whole = stage.start_ranks("train", 2, folder=f"{tmp_path}/whole", **run | {"remote": f"{s3_url}-whole"})
     killed = stage.start_ranks("train", 2, folder=f"{tmp_path}/a", waits_at=4, **run)
@@ -64,7 +64,7 @@ def test_a_sharded_save_is_of_all_ranks(stage: Stage, tmp_path: Path, s3_url: st
     assert committed(s3_url, NUM_STEPS).world_size == 2
 
 
-def test_rank_0_alone_uploads_what_it_alone_writes(stage: Stage, tmp_path: Path, remote: str) -> None:
+def test_only_rank_0_uploads_single_file_checkpoints(stage: Stage, tmp_path: Path, remote: str) -> None:
     run: dict[str, Any] = {"remote": remote, "package": "pytorch_lightning"}
     ranks = stage.start_ranks("train", 2, folder=f"{tmp_path}/a", num_steps=4, **run)
     whole = [each.hear()["weights"] for each in ranks]
@@ -80,7 +80,7 @@ def test_rank_0_alone_uploads_what_it_alone_writes(stage: Stage, tmp_path: Path,
     assert [each["weights"] for each in resumed] == whole
 
 
-def test_weights_alone_that_come_first_are_complained_about(
+def test_a_weights_only_save_before_the_full_one_is_warned_about(
     stage: Stage, tmp_path: Path, remote: str
 ) -> None:
     weights = {"save_weights_only": True, "filename": "weights-{step}", "monitor": "loss"}
@@ -99,7 +99,7 @@ def test_weights_alone_that_come_first_are_complained_about(
         assert list(committed(f"{remote}-{folder}", 1).files) == [expected]
 
 
-def test_what_is_written_twice_is_uploaded_once(stage: Stage, tmp_path: Path, remote: str) -> None:
+def test_a_state_written_twice_is_uploaded_once(stage: Stage, tmp_path: Path, remote: str) -> None:
     trainer = stage.start(
         "train",
         folder=f"{tmp_path}/a",
@@ -116,7 +116,7 @@ def test_what_is_written_twice_is_uploaded_once(stage: Stage, tmp_path: Path, re
     assert trainer.log().count("step_is_uploaded_already") == 1
 
 
-def test_training_goes_on_without_the_store(stage: Stage, tmp_path: Path, remote: str) -> None:
+def test_training_continues_without_the_store(stage: Stage, tmp_path: Path, remote: str) -> None:
     trainer = stage.start(
         "train",
         folder=f"{tmp_path}/a",
@@ -139,7 +139,7 @@ def test_training_goes_on_without_the_store(stage: Stage, tmp_path: Path, remote
     assert [committed(remote, step).step for step in (3, 4, 5, 6)] == [3, 4, 5, 6]
 
 
-def test_a_failing_loop_is_not_held_up(stage: Stage, tmp_path: Path, remote: str) -> None:
+def test_a_failing_training_loop_is_not_delayed(stage: Stage, tmp_path: Path, remote: str) -> None:
     trainer = stage.start("train", folder=f"{tmp_path}/a", remote=remote, num_steps=NUM_STEPS, raises_at=2)
     ended = trainer.hear()
     assert (ended["step"], ended["failure"], ended["is_closed"]) == (2, "the training loop fails", True)

@@ -16,7 +16,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
         yield stage
 
 
-def test_what_was_rotated_away_before_it_was_uploaded_is_not_lost(
+def test_a_checkpoint_rotated_away_before_upload_is_not_lost(
     stage: Stage, tmp_path: Path, remote: str
 ) -> None:
     run: dict[str, Any] = {"remote": remote, "num_steps": NUM_STEPS}
@@ -45,7 +45,7 @@ def test_what_was_rotated_away_before_it_was_uploaded_is_not_lost(
     assert committed(remote, NUM_STEPS).generation == 2
 
 
-def test_each_rank_hands_over_what_it_wrote(stage: Stage, tmp_path: Path, s3_url: str) -> None:
+def test_each_rank_enqueues_its_own_files(stage: Stage, tmp_path: Path, s3_url: str) -> None:
     run: dict[str, Any] = {"remote": s3_url, "num_steps": NUM_STEPS}
     whole = stage.start_ranks("train", 2, folder=f"{tmp_path}/whole", **run | {"remote": f"{s3_url}-whole"})
     killed = stage.start_ranks("train", 2, folder=f"{tmp_path}/a", waits_at=4, **run)
@@ -95,7 +95,7 @@ def test_a_checkpoint_made_on_sigterm_is_uploaded(stage: Stage, tmp_path: Path, 
     assert restore.find(remote, step=1) is None  # it was there before
 
 
-def test_the_recipe_for_accelerate(stage: Stage, tmp_path: Path, remote: str) -> None:
+def test_the_accelerate_recipe_of_the_docs_works(stage: Stage, tmp_path: Path, remote: str) -> None:
     def start(folder: str, num_steps: int, remote: str = remote) -> list[Trainer]:
         return stage.start_ranks(
             "accelerated",
@@ -117,9 +117,7 @@ def test_the_recipe_for_accelerate(stage: Stage, tmp_path: Path, remote: str) ->
     assert [each["weights"] for each in resumed] == [each.hear()["weights"] for each in whole]
 
 
-def test_accelerate_that_does_not_see_the_other_ranks_is_refused(
-    stage: Stage, tmp_path: Path, remote: str
-) -> None:
+def test_accelerate_without_a_process_group_is_rejected(stage: Stage, tmp_path: Path, remote: str) -> None:
     """On CPU, without being told, it takes each process for the only one: two runs at one remote, and no word of it."""
     ranks = stage.start_ranks(
         "accelerated", 2, folder=f"{tmp_path}/a", remote=remote, num_steps=1, is_distributed=False

@@ -117,7 +117,7 @@ def test_path_through_a_symlink_to_the_folder_is_inside(folder: Folder, tmp_path
 
 
 @pytest.mark.parametrize("path", ["sub/../x/a", "x//a", "x/./a", "./x/a", "x/a/"])
-def test_path_that_is_not_normal_is_made_so(folder: Folder, path: str) -> None:
+def test_paths_are_normalized(folder: Folder, path: str) -> None:
     """`os.path.join(folder, "../run-a/x")` is what configurations are made of."""
     assert folder.relative(f"{folder.path}/{path}") == "x/a"
     assert folder.relative(os.path.relpath(f"{folder.path}/{path}")) == "x/a"
@@ -151,7 +151,7 @@ def test_hard_link_survives_deletion_of_the_original(folder: Folder) -> None:
     os.close(descriptor)
 
 
-def test_links_of_many_files(folder: Folder) -> None:
+def test_many_files_are_linked(folder: Folder) -> None:
     """Files of several folders in one go, each under its own name."""
     files = [(f"s/{name}", name) for name in ("a", "b/c", "b/d", "e")]
     for source, name in files:
@@ -164,7 +164,7 @@ def test_links_of_many_files(folder: Folder) -> None:
 
 
 @pytest.mark.parametrize("trouble", ["symlink", "missing", "folder", "folder is a symlink"])
-def test_links_are_made_for_all_or_none(folder: Folder, tmp_path: Path, trouble: str) -> None:
+def test_linking_is_all_or_nothing(folder: Folder, tmp_path: Path, trouble: str) -> None:
     """What `enqueue` refuses holds no space, and links made before it stay."""
     write(folder, "s/a")
     link(folder, "s/a", "spool/x/before")
@@ -188,7 +188,7 @@ def test_links_are_made_for_all_or_none(folder: Folder, tmp_path: Path, trouble:
     assert len(os.listdir("/proc/self/fd")) == num_open
 
 
-def test_left_over_link_is_replaced(folder: Folder) -> None:
+def test_leftover_link_is_replaced(folder: Folder) -> None:
     """A crash between link and journal row leaves one behind: the next save must not fail, nor read the old one."""
     write(folder, "old", b"old")
     link(folder, "old", "spool/a")
@@ -198,7 +198,7 @@ def test_left_over_link_is_replaced(folder: Folder) -> None:
 
 
 @pytest.mark.parametrize("how", ["overwrite", "truncate", "append", "same size", "replace", "delete"])
-def test_changed_file_is_found_out(folder: Folder, how: str) -> None:
+def test_changed_file_is_detected(folder: Folder, how: str) -> None:
     """A hard link does not protect from writing in place; mixed bytes must never be committed."""
     path = write(folder, "a", b"content")
     os.utime(path, ns=(10**18, 10**18))
@@ -271,7 +271,7 @@ def test_remove_source_leaves_a_file_that_is_written_to_the_path_at_that_moment(
     assert not list(folder.private.glob("removing-*"))
 
 
-def test_remove_source_may_leave_the_folder_to_a_trainer_that_comes_to_it_again(folder: Folder) -> None:
+def test_remove_source_can_keep_the_folder_for_a_restarted_trainer(folder: Folder) -> None:
     path = write(folder, "step-1/r0/a")
     identity, _ = link(folder, "step-1/r0/a", "spool/1/a")
     assert folder.remove_source("step-1/r0/a", identity, keeps_folders=True)
@@ -322,7 +322,7 @@ def test_remove_spool_leaves_the_user_s_files(folder: Folder) -> None:
     assert not (folder.private / "spool/x").exists()
 
 
-def test_file_that_is_moved_away_by_mistake_is_walked(
+def test_a_file_moved_aside_and_put_back_is_still_walked(
     folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Retention takes a new file for the old one, looks, and puts it back: a trainer that enqueues the folder in this
@@ -349,7 +349,7 @@ def test_file_that_is_moved_away_by_mistake_is_walked(
     assert path.read_bytes() == b"new"
 
 
-def test_lock_that_a_fork_of_a_killed_process_holds_delays_but_does_not_stall(
+def test_a_lock_held_by_a_fork_of_a_killed_process_only_delays(
     folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A dataloader worker that was forked in the middle of a removal outlives its trainer."""
@@ -400,7 +400,7 @@ def test_readers_never_find_the_symlink_missing(folder: Folder) -> None:
     assert sorted(os.listdir(folder.path)) == [".ckpt_async", "latest", "step-0", "step-1"]
 
 
-def test_what_killed_processes_left_is_removed_when_it_is_old(folder: Folder) -> None:
+def test_old_leftovers_of_killed_processes_are_removed(folder: Folder) -> None:
     """A probe and a half-made symlink per kill add up; a young one may be another rank's."""
     for name in ("probe-1-a", "probe-1-a.link", "latest.1.tmp"):
         (folder.private / name).symlink_to("gone")
@@ -471,7 +471,7 @@ MOUNTS = [
         ("/no-separator/a", "ext4"),
     ],
 )
-def test_file_system_is_that_of_the_deepest_mount(path: str, kind: str) -> None:
+def test_file_system_of_a_path_is_its_deepest_mount(path: str, kind: str) -> None:
     """Otherwise a journal on NFS goes unnoticed until two nodes tear it apart (table row F21)."""
     assert kind == parse_mountinfo(path, MOUNTS)
 
@@ -499,7 +499,7 @@ OVERLAYS = [
         ("/readonly/a", "overlay"),
     ],
 )
-def test_of_an_overlay_what_counts_is_where_it_writes_to(path: str, kind: str) -> None:
+def test_an_overlay_counts_as_its_upper_layer(path: str, kind: str) -> None:
     assert kind == parse_mountinfo(path, OVERLAYS, lambda folder: not folder.startswith("/var"))
 
 
@@ -507,7 +507,7 @@ def test_of_an_overlay_what_counts_is_where_it_writes_to(path: str, kind: str) -
     "kind",
     ["nfs4", "fuse.s3fs", "fuse", "lustre", "wekafs", "virtiofs", "ocfs2", "overlay on nfs4", "of tomorrow"],
 )
-def test_a_file_system_that_is_not_known_to_be_local_is_refused(
+def test_an_unknown_file_system_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """WAL needs one kernel's shared memory: better a clear error than a torn journal."""
@@ -523,12 +523,12 @@ def test_a_file_system_that_is_not_known_to_be_local_is_refused(
 
 
 @pytest.mark.parametrize("kind", ["ext4", "xfs", "btrfs", "zfs", "tmpfs", "overlay", ""])
-def test_a_local_file_system_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_a_local_file_system_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setattr(files, "filesystem_of", lambda *_: kind)
     Folder(tmp_path / "x")
 
 
-def test_a_live_folder_of_another_machine_is_refused_and_a_dead_one_taken_over(
+def test_a_folder_in_use_by_another_machine_is_rejected_and_a_stale_one_taken_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Locks do not reach as far as a file system that several machines mount."""
@@ -558,7 +558,7 @@ def test_a_live_folder_of_another_machine_is_refused_and_a_dead_one_taken_over(
     Folder(tmp_path)
 
 
-def test_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
+def test_an_impossible_folder_is_rejected(tmp_path: Path) -> None:
     """At the start, with the reason."""
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(JournalError):

@@ -146,7 +146,7 @@ def test_many_shards_share_few_rows(folder: Folder, journal: Journal) -> None:
     assert [row.event for row in journal.rows(after=last - 1)] == events[-1:]
 
 
-def test_each_rank_has_its_own(folder: Folder) -> None:
+def test_each_rank_has_its_own_journal(folder: Folder) -> None:
     """Nobody waits for another rank's lock, nor can hurt its rows; whoever looks sees all."""
     with contextlib.closing(Node(folder)) as node:
         for rank in (0, 12, 0):
@@ -173,7 +173,7 @@ def test_each_rank_has_its_own(folder: Folder) -> None:
 
 @pytest.mark.parametrize("body", ["[]", '["x","a","b",1,2,3,4]', '["x",["a"]]', "[1", "1"])
 @pytest.mark.parametrize("kind", ["Enqueued", "Verified", "Sealed"])
-def test_row_that_is_cut_short_is_refused(folder: Folder, journal: Journal, kind: str, body: str) -> None:
+def test_truncated_row_is_rejected(folder: Folder, journal: Journal, kind: str, body: str) -> None:
     """A shard that is left out would never be uploaded."""
     if (kind, body) == ("Verified", "[]"):
         return  # nothing, and whole
@@ -185,7 +185,7 @@ def test_row_that_is_cut_short_is_refused(folder: Folder, journal: Journal, kind
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_the_shared_journal_of_an_earlier_version_is_taken_over(folder: Folder, version: int) -> None:
+def test_the_shared_journal_of_an_earlier_version_is_migrated(folder: Folder, version: int) -> None:
     """An upgrade must not lose what was queued, nor do anything twice; whoever looks meanwhile sees all of it."""
     events = {0: EVENTS, 1: many(5), 7: [Sealed(ID, "x", 8)]}
     path = old_journals.write(folder.private, version, events)
@@ -203,7 +203,7 @@ def test_the_shared_journal_of_an_earlier_version_is_taken_over(folder: Folder, 
     assert not list(folder.private.glob("journal.sqlite*")), "with the last rank it goes"
 
 
-def test_a_shared_journal_that_others_have_open_stays(folder: Folder) -> None:
+def test_a_shared_journal_that_others_have_open_is_kept(folder: Folder) -> None:
     """A trainer of the earlier version that still runs keeps its rows, and its file."""
     path = old_journals.write(folder.private, 2, {0: many(2), 1: many(3)})
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
@@ -216,7 +216,7 @@ def test_a_shared_journal_that_others_have_open_stays(folder: Folder) -> None:
 
 
 @pytest.mark.parametrize("at", range(6))
-def test_a_crash_in_the_middle_of_the_take_over_loses_and_doubles_nothing(folder: Folder, at: int) -> None:
+def test_a_crash_during_the_migration_loses_and_duplicates_nothing(folder: Folder, at: int) -> None:
     """SIGKILL at any statement: the rank's rows are in the one file or in the other, for whoever looks."""
     events = {0: many(3), 1: many(2)}
     old_journals.write(folder.private, 2, events)
@@ -247,7 +247,7 @@ def test_a_crash_in_the_middle_of_the_take_over_loses_and_doubles_nothing(folder
 
 
 @pytest.mark.parametrize("damage", ["not a database", "a row"])
-def test_a_damaged_shared_journal_holds_up_nobody(
+def test_a_damaged_shared_journal_blocks_nobody(
     folder: Folder, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """No start may wait for what nobody can read: each rank begins anew, from its manifests, and with the last one it
@@ -341,7 +341,7 @@ def test_eight_processes_open_and_append_at_once(folder: Folder) -> None:
         assert list(range(100)) == steps
 
 
-def test_forget_keeps_one_mark(journal: Journal) -> None:
+def test_forget_leaves_a_single_row(journal: Journal) -> None:
     """The journal of a year of training stays as small as that of a day."""
     for step in (1, 3, 2):
         id_ = CheckpointId(1, step)
@@ -354,7 +354,7 @@ def test_forget_keeps_one_mark(journal: Journal) -> None:
     assert CheckpointId(1, 3) == journal.local().newest_committed
 
 
-def test_sequence_is_never_used_twice(journal: Journal) -> None:
+def test_sequence_numbers_are_never_reused(journal: Journal) -> None:
     """The engine asks for what is new by number: a reused one would be overlooked."""
     journal.append([ReceiptStored(ID)])
     newest = journal.rows()[-1].sequence
@@ -370,7 +370,7 @@ def test_open_rank_leaves_one_row(journal: Journal) -> None:
     assert [Opened(4, 2)] == [row.event for row in journal.rows()]
 
 
-def test_wal_is_moved_into_the_main_file(folder: Folder, journal: Journal) -> None:
+def test_wal_is_checkpointed_into_the_main_file(folder: Folder, journal: Journal) -> None:
     """Automatic checkpoints are off: without `compact` the WAL grows for ever."""
     for _ in range(60):
         journal.append([Sealed(ID, "x" * 200, 1)] * 1000)
@@ -454,7 +454,7 @@ def test_a_forked_child_never_closes_the_journal(folder: Folder) -> None:
     assert int(size) > 0
 
 
-def test_a_wal_that_somebody_deletes_is_said(folder: Folder, journal: Journal) -> None:
+def test_a_deleted_wal_is_reported(folder: Folder, journal: Journal) -> None:
     """Nothing that is appended from then on would be found again."""
     journal.append([ReceiptStored(ID)])
     (folder.private / f"{keys.journal_name(0)}-wal").unlink()
@@ -463,7 +463,7 @@ def test_a_wal_that_somebody_deletes_is_said(folder: Folder, journal: Journal) -
 
 
 @pytest.mark.parametrize("num_failures", [1, 3])
-def test_a_wal_that_the_disk_refused_is_moved_into_the_main_file(
+def test_a_wal_that_failed_to_sync_is_checkpointed_into_the_main_file(
     folder: Folder, journal: Journal, monkeypatch: pytest.MonkeyPatch, num_failures: int
 ) -> None:
     """Which of its frames are on the disk cannot be told: nothing is called durable before none of them is needed."""
@@ -507,7 +507,7 @@ def fill(path: Path) -> None:
             pass
 
 
-def test_full_disk_is_said_and_heals(tmp_path: Path) -> None:
+def test_full_disk_is_reported_and_recovers(tmp_path: Path) -> None:
     """Table row F5: nothing half written, and the next append works once there is space."""
     mount = tmp_path / "small"
     mount.mkdir()
@@ -549,7 +549,7 @@ def test_full_disk_is_said_and_heals(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "damage", ["not a database", "torn page", "a row that is cut short", "an unknown kind"]
 )
-def test_a_damaged_journal_is_moved_aside_and_begun_anew(
+def test_a_damaged_journal_is_moved_aside_and_recreated(
     folder: Folder, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is a cache: training starts, and the engine fills it from the manifests. Nothing of it is deleted, and who
@@ -586,7 +586,7 @@ def test_a_damaged_journal_is_moved_aside_and_begun_anew(
     assert [row.event for row in journals.read(folder.path)[0].rows] == [ReceiptStored(ID)]
 
 
-def test_other_format_is_refused(folder: Folder) -> None:
+def test_other_format_version_is_rejected(folder: Folder) -> None:
     """A newer program's journal must not be half understood."""
     with contextlib.closing(sqlite3.connect(folder.private / keys.journal_name(0))) as connection:
         connection.execute("PRAGMA user_version = 99")
@@ -597,7 +597,7 @@ def test_other_format_is_refused(folder: Folder) -> None:
 # --- ownership and forks -------------------------------------------------------------------------------------
 
 
-def test_second_owner_is_refused_by_name(folder: Folder) -> None:
+def test_second_owner_is_rejected_and_the_first_is_named(folder: Folder) -> None:
     """Two engines for one rank would both upload, and both delete."""
     lock, other = RankLock(folder, 0), RankLock(folder, 0)
     lock.acquire()
@@ -610,7 +610,7 @@ def test_second_owner_is_refused_by_name(folder: Folder) -> None:
     other.release()
 
 
-def test_forked_child_does_not_keep_a_dead_parent_s_lock(folder: Folder) -> None:
+def test_a_forked_child_does_not_keep_a_dead_parents_lock(folder: Folder) -> None:
     """A dataloader worker outlives a killed trainer: its restart must not be locked out."""
     code = """
         import signal
@@ -661,7 +661,7 @@ def test_use_in_a_forked_child_raises_and_harms_nothing(folder: Folder) -> None:
     assert output.split() == [b"JournalError", b"JournalError", b"2"]
 
 
-def test_a_forked_child_does_not_open_the_journal_anew(folder: Folder) -> None:
+def test_a_forked_child_does_not_reopen_the_journal(folder: Folder) -> None:
     """Not even when its parent has closed it: SQLite would use the index of the parent's WAL, which is deleted, while
     the runner process of the child's uploader makes another one.
     """

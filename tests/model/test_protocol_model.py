@@ -21,7 +21,7 @@ def test_collected_decision_stays_void() -> None:
     explore(1000, Collecting, phases=[Phase.generate])
 
 
-def test_local_latest_never_leads_to_what_is_removed_where_all_was_pruned_remotely() -> None:
+def test_local_latest_never_dangles_when_everything_was_pruned_remotely() -> None:
     """Found by the model: the owner lost power, the run went on elsewhere, and its checkpoints were pruned."""
     state = Protocol()
     state.begin(num_ranks=2, keep=1, keep_remote=1)
@@ -41,7 +41,7 @@ def test_local_latest_never_leads_to_what_is_removed_where_all_was_pruned_remote
     state.teardown()
 
 
-def test_local_latest_never_leads_to_what_a_lost_journal_had_removed() -> None:
+def test_local_latest_never_dangles_after_a_lost_journal() -> None:
     """Found by the model: the manifests bring back a checkpoint whose files retention had removed."""
     state = Protocol()
     state.begin(num_ranks=1, keep=1, keep_remote=1)

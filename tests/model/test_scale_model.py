@@ -22,14 +22,14 @@ def simulate(num_writers: int, spread_s: float) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("num_writers", "spread_s"), [(1, 0), (8, 0), (64, 0), (64, 20)])
-def test_requests_of_a_commit_are_those_on_paper(num_writers: int, spread_s: float) -> None:
+def test_requests_of_a_commit_match_the_calculation(num_writers: int, spread_s: float) -> None:
     row = simulate(num_writers, spread_s)
     assert row["kinds"]["PUT receipts"] == num_writers
     assert row["kinds"]["GET receipts"] == row["committers"] * num_writers
     assert 1 <= row["committers"] <= min(num_writers, NUM_COMMITTERS)
 
 
-def test_ranks_that_finish_together_do_not_all_read_all_receipts() -> None:
+def test_not_every_rank_that_finishes_together_reads_all_receipts() -> None:
     """64 at once: each saw the receipts of all 64, and would read them."""
     row = simulate(64, 0)
     assert row["kinds"]["PUT decisions"] <= NUM_COMMITTERS

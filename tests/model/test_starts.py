@@ -58,7 +58,7 @@ def test_no_generation_has_ranks_of_two_starts() -> None:
     explore(in_any_order)
 
 
-def test_a_whole_start_ends_in_one_generation() -> None:
+def test_a_complete_start_ends_in_one_generation() -> None:
     """What launchers do: all are killed, all come again, and the key is the same."""
     explore(in_time)
 
@@ -115,7 +115,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_the_model_finds(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_model_finds_each_seeded_mistake(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     play, make, first = MISTAKES[mistake]
     make(monkeypatch)
     with pytest.raises(ViolationError, match=r"R5|I8"):

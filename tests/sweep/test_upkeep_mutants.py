@@ -106,9 +106,9 @@ BUGS = [
     Bug(verify._is_still_committed, "decision is not None and decision.outcome is Outcome.COMMIT", "True",
         *in_loop(verifying.test_what_is_pruned_while_it_is_looked_at_is_no_damage)),
     # retention, records
-    Bug(retention.keeps_all, "any(", "all(", keeping.test_one_policy_that_keeps_all_is_enough),
+    Bug(retention.keeps_all, "any(", "all(", keeping.test_any_of_keeps_all_if_one_policy_does),
     Bug(records.decode_latest, "if latest.prefix !=", "if False and latest.prefix !=",
-        reading.test_a_latest_that_leads_elsewhere_is_refused),
+        reading.test_a_latest_with_another_prefix_is_rejected),
 ]  # fmt: skip
 
 
