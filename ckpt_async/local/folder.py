@@ -30,6 +30,7 @@ from ckpt_async.errors import (
 )
 from ckpt_async.local.filesystems import check_local, filesystem_of
 from ckpt_async.local.host_mark import HostMark
+from ckpt_async.local.links import identity_of, kind_of, link_into
 from ckpt_async.local.reserve import Reserve
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -216,7 +217,7 @@ class Folder:
             if stat.S_ISREG(mode):
                 return [relative]
             if not stat.S_ISDIR(mode):
-                raise InvalidShardError(f"{relative!r} is {_kind(mode)}, not a regular file or folder")
+                raise InvalidShardError(f"{relative!r} is {kind_of(mode)}, not a regular file or folder")
             found: list[str] = []
             waiting = [(relative, True)]
             while waiting:
@@ -242,7 +243,7 @@ class Folder:
                     is_folder = entry.is_dir(follow_symlinks=False)
                     if not is_folder and not entry.is_file(follow_symlinks=False):
                         mode = entry.stat(follow_symlinks=False).st_mode
-                        raise InvalidShardError(f"{path!r} is {_kind(mode)}, not a regular file or folder")
+                        raise InvalidShardError(f"{path!r} is {kind_of(mode)}, not a regular file or folder")
                     found.append((path, is_folder))
         finally:
             os.close(descriptor)
@@ -260,7 +261,13 @@ class Folder:
         """
         done: list[tuple[FileIdentity, bool]] = []
         try:
-            self._link_into(done, files, f"{self.private}/{spool}")
+            link_into(
+                f"{self.private}/{spool}",
+                files,
+                done,
+                open_folder=self._open_folder,
+                can_link=self.can_link,
+            )
             return done
         except BaseException as error:
             self.undo_links(spool, [name for _, name in files[: len(done)]])
@@ -273,40 +280,11 @@ class Folder:
                 raise no_space(self.path) from error
             raise _source_walk_error(self.path / source, error) from error
 
-    def _link_into(
-        self, done: list[tuple[FileIdentity, bool]], files: Sequence[tuple[str, str]], top: str
-    ) -> None:
-        folder: str | None = None
-        parent = -1
-        made: set[str] = set()
-        try:
-            for source, name in files:
-                above, _, base = source.rpartition("/")
-                if above != folder:  # those of one folder come one after another
-                    before, parent = parent, self._open_folder(above)
-                    folder = above
-                    if before >= 0:
-                        os.close(before)
-                target = f"{top}/{name}"
-                is_linked = self.can_link
-                if is_linked:
-                    _make_folder(target[: target.rindex("/")], made)
-                    is_linked = _link(base, parent, target)
-                facts = os.lstat(target) if is_linked else os.stat(base, dir_fd=parent, follow_symlinks=False)
-                if not stat.S_ISREG(facts.st_mode):
-                    if is_linked:
-                        os.unlink(target)
-                    raise InvalidShardError(f"{source!r} is {_kind(facts.st_mode)}, not a regular file")
-                done.append((_identity(facts), is_linked))
-        finally:
-            if parent >= 0:
-                os.close(parent)
-
     def is_same(self, source: str, identity: FileIdentity) -> bool:
         """Whether the user's file is still the one that was enqueued."""
         try:
             with self._parent(source) as (parent, name):
-                return _identity(os.stat(name, dir_fd=parent, follow_symlinks=False)) == identity
+                return identity_of(os.stat(name, dir_fd=parent, follow_symlinks=False)) == identity
         except OSError:
             return False
 
@@ -360,7 +338,7 @@ class Folder:
         try:
             with self._locked(fcntl.LOCK_EX), self._parent(source) as (parent, name):
                 there = os.stat(name, dir_fd=parent, follow_symlinks=False)
-                if _identity(there) != identity or not self._take_away(parent, name, identity):
+                if identity_of(there) != identity or not self._take_away(parent, name, identity):
                     return False
         except (FileNotFoundError, NotADirectoryError):
             return True
@@ -386,7 +364,7 @@ class Folder:
                 raise
             os.unlink(name, dir_fd=parent)  # on a mount of its own nothing better can be had
             return True
-        if _identity(os.lstat(away)) == identity:
+        if identity_of(os.lstat(away)) == identity:
             os.unlink(away)
             return True
         try:
@@ -407,44 +385,13 @@ class Folder:
         return facts.f_bavail * facts.f_frsize, facts.f_blocks * facts.f_frsize
 
 
-def _make_folder(folder: str, made: set[str]) -> None:
-    if folder in made:
-        return
-    try:
-        os.mkdir(folder)
-    except FileExistsError:
-        pass
-    except FileNotFoundError:
-        os.makedirs(folder, exist_ok=True)
-    made.add(folder)
-
-
-def _link(name: str, parent: int, target: str) -> bool:
-    while True:
-        try:
-            os.link(name, target, src_dir_fd=parent, follow_symlinks=False)
-            return True
-        except FileExistsError:
-            # Left by a crash between link and journal row: nothing refers to it.
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(target)
-        except OSError as error:
-            if error.errno in {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP}:
-                return False
-            raise
-
-
 def check_identity(descriptor: int, identity: FileIdentity, path: str) -> None:
     """Raise SourceError unless the open file is still what was enqueued, to the nanosecond of its mtime."""
-    if _identity(os.fstat(descriptor)) != identity:
+    if identity_of(os.fstat(descriptor)) != identity:
         raise SourceError(
             f"shard {path!r} was changed after it was enqueued (overwritten in place or truncated)",
             reason=FailureReason.SOURCE_CHANGED,
         )
-
-
-def _identity(facts: os.stat_result) -> FileIdentity:
-    return FileIdentity(facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns)
 
 
 # --- durable writes ----------------------------------------------------------------------------------------
@@ -531,18 +478,6 @@ def spooled_ranks(private: Path) -> set[int]:
 
 
 # --- errors -------------------------------------------------------------------------------
-
-
-def _kind(mode: int) -> str:
-    for is_kind, name in (
-        (stat.S_ISLNK, "a symlink"),
-        (stat.S_ISDIR, "a folder"),
-        (stat.S_ISFIFO, "a FIFO"),
-        (stat.S_ISSOCK, "a socket"),
-    ):
-        if is_kind(mode):
-            return name
-    return "a device"
 
 
 def no_space(path: Path) -> NoSpaceError:
