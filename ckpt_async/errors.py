@@ -52,6 +52,11 @@ class CkptAsyncError(Exception):
         super().__init__(f"{message} ({hint})" if hint else message)
         self.hint = hint
 
+    @property
+    def without_hint(self) -> str:
+        """The message alone, for those who show the hint by itself."""
+        return str(self).removesuffix(f" ({self.hint})")
+
     def __reduce__(self) -> tuple[object, ...]:
         # Ranks tell each other what failed. Not by `__init__`, which would want all that is in the message again.
         return _as_it_was, (type(self), self.args, self.__dict__)

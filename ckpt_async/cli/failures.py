@@ -44,8 +44,7 @@ def _explain(error: Exception) -> tuple[Exit, str, str]:
     if isinstance(error, UsageError):
         return Exit.USAGE, str(error), error.hint
     if isinstance(error, CkptAsyncError):
-        message = str(error).removesuffix(f" ({error.hint})") if error.hint else str(error)
-        return _code(error), message, error.hint
+        return _code(error), error.without_hint, error.hint
     hint = "CKPT_ASYNC_DEBUG=1 shows where"
     if isinstance(error, OSError):
         return Exit.ERROR, str(error), hint

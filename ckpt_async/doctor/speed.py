@@ -1,0 +1,89 @@
+"""How fast a file goes to the store and comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import time
+from collections.abc import Callable
+
+import aiofiles
+
+from ckpt_async.core.settings import Settings
+from ckpt_async.core.units import in_units
+from ckpt_async.doctor.diagnosis import Speed
+from ckpt_async.errors import CkptAsyncError
+from ckpt_async.local.folder import Folder
+from ckpt_async.stores import parse_url
+from ckpt_async.stores.interface import Store
+from ckpt_async.transfer import upload
+from ckpt_async.transfer.patient import PatientStore
+from ckpt_async.transfer.upload import all_or_none
+
+SPEED_BYTES, SPEED_RANGES = 64 << 20, 8
+SPEED_TIMEOUT_S = 120.0
+
+
+async def measure(
+    store: Store,
+    settings: Settings,
+    workplace: Folder,
+    key: str,
+    *,
+    opened: Callable[[upload.Resume], None],
+    uploaded: Callable[[], None],
+) -> Speed:
+    """Send a file as an uploader does and read it in ranges. `opened` and `uploaded` are told of a multipart upload."""
+    quick = dataclasses.replace(
+        settings, upload_timeout_s=SPEED_TIMEOUT_S, retry_max_s=settings.retry_initial_s
+    )
+
+    try:
+        source = await _large_source(workplace)
+        try:
+            began = time.perf_counter()
+            await upload.upload(
+                PatientStore(store, quick, is_patient=False),
+                source,
+                key,
+                smallest_part_bytes=settings.part_size_bytes,
+                resume=None,
+                opened=opened,
+                sent=lambda _: None,
+            )
+            upload_s = time.perf_counter() - began
+            uploaded()
+        finally:
+            source.close()
+        began = time.perf_counter()
+        ranges = upload.plan_parts(SPEED_BYTES, SPEED_BYTES // SPEED_RANGES)
+        async with asyncio.timeout(SPEED_TIMEOUT_S):
+            await all_or_none(
+                store.get_range(key, each.offset, each.size_bytes, lambda _: None) for each in ranges
+            )
+        return Speed(SPEED_BYTES, upload_s, time.perf_counter() - began)
+    except (CkptAsyncError, OSError) as error:
+        return Speed(SPEED_BYTES, error=str(error) or f"nothing within {SPEED_TIMEOUT_S:.0f} s")
+
+
+def no_room(url: str, workplace: Folder, min_free_bytes: int) -> str:
+    """Why the file must not be written, or "": a trainer beside us may need the space."""
+    free_bytes, _ = workplace.space()
+    needed_bytes = SPEED_BYTES
+    if parse_url(url).scheme == "file":
+        needed_bytes *= 2  # what is sent may come to lie on the same disk
+    if free_bytes - needed_bytes >= min_free_bytes:
+        return ""
+    what = f"{in_units(free_bytes)} are free, and it takes {in_units(needed_bytes)}"
+    return f"{what} beside min_free_bytes={min_free_bytes}" if min_free_bytes else what
+
+
+async def _large_source(folder: Folder) -> upload.Source:
+    """A shard to be sent, of bytes that nothing on the way makes fewer of."""
+    path = folder.path / "speed.bin"
+    async with aiofiles.open(path, "wb") as file:
+        for _ in range(SPEED_RANGES):
+            await file.write(os.urandom(SPEED_BYTES // SPEED_RANGES))
+    ((identity, _),) = folder.link([(path.name, path.name)], "spool/doctor")
+    return upload.Source(folder.open_source(path.name, None, identity), identity, str(path))

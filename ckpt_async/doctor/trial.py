@@ -1,0 +1,223 @@
+"""What uploaders, readers and sweepers do in a store, tried out one after another."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+
+from ckpt_async.core import keys
+from ckpt_async.core.settings import Settings
+from ckpt_async.doctor.diagnosis import Remote, Speed, Tried
+from ckpt_async.doctor.speed import SPEED_BYTES, measure, no_room
+from ckpt_async.errors import (
+    CkptAsyncError,
+    FailureReason,
+    IntegrityError,
+    StoreError,
+)
+from ckpt_async.local.folder import Folder
+from ckpt_async.protocol.verify import find_unreadable
+from ckpt_async.stores import parse_url
+from ckpt_async.stores.checksums import checksum_of
+from ckpt_async.stores.interface import BytesBody, Store
+from ckpt_async.transfer import upload
+from ckpt_async.transfer.patient import PatientStore
+
+# One small request: the store is there, or it is not.
+ANSWER_S = 15.0
+# All records of a long run: a decision for each checkpoint.
+RECORDS_S = 60.0
+NUM_SAMPLES = 5
+
+
+def in_one_line(error: CkptAsyncError) -> str:
+    """Without the hint, which is told by itself."""
+    return " ".join(error.without_hint.split())
+
+
+class Trial:
+    """Does in a store what uploaders, readers and sweepers do, one thing after another."""
+
+    def __init__(
+        self, store: Store, settings: Settings, workplace: Folder | None, min_free_bytes: int
+    ) -> None:
+        self._store, self._settings, self._workplace = store, settings, workplace
+        self._min_free_bytes = min_free_bytes
+        self._name = f"{keys.PROBES}doctor-{secrets.token_hex(8)}"
+        self._tried: list[Tried] = []
+        self._written: list[str] = []
+        self._uploads: dict[str, str] = {}  # unfinished multipart uploads: id by key
+        self._facts = Remote(store.url, ())
+        self.speed: Speed | None = None
+
+    @property
+    def found(self) -> Remote:
+        return dataclasses.replace(self._facts, tried=tuple(self._tried))
+
+    async def run(self) -> None:
+        try:
+            if await self._reach():
+                try:
+                    if await self._try("write", "objects can be written", self._write):
+                        await self._try_the_rest()
+                finally:
+                    await self._clean_up()
+        finally:
+            await self._store.close()
+
+    def _note(self, **facts: object) -> None:
+        self._facts = dataclasses.replace(self._facts, **facts)  # type: ignore[arg-type]
+
+    async def _try(
+        self,
+        check: str,
+        what: str,
+        act: Callable[[], Awaitable[None]],
+        *,
+        is_needed: bool = True,
+        timeout_s: float = ANSWER_S,
+    ) -> bool:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await act()
+        except TimeoutError:
+            self._tried.append(Tried(check, what, f"no answer within {timeout_s:.0f} s", "", is_needed))
+            return False
+        except StoreError as error:
+            self._tried.append(Tried(check, what, in_one_line(error), error.hint, is_needed))
+            return False
+        self._tried.append(Tried(check, what))
+        return True
+
+    async def _reach(self) -> bool:
+        """Whether anything else makes sense. Credentials that may not list may still be good for the rest."""
+        if parse_url(self._store.url).scheme == "file":
+            return True  # it need not be there yet
+        refusal: list[StoreError] = []
+
+        async def listed() -> None:
+            try:
+                await self._store.open(is_read_only=True)
+                began = time.time()
+                listing = await self._store.list(self._name)
+                # The time that is told has whole seconds, cut off.
+                self._note(clock_ahead_s=listing.server_time + 0.5 - (began + time.time()) / 2)
+            except StoreError as error:
+                refusal.append(error)
+                raise
+
+        is_listed = await self._try("list", f"{self._store.url} answers and can be listed", listed)
+        return is_listed or any(error.reason is FailureReason.AUTH for error in refusal)
+
+    async def _write(self) -> None:
+        """Open it as an uploader does, which probes what it can do, and see what it says to a wrong checksum."""
+        store, right, wrong = self._store, f"{self._name}-a", f"{self._name}-b"
+        await store.close()
+        await store.open()
+        self._note(capabilities=store.capabilities)
+        checksum = checksum_of(b"a", store.capabilities.checksum_algorithm)
+        self._written += right, wrong
+        await store.put(right, BytesBody(b"a"), checksum)
+        try:
+            await store.put(wrong, BytesBody(b"b"), checksum)
+        except IntegrityError:
+            self._note(is_checksum_compared=True)
+        else:
+            self._note(is_checksum_compared=False)
+
+    async def _try_the_rest(self) -> None:
+        if await self._try("read", "objects can be read", self._read):
+            what, timeout_s = "the run's records can be read", RECORDS_S
+            await self._try("records", what, self._read_records, is_needed=False, timeout_s=timeout_s)
+        if self._store.capabilities.multipart:
+            await self._try("multipart", "multipart uploads can be completed", self._complete_multipart)
+            await self._try(
+                "abort", "multipart uploads can be aborted", self._abort_multipart, is_needed=False
+            )
+            await self._try(
+                "list multiparts", "multipart uploads can be listed", self._list_multiparts, is_needed=False
+            )
+        if self._workplace is not None:
+            self.speed = await self._measure_speed(self._workplace)
+        await self._try("delete", "objects can be deleted again", self._delete, is_needed=False)
+
+    async def _read(self) -> None:
+        took_s = []
+        for _ in range(NUM_SAMPLES):
+            began = time.perf_counter()
+            data, _ = await self._store.get(self._written[0], max_size_bytes=16)
+            took_s.append(time.perf_counter() - began)
+            if data != b"a":
+                raise IntegrityError("other bytes came back", operation="get", key=self._written[0])
+        self._note(round_trip_s=min(took_s))
+
+    async def _read_records(self) -> None:
+        """Of a run that is there already: one that cannot be read stops what it speaks of."""
+        found = await find_unreadable(PatientStore(self._store, self._settings, is_patient=False))
+        self._note(unreadable=tuple(f"{each.key}: {each.message}" for each in found))
+
+    async def _complete_multipart(self) -> None:
+        await self._complete(await self._begin_multipart("c"))
+
+    async def _abort_multipart(self) -> None:
+        key = await self._begin_multipart("d")
+        try:
+            await self._abort(key)
+        except StoreError:
+            await self._complete(key)  # so that it can be deleted
+            raise
+
+    async def _begin_multipart(self, which: str) -> str:
+        key = f"{self._name}-{which}"
+        self._uploads[key] = await self._store.create_multipart(key)
+        self._written.append(key)
+        return key
+
+    async def _complete(self, key: str) -> None:
+        store, data = self._store, b"part"
+        checksum = checksum_of(data, store.capabilities.checksum_algorithm)
+        part = await store.put_part(key, self._uploads[key], 1, BytesBody(data), checksum)
+        await store.complete_multipart(key, self._uploads[key], [part], checksum, len(data))
+        del self._uploads[key]
+
+    async def _abort(self, key: str) -> None:
+        await self._store.abort_multipart(key, self._uploads[key])
+        del self._uploads[key]
+
+    async def _list_multiparts(self) -> None:
+        await self._store.list_multiparts(self._name)
+
+    async def _delete(self) -> None:
+        await self._store.delete(self._written)
+
+    async def _clean_up(self) -> None:
+        """What a check that failed half-way, or Ctrl-C, has left."""
+        left: tuple[str, ...] = ()
+        with contextlib.suppress(StoreError, TimeoutError):
+            async with asyncio.timeout(ANSWER_S):
+                left = tuple(each.key for each in (await self._store.list(self._name)).objects)
+                await self._store.delete(left)
+                left = ()
+        for key in tuple(self._uploads):
+            with contextlib.suppress(StoreError, TimeoutError):
+                async with asyncio.timeout(ANSWER_S):
+                    await self._abort(key)
+        self._note(left_behind=(*left, *self._uploads))
+
+    async def _measure_speed(self, workplace: Folder) -> Speed:
+        key = f"{self._name}-e"
+        if what := no_room(self._store.url, workplace, self._min_free_bytes):
+            return Speed(SPEED_BYTES, left_out=what)
+        self._written.append(key)
+
+        def opened(multipart: upload.Resume) -> None:
+            self._uploads[key] = multipart.upload_id
+
+        def uploaded() -> None:
+            self._uploads.pop(key, None)
+
+        return await measure(self._store, self._settings, workplace, key, opened=opened, uploaded=uploaded)
