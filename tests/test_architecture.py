@@ -192,7 +192,7 @@ def test_importing_the_package_needs_nothing_heavy() -> None:
     assert (done.returncode, done.stdout.split()) == (0, []), done.stderr
 
 
-def test_what_is_allowed_is_not_complained_about() -> None:
+def test_allowed_imports_are_not_reported() -> None:
     assert not violations(
         {
             "ckpt_async/__init__.py": "from .errors import Oops\nfrom ckpt_async.trainer.uploader import Uploader",
@@ -274,7 +274,7 @@ def test_what_is_allowed_is_not_complained_about() -> None:
         ("helpers/deep.py", "", "'helpers' is no room"),
     ],
 )
-def test_a_violation_is_found(path: str, source: str, complaint: str) -> None:
+def test_each_violation_is_found(path: str, source: str, complaint: str) -> None:
     names = (
         "__init__",
         "errors",

@@ -64,7 +64,7 @@ def command_lines() -> Iterator[tuple[str, list[str]]]:
         yield OPERATIONS.name, shlex.split(command, comments=True)
 
 
-def test_command_lines_are_understood() -> None:
+def test_command_lines_parse() -> None:
     found = list(command_lines())
     for where, arguments in found:
         try:
@@ -75,7 +75,7 @@ def test_command_lines_are_understood() -> None:
     assert {arguments[0] for _, arguments in found} >= {"sweep", "drain", "verify", "prune", "status"}
 
 
-def test_environments_are_understood() -> None:
+def test_environment_files_set_known_settings() -> None:
     """A variable that nobody reads looks like a setting that is made."""
     given = environment_of(ENVIRONMENT)
     manifests = [
@@ -93,7 +93,7 @@ def test_environments_are_understood() -> None:
     assert settings.load({}, given).remote_retention
 
 
-def test_manifests_are_whole() -> None:
+def test_manifests_are_complete() -> None:
     assert len(MANIFESTS) == 3
     for path in MANIFESTS:
         text = path.read_text()
@@ -110,7 +110,7 @@ def test_manifests_are_whole() -> None:
             assert (len(line) - len(line.lstrip())) % 2 == 0, line
 
 
-def test_the_unit_is_one_that_systemd_takes(tmp_path: Path) -> None:
+def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     """By systemd's own judgement where it is there; its sections and the places of its files in any case."""
     text = UNIT.read_text()
     assert re.findall(r"^\[(\w+)\]$", text, re.MULTILINE) == ["Unit", "Service", "Install"]
@@ -126,7 +126,7 @@ def test_the_unit_is_one_that_systemd_takes(tmp_path: Path) -> None:
         assert UNIT.name not in done.stdout + done.stderr
 
 
-def test_the_image_is_made_of_files_that_are_there() -> None:
+def test_the_dockerfile_copies_existing_files() -> None:
     text = (DEPLOY / "Dockerfile").read_text()
     copied = re.findall(r"^COPY (?!--from)(.*) \S+$", text, re.MULTILINE)
     assert {"ckpt_async", "pyproject.toml"} <= {name for line in copied for name in line.split()}
@@ -134,7 +134,7 @@ def test_the_image_is_made_of_files_that_are_there() -> None:
     assert "torch" not in text.partition("\n")[2].replace("without torch", "")
 
 
-def test_alerts_are_about_metrics_that_are_there() -> None:
+def test_alerts_use_existing_metrics() -> None:
     """An alert on a name that nobody exports never fires."""
     known = {each.name: each for each in (*DEFINITIONS, *SWEEPER_DEFINITIONS)}
     known |= {f"{each.name}_count": each for each in known.values() if each.kind == "histogram"}
@@ -174,7 +174,7 @@ def _has_labels(definition: Definition, labels: set[str]) -> bool:
     return labels <= definition.labels.keys()
 
 
-def test_every_alert_is_explained() -> None:
+def test_every_alert_is_documented() -> None:
     """Whoever is woken up finds what to do."""
     for alert in re.findall(r"- alert: (\w+)", ALERTS.read_text()):
         assert f"`{alert}`" in OPERATIONS.read_text(), alert
@@ -239,7 +239,7 @@ def refused(role: str, requests: set[tuple[str, str]]) -> list[tuple[str, str]]:
     return sorted(each for each in requests if not is_allowed(*each))
 
 
-def test_rights_of_each_role_suffice_and_are_no_more(
+def test_each_roles_permissions_suffice_and_are_minimal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Any
 ) -> None:
     """Two starts of a trainer, a restore and a sweep, every request of them held against the policies of deploy/iam."""
@@ -287,7 +287,7 @@ def test_rights_of_each_role_suffice_and_are_no_more(
     assert {operation for operation, _ in refused("trainer", swept)} >= {"delete", "abort_multipart"}
 
 
-def test_a_sidecar_gets_by_with_the_rights_of_its_pod(
+def test_a_sidecar_needs_only_a_trainers_permissions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trainers: Trainers
 ) -> None:
     """It finishes what the trainer left with the trainer's role, and tries nothing that this refuses: no listing of
@@ -309,7 +309,7 @@ def test_a_sidecar_gets_by_with_the_rights_of_its_pod(
         assert cli.main([*once, *refused_with]) == 2
 
 
-def test_lifecycle_rule_only_ends_uploads_that_the_sweeper_has_given_up_on() -> None:
+def test_lifecycle_rule_only_aborts_uploads_older_than_the_sweepers_limit() -> None:
     """A rule that lets objects expire would take shards of committed checkpoints."""
     (rule,) = json.loads((DEPLOY / "iam/lifecycle.json").read_text())["Rules"]
     assert rule.keys() == {"ID", "Status", "Filter", "AbortIncompleteMultipartUpload"}

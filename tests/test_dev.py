@@ -78,21 +78,21 @@ def test_help_needs_nothing_but_python() -> None:
 
 
 @pytest.mark.parametrize("args", [("nonsense",), (), ("setup", "now"), ("soak", "1", "2"), ("soak", "long")])
-def test_a_wrong_call_is_refused(tree: Path, args: tuple[str, ...]) -> None:
+def test_a_wrong_call_is_rejected(tree: Path, args: tuple[str, ...]) -> None:
     done = dev(tree, *args)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("dev: ")
     assert not (tree / ".venv").exists()
 
 
-def test_an_old_python_is_told_so_in_one_sentence() -> None:
+def test_an_old_python_is_rejected_in_one_sentence() -> None:
     pretend = "import sys; sys.version_info = (3, 10, 1); exec(compile(open('dev').read(), 'dev', 'exec'))"
     done = run([sys.executable, "-c", pretend], cwd=DEV.parent)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
     assert "needs Python 3.11 or newer" in done.stderr
 
 
-def test_the_second_set_up_starts_nothing(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_second_setup_starts_nothing(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module, first, second, third = load(tree), Commands(tree), Commands(tree), Commands(tree)
     monkeypatch.setattr(module.subprocess, "run", first)
     assert module.main(["setup"]) == 0
@@ -107,7 +107,7 @@ def test_the_second_set_up_starts_nothing(tree: Path, monkeypatch: pytest.Monkey
     assert len(third.seen) == len(first.seen)
 
 
-def test_an_interrupted_set_up_is_repaired(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_setup_is_repaired(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(command: str) -> bool:
         if "-m uv pip install" in command:
             raise KeyboardInterrupt
@@ -131,7 +131,7 @@ def test_without_uv_pip_installs_the_same(tree: Path, monkeypatch: pytest.Monkey
     assert commands.seen[-1].endswith("-m pip install -e .[dev] -c constraints.txt")
 
 
-def test_two_at_once_set_up_once(tree: Path) -> None:
+def test_concurrent_setups_run_once(tree: Path) -> None:
     """The second waits for the first, and then finds that there is nothing left to do."""
     module = load(tree)
     first = os.open(tree, os.O_RDONLY)
@@ -157,7 +157,7 @@ def test_an_installer_that_outlives_dev_keeps_the_lock(tree: Path) -> None:
         assert module.stage("any", sys.executable, "-c", look, lock=lock) == "held\n"
 
 
-def test_uv_looks_where_pip_looks(tree: Path) -> None:
+def test_uv_uses_pips_index(tree: Path) -> None:
     wheels, extra = tree / "wheels", tree / "simple"
     wheels.mkdir()
     extra.mkdir()
@@ -194,7 +194,7 @@ def test_a_failing_check_does_not_hide_the_others(
     assert (out, err.splitlines()[-1]) == ("", "dev: FAILED: ruff check, ruff format, mypy")
 
 
-def test_bench_lists_what_is_there(tree: Path) -> None:
+def test_bench_lists_the_benchmarks(tree: Path) -> None:
     (tree / "benchmarks").mkdir()
     (tree / "benchmarks" / "upload.py").write_text('"""How fast parts move.\n\nMore.\n"""\n')
     (tree / "benchmarks" / "_common.py").write_text("")
@@ -252,7 +252,7 @@ def checked(tree: Path, tests: str, *limits: str) -> subprocess.CompletedProcess
     return run([sys.executable, "-m", *command, *settings, *limits, str(tree / "test_hang.py")], cwd=tree)
 
 
-def test_a_test_that_hangs_fails_by_itself_and_says_where(tmp_path: Path) -> None:
+def test_a_hanging_test_fails_and_shows_where(tmp_path: Path) -> None:
     """It costs its own time, once: with a process ended for each, that test would be begun again and again."""
     done = checked(tmp_path, HANGS, "--timeout=1")
     assert done.returncode == 1
@@ -261,7 +261,7 @@ def test_a_test_that_hangs_fails_by_itself_and_says_where(tmp_path: Path) -> Non
     assert "Timeout (>1.0s)" in done.stdout
 
 
-def test_a_test_that_nothing_ends_ends_the_run(tmp_path: Path) -> None:
+def test_a_test_that_cannot_be_interrupted_ends_the_run(tmp_path: Path) -> None:
     done = checked(tmp_path, HANGS_FOR_GOOD, "--timeout=1", "-o", "faulthandler_timeout=2")
     assert done.returncode
     assert "test_hears_no_signal" in done.stdout + done.stderr
@@ -276,7 +276,7 @@ def test_a_test_that_nothing_ends_ends_the_run(tmp_path: Path) -> None:
         (False, "nothing", False),
     ],
 )
-def test_prometheus_is_debians_where_there_is_none(
+def test_prometheus_falls_back_to_debians_package(
     tree: Path, monkeypatch: pytest.MonkeyPatch, has_apt: bool, fails: str, is_had: bool
 ) -> None:
     """Unpacked into .venv, without rights; where it cannot be had, that is an answer and no error."""

@@ -9,7 +9,7 @@ from tests.test_architecture import ROOMS
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def test_settings_page_is_the_generated_one() -> None:
+def test_settings_page_is_up_to_date() -> None:
     """A setting that is not on the page, or has another default there, misleads."""
     page = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
     assert page == settings.describe(), "run: python -m ckpt_async.core.settings > docs/settings.md"

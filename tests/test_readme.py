@@ -29,7 +29,7 @@ def commands(page: Path) -> Iterator[list[str]]:
             yield shlex.split(call, comments=True)
 
 
-def test_a_newcomer_saves_looks_resumes_and_pulls(tmp_path: Path) -> None:
+def test_the_readme_works_as_written(tmp_path: Path) -> None:
     """In the order of the page; each step is a process of its own, without a launcher."""
     remote = f"file://{tmp_path}/store/run-a"
     environment = {name: text for name, text in os.environ.items() if not re.match("RANK|WORLD|LOCAL", name)}
@@ -61,7 +61,7 @@ def test_a_newcomer_saves_looks_resumes_and_pulls(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_command_lines_of_a_page_are_understood(page: Path) -> None:
+def test_command_lines_of_a_page_parse(page: Path) -> None:
     for arguments in commands(page):
         try:
             cli._parser().parse_args(arguments)
@@ -70,6 +70,6 @@ def test_command_lines_of_a_page_are_understood(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_snippets_of_a_page_are_python(page: Path) -> None:
+def test_python_snippets_of_a_page_compile(page: Path) -> None:
     for block in blocks(page, "python"):
         compile(block, page.name, "exec")

@@ -73,5 +73,5 @@ def test_each_long_test_has_a_short_case() -> None:
         ("pytestmark = SOAK", 1),
     ],
 )
-def test_one_that_has_none_is_found(source: str, num_complaints: int) -> None:
+def test_a_long_test_without_a_short_case_is_found(source: str, num_complaints: int) -> None:
     assert len(list(complaints(ast.parse(source)))) == num_complaints

@@ -27,7 +27,7 @@ def run_in_a_running_loop(work: Coroutine[Any, Any, None]) -> None:
             task.exception()  # seen
 
 
-def test_ctrl_c_just_before_the_loop_waits() -> None:
+def test_ctrl_c_just_before_the_loop_waits_is_raised() -> None:
     """The signal interrupts no system call of the main thread: as if it had come a moment before."""
     old_mask = signal.pthread_sigmask(signal.SIG_SETMASK, [])
     waits = threading.Event()
@@ -55,7 +55,7 @@ def test_ctrl_c_just_before_the_loop_waits() -> None:
     assert not has_slept_on
 
 
-def test_ctrl_c_in_a_running_loop() -> None:
+def test_ctrl_c_in_a_running_loop_is_raised() -> None:
     """A notebook's: the work does not go on in its thread without anybody, and nothing interrupts the middle of a
     finalizer or of a lock, which would keep the interrupt to itself.
     """
@@ -94,7 +94,7 @@ def test_the_second_ctrl_c_is_raised_at_once() -> None:
         go_on.set()
 
 
-def test_run_hands_over_what_the_work_returns_and_raises() -> None:
+def test_run_returns_the_result_and_raises_the_error() -> None:
     async def value() -> int:
         return 3
 

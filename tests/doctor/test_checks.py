@@ -120,7 +120,7 @@ def test_a_sound_environment_passes_every_check_and_nothing_is_left(folder: Path
     assert stored(s3_url) == ([], [])
 
 
-def test_doctor_disturbs_no_live_trainer(folder: Path, s3_url: str, call: Examine) -> None:
+def test_a_live_trainer_is_not_disturbed(folder: Path, s3_url: str, call: Examine) -> None:
     """The remote is the one that the journal names, with the endpoint that the trainer had."""
     with Uploader(folder, s3_url, rank=0, world_size=1) as uploader:
         save(uploader, 1)

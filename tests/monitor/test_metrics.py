@@ -172,7 +172,7 @@ def report_everything(metrics: Metrics, reasons: Iterable[FailureReason] = Failu
 # --- the shape of what is exported -------------------------------------------------------------------------
 
 
-def test_every_child_is_there_before_anything_happened(metrics):
+def test_every_series_is_exported_from_the_start(metrics):
     """`increase()` misses a failure that is also the first sample of its series."""
     samples = parse(fetch(metrics))
     counters = {
@@ -199,7 +199,7 @@ def test_every_child_is_there_before_anything_happened(metrics):
     assert value(samples, "fenced") == 0
 
 
-def test_names_and_labels_keep_the_rules(metrics, journal):
+def test_names_and_labels_follow_the_conventions(metrics, journal):
     """Units and suffixes as Prometheus asks; no label whose values grow with the run."""
     report_everything(metrics)
     journal.append(0, [Enqueued(CheckpointId(1, 3), "step-3", shard("a", 1)), *committed(CheckpointId(1, 2))])
@@ -239,7 +239,7 @@ def test_a_rank_has_at_most_sixty_series(metrics, journal):
     assert 50 < len(samples) <= 60
 
 
-def test_openmetrics_is_valid_too(metrics, journal):
+def test_openmetrics_output_is_valid(metrics, journal):
     """What a Prometheus server asks for by default, and whose parser is strict."""
     report_everything(metrics)
     journal.append(0, committed(CheckpointId(1, 2)))
@@ -251,7 +251,7 @@ def test_openmetrics_is_valid_too(metrics, journal):
     assert "_created" not in text
 
 
-def test_promtool_has_no_complaint(metrics, journal):
+def test_promtool_accepts_the_output(metrics, journal):
     """Prometheus' own linter, where there is one; and the parser finds every definition in any case."""
     report_everything(metrics)
     journal.append(0, [Enqueued(CheckpointId(1, 3), "step-3", shard("a", 1)), *committed(CheckpointId(1, 2))])
@@ -265,12 +265,12 @@ def test_promtool_has_no_complaint(metrics, journal):
         assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
 
-def test_the_page_says_what_the_code_does():
+def test_the_page_matches_the_code():
     """docs/metrics.md is made from the definitions; its second paragraph says how to make it anew."""
     assert (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8") == describe()
 
 
-def test_everything_the_package_reports_is_counted():
+def test_every_reported_fact_has_a_metric():
     """A label value that is not defined is dropped, so a new operation or result must be added here first."""
     reported: dict[str, set[str]] = {}
     for path in (ROOT / "ckpt_async").rglob("*.py"):
@@ -286,7 +286,7 @@ def test_everything_the_package_reports_is_counted():
 # --- counting ----------------------------------------------------------------------------------------------
 
 
-def test_facts_are_counted(metrics):
+def test_reported_facts_are_counted(metrics):
     report_everything(metrics)
     metrics.bytes_uploaded(1)
     samples = scrape(metrics)
@@ -340,7 +340,7 @@ def test_buckets_are_cumulative_and_inclusive(metrics):
     assert (upload[10], upload[100], upload[float("inf")]) == (2, 5, 7)
 
 
-def test_two_in_one_process_do_not_clash(folder, journal):
+def test_two_uploaders_in_one_process_do_not_clash(folder, journal):
     """Two uploaders in a trainer that exports metrics of its own."""
     before = sorted(family.name for family in REGISTRY.collect())
     one, two = Metrics("run-a", folder), Metrics("run-b", folder)
@@ -360,7 +360,7 @@ def test_a_run_of_any_name_can_be_scraped(folder, journal):
 # --- what the folder holds ---------------------------------------------------------------------------------
 
 
-def test_queue_of_all_ranks_is_told_by_state(metrics, journal, wall):
+def test_queue_of_all_ranks_is_exported_by_state(metrics, journal, wall):
     """One scrape covers the node, also ranks that run in other processes or are dead."""
     old, new = CheckpointId(1, 100), CheckpointId(2, 100)
     a, b, c, d, e, f = (
@@ -387,7 +387,7 @@ def test_queue_of_all_ranks_is_told_by_state(metrics, journal, wall):
     assert value(samples, "last_committed_timestamp_seconds") is None
 
 
-def test_an_empty_queue_has_no_oldest_shard(metrics, journal, wall):
+def test_an_empty_queue_exports_no_oldest_shard(metrics, journal, wall):
     wall.now = 700.0
     journal.append(0, committed(CheckpointId(1, 100)))
     samples = scrape(metrics)
@@ -398,7 +398,7 @@ def test_an_empty_queue_has_no_oldest_shard(metrics, journal, wall):
     assert value(samples, "checkpoints_retained", location="local") == 1
 
 
-def test_newest_is_by_generation_before_step(metrics, journal, wall):
+def test_newest_checkpoint_is_by_generation_then_step(metrics, journal, wall):
     """A run restarted from an older step: its checkpoints are newer although their step is smaller (R6)."""
     wall.now = 800.0
     journal.append(0, committed(CheckpointId(1, 900)))
@@ -425,7 +425,7 @@ def test_an_aborted_checkpoint_leaves_the_queue(metrics, journal):
     assert value(samples, "checkpoints_retained", location="local") == 0
 
 
-def test_pinned_bytes_are_those_of_links(metrics, journal):
+def test_pinned_bytes_count_linked_files(metrics, journal):
     """Each file once, however often it was enqueued; nothing after release; nothing that is not linked."""
     one, two = CheckpointId(1, 1), CheckpointId(1, 2)
     journal.append(0, [Enqueued(one, "s", shard("same", 10, inode=7)), Enqueued(one, "s", shard("b", 200))])
@@ -436,7 +436,7 @@ def test_pinned_bytes_are_those_of_links(metrics, journal):
     assert value(scrape(metrics), "spool_pinned_bytes") == 10
 
 
-def test_file_system_is_that_of_the_folder(metrics, folder):
+def test_file_system_metrics_are_of_the_folder(metrics, folder):
     samples = scrape(metrics)
     free, size = folder.space()
     assert value(samples, "spool_filesystem_size_bytes") == size
@@ -444,7 +444,7 @@ def test_file_system_is_that_of_the_folder(metrics, folder):
     assert abs(value(samples, "spool_filesystem_free_bytes") - free) < size
 
 
-def test_removed_checkpoints_are_noticed(folder, journal, monkeypatch):
+def test_removed_checkpoints_are_reflected(folder, journal, monkeypatch):
     """`forget` deletes rows and leaves no trace: the journal is replayed anew once that costs little."""
     clock = Clock()
     metrics = Metrics("run-a", folder, clock=clock)
@@ -465,7 +465,7 @@ def test_removed_checkpoints_are_noticed(folder, journal, monkeypatch):
     assert value(scrape(metrics), "checkpoints_retained", location="local") == 2
 
 
-def test_last_enqueued_outlives_its_rows(metrics, journal, wall):
+def test_last_enqueued_survives_removal_of_its_rows(metrics, journal, wall):
     """With num_checkpoints_to_keep=0 the rows go with the files; an alert compares this with the commit."""
     wall.now = 900.0
     id_ = CheckpointId(1, 4)
@@ -479,7 +479,7 @@ def test_last_enqueued_outlives_its_rows(metrics, journal, wall):
     assert value(samples, "last_committed_timestamp_seconds") == 901
 
 
-def test_a_damaged_journal_leaves_the_rest(metrics, journal, folder):
+def test_a_damaged_journal_leaves_other_metrics(metrics, journal, folder):
     journal.append(0, committed(CheckpointId(1, 4)))
     metrics.bytes_uploaded(5)
     (folder.private / keys.journal_name(1)).write_bytes(b"no database" * 1000)
@@ -491,7 +491,7 @@ def test_a_damaged_journal_leaves_the_rest(metrics, journal, folder):
     assert value(samples, "queue_files", state="queued") is None
 
 
-def test_a_locked_journal_leaves_the_rest(metrics, journal, monkeypatch):
+def test_a_locked_journal_leaves_other_metrics(metrics, journal, monkeypatch):
     """In WAL mode readers wait for nobody but a recovery; then the queue is left out, not the scrape."""
     journal.append(0, committed(CheckpointId(1, 4)))
     assert value(scrape(metrics), "last_committed_step") == 4
@@ -506,7 +506,7 @@ def test_a_locked_journal_leaves_the_rest(metrics, journal, monkeypatch):
     assert value(scrape(metrics), "last_committed_step") == 4
 
 
-def test_scrapes_while_others_append(folder, journal):
+def test_scraping_works_beside_writers(folder, journal):
     """2,000 events from another thread; every scrape succeeds and none sees the queue shrink or skip."""
     metrics = Metrics("run-a", folder)
     id_ = CheckpointId(1, 1)
@@ -547,7 +547,7 @@ def test_scrapes_while_others_append(folder, journal):
 # --- serving -----------------------------------------------------------------------------------------------
 
 
-def test_no_port_no_server(metrics):
+def test_without_a_port_there_is_no_server(metrics):
     assert serve(metrics.registry, -1, "127.0.0.1", {}) is None
     assert serve(metrics.registry, -1, "127.0.0.1", {"LOCAL_RANK": "3"}) is None
 
@@ -564,7 +564,7 @@ def two_free_ports() -> int:
 
 
 @pytest.mark.parametrize("name", ["LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK"])
-def test_each_local_rank_has_its_port(metrics, name):
+def test_each_local_rank_has_its_own_port(metrics, name):
     port = two_free_ports()
     one = {name: "1", "SLURM_PROCID": "9"} if name == "SLURM_LOCALID" else {"SLURM_LOCALID": "0", name: "1"}
     for environment, expected in (({}, port), ({name: "0"}, port), (one, port + 1)):
@@ -585,7 +585,7 @@ def test_any_free_port_ignores_the_rank(metrics, environment):
     two.close()
 
 
-def test_a_busy_port_is_one_warning(metrics, caplog):
+def test_a_taken_port_is_one_warning(metrics, caplog):
     """Training never stops for metrics."""
     with socket.socket() as taken, caplog.at_level(logging.WARNING):
         taken.bind(("127.0.0.1", 0))
@@ -607,7 +607,7 @@ def test_an_impossible_port_is_one_warning(metrics, caplog, port, address, local
     assert len(caplog.records) == 1
 
 
-def test_a_closed_server_is_gone(metrics):
+def test_a_closed_server_frees_its_port(metrics):
     """The port is free again and no thread is left: a second Uploader in the process may take both."""
     before = threading.active_count()
     server = serve(metrics.registry, 0, "127.0.0.1", {})
@@ -620,7 +620,7 @@ def test_a_closed_server_is_gone(metrics):
     again.close()
 
 
-def test_one_metric_can_be_asked_for(metrics):
+def test_a_single_metric_can_be_scraped(metrics):
     """`?name[]=`: what a dashboard's author tries by hand."""
     text = generate_latest(metrics.registry.restricted_registry(["ckpt_async_fenced"])).decode()
     assert {name for name, _ in parse(text)} == {"ckpt_async_fenced"}
@@ -678,7 +678,7 @@ def test_a_sweeper_counts_what_it_did() -> None:
     assert value(scrape(sweeper), "sweep_last_completed_timestamp_seconds") == 100
 
 
-def test_a_sweeper_names_what_fails_and_since_when() -> None:
+def test_a_sweeper_exports_failing_targets_with_the_time_of_the_first_failure() -> None:
     """One remote that does not answer is not a sweeper that does nothing: the rest of its node is well."""
     clock = Clock()
     sweeper = SweeperMetrics(clock=clock)
@@ -707,7 +707,7 @@ def test_a_sweeper_names_what_fails_and_since_when() -> None:
     assert sweep(broken, well) == {"/unreadable": 100, "s3://b/broken": 300}
 
 
-def test_a_sweeper_tells_what_a_killed_trainer_left(folder, journal, wall, tmp_path) -> None:
+def test_a_sweeper_exports_what_a_killed_trainer_left(folder, journal, wall, tmp_path) -> None:
     """The trainer's own port died with it. Two runs, one of them in two folders; a folder that no trainer has used."""
     one = RemoteAddress("s3://b/exp7/checkpoints/")
     journal.append(0, [Opened(1, 2, one), *committed(CheckpointId(1, 1))])
@@ -731,7 +731,7 @@ def test_a_sweeper_tells_what_a_killed_trainer_left(folder, journal, wall, tmp_p
     assert value(samples, "oldest_waiting_timestamp_seconds", **eight) == 300
 
 
-def test_every_value_a_sweeper_reports_is_one_of_its_definitions() -> None:
+def test_every_value_a_sweeper_reports_is_defined() -> None:
     """Another one would be dropped in silence."""
 
     def arguments(path: str, name: str, place: int) -> set[str]:
@@ -756,7 +756,7 @@ def test_every_value_a_sweeper_reports_is_one_of_its_definitions() -> None:
     assert arguments("sweep/sweeper.py", "ended", 0) == set(definitions.ENDS)
 
 
-def test_a_sweepers_metrics_keep_the_rules() -> None:
+def test_sweeper_metrics_follow_the_conventions() -> None:
     """As those of an uploader: all children at 0 from the start, units last, no growing labels, valid OpenMetrics."""
     metrics = SweeperMetrics()
     samples = parse(fetch(metrics))

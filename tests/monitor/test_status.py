@@ -75,7 +75,7 @@ def summary(*locals_: Local, progress: status.Progress | None = None) -> str:
 COMMITTED_300 = Forgotten(id_(300), NOW - 9 * 60)
 
 
-def test_the_line_names_what_is_safe_and_how_far_the_next_one_is() -> None:
+def test_summary_names_the_last_commit_and_the_progress_of_the_next() -> None:
     """The one question an operator has before draining a node."""
     here = local(
         Opened(1, 1, REMOTE), COMMITTED_300, enqueued(400, 50, 50), sealed(400), verified(400, "f0", 50)
@@ -124,11 +124,11 @@ def test_the_line_names_what_is_safe_and_how_far_the_next_one_is() -> None:
         ),
     ],
 )
-def test_the_line_in_every_other_case(events: list[Event | list[Event]], expected: str) -> None:
+def test_summary_in_every_other_case(events: list[Event | list[Event]], expected: str) -> None:
     assert summary(local(Opened(1, 1), *events)) == expected
 
 
-def test_a_rank_of_this_node_without_a_part_is_named() -> None:
+def test_a_local_rank_that_saved_nothing_is_named() -> None:
     """It was killed before it saved: no other node is to blame."""
     saved = local(Opened(1, 2), enqueued(1, 10), sealed(1, 2), verified(1, "f0", 10), ReceiptStored(id_(1)))
     expected = "nothing committed yet; step 1 is uploaded, but rank 1 of this node has nothing of it"
@@ -144,20 +144,20 @@ def test_a_checkpoint_is_counted_over_all_ranks_of_the_node() -> None:
     assert (found.size_bytes, found.uploaded_bytes, found.world_size) == (200, 150, 2)
 
 
-def test_a_rank_that_read_the_decision_is_enough() -> None:
+def test_one_rank_that_read_the_decision_suffices() -> None:
     knows = local(enqueued(1, 9), sealed(1, 2), Decided(id_(1), Outcome.COMMIT, "step-1"), rank=0)
     waits = local(enqueued(1, 9), sealed(1, 2), verified(1, "f0", 9), rank=1)
     assert [each.state for each in status.view([knows, waits], {}, NOW).checkpoints] == ["committed"]
 
 
-def test_what_was_sent_never_exceeds_the_shard_and_full_means_full() -> None:
+def test_progress_never_exceeds_the_size_and_100_percent_means_complete() -> None:
     """99.9 % must not read as 100 %: someone would turn the machine off."""
     here = local(enqueued(1, 1000), sealed(1))
     assert status.view([here], {(0, id_(1), "f0"): 5000}, NOW).checkpoints[0].uploaded_bytes == 1000
     assert status.view([here], {(0, id_(1), "f0"): 999}, NOW).checkpoints[0].percent == 99
 
 
-def test_the_queue_has_every_unstored_shard_of_undecided_checkpoints_once() -> None:
+def test_the_queue_counts_each_unstored_shard_of_undecided_checkpoints_once() -> None:
     here = local(
         *(Opened(1, 1), enqueued(1, 1), sealed(1), enqueued(2, 2), sealed(2)),
         Decided(id_(2), Outcome.ABORT, "step-2"),
@@ -174,7 +174,7 @@ def test_the_queue_has_every_unstored_shard_of_undecided_checkpoints_once() -> N
     ("seconds", "text"),
     [(-5, "0 s"), (119, "119 s"), (120, "2 min"), (7199, "119 min"), (7200, "2 h"), (172_800, "2 days")],
 )
-def test_an_age_reads_as_people_say_it(seconds: float, text: str) -> None:
+def test_ages_are_human_readable(seconds: float, text: str) -> None:
     assert status.age(seconds) == text
 
 
@@ -185,7 +185,7 @@ def files(folder: Path) -> list[str]:
     return sorted(str(each.relative_to(folder)) for each in folder.rglob("*"))
 
 
-def test_looking_where_no_journal_is_makes_nothing(tmp_path: Path) -> None:
+def test_status_without_a_journal_creates_nothing(tmp_path: Path) -> None:
     """A typo must not leave a folder behind that looks like a checkpoint folder."""
     for folder in (tmp_path, tmp_path / "missing"):
         with pytest.raises(NoJournalError, match="no journal"):
@@ -194,7 +194,7 @@ def test_looking_where_no_journal_is_makes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_live", [True, False])
-def test_looking_leaves_the_folder_as_it_is(tmp_path: Path, is_live: bool) -> None:
+def test_status_leaves_the_folder_unchanged(tmp_path: Path, is_live: bool) -> None:
     journal = Journal(Folder(tmp_path), 0)
     journal.open_rank(Opened(1, 1, REMOTE))
     journal.append([*enqueued(1, 10), sealed(1)])
@@ -208,7 +208,7 @@ def test_looking_leaves_the_folder_as_it_is(tmp_path: Path, is_live: bool) -> No
     journal.close()
 
 
-def test_the_journal_of_a_killed_trainer_is_read_with_its_last_row(tmp_path: Path) -> None:
+def test_the_last_row_of_a_killed_trainers_journal_is_read(tmp_path: Path) -> None:
     """Its rows are still in the WAL: reading the main file alone would show none of them."""
     code = (
         "import os, signal, sys\n"
@@ -222,7 +222,7 @@ def test_the_journal_of_a_killed_trainer_is_read_with_its_last_row(tmp_path: Pat
     assert [each.id.step for each in status.load(tmp_path).checkpoints] == [7]
 
 
-def test_what_the_journal_says_of_the_remote_comes_back(tmp_path: Path) -> None:
+def test_the_recorded_remote_is_read_back(tmp_path: Path) -> None:
     """`drain` goes by it, so encryption arguments must survive too; the newest start counts."""
     address = RemoteAddress(
         "r2://bucket/run", "https://r2:9", "auto", "path", {"SSEKMSKeyId": "k", "Metadata": {"a": "b"}}
@@ -235,7 +235,7 @@ def test_what_the_journal_says_of_the_remote_comes_back(tmp_path: Path) -> None:
     journal.close()
 
 
-def test_the_newest_start_says_where_it_goes() -> None:
+def test_the_remote_is_that_of_the_newest_start() -> None:
     here = local(Opened(1, 1, REMOTE), Opened(2, 1, RemoteAddress("s3://bucket/moved")))
     assert status.view([here], {}, NOW).remote == "s3://bucket/moved"
 
@@ -250,7 +250,7 @@ def test_a_journal_of_an_older_version_names_no_remote(tmp_path: Path) -> None:
     journal.close()
 
 
-def test_an_owner_is_seen_and_not_disturbed(tmp_path: Path) -> None:
+def test_a_live_owner_is_seen_and_not_disturbed(tmp_path: Path) -> None:
     folder = Folder(tmp_path)
     assert not status.has_owner(tmp_path, 0)
     lock = RankLock(folder, 0)

@@ -36,7 +36,7 @@ async def count_beats(store: MemoryStore, number: int) -> int:
     return records.decode_beat(found[0], number).count if found else 0
 
 
-def test_an_older_generation_than_the_newest_is_refused() -> None:
+def test_joining_an_older_generation_is_rejected() -> None:
     """It was given to a start that another has overtaken: what it saves would be newer than nothing."""
 
     async def main() -> None:
@@ -53,7 +53,7 @@ def test_an_older_generation_than_the_newest_is_refused() -> None:
     asyncio.run(main())
 
 
-def test_a_creator_beats_until_all_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_creator_sends_heartbeats_until_all_ranks_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then nobody needs to know any more, and a start costs no request from then on."""
     monkeypatch.setattr(generations, "BEAT_S", 0.01)
 
@@ -69,7 +69,7 @@ def test_a_creator_beats_until_all_are_there(monkeypatch: pytest.MonkeyPatch) ->
     asyncio.run(main())
 
 
-def test_a_superseded_creator_falls_silent() -> None:
+def test_a_superseded_creator_stops_its_heartbeats() -> None:
     async def main() -> None:
         store = MemoryStore()
         await open_(store, 0)
@@ -79,14 +79,14 @@ def test_a_superseded_creator_falls_silent() -> None:
     asyncio.run(main())
 
 
-def test_a_rank_that_never_comes_costs_a_request_every_few_seconds() -> None:
+def test_waiting_for_a_missing_rank_costs_few_requests() -> None:
     pauses = [beat_pause_s(seconds) for seconds in (0, 5, 10, 50, 100, 10**6)]
     assert pauses == sorted(pauses)
     assert (pauses[0], pauses[-1]) == (generations.BEAT_S, generations.BEAT_MAX_S)
     assert generations.NUM_SIGNS * generations.BEAT_MAX_S <= generations.PATIENCE_S / 2
 
 
-def test_a_silent_creator_is_waited_for_only_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_a_silent_creator_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is dead, and its rank does not come again before ours."""
     monkeypatch.setattr(generations, "PATIENCE_S", 0.3)
 
@@ -117,7 +117,7 @@ def test_without_conditional_put_rank_0_claims_and_the_others_wait_for_it(
     asyncio.run(main())
 
 
-def test_one_rank_alone_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_rank_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where its place in the newest generation is free, for it died in between."""
     monkeypatch.setattr(generations, "PATIENCE_S", 1e9)
 
@@ -131,7 +131,7 @@ def test_one_rank_alone_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> Non
     asyncio.run(main())
 
 
-def test_another_process_that_goes_on_for_a_trainer_finds_its_place() -> None:
+def test_a_process_that_takes_over_for_a_trainer_finds_its_place() -> None:
     """A runner that was killed while it started is started again. Who had claimed goes on to beat."""
 
     async def main() -> None:
@@ -159,7 +159,7 @@ class Down(Meddled):
 
 
 @pytest.mark.parametrize("down_s", [14, 60])
-def test_a_store_that_is_down_meanwhile_splits_no_start(down_s: int) -> None:
+def test_an_outage_does_not_split_a_start(down_s: int) -> None:
     """The creator's beat was in a long back-off when the others could ask again: they took it for dead, and nothing of
     the start was ever committed.
     """

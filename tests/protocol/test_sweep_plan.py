@@ -49,7 +49,7 @@ def planned(seen: View, kind: type[sweep_plan.Planned]) -> list[Any]:
     [(OLD, 999.0, False), (OLD, 1000.0, True), (NEW, 4999.0, False), (NEW, 5000.0, True)],
 )
 @pytest.mark.parametrize("is_receipt", [False, True])
-def test_what_is_still_growing_is_not_given_up(
+def test_a_checkpoint_that_still_makes_progress_is_not_given_up(
     id_: CheckpointId, youngest_s: float, is_given_up: bool, is_receipt: bool
 ) -> None:
     """However old the first of it is: its age is that of the newest object, shard or receipt."""
@@ -61,7 +61,7 @@ def test_what_is_still_growing_is_not_given_up(
 
 
 @pytest.mark.parametrize(("ages_s", "is_helped"), [((9999.0, 59.0), False), ((60.0, 9999.0), True)])
-def test_what_is_whole_is_left_to_its_engines_for_a_while(
+def test_a_complete_checkpoint_is_left_to_its_engines_at_first(
     ages_s: tuple[float, float], is_helped: bool
 ) -> None:
     seen = view(data={NEW: (shard(NEW, 9999.0),)}, receipts={NEW: receipts(NEW, *ages_s)})
@@ -79,9 +79,7 @@ def test_what_is_whole_is_left_to_its_engines_for_a_while(
         (1e12, sweep_plan.MAX_LEASE_S + sweep_plan.LEASE_MARGIN_S),
     ],
 )
-def test_a_lease_holds_for_its_time_and_a_margin_and_for_no_more_than_a_day(
-    ttl_s: float, lasts_s: float
-) -> None:
+def test_a_lease_holds_for_its_term_plus_a_margin_and_at_most_a_day(ttl_s: float, lasts_s: float) -> None:
     """Clocks drift and answers dawdle; and no object of anybody's may keep a checkpoint for ever."""
     lease, pruning = Lease(OLD, "reader", ttl_s), {OLD: decision(OLD, Outcome.PRUNING)}
     for age_s, is_held in ((lasts_s - 1, True), (lasts_s, False)):
@@ -112,7 +110,7 @@ def settled_view(*ids: CheckpointId, age_s: float = AGES.superseded_s, **facts: 
 
 
 @pytest.mark.usefixtures("collects_one")
-def test_what_is_over_and_gone_is_collected() -> None:
+def test_settled_and_removed_checkpoints_are_collected() -> None:
     (action,) = collected(settled_view(OLD))
     assert (action.upto, action.kept, action.object_keys) == (OLD, frozenset(), (keys.decision_key(OLD),))
 
@@ -130,7 +128,7 @@ def test_what_is_over_and_gone_is_collected() -> None:
     ],
     ids=["data-left", "receipts-left", "young", "newest", "commit", "pruning"],
 )
-def test_what_is_not_over_is_not_collected(seen: View) -> None:
+def test_unsettled_checkpoints_are_not_collected(seen: View) -> None:
     """Without its decision, what is left of it would look undecided, and a straggler could commit it."""
     assert collected(seen) == []
 
@@ -145,21 +143,21 @@ def test_what_is_not_over_is_not_collected(seen: View) -> None:
     ],
     ids=["data", "receipts", "unreadable"],
 )
-def test_what_is_undecided_below_the_boundary_is_kept(facts: dict[str, Any]) -> None:
+def test_the_boundary_keeps_an_undecided_checkpoint_below_it(facts: dict[str, Any]) -> None:
     """Its ranks may still be at it: voided, what they commit would be swept away."""
     (action,) = collected(settled_view(OLD, **facts))
     assert action.kept == {CheckpointId(1, 3)}
     assert action.object_keys == (keys.decision_key(OLD),)
 
 
-def test_few_are_left_where_they_are() -> None:
+def test_a_few_old_decisions_are_not_collected() -> None:
     """The boundary moves seldom."""
     ids = [CheckpointId(1, step) for step in range(sweep_plan.COLLECT_AT_LEAST)]
     assert collected(settled_view(*ids[1:])) == []
     assert len(collected(settled_view(*ids))[0].object_keys) == sweep_plan.COLLECT_AT_LEAST
 
 
-def test_what_came_back_below_the_boundary_goes_again() -> None:
+def test_a_decision_that_reappears_below_the_boundary_is_removed_again() -> None:
     """A straggler's decision is void, and is no reason to move the boundary; nor does its data make it valid again."""
     boundary = Boundary(CheckpointId(1, 9), frozenset({CheckpointId(1, 3)}), 1, "nonce")
     void = CheckpointId(1, 4)
@@ -170,7 +168,7 @@ def test_what_came_back_below_the_boundary_goes_again() -> None:
     assert action.object_keys == (keys.decision_key(OLD),)
 
 
-def test_nothing_is_done_to_what_a_bad_boundary_may_speak_of() -> None:
+def test_an_unreadable_boundary_protects_what_it_may_cover() -> None:
     """Only the newest generation is sure to be above it."""
 
     def acted_on(seen: View) -> set[CheckpointId]:

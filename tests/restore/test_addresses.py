@@ -10,7 +10,7 @@ import pytest
 from ckpt_async.restore import PeerServer, addresses
 
 
-def test_nothing_that_leads_others_to_themselves() -> None:
+def test_loopback_addresses_are_never_offered_to_other_nodes() -> None:
     """Loopback, also Debian's; addresses of one cable only; none; each once, the likeliest first, a few in all."""
     found = ["127.0.1.1", "10.0.0.7", "::1", "fe80::1", "169.254.1.1", "0.0.0.0", "::", "10.0.0.7", "fd00::7"]
     assert addresses.usable(found) == ["10.0.0.7", "fd00::7"]
@@ -29,13 +29,15 @@ def test_nothing_that_leads_others_to_themselves() -> None:
         ({"MASTER_ADDR": "nobody.invalid"}, ["10.0.0.7", "fd00::7", "192.168.0.7"]),
     ],
 )
-def test_which_come_first(env: dict[str, str], wanted: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_order_of_the_addresses(
+    env: dict[str, str], wanted: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     there = [("lo", "127.0.0.1"), ("eth0", "10.0.0.7"), ("eth0", "fd00::7"), ("eth1", "192.168.0.7")]
     monkeypatch.setattr(addresses, "interface_addresses", lambda: iter(there))
     assert addresses.own_addresses(env) == wanted
 
 
-def test_this_machines_own() -> None:
+def test_addresses_of_this_machine() -> None:
     """As the kernel says it."""
     assert ("lo", "127.0.0.1") in list(addresses.interface_addresses())
     told = subprocess.run(["ip", "-o", "addr"], capture_output=True, text=True, check=True).stdout
@@ -47,7 +49,7 @@ def test_this_machines_own() -> None:
     ("host", "url"),
     [("10.0.0.7", "http://10.0.0.7:"), ("fd00::7", "http://[fd00::7]:"), ("node-7", "http://node-7:")],
 )
-def test_urls(host: str, url: str, tmp_path: Path) -> None:
+def test_addresses_become_urls(host: str, url: str, tmp_path: Path) -> None:
     with PeerServer({"key": tmp_path}, host) as server:
         assert server.peer is not None
         assert server.peer.url.startswith(url)
@@ -55,7 +57,7 @@ def test_urls(host: str, url: str, tmp_path: Path) -> None:
         assert server.peer.url not in repr(server.peer)
 
 
-def test_a_node_with_loopback_only_offers_nothing(tmp_path: Path) -> None:
+def test_a_node_with_only_loopback_offers_no_address(tmp_path: Path) -> None:
     """But to processes of its own."""
     code = (
         "from ckpt_async.restore import PeerServer\n"
@@ -74,7 +76,7 @@ def test_a_node_with_loopback_only_offers_nothing(tmp_path: Path) -> None:
     assert done.stdout.split() == ["None", "http://127.0.0.1:"]
 
 
-def test_places_are_told_apart_by_what_they_are(tmp_path: Path) -> None:
+def test_nodes_are_identified_by_machine_and_folder(tmp_path: Path) -> None:
     """Not by the host's name: the same folder by another path is one place, also one that is not there yet."""
     (tmp_path / "a").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "a")

@@ -49,7 +49,9 @@ def num_gets(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return asked
 
 
-def test_byte_identical(any_run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fetched_files_are_byte_identical(
+    any_run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Empty files, files of many ranges with a short last one; no lease and no partial file is left."""
     monkeypatch.setattr(partial, "RANGE_BYTES", 1000)
     files = files_of(10) | {2: {"empty.pt": b"", "exact.pt": content(1, "x", 2000)}}
@@ -64,7 +66,7 @@ def test_byte_identical(any_run: Run, tmp_path: Path, monkeypatch: pytest.Monkey
     assert any_run.leases() == []
 
 
-def test_only_what_is_wanted(run_: Run, tmp_path: Path, num_gets: list[str]) -> None:
+def test_only_selected_files_are_fetched(run_: Run, tmp_path: Path, num_gets: list[str]) -> None:
     """By rank, by glob, by both; a typing error is told and nothing is made."""
     checkpoint = _committed(run_)
     fetch = lambda **which: sorted(restore.fetch(checkpoint, tmp_path / str(which), **which).paths)  # noqa: E731
@@ -83,7 +85,7 @@ def test_only_what_is_wanted(run_: Run, tmp_path: Path, num_gets: list[str]) -> 
         assert not (tmp_path / str(which)).exists()
 
 
-def test_what_find_did_not_find_is_refused_in_a_sentence(tmp_path: Path) -> None:
+def test_fetching_none_is_rejected_with_an_explanation(tmp_path: Path) -> None:
     """Whoever forgets that `find` may return None, in a run's first start."""
     checkpoint: Any = restore.find(f"file://{tmp_path}/run")
     for take in (lambda: restore.fetch(checkpoint, tmp_path / "there"), lambda: restore.open(checkpoint)):
@@ -92,7 +94,7 @@ def test_what_find_did_not_find_is_refused_in_a_sentence(tmp_path: Path) -> None
     assert not (tmp_path / "there").exists()
 
 
-def test_what_is_there_is_not_fetched_again(run_: Run, tmp_path: Path, num_gets: list[str]) -> None:
+def test_existing_files_are_not_fetched_again(run_: Run, tmp_path: Path, num_gets: list[str]) -> None:
     checkpoint = _committed(run_)
     restore.fetch(checkpoint, tmp_path / "there")
     num_gets.clear()
@@ -103,7 +105,7 @@ def test_what_is_there_is_not_fetched_again(run_: Run, tmp_path: Path, num_gets:
 @pytest.mark.parametrize(
     "other", ["another", "another of its size", "a folder", "a link to it", "a dead link"]
 )
-def test_another_file_is_left_alone(run_: Run, tmp_path: Path, other: str) -> None:
+def test_a_different_file_at_the_destination_is_left_alone(run_: Run, tmp_path: Path, other: str) -> None:
     """And `overwrite` replaces it, the link and not what it leads to; but never a folder."""
     checkpoint = _committed(run_)
     there = tmp_path / "there"
@@ -134,7 +136,7 @@ def test_another_file_is_left_alone(run_: Run, tmp_path: Path, other: str) -> No
     assert mine.read_bytes() == content(10, "rank-0.pt")
 
 
-def test_a_link_on_the_way_leads_nowhere(run_: Run, tmp_path: Path) -> None:
+def test_a_symlink_in_the_destination_is_not_followed(run_: Run, tmp_path: Path) -> None:
     """Nothing is made or written outside of the destination; the destination itself may be a link."""
     checkpoint = _committed(run_, files={0: {"a/b/c.pt": b"x" * 100}})
     outside = tmp_path / "outside"
@@ -152,7 +154,7 @@ def test_a_link_on_the_way_leads_nowhere(run_: Run, tmp_path: Path) -> None:
     assert is_whole(restore.fetch(checkpoint, tmp_path / "link"), {0: {"a/b/c.pt": b"x" * 100}})
 
 
-def test_names_that_would_escape(run_: Run, tmp_path: Path) -> None:
+def test_names_that_escape_the_destination_are_rejected(run_: Run, tmp_path: Path) -> None:
     """A Checkpoint may come from anywhere: the name is checked where it becomes a path."""
     checkpoint = _committed(run_)
     file = next(iter(checkpoint.files.values()))
@@ -170,7 +172,7 @@ def test_names_that_would_escape(run_: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["usual", "beside", "spool"])
-def test_a_local_copy_serves(run_: Run, tmp_path: Path, num_gets: list[str], place: str) -> None:
+def test_a_local_copy_is_used(run_: Run, tmp_path: Path, num_gets: list[str], place: str) -> None:
     """If its bytes are right, wherever it is; a damaged one of the right size is passed over."""
     checkpoint = _committed(run_)
     folder = tmp_path / "folder"
@@ -192,7 +194,7 @@ def test_a_local_copy_serves(run_: Run, tmp_path: Path, num_gets: list[str], pla
         assert report.bytes_from == {"remote": 12000}
 
 
-def test_a_local_copy_that_the_journal_remembers(run_: Run, tmp_path: Path) -> None:
+def test_a_local_copy_known_from_the_journal_is_used(run_: Run, tmp_path: Path) -> None:
     """The trainer's own file, under a name of the trainer's own."""
     folder = tmp_path / "folder"
     place = folder / "odd" / "place"
@@ -209,7 +211,7 @@ def test_a_local_copy_that_the_journal_remembers(run_: Run, tmp_path: Path) -> N
     assert (tmp_path / "there" / "model.pt").read_bytes() == content(1, "model")
 
 
-def test_one_flipped_bit_is_found(any_run: Run, tmp_path: Path) -> None:
+def test_a_flipped_bit_is_detected(any_run: Run, tmp_path: Path) -> None:
     """Nothing of it stays, it is marked, and the next older one is fetched instead."""
     any_run.commit(10)
     checkpoint = _committed(any_run, 20)
@@ -231,7 +233,7 @@ def test_one_flipped_bit_is_found(any_run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["gone", "cut short"])
-def test_damage_since_it_was_found(any_run: Run, tmp_path: Path, damage: str) -> None:
+def test_damage_after_find_is_detected(any_run: Run, tmp_path: Path, damage: str) -> None:
     """What a refused range means is looked at: it is no failure of the store."""
     checkpoint = _committed(any_run)
     any_run.delete(shard_key(10, "rank-0.pt"))
@@ -242,7 +244,7 @@ def test_damage_since_it_was_found(any_run: Run, tmp_path: Path, damage: str) ->
     assert list(any_run.damages()) == [checkpoint.id]
 
 
-def test_all_damaged_is_told(run_: Run, tmp_path: Path) -> None:
+def test_an_error_is_raised_if_all_checkpoints_are_damaged(run_: Run, tmp_path: Path) -> None:
     for step in (10, 20):
         run_.commit(step)
         run_.flip(shard_key(step, "rank-0.pt"))
@@ -254,7 +256,7 @@ def test_all_damaged_is_told(run_: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("reason", [FailureReason.OTHER, FailureReason.NOT_FOUND])
-def test_a_refusal_that_the_store_contradicts_is_not_the_last_word(
+def test_a_read_refused_on_the_way_is_retried_if_the_store_has_the_object(
     run_: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: FailureReason
 ) -> None:
     """Half a range, a login page, a redirect or a 404 from something on the way."""
@@ -275,7 +277,7 @@ def test_a_refusal_that_the_store_contradicts_is_not_the_last_word(
     assert not run_.damages()
 
 
-def test_a_byte_that_the_wire_spoils_is_no_damage(
+def test_a_byte_corrupted_in_transit_is_not_damage(
     run_: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Read again, it is right."""
@@ -301,7 +303,7 @@ def test_a_byte_that_the_wire_spoils_is_no_damage(
     assert run_.damages() == {}
 
 
-def test_no_space_is_told_beforehand(
+def test_missing_space_is_reported_before_the_fetch(
     run_: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_gets: list[str]
 ) -> None:
     """By what the file system says is free, less what an earlier fetch holds already."""
@@ -320,7 +322,7 @@ def test_no_space_is_told_beforehand(
     assert is_whole(restore.fetch(checkpoint, tmp_path / "there", ranks=[0]), {0: files_of(10)[0]})
 
 
-def test_a_disk_that_runs_full_is_told(run_: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_runs_full_raises(run_: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the middle; called again, it goes on."""
     checkpoint = _committed(run_)
     write, is_full = partial.PartialFile.write, True
@@ -337,7 +339,7 @@ def test_a_disk_that_runs_full_is_told(run_: Run, tmp_path: Path, monkeypatch: p
     assert is_whole(restore.fetch(checkpoint, tmp_path / "there"), files_of(10))
 
 
-def test_in_a_running_loop(run_: Run, tmp_path: Path) -> None:
+def test_fetch_works_inside_a_running_event_loop(run_: Run, tmp_path: Path) -> None:
     """A notebook's."""
     _committed(run_)
 
@@ -347,7 +349,7 @@ def test_in_a_running_loop(run_: Run, tmp_path: Path) -> None:
     assert is_whole(asyncio.run(main())[1], files_of(10))
 
 
-def test_one_failure_leaves_no_thread_at_a_closed_file(
+def test_a_failure_leaves_no_thread_writing_to_a_closed_file(
     run_: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file fails while another is being prepared: its descriptor, a number that the next file gets, stays until the
@@ -378,7 +380,7 @@ def test_one_failure_leaves_no_thread_at_a_closed_file(
     monkeypatch.setattr(DirectoryStore, "get_range", get_range)
 
 
-def test_no_descriptor_and_no_thread_is_left(any_run: Run, tmp_path: Path) -> None:
+def test_no_descriptor_or_thread_leaks(any_run: Run, tmp_path: Path) -> None:
     """After successes and failures alike."""
     checkpoint = _committed(any_run)
     restore.fetch(checkpoint, tmp_path / "warm-up")
@@ -401,7 +403,7 @@ def _in_use() -> tuple[int, int]:
     return len(os.listdir("/proc/self/fd")), threading.active_count()
 
 
-def test_many_at_once_in_one_process(run_: Run, tmp_path: Path, num_gets: list[str]) -> None:
+def test_concurrent_fetches_in_one_process(run_: Run, tmp_path: Path, num_gets: list[str]) -> None:
     """Threads that fetch into the same place wait for each other, too."""
     checkpoint = _committed(run_)
     with ThreadPoolExecutor(4) as threads:
@@ -411,7 +413,7 @@ def test_many_at_once_in_one_process(run_: Run, tmp_path: Path, num_gets: list[s
     assert left_in(tmp_path / "there") == sorted(checkpoint.files)
 
 
-def test_the_watchdog_is_told_of_every_slice(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_slice_is_reported_to_the_watchdog(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once it is where it should be. `Progress` sees to it that this costs next to nothing."""
     events: list[str] = []
     monkeypatch.setattr(Progress, "moved_in_thread", lambda _: events.append("told"))
@@ -463,7 +465,7 @@ class Disk:
 MIXED = {0: {"large.pt": content(10, "large.pt", 700_000), **{f"deep/er/{n}": b"x" * 99 for n in range(9)}}}
 
 
-def test_files_and_folders_are_on_the_disk_on_return(
+def test_files_and_folders_are_durable_on_return(
     run_: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each file before it gets its name, each folder after the last name in it; also those that led to new folders."""
@@ -480,7 +482,7 @@ def test_files_and_folders_are_on_the_disk_on_return(
         assert ("fsync", folder.stat().st_ino) in disk.events[last:], folder
 
 
-def test_a_file_that_the_disk_did_not_take_is_fetched_again(
+def test_a_file_whose_fsync_failed_is_fetched_again(
     run_: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All of it: that its ranges have the right bytes in memory says nothing, nor does another fsync."""
@@ -495,7 +497,7 @@ def test_a_file_that_the_disk_did_not_take_is_fetched_again(
     assert restore.fetch(checkpoint, tmp_path / "there").bytes_from == {"remote": 3000}
 
 
-def test_names_that_the_disk_did_not_take_are_taken_back(
+def test_names_whose_fsync_failed_are_removed(
     run_: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They would look as if they were there."""

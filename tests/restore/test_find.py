@@ -23,14 +23,14 @@ def _found(run: Run, **options: Any) -> restore.Checkpoint:
     return checkpoint
 
 
-def test_nothing_is_a_fresh_start(any_run: Run) -> None:
+def test_an_empty_remote_is_a_fresh_start(any_run: Run) -> None:
     """An empty prefix, a folder that nobody made yet, and a run that has committed nothing."""
     assert restore.find(any_run.url) is None
     any_run.put(keys.generation_key(1), b"{}")
     assert restore.find(any_run.url) is None
 
 
-def test_a_run_that_left_a_mark_is_no_fresh_start(any_run: Run) -> None:
+def test_a_run_that_left_traces_is_not_a_fresh_start(any_run: Run) -> None:
     """The store lists no decision (any more, or yet again), but what it was asked by name is there."""
     id_ = any_run.commit(100)
     any_run.delete(keys.decision_key(id_))
@@ -44,7 +44,7 @@ def test_a_run_that_left_a_mark_is_no_fresh_start(any_run: Run) -> None:
 
 
 @pytest.mark.parametrize("commits", [False, True])
-def test_what_the_journal_knows_of_a_run_is_no_fresh_start(tmp_path: Path, commits: bool) -> None:
+def test_a_run_known_to_the_journal_is_not_a_fresh_start(tmp_path: Path, commits: bool) -> None:
     """A folder that is not mounted, a bucket that was swapped, a listing of nothing."""
     folder, remote = tmp_path / "folder", tmp_path / "remote"
     folder.mkdir()
@@ -68,7 +68,7 @@ def test_what_the_journal_knows_of_a_run_is_no_fresh_start(tmp_path: Path, commi
         assert restore.find(f"file://{tmp_path / 'other'}", folder=folder) is None
 
 
-def test_the_newest_by_generation_then_step(any_run: Run) -> None:
+def test_the_newest_is_by_generation_then_step(any_run: Run) -> None:
     """A run restarted from an older step: its smaller step is newer. A plain value with every file comes back."""
     any_run.commit(300)
     id_ = any_run.commit(200, generation=2)
@@ -89,7 +89,7 @@ def _latest(step: int, generation: int = 1) -> bytes:
 
 
 @pytest.mark.parametrize("latest", [None, b"nonsense", b"", _latest(10), _latest(5), _latest(77)])
-def test_latest_hides_nothing(run_: Run, latest: bytes | None) -> None:
+def test_a_stale_latest_hides_no_checkpoint(run_: Run, latest: bytes | None) -> None:
     """Missing, nonsense, stale, pruned, never there: it is a hint."""
     pruned = run_.commit(5)
     for step in (10, 20):
@@ -140,7 +140,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_one_gives_way_to_the_next_older(run_: Run, damage: str, monkeypatch: Any) -> None:
+def test_a_damaged_checkpoint_falls_back_to_the_next_older(run_: Run, damage: str, monkeypatch: Any) -> None:
     """With one clear sentence and a mark, so that the next reader does not try it again; unless it is asked for."""
     run_.commit(10)
     id_ = run_.commit(20)
@@ -169,7 +169,7 @@ def test_a_damaged_one_gives_way_to_the_next_older(run_: Run, damage: str, monke
     assert keys.decision_key(id_) in looked_at
 
 
-def test_all_broken_is_not_a_fresh_start(any_run: Run) -> None:
+def test_all_damaged_is_not_a_fresh_start(any_run: Run) -> None:
     """Each is named with its reason."""
     for step in (10, 20):
         any_run.commit(step)
@@ -181,7 +181,7 @@ def test_all_broken_is_not_a_fresh_start(any_run: Run) -> None:
     assert str(raised.value).count("is missing") == 2
 
 
-def test_of_two_with_one_step_the_asked_for_is_the_newest(run_: Run) -> None:
+def test_find_by_step_considers_only_the_newest_generation(run_: Run) -> None:
     """What an older start saved at that step is another checkpoint: not silently taken instead."""
     run_.commit(20)
     run_.commit(20, generation=2)
@@ -191,7 +191,7 @@ def test_of_two_with_one_step_the_asked_for_is_the_newest(run_: Run) -> None:
     assert _found(run_).id == CheckpointId(1, 20)
 
 
-def test_marked_and_whole_again(run_: Run) -> None:
+def test_a_mark_is_believed_unless_the_step_is_given(run_: Run) -> None:
     """A mark is believed, unless the step is asked for."""
     run_.commit(10)
     run_.commit(20)
@@ -203,7 +203,7 @@ def test_marked_and_whole_again(run_: Run) -> None:
     assert _found(run_, step=20).rejected == ()
 
 
-def test_pruned_while_we_looked_is_no_damage(run_: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pruning_during_find_is_not_damage(run_: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Retention takes it between the decision and the shards."""
     run_.commit(10)
     id_ = run_.commit(20)
@@ -221,7 +221,7 @@ def test_pruned_while_we_looked_is_no_damage(run_: Run, monkeypatch: pytest.Monk
     assert run_.damages() == {}
 
 
-def test_what_the_caller_could_not_use_is_passed_over(run_: Run) -> None:
+def test_checkpoints_the_caller_rejected_are_skipped(run_: Run) -> None:
     run_.commit(10)
     id_ = run_.commit(20)
     checkpoint = _found(run_, passing_over=[id_])
@@ -229,7 +229,7 @@ def test_what_the_caller_could_not_use_is_passed_over(run_: Run) -> None:
     assert run_.damages() == {}
 
 
-def test_another_version_is_not_damaged(run_: Run) -> None:
+def test_a_newer_format_version_is_not_damage(run_: Run) -> None:
     """A newer program wrote it: it is passed over and told, and others may still read it."""
     run_.commit(10)
     id_ = run_.commit(20)
@@ -242,7 +242,7 @@ def test_another_version_is_not_damaged(run_: Run) -> None:
 
 
 @pytest.mark.parametrize("boundary", [b"nonsense", bytes(records.MAX_RECORD_SIZE_BYTES + 1)])
-def test_an_unreadable_boundary_hides_and_damages_nothing(run_: Run, boundary: bytes) -> None:
+def test_an_unreadable_boundary_hides_and_marks_nothing(run_: Run, boundary: bytes) -> None:
     """What it may void is checked like all else: nothing that is not whole is shown, and nothing is marked for it."""
     run_.commit(10)
     run_.put(keys.BOUNDARY, boundary)
@@ -252,7 +252,7 @@ def test_an_unreadable_boundary_hides_and_damages_nothing(run_: Run, boundary: b
     assert run_.damages() == {}
 
 
-def test_below_the_boundary_nothing_is_found(run_: Run) -> None:
+def test_checkpoints_below_the_boundary_are_not_found(run_: Run) -> None:
     """A commit there was made by a straggler after the checkpoint had been given up."""
     run_.commit(10)
     run_.put(keys.BOUNDARY, records.encode_boundary(Boundary(CheckpointId(1, 15), frozenset(), 1, "nonce")))
@@ -261,7 +261,7 @@ def test_below_the_boundary_nothing_is_found(run_: Run) -> None:
     assert _found(run_).step == 20
 
 
-def test_half_uploaded_is_never_shown(any_run: Run) -> None:
+def test_a_partial_checkpoint_is_never_found(any_run: Run) -> None:
     """Whatever marks of other tools are among its shards."""
     any_run.put(keys.generation_key(1), b"{}")
     for name in (".metadata", "__0_0.distcp", "commit_success.txt", ".metadata.json"):
@@ -271,7 +271,7 @@ def test_half_uploaded_is_never_shown(any_run: Run) -> None:
     assert restore.find(any_run.url) is None
 
 
-def test_credentials_that_may_not_list(proxy: FaultProxy, s3_url: str) -> None:
+def test_find_works_without_list_permission(proxy: FaultProxy, s3_url: str) -> None:
     """Then latest is all there is to go by; without it the refusal is told, and is not "there is none"."""
     run = Run(s3_url)
     run.commit(10)
@@ -287,7 +287,7 @@ def test_credentials_that_may_not_list(proxy: FaultProxy, s3_url: str) -> None:
 
 
 @pytest.mark.parametrize("marks_may_be_written", [True, False])
-def test_a_read_only_remote(run_: Run, marks_may_be_written: bool, monkeypatch: Any) -> None:
+def test_find_works_on_a_read_only_remote(run_: Run, marks_may_be_written: bool, monkeypatch: Any) -> None:
     """What cannot be marked is passed over all the same."""
     run_.commit(10)
     run_.commit(20)
@@ -303,7 +303,7 @@ def test_a_read_only_remote(run_: Run, marks_may_be_written: bool, monkeypatch: 
     assert len(run_.damages()) == marks_may_be_written
 
 
-def test_a_store_that_is_away_is_an_error(monkeypatch: pytest.MonkeyPatch, s3_url: str) -> None:
+def test_an_unavailable_store_is_an_error(monkeypatch: pytest.MonkeyPatch, s3_url: str) -> None:
     """Not "there is none"."""
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:1")
     monkeypatch.setenv("CKPT_ASYNC_UPLOAD_TIMEOUT_S", "1")
@@ -311,7 +311,7 @@ def test_a_store_that_is_away_is_an_error(monkeypatch: pytest.MonkeyPatch, s3_ur
         restore.find(s3_url)
 
 
-def test_what_a_killed_trainer_left_is_finished_first(
+def test_a_killed_trainers_uploads_are_finished_first(
     proxy: FaultProxy, s3_url: str, nursery: Nursery, tmp_path: Path
 ) -> None:
     """The newest checkpoint is the one that was still uploading."""
@@ -334,7 +334,7 @@ def test_what_a_killed_trainer_left_is_finished_first(
     assert restore.find(s3_url, folder=tmp_path / "never", drain_timeout_s=1) is not None
 
 
-def test_it_is_a_plain_value(run_: Run, tmp_path: Path) -> None:
+def test_a_found_checkpoint_is_a_plain_value(run_: Run, tmp_path: Path) -> None:
     """Pickled and sent to other ranks, it can be fetched there."""
     import pickle
 

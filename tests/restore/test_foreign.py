@@ -131,7 +131,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts(layout: str) -> None:
+def test_layouts_are_recognised(layout: str) -> None:
     """The newest complete one is found first; what is unfinished is not complete, whatever is in it."""
     names, (tool, step, path) = LAYOUTS[layout]
     complete = [each for each in _found(names) if each[3]]
@@ -158,7 +158,7 @@ def test_layouts_are_found_and_fetched(run_: Run, tmp_path: Path, layout: str) -
 
 
 @pytest.mark.parametrize("what", ["a file", "a folder", "nothing", "itself", "nonsense", "out of the remote"])
-def test_composers_pointers(run_: Run, what: str) -> None:
+def test_composer_pointers_are_followed(run_: Run, what: str) -> None:
     """An object name without the bucket, so relative to nothing we know."""
     root = run_.url.removeprefix("file:///")
     _put(run_, "ep1-ba20/__0_0.distcp", "ep1-ba30-rank0.pt", "ep1-ba30-rank1.pt")
@@ -192,7 +192,7 @@ def test_hostile_names_are_refused(run_: Run, name: str) -> None:
     assert [each.id.step for each in checkpoint.rejected] == [20]
 
 
-def test_what_cannot_be_read_gives_way(run_: Run, tmp_path: Path) -> None:
+def test_an_unreadable_foreign_checkpoint_falls_back(run_: Run, tmp_path: Path) -> None:
     """And is not tried for ever."""
     _put(run_, "step20/config.yaml", "step20/a.pt", "step10/config.yaml", "step10/a.pt")
     checkpoint = restore.find(run_.url)
@@ -207,7 +207,7 @@ def test_what_cannot_be_read_gives_way(run_: Run, tmp_path: Path) -> None:
     assert not (gone.parent.parent / ".ckpt_async" / "damaged").exists()
 
 
-def test_a_local_file_of_the_same_size_is_not_taken(run_: Run, tmp_path: Path) -> None:
+def test_a_local_file_of_the_same_size_is_not_used(run_: Run, tmp_path: Path) -> None:
     """Without a checksum nobody can tell it from another step's."""
     _put(run_, "step20/config.yaml", **{"step20/a.pt": b"right"})
     (tmp_path / "a.pt").write_bytes(b"wrong")
@@ -258,7 +258,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("broken", BROKEN)
-def test_a_mark_that_promises_too_much(run_: Run, broken: str) -> None:
+def test_a_marker_without_all_its_files_is_damage(run_: Run, broken: str) -> None:
     """What it stands for is looked at: without it the checkpoint gives way to an older one, and is no fresh start."""
     names, path, data = BROKEN[broken]
     _put(run_, *names)
@@ -288,7 +288,7 @@ def test_a_mark_that_promises_too_much(run_: Run, broken: str) -> None:
         ["checkpoint-30/pytorch_model_fsdp_0/.metadata", "checkpoint-30/pytorch_model_fsdp_0/__0_0.distcp"],
     ],
 )
-def test_a_part_of_an_unfinished_one_is_no_checkpoint(
+def test_part_of_an_unfinished_checkpoint_is_not_a_checkpoint(
     run_: Run, names: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     """That it is DCP by itself does not make it one, of step 0."""
@@ -297,7 +297,7 @@ def test_a_part_of_an_unfinished_one_is_no_checkpoint(
     assert f"path={names[0].partition('/')[0]}" in caplog.text
 
 
-def test_dcp_right_at_the_remote(tmp_path: Path) -> None:
+def test_dcp_checkpoint_at_the_root_of_the_remote(tmp_path: Path) -> None:
     """The remote is the checkpoint's own folder; what is below it is none of its business."""
     run = Run(f"file://{tmp_path}/step-20")
     names = [".metadata", "__0_0.distcp", "__1_0.distcp"]
@@ -314,7 +314,7 @@ def test_dcp_right_at_the_remote(tmp_path: Path) -> None:
     assert (older.step, [each.name for each in older.rejected]) == (7, ["step-20"])
 
 
-def test_olmo_core_right_at_the_remote(tmp_path: Path) -> None:
+def test_olmo_core_checkpoint_at_the_root_of_the_remote(tmp_path: Path) -> None:
     """All below it is part of it."""
     run = Run(f"file://{tmp_path}/step20")
     names = [".metadata.json", "model_and_optim/.metadata", "model_and_optim/__0_0.distcp", "train/rank0.pt"]
@@ -324,13 +324,13 @@ def test_olmo_core_right_at_the_remote(tmp_path: Path) -> None:
     assert (checkpoint.format, checkpoint.step, sorted(checkpoint.files)) == ("olmo-core", 20, sorted(names))
 
 
-def test_names_of_files_need_no_torch() -> None:
+def test_file_names_are_read_without_torch() -> None:
     code = "import sys; from ckpt_async.restore import foreign; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_what_real_metadata_names(tmp_path: Path) -> None:
+def test_file_names_of_real_metadata(tmp_path: Path) -> None:
     """As torch itself reads it, of tensors of many kinds; and a cut at any byte is refused."""
     import torch
     import torch.distributed.checkpoint as dcp
@@ -354,7 +354,7 @@ class _Evil:
         return os.system, ("exit 1",)
 
 
-def test_metadata_that_would_run_something_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_malicious_metadata_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever it is."""
     ran: list[str] = []
     evil = pickle.dumps([_Evil()])
@@ -365,7 +365,7 @@ def test_metadata_that_would_run_something_runs_nothing(monkeypatch: pytest.Monk
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_real_dcp_checkpoint(run_: Run, tmp_path: Path) -> None:
+def test_a_real_dcp_checkpoint_is_found_and_fetched(run_: Run, tmp_path: Path) -> None:
     """Saved by torch itself, loaded from where it was fetched."""
     import torch
     import torch.distributed.checkpoint as dcp
@@ -399,7 +399,9 @@ listings = st.lists(st.lists(parts, min_size=1, max_size=4).map("/".join), max_s
 
 
 @given(listings, st.dictionaries(st.just("x.symlink"), listings.flatmap(lambda _: parts)), st.randoms())
-def test_recognising_is_sound(names: list[str], pointers: dict[str, str], chance: Any) -> None:
+def test_recognition_is_ordered_disjoint_and_independent_of_listing_order(
+    names: list[str], pointers: dict[str, str], chance: Any
+) -> None:
     """Each is there, none is inside another, the newest is first, and the order of the listing does not count."""
     found = recognise(names, pointers)
     shuffled = names[:]

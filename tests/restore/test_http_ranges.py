@@ -129,7 +129,7 @@ async def _get(
     return b"".join(found)
 
 
-def test_a_connection_is_used_again(run: Any) -> None:
+def test_connections_are_reused(run: Any) -> None:
     async def main() -> None:
         with _Server(_answers(100)) as server:
             async with _downloads() as downloads:
@@ -139,7 +139,7 @@ def test_a_connection_is_used_again(run: Any) -> None:
     run(main())
 
 
-def test_each_server_has_its_own(run: Any) -> None:
+def test_each_server_has_its_own_connections(run: Any) -> None:
     """Two on one machine: nothing that is meant for one goes to the other."""
 
     async def main() -> None:
@@ -153,7 +153,7 @@ def test_each_server_has_its_own(run: Any) -> None:
 
 
 @pytest.mark.parametrize("num_answers", [1, 2])
-def test_a_server_that_closes_idle_connections(run: Any, num_answers: int) -> None:
+def test_an_idle_connection_closed_by_the_server_is_replaced(run: Any, num_answers: int) -> None:
     """Between two requests, without telling: asked again on a fresh one, once."""
 
     async def main() -> None:
@@ -166,7 +166,7 @@ def test_a_server_that_closes_idle_connections(run: Any, num_answers: int) -> No
     run(main())
 
 
-def test_a_server_that_never_answers_is_not_asked_twice(run: Any) -> None:
+def test_a_server_that_never_responds_is_asked_once(run: Any) -> None:
     """On a fresh connection a broken one is an error."""
 
     async def main() -> None:
@@ -193,7 +193,7 @@ BAD_ANSWERS = {
 
 
 @pytest.mark.parametrize("bad", BAD_ANSWERS)
-def test_a_bad_answer_is_an_error(run: Any, bad: str) -> None:
+def test_an_invalid_response_is_an_error(run: Any, bad: str) -> None:
     """And its connection is not used again, for what is left of it would be the next one's answer."""
     is_first = True
 
@@ -231,7 +231,7 @@ async def _get_twice(talk: Talk, *, num_connections: int) -> None:
 
 
 @pytest.mark.parametrize("last", LAST_ANSWERS)
-def test_a_last_answer_is_its_connections_last(run: Any, last: str) -> None:
+def test_a_connection_close_response_ends_its_connection(run: Any, last: str) -> None:
     def talk(near: socket.socket) -> None:
         _request(near)
         near.sendall(LAST_ANSWERS[last])
@@ -244,7 +244,7 @@ def test_a_last_answer_is_its_connections_last(run: Any, last: str) -> None:
 EVIL = _answer(10, b"other text")
 
 
-def test_what_follows_an_answer_unasked_is_not_taken_for_the_next(
+def test_unsolicited_bytes_are_not_read_as_the_next_response(
     run: Any, tls: ssl.SSLContext | None, certificate: Path
 ) -> None:
     """Bytes that arrive between two requests: smuggled by whoever is in between."""
@@ -275,7 +275,7 @@ def test_what_follows_an_answer_unasked_is_not_taken_for_the_next(
     run(main())
 
 
-def test_what_is_decrypted_already_is_seen_too(run: Any, certificate: Path) -> None:
+def test_unsolicited_bytes_already_decrypted_are_detected(run: Any, certificate: Path) -> None:
     """The end of the body and what follows it are in one record: no socket has anything to read."""
     size_bytes = 3 * BUFFER_BYTES
     is_first = True
@@ -299,7 +299,7 @@ def test_what_is_decrypted_already_is_seen_too(run: Any, certificate: Path) -> N
     run(main())
 
 
-def test_a_connection_that_was_idle_for_long_is_not_used_again(run: Any, monkeypatch: Any) -> None:
+def test_a_long_idle_connection_is_not_reused(run: Any, monkeypatch: Any) -> None:
     """What is in between may have forgotten it, and says nothing."""
 
     async def main() -> None:
@@ -314,7 +314,7 @@ def test_a_connection_that_was_idle_for_long_is_not_used_again(run: Any, monkeyp
     run(main())
 
 
-def test_a_peer_that_is_gone_is_noticed(run: Any) -> None:
+def test_idle_connections_use_tcp_keepalive(run: Any) -> None:
     """By the kernel, also where nobody waits."""
 
     async def main() -> None:
@@ -328,7 +328,7 @@ def test_a_peer_that_is_gone_is_noticed(run: Any) -> None:
     run(main())
 
 
-def test_a_head_that_comes_in_pieces(run: Any) -> None:
+def test_a_response_head_may_arrive_in_pieces(run: Any) -> None:
     """After an interim answer, which nobody asked for, and with the headers written in another way."""
     interim = b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n"
     whole = interim + b"HTTP/1.1 206 X\r\ncontent-length:10\r\nX: :\r\n\r\n0123456789"
@@ -343,7 +343,7 @@ def test_a_head_that_comes_in_pieces(run: Any) -> None:
     run(_get_twice(talk, num_connections=1))
 
 
-def test_a_head_without_end(run: Any) -> None:
+def test_an_endless_response_head_is_an_error(run: Any) -> None:
     def talk(near: socket.socket) -> None:
         _request(near)
         near.sendall(b"HTTP/1.1 206 X\r\n")
@@ -359,7 +359,7 @@ def test_a_head_without_end(run: Any) -> None:
     run(main())
 
 
-def test_a_refusal_is_an_answer(run: Any) -> None:
+def test_a_refusal_is_returned_as_a_response(run: Any) -> None:
     """With its body, and the shape in which the SDK would tell it; the sink hears nothing."""
 
     def talk(near: socket.socket) -> None:
@@ -419,7 +419,9 @@ def test_every_byte_once_and_in_order(
     run(main())
 
 
-def test_nothing_beyond_the_range(run: Any, tls: ssl.SSLContext | None, certificate: Path) -> None:
+def test_bytes_beyond_the_range_are_not_delivered(
+    run: Any, tls: ssl.SSLContext | None, certificate: Path
+) -> None:
     """Whatever else a server sends behind it."""
     body = content(1, "x", BUFFER_BYTES + 1)
 
@@ -436,7 +438,7 @@ def test_nothing_beyond_the_range(run: Any, tls: ssl.SSLContext | None, certific
     run(main())
 
 
-def test_a_link_that_trickles_gets_on(run: Any, tls: ssl.SSLContext | None, certificate: Path) -> None:
+def test_a_slow_trickle_of_bytes_succeeds(run: Any, tls: ssl.SSLContext | None, certificate: Path) -> None:
     """It fills no buffer; whoever watches for stalls hears of it all the same, long before."""
     heard = threading.Event()
 
@@ -462,7 +464,7 @@ def test_a_link_that_trickles_gets_on(run: Any, tls: ssl.SSLContext | None, cert
 
 
 @pytest.mark.parametrize("num_sent", [0, 5])
-def test_a_server_that_falls_silent(
+def test_a_server_that_stops_sending_is_an_error(
     run: Any, tls: ssl.SSLContext | None, certificate: Path, num_sent: int
 ) -> None:
     """In the middle of a body: an error after the read timeout, and never a short one taken for whole."""
@@ -508,7 +510,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _certificate(tmp_path_factory.mktemp("tls"))
 
 
-def test_whom_to_trust_is_read_once_until_it_changes(
+def test_ca_certificates_are_loaded_once_until_they_change(
     run: Any, certificate: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By our own connections and by the SDK's, however many stores there are."""
@@ -569,7 +571,7 @@ def tls(request: pytest.FixtureRequest, certificate: Path) -> Iterator[ssl.SSLCo
     yield context
 
 
-def test_encrypted(run: Any, certificate: Path) -> None:
+def test_ranges_over_tls(run: Any, certificate: Path) -> None:
     """Verified against the CA that is set, and against no other."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate)
@@ -589,7 +591,9 @@ def test_encrypted(run: Any, certificate: Path) -> None:
 
 
 @pytest.mark.parametrize("after_bytes", [None, 0, 3 << 20])
-def test_cancelled(run: Any, tls: ssl.SSLContext | None, certificate: Path, after_bytes: int | None) -> None:
+def test_a_cancelled_range_ends_promptly(
+    run: Any, tls: ssl.SSLContext | None, certificate: Path, after_bytes: int | None
+) -> None:
     """Before the answer, after its head, in the middle of the body: the thread is free, and the sink is left alone, as
     soon as the cancelled call returns, though the server goes on sending.
     """
@@ -642,7 +646,7 @@ def test_cancelled(run: Any, tls: ssl.SSLContext | None, certificate: Path, afte
     run(main())
 
 
-def test_cancelled_while_the_sink_is_at_work(run: Any) -> None:
+def test_cancelling_waits_for_a_working_sink(run: Any) -> None:
     """The call does not return before the sink has: what it writes to is closed next."""
     inside, leave, over = threading.Event(), threading.Event(), threading.Event()
 
@@ -673,7 +677,7 @@ def test_cancelled_while_the_sink_is_at_work(run: Any) -> None:
     run(main())
 
 
-def test_cancelled_while_it_waits_for_a_thread(run: Any) -> None:
+def test_cancelling_while_waiting_for_a_thread(run: Any) -> None:
     """It does not wait for those before it; nor does one that is still connecting."""
     asked = threading.Event()
 
@@ -702,7 +706,7 @@ def test_cancelled_while_it_waits_for_a_thread(run: Any) -> None:
     run(main())
 
 
-def test_what_a_sink_raises_is_raised(run: Any) -> None:
+def test_an_error_of_the_sink_is_raised(run: Any) -> None:
     def refuse(piece: memoryview) -> None:
         raise OSError(28, "full")
 
@@ -743,7 +747,7 @@ def _numbered(asked: list[int], **instead: bytes) -> Talk:
     return talk
 
 
-def test_many_come_on_one_connection(run: Any) -> None:
+def test_a_series_arrives_on_one_connection(run: Any) -> None:
     """One after the other, each looked at before its bytes are handed over."""
     told: list[tuple[int, str | bytes]] = []
 
@@ -765,7 +769,7 @@ def test_many_come_on_one_connection(run: Any) -> None:
 
 
 @pytest.mark.parametrize("bad", ["refused", "broken", "cut short", "of another length"])
-def test_many_end_where_it_breaks(run: Any, bad: str) -> None:
+def test_a_series_ends_where_the_connection_breaks(run: Any, bad: str) -> None:
     """A refusal names its number; what is behind it is not asked for. What follows gets a connection that is whole."""
     asked: list[int] = []
     found: list[int] = []
@@ -797,7 +801,7 @@ def test_many_end_where_it_breaks(run: Any, bad: str) -> None:
     run(main())
 
 
-def test_many_outlive_a_server_that_closes_idle_connections(run: Any) -> None:
+def test_a_series_survives_a_closed_idle_connection(run: Any) -> None:
     found: list[bytes] = []
 
     async def main() -> None:
@@ -810,7 +814,7 @@ def test_many_outlive_a_server_that_closes_idle_connections(run: Any) -> None:
     assert found == [b"0123456789"] * 6
 
 
-def test_many_cancelled_while_their_receiver_is_at_work(run: Any) -> None:
+def test_cancelling_a_series_while_its_receiver_works(run: Any) -> None:
     """The call does not return before it has, and it is not called again."""
     inside, leave = threading.Event(), threading.Event()
     asked: list[int] = []
@@ -841,7 +845,7 @@ def test_many_cancelled_while_their_receiver_is_at_work(run: Any) -> None:
     run(main())
 
 
-def test_many_cancelled_while_the_server_is_silent(run: Any) -> None:
+def test_cancelling_a_series_while_the_server_is_silent(run: Any) -> None:
     """At once, and the thread is free."""
     reached = threading.Event()
     found: list[int] = []
@@ -870,7 +874,7 @@ def test_many_cancelled_while_the_server_is_silent(run: Any) -> None:
     run(main())
 
 
-def test_many_cancelled_before_they_begin(run: Any) -> None:
+def test_cancelling_a_series_before_it_begins(run: Any) -> None:
     """They do not wait for the thread that they would have got, and nothing of them is asked for."""
     reached = threading.Event()
     asked: list[bytes] = []
@@ -953,7 +957,7 @@ def test_through_a_proxy_the_sdk_makes_the_requests(
     assert [each for each in asked if b"rank-0.pt" in each]
 
 
-def test_the_ranges_of_an_object_are_signed_for_once(
+def test_ranges_of_an_object_share_one_signature(
     s3_url: str, run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For a minute; and anew at once when the store refuses, for the credentials may have been replaced."""
@@ -998,7 +1002,7 @@ def test_the_ranges_of_an_object_are_signed_for_once(
     run(main())
 
 
-def test_a_range_beyond_the_end_is_the_stores_no(s3_url: str, run: Any) -> None:
+def test_a_range_beyond_the_end_is_refused_by_the_store(s3_url: str, run: Any) -> None:
     """Not a failure to try again; and a missing object is one."""
 
     async def main() -> None:

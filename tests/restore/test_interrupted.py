@@ -50,7 +50,7 @@ def _recorded(there: Path, files: list[bytes], range_bytes: int) -> set[bytes]:
 
 
 @pytest.mark.parametrize("num_kills", [50, pytest.param(500, marks=SOAK)])
-def test_killed_again_and_again(run_: Run, tmp_path: Path, seed: int, num_kills: int) -> None:
+def test_a_fetch_killed_repeatedly_resumes(run_: Run, tmp_path: Path, seed: int, num_kills: int) -> None:
     """SIGKILL between any two pieces: it finishes, byte-identical, and no range on record is asked for again."""
     chance = random.Random(seed)
     range_bytes, num_ranges = 1000, 22 * num_kills
@@ -94,7 +94,7 @@ def test_killed_again_and_again(run_: Run, tmp_path: Path, seed: int, num_kills:
     assert sum(report.values()) == checkpoint.size_bytes
 
 
-def test_killed_over_s3(
+def test_a_fetch_from_s3_killed_repeatedly_resumes(
     counted_run: Run, relay: Relay, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Counted on the wire: ranges on record are asked for once, by whichever process."""
@@ -124,7 +124,7 @@ def test_killed_over_s3(
     assert is_whole(report, {0: {"big.pt": data}})
 
 
-def test_a_record_that_lies_is_not_believed(
+def test_a_wrong_progress_record_is_not_trusted(
     run_: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Power loss may leave a record of bytes that never reached the disk, and half a line."""
@@ -153,7 +153,7 @@ def test_a_record_that_lies_is_not_believed(
     assert report.bytes_from == {"resumed": 2000, "remote": 1000}
 
 
-def test_what_another_checkpoint_left_does_not_mix_in(run_: Run, tmp_path: Path) -> None:
+def test_leftovers_of_another_checkpoint_are_not_mixed_in(run_: Run, tmp_path: Path) -> None:
     """Same names, same sizes, another step."""
     first = _committed(run_, files_of(10))
     with plays.playing(plays.fetches_by_pieces, first, str(tmp_path / "there"), 1000, 3) as (process, _):
@@ -163,7 +163,7 @@ def test_what_another_checkpoint_left_does_not_mix_in(run_: Run, tmp_path: Path)
     assert is_whole(restore.fetch(second, tmp_path / "there", overwrite=True), files_of(20))
 
 
-def test_a_crowd_fetches_each_file_once(counted_run: Run, relay: Relay, tmp_path: Path) -> None:
+def test_concurrent_processes_fetch_each_file_once(counted_run: Run, relay: Relay, tmp_path: Path) -> None:
     """Processes that want the same files wait for each other; counted on the wire. One of them is killed."""
     files = {rank: {f"rank-{rank}.pt": os.urandom(6 * MIB)} for rank in range(4)}
     checkpoint = _committed(counted_run, files)
@@ -184,7 +184,7 @@ def test_a_crowd_fetches_each_file_once(counted_run: Run, relay: Relay, tmp_path
     assert is_whole(restore.FetchReport(paths, {}, 0.0), files)
 
 
-def test_whoever_waits_goes_on_where_a_killed_one_was(run_: Run, tmp_path: Path) -> None:
+def test_a_waiting_process_resumes_where_a_killed_one_stopped(run_: Run, tmp_path: Path) -> None:
     """The lock dies with its process."""
     files = {0: {"a.pt": content(1, "a", 100_000)}}
     checkpoint = _committed(run_, files)
@@ -200,7 +200,7 @@ def test_whoever_waits_goes_on_where_a_killed_one_was(run_: Run, tmp_path: Path)
     assert held.is_set()
 
 
-def test_memory_is_bounded(tmp_path: Path) -> None:
+def test_fetch_memory_is_bounded(tmp_path: Path) -> None:
     """512 MiB, most of it holes: beyond what a small fetch takes, a few buffers."""
     run = Run(f"file://{tmp_path / 'remote'}")
     size_bytes = 512 * MIB
@@ -235,7 +235,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.kind}-{fault.after_bytes}")
-def test_a_bad_network_is_outlived(
+def test_a_bad_network_is_survived(
     proxy: FaultProxy, s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault
 ) -> None:
     """Refusals, answers cut anywhere, connections that drop or fall silent: tried again, and right in the end."""
@@ -251,7 +251,7 @@ def test_a_bad_network_is_outlived(
     assert fault.num_hits == fault.times
 
 
-def test_lost_connections_are_outlived(
+def test_lost_connections_are_survived(
     counted_run: Run, relay: Relay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All of them, at any byte, a few times over."""
@@ -281,7 +281,7 @@ def test_lost_connections_are_outlived(
     assert breaks == 4
 
 
-def test_a_store_that_stays_away_is_told(
+def test_a_store_that_stays_unavailable_raises(
     proxy: FaultProxy, s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After the patience that is set; what was had stays for the next call."""
@@ -299,7 +299,7 @@ def test_a_store_that_stays_away_is_told(
 
 
 @pytest.mark.parametrize("kind", ["denied", "expired", "unavailable", "silent"])
-def test_a_store_that_refuses_the_data_is_told_when_patience_ends(
+def test_a_store_that_refuses_the_data_raises_when_the_retry_budget_ends(
     proxy: FaultProxy, s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """Records can be read, shards cannot: not tried for the hour that an upload may take. Nothing is marked."""
@@ -318,7 +318,7 @@ def test_a_store_that_refuses_the_data_is_told_when_patience_ends(
     assert Run(s3_url).damages() == {}
 
 
-def test_ctrl_c(run_: Run, tmp_path: Path) -> None:
+def test_ctrl_c_ends_a_fetch_promptly(run_: Run, tmp_path: Path) -> None:
     """It ends at once, and its lease with it."""
     checkpoint = _committed(run_, files_of(10))
     with plays.playing(plays.never_ends, checkpoint, str(tmp_path / "there")) as (process, pipe):
@@ -331,7 +331,7 @@ def test_ctrl_c(run_: Run, tmp_path: Path) -> None:
     assert run_.leases() == []
 
 
-def test_a_forked_child_keeps_no_lock(tmp_path: Path) -> None:
+def test_a_forked_child_holds_no_lock(tmp_path: Path) -> None:
     """A dataloader's worker, made while a file is fetched, has a copy of the descriptor."""
 
     async def main() -> None:

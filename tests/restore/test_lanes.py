@@ -33,7 +33,7 @@ def _noted(lanes: Lanes, bytes_per_s: int, took_s: float) -> int:
     return lanes.limit
 
 
-def test_slow_lanes_become_more_up_to_the_callers_limit(run: Any) -> None:
+def test_lanes_grow_up_to_the_limit_while_they_wait_for_the_network(run: Any) -> None:
     async def main() -> None:
         lanes = Lanes(8)
         assert lanes.limit == NUM_CORES + 1
@@ -43,7 +43,7 @@ def test_slow_lanes_become_more_up_to_the_callers_limit(run: Any) -> None:
     run(main())
 
 
-def test_fast_lanes_stay_few(run: Any) -> None:
+def test_lanes_stay_few_while_they_are_fast(run: Any) -> None:
     """And so do those of which too little is known; what was known before they became more is forgotten."""
 
     async def main() -> None:
@@ -55,7 +55,7 @@ def test_fast_lanes_stay_few(run: Any) -> None:
     run(main())
 
 
-def test_a_lane_tells_what_it_brought(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lane_reports_its_bytes(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """From its own thread; also the rest, and what is too short to be told by itself."""
     noted: list[tuple[int, float]] = []
     now_s = 100.0
@@ -120,11 +120,11 @@ def fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[bool],
     return fetch
 
 
-def test_a_fetch_begins_with_few_ranges_at_once(fetched: Callable[[bool], int]) -> None:
+def test_a_fetch_begins_with_few_concurrent_ranges(fetched: Callable[[bool], int]) -> None:
     assert fetched(False) == NUM_CORES + 1
 
 
-def test_a_fetch_that_waits_for_the_network_asks_for_all_it_may(fetched: Callable[[bool], int]) -> None:
+def test_a_network_bound_fetch_uses_the_full_concurrency(fetched: Callable[[bool], int]) -> None:
     assert fetched(True) == 8
 
 
@@ -163,7 +163,7 @@ def test_series_of_small_files_share_the_lanes(
     assert most == (8 if is_slow else NUM_CORES + 1)
 
 
-def test_who_was_cancelled_leaves_the_lane(run: Any) -> None:
+def test_a_cancelled_reader_frees_its_lane(run: Any) -> None:
     async def main() -> None:
         lanes = Lanes(1)
         entered = asyncio.Event()
@@ -184,7 +184,7 @@ def test_who_was_cancelled_leaves_the_lane(run: Any) -> None:
     run(main())
 
 
-def test_cores_are_those_that_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cores_are_counted_by_the_cpu_affinity(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     assert lanes_module._num_cores() == len(os.sched_getaffinity(0))
     monkeypatch.delattr(os, "sched_getaffinity")

@@ -109,7 +109,7 @@ def test_a_reader_never_sees_a_missing_shard(
     assert len(run_.keys("ckpt/")) == 4
 
 
-def test_pruned_before_the_lease(any_run: Run, tmp_path: Path) -> None:
+def test_a_checkpoint_pruned_before_the_lease_is_refused(any_run: Run, tmp_path: Path) -> None:
     """Said so, and left no lease; `fetch_latest` takes the one that came instead."""
     id_ = any_run.commit(10)
     checkpoint = _find(any_run)
@@ -123,7 +123,7 @@ def test_pruned_before_the_lease(any_run: Run, tmp_path: Path) -> None:
     assert any_run.damages() == {}
 
 
-def test_gone_between_find_and_fetch_gives_way(
+def test_a_checkpoint_pruned_after_find_falls_back(
     run_: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_.commit(10)
@@ -154,7 +154,9 @@ def _no_margin(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("is_late", [False, True], ids=["leased first", "pruned at the same time"])
-def test_renewal_keeps_it_beyond_its_time(run_: Run, monkeypatch: pytest.MonkeyPatch, is_late: bool) -> None:
+def test_renewal_extends_a_lease_beyond_its_term(
+    run_: Run, monkeypatch: pytest.MonkeyPatch, is_late: bool
+) -> None:
     """Also when the sweeper had looked for leases before this one came: `pruning` waits for those that are there."""
     _short(monkeypatch, 1.5)
     _no_margin(monkeypatch)
@@ -185,7 +187,9 @@ def test_renewal_keeps_it_beyond_its_time(run_: Run, monkeypatch: pytest.MonkeyP
     assert run_.decision(id_).outcome is Outcome.PRUNED
 
 
-def test_without_renewal_it_refuses_before_it_runs_out(run_: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_renewal_reading_stops_before_the_lease_expires(
+    run_: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A store that takes no renewal any more: better an error than a shard that goes away beneath."""
     _short(monkeypatch, 1.0)
     run_.commit(10)
@@ -225,7 +229,7 @@ def test_a_killed_readers_lease_expires(run_: Run, monkeypatch: pytest.MonkeyPat
         _sweep(run_)
 
 
-def test_a_sweepers_wrong_clock_ends_no_lease(run_: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sweepers_wrong_clock_does_not_end_a_lease(run_: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """The store tells a lease's age, here by the file system: two hours ahead, it prunes nothing under a reader."""
     id_ = run_.commit(10)
     checkpoint = _find(run_)
@@ -245,7 +249,7 @@ def test_a_sweepers_wrong_clock_ends_no_lease(run_: Run, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("reason", [FailureReason.AUTH, FailureReason.DISK])
-def test_read_only_reads_without_one_and_says_so(
+def test_read_only_credentials_read_without_a_lease_and_log_it(
     run_: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any, reason: FailureReason
 ) -> None:
     run_.commit(10)
@@ -259,7 +263,7 @@ def test_read_only_reads_without_one_and_says_so(
     assert "reading_without_lease" in caplog.text
 
 
-def test_pruned_beneath_one_who_has_no_lease(
+def test_pruning_beneath_a_reader_without_a_lease_is_reported(
     run_: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Then it is gone, and not damaged."""

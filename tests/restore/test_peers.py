@@ -60,7 +60,7 @@ def test_a_wiped_node_is_refilled_by_its_peers(
 @pytest.mark.parametrize(
     "bad", ["wrong bytes", "cut short", "gone", "closed", "wrong secret", "dead", "no address", "other size"]
 )
-def test_a_bad_peer_gives_way(run_: Run, tmp_path: Path, bad: str) -> None:
+def test_a_bad_peer_is_replaced_by_the_store(run_: Run, tmp_path: Path, bad: str) -> None:
     """To another peer, and then to the store; what arrives is right."""
     checkpoint = _committed(run_)
     files = {name: data for theirs in files_of(10).values() for name, data in theirs.items()}
@@ -97,7 +97,7 @@ def test_a_bad_peer_gives_way(run_: Run, tmp_path: Path, bad: str) -> None:
     assert run_.damages() == {}
 
 
-def test_a_silent_peer_is_asked_a_few_times_only(
+def test_a_silent_peer_is_asked_only_a_few_times(
     run_: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not once for every file."""
@@ -122,7 +122,7 @@ def test_a_silent_peer_is_asked_a_few_times_only(
     assert 1 <= num_connections <= peers.MAX_FAILURES + 2
 
 
-def test_another_address_is_tried_where_nobody_answers(
+def test_another_address_is_tried_if_one_does_not_respond(
     run_: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Once: then all come from the one that does. Also where somebody else answers."""
@@ -145,7 +145,7 @@ def test_another_address_is_tried_where_nobody_answers(
 
 
 @pytest.mark.parametrize("how", ["dead", "wrong bytes"])
-def test_a_peer_that_fails_is_one_line_with_its_name(
+def test_a_failing_peer_is_logged_once_by_name(
     run_: Run, tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """However many files it should have given, and how much came from the store instead."""
@@ -171,7 +171,7 @@ def test_a_peer_that_fails_is_one_line_with_its_name(
     assert line.startswith("peers_failed num=1 of=1 from_store_instead_mib=2.5 node-8: ")
 
 
-def test_a_peer_that_trickles_is_given_up(run_: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_trickles_is_dropped(run_: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each byte comes before the socket's timeout; the range's own deadline ends it."""
     monkeypatch.setattr(peers, "READ_TIMEOUT_S", 0.5)
     run_.commit(10, {0: {"a.pt": content(1, "a")}})
@@ -203,7 +203,7 @@ def test_a_peer_that_trickles_is_given_up(run_: Run, tmp_path: Path, monkeypatch
     assert report.bytes_from == {"remote": 3000}
 
 
-def test_only_what_is_served_can_be_had(tmp_path: Path) -> None:
+def test_a_peer_serves_only_the_registered_files(tmp_path: Path) -> None:
     """No path leads out, no secret is guessed, no link is followed; and after `close` nothing is served."""
     (tmp_path / "secret").write_bytes(b"secret")
     (tmp_path / "node").mkdir()

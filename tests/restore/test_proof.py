@@ -34,7 +34,7 @@ def spoilt_run(s3_url: str) -> Run:
     [(DATA, 0), (RECORDS_AND_DATA, 0), (RECORDS_AND_DATA, 50), (r"/(decisions|receipts)/", 0)],
     ids=["data", "everything", "everything, the same bit", "records"],
 )
-def test_with_every_answer_spoilt_nothing_is_marked(
+def test_nothing_is_marked_when_every_response_is_corrupted(
     proxy: FaultProxy,
     spoilt_run: Run,
     tmp_path: Path,
@@ -61,7 +61,7 @@ def test_with_every_answer_spoilt_nothing_is_marked(
 
 
 @pytest.mark.parametrize("keys_", [DATA, RECORDS_AND_DATA], ids=["data", "everything"])
-def test_what_is_spoilt_a_few_times_is_read_again(
+def test_data_corrupted_a_few_times_is_read_again(
     proxy: FaultProxy, spoilt_run: Run, tmp_path: Path, keys_: str
 ) -> None:
     """Each file and each record on its first reading."""
@@ -74,7 +74,7 @@ def test_what_is_spoilt_a_few_times_is_read_again(
     assert spoilt_run.damages() == {}
 
 
-def test_records_that_the_wire_spoils_are_no_damage(run_: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_corrupted_in_transit_are_not_damage(run_: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a store that says no checksum with them, so that only their content tells."""
     for step in (5, 10):
         run_.commit(step)
@@ -94,7 +94,9 @@ def test_records_that_the_wire_spoils_are_no_damage(run_: Run, monkeypatch: pyte
     assert run_.keys(keys.LEASES) == []
 
 
-def test_the_same_wrong_bytes_twice_are_proof(proxy: FaultProxy, spoilt_run: Run, tmp_path: Path) -> None:
+def test_the_same_wrong_bytes_twice_are_proof_of_damage(
+    proxy: FaultProxy, spoilt_run: Run, tmp_path: Path
+) -> None:
     """A store whose disk has lost a bit, and which says that the object is as it was."""
     proxy.add(Fault("flip_reply", "GET", r"large\.pt$", after_bytes=1000))
     found = restore.fetch_latest(spoilt_run.url, tmp_path / "there")
@@ -106,7 +108,7 @@ def test_the_same_wrong_bytes_twice_are_proof(proxy: FaultProxy, spoilt_run: Run
     assert len(connections) == 2
 
 
-def test_the_stores_own_answer_is_proof(spoilt_run: Run, tmp_path: Path) -> None:
+def test_the_stores_own_checksum_is_proof_of_damage(spoilt_run: Run, tmp_path: Path) -> None:
     """It is asked before another byte is read."""
     spoilt_run.flip(shard_key(10, "large.pt"))
     with pytest.raises(restore.DamagedCheckpointError):
@@ -114,7 +116,7 @@ def test_the_stores_own_answer_is_proof(spoilt_run: Run, tmp_path: Path) -> None
     assert "as the store itself says" in spoilt_run.damages()[CheckpointId(1, 10)]
 
 
-def test_a_mark_is_taken_back(run_: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damage_mark_can_be_removed(run_: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`verify` that reads everything offers it for a checkpoint that is whole, `unmark` does it."""
     files = files_of(20)
     for step in (10, 20):

@@ -34,7 +34,7 @@ large = st.lists(st.tuples(st.integers(0, 300), st.integers(0, 160)), max_size=1
 
 
 @given(large | small)
-def test_few_requests_and_little_in_vain(wants: list[tuple[int, int]]) -> None:
+def test_ranges_are_merged_with_few_requests_and_little_waste(wants: list[tuple[int, int]]) -> None:
     """Each run covers what is in it, is not too long, and at least 20/21 of it is wanted by somebody."""
     nothing = memoryview(bytes(max([size for _, size in wants], default=0)))
     runs = coalesce([(offset, nothing[:size]) for offset, size in wants])
@@ -71,14 +71,14 @@ def test_every_wanted_byte_is_delivered(wants: list[tuple[int, int]], piece_byte
     assert [bytes(each) for each in buffers] == [data[offset : offset + size] for offset, size in wants]
 
 
-def test_neighbours_are_read_together(run_: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adjacent_ranges_are_read_together(run_: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thousand small tensors with padding between them are one request."""
     data = bytes(1 << 20)
     nothing = memoryview(bytearray(1000))
     assert len(coalesce([(start, nothing) for start in range(0, len(data), 1024)])) == 1
 
 
-def test_from_many_threads(any_run: Run) -> None:
+def test_reading_from_many_threads(any_run: Run) -> None:
     checkpoint = _committed(any_run)
     whole = {name: data for theirs in files_of(10).values() for name, data in theirs.items()}
     with restore.open(checkpoint, num_concurrent_reads=4) as reader:
@@ -105,7 +105,7 @@ def test_from_many_threads(any_run: Run) -> None:
     assert any_run.leases() == []
 
 
-def test_only_what_is_needed_moves(counted_run: Run, relay: Relay) -> None:
+def test_only_the_needed_bytes_are_transferred(counted_run: Run, relay: Relay) -> None:
     """A tenth of a file in scattered tensors: at most 1.1 times their bytes, counted on the wire."""
     size_bytes = 24 << 20
     data = content(1, "big", size_bytes)
@@ -128,7 +128,7 @@ def test_only_what_is_needed_moves(counted_run: Run, relay: Relay) -> None:
     assert sum(size for _, size in relay.asked("big.pt")) <= 1.05 * wanted_bytes
 
 
-def test_a_local_copy_serves(run_: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_local_copy_is_read(run_: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If it is right, and as long as it is not touched: then the store again."""
     checkpoint = _committed(run_)
     for rank in (0, 1):
@@ -157,7 +157,7 @@ def test_a_closed_reader_raises(run_: Run) -> None:
         reader.read("rank-0.pt")
 
 
-def test_close_breaks_off_what_is_being_read(run_: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_aborts_reads_in_progress(run_: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """And nobody waits for ever, whenever the two meet."""
     checkpoint = _committed(run_)
     began = threading.Event()
@@ -181,7 +181,7 @@ def test_close_breaks_off_what_is_being_read(run_: Run, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("damage", ["gone", "cut short"])
-def test_damage_is_told(run_: Run, damage: str) -> None:
+def test_damage_raises(run_: Run, damage: str) -> None:
     """And marked, as by `fetch`."""
     checkpoint = _committed(run_)
     run_.delete(shard_key(10, "rank-0.pt"))
@@ -192,7 +192,7 @@ def test_damage_is_told(run_: Run, damage: str) -> None:
     assert list(run_.damages()) == [checkpoint.id]
 
 
-def test_a_sinks_own_error_is_raised_as_it_is(run_: Run) -> None:
+def test_an_error_of_the_sink_is_raised_unchanged(run_: Run) -> None:
     """A buffer that cannot be written to is no failure of the store."""
     checkpoint = _committed(run_)
     with restore.open(checkpoint) as reader, pytest.raises(TypeError, match="read-only"):

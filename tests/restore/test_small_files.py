@@ -112,7 +112,7 @@ def counted(request: pytest.FixtureRequest) -> Counted:
     return found
 
 
-def test_each_is_asked_for_once(counted: Counted, tmp_path: Path) -> None:
+def test_each_small_file_is_requested_once(counted: Counted, tmp_path: Path) -> None:
     """By few, in every place at once; the report and the progress add up, and nothing else is left."""
     checkpoint = _committed(counted.run)
     counted.asked()
@@ -147,7 +147,7 @@ def _spoil(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(Downloads, "get_many", spoilt)
 
 
-def test_what_breaks_is_fetched_again_and_the_rest_is_not(
+def test_only_failed_small_files_are_fetched_again(
     in_s3: Counted, proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = _committed(in_s3.run)
@@ -185,7 +185,9 @@ def test_what_breaks_is_fetched_again_and_the_rest_is_not(
         ("in_s3", "gone"),
     ],
 )
-def test_one_that_is_damaged(request: pytest.FixtureRequest, tmp_path: Path, kind: str, damage: str) -> None:
+def test_a_damaged_small_file_is_detected(
+    request: pytest.FixtureRequest, tmp_path: Path, kind: str, damage: str
+) -> None:
     """Is told by its name, and nothing of any is left; what was there before stays."""
     counted: Counted = request.getfixturevalue(kind)
     checkpoint = _committed(counted.run)
@@ -206,7 +208,7 @@ def test_one_that_is_damaged(request: pytest.FixtureRequest, tmp_path: Path, kin
     assert counted.run.leases() == []
 
 
-def test_one_that_is_damaged_is_taken_where_nobody_verifies(on_disk: Counted, tmp_path: Path) -> None:
+def test_a_damaged_small_file_is_accepted_without_verification(on_disk: Counted, tmp_path: Path) -> None:
     checkpoint = _committed(on_disk.run)
     on_disk.run.flip(shard_key(10, NAMES[70]))
     report = restore.fetch(checkpoint, tmp_path / "there", verify=False)
@@ -216,7 +218,9 @@ def test_one_that_is_damaged_is_taken_where_nobody_verifies(on_disk: Counted, tm
     assert report.bytes_from == {"remote": ALL_BYTES}
 
 
-def test_a_crowd_of_processes_fetches_each_once(in_s3: Counted, proxy: FaultProxy, tmp_path: Path) -> None:
+def test_concurrent_processes_fetch_each_small_file_once(
+    in_s3: Counted, proxy: FaultProxy, tmp_path: Path
+) -> None:
     """Four that want the same files in the same place; none is done before all have begun."""
     checkpoint = _committed(in_s3.run)
     in_s3.asked()
@@ -239,7 +243,7 @@ def test_a_crowd_of_processes_fetches_each_once(in_s3: Counted, proxy: FaultProx
     assert is_whole(restore.fetch(checkpoint, tmp_path / "there"), FILES)
 
 
-def test_a_crowd_of_threads_fetches_each_once(on_disk: Counted, tmp_path: Path) -> None:
+def test_concurrent_threads_fetch_each_small_file_once(on_disk: Counted, tmp_path: Path) -> None:
     checkpoint = _committed(on_disk.run)
     on_disk.asked()
     with ThreadPoolExecutor(4) as threads:
@@ -250,7 +254,9 @@ def test_a_crowd_of_threads_fetches_each_once(on_disk: Counted, tmp_path: Path) 
     assert left_in(tmp_path / "there") == NAMES
 
 
-def test_killed_in_the_middle(in_s3: Counted, proxy: FaultProxy, tmp_path: Path) -> None:
+def test_a_fetch_of_small_files_killed_in_the_middle_resumes(
+    in_s3: Counted, proxy: FaultProxy, tmp_path: Path
+) -> None:
     """By SIGKILL: called again, it completes, and what was published is not fetched again."""
     checkpoint = _committed(in_s3.run)
     there = tmp_path / "there"
@@ -271,7 +277,7 @@ def test_killed_in_the_middle(in_s3: Counted, proxy: FaultProxy, tmp_path: Path)
     assert left_in(there) == NAMES
 
 
-def test_a_lease_that_runs_out_stops_it(
+def test_an_expired_lease_stops_a_series(
     on_disk: Counted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the middle of a series: no more is asked for, and nothing is left."""
@@ -300,7 +306,9 @@ def test_a_lease_that_runs_out_stops_it(
     assert on_disk.run.damages() == {}
 
 
-def test_a_disk_that_runs_full(on_disk: Counted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_runs_full_stops_a_series(
+    on_disk: Counted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Is told; called again, it goes on where it was."""
     checkpoint = _committed(on_disk.run)
     write, left = partial.PartialFile.write, 20
@@ -323,7 +331,7 @@ def test_a_disk_that_runs_full(on_disk: Counted, tmp_path: Path, monkeypatch: py
     assert on_disk.asked() == dict.fromkeys(NAMES[20:], 1)
 
 
-def test_what_is_in_the_destination(on_disk: Counted, tmp_path: Path) -> None:
+def test_existing_small_files_are_kept_or_replaced(on_disk: Counted, tmp_path: Path) -> None:
     """Counts if it is right; else it is left alone, or replaced by who says so."""
     checkpoint = _committed(on_disk.run)
     there = tmp_path / "there"
@@ -340,7 +348,7 @@ def test_what_is_in_the_destination(on_disk: Counted, tmp_path: Path) -> None:
     assert on_disk.asked() == dict.fromkeys([*NAMES[:2], *NAMES[10:]], 1)
 
 
-def test_a_link_on_the_way_leads_nowhere(on_disk: Counted, tmp_path: Path) -> None:
+def test_a_symlink_in_the_destination_is_not_followed(on_disk: Counted, tmp_path: Path) -> None:
     checkpoint = _committed(on_disk.run)
     there, outside = tmp_path / "there", tmp_path / "outside"
     there.mkdir()
@@ -351,7 +359,7 @@ def test_a_link_on_the_way_leads_nowhere(on_disk: Counted, tmp_path: Path) -> No
     assert list(outside.iterdir()) == []
 
 
-def test_what_goes_the_ordinary_way(on_disk: Counted, tmp_path: Path) -> None:
+def test_files_that_are_not_fetched_in_series(on_disk: Counted, tmp_path: Path) -> None:
     """Files of no byte, of too many, and those whose bytes nothing says to be right."""
     files = {0: {"a/empty": b"", "a/large": content(1, "x", SMALL_BYTES + 1), **FILES[0]}}
     checkpoint = _committed(on_disk.run, files)
@@ -366,7 +374,7 @@ def test_what_goes_the_ordinary_way(on_disk: Counted, tmp_path: Path) -> None:
     assert on_disk.together == []
 
 
-def test_local_copies_are_nearer(on_disk: Counted, tmp_path: Path) -> None:
+def test_local_copies_take_precedence(on_disk: Counted, tmp_path: Path) -> None:
     """Those that are right; a damaged one comes from the store all the same."""
     checkpoint = _committed(on_disk.run)
     folder = tmp_path / "folder"
@@ -391,7 +399,7 @@ def few_descriptors() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_few_descriptors_are_enough(on_disk: Counted, tmp_path: Path, few_descriptors: None) -> None:
+def test_few_descriptors_suffice(on_disk: Counted, tmp_path: Path, few_descriptors: None) -> None:
     """However many files there are: each that is being fetched is locked, and so open."""
     files = {0: {f"{number // 20}/{number}": b"%d" % number for number in range(400)}}
     checkpoint = _committed(on_disk.run, files)
@@ -425,7 +433,7 @@ def test_the_folder_of_partial_files_may_vanish_at_any_time(
     assert num_made == 4
 
 
-def test_proxies_are_not_looked_for_with_every_file(
+def test_proxy_settings_are_not_looked_up_per_file(
     in_s3: Counted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the whole environment, which takes as much CPU as all the rest of a small file."""

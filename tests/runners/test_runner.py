@@ -178,7 +178,7 @@ def test_checkpoints_are_committed_and_counted(runner: str, tmp_path: Path) -> N
 
 
 @both
-def test_what_keeps_it_from_starting_is_raised_as_it_is(runner: str, tmp_path: Path, s3_url: str) -> None:
+def test_startup_errors_are_raised_unchanged(runner: str, tmp_path: Path, s3_url: str) -> None:
     """At construction, in the trainer's own thread, as the error it is; then nothing is left behind."""
     missing = s3_url.replace("s3://", "s3://no-such-bucket-")
     with pytest.raises(StoreError) as caught:
@@ -197,7 +197,7 @@ def test_what_keeps_it_from_starting_is_raised_as_it_is(runner: str, tmp_path: P
 
 
 @both
-def test_a_store_that_is_away_at_the_start_is_told_of_at_once_and_waited_for(
+def test_a_store_unavailable_at_the_start_is_reported_and_waited_for(
     runner: str, proxy: FaultProxy, s3_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A mistyped endpoint must not look like a trainer that hangs, nor may a restart of the store end the job."""
@@ -218,9 +218,7 @@ def test_a_store_that_is_away_at_the_start_is_told_of_at_once_and_waited_for(
     assert len(re.findall("store_not_opened url=.* trying_for_s=60", caplog.text)) == 1
 
 
-def test_what_carries_bytes_is_nice_but_not_while_somebody_waits(
-    tmp_path: Path, proxy: FaultProxy, s3_url: str
-) -> None:
+def test_byte_threads_are_niced_unless_somebody_waits(tmp_path: Path, proxy: FaultProxy, s3_url: str) -> None:
     """On a busy node, the last seconds were spent on waiting for a core: who is nice cannot take it back."""
     own = os.getpriority(os.PRIO_PROCESS, 0)
 
@@ -260,7 +258,7 @@ def test_what_carries_bytes_is_nice_but_not_while_somebody_waits(
 
 
 @both
-def test_a_superseded_trainer_is_told(runner: str, tmp_path: Path) -> None:
+def test_a_superseded_trainer_is_fenced(runner: str, tmp_path: Path) -> None:
     """R11."""
     remote = f"file://{tmp_path}/store"
     with (
@@ -275,7 +273,7 @@ def test_a_superseded_trainer_is_told(runner: str, tmp_path: Path) -> None:
 
 
 @both
-def test_a_final_failure_is_raised_once_and_tried_again(
+def test_a_final_failure_is_raised_once_and_retried(
     runner: str, tmp_path: Path, proxy: FaultProxy, s3_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """R12. What is logged of it comes out of the trainer's own logging."""
@@ -298,7 +296,7 @@ def test_a_final_failure_is_raised_once_and_tried_again(
 
 
 @both
-def test_waiting_says_what_is_missing_or_lost(
+def test_wait_names_what_is_missing_or_lost(
     runner: str, tmp_path: Path, proxy: FaultProxy, s3_url: str
 ) -> None:
     proxy.add(Fault("hold", "PUT", SHARDS))
@@ -328,7 +326,7 @@ def test_waiting_says_what_is_missing_or_lost(
 
 
 @both
-def test_a_backlog_holds_until_there_is_room(
+def test_a_backlog_blocks_until_there_is_room(
     runner: str, tmp_path: Path, proxy: FaultProxy, s3_url: str
 ) -> None:
     proxy.add(Fault("hold", "PUT", SHARDS))
@@ -382,7 +380,7 @@ def start(nursery: Nursery, folder: Path, remote: str, **more: Any) -> Trainer:
     return nursery.start("saves", launch, folder=str(folder), remote=remote, settings=settings, **arguments)
 
 
-def test_it_finishes_what_a_killed_trainer_had_sealed_and_ends(
+def test_the_runner_finishes_a_killed_trainers_sealed_checkpoints_and_exits(
     nursery: Nursery, tmp_path: Path, proxy: FaultProxy, s3_url: str
 ) -> None:
     """The newest checkpoint is often the one that was being uploaded when the trainer was killed."""
@@ -427,7 +425,7 @@ def test_a_restarted_trainer_gets_the_folder_at_once(
 
 
 @pytest.mark.parametrize("how", ["linger_s", "SIGTERM", "folder removed"])
-def test_it_does_not_linger_for_ever(
+def test_the_runner_does_not_linger_for_ever(
     nursery: Nursery, tmp_path: Path, proxy: FaultProxy, s3_url: str, how: str
 ) -> None:
     """A store that is away must not keep processes on a node; what is left is in the journal."""
@@ -458,7 +456,7 @@ def test_it_does_not_linger_for_ever(
     assert {each.step for each in Oracle(remote, 1).look()} == {1}
 
 
-def test_it_is_started_again_when_it_dies_and_nothing_is_lost(
+def test_a_dead_runner_is_restarted_and_nothing_is_lost(
     tmp_path: Path, proxy: FaultProxy, s3_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An out-of-memory kill strikes the largest process; training does not even notice."""
@@ -492,7 +490,9 @@ def test_it_is_started_again_when_it_dies_and_nothing_is_lost(
     assert caplog.text.count("runner_died") == 2
 
 
-def test_closing_while_it_is_dead_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_while_the_runner_is_dead_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(process_module, "RESTART_S", 3600.0)
     monkeypatch.setattr(process_module, "RESTART_MAX_S", 3600.0)
     folder, remote = tmp_path / "folder", f"file://{tmp_path}/store"
@@ -507,7 +507,7 @@ def test_closing_while_it_is_dead_loses_nothing(tmp_path: Path, monkeypatch: pyt
     assert {each.step for each in Oracle(remote, 1).look()} == {1}
 
 
-def test_one_that_hangs_is_ended_by_force(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hung_runner_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`close` keeps its time, whatever is wrong with the process, and no process stays."""
     monkeypatch.setattr(process_module, "STOP_TIMEOUT_S", 0.2)
     folder = tmp_path / "folder"
@@ -520,7 +520,7 @@ def test_one_that_hangs_is_ended_by_force(tmp_path: Path, monkeypatch: pytest.Mo
     assert is_free(folder)
 
 
-def test_a_nodes_process_that_hangs_is_ended_by_force_and_the_other_ranks_go_on(
+def test_a_hung_shared_runner_is_killed_and_the_other_ranks_continue(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its locks kept the next start out until somebody killed it."""
@@ -544,7 +544,7 @@ def test_a_nodes_process_that_hangs_is_ended_by_force_and_the_other_ranks_go_on(
     assert {each.step for each in Oracle(remote, 2).look()} == {1}
 
 
-def test_a_rank_that_hangs_in_a_nodes_process_does_not_end_the_others(
+def test_a_hung_rank_in_a_shared_runner_does_not_end_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(process_module, "STOP_TIMEOUT_S", 0.0)  # as if it had not heard
@@ -558,7 +558,7 @@ def test_a_rank_that_hangs_in_a_nodes_process_does_not_end_the_others(
 
 
 @pytest.mark.parametrize("is_shared", [False, True])
-def test_one_that_is_killed_while_it_starts_is_started_again(
+def test_a_runner_killed_while_it_starts_is_restarted(
     tmp_path: Path, proxy: FaultProxy, s3_url: str, is_shared: bool
 ) -> None:
     """Memory runs out when training starts; and its place in the generation stays this trainer's."""
@@ -578,7 +578,7 @@ def test_one_that_is_killed_while_it_starts_is_started_again(
             uploader.wait(1, timeout_s=PATIENCE_S)
 
 
-def test_one_that_is_always_killed_while_it_starts_is_told_of(
+def test_a_runner_always_killed_while_it_starts_is_reported(
     tmp_path: Path, proxy: FaultProxy, s3_url: str
 ) -> None:
     folder = tmp_path / "folder"
@@ -671,7 +671,7 @@ def test_the_trainers_script_is_not_run_again_and_torch_is_not_loaded(tmp_path: 
 
 @pytest.mark.parametrize("is_shared", [False, True])
 @pytest.mark.parametrize("what", ["no interpreter", "no package"])
-def test_one_that_cannot_be_started_is_a_clear_error(
+def test_a_runner_that_cannot_be_started_is_a_clear_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, is_shared: bool
 ) -> None:
     remote = f"file://{tmp_path}/store"
@@ -689,7 +689,7 @@ def test_one_that_cannot_be_started_is_a_clear_error(
         uploader.wait(1, timeout_s=PATIENCE_S)
 
 
-def test_settings_that_cannot_work_together(tmp_path: Path) -> None:
+def test_contradicting_settings_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="node_shared=True needs runner='process'"):
         Uploader(tmp_path / "folder", f"file://{tmp_path}/store", node_shared=True)
     with pytest.raises(SettingsError, match="memory:// store is in this process only"):
@@ -699,7 +699,7 @@ def test_settings_that_cannot_work_together(tmp_path: Path) -> None:
 # --- one for the node ------------------------------------------------------------------------------------------
 
 
-def test_ranks_share_one_process_its_limits_and_take_turns(
+def test_ranks_share_one_runner_and_its_limits_and_take_turns(
     tmp_path: Path, proxy: FaultProxy, s3_url: str
 ) -> None:
     """A rank with many shards must not keep the others waiting; together they make no more requests than allowed."""
@@ -745,7 +745,7 @@ def test_ranks_share_one_process_its_limits_and_take_turns(
     assert not (folder / ".ckpt_async/rank-00000.log").exists()
 
 
-def test_the_nodes_process_outlives_whoever_started_it_and_is_started_again_when_it_dies(
+def test_a_shared_runner_outlives_its_starter_and_is_restarted_when_it_dies(
     nursery: Nursery, tmp_path: Path
 ) -> None:
     folder, remote = tmp_path / "folder", f"file://{tmp_path}/store"

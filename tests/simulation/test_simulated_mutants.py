@@ -44,7 +44,9 @@ MUTANTS = [
 @pytest.mark.parametrize(
     ("mutant", "invariant", "num_seeds"), MUTANTS, ids=lambda value: getattr(value, "__name__", value)
 )
-def test_mistake_is_found(mutant: core.Mutant, invariant: str, num_seeds: int) -> None:
+def test_the_simulation_finds_each_seeded_mistake(
+    mutant: core.Mutant, invariant: str, num_seeds: int
+) -> None:
     def play() -> None:
         for seed in range(num_seeds):
             simulate(seed)

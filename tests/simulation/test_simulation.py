@@ -91,7 +91,7 @@ def play(seeds: Iterable[int]) -> Counter[str]:
 
 
 @pytest.mark.parametrize("first", range(0, NUM_SEEDS, SEEDS_PER_TEST))
-def test_schedules(first: int) -> None:
+def test_no_simulated_schedule_breaks_an_invariant(first: int) -> None:
     """I1-I8 and I10 after every effect, and that everything is finished, and nothing left, when it is quiet again."""
     if replayed := os.environ.get("CKPT_ASYNC_SEED"):
         play([int(replayed)])
@@ -110,7 +110,7 @@ def test_schedule_is_a_function_of_its_seed() -> None:
     assert simulate(1).network.trace != simulate(2).network.trace
 
 
-def test_opening_a_silent_store_ends() -> None:
+def test_opening_a_silent_store_is_bounded() -> None:
     """R14, found by these schedules: a probe that got no answer held the sweeper for ever."""
 
     class Silent(MemoryStore):
@@ -129,7 +129,7 @@ def test_opening_a_silent_store_ends() -> None:
 
 
 @pytest.mark.parametrize("is_soak", [False, pytest.param(True, marks=SOAK)])
-def test_fresh_schedules(is_soak: bool) -> None:
+def test_no_fresh_random_schedule_breaks_an_invariant(is_soak: bool) -> None:
     """Other ones each time: what a fixed set of seeds would never meet."""
     for_s = 60 * SOAK_SHARE * float(os.environ["CKPT_ASYNC_SOAK_MINUTES"]) if is_soak else SHORT_S
     until = time.monotonic() + for_s

@@ -55,7 +55,9 @@ async def server_called(name: str, authority: trustme.CA):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("name", "is_right"), [("127.0.0.1", True), ("other.example", False)])
-def test_our_own_connections(run, authority, ca_file, way, name, is_right):
+def test_a_wrong_host_certificate_is_rejected_by_our_connections(
+    run, authority, ca_file, way, name, is_right
+):
     kind, request = WAYS[way]
 
     async def body():
@@ -72,7 +74,7 @@ def test_our_own_connections(run, authority, ca_file, way, name, is_right):
     run(body())
 
 
-def test_the_store(run, authority, ca_file, monkeypatch):
+def test_a_wrong_host_certificate_is_rejected_by_the_store(run, authority, ca_file, monkeypatch):
     monkeypatch.setenv("AWS_CA_BUNDLE", ca_file)
 
     async def body():

@@ -73,7 +73,7 @@ class StoreTests:
     # --- objects -------------------------------------------------------------------------------------------
 
     @with_store
-    async def test_object_reads_back_as_it_was_put(self, store):
+    async def test_objects_read_back_as_written(self, store):
         """put, get, head and list tell one story."""
         stored = await put(store, "a/b", b"hello")
         data, got = await store.get("a/b", max_size_bytes=5)
@@ -89,14 +89,14 @@ class StoreTests:
         assert headed.last_modified == listing.objects[0].last_modified
 
     @with_store
-    async def test_crc32c_is_kept_and_compared(self, store):
+    async def test_crc32c_is_stored_and_compared(self, store):
         stored = await store.put("a", BytesBody(b"hello"), checksum_of(b"hello", "crc32c"))
         assert stored.checksum in (None, checksum_of(b"hello", "crc32c"))
         with pytest.raises(IntegrityError):
             await store.put("b", BytesBody(b"hello"), checksum_of(b"other", "crc32c"))
 
     @with_store
-    async def test_a_checksum_that_is_not_known_yet_is_asked_for(self, store):
+    async def test_a_deferred_checksum_is_computed_when_needed(self, store):
         async def right():
             return crc(b"hello")
 
@@ -110,13 +110,13 @@ class StoreTests:
         assert await keys(store) == ["a"]
 
     @with_store
-    async def test_zero_bytes(self, store):
+    async def test_an_empty_object(self, store):
         await put(store, "empty", b"")
         assert await store.get("empty", max_size_bytes=0) == (b"", await store.head("empty"))
         assert await read(store, "empty", 0, 0) == b""
 
     @with_store
-    async def test_body_in_slices_of_one_reused_buffer(self, store):
+    async def test_a_body_may_reuse_one_buffer_for_its_slices(self, store):
         """A slice that is still referred to when the next is asked for would be sent spoiled."""
         data = random.Random(1).randbytes(24 * MIB + 7)
         stored = await store.put("big", ReusingBody(data, MIB), crc(data))
@@ -124,7 +124,7 @@ class StoreTests:
         assert await read(store, "big", 0, len(data)) == data
 
     @with_store
-    async def test_ranges(self, store):
+    async def test_ranged_reads(self, store):
         data = os.urandom(3 * MIB + 5)
         await put(store, "a", data)
         info = await store.get_range("a", MIB - 3, 7, lambda _: None)
@@ -146,7 +146,7 @@ class StoreTests:
         with_store(body)(self, make_store, run)
 
     @with_store
-    async def test_error_of_a_sink_passes(self, store):
+    async def test_an_error_of_the_sink_is_raised(self, store):
         await put(store, "a", b"hello")
 
         def sink(_):
@@ -157,7 +157,7 @@ class StoreTests:
         assert await read(store, "a", 0, 5) == b"hello"
 
     @with_store
-    async def test_get_refuses_what_is_too_large(self, store):
+    async def test_get_rejects_an_object_that_is_too_large(self, store):
         await put(store, "a", b"hello")
         with pytest.raises(StoreError) as raised:
             await store.get("a", max_size_bytes=4)
@@ -165,14 +165,14 @@ class StoreTests:
         assert (await store.get("a", max_size_bytes=5))[0] == b"hello"
 
     @with_store
-    async def test_overwriting(self, store):
+    async def test_put_overwrites(self, store):
         first = await put(store, "a", b"one")
         second = await put(store, "a", b"three")
         assert first.etag != second.etag
         assert (await store.get("a", max_size_bytes=9))[0] == b"three"
 
     @with_store
-    async def test_missing_object(self, store):
+    async def test_a_missing_object_is_not_found(self, store):
         for request in (
             store.get("a/b", max_size_bytes=1),
             store.head("a/b"),
@@ -183,7 +183,7 @@ class StoreTests:
             assert raised.value.key == "a/b"
 
     @with_store
-    async def test_key_below_an_object_is_missing(self, store):
+    async def test_a_key_below_an_object_is_not_found(self, store):
         await put(store, "a", b"1")
         with pytest.raises(ObjectNotFoundError):
             await store.head("a/b")
@@ -191,7 +191,7 @@ class StoreTests:
         assert await keys(store) == ["a"]
 
     @with_store
-    async def test_odd_characters_in_keys(self, store):
+    async def test_keys_may_contain_odd_characters(self, store):
         await put(store, ODD_KEY, b"1")
         assert await keys(store) == [ODD_KEY]
         assert await keys(store, ODD_KEY[:-3]) == [ODD_KEY]
@@ -224,7 +224,7 @@ class StoreTests:
     # --- many small ones -----------------------------------------------------------------------------------
 
     @with_store
-    async def test_many_small_objects(self, store):
+    async def test_put_many_writes_small_objects(self, store):
         """As by `put`, told of in their order; nothing at all is fine too."""
         many = {"a/1": b"one", ODD_KEY: b"odd", "empty": b"", "a/0": os.urandom(70_000)}
         stored = []
@@ -240,7 +240,7 @@ class StoreTests:
             assert (await store.get(each.key, max_size_bytes=MIB))[0] == many[each.key]
 
     @with_store
-    async def test_many_end_with_the_first_that_fails(self, store):
+    async def test_put_many_stops_at_the_first_failure(self, store):
         """What was stored before it is told of, what is behind it is not begun."""
         good = [SmallPut(f"good/{number}", b"%d" % number, crc(b"%d" % number)) for number in range(4)]
         for error, bad in (
@@ -255,7 +255,7 @@ class StoreTests:
             assert await keys(store) == [each.key for each in good[:3]]
 
     @with_store
-    async def test_many_are_read_in_their_order(self, store):
+    async def test_get_many_reads_in_order(self, store):
         """Whole; nothing at all is fine too. More than a store takes in one go."""
         many = {"a/1": b"one", ODD_KEY: b"odd", "large": os.urandom(256 << 10), "a/0": b"x"}
         many |= {f"b/{number}": b"%d" % number for number in range(17)}
@@ -272,7 +272,7 @@ class StoreTests:
         assert found == list(zip(gets, many.values(), strict=True))
 
     @pytest.mark.parametrize("bad", ["missing", "larger", "smaller"])
-    def test_many_are_read_up_to_the_first_that_fails(self, make_store, run, bad):
+    def test_get_many_stops_at_the_first_failure(self, make_store, run, bad):
         async def body(_, store):
             for key in ("a", "b", "bad", "c"):
                 if key != "bad" or bad != "missing":
@@ -295,7 +295,7 @@ class StoreTests:
         [OSError(28, "full"), ValueError("no"), IntegrityError("bad", operation="x", key="y")],
         ids=repr,
     )
-    def test_what_the_receiver_of_many_raises_is_raised(self, make_store, run, error):
+    def test_get_many_raises_the_receivers_error(self, make_store, run, error):
         """The very same, and it is called no more."""
 
         async def body(_, store):
@@ -316,7 +316,7 @@ class StoreTests:
         with_store(body)(self, make_store, run)
 
     @with_store
-    async def test_many_are_told_no_more_when_cancelled(self, store):
+    async def test_get_many_reports_nothing_after_cancellation(self, store):
         """The call ends when its receiver has: what that writes to is closed next."""
         gets = [SmallGet(f"{number:02}", 5) for number in range(20)]
         await store.put_many([SmallPut(get.key, b"hello", crc(b"hello")) for get in gets], lambda _: None)
@@ -356,7 +356,7 @@ class StoreTests:
         assert (await store.get("old", max_size_bytes=3))[0] == b"old"
 
     @with_store
-    async def test_source_error_passes_unchanged(self, store):
+    async def test_an_error_of_the_source_is_raised_unchanged(self, store):
         """The engine must see that the file changed, not that a connection broke."""
         for good_bytes in (0, 10, 2 * MIB):
             body = ChangedBody(4 * MIB, good_bytes)
@@ -430,7 +430,7 @@ class StoreTests:
         assert (await stores[0].get("counter", max_size_bytes=9))[0] == b"40"
 
     @with_store
-    async def test_conditions_that_do_not_hold(self, store):
+    async def test_failed_conditions_are_reported(self, store):
         first = await put(store, "a", b"1")
         second = await put(store, "a", b"2", condition=Match(first.etag))
         for condition in (Create(), Match(first.etag), Match('"no such etag"')):
@@ -479,7 +479,7 @@ class StoreTests:
         assert await keys(store, "no/such/folder") == []
 
     @with_store
-    async def test_more_than_one_page(self, store):
+    async def test_listing_spans_pages(self, store):
         """S3 lists and deletes 1,000 at a time."""
         names = [f"r/{i:05d}" for i in range(1203)]
         for start in range(0, len(names), 32):
@@ -510,14 +510,14 @@ class StoreTests:
     # --- life ----------------------------------------------------------------------------------------------
 
     @with_store
-    async def test_open_leaves_nothing_and_finds_everything(self, store):
+    async def test_open_probes_all_capabilities_and_leaves_nothing(self, store):
         assert await keys(store) == []
         assert not await store.list_multiparts("")
         assert store.capabilities.conditional_put
         assert store.capabilities.checksum_algorithm == "crc64nvme"
 
     @with_store
-    async def test_close_twice(self, store):
+    async def test_closing_twice_is_harmless(self, store):
         await store.close()
         await store.close()
 
@@ -539,7 +539,7 @@ class MultipartTests(StoreTests):
         return self.BIG + self.SMALL
 
     @with_stores(2)
-    async def test_life_of_an_upload(self, store, after_restart):
+    async def test_life_of_a_multipart_upload(self, store, after_restart):
         """Parts in any order, invisible until completed, by whoever knows the id."""
         upload_id, parts = await self.put_parts(store, "a/b")
         assert [part.size_bytes for part in parts] == [len(self.BIG), len(self.SMALL)]
@@ -563,7 +563,7 @@ class MultipartTests(StoreTests):
         assert not await store.list_multiparts("")
 
     @with_store
-    async def test_part_is_replaced_by_its_number(self, store):
+    async def test_a_part_number_sent_again_replaces_the_part(self, store):
         upload_id, (first, _) = await self.put_parts(store, "a")
         last = await store.put_part("a", upload_id, 2, BytesBody(b"other"), crc(b"other"))
         assert [part.number for part in await store.list_parts("a", upload_id)] == [1, 2]
@@ -572,7 +572,7 @@ class MultipartTests(StoreTests):
         assert await read(store, "a", len(self.BIG), 5) == b"other"
 
     @with_store
-    async def test_wrong_part_is_refused(self, store):
+    async def test_a_part_with_a_wrong_checksum_is_rejected(self, store):
         upload_id = await store.create_multipart("a")
         with pytest.raises(IntegrityError):
             await store.put_part("a", upload_id, 1, BytesBody(b"hello"), crc(b"other"))
@@ -589,7 +589,7 @@ class MultipartTests(StoreTests):
         assert list(await store.list_parts("a", upload_id)) == []
 
     @with_store
-    async def test_wrong_whole_is_refused(self, store):
+    async def test_a_wrong_full_object_checksum_is_rejected(self, store):
         """Right parts in a wrong order, or another file's: the checksum of the whole finds out."""
         upload_id, parts = await self.put_parts(store, "a")
         with pytest.raises(IntegrityError):
@@ -597,7 +597,7 @@ class MultipartTests(StoreTests):
         assert await keys(store) == []
 
     @with_store
-    async def test_completing_twice(self, store):
+    async def test_completing_an_upload_twice(self, store):
         """A lost reply makes us ask again."""
         upload_id, parts = await self.put_parts(store, "a")
         first = await store.complete_multipart("a", upload_id, parts, crc(self.whole), len(self.whole))
@@ -609,7 +609,7 @@ class MultipartTests(StoreTests):
         assert await keys(store) == ["a"]
 
     @with_store
-    async def test_aborting(self, store):
+    async def test_aborting_an_upload(self, store):
         upload_id, parts = await self.put_parts(store, "a")
         await store.abort_multipart("a", upload_id)
         await store.abort_multipart("a", upload_id)
@@ -624,7 +624,7 @@ class MultipartTests(StoreTests):
         assert not await store.list_multiparts("")
 
     @with_store
-    async def test_part_that_is_too_small(self, store):
+    async def test_a_part_that_is_too_small_is_rejected(self, store):
         upload_id = await store.create_multipart("a")
         parts = [
             await store.put_part("a", upload_id, number, BytesBody(b"tiny"), crc(b"tiny"))
@@ -659,7 +659,7 @@ class TestDirectoryStore(StoreTests):
         return functools.partial(open_store, f"file://{tmp_path}/made/run")
 
     @with_store
-    async def test_multipart_is_declared_missing(self, store):
+    async def test_a_store_without_multipart_declares_it(self, store):
         assert not store.capabilities.multipart
         with pytest.raises(StoreError) as raised:
             await store.create_multipart("a")
@@ -688,7 +688,7 @@ class TestS3OverTls(MultipartTests):
 
     # Slow, and no matter of the transport.
     test_create_once_has_exactly_one_winner = test_compare_and_swap_loses_no_update = (
-        test_more_than_one_page
+        test_listing_spans_pages
     ) = None
 
     @pytest.fixture(params=["asyncio", "uvloop"])
@@ -707,7 +707,7 @@ class TestS3OverTls(MultipartTests):
         monkeypatch.setenv("AWS_CA_BUNDLE", str(ca_file))
         return functools.partial(open_store, f"{s3_url}/run", StoreOptions(endpoint_url=proxy.url))
 
-    def test_a_certificate_of_nobody_is_refused(self, s3_url, tls_proxy, run):
+    def test_an_untrusted_certificate_is_rejected(self, s3_url, tls_proxy, run):
         async def body():
             store = open_store(f"{s3_url}/run", StoreOptions(endpoint_url=tls_proxy[0].url))
             try:

@@ -316,7 +316,7 @@ MULTIPART_ANSWERS = [
 ]
 
 
-def test_memory_store_and_s3_answer_alike(s3_url: str, run: Any) -> None:
+def test_memory_store_and_s3_behave_alike(s3_url: str, run: Any) -> None:
     """SeaweedFS stands for S3."""
 
     def make(seed: int) -> Store:
@@ -325,7 +325,7 @@ def test_memory_store_and_s3_answer_alike(s3_url: str, run: Any) -> None:
     check_counts(run(compare(seeds(), make, is_s3=True)), OBJECT_ANSWERS + MULTIPART_ANSWERS)
 
 
-def test_memory_store_and_directory_store_answer_alike(tmp_path: Path, run: Any) -> None:
+def test_memory_store_and_directory_store_behave_alike(tmp_path: Path, run: Any) -> None:
     def make(seed: int) -> Store:
         return open_store(f"file://{tmp_path}/differential-{seed}")
 
@@ -414,7 +414,7 @@ DIFFERENCES: list[tuple[Callable[[Any], Awaitable[Any]], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("script", "wanted"), DIFFERENCES, ids=lambda value: getattr(value, "__name__", ""))
-def test_difference_is_still_there(
+def test_known_differences_still_exist(
     script: Callable[[Any], Awaitable[Any]], wanted: dict[str, Any], s3_url: str, tmp_path: Path, run: Any
 ) -> None:
     """One that has gone is taken off the list, and its case into the random sequences."""

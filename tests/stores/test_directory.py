@@ -64,7 +64,7 @@ def test_every_step_of_a_write_is_durable_before_the_next(store, tmp_path, run, 
     ]
 
 
-def test_own_files_are_hidden_and_left_overs_harmless(store, tmp_path, run):
+def test_own_files_are_hidden_and_leftovers_are_harmless(store, tmp_path, run):
     (tmp_path / "run" / OWN / "0123").write_bytes(b"half a shard of a writer that was killed")
     run(put(store, ".ckpt_async/latest.json", b"{}"))
     listing = run(store.list(""))
@@ -74,7 +74,7 @@ def test_own_files_are_hidden_and_left_overs_harmless(store, tmp_path, run):
             run(request)
 
 
-def test_old_left_overs_are_removed_at_open(store, tmp_path, run):
+def test_old_leftovers_are_removed_at_open(store, tmp_path, run):
     own = tmp_path / "run" / OWN
     for name, age_s in (("old", 90_000), ("young", 60), ("lock", 90_000)):
         (own / name).touch()
@@ -84,7 +84,7 @@ def test_old_left_overs_are_removed_at_open(store, tmp_path, run):
     assert {each.name for each in own.iterdir()} == {"young", "lock"}
 
 
-def test_no_temporary_file_stays(store, tmp_path, run):
+def test_no_temporary_file_is_left(store, tmp_path, run):
     run(put(store, "a", b"1"))
     for body, condition in ((BytesBody(b"1"), Create()), (BytesBody(b"2"), None)):
         with pytest.raises(StoreError):
@@ -92,7 +92,7 @@ def test_no_temporary_file_stays(store, tmp_path, run):
     assert files(tmp_path / "run") == {"a", f"{OWN}/lock"}
 
 
-def test_links_are_not_followed(store, tmp_path, run):
+def test_symlinks_are_not_followed(store, tmp_path, run):
     """A link among the folders could lead out of the root (I10)."""
     outside = tmp_path / "outside"
     outside.mkdir()
@@ -132,7 +132,7 @@ def test_delete_removes_empty_parents_but_never_the_root(store, tmp_path, run):
     ],
 )
 @pytest.mark.parametrize("call", ["open", "write", "fsync", "link"])
-def test_errors_of_the_disk(store, tmp_path, run, monkeypatch, call, number, reason):
+def test_disk_errors_are_classified(store, tmp_path, run, monkeypatch, call, number, reason):
     real = getattr(os, call)
 
     def failing(first, *args, **kwargs):
@@ -149,7 +149,7 @@ def test_errors_of_the_disk(store, tmp_path, run, monkeypatch, call, number, rea
     assert run(store.list("")).objects == ()
 
 
-def test_file_system_without_hard_links(tmp_path, run, monkeypatch):
+def test_works_on_a_file_system_without_hard_links(tmp_path, run, monkeypatch):
     def link(*_):
         raise OSError(errno.EPERM, "no hard links here")
 
@@ -200,14 +200,14 @@ asyncio.run(main())
 """
 
 
-def test_processes_exclude_each_other(store, tmp_path, run):
+def test_conditional_writes_of_processes_are_mutually_exclusive(store, tmp_path, run):
     run(put(store, "counter", b"0"))
     adders = [subprocess.Popen([sys.executable, "-c", ADDER, str(tmp_path / "run")]) for _ in range(4)]
     assert [adder.wait() for adder in adders] == [0] * 4
     assert run(store.get("counter", max_size_bytes=9))[0] == b"100"
 
 
-def test_puts_and_deletes_share_a_parent(store, run):
+def test_concurrent_puts_and_deletes_in_one_folder(store, run):
     """A parent that a delete finds empty may vanish between its making and its use."""
 
     async def body():
@@ -254,7 +254,7 @@ def test_cancelled_put_waits_for_its_running_write(store, tmp_path, run, monkeyp
 # --- the file system's clock, and what is not there --------------------------------------------------------
 
 
-def test_the_time_is_that_of_the_files_not_our_own(store, tmp_path, run, monkeypatch):
+def test_times_come_from_the_file_systems_clock(store, tmp_path, run, monkeypatch):
     """A machine whose clock is two hours ahead: it must not take a fresh lease for an old one."""
     run(put(store, "a", b"1"))
     real = time.time
@@ -275,7 +275,7 @@ def test_the_time_is_that_of_the_files_not_our_own(store, tmp_path, run, monkeyp
 
 
 @pytest.mark.parametrize("is_read_only", [False, True])
-def test_a_folder_that_is_gone_lists_nothing_but_an_error(store, tmp_path, run, is_read_only):
+def test_listing_a_vanished_folder_is_an_error(store, tmp_path, run, is_read_only):
     """Unmounted beneath us, with and without a mount point to be seen: that is no empty listing."""
     run(put(store, ".ckpt_async/leases/x", b"1"))
     run(store.open(is_read_only=is_read_only))
@@ -292,7 +292,7 @@ def test_a_folder_that_is_gone_lists_nothing_but_an_error(store, tmp_path, run, 
     assert [each.key for each in run(store.list("")).objects] == [".ckpt_async/leases/x"]
 
 
-def test_a_folder_that_is_gone_takes_nothing_and_lacks_nothing(store, tmp_path, run):
+def test_reading_or_writing_in_a_vanished_folder_is_an_error(store, tmp_path, run):
     """Else what is written now would be in the mount point, out of sight once the file system is back."""
     root, away = tmp_path / "run", tmp_path / "away"
     etag = run(put(store, "a", b"1")).etag
@@ -319,7 +319,7 @@ def test_a_folder_that_is_gone_takes_nothing_and_lacks_nothing(store, tmp_path, 
     assert run(store.get("a", max_size_bytes=9))[0] == b"1"
 
 
-def test_a_reader_may_write_into_a_run_that_was_copied_without_our_own_folder(store, tmp_path, run):
+def test_a_reader_can_write_to_a_copied_run_without_our_own_folder(store, tmp_path, run):
     """A lease, say: `cp` and buckets know no empty folders, and somebody may have tidied up."""
     shutil.rmtree(tmp_path / "run" / OWN)
     reader = DirectoryStore(tmp_path / "run")
@@ -328,7 +328,7 @@ def test_a_reader_may_write_into_a_run_that_was_copied_without_our_own_folder(st
     assert run(reader.get(".ckpt_async/leases/x", max_size_bytes=9))[0] == b"1"
 
 
-def test_a_write_under_way_is_not_published_where_the_folder_was(store, tmp_path, run, monkeypatch):
+def test_a_write_in_progress_is_not_published_after_the_folder_vanished(store, tmp_path, run, monkeypatch):
     root, away = tmp_path / "run", tmp_path / "away"
     link = os.link
 

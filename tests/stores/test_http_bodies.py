@@ -137,7 +137,7 @@ def content_length(head: bytes) -> int:
 # --- one body ------------------------------------------------------------------------------------------------------
 
 
-def test_it_arrives_whole_and_from_a_thread(run: Any, wire: Wire) -> None:
+def test_a_body_arrives_complete_and_is_sent_from_a_thread(run: Any, wire: Wire) -> None:
     received: list[bytes] = []
     body = Slices()
 
@@ -158,7 +158,7 @@ def test_it_arrives_whole_and_from_a_thread(run: Any, wire: Wire) -> None:
     assert threading.main_thread().name not in body.threads
 
 
-def test_a_body_of_nothing(run: Any, wire: Wire) -> None:
+def test_an_empty_body(run: Any, wire: Wire) -> None:
     received: list[bytes] = []
 
     async def main() -> None:
@@ -170,7 +170,7 @@ def test_a_body_of_nothing(run: Any, wire: Wire) -> None:
     assert received[1] == b""
 
 
-def test_a_server_that_closes_idle_connections(run: Any, wire: Wire) -> None:
+def test_an_idle_connection_closed_by_the_server_is_replaced(run: Any, wire: Wire) -> None:
     """Then the body goes to a fresh one at once: no attempt is lost."""
     received: list[bytes] = []
 
@@ -190,7 +190,9 @@ def test_a_server_that_closes_idle_connections(run: Any, wire: Wire) -> None:
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("reads_on", [True, False])
 @pytest.mark.parametrize("answer", [REFUSED, REFUSED.replace(b"Connection: close\r\n", b"")])
-def test_a_refusal_before_the_body_is_sent(run: Any, wire: Wire, answer: bytes, reads_on: bool) -> None:
+def test_a_refusal_before_the_body_is_sent_is_reported(
+    run: Any, wire: Wire, answer: bytes, reads_on: bool
+) -> None:
     """It is heard, also where the connection stays open and nobody reads the rest, which is not sent."""
     received = 0
     is_over = threading.Event()
@@ -217,7 +219,7 @@ def test_a_refusal_before_the_body_is_sent(run: Any, wire: Wire, answer: bytes, 
     assert received < 2 * len(LONG) - (1 << 16)
 
 
-def test_a_refusal_followed_by_a_reset(run: Any, wire: Wire) -> None:
+def test_a_refusal_followed_by_a_reset_is_reported(run: Any, wire: Wire) -> None:
     """What a server does that closes a connection with a body still on its way: the answer counts, not the reset."""
 
     def talk(near: socket.socket) -> None:
@@ -243,7 +245,7 @@ def test_a_refusal_followed_by_a_reset(run: Any, wire: Wire) -> None:
         b"HTTP/1.1 403 No\r\nTransfer-Encoding: chunked\r\n\r\n19\r\n<Code>AccessDenied</Code>\r\n80\r\n<Mess",
     ],
 )
-def test_a_refusal_cut_short_is_still_one(run: Any, wire: Wire, cut: bytes) -> None:
+def test_a_truncated_refusal_is_still_a_refusal(run: Any, wire: Wire, cut: bytes) -> None:
     def talk(near: socket.socket) -> None:
         _request(near)
         say_last(near, cut)
@@ -258,7 +260,7 @@ def test_a_refusal_cut_short_is_still_one(run: Any, wire: Wire, cut: bytes) -> N
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_success_before_the_body_is_sent_is_none(run: Any, wire: Wire) -> None:
+def test_a_success_before_the_body_is_sent_is_an_error(run: Any, wire: Wire) -> None:
     """Nobody can have stored what he has not got."""
     is_over = threading.Event()
 
@@ -277,7 +279,7 @@ def test_a_success_before_the_body_is_sent_is_none(run: Any, wire: Wire) -> None
     run(main())
 
 
-def test_a_connection_that_breaks(run: Any, wire: Wire) -> None:
+def test_a_broken_connection_is_an_error(run: Any, wire: Wire) -> None:
     def talk(near: socket.socket) -> None:
         _request(near)
         receive(near, 1 << 16)
@@ -292,7 +294,7 @@ def test_a_connection_that_breaks(run: Any, wire: Wire) -> None:
     run(main())
 
 
-def test_a_file_that_changes_meanwhile(run: Any, wire: Wire) -> None:
+def test_a_file_that_changes_during_the_upload_is_an_error(run: Any, wire: Wire) -> None:
     """The server must not take what it has for a whole body."""
     received: list[bytes] = []
     has_ended = threading.Event()
@@ -314,7 +316,7 @@ def test_a_file_that_changes_meanwhile(run: Any, wire: Wire) -> None:
     assert all(len(each) <= MIB for each in received)
 
 
-def test_cancelled_it_lets_go_of_the_body(run: Any, wire: Wire) -> None:
+def test_a_cancelled_upload_releases_the_body(run: Any, wire: Wire) -> None:
     """Whoever cancels closes the file next."""
     is_under_way, may_end = threading.Event(), threading.Event()
 
@@ -341,7 +343,7 @@ def test_cancelled_it_lets_go_of_the_body(run: Any, wire: Wire) -> None:
 
 
 @pytest.mark.parametrize("reads", [True, False])
-def test_a_server_that_falls_silent(run: Any, wire: Wire, reads: bool) -> None:
+def test_a_server_that_stops_responding_is_an_error(run: Any, wire: Wire, reads: bool) -> None:
     """It reads no more, or it never answers."""
     may_end = threading.Event()
 
@@ -395,7 +397,7 @@ GOOD_ANSWERS = {
 
 @pytest.mark.parametrize("piece_bytes", [5, MIB])
 @pytest.mark.parametrize("kind", GOOD_ANSWERS)
-def test_answers_of_every_shape(run: Any, wire: Wire, kind: str, piece_bytes: int) -> None:
+def test_responses_of_every_framing_are_read(run: Any, wire: Wire, kind: str, piece_bytes: int) -> None:
     """And whether the connection is used again."""
     answer, status, content, is_kept = GOOD_ANSWERS[kind]
 
@@ -432,7 +434,7 @@ BAD_ANSWERS = AMBIGUOUS | {
 
 
 @pytest.mark.parametrize("kind", BAD_ANSWERS)
-def test_a_bad_answer_is_an_error(run: Any, wire: Wire, kind: str) -> None:
+def test_an_invalid_response_is_an_error(run: Any, wire: Wire, kind: str) -> None:
     def talk(near: socket.socket) -> None:
         receive(near, content_length(_request(near)))
         near.sendall(BAD_ANSWERS[kind])
@@ -448,7 +450,7 @@ def test_a_bad_answer_is_an_error(run: Any, wire: Wire, kind: str) -> None:
     run(main())
 
 
-def test_others_amid_the_body(run: Any, wire: Wire) -> None:
+def test_interim_responses_during_the_body(run: Any, wire: Wire) -> None:
     """A server may say 100 Continue to whom did not ask for it: no refusal."""
     received: list[bytes] = []
 
@@ -486,9 +488,7 @@ class Clock:
 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("kind", ["usual", "chunked"])
-def test_an_answer_with_a_pause_in_it(
-    run: Any, wire: Wire, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_response_may_pause(run: Any, wire: Wire, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A socket's own limit only makes room for a look at the clock: an answer has `read_timeout_s`."""
     clock = Clock(6)  # more than the pieces of the answer account for
     answer = GOOD_ANSWERS[kind][0]
@@ -509,7 +509,7 @@ def test_an_answer_with_a_pause_in_it(
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_body_with_a_pause_in_it(run: Any, wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_may_pause(run: Any, wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
     """It goes on with the very next byte, also where it is sent together with the head."""
     clock = Clock(4)
     received: list[bytes] = []
@@ -528,7 +528,7 @@ def test_a_body_with_a_pause_in_it(run: Any, wire: Wire, monkeypatch: pytest.Mon
     assert received[1] == LONG
 
 
-def test_a_head_without_end(run: Any, wire: Wire) -> None:
+def test_an_endless_response_head_is_an_error(run: Any, wire: Wire) -> None:
     """It is not collected until there is no memory left."""
     is_over = threading.Event()
 
@@ -553,7 +553,7 @@ def test_a_head_without_end(run: Any, wire: Wire) -> None:
 @pytest.mark.parametrize(
     "headers", [{"a": "b\r\nx-evil: 1"}, {"a": b"b\nx-evil: 1"}, {"a\r\nx-evil": "1"}, {"a": "b\rc"}]
 )
-def test_a_line_break_in_a_header_is_refused(run: Any, wire: Wire, headers: dict[str, str | bytes]) -> None:
+def test_a_line_break_in_a_header_is_rejected(run: Any, wire: Wire, headers: dict[str, str | bytes]) -> None:
     """It would begin a header, or a request, of its own."""
     heard: list[bytes] = []
 
@@ -579,12 +579,12 @@ def test_a_line_break_in_a_header_is_refused(run: Any, wire: Wire, headers: dict
         "https://[FE80::1]/b/key",
     ],
 )
-def test_the_host_is_named_as_the_sdk_signs_it(url: str) -> None:
+def test_the_host_header_matches_the_one_the_sdk_signs(url: str) -> None:
     """Else the signature is wrong for whoever computes it from the header."""
     assert messages.host_of(urlsplit(url)) == botocore.auth._host_from_url(url)
 
 
-def test_an_address_of_version_6_without_a_port(ca_file: str) -> None:
+def test_an_ipv6_address_without_a_port(ca_file: str) -> None:
     uploads = Uploads(max_connections=1, connect_timeout_s=1, read_timeout_s=1, ca_file=ca_file)
     for url, port in (("http://[::1]/b", 80), ("https://[::1]/b", 443), ("http://[::1]:8333/b", 8333)):
         connection = uploads._connect(urlsplit(url))

@@ -57,7 +57,7 @@ ANSWERS = st.builds(
 
 @settings(max_examples=1500, deadline=None)
 @given(ANSWERS | st.binary(max_size=200))
-def test_any_answer_is_read_in_one_way_or_refused(received: bytes) -> None:
+def test_any_response_is_read_unambiguously_or_rejected(received: bytes) -> None:
     try:
         found = complete_response(without_interim(received))
     except (http.client.HTTPException, UnusualResponseError):
@@ -75,7 +75,7 @@ def test_any_answer_is_read_in_one_way_or_refused(received: bytes) -> None:
 
 @settings(max_examples=500, deadline=None)
 @given(ANSWERS | st.binary(max_size=200), st.integers(1, 40))
-def test_the_library_reads_any_answer_or_refuses_it(received: bytes, piece_bytes: int) -> None:
+def test_http_client_reads_or_rejects_any_response(received: bytes, piece_bytes: int) -> None:
     """What is left of it, when our own reading has given up."""
     pieces = [received[start : start + piece_bytes] for start in range(0, len(received), piece_bytes)]
     try:
@@ -88,7 +88,7 @@ def test_the_library_reads_any_answer_or_refuses_it(received: bytes, piece_bytes
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.binary(max_size=20), min_size=1, max_size=4), st.integers(0, 400))
-def test_answers_end_where_they_say(bodies: list[bytes], cut: int) -> None:
+def test_responses_end_where_their_framing_says(bodies: list[bytes], cut: int) -> None:
     """One after the other on a connection, and cut anywhere."""
     whole = [b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body) for body in bodies]
     found = complete_response(whole[0][:cut])
@@ -98,7 +98,7 @@ def test_answers_end_where_they_say(bodies: list[bytes], cut: int) -> None:
 
 
 @pytest.mark.parametrize("kind", AMBIGUOUS)
-def test_a_head_that_can_be_read_in_two_ways_is_refused(kind: str) -> None:
+def test_an_ambiguous_head_is_rejected(kind: str) -> None:
     head, _, _ = AMBIGUOUS[kind].partition(END)
     with pytest.raises(MalformedResponseError):
         parsed(head)
@@ -107,7 +107,7 @@ def test_a_head_that_can_be_read_in_two_ways_is_refused(kind: str) -> None:
 @pytest.mark.parametrize(
     "text", ["", "-1", "+1", " 1", "1 ", "1_0", "\N{ARABIC-INDIC DIGIT THREE}", "1" * 20]
 )
-def test_what_is_no_whole_number(text: str) -> None:
+def test_invalid_content_lengths_are_rejected(text: str) -> None:
     with pytest.raises(MalformedResponseError):
         whole_number("Content-Length", text)
     assert whole_number("Content-Length", "9" * 19) == 10**19 - 1

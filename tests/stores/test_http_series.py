@@ -144,7 +144,7 @@ def _nothing_is_left() -> Iterator[None]:
 # --- one series ----------------------------------------------------------------------------------------------------
 
 
-def test_many_in_their_order_on_one_connection(run: Any, wire: Wire) -> None:
+def test_a_series_is_sent_in_order_on_one_connection(run: Any, wire: Wire) -> None:
     received: list[bytes] = []
     told: list[tuple[int, int]] = []  # status, and how many had arrived by then
 
@@ -165,7 +165,7 @@ def test_many_in_their_order_on_one_connection(run: Any, wire: Wire) -> None:
     assert told == [(200, number) for number in range(1, 23)]
 
 
-def test_each_is_read_when_its_turn_has_come(run: Any, wire: Wire) -> None:
+def test_each_body_is_read_when_its_turn_comes(run: Any, wire: Wire) -> None:
     """Not before the one ahead of it is answered: what waits takes no memory."""
     events: list[str] = []
 
@@ -183,7 +183,7 @@ def test_each_is_read_when_its_turn_has_come(run: Any, wire: Wire) -> None:
     assert events == [word for number in range(4) for word in (f"read {number}", "answered")]
 
 
-def test_many_of_none(run: Any, wire: Wire) -> None:
+def test_an_empty_series(run: Any, wire: Wire) -> None:
     async def main() -> None:
         with wire.server(takes_all([])) as server:
             async with wire.small_uploads() as uploads:
@@ -195,7 +195,7 @@ def test_many_of_none(run: Any, wire: Wire) -> None:
 
 
 @pytest.mark.parametrize("refusal", [REFUSED, KEPT_REFUSAL], ids=["the last", "kept"])
-def test_many_end_with_the_first_refusal(run: Any, wire: Wire, refusal: bytes) -> None:
+def test_a_series_ends_at_the_first_refusal(run: Any, wire: Wire, refusal: bytes) -> None:
     received: list[bytes] = []
     answers: list[Response] = []
 
@@ -221,7 +221,7 @@ def test_many_end_with_the_first_refusal(run: Any, wire: Wire, refusal: bytes) -
 
 
 @pytest.mark.parametrize("answer", [DONE, LAST], ids=["without a word", "as it says"])
-def test_a_server_that_closes_connections_amid_many(
+def test_a_server_that_closes_connections_in_the_middle_of_a_series(
     run: Any, wire: Wire, answer: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each arrives once, on as many connections as it takes and no more."""
@@ -253,7 +253,7 @@ def test_a_server_that_closes_connections_amid_many(
     assert len(answers) == len(SMALL)
 
 
-def test_a_connection_that_breaks_amid_many(run: Any, wire: Wire) -> None:
+def test_a_connection_that_breaks_in_the_middle_of_a_series(run: Any, wire: Wire) -> None:
     """What was answered before stays answered; nothing is sent after it."""
     received: list[bytes] = []
     answers: list[Response] = []
@@ -276,7 +276,7 @@ def test_a_connection_that_breaks_amid_many(run: Any, wire: Wire) -> None:
 
 
 @pytest.mark.parametrize("is_reset", [False, True])
-def test_an_idle_connection_that_was_closed_is_not_used(run: Any, wire: Wire, is_reset: bool) -> None:
+def test_a_closed_idle_connection_is_not_reused(run: Any, wire: Wire, is_reset: bool) -> None:
     received: list[bytes] = []
 
     def talk(near: socket.socket) -> None:
@@ -297,7 +297,9 @@ def test_an_idle_connection_that_was_closed_is_not_used(run: Any, wire: Wire, is
     assert received[1::2] == [b"one", b"two"] * 3
 
 
-def test_what_tls_says_of_its_own_is_no_end(run: Any, tls: ssl.SSLContext, ca_file: str) -> None:
+def test_tls_session_tickets_do_not_end_an_idle_connection(
+    run: Any, tls: ssl.SSLContext, ca_file: str
+) -> None:
     """Session tickets arrive before the first request: the connection lives."""
     wire = Wire("https", tls, ca_file)
 
@@ -316,7 +318,9 @@ def test_what_tls_says_of_its_own_is_no_end(run: Any, tls: ssl.SSLContext, ca_fi
 
 @pytest.mark.parametrize("num_good", [0, 3])
 @pytest.mark.parametrize("who", ["read", "told"])
-def test_an_error_of_who_is_asked_or_told_ends_it(run: Any, wire: Wire, who: str, num_good: int) -> None:
+def test_an_error_raised_by_a_body_or_callback_ends_only_its_series(
+    run: Any, wire: Wire, who: str, num_good: int
+) -> None:
     """And nothing but its own series."""
     received: dict[bytes, list[bytes]] = defaultdict(list)
     num_answered = 0
@@ -369,7 +373,7 @@ def sorts(received: dict[bytes, list[bytes]]) -> Talk:
     return talk
 
 
-def test_many_series_share_a_thread(run: Any, wire: Wire) -> None:
+def test_all_series_share_one_thread(run: Any, wire: Wire) -> None:
     received: dict[bytes, list[bytes]] = defaultdict(list)
     names = [f"n{number}" for number in range(8)]
     threads: set[threading.Thread] = set()
@@ -414,7 +418,7 @@ def held_up(gate: Gate) -> Iterator[bytes]:
 
 
 @pytest.mark.parametrize("reads", [True, False])
-def test_a_silent_server_holds_up_no_other_series(
+def test_a_silent_server_does_not_delay_other_series(
     run: Any, wire: Wire, reads: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     received: list[bytes] = []
@@ -446,7 +450,7 @@ def test_a_silent_server_holds_up_no_other_series(
 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("reads", [True, False])
-def test_a_server_that_falls_silent_fails_its_own_series(run: Any, wire: Wire, reads: bool) -> None:
+def test_a_server_that_stops_responding_fails_only_its_series(run: Any, wire: Wire, reads: bool) -> None:
     """It reads no more, or it never answers."""
     may_end = threading.Event()
     is_over = threading.Event()
@@ -488,7 +492,7 @@ class Clock:
 
 
 @pytest.mark.usefixtures("quick")
-def test_time_that_the_thread_takes_does_not_count(
+def test_time_spent_in_the_thread_does_not_count_as_a_stall(
     run: Any, wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An answer that waits to be read, because another series' body takes long, is not late."""
@@ -523,7 +527,9 @@ def test_time_that_the_thread_takes_does_not_count(
 
 
 @pytest.mark.usefixtures("quick")
-def test_whoever_gets_on_is_not_late(run: Any, wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_series_that_makes_progress_does_not_time_out(
+    run: Any, wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Half a body, the other half, half an answer, the other half: each within the read timeout, all of them not."""
     clock, gates, seen = Clock(), [Gate() for _ in range(4)], []
     monkeypatch.setattr(series, "time", clock)
@@ -560,7 +566,7 @@ def test_whoever_gets_on_is_not_late(run: Any, wire: Wire, monkeypatch: pytest.M
     run(main())
 
 
-def test_bodies_that_no_socket_takes_at_once(run: Any, wire: Wire) -> None:
+def test_bodies_larger_than_the_socket_buffer(run: Any, wire: Wire) -> None:
     """All of them are under way when the first is read; each arrives whole."""
     received: dict[bytes, list[bytes]] = defaultdict(list)
     all_here = threading.Barrier(3)
@@ -585,7 +591,9 @@ def test_bodies_that_no_socket_takes_at_once(run: Any, wire: Wire) -> None:
     assert received == {f"/{name}-{n}".encode(): [[LARGE, DATA][n]] for name in "abc" for n in range(2)}
 
 
-def test_it_does_not_spin_while_it_waits(run: Any, wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_thread_does_not_spin_while_it_waits(
+    run: Any, wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A socket could nearly always take more: that counts only as long as there is more."""
     wanted: list[int] = []
     stuck, waiting = Gate(), Gate()
@@ -628,7 +636,7 @@ def test_it_does_not_spin_while_it_waits(run: Any, wire: Wire, monkeypatch: pyte
     # What is too much must arrive before the next one is begun.
     + [(kind, True) for kind in GOOD_ANSWERS if kind != "more than it says"],
 )
-def test_answers_of_every_shape(run: Any, wire: Wire, kind: str, is_in_pieces: bool) -> None:
+def test_responses_of_every_framing_are_read(run: Any, wire: Wire, kind: str, is_in_pieces: bool) -> None:
     """What is taken and what is refused, and whether the connection is used again."""
     answer, status, content, is_kept = GOOD_ANSWERS[kind]
     piece_bytes = max(1, len(answer) // 1000) if is_in_pieces else len(answer)
@@ -676,7 +684,7 @@ ODD_REFUSALS = {
     [("amid the body", kind) for kind in ODD_REFUSALS]
     + [("after it", kind) for kind in ODD_REFUSALS if kind != "cut short"],
 )
-def test_refusals_of_every_shape(run: Any, wire: Wire, when: str, kind: str) -> None:
+def test_refusals_of_every_framing_are_read(run: Any, wire: Wire, when: str, kind: str) -> None:
     answers: list[Response] = []
 
     def talk(near: socket.socket) -> None:
@@ -699,7 +707,7 @@ def test_refusals_of_every_shape(run: Any, wire: Wire, when: str, kind: str) -> 
 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("answer", [REFUSED, KEPT_REFUSAL], ids=["the last", "kept"])
-def test_a_refusal_before_the_body_is_sent(run: Any, wire: Wire, answer: bytes) -> None:
+def test_a_refusal_before_the_body_is_sent_is_reported(run: Any, wire: Wire, answer: bytes) -> None:
     """It is heard, also where the connection stays open and nobody reads the rest, which is not sent."""
     received = 0
     is_over = threading.Event()
@@ -725,7 +733,7 @@ def test_a_refusal_before_the_body_is_sent(run: Any, wire: Wire, answer: bytes) 
     assert received < len(LONG)
 
 
-def test_a_refusal_followed_by_a_reset(run: Any, wire: Wire) -> None:
+def test_a_refusal_followed_by_a_reset_is_reported(run: Any, wire: Wire) -> None:
     """What a server does that closes a connection with a body still on its way: the answer counts, not the reset."""
 
     def talk(near: socket.socket) -> None:
@@ -745,7 +753,7 @@ def test_a_refusal_followed_by_a_reset(run: Any, wire: Wire) -> None:
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_success_before_the_body_is_sent_is_none(run: Any, wire: Wire) -> None:
+def test_a_success_before_the_body_is_sent_is_an_error(run: Any, wire: Wire) -> None:
     """Nobody can have stored what he has not got."""
     is_over = threading.Event()
     answers: list[Response] = []
@@ -767,7 +775,7 @@ def test_a_success_before_the_body_is_sent_is_none(run: Any, wire: Wire) -> None
 
 
 @pytest.mark.parametrize("kind", BAD_ANSWERS)
-def test_a_bad_answer_is_an_error(run: Any, wire: Wire, kind: str) -> None:
+def test_an_invalid_response_is_an_error(run: Any, wire: Wire, kind: str) -> None:
     answers: list[Response] = []
 
     def talk(near: socket.socket) -> None:
@@ -786,7 +794,7 @@ def test_a_bad_answer_is_an_error(run: Any, wire: Wire, kind: str) -> None:
     assert not answers
 
 
-def test_others_amid_the_body(run: Any, wire: Wire) -> None:
+def test_interim_responses_during_the_body(run: Any, wire: Wire) -> None:
     """A server may say 100 Continue to whom did not ask for it: no refusal."""
     received: list[bytes] = []
 
@@ -808,7 +816,7 @@ def test_others_amid_the_body(run: Any, wire: Wire) -> None:
 
 
 @pytest.mark.parametrize("kind", ["an answer", "two answers"])
-def test_what_arrives_together(run: Any, wire: Wire, kind: str) -> None:
+def test_responses_that_arrive_together(run: Any, wire: Wire, kind: str) -> None:
     """In one packet, over TLS in several records of it: none is left behind where no selector sees it. An answer that
     nobody asked for is nobody's.
     """
@@ -838,7 +846,7 @@ def test_what_arrives_together(run: Any, wire: Wire, kind: str) -> None:
 
 
 @pytest.mark.parametrize("says", [b"", b"SSH-2.0-OpenSSH\r\n\r\n", b"\0" * 100_000], ids=["", "SSH", "zeros"])
-def test_a_server_that_does_not_wait_for_a_request(run: Any, wire: Wire, says: bytes) -> None:
+def test_a_server_that_responds_before_the_request_is_an_error(run: Any, wire: Wire, says: bytes) -> None:
     """It speaks, or closes the connection, at once. One connection is enough to see that."""
 
     def talk(near: socket.socket) -> None:
@@ -855,7 +863,9 @@ def test_a_server_that_does_not_wait_for_a_request(run: Any, wire: Wire, says: b
     run(main())
 
 
-def test_a_server_that_is_not_one_of_tls(run: Any, plain: Wire, tls: ssl.SSLContext, ca_file: str) -> None:
+def test_a_server_that_does_not_speak_tls_is_an_error(
+    run: Any, plain: Wire, tls: ssl.SSLContext, ca_file: str
+) -> None:
     async def main() -> None:
         with plain.server(lambda _: None) as server:
             wire = Wire("https", tls, ca_file)
@@ -876,7 +886,7 @@ async def cancelled(sending: asyncio.Future[Any]) -> None:
         await sending
 
 
-def test_cancelled_amid_many_nobody_is_told_any_more(run: Any, wire: Wire) -> None:
+def test_a_cancelled_series_makes_no_more_callbacks(run: Any, wire: Wire) -> None:
     answers: list[Response] = []
     waiting = Gate()
 
@@ -902,7 +912,7 @@ def test_cancelled_amid_many_nobody_is_told_any_more(run: Any, wire: Wire) -> No
     run(main())
 
 
-def test_cancelled_while_somebody_is_told_it_waits(run: Any, wire: Wire) -> None:
+def test_cancelling_waits_for_a_running_callback(run: Any, wire: Wire) -> None:
     """Else he would be told after the cancellation."""
     telling = Gate()
     num_told = 0
@@ -931,7 +941,7 @@ def test_cancelled_while_somebody_is_told_it_waits(run: Any, wire: Wire) -> None
     run(main())
 
 
-def test_cancelled_while_it_connects(run: Any, wire: Wire) -> None:
+def test_cancelling_while_it_connects(run: Any, wire: Wire) -> None:
     """Nobody waits for it; what is connected at last is closed."""
     connecting = Gate()
 
@@ -955,7 +965,7 @@ def test_cancelled_while_it_connects(run: Any, wire: Wire) -> None:
     run(main())
 
 
-def test_cancelled_amid_a_body(run: Any, wire: Wire) -> None:
+def test_cancelling_in_the_middle_of_a_body(run: Any, wire: Wire) -> None:
     """What is left of it is not sent."""
     stuck = Gate()
     received = 0
@@ -980,7 +990,7 @@ def test_cancelled_amid_a_body(run: Any, wire: Wire) -> None:
     assert received < len(LONG)
 
 
-def test_cancelled_while_its_body_is_read(run: Any, wire: Wire) -> None:
+def test_cancelling_while_its_body_is_read(run: Any, wire: Wire) -> None:
     """Nobody waits for the disk; what is read at last is not sent. The others go on."""
     answers: list[Response] = []
     received: dict[bytes, list[bytes]] = defaultdict(list)
@@ -1005,7 +1015,7 @@ def test_cancelled_while_its_body_is_read(run: Any, wire: Wire) -> None:
 
 
 @pytest.mark.parametrize("when", ["before its turn", "before its answer", "before its answer is read"])
-def test_cancelled_while_another_body_is_read(run: Any, wire: Wire, when: str) -> None:
+def test_cancelling_while_another_body_is_read(run: Any, wire: Wire, when: str) -> None:
     """Nobody waits for that either, nor is told of an answer that is found later."""
     answers: list[Response] = []
     received: list[bytes] = []
@@ -1049,7 +1059,7 @@ def test_cancelled_while_another_body_is_read(run: Any, wire: Wire, when: str) -
     assert received == ([] if when == "before its turn" else SMALL[:2])
 
 
-def test_cancelled_while_an_odd_answer_is_read_on(run: Any, wire: Wire) -> None:
+def test_cancelling_while_a_long_response_is_read(run: Any, wire: Wire) -> None:
     answers: list[Response] = []
     waiting = Gate()
 
@@ -1074,7 +1084,7 @@ def test_cancelled_while_an_odd_answer_is_read_on(run: Any, wire: Wire) -> None:
 
 
 @pytest.mark.parametrize("answer", [DONE, KEPT_REFUSAL], ids=["taken", "refused"])
-def test_cancelled_when_it_is_over_it_breaks_no_connection(run: Any, wire: Wire, answer: bytes) -> None:
+def test_cancelling_a_finished_series_keeps_its_connection(run: Any, wire: Wire, answer: bytes) -> None:
     """Which may be another's by then."""
     received: list[bytes] = []
 
@@ -1103,7 +1113,7 @@ def test_cancelled_when_it_is_over_it_breaks_no_connection(run: Any, wire: Wire,
 # --- the thread ----------------------------------------------------------------------------------------------------
 
 
-def test_it_ends_when_nothing_is_on_its_way_and_starts_again(run: Any, wire: Wire) -> None:
+def test_the_thread_ends_when_idle_and_restarts(run: Any, wire: Wire) -> None:
     async def main() -> None:
         with wire.server(takes_all([])) as server:
             async with wire.small_uploads() as uploads:
@@ -1117,7 +1127,7 @@ def test_it_ends_when_nothing_is_on_its_way_and_starts_again(run: Any, wire: Wir
     run(main())
 
 
-def test_closed_while_series_are_on_their_way(run: Any, wire: Wire) -> None:
+def test_closing_while_series_are_in_progress(run: Any, wire: Wire) -> None:
     """They go on as long as their connections live."""
     received: list[bytes] = []
     answers: dict[str, list[Response]] = defaultdict(list)
@@ -1158,7 +1168,7 @@ def test_closed_while_series_are_on_their_way(run: Any, wire: Wire) -> None:
 
 
 @pytest.mark.parametrize("what", ["socketpair", "selector", "thread", "registering", "waiting"])
-def test_what_the_system_refuses_is_an_error_and_no_wait_without_end(
+def test_a_refused_system_call_is_an_error_not_a_hang(
     run: Any, plain: Wire, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     """It may be out of descriptors, memory or threads. The next series finds everything as it was."""

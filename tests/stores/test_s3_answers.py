@@ -71,12 +71,12 @@ def check_refused(calls: dict[str, tuple[str, bytes]]) -> None:
 
 
 @pytest.mark.parametrize("call", [*LISTINGS, "delete", "create_multipart", "complete_multipart"])
-def test_what_is_no_answer_of_a_store_is_not_an_empty_one(call):
+def test_a_foreign_response_is_not_read_as_empty(call):
     check_refused({kind: (call, body) for kind, body in FOREIGN.items()})
 
 
 @pytest.mark.parametrize("call", LISTINGS)
-def test_a_listing_cut_at_any_byte_is_refused(call):
+def test_a_listing_truncated_at_any_byte_is_rejected(call):
     whole = LISTINGS[call]()
     check_refused({f"{end}": (call, whole[:end]) for end in range(0, len(whole), 7)})
 
@@ -114,7 +114,7 @@ OTHERS = {
 }
 
 
-def test_an_answer_to_another_question_is_refused():
+def test_a_response_to_another_request_is_rejected():
     check_refused(OTHERS)
 
 
@@ -125,12 +125,12 @@ PAGES = {
 }
 
 
-def test_a_listing_that_gives_the_same_page_for_ever_ends():
+def test_a_listing_that_repeats_its_page_for_ever_is_an_error():
     """As a cache does that looks at the path only."""
     check_refused(PAGES)
 
 
-def test_the_first_page_once_more_as_the_last_one_is_refused():
+def test_a_repeated_first_page_is_rejected():
     """Half a listing twice is no whole one."""
     first = objects("run/a", "run/b", IsTruncated=True, NextContinuationToken="t")
     again = objects("run/a", "run/b")
@@ -138,7 +138,7 @@ def test_the_first_page_once_more_as_the_last_one_is_refused():
     assert "'a' twice" in str(error)
 
 
-def test_an_answer_from_a_cache_is_refused():
+def test_a_cached_response_is_rejected():
     """It says what was there when it was asked first."""
     (error,) = refusals([("list", [answer(200, headers={"Age": "37"}, body=objects())])])
     assert "cache" in str(error)
@@ -166,7 +166,7 @@ GOOD = {
 }
 
 
-def test_stores_that_echo_in_their_own_ways_are_understood(run):
+def test_listings_of_s3_compatible_stores_are_understood(run):
     async def body():
         async with answering() as (store, left):
             for kind, page in GOOD.items():
@@ -179,7 +179,7 @@ def test_stores_that_echo_in_their_own_ways_are_understood(run):
 
 
 @pytest.mark.parametrize("root", ["ListPartsResult", "ListPartsResponse", "ListMultipartUploadResult"])
-def test_parts_may_come_under_the_name_that_a_relative_gives_them(run, root):
+def test_part_listings_with_a_stores_own_element_name_are_understood(run, root):
     """moto's, and that of stores made after an old Ceph."""
 
     async def body():
@@ -190,7 +190,7 @@ def test_parts_may_come_under_the_name_that_a_relative_gives_them(run, root):
     run(body())
 
 
-def test_uploads_may_come_under_the_name_that_a_relative_gives_them(run):
+def test_upload_listings_with_a_stores_own_element_name_are_understood(run):
     async def body():
         async with answering() as (store, left):
             left[:] = [answer(200, body=uploads("run/a").replace(b"UploadsResult", b"UploadResult"))]
@@ -200,7 +200,7 @@ def test_uploads_may_come_under_the_name_that_a_relative_gives_them(run):
 
 
 @pytest.mark.parametrize("prefix", ["p%2Bq/", "a+b c%2B d/lr=1e-4+x", "100%/", "p%20q/"])
-def test_a_prefix_that_looks_encoded_is_known_again(prefix):
+def test_a_prefix_that_looks_url_encoded_is_recognised(prefix):
     """As it is, encoded without a word, and decoded by the SDK though it was not encoded (SeaweedFS 4.48)."""
     asked = {"Bucket": "bucket", "Prefix": prefix}
     page = {"Name": "bucket", "IsTruncated": False, "ResponseMetadata": {"HTTPHeaders": {}}}
@@ -210,7 +210,7 @@ def test_a_prefix_that_looks_encoded_is_known_again(prefix):
         s3_answers.next_page(s3_answers.OBJECTS, asked, page | {"Prefix": f"{prefix}x"})
 
 
-def test_a_checksum_of_another_length_is_none():
+def test_a_checksum_of_the_wrong_length_is_ignored():
     whole = {"ChecksumCRC64NVME": "DlfLM4aqZUQ=", "ChecksumType": "FULL_OBJECT"}
     assert s3_answers.checksum(whole) == Checksum("crc64nvme", "DlfLM4aqZUQ=")
     assert s3_answers.checksum(whole | {"ChecksumCRC64NVME": "4xdqIQ=="}) is None
@@ -218,7 +218,7 @@ def test_a_checksum_of_another_length_is_none():
     assert s3_answers.checksum(both) == Checksum("crc32c", "4xdqIQ==")
 
 
-def test_the_alias_of_an_access_point_may_be_answered_by_the_buckets_own_name():
+def test_an_access_point_alias_may_echo_the_bucket_name():
     page = {"Name": "bucket", "Prefix": "run/", "IsTruncated": False}
     page["ResponseMetadata"] = {"HTTPHeaders": {}}
     asked = {"Bucket": "point-abcdefghijklmnopqrstuvwxyz1a2b3c-s3alias", "Prefix": "run/"}
@@ -227,14 +227,14 @@ def test_the_alias_of_an_access_point_may_be_answered_by_the_buckets_own_name():
         s3_answers.next_page(s3_answers.OBJECTS, asked | {"Bucket": "point"}, page)
 
 
-def test_an_error_of_one_key_is_told_though_the_answer_has_no_key():
+def test_a_delete_error_without_a_key_is_reported():
     body = deleted(extra=item("Error", Code="InternalError"))
     (error,) = refusals([("delete", [answer(200, body=body)])])
     assert "InternalError" in str(error)
 
 
 @pytest.mark.parametrize("body", [HTML, b"", b"404 page not found\n"], ids=["HTML", "empty", "text"])
-def test_a_404_that_no_store_gave_is_not_nothing_there(body):
+def test_a_404_not_from_the_store_is_not_a_missing_object(body):
     """An ingress whose backend is away answers so."""
     calls = ("get", "get_range", "list", "list_parts", "put", "delete", "put_part", "abort_multipart")
     for call, error in zip(
@@ -252,7 +252,7 @@ def page_at(second: int, body: bytes) -> bytes:
     return answer(200, headers={"Date": f"Sat, 21 Nov 2026 04:00:{second:02d} GMT"}, body=body)
 
 
-def test_a_listing_has_the_time_of_the_store_when_it_began(run):
+def test_a_listing_carries_the_stores_time_at_its_beginning(run):
     """Measured against a later one, an object of a page in between would be too old."""
     pages = [
         page_at(0, objects("run/a", IsTruncated=True, NextContinuationToken="t")),
@@ -269,7 +269,7 @@ def test_a_listing_has_the_time_of_the_store_when_it_began(run):
     run(body())
 
 
-def test_without_the_time_of_the_store_there_is_no_listing():
+def test_a_listing_without_the_stores_time_is_rejected():
     """Our own clock would decide what is old, and what is pruned."""
     dates = "", "yesterday", "2026-11-21T04:00:00Z", "Sat, 21 Nov 99999 04:00:00 GMT", "9" * 5000
     answers = [("list", [answer(200, headers={"Date": date}, body=objects())]) for date in dates]
@@ -279,7 +279,7 @@ def test_without_the_time_of_the_store_there_is_no_listing():
         assert "Date" in str(error), date
 
 
-def test_a_date_without_a_zone_is_the_worlds(monkeypatch):
+def test_a_date_without_a_zone_is_utc(monkeypatch):
     page = {"ResponseMetadata": {"HTTPHeaders": {"date": "Sat, 21 Nov 2026 04:00:00"}}}
     assert s3_answers.server_time(page) == 1795233600.0
 
@@ -301,7 +301,7 @@ def with_field(body: bytes, name: str, value: str | None) -> bytes:
     return before + (b"" if value is None else start + value.encode() + end) + rest.partition(end)[2]
 
 
-def test_a_field_that_is_missing_or_nonsense_is_told():
+def test_a_missing_or_invalid_field_is_reported():
     calls = {}
     for call, (body, names) in WHOLE.items():
         for name in names:
@@ -318,7 +318,7 @@ RANGES = ("bytes */5", "bytes 0-4/*", "zero", "bytes 0-4/", "bytes 0-4/" + "9" *
 OTHER_RANGES = ("bytes 0-4/4", "bytes 4-0/5", "bytes 1-5/6")
 
 
-def test_a_range_that_is_nonsense_is_told(run):
+def test_an_invalid_content_range_is_reported(run):
     async def body():
         async with answering() as (store, left):
             for content_range in (*RANGES, *OTHER_RANGES):
@@ -335,7 +335,7 @@ def test_a_range_that_is_nonsense_is_told(run):
     run(body())
 
 
-def test_a_time_that_is_nonsense_is_told():
+def test_an_invalid_time_is_reported():
     headers = {"ETag": '"e"', "Content-Length": "5", "Content-Range": "bytes 0-4/5", "Last-Modified": "soon"}
     answers = {"head": answer(200, headers=headers), "get_range": answer(206, headers=headers, body=b"hello")}
     for error in refusals([(call, [each]) for call, each in answers.items()]):
@@ -377,7 +377,7 @@ def bodies(draw) -> bytes:
     return whole[:at] + draw(st.binary(max_size=4)) + whole[at + draw(st.integers(0, 8)) :]
 
 
-def test_any_answer_is_understood_or_refused():
+def test_any_response_is_understood_or_rejected():
     """Whatever is answered: a value of the right kind, or a StoreError."""
 
     async def play():

@@ -86,7 +86,7 @@ CALLS = {
     ],
     ids=["500", "503", "429", "403", "skew", "reset"],
 )
-def test_one_call_is_one_attempt(run, call, reply, reason):
+def test_each_call_makes_one_attempt(run, call, reply, reason):
     """Retries belong to the engine: an SDK that repeats by itself would multiply them."""
 
     async def body():
@@ -133,7 +133,7 @@ def test_one_call_is_one_attempt(run, call, reply, reason):
         (b"not HTTP at all\r\n\r\n", FailureReason.TRANSIENT, ""),
     ],
 )
-def test_refusals_are_told_apart(run, reply, reason, hint):
+def test_refusals_are_classified(run, reply, reason, hint):
     async def body():
         async with connected(Peer(lambda _: reply), read_timeout_s=0.2) as store:
             with pytest.raises(StoreError) as raised:
@@ -157,7 +157,7 @@ def test_refusals_are_told_apart(run, reply, reason, hint):
         (None, 404, "NoSuchKey", ObjectNotFoundError),
     ],
 )
-def test_refused_condition_is_a_fact(run, condition, status, code, error):
+def test_a_failed_condition_is_a_result_not_an_error(run, condition, status, code, error):
     async def body():
         async with connected(Peer(lambda _: answer(status, code))) as store:
             with pytest.raises(StoreError) as raised:
@@ -181,7 +181,7 @@ def test_refused_condition_is_a_fact(run, condition, status, code, error):
         ("complete_multipart", 400, "InvalidPart", IntegrityError, FailureReason.CHECKSUM),
     ],
 )
-def test_error_answers_of_other_calls(run, call, status, code, error, reason):
+def test_error_responses_of_other_calls(run, call, status, code, error, reason):
     """A 200 with an error inside is an error (S3 API reference, CompleteMultipartUpload)."""
 
     async def body():
@@ -194,7 +194,7 @@ def test_error_answers_of_other_calls(run, call, status, code, error, reason):
 
 
 @pytest.mark.parametrize("reply", [b"", b"<CompleteMultipartUploadResult/>"])
-def test_completion_without_a_result_is_an_error(run, reply):
+def test_completion_without_a_result_is_rejected(run, reply):
     async def body():
         async with connected(Peer(lambda _: answer(200, body=reply))) as store:
             with pytest.raises(StoreError) as raised:
@@ -205,7 +205,7 @@ def test_completion_without_a_result_is_an_error(run, reply):
 
 
 @pytest.mark.parametrize("call", ["put", "get", "get_range", "head", "create_multipart", "put_part"])
-def test_empty_success_is_an_error(run, call):
+def test_an_empty_success_is_an_error(run, call):
     """Something between us and the store answers 200 to everything."""
 
     async def body():
@@ -240,7 +240,7 @@ def list_sub(store):
         (answer(200, body=NOT_DELETED), CALLS["delete"], "a"),
     ],
 )
-def test_an_error_names_the_object_as_any_other_tool_does(run, reply, call, key):
+def test_an_error_names_the_object_by_its_full_url(run, reply, call, key):
     """For people. Its `key` is the one that it was asked for."""
 
     async def body():
@@ -253,7 +253,7 @@ def test_an_error_names_the_object_as_any_other_tool_does(run, reply, call, key)
 
 
 @pytest.mark.parametrize(("found", "is_ours"), [(crc(b"hello"), True), (crc(b"other"), False)])
-def test_completing_a_forgotten_upload_asks_for_the_object(run, found, is_ours):
+def test_completing_an_unknown_upload_looks_up_the_object(run, found, is_ours):
     """S3 forgets an upload once it is completed: a lost reply must not look like a lost upload."""
 
     def respond(request):
@@ -273,7 +273,7 @@ def test_completing_a_forgotten_upload_asks_for_the_object(run, found, is_ours):
     run(body())
 
 
-def test_composite_checksum_is_none(run):
+def test_a_composite_checksum_is_ignored(run):
     """ "…-N" says nothing about the whole object."""
     for headers in (
         {"x-amz-checksum-crc32c": "mnG7TA==-2"},
@@ -288,7 +288,7 @@ def test_composite_checksum_is_none(run):
         run(body())
 
 
-def test_request_is_lean(run):
+def test_requests_carry_no_needless_headers(run):
     """Our checksum as a header, an unsigned and unencoded body, nothing that waits for 100 Continue."""
 
     async def body():
@@ -310,7 +310,7 @@ def test_request_is_lean(run):
     run(body())
 
 
-def test_deletion_reads_the_errors_of_each_key(run):
+def test_deletion_reports_the_error_of_each_key(run):
     """DeleteObjects answers 200 and tells the failures inside."""
     refused = documents.item("Error", Key="run/b", Code="AccessDenied")
     reply = answer(200, body=documents.deleted("run/a", extra=refused))
@@ -327,7 +327,7 @@ def test_deletion_reads_the_errors_of_each_key(run):
 
 
 @pytest.mark.parametrize(("first", "num_pages"), [(("a", "c"), 1), (("c", "a"), 2)])
-def test_a_listing_ends_where_it_is_enough(run, first, num_pages):
+def test_a_listing_stops_when_the_caller_has_enough(run, first, num_pages):
     """But where the order is not that of the keys (directory buckets), nothing is known before the end."""
 
     def page(request):
@@ -362,7 +362,7 @@ def test_a_listing_ends_where_it_is_enough(run, first, num_pages):
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_silent_peer_and_cancellation_leave_no_task(run, call):
+def test_a_silent_server_and_cancellation_leave_no_task(run, call):
     """Every deadline of the engine is a cancellation (rule R14)."""
 
     async def body():
@@ -382,7 +382,7 @@ def test_silent_peer_and_cancellation_leave_no_task(run, call):
     run(body())
 
 
-def test_cancelled_in_the_middle_of_a_body(run):
+def test_cancelling_in_the_middle_of_a_body(run):
     """A peer that stops reading: nothing reads the body any more once the call has ended."""
 
     class Watched(ReusingBody):
@@ -425,7 +425,7 @@ def test_cancelled_in_the_middle_of_a_body(run):
     run(body())
 
 
-def test_source_error_closes_the_connection(run):
+def test_an_error_of_the_source_closes_the_connection(run):
     """A half-sent request: whatever is sent next on this connection would be taken for the body."""
 
     async def body():
@@ -442,7 +442,7 @@ def test_source_error_closes_the_connection(run):
     run(body())
 
 
-def test_answer_before_the_whole_body_is_no_success(run):
+def test_a_response_before_the_whole_body_is_not_a_success(run):
     """A 200 from something that did not read what we sent."""
 
     async def body():
@@ -456,7 +456,7 @@ def test_answer_before_the_whole_body_is_no_success(run):
     run(body())
 
 
-def test_reset_in_the_middle_of_a_body(run):
+def test_a_reset_in_the_middle_of_a_body_is_an_error(run):
     async def body():
         peer = Peer(lambda _: RESET, stop_after=MIB)
         async with connected(peer) as store:
@@ -468,7 +468,7 @@ def test_reset_in_the_middle_of_a_body(run):
     run(body())
 
 
-def test_reset_of_a_kept_connection_is_not_repeated(run):
+def test_a_reset_of_a_reused_connection_is_not_retried_here(run):
     """aiohttp sends an idempotent request again by itself when a kept-alive connection proves dead. For a
     conditional PUT the second answer is a lie (rule R13).
     """
@@ -489,7 +489,7 @@ def test_reset_of_a_kept_connection_is_not_repeated(run):
     run(body())
 
 
-def test_download_that_breaks_off(run):
+def test_a_truncated_download_is_an_error(run):
     head = b"HTTP/1.1 206 X\r\nETag: e\r\nContent-Length: 5\r\nContent-Range: bytes 0-4/5\r\n\r\nhe"
 
     async def body():
@@ -501,7 +501,7 @@ def test_download_that_breaks_off(run):
     run(body())
 
 
-def test_server_that_ignores_ranges_is_refused(run):
+def test_a_server_that_ignores_ranges_is_rejected(run):
     """The first bytes of the object are not the ones asked for."""
 
     async def body():
@@ -557,7 +557,7 @@ class Wire:
         self.kept.clear()
 
 
-def test_slice_is_taken_before_the_next_is_asked_for(run):
+def test_each_slice_is_consumed_before_the_next_is_requested(run):
     """A transport may keep a reference to what it could not send at once, and buffers are reused."""
 
     async def body():
@@ -569,7 +569,7 @@ def test_slice_is_taken_before_the_next_is_asked_for(run):
     run(body())
 
 
-def test_transport_of_a_failed_body_is_aborted(run):
+def test_the_transport_of_a_failed_body_is_aborted(run):
     """A transport that is merely closed goes on sending from a buffer that holds other bytes by then."""
 
     async def body():
@@ -593,7 +593,7 @@ async def open_failure(url: str, **options) -> StoreError:
 
 
 @pytest.mark.parametrize("answers", [True, False])
-def test_the_first_failure_of_all_is_short_enough_to_read(run, answers):
+def test_the_first_error_message_is_short(run, answers):
     """The probe's keys are as long as any; what is said of them is not."""
 
     async def body():
@@ -616,7 +616,7 @@ def test_the_first_failure_of_all_is_short_enough_to_read(run, answers):
         ("AWS_SECRET_ACCESS_KEY", "wrong", FailureReason.AUTH, "secret key"),
     ],
 )
-def test_wrong_credentials(run, s3_server, monkeypatch, name, value, reason, hint):
+def test_wrong_credentials_are_reported_at_open(run, s3_server, monkeypatch, name, value, reason, hint):
     for each, known in s3_server.environment().items():
         monkeypatch.setenv(each, known)
     monkeypatch.setenv(name, value)
@@ -625,13 +625,13 @@ def test_wrong_credentials(run, s3_server, monkeypatch, name, value, reason, hin
     assert hint in error.hint
 
 
-def test_missing_bucket(run, s3_url):
+def test_a_missing_bucket_is_reported_at_open(run, s3_url):
     error = run(open_failure("s3://no-such-bucket/run"))
     assert error.reason is FailureReason.NOT_FOUND
     assert "no-such-bucket" in error.hint
 
 
-def test_missing_credentials(run, monkeypatch):
+def test_missing_credentials_are_reported_at_open(run, monkeypatch):
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     error = run(open_failure("s3://bucket/run", endpoint_url="http://127.0.0.1:9"))
@@ -639,18 +639,18 @@ def test_missing_credentials(run, monkeypatch):
     assert "credentials" in error.hint
 
 
-def test_missing_profile(run):
+def test_a_missing_profile_is_reported_at_open(run):
     error = run(open_failure("s3://bucket/run", profile="nobody", endpoint_url="http://127.0.0.1:9"))
     assert error.reason is FailureReason.AUTH
 
 
-def test_unreachable_endpoint(run):
+def test_an_unreachable_endpoint_is_reported_at_open(run):
     error = run(open_failure("s3://bucket/run", endpoint_url="http://127.0.0.1:9"))
     assert error.reason is FailureReason.TRANSIENT
     assert "http://127.0.0.1:9" in error.hint
 
 
-def test_silent_endpoint(run):
+def test_a_silent_endpoint_is_reported_at_open(run):
     async def body():
         async with Peer(lambda _: SILENCE).serve() as url:
             return await open_failure(
@@ -669,7 +669,7 @@ def test_silent_endpoint(run):
         ("crc64nvme", True, ("crc64nvme", "crc32c"), (True, "crc64nvme")),
     ],
 )
-def test_probe_finds_out_what_is_enforced(run, kept, conditional, checked, expected):
+def test_the_probe_detects_what_the_store_enforces(run, kept, conditional, checked, expected):
     """A store that takes every PUT must not be trusted with create-once."""
 
     def respond(request):

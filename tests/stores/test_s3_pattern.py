@@ -82,7 +82,7 @@ QUERIES = st.one_of(
     st.one_of(st.none(), TEXT),
     st.integers(1_577_836_800, 2_840_140_800),
 )
-def test_signed_as_the_sdk_signs(
+def test_signatures_match_the_sdks(
     place: str,
     first: str,
     second: str,
@@ -147,7 +147,7 @@ def test_signed_as_the_sdk_signs(
     ],
     ids=lambda change: next(iter(change)),
 )
-def test_what_is_sent_in_another_way_is_no_pattern(change: dict[str, str]) -> None:
+def test_requests_sent_another_way_are_no_template(change: dict[str, str]) -> None:
     """Conditions of one object, signatures of another kind: the SDK's."""
     told = {
         "Authorization": "AWS4-HMAC-SHA256 Credential=A/20260101/us-east-1/s3/aws4_request, SignedHeaders=host",
@@ -192,7 +192,7 @@ def body_of(source: Any) -> Any:
     return FileBody(source, 0, source.size_bytes, moves, "crc64nvme")
 
 
-def test_a_small_file_goes_past_the_sdk_with_all_that_is_configured(
+def test_a_templated_request_carries_all_configuration(
     run: Any, s3_url: str, s3_server: Any, source: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Encryption or tags that were lost on the way would be found out by an auditor, not by a test of bytes."""
@@ -229,7 +229,7 @@ def test_a_small_file_goes_past_the_sdk_with_all_that_is_configured(
         ("drop_reply", FailureReason.TRANSIENT),
     ],
 )
-def test_refusals_mean_what_they_mean_through_the_sdk(
+def test_refusals_are_classified_as_through_the_sdk(
     run: Any, s3_url: str, s3_server: Any, source: Any, kind: str, reason: FailureReason
 ) -> None:
     right = checksum_of(b"a small shard", "crc64nvme")
@@ -279,7 +279,7 @@ def is_by_sdk(request: Request) -> bool:
 
 @pytest.mark.usefixtures("given_credentials")
 @pytest.mark.parametrize("way", WAYS)
-def test_only_the_first_one_is_the_sdks_and_the_next_says_the_same(
+def test_only_the_first_request_is_the_sdks_and_the_next_ones_match_it(
     run: Any, source: Any, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Encryption, tags or the session's token that were lost on the way would be found out by an auditor."""
@@ -309,7 +309,7 @@ def test_only_the_first_one_is_the_sdks_and_the_next_says_the_same(
 @pytest.mark.usefixtures("given_credentials")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("status", [307, 400, 403, 404, 500, 503])
-def test_after_a_refusal_that_may_be_its_fault_the_sdk_asks(
+def test_after_a_suspicious_refusal_the_sdk_sends_the_request(
     run: Any, source: Any, way: str, status: int
 ) -> None:
     """It knows redirects, regions and what else the configuration says by then; and is the pattern again."""
@@ -341,7 +341,7 @@ def test_after_a_refusal_that_may_be_its_fault_the_sdk_asks(
 
 
 @pytest.mark.usefixtures("given_credentials")
-def test_operations_have_patterns_of_their_own(run: Any, source: Any) -> None:
+def test_each_operation_has_its_own_template(run: Any, source: Any) -> None:
     """Only an object is encrypted and tagged, its parts are not; a conditional one is for one object."""
 
     async def body() -> list[bool]:
@@ -361,7 +361,7 @@ def test_operations_have_patterns_of_their_own(run: Any, source: Any) -> None:
 
 @pytest.mark.usefixtures("given_credentials")
 @pytest.mark.parametrize("lacks", ["ETag", "nothing"])
-def test_many_stop_at_an_answer_without_an_etag(run: Any, source: Any, lacks: str) -> None:
+def test_a_series_stops_at_a_response_without_an_etag(run: Any, source: Any, lacks: str) -> None:
     """Something between us and the store may answer 200."""
     stored: list[str] = []
 
@@ -400,7 +400,7 @@ def test_many_stop_at_an_answer_without_an_etag(run: Any, source: Any, lacks: st
         ("bkt", "cn-north-1", "https://bkt.s3.cn-north-1.amazonaws.com.cn/"),
     ],
 )
-def test_urls_to_read_name_the_region_and_have_a_signature_of_version_4(
+def test_presigned_urls_name_the_region_and_use_signature_v4(
     run: Any, monkeypatch: pytest.MonkeyPatch, bucket: str, region: str | None, origin: str
 ) -> None:
     """Left alone, the SDK uses version 2 in all older regions, and the global endpoint."""
@@ -430,7 +430,7 @@ def test_urls_to_read_name_the_region_and_have_a_signature_of_version_4(
     st.integers(1_767_225_600, 1_800_000_000),
     st.sampled_from([{}, {"x-amz-request-payer": "requester"}]),
 )
-def test_urls_to_read_are_signed_as_the_sdk_signs(
+def test_presigned_urls_match_the_sdks(
     place: str, first: str, second: str, token: str | None, now: int, more: dict[str, str]
 ) -> None:
     def signed(key: str, credentials: Any, at: int) -> str:
@@ -463,6 +463,6 @@ HOST = "X-Amz-SignedHeaders=host"
     ],
     ids=["version 2", "another key", "S3 Express", "its session", "more headers", "version 4a"],
 )
-def test_other_urls_to_read_are_the_sdks_business(key: str, asked: str) -> None:
+def test_other_presigned_urls_are_left_to_the_sdk(key: str, asked: str) -> None:
     assert UrlTemplate.of(f"https://s3/bucket/key?{V4}&{SCOPE}&{HOST}", "key") is not None
     assert UrlTemplate.of(f"https://s3/bucket/{key}?{asked}", "key") is None

@@ -65,7 +65,7 @@ class Pieces:
 
 
 @given(st.lists(st.binary(max_size=40), max_size=12), st.integers(1, 64), st.sampled_from(sorted(JUDGES)))
-def test_framed_as_the_sdk_frames(pieces: list[bytes], chunk_bytes: int, algorithm: str) -> None:
+def test_aws_chunked_framing_matches_the_sdks(pieces: list[bytes], chunk_bytes: int, algorithm: str) -> None:
     """However the slices fall; and the length that is told beforehand is that of what is sent."""
     judge = AwsChunkedWrapper(
         io.BytesIO(b"".join(pieces)),
@@ -182,7 +182,9 @@ def kinds(peer: Peer) -> str:
 
 @pytest.mark.usefixtures("given_credentials")
 @pytest.mark.parametrize("way", WAYS)
-def test_the_bytes_are_read_once(run: Any, secure: ssl.SSLContext, source: CountedSource, way: str) -> None:
+def test_a_trailer_upload_reads_the_bytes_once(
+    run: Any, secure: ssl.SSLContext, source: CountedSource, way: str
+) -> None:
     """After the SDK's first request; and the body knows what was sent."""
     right = checksum_of(DATA[:SMALL], "crc64nvme")
 
@@ -203,7 +205,7 @@ def test_the_bytes_are_read_once(run: Any, secure: ssl.SSLContext, source: Count
 
 @pytest.mark.usefixtures("given_credentials")
 @pytest.mark.parametrize("why", ["known", "paced", "not heeded"])
-def test_else_the_checksum_stands_in_the_header(
+def test_without_trailer_support_the_checksum_is_a_header(
     run: Any, secure: ssl.SSLContext, source: CountedSource, why: str
 ) -> None:
     async def main() -> Peer:
@@ -249,7 +251,7 @@ class Clock:
         ("part", 503, "STTT"),
     ],
 )
-def test_after_a_refusal_that_may_be_its_fault_headers_are_sent_for_a_while(
+def test_after_a_suspicious_refusal_headers_are_used_for_a_while(
     run: Any,
     secure: ssl.SSLContext,
     source: CountedSource,
@@ -286,7 +288,7 @@ def test_after_a_refusal_that_may_be_its_fault_headers_are_sent_for_a_while(
 
 
 @pytest.mark.usefixtures("given_credentials")
-def test_a_connection_that_breaks_is_an_attempt_like_any(
+def test_a_broken_connection_is_a_failed_attempt(
     run: Any, secure: ssl.SSLContext, source: CountedSource
 ) -> None:
     """And nobody knows the body's checksum then: the next one reads it again."""
@@ -304,7 +306,7 @@ def test_a_connection_that_breaks_is_an_attempt_like_any(
     assert kinds(run(main())) == "STT"
 
 
-def test_a_file_that_changes_is_not_what_its_trailer_says(source: CountedSource) -> None:
+def test_a_changed_file_does_not_match_its_trailer(source: CountedSource) -> None:
     """What was sent of it is not remembered: who asks has it read again."""
     body = source.body()
 
@@ -381,7 +383,7 @@ class Flavoured:
         ("breaks", set()),
     ],
 )
-def test_opening_finds_out_who_heeds_trailers(
+def test_the_probe_detects_stores_that_check_trailers(
     run: Any, secure: ssl.SSLContext, flavour: str, heeded: set[str]
 ) -> None:
     """Whoever does not is opened all the same."""
@@ -406,7 +408,9 @@ def test_opening_finds_out_who_heeds_trailers(
 
 @pytest.mark.usefixtures("given_credentials")
 @pytest.mark.parametrize("how", ["over plain HTTP", "to read"])
-def test_nobody_is_asked_who_need_not_tell(run: Any, secure: ssl.SSLContext, how: str) -> None:
+def test_trailers_are_probed_only_where_they_would_be_used(
+    run: Any, secure: ssl.SSLContext, how: str
+) -> None:
     async def main() -> None:
         peer = Peer(Flavoured("right").respond, tls=secure if how == "to read" else None)
         async with peer.serve() as url:
@@ -422,7 +426,7 @@ def test_nobody_is_asked_who_need_not_tell(run: Any, secure: ssl.SSLContext, how
 # --- a real store --------------------------------------------------------------------------------------------------
 
 
-def test_a_real_store_compares_them(
+def test_a_real_store_checks_trailers(
     run: Any,
     s3_server: SeaweedServer,
     s3_url: str,

@@ -29,7 +29,7 @@ from ckpt_async.stores import Location, StoreOptions, find_endpoint, open_store,
         ("memory://test/run", Location("memory", "test", "run")),
     ],
 )
-def test_url_is_taken_apart(url, location):
+def test_urls_are_parsed(url, location):
     assert parse_url(url) == location
 
 
@@ -64,12 +64,12 @@ def test_url_is_taken_apart(url, location):
         Path("/data/run"),
     ],
 )
-def test_url_is_refused(url):
+def test_invalid_urls_are_rejected(url):
     with pytest.raises(SettingsError):
         parse_url(url)
 
 
-def test_credentials_are_not_repeated_in_the_message():
+def test_credentials_in_a_url_are_not_shown_in_the_message():
     with pytest.raises(SettingsError) as raised:
         parse_url("s3://key:secret@bucket/run")
     assert "secret" not in str(raised.value)
@@ -103,7 +103,7 @@ def test_alias_without_an_endpoint_does_not_go_to_aws():
 
 
 @pytest.mark.parametrize("endpoint", ["host:80", "ftp://host", "http://", "http://a:b@host", "http://h/?x=1"])
-def test_endpoint_is_refused(endpoint):
+def test_invalid_endpoints_are_rejected(endpoint):
     with pytest.raises(SettingsError):
         StoreOptions(endpoint_url=endpoint)
     with pytest.raises(SettingsError):
@@ -130,17 +130,17 @@ def test_endpoint_is_refused(endpoint):
         {"region": 1},
     ],
 )
-def test_options_are_refused(options):
+def test_invalid_options_are_rejected(options):
     with pytest.raises(SettingsError):
         StoreOptions(**options)
 
 
-def test_put_args_are_taken():
+def test_put_args_are_accepted():
     args = {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": "k", "Metadata": {"a": "b"}, "Tagging": "a=b"}
     assert StoreOptions(put_args=args).put_args == args
 
 
-def test_memory_stores_of_one_name_share_their_objects(run):
+def test_memory_stores_with_one_name_share_their_objects(run):
     async def body():
         from tests.stores.bodies import put
 
@@ -152,7 +152,7 @@ def test_memory_stores_of_one_name_share_their_objects(run):
     run(body())
 
 
-def test_choosing_a_store_does_not_import_the_sdk():
+def test_parsing_a_url_does_not_import_the_sdk():
     """It takes half a second, and not everybody uses S3."""
     code = (
         "import sys; from ckpt_async.stores import open_store; open_store('file:///x');"
@@ -180,7 +180,7 @@ def test_choosing_a_store_does_not_import_the_sdk():
         ("user@host:run", ""),
     ],
 )
-def test_a_mistyped_url_is_refused_with_what_was_meant(url: str, better: str) -> None:
+def test_a_mistyped_url_is_rejected_with_a_suggestion(url: str, better: str) -> None:
     with pytest.raises(SettingsError) as caught:
         parse_url(url)
     assert ("did you mean" in caught.value.hint) == bool(better)
@@ -193,7 +193,7 @@ LONGEST = max(map(len, keys.longest_keys()))
 @pytest.mark.parametrize(
     ("scheme", "most"), [("s3://bucket/", 1024), ("memory://bucket/", 1024), ("file:///", 4094)]
 )
-def test_a_prefix_that_leaves_too_little_for_some_key_is_refused_at_open(scheme: str, most: int) -> None:
+def test_a_prefix_too_long_for_some_key_is_rejected_at_open(scheme: str, most: int) -> None:
     """To the byte, before anything is enqueued: else it would open, upload, and never commit."""
     prefix = "p/" * 2000
     fits = most - LONGEST - 1
@@ -204,18 +204,18 @@ def test_a_prefix_that_leaves_too_little_for_some_key_is_refused_at_open(scheme:
         open_store(scheme + prefix[: fits - 1] + "\N{LATIN SMALL LETTER E WITH ACUTE}")
 
 
-def test_no_key_of_a_run_is_longer_than_the_longest_of_its_kind() -> None:
+def test_no_key_exceeds_the_documented_maximum_of_its_kind() -> None:
     lease = keys.lease_key(CheckpointId(1, 1), session._reader_name())
     assert len(lease) <= LONGEST
     assert len(keys.receipt_key(CheckpointId(1, 1), 0)) <= LONGEST
 
 
-def test_a_trainer_with_such_a_prefix_does_not_start(tmp_path: Path) -> None:
+def test_a_trainer_with_a_too_long_prefix_does_not_start(tmp_path: Path) -> None:
     with pytest.raises(InvalidNameError, match="more than 1024"):
         Uploader(tmp_path, f"s3://bucket/{'p' * 975}", rank=0, world_size=1)
 
 
-def test_a_key_that_the_store_itself_finds_too_long_is_found_at_open(s3_url: str) -> None:
+def test_a_lower_key_limit_of_the_store_is_detected_at_open(s3_url: str) -> None:
     """The probe's keys are as long as any of a run's."""
 
     async def body() -> None:

@@ -61,7 +61,7 @@ PLACES = {
 
 @pytest.mark.parametrize("bad", [TOO_LARGE, b"", NEWER], ids=["large", "empty", "newer"])
 @pytest.mark.parametrize("place", PLACES)
-def test_a_sweep_goes_round_what_it_cannot_read(run: Any, place: str, bad: bytes) -> None:
+def test_a_sweep_works_around_unreadable_records(run: Any, place: str, bad: bytes) -> None:
     """All of what does not hang on it is done: the newest generation is pruned in any case."""
 
     async def main() -> None:
@@ -124,7 +124,7 @@ def _run(folder: Path, remote: str, *steps: int, generation: int) -> None:
             uploader.wait(step, timeout_s=60)
 
 
-def test_fifty_megabytes_for_a_lease_cost_a_sweep_neither_memory_nor_the_rest(
+def test_a_huge_lease_costs_a_sweep_neither_memory_nor_its_other_work(
     run: Any, tmp_path: Path, s3_url: str
 ) -> None:
     """On a real server: nothing of it is fetched, its own checkpoint waits for it, and doctor and `verify` name it."""
@@ -158,7 +158,7 @@ def test_fifty_megabytes_for_a_lease_cost_a_sweep_neither_memory_nor_the_rest(
     assert key in finding.message
 
 
-def test_a_trainer_goes_on_beside_a_boundary_that_cannot_be_read(run: Any, tmp_path: Path) -> None:
+def test_a_trainer_continues_with_an_unreadable_boundary(run: Any, tmp_path: Path) -> None:
     """It can only speak of superseded generations: what those left undecided waits, and says for what."""
     root = tmp_path / "remote"
     remote = f"file://{root}"
@@ -183,7 +183,7 @@ def test_a_trainer_goes_on_beside_a_boundary_that_cannot_be_read(run: Any, tmp_p
     assert checkpoint.step == 2
 
 
-def test_latest_that_is_no_record_is_replaced(run: Any) -> None:
+def test_an_unreadable_latest_is_replaced(run: Any) -> None:
     """It is a hint: too large to be read, it is taken for none, and moved."""
 
     async def main() -> None:
@@ -198,7 +198,7 @@ def test_latest_that_is_no_record_is_replaced(run: Any) -> None:
     run(main())
 
 
-def test_a_decision_that_is_no_record_is_not_replaced(run: Any) -> None:
+def test_an_unreadable_decision_is_not_replaced(run: Any) -> None:
     """Whatever it is, it may have been a commit: nobody decides, prunes or pins in its place.
     Nor is a boundary begun anew.
     """
@@ -228,7 +228,7 @@ def test_a_decision_that_is_no_record_is_not_replaced(run: Any) -> None:
     run(main())
 
 
-def test_a_lease_that_cannot_be_read_is_waited_for_no_longer_than_any(run: Any) -> None:
+def test_an_unreadable_lease_counts_for_the_longest_term(run: Any) -> None:
     """Then it goes, and what it held goes too."""
 
     async def main() -> None:
@@ -248,7 +248,7 @@ def test_a_lease_that_cannot_be_read_is_waited_for_no_longer_than_any(run: Any) 
 
 
 @pytest.mark.parametrize("bad", [TOO_LARGE, b"", b"nonsense"], ids=["large", "empty", "nonsense"])
-def test_no_start_is_held_up_by_a_generation_that_cannot_be_read(run: Any, bad: bytes) -> None:
+def test_an_unreadable_generation_does_not_block_a_start(run: Any, bad: bytes) -> None:
     """All ranks go past it, and meet in the next. Of a newer version is another matter: who wrote it can read it."""
 
     async def main() -> None:

@@ -56,7 +56,7 @@ def steps(found: list[Json]) -> list[int]:
     return [each["step"] for each in found]
 
 
-def test_what_a_killed_trainer_had_sealed_is_committed(
+def test_a_killed_trainers_sealed_checkpoint_is_committed(
     trainers: Trainers, call: Drain, folder: Path, remote: str
 ) -> None:
     """The promise of the journal, with no word about where it goes. A second drain finds nothing to do."""
@@ -78,7 +78,7 @@ def test_what_a_killed_trainer_had_sealed_is_committed(
     ]
 
 
-def test_to_s3_with_credentials_alone(
+def test_draining_to_s3_needs_only_credentials(
     trainers: Trainers,
     call: Drain,
     folder: Path,
@@ -146,7 +146,7 @@ def test_ranks_elsewhere_are_waited_for_and_named(
     assert (code, steps(told["ranks"][0]["committed"]), told["uploaded_bytes"]) == (0, [5], 0)
 
 
-def test_what_was_never_sealed_is_given_up(
+def test_an_unsealed_checkpoint_is_given_up(
     trainers: Trainers, call: Drain, folder: Path, remote: str
 ) -> None:
     """Its trainer is dead, so it never will be; the other ranks must not wait for it."""
@@ -162,7 +162,7 @@ def test_what_was_never_sealed_is_given_up(
 
 
 @pytest.mark.parametrize(("keep", "there"), [(1, {"step-2"}), (-1, {"step-1", "step-2"})])
-def test_local_files_are_treated_as_the_trainer_would_have(
+def test_local_retention_is_the_trainers(
     trainers: Trainers, call: Drain, folder: Path, remote: str, keep: int, there: set[str]
 ) -> None:
     """The wish is the user's, not the drain's: with a default of its own it would delete or pile up files."""
@@ -172,7 +172,7 @@ def test_local_files_are_treated_as_the_trainer_would_have(
     assert (folder / "newest").resolve() == folder.resolve() / "step-2"
 
 
-def test_time_that_runs_out_leaves_everything_in_the_journal(
+def test_a_timeout_leaves_everything_in_the_journal(
     trainers: Trainers, call: Drain, folder: Path, remote: str
 ) -> None:
     trainers.die(folder, remote, 1)
@@ -185,7 +185,7 @@ def test_time_that_runs_out_leaves_everything_in_the_journal(
     assert call("drain", folder)[0] == 0
 
 
-def test_a_store_that_cannot_be_reached_is_a_reason_to_come_back(
+def test_an_unreachable_store_is_a_temporary_failure(
     trainers: Trainers, call: Drain, folder: Path, s3_url: str
 ) -> None:
     trainers.die(folder, s3_url, 1)
@@ -197,7 +197,7 @@ def test_a_store_that_cannot_be_reached_is_a_reason_to_come_back(
     assert call("drain", folder)[0] == 0
 
 
-def test_a_lost_journal_is_rebuilt_and_needs_to_be_told_the_remote(
+def test_a_lost_journal_is_rebuilt_given_the_remote(
     trainers: Trainers, call: Drain, folder: Path, remote: str
 ) -> None:
     """Rule R10. The spool knows what was promised, not where to."""
@@ -210,7 +210,7 @@ def test_a_lost_journal_is_rebuilt_and_needs_to_be_told_the_remote(
     assert (code, steps(told["ranks"][0]["committed"])) == (0, [3])
 
 
-def test_a_folder_is_not_finished_at_another_remote(
+def test_a_folder_is_not_drained_to_another_remote(
     trainers: Trainers, call: Drain, folder: Path, remote: str, tmp_path: Path
 ) -> None:
     """What is verified in one place is not in the other: the commit would name shards that are not there."""
@@ -223,7 +223,7 @@ def test_a_folder_is_not_finished_at_another_remote(
     assert call("drain", folder, "--remote", f"{remote}/")[0] == 0
 
 
-def test_a_folder_without_a_journal_stays_as_it_is(tmp_path: Path, call: Drain) -> None:
+def test_a_folder_without_a_journal_is_unchanged(tmp_path: Path, call: Drain) -> None:
     code, told = call("drain", tmp_path)
     assert (code, told["error"]["kind"], list(tmp_path.iterdir())) == (3, "NoJournalError", [])
     with pytest.raises(NoJournalError):
@@ -246,7 +246,7 @@ def test_a_shard_that_fails_is_reported_with_its_reason(
     assert call("drain", folder)[0] == 0
 
 
-def test_an_engine_that_dies_does_not_take_the_others_along(
+def test_a_crashed_engine_does_not_stop_the_other_ranks(
     trainers: Trainers, call: Drain, folder: Path, remote: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from ckpt_async.engine.loop import Engine
@@ -287,7 +287,7 @@ def test_an_older_generation_is_looked_up_before_it_counts_as_idle(
     assert [each.checkpoint for each in report.ranks[0].committed] == [CheckpointId(1, 1)]
 
 
-def test_options_a_trainer_gave_go_before_the_environment(
+def test_the_trainers_options_take_precedence_over_the_environment(
     folder: Path, s3_url: str, s3_server: SeaweedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are what is recorded: the environment of the drain may differ."""
@@ -300,7 +300,7 @@ def test_options_a_trainer_gave_go_before_the_environment(
     assert (address.endpoint_url, address.addressing_style) == (s3_server.url, "path")
 
 
-def test_what_a_damaged_shared_journal_told_is_drained(
+def test_a_damaged_shared_journal_is_drained_from_the_manifests(
     trainers: Trainers, folder: Path, remote: str, call: Drain
 ) -> None:
     """The manifests tell it too. Once nobody needs it, it is moved aside, so that `status` and sweeps work again."""

@@ -33,7 +33,7 @@ def test_remote_retention_keeps_what_the_policy_keeps(run: Any) -> None:
     run(main())
 
 
-def test_dry_run_touches_nothing_and_says_why(run: Any) -> None:
+def test_dry_run_changes_nothing_and_gives_reasons(run: Any) -> None:
     """A plan one can read before it is carried out."""
 
     async def main() -> None:
@@ -52,7 +52,7 @@ async def _mark_damaged(world: World, id_: CheckpointId) -> None:
     await world.store.put(keys.damage_key(id_), mark)
 
 
-def test_a_damaged_checkpoint_takes_no_other_ones_place(run: Any) -> None:
+def test_a_damaged_checkpoint_does_not_count_for_retention(run: Any) -> None:
     """What cannot be read must not push out what can; it goes when its turn comes, and the mark with it."""
 
     async def main() -> None:
@@ -75,7 +75,7 @@ def test_a_damaged_checkpoint_takes_no_other_ones_place(run: Any) -> None:
     run(main())
 
 
-def test_a_policy_that_would_keep_nothing_prunes_nothing(run: Any) -> None:
+def test_a_policy_that_matches_nothing_prunes_nothing(run: Any) -> None:
     """It says why, and what other policies keep goes on to count."""
 
     async def main() -> None:
@@ -103,7 +103,7 @@ class _Stubborn(Counted):
 
 
 @pytest.mark.parametrize(("num_aborts", "is_clean"), [(MAX_ABORTS - 1, True), (MAX_ABORTS, False)])
-def test_a_multipart_upload_is_aborted_until_the_store_has_none(
+def test_stale_multipart_uploads_are_aborted_until_none_is_left(
     run: Any, num_aborts: int, is_clean: bool
 ) -> None:
     """One that is still there after all is no success; the next sweep ends it."""
@@ -121,7 +121,7 @@ def test_a_multipart_upload_is_aborted_until_the_store_has_none(
     run(main())
 
 
-def test_a_checkpoint_latest_is_not_ahead_of_is_not_pruned(run: Any) -> None:
+def test_a_checkpoint_is_not_pruned_until_latest_is_ahead_of_it(run: Any) -> None:
     """R2: readers follow latest; what it names, or will be asked for next, must be there."""
 
     async def main() -> None:
@@ -242,7 +242,7 @@ def test_commit_is_finished_for_engines_that_died(run: Any) -> None:
 @pytest.mark.parametrize(
     ("is_superseded", "limit_s"), [(True, Ages().superseded_s), (False, Ages().newest_s)]
 )
-def test_what_cannot_finish_is_given_up_after_an_age_and_removed(
+def test_unfinishable_checkpoints_are_given_up_after_a_while_and_removed(
     run: Any, is_superseded: bool, limit_s: float
 ) -> None:
     """Half a checkpoint costs money for ever; but a paused trainer of the newest generation gets more time."""
@@ -267,7 +267,7 @@ def test_what_cannot_finish_is_given_up_after_an_age_and_removed(
     run(main())
 
 
-def test_a_straggler_cannot_commit_what_was_given_up(run: Any) -> None:
+def test_a_straggler_cannot_commit_an_aborted_checkpoint(run: Any) -> None:
     """R4: commit and abort compete for one create, also when the abort was collected since."""
 
     async def main() -> None:
@@ -325,7 +325,7 @@ def test_old_decisions_are_collected_and_stay_settled(run: Any, monkeypatch: pyt
     run(main())
 
 
-def test_stale_multiparts_leases_members_and_probes_are_cleared(run: Any) -> None:
+def test_stale_multiparts_leases_members_and_probes_are_removed(run: Any) -> None:
     """What is billed and invisible, and what would make every listing longer."""
 
     async def main() -> None:
@@ -354,7 +354,7 @@ def test_stale_multiparts_leases_members_and_probes_are_cleared(run: Any) -> Non
     run(main())
 
 
-def test_ages_are_by_the_stores_clock(run: Any) -> None:
+def test_ages_are_measured_by_the_stores_clock(run: Any) -> None:
     """A sweeper whose own clock is a year ahead decides nothing differently."""
 
     async def main() -> None:
@@ -436,7 +436,7 @@ async def _boundary(world: World, upto: int, *kept: int) -> None:
     await world.store.put(keys.BOUNDARY, records.encode_boundary(boundary))
 
 
-def test_a_sweeper_that_is_behind_deletes_no_decision_that_the_boundary_keeps(run: Any) -> None:
+def test_a_slow_sweeper_deletes_no_decision_that_the_boundary_keeps(run: Any) -> None:
     """It had seen an abort as old enough; the other, which is further, keeps the checkpoint."""
 
     async def main() -> None:
@@ -450,7 +450,7 @@ def test_a_sweeper_that_is_behind_deletes_no_decision_that_the_boundary_keeps(ru
     run(main())
 
 
-def test_what_was_void_stays_void_however_far_the_boundary_moves(run: Any) -> None:
+def test_void_decisions_stay_void_as_the_boundary_moves(run: Any) -> None:
     """A straggler's commit below it, seen by a sweeper that did not know the boundary, is not kept by it."""
 
     async def main() -> None:
@@ -465,7 +465,7 @@ def test_what_was_void_stays_void_however_far_the_boundary_moves(run: Any) -> No
     run(main())
 
 
-def test_a_decision_that_was_collected_is_forgotten_by_those_who_had_read_it(run: Any) -> None:
+def test_a_collected_decision_is_forgotten_by_those_who_read_it(run: Any) -> None:
     """The same sweeper looks again and again; another has collected meanwhile."""
 
     async def main() -> None:
@@ -479,7 +479,7 @@ def test_a_decision_that_was_collected_is_forgotten_by_those_who_had_read_it(run
 
 
 @pytest.mark.parametrize("ttl_s", [600.0, 1e12])
-def test_whoever_is_about_to_delete_gives_readers_the_same_time(run: Any, ttl_s: float) -> None:
+def test_all_deleters_give_readers_the_same_time(run: Any, ttl_s: float) -> None:
     """The margin, and no more than a day, also where leases are listed anew before the shards go."""
 
     async def main() -> None:

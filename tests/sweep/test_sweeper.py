@@ -124,7 +124,7 @@ def is_finished(folder: Path, rank: int = 0) -> bool:
     return not undecided and not [each for each in links if each.is_file()]
 
 
-def test_what_a_killed_trainer_left_is_finished_and_retention_applied(
+def test_a_killed_trainers_work_is_finished_and_retention_applied(
     trainers: Trainers, folder: Path, remote: str
 ) -> None:
     """The promise to who deploys a sweeper: nothing sealed is lost, nothing piles up. Twice changes nothing."""
@@ -148,7 +148,7 @@ def test_what_a_killed_trainer_left_is_finished_and_retention_applied(
     assert tree(stored) == before
 
 
-def test_in_s3(
+def test_the_sweeper_works_on_s3(
     trainers: Trainers, folder: Path, s3_url: str, s3_server: SeaweedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The folder's journal knows the endpoint; the sweeper's environment only has credentials."""
@@ -174,7 +174,7 @@ def test_a_live_owner_is_left_alone(trainers: Trainers, folder: Path, remote: st
     assert [each.checkpoint.step for each in ranks_of(sweep(folder))[0].committed] == [1]
 
 
-def test_a_dry_run_touches_nothing_and_says_what_would_be_done(
+def test_a_dry_run_changes_nothing_and_reports_the_plan(
     trainers: Trainers, folder: Path, remote: str, tmp_path: Path
 ) -> None:
     trainers.die(folder, remote, 1, 2)
@@ -189,9 +189,7 @@ def test_a_dry_run_touches_nothing_and_says_what_would_be_done(
     assert not is_finished(tmp_path / "other")
 
 
-def test_what_could_not_be_uploaded_in_time_is_no_success(
-    trainers: Trainers, folder: Path, remote: str
-) -> None:
+def test_an_upload_that_times_out_is_not_a_success(trainers: Trainers, folder: Path, remote: str) -> None:
     """A cron job that mails on failure; the next sweep goes on."""
     trainers.die(folder, remote, 1)
     slow = Sweeper([folder], settings=Settings(max_bytes_per_s=1.0), adoption_timeout_s=0.0)
@@ -201,7 +199,7 @@ def test_what_could_not_be_uploaded_in_time_is_no_success(
     assert sweep(folder).is_clean
 
 
-def test_looking_opens_no_store_for_writing(
+def test_a_dry_run_opens_no_store_for_writing(
     trainers: Trainers, folder: Path, remote: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A dry run with a reader's rights: in S3 opening for writing stores a probe."""
@@ -220,13 +218,13 @@ def test_looking_opens_no_store_for_writing(
 
 
 @pytest.mark.parametrize("wrong", [{"folders": "/data"}, {"remotes": "file:///data/run"}])
-def test_one_place_is_not_taken_letter_by_letter(wrong: dict[str, Any]) -> None:
+def test_a_string_is_not_accepted_as_a_list_of_targets(wrong: dict[str, Any]) -> None:
     """Each would be a folder, the working directory among them."""
     with pytest.raises(InvalidNameError, match=r"is one name .*\(give"):
         Sweeper(**wrong)
 
 
-def test_two_sweepers_at_once(trainers: Trainers, folder: Path, remote: str) -> None:
+def test_two_concurrent_sweepers_are_safe(trainers: Trainers, folder: Path, remote: str) -> None:
     """A DaemonSet and an impatient operator: one adopts, the other finds a live owner, or nothing; no harm."""
     trainers.die(folder, remote, *range(1, 9))
     arguments = ["sweep", str(folder), "--remote", remote, "--keep", "last=3", "--json"]
@@ -243,7 +241,7 @@ def test_two_sweepers_at_once(trainers: Trainers, folder: Path, remote: str) -> 
     assert is_finished(folder)
 
 
-def test_a_starting_trainer_gets_its_lock_back_from_a_slow_adoption(
+def test_a_starting_trainer_gets_its_lock_from_a_slow_sweeper(
     trainers: Trainers, folder: Path, remote: str
 ) -> None:
     """A restart must not wait for the sweeper to push gigabytes; what it leaves half done, the trainer finishes."""
@@ -266,7 +264,7 @@ def test_a_starting_trainer_gets_its_lock_back_from_a_slow_adoption(
     assert (result.findings, result.num_committed, result.num_shards_read) == ([], 2, 2)
 
 
-def test_a_rank_without_work_is_not_held_while_another_is_finished(
+def test_the_lock_of_an_idle_rank_is_released_while_another_is_finished(
     trainers: Trainers, folder: Path, remote: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its trainer may start at any time, and nobody would look whether it wants its lock."""
@@ -287,7 +285,7 @@ def test_a_rank_without_work_is_not_held_while_another_is_finished(
     assert [each.in_use_by for each in report.ranks] == ["", ""]
 
 
-def test_a_lock_is_given_back_while_the_store_does_not_answer(
+def test_a_lock_is_released_while_the_store_does_not_respond(
     trainers: Trainers, folder: Path, remote: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sweeper waits a minute for a store that is away; a starting trainer gives up on its lock sooner."""
@@ -315,7 +313,7 @@ def test_a_lock_is_given_back_while_the_store_does_not_answer(
     assert [each.checkpoint.step for each in ranks_of(sweep(folder))[0].committed] == [1]
 
 
-def test_a_sweeper_killed_at_any_moment_leaves_nothing_the_next_does_not_finish(
+def test_the_next_sweep_finishes_after_a_kill_at_any_moment(
     trainers: Trainers, folder: Path, remote: str
 ) -> None:
     """Adopting, uploading, committing, pruning: SIGKILL in the middle of each, and again."""

@@ -36,30 +36,30 @@ def in_loop(test: Callable[..., None], *args: Any, **kwargs: Any) -> Any:
 
 
 def over(index: int) -> Any:
-    """Of `test_what_is_not_over_is_not_collected`, one of its views."""
+    """Of `test_unsettled_checkpoints_are_not_collected`, one of its views."""
     (mark,) = [
         each
-        for each in planning.test_what_is_not_over_is_not_collected.pytestmark  # type: ignore[attr-defined]
+        for each in planning.test_unsettled_checkpoints_are_not_collected.pytestmark  # type: ignore[attr-defined]
         if each.name == "parametrize"
     ]
-    return partial(planning.test_what_is_not_over_is_not_collected, mark.args[1][index])
+    return partial(planning.test_unsettled_checkpoints_are_not_collected, mark.args[1][index])
 
 
 OLD_STEP = planning.CheckpointId(1, 3)
 DATA = {"data": {OLD_STEP: (planning.shard(OLD_STEP, 1.0),)}}
 RECEIPTS = {"receipts": {OLD_STEP: planning.receipts(OLD_STEP, 1.0)}}
 UNREADABLE = {"unreadable": frozenset({OLD_STEP})}
-undecided = planning.test_what_is_undecided_below_the_boundary_is_kept
-grows = planning.test_what_is_still_growing_is_not_given_up
-lasts = planning.test_a_lease_holds_for_its_time_and_a_margin_and_for_no_more_than_a_day
-same_time = sweeping.test_whoever_is_about_to_delete_gives_readers_the_same_time
+undecided = planning.test_the_boundary_keeps_an_undecided_checkpoint_below_it
+grows = planning.test_a_checkpoint_that_still_makes_progress_is_not_given_up
+lasts = planning.test_a_lease_holds_for_its_term_plus_a_margin_and_at_most_a_day
+same_time = sweeping.test_all_deleters_give_readers_the_same_time
 
 BUGS = [
     # plan
     Bug(sweep_plan._settle, "newest_at = max(", "newest_at = min(", partial(grows, planning.OLD, 999.0, False, False)),
     Bug(sweep_plan._settle, "(*receipts.values(), *", "(*(), *", partial(grows, planning.OLD, 999.0, False, True)),
     Bug(sweep_plan._settle, "age_s >= ages.help_s", "True", partial(
-        planning.test_what_is_whole_is_left_to_its_engines_for_a_while, (9999.0, 59.0), False)),
+        planning.test_a_complete_checkpoint_is_left_to_its_engines_at_first, (9999.0, 59.0), False)),
     Bug(sweep_plan._settle, "ages.superseded_s if is_superseded else ages.newest_s", "ages.superseded_s",
         partial(grows, planning.NEW, 4999.0, False, False)),
     Bug(sweep_plan._collect, "and not view.data.get(id_)", "", over(0)),
@@ -72,39 +72,39 @@ BUGS = [
     Bug(sweep_plan._collect, "*view.receipts, ", "", partial(undecided, RECEIPTS)),
     Bug(sweep_plan._collect, ", *view.unreadable", "", partial(undecided, UNREADABLE)),
     Bug(sweep_plan._collect, "and not is_void(id_, view.boundary))", ")",
-        planning.test_what_came_back_below_the_boundary_goes_again),
+        planning.test_a_decision_that_reappears_below_the_boundary_is_removed_again),
     Bug(sweep_plan.expires_at, " + LEASE_MARGIN_S", "", partial(lasts, 600.0, 660.0)),
     Bug(sweep_plan.expires_at, "min(max(lease.ttl_s, 0.0), MAX_LEASE_S)", "max(lease.ttl_s, 0.0)",
         partial(lasts, 1e12, sweep_plan.MAX_LEASE_S + sweep_plan.LEASE_MARGIN_S)),
     Bug(sweep_plan.expires_at, "max(lease.ttl_s, 0.0)", "lease.ttl_s", partial(lasts, -600.0, 60.0)),
     Bug(sweep_plan._is_unknown, "not view.is_boundary_readable and", "False and",
-        planning.test_nothing_is_done_to_what_a_bad_boundary_may_speak_of),
+        planning.test_an_unreadable_boundary_protects_what_it_may_cover),
     Bug(sweep_plan._is_unknown, "checkpoint in view.unreadable and", "False and",
-        planning.test_nothing_is_done_to_what_a_bad_boundary_may_speak_of),
+        planning.test_an_unreadable_boundary_protects_what_it_may_cover),
     # protocol
     Bug(steps.collect, " and sweep_plan.is_void(id_, boundary)", "",
-        *in_loop(sweeping.test_a_sweeper_that_is_behind_deletes_no_decision_that_the_boundary_keeps)),
+        *in_loop(sweeping.test_a_slow_sweeper_deletes_no_decision_that_the_boundary_keeps)),
     Bug(steps.collect, "kept = frozenset(id_ for id_ in action.kept if not boundary.voids(id_))",
         "kept = action.kept",
-        *in_loop(sweeping.test_what_was_void_stays_void_however_far_the_boundary_moves)),
+        *in_loop(sweeping.test_void_decisions_stay_void_as_the_boundary_moves)),
     Bug(steps.collect, "None if there is None else", "None if not there else",
-        *in_loop(bad_records.test_a_decision_that_is_no_record_is_not_replaced)),
+        *in_loop(bad_records.test_an_unreadable_decision_is_not_replaced)),
     Bug(steps.readers, "sweep_plan.expires_at(lease, each.last_modified or listing.server_time)",
         "(each.last_modified or 0.0) + lease.ttl_s", *in_loop(same_time, ttl_s=600.0)),
     Bug(steps.readers, "sweep_plan.expires_at(lease, each.last_modified or listing.server_time)",
         "(each.last_modified or 0.0) + lease.ttl_s + sweep_plan.LEASE_MARGIN_S", *in_loop(same_time, ttl_s=1e12)),
     # sweeper
     Bug(sweeper.RemoteSweep._read_leases, "lease = steps.unreadable_lease(checkpoint, each.key)", "continue",
-        *in_loop(bad_records.test_a_lease_that_cannot_be_read_is_waited_for_no_longer_than_any)),
+        *in_loop(bad_records.test_an_unreadable_lease_counts_for_the_longest_term)),
     Bug(sweeper.RemoteSweep._read_decisions, "del self.known[gone]", "pass",
-        *in_loop(sweeping.test_a_decision_that_was_collected_is_forgotten_by_those_who_had_read_it)),
+        *in_loop(sweeping.test_a_collected_decision_is_forgotten_by_those_who_read_it)),
     # verify
     Bug(verify._check_shard, " or info.checksum is None", "",
-        *in_loop(verifying.test_what_the_store_has_no_checksum_of_is_read)),
+        *in_loop(verifying.test_objects_without_a_stored_checksum_are_read)),
     Bug(verify._check_latest, "elif decision.name != latest.name:", "elif False:",
-        *in_loop(verifying.test_a_latest_by_another_name_is_named)),
+        *in_loop(verifying.test_a_latest_with_a_wrong_name_is_named)),
     Bug(verify._is_still_committed, "decision is not None and decision.outcome is Outcome.COMMIT", "True",
-        *in_loop(verifying.test_what_is_pruned_while_it_is_looked_at_is_no_damage)),
+        *in_loop(verifying.test_pruning_during_verify_is_not_damage)),
     # retention, records
     Bug(retention.keeps_all, "any(", "all(", keeping.test_any_of_keeps_all_if_one_policy_does),
     Bug(records.decode_latest, "if latest.prefix !=", "if False and latest.prefix !=",
@@ -113,7 +113,7 @@ BUGS = [
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=str)
-def test_bug_is_found(bug: Bug, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_seeded_bug_is_found(bug: Bug, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A test that never failed on purpose is not yet a test."""
     monkeypatch.setattr(sweep_plan, "COLLECT_AT_LEAST", 1)
     with changed(bug.where, bug.old, bug.new), pytest.raises((AssertionError, pytest.fail.Exception)):

@@ -113,7 +113,7 @@ def test_latest_that_names_nothing_committed_is_named(run: Any) -> None:
     run(main())
 
 
-def test_strays_are_leftovers_not_violations(run: Any) -> None:
+def test_stray_objects_are_leftovers_not_violations(run: Any) -> None:
     """Garbage is the sweeper's business; nobody has to be woken up for it."""
 
     async def main() -> None:
@@ -130,7 +130,7 @@ def test_strays_are_leftovers_not_violations(run: Any) -> None:
     run(main())
 
 
-def test_a_latest_by_another_name_is_named(run: Any) -> None:
+def test_a_latest_with_a_wrong_name_is_named(run: Any) -> None:
     """Whoever follows it would look for shards where there are none."""
 
     async def main() -> None:
@@ -151,7 +151,7 @@ class _NoChecksums(Counted):
         return replaced(await self._store.head(key), checksum=None)  # type: ignore[no-any-return]
 
 
-def test_what_the_store_has_no_checksum_of_is_read(run: Any) -> None:
+def test_objects_without_a_stored_checksum_are_read(run: Any) -> None:
     """Nothing is taken for sound that nobody compared."""
 
     async def main() -> None:
@@ -177,7 +177,7 @@ class _PrunedMeanwhile(Counted):
         return await self._store.head(key)
 
 
-def test_what_is_pruned_while_it_is_looked_at_is_no_damage(run: Any) -> None:
+def test_pruning_during_verify_is_not_damage(run: Any) -> None:
     async def main() -> None:
         world = await _world()
         store: Any = _PrunedMeanwhile(world.store)

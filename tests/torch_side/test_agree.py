@@ -53,18 +53,18 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(WORLD_SIZE)]
 
 
-def test_all_ranks_hear_who_differs(found: list[dict[str, Any]]) -> None:
+def test_all_ranks_learn_which_ranks_differ(found: list[dict[str, Any]]) -> None:
     message = "ranks disagree about the resumed step: 300 on ranks 0, 2; 200 on rank 1"
     assert [each["disagree"] for each in found] == [message] * 3
 
 
-def test_a_group_speaks_of_global_ranks(found: list[dict[str, Any]]) -> None:
+def test_messages_of_a_group_name_global_ranks(found: list[dict[str, Any]]) -> None:
     message = "ranks disagree about the checkpoint: 'ckpt-1' on rank 1; 'ckpt-2' on rank 2"
     assert [each.get("pair") for each in found] == [None, message, message]
     assert [each.get("pair result") for each in found] == [None, "of rank 2", "of rank 2"]
 
 
-def test_one_rank_acts_and_all_have_its_result(found: list[dict[str, Any]]) -> None:
+def test_one_rank_runs_and_all_get_its_result(found: list[dict[str, Any]]) -> None:
     assert [each["result"] for each in found] == [{"from": 1}] * 3
     assert [each["afterwards"] for each in found] == ["still in step"] * 3
     assert [each["calls"] for each in found] == [
@@ -74,7 +74,7 @@ def test_one_rank_acts_and_all_have_its_result(found: list[dict[str, Any]]) -> N
     ]
 
 
-def test_one_rank_s_failure_reaches_all_with_its_cause(found: list[dict[str, Any]]) -> None:
+def test_one_ranks_failure_reaches_all_with_its_cause(found: list[dict[str, Any]]) -> None:
     for each in found:
         assert each["plain"]["text"] == "rank 1 failed: ValueError: broken here"
         assert each["plain"]["cause"] == "ValueError('broken here')"
@@ -83,7 +83,7 @@ def test_one_rank_s_failure_reaches_all_with_its_cause(found: list[dict[str, Any
         assert "agree_ranks.py" in each["plain"]["notes"]
 
 
-def test_what_cannot_be_sent_leaves_nobody_waiting(found: list[dict[str, Any]]) -> None:
+def test_an_unpicklable_result_leaves_no_rank_waiting(found: list[dict[str, Any]]) -> None:
     assert [each["unsendable error"]["text"] for each in found] == ["rank 0 failed: UnsendableError: no"] * 3
     assert [each["unsendable error"]["cause"] for each in found] == ["UnsendableError('no')", "None", "None"]
     for each in found:
@@ -91,7 +91,7 @@ def test_what_cannot_be_sent_leaves_nobody_waiting(found: list[dict[str, Any]]) 
         assert "pickle" in each["unsendable result"]["text"]
 
 
-def test_a_rank_that_is_told_to_exit_tells_the_others(found: list[dict[str, Any]]) -> None:
+def test_a_rank_that_exits_informs_the_others(found: list[dict[str, Any]]) -> None:
     assert found[0]["exit"] == {"raised": "SystemExit"}
     assert [each["exit"].get("text") for each in found[1:]] == ["rank 0 failed: SystemExit: 3"] * 2
 
@@ -101,7 +101,7 @@ def test_each_rank_gets_its_own_random_numbers_back(found: list[dict[str, Any]])
         assert [each[name] for each in found] == [True] * 3, name
 
 
-def test_all_ranks_of_a_start_have_one_id_that_no_other_has(found: list[dict[str, Any]]) -> None:
+def test_all_ranks_of_a_start_share_a_unique_launch_id(found: list[dict[str, Any]]) -> None:
     assert [each["launches"] for each in found] == [found[0]["launches"]] * 3
     ids = {*found[0]["launches"], found[1]["pair launch"]}
     assert found[1]["pair launch"] == found[2]["pair launch"]
@@ -118,7 +118,7 @@ def test_without_torch_distributed_there_is_one_rank() -> None:
     assert len(gather_rng_states()) == 1
 
 
-def test_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
+def test_random_numbers_resume_where_they_were(tmp_path: Path) -> None:
     """Also in the middle of a pair of normal numbers, of which one is kept for later; read with weights_only."""
     random.gauss(0, 1)
     np.random.randn()
@@ -136,7 +136,7 @@ def test_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
     assert expected == again
 
 
-def test_a_rank_that_saved_none_keeps_its_own(tmp_path: Path) -> None:
+def test_a_rank_without_a_saved_state_keeps_its_own(tmp_path: Path) -> None:
     save_rng_state(tmp_path, rank=0)
     torch.manual_seed(5)
     before = rng_state()["torch"]
@@ -144,7 +144,7 @@ def test_a_rank_that_saved_none_keeps_its_own(tmp_path: Path) -> None:
     assert torch.equal(before, rng_state()["torch"])
 
 
-def test_what_this_process_does_not_have_is_left_out() -> None:
+def test_missing_rng_devices_are_skipped() -> None:
     """Saved on a machine with a GPU, restored on one without; saved without numpy."""
     state = rng_state()
     del state["numpy"]
@@ -154,7 +154,7 @@ def test_what_this_process_does_not_have_is_left_out() -> None:
     assert torch.equal(state["torch"], rng_state()["torch"])
 
 
-def test_ranks_are_spelled_briefly() -> None:
+def test_rank_lists_are_abbreviated() -> None:
     assert _spell([3]) == "rank 3"
     assert _spell([5, 0, 1, 2]) == "ranks 0-2, 5"
     assert _spell(range(10_000)) == "ranks 0-9999"

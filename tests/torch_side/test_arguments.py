@@ -14,7 +14,7 @@ from ckpt_async.errors import InvalidNameError, SettingsError
 @pytest.mark.parametrize(
     "step", [True, np.True_, torch.tensor(True), torch.tensor(7.0), "3", -1, 10**5000, None], ids=range(8)
 )
-def test_what_is_no_whole_number_is_refused_in_a_sentence(step: Any) -> None:
+def test_a_value_that_is_not_an_integer_is_rejected(step: Any) -> None:
     with pytest.raises(InvalidNameError, match=r"^step=.{1,100} must be a whole number from 0 to 9$"):
         arguments.whole(step, "step", 0, 9)
     for number in (7, np.int64(7), torch.tensor(7)):
@@ -22,7 +22,7 @@ def test_what_is_no_whole_number_is_refused_in_a_sentence(step: Any) -> None:
 
 
 @pytest.mark.parametrize("timeout_s", ["3", b"3", True, float("nan"), None, 1j, [1]])
-def test_what_is_no_number_of_seconds_is_refused_in_a_sentence(timeout_s: Any) -> None:
+def test_a_value_that_is_not_a_duration_is_rejected(timeout_s: Any) -> None:
     with pytest.raises(SettingsError, match=r"^timeout_s=.{1,100} must be a number of seconds$"):
         arguments.seconds(timeout_s, "timeout_s")
     assert arguments.seconds(np.float32(0.5), "timeout_s") == 0.5
@@ -30,7 +30,7 @@ def test_what_is_no_number_of_seconds_is_refused_in_a_sentence(timeout_s: Any) -
 
 
 @pytest.mark.parametrize("step", ["3", -1, True])
-def test_a_step_that_cannot_be_is_not_looked_for(step: Any) -> None:
+def test_an_impossible_step_is_rejected(step: Any) -> None:
     """None would be read as a fresh start."""
     with pytest.raises(InvalidNameError, match="must be a whole number"):
         restore.find("memory://nowhere", step=step)

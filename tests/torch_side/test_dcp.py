@@ -74,7 +74,7 @@ def failure_of(error: CheckpointException) -> BaseException:
 
 
 @pytest.mark.parametrize("batch_bytes", [1, 5000, 1 << 20])
-def test_a_state_comes_back_in_batches_of_any_size(
+def test_a_state_loads_in_batches_of_any_size(
     tmp_path: Path, run_: Run, monkeypatch: pytest.MonkeyPatch, batch_bytes: int
 ) -> None:
     monkeypatch.setattr(dcp_reader, "BATCH_BYTES", batch_bytes)
@@ -85,7 +85,7 @@ def test_a_state_comes_back_in_batches_of_any_size(
     assert is_equal(loaded, state)
 
 
-def test_a_tenth_of_the_tensors_moves_hardly_more_than_its_bytes(
+def test_loading_a_tenth_of_the_tensors_reads_little_more(
     tmp_path: Path, counted_run: Run, relay: Relay
 ) -> None:
     state = state_of(20, size=40_000)
@@ -99,7 +99,7 @@ def test_a_tenth_of_the_tensors_moves_hardly_more_than_its_bytes(
     assert relay.bytes_back - before <= 1.1 * needed  # with all headers, listings and records
 
 
-def test_what_the_trainers_folder_still_has_is_not_fetched(tmp_path: Path, run_: Run) -> None:
+def test_files_in_the_trainers_folder_are_not_fetched(tmp_path: Path, run_: Run) -> None:
     state = state_of(5)
     files = saved(state, tmp_path / "folder" / "step-1")
     run_.commit(1, {0: files})
@@ -117,7 +117,7 @@ def test_a_checkpoint_in_a_subfolder_is_read(tmp_path: Path, run_: Run) -> None:
     assert is_equal(loaded, state)
 
 
-def test_the_lease_ends_with_a_reader_that_nobody_closed(tmp_path: Path, run_: Run) -> None:
+def test_the_lease_of_an_unclosed_reader_ends(tmp_path: Path, run_: Run) -> None:
     state = state_of(3)
     run_.commit(1, {0: saved(state, tmp_path / "saved")})
     checkpoint = restore.find(run_.url)
@@ -144,7 +144,7 @@ def test_pieces_without_a_checksum_of_their_own_are_read(
     assert is_equal(loaded, state)
 
 
-def test_a_peer_that_is_wrong_is_not_believed(tmp_path: Path, run_: Run) -> None:
+def test_wrong_bytes_from_a_peer_are_not_used(tmp_path: Path, run_: Run) -> None:
     state = state_of(5)
     files = saved(state, tmp_path / "saved")
     run_.commit(1, {0: files})
@@ -163,9 +163,7 @@ def test_a_peer_that_is_wrong_is_not_believed(tmp_path: Path, run_: Run) -> None
 
 
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
-def test_what_is_damaged_in_the_store_is_marked_for_later_readers(
-    tmp_path: Path, run_: Run, name: str
-) -> None:
+def test_damage_in_the_store_is_marked_for_later_readers(tmp_path: Path, run_: Run, name: str) -> None:
     state = state_of(3)
     for step in (1, 2):
         files = saved(state, tmp_path / f"{step}")
@@ -184,7 +182,7 @@ def test_what_is_damaged_in_the_store_is_marked_for_later_readers(
 
 
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
-def test_what_the_wire_spoils_is_not_marked(
+def test_corruption_in_transit_is_not_marked(
     tmp_path: Path, run_: Run, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another bit each time: nobody knows what the store has."""
@@ -246,7 +244,7 @@ class Touch:
         return os.mkdir, (str(self._path),)
 
 
-def test_an_object_that_runs_code_is_refused_unless_all_is_allowed(tmp_path: Path, run_: Run) -> None:
+def test_an_object_that_runs_code_is_rejected_unless_weights_only_is_off(tmp_path: Path, run_: Run) -> None:
     touched = tmp_path / "touched"
     run_.commit(1, {0: saved({"layer": torch.ones(3), "extra": Touch(touched)}, tmp_path / "saved")})
     with pytest.raises(CheckpointException, match="Weights only load failed"):
@@ -293,7 +291,7 @@ def forgets_a_tensor(metadata: Any) -> None:
         (forgets_a_tensor, r".metadata: it does not say where 'layer.1' is"),
     ],
 )
-def test_metadata_that_does_not_fit_the_files_is_damage(
+def test_metadata_that_does_not_match_the_files_is_damage(
     tmp_path: Path, run_: Run, change: Callable[[Any], None], complaint: str
 ) -> None:
     state = state_of(3)
@@ -310,13 +308,13 @@ def test_metadata_that_does_not_fit_the_files_is_damage(
     assert is_equal(loaded, state)
 
 
-def test_a_checkpoint_of_something_else_says_so(run_: Run) -> None:
+def test_a_checkpoint_that_is_not_dcp_is_reported(run_: Run) -> None:
     run_.commit(1)
     with pytest.raises(InvalidNameError, match=r"^step-1 has no \.metadata: torch.* has not saved it"):
         ckpt_async.torch.load_latest({}, run_.url)
 
 
-def test_tensors_of_another_shape_are_not_damage(tmp_path: Path, run_: Run) -> None:
+def test_a_shape_mismatch_is_not_damage(tmp_path: Path, run_: Run) -> None:
     run_.commit(1, {0: saved(state_of(3), tmp_path / "one")})
     run_.commit(2, {0: saved(state_of(3), tmp_path / "two")})
     with pytest.raises(CheckpointException, match="Size mismatch") as caught:
@@ -336,7 +334,7 @@ def refuses_data(path: str, specs: Any) -> bool:
 
 
 @pytest.mark.parametrize("is_named", [True, False])
-def test_the_users_function_is_asked_and_can_refuse(
+def test_the_validation_function_can_reject_a_checkpoint(
     tmp_path: Path, run_: Run, monkeypatch: pytest.MonkeyPatch, is_named: bool
 ) -> None:
     state = state_of(4)
@@ -357,7 +355,7 @@ def test_the_users_function_is_asked_and_can_refuse(
 
 
 @pytest.mark.parametrize("name", ["nosuchmodule.function", "os.nosuchfunction", "function", "os.sep", "."])
-def test_a_validation_function_that_is_not_there_is_an_error(
+def test_a_missing_validation_function_is_an_error(
     tmp_path: Path, run_: Run, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     run_.commit(1, {0: saved(state_of(1), tmp_path / "saved")})
@@ -418,7 +416,9 @@ def test_a_save_that_fails_before_it_writes_leaves_what_an_earlier_start_saved(
             assert {path.name: path.read_bytes() for path in folder.glob("*")} == left
 
 
-def test_a_name_metrics_and_a_future_that_cannot_be_cancelled(tmp_path: Path, run_: Run) -> None:
+def test_a_save_takes_a_name_and_metrics_and_its_future_cannot_be_cancelled(
+    tmp_path: Path, run_: Run
+) -> None:
     state = state_of(3)
     wanted = {name: each.clone() if isinstance(each, torch.Tensor) else each for name, each in state.items()}
     with Uploader(tmp_path / "folder", run_.url) as uploader:
@@ -435,7 +435,7 @@ def test_a_name_metrics_and_a_future_that_cannot_be_cancelled(tmp_path: Path, ru
     assert is_equal(loaded, wanted)
 
 
-def test_a_step_that_was_sealed_is_refused_before_its_files_are_touched(tmp_path: Path, run_: Run) -> None:
+def test_a_sealed_step_is_rejected_before_its_files_are_touched(tmp_path: Path, run_: Run) -> None:
     with Uploader(tmp_path / "folder", run_.url) as uploader:
         ckpt_async.torch.save(state_of(1), 1, uploader)
         before = {path.name: path.read_bytes() for path in (tmp_path / "folder/step-1").iterdir()}
@@ -453,7 +453,7 @@ def test_a_step_that_was_sealed_is_refused_before_its_files_are_touched(tmp_path
     assert after == before
 
 
-def test_a_writer_belongs_to_one_place(tmp_path: Path, run_: Run) -> None:
+def test_a_writer_is_bound_to_one_checkpoint(tmp_path: Path, run_: Run) -> None:
     with Uploader(tmp_path / "folder", run_.url) as uploader:
         writer = CkptAsyncWriter(uploader, 1)
         with pytest.raises(SettingsError, match="leave checkpoint_id out"):
@@ -462,7 +462,7 @@ def test_a_writer_belongs_to_one_place(tmp_path: Path, run_: Run) -> None:
             state_dict_saver.save(state_of(1), storage_writer=writer, use_collectives=False)
 
 
-def test_every_public_name_is_there() -> None:
+def test_every_public_name_exists() -> None:
     assert all(callable(getattr(ckpt_async.torch, name)) for name in ckpt_async.torch.__all__)
     assert set(ckpt_async.torch.__all__) == set(ckpt_async.torch._HOMES)
 
@@ -480,7 +480,7 @@ def test_every_public_name_is_there() -> None:
         errors.SourceError("changed", reason=FailureReason.SOURCE_CHANGED),
     ],
 )
-def test_errors_arrive_at_other_ranks_as_they_were(error: errors.CkptAsyncError) -> None:
+def test_errors_reach_other_ranks_unchanged(error: errors.CkptAsyncError) -> None:
     there = pickle.loads(pickle.dumps(error))
     assert type(there) is type(error)
     assert (str(there), vars(there)) == (str(error), vars(error))

@@ -146,7 +146,7 @@ def test_saved_by_a_process_beside_the_trainer(tmp_path: Path, run_: Run) -> Non
 
 
 @pytest.mark.parametrize("mode", ["now", "thread"])
-def test_a_save_that_fails_on_one_rank_is_told_to_all_and_leaves_nothing(
+def test_a_save_that_fails_on_one_rank_raises_on_all_and_leaves_nothing(
     tmp_path: Path, run_: Run, crew_of: CrewOf, mode: str
 ) -> None:
     crew = crew_of(2)
@@ -171,7 +171,7 @@ def test_a_save_that_fails_on_one_rank_is_told_to_all_and_leaves_nothing(
     check_loads(crew, run_.url, 1, saved)
 
 
-def test_a_step_that_one_rank_does_not_take_is_refused_on_all_before_any_file_is_written(
+def test_a_step_rejected_on_one_rank_is_rejected_on_all_before_writing(
     tmp_path: Path, run_: Run, crew_of: CrewOf
 ) -> None:
     crew = crew_of(2)
@@ -242,7 +242,7 @@ def test_all_ranks_fall_back_together_when_the_newest_is_damaged(
     check_loads(crew_of(2), run_.url, 1, two_saved[0])
 
 
-def test_all_ranks_are_told_that_there_is_none_and_that_none_is_usable(
+def test_all_ranks_learn_that_there_is_no_checkpoint_or_none_usable(
     tmp_path: Path, run_: Run, crew_of: CrewOf, two_saved: object
 ) -> None:
     crew = crew_of(2)
@@ -273,7 +273,7 @@ def by_replicas(tmp_path: Path, run_: Run, crew_of: CrewOf) -> tuple[Crew, list[
     return crew, found
 
 
-def test_only_one_replica_reads_and_all_have_it(
+def test_one_replica_reads_and_all_get_the_state(
     run_: Run, by_replicas: tuple[Crew, list[dict[str, str]]]
 ) -> None:
     crew, saved = by_replicas

@@ -102,11 +102,11 @@ def archive(path: Path, mode: str, *members: tuple[str, bytes | None]) -> Path:
 
 @pytest.mark.parametrize("suffix", [".pt", ".pth", ".bin", ".ckpt"])
 @pytest.mark.parametrize("mmap", [False, True])
-def test_torch_s_own_files(tmp_path: Path, suffix: str, mmap: bool) -> None:
+def test_torch_files_load(tmp_path: Path, suffix: str, mmap: bool) -> None:
     assert same(load(saved(tmp_path / f"a{suffix}"), mmap=mmap), STATE)
 
 
-def test_files_of_torch_before_1_6_are_loaded_also_where_mapping_is_asked_for(tmp_path: Path) -> None:
+def test_files_of_torch_before_1_6_load_with_mmap_requested(tmp_path: Path) -> None:
     torch.save(STATE, tmp_path / "a.pt", _use_new_zipfile_serialization=False)
     assert same(load(tmp_path / "a.pt", mmap=True), STATE)
 
@@ -114,7 +114,9 @@ def test_files_of_torch_before_1_6_are_loaded_also_where_mapping_is_asked_for(tm
 @pytest.mark.parametrize(
     ("suffix", "opener"), [(".bz2", bz2.open), (".gz", gzip.open), (".lzma", lzma.open), (".xz", lzma.open)]
 )
-def test_compressed_files(tmp_path: Path, temporary: Path, suffix: str, opener: Callable[..., Any]) -> None:
+def test_compressed_files_load(
+    tmp_path: Path, temporary: Path, suffix: str, opener: Callable[..., Any]
+) -> None:
     plain = saved(tmp_path / "a.pt").read_bytes()
     format_option = {"format": lzma.FORMAT_ALONE} if suffix == ".lzma" else {}
     with opener(tmp_path / f"b.pt{suffix}", "wb", **format_option) as file:
@@ -140,7 +142,9 @@ def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("suffix", [".zst", ".lz4", ".lzo"])
-def test_files_compressed_by_tools(tmp_path: Path, tools: Path, temporary: Path, suffix: str) -> None:
+def test_files_compressed_by_external_tools_load(
+    tmp_path: Path, tools: Path, temporary: Path, suffix: str
+) -> None:
     path = tmp_path / f"b.pt{suffix}"
     path.write_bytes(gzip.compress(saved(tmp_path / "a.pt").read_bytes()))
     assert same(load(path), STATE)
@@ -168,7 +172,7 @@ def test_a_missing_tool_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ("suffix", "mode"),
     [("tar", "w"), ("tar.gz", "w:gz"), ("tgz", "w:gz"), ("tar.bz2", "w:bz2"), ("tar.lzma", "w:xz")],
 )
-def test_archives(tmp_path: Path, temporary: Path, suffix: str, mode: str) -> None:
+def test_archives_load(tmp_path: Path, temporary: Path, suffix: str, mode: str) -> None:
     """As Composer writes them: the folder itself comes first."""
     states = saved(tmp_path / "a.pt").read_bytes()
     members = [("", None), ("composer_states.pt", states), ("deepspeed", None), ("deepspeed/zero.pt", b"x")]
@@ -180,19 +184,19 @@ def test_archives(tmp_path: Path, temporary: Path, suffix: str, mode: str) -> No
     assert extract(path, out) == [out / "composer_states.pt", out / "deepspeed/zero.pt"]
 
 
-def test_an_archive_compressed_by_a_tool(tmp_path: Path, tools: Path) -> None:
+def test_an_archive_compressed_by_an_external_tool_loads(tmp_path: Path, tools: Path) -> None:
     plain = archive(tmp_path / "a.tar", "w", ("x.pt", saved(tmp_path / "a.pt").read_bytes()))
     (tmp_path / "b.tar.zst").write_bytes(gzip.compress(plain.read_bytes()))
     assert same(load(tmp_path / "b.tar.zst"), STATE)
 
 
-def test_an_archive_with_several_states_is_not_guessed_at(tmp_path: Path) -> None:
+def test_an_archive_with_several_states_is_rejected(tmp_path: Path) -> None:
     path = archive(tmp_path / "a.tar", "w", ("x.pt", b""), ("y/z.pt", b""))
     with pytest.raises(FormatError, match=r"2 files to load: x\.pt, y/z\.pt"):
         load(path)
 
 
-def test_safetensors_beside_is_preferred(tmp_path: Path) -> None:
+def test_a_safetensors_file_beside_it_is_preferred(tmp_path: Path) -> None:
     tensors = {
         "a": torch.arange(6.0).reshape(2, 3),
         "b": torch.tensor([1.5, -2], dtype=torch.bfloat16),
@@ -212,11 +216,11 @@ def test_safetensors_beside_is_preferred(tmp_path: Path) -> None:
         load(tmp_path / "m.safetensors", map_location={"cuda:0": "cpu"})
 
 
-def test_map_location(tmp_path: Path) -> None:
+def test_map_location_is_honoured(tmp_path: Path) -> None:
     assert load(saved(tmp_path / "a.pt"), map_location="meta")["state"]["model"]["layer2.bias"].is_meta
 
 
-def test_flashpoint_s_tensors_are_read_without_pickle(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flashpoint_tensors_are_read_without_pickle(monkeypatch: pytest.MonkeyPatch) -> None:
     def look_up(name: str) -> None:
         raise AssertionError(f"{name}, from a file, was looked up in torch, which may import a module for it")
 
@@ -249,7 +253,7 @@ class Runs:
         return os.mkdir, ("pwned",)
 
 
-def test_a_file_that_would_run_something_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_would_run_code_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     path = saved(tmp_path / "a.pt", {"a": Runs()})
     (tmp_path / "a.pt.gz").write_bytes(gzip.compress(path.read_bytes()))
@@ -262,7 +266,7 @@ def test_a_file_that_would_run_something_is_refused(tmp_path: Path, monkeypatch:
     assert (tmp_path / "pwned").exists()
 
 
-def test_torch_s_legacy_tar_is_refused(tmp_path: Path) -> None:
+def test_torchs_legacy_tar_format_is_rejected(tmp_path: Path) -> None:
     """Before 2.6 torch unpacks and reads what is in one, `weights_only` or not."""
     tar = archive(tmp_path / "a.tar", "w", ("storages", pickle.dumps(Runs())), ("pickle", b""))
     tar.rename(tmp_path / "a.pt")
@@ -270,7 +274,7 @@ def test_torch_s_legacy_tar_is_refused(tmp_path: Path) -> None:
         load(tmp_path / "a.pt")
 
 
-def test_damage_anywhere_in_a_torch_file_is_told(tmp_path: Path) -> None:
+def test_damage_anywhere_in_a_torch_file_is_reported(tmp_path: Path) -> None:
     """torch raises almost any error then; the user is told which file."""
     path = tmp_path / "a.pt"
     torch.save({"model": {"w": torch.ones(4, 4)}, "n": [1, (2,)]}, path, _use_new_zipfile_serialization=False)
@@ -291,7 +295,7 @@ def test_damage_anywhere_in_a_torch_file_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["a.pt", "a.pt.gz", "a.pt.bz2", "a.pt.xz", "a.tar", "a.tar.gz", "a.safetensors"]
 )
-def test_files_that_are_cut_or_other_ones_are_refused(tmp_path: Path, temporary: Path, name: str) -> None:
+def test_truncated_or_foreign_files_are_rejected(tmp_path: Path, temporary: Path, name: str) -> None:
     plain = saved(tmp_path / "b.pt").read_bytes()
     path = tmp_path / name
     if name.startswith("a.tar"):
@@ -329,13 +333,13 @@ def test_files_that_are_cut_or_other_ones_are_refused(tmp_path: Path, temporary:
         {"dtype": ["F32"]},
     ],
 )
-def test_safetensors_that_lie_are_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_safetensors_with_false_headers_are_rejected(tmp_path: Path, change: dict[str, Any]) -> None:
     path = safetensors(tmp_path / "a.safetensors", {"a": torch.ones(10)}, a=change)
     with pytest.raises(FormatError, match=r"a\.safetensors"):
         load(path)
 
 
-def test_safetensors_that_overlap_or_nest_deeply_are_refused(tmp_path: Path) -> None:
+def test_safetensors_with_overlaps_or_deep_nesting_are_rejected(tmp_path: Path) -> None:
     ones = {"a": torch.ones(10), "b": torch.ones(10)}
     with pytest.raises(FormatError, match="overlap"):
         load(safetensors(tmp_path / "a.safetensors", ones, b={"data_offsets": [20, 60]}))
@@ -370,7 +374,7 @@ def member(name: str, **fields: Any) -> tarfile.TarInfo:
     ],
     ids=lambda bad: bad.name,
 )
-def test_archives_that_lead_out_are_refused(tmp_path: Path, bad: tarfile.TarInfo) -> None:
+def test_archives_that_escape_their_folder_are_rejected(tmp_path: Path, bad: tarfile.TarInfo) -> None:
     with tarfile.open(tmp_path / "a.tar", "w") as tar:
         tar.addfile(member("good.pt"))
         tar.addfile(bad)
@@ -381,7 +385,7 @@ def test_archives_that_lead_out_are_refused(tmp_path: Path, bad: tarfile.TarInfo
     assert {each.name for each in tmp_path.rglob("*")} == {"a.tar", "deep", "out", "good.pt"}
 
 
-def test_archives_take_no_more_space_than_allowed(tmp_path: Path, temporary: Path) -> None:
+def test_archives_are_limited_in_unpacked_size(tmp_path: Path, temporary: Path) -> None:
     bomb = archive(tmp_path / "a.tgz", "w:gz", ("x.pt", bytes(3 << 20)), ("y.pt", bytes(3 << 20)))
     assert bomb.stat().st_size < 20_000
     out = tmp_path / "out"
@@ -394,7 +398,7 @@ def test_archives_take_no_more_space_than_allowed(tmp_path: Path, temporary: Pat
     assert not list(temporary.iterdir())
 
 
-def test_archives_with_headers_of_any_size_take_no_memory(tmp_path: Path) -> None:
+def test_archives_with_huge_headers_take_little_memory(tmp_path: Path) -> None:
     """`tarfile` reads a PAX header whole: here one of 64 GiB, by what it says of itself."""
     header = member("x", type=tarfile.XHDTYPE, size=64 << 30)
     (tmp_path / "a.tar").write_bytes(header.tobuf(tarfile.GNU_FORMAT) + bytes(4096))
@@ -402,7 +406,7 @@ def test_archives_with_headers_of_any_size_take_no_memory(tmp_path: Path) -> Non
         load(tmp_path / "a.tar")
 
 
-def test_a_sparse_file_s_map_takes_no_memory(tmp_path: Path) -> None:
+def test_a_sparse_files_map_takes_little_memory(tmp_path: Path) -> None:
     """One of 20 million numbers compresses to 39 KB, and `tarfile` would make 1 GB of it."""
     sparse = {
         "GNU.sparse.major": "1",
@@ -435,7 +439,7 @@ def test_archives_with_deep_folders_are_refused_and_leave_nothing(tmp_path: Path
     assert not list(temporary.iterdir())
 
 
-def test_compressed_files_take_no_more_space_than_allowed(tmp_path: Path) -> None:
+def test_compressed_files_are_limited_in_unpacked_size(tmp_path: Path) -> None:
     (tmp_path / "a.pt.gz").write_bytes(gzip.compress(bytes(3 << 20)))
     decompress(tmp_path / "a.pt.gz", tmp_path / "whole", max_size_bytes=3 << 20)
     assert (tmp_path / "whole").stat().st_size == 3 << 20
@@ -466,7 +470,7 @@ def says_no(path: str, specs: Any) -> bool:
 
 
 @pytest.mark.parametrize("is_named", [True, False])
-def test_the_users_function_is_asked_before_anything_is_decoded(
+def test_the_validation_function_runs_before_anything_is_decoded(
     tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch, is_named: bool
 ) -> None:
     """As Composer does before each torch.load: about the file that is unpacked."""
@@ -518,7 +522,7 @@ def test_ignored_keys_are_left_out(tmp_path: Path, globs: list[str], left: Any) 
     assert keys(found) == expected or (not found and not left)
 
 
-def test_ignored_keys_may_be_a_function_and_unknown_ones_are_told(
+def test_ignored_keys_may_be_a_function_and_unknown_keys_are_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = saved(tmp_path / "a.pt")
@@ -545,16 +549,16 @@ def test_ignored_keys_may_be_a_function_and_unknown_ones_are_told(
         {"w": torch.ones(1)},
     ],
 )
-def test_the_model_is_found(state: Any) -> None:
+def test_the_model_state_is_found(state: Any) -> None:
     assert dict(model_state(state)) == {"w": torch.ones(1)}
 
 
-def test_no_model_is_told() -> None:
+def test_a_state_without_a_model_is_an_error() -> None:
     with pytest.raises(FormatError, match="no model in it: it has optim, step"):
         model_state({"optim": {}, "step": 3})
 
 
-def test_what_does_not_fit_the_model_is_reported() -> None:
+def test_keys_that_do_not_fit_the_model_are_reported() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
     before = {key: each.clone() for key, each in model.state_dict().items()}
     state = {
@@ -579,7 +583,7 @@ def test_what_does_not_fit_the_model_is_reported() -> None:
 # --- names and remote --------------------------------------------------------------------------------------------
 
 
-def test_names_are_filled_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_name_templates_are_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("GROUP_RANK", raising=False)
@@ -597,13 +601,13 @@ def test_names_are_filled_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert same(load(tmp_path / "rank{rank}.pt"), STATE)
 
 
-def test_templates_of_local_files_take_the_rank_only() -> None:
+def test_local_file_templates_accept_only_the_rank() -> None:
     assert naming.fill("latest-{rank}", rank=3) == "latest-3"
     with pytest.raises(InvalidNameError, match=r"only \{rank\} can be used"):
         naming.fill("{run_name}", rank=3)
 
 
-def test_remote_files_are_unpacked_when_they_are_here(
+def test_remote_files_are_unpacked_after_the_fetch(
     s3_url: str, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Composer unpacks before it has downloaded. One that is damaged in the store is never unpacked at all."""

@@ -97,7 +97,7 @@ def test_each_byte_leaves_the_store_once(results: Any, name: str) -> None:
         assert each["lines"] == []
 
 
-def test_a_node_that_cannot_be_reached_is_told_once(results: Any) -> None:
+def test_an_unreachable_node_is_reported_once(results: Any) -> None:
     """By its name, with what came from the store instead of it."""
     first, second = results["dead"]
     assert first["bytes_from"] == {"remote": 4 * MIB, "peer": 4 * MIB}

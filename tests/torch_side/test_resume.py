@@ -98,13 +98,13 @@ def test_without_a_process_group_there_is_one_rank(tmp_path: Path) -> None:
     assert fetch_together(f"{remote}-nothing", tmp_path / "back") is None
 
 
-def test_what_is_here_is_used_here(results: Any) -> None:
+def test_local_files_are_used_locally(results: Any) -> None:
     for each in results["intact"]:
         assert (each["step"], each["is_whole"], each["files"]) == (2, True, NAMES)
         assert each["bytes_from"] == {"there": 4 * SIZE}
 
 
-def test_a_wiped_node_is_refilled_by_the_other(results: Any) -> None:
+def test_a_wiped_node_fetches_from_the_other_node(results: Any) -> None:
     """A file that is damaged there is found out by its checksum. One node or both fetch it from the store; whoever
     looks after the other has mended its own may have it from there.
     """
@@ -116,7 +116,7 @@ def test_a_wiped_node_is_refilled_by_the_other(results: Any) -> None:
     assert total(results["wiped-node"], "remote") in (SIZE, 2 * SIZE)
 
 
-def test_each_rank_may_ask_for_its_own(results: Any) -> None:
+def test_each_rank_may_request_its_own_files(results: Any) -> None:
     for rank, each in enumerate(results["own-file"]):
         assert each["files"] == [f"rank-{rank}.pt"]
         assert each["is_whole"]
@@ -124,7 +124,7 @@ def test_each_rank_may_ask_for_its_own(results: Any) -> None:
     assert total(results["own-file"][2:], "peer") == 2 * SIZE
 
 
-def test_what_nobody_has_leaves_the_store_once(results: Any) -> None:
+def test_files_nobody_has_are_read_from_the_store_once(results: Any) -> None:
     """Two nodes that need the same: half each from the store, the other half from each other."""
     for each in results["all-wiped"]:
         assert (each["step"], each["is_whole"], each["files"]) == (2, True, NAMES)
@@ -132,13 +132,13 @@ def test_what_nobody_has_leaves_the_store_once(results: Any) -> None:
     assert total(results["all-wiped"], "peer") == 4 * SIZE
 
 
-def test_a_damaged_one_is_given_up_by_all_for_the_same_older_one(results: Any) -> None:
+def test_all_ranks_fall_back_to_the_same_older_checkpoint(results: Any) -> None:
     for each in results["damaged"]:
         assert (each["step"], each["is_whole"], each["files"]) == (1, True, NAMES)
         assert len(each["passed_over"]) == 1
 
 
-def test_what_fails_on_one_rank_is_told_to_all(results: Any) -> None:
+def test_a_failure_on_one_rank_is_raised_on_all(results: Any) -> None:
     for each in results["unwritable"]:
         assert each["error"] == "ResumeError"
         assert "rank 2: DestinationError" in each["message"]
@@ -149,7 +149,7 @@ FILES = st.frozensets(st.sampled_from("uvwxyz"))
 
 
 @given(st.lists(st.builds(Needs, NODES, FILES, FILES), min_size=1), st.data())
-def test_first_fetches_asks_the_store_once_for_what_nobody_has(
+def test_first_fetches_reads_from_the_store_once_what_nobody_has(
     needs: list[Needs], data: st.DataObject
 ) -> None:
     sizes = {name: data.draw(st.integers(0, 100), label=name) for name in "uvwxyz"}

@@ -226,7 +226,7 @@ def somewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_pickles_are_refused_without_effect(name: str, somewhere: Path) -> None:
+def test_hostile_pickles_are_rejected_without_effect(name: str, somewhere: Path) -> None:
     data, complaint = HOSTILE[name]
     copyreg.add_extension("os", "system", 1)
     try:
@@ -271,14 +271,14 @@ def test_the_corpus_is_hostile_to_pickle(somewhere: Path) -> None:
         (lambda m: m.storage_meta.modules.append(3), "storage_meta"),
     ],
 )
-def test_metadata_that_is_not_well_formed_is_refused(saved: Path, change: Any, complaint: str) -> None:
+def test_malformed_metadata_is_rejected(saved: Path, change: Any, complaint: str) -> None:
     metadata = load_metadata(saved)
     change(metadata)
     with pytest.raises(UnsafePickleError, match=complaint):
         load_metadata(pickle.dumps(metadata))
 
 
-def test_work_grows_with_the_size_of_the_file_only() -> None:
+def test_work_is_linear_in_the_file_size() -> None:
     """A long list that a million tensors share is one reason for quadratic time. Here it is refused at once."""
     chunks = [ChunkStorageMetadata(torch.Size([0]), torch.Size([1])) for _ in range(1000)]
     shared = {
@@ -297,7 +297,7 @@ def test_a_file_that_is_too_large_is_refused(saved: Path) -> None:
         load_metadata(saved / "nothing")
 
 
-def test_every_cut_of_real_metadata_is_refused(saved: Path) -> None:
+def test_every_truncation_of_real_metadata_is_rejected(saved: Path) -> None:
     data = (saved / ".metadata").read_bytes()
     for end in range(0, len(data), 7):
         with pytest.raises(UnsafePickleError):
@@ -307,7 +307,7 @@ def test_every_cut_of_real_metadata_is_refused(saved: Path) -> None:
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(edits=st.lists(st.tuples(st.integers(0, 1 << 20), st.binary(max_size=6)), min_size=1, max_size=4))
 @example(edits=[(0, b"")])
-def test_mutations_are_read_or_refused(saved: Path, somewhere: Path, edits: list[tuple[int, bytes]]) -> None:
+def test_mutations_are_read_or_rejected(saved: Path, somewhere: Path, edits: list[tuple[int, bytes]]) -> None:
     """Whatever bytes are put into a real one: metadata or UnsafePickleError, in little time, and nothing is run."""
     data = bytearray((saved / ".metadata").read_bytes())
     for at, new in edits:

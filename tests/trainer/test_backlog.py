@@ -102,9 +102,7 @@ BOUNDS = [{"max_backlog_checkpoints": 2}, {"max_backlog_bytes": 2 * SIZE_BYTES}]
 
 
 @pytest.mark.parametrize("bound", BOUNDS)
-def test_block_holds_the_trainer_until_there_is_room(
-    opened: Open, blocked: Blocked, bound: dict[str, int]
-) -> None:
+def test_block_waits_until_there_is_room(opened: Open, blocked: Blocked, bound: dict[str, int]) -> None:
     """One warning, the time counted, nothing lost; and shards of a checkpoint that is begun always go in."""
     store = Stuck()
     with opened(store, **bound) as uploader:
@@ -129,7 +127,7 @@ def test_block_holds_the_trainer_until_there_is_room(
 
 
 @pytest.mark.parametrize("bound", BOUNDS)
-def test_raise_says_so_at_once_and_enqueues_nothing(opened: Open, bound: dict[str, int]) -> None:
+def test_raise_raises_at_once_and_enqueues_nothing(opened: Open, bound: dict[str, int]) -> None:
     store = Stuck()
     with opened(store, on_backlog="raise", **bound) as uploader:
         save(uploader, 1)
@@ -145,7 +143,7 @@ def test_raise_says_so_at_once_and_enqueues_nothing(opened: Open, bound: dict[st
     assert outcomes(store) == {1: "commit", 2: "commit", 3: "commit"}
 
 
-def test_blocking_ends_with_an_error_and_its_time_is_counted(opened: Open) -> None:
+def test_blocking_times_out_with_an_error_and_is_counted(opened: Open) -> None:
     """A store that is gone for good must not stop training for good."""
     store = Stuck()
     with opened(store, max_backlog_checkpoints=1, block_timeout_s=0.3) as uploader:
@@ -158,7 +156,7 @@ def test_blocking_ends_with_an_error_and_its_time_is_counted(opened: Open) -> No
         store.go.set()
 
 
-def test_bandwidth_that_is_too_low_is_a_backlog_like_any_other(opened: Open, blocked: Blocked) -> None:
+def test_too_low_a_bandwidth_cap_causes_a_backlog(opened: Open, blocked: Blocked) -> None:
     """The cap that leaves the network to training slows saving down, not the disk full."""
     store = Meddled()
     with opened(store, max_backlog_checkpoints=1, max_bytes_per_s=5 * SIZE_BYTES) as uploader:
@@ -173,7 +171,7 @@ def test_bandwidth_that_is_too_low_is_a_backlog_like_any_other(opened: Open, blo
 # --- what is no backlog ------------------------------------------------------------------------------------
 
 
-def test_what_waits_for_another_rank_is_no_backlog(opened: Open) -> None:
+def test_a_checkpoint_that_waits_for_another_rank_is_not_backlog(opened: Open) -> None:
     """A rank that died would stall all the others, in `enqueue`, where nobody looks for it."""
     store = Meddled()
     settings = {"rank": 0, "world_size": 2, "generation": 1, "on_error": "warn"}  # which never comes
@@ -185,7 +183,7 @@ def test_what_waits_for_another_rank_is_no_backlog(opened: Open) -> None:
     assert outcomes(store) == {}
 
 
-def test_what_only_the_trainer_can_go_on_with_is_no_backlog(opened: Open) -> None:
+def test_an_unsealed_checkpoint_is_not_backlog(opened: Open) -> None:
     """Its shards are in the store; that it is not sealed yet is up to the very thread that would be held up."""
     store = Meddled()
     with opened(store, max_backlog_checkpoints=1, block_timeout_s=0) as uploader:
@@ -197,7 +195,7 @@ def test_what_only_the_trainer_can_go_on_with_is_no_backlog(opened: Open) -> Non
     assert outcomes(store) == {1: "commit", 2: "commit"}
 
 
-def test_what_cannot_be_finished_is_no_backlog(opened: Open, tmp_path: Path) -> None:
+def test_a_lost_checkpoint_is_not_backlog(opened: Open, tmp_path: Path) -> None:
     """Without conditional writes another rank has to give it up; this one only waits for that."""
     store = Stuck()
     store._store = MemoryStore(
@@ -219,7 +217,7 @@ def test_what_cannot_be_finished_is_no_backlog(opened: Open, tmp_path: Path) -> 
 # --- supersede ---------------------------------------------------------------------------------------------
 
 
-def test_supersede_gives_up_the_oldest_that_retention_would_not_keep(
+def test_supersede_drops_the_oldest_that_retention_would_not_keep(
     opened: Open, blocked: Blocked, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Neither the newest, nor the best, nor every tenth; when only those are left, it waits like `block`."""
@@ -250,7 +248,7 @@ def test_supersede_gives_up_the_oldest_that_retention_would_not_keep(
 
 
 @pytest.mark.parametrize(("keep", "is_there"), [(-1, True), (0, False), (1, False), (3, False)])
-def test_local_files_of_what_was_superseded_go_unless_all_are_kept(
+def test_local_files_of_superseded_checkpoints_are_removed_unless_all_are_kept(
     opened: Open, keep: int, is_there: bool
 ) -> None:
     """Giving it up is to free the disk too; but -1 promises that no local file is ever touched."""
@@ -269,7 +267,7 @@ def test_local_files_of_what_was_superseded_go_unless_all_are_kept(
 
 
 @pytest.mark.parametrize("shares_policy", [True, False])
-def test_superseded_on_one_rank_is_given_up_on_all(opened: Open, tmp_path: Path, shares_policy: bool) -> None:
+def test_superseding_on_one_rank_aborts_on_all(opened: Open, tmp_path: Path, shares_policy: bool) -> None:
     """One decision for the checkpoint, whichever rank fell behind. The other rank's upload stops; its files go too, if
     it has the same policy.
     """
@@ -307,7 +305,7 @@ def test_superseded_on_one_rank_is_given_up_on_all(opened: Open, tmp_path: Path,
 
 
 @pytest.mark.parametrize("setting", ["on_backlog", "on_disk_low"])
-def test_supersede_needs_a_retention_that_lets_something_go(setting: str) -> None:
+def test_supersede_requires_a_retention_policy_that_removes_something(setting: str) -> None:
     with pytest.raises(SettingsError, match="supersede"):
         Settings(**{setting: "supersede"})
     assert getattr(Settings(**{setting: "supersede", "remote_retention": "last=1"}), setting) == "supersede"
@@ -349,7 +347,7 @@ def test_low_disk_raises_or_blocks(
     assert outcomes(store) == {1: "commit", 2: "commit", 3: "commit"}
 
 
-def test_low_disk_gives_up_no_more_than_it_takes(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_low_disk_supersedes_no_more_than_needed(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     """Space comes back when the files are gone, a moment later: until then nothing else is given up."""
     disk, store = Disk(monkeypatch), Stuck()
 

@@ -75,7 +75,7 @@ def test_the_newest_complete_checkpoint_goes_first(opened: Open) -> None:
     assert outcomes(store) == dict.fromkeys((1, 2, 3, 4), "commit")
 
 
-def test_the_newest_has_the_link_for_itself_until_it_is_sent(opened: Open) -> None:
+def test_the_newest_checkpoint_has_the_full_bandwidth_until_sent(opened: Open) -> None:
     """Also when all were under way; and one that is saved meanwhile does not stop it, or none would ever be sent."""
     store = Ordered()
     with opened(store, num_concurrent_uploads=8) as uploader:
@@ -95,9 +95,7 @@ def test_the_newest_has_the_link_for_itself_until_it_is_sent(opened: Open) -> No
     assert outcomes(store) == dict.fromkeys((1, 2, 3), "commit")
 
 
-def test_no_older_one_is_begun_once_the_newest_shall_go_first(
-    opened: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_older_upload_begins_during_a_flush(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also while the engine's loop waits for the disk: seconds count."""
     store, is_stuck, has_stuck = Ordered(), threading.Event(), threading.Event()
 
@@ -126,7 +124,7 @@ def test_no_older_one_is_begun_once_the_newest_shall_go_first(
         assert store.came == [1, 4, 3, 2]
 
 
-def test_when_there_is_nothing_to_do_flush_returns_at_once(opened: Open) -> None:
+def test_flush_returns_at_once_when_there_is_nothing_to_do(opened: Open) -> None:
     store = Meddled()
     with opened(store) as uploader:
         save(uploader, 1)
@@ -151,7 +149,7 @@ def test_after_a_flush_the_oldest_goes_first_again(opened: Open) -> None:
     assert store.came == [1, 2, 3]
 
 
-def test_a_budget_is_kept_and_the_next_start_finishes_the_rest(opened: Open) -> None:
+def test_flush_keeps_its_budget_and_the_next_start_finishes_the_rest(opened: Open) -> None:
     """A store that does not answer. Nothing is lost by giving up the wait."""
     store = Ordered()
     with opened(store, generation=1, num_concurrent_uploads=1) as uploader:
@@ -169,7 +167,7 @@ def test_a_budget_is_kept_and_the_next_start_finishes_the_rest(opened: Open) -> 
     assert outcomes(store) == {1: "commit", 2: "commit"}
 
 
-def test_a_rank_that_does_not_come_uses_up_the_budget_but_no_more(opened: Open) -> None:
+def test_a_missing_rank_uses_up_the_budget_but_no_more(opened: Open) -> None:
     """Our part is in the store; whether it becomes a commit is not in our hands."""
     store = Meddled()
     with opened(store, rank=0, world_size=2, generation=1, on_error="warn") as uploader:
@@ -180,7 +178,7 @@ def test_a_rank_that_does_not_come_uses_up_the_budget_but_no_more(opened: Open) 
         assert (report.is_done, report.num_shards_left, report.steps_left) == (False, 0, (1,))
 
 
-def test_what_an_earlier_start_left_to_others_is_not_waited_for_again(opened: Open, tmp_path: Path) -> None:
+def test_flush_does_not_wait_for_other_ranks_of_an_earlier_start(opened: Open, tmp_path: Path) -> None:
     """Rank 1 was killed before it saved step 1 and will never come with it; every flush would use up its budget."""
     store = Meddled()
     with opened(store, rank=0, world_size=2, generation=1, on_error="warn") as uploader:
@@ -320,7 +318,7 @@ def started(tmp_path: Path) -> Iterator[Callable[..., Started]]:
         each.process.communicate()
 
 
-def test_sigterm_flushes_and_then_ends_the_process_as_it_would_have(started: Any) -> None:
+def test_sigterm_flushes_and_then_ends_the_process_as_usual(started: Any) -> None:
     """The launcher sees signal 15, and the checkpoint is in the store; the budget is a limit, not a delay."""
     trainer = started("default", sigterm_flush_s=20.0)
     assert not trainer.is_committed()
@@ -330,7 +328,7 @@ def test_sigterm_flushes_and_then_ends_the_process_as_it_would_have(started: Any
     assert "sigterm_flushed report=FlushReport(is_done=True, num_committed=1" in trainer.errors
 
 
-def test_sigterm_with_a_store_that_does_not_answer_ends_within_the_budget(started: Any) -> None:
+def test_sigterm_with_an_unresponsive_store_ends_within_the_budget(started: Any) -> None:
     """SIGKILL comes after the budget; what is left is finished by the next start."""
     trainer = started("stuck", sigterm_flush_s=0.5)
     assert 0.5 <= trainer.terminate() < 1.5 + 1.0
@@ -343,7 +341,7 @@ def test_sigterm_with_a_store_that_does_not_answer_ends_within_the_budget(starte
     assert trainer.is_committed()
 
 
-def test_a_handler_of_the_users_own_decides_when_the_process_ends(started: Any) -> None:
+def test_a_users_own_handler_decides_when_the_process_ends(started: Any) -> None:
     """Frameworks save and requeue in theirs. It runs at once, every time; the flush goes on beside it."""
     trainer = started("handler", sigterm_flush_s=20.0)
     for _ in range(2):
@@ -355,7 +353,7 @@ def test_a_handler_of_the_users_own_decides_when_the_process_ends(started: Any) 
     assert trainer.is_committed()
 
 
-def test_who_ignores_sigterm_is_not_ended(started: Any) -> None:
+def test_a_process_that_ignores_sigterm_is_not_ended(started: Any) -> None:
     """`nohup`-like wrappers do; the flush is welcome all the same."""
     trainer = started("ignored", sigterm_flush_s=20.0)
     trainer.process.send_signal(signal.SIGTERM)
@@ -372,7 +370,7 @@ def test_a_forked_worker_ends_at_once_and_flushes_nothing(started: Any) -> None:
     assert "Traceback" not in trainer.errors
 
 
-def test_closed_from_another_thread_it_no_longer_delays_sigterm(started: Any) -> None:
+def test_an_uploader_closed_in_another_thread_does_not_delay_sigterm(started: Any) -> None:
     """Only the main thread may set handlers, but any may close."""
     trainer = started("closed", sigterm_flush_s=20.0)
     assert trainer.is_committed()
@@ -381,7 +379,7 @@ def test_closed_from_another_thread_it_no_longer_delays_sigterm(started: Any) ->
     assert "sigterm" not in trainer.errors
 
 
-def test_sigterm_while_it_is_being_closed_flushes_too(started: Any) -> None:
+def test_sigterm_during_close_flushes(started: Any) -> None:
     """Training is over, the last checkpoint on its way: the one that everyone wants."""
     trainer = started("closing", sigterm_flush_s=20.0)
     trainer.terminate()
@@ -391,7 +389,7 @@ def test_sigterm_while_it_is_being_closed_flushes_too(started: Any) -> None:
     assert "Traceback" not in trainer.errors
 
 
-def test_nothing_is_installed_unless_asked_and_it_is_undone_at_close(opened: Open, tmp_path: Path) -> None:
+def test_a_handler_is_installed_on_request_only_and_removed_at_close(opened: Open, tmp_path: Path) -> None:
     """Signals belong to the training framework."""
     before = signal.getsignal(signal.SIGTERM)
     with opened(Meddled()):
@@ -401,7 +399,7 @@ def test_nothing_is_installed_unless_asked_and_it_is_undone_at_close(opened: Ope
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_undo_leaves_a_handler_that_was_set_after_ours() -> None:
+def test_removing_our_handler_keeps_one_that_was_set_later() -> None:
     """Whoever came later wraps ours, maybe, or replaced it: not ours to take away."""
 
     def later(*_: object) -> None: ...
@@ -420,7 +418,7 @@ class _Nothing:
     def flush(self, timeout_s: float) -> None: ...
 
 
-def test_outside_the_main_thread_the_setting_is_refused_before_anything_is_opened(tmp_path: Path) -> None:
+def test_sigterm_flush_outside_the_main_thread_is_rejected_before_opening(tmp_path: Path) -> None:
     errors: list[Exception] = []
 
     def open_it() -> None:

@@ -16,7 +16,7 @@ from tests.trainer.uploads import Open, decisions, wait_until, write
 
 
 @pytest.mark.parametrize("on_error", ["raise", "warn"])
-def test_ranks_that_contradict_each_other_are_all_told(opened: Open, tmp_path: Path, on_error: str) -> None:
+def test_contradicting_ranks_raise_on_all_ranks(opened: Open, tmp_path: Path, on_error: str) -> None:
     """Nobody calls `wait`: every checkpoint would be given up, and training would end well."""
     store = Meddled()
     more = {"world_size": 2, "generation": 1, "on_error": on_error}
@@ -39,7 +39,7 @@ def test_ranks_that_contradict_each_other_are_all_told(opened: Open, tmp_path: P
                 uploader.wait(1, timeout_s=10)
 
 
-def test_what_wait_has_raised_is_not_raised_again(opened: Open) -> None:
+def test_an_error_raised_by_wait_is_not_raised_again(opened: Open) -> None:
     """Whoever handles it, and goes on, would be ended by the next save."""
     with opened(Meddled()) as uploader:
         uploader.seal(1)
@@ -49,7 +49,7 @@ def test_what_wait_has_raised_is_not_raised_again(opened: Open) -> None:
         uploader.raise_failures()
 
 
-def test_a_checkpoint_without_any_shard_is_never_the_newest(opened: Open) -> None:
+def test_a_checkpoint_without_shards_is_never_committed(opened: Open) -> None:
     """`enqueue` has raised, the trainer went on to `seal`: retention would then remove the last good one."""
     store = Meddled()
     with opened(store, on_error="warn") as uploader:
@@ -62,7 +62,7 @@ def test_a_checkpoint_without_any_shard_is_never_the_newest(opened: Open) -> Non
     assert {id_.step: outcome for id_, outcome in decisions(store).items()} == {1: "commit", 2: "abort"}
 
 
-def test_numbers_of_other_libraries_and_those_that_are_none(
+def test_numbers_of_other_libraries_are_accepted_and_non_finite_metrics_rejected(
     opened: Open, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A loss that is nan must not end the training that has to be told of it."""
@@ -86,12 +86,12 @@ def test_numbers_of_other_libraries_and_those_that_are_none(
 
 
 @pytest.mark.parametrize("value", ["0.5", b"1", True, None, [1, 2], {}])
-def test_what_is_no_number_is_refused(opened: Open, value: Any) -> None:
+def test_a_metric_that_is_not_a_number_is_rejected(opened: Open, value: Any) -> None:
     with opened(Meddled()) as uploader, pytest.raises(InvalidNameError, match="is not a name with a number"):
         uploader.seal(1, metrics={"loss": value})
 
 
 @pytest.mark.parametrize("step", [True, 1.0, "1", -1, None])
-def test_what_is_no_step_is_refused(opened: Open, step: Any) -> None:
+def test_an_invalid_step_is_rejected(opened: Open, step: Any) -> None:
     with opened(Meddled()) as uploader, pytest.raises(InvalidNameError, match="must be a whole number"):
         uploader.seal(step)

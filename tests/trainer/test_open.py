@@ -41,7 +41,7 @@ def content(remote: str, name: str, tmp_path: Path) -> bytes:
     return restore.fetch(checkpoint, tmp_path / "fetched").paths[name].read_bytes()
 
 
-def test_parts_arrive_before_the_shard_is_finished_and_none_twice(
+def test_parts_are_sent_before_the_shard_is_finished_and_none_twice(
     proxy: FaultProxy, s3_url: str, tmp_path: Path
 ) -> None:
     """The time to durable is that of what is left, not of the whole shard."""
@@ -59,9 +59,7 @@ def test_parts_arrive_before_the_shard_is_finished_and_none_twice(
     assert content(f"{s3_url}/run", "deep/big.bin", tmp_path) == DATA
 
 
-def test_going_back_costs_only_that_the_part_is_sent_again(
-    proxy: FaultProxy, s3_url: str, tmp_path: Path
-) -> None:
+def test_seeking_back_only_resends_the_part(proxy: FaultProxy, s3_url: str, tmp_path: Path) -> None:
     """zip archives, and so torch.save, may patch what they wrote before."""
     with Uploader(tmp_path / "folder", f"{s3_url}/run", **QUICK) as uploader:
         with uploader.open(1, "big.bin") as file:
@@ -76,7 +74,7 @@ def test_going_back_costs_only_that_the_part_is_sent_again(
     assert content(f"{s3_url}/run", "big.bin", tmp_path) == DATA[: PART + 10] + b"changed" + DATA[PART + 17 :]
 
 
-def test_an_exception_leaves_nothing(proxy: FaultProxy, s3_url: str, tmp_path: Path) -> None:
+def test_an_exception_leaves_no_file(proxy: FaultProxy, s3_url: str, tmp_path: Path) -> None:
     """Half a shard is no shard; the checkpoint may go on without it, or with another of that name."""
     with Uploader(tmp_path / "folder", f"{s3_url}/run", **QUICK) as uploader:
 
@@ -100,9 +98,7 @@ def test_an_exception_leaves_nothing(proxy: FaultProxy, s3_url: str, tmp_path: P
     assert content(f"{s3_url}/run", "big.bin", tmp_path) == b"small"
 
 
-def test_trouble_on_the_way_ends_sending_ahead_and_nothing_else(
-    proxy: FaultProxy, s3_url: str, tmp_path: Path
-) -> None:
+def test_an_upload_error_only_stops_sending_ahead(proxy: FaultProxy, s3_url: str, tmp_path: Path) -> None:
     """It is a head start: what goes wrong with it is not a failure of the checkpoint."""
     refused = proxy.add(Fault("too_large", "PUT", r"big\.bin", is_part=True, times=1))
     with Uploader(tmp_path / "folder", f"{s3_url}/run", **QUICK) as uploader:
@@ -122,7 +118,7 @@ def uploader(tmp_path: Path) -> Iterator[Uploader]:
         yield uploader
 
 
-def test_a_store_without_parts_gets_it_afterwards(uploader: Uploader, tmp_path: Path) -> None:
+def test_a_store_without_multipart_gets_the_shard_afterwards(uploader: Uploader, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     state = {"weight": torch.arange(100_000)}
     with uploader.open(1, "model.pt", checkpoint_name="ep1-ba1") as file:
@@ -136,7 +132,7 @@ def test_a_store_without_parts_gets_it_afterwards(uploader: Uploader, tmp_path: 
     assert torch.equal(torch.load(path, weights_only=True)["weight"], state["weight"])
 
 
-def test_a_checkpoint_is_not_sealed_while_a_shard_is_written(uploader: Uploader) -> None:
+def test_sealing_while_a_shard_is_written_is_rejected(uploader: Uploader) -> None:
     file = uploader.open(1, "a.bin")
     with pytest.raises(SealedError, match=r"still being written: a\.bin"):
         uploader.seal(1)
@@ -148,7 +144,7 @@ def test_a_checkpoint_is_not_sealed_while_a_shard_is_written(uploader: Uploader)
     uploader.wait(1, timeout_s=30)
 
 
-def test_a_file_that_is_dropped_is_not_enqueued(uploader: Uploader) -> None:
+def test_a_file_that_is_never_closed_is_not_enqueued(uploader: Uploader) -> None:
     """Python closes what nobody refers to any more; half a shard must not become one that way."""
     file = uploader.open(1, "a.bin")
     file.write(b"half")
@@ -183,7 +179,7 @@ def test_unsafe_names_are_refused(uploader: Uploader, name: str) -> None:
         uploader.open(1, name)
 
 
-def test_nothing_is_overwritten_and_no_link_is_followed(uploader: Uploader, tmp_path: Path) -> None:
+def test_open_overwrites_nothing_and_follows_no_symlink(uploader: Uploader, tmp_path: Path) -> None:
     (uploader.folder / "step-1").mkdir()
     (uploader.folder / "step-1" / "a.bin").write_bytes(b"mine")
     with pytest.raises(InvalidShardError, match="there already"):

@@ -55,7 +55,7 @@ class ClockBehind(Meddled):
         return behind
 
 
-def test_a_clock_that_is_behind_holds_up_no_commit(opened: Open) -> None:
+def test_a_slow_clock_delays_no_commit(opened: Open) -> None:
     """Receipts from the future are new ones."""
     store = ClockBehind()
     with opened(store) as uploader:
@@ -67,7 +67,9 @@ def test_a_clock_that_is_behind_holds_up_no_commit(opened: Open) -> None:
 # --- faults that heal ------------------------------------------------------------------------------------------
 
 
-def test_faults_that_heal_are_silent_and_counted(opened: Open, caplog: pytest.LogCaptureFixture) -> None:
+def test_errors_healed_by_retries_are_silent_and_counted(
+    opened: Open, caplog: pytest.LogCaptureFixture
+) -> None:
     """R12: a trainer hears of what it can act on; operators see the rest in the counters."""
     store = Faulty()
     store.start, store.times, store.error = "ckpt/", 5, trouble(FailureReason.THROTTLED)
@@ -90,7 +92,7 @@ def _counter(uploader: Uploader, name: str, label: str = "") -> float:
 
 @pytest.mark.parametrize("is_closing", [False, True])
 @pytest.mark.parametrize("where", ["ckpt/", keys.RECEIPTS, keys.DECISIONS, keys.LATEST])
-def test_a_crash_of_the_engine_is_healed_counted_and_loses_nothing(
+def test_a_crashed_engine_restarts_is_counted_and_loses_nothing(
     opened: Open, where: str, is_closing: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A bug of ours in one request must not end uploading for the rest of a training run."""
@@ -114,7 +116,7 @@ def test_a_crash_of_the_engine_is_healed_counted_and_loses_nothing(
     assert json.loads(store.bucket.objects[keys.LATEST].data)["step"] == 100
 
 
-def test_a_crash_while_closing_is_told_and_what_is_left_is_done_by_the_next_start(opened: Open) -> None:
+def test_a_crash_while_closing_raises_and_the_next_start_finishes(opened: Open) -> None:
     """The last seconds of a run are no time to hide a bug, nor to lose the last checkpoint to it."""
     store = Slow()
     with opened(store) as uploader:
@@ -147,7 +149,7 @@ def test_a_crash_while_closing_is_told_and_what_is_left_is_done_by_the_next_star
 # --- faults that do not heal -------------------------------------------------------------------------------------
 
 
-def test_a_final_failure_is_raised_at_the_next_call_and_tried_again_later(opened: Open) -> None:
+def test_a_final_failure_is_raised_at_the_next_call_and_retried_later(opened: Open) -> None:
     """Strict mode: a trainer that wants to know is told once, with what to do; the shard is not given up."""
 
     class SlowAndFaulty(Slow):
@@ -184,7 +186,7 @@ def test_a_final_failure_is_only_logged_and_counted_in_warn_mode(
     assert "shard_failed" in caplog.text
 
 
-def test_wait_tells_a_failed_upload_from_one_that_takes_time(opened: Open) -> None:
+def test_wait_distinguishes_a_failed_upload_from_a_slow_one(opened: Open) -> None:
     """Waiting for what will not come by itself helps nobody."""
     store = Faulty()
     store.start, store.times, store.error = "ckpt/", 10**9, trouble(FailureReason.OTHER)
@@ -206,7 +208,7 @@ class Denying(Meddled):
 
 @pytest.mark.parametrize("is_told", [True, False])
 @pytest.mark.parametrize("how", ["close", "wait", "flush"])
-def test_what_failed_and_can_go_on_now_is_tried_again_by_who_waits(
+def test_waiting_retries_failed_uploads_that_can_succeed_now(
     opened: Open, monkeypatch: pytest.MonkeyPatch, how: str, is_told: bool
 ) -> None:
     """Denied, raised, the permissions mended: `close(20)` returned at once, with the last checkpoint on a node that
@@ -234,7 +236,7 @@ def test_what_failed_and_can_go_on_now_is_tried_again_by_who_waits(
 
 
 @pytest.mark.parametrize("how", ["close", "wait"])
-def test_who_waits_does_so_for_the_time_given_whatever_fails_meanwhile(
+def test_waiting_lasts_for_the_given_time_despite_failures(
     opened: Open, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     """The engine gives a shard up, loudly, several times while it is waited for; then the store lets it in."""
@@ -263,7 +265,7 @@ def test_who_waits_does_so_for_the_time_given_whatever_fails_meanwhile(
 # --- wait --------------------------------------------------------------------------------------------------------
 
 
-def test_wait_says_what_is_missing(opened: Open) -> None:
+def test_wait_names_what_is_missing(opened: Open) -> None:
     """At 1,000 ranks "timeout" is no help: it must say whose part is missing."""
     store = Slow()
     never_came = pytest.raises(UploadFailedError, match="ranks 1, 2 never opened it")
@@ -282,7 +284,7 @@ def test_wait_says_what_is_missing(opened: Open) -> None:
             uploader.wait(1, timeout_s=0.01)
 
 
-def test_an_exception_of_the_training_loop_goes_before_that_of_a_start_in_vain(
+def test_an_exception_in_the_training_loop_takes_precedence_over_errors_of_close(
     opened: Open, caplog: pytest.LogCaptureFixture
 ) -> None:
     def train() -> None:
@@ -295,7 +297,7 @@ def test_an_exception_of_the_training_loop_goes_before_that_of_a_start_in_vain(
     assert "closed_in_vain" in caplog.text
 
 
-def test_wait_returns_for_every_thread_and_also_afterwards(opened: Open) -> None:
+def test_wait_returns_in_every_thread_also_after_the_commit(opened: Open) -> None:
     """A checkpoint leaves the journal once it is done; that it was committed stays known."""
     store = Slow()
     with opened(store) as uploader:
@@ -317,7 +319,7 @@ def test_wait_returns_for_every_thread_and_also_afterwards(opened: Open) -> None
         uploader.wait(1, timeout_s=0.01)
 
 
-def test_calls_after_close_say_so(opened: Open) -> None:
+def test_calls_after_close_raise(opened: Open) -> None:
     """A callback that fires after the training loop's end must not hang or write anywhere."""
     with opened(Meddled()) as uploader:
         save(uploader, 1)
@@ -328,7 +330,7 @@ def test_calls_after_close_say_so(opened: Open) -> None:
         uploader.close()
 
 
-def test_pickling_is_refused(opened: Open) -> None:
+def test_pickling_an_uploader_is_rejected(opened: Open) -> None:
     """A spawn-started dataloader would otherwise get a copy that shares lock and journal."""
     with opened(Meddled()) as uploader, pytest.raises(TypeError, match="cannot be pickled"):
         pickle.dumps(uploader)
@@ -337,7 +339,7 @@ def test_pickling_is_refused(opened: Open) -> None:
 # --- threads -----------------------------------------------------------------------------------------------------
 
 
-def test_threads_may_enqueue_at_once(opened: Open) -> None:
+def test_threads_may_enqueue_concurrently(opened: Open) -> None:
     """Frameworks save from threads of their own; every shard must arrive, each once."""
     store = Meddled()
     with opened(store) as uploader:
@@ -365,7 +367,7 @@ def test_threads_may_enqueue_at_once(opened: Open) -> None:
     assert {count for (operation, key), count in store.asked.items() if key.startswith("ckpt/")} == {1}
 
 
-def test_uploads_are_bounded_and_the_next_checkpoint_is_not_held_up_by_enqueue(opened: Open) -> None:
+def test_uploads_are_bounded_and_do_not_delay_enqueue(opened: Open) -> None:
     """The trainer goes on whatever the store does; the store sees no more than it was told to expect."""
     store = Slow()
     with opened(store, num_concurrent_uploads=3) as uploader:
@@ -383,7 +385,7 @@ def test_uploads_are_bounded_and_the_next_checkpoint_is_not_held_up_by_enqueue(o
 # --- generations -------------------------------------------------------------------------------------------------
 
 
-def test_a_superseded_trainer_takes_nothing_new_and_what_it_had_sealed_still_commits(
+def test_a_fenced_trainer_accepts_nothing_new_and_its_sealed_checkpoints_commit(
     opened: Open, tmp_path: Path
 ) -> None:
     """R11: after a split brain the old trainer must stop; its sealed work is often the newest there is."""
@@ -408,7 +410,7 @@ def test_a_superseded_trainer_takes_nothing_new_and_what_it_had_sealed_still_com
     assert (latest["generation"], latest["step"]) == (2, 1)
 
 
-def test_a_superseded_trainer_is_told_though_none_of_its_uploads_gets_on(
+def test_a_superseded_trainer_is_fenced_even_if_its_uploads_make_no_progress(
     opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """R11: on a busy node it sealed 14 steps untold: it looked when a checkpoint was uploaded, and none was."""
@@ -427,7 +429,7 @@ def test_a_superseded_trainer_is_told_though_none_of_its_uploads_gets_on(
         store.go.set()
 
 
-def test_who_waits_for_ranks_is_told_of_a_newer_start(
+def test_waiting_for_ranks_ends_when_a_newer_start_takes_over(
     opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """R11: they may be in it, and without a limit this rank would wait for ever."""
@@ -482,7 +484,7 @@ def test_latest_is_moved_by_the_next_start_if_the_committer_died_before_it_could
 # --- what happens to the files -----------------------------------------------------------------------------------
 
 
-def test_a_shard_that_takes_longer_to_read_than_a_stall_may_last_is_uploaded(
+def test_a_shard_slower_to_read_than_the_stall_timeout_is_uploaded(
     opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A store without parts gets 100 GB in one piece; reading them for the checksum is progress too."""
@@ -503,7 +505,7 @@ def test_a_shard_that_takes_longer_to_read_than_a_stall_may_last_is_uploaded(
 
 
 @pytest.mark.parametrize("how", ["deleted", "truncated", "overwritten", "replaced"])
-def test_what_the_trainer_does_to_a_file_after_enqueue(opened: Open, how: str) -> None:
+def test_changes_to_a_file_after_enqueue(opened: Open, how: str) -> None:
     """Rotation must cost nothing; a change in place must never be committed as if it were the checkpoint."""
     store = Slow()
     with opened(store, on_error="warn") as uploader:
@@ -535,7 +537,7 @@ def test_what_the_trainer_does_to_a_file_after_enqueue(opened: Open, how: str) -
             assert _counter(uploader, "ckpt_async_uploads_total", "source_changed") == 1
 
 
-def test_what_a_predecessor_lost_is_told_and_does_not_end_its_successor(
+def test_a_predecessors_lost_shard_is_reported_and_does_not_end_the_successor(
     opened: Open, caplog: pytest.LogCaptureFixture
 ) -> None:
     """R12: the trainer that was restarted can do nothing about it, and has its own checkpoints to save."""
@@ -558,7 +560,7 @@ def test_what_a_predecessor_lost_is_told_and_does_not_end_its_successor(
     assert "shard_failed generation 1 step 1" in caplog.text
 
 
-def test_without_hard_links_a_deleted_file_is_a_clear_loss(
+def test_without_hard_links_a_deleted_file_is_reported_as_lost(
     opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """File systems without links keep only the user's own file; losing it must not look like a commit."""
@@ -619,7 +621,7 @@ def _commit(uploader: Uploader, *steps: int) -> None:
         uploader.wait(step, timeout_s=10)
 
 
-def test_local_retention_remembers_what_an_earlier_start_kept_for_good(opened: Open) -> None:
+def test_local_retention_covers_what_an_earlier_start_kept_for_good(opened: Open) -> None:
     """First -1, then 2: what the first start kept counts and goes in its turn, but for what is another file by now and
     what the trainer has rotated away. The times of the saves are remembered too: `every-seconds` goes by them.
     """
@@ -662,7 +664,7 @@ def test_a_start_with_a_remote_that_cannot_be_opened_forgets_nothing(tmp_path: P
         wait_until(lambda: _steps(folder) == {2, 3}, uploader)
 
 
-def test_a_start_at_another_remote_leaves_what_is_there_to_the_user(tmp_path: Path) -> None:
+def test_a_start_with_another_remote_leaves_existing_files_to_the_user(tmp_path: Path) -> None:
     folder, more = tmp_path / "folder", QUICK | {"num_checkpoints_to_keep": 1}
     for name, step in (("a", 1), ("a", 2), ("b", 3)):
         with Uploader(folder, f"file://{tmp_path}/{name}", **more) as uploader:  # type: ignore[arg-type]
@@ -671,7 +673,7 @@ def test_a_start_at_another_remote_leaves_what_is_there_to_the_user(tmp_path: Pa
     assert _steps(folder) == {2, 3}
 
 
-def test_what_was_never_sealed_is_told_at_the_end(opened: Open, caplog: pytest.LogCaptureFixture) -> None:
+def test_steps_never_sealed_are_reported_at_close(opened: Open, caplog: pytest.LogCaptureFixture) -> None:
     with opened(Meddled()) as uploader:
         _commit(uploader, 1)
         uploader.enqueue(write(uploader, "step-2/a.pt"), 2)
@@ -683,7 +685,7 @@ def _steps(folder: Path) -> set[int]:
     return {int(path.name.removeprefix("step-")) for path in folder.glob("step-*")}
 
 
-def test_shards_are_refused_before_anything_is_enqueued(opened: Open, tmp_path: Path) -> None:
+def test_invalid_shards_are_rejected_before_anything_is_enqueued(opened: Open, tmp_path: Path) -> None:
     """A symlink or a FIFO in a checkpoint folder could lead anywhere, or hang the upload."""
     store = Meddled()
     with opened(store) as uploader:
@@ -701,7 +703,7 @@ def test_shards_are_refused_before_anything_is_enqueued(opened: Open, tmp_path: 
     assert store.keys("ckpt/") == ["ckpt/step-1.g1/a.pt"]
 
 
-def test_the_names_of_files_are_a_collection_of_texts(opened: Open) -> None:
+def test_files_must_be_a_collection_of_strings(opened: Open) -> None:
     """One text would be taken letter by letter. Nothing is begun by what is refused."""
     store = Meddled()
     with opened(store) as uploader:
@@ -735,7 +737,7 @@ def test_the_names_of_files_are_a_collection_of_texts(opened: Open) -> None:
         ("settings_file", sys.executable, "settings file .* cannot be read"),
     ],
 )
-def test_an_argument_that_cannot_be_meant_is_refused(
+def test_invalid_arguments_are_rejected(
     opened: Open, tmp_path: Path, name: str, wrong: Any, told: str
 ) -> None:
     """By its name, before anything is made. Empty ones come of variables that are not set."""
@@ -744,7 +746,7 @@ def test_an_argument_that_cannot_be_meant_is_refused(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_waits_take_any_number_of_seconds(opened: Open) -> None:
+def test_timeouts_accept_any_number_of_seconds(opened: Open) -> None:
     """What is no number would never be over; for ever is more than a lock can wait; what is past is now."""
     with opened(Meddled()) as uploader:
         save(uploader, 1)
@@ -824,7 +826,7 @@ def _write_as_version_1(private: Path) -> None:
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_what_the_journal_refuses_leaves_no_link(
+def test_a_refused_journal_append_leaves_no_link(
     opened: Open, monkeypatch: pytest.MonkeyPatch, is_first: bool
 ) -> None:
     """`enqueue` that raises has enqueued nothing: no shard of it, and no space is held by what the trainer deletes."""
@@ -856,7 +858,7 @@ def _is_durable(uploader: Uploader) -> bool:
     return all(each.is_seal_durable for each in local.checkpoints.values())
 
 
-def test_a_shard_that_arrived_though_the_process_died_before_it_knew_is_not_sent_again(opened: Open) -> None:
+def test_a_shard_that_arrived_before_a_kill_is_not_sent_again(opened: Open) -> None:
     """A 100 GB shard whose last acknowledgement was lost with the process costs one HEAD, not 100 GB."""
     store = Faulty()
 
@@ -875,7 +877,7 @@ def test_a_shard_that_arrived_though_the_process_died_before_it_knew_is_not_sent
     assert again.asked["put", "ckpt/step-1.g1/a.pt"] == 0
 
 
-def test_a_full_disk_under_the_journal_does_not_stop_what_is_on_its_way(
+def test_a_full_journal_disk_does_not_stop_uploads_in_progress(
     opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The note of progress is for people; not being able to write it must not cut uploads short."""
@@ -933,7 +935,7 @@ def test_links_are_not_released_while_they_are_being_made_durable(
         wait_until(lambda: not list(spool.glob("000001-000000000001*")), uploader)
 
 
-def test_composers_remote_symlink_names_the_newest_checkpoint(tmp_path: Path) -> None:
+def test_composer_symlink_names_the_newest_checkpoint(tmp_path: Path) -> None:
     """Tools that follow Composer's text pointers find what was committed last: object name, no bucket, no newline."""
     root = tmp_path / "store" / "run"
     with Uploader(
@@ -950,7 +952,7 @@ def test_composers_remote_symlink_names_the_newest_checkpoint(tmp_path: Path) ->
     assert (Path("/") / prefix / "2.pt").read_bytes() == b"x"
 
 
-def test_a_restarted_trainer_keeps_the_folders_of_steps_that_it_comes_to_again(opened: Open) -> None:
+def test_retention_keeps_folders_of_steps_that_a_restarted_trainer_saves_again(opened: Open) -> None:
     """It may just have made one: its next write would fail, and end the training."""
     store = Meddled()
     with opened(store, num_checkpoints_to_keep=1) as uploader:

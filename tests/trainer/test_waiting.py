@@ -41,24 +41,24 @@ def local(*steps: int, world_size: int = 8) -> Local:
         ),
     ],
 )
-def test_it_is_told_for_whom(receipts: Receipts, text: str) -> None:
+def test_the_ranks_waited_for_are_named(receipts: Receipts, text: str) -> None:
     assert decide.long_wait(local(300), CheckpointId(1, 300), receipts, 605) == text
 
 
-def test_of_many_that_wait_the_oldest_is_told() -> None:
+def test_the_oldest_of_many_waiting_checkpoints_is_reported() -> None:
     known = local(300, 400, 500)
     told = decide.long_wait(known, CheckpointId(1, 300), Receipts((3,)), 7300)
     assert told == "step 300 waits for ranks [0, 1, 2, 4, 5, 6, 7] for 2 h; later ones that wait too: 2"
     assert decide.long_wait(known, CheckpointId(1, 400), Receipts((3,)), 7300) == ""
 
 
-def test_the_lowest_rank_that_has_delivered_speaks_first() -> None:
+def test_the_lowest_delivered_rank_logs_first() -> None:
     """One line for a run of thousands; and if that rank has died since, the others speak."""
     assert decide.first_tell_s(Receipts((5, 2, 3)), 2) == decide.LONG_WAIT_S == 600
     assert {decide.first_tell_s(Receipts((5, 2, 3)), rank) for rank in (3, 5)} == {1200}
 
 
-def test_a_rank_that_never_delivers_is_told_of_by_those_that_wait(
+def test_waiting_ranks_report_a_rank_that_never_delivers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Real ranks on a real store; it ends with the commit."""

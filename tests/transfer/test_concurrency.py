@@ -22,31 +22,31 @@ def play(state: Concurrency, link: float, per_request: float, duration_s: float,
     return state, limits
 
 
-def test_it_grows_to_what_the_link_carries_and_stays_near() -> None:
+def test_concurrency_converges_to_what_the_link_carries() -> None:
     state, limits = play(Concurrency(limit=4, most=64), link=20 * MIB, per_request=MIB, duration_s=300)
     assert 18 <= state.limit <= 26
     assert max(limits) <= 32
 
 
-def test_it_does_not_grow_where_that_makes_nothing_faster() -> None:
+def test_concurrency_does_not_grow_without_a_gain() -> None:
     _, limits = play(Concurrency(limit=8, most=64), link=8 * MIB, per_request=8 * MIB, duration_s=20)
     assert max(limits) == 10  # one step, taken back
     assert limits[-1] == 8
 
 
-def test_it_does_not_grow_while_nobody_waits() -> None:
+def test_concurrency_does_not_grow_while_nothing_waits() -> None:
     state = Concurrency(limit=8, most=64)
     for tick in range(100):
         state = finished(state, size_bytes=MIB, is_waited_for=False, began_s=tick, now_s=tick + 1.0)
     assert state.limit == 8
 
 
-def test_it_never_grows_beyond_its_bound() -> None:
+def test_concurrency_never_exceeds_its_maximum() -> None:
     _, limits = play(Concurrency(limit=4, most=6), link=1e12, per_request=MIB, duration_s=100)
     assert max(limits) == 6
 
 
-def test_slow_down_halves_once_for_all_that_were_under_way() -> None:
+def test_slow_down_halves_once_for_all_requests_in_flight() -> None:
     state = Concurrency(limit=16, most=16)
     for _ in range(16):
         state = throttled(state, began_s=1.0, now_s=2.0)
@@ -54,7 +54,7 @@ def test_slow_down_halves_once_for_all_that_were_under_way() -> None:
     assert throttled(state, began_s=2.5, now_s=3.0).limit == 4
 
 
-def test_it_recovers_after_a_slow_down() -> None:
+def test_concurrency_recovers_after_a_slow_down() -> None:
     state = throttled(Concurrency(limit=16, most=32), began_s=0.0, now_s=1.0)
     state, _ = play(state, link=1e12, per_request=MIB, duration_s=4 * REST_S, start_s=1.0)
     assert state.limit == 32

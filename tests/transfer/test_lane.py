@@ -28,7 +28,7 @@ def test_owners_take_turns() -> None:
     run(main())
 
 
-def test_one_that_gives_up_waiting_leaves_its_place() -> None:
+def test_a_cancelled_waiter_leaves_the_queue() -> None:
     async def main() -> None:
         lane, done = Lane(1, 1), []
 
@@ -47,7 +47,7 @@ def test_one_that_gives_up_waiting_leaves_its_place() -> None:
     run(main())
 
 
-def test_one_that_is_cancelled_as_its_turn_comes_hands_it_on() -> None:
+def test_a_waiter_cancelled_on_its_turn_passes_it_on() -> None:
     async def main() -> None:
         lane, done = Lane(1, 1), []
 
@@ -65,7 +65,7 @@ def test_one_that_is_cancelled_as_its_turn_comes_hands_it_on() -> None:
     run(main())
 
 
-def test_slow_down_halves_what_goes_at_once() -> None:
+def test_slow_down_halves_the_concurrency() -> None:
     """Sixteen requests that are all told to slow down are one reason to, not sixteen."""
 
     async def main() -> None:

@@ -65,7 +65,7 @@ def test_bulk_requests_are_bounded_by_number() -> None:
     run(main())
 
 
-def test_bulk_requests_are_bounded_by_bytes_and_one_larger_than_the_budget_still_goes() -> None:
+def test_bulk_requests_are_bounded_by_bytes_and_an_oversized_one_still_runs() -> None:
     """What is on the wire is bounded in bytes whatever the shards' sizes; no size may wait for ever."""
 
     async def main() -> None:
@@ -118,7 +118,7 @@ def test_control_requests_never_wait_behind_bulk() -> None:
     run(main())
 
 
-def test_a_series_takes_one_place_and_counts_as_many_requests() -> None:
+def test_a_series_takes_one_slot_and_counts_each_request() -> None:
     """Else small shards would be sent 32 at a time per place, or their requests be missing in the metrics."""
 
     async def main() -> None:
@@ -139,7 +139,7 @@ def test_a_series_takes_one_place_and_counts_as_many_requests() -> None:
 
 
 @pytest.mark.parametrize("reason", FailureReason)
-def test_a_series_is_made_once_and_its_end_is_counted(reason: FailureReason) -> None:
+def test_a_series_is_attempted_once_and_its_failure_counted(reason: FailureReason) -> None:
     """Who asked makes the rest by requests of their own, which are patient; a store that is busy gets less to do."""
 
     async def main() -> None:
@@ -165,7 +165,7 @@ def test_a_series_is_made_once_and_its_end_is_counted(reason: FailureReason) -> 
     run(main())
 
 
-def test_a_series_that_is_not_begun_counts_nothing() -> None:
+def test_a_series_that_never_began_counts_nothing() -> None:
     async def main() -> None:
         store = make()
 
@@ -179,7 +179,7 @@ def test_a_series_that_is_not_begun_counts_nothing() -> None:
     run(main())
 
 
-def test_each_request_of_a_series_has_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_request_of_a_series_has_its_own_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     """A store that takes ten seconds for each of ten is slow, not silent; silence ends it all the same (rule R14)."""
 
     async def main() -> None:
@@ -206,7 +206,7 @@ def test_each_request_of_a_series_has_its_time(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(("stall_timeout_s", "every_s"), [(20.0, 0.1), (0.2, 0.05)])
-def test_a_thread_may_tell_of_every_slice(
+def test_progress_may_be_reported_from_a_thread(
     stall_timeout_s: float, every_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The event loop hears of few of them, often enough for the watchdog, and of the last: then it waits longer."""
@@ -239,7 +239,7 @@ def test_a_thread_may_tell_of_every_slice(
 
 @pytest.mark.parametrize("reason", FailureReason)
 @pytest.mark.parametrize("lane", ["control", "bulk"])
-def test_retries_go_by_the_class_of_the_error(reason: FailureReason, lane: str) -> None:
+def test_retries_depend_on_the_class_of_error(reason: FailureReason, lane: str) -> None:
     """What another attempt may heal is tried again; what it cannot heal is told at once."""
 
     async def main() -> None:
@@ -265,7 +265,7 @@ def test_retries_go_by_the_class_of_the_error(reason: FailureReason, lane: str) 
     run(main())
 
 
-def test_an_hour_of_outage_costs_few_requests_and_then_is_told() -> None:
+def test_an_hour_of_outage_costs_few_requests_and_is_then_reported() -> None:
     """Back-off is capped, jittered and ends at `upload_timeout_s`: no storm, and no retrying for ever."""
 
     async def main() -> None:
@@ -303,7 +303,7 @@ def test_a_wrong_checksum_is_given_up_after_a_few_attempts() -> None:
 
 
 @pytest.mark.parametrize("away_s", [20, 3600])
-def test_a_store_that_is_away_at_the_start_is_told_of_at_once(
+def test_a_store_unavailable_at_the_start_is_reported_at_once(
     away_s: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With what to do about it, for it may be a typing error; but a store that restarts must not end a job."""
@@ -336,7 +336,7 @@ def test_a_store_that_is_away_at_the_start_is_told_of_at_once(
 
 
 @pytest.mark.parametrize("lane", ["control", "bulk"])
-def test_an_attempt_that_is_never_answered_ends(lane: str) -> None:
+def test_an_unanswered_attempt_ends_at_its_deadline(lane: str) -> None:
     """R14: the SDK's own timeouts are not armed while a body is sent; ours always are."""
 
     async def main() -> None:
@@ -355,7 +355,7 @@ def test_an_attempt_that_is_never_answered_ends(lane: str) -> None:
     run(main())
 
 
-def test_slow_but_steady_bytes_are_let_through_until_the_deadline() -> None:
+def test_slow_but_steady_transfers_may_use_the_whole_deadline() -> None:
     """The watchdog asks whether bytes move, not whether they are fast; a trickle still ends some time."""
 
     async def main() -> None:
@@ -380,7 +380,7 @@ def test_slow_but_steady_bytes_are_let_through_until_the_deadline() -> None:
     run(main())
 
 
-def test_after_the_last_byte_the_store_has_time_to_answer() -> None:
+def test_the_store_has_time_to_respond_after_the_last_byte() -> None:
     """A store that checksums a large body takes a while; only the deadline counts then."""
 
     async def main() -> None:
@@ -396,7 +396,7 @@ def test_after_the_last_byte_the_store_has_time_to_answer() -> None:
     run(main())
 
 
-def test_one_warning_for_an_outage_and_one_line_when_it_is_over(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_outage_is_one_warning_and_one_line_at_its_end(caplog: pytest.LogCaptureFixture) -> None:
     """A minute without S3 is not worth a thousand lines, nor none."""
 
     async def main() -> None:
@@ -417,7 +417,7 @@ def test_one_warning_for_an_outage_and_one_line_when_it_is_over(caplog: pytest.L
     ]
 
 
-def test_a_short_hiccup_is_not_worth_a_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_short_hiccup_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     """503 SlowDown is everyday life of S3."""
 
     async def main() -> None:
@@ -434,7 +434,7 @@ def test_a_short_hiccup_is_not_worth_a_line(caplog: pytest.LogCaptureFixture) ->
     assert not caplog.records
 
 
-def test_a_conditional_write_whose_answer_was_lost_is_recognised_as_our_own() -> None:
+def test_a_conditional_write_with_a_lost_reply_is_recognised_as_ours() -> None:
     """R13: the retry of our own success reads like a defeat."""
 
     async def main() -> None:
@@ -449,7 +449,7 @@ def test_a_conditional_write_whose_answer_was_lost_is_recognised_as_our_own() ->
     run(main())
 
 
-def test_a_conditional_write_that_lost_for_real_says_who_won() -> None:
+def test_a_lost_conditional_write_returns_the_winner() -> None:
     """The same answer, the other truth: a competitor wrote between our two attempts."""
 
     class Raced(Meddled):
@@ -477,7 +477,7 @@ def test_a_conditional_write_that_lost_for_real_says_who_won() -> None:
     run(main())
 
 
-def test_a_cancelled_request_gives_back_the_bandwidth_it_had_reserved() -> None:
+def test_a_cancelled_request_returns_its_reserved_bandwidth() -> None:
     """A superseded checkpoint that stops uploading must not hold up the one it made room for."""
 
     async def main() -> None:
@@ -502,7 +502,7 @@ def test_a_cancelled_request_gives_back_the_bandwidth_it_had_reserved() -> None:
 @pytest.mark.parametrize(
     "reason", [FailureReason.AUTH, FailureReason.THROTTLED, FailureReason.TRANSIENT, None]
 )
-def test_a_request_without_a_byte_is_given_up_when_patience_ends(reason: FailureReason | None) -> None:
+def test_a_request_without_progress_ends_with_the_retry_budget(reason: FailureReason | None) -> None:
     """Refused, throttled, broken, silent: after a minute, not after the hour that an upload may take."""
 
     async def main() -> None:
@@ -523,7 +523,7 @@ def test_a_request_without_a_byte_is_given_up_when_patience_ends(reason: Failure
     run(main())
 
 
-def test_bytes_that_move_renew_patience() -> None:
+def test_progress_renews_the_retry_budget() -> None:
     """An attempt that brings something and then breaks is no silence; the hour bounds it all the same."""
 
     async def main() -> None:
@@ -543,7 +543,7 @@ def test_bytes_that_move_renew_patience() -> None:
 
 
 @pytest.mark.parametrize("reason", [FailureReason.THROTTLED, FailureReason.AUTH])
-def test_patience_with_a_store_that_is_busy_with_others(reason: FailureReason) -> None:
+def test_the_retry_budget_with_a_store_busy_with_others(reason: FailureReason) -> None:
     """It comes to this one too. One that refuses this one will not."""
 
     async def main() -> None:
