@@ -10,28 +10,25 @@ import asyncio
 import contextlib
 import contextvars
 import faulthandler
-import itertools
 import logging
 import os
 import signal
 import socket
 import sys
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from ckpt_async import politeness
 from ckpt_async.core import decide
-from ckpt_async.core.model import CheckpointId, Decided, Local
-from ckpt_async.core.observe import NullObserver
 from ckpt_async.core.settings import Settings
 from ckpt_async.engine.loop import Engine
-from ckpt_async.errors import FailureReason, RunnerError
+from ckpt_async.errors import RunnerError
 from ckpt_async.local.folder import Folder
 from ckpt_async.local.journal import Journal, RankLock
 from ckpt_async.runners import Start, wire
 from ckpt_async.runners.host import Backends, Host
 from ckpt_async.runners.loop import new_loop
+from ckpt_async.runners.reports import Reports
 from ckpt_async.runners.wire import Channel
 
 logger = logging.getLogger(__name__)
@@ -43,11 +40,6 @@ TERM_LINGER_S = 5.0
 NICENESS_AGAIN_S = 0.15
 # A rank that was about to connect when the node's process was started for it.
 FIRST_RANK_S = 60.0
-# Facts that nobody waits for are sent together.
-REPORT_S = 0.25
-# What fits into one packet for certain.
-MAX_FACTS, MAX_DECIDED, MAX_FAILURES, MAX_FORGOTTEN = 200, 50, 20, 500
-MAX_MISSING = 100
 
 _rank: contextvars.ContextVar[_Rank] = contextvars.ContextVar("rank")
 
@@ -120,7 +112,10 @@ class _Process:
 
     def wait_for(self, rank: _Rank, is_waited_for: bool) -> None:
         """Whether somebody waits for this rank's work, as in the last seconds before a node goes away."""
-        (self._waited_for.add if is_waited_for else self._waited_for.discard)(rank)
+        if is_waited_for:
+            self._waited_for.add(rank)
+        else:
+            self._waited_for.discard(rank)
         self._set_niceness()
 
     def _set_niceness(self) -> None:
@@ -139,17 +134,7 @@ class _Rank:
         self._host: Host | None = None
         self._work: asyncio.Task[None] | None = None
         self._has_started = False
-        self._facts = _Facts(self._report_soon)
-        self._before = Local(0)
-        self._decided: deque[Decided] = deque()
-        self._failures: deque[dict[str, Any]] = deque()
-        self._forgotten: deque[tuple[int, int, float | None]] = deque()
-        self._told_outcomes: set[CheckpointId] = set()
-        self._told_start: tuple[int | None, list[int] | None] = (None, None)
-        self._wakes: deque[tuple[int, int]] = deque()  # their number, ours
-        self._last_seen_wake = 0
-        self._is_hurried = False
-        self._reporting: asyncio.TimerHandle | None = None
+        self._reports = Reports(self._tell, self._engine, self._loop)
 
     async def run(self, backends: Backends) -> None:
         _rank.set(self)
@@ -168,8 +153,7 @@ class _Rank:
         finally:
             gone.cancel()
             self._process.wait_for(self, False)
-            if self._reporting is not None:
-                self._reporting.cancel()
+            self._reports.close()
             self._loop.remove_reader(self._channel.fileno())
             self._channel.close()
 
@@ -180,7 +164,9 @@ class _Rank:
             folder = Folder(start.folder)
             journal = Journal(folder, start.rank, may_replace=False)  # the trainer has it open
             try:
-                host = self._host = Host(start, folder, journal, self._facts, self._on_change, backends)
+                host = self._host = Host(
+                    start, folder, journal, self._reports.facts, self._on_change, backends
+                )
                 work = self._work = asyncio.ensure_future(
                     host.run(lambda generation: self._started(generation, start.settings))
                 )
@@ -191,7 +177,7 @@ class _Rank:
                     work.cancel()
                 await work
             finally:
-                self._report()
+                self._reports.send()
                 journal.close()
         except asyncio.CancelledError:  # nobody wants to know any more whether it would have started
             pass
@@ -262,7 +248,7 @@ class _Rank:
             self._loop.remove_reader(self._channel.fileno())
             self._gone.set()
             return
-        engine = self._host.engine if self._host is not None else None
+        engine = self._engine()
         match message:
             case ["start", *_] if not descriptors:  # the kernel had none left for it in this process
                 error = RunnerError(
@@ -279,9 +265,9 @@ class _Rank:
             case ["ping"]:
                 self._send("here", os.getpid())
             case ["wake", int(number)] if engine is not None:
-                self._wakes.append((number, engine.wake()))
+                self._reports.note_wake(number, engine.wake())
             case ["hurry", bool(is_hurried)] if engine is not None:
-                self._is_hurried = is_hurried
+                self._reports.is_hurried = is_hurried
                 self._process.wait_for(self, is_hurried)
                 engine.hurry(is_hurried)
             case ["newest_first", bool(is_newest_first)] if engine is not None:
@@ -311,126 +297,25 @@ class _Rank:
     def _has_trainer(self) -> bool:
         return not self._gone.is_set()
 
-    def _send(self, *message: Any) -> bool:
-        try:
-            return self._channel.send(*message)
-        except OSError:
-            return False  # it is gone, as we shall read soon
+    def _engine(self) -> Engine | None:
+        return self._host.engine if self._host is not None else None
+
+    def _tell(self, report: dict[str, Any]) -> bool:
+        """Whether it was sent, or there is nobody any more whom it could be sent to."""
+        return not self._has_trainer or self._send("report", report)
 
     def _on_change(self) -> None:
         """The engine has made a round."""
         self._changed.set()
         assert self._host is not None
-        engine = self._host.engine
-        assert engine is not None
-        now, before = engine.local, self._before
-        self._before = now
-        for id_ in before.checkpoints.keys() - now.checkpoints.keys():
-            forgotten = before.checkpoints[id_]
-            committed_at = forgotten.decided_at if forgotten.was_committed else None
-            self._forgotten.append((id_.generation, id_.step, committed_at))
-        self._decided.extend(each for id_, each in engine.outcomes.items() if id_ not in self._told_outcomes)
-        self._told_outcomes = set(engine.outcomes)
-        while engine.failures:
-            self._failures.append(wire.failure_fields(engine.failures.popleft()))
-        about_start = engine.fenced_by, engine.absent_ranks
-        has_news = self._forgotten or self._decided or self._failures or about_start != self._told_start
-        self._told_start = about_start
-        if has_news or self._is_hurried:
-            self._report()
+        assert self._host.engine is not None
+        self._reports.note_round(self._host.engine)
 
-    def _report_soon(self) -> None:
-        if self._reporting is None:
-            self._reporting = self._loop.call_later(REPORT_S, self._report)
-
-    def _report(self) -> None:
-        """Tell everything that was not told yet, in as many packets as it takes."""
-        if self._reporting is not None:
-            self._reporting.cancel()
-            self._reporting = None
-        assert self._host is not None
-        engine = self._host.engine
-        queues: tuple[tuple[str, deque[Any], int], ...] = (
-            ("observed", self._facts.observed, MAX_FACTS),
-            ("decided", self._decided, MAX_DECIDED),
-            ("failures", self._failures, MAX_FAILURES),
-            ("forgotten", self._forgotten, MAX_FORGOTTEN),
-        )
-        if engine is None or not self._has_trainer:
-            for _, queue, _ in queues:
-                queue.clear()
-            return
-        while self._wakes and self._wakes[0][1] <= engine.last_seen_wake:
-            self._last_seen_wake = self._wakes.popleft()[0]
-        state = {
-            "fenced_by": engine.fenced_by,
-            "absent_ranks": engine.absent_ranks and engine.absent_ranks[:MAX_MISSING],
-            "num_due": engine.num_due,
-            "last_seen_wake": self._last_seen_wake,
-            "missing": self._missing(engine) if self._is_hurried else [],
-        }
-        while True:
-            parts = {name: list(itertools.islice(queue, most)) for name, queue, most in queues}
-            if not self._send("report", parts | state):
-                self._report_soon()
-                return
-            for name, queue, _ in queues:
-                for _ in parts[name]:
-                    queue.popleft()
-            if not any(queue for _, queue, _ in queues):
-                return
-
-    def _missing(self, engine: Engine) -> list[tuple[CheckpointId, list[int]]]:
-        waiting = (id_ for id_, each in engine.local.checkpoints.items() if each.decision is None)
-        found = (
-            (id_, engine.missing_ranks(id_)[:MAX_MISSING]) for id_ in itertools.islice(waiting, MAX_MISSING)
-        )
-        return [(id_, ranks) for id_, ranks in found if ranks]
-
-
-class _Facts(NullObserver):
-    """What the engine tells its observer, for the trainer's metrics."""
-
-    def __init__(self, on_fact: Callable[[], None]) -> None:
-        self.observed: deque[tuple[Any, ...]] = deque()
-        self._on_fact = on_fact
-
-    def _note(self, *fact: Any) -> None:
-        self.observed.append(fact)
-        self._on_fact()
-
-    def uploads_started(self, num_shards: int) -> None:
-        self._note("uploads_started", num_shards)
-
-    def uploads_ended(self, num_shards: int) -> None:
-        self._note("uploads_ended", num_shards)
-
-    def requests_finished(self, operation: str, durations_s: Sequence[float]) -> None:
-        self._note("requests_finished", operation, [round(each, 6) for each in durations_s])
-
-    def attempt_failed(self, reason: FailureReason) -> None:
-        self._note("attempt_failed", reason)
-
-    def bytes_uploaded(self, size_bytes: int) -> None:
-        self._note("bytes_uploaded", size_bytes)
-
-    def shards_finished(self, result: str, num_shards: int, duration_s: float) -> None:
-        self._note("shards_finished", result, num_shards, duration_s)
-
-    def checkpoint_committed(self, step: int, latency_s: float, at: float) -> None:
-        self._note("checkpoint_committed", step, latency_s, at)
-
-    def checkpoint_aborted(self) -> None:
-        self._note("checkpoint_aborted")
-
-    def checkpoint_pruned(self, location: str) -> None:
-        self._note("checkpoint_pruned", location)
-
-    def fenced(self) -> None:
-        self._note("fenced")
-
-    def engine_restarted(self) -> None:
-        self._note("engine_restarted")
+    def _send(self, *message: Any) -> bool:
+        try:
+            return self._channel.send(*message)
+        except OSError:
+            return False  # it is gone, as we shall read soon
 
 
 class _Forward(logging.Handler):

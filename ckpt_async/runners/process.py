@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import itertools
 import logging
 import os
 import signal
@@ -18,21 +17,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ckpt_async.core.failures import Failure
-from ckpt_async.core.model import CheckpointId, Decided, Forgotten, JournalRow, Local, fold
 from ckpt_async.core.observe import Observer
-from ckpt_async.engine.loop import MAX_OUTCOMES
-from ckpt_async.errors import CkptAsyncError, FailureReason, RunnerError, SettingsError
+from ckpt_async.errors import CkptAsyncError, RunnerError, SettingsError
 from ckpt_async.local.folder import Folder
 from ckpt_async.local.journal import Journal, RankLock
 from ckpt_async.runners import EngineView, Start, wire
+from ckpt_async.runners.view import ReportedEngine
 from ckpt_async.runners.wire import Channel, Meeting
 
 logger = logging.getLogger(__name__)
@@ -84,7 +80,7 @@ class ProcessRunner:
         self.death: BaseException | None = None
         self._start, self._folder, self._lock, self._observer = start, folder, lock, observer
         self._on_change = on_change
-        self._view = _View(journal, observer, on_change)
+        self._view = ReportedEngine(journal, observer, on_change)
         self._started: Future[int] = Future()
         self._is_ended = threading.Event()
         self._channel: Channel | None = None
@@ -346,110 +342,3 @@ class ProcessRunner:
         with contextlib.suppress(OSError):
             return self._log_path().read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace").strip()
         return ""
-
-
-class _View:
-    """The engine as seen from here: the journal, which is the truth, and what the process reports besides. What it
-    reported outlives it, like what it was asked.
-    """
-
-    def __init__(self, journal: Journal, observer: Observer, on_change: Callable[[], None]) -> None:
-        self.fenced_by: int | None = None
-        self.absent_ranks: list[int] | None = None
-        self.outcomes: dict[CheckpointId, Decided] = {}
-        self.failures: deque[Failure] = deque(maxlen=MAX_OUTCOMES)
-        self.num_due = 0
-        self.last_seen_wake = 0
-        self._journal, self._observer, self._on_change = journal, observer, on_change
-        self._lock = threading.Lock()
-        self._local = Local(journal.rank)
-        self._missing: dict[CheckpointId, list[int]] = {}
-        self._wakes, self._last_wake = itertools.count(1), 0
-        self._is_hurried = self._is_newest_first = self._are_members_asked_for = False
-        self._num_uploads = 0
-        self._channel: Channel | None = None
-
-    # --- for the uploader --------------------------------------------------------------------------------------
-
-    @property
-    def local(self) -> Local:
-        return self.fresh_local()
-
-    def fresh_local(self) -> Local:
-        with self._lock:
-            rows = self._journal.rows(after=self._local.sequence)
-            self._local = fold(rows, self._local)
-            return self._local
-
-    def missing_ranks(self, id_: CheckpointId) -> list[int]:
-        return self._missing.get(id_, [])
-
-    def wake(self) -> int:
-        self._last_wake = number = next(self._wakes)
-        self._tell("wake", number)
-        return number
-
-    def hurry(self, is_hurried: bool) -> None:
-        self._is_hurried = is_hurried
-        self._tell("hurry", is_hurried)
-
-    def put_newest_first(self, is_newest_first: bool = True) -> None:
-        self._is_newest_first = is_newest_first
-        self._tell("newest_first", is_newest_first)
-
-    def look_for_members(self) -> None:
-        self._are_members_asked_for = True
-        self._tell("look_for_members")
-
-    def _tell(self, *message: Any) -> None:
-        """What is lost because it just died is said again by `attach`; a full buffer holds wake-ups enough."""
-        channel = self._channel
-        if channel is not None:
-            with contextlib.suppress(OSError):
-                channel.send(*message)
-
-    # --- for the thread that follows the process ---------------------------------------------------------------
-
-    def attach(self, channel: Channel) -> None:
-        """A process works for us now."""
-        with self._lock:
-            self._local = self._journal.local()  # an earlier one may have forgotten unheard
-        self._channel = channel
-        self._tell("hurry", self._is_hurried)
-        self._tell("newest_first", self._is_newest_first)
-        if self._are_members_asked_for:
-            self._tell("look_for_members")
-        self._tell("wake", self._last_wake)
-
-    def detach(self) -> None:
-        """It is gone, with all uploads that were under way."""
-        self._channel = None
-        self._observer.uploads_ended(self._num_uploads)
-        self._num_uploads = 0
-
-    def take(self, report: dict[str, Any]) -> None:
-        for name, *values in report["observed"]:
-            self._observe(name, values)
-        for fields in report["decided"]:
-            decided = wire.decided_from(fields)
-            self.outcomes[decided.checkpoint] = decided
-            while len(self.outcomes) > MAX_OUTCOMES:
-                self.outcomes.pop(next(iter(self.outcomes)))
-        self.failures.extend(map(wire.failure_from, report["failures"]))
-        with self._lock:
-            for generation, step, committed_at in report["forgotten"]:
-                event = Forgotten(CheckpointId(generation, step), committed_at)
-                row = JournalRow(self._local.sequence, self._local.rank, time.time(), event)
-                self._local = fold([row], self._local)
-        self._missing = {CheckpointId(**id_): ranks for id_, ranks in report["missing"]}
-        self.fenced_by, self.absent_ranks = report["fenced_by"], report["absent_ranks"]
-        self.num_due = report["num_due"]
-        self.last_seen_wake = max(self.last_seen_wake, report["last_seen_wake"])
-        self._on_change()
-
-    def _observe(self, name: str, values: list[Any]) -> None:
-        if name == "attempt_failed":
-            values = [FailureReason(values[0])]
-        if name in ("uploads_started", "uploads_ended"):
-            self._num_uploads += values[0] if name == "uploads_started" else -values[0]
-        getattr(self._observer, name)(*values)

@@ -358,7 +358,7 @@ def test_waiting_for_an_unresponsive_store_is_reported_on_stderr(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Silence looks like a program that hangs. But not within the seconds that a store far away may take."""
-    assert f"after {SILENCE_S:.0f} s that is said on stderr" in (ROOT / "docs/cli.md").read_text()
+    assert f"after {SILENCE_S:.0f} s a message on stderr says so" in (ROOT / "docs/cli.md").read_text()
     assert SILENCE_S == 5
     monkeypatch.setattr("ckpt_async.cli.output.SILENCE_S", 0.01)
     for place in ("cli.ls.LS_TIMEOUT_S", "cli.upkeep.COMMAND_TIMEOUT_S", "restore.session.PATIENCE_S"):

@@ -36,8 +36,8 @@ from ckpt_async.core.naming import MAX_SHARD_NAME_LENGTH
 from ckpt_async.errors import FailureReason, FolderInUseError, RunnerError
 from ckpt_async.local.folder import Folder
 from ckpt_async.local.journal import RankLock
-from ckpt_async.runners import child, wire
 from ckpt_async.runners import process as process_module
+from ckpt_async.runners import reports, wire
 from ckpt_async.transfer.upload import SERIES_SHARDS
 from tests.faults.oracle import Oracle
 from tests.faults.processes import Nursery, Trainer
@@ -790,22 +790,22 @@ def test_a_shared_runner_outlives_its_starter_and_is_restarted_when_it_dies(
 
 def test_the_largest_report_fits_into_a_packet() -> None:
     """One that does not would be tried for ever, or be cut short."""
-    facts = child._Facts(lambda: None)
-    while len(facts.observed) < child.MAX_FACTS:  # of series that are cut short at their end
+    facts = reports._Facts(lambda: None)
+    while len(facts.observed) < reports.MAX_FACTS:  # of series that are cut short at their end
         facts.requests_finished("put", [10 + number / 7 for number in range(SERIES_SHARDS)])
         facts.uploads_ended(SERIES_SHARDS)
         facts.uploads_started(SERIES_SHARDS)
     id_ = CheckpointId(999_999, 999_999_999_999)
     report = {
-        "observed": list(facts.observed)[: child.MAX_FACTS],
-        "decided": [Decided(id_, Outcome.ABORT, "n" * 100, "r" * 200)] * child.MAX_DECIDED,
+        "observed": list(facts.observed)[: reports.MAX_FACTS],
+        "decided": [Decided(id_, Outcome.ABORT, "n" * 100, "r" * 200)] * reports.MAX_DECIDED,
         "failures": [
             wire.failure_fields(
                 Failure(UploadFailedError("e" * wire.MAX_TEXT), id_, "s" * MAX_SHARD_NAME_LENGTH)
             )
         ]
-        * child.MAX_FAILURES,
-        "forgotten": [(id_.generation, id_.step, 1e10 / 7)] * child.MAX_FORGOTTEN,
-        "missing": [(id_, list(range(1000, 1000 + child.MAX_MISSING)))] * child.MAX_MISSING,
+        * reports.MAX_FAILURES,
+        "forgotten": [(id_.generation, id_.step, 1e10 / 7)] * reports.MAX_FORGOTTEN,
+        "missing": [(id_, list(range(1000, 1000 + reports.MAX_MISSING)))] * reports.MAX_MISSING,
     }
     assert len(wire.encode("report", report)) < wire.MAX_PACKET_BYTES

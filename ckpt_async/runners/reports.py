@@ -1,0 +1,163 @@
+"""What a runner process tells a trainer of its engine."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ckpt_async.core.model import CheckpointId, Decided, Local
+from ckpt_async.core.observe import NullObserver
+from ckpt_async.engine.loop import Engine
+from ckpt_async.errors import FailureReason
+from ckpt_async.runners import wire
+
+# Facts that nobody waits for are sent together.
+REPORT_S = 0.25
+# What fits into one packet for certain.
+MAX_FACTS, MAX_DECIDED, MAX_FAILURES, MAX_FORGOTTEN = 200, 50, 20, 500
+MAX_MISSING = 100
+
+
+class Reports:
+    """Gathers what is new and tells it: at once if somebody waits or something was decided, else soon.
+
+    `tell` sends one report, and says whether that has succeeded; `engine` is the one that works now.
+    """
+
+    def __init__(
+        self,
+        tell: Callable[[dict[str, Any]], bool],
+        engine: Callable[[], Engine | None],
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self._tell, self._engine, self._loop = tell, engine, loop
+        self.facts = _Facts(self._send_soon)
+        self.is_hurried = False
+        self._before = Local(0)
+        self._decided: deque[Decided] = deque()
+        self._failures: deque[dict[str, Any]] = deque()
+        self._forgotten: deque[tuple[int, int, float | None]] = deque()
+        self._told_outcomes: set[CheckpointId] = set()
+        self._told_start: tuple[int | None, list[int] | None] = (None, None)
+        self._wakes: deque[tuple[int, int]] = deque()  # the trainer's number, the engine's
+        self._last_seen_wake = 0
+        self._sending: asyncio.TimerHandle | None = None
+
+    def note_wake(self, number: int, engines_number: int) -> None:
+        self._wakes.append((number, engines_number))
+
+    def note_round(self, engine: Engine) -> None:
+        """The engine has made a round."""
+        now, before = engine.local, self._before
+        self._before = now
+        for id_ in before.checkpoints.keys() - now.checkpoints.keys():
+            forgotten = before.checkpoints[id_]
+            committed_at = forgotten.decided_at if forgotten.was_committed else None
+            self._forgotten.append((id_.generation, id_.step, committed_at))
+        self._decided.extend(each for id_, each in engine.outcomes.items() if id_ not in self._told_outcomes)
+        self._told_outcomes = set(engine.outcomes)
+        while engine.failures:
+            self._failures.append(wire.failure_fields(engine.failures.popleft()))
+        about_start = engine.fenced_by, engine.absent_ranks
+        has_news = self._forgotten or self._decided or self._failures or about_start != self._told_start
+        self._told_start = about_start
+        if has_news or self.is_hurried:
+            self.send()
+
+    def _send_soon(self) -> None:
+        if self._sending is None:
+            self._sending = self._loop.call_later(REPORT_S, self.send)
+
+    def close(self) -> None:
+        if self._sending is not None:
+            self._sending.cancel()
+            self._sending = None
+
+    def send(self) -> None:
+        """Tell everything that was not told yet, in as many packets as it takes."""
+        self.close()
+        engine = self._engine()
+        queues: tuple[tuple[str, deque[Any], int], ...] = (
+            ("observed", self.facts.observed, MAX_FACTS),
+            ("decided", self._decided, MAX_DECIDED),
+            ("failures", self._failures, MAX_FAILURES),
+            ("forgotten", self._forgotten, MAX_FORGOTTEN),
+        )
+        if engine is None:
+            for _, queue, _ in queues:
+                queue.clear()
+            return
+        while self._wakes and self._wakes[0][1] <= engine.last_seen_wake:
+            self._last_seen_wake = self._wakes.popleft()[0]
+        state = {
+            "fenced_by": engine.fenced_by,
+            "absent_ranks": engine.absent_ranks and engine.absent_ranks[:MAX_MISSING],
+            "num_due": engine.num_due,
+            "last_seen_wake": self._last_seen_wake,
+            "missing": self._missing(engine) if self.is_hurried else [],
+        }
+        while True:
+            parts = {name: list(itertools.islice(queue, most)) for name, queue, most in queues}
+            if not self._tell(parts | state):
+                self._send_soon()
+                return
+            for name, queue, _ in queues:
+                for _ in parts[name]:
+                    queue.popleft()
+            if not any(queue for _, queue, _ in queues):
+                return
+
+    def _missing(self, engine: Engine) -> list[tuple[CheckpointId, list[int]]]:
+        waiting = (id_ for id_, each in engine.local.checkpoints.items() if each.decision is None)
+        found = (
+            (id_, engine.missing_ranks(id_)[:MAX_MISSING]) for id_ in itertools.islice(waiting, MAX_MISSING)
+        )
+        return [(id_, ranks) for id_, ranks in found if ranks]
+
+
+class _Facts(NullObserver):
+    """What the engine tells its observer, for the trainer's metrics."""
+
+    def __init__(self, on_fact: Callable[[], None]) -> None:
+        self.observed: deque[tuple[Any, ...]] = deque()
+        self._on_fact = on_fact
+
+    def _note(self, *fact: Any) -> None:
+        self.observed.append(fact)
+        self._on_fact()
+
+    def uploads_started(self, num_shards: int) -> None:
+        self._note("uploads_started", num_shards)
+
+    def uploads_ended(self, num_shards: int) -> None:
+        self._note("uploads_ended", num_shards)
+
+    def requests_finished(self, operation: str, durations_s: Sequence[float]) -> None:
+        self._note("requests_finished", operation, [round(each, 6) for each in durations_s])
+
+    def attempt_failed(self, reason: FailureReason) -> None:
+        self._note("attempt_failed", reason)
+
+    def bytes_uploaded(self, size_bytes: int) -> None:
+        self._note("bytes_uploaded", size_bytes)
+
+    def shards_finished(self, result: str, num_shards: int, duration_s: float) -> None:
+        self._note("shards_finished", result, num_shards, duration_s)
+
+    def checkpoint_committed(self, step: int, latency_s: float, at: float) -> None:
+        self._note("checkpoint_committed", step, latency_s, at)
+
+    def checkpoint_aborted(self) -> None:
+        self._note("checkpoint_aborted")
+
+    def checkpoint_pruned(self, location: str) -> None:
+        self._note("checkpoint_pruned", location)
+
+    def fenced(self) -> None:
+        self._note("fenced")
+
+    def engine_restarted(self) -> None:
+        self._note("engine_restarted")
