@@ -1,8 +1,10 @@
 """What every folder of tests may use: a way to run coroutines, and a real S3 server."""
 
 import asyncio
+import signal
 import uuid
 from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -20,6 +22,36 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.load_profile("ci")
+
+# Files that take longest, longest first: with two at a time, one of them at the end would leave a core idle.
+LONGEST = (
+    "simulation/test_simulation.py",
+    "runners/test_runner.py",
+    "faults/test_syscalls.py",
+    "model/test_protocol_model.py",
+    "integrations/test_lightning.py",
+    "test_demo.py",
+    "torch_side/test_dcp_ranks.py",
+    "model/test_mutants.py",
+    "restore/test_interrupted.py",
+    "alerts/test_play.py",
+    "faults/test_hostile_network.py",
+    "integrations/test_transformers.py",
+    "faults/test_kill.py",
+)
+TESTS = Path(__file__).resolve().parent
+
+# In the background SIGINT is ignored, and processes inherit that: tests of Ctrl-C would wait for ever.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def place(item: pytest.Item) -> int:
+        name = item.path.relative_to(TESTS).as_posix()
+        return LONGEST.index(name) if name in LONGEST else len(LONGEST)
+
+    items.sort(key=place)
+
 
 T = TypeVar("T")
 Run = Callable[[Coroutine[Any, Any, T]], T]

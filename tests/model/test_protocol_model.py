@@ -18,7 +18,7 @@ def test_no_schedule_breaks_an_invariant(machine: type[Protocol], max_examples: 
 
 def test_collected_decision_stays_void() -> None:
     """R4: a decision below the boundary is void, whoever reads it; believing it loses local files."""
-    explore(1000, Collecting, phases=[Phase.generate])
+    explore(300, Collecting, phases=[Phase.generate])
 
 
 def test_local_latest_never_dangles_when_everything_was_pruned_remotely() -> None:
