@@ -34,167 +34,144 @@ class Definition:
 
 _RUN: Mapping[str, tuple[str, ...]] = {"run": ()}
 
+
+def _gauge(name: str, meaning: str, labels: Mapping[str, tuple[str, ...]] = _RUN) -> Definition:
+    return Definition(name, "gauge", meaning, labels)
+
+
+def _counter(
+    name: str, meaning: str, labels: Mapping[str, tuple[str, ...]] = _RUN, *, is_sparse: bool = False
+) -> Definition:
+    return Definition(name, "counter", meaning, labels, is_sparse=is_sparse)
+
+
+def _histogram(
+    name: str, meaning: str, labels: Mapping[str, tuple[str, ...]] = _RUN, *, bounds_s: tuple[float, ...]
+) -> Definition:
+    return Definition(name, "histogram", meaning, labels, bounds_s=bounds_s)
+
+
 _OF_A_FOLDER = (
-    Definition(
-        "ckpt_async_last_committed_step",
-        "gauge",
-        "Step of the newest committed checkpoint the node knows of. (N)",
-        _RUN,
+    _gauge(
+        "ckpt_async_last_committed_step", "Step of the newest committed checkpoint the node knows of. (N)"
     ),
-    Definition(
+    _gauge(
         "ckpt_async_last_committed_timestamp_seconds",
-        "gauge",
         "Unix time at which the node learnt of that commit. (N)",
-        _RUN,
     ),
-    Definition(
+    _gauge(
         "ckpt_async_last_enqueued_step",
-        "gauge",
         "Step of the newest checkpoint a shard was enqueued for, or that was sealed. (N)",
-        _RUN,
     ),
-    Definition(
-        "ckpt_async_last_enqueued_timestamp_seconds", "gauge", "Unix time of the last such call. (N)", _RUN
-    ),
-    Definition(
+    _gauge("ckpt_async_last_enqueued_timestamp_seconds", "Unix time of the last such call. (N)"),
+    _gauge(
         "ckpt_async_oldest_pending_timestamp_seconds",
-        "gauge",
         "Unix time at which the oldest shard of the queue was enqueued; absent while the queue is empty. (N)",
-        _RUN,
     ),
-    Definition(
+    _gauge(
         "ckpt_async_queue_files",
-        "gauge",
         "Shards of undecided checkpoints that are not in the store yet. `failed`: lost, or not sent within"
         " `upload_timeout_s` and tried again later; `uploading`: a multipart upload was begun or some bytes are"
         " acknowledged; `retrying`: left by an earlier start of the run and not begun again; `queued`: the rest. (N)",
-        {**_RUN, "state": QUEUE_STATES},
+        labels={**_RUN, "state": QUEUE_STATES},
     ),
-    Definition("ckpt_async_queue_bytes", "gauge", "Sizes of the same shards, each whole. (N)", _RUN),
-    Definition(
+    _gauge("ckpt_async_queue_bytes", "Sizes of the same shards, each whole. (N)"),
+    _gauge(
         "ckpt_async_waiting_checkpoints",
-        "gauge",
         "Undecided checkpoints of which a rank of this node has delivered its part: others have not, or nobody"
         " commits. The log of a rank that waits names those that are missing. (N)",
-        _RUN,
     ),
-    Definition(
+    _gauge(
         "ckpt_async_oldest_waiting_timestamp_seconds",
-        "gauge",
         "Unix time at which a rank of this node had delivered its part of the one that has waited the longest; absent"
         " while there is none. (N)",
-        _RUN,
     ),
 )
 
 DEFINITIONS = (
-    Definition(
+    _gauge(
         "ckpt_async_build_info",
-        "gauge",
         "Always 1; the labels tell the version.",
-        {"version": (), "python_version": ()},
+        labels={"version": (), "python_version": ()},
     ),
-    Definition(
-        "ckpt_async_files_enqueued_total", "counter", "Shards the trainer handed over to this process.", _RUN
-    ),
-    Definition(
+    _counter("ckpt_async_files_enqueued_total", "Shards the trainer handed over to this process."),
+    _counter(
         "ckpt_async_uploads_total",
-        "counter",
         "Shards that reached an end: `failed` ones for now, they are tried again; `source_changed` and"
         " `source_missing` ones are lost, `superseded` ones given up by policy, and their checkpoint is aborted.",
-        {**_RUN, "result": RESULTS},
+        labels={**_RUN, "result": RESULTS},
     ),
-    Definition(
+    _counter(
         "ckpt_async_upload_attempt_failures_total",
-        "counter",
         "Attempts of store requests that failed, whether or not a later attempt healed it; absent until the first"
         " of a reason.",
-        {**_RUN, "reason": REASONS},
+        labels={**_RUN, "reason": REASONS},
         is_sparse=True,
     ),
-    Definition("ckpt_async_uploads_in_progress", "gauge", "Shards this process is uploading now."),
-    Definition(
+    _gauge("ckpt_async_uploads_in_progress", "Shards this process is uploading now.", labels={}),
+    _counter(
         "ckpt_async_trainer_blocked_seconds_total",
-        "counter",
         "Time the trainer was held up in `enqueue` because uploads fell behind or the disk ran low; grows while it is.",
-        _RUN,
     ),
-    Definition(
-        "ckpt_async_upload_bytes_total", "counter", "Bytes of shards the store has acknowledged.", _RUN
-    ),
-    Definition(
+    _counter("ckpt_async_upload_bytes_total", "Bytes of shards the store has acknowledged."),
+    _counter(
         "ckpt_async_checkpoints_committed_total",
-        "counter",
         "Checkpoints this process saw committed: whole in the store, of all ranks. Every rank counts each.",
-        _RUN,
     ),
-    Definition(
+    _counter(
         "ckpt_async_checkpoints_aborted_total",
-        "counter",
         "Checkpoints this process saw given up. Every rank counts each.",
-        _RUN,
     ),
-    Definition(
+    _counter(
         "ckpt_async_pruned_checkpoints_total",
-        "counter",
         "Checkpoints retention removed.",
-        {**_RUN, "location": LOCATIONS},
+        labels={**_RUN, "location": LOCATIONS},
     ),
-    Definition(
-        "ckpt_async_fenced",
-        "gauge",
-        "1 once a newer start of the run has superseded this trainer, else 0.",
-        _RUN,
-    ),
-    Definition(
-        "ckpt_async_engine_restarts_total",
-        "counter",
-        "Times the engine died of a bug and was started again.",
+    _gauge("ckpt_async_fenced", "1 once a newer start of the run has superseded this trainer, else 0."),
+    _counter(
+        "ckpt_async_engine_restarts_total", "Times the engine died of a bug and was started again.", labels={}
     ),
     *_OF_A_FOLDER,
-    Definition(
+    _gauge(
         "ckpt_async_checkpoints_retained",
-        "gauge",
         "Committed checkpoints whose local files the uploader looks after: only the newest if it is to keep"
         " all. (N)",
-        {**_RUN, "location": ("local",)},
+        labels={**_RUN, "location": ("local",)},
     ),
-    Definition(
+    _gauge(
         "ckpt_async_spool_pinned_bytes",
-        "gauge",
         "Sizes of the files the spool has a hard link to, each file once: what deleting your own checkpoints"
         " would not free now. An upper bound of what only the spool keeps alive: whether your own file is still"
         " there is not looked up. (N)",
+        labels={},
     ),
-    Definition(
+    _gauge(
         "ckpt_async_spool_filesystem_free_bytes",
-        "gauge",
         "Free space on the folder's file system for an unprivileged user. (N)",
+        labels={},
     ),
-    Definition("ckpt_async_spool_filesystem_size_bytes", "gauge", "Size of that file system. (N)"),
-    Definition(
+    _gauge("ckpt_async_spool_filesystem_size_bytes", "Size of that file system. (N)", labels={}),
+    _histogram(
         "ckpt_async_enqueue_duration_seconds",
-        "histogram",
         "Time the trainer spent inside `enqueue`.",
+        labels={},
         bounds_s=(0.001, 0.01, 0.1),
     ),
-    Definition(
+    _histogram(
         "ckpt_async_upload_duration_seconds",
-        "histogram",
         "Time from a shard's first byte to its verification, retries included; of results `ok` only.",
+        labels={},
         bounds_s=(10, 100),
     ),
-    Definition(
+    _histogram(
         "ckpt_async_commit_latency_seconds",
-        "histogram",
         "Time from the first shard enqueued by this rank to the commit.",
+        labels={},
         bounds_s=(60, 600),
     ),
-    Definition(
+    _histogram(
         "ckpt_async_store_request_duration_seconds",
-        "histogram",
         "Time of one attempt of a store request, failed ones included. Its count is what failures are a share of.",
-        _RUN,
         bounds_s=(1, 10),
     ),
 )
@@ -202,79 +179,72 @@ DEFINITIONS = (
 SWEEPER_DEFINITIONS = (
     DEFINITIONS[0],
     *_OF_A_FOLDER,
-    Definition(
+    _gauge(
         "ckpt_async_sweep_last_completed_timestamp_seconds",
-        "gauge",
         "Unix time at which the last sweep had gone through all folders and remotes, whatever became of single ones;"
         " absent before the first.",
+        labels={},
     ),
-    Definition(
+    _gauge(
         "ckpt_async_sweep_started_timestamp_seconds",
-        "gauge",
         "Unix time at which this sweeper was started: what to compare with until a sweep is completed.",
+        labels={},
     ),
-    Definition(
+    _gauge(
         "ckpt_async_sweep_failing_since_timestamp_seconds",
-        "gauge",
         "Unix time of the first sweep since when this folder or remote, or an action there, has failed in every one;"
         " absent for those that are well.",
-        {"target": ()},
+        labels={"target": ()},
     ),
-    Definition(
+    _counter(
         "ckpt_async_sweeps_total",
-        "counter",
         "Sweeps; `failed`: some folder, remote or action of it did.",
-        {"result": SWEEPS},
+        labels={"result": SWEEPS},
     ),
-    Definition(
+    _counter(
         "ckpt_async_sweep_failures_total",
-        "counter",
         "What failed in them: a whole folder or remote (its store does not answer, say), or one action.",
-        {"scope": SWEEP_SCOPES},
+        labels={"scope": SWEEP_SCOPES},
     ),
-    Definition(
+    _histogram(
         "ckpt_async_sweep_duration_seconds",
-        "histogram",
         "Time of one sweep, uploads for dead owners included.",
+        labels={},
         bounds_s=(1, 60, 3600),
     ),
-    Definition(
+    _counter(
         "ckpt_async_sweep_adopted_uploads_total",
-        "counter",
         "Shards brought into the store for owners that are dead.",
+        labels={},
     ),
-    Definition(
+    _counter(
         "ckpt_async_sweep_adopted_upload_bytes_total",
-        "counter",
         "Bytes the store acknowledged of such shards.",
+        labels={},
     ),
-    Definition(
+    _counter(
         "ckpt_async_sweep_checkpoints_total",
-        "counter",
         "Checkpoints this sweeper ended: committed for dead engines, given up, or pruned by retention.",
-        {"result": ENDS},
+        labels={"result": ENDS},
     ),
-    Definition(
+    _counter(
         "ckpt_async_sweep_orphans_removed_total",
-        "counter",
         "Objects that nothing referred to any more and that it removed: of checkpoints given up or lost, stale"
         " multipart uploads, expired leases of readers, records of former starts, left-overs of probes, marks of"
         " damaged checkpoints that are gone, old decisions.",
-        {"kind": ORPHANS},
+        labels={"kind": ORPHANS},
     ),
-    Definition(
+    _counter(
         "ckpt_async_verify_failures_total",
-        "counter",
         "What verifying after a sweep (`--verify`) found to be damaged: shards that are missing, of another size or of"
         " other content, and records that are missing, unreadable or contradict each other. Counted at every sweep.",
-        {"kind": VERIFY_KINDS},
+        labels={"kind": VERIFY_KINDS},
     ),
-    Definition(
+    _counter(
         "ckpt_async_sweep_attempt_failures_total",
-        "counter",
         "Attempts of its store requests that failed, whether or not a later attempt healed it; absent until the first"
         " of a reason.",
-        {**_RUN, "reason": REASONS},
+        labels={**_RUN, "reason": REASONS},
         is_sparse=True,
     ),
     DEFINITIONS[-1],

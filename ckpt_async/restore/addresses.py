@@ -11,6 +11,8 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from ckpt_async.local.folder import boot_id
+
 # Nobody tries more than this many addresses of a node that does not answer.
 MOST_ADDRESSES = 4
 
@@ -84,7 +86,7 @@ def _towards(host: str) -> Sequence[str]:
 def machine() -> str:
     """The same for all processes that reach each other by loopback addresses, and for no others."""
     with contextlib.suppress(OSError):
-        return f"{_boot_id()} {os.readlink('/proc/self/ns/net')}"
+        return f"{boot_id()} {os.readlink('/proc/self/ns/net')}"
     return socket.gethostname()
 
 
@@ -95,10 +97,4 @@ def place(folder: Path) -> str:
     path = Path(os.path.realpath(folder))
     above = next((each for each in (path, *path.parents) if each.exists()), path)
     facts = above.stat()
-    return f"{socket.gethostname()} {_boot_id()} {facts.st_dev}:{facts.st_ino}/{os.path.relpath(path, above)}"
-
-
-def _boot_id() -> str:
-    with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
-    return ""
+    return f"{socket.gethostname()} {boot_id()} {facts.st_dev}:{facts.st_ino}/{os.path.relpath(path, above)}"

@@ -82,7 +82,7 @@ def find(
         known = await asyncio.to_thread(known_in, folder, remote)
         try:
             async with session(remote, store_options) as opened:
-                found = await _find(opened, remote, store_options, step, generation, passing_over)
+                found = await _find(opened, step, generation, passing_over)
                 if found is None and step is None:
                     await check_fresh(opened, remote, known)
                 return found
@@ -120,8 +120,6 @@ async def _finish_predecessor(folder: str | os.PathLike[str], timeout_s: float) 
 
 async def _find(
     opened: Session,
-    remote: str,
-    options: StoreOptions | None,
     step: int | None,
     generation: int | None,
     passing_over: Collection[CheckpointId],
@@ -129,7 +127,7 @@ async def _find(
     rejected: list[Rejected] = []
     marks = await _damaged(opened)
     # One that cannot be read voids nothing here. Who may not read at all is told so at once.
-    await if_readable(sure(opened, remote, options, lambda looking: steps.read_boundary(looking.store)))
+    await if_readable(sure(opened, lambda looking: steps.read_boundary(looking.store)))
     async for id_ in _newest_first(opened):
         if step not in (None, id_.step) or generation not in (None, id_.generation):
             continue
@@ -139,7 +137,7 @@ async def _find(
             rejected.append(Rejected(id_, name, reason))
             continue
         try:
-            found = await sure(opened, remote, options, partial(_look, id_))
+            found = await sure(opened, partial(_look, id_))
         except (
             InvalidRecordError
         ) as error:  # looked at again from the decision on, so it was not pruned meanwhile
@@ -151,17 +149,17 @@ async def _find(
             continue
         if found is not None:
             decision, receipts = found
-            return checkpoint_of(decision, receipts, remote, options, rejected)
+            return checkpoint_of(decision, receipts, opened.remote, opened.options, rejected)
     if not rejected and generation is None:  # others have none
-        foreign, rejected = await find_foreign(opened, remote, options, step, passing_over)
+        foreign, rejected = await find_foreign(opened, step, passing_over)
         if foreign is not None:
             return foreign
     if rejected:
         raise NoUsableCheckpointError(
-            f"none of the checkpoints in {remote} can be used ({len(rejected)} tried): "
+            f"none of the checkpoints in {opened.remote} can be used ({len(rejected)} tried): "
             + "; ".join(str(each) for each in rejected[:5])
             + (f"; and {len(rejected) - 5} more" if rejected[5:] else ""),
-            hint=f"see `ckpt-async verify {remote}`",
+            hint=f"see `ckpt-async verify {opened.remote}`",
         )
     return None
 

@@ -34,7 +34,6 @@ from ckpt_async.protocol.cas import read
 from ckpt_async.restore.checkpoint import Checkpoint, Rejected, RemoteFile
 from ckpt_async.restore.dcp_files import MAX_METADATA_BYTES, named_files
 from ckpt_async.restore.session import Session
-from ckpt_async.stores import StoreOptions
 from ckpt_async.stores.interface import ObjectInfo, Sink
 from ckpt_async.threads import in_thread
 
@@ -180,8 +179,6 @@ def _step(name: str) -> int:
 
 async def find_foreign(
     opened: Session,
-    remote: str,
-    options: StoreOptions | None,
     step: int | None,
     passing_over: Collection[CheckpointId],
 ) -> tuple[Checkpoint | None, list[Rejected]]:
@@ -191,8 +188,8 @@ async def find_foreign(
     listing = await opened.store.list("")
     objects = {each.key: each for each in listing.objects if not _is_own(each.key)}
     rejected: list[Rejected] = []
-    root = urlsplit(remote).path.strip("/").rpartition("/")[2]
-    for each in recognise(objects, await _read_pointers(opened, objects, remote), root):
+    root = urlsplit(opened.remote).path.strip("/").rpartition("/")[2]
+    for each in recognise(objects, await _read_pointers(opened, objects), root):
         name = each.path.rpartition("/")[2] or root
         if step is not None and each.step != step:
             continue
@@ -210,14 +207,14 @@ async def find_foreign(
             rejected.append(Rejected(id_, name, str(error)))
             continue
         checkpoint = Checkpoint(
-            remote=remote,
+            remote=opened.remote,
             id=id_,
             name=name,
             world_size=1,
             files=files,
             rejected=tuple(rejected),
             format=each.format,
-            store_options=options,
+            store_options=opened.options,
         )
         return checkpoint, rejected
     return None, rejected
@@ -298,9 +295,9 @@ async def _content(opened: Session, file: RemoteFile) -> bytes:
     return bytes(data)
 
 
-async def _read_pointers(opened: Session, objects: Mapping[str, ObjectInfo], remote: str) -> dict[str, str]:
+async def _read_pointers(opened: Session, objects: Mapping[str, ObjectInfo]) -> dict[str, str]:
     """What Composer's pointers name, made relative to the remote: they hold object names without the bucket."""
-    root = urlsplit(remote).path.strip("/")
+    root = urlsplit(opened.remote).path.strip("/")
     found: dict[str, str] = {}
     pointers = [
         each

@@ -14,7 +14,6 @@ from typing import Any, TypeVar, cast
 
 from ckpt_async.errors import InvalidRecordError
 from ckpt_async.restore.session import Session, session, unreliable
-from ckpt_async.stores import StoreOptions
 from ckpt_async.stores.interface import ObjectInfo
 from ckpt_async.transfer.patient import PatientStore
 
@@ -39,9 +38,7 @@ class _Noting:
         return data, info
 
 
-async def sure(
-    opened: Session, remote: str, options: StoreOptions | None, look: Callable[[Session], Awaitable[T]]
-) -> T:
+async def sure(opened: Session, look: Callable[[Session], Awaitable[T]]) -> T:
     """What `look` makes of the store's records. If it cannot read one, it looks again over other connections. Of those
     that it reads at once it must read all, and complain of the first.
 
@@ -54,7 +51,7 @@ async def sure(
         logger.info("record_is_read_again error=%s", error)
     failures: list[tuple[str, dict[str, str]]] = []
     for _ in range(2):
-        async with session(remote, options) as afresh:
+        async with session(opened.remote, opened.options) as afresh:
             store = _Noting(afresh.store)
             try:
                 return await look(replace(afresh, store=cast(PatientStore, store)))
@@ -63,4 +60,6 @@ async def sure(
                 last = error
     if failures[0] == failures[1]:
         raise last
-    raise unreliable(f"records in {remote} are unreadable, in another way each time they are read ({last})")
+    raise unreliable(
+        f"records in {opened.remote} are unreadable, in another way each time they are read ({last})"
+    )

@@ -45,11 +45,13 @@ PATIENCE_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A store opened for reading: `store` answers within PATIENCE_S or raises. `bulk`, of the same store, goes on as
-    long as a long transfer may take, past outages and credentials that are being rotated, until nothing has come for
-    PATIENCE_S. `lanes` admit ranges to `bulk`.
+    """The store at `remote`, opened for reading: `store` answers within PATIENCE_S or raises. `bulk`, of the same one,
+    goes on as long as a long transfer may take, past outages and credentials that are being rotated, until nothing has
+    come for PATIENCE_S. `lanes` admit ranges to `bulk`.
     """
 
+    remote: str
+    options: StoreOptions | None
     store: PatientStore
     bulk: PatientStore
     lanes: Lanes
@@ -69,7 +71,7 @@ async def session(
     bulk = connect(remote, options, settings, silence_s=PATIENCE_S)
     try:
         await bulk.open(is_read_only=True)
-        yield Session(bulk.answering_within(PATIENCE_S), bulk, Lanes(num_concurrent_reads))
+        yield Session(remote, options, bulk.answering_within(PATIENCE_S), bulk, Lanes(num_concurrent_reads))
     except IntegrityError as error:
         raise unreliable(str(error)) from error
     finally:

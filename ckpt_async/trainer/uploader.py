@@ -102,12 +102,8 @@ class Uploader:
         self.metrics = Metrics(self.remote.rstrip("/"), self._folder)
         self._engine = EngineHandle(start, self._folder, self.metrics)
         self.generation = self._engine.generation
-        self._metrics_server = serve(
-            self.metrics.registry,
-            self.settings.metrics_port,
-            self.settings.metrics_address,
-            os.environ,
-        )
+        port, address = self.settings.metrics_port, self.settings.metrics_address
+        self._metrics_server = serve(self.metrics.registry, port, address, os.environ)
         at_exit.add(self)
         self._undo_sigterm: Callable[[], None] | None = None
         if self.settings.sigterm_flush_s:

@@ -426,7 +426,7 @@ def test_every_slice_is_reported_to_the_watchdog(run: Any, monkeypatch: pytest.M
     async def main() -> None:
         store = PatientStore(Trickle(), Settings())
         source: Any = sources.StoreSource(
-            Session(store, store, Lanes(1)),
+            Session("memory://test", None, store, store, Lanes(1)),
             SimpleNamespace(check=lambda: None),  # type: ignore[arg-type]
             SimpleNamespace(),  # type: ignore[arg-type]
             SimpleNamespace(key="a"),  # type: ignore[arg-type]
