@@ -32,7 +32,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("transfer",),
     ("stores", "local"),
     ("core",),
-    ("errors", "threads", "politeness"),
+    ("errors", "threads", "niceness"),
 )
 DEPTH = {name: depth for depth, rooms in enumerate(ROOMS) for name in rooms}
 

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from ckpt_async import politeness
+from ckpt_async import niceness
 from ckpt_async.core import decide
 from ckpt_async.core.settings import Settings
 from ckpt_async.engine.loop import Engine
@@ -119,7 +119,7 @@ class _Process:
         self._set_niceness()
 
     def _set_niceness(self) -> None:
-        if not politeness.set_niceness(self._niceness, is_waited_for=bool(self._waited_for)):
+        if not niceness.set_niceness(self._niceness, is_waited_for=bool(self._waited_for)):
             asyncio.get_running_loop().call_later(NICENESS_AGAIN_S, self._set_niceness)
 
 

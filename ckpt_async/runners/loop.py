@@ -8,7 +8,7 @@ import socket
 from typing import Any
 
 from ckpt_async.errors import RunnerError
-from ckpt_async.politeness import BulkThreads
+from ckpt_async.niceness import BulkThreads
 
 # Threads for disk work: reading and checksumming shards release the GIL.
 NUM_THREADS = 8

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import TypeVar
 from urllib.parse import SplitResult, urlsplit
 
-from ckpt_async.politeness import BulkThreads
+from ckpt_async.niceness import BulkThreads
 
 # Below what servers and what is in between (NAT, load balancers) keep a silent connection for.
 MAX_IDLE_S = 30.0

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
-from ckpt_async.politeness import enter_bulk_thread
+from ckpt_async.niceness import enter_bulk_thread
 from ckpt_async.stores.http.connections import CancelToken, Connections, let_block
 from ckpt_async.stores.http.messages import (
     HEAD_BYTES,

@@ -1,4 +1,4 @@
-"""Which cores a runner process takes: what the training leaves, and any while somebody waits for it.
+"""The niceness of a runner process: it takes the cores that training leaves, and any while somebody waits for it.
 
 A thread that has made itself nice cannot take that back (setpriority(2): RLIMIT_NICE), and whoever must answer at once
 never is: so only the threads that carry bytes are nice, and others take their place when there is no time to be.
