@@ -12,9 +12,9 @@ from ckpt_async.errors import CkptAsyncError, FencedError, UploadFailedError
 
 # How many are told in one message.
 MAX_TOLD = 3
-_GIVEN_UP = "what was given up stays so; later checkpoints are not affected"
+_GIVEN_UP = "this checkpoint cannot be completed any more; later checkpoints are not affected"
 _TRIED_AGAIN = (
-    "what can still be sent is in the spool: it is tried again now and at the next start, or by"
+    "everything that can still be uploaded is in the spool: it is retried now and at the next start, or by"
     " `ckpt-async drain`"
 )
 
@@ -76,12 +76,13 @@ def why_in_vain(
     if fenced_by is not None:
         return FencedError(
             f"{nothing}: generation {fenced_by} of this run has started",
-            hint="if you made no later start, other ranks of this one are in that generation, because they saw no sign"
-            " of life from here: stop all of them and start them again",
+            hint="if you did not start the run again, other ranks of this start are in that generation, because they"
+            " saw no sign of life from this one: stop all of them and start them again",
         )
     if absent_ranks:
         return UploadFailedError(
             f"{nothing}: {named('rank', absent_ranks)} never opened it",
-            hint="see why not, or with what other remote, launch key or world size, and start all ranks again",
+            hint="find out why they did not, or whether they opened another remote, launch key or world size; then"
+            " start all ranks again",
         )
     return None

@@ -33,8 +33,9 @@ def launch_key(environment: Environment, *, parent: str) -> str | None:
     if (explicit := get("CKPT_ASYNC_LAUNCH_ID")) is not None:
         if not str(explicit).strip():
             raise SettingsError(
-                f"launch_id, or CKPT_ASYNC_LAUNCH_ID in the environment, is {explicit!r}: it says nothing",
-                hint="equal on all ranks and new at every start; leave it out if the launcher says which start it is",
+                f"launch_id, or CKPT_ASYNC_LAUNCH_ID in the environment, is {explicit!r}: it must not be blank",
+                hint="make it equal on all ranks and new at every start; leave it out if the launcher identifies the"
+                " start",
             )
         return f"id={explicit}"
     if (run_id := get("TORCHELASTIC_RUN_ID")) is not None:  # "none" where torchrun was given no --rdzv-id
@@ -77,8 +78,8 @@ def rank_and_world_size(
     if rank is None or world_size is None:
         missing = " and ".join(name for name, each in zip(_TORCH, numbers, strict=True) if each is None)
         raise SettingsError(
-            f"there is {known}, but no {missing}: which rank this is, and of how many, is not known",
-            hint="set both on every rank, or pass rank= and world_size= (0 and 1 for a process that is alone)",
+            f"{known} is set without {missing}: rank and world size are unknown",
+            hint="set both on every rank, or pass rank= and world_size= (0 and 1 for a single process)",
         )
     if not 0 <= rank < world_size:
         raise SettingsError(f"rank={rank} must be from 0 to world_size-1 = {world_size - 1}")
@@ -109,7 +110,7 @@ def _launchers(environment: Environment) -> tuple[int, int] | None:
             found.setdefault((rank, size), f"{names[0]}={rank} of {names[1]}={size}")
     if len(found) > 1:  # mpirun on the nodes of a Slurm step: each of them numbers processes of its own
         raise SettingsError(
-            f"the launchers disagree about which rank this is: {' and '.join(found.values())}",
+            f"the launchers disagree about this process's rank: {' and '.join(found.values())}",
             hint="set RANK and WORLD_SIZE on every rank, or pass rank= and world_size=",
         )
     return next(iter(found), None)
@@ -124,8 +125,8 @@ def _refuse_contradiction(environment: Environment) -> None:
         raise SettingsError(
             f"world_size=1 was given, but the launcher says that this is rank {rank} of {size}:"
             " each process would upload a run of its own to the same remote",
-            hint="a framework that says so runs undistributed (accelerate on CPU needs Accelerator(cpu=True));"
-            " if each process does train a model of its own, remove RANK and WORLD_SIZE from its environment",
+            hint="the framework that passed it runs undistributed (accelerate on CPU needs Accelerator(cpu=True));"
+            " if each process really trains its own model, remove RANK and WORLD_SIZE from its environment",
         )
 
 

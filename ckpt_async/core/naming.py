@@ -33,7 +33,8 @@ def several(given: Iterable[T], what: str) -> tuple[T, ...]:
     """
     if isinstance(given, str | bytes):
         raise InvalidNameError(
-            f"{what}={given!r} is one name where a collection is wanted", hint=f"give {what}=[{given!r}]"
+            f"{what}={given!r} must be a collection of names, not a single one",
+            hint=f"give {what}=[{given!r}]",
         )
     return tuple(given)
 
@@ -41,7 +42,7 @@ def several(given: Iterable[T], what: str) -> tuple[T, ...]:
 def check_component(component: str, what: str) -> str:
     """Return `component` if it is one safe path component, else raise InvalidNameError saying why not."""
     if not isinstance(component, str):
-        raise InvalidNameError(f"{what} {component!r} is not text")
+        raise InvalidNameError(f"{what} {component!r} must be a string")
     if component in {"", ".", ".."}:
         raise InvalidNameError(f"{what} {component!r} is not a name")
     if not _COMPONENT.fullmatch(component):
@@ -55,7 +56,7 @@ def check_component(component: str, what: str) -> str:
 def check_relative(path: str, what: str) -> str:
     """Return `path` if it is a relative '/'-joined path of safe components."""
     if not isinstance(path, str):
-        raise InvalidNameError(f"{what} {path!r} is not text")
+        raise InvalidNameError(f"{what} {path!r} must be a string")
     if len(path) <= MAX_SHARD_NAME_LENGTH and _RELATIVE.fullmatch(path):
         return path
     if path.startswith("/"):
@@ -118,7 +119,7 @@ def substitute(template: str, values: Mapping[str, object]) -> str:
             if name is None:
                 continue
             if name not in values or conversion or not _WIDTH.fullmatch(width or ""):
-                raise ValueError(f"not {name!r}" if name not in values else "a width has two digits at most")
+                raise ValueError(f"not {name!r}" if name not in values else "a width has at most two digits")
             filled += format(values[name], width or "")
     except ValueError as error:
         allowed = ", ".join(f"{{{name}}}" for name in values)

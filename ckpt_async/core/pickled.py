@@ -123,7 +123,7 @@ def _skip(code: int, data: bytes, at: int) -> int:
 
 def _pop(stack: list[Any], count: int) -> list[Any]:
     if len(stack) < count:
-        refuse("it takes more than there is")
+        refuse("it takes more than the stack holds")
     items = stack[-count:]
     del stack[-count:]
     return items
@@ -184,22 +184,22 @@ _TUPLE_SIZES = {0x85: 1, 0x86: 2, 0x87: 3}
 
 def _new(class_: object, arguments: object) -> object:
     if type(class_) is not Class or type(arguments) is not tuple or arguments:
-        refuse("it makes an object of what is no class of DCP's metadata")
+        refuse("it makes an object of something that is not a class of DCP's metadata")
     return object.__new__(class_.made)
 
 
 def _global(find: Find, module: object, name: object) -> object:
     if type(module) is not str or type(name) is not str:
-        refuse("it names something without a name")
+        refuse("it names a global without a name")
     found = find(module, name)
     if found is None:
-        refuse(f"it names {module[:200]}.{name[:200]}, which is not of DCP's metadata; nothing was run")
+        refuse(f"it names {module[:200]}.{name[:200]}, which is not part of DCP's metadata; nothing was run")
     return found
 
 
 def _call(function: object, arguments: object) -> object:
     if type(function) is not Function or type(arguments) is not tuple or len(arguments) > _MAX_ARGUMENTS:
-        refuse("it calls what DCP's metadata never calls")
+        refuse("it calls something that DCP's metadata never calls")
     for each in arguments:
         if function.type is not object and type(each) is not function.type:
             refuse("it calls a function with arguments of other types than DCP's metadata has")
@@ -208,7 +208,7 @@ def _call(function: object, arguments: object) -> object:
 
 def _set_items(key_types: frozenset[type], target: object, items: list[Any]) -> None:
     if type(target) not in _DICTS:
-        refuse("it sets items of what is no dict")
+        refuse("it sets items of something that is not a dict")
     assert isinstance(target, dict)
     for key in items[::2]:
         if type(key) not in key_types:
@@ -218,5 +218,5 @@ def _set_items(key_types: frozenset[type], target: object, items: list[Any]) -> 
 
 def _extend(target: object, items: list[Any]) -> None:
     if type(target) is not list:
-        refuse("it appends to what is no list")
+        refuse("it appends to something that is not a list")
     target.extend(items)

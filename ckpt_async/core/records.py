@@ -378,7 +378,7 @@ def _decode(kind: str, data: bytes, max_size_bytes: int) -> Json:
             data, parse_int=_small_int, parse_constant=_no_constant, object_pairs_hook=_no_duplicates
         )
     except (ValueError, RecursionError) as error:  # deep nesting ends in RecursionError, not in a crash
-        raise InvalidRecordError(f"{kind}: not JSON this package writes: {error}") from None
+        raise InvalidRecordError(f"{kind}: not JSON that this package writes: {error}") from None
     fields = _object(document, kind)
     if fields.get("format") != f"ckpt_async/{kind}":
         raise InvalidRecordError(f"{kind}: format is {_shown(fields.get('format'))}")

@@ -36,20 +36,23 @@ class Settings:
     )
     local_retention: str = _setting(
         "",
-        "what else to keep locally, in the words of remote_retention; num_checkpoints_to_keep=-1 leaves the choice"
-        " to it and the newest is kept too; empty for nothing else",
+        "what else to keep locally, as a policy like remote_retention; with num_checkpoints_to_keep=-1 this policy"
+        " alone decides, and the newest is kept too; empty for nothing else",
     )
     num_concurrent_uploads: int = _setting(
-        8, "requests that carry shard bytes at once, per engine, to begin with", 1, 1024
+        8, "initial number of concurrent requests that carry shard bytes, per engine", 1, 1024
     )
     max_concurrent_uploads: int = _setting(
-        32, "how far that may grow while it makes it faster; it shrinks when the store says SlowDown", 1, 1024
+        32,
+        "upper bound for that number: it grows while uploads get faster, and is halved on SlowDown",
+        1,
+        1024,
     )
     upload_timeout_s: float = _setting(
         3600.0, "how long one shard may fail before it is reported", 1, 604_800
     )
     on_error: str = _setting(
-        "raise", "a final failure: raise it at the next call, or only warn", choices=("raise", "warn")
+        "raise", "on a final failure: raise at the next call, or only log it", choices=("raise", "warn")
     )
     metrics_port: int = _setting(
         -1, "Prometheus port: -1 none, 0 any free one; local rank r takes metrics_port + r", -1, 65_535
@@ -67,55 +70,72 @@ class Settings:
     )
     part_size_bytes: int = _setting(
         16 * MIB,
-        "smallest part of a multipart upload; grows with the shard, so that few requests suffice",
+        "minimum part size of a multipart upload; grows with the shard, to need few requests",
         5 * MIB,
         5 * 10**9,
     )
-    request_timeout_s: float = _setting(30.0, "deadline of a request, before its bytes are added", 0.05, 3600)
+    request_timeout_s: float = _setting(
+        30.0, "deadline of a request, plus the time for its bytes (see minimum_rate_bytes_per_s)", 0.05, 3600
+    )
     minimum_rate_bytes_per_s: float = _setting(
-        1.0 * MIB, "slowest useful transfer: a request's deadline grows by size / this rate", 1, 1e12
+        1.0 * MIB, "slowest acceptable transfer: a request's deadline grows by its size / this rate", 1, 1e12
     )
-    stall_timeout_s: float = _setting(20.0, "a request during which no byte moves is given up", 0.05, 3600)
-    retry_initial_s: float = _setting(0.2, "first back-off, doubled with full jitter", 0.001, 60)
-    retry_max_s: float = _setting(20.0, "longest back-off", 0.01, 3600)
+    stall_timeout_s: float = _setting(
+        20.0, "abort a request when no bytes have moved for this long", 0.05, 3600
+    )
+    retry_initial_s: float = _setting(0.2, "initial retry backoff, doubled with full jitter", 0.001, 60)
+    retry_max_s: float = _setting(20.0, "maximum retry backoff", 0.01, 3600)
     decision_poll_s: float = _setting(
-        0.5, "first wait for the other ranks' receipts, doubled up to decision_poll_max_s", 0.01, 3600
+        0.5,
+        "first interval at which to poll for the other ranks' receipts, doubled up to decision_poll_max_s",
+        0.01,
+        3600,
     )
-    decision_poll_max_s: float = _setting(60.0, "longest wait between looks at the decision", 0.01, 3600)
+    decision_poll_max_s: float = _setting(
+        60.0, "longest interval at which to poll for the decision", 0.01, 3600
+    )
     max_backlog_checkpoints: int = _setting(
-        0, "checkpoints that may wait to be uploaded before `on_backlog` holds; 0 for no bound", 0, 10**6
+        0, "checkpoints that may wait for upload before `on_backlog` applies; 0 for no limit", 0, 10**6
     )
     max_backlog_bytes: int = _setting(
-        0, "bytes that may wait to be uploaded before `on_backlog` holds; 0 for no bound", 0, 10**15
+        0, "bytes that may wait for upload before `on_backlog` applies; 0 for no limit", 0, 10**15
     )
     on_backlog: str = _setting(
         "block",
-        "when uploads fall behind: wait in `enqueue`, give up what retention would not keep, or raise",
+        "when uploads fall behind: block in `enqueue`, drop checkpoints that retention would not keep, or raise",
         choices=("block", "supersede", "raise"),
     )
     min_free_bytes: int = _setting(
-        0, "free bytes on the folder's file system below which `on_disk_low` holds; 0 for none", 0, 10**15
+        0,
+        "free bytes on the folder's file system below which `on_disk_low` applies; 0 for no limit",
+        0,
+        10**15,
     )
     on_disk_low: str = _setting(
         "block",
-        "when the disk runs low: wait in `enqueue`, give up what retention would not keep, or raise",
+        "when the disk runs low: block in `enqueue`, drop checkpoints that retention would not keep, or raise",
         choices=("block", "supersede", "raise"),
     )
-    block_timeout_s: float = _setting(1800.0, "longest wait in `enqueue`; then it raises", 0, 604_800)
+    block_timeout_s: float = _setting(
+        1800.0, "longest time to block in `enqueue`; then it raises", 0, 604_800
+    )
     abandon_after_s: float = _setting(
-        86_400.0, "sweeper: age at which what a superseded generation left unfinished is given up", 60, 1e9
+        86_400.0,
+        "sweeper: age at which unfinished checkpoints of a superseded generation are given up",
+        60,
+        1e9,
     )
     abandon_newest_after_s: float = _setting(
         604_800.0, "sweeper: the same for the newest generation, whose trainer may only be paused", 60, 1e9
     )
     remote_retention: str = _setting(
         "",
-        "what to keep remotely, e.g. last=3,every-steps=1000,best=2:loss:min; empty keeps all",
+        "checkpoints to keep remotely, e.g. last=3,every-steps=1000,best=2:loss:min; empty keeps all",
     )
     allow_unknown_filesystem: bool = _setting(
         False,
-        "take a folder on a file system that is not known to be local; if another machine uses it too, or its locks do"
-        " not hold, the journal is destroyed, and with it checkpoints that are not committed yet",
+        "accept a folder on a file system that is not known to be local; if another machine uses it too, or its locks"
+        " do not work, the journal is destroyed, and with it checkpoints that are not committed yet",
         choices=(False, True),
     )
     sigterm_flush_s: float = _setting(
@@ -123,8 +143,8 @@ class Settings:
     )
     runner: str = _setting(
         "thread",
-        "where uploading is done: on a thread of the trainer, or in a process of its own that takes no GIL time of the"
-        " trainer's and outlives it to finish",
+        "where uploads run: on a thread of the trainer, or in a separate process that does not share the trainer's"
+        " GIL and outlives it to finish",
         choices=("thread", "process"),
     )
     node_shared: bool = _setting(
@@ -135,19 +155,19 @@ class Settings:
     )
     runner_nice: int = _setting(
         10,
-        "runner process: added to the niceness of what carries bytes, so that it takes what cores the training leaves;"
-        " its disk reads rank lower with it; not while somebody waits: in `wait`, `flush`, `close`",
+        "runner process: added to the niceness of the threads that carry bytes, so that training has the cores"
+        " first; lowers the priority of their disk reads too; not in effect during `wait`, `flush` and `close`",
         0,
         19,
     )
     linger_s: float = _setting(
         600.0,
-        "runner process: how long it goes on for a trainer that died; a restarted one takes over",
+        "runner process: how long it keeps uploading after the trainer died; a restarted trainer takes over",
         0,
         86_400,
     )
     close_grace_s: float = _setting(
-        30.0, "how long close() waits for other ranks once all of ours is uploaded", 0, 86_400
+        30.0, "how long close() waits for other ranks once this rank's shards are uploaded", 0, 86_400
     )
 
     def __post_init__(self) -> None:
@@ -157,11 +177,11 @@ class Settings:
         _parse_policy("local_retention", self.local_retention)
         if "supersede" in (self.on_backlog, self.on_disk_low) and retention.keeps_all(policy):
             raise SettingsError(
-                "on_backlog or on_disk_low is 'supersede', but remote_retention keeps all: nothing could be given up",
-                hint="say what must be kept, e.g. remote_retention='last=2,every-steps=1000'",
+                "on_backlog or on_disk_low is 'supersede', but remote_retention keeps all: nothing could be dropped",
+                hint="set what must be kept, e.g. remote_retention='last=2,every-steps=1000'",
             )
         if not self.metrics_address:
-            raise SettingsError("metrics_address is '', which would be every address: 0.0.0.0 says so")
+            raise SettingsError("metrics_address is '', which would mean every address: use 0.0.0.0 for that")
         if self.node_shared and self.runner != "process":
             raise SettingsError("node_shared=True needs runner='process'")
         if self.retry_max_s < self.retry_initial_s:
@@ -213,9 +233,9 @@ def describe() -> str:
     lines = [
         "# Settings",
         "",
-        "Keyword arguments of `Uploader` go before the environment (`CKPT_ASYNC_` and the name in capitals), before",
-        "the TOML file (`settings_file=` or `CKPT_ASYNC_SETTINGS_FILE`; its `[tool.ckpt_async]` table if it has one),",
-        "before the default. Made by `python -m ckpt_async.core.settings`.",
+        "Keyword arguments of `Uploader` take precedence over the environment (`CKPT_ASYNC_` and the name in",
+        "capitals), that over a TOML file (`settings_file=` or `CKPT_ASYNC_SETTINGS_FILE`; its `[tool.ckpt_async]`",
+        "table if it has one), and that over the default. Generated by `python -m ckpt_async.core.settings`.",
         "",
         "| name | default | allowed | meaning |",
         "|---|---|---|---|",
@@ -223,7 +243,7 @@ def describe() -> str:
     for field in dataclasses.fields(Settings):
         low, high = field.metadata["low"], field.metadata["high"]
         allowed = ", ".join(map(_plain, field.metadata.get("choices", ()))) or (
-            "text" if low is None else f"{_plain(low)} to {_plain(high)}"
+            "string" if low is None else f"{_plain(low)} to {_plain(high)}"
         )
         default = _plain(field.default) or "(empty)"
         lines.append(f"| `{field.name}` | {default} | {allowed} | {field.metadata['help']} |")
@@ -255,7 +275,7 @@ def _check(field: dataclasses.Field[Any], value: Any, where: str) -> Any:
                 raise SettingsError(f"{where}={shown(value)} must be true or false")
         case _:
             if not isinstance(value, str):
-                raise SettingsError(f"{where}={shown(value)} must be text")
+                raise SettingsError(f"{where}={shown(value)} must be a string")
             if allowed and value not in allowed:
                 raise SettingsError(f"{where}={shown(value)} must be one of {', '.join(allowed)}")
     if low is not None and not low <= value <= high:
@@ -286,7 +306,7 @@ def _parse_toml(text: str) -> dict[str, Any]:
     if isinstance(tool, dict) and "ckpt_async" in tool:
         document = tool["ckpt_async"]
         if not isinstance(document, dict):
-            raise SettingsError(f"settings file: tool.ckpt_async={shown(document)} is no table")
+            raise SettingsError(f"settings file: tool.ckpt_async={shown(document)} is not a table")
     elif "tool" in document or "project" in document:
         return {}
     return dict(document)
@@ -301,7 +321,7 @@ def _refuse_misspelt(variable: str, fields: Mapping[str, Any]) -> None:
         return
     if close := difflib.get_close_matches(name, fields, n=1, cutoff=0.85):
         raise SettingsError(
-            f"{variable} in the environment is no setting",
+            f"{variable} in the environment is not a setting",
             hint=f"did you mean {ENVIRONMENT_PREFIX}{close[0].upper()}?",
         )
 

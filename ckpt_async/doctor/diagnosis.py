@@ -183,7 +183,7 @@ def _of_host(host: Host) -> Iterator[Finding]:
     else:
         yield Finding("settings", Level.OK, ", ".join(host.settings_given) or "none in the environment")
     for name in host.unknown_variables:
-        yield Finding("settings", Level.WARN, f"{name} is no setting: ignored", "docs/settings.md has them")
+        yield Finding("settings", Level.WARN, f"{name} is not a setting: ignored", "see docs/settings.md")
 
 
 def _of_folder(folder: LocalFolder, checkpoint_bytes: int | None) -> Iterator[Finding]:
@@ -208,22 +208,22 @@ def _of_folder(folder: LocalFolder, checkpoint_bytes: int | None) -> Iterator[Fi
         "hard links",
         "work: shards survive the trainer's own rotation",
         "do not work: a shard that is rotated away before it is uploaded is lost",
-        "use ext4 or xfs, or rotate only what `wait` has returned for",
+        "use ext4 or xfs, or rotate a checkpoint only after `wait` has returned for it",
     )
     for path in folder.other_mounts:
         yield Finding(
             "hard links",
             Level.WARN,
             f"{path} is on another file system: shards there cannot be linked into the spool",
-            "write checkpoints and spool to one file system",
+            "keep checkpoints and spool on one file system",
         )
     yield _space(folder, checkpoint_bytes)
     yield _either(
         folder.fsync_s <= SLOW_FSYNC_S,
         "fsync",
         f"{folder.fsync_s * 1000:.1f} ms",
-        f"{folder.fsync_s * 1000:.0f} ms: what is enqueued survives power loss only that much later",
-        "is the disk busy, or a network disk? training does not wait for it",
+        f"{folder.fsync_s * 1000:.0f} ms: enqueued shards survive power loss only that much later",
+        "check whether the disk is busy or on the network; training does not wait for it",
     )
 
 
@@ -233,14 +233,16 @@ def _space(folder: LocalFolder, checkpoint_bytes: int | None) -> Finding:
         return Finding(
             "free space",
             Level.FAIL,
-            f"{free}, less than min_free_bytes={folder.min_free_bytes}: `enqueue` would hold",
-            "free some, or lower min_free_bytes",
+            f"{free}, less than min_free_bytes={folder.min_free_bytes}: `enqueue` would block",
+            "free space, or lower min_free_bytes",
         )
     if not checkpoint_bytes:
         return Finding("free space", Level.OK, free)
     room = folder.free_bytes // checkpoint_bytes
     level = Level.FAIL if room < 1 else Level.WARN if room < 2 else Level.OK
-    hint = "" if room >= 2 else "one is written while another is still uploaded: make room for two"
+    hint = (
+        "" if room >= 2 else "one checkpoint is written while another is still uploading: make room for two"
+    )
     return Finding("free space", level, f"{free}: room for {room} of {in_units(checkpoint_bytes)}", hint)
 
 
@@ -262,9 +264,9 @@ def _of_journal(journal: JournalState, remote: Remote | None) -> Iterator[Findin
         otherwise=Level.FAIL,
     )
     if journal.num_failed:
-        level, hint = Level.WARN, "`ckpt-async status` says why; each is tried again by itself"
+        level, hint = Level.WARN, "`ckpt-async status` shows why; each is retried automatically"
     elif journal.num_pending and not running:
-        level, hint = Level.WARN, "`ckpt-async drain` finishes it, as the next start would"
+        level, hint = Level.WARN, "`ckpt-async drain` or the next start finishes it"
     else:
         level, hint = Level.OK, ""
     yield Finding("backlog", level, journal.summary, hint)
@@ -273,7 +275,7 @@ def _of_journal(journal: JournalState, remote: Remote | None) -> Iterator[Findin
             "remote",
             Level.FAIL if journal.num_pending else Level.WARN,
             f"the journal's trainer uploads to {journal.remote}, not to {remote.url}",
-            "what is unfinished cannot be moved: finish it there first, or use another folder",
+            "unfinished checkpoints cannot be moved: finish them there first, or use another folder",
         )
 
 
@@ -282,14 +284,14 @@ def _of_remote(remote: Remote) -> Iterator[Finding]:
         if not each.error:
             yield Finding(each.check, Level.OK, each.what)
         else:
-            hint = each.hint if each.is_needed else "a sweeper needs this right, a trainer does not"
+            hint = each.hint if each.is_needed else "a sweeper needs this permission, a trainer does not"
             yield Finding(each.check, Level.FAIL if each.is_needed else Level.WARN, each.error, hint)
     if remote.has_proxy:
         yield Finding(
             "proxy",
             Level.WARN,
-            "requests go through a proxy: slower, and with more CPU",
-            "NO_PROXY leaves hosts out",
+            "requests go through a proxy: slower, and takes more CPU",
+            "set NO_PROXY to exclude hosts",
         )
     if remote.capabilities is not None:
         yield from _of_capabilities(remote.capabilities, remote.is_checksum_compared)
@@ -302,7 +304,7 @@ def _of_remote(remote: Remote) -> Iterator[Finding]:
             "records",
             Level.WARN,
             f"cannot be read: {record}",
-            "what it speaks of is left alone; find out who wrote it, then delete it or put it back",
+            "what it describes is left alone; find out who wrote it, then delete or restore it",
         )
     if (more := len(remote.unreadable) - MAX_LISTED) > 0:
         yield Finding(
@@ -313,7 +315,7 @@ def _of_remote(remote: Remote) -> Iterator[Finding]:
             "clean-up",
             Level.WARN,
             f"left behind: {', '.join(remote.left_behind)}",
-            "these credentials may not remove it; the next sweep does, and the bucket's lifecycle rule",
+            "these credentials may not remove it; the next sweep or the bucket's lifecycle rule will",
         )
 
 
@@ -322,15 +324,15 @@ def _of_capabilities(found: Capabilities, is_compared: bool | None) -> Iterator[
         found.conditional_put,
         "conditional writes",
         "enforced",
-        "not enforced: only rank 0 decides, and two trainers with one run name at once are not kept apart",
-        "see docs/design.md; never start a run twice",
+        "not enforced: only rank 0 decides, and two trainers that use one run name at once are not fenced",
+        "see docs/design.md; never start a run twice at the same time",
     )
     if is_compared is not None:
         yield _either(
             is_compared,
             "checksums",
             f"{found.checksum_algorithm} is compared by the store with what arrives",
-            f"the store repeats {found.checksum_algorithm} without comparing: bytes that change on the way go unseen",
+            f"the store echoes {found.checksum_algorithm} without comparing it: corruption in transit goes undetected",
             "run `ckpt-async verify --read-data 100` from time to time",
         )
 
@@ -342,7 +344,10 @@ def _clock(ahead_s: float) -> Finding:
     level = Level.FAIL if off >= REFUSED_SKEW_S else Level.WARN
     which = "behind" if ahead_s > 0 else "ahead of"
     return Finding(
-        "clock", level, f"{off:.0f} s {which} the store's; 15 min are refused", "let NTP set this machine's"
+        "clock",
+        level,
+        f"{off:.0f} s {which} the store's; stores refuse requests at 15 min",
+        "synchronize this machine's clock with NTP",
     )
 
 
@@ -361,7 +366,7 @@ def _of_speed(speed: Speed, checkpoint_bytes: int | None) -> Iterator[Finding]:
         yield Finding(
             "checkpoint",
             Level.OK,
-            f"{in_units(checkpoint_bytes)} take about {age(duration_s)} to upload: save no more often",
+            f"{in_units(checkpoint_bytes)} take about {age(duration_s)} to upload: do not save more often",
         )
 
 

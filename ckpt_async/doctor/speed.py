@@ -64,7 +64,7 @@ async def measure(
             )
         return Speed(SPEED_BYTES, upload_s, time.perf_counter() - began)
     except (CkptAsyncError, OSError) as error:
-        return Speed(SPEED_BYTES, error=str(error) or f"nothing within {SPEED_TIMEOUT_S:.0f} s")
+        return Speed(SPEED_BYTES, error=str(error) or f"no result within {SPEED_TIMEOUT_S:.0f} s")
 
 
 def no_room(url: str, workplace: Folder, min_free_bytes: int) -> str:
@@ -75,7 +75,7 @@ def no_room(url: str, workplace: Folder, min_free_bytes: int) -> str:
         needed_bytes *= 2  # what is sent may come to lie on the same disk
     if free_bytes - needed_bytes >= min_free_bytes:
         return ""
-    what = f"{in_units(free_bytes)} are free, and it takes {in_units(needed_bytes)}"
+    what = f"{in_units(free_bytes)} are free, but it takes {in_units(needed_bytes)}"
     return f"{what} beside min_free_bytes={min_free_bytes}" if min_free_bytes else what
 
 

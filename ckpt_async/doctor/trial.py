@@ -152,7 +152,9 @@ class Trial:
             data, _ = await self._store.get(self._written[0], max_size_bytes=16)
             took_s.append(time.perf_counter() - began)
             if data != b"a":
-                raise IntegrityError("other bytes came back", operation="get", key=self._written[0])
+                raise IntegrityError(
+                    "the store returned different bytes", operation="get", key=self._written[0]
+                )
         self._note(round_trip_s=min(took_s))
 
     async def _read_records(self) -> None:

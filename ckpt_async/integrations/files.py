@@ -39,5 +39,5 @@ def files_of_rank(folder: str | os.PathLike[str], rank: int, world_size: int) ->
             if owner == rank:
                 found.append(path)
             elif owner >= world_size and rank == 0:
-                logger.warning("left_over_file %s: there is no rank %d in this start", path, owner)
+                logger.warning("left_over_file %s: this start has no rank %d", path, owner)
     return sorted(found)

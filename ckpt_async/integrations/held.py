@@ -41,9 +41,9 @@ class HeldUploader:
         settings: Mapping[str, Any],
     ) -> None:
         if (remote is None) == (uploader is None):
-            raise SettingsError("give either where to upload to, or an uploader")
+            raise SettingsError("pass either folder and remote, or an uploader")
         if uploader is not None and settings:
-            raise SettingsError(f"settings are given where the uploader is opened: {', '.join(settings)}")
+            raise SettingsError(f"pass these settings where the uploader is opened: {', '.join(settings)}")
         self.remote = uploader.remote if uploader is not None else remote
         self.now = uploader  # None while it is not open
         self.store_options: StoreOptions | None = settings.get("store_options")
@@ -71,8 +71,8 @@ class HeldUploader:
             )
         elif (self.now.rank, self.now.world_size) != (rank, world_size):
             raise SettingsError(
-                f"the uploader was opened for rank {self.now.rank} of {self.now.world_size};"
-                f" what is saved here is of rank {rank} of {world_size}",
+                f"the uploader was opened for rank {self.now.rank} of {self.now.world_size}, but this process saves as"
+                f" rank {rank} of {world_size}",
                 hint=f"open it with rank={rank}, world_size={world_size}",
             )
         return self.now

@@ -117,7 +117,7 @@ class CkptAsyncCheckpointIO(CheckpointIO):
             self._step, self._is_full = step, is_full
         elif is_full and not self._is_full:
             logger.warning(
-                "not_uploaded step=%d path=%s: of this step the weights alone are uploaded already;"
+                "not_uploaded step=%d path=%s: the weights-only file of this step is already uploaded;"
                 " let the ModelCheckpoint with save_weights_only come last",
                 step,
                 path,
@@ -230,7 +230,7 @@ class CkptAsyncCallback(Callback):
                 self._held.hand_over(path, trainer.global_step, Path(path).name, files=files, metrics=scores)
             else:
                 logger.warning(
-                    "not_uploaded path=%s: a single file; those are for CkptAsyncCheckpointIO", path
+                    "not_uploaded path=%s: it is a single file; use CkptAsyncCheckpointIO for those", path
                 )
 
 
@@ -274,7 +274,7 @@ def _hold(
     settings: Mapping[str, Any],
 ) -> HeldUploader:
     if (folder is None) != (remote is None):
-        raise SettingsError("give both folder and remote, or an uploader")
+        raise SettingsError("pass both folder and remote, or an uploader")
     return HeldUploader(remote, uploader, close_timeout_s, settings)
 
 

@@ -26,7 +26,7 @@ BUSY_PAUSE_S = 0.0003
 TICK_S = 0.02
 
 DAMAGE_HINT = (
-    "start the trainer again, or `ckpt-async drain`: it is moved aside and rebuilt from the manifests"
+    "start the trainer again, or run `ckpt-async drain`: it is moved aside and rebuilt from the manifests"
 )
 _DAMAGE = ("SQLITE_CORRUPT", "SQLITE_NOTADB")
 _PASSING = frozenset(

@@ -26,7 +26,7 @@ def check_local(path: Path, filesystem: str) -> None:
         raise JournalError(
             f"folder {str(path)!r} is on a file system ({filesystem}) that is not known to be local: if another"
             " machine uses it too, the journal is destroyed",
-            hint="give a folder on a local disk of each node; or, if it is one, set allow_unknown_filesystem=True",
+            hint="use a folder on a local disk of each node; if this is one, set allow_unknown_filesystem=True",
         )
 
 

@@ -41,7 +41,7 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _NOT_OF_FILE = {
     errno.EMFILE: "this process has too many files open: raise `ulimit -n`, then try again",
     errno.ENFILE: "the machine has too many files open; try again",
-    errno.ENOMEM: "memory is short; try again",
+    errno.ENOMEM: "too little memory; try again",
     errno.EROFS: "the file system has become read-only: see dmesg, and mount it again",
     errno.EIO: "the device reports errors: see dmesg",
 }
@@ -62,7 +62,7 @@ class Folder:
     def __init__(self, path: str | os.PathLike[str], *, allows_unknown_filesystem: bool = False) -> None:
         if not os.fspath(path):
             raise SettingsError(
-                "the folder is '', which would be the working directory", hint="'.' if it is meant"
+                "the folder is '', which would be the working directory", hint="use '.' if that is intended"
             )
         self.path = Path(os.path.realpath(path))
         self.private = self.path / keys.PRIVATE
@@ -140,7 +140,7 @@ class Folder:
         if relative == "." or relative.split(os.sep)[0] in {"..", keys.PRIVATE}:
             raise InvalidShardError(
                 f"{text!r} is not a file or sub-folder of the folder {str(self.path)!r}",
-                hint="write checkpoints below the folder the uploader was opened with",
+                hint="write checkpoints below the folder that the uploader was opened with",
             )
         return check_relative(relative.replace(os.sep, "/"), "path")
 
@@ -450,7 +450,7 @@ def point_symlink(link: Path, target: Path, private: Path) -> None:
     """
     if os.path.lexists(link):
         if not link.is_symlink():
-            raise InvalidNameError(f"{str(link)!r} exists and is not a symlink: it is left alone")
+            raise InvalidNameError(f"{str(link)!r} exists and is not a symlink: it was left alone")
         if os.readlink(link) == os.path.relpath(target, link.parent):
             return
     temporary = private / f"{link.name}.{os.getpid()}.tmp"

@@ -43,7 +43,7 @@ class HostMark:
             raise FolderInUseError(
                 f"folder {str(folder)!r} is in use by another machine, {before.get('host')!r}: what both write to it"
                 " destroys the journal",
-                hint="give a folder on a local disk of each node",
+                hint="use a folder on a local disk of each node",
             )
         self.renew(trusted)
 

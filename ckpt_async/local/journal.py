@@ -74,9 +74,9 @@ class Journal:
         self._path = folder.private / keys.journal_name(rank)
         if self._path in self._of_parents:
             raise JournalError(
-                f"journal {str(self._path)!r} was open in another process when this one was forked from it:"
-                " SQLite takes that process's locks and index for ours",
-                hint="open it in a process of its own, started by subprocess or multiprocessing's spawn",
+                f"journal {str(self._path)!r} was open in the parent process when this one was forked: SQLite takes"
+                " the parent's locks and index for ours",
+                hint="open it in a process started by subprocess or multiprocessing's spawn",
             )
         self._clock = clock
         self._lock = threading.Lock()  # of the connection; never held while waiting for the disk
@@ -244,7 +244,9 @@ class Journal:
                 if attempt or "SQLITE_IOERR_FSYNC" not in str(error):
                     raise
         if is_busy:
-            raise JournalError(f"journal {str(self._path)!r} cannot be written anew: somebody reads it")
+            raise JournalError(
+                f"journal {str(self._path)!r} cannot be rewritten while another process reads it"
+            )
         logger.warning("journal_renewed rank=%d: its WAL could not be synced", self.rank)
         self._is_suspect = False
 
@@ -313,13 +315,13 @@ class Journal:
         """Raise JournalError if somebody has deleted the journal beneath us: nothing that is appended would survive."""
         if self._wal >= 0 and os.fstat(self._wal).st_nlink == 0:
             raise JournalError(
-                f"journal {str(self._path)!r}: somebody has deleted it under this process",
-                hint="end this process and start it again: it goes on with what is left of it and in the store",
+                f"journal {str(self._path)!r} was deleted while this process was using it",
+                hint="restart this process: it continues with what is left of the journal and in the store",
             )
 
     def _refuse_fork(self) -> None:
         if self._is_abandoned:
-            raise JournalError("this journal was opened by another process, of which this one is a fork")
+            raise JournalError("this journal was opened by the process that this one was forked from")
 
 
 # --- ownership ---------------------------------------------------------------------------------------------
@@ -395,7 +397,7 @@ class RankLock:
                     os.close(descriptor)
                     raise FolderInUseError(
                         f"rank {self.rank} of folder {str(self._path.parent.parent)!r} is in use by {holder}",
-                        hint="one uploader per rank and folder; stop the other one or use another folder",
+                        hint="only one uploader per rank and folder: stop the other one or use another folder",
                     ) from None
                 time.sleep(0.05)
         self._descriptor = descriptor

@@ -45,7 +45,7 @@ def check_format(
     if not oldest <= version <= newest:
         raise JournalError(
             f"journal {str(path)!r} has format {version}; this program writes {FORMAT_VERSION}",
-            hint="finish it with the version of ckpt_async that wrote it (`ckpt-async drain`)",
+            hint="finish it with the version of ckpt_async that wrote it: run its `ckpt-async drain`",
         )
 
 

@@ -67,7 +67,7 @@ def read(folder: str | os.PathLike[str], *, after: Mapping[int, Place] | None = 
     if not found and not is_shared:
         raise NoJournalError(
             f"there is no journal in {str(private.parent)!r}",
-            hint="give the folder that the uploader was opened with",
+            hint="use the folder that the uploader was opened with",
         )
     return dict(sorted(found.items()))
 

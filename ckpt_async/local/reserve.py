@@ -40,7 +40,7 @@ class Reserve:
         except FileNotFoundError:
             return
         logger.warning(
-            "disk_reserve_given_up size_bytes=%d folder=%s: the disk is full; commits go on with these last bytes",
+            "disk_reserve_given_up size_bytes=%d folder=%s: the disk is full; commits continue with these last bytes",
             SIZE_BYTES,
             self._path.parent.parent,
         )

@@ -199,7 +199,7 @@ class _Rank:
     async def _linger(self, start: Start, lock: RankLock, host: Host, work: asyncio.Task[None]) -> None:
         """The trainer died: finish what it left, until its successor asks for the lock or time is up."""
         logger.warning(
-            "trainer_died rank=%d; its checkpoints are finished for at most %.0f s",
+            "trainer_died rank=%d; finishing its checkpoints for at most %.0f s",
             start.rank,
             start.settings.linger_s,
         )
@@ -252,7 +252,8 @@ class _Rank:
         match message:
             case ["start", *_] if not descriptors:  # the kernel had none left for it in this process
                 error = RunnerError(
-                    "the runner process has no descriptor left", hint="allow more open files (`ulimit -n`)"
+                    "the runner process has run out of file descriptors",
+                    hint="raise the open file limit (`ulimit -n`)",
                 )
                 self._send("refused", wire.error_fields(error))
                 self._gone.set()

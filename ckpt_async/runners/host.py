@@ -115,7 +115,7 @@ class Host:
             except Exception:
                 if self.is_end_expected:
                     raise
-                logger.exception("engine_failed; it is started again in %.0f s", ENGINE_RESTART_S)
+                logger.exception("engine_failed; restarting in %.0f s", ENGINE_RESTART_S)
             self._observer.engine_restarted()
             await asyncio.sleep(ENGINE_RESTART_S)
             dead, engine = engine, self._new_engine(store)
@@ -149,7 +149,7 @@ class Host:
             )
         except Exception:
             logger.exception(
-                "beat_ended generation=%d; ranks that are still to come will fence us", generation
+                "beat_ended generation=%d; ranks that open later will fence this one", generation
             )
 
     def _earlier(self) -> Local:
@@ -159,8 +159,9 @@ class Host:
         if stranded := decide.stranded(local, remote):
             assert local.remote is not None
             raise SettingsError(
-                f"folder {self._start.folder!r} still holds {stranded[-1]}, which was going to {local.remote.url!r}",
-                hint="finish it with `ckpt-async drain`, or give another folder",
+                f"folder {self._start.folder!r} still holds {stranded[-1]}, which was being uploaded to"
+                f" {local.remote.url!r}",
+                hint="finish it with `ckpt-async drain`, or use another folder",
             )
         return local
 
@@ -180,7 +181,7 @@ class Host:
             raise JournalError(
                 f"the journal of {start.folder!r} knows generation {local.generation} of {start.address.url!r}, the"
                 f" store only {generation - 1}: the remote was wiped",
-                hint="use a new remote, or remove .ckpt_async from the folder to begin anew",
+                hint="use a new remote, or remove .ckpt_async from the folder to start over",
             )
         if is_of_another:  # not before this one was there to be opened: its URL may be a mistake
             await asyncio.to_thread(self._forget_all, local)

@@ -69,9 +69,9 @@ def _check_descriptors() -> None:
             taken.append(os.dup(taken[0]))
     except OSError as error:
         raise RunnerError(
-            f"the engine cannot be started: it needs {MIN_FREE_DESCRIPTORS} free file descriptors, and finds"
-            f" {len(taken)}: {error.strerror}",
-            hint="allow more open files (`ulimit -n`), or close some",
+            f"the engine cannot be started: it needs {MIN_FREE_DESCRIPTORS} free file descriptors, but only"
+            f" {len(taken)} are available: {error.strerror}",
+            hint="raise the open file limit (`ulimit -n`), or close some files",
         ) from error
     finally:
         for descriptor in taken:

@@ -76,7 +76,7 @@ class ProcessRunner:
         on_change: Callable[[], None],
     ) -> None:
         if start.address.url.startswith("memory:"):
-            raise SettingsError("a memory:// store is in this process only", hint="use runner='thread'")
+            raise SettingsError("a memory:// store exists in this process only", hint="use runner='thread'")
         self.death: BaseException | None = None
         self._start, self._folder, self._lock, self._observer = start, folder, lock, observer
         self._on_change = on_change
@@ -115,7 +115,7 @@ class ProcessRunner:
         self._thread.join(STOP_TIMEOUT_S)
         if self._thread.is_alive():
             logger.error(
-                "runner_stuck rank=%d; it is ended by force, the journal has what is left", self._start.rank
+                "runner_stuck rank=%d; it is killed, and the journal has what is left", self._start.rank
             )
             self._end_by_force()
             self._thread.join()
@@ -124,7 +124,7 @@ class ProcessRunner:
         """It keeps locks, which would keep the next start out. One that other ranks share goes on if it answers."""
         self._kill()  # if it is ours alone; it has our socket open: the group exists
         if self._pidfd is not None and not self._answers():
-            logger.error("runner_hangs: the node's runner process is killed; its other ranks start it again")
+            logger.error("runner_hangs: the node's runner process is killed; its other ranks restart it")
             with contextlib.suppress(OSError):  # it has ended
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
         if self._group is None and self._channel is not None:
@@ -173,7 +173,7 @@ class ProcessRunner:
                 if self._is_ended.is_set() or self.death is not None:
                     return
                 pause_s = RESTART_S if has_worked else min(RESTART_MAX_S, pause_s * 2)
-                logger.warning("runner_died rank=%d; it is started again in %.1f s", start.rank, pause_s)
+                logger.warning("runner_died rank=%d; restarting in %.1f s", start.rank, pause_s)
                 self._observer.engine_restarted()
                 if self._is_ended.wait(pause_s):
                     return
@@ -246,7 +246,7 @@ class ProcessRunner:
             except TimeoutError:
                 self._kill()
                 raise RunnerError(
-                    f"the runner process says nothing for {SPAWN_TIMEOUT_S:.0f} s: {self._log_tail()}"
+                    f"the runner process has not responded for {SPAWN_TIMEOUT_S:.0f} s: {self._log_tail()}"
                 ) from None
             except BaseException:
                 channel.close()
@@ -256,7 +256,7 @@ class ProcessRunner:
                 break
         what, tail = "the runner process ended before it was ready", self._log_tail()
         if not tail:  # killed, then: Python says why it ends
-            raise RunnerDiedError(f"{what}, without a word")
+            raise RunnerDiedError(f"{what} without any output")
         raise RunnerError(f"{what}: {tail}")
 
     def _note_shared(self, message: list[Any]) -> None:

@@ -120,7 +120,7 @@ def test_a_key_one_byte_too_long_is_rejected() -> None:
 def test_a_name_must_be_a_string(wrong: object) -> None:
     """As an error of the caller's, not of a regular expression."""
     for check in (naming.check_relative, naming.check_component):
-        with pytest.raises(InvalidNameError, match="not text"):
+        with pytest.raises(InvalidNameError, match="must be a string"):
             check(wrong, "shard")  # type: ignore[operator]
 
 

@@ -134,7 +134,7 @@ DAMAGES = {
     ),
     "the decision is nonsense": (
         lambda run, id_: run.put(keys.decision_key(id_), b"{]"),
-        "not JSON this package writes",
+        "not JSON that this package writes",
     ),
 }
 

@@ -692,7 +692,7 @@ def test_a_runner_that_cannot_be_started_is_a_clear_error(
 def test_contradicting_settings_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="node_shared=True needs runner='process'"):
         Uploader(tmp_path / "folder", f"file://{tmp_path}/store", node_shared=True)
-    with pytest.raises(SettingsError, match="memory:// store is in this process only"):
+    with pytest.raises(SettingsError, match="memory:// store exists in this process only"):
         Uploader(tmp_path / "folder", "memory://test", runner="process")
 
 

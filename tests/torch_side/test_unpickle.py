@@ -172,8 +172,8 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "call a class": (named(DCP, "Metadata") + b"}\x85R.", "never calls"),
     "call a dtype": (named("torch", "float32") + b")R.", "never calls"),
     "enum with a name": (named(DCP, "_MEM_FORMAT_ENCODING") + b"K\x00K\x01\x86R.", "not DCP metadata"),
-    "new of a function": (named("torch", "Size") + b")\x81.", "no class"),
-    "new with arguments": (named(DCP, "Metadata") + b"K\x01\x85\x81.", "no class"),
+    "new of a function": (named("torch", "Size") + b")\x81.", "not a class"),
+    "new with arguments": (named(DCP, "Metadata") + b"K\x01\x85\x81.", "not a class"),
     "new with keywords": (named(DCP, "Metadata") + b")}\x92.", "NEWOBJ_EX"),
     "setstate": (
         NEW_METADATA + b"}" + text("__setstate__") + named("torch", "Size") + b"sb.",
