@@ -49,6 +49,7 @@ from ckpt_async.core.model import (
 from ckpt_async.core.observe import NullObserver
 from ckpt_async.core.settings import Settings
 from ckpt_async.engine.loop import Engine
+from ckpt_async.engine.state import State
 from ckpt_async.errors import FailureReason, ObjectNotFoundError, PreconditionFailedError, StoreError
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.interface import (
@@ -297,19 +298,19 @@ class ModelEngine(Engine):
     upload_s = 0.0
     committed = 0  # by all of them
 
-    async def _make_durable(self, action: decide.MakeDurable) -> None:
-        checkpoint = self._checkpoint(action.checkpoint)
-        self._record(MadeDurable(action.checkpoint, tuple(checkpoint.shards), True))
+    async def _carry_out(self, action: decide.Action) -> None:
+        if isinstance(action, decide.MakeDurable):
+            shards = self.state.checkpoint(action.checkpoint).shards
+            self.state.record(MadeDurable(action.checkpoint, tuple(shards), True))
+            return
+        ModelEngine.committed += isinstance(action, decide.Commit)
+        await super()._carry_out(action)
 
     async def _upload(self, action: decide.Upload) -> None:
         await asyncio.sleep(self.upload_s)
         key = keys.data_key(NAME, 1, action.shard)
         stored = StoredShard(action.shard, key, GIB, checksum_of(action.shard.encode(), "crc64nvme"))
-        self._record(Verified(action.checkpoint, stored))
-
-    async def _commit(self, action: decide.Commit) -> None:
-        ModelEngine.committed += 1
-        await super()._commit(action)
+        self.state.record(Verified(action.checkpoint, stored))
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,7 +337,7 @@ async def simulate(num_writers: int, latency_s: float, spread_s: float, seed: in
         private=Path("/"),
         remove_spool=lambda _: None,
         unlink=lambda _: None,
-        renew_host_mark=lambda: None,
+        tend=lambda: None,
     )
     ModelEngine.committed = 0
     engines = []
@@ -349,7 +350,7 @@ async def simulate(num_writers: int, latency_s: float, spread_s: float, seed: in
             Sealed(CHECKPOINT, NAME, num_writers),
         ]
         journal.append(events)
-        engine = ModelEngine(
+        state = State(
             rank=rank,
             folder=folder,  # type: ignore[arg-type]
             journal=journal,  # type: ignore[arg-type]
@@ -358,6 +359,7 @@ async def simulate(num_writers: int, latency_s: float, spread_s: float, seed: in
             observer=NullObserver(),
             clock=loop.time,
         )
+        engine = ModelEngine(state)
         engine.upload_s = 1 + random_.uniform(0, spread_s)
         engines.append(engine)
     last_s = max(each.upload_s for each in engines)

@@ -43,13 +43,19 @@ class Start:
 class EngineView(Protocol):
     """What a trainer sees of its engine, and may ask of it. From any thread, without blocking."""
 
-    fenced_by: int | None
-    absent_ranks: list[int] | None  # as `look_for_members` found them, or the first of many
-    outcomes: dict[CheckpointId, Decided]
-    failures: deque[Failure]
     num_due: int
     last_seen_wake: int
 
+    @property
+    def fenced_by(self) -> int | None: ...
+    @property
+    def absent_ranks(self) -> list[int] | None:
+        """As `look_for_members` found them, or the first of many."""
+
+    @property
+    def outcomes(self) -> dict[CheckpointId, Decided]: ...
+    @property
+    def failures(self) -> deque[Failure]: ...
     @property
     def local(self) -> Local:
         """The state as the engine knows it, or newer."""

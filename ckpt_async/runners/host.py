@@ -15,6 +15,7 @@ from ckpt_async.core.model import Forgotten, Local, Opened
 from ckpt_async.core.observe import Observer
 from ckpt_async.core.settings import INHERITED
 from ckpt_async.engine.loop import Engine
+from ckpt_async.engine.state import State
 from ckpt_async.errors import JournalError, SettingsError
 from ckpt_async.local.folder import Folder, boot_id
 from ckpt_async.local.journal import Journal
@@ -203,7 +204,7 @@ class Host:
         self._folder.remove_spool(keys.kept_rank(rank))
 
     def _new_engine(self, store: PatientStore) -> Engine:
-        return Engine(
+        state = State(
             rank=self._start.rank,
             folder=self._folder,
             journal=self._journal,
@@ -211,5 +212,5 @@ class Host:
             settings=self._start.settings,
             observer=self._observer,
             clock=time.time,
-            on_change=self._on_change,
         )
+        return Engine(state, self._on_change)

@@ -21,6 +21,7 @@ from ckpt_async.core.model import CheckpointId, LocalCheckpoint, Outcome, Remote
 from ckpt_async.core.observe import NullObserver
 from ckpt_async.core.settings import INHERITED, Settings
 from ckpt_async.engine.loop import Engine
+from ckpt_async.engine.state import State
 from ckpt_async.errors import (
     CkptAsyncError,
     FolderInUseError,
@@ -285,7 +286,7 @@ class _Adoption:
     async def _start(self, each: _Adopted) -> None:
         recorded = each.before.opened.settings if each.before.opened else ()
         inherited: dict[str, Any] = {name: value for name, value in recorded if name in INHERITED}
-        each.engine = engine = Engine(
+        state = State(
             rank=each.before.rank,
             folder=self._folder,
             journal=each.journal,
@@ -294,10 +295,10 @@ class _Adoption:
             observer=each.observer,
             clock=time.time,
             is_trainer=False,
-            on_change=self._changed.set,
         )
+        each.engine = engine = Engine(state, self._changed.set)
         await engine.recover(each.before.opened)
-        each.task = asyncio.create_task(engine.run(), name=f"drain-rank-{engine.rank}")
+        each.task = asyncio.create_task(engine.run(), name=f"drain-rank-{state.rank}")
         each.task.add_done_callback(lambda _: self._changed.set())
         engine.hurry(True)
 
@@ -352,7 +353,7 @@ def _report(adopted: _Adopted) -> RankReport:
         return RankReport(adopted.before.rank, in_use_by="a trainer that has started")
     crash = task.exception() if task.done() and not task.cancelled() else None
     if crash is not None:
-        logger.error("drain_failed rank=%d", engine.rank, exc_info=crash)
+        logger.error("drain_failed rank=%d", engine.state.rank, exc_info=crash)
     fates = {
         id_: Fate(id_, each.name, each.reason)
         for id_, each in sorted(engine.outcomes.items(), key=lambda item: item[0])
@@ -361,7 +362,7 @@ def _report(adopted: _Adopted) -> RankReport:
     local = adopted.after
     undecided = [each for _, each in sorted(local.checkpoints.items()) if each.decision is None]
     return RankReport(
-        engine.rank,
+        engine.state.rank,
         in_use_by="a trainer that has started" if adopted.is_given_back else "",
         committed=tuple(each for id_, each in fates.items() if id_ not in aborted),
         aborted=tuple(each for id_, each in fates.items() if id_ in aborted),

@@ -17,7 +17,7 @@ from ckpt_async.core import decide
 from ckpt_async.core.model import CheckpointId, Verified
 from ckpt_async.core.observe import NullObserver
 from ckpt_async.core.settings import Settings
-from ckpt_async.engine import loop as engine_module
+from ckpt_async.engine import book
 from ckpt_async.engine.loop import Engine
 from ckpt_async.errors import FailureReason, JournalError
 from ckpt_async.local.folder import Folder
@@ -263,7 +263,7 @@ LOTS = [f"{number:03d}.pt" for number in range(100)]
 @pytest.fixture
 def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Open:
     """`with opened(store, **settings) as uploader`, two places for uploads."""
-    monkeypatch.setattr(engine_module, "RETRY_ACTION_S", 0.05)
+    monkeypatch.setattr(book, "RETRY_ACTION_S", 0.05)
     settings = QUICK | {"num_concurrent_uploads": 2, "max_concurrent_uploads": 2}
 
     @contextmanager
@@ -512,14 +512,14 @@ def test_a_stopping_engine_begins_no_single_uploads_after_a_series(
 
     async def stopping(engine: Engine, actions: Any) -> None:
         await perform(engine, actions)
-        engine._is_stopping = True
+        engine.state.is_stopping = True
         engine._woken.set()  # it stops before it hears of the end of this series
 
     async def noting(engine: Engine) -> None:
         try:
             await work(engine)
         finally:
-            left.append(len(engine._running))
+            left.append(len(engine._book.running))
             ended.set()
 
     class Busy(Meddled):

@@ -12,7 +12,9 @@ from prometheus_client import generate_latest
 from ckpt_async import CkptAsyncError, Uploader
 from ckpt_async.core.decide import MakeDurable, Upload
 from ckpt_async.core.settings import Settings
+from ckpt_async.engine import durable
 from ckpt_async.engine.loop import Engine
+from ckpt_async.engine.state import State
 from ckpt_async.sweep.sweeper import Sweeper
 from tests.faults.trainer import saves, say, write_shards
 
@@ -63,15 +65,15 @@ def saves_between_cuts(*, boot: str, is_held: bool, **arguments: Any) -> None:
             module.boot_id = lambda: boot
     if is_held:
         Engine._upload = _never  # type: ignore[method-assign]
-    make_durable = Engine._make_durable
+    make_durable = durable.make_durable
 
-    async def loudly(self: Engine, action: MakeDurable) -> None:
-        await make_durable(self, action)
-        checkpoint = self.fresh_local().checkpoints[action.checkpoint]
+    async def loudly(state: State, action: MakeDurable) -> None:
+        await make_durable(state, action)
+        checkpoint = state.fresh_local().checkpoints[action.checkpoint]
         if checkpoint.is_seal_durable and all(each.is_durable for each in checkpoint.shards.values()):
             say("durable", action.checkpoint.generation, action.checkpoint.step)
 
-    Engine._make_durable = loudly  # type: ignore[method-assign]
+    durable.make_durable = loudly
     saves(**arguments)
 
 

@@ -23,12 +23,12 @@ def on_small_disk(tmp_path: Path, script: str, size: str = "1m") -> subprocess.C
         import os, sys, threading, time
         from pathlib import Path
         from ckpt_async import *
-        from ckpt_async.engine import loop as engine
+        from ckpt_async.engine import book
         from ckpt_async.errors import NoSpaceError, JournalError
         from tests.faults.trainer import write_shards
         tmp = Path(sys.argv[1])
         disk, remote = tmp / "disk", f"file://{tmp}/remote"
-        engine.RETRY_ACTION_S = 0.1
+        book.RETRY_ACTION_S = 0.1
         def fill(folder):
             with open(folder / "ballast", "wb", buffering=0) as file:
                 try:

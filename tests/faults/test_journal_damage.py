@@ -30,6 +30,7 @@ from ckpt_async.core.model import (
 from ckpt_async.core.observe import NullObserver
 from ckpt_async.core.settings import Settings
 from ckpt_async.engine.loop import Engine
+from ckpt_async.engine.state import State
 from ckpt_async.errors import FailureReason
 from ckpt_async.local import journals
 from ckpt_async.local.folder import Folder, write_durably
@@ -96,7 +97,7 @@ class Machine:
 
     async def _recovered(self, journal: Journal) -> Local:
         settings, store = Settings(), MemoryStore(MemoryBucket())
-        engine = Engine(
+        state = State(
             rank=0,
             folder=self.folder,
             journal=journal,
@@ -105,6 +106,7 @@ class Machine:
             observer=NullObserver(),
             clock=lambda: 1.0,
         )
+        engine = Engine(state)
         await engine.recover(journal.local().opened)
         assert engine.local.checkpoints == journal.local().checkpoints
         return engine.local

@@ -7,9 +7,9 @@ from typing import Any
 from unittest import mock
 
 from ckpt_async.core import decide, keys, records, retention
-from ckpt_async.core.model import Latest, MadeDurable, Outcome
-from ckpt_async.engine import loop
-from ckpt_async.engine.loop import Engine
+from ckpt_async.core.model import Latest, LocalCheckpoint, MadeDurable, Outcome
+from ckpt_async.engine import durable, settling
+from ckpt_async.engine.state import State
 from ckpt_async.errors import PreconditionFailedError
 from ckpt_async.protocol import cas, steps
 from ckpt_async.sweep import sweeper
@@ -60,7 +60,7 @@ def commits_without_all_receipts() -> contextlib.AbstractContextManager[None]:
 def commits_before_uploads() -> contextlib.AbstractContextManager[None]:
     """R1: the receipt goes out when the checkpoint is sealed, not when its shards are verified."""
     is_verified = property(lambda checkpoint: checkpoint.sealed is not None)
-    return patched((loop.LocalCheckpoint, "is_verified", is_verified))
+    return patched((LocalCheckpoint, "is_verified", is_verified))
 
 
 def mixes_generations() -> contextlib.AbstractContextManager[None]:
@@ -75,8 +75,8 @@ def mixes_generations() -> contextlib.AbstractContextManager[None]:
             return data
         return await real_create(store, key, data)
 
-    async def list_receipts(self: Engine, id_: Any) -> decide.Receipts:
-        listing = await self._store.list(keys.receipts_prefix(id_))
+    async def list_receipts(state: State, id_: Any) -> decide.Receipts:
+        listing = await state.store.list(keys.receipts_prefix(id_))
         return decide.Receipts(tuple(int(each.key[-10:-5]) for each in listing.objects))
 
     def decode_receipt(data: bytes, expected: Any, rank: int) -> Any:
@@ -87,7 +87,7 @@ def mixes_generations() -> contextlib.AbstractContextManager[None]:
     return patched(
         (keys, "receipts_prefix", receipts_prefix),
         (cas, "create_once", create_once),
-        (Engine, "_list_receipts", list_receipts),
+        (settling, "list_receipts", list_receipts),
         (decide, "obstacle", lambda *_: None),
         (steps, "records", _with(records, decode_receipt=decode_receipt)),
     )
@@ -154,22 +154,22 @@ def removes_before_the_link_moves() -> contextlib.AbstractContextManager[None]:
 def skips_fsync() -> contextlib.AbstractContextManager[None]:
     """I4: `MadeDurable` is journaled, nothing was fsynced."""
 
-    async def make_durable(self: Engine, action: Any) -> None:
-        checkpoint = self._checkpoint(action.checkpoint)
-        self._record(MadeDurable(checkpoint.id, tuple(checkpoint.shards), checkpoint.sealed is not None))
+    async def make_durable(state: State, action: Any) -> None:
+        checkpoint = state.checkpoint(action.checkpoint)
+        state.record(MadeDurable(checkpoint.id, tuple(checkpoint.shards), checkpoint.sealed is not None))
 
-    return patched((Engine, "_make_durable", make_durable))
+    return patched((durable, "make_durable", make_durable))
 
 
 def skips_fsync_of_folders() -> contextlib.AbstractContextManager[None]:
     """I4: the files are on the disk, their names are not."""
 
-    def fsync_shards(self: Engine, checkpoint: Any, shards: Any) -> list[Any]:
+    def fsync_shards(state: State, checkpoint: Any, shards: Any) -> list[Any]:
         for each in shards:
-            loop.fsync_path(self._path(checkpoint, each))
+            durable.fsync_path(state.path(checkpoint, each))
         return []
 
-    return patched((Engine, "_fsync_shards", fsync_shards))
+    return patched((durable, "fsync_shards", fsync_shards))
 
 
 def skips_read_back() -> contextlib.AbstractContextManager[None]:
@@ -288,13 +288,13 @@ def _with(module: Any, **changes: Any) -> Any:
 def moves_latest_before_commit() -> contextlib.AbstractContextManager[None]:
     """R1: the pointer first."""
 
-    async def commit(self: Engine, action: Any) -> None:
-        name = self._checkpoint(action.checkpoint).name
-        await steps.move_latest(self._store, action.checkpoint, name)
-        await real(self, action)
+    async def commit(state: State, action: Any) -> None:
+        name = state.checkpoint(action.checkpoint).name
+        await steps.move_latest(state.store, action.checkpoint, name)
+        await real(state, action)
 
-    real = Engine._commit
-    return patched((Engine, "_commit", commit))
+    real = settling.commit
+    return patched((settling, "commit", commit))
 
 
 def moves_latest_back() -> contextlib.AbstractContextManager[None]:

@@ -13,7 +13,7 @@ import logging
 import random
 import types
 from collections.abc import Callable, Coroutine, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 from unittest import mock
@@ -42,8 +42,9 @@ from ckpt_async.core.naming import checkpoint_name
 from ckpt_async.core.observe import NullObserver
 from ckpt_async.core.retention import KeepLast
 from ckpt_async.core.settings import Settings
-from ckpt_async.engine import loop as engine
+from ckpt_async.engine import clearing, durable, recovery, sending, settling, state
 from ckpt_async.engine.loop import Engine
+from ckpt_async.engine.state import State
 from ckpt_async.errors import (
     FailureReason,
     InvalidRecordError,
@@ -57,7 +58,7 @@ from ckpt_async.stores.interface import BytesBody
 from ckpt_async.stores.memory import MemoryBucket, MemoryStore
 from ckpt_async.sweep import sweeper
 from ckpt_async.transfer.patient import PatientStore
-from ckpt_async.transfer.upload import SERIES_BYTES, SERIES_SHARDS, SMALL_BYTES, SmallShard
+from ckpt_async.transfer.upload import SmallShard
 
 COMMITTED = (Outcome.COMMIT, Outcome.PRUNING, Outcome.PRUNED)
 NEXT = {
@@ -495,10 +496,12 @@ class World:
             **{name: getattr(asyncio, name) for name in dir(asyncio) if not name.startswith("_")}
         )
         fake.get_running_loop, fake.to_thread = lambda: loop, to_thread
-        patch(mock.patch.object(engine, "asyncio", fake))
-        patch(mock.patch.object(engine, "fsync_path", lambda path: DiskPath.disk.fsync(DiskPath(path))))
-        for module in (engine, kept):
+        for module in (state, durable, clearing):
+            patch(mock.patch.object(module, "asyncio", fake))
+        patch(mock.patch.object(durable, "fsync_path", lambda path: DiskPath.disk.fsync(DiskPath(path))))
+        for module in (recovery, kept):
             patch(mock.patch.object(module, "os", types.SimpleNamespace(listdir=self._listdir)))
+        for module in (durable, kept):
             patch(
                 mock.patch.object(
                     module, "write_durably", lambda path, data: path.disk.write_durably(path, data)
@@ -506,7 +509,7 @@ class World:
             )
         patch(
             mock.patch.object(
-                engine, "point_symlink", lambda link, target, private: link.disk.point_symlink(link, target)
+                clearing, "point_symlink", lambda link, target, private: link.disk.point_symlink(link, target)
             )
         )
         moved = types.SimpleNamespace(
@@ -514,14 +517,11 @@ class World:
             upload_many=upload_many,
             Source=Source,
             SmallShard=SmallShard,
-            SMALL_BYTES=SMALL_BYTES,
-            SERIES_SHARDS=SERIES_SHARDS,
-            SERIES_BYTES=SERIES_BYTES,
-            all_or_none=in_turn,
         )
-        patch(mock.patch.object(engine, "transfer", moved))
+        patch(mock.patch.object(sending, "transfer", moved))
         patch(mock.patch.object(steps.upload, "all_or_none", in_turn))
-        patch(mock.patch.object(sweeper, "all_or_none", in_turn))
+        for module in (settling, sweeper):
+            patch(mock.patch.object(module, "all_or_none", in_turn))
         patch(mock.patch.object(sweep_plan, "COLLECT_AT_LEAST", self._collect_at_least))
         logger = logging.getLogger("ckpt_async")
         self._patches.callback(logger.setLevel, logger.level)
@@ -566,7 +566,7 @@ class World:
     def start_engine(self, host: Host, *, is_trainer: bool = False) -> None:
         """As `Uploader` or a drain does: recover, then be ready to run."""
         DiskPath.disk = host.disk
-        host.engine = made = Engine(
+        known = State(
             rank=host.rank,
             folder=host.disk,  # type: ignore[arg-type]
             journal=host.journal,  # type: ignore[arg-type]
@@ -576,9 +576,9 @@ class World:
             clock=lambda: self.now,
             is_trainer=is_trainer,
         )
-        made._rebuild()
-        made._refresh()
-        made._remote = replace(made._remote, to_publish=made._newest_loadable())
+        host.engine = Engine(known)
+        recovery.rebuild(known)
+        host.engine._begin()
 
     def save(self, host: Host, *, num_shards: int, is_sealed: bool, name: str | None = None) -> None:
         """The trainer's `enqueue` and `seal` of its next step."""
@@ -626,7 +626,7 @@ class World:
 
     def _stop(self, host: Host) -> None:
         if host.engine is not None:
-            for task in host.engine._running.values():
+            for task in host.engine._book.running.values():
                 task.kill()  # type: ignore[attr-defined]
         host.engine = None
 
@@ -670,11 +670,11 @@ class World:
         DiskPath.disk = host.disk
         chance = random.Random(choice) if choice else None  # 0: the oldest first
         for done in range(num_steps):
-            made._refresh()
+            made.state.refresh()
             made._start_due()
             while self.fresh:
                 self.fresh.pop(0).step()
-            running = list(made._running.values())
+            running = list(made._book.running.values())
             if not running:
                 self.check(host)
                 return done

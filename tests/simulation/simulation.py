@@ -43,6 +43,7 @@ from ckpt_async.core.retention import KeepLast
 from ckpt_async.core.settings import INHERITED, Settings
 from ckpt_async.engine import loop as engine
 from ckpt_async.engine.loop import Engine
+from ckpt_async.engine.state import State
 from ckpt_async.errors import CkptAsyncError, FolderInUseError, InvalidRecordError
 from ckpt_async.local.folder import Folder, boot_id
 from ckpt_async.local.journal import Journal, RankLock
@@ -333,7 +334,7 @@ class Simulation(World):
             )
             inherited = tuple((name, getattr(settings, name)) for name in INHERITED)
             journal.open_rank(Opened(generation, world_size, RemoteAddress(URL), inherited, boot_id()))
-            made = Engine(
+            known = State(
                 rank=rank,
                 folder=folder,
                 journal=journal,
@@ -342,6 +343,7 @@ class Simulation(World):
                 observer=NullObserver(),
                 clock=lambda: self.clock_of(process),
             )
+            made = Engine(known)
             await made.recover(local.opened)
             running = asyncio.get_running_loop().create_task(self._guard(made.run))
             for step in range(first_step, first_step + num_steps):

@@ -254,7 +254,7 @@ def test_a_crashed_engine_does_not_stop_the_other_ranks(
     upload = Engine._upload
 
     async def buggy(self: Engine, action: Any) -> None:
-        if self.rank == 0:
+        if self.state.rank == 0:
             raise ZeroDivisionError
         await upload(self, action)
 

@@ -20,6 +20,7 @@ from prometheus_client import generate_latest
 from ckpt_async import CheckpointAbortedError, CommitTimeoutError, FencedError, Uploader, UploadFailedError
 from ckpt_async.core import decide, keys
 from ckpt_async.core.model import CheckpointId, Enqueued, Event
+from ckpt_async.engine import book, durable
 from ckpt_async.engine import loop as engine_module
 from ckpt_async.errors import (
     FailureReason,
@@ -216,7 +217,7 @@ def test_waiting_retries_failed_uploads_that_can_succeed_now(
     """
     store = Denying()
     with opened(store, upload_timeout_s=1) as uploader:
-        monkeypatch.setattr(engine_module, "RETRY_ACTION_S", 3600.0)
+        monkeypatch.setattr(book, "RETRY_ACTION_S", 3600.0)
         save(uploader, 1)
         wait_until(lambda: len(uploader._engine.view().failures) == 2, uploader)
         if is_told:
@@ -242,8 +243,8 @@ def test_waiting_lasts_for_the_given_time_despite_failures(
     """The engine gives a shard up, loudly, several times while it is waited for; then the store lets it in."""
     store = Denying()
     with opened(store, upload_timeout_s=1) as uploader:
-        monkeypatch.setattr(engine_module, "RETRY_ACTION_S", 3600.0)
-        monkeypatch.setattr(engine_module, "RETRY_HURRIED_S", 0.01)
+        monkeypatch.setattr(book, "RETRY_ACTION_S", 3600.0)
+        monkeypatch.setattr(book, "RETRY_HURRIED_S", 0.01)
         save(uploader, 1)
         with pytest.raises(UploadFailedError, match="by the test"):
             uploader.wait(1)  # without a time: until it has failed for good
@@ -909,7 +910,7 @@ def test_links_are_not_released_while_they_are_being_made_durable(
 ) -> None:
     """A store faster than the disk's fsync is normal; nothing may be left behind in the spool by that."""
     go, has_come = threading.Event(), threading.Event()
-    original = engine_module.fsync_path
+    original = durable.fsync_path
 
     def slow(path: Any) -> None:
         if "000001-000000000001" in str(path) and str(path).endswith(".pt"):
@@ -917,7 +918,7 @@ def test_links_are_not_released_while_they_are_being_made_durable(
             assert go.wait(10)
         original(path)
 
-    monkeypatch.setattr(engine_module, "fsync_path", slow)
+    monkeypatch.setattr(durable, "fsync_path", slow)
     with opened(Meddled()) as uploader:
         save(uploader, 1)
         uploader.wait(1, timeout_s=10)

@@ -1,0 +1,83 @@
+"""What an engine does now, and what it must not begin before its time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Collection, Sequence
+
+from ckpt_async.core import decide
+from ckpt_async.core.troubles import Troubles
+from ckpt_async.errors import StoreError
+
+logger = logging.getLogger(__name__)
+
+# After an action failed for good (its own retries are over, the trainer was told) it is tried again this much
+# later: an outage longer than any timeout must not need a restart to heal.
+RETRY_ACTION_S = 30.0
+# While someone waits for it, if the store may heal.
+RETRY_HURRIED_S = 1.0
+
+
+class Book:
+    """The actions under way, with their tasks, and those that failed. `actions` of one task: a series of uploads."""
+
+    def __init__(self) -> None:
+        self.running: dict[decide.Action, asyncio.Task[None]] = {}
+        self._not_before: dict[decide.Action, float] = {}  # of those that failed
+        self._may_heal: set[decide.Action] = set()  # of these, those that the store refuses for now
+        self._troubles = Troubles()
+
+    def begin(self, actions: Sequence[decide.Action], task: asyncio.Task[None]) -> None:
+        self.running |= dict.fromkeys(actions, task)
+
+    def end(self, actions: Sequence[decide.Action]) -> None:
+        for action in actions:
+            del self.running[action]
+
+    def is_in_use(self, action: decide.Action) -> bool:
+        """Whether it must wait for another: a manifest written after the release would stay behind, and of two moves of
+        the symlink the older could end last.
+        """
+        if isinstance(action, decide.MoveLocalLatest):
+            return any(isinstance(each, decide.MoveLocalLatest) for each in self.running)
+        return isinstance(action, decide.Release) and decide.MakeDurable(action.checkpoint) in self.running
+
+    # --- what failed ---------------------------------------------------------------------------------------
+
+    def hold_back(self, action: decide.Action, error: Exception, now: float, *, is_hurried: bool) -> float:
+        """It has failed: for how long it is not tried again."""
+        pause_s = RETRY_ACTION_S
+        if isinstance(error, StoreError) and error.reason.is_retryable:
+            self._may_heal.add(action)
+            if is_hurried:
+                pause_s = min(pause_s, RETRY_HURRIED_S)
+        self._not_before[action] = now + pause_s
+        return pause_s
+
+    def held_until(self, action: decide.Action) -> float:
+        """When it may be begun again; long past if it did not fail, or runs."""
+        if not self._not_before or action in self.running:
+            return float("-inf")
+        return self._not_before.get(action, float("-inf"))
+
+    def may_heal(self, action: decide.Action) -> bool:
+        return action in self._may_heal
+
+    def retry_all(self) -> None:
+        self._not_before.clear()
+
+    def forget_all_but(self, due: Collection[decide.Action]) -> None:
+        self._not_before = {action: at for action, at in self._not_before.items() if action in due}
+        self._may_heal &= self._not_before.keys()
+
+    def note_trouble(self, action: decide.Action, error: Exception, pause_s: float, now: float) -> None:
+        """One line in the log for the first of its kind; the others are counted."""
+        kind = type(error), getattr(error, "reason", None), getattr(error, "errno", None)
+        text = f"action={action} retry_in_s={pause_s:.0f} error={str(error) or repr(error)}"
+        if self._troubles.is_new(kind, text, now):
+            logger.warning("action_failed %s", text)
+
+    def tell_of_troubles(self, now: float, *, is_end: bool = False) -> None:
+        for num, for_s, last in self._troubles.due(now, is_end=is_end):
+            logger.warning("action_failed num_more=%d for_s=%.0f last: %s", num, for_s, last)

@@ -1,0 +1,69 @@
+"""Making what was enqueued survive power loss: fsync of shards, folders, manifest and journal."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterable
+
+from ckpt_async.core import decide, keys, records
+from ckpt_async.core.model import Failed, LocalCheckpoint, LocalShard, MadeDurable
+from ckpt_async.engine.state import State
+from ckpt_async.errors import FailureReason
+from ckpt_async.local.folder import fsync_path, is_final, write_durably
+
+
+async def make_durable(state: State, action: decide.MakeDurable) -> None:
+    """Or record that a shard, or all, is lost: an fsync that fails is final (F4)."""
+    checkpoint = state.checkpoint(action.checkpoint)
+    volatile = [each for each in checkpoint.shards.values() if not each.is_durable]
+    state.journal.check_there()
+    try:
+        failed = await asyncio.to_thread(fsync_shards, state, checkpoint, volatile)
+        if not failed:
+            await asyncio.to_thread(_write_manifest, state, checkpoint)
+            await asyncio.to_thread(state.journal.sync)
+    except OSError as error:
+        if not is_final(error):
+            raise
+        message = f"{error.filename!r}: {error.strerror}: what the disk has cannot be trusted"
+        failed = [Failed(checkpoint.id, "", FailureReason.DISK, message)]
+    if failed:
+        state.fail(checkpoint, failed)
+        return
+    names = tuple(each.shard.name for each in volatile)
+    state.record(MadeDurable(checkpoint.id, names, checkpoint.sealed is not None))
+
+
+def fsync_shards(state: State, checkpoint: LocalCheckpoint, shards: Iterable[LocalShard]) -> list[Failed]:
+    """The shards, and every folder on the way to them and to their links; those that are lost."""
+    failed, top = [], str(state.folder.path)
+    folders = {f"{state.folder.private}/{keys.spool_checkpoint(checkpoint.id, state.rank)}"}
+    for each in shards:
+        path = state.path(checkpoint, each)
+        try:
+            fsync_path(path)
+        except FileNotFoundError:
+            message = f"shard {path!r} is gone: it was deleted before it was uploaded"
+            failed.append(Failed(checkpoint.id, each.shard.name, FailureReason.SOURCE_MISSING, message))
+        except OSError as error:
+            if not is_final(error):
+                raise
+            message = f"shard {state.users_path(each)!r}: {error.strerror}: it cannot be trusted"
+            failed.append(Failed(checkpoint.id, each.shard.name, FailureReason.SOURCE_CHANGED, message))
+        folders.add(path.rpartition("/")[0])
+        folders.add(state.users_path(each).rpartition("/")[0])
+    for folder in folders.copy():
+        above = folder
+        while len(above) > len(top) and (above := above.rpartition("/")[0]) not in folders:
+            folders.add(above)
+    for folder in folders:
+        with contextlib.suppress(FileNotFoundError):
+            fsync_path(folder)
+    return failed
+
+
+def _write_manifest(state: State, checkpoint: LocalCheckpoint) -> None:
+    if checkpoint.shards or checkpoint.sealed:
+        path = state.folder.private / keys.spool_manifest(checkpoint.id, state.rank)
+        write_durably(path, records.manifest_of(checkpoint))

@@ -1,0 +1,107 @@
+"""What an engine does once before it works: the journal completed from the spool's manifests (rule R10), the spool
+cleared of what nobody was promised, and what a reboot may have taken given up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from pathlib import Path
+
+from ckpt_async.core import keys, records
+from ckpt_async.core.model import Event, Failed, LocalCheckpoint, Opened
+from ckpt_async.engine.state import State
+from ckpt_async.errors import FailureReason, InvalidRecordError
+from ckpt_async.local import kept
+from ckpt_async.local.folder import boot_id
+
+logger = logging.getLogger(__name__)
+
+
+async def recover(state: State, before: Opened | None) -> None:
+    """Once, after the lock was taken and before anything is enqueued; `before` is the start that the journal knew."""
+    await asyncio.to_thread(rebuild, state)
+    await asyncio.to_thread(_take_up_kept, state)
+    if before is not None and before.boot_id not in ("", boot_id()):
+        await asyncio.to_thread(_distrust_after_reboot, state)
+
+
+def rebuild(state: State) -> None:
+    """Replay the journal, and take from the spool's manifests what it does not know (rule R10)."""
+    state.refresh()
+    spool = state.folder.private / keys.spool_rank(state.rank)
+    spool.mkdir(parents=True, exist_ok=True)
+    known = state.local.checkpoints
+    for entry in sorted(os.listdir(spool)):
+        tag, dot, suffix = entry.partition(".")
+        checkpoint = keys.parse_checkpoint_tag(tag)
+        if checkpoint is None:
+            (spool / entry).unlink(missing_ok=True)  # a tmp file of a write that a crash cut short
+        elif dot and suffix == "json":
+            _complete_from(state, spool / entry, known.get(checkpoint) or LocalCheckpoint(checkpoint, ""))
+        elif checkpoint not in known and not (spool / f"{tag}.json").exists():
+            # Links that no journal row and no manifest speaks of: the caller of `enqueue` was never
+            # told that they are safe, and the user's own files are untouched.
+            state.folder.remove_spool(f"{keys.spool_rank(state.rank)}/{entry}")
+    state.refresh()
+
+
+def _complete_from(state: State, path: Path, known: LocalCheckpoint) -> None:
+    """Append what the manifest knows of the checkpoint and the journal does not: it may have lost its tail only."""
+    if known.decision is not None:
+        return
+    try:
+        enqueued, sealed = records.decode_manifest(path.read_bytes(), known.id)
+    except InvalidRecordError as error:
+        logger.warning("manifest_unreadable path=%s error=%s; its files are left in place", path, error)
+        return
+    lost: list[Event] = [each for each in enqueued if each.shard.name not in known.shards]
+    if sealed is not None and known.sealed is None:
+        lost.append(sealed)
+    if lost:
+        logger.warning("journal_rebuilt rank=%d %s events=%d", state.rank, known.id, len(lost))
+        state.record(*lost)
+
+
+def _take_up_kept(state: State) -> None:
+    """What earlier starts had kept for good, when this one keeps less."""
+    kept.drop_gone(state.folder, state.rank)
+    if state.policy.local_retention.is_all:
+        return
+    for id_, events in kept.events(state.folder, state.rank):
+        if id_ not in state.local.checkpoints:
+            state.record(*events)
+        kept.drop(state.folder, state.rank, id_)
+    state.refresh()
+
+
+def _distrust_after_reboot(state: State) -> None:
+    """Power loss may leave a file its size and times but not its bytes. Only what a manifest lists was fsynced:
+    the manifest is written after the fsync, and durably.
+    """
+    for checkpoint in list(state.local.checkpoints.values()):
+        doubtful = [
+            each for each in checkpoint.shards.values() if not each.is_durable and each.stored is None
+        ]
+        if checkpoint.decision is not None or not doubtful:
+            continue
+        path = state.folder.private / keys.spool_manifest(checkpoint.id, state.rank)
+        safe: set[str] = set()
+        with contextlib.suppress(OSError, InvalidRecordError):
+            enqueued, _ = records.decode_manifest(path.read_bytes(), checkpoint.id)
+            safe = {event.shard.name for event in enqueued}
+        lost = [
+            Failed(
+                checkpoint.id,
+                each.shard.name,
+                FailureReason.SOURCE_CHANGED,
+                f"shard {state.users_path(each)!r} was not fsynced yet when the machine went down",
+            )
+            for each in doubtful
+            if each.shard.name not in safe
+        ]
+        if lost:
+            state.fail(checkpoint, lost)
+    state.refresh()

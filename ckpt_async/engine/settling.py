@@ -1,0 +1,245 @@
+"""From a rank's verified shards to the decision, and what each engine learns of it: receipt, look, commit or abort,
+latest. Writes only through the steps of the protocol.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+from urllib.parse import urlsplit
+
+from ckpt_async.core import decide, keys, naming, records
+from ckpt_async.core.failures import Failure
+from ckpt_async.core.model import (
+    CheckpointId,
+    Decided,
+    Decision,
+    Latest,
+    LocalCheckpoint,
+    Outcome,
+    Receipt,
+    ReceiptStored,
+)
+from ckpt_async.engine.state import MAX_OUTCOMES, State
+from ckpt_async.errors import CkptAsyncError
+from ckpt_async.protocol import cas, steps
+from ckpt_async.protocol.generation import absent_ranks, newest_generation
+from ckpt_async.stores.interface import ObjectInfo
+from ckpt_async.transfer.upload import all_or_none
+
+logger = logging.getLogger(__name__)
+
+
+async def store_receipt(state: State, action: decide.StoreReceipt) -> None:
+    checkpoint = state.checkpoint(action.checkpoint)
+    assert checkpoint.sealed is not None
+    receipt = Receipt(
+        checkpoint.id,
+        checkpoint.name,
+        state.rank,
+        checkpoint.sealed.world_size,
+        tuple(each.stored for each in checkpoint.shards.values() if each.stored is not None),
+        checkpoint.sealed.metrics,
+    )
+    key, data = keys.receipt_key(checkpoint.id, state.rank), records.encode_receipt(receipt)
+    there = await cas.create_once(state.store, key, data)
+    if there != data:
+        await abort(state, checkpoint, "another process wrote a different receipt for this rank")
+        return
+    state.record(ReceiptStored(checkpoint.id))
+
+
+async def look(state: State, action: decide.Look) -> None:
+    """See whether the others are done: receipts the first time, from then on the decision first."""
+    checkpoint, id_ = state.checkpoint(action.checkpoint), action.checkpoint
+    watch = state.remote.watches.get(id_, decide.Watch())
+    is_first = watch.num_looks == 0 and id_.generation == state.local.generation
+    receipts, next_listing_at = watch.receipts, watch.next_listing_at
+    if is_first:
+        at_once: tuple[Callable[[], Coroutine[Any, Any, Any]], ...]
+        at_once = (lambda: list_receipts(state, id_), lambda: look_for_successor(state))
+        receipts, _ = await all_or_none(look() for look in at_once)
+    else:
+        decision = await steps.read_settled(state.store, id_)
+        if decision is not None:
+            _learn(state, checkpoint, decision)
+            return
+        if checkpoint.has_receipt and state.now() >= next_listing_at:
+            receipts = await list_receipts(state, id_)
+    if receipts is not None and receipts is not watch.receipts:
+        num_looks, now = watch.num_looks + 1, state.now()
+        next_listing_at = decide.next_listing(checkpoint, receipts, state.rank, num_looks, now)
+    longest_s = state.settings.decision_poll_s if state.is_hurried else state.settings.decision_poll_max_s
+    next_look_at = decide.next_look(
+        watch, state.now(), first_s=state.settings.decision_poll_s, longest_s=longest_s
+    )
+    watch = replace(
+        watch,
+        num_looks=watch.num_looks + 1,
+        next_look_at=next_look_at,
+        receipts=receipts,
+        next_listing_at=next_listing_at,
+    )
+    _watch(state, id_, _told_of_wait(state, id_, watch))
+
+
+def _told_of_wait(state: State, id_: CheckpointId, watch: decide.Watch) -> decide.Watch:
+    """Say that a checkpoint waits long for other ranks, if it is time to."""
+    now, receipts = state.now(), watch.receipts
+    if receipts is None or not state.checkpoint(id_).has_receipt:
+        return watch
+    if watch.since is None:
+        return replace(watch, since=now, tell_at=now + decide.first_tell_s(receipts, state.rank))
+    waited_s = now - watch.since
+    if now < watch.tell_at:
+        return watch
+    if text := decide.long_wait(state.local, id_, receipts, waited_s):
+        logger.warning("checkpoint_waits %s", text)
+    return replace(watch, tell_at=now + waited_s)
+
+
+async def list_receipts(state: State, id_: CheckpointId) -> decide.Receipts:
+    """Who is done; of many ranks, as far as the first that is not: N ranks would list N / 1000 pages each."""
+    prefix = keys.receipts_prefix(id_)
+
+    def written(objects: Iterable[ObjectInfo]) -> list[tuple[float, int]]:
+        parsed = ((each.last_modified or 0.0, keys.parse_receipt_key(each.key)) for each in objects)
+        return sorted((at, found[1]) for at, found in parsed if found is not None and found[0] == id_)
+
+    def is_enough(objects: Sequence[ObjectInfo]) -> bool:
+        return decide.has_gap([rank for _, rank in written(objects)])
+
+    listing = await state.store.list(prefix, enough=is_enough)
+    there = written(listing.objects)
+    newest_at = there[-1][0] if there else 0.0
+    ranks = tuple(rank for _, rank in there)
+    # By two clocks (NFS), or by one that tells the time in whole seconds only.
+    newest_age_s = max(0.0, listing.server_time - newest_at)
+    return decide.Receipts(ranks, newest_age_s, listing.is_whole)
+
+
+async def look_for_successor(state: State) -> None:
+    """A newer generation means that this trainer is superseded (rule R11)."""
+    own = state.local.generation
+    if state.is_trainer and state.fenced_by is None:
+        newest = await newest_generation(state.store, after=own)
+        if newest > own:
+            state.fenced_by = newest
+            state.observer.fenced()
+            logger.error("fenced generation=%d by=%d; no new checkpoint is taken", own, newest)
+    state.remote = decide.has_looked_for_successor(state.local, state.remote, state.now())
+
+
+async def look_for_members(state: State) -> None:
+    await look_for_successor(state)
+    opened = state.local.opened
+    world_size = opened.world_size if opened else 1
+    state.absent_ranks = await absent_ranks(state.store, state.local.generation, world_size)
+    state.remote = replace(state.remote, are_members_asked_for=False)
+
+
+def missing_ranks(state: State, id_: CheckpointId) -> list[int]:
+    """Ranks whose receipts were not there when this engine last looked: the first, if they are many. Any thread."""
+    checkpoint, watch = state.local.checkpoints.get(id_), state.remote.watches.get(id_)
+    if checkpoint is None or checkpoint.sealed is None or watch is None or watch.receipts is None:
+        return []
+    return decide.missing_ranks(watch.receipts, checkpoint.sealed.world_size)
+
+
+def _watch(state: State, id_: CheckpointId, watch: decide.Watch) -> None:
+    state.remote = replace(state.remote, watches={**state.remote.watches, id_: watch})
+
+
+async def commit(state: State, action: decide.Commit) -> None:
+    checkpoint = state.checkpoint(action.checkpoint)
+    assert checkpoint.sealed is not None
+    settled = await steps.settle(
+        state.store,
+        checkpoint.id,
+        world_size=checkpoint.sealed.world_size,
+        by=f"rank {state.rank}",
+        now=state.clock(),
+    )
+    if settled is None:
+        # Receipts vanish only after an abort: look again, the decision will say so.
+        look_at = state.now() + state.settings.decision_poll_s
+        _watch(
+            state, checkpoint.id, decide.Watch(num_looks=1, next_look_at=look_at, receipts=decide.Receipts())
+        )
+        return
+    decision, is_ours = settled
+    await look_for_successor(state)  # one may have begun since the first look, however long ago that was
+    if is_ours and decision.outcome is Outcome.COMMIT:
+        _publish(state, checkpoint.id)
+    _learn(state, checkpoint, decision)
+
+
+async def abort(state: State, checkpoint: LocalCheckpoint, reason: str) -> None:
+    wanted = steps.new_decision(
+        checkpoint.id,
+        Outcome.ABORT,
+        name=checkpoint.name,
+        world_size=checkpoint.sealed.world_size if checkpoint.sealed else 1,
+        by=f"rank {state.rank}",
+        now=state.clock(),
+        reason=f"rank {state.rank}: {reason}",
+    )
+    wanted = replace(wanted, is_superseded=bool(checkpoint.superseded))
+    decision, is_ours = await steps.decide_once(state.store, wanted)
+    if checkpoint.superseded and is_ours:
+        for _ in checkpoint.shards:
+            state.observer.shards_finished("superseded", 1, 0.0)
+    _learn(state, checkpoint, decision)
+
+
+def _learn(state: State, checkpoint: LocalCheckpoint, decision: Decision) -> None:
+    """Record a decision that was read back from the store."""
+    event = Decided(checkpoint.id, decision.outcome, decision.name, decision.reason, decision.is_superseded)
+    state.record(event)
+    state.outcomes[checkpoint.id] = event
+    while len(state.outcomes) > MAX_OUTCOMES:
+        state.outcomes.pop(next(iter(state.outcomes)))
+    watches = {id_: each for id_, each in state.remote.watches.items() if id_ != checkpoint.id}
+    state.remote = replace(state.remote, watches=watches)
+    if decision.outcome is Outcome.ABORT:
+        state.observer.checkpoint_aborted()
+        logger.error("checkpoint_aborted %s reason=%s", checkpoint.id, decision.reason)
+        is_known = decision.is_superseded or checkpoint.loss is not None
+        is_known = is_known or any(each.failure for each in checkpoint.shards.values())
+        if checkpoint.sealed and not is_known and not state.is_left_over(checkpoint.id):
+            error = CkptAsyncError(f"{checkpoint.id} was given up: {decision.reason}")
+            state.failures.append(Failure(error, checkpoint.id, is_given_up=True))
+        return
+    if decision.outcome is Outcome.COMMIT and state.is_left_over(checkpoint.id):
+        # Whoever committed it may have died before it could move latest.
+        _publish(state, checkpoint.id)
+    now = state.clock()
+    first = min((each.enqueued_at for each in checkpoint.shards.values()), default=checkpoint.sealed_at)
+    state.observer.checkpoint_committed(checkpoint.id.step, max(0.0, now - first), now)
+
+
+def _publish(state: State, id_: CheckpointId) -> None:
+    publish = max(filter(None, (state.remote.to_publish, id_)))
+    state.remote = replace(state.remote, to_publish=publish)
+
+
+async def move_latest(state: State, action: decide.MoveLatest) -> None:
+    decided = state.checkpoint(action.checkpoint).decision
+    assert decided is not None
+    name = decided.name
+    latest = await steps.move_latest(state.store, action.checkpoint, name)
+    if state.settings.composer_symlink and latest.checkpoint == action.checkpoint:
+        await _write_composer_symlink(state, latest)
+    state.remote = replace(state.remote, latest=latest)
+
+
+async def _write_composer_symlink(state: State, latest: Latest) -> None:
+    """Composer's remote 'symlink': a text object that holds an object name without its bucket
+    (composer/utils/file_helpers.py, create_symlink_file).
+    """
+    root = urlsplit(state.store.url).path.strip("/")
+    target = f"{root}/{latest.prefix}".strip("/")
+    key = naming.fill(state.settings.composer_symlink, rank=state.rank)
+    await state.store.put(key, target.encode())

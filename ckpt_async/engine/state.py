@@ -1,0 +1,138 @@
+"""What one engine works with and what it knows: shared by its loop and by those who carry out its actions."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+
+from ckpt_async.core import decide, keys, retention
+from ckpt_async.core.failures import Failure
+from ckpt_async.core.model import (
+    CheckpointId,
+    Decided,
+    Event,
+    Failed,
+    Local,
+    LocalCheckpoint,
+    LocalShard,
+    fold,
+)
+from ckpt_async.core.observe import Observer
+from ckpt_async.core.settings import Settings
+from ckpt_async.errors import CkptAsyncError
+from ckpt_async.local.folder import Folder
+from ckpt_async.local.journal import Journal
+from ckpt_async.transfer.patient import PatientStore
+from ckpt_async.transfer.upload import Resume
+
+logger = logging.getLogger(__name__)
+
+# Outcomes remembered for `wait` after a checkpoint has left the journal.
+MAX_OUTCOMES = 1000
+
+
+class State:
+    """One rank's folder, journal and store, and what is known of its checkpoints. Belongs to one event loop; `local`
+    and `remote` are immutable snapshots that any thread may read.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        folder: Folder,
+        journal: Journal,
+        store: PatientStore,
+        settings: Settings,
+        observer: Observer,
+        clock: Callable[[], float],
+        is_trainer: bool = True,
+    ) -> None:
+        self.rank, self.folder, self.journal, self.store = rank, folder, journal, store
+        self.settings, self.observer, self.clock, self.is_trainer = settings, observer, clock, is_trainer
+        self.loop = asyncio.get_running_loop()
+        has_conditional_put = store.capabilities.conditional_put
+        self.policy = decide.Policy(
+            local_retention=retention.keep_local(settings.num_checkpoints_to_keep, settings.local_retention),
+            may_supersede="supersede" in (settings.on_backlog, settings.on_disk_low),
+            has_local_latest=bool(settings.latest_filename),
+            may_send_ahead=store.capabilities.multipart,
+            may_decide=has_conditional_put or rank == 0,
+            decides_alone=not has_conditional_put and rank == 0,
+            is_adopted=not is_trainer,
+        )
+        self.local = Local(rank)
+        self.remote = decide.has_looked_for_successor(self.local, decide.Remote(), self.now())
+        self.outcomes: dict[CheckpointId, Decided] = {}
+        self.failures: deque[Failure] = deque(maxlen=MAX_OUTCOMES)
+        self.fenced_by: int | None = None
+        self.absent_ranks: list[int] | None = None
+        self.sent_ahead: dict[tuple[CheckpointId, str], Resume] = {}  # before they were enqueued
+        self.sent_bytes: dict[decide.Upload, int] = {}
+        self.is_progress_new = False
+        self.is_hurried = False
+        self.is_stopping = False
+
+    def succeed(self, dead: State) -> None:
+        """Take over what a crashed engine knew that is not in the journal."""
+        self.outcomes, self.failures, self.fenced_by = dead.outcomes, dead.failures, dead.fenced_by
+        self.is_hurried = dead.is_hurried
+
+    def now(self) -> float:
+        return self.loop.time()
+
+    def checkpoint(self, id_: CheckpointId) -> LocalCheckpoint:
+        return self.local.checkpoints[id_]
+
+    def is_left_over(self, id_: CheckpointId) -> bool:
+        """Whether an earlier start left it behind: nobody here waits for it."""
+        return not self.is_trainer or id_.generation < self.local.generation
+
+    # --- the journal ---------------------------------------------------------------------------------------
+
+    def fresh_local(self) -> Local:
+        """The state with everything that is in the journal by now: one query. Any thread."""
+        local = self.local
+        return fold(self.journal.rows(after=local.sequence), local)
+
+    def refresh(self) -> None:
+        self.local = self.fresh_local()
+
+    def record(self, *events: Event) -> None:
+        """Append to the journal; the next round takes note."""
+        self.journal.append(events)
+
+    def fail(self, checkpoint: LocalCheckpoint, failed: list[Failed]) -> None:
+        """Shards reached an end that is not the store: recorded, counted, logged, and handed to the trainer that saved
+        them; one that was restarted should not be ended by what its predecessor lost.
+        """
+        now = self.local.checkpoints.get(checkpoint.id)
+        if now is None or now.decision is not None:
+            return  # settled meanwhile, its links released: nothing was lost
+        self.record(*failed)
+        for each in failed:
+            is_of_shard = bool(each.shard)
+            result = each.reason.value if each.is_loss and is_of_shard else "failed"
+            self.observer.shards_finished(result, 1 if is_of_shard else len(checkpoint.shards), 0.0)
+            what = f"{checkpoint.id}, shard {each.shard!r}" if is_of_shard else str(checkpoint.id)
+            logger.error("shard_failed %s shard=%s error=%s", checkpoint.id, each.shard, each.message)
+            if not self.is_left_over(checkpoint.id) or not self.is_trainer:
+                error = CkptAsyncError(f"{what}: {each.message}")
+                self.failures.append(Failure(error, checkpoint.id, each.shard, is_given_up=each.is_loss))
+
+    # --- where a shard lies --------------------------------------------------------------------------------
+
+    def spool_path(self, checkpoint: LocalCheckpoint, shard: LocalShard) -> str | None:
+        """Of its link, below the private folder."""
+        if not shard.shard.is_linked:
+            return None
+        return f"{keys.spool_checkpoint(checkpoint.id, self.rank)}/{shard.shard.name}"
+
+    def path(self, checkpoint: LocalCheckpoint, shard: LocalShard) -> str:
+        spool = self.spool_path(checkpoint, shard)
+        return f"{self.folder.private}/{spool}" if spool else self.users_path(shard)
+
+    def users_path(self, shard: LocalShard) -> str:
+        return f"{self.folder.path}/{shard.shard.source}"

@@ -1,0 +1,110 @@
+"""Which upload is next, and which small ones go with it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
+
+from ckpt_async.core import decide
+from ckpt_async.core.model import CheckpointId
+from ckpt_async.engine.book import Book
+from ckpt_async.engine.state import State
+from ckpt_async.transfer.upload import SERIES_BYTES, SERIES_SHARDS, SMALL_BYTES
+
+
+class UploadQueue:
+    """Uploads that are due and wait for a place: oldest first, or of the newest complete checkpoint only."""
+
+    def __init__(self, state: State, book: Book) -> None:
+        self._state, self._book = state, book
+        self._waiting: deque[decide.Upload] = deque()
+        self._alone: set[decide.Upload] = set()  # that could not be sent in a series
+        self.is_newest_first = False
+        self._first: CheckpointId | None = None  # while newest first: which one it is now
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def clear(self) -> None:
+        self._waiting.clear()
+
+    def put_newest_first(self, is_newest_first: bool) -> None:
+        self.is_newest_first, self._first = is_newest_first, None
+        if is_newest_first:
+            self.clear()  # or older ones would still be begun before the next round
+
+    def refill(self, ready: Iterable[decide.Upload], due: Collection[decide.Action]) -> None:
+        """Those that may be begun. What is under way and not `due` any more is stopped: its checkpoint was given up,
+        and its bytes would only have to be deleted again.
+        """
+        self._alone = {each for each in self._alone if each in due}
+        for action, task in self._running():
+            if action not in due:
+                task.cancel()
+        running = self._book.running
+        ahead = {(each.checkpoint, each.shard) for each in running if isinstance(each, decide.SendAhead)}
+        waiting = deque(
+            each
+            for each in ready
+            # Of one that is still being sent ahead the parts would be sent twice.
+            if each not in running and (not ahead or (each.checkpoint, each.shard) not in ahead)
+        )
+        self._waiting = self._newest_first(waiting) if self.is_newest_first else waiting
+
+    def _running(self) -> list[tuple[decide.Upload, asyncio.Task[None]]]:
+        return [(each, task) for each, task in self._book.running.items() if isinstance(each, decide.Upload)]
+
+    def _newest_first(self, uploads: deque[decide.Upload]) -> deque[decide.Upload]:
+        """Those of the newest complete checkpoint that has shards to send, and of no other: what is under way of others
+        is stopped. It stays the one until all is sent: else a trainer that goes on saving would have each stopped by
+        the next. When nothing complete is left, all that there is.
+        """
+        sealed = {id_ for id_, each in self._state.local.checkpoints.items() if each.sealed is not None}
+        running = self._running()
+        unsent = sealed & {each.checkpoint for each in (*uploads, *(action for action, _ in running))}
+        if self._first not in unsent:
+            self._first = max(unsent, default=None)
+        if self._first is None:
+            return uploads
+        for action, task in running:
+            if action.checkpoint != self._first:
+                task.cancel()  # its finished parts are kept
+        return deque(each for each in uploads if each.checkpoint == self._first)
+
+    # --- series --------------------------------------------------------------------------------------------
+
+    def next_series(self) -> tuple[decide.Upload, ...]:
+        """The next upload, with those of the same checkpoint behind it if all of them are so small that they are sent
+        in one go; but not more than a place's share, for the last ones shall not wait behind each other.
+        """
+        share = -(-len(self._waiting) // self._state.store.concurrency)
+        series = [self._waiting.popleft()]
+        size_bytes = self._small_bytes(series[0])
+        while self._waiting and len(series) < min(share, SERIES_SHARDS):
+            size_bytes += self._small_bytes(self._waiting[0])
+            if size_bytes > SERIES_BYTES or self._waiting[0].checkpoint != series[0].checkpoint:
+                break
+            series.append(self._waiting.popleft())
+        return tuple(series)
+
+    def _small_bytes(self, upload: decide.Upload) -> int:
+        """The size of a small shard that is to be sent from its beginning; of others, too much for a series."""
+        state = self._state
+        local = state.checkpoint(upload.checkpoint).shards[upload.shard]
+        size_bytes = local.shard.identity.size_bytes
+        is_begun = local.multipart is not None or (upload.checkpoint, upload.shard) in state.sent_ahead
+        is_inherited = upload.checkpoint.generation < state.local.generation
+        if size_bytes > SMALL_BYTES or is_begun or is_inherited or upload in self._alone:
+            return SERIES_BYTES + 1
+        return size_bytes
+
+    def send_alone(self, uploads: Iterable[decide.Upload]) -> None:
+        """They could not be sent in a series."""
+        self._alone.update(uploads)
+
+    def put_back(self, series: Sequence[decide.Upload]) -> None:
+        """What of this series is to be sent alone: first of all, so that an outage is waited out by few, not found out
+        by all.
+        """
+        self._waiting.extendleft(each for each in reversed(series) if each in self._alone)
