@@ -23,7 +23,8 @@ from ckpt_async.errors import SettingsError
 from ckpt_async.local.settings_file import load_settings
 from ckpt_async.monitor.server import serve
 from ckpt_async.protocol import sweep_plan
-from ckpt_async.sweep.sweeper import Done, FolderReport, RemoteReport, Sweeper, SweepReport
+from ckpt_async.sweep.remote import Done, RemoteReport
+from ckpt_async.sweep.sweeper import FolderReport, Sweeper, SweepReport
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from ckpt_async.errors import ObjectNotFoundError
 from ckpt_async.protocol import steps, sweep_plan
 from ckpt_async.protocol import verify as verification
 from ckpt_async.protocol.cas import if_readable
-from ckpt_async.sweep.sweeper import open_run
+from ckpt_async.sweep.remote import open_run
 from ckpt_async.transfer.patient import PatientStore, connect
 
 logger = logging.getLogger(__name__)

@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from ckpt_async.core import retention
-from ckpt_async.core.model import CheckpointId, Latest, Local, LocalCheckpoint, LocalShard, Outcome, Receipt
-from ckpt_async.core.retention import Candidate, KeepLocal, RetentionPolicy
-from ckpt_async.core.units import age as duration
+from ckpt_async.core.local_state import Local, LocalCheckpoint
+from ckpt_async.core.model import CheckpointId, Latest, Outcome, Receipt
+from ckpt_async.core.retention import Candidate, KeepLocal
 
 # --- what is known of the store ----------------------------------------------------------------------------
 
@@ -27,8 +26,6 @@ COMMIT_S, COMMIT_S_PER_RANK = 1.0, 0.01
 # The first looks list the receipts, for they may be of one that is among the newest. From then on all ranks together do
 # it so often: S3 answers 5,500 reads a second.
 NUM_LISTINGS, LISTINGS_PER_S = 3, 50
-# A wait for other ranks is told when it is this long, and at every doubling.
-LONG_WAIT_S = 600.0
 
 
 # A superseded trainer finds it out within so much time while it has something open, and at each commit; all ranks of a
@@ -300,7 +297,7 @@ def _towards_decision(
 def _after_decision(local: Local, remote: Remote, policy: Policy) -> Iterable[Action]:
     """latest → local symlink → release → local retention; all of it only past a decision (R1, R7)."""
     decided = {id_: each for id_, each in sorted(local.checkpoints.items()) if each.decision is not None}
-    committed = [_candidate(each) for each in decided.values() if each.was_committed]
+    committed = [candidate(each) for each in decided.values() if each.was_committed]
     kept = policy.local_retention.keep(committed)
     loadable = [id_ for id_, each in decided.items() if is_loadable(each)]
     newest = max(loadable, default=None)
@@ -464,106 +461,7 @@ def merged_metrics(receipts: Iterable[Receipt]) -> tuple[tuple[str, float], ...]
     return tuple(sorted(merged.items()))
 
 
-def undecided(local: Local) -> list[LocalCheckpoint]:
-    """Checkpoints whose fate this rank does not know yet, oldest first."""
-    return [each for _, each in sorted(local.checkpoints.items()) if each.decision is None]
-
-
-def backlog(local: Local) -> list[LocalCheckpoint]:
-    """Checkpoints that this rank has not finished uploading, oldest first. What waits for other ranks, for whoever
-    gives up what is hopeless, or for the trainer itself to add shards or seal is not in it: holding the trainer up
-    for those would stall it for ever.
-    """
-    return [
-        each
-        for _, each in sorted(local.checkpoints.items())
-        if each.decision is None
-        and not each.has_receipt
-        and why_hopeless(each, local.generation) is None
-        and not (each.sealed is None and all(shard.stored is not None for shard in each.shards.values()))
-    ]
-
-
-def waits_for_others(local: Local) -> bool:
-    """Whether our part of a checkpoint is in the store and another rank's is not. What an earlier start left is not
-    worth the wait once something newer is committed: its other ranks may never come.
-    """
-    newest = local.newest_committed
-    return any(
-        each.has_receipt
-        and each.decision is None
-        and (each.id.generation == local.generation or newest is None or each.id > newest)
-        for each in local.checkpoints.values()
-    )
-
-
-def waits_for_ranks(checkpoint: LocalCheckpoint) -> bool:
-    """Whether this rank has delivered its part and nobody has decided yet: others have not, or nobody commits."""
-    return checkpoint.has_receipt and checkpoint.decision is None
-
-
-def first_tell_s(receipts: Receipts, rank: int) -> float:
-    """How long this rank waits before it says so: the lowest of those that have delivered speaks for all, the others at
-    the next doubling, for it may have died since.
-    """
-    return LONG_WAIT_S if rank == min(receipts.ranks, default=rank) else 2 * LONG_WAIT_S
-
-
-def long_wait(local: Local, id_: CheckpointId, receipts: Receipts, waited_s: float) -> str:
-    """What to tell of a checkpoint that waits for others; empty unless it is the oldest one that does."""
-    waiting = [id_ for id_, each in sorted(local.checkpoints.items()) if waits_for_ranks(each)]
-    if waiting[:1] != [id_]:
-        return ""
-    sealed = local.checkpoints[id_].sealed
-    missing = missing_ranks(receipts, sealed.world_size if sealed else 0)
-    more = " and more" if missing[8:] or not receipts.is_whole else ""
-    whom = f"ranks {missing[:8]}{more}" if missing else "a decision, though all ranks have delivered,"
-    others = f"; later ones that wait too: {len(waiting) - 1}" if waiting[1:] else ""
-    return f"step {id_.step} waits for {whom} for {duration(waited_s)}{others}"
-
-
-def stranded(local: Local, url: str) -> list[CheckpointId]:
-    """Unfinished checkpoints that were begun at another remote than `url`. What is verified there is not here: a
-    commit here would name shards that do not exist (R1).
-    """
-    if local.remote is None or local.remote.url.rstrip("/") == url.rstrip("/"):
-        return []
-    return sorted(id_ for id_, each in local.checkpoints.items() if each.decision is None)
-
-
-def queue_state(each: LocalShard, *, is_begun: bool, is_inherited: bool) -> str:
-    """Which part of the queue a shard that is not in the store yet belongs to: queued, uploading, retrying, failed.
-
-    `is_begun`: some bytes are acknowledged. `is_inherited`: an earlier start of the run left it.
-    """
-    if each.failure is not None:
-        return "failed"
-    if is_begun or (each.multipart is not None and not is_inherited):
-        return "uploading"
-    return "retrying" if is_inherited else "queued"
-
-
-def unsent_bytes(checkpoint: LocalCheckpoint) -> int:
-    return sum(each.shard.size_bytes for each in checkpoint.shards.values() if each.stored is None)
-
-
-def supersedable(local: Local, policy: RetentionPolicy) -> list[CheckpointId]:
-    """Which checkpoints of the backlog may be given up for newer ones, oldest first.
-
-    Never the newest sealed one, nor what the retention policy would keep if everything in the backlog were
-    committed. What was given up, or is bound to be, protects nothing: it does not count.
-    """
-    candidates = [
-        _candidate(each)
-        for each in local.checkpoints.values()
-        if each.sealed is not None
-        and (is_loadable(each) if each.decision else why_hopeless(each, local.generation) is None)
-    ]
-    kept = retention.apply(policy, candidates)
-    return [each.id for each in backlog(local) if each.sealed is not None and each.id not in kept]
-
-
-def _candidate(checkpoint: LocalCheckpoint) -> Candidate:
+def candidate(checkpoint: LocalCheckpoint) -> Candidate:
     """For a policy that is applied here: times are those of the saves, metrics those that this rank gave at `seal`."""
     metrics = dict(checkpoint.sealed.metrics) if checkpoint.sealed else {}
     return Candidate(checkpoint.id, checkpoint.name, checkpoint.sealed_at, metrics)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from ckpt_async.core import decide
-from ckpt_async.core.model import CheckpointId, Local
+from ckpt_async.core import backlog
+from ckpt_async.core.local_state import Local
+from ckpt_async.core.model import CheckpointId
 from ckpt_async.core.units import named
 from ckpt_async.errors import CkptAsyncError, FencedError, UploadFailedError
 
@@ -62,7 +63,7 @@ def in_vain(local: Local) -> list[int]:
     """The steps that this start has sealed and that nobody has decided; none if any of its others was committed."""
     if local.newest_committed is not None and local.newest_committed.generation == local.generation:
         return []
-    left = (each for each in decide.undecided(local) if each.sealed is not None)
+    left = (each for each in backlog.undecided(local) if each.sealed is not None)
     return [each.id.step for each in left if each.id.generation == local.generation]
 
 

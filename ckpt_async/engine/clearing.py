@@ -7,7 +7,8 @@ import logging
 from dataclasses import replace
 
 from ckpt_async.core import decide, keys, naming
-from ckpt_async.core.model import CheckpointId, Forgotten, JournalRow, Released, fold
+from ckpt_async.core.local_state import fold
+from ckpt_async.core.model import CheckpointId, Forgotten, JournalRow, Released
 from ckpt_async.engine.state import State
 from ckpt_async.errors import InvalidNameError
 from ckpt_async.local import kept

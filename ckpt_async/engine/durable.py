@@ -7,7 +7,8 @@ import contextlib
 from collections.abc import Iterable
 
 from ckpt_async.core import decide, keys, records
-from ckpt_async.core.model import Failed, LocalCheckpoint, LocalShard, MadeDurable
+from ckpt_async.core.local_state import LocalCheckpoint, LocalShard
+from ckpt_async.core.model import Failed, MadeDurable
 from ckpt_async.engine.state import State
 from ckpt_async.errors import FailureReason
 from ckpt_async.local.folder import fsync_path, is_final, write_durably

@@ -17,7 +17,8 @@ from typing import Any, assert_never
 
 from ckpt_async.core import decide
 from ckpt_async.core.failures import Failure
-from ckpt_async.core.model import CheckpointId, Decided, Failed, Local, Opened
+from ckpt_async.core.local_state import Local
+from ckpt_async.core.model import CheckpointId, Decided, Failed, Opened
 from ckpt_async.engine import clearing, durable, recovery, sending, settling
 from ckpt_async.engine.book import Book
 from ckpt_async.engine.state import State

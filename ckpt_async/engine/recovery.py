@@ -11,7 +11,8 @@ import os
 from pathlib import Path
 
 from ckpt_async.core import keys, records
-from ckpt_async.core.model import Event, Failed, LocalCheckpoint, Opened
+from ckpt_async.core.local_state import LocalCheckpoint
+from ckpt_async.core.model import Event, Failed, Opened
 from ckpt_async.engine.state import State
 from ckpt_async.errors import FailureReason, InvalidRecordError
 from ckpt_async.local import kept

@@ -7,13 +7,8 @@ import logging
 from collections.abc import Sequence
 
 from ckpt_async.core import decide, keys
-from ckpt_async.core.model import (
-    LocalCheckpoint,
-    LocalShard,
-    MultipartOpened,
-    StoredShard,
-    Verified,
-)
+from ckpt_async.core.local_state import LocalCheckpoint, LocalShard
+from ckpt_async.core.model import MultipartOpened, StoredShard, Verified
 from ckpt_async.engine.state import State
 from ckpt_async.transfer import ahead
 from ckpt_async.transfer import upload as transfer

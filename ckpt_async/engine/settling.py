@@ -10,18 +10,10 @@ from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
-from ckpt_async.core import decide, keys, naming, records
+from ckpt_async.core import backlog, decide, keys, naming, records
 from ckpt_async.core.failures import Failure
-from ckpt_async.core.model import (
-    CheckpointId,
-    Decided,
-    Decision,
-    Latest,
-    LocalCheckpoint,
-    Outcome,
-    Receipt,
-    ReceiptStored,
-)
+from ckpt_async.core.local_state import LocalCheckpoint
+from ckpt_async.core.model import CheckpointId, Decided, Decision, Latest, Outcome, Receipt, ReceiptStored
 from ckpt_async.engine.state import MAX_OUTCOMES, State
 from ckpt_async.errors import CkptAsyncError
 from ckpt_async.protocol import cas, steps
@@ -91,11 +83,11 @@ def _told_of_wait(state: State, id_: CheckpointId, watch: decide.Watch) -> decid
     if receipts is None or not state.checkpoint(id_).has_receipt:
         return watch
     if watch.since is None:
-        return replace(watch, since=now, tell_at=now + decide.first_tell_s(receipts, state.rank))
+        return replace(watch, since=now, tell_at=now + backlog.first_tell_s(receipts, state.rank))
     waited_s = now - watch.since
     if now < watch.tell_at:
         return watch
-    if text := decide.long_wait(state.local, id_, receipts, waited_s):
+    if text := backlog.long_wait(state.local, id_, receipts, waited_s):
         logger.warning("checkpoint_waits %s", text)
     return replace(watch, tell_at=now + waited_s)
 

@@ -9,16 +9,8 @@ from collections.abc import Callable
 
 from ckpt_async.core import decide, keys, retention
 from ckpt_async.core.failures import Failure
-from ckpt_async.core.model import (
-    CheckpointId,
-    Decided,
-    Event,
-    Failed,
-    Local,
-    LocalCheckpoint,
-    LocalShard,
-    fold,
-)
+from ckpt_async.core.local_state import Local, LocalCheckpoint, LocalShard, fold
+from ckpt_async.core.model import CheckpointId, Decided, Event, Failed
 from ckpt_async.core.observe import Observer
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import CkptAsyncError

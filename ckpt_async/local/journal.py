@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import ClassVar, Protocol, Self
 
 from ckpt_async.core import keys
-from ckpt_async.core.model import CheckpointId, Event, Forgotten, JournalRow, Local, Opened, fold
+from ckpt_async.core.local_state import Local, fold
+from ckpt_async.core.model import CheckpointId, Event, Forgotten, JournalRow, Opened
 from ckpt_async.errors import FolderInUseError, JournalDamagedError, JournalError
 from ckpt_async.local import database, journal_rows, shared_journal
 from ckpt_async.local.folder import Folder, FsyncError, fsync_descriptor, fsync_path

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_async.core import keys
-from ckpt_async.core.model import CheckpointId, JournalRow, Local, fold
+from ckpt_async.core.local_state import Local, fold
+from ckpt_async.core.model import CheckpointId, JournalRow
 from ckpt_async.errors import JournalDamagedError, JournalError, NoJournalError
 from ckpt_async.local import database, journal_rows, shared_journal
 from ckpt_async.local.folder import spooled_ranks

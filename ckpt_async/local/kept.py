@@ -9,16 +9,8 @@ import os
 from collections.abc import Iterator
 
 from ckpt_async.core import keys, records
-from ckpt_async.core.model import (
-    CheckpointId,
-    Decided,
-    Enqueued,
-    Event,
-    LocalCheckpoint,
-    Outcome,
-    Released,
-    Sealed,
-)
+from ckpt_async.core.local_state import LocalCheckpoint
+from ckpt_async.core.model import CheckpointId, Decided, Enqueued, Event, Outcome, Released, Sealed
 from ckpt_async.errors import InvalidRecordError
 from ckpt_async.local.folder import Folder, write_durably
 

@@ -6,8 +6,9 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ckpt_async.core.decide import queue_state, waits_for_ranks
-from ckpt_async.core.model import CheckpointId, Local, LocalShard
+from ckpt_async.core.backlog import queue_state, waits_for_ranks
+from ckpt_async.core.local_state import Local, LocalShard
+from ckpt_async.core.model import CheckpointId
 from ckpt_async.local import journals
 
 QUEUE_STATES = ("queued", "uploading", "retrying", "failed")

@@ -14,7 +14,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from ckpt_async.core.model import CheckpointId, Local, fold
+from ckpt_async.core.local_state import Local, fold
+from ckpt_async.core.model import CheckpointId
 from ckpt_async.core.observe import NullObserver, Observer
 from ckpt_async.errors import CkptAsyncError, FailureReason, NoJournalError
 from ckpt_async.local import journals

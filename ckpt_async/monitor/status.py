@@ -12,8 +12,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt_async.core import decide, keys
-from ckpt_async.core.model import CheckpointId, Local, LocalCheckpoint, Outcome
+from ckpt_async.core import backlog, keys
+from ckpt_async.core.local_state import Local, LocalCheckpoint
+from ckpt_async.core.model import CheckpointId, Outcome
 from ckpt_async.core.units import age
 from ckpt_async.monitor import holdings
 from ckpt_async.monitor.holdings import QUEUE_STATES, Progress
@@ -111,7 +112,7 @@ def view(locals_: Iterable[Local], progress: Progress, now: float) -> Status:
             for name, each in checkpoint.shards.items():
                 if each.stored is not None:
                     continue
-                state = decide.queue_state(
+                state = backlog.queue_state(
                     each,
                     is_begun=progress.get((local.rank, id_, name), 0) > 0,
                     is_inherited=id_.generation < local.generation,

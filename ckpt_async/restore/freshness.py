@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ckpt_async.core import keys
-from ckpt_async.core.model import CheckpointId, Latest, Local
+from ckpt_async.core.local_state import Local
+from ckpt_async.core.model import CheckpointId, Latest
 from ckpt_async.errors import FailureReason, NoJournalError, StoreError
 from ckpt_async.monitor import holdings
 from ckpt_async.protocol import steps

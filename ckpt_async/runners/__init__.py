@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from ckpt_async.core.failures import Failure
-from ckpt_async.core.model import CheckpointId, Decided, Local, RemoteAddress
+from ckpt_async.core.local_state import Local
+from ckpt_async.core.model import CheckpointId, Decided, RemoteAddress
 from ckpt_async.core.observe import Observer
 from ckpt_async.core.settings import Settings
 from ckpt_async.local.folder import Folder

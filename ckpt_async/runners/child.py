@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ckpt_async import niceness
-from ckpt_async.core import decide
+from ckpt_async.core import backlog
 from ckpt_async.core.settings import Settings
 from ckpt_async.engine.loop import Engine
 from ckpt_async.errors import RunnerError
@@ -217,7 +217,7 @@ class _Rank:
 
         def waits_for_others_too() -> bool:
             assert host.engine is not None
-            return is_working() or decide.waits_for_others(host.engine.local)
+            return is_working() or backlog.waits_for_others(host.engine.local)
 
         async def wait_while(is_busy: Callable[[], bool], until: float) -> None:
             nonlocal ends_at

@@ -10,8 +10,9 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable
 
-from ckpt_async.core import decide, keys
-from ckpt_async.core.model import Forgotten, Local, Opened
+from ckpt_async.core import backlog, keys
+from ckpt_async.core.local_state import Local
+from ckpt_async.core.model import Forgotten, Opened
 from ckpt_async.core.observe import Observer
 from ckpt_async.core.settings import INHERITED
 from ckpt_async.engine.loop import Engine
@@ -157,7 +158,7 @@ class Host:
         """What earlier starts left in the journal, which may all be decided at another remote."""
         remote = self._start.address.url
         local = self._journal.local()
-        if stranded := decide.stranded(local, remote):
+        if stranded := backlog.stranded(local, remote):
             assert local.remote is not None
             raise SettingsError(
                 f"folder {self._start.folder!r} still holds {stranded[-1]}, which was being uploaded to"

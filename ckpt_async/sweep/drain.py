@@ -16,8 +16,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ckpt_async.core import decide, keys
-from ckpt_async.core.model import CheckpointId, LocalCheckpoint, Outcome, RemoteAddress
+from ckpt_async.core import backlog, keys
+from ckpt_async.core.local_state import LocalCheckpoint
+from ckpt_async.core.model import CheckpointId, Outcome, RemoteAddress
 from ckpt_async.core.observe import NullObserver
 from ckpt_async.core.settings import INHERITED, Settings
 from ckpt_async.engine.loop import Engine
@@ -120,34 +121,7 @@ async def drain(
         )
     opened = Folder(path)
     with contextlib.ExitStack() as held:
-        reports: list[RankReport] = []
-        adopted: list[_Adopted] = []
-        spooled = spooled_ranks(opened.private)
-        for rank in journals.ranks(opened.private):
-            lock = RankLock(opened, rank)
-            try:
-                await asyncio.to_thread(lock.acquire, wait_s=LOCK_WAIT_S)
-            except FolderInUseError as error:
-                reports.append(RankReport(rank, in_use_by=_owner(error)))
-                continue
-            held.callback(lock.release)
-            if lock.is_wanted():
-                reports.append(RankReport(rank, in_use_by="a trainer that is starting"))
-                lock.release()
-                continue
-            try:
-                each = await asyncio.to_thread(_Adopted, opened, lock)
-            except JournalError as error:  # of this rank alone
-                logger.warning("drain_failed rank=%d error=%s", rank, error)
-                reports.append(RankReport(rank, error=str(error)))
-                lock.release()
-                continue
-            held.callback(each.release)
-            if each.before.checkpoints or rank in spooled:
-                adopted.append(each)
-            else:
-                reports.append(RankReport(rank))
-                each.release()  # others may take long: its trainer must not wait for them
+        adopted, reports = await _adopt(opened, held)
         await asyncio.to_thread(shared_journal.leave_damaged, opened.private)
         adoptions = [
             _Adoption(opened, address, profile, settings or Settings(), timeout_s, ranks)
@@ -158,6 +132,39 @@ async def drain(
         reports += [report for each in done for report in each]
     remotes = tuple(each.address.url for each in adoptions)
     return DrainReport(str(path), remotes, tuple(sorted(reports, key=lambda each: each.rank)))
+
+
+async def _adopt(folder: Folder, held: contextlib.ExitStack) -> tuple[list[_Adopted], list[RankReport]]:
+    """Every rank with something to finish whose lock is free, `held` from now on; and what to report of the others."""
+    reports: list[RankReport] = []
+    adopted: list[_Adopted] = []
+    spooled = spooled_ranks(folder.private)
+    for rank in journals.ranks(folder.private):
+        lock = RankLock(folder, rank)
+        try:
+            await asyncio.to_thread(lock.acquire, wait_s=LOCK_WAIT_S)
+        except FolderInUseError as error:
+            reports.append(RankReport(rank, in_use_by=_owner(error)))
+            continue
+        held.callback(lock.release)
+        if lock.is_wanted():
+            reports.append(RankReport(rank, in_use_by="a trainer that is starting"))
+            lock.release()
+            continue
+        try:
+            each = await asyncio.to_thread(_Adopted, folder, lock)
+        except JournalError as error:  # of this rank alone
+            logger.warning("drain_failed rank=%d error=%s", rank, error)
+            reports.append(RankReport(rank, error=str(error)))
+            lock.release()
+            continue
+        held.callback(each.release)
+        if each.before.checkpoints or rank in spooled:
+            adopted.append(each)
+        else:
+            reports.append(RankReport(rank))
+            each.release()  # others may take long: its trainer must not wait for them
+    return adopted, reports
 
 
 def _owner(error: FolderInUseError) -> str:
@@ -177,7 +184,7 @@ def _by_remote(
             raise SettingsError(
                 f"the journal does not say where rank {local.rank} uploads to", hint="say so with --remote"
             )
-        if stranded := decide.stranded(local, address.url):
+        if stranded := backlog.stranded(local, address.url):
             assert local.remote is not None
             raise SettingsError(
                 f"rank {local.rank} was bringing {stranded[-1]} to {local.remote.url!r}, not to {address.url!r}",
@@ -308,7 +315,7 @@ class _Adoption:
 
     def _waits_for_others(self) -> bool:
         return self._is_working() or any(
-            decide.waits_for_others(each.live.local) for each in self._ranks if each.live
+            backlog.waits_for_others(each.live.local) for each in self._ranks if each.live
         )
 
     async def _wait_while(self, is_busy: Callable[[], bool], deadline: float) -> None:

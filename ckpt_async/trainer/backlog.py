@@ -6,8 +6,9 @@ import logging
 import time
 from collections.abc import Callable
 
-from ckpt_async.core import decide, retention
-from ckpt_async.core.model import Local, Superseded
+from ckpt_async.core import backlog, retention
+from ckpt_async.core.local_state import Local
+from ckpt_async.core.model import Superseded
 from ckpt_async.core.observe import Observer
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import BacklogError
@@ -60,11 +61,11 @@ def _obstacle(settings: Settings, local: Local, free_bytes: int) -> tuple[str, s
         if reaction == "supersede" and any(each.superseded for each in local.checkpoints.values()):
             reaction = "block"  # what was given up still takes its space: that is enough, maybe
         return f"{free_bytes} bytes are free, min_free_bytes={settings.min_free_bytes}", reaction
-    waiting = decide.backlog(local)
+    waiting = backlog.backlog(local)
     if 0 < settings.max_backlog_checkpoints <= len(waiting):
         limit = settings.max_backlog_checkpoints
         return f"{len(waiting)} checkpoints wait, max_backlog_checkpoints={limit}", settings.on_backlog
-    waiting_bytes = sum(decide.unsent_bytes(each) for each in waiting)
+    waiting_bytes = sum(backlog.unsent_bytes(each) for each in waiting)
     if 0 < settings.max_backlog_bytes <= waiting_bytes:
         limit = settings.max_backlog_bytes
         return f"{waiting_bytes} bytes wait, max_backlog_bytes={limit}", settings.on_backlog
@@ -74,7 +75,7 @@ def _obstacle(settings: Settings, local: Local, free_bytes: int) -> tuple[str, s
 def _supersede(settings: Settings, engine: EngineHandle, what: str) -> bool:
     """Give up the oldest checkpoint of the backlog that retention would not keep; False if there is none."""
     policy = retention.parse(settings.remote_retention)
-    victims = decide.supersedable(engine.view().fresh_local(), policy)
+    victims = backlog.supersedable(engine.view().fresh_local(), policy)
     if not victims:
         return False
     logger.warning("checkpoint_superseded %s reason=%s", victims[0], what)

@@ -6,9 +6,9 @@ import logging
 import time
 from dataclasses import dataclass
 
-from ckpt_async.core import decide
+from ckpt_async.core import backlog
 from ckpt_async.core.failures import in_vain, why_in_vain
-from ckpt_async.core.model import Local
+from ckpt_async.core.local_state import Local
 from ckpt_async.errors import CkptAsyncError
 from ckpt_async.runners import EngineView
 from ckpt_async.trainer.handle import EngineHandle
@@ -56,7 +56,7 @@ def drain(engine: EngineHandle, deadline: float, *, grace_s: float) -> None:
         asked = engine.view().wake()
         engine.wait_until(is_idle, deadline)
         engine.wait_until(
-            lambda view: not decide.waits_for_others(view.local), min(deadline, time.monotonic() + grace_s)
+            lambda view: not backlog.waits_for_others(view.local), min(deadline, time.monotonic() + grace_s)
         )
         engine.wait_until(lambda view: view.num_due == 0, deadline)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
-from ckpt_async.core import arguments, decide, keys, naming
+from ckpt_async.core import arguments, backlog, keys, naming
 from ckpt_async.core.model import CheckpointId, Enqueued, Growing, Sealed, Shard
 from ckpt_async.errors import (
     CkptAsyncError,
@@ -238,7 +238,7 @@ class Uploader:
         self._check_process()
 
         def is_over(engine: EngineView) -> bool:
-            undecided = decide.undecided(engine.fresh_local())
+            undecided = backlog.undecided(engine.fresh_local())
             return all(each.id.generation >= self.generation for each in undecided)
 
         with self._engine.hurried():

@@ -49,9 +49,6 @@ async def send_ahead(
 
     Trouble of the store or the file ends it early, with a line in the log: the ordinary upload sends the rest.
     """
-    part_bytes = max(PART_BYTES, smallest_part_bytes)
-    room = asyncio.Semaphore(store.concurrency)
-    sending: list[asyncio.Task[StoredPart]] = []
     try:
         while not path.exists() and is_growing():  # noqa: ASYNC110  the writer sets no event
             await asyncio.sleep(POLL_S)
@@ -62,46 +59,58 @@ async def send_ahead(
     facts = os.fstat(descriptor)
     identity = FileIdentity(facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns)
     source = _GrowingSource(descriptor, identity, str(path))
-    upload_id, offset = "", 0
-
-    async def send(part: PlannedPart) -> StoredPart:
-        async def attempt(once: Store, progress: Progress) -> StoredPart:
-            algorithm = store.capabilities.checksum_algorithm
-            body = FileBody(source, part.offset, part.size_bytes, progress, algorithm)
-            have = await once.put_part(key, upload_id, part.number, body, body.checksum)
-            return StoredPart(part.number, part.size_bytes, have.etag, await body.checksum())
-
-        try:
-            return await store.bulk("upload_part", part.size_bytes, attempt)
-        finally:
-            room.release()
-
+    upload = _Upload(store, source, key, max(PART_BYTES, smallest_part_bytes))
     try:
-        while is_growing() and not _failed(sending):
-            # The last part that is there may still be written to; a file may also have been cut back.
-            is_finished = os.fstat(descriptor).st_size >= offset + 2 * part_bytes
-            if not is_finished or len(sending) >= store.capabilities.max_parts * 9 // 10:
-                await asyncio.sleep(POLL_S)
-                continue
-            if not upload_id:
-                upload_id = await store.create_multipart(key)
-            await room.acquire()
-            sending.append(asyncio.ensure_future(send(PlannedPart(len(sending) + 1, offset, part_bytes))))
-            offset += part_bytes
+        await upload.send_while(is_growing)
     except (CkptAsyncError, OSError) as error:
         logger.info("not_sent_ahead path=%s error=%s", path, error)
     except BaseException:
-        for task in sending:
+        for task in upload.sending:
             task.cancel()
         raise
     finally:
-        outcomes = await asyncio.gather(*sending, return_exceptions=True)
-        os.close(descriptor)
+        outcomes = await asyncio.gather(*upload.sending, return_exceptions=True)
+        source.close()
     if failures := [each for each in outcomes if isinstance(each, BaseException)]:
         logger.info("not_sent_ahead path=%s error=%s", path, failures[0])
     parts = tuple(each for each in outcomes if isinstance(each, StoredPart))
-    return Resume(upload_id, part_bytes, parts) if upload_id else None
+    return Resume(upload.id, upload.part_bytes, parts) if upload.id else None
 
 
-def _failed(sending: list[asyncio.Task[StoredPart]]) -> bool:
-    return any(task.done() and task.exception() is not None for task in sending)
+class _Upload:
+    """A multipart upload of a file that grows; begun with its first part."""
+
+    def __init__(self, store: PatientStore, source: _GrowingSource, key: str, part_bytes: int) -> None:
+        self.id = ""
+        self.part_bytes = part_bytes
+        self.sending: list[asyncio.Task[StoredPart]] = []
+        self._store, self._source, self._key = store, source, key
+        self._room = asyncio.Semaphore(store.concurrency)
+
+    async def send_while(self, is_growing: Callable[[], bool]) -> None:
+        """Begin to send one part after the other."""
+        offset, most = 0, self._store.capabilities.max_parts * 9 // 10
+        while is_growing() and not any(each.done() and each.exception() for each in self.sending):
+            # The last part that is there may still be written to; a file may also have been cut back.
+            is_finished = os.fstat(self._source.descriptor).st_size >= offset + 2 * self.part_bytes
+            if not is_finished or len(self.sending) >= most:
+                await asyncio.sleep(POLL_S)
+                continue
+            if not self.id:
+                self.id = await self._store.create_multipart(self._key)
+            await self._room.acquire()
+            part = PlannedPart(len(self.sending) + 1, offset, self.part_bytes)
+            self.sending.append(asyncio.ensure_future(self._send(part)))
+            offset += self.part_bytes
+
+    async def _send(self, part: PlannedPart) -> StoredPart:
+        async def attempt(once: Store, progress: Progress) -> StoredPart:
+            algorithm = once.capabilities.checksum_algorithm
+            body = FileBody(self._source, part.offset, part.size_bytes, progress, algorithm)
+            have = await once.put_part(self._key, self.id, part.number, body, body.checksum)
+            return StoredPart(part.number, part.size_bytes, have.etag, await body.checksum())
+
+        try:
+            return await self._store.bulk("upload_part", part.size_bytes, attempt)
+        finally:
+            self._room.release()

@@ -5,24 +5,10 @@ from collections.abc import Iterable
 import pytest
 
 from ckpt_async.core import decide, retention
-from ckpt_async.core.decide import Forget, Keep, MoveLocalLatest, Policy, Remove, supersedable
-from ckpt_async.core.model import (
-    CheckpointId,
-    Decided,
-    Enqueued,
-    Event,
-    Failed,
-    FileIdentity,
-    JournalRow,
-    Local,
-    Opened,
-    Outcome,
-    Released,
-    Sealed,
-    Shard,
-    Superseded,
-    fold,
-)
+from ckpt_async.core.backlog import supersedable
+from ckpt_async.core.decide import Forget, Keep, MoveLocalLatest, Policy, Remove
+from ckpt_async.core.local_state import Local, fold
+from ckpt_async.core.model import CheckpointId, Decided, Enqueued, Event, Failed, FileIdentity, JournalRow, Opened, Outcome, Released, Sealed, Shard, Superseded
 from ckpt_async.errors import FailureReason
 
 REASON = "the disk is full"

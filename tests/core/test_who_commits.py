@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_async.core import decide
-from ckpt_async.core.model import CheckpointId, Local, LocalCheckpoint, Sealed
+from ckpt_async.core.local_state import Local, LocalCheckpoint
+from ckpt_async.core.model import CheckpointId, Sealed
 
 ID = CheckpointId(1, 10)
 

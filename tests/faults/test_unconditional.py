@@ -12,7 +12,7 @@ from ckpt_async.core.settings import Settings
 from ckpt_async.protocol.cas import create_once
 from ckpt_async.protocol.sweep_plan import Ages, Settle
 from ckpt_async.stores.interface import Create
-from ckpt_async.sweep.sweeper import Done, RemoteSweep
+from ckpt_async.sweep.remote import Done, RemoteSweep
 from ckpt_async.transfer.patient import connect
 from tests.faults.oracle import Oracle
 from tests.faults.processes import Nursery, Trainer

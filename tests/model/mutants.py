@@ -7,12 +7,13 @@ from typing import Any
 from unittest import mock
 
 from ckpt_async.core import decide, keys, records, retention
-from ckpt_async.core.model import Latest, LocalCheckpoint, MadeDurable, Outcome
+from ckpt_async.core.local_state import LocalCheckpoint
+from ckpt_async.core.model import Latest, MadeDurable, Outcome
 from ckpt_async.engine import durable, settling
 from ckpt_async.engine.state import State
 from ckpt_async.errors import PreconditionFailedError
-from ckpt_async.protocol import cas, steps
-from ckpt_async.sweep import sweeper
+from ckpt_async.protocol import cas, steps, sweep_plan
+from ckpt_async.sweep import remote as remote_sweep
 from tests.model.machines import Protocol, Reading, Steady
 
 Mutant = Callable[[], contextlib.AbstractContextManager[None]]
@@ -128,7 +129,7 @@ def retention_counts_uncommitted() -> contextlib.AbstractContextManager[None]:
 
     def after(local: Any, remote: Any, policy: Any) -> Any:
         def keep_(self: Any, _: Any) -> Any:
-            return keep(self, [decide._candidate(each) for _, each in sorted(local.checkpoints.items())])
+            return keep(self, [decide.candidate(each) for _, each in sorted(local.checkpoints.items())])
 
         with mock.patch.object(retention.KeepLocal, "keep", keep_):
             yield from list(real(local, remote, policy))
@@ -200,7 +201,7 @@ def sweeps_without_abort() -> contextlib.AbstractContextManager[None]:
     """R4: what looks abandoned is deleted without being given up first."""
 
     async def perform(self: Any, action: Any) -> None:
-        if isinstance(action, sweeper.sweep_plan.GiveUp):
+        if isinstance(action, sweep_plan.GiveUp):
             listing = await self.store.list(keys.DATA)
             doomed = [
                 each.key
@@ -212,8 +213,8 @@ def sweeps_without_abort() -> contextlib.AbstractContextManager[None]:
             return
         await real(self, action)
 
-    real = sweeper.RemoteSweep.perform
-    return patched((sweeper.RemoteSweep, "perform", perform))
+    real = remote_sweep.RemoteSweep.perform
+    return patched((remote_sweep.RemoteSweep, "perform", perform))
 
 
 def prunes_what_is_read() -> contextlib.AbstractContextManager[None]:
@@ -222,7 +223,7 @@ def prunes_what_is_read() -> contextlib.AbstractContextManager[None]:
     async def readers(*_: Any) -> list[str]:
         return []
 
-    return patched((steps, "readers", readers), (sweeper.sweep_plan, "_live_leases", lambda *_: ()))
+    return patched((steps, "readers", readers), (sweep_plan, "_live_leases", lambda *_: ()))
 
 
 def prunes_shards_first() -> contextlib.AbstractContextManager[None]:
@@ -255,8 +256,8 @@ def prunes_past_latest() -> contextlib.AbstractContextManager[None]:
             return view
         return replace(view, latest=replace(view.latest, checkpoint=replace(newest, step=10**6)))
 
-    real, publish = sweeper.sweep_plan._retain, sweeper.sweep_plan._publish
-    return patched((sweeper.sweep_plan, "_retain", retain), (sweeper.sweep_plan, "_publish", lambda *_: ()))
+    real, publish = sweep_plan._retain, sweep_plan._publish
+    return patched((sweep_plan, "_retain", retain), (sweep_plan, "_publish", lambda *_: ()))
 
 
 def waits_for_the_oldest() -> contextlib.AbstractContextManager[None]:

@@ -19,25 +19,7 @@ from typing import Any
 from unittest import mock
 
 from ckpt_async.core import keys, records
-from ckpt_async.core.model import (
-    Boundary,
-    CheckpointId,
-    Decided,
-    Decision,
-    Enqueued,
-    Event,
-    FileIdentity,
-    Forgotten,
-    Generation,
-    JournalRow,
-    Latest,
-    Lease,
-    MadeDurable,
-    Opened,
-    Outcome,
-    Sealed,
-    Shard,
-)
+from ckpt_async.core.model import Boundary, CheckpointId, Decided, Decision, Enqueued, Event, FileIdentity, Forgotten, Generation, JournalRow, Latest, Lease, MadeDurable, Opened, Outcome, Sealed, Shard
 from ckpt_async.core.naming import checkpoint_name
 from ckpt_async.core.observe import NullObserver
 from ckpt_async.core.retention import KeepLast
@@ -56,7 +38,7 @@ from ckpt_async.protocol import cas, steps, sweep_plan
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.interface import BytesBody
 from ckpt_async.stores.memory import MemoryBucket, MemoryStore
-from ckpt_async.sweep import sweeper
+from ckpt_async.sweep import remote as remote_sweep
 from ckpt_async.transfer.patient import PatientStore
 from ckpt_async.transfer.upload import SmallShard
 
@@ -520,7 +502,7 @@ class World:
         )
         patch(mock.patch.object(sending, "transfer", moved))
         patch(mock.patch.object(steps.upload, "all_or_none", in_turn))
-        for module in (settling, sweeper):
+        for module in (settling, remote_sweep):
             patch(mock.patch.object(module, "all_or_none", in_turn))
         patch(mock.patch.object(sweep_plan, "COLLECT_AT_LEAST", self._collect_at_least))
         logger = logging.getLogger("ckpt_async")
@@ -700,7 +682,7 @@ class World:
 
     def start_sweep(self, *, age_s: float) -> Task:
         ages = sweep_plan.Ages(age_s, age_s, age_s)
-        sweep = sweeper.RemoteSweep(
+        sweep = remote_sweep.RemoteSweep(
             LossyStore(self),
             KeepLast(self.keep_remote),
             ages,

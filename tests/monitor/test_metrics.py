@@ -50,7 +50,8 @@ from ckpt_async.protocol import sweep_plan
 from ckpt_async.protocol.verify import Finding
 from ckpt_async.sweep import sweeper as sweeper_module
 from ckpt_async.sweep.drain import DrainReport, Fate, RankReport
-from ckpt_async.sweep.sweeper import Done, FolderReport, RemoteReport, SweepReport
+from ckpt_async.sweep.remote import Done, RemoteReport
+from ckpt_async.sweep.sweeper import FolderReport, SweepReport
 from tests.monitor.metrics_page import describe
 from tests.node import Node
 

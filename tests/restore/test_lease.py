@@ -17,7 +17,7 @@ from ckpt_async.protocol import steps, sweep_plan
 from ckpt_async.protocol.sweep_plan import Ages
 from ckpt_async.restore import fetching, session
 from ckpt_async.stores.directory import DirectoryStore
-from ckpt_async.sweep.sweeper import RemoteSweep
+from ckpt_async.sweep.remote import RemoteSweep
 from tests.faults.processes import SOAK
 from tests.restore import plays
 from tests.restore.runs import Run, files_of, is_whole

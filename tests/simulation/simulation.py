@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from ckpt_async.core import decide, keys
+from ckpt_async.core import backlog, keys
 from ckpt_async.core.model import (
     CheckpointId,
     Enqueued,
@@ -54,7 +54,8 @@ from ckpt_async.protocol.verify import verify
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.sweep import drain, sweeper
 from ckpt_async.sweep.drain import DrainReport
-from ckpt_async.sweep.sweeper import RemoteSweep, Sweeper
+from ckpt_async.sweep.remote import RemoteSweep
+from ckpt_async.sweep.sweeper import Sweeper
 from ckpt_async.transfer import patient, progress
 from ckpt_async.transfer.patient import PatientStore
 from tests.model.world import LEASE_TTL_S, Truth, ViolationError, World
@@ -404,7 +405,7 @@ class Simulation(World):
             os.utime(source, ns=(facts.st_atime_ns, facts.st_mtime_ns + 1))  # a coarse clock might not tell
 
     def _supersede(self, journal: Journal, made: Engine, rank: int) -> None:
-        for id_ in decide.supersedable(made.fresh_local(), KeepLast(1))[:1]:
+        for id_ in backlog.supersedable(made.fresh_local(), KeepLast(1))[:1]:
             self.superseded.add((id_, rank))
             self.truths[id_, rank].is_promised = False
             journal.append([Superseded(id_, "uploads fell behind")])

@@ -10,7 +10,7 @@ from ckpt_async.core.model import Boundary, CheckpointId, Damage, Lease, Outcome
 from ckpt_async.core.retention import AnyOf, KeepBest, KeepEveryNSteps, KeepLast
 from ckpt_async.protocol import steps, sweep_plan
 from ckpt_async.protocol.sweep_plan import Ages
-from ckpt_async.sweep.sweeper import MAX_ABORTS
+from ckpt_async.sweep.remote import MAX_ABORTS
 from tests.sweep.world import HOUR_S, Counted, StoppedError, World, ids
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from ckpt_async.core import records, retention
 from ckpt_async.protocol import steps, sweep_plan, verify
-from ckpt_async.sweep import sweeper
+from ckpt_async.sweep import remote as remote_sweep
 from tests.core import test_records as reading
 from tests.core import test_retention as keeping
 from tests.model.mutation import changed
@@ -94,9 +94,9 @@ BUGS = [
     Bug(steps.readers, "sweep_plan.expires_at(lease, each.last_modified or listing.server_time)",
         "(each.last_modified or 0.0) + lease.ttl_s + sweep_plan.LEASE_MARGIN_S", *in_loop(same_time, ttl_s=1e12)),
     # sweeper
-    Bug(sweeper.RemoteSweep._read_leases, "lease = steps.unreadable_lease(checkpoint, each.key)", "continue",
+    Bug(remote_sweep.RemoteSweep._read_leases, "lease = steps.unreadable_lease(checkpoint, each.key)", "continue",
         *in_loop(bad_records.test_an_unreadable_lease_counts_for_the_longest_term)),
-    Bug(sweeper.RemoteSweep._read_decisions, "del self.known[gone]", "pass",
+    Bug(remote_sweep.RemoteSweep._read_decisions, "del self.known[gone]", "pass",
         *in_loop(sweeping.test_a_collected_decision_is_forgotten_by_those_who_read_it)),
     # verify
     Bug(verify._check_shard, " or info.checksum is None", "",

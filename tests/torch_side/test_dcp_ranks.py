@@ -12,7 +12,8 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from ckpt_async import restore
-from ckpt_async.core.model import CheckpointId, LocalCheckpoint
+from ckpt_async.core.local_state import LocalCheckpoint
+from ckpt_async.core.model import CheckpointId
 from ckpt_async.local import journals
 from tests.restore.runs import Run, shard_key
 from tests.seaweed import SeaweedServer

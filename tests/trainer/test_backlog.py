@@ -13,7 +13,8 @@ import pytest
 from prometheus_client import generate_latest
 
 from ckpt_async import CheckpointAbortedError, Uploader
-from ckpt_async.core.model import CheckpointId, LocalCheckpoint
+from ckpt_async.core.local_state import LocalCheckpoint
+from ckpt_async.core.model import CheckpointId
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import BacklogError, SettingsError
 from ckpt_async.local.folder import Folder

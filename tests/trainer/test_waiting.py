@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from ckpt_async import Uploader
-from ckpt_async.core import decide
+from ckpt_async.core import backlog, decide
 from ckpt_async.core.decide import Receipts
-from ckpt_async.core.model import CheckpointId, Local, LocalCheckpoint, Sealed
+from ckpt_async.core.local_state import Local, LocalCheckpoint
+from ckpt_async.core.model import CheckpointId, Sealed
 
 FAST = {"decision_poll_s": 0.05, "decision_poll_max_s": 0.1, "close_grace_s": 0.0, "launch_id": "one"}
 
@@ -42,20 +43,20 @@ def local(*steps: int, world_size: int = 8) -> Local:
     ],
 )
 def test_the_ranks_waited_for_are_named(receipts: Receipts, text: str) -> None:
-    assert decide.long_wait(local(300), CheckpointId(1, 300), receipts, 605) == text
+    assert backlog.long_wait(local(300), CheckpointId(1, 300), receipts, 605) == text
 
 
 def test_the_oldest_of_many_waiting_checkpoints_is_reported() -> None:
     known = local(300, 400, 500)
-    told = decide.long_wait(known, CheckpointId(1, 300), Receipts((3,)), 7300)
+    told = backlog.long_wait(known, CheckpointId(1, 300), Receipts((3,)), 7300)
     assert told == "step 300 waits for ranks [0, 1, 2, 4, 5, 6, 7] for 2 h; later ones that wait too: 2"
-    assert decide.long_wait(known, CheckpointId(1, 400), Receipts((3,)), 7300) == ""
+    assert backlog.long_wait(known, CheckpointId(1, 400), Receipts((3,)), 7300) == ""
 
 
 def test_the_lowest_delivered_rank_logs_first() -> None:
     """One line for a run of thousands; and if that rank has died since, the others speak."""
-    assert decide.first_tell_s(Receipts((5, 2, 3)), 2) == decide.LONG_WAIT_S == 600
-    assert {decide.first_tell_s(Receipts((5, 2, 3)), rank) for rank in (3, 5)} == {1200}
+    assert backlog.first_tell_s(Receipts((5, 2, 3)), 2) == decide.LONG_WAIT_S == 600
+    assert {backlog.first_tell_s(Receipts((5, 2, 3)), rank) for rank in (3, 5)} == {1200}
 
 
 def test_waiting_ranks_report_a_rank_that_never_delivers(

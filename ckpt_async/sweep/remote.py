@@ -1,0 +1,330 @@
+"""One remote swept once: looked at whole, planned for by `sweep_plan`, and what that says done.
+
+Two sweeps at once are safe; killed anywhere, the next one finishes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import TypeVar, assert_never
+
+from ckpt_async.core import keys, records
+from ckpt_async.core.model import CheckpointId, Decision, Lease, Outcome
+from ckpt_async.core.retention import RetentionPolicy
+from ckpt_async.errors import (
+    CkptAsyncError,
+    FailureReason,
+    InvalidRecordError,
+    StoreError,
+)
+from ckpt_async.protocol import steps, sweep_plan
+from ckpt_async.protocol.cas import read_record
+from ckpt_async.protocol.verify import Finding
+from ckpt_async.stores.interface import Listing, MultipartInfo, ObjectInfo
+from ckpt_async.transfer.patient import PatientStore
+from ckpt_async.transfer.upload import all_or_none
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# Passes over one remote in one sweep: give up → delete → collect, or prune → delete, need one after the other.
+MAX_PASSES = 5
+# AWS: parts in flight may survive an abort, "it might be necessary to abort a given multipart upload multiple times"
+# (S3 API reference, AbortMultipartUpload).
+MAX_ABORTS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """One action of a sweep and what became of it; `error` is empty if it worked (or was only planned).
+
+    `outcome` is what this sweep made of a checkpoint; None if the action is of another kind, or something had changed
+    meanwhile and there was nothing to do.
+    """
+
+    action: sweep_plan.Planned
+    error: str = ""
+    outcome: Outcome | None = None
+
+
+@dataclass(slots=True)
+class RemoteReport:
+    """What a sweep did to one remote, or would do."""
+
+    url: str
+    done: list[Done] = field(default_factory=list)
+    error: str = ""
+    # Records that cannot be read, and all that `verify` finds, if the sweep was to.
+    violations: list[Finding] = field(default_factory=list)
+    stock: list[sweep_plan.Stock] = field(
+        default_factory=list
+    )  # of a dry run: what would stay and what would go
+
+    @property
+    def has_failed(self) -> bool:
+        return bool(self.error) or any(each.error for each in self.done)
+
+    @property
+    def is_clean(self) -> bool:
+        return not self.has_failed and not self.violations
+
+
+@dataclass(slots=True)
+class RemoteSweep:
+    """Sweeps of one remote. `known` holds decisions that were read before, with their ETag, by key; `unreadable` what
+    is wrong with records that could not be read. Made anew for each sweep.
+    """
+
+    store: PatientStore
+    policy: RetentionPolicy
+    ages: sweep_plan.Ages
+    clock: Callable[[], float]
+    known: dict[str, tuple[str, Decision]] = field(default_factory=dict)
+    unreadable: dict[str, Finding] = field(default_factory=dict)
+
+    async def run(self, *, is_dry_run: bool) -> RemoteReport:
+        """Sweep once, in as many passes as it takes. A failure of one action is reported and does not stop the
+        others; nor does a record that cannot be read: it is a violation, and what it speaks of is left alone.
+        """
+        report = RemoteReport(self.store.url)
+        for _ in range(1 if is_dry_run else MAX_PASSES):
+            view = await self.observe()
+            planned = sweep_plan.plan(view, self.policy, self.ages)
+            if is_dry_run:
+                report.done += [Done(action) for action in planned]
+                report.stock = sweep_plan.stock(view, self.policy, planned)
+                break
+            active = [action for action in planned if not isinstance(action, sweep_plan.Wait)]
+            tried = {each.action for each in report.done}
+            fresh = [action for action in active if action not in tried]
+            for action in fresh:
+                report.done.append(await self._attempt(action))
+            if not fresh:
+                report.done += [Done(action) for action in planned if isinstance(action, sweep_plan.Wait)]
+                break
+        report.violations = list(self.unreadable.values())
+        return report
+
+    async def _attempt(self, action: sweep_plan.Planned) -> Done:
+        try:
+            outcome = await self.perform(action)
+        except CkptAsyncError as error:
+            logger.warning("sweep_action_failed action=%s error=%s", action, error)
+            return Done(action, str(error))
+        logger.info("swept action=%s", action)
+        return Done(action, outcome=outcome)
+
+    # --- look ----------------------------------------------------------------------------------------------
+
+    async def observe(self) -> sweep_plan.View:
+        """List everything of the run. Each listing is complete or this raises (rule R8)."""
+        prefixes = (
+            keys.GENERATIONS,
+            keys.DECISIONS,
+            keys.RECEIPTS,
+            keys.DATA,
+            keys.LEASES,
+            keys.MEMBERS,
+            keys.PROBES,
+            keys.DAMAGED,
+        )
+        found = await all_or_none(self.store.list(prefix) for prefix in prefixes)
+        generations, decisions, receipts, data, leases, members, probes, damages = found
+        latest = await steps.read_latest(self.store)
+        boundary = await self._readable("R4", steps.read_boundary(self.store))
+        numbers = [keys.parse_generation_key(each.key) for each in generations.objects]
+        by_rank: dict[CheckpointId, dict[int, ObjectInfo]] = {}
+        for each in receipts.objects:
+            if parsed := keys.parse_receipt_key(each.key):
+                by_rank.setdefault(parsed[0], {})[parsed[1]] = each
+        shards: dict[CheckpointId, list[ObjectInfo]] = {}
+        names: dict[CheckpointId, str] = {}
+        for each in data.objects:
+            if named := keys.parse_data_key(each.key):
+                shards.setdefault(named[0], []).append(each)
+                names[named[0]] = named[1]
+        decoded = await self._read_decisions(decisions)
+        undecided = {*by_rank, *shards} - decoded.keys()
+        world_sizes = await self._world_sizes(
+            {id_.generation for id_ in undecided} & {number for number in numbers if number}
+        )
+        member_keys = {each.key: _generation_of(each.key) for each in members.objects}
+        return sweep_plan.View(
+            server_time=max(each.server_time for each in found),
+            newest_generation=max((number for number in numbers if number), default=0),
+            world_sizes=world_sizes,
+            decisions=decoded,
+            decided_at={
+                id_: each.last_modified or 0.0
+                for each in decisions.objects
+                if (id_ := keys.parse_decision_key(each.key)) is not None
+            },
+            receipts=by_rank,
+            data={id_: tuple(each) for id_, each in shards.items()},
+            names=names,
+            multiparts=await self._multiparts(),
+            leases=await self._read_leases(leases),
+            members={key: number for key, number in member_keys.items() if number is not None},
+            probes=probes.objects,
+            damaged=frozenset(filter(None, (keys.parse_damage_key(each.key) for each in damages.objects))),
+            latest=latest,
+            boundary=boundary,
+            unreadable=frozenset(
+                id_
+                for id_ in {*undecided, *filter(None, map(keys.parse_decision_key, self.unreadable))}
+                if {keys.decision_key(id_), keys.generation_key(id_.generation)} & self.unreadable.keys()
+            ),
+            is_boundary_readable=keys.BOUNDARY not in self.unreadable,
+        )
+
+    async def _readable(self, rule: str, reading: Awaitable[T]) -> T | None:
+        """What was read, or None if it cannot be, which is noted."""
+        try:
+            return await reading
+        except InvalidRecordError as error:
+            if error.key not in self.unreadable:
+                logger.warning("record_unreadable error=%s; what it speaks of is left alone", error)
+            self.unreadable[error.key] = Finding(rule, error.key, error.detail)
+            return None
+
+    async def _multiparts(self) -> tuple[MultipartInfo, ...]:
+        if not self.store.capabilities.multipart:
+            return ()
+        return tuple(await self.store.list_multiparts(keys.DATA))
+
+    async def _read_decisions(self, listing: Listing) -> dict[CheckpointId, Decision]:
+        fresh = [each for each in listing.objects if self.known.get(each.key, ("",))[0] != each.etag]
+        read_now = await all_or_none(self._read_decision(each) for each in fresh)
+        for gone in self.known.keys() - {each.key for each in listing.objects}:
+            del self.known[gone]
+        self.known |= {each.key: known for each, known in zip(fresh, read_now, strict=True) if known}
+        return {decision.checkpoint: decision for _, decision in self.known.values()}
+
+    async def _read_decision(self, each: ObjectInfo) -> tuple[str, Decision] | None:
+        checkpoint = keys.parse_decision_key(each.key)
+        if checkpoint is None:
+            return None  # not ours
+        reading = read_record(self.store, each.key, lambda data: records.decode_decision(data, checkpoint))
+        there = await self._readable("R4", reading)
+        return (there[1], there[0]) if there else None
+
+    async def _read_leases(self, listing: Listing) -> dict[str, tuple[Lease, float]]:
+        leases: dict[str, tuple[Lease, float]] = {}
+        for each in listing.objects:
+            checkpoint = keys.parse_lease_key(each.key)
+            if checkpoint is None:
+                continue
+            reading = read_record(self.store, each.key, records.decode_lease)
+            there = await self._readable("R2", reading)
+            if there is not None:
+                lease = there[0]
+            elif each.key in self.unreadable:
+                lease = steps.unreadable_lease(checkpoint, each.key)
+            else:
+                continue  # gone meanwhile
+            leases[each.key] = (lease, each.last_modified or listing.server_time)
+        return leases
+
+    async def _world_sizes(self, generations: set[int]) -> dict[int, int]:
+        sizes: dict[int, int] = {}
+        for number in sorted(generations):
+            reading = read_record(
+                self.store,
+                keys.generation_key(number),
+                lambda data, number=number: records.decode_generation(data, number),  # type: ignore[misc]
+            )
+            there = await self._readable("R5", reading)
+            if there is not None:
+                sizes[number] = there[0].world_size
+        return sizes
+
+    # --- act -----------------------------------------------------------------------------------------------
+
+    async def perform(self, action: sweep_plan.Planned) -> Outcome | None:
+        """Carry out one action, and return what it made of a checkpoint, if anything. Whatever another sweeper,
+        trainer or reader did meanwhile, it stays safe.
+        """
+        store = self.store
+        match action:
+            case sweep_plan.Settle():
+                settled = await steps.settle(
+                    store,
+                    action.checkpoint,
+                    world_size=action.world_size,
+                    by="sweeper",
+                    now=self.clock(),
+                )
+                return settled[0].outcome if settled and settled[1] else None
+            case sweep_plan.GiveUp():
+                wanted = steps.new_decision(
+                    action.checkpoint,
+                    Outcome.ABORT,
+                    name=action.name,
+                    world_size=action.world_size,
+                    by="sweeper",
+                    now=self.clock(),
+                    reason=action.reason,
+                )
+                _, is_ours = await steps.decide_once(store, wanted)
+                return Outcome.ABORT if is_ours else None
+            case sweep_plan.MoveLatest():
+                await steps.move_latest(store, action.checkpoint, action.name)
+            case sweep_plan.BeginPrune():
+                has_begun = await steps.begin_prune(store, action.checkpoint)
+                return Outcome.PRUNING if has_begun else None
+            case sweep_plan.FinishPrune():
+                has_ended = await steps.finish_prune(store, action.checkpoint)
+                return Outcome.PRUNED if has_ended else None
+            case sweep_plan.AbortMultipart():
+                await self._abort_multipart(action.key, action.upload_id)
+            case sweep_plan.Delete():
+                await store.delete(action.object_keys)
+            case sweep_plan.CollectDecisions():
+                await steps.collect(store, action)
+            case sweep_plan.Wait():
+                pass
+            case _:
+                assert_never(action)
+        return None
+
+    async def _abort_multipart(self, key: str, upload_id: str) -> None:
+        for _ in range(MAX_ABORTS):
+            await self.store.abort_multipart(key, upload_id)
+            listed = await self.store.list_multiparts(key)
+            if all(each.upload_id != upload_id for each in listed):
+                return
+        raise StoreError(
+            f"still there after {MAX_ABORTS} aborts: parts were on their way; the next sweep goes on",
+            reason=FailureReason.TRANSIENT,
+            operation="abort_multipart",
+            key=key,
+        )
+
+
+async def open_run(store: PatientStore, *, is_read_only: bool, timeout_s: float) -> bool:
+    """Open the store of a run; False if there is none. Then nothing was made there, not even a folder or a probe."""
+    looking = store.answering_within(max(1.0, timeout_s))
+    try:
+        await store.open(timeout_s, is_read_only=True)
+    except StoreError as error:
+        if error.reason is FailureReason.NOT_FOUND:
+            return False
+        raise
+    if (
+        not (await looking.list(keys.GENERATIONS)).objects
+        and not (await looking.list(keys.DECISIONS)).objects
+    ):
+        return False
+    if not is_read_only:
+        await store.close()
+        await store.open(timeout_s)
+    return True
+
+
+def _generation_of(key: str) -> int | None:
+    """Whose member, or beat, this is."""
+    member = keys.parse_member_key(key)
+    return member[0] if member is not None else keys.parse_beat_key(key)
