@@ -30,7 +30,7 @@ async def make_durable(state: State, action: decide.MakeDurable) -> None:
         message = f"{error.filename!r}: {error.strerror}: what the disk has cannot be trusted"
         failed = [Failed(checkpoint.id, "", FailureReason.DISK, message)]
     if failed:
-        state.fail(checkpoint, failed)
+        state.fail(checkpoint.id, failed)
         return
     names = tuple(each.shard.name for each in volatile)
     state.record(MadeDurable(checkpoint.id, names, checkpoint.sealed is not None))

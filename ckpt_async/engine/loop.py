@@ -356,7 +356,7 @@ class Engine:
         except (SourceError, StoreError) as error:
             self._hold_back(action, error)
             failed = Failed(action.checkpoint, action.shard, error.reason, str(error))
-            self.state.fail(self.state.checkpoint(action.checkpoint), [failed])
+            self.state.fail(action.checkpoint, [failed])
 
     async def _perform_series(self, actions: Sequence[decide.Upload]) -> None:
         """Upload small shards together; what cannot be sent so is uploaded by itself next."""

@@ -104,5 +104,5 @@ def _distrust_after_reboot(state: State) -> None:
             if each.shard.name not in safe
         ]
         if lost:
-            state.fail(checkpoint, lost)
+            state.fail(checkpoint.id, lost)
     state.refresh()

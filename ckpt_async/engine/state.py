@@ -96,23 +96,23 @@ class State:
         """Append to the journal; the next round takes note."""
         self.journal.append(events)
 
-    def fail(self, checkpoint: LocalCheckpoint, failed: list[Failed]) -> None:
+    def fail(self, id_: CheckpointId, failed: list[Failed]) -> None:
         """Shards reached an end that is not the store: recorded, counted, logged, and handed to the trainer that saved
         them; one that was restarted should not be ended by what its predecessor lost.
         """
-        now = self.local.checkpoints.get(checkpoint.id)
-        if now is None or now.decision is not None:
+        checkpoint = self.local.checkpoints.get(id_)
+        if checkpoint is None or checkpoint.decision is not None:
             return  # settled meanwhile, its links released: nothing was lost
         self.record(*failed)
         for each in failed:
             is_of_shard = bool(each.shard)
             result = each.reason.value if each.is_loss and is_of_shard else "failed"
             self.observer.shards_finished(result, 1 if is_of_shard else len(checkpoint.shards), 0.0)
-            what = f"{checkpoint.id}, shard {each.shard!r}" if is_of_shard else str(checkpoint.id)
-            logger.error("shard_failed %s shard=%s error=%s", checkpoint.id, each.shard, each.message)
-            if not self.is_left_over(checkpoint.id) or not self.is_trainer:
+            what = f"{id_}, shard {each.shard!r}" if is_of_shard else str(id_)
+            logger.error("shard_failed %s shard=%s error=%s", id_, each.shard, each.message)
+            if not self.is_left_over(id_) or not self.is_trainer:
                 error = CkptAsyncError(f"{what}: {each.message}")
-                self.failures.append(Failure(error, checkpoint.id, each.shard, is_given_up=each.is_loss))
+                self.failures.append(Failure(error, id_, each.shard, is_given_up=each.is_loss))
 
     # --- where a shard lies --------------------------------------------------------------------------------
 

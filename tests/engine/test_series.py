@@ -17,7 +17,7 @@ from ckpt_async.core import decide
 from ckpt_async.core.model import CheckpointId, Verified
 from ckpt_async.core.observe import NullObserver
 from ckpt_async.core.settings import Settings
-from ckpt_async.engine import book
+from ckpt_async.engine import book, upload_queue
 from ckpt_async.engine.loop import Engine
 from ckpt_async.errors import FailureReason, JournalError
 from ckpt_async.local.folder import Folder
@@ -314,7 +314,7 @@ def test_many_small_shards_of_a_checkpoint_are_sent_in_series(opened: Open, seri
 
     with pytest.MonkeyPatch.context() as patch, opened(store) as uploader:
         patch.setattr(Journal, "append", noting)
-        patch.setattr(transfer, "SERIES_SHARDS", 32)
+        patch.setattr(upload_queue, "SERIES_SHARDS", 32)
         save(uploader, 1)
         uploader.wait(1, timeout_s=30)
         assert uploader.metrics.registry.get_sample_value(

@@ -140,7 +140,9 @@ def test_after_a_flush_the_oldest_goes_first_again(opened: Open) -> None:
     store = Ordered()
     with opened(store, num_concurrent_uploads=1) as uploader:
         uploader.flush(10)
-        wait_until(lambda: not uploader._engine.view()._is_newest_first, uploader)  # the loop has heard of it
+        wait_until(
+            lambda: not uploader._engine.view()._queue.is_newest_first, uploader
+        )  # the loop has heard of it
         for step in (1, 2, 3):
             save(uploader, step)
         assert store.has_come.wait(10)
