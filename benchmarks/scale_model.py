@@ -32,7 +32,20 @@ from _compare import parser_of, report
 
 from ckpt_async.core import decide, keys
 from ckpt_async.core.local_state import LocalCheckpoint
-from ckpt_async.core.model import CheckpointId, Enqueued, Event, FileIdentity, JournalRow, MadeDurable, Opened, Outcome, Sealed, Shard, StoredShard, Verified
+from ckpt_async.core.model import (
+    CheckpointId,
+    Enqueued,
+    Event,
+    FileIdentity,
+    JournalRow,
+    MadeDurable,
+    Opened,
+    Outcome,
+    Sealed,
+    Shard,
+    StoredShard,
+    Verified,
+)
 from ckpt_async.core.observe import NullObserver
 from ckpt_async.core.settings import Settings
 from ckpt_async.engine.loop import Engine

@@ -9,7 +9,28 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import assert_never
 
-from ckpt_async.core.model import CheckpointId, Decided, Enqueued, Failed, Forgotten, Growing, JournalRow, MadeDurable, MultipartOpened, Opened, Outcome, ReceiptStored, Released, RemoteAddress, Retried, Sealed, Shard, StoredShard, Superseded, Verified
+from ckpt_async.core.model import (
+    CheckpointId,
+    Decided,
+    Enqueued,
+    Failed,
+    Forgotten,
+    Growing,
+    JournalRow,
+    MadeDurable,
+    MultipartOpened,
+    Opened,
+    Outcome,
+    ReceiptStored,
+    Released,
+    RemoteAddress,
+    Retried,
+    Sealed,
+    Shard,
+    StoredShard,
+    Superseded,
+    Verified,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,24 @@ from typing import Any
 
 from ckpt_async.core import keys
 from ckpt_async.core.local_state import LocalCheckpoint
-from ckpt_async.core.model import Beat, Boundary, CheckpointId, Checksum, Damage, Decision, Enqueued, FileIdentity, Generation, Latest, Lease, Outcome, Receipt, Sealed, Shard, StoredShard
+from ckpt_async.core.model import (
+    Beat,
+    Boundary,
+    CheckpointId,
+    Checksum,
+    Damage,
+    Decision,
+    Enqueued,
+    FileIdentity,
+    Generation,
+    Latest,
+    Lease,
+    Outcome,
+    Receipt,
+    Sealed,
+    Shard,
+    StoredShard,
+)
 from ckpt_async.core.naming import check_component, check_relative
 from ckpt_async.errors import InvalidNameError, InvalidRecordError, UnknownVersionError
 

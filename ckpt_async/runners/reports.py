@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ckpt_async.core.model import CheckpointId, Decided
 from ckpt_async.core.local_state import Local
+from ckpt_async.core.model import CheckpointId, Decided
 from ckpt_async.core.observe import NullObserver
 from ckpt_async.engine.loop import Engine
 from ckpt_async.errors import FailureReason

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ckpt_async.core.failures import Failure
-from ckpt_async.core.model import CheckpointId, Decided, Forgotten, JournalRow
 from ckpt_async.core.local_state import Local, fold
+from ckpt_async.core.model import CheckpointId, Decided, Forgotten, JournalRow
 from ckpt_async.core.observe import Observer
 from ckpt_async.engine.state import MAX_OUTCOMES
 from ckpt_async.errors import FailureReason

@@ -8,7 +8,21 @@ from ckpt_async.core import decide, retention
 from ckpt_async.core.backlog import supersedable
 from ckpt_async.core.decide import Forget, Keep, MoveLocalLatest, Policy, Remove
 from ckpt_async.core.local_state import Local, fold
-from ckpt_async.core.model import CheckpointId, Decided, Enqueued, Event, Failed, FileIdentity, JournalRow, Opened, Outcome, Released, Sealed, Shard, Superseded
+from ckpt_async.core.model import (
+    CheckpointId,
+    Decided,
+    Enqueued,
+    Event,
+    Failed,
+    FileIdentity,
+    JournalRow,
+    Opened,
+    Outcome,
+    Released,
+    Sealed,
+    Shard,
+    Superseded,
+)
 from ckpt_async.errors import FailureReason
 
 REASON = "the disk is full"

@@ -6,7 +6,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_async.core.local_state import Local, LocalShard, fold
-from ckpt_async.core.model import CheckpointId, Checksum, Decided, Enqueued, Event, Failed, FileIdentity, Forgotten, JournalRow, MadeDurable, MultipartOpened, Opened, Outcome, ReceiptStored, Released, Sealed, Shard, StoredShard, Verified
+from ckpt_async.core.model import (
+    CheckpointId,
+    Checksum,
+    Decided,
+    Enqueued,
+    Event,
+    Failed,
+    FileIdentity,
+    Forgotten,
+    JournalRow,
+    MadeDurable,
+    MultipartOpened,
+    Opened,
+    Outcome,
+    ReceiptStored,
+    Released,
+    Sealed,
+    Shard,
+    StoredShard,
+    Verified,
+)
 from ckpt_async.errors import FailureReason
 
 NAMES = ("a", "b")

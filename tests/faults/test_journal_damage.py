@@ -11,7 +11,21 @@ import pytest
 
 from ckpt_async.core import keys, records
 from ckpt_async.core.local_state import Local, LocalCheckpoint
-from ckpt_async.core.model import CheckpointId, Checksum, Decided, Enqueued, Event, Failed, MadeDurable, Opened, Outcome, Sealed, Shard, StoredShard, Verified
+from ckpt_async.core.model import (
+    CheckpointId,
+    Checksum,
+    Decided,
+    Enqueued,
+    Event,
+    Failed,
+    MadeDurable,
+    Opened,
+    Outcome,
+    Sealed,
+    Shard,
+    StoredShard,
+    Verified,
+)
 from ckpt_async.core.observe import NullObserver
 from ckpt_async.core.settings import Settings
 from ckpt_async.engine.loop import Engine

@@ -16,7 +16,30 @@ import pytest
 
 from ckpt_async.core import keys
 from ckpt_async.core.local_state import Local, fold
-from ckpt_async.core.model import CheckpointId, Checksum, Decided, Enqueued, Event, Failed, FileIdentity, Forgotten, Growing, MadeDurable, MultipartOpened, Opened, Outcome, ReceiptStored, Released, RemoteAddress, Retried, Sealed, Shard, StoredShard, Superseded, Verified
+from ckpt_async.core.model import (
+    CheckpointId,
+    Checksum,
+    Decided,
+    Enqueued,
+    Event,
+    Failed,
+    FileIdentity,
+    Forgotten,
+    Growing,
+    MadeDurable,
+    MultipartOpened,
+    Opened,
+    Outcome,
+    ReceiptStored,
+    Released,
+    RemoteAddress,
+    Retried,
+    Sealed,
+    Shard,
+    StoredShard,
+    Superseded,
+    Verified,
+)
 from ckpt_async.errors import FailureReason, FolderInUseError, JournalDamagedError, JournalError, NoSpaceError
 from ckpt_async.local import journal as journal_module
 from ckpt_async.local import journals

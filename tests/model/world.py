@@ -19,7 +19,25 @@ from typing import Any
 from unittest import mock
 
 from ckpt_async.core import keys, records
-from ckpt_async.core.model import Boundary, CheckpointId, Decided, Decision, Enqueued, Event, FileIdentity, Forgotten, Generation, JournalRow, Latest, Lease, MadeDurable, Opened, Outcome, Sealed, Shard
+from ckpt_async.core.model import (
+    Boundary,
+    CheckpointId,
+    Decided,
+    Decision,
+    Enqueued,
+    Event,
+    FileIdentity,
+    Forgotten,
+    Generation,
+    JournalRow,
+    Latest,
+    Lease,
+    MadeDurable,
+    Opened,
+    Outcome,
+    Sealed,
+    Shard,
+)
 from ckpt_async.core.naming import checkpoint_name
 from ckpt_async.core.observe import NullObserver
 from ckpt_async.core.retention import KeepLast

@@ -9,7 +9,27 @@ from pathlib import Path
 import pytest
 
 from ckpt_async.core.local_state import Local, fold
-from ckpt_async.core.model import CheckpointId, Checksum, Decided, Enqueued, Event, Failed, FileIdentity, Forgotten, JournalRow, MultipartOpened, Opened, Outcome, ReceiptStored, RemoteAddress, Sealed, Shard, StoredShard, Superseded, Verified
+from ckpt_async.core.model import (
+    CheckpointId,
+    Checksum,
+    Decided,
+    Enqueued,
+    Event,
+    Failed,
+    FileIdentity,
+    Forgotten,
+    JournalRow,
+    MultipartOpened,
+    Opened,
+    Outcome,
+    ReceiptStored,
+    RemoteAddress,
+    Sealed,
+    Shard,
+    StoredShard,
+    Superseded,
+    Verified,
+)
 from ckpt_async.errors import FailureReason, NoJournalError
 from ckpt_async.local.folder import Folder
 from ckpt_async.local.journal import Journal, RankLock
