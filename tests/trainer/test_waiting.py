@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ckpt_async import Uploader
-from ckpt_async.core import backlog, decide
+from ckpt_async.core import backlog
 from ckpt_async.core.decide import Receipts
 from ckpt_async.core.local_state import Local, LocalCheckpoint
 from ckpt_async.core.model import CheckpointId, Sealed
@@ -55,7 +55,7 @@ def test_the_oldest_of_many_waiting_checkpoints_is_reported() -> None:
 
 def test_the_lowest_delivered_rank_logs_first() -> None:
     """One line for a run of thousands; and if that rank has died since, the others speak."""
-    assert backlog.first_tell_s(Receipts((5, 2, 3)), 2) == decide.LONG_WAIT_S == 600
+    assert backlog.first_tell_s(Receipts((5, 2, 3)), 2) == backlog.LONG_WAIT_S == 600
     assert {backlog.first_tell_s(Receipts((5, 2, 3)), rank) for rank in (3, 5)} == {1200}
 
 
@@ -63,7 +63,7 @@ def test_waiting_ranks_report_a_rank_that_never_delivers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Real ranks on a real store; it ends with the commit."""
-    monkeypatch.setattr(decide, "LONG_WAIT_S", 0.2)
+    monkeypatch.setattr(backlog, "LONG_WAIT_S", 0.2)
     caplog.set_level(logging.WARNING, "ckpt_async")
 
     def ranks(*numbers: int) -> list[Uploader]:
