@@ -109,13 +109,20 @@ async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs)
     """Run `function` in a worker thread; when cancelled, wait for it all the same before leaving: descriptors and
     buffers are in use, and a closed descriptor's number is soon another file's.
     """
-    work = asyncio.ensure_future(asyncio.to_thread(function, *args, **kwargs))
+    return await result_of(asyncio.ensure_future(asyncio.to_thread(function, *args, **kwargs)), lambda: True)
+
+
+async def result_of(work: asyncio.Future[T], cancel: Callable[[], bool]) -> T:
+    """What `work` in a thread returns or raises. Cancelled, calls `cancel`, which says whether the thread still has
+    hold of what it was given: then waits until it has not.
+    """
     try:
         return await asyncio.shield(work)
     except asyncio.CancelledError:
-        while not work.done():
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait([work])
-        if not work.cancelled():
+        if cancel():
+            while not work.done():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait([work])
+        if not work.cancel() and not work.cancelled():
             work.exception()  # seen: the cancellation is what counts
         raise

@@ -62,7 +62,7 @@ _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")  # a lone surrogate h
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreOptions:
-    """How to reach and use a store. Only S3 and its relatives look at them.
+    """How to reach and use a store. Only S3 and S3-compatible stores look at them.
 
     `addressing_style` "auto" means path-style as soon as an endpoint is set, else what AWS wants.
     `put_args` go into every PutObject and CreateMultipartUpload as they are (`{"StorageClass": …}`).

@@ -23,7 +23,7 @@ class Digest:
     """A running checksum."""
 
     def __init__(self, algorithm: str) -> None:
-        self._algorithm = algorithm
+        self.algorithm = algorithm
         self._function, _, self._width = _ALGORITHMS[algorithm]
         self._value = 0
 
@@ -31,7 +31,7 @@ class Digest:
         self._value = self._function(data, self._value)
 
     def checksum(self) -> Checksum:
-        return _checksum(self._algorithm, self._value, self._width)
+        return _checksum(self.algorithm, self._value, self._width)
 
 
 def checksum_of(data: bytes | memoryview, algorithm: str) -> Checksum:

@@ -18,6 +18,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -27,10 +28,10 @@ from ckpt_async.errors import (
     IntegrityError,
     ObjectTooLargeError,
     PreconditionFailedError,
-    SourceError,
     StoreError,
 )
 from ckpt_async.stores import check_key, check_prefix, check_size
+from ckpt_async.stores.bodies import LocalWriter, send_in_thread
 from ckpt_async.stores.checksums import Digest
 from ckpt_async.stores.interface import (
     Body,
@@ -38,7 +39,6 @@ from ckpt_async.stores.interface import (
     Condition,
     Create,
     Enough,
-    Expected,
     Listing,
     Match,
     MultipartInfo,
@@ -47,7 +47,6 @@ from ckpt_async.stores.interface import (
     SmallGet,
     SmallPut,
     StoredPart,
-    known,
     put_one_by_one,
 )
 from ckpt_async.stores.tree import OWN, Tree, sync_folder, translating, unlink_if_there
@@ -101,15 +100,14 @@ class DirectoryStore:
         """Nothing is held open between calls."""
 
     async def put(
-        self, key: str, body: Body, checksum: Expected, *, condition: Condition = None
+        self, key: str, body: Body, checksum: Checksum, *, condition: Condition = None
     ) -> ObjectInfo:
         self._check_key(key, "put")
-        checksum = await known(checksum)
         with translating("put", key):
             temporary, descriptor = await in_thread(self._tree.create_temporary)
             try:
                 try:
-                    await _write(descriptor, body, key)
+                    await send_in_thread(body, LocalWriter(partial(_write_all, descriptor)))
                     stored = await in_thread(_sync_and_read_back, descriptor, checksum.algorithm)
                 finally:
                     os.close(descriptor)
@@ -166,7 +164,7 @@ class DirectoryStore:
         _refuse_multipart("create_multipart", key)
 
     async def put_part(
-        self, key: str, upload_id: str, number: int, body: Body, checksum: Expected
+        self, key: str, upload_id: str, number: int, body: Body, checksum: Checksum | None
     ) -> StoredPart:
         _refuse_multipart("put_part", key)
 
@@ -314,18 +312,6 @@ class DirectoryStore:
                     found.append(_info(key, entry.stat(follow_symlinks=False)))
         self._tree.check_there("list", prefix)
         return Listing(tuple(sorted(found, key=lambda info: info.key)), now)
-
-
-async def _write(descriptor: int, body: Body, key: str) -> None:
-    written = 0
-    async for chunk in body.chunks():
-        await in_thread(_write_all, descriptor, chunk)
-        written += len(chunk)
-    if written != body.size_bytes:
-        raise SourceError(
-            f"the body of {key!r} gave {written} of {body.size_bytes} bytes",
-            reason=FailureReason.SOURCE_CHANGED,
-        )
 
 
 def _write_all(descriptor: int, data: memoryview) -> None:

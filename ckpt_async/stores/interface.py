@@ -8,7 +8,7 @@ Every method makes exactly one attempt (retries and deadlines belong to the engi
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,6 +25,7 @@ class Capabilities:
     min_part_size_bytes: int = 5 << 20  # S3: every part but the last
     max_parts: int = 10_000  # S3 user guide, multipart upload limits
     max_put_size_bytes: int = 5 << 30  # S3: largest single PUT
+    trailing_checksums: bool = False  # `put_part` may find the checksum while it sends
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,35 +87,8 @@ class Match:
 Condition = Create | Match | None
 
 
-class Body(Protocol):
-    """Bytes to send, in slices that are valid only until the next one is asked for.
-
-    `chunks` may be called again for another attempt and then starts from the beginning. It raises
-    `SourceError` when the file beneath is no longer the one that was enqueued.
-    """
-
-    @property
-    def size_bytes(self) -> int: ...
-
-    def chunks(self) -> AsyncIterator[memoryview]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class BytesBody:
-    """A small body held in memory."""
-
-    data: bytes
-
-    @property
-    def size_bytes(self) -> int:
-        return len(self.data)
-
-    async def chunks(self) -> AsyncIterator[memoryview]:
-        yield memoryview(self.data)
-
-
 class BodyWriter(Protocol):
-    """The way to a store for a body in a worker thread. Both methods block; what they raise ends the attempt."""
+    """Where a body writes itself to. All of it blocks; what is raised ends the attempt."""
 
     @property
     def takes_files(self) -> bool:
@@ -130,6 +104,37 @@ class BodyWriter(Protocol):
         TimeoutError for trouble of the connection, any other OSError for trouble of the file.
         """
         ...
+
+    def wait(self, duration_s: float) -> None:
+        """Hold back for a bandwidth cap. Raises as soon as the attempt is over."""
+        ...
+
+
+class Body(Protocol):
+    """Bytes to send."""
+
+    @property
+    def size_bytes(self) -> int: ...
+
+    def send(self, writer: BodyWriter) -> None:
+        """Write all of it in order; for another attempt again from the beginning. Blocks: a store calls it in a worker
+        thread. Raises SourceError when the file beneath is no longer the one that was enqueued.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class BytesBody:
+    """A small body held in memory."""
+
+    data: bytes
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.data)
+
+    def send(self, writer: BodyWriter) -> None:
+        writer.write(memoryview(self.data))
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,13 +156,6 @@ class SmallGet:
 
 Sink = Callable[[memoryview], None]
 
-# A checksum, or what finds it by reading the body: then a store that can finds it while it sends.
-Expected = Checksum | Callable[[], Awaitable[Checksum]]
-
-
-async def known(checksum: Expected) -> Checksum:
-    return checksum if isinstance(checksum, Checksum) else await checksum()
-
 
 class Store(Protocol):
     """An object store under one prefix."""
@@ -169,7 +167,7 @@ class Store(Protocol):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Known after `open`."""
+        """Known after `open`. Only `trailing_checksums` may change."""
         ...
 
     async def open(self, *, is_read_only: bool = False) -> None:
@@ -185,12 +183,10 @@ class Store(Protocol):
         ...
 
     async def put(
-        self, key: str, body: Body, checksum: Expected, *, condition: Condition = None
+        self, key: str, body: Body, checksum: Checksum, *, condition: Condition = None
     ) -> ObjectInfo:
         """Store one object whole, or nothing. On return it is durable in the store, and the returned size
         and checksum are the store's own answer (None if it gave none: then ask `head`).
-
-        If `checksum` is not known yet, the body knows on return: it was asked, or told what was sent (see FileBody).
 
         Raises PreconditionFailedError if the condition does not hold *or a lost reply makes it look so*;
         IntegrityError if the bytes that arrived do not have `checksum`.
@@ -242,9 +238,11 @@ class Store(Protocol):
         ...
 
     async def put_part(
-        self, key: str, upload_id: str, number: int, body: Body, checksum: Expected
+        self, key: str, upload_id: str, number: int, body: Body, checksum: Checksum | None
     ) -> StoredPart:
-        """Send one part; verified by the store against `checksum`, which is as in `put`."""
+        """Send one part, verified by the store against `checksum`, which the answer repeats. None, where
+        `capabilities.trailing_checksums` allows it: it is found while the bytes are sent, and follows them.
+        """
         ...
 
     async def list_parts(self, key: str, upload_id: str) -> Sequence[StoredPart]:

@@ -20,10 +20,10 @@ from ckpt_async.errors import (
     ObjectNotFoundError,
     ObjectTooLargeError,
     PreconditionFailedError,
-    SourceError,
     StoreError,
 )
 from ckpt_async.stores import check_key, check_prefix, check_size
+from ckpt_async.stores.bodies import collected
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.interface import (
     Body,
@@ -31,7 +31,6 @@ from ckpt_async.stores.interface import (
     Condition,
     Create,
     Enough,
-    Expected,
     Listing,
     Match,
     MultipartInfo,
@@ -40,7 +39,6 @@ from ckpt_async.stores.interface import (
     SmallGet,
     SmallPut,
     StoredPart,
-    known,
     put_one_by_one,
 )
 
@@ -116,10 +114,9 @@ class MemoryStore:
         await asyncio.sleep(0)
 
     async def put(
-        self, key: str, body: Body, checksum: Expected, *, condition: Condition = None
+        self, key: str, body: Body, checksum: Checksum, *, condition: Condition = None
     ) -> ObjectInfo:
         check_key(key, "put")
-        checksum = await known(checksum)
         data = await _receive(body, checksum, "put", key)
         with self._bucket.lock:
             current = self._bucket.objects.get(self._root + key)
@@ -200,11 +197,11 @@ class MemoryStore:
             return upload_id
 
     async def put_part(
-        self, key: str, upload_id: str, number: int, body: Body, checksum: Expected
+        self, key: str, upload_id: str, number: int, body: Body, checksum: Checksum | None
     ) -> StoredPart:
         with self._bucket.lock:
             self._find_upload(key, upload_id, "put_part")  # S3 says so before it looks at the bytes
-        checksum = await known(checksum)
+        assert checksum is not None, "not promised by the capabilities"
         data = await _receive(body, checksum, "put_part", key)
         with self._bucket.lock:
             upload = self._find_upload(key, upload_id, "put_part")
@@ -314,13 +311,7 @@ class MemoryStore:
 
 async def _receive(body: Body, checksum: Checksum, operation: str, key: str) -> bytes:
     """Take the whole body in, then yield once: a cancelled request has changed nothing."""
-    data = b"".join([bytes(chunk) async for chunk in body.chunks()])
-    await asyncio.sleep(0)
-    if len(data) != body.size_bytes:
-        raise SourceError(
-            f"the body of {key!r} gave {len(data)} of {body.size_bytes} bytes",
-            reason=FailureReason.SOURCE_CHANGED,
-        )
+    data = await collected(body)
     if checksum_of(data, checksum.algorithm) != checksum:
         raise IntegrityError("the bytes do not have the declared checksum", operation=operation, key=key)
     return data

@@ -18,7 +18,7 @@ from ckpt_async.errors import CkptAsyncError
 from ckpt_async.stores.interface import Store, StoredPart
 from ckpt_async.transfer.patient import PatientStore
 from ckpt_async.transfer.progress import Progress
-from ckpt_async.transfer.upload import MIB, FileBody, PlannedPart, Resume, Source
+from ckpt_async.transfer.upload import MIB, PlannedPart, Resume, Source, send_part
 
 logger = logging.getLogger(__name__)
 
@@ -105,10 +105,7 @@ class _Upload:
 
     async def _send(self, part: PlannedPart) -> StoredPart:
         async def attempt(once: Store, progress: Progress) -> StoredPart:
-            algorithm = once.capabilities.checksum_algorithm
-            body = FileBody(self._source, part.offset, part.size_bytes, progress, algorithm)
-            have = await once.put_part(self._key, self.id, part.number, body, body.checksum)
-            return StoredPart(part.number, part.size_bytes, have.etag, await body.checksum())
+            return await send_part(once, self._source, self._key, self.id, part, progress)
 
         try:
             return await self._store.bulk("upload_part", part.size_bytes, attempt)

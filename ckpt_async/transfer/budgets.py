@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -28,30 +29,29 @@ class Budgets:
 
 class Bandwidth:
     """A token bucket that may go into debt: whoever takes more than is there waits until it is paid back, so one
-    slice larger than the bucket needs no special case. It holds a tenth of a second's worth.
+    slice larger than the bucket needs no special case. It holds a tenth of a second's worth. Threads may use it.
     """
 
     def __init__(self, bytes_per_s: float) -> None:
         self._bytes_per_s = bytes_per_s  # 0: no cap
         self._free = self._burst = bytes_per_s / 10
         self._counted_at = float("-inf")
-
-    @property
-    def is_capped(self) -> bool:
-        return self._bytes_per_s > 0
+        self._lock = threading.Lock()
 
     def reserve(self, size_bytes: int, now: float) -> float:
         """Take `size_bytes` and return for how many seconds the taker must wait before it sends them."""
         if not self._bytes_per_s:
             return 0.0
-        self._free = min(self._burst, self._free + max(0.0, now - self._counted_at) * self._bytes_per_s)
-        self._counted_at = now
-        self._free -= size_bytes
-        return max(0.0, -self._free / self._bytes_per_s)
+        with self._lock:
+            self._free = min(self._burst, self._free + max(0.0, now - self._counted_at) * self._bytes_per_s)
+            self._counted_at = now
+            self._free -= size_bytes
+            return max(0.0, -self._free / self._bytes_per_s)
 
     def give_back(self, size_bytes: int) -> None:
         """What was reserved is not sent after all."""
-        self._free = min(self._burst, self._free + size_bytes)
+        with self._lock:
+            self._free = min(self._burst, self._free + size_bytes)
 
 
 class Lane:

@@ -319,7 +319,8 @@ class PatientStore:
             try:
                 async with asyncio.timeout_at(min(deadline, began + settings.stall_timeout_s)) as scope:
                     progress = Progress(scope, deadline, settings.stall_timeout_s, budgets.bandwidth)
-                    result = await attempt(progress)
+                    with progress:
+                        result = await attempt(progress)
             except StoreError as error:
                 if error.reason is FailureReason.THROTTLED:
                     budgets.bulk.throttled(began, loop.time())

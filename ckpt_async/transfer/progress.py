@@ -17,7 +17,9 @@ TELL_S = 0.1
 
 
 class Progress:
-    """Told of every byte that moves; keeps the attempt's stall deadline ahead of it."""
+    """Told of every byte that moves; keeps the attempt's stall deadline ahead of it. Around the attempt: what a thread
+    has told may be heard only afterwards.
+    """
 
     def __init__(
         self, scope: asyncio.Timeout, deadline: float, stall_timeout_s: float, bandwidth: Bandwidth
@@ -25,26 +27,45 @@ class Progress:
         self._loop = asyncio.get_running_loop()
         self.moved_at: float | None = None
         self._scope, self._deadline, self._stall_timeout_s = scope, deadline, stall_timeout_s
-        self._bandwidth = bandwidth
+        self._bandwidth, self._is_over = bandwidth, False
         self._tell_every_s = min(TELL_S, stall_timeout_s / 4)
         self._tell_at = time.monotonic() + self._tell_every_s
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over = True
 
     async def may_send(self, size_bytes: int) -> None:
         """Wait until the bandwidth cap lets this many more bytes go. Being held back is not a stall."""
         held_s = self._bandwidth.reserve(size_bytes, self._loop.time())
-        if held_s > 0 and not self._scope.expired():
-            self._deadline += held_s
-            self._scope.reschedule(min(self._deadline, self._loop.time() + held_s + self._stall_timeout_s))
+        if held_s > 0:
+            self._held(held_s)
             try:
                 await asyncio.sleep(held_s)
             except BaseException:
                 self._bandwidth.give_back(size_bytes)  # or those that go on would pay for it
                 raise
 
-    @property
-    def is_paced(self) -> bool:
-        """Whether a bandwidth cap may make `may_send` wait."""
-        return self._bandwidth.is_capped
+    def may_send_in_thread(self, size_bytes: int, wait: Callable[[float], None]) -> None:
+        """`may_send`, for a worker thread that waits by `wait`."""
+        held_s = self._bandwidth.reserve(size_bytes, self._loop.time())
+        if held_s > 0:
+            self._loop.call_soon_threadsafe(self._held, held_s)
+            try:
+                wait(held_s)
+            except BaseException:
+                self._bandwidth.give_back(size_bytes)
+                raise
+
+    def not_sent(self, size_bytes: int) -> None:
+        """So much less than `may_send` allowed."""
+        self._bandwidth.give_back(size_bytes)
+
+    def _held(self, held_s: float) -> None:
+        self._deadline += held_s
+        self._reschedule(min(self._deadline, self._loop.time() + held_s + self._stall_timeout_s))
 
     def moved_in_thread(self, *, is_last: bool = False) -> None:
         """`moved`, for a worker thread, which may call it for every slice: the event loop is told now and then, and of
@@ -58,9 +79,12 @@ class Progress:
     def moved(self, *, is_last: bool = False) -> None:
         """Bytes moved. After the last one only the overall deadline counts: the store may need time."""
         self.moved_at = self._loop.time()
-        if not self._scope.expired():
-            stalled_at = self.moved_at + self._stall_timeout_s
-            self._scope.reschedule(self._deadline if is_last else min(self._deadline, stalled_at))
+        stalled_at = self.moved_at + self._stall_timeout_s
+        self._reschedule(self._deadline if is_last else min(self._deadline, stalled_at))
+
+    def _reschedule(self, at: float) -> None:
+        if not self._is_over and not self._scope.expired():
+            self._scope.reschedule(at)
 
 
 class Silence:

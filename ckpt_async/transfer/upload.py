@@ -188,98 +188,59 @@ class Source:
         )
 
 
-_NOWAIT = getattr(os, "RWF_NOWAIT", 0)  # Linux: read only what is in the page cache
-
-
 class FileBody:
-    """A range of a shard as a request body; reads one slice at a time into its one buffer."""
+    """A range of a shard as a request body."""
 
-    def __init__(
-        self, source: Source, offset: int, size_bytes: int, progress: Progress, algorithm: str
-    ) -> None:
+    def __init__(self, source: Source, offset: int, size_bytes: int, progress: Progress) -> None:
         self._source, self._offset, self._size_bytes, self._progress = source, offset, size_bytes, progress
-        self._algorithm = algorithm
-        self._checksum: Checksum | None = None
 
     @property
     def size_bytes(self) -> int:
         return self._size_bytes
 
-    async def checksum(self) -> Checksum:
-        """Of what was sent in a thread with a digest, else of the range, which is read for it the first time."""
-        if self._checksum is None:
-            self._checksum = await self._source.checksum(
-                self._offset, self._size_bytes, self._algorithm, self._progress.moved
-            )
-        return self._checksum
-
-    async def chunks(self) -> AsyncIterator[memoryview]:
-        buffer = memoryview(bytearray(min(SLICE_BYTES, max(self._size_bytes, 1))))
-        offset, end = self._offset, self._offset + self._size_bytes
-        while offset < end:
-            piece = buffer[: min(len(buffer), end - offset)]
-            await self._fill(piece, offset)
-            offset += len(piece)
-            await self._progress.may_send(len(piece))
-            yield piece
-            self._progress.moved(is_last=offset == end)
-        self._source.check()
-
-    @property
-    def is_paced(self) -> bool:
-        return self._progress.is_paced
-
-    def send_in_thread(self, outgoing: BodyWriter, digest: Digest | None = None) -> None:
-        """`chunks`, for a worker thread and a way out that blocks; not where a bandwidth cap paces them. A `digest` is
-        given what is written, for `outgoing` then takes no files.
-
-        Where it can, the kernel sends the file's own pages: measured, that halves the CPU of an upload. They were read
-        for the checksum a moment ago, so that this rarely waits for the disk; what is written to the file meanwhile
-        fails that checksum in the store.
+    def send(self, writer: BodyWriter) -> None:
+        """Where it can, the kernel sends the file's own pages: measured, that halves the CPU of an upload. They were
+        read for the checksum a moment ago, so that this rarely waits for the disk; what is written to the file
+        meanwhile fails that checksum in the store. Else it goes through one small buffer.
         """
-        source, offset, end = self._source, self._offset, self._offset + self._size_bytes
-        now = time.monotonic()
-        send_bytes = FIRST_SEND_BYTES
-        buffer: memoryview | None = None
-        takes_files = outgoing.takes_files
+        offset, end = self._offset, self._offset + self._size_bytes
+        takes_files, buffer = writer.takes_files, memoryview(b"")
+        now, send_bytes = time.monotonic(), FIRST_SEND_BYTES
         while offset < end:
-            if takes_files:
-                try:
-                    count = outgoing.send_file(source.descriptor, offset, min(send_bytes, end - offset))
-                except (ConnectionError, TimeoutError):
-                    raise
-                except OSError as error:
-                    if error.errno not in _NO_SENDFILE:
-                        raise source.unreadable(error) from error
-                    takes_files = False
-                    continue
-                if count == 0:
-                    raise source.truncated()
-            else:
+            most = SEND_BYTES if takes_files else THREAD_SLICE_BYTES
+            size_bytes = min(send_bytes, most, end - offset)
+            self._progress.may_send_in_thread(size_bytes, writer.wait)
+            count = self._send_file(writer, offset, size_bytes) if takes_files else None
+            if count is None:
+                takes_files = False
                 buffer = buffer or memoryview(bytearray(min(THREAD_SLICE_BYTES, end - offset)))
-                count = min(send_bytes, len(buffer), end - offset)
-                source.read_into(buffer[:count], offset)
-                if digest is not None:
-                    digest.update(buffer[:count])
-                outgoing.write(buffer[:count])
+                piece = buffer[:size_bytes]
+                self._source.read_into(piece, offset)
+                writer.write(piece)
+                count = len(piece)
+            if count < size_bytes:
+                self._progress.not_sent(size_bytes - count)
             offset += count
             # This returns when all is sent: on a slow link, so much that it would pass for a stall.
             began, now = now, time.monotonic()
             is_fast = now - began < TELL_S
             send_bytes = min(2 * send_bytes, SEND_BYTES) if is_fast else max(send_bytes // 2, MIN_SEND_BYTES)
             self._progress.moved_in_thread(is_last=offset == end)
-        source.check()
-        if digest is not None:
-            self._checksum = digest.checksum()
+        self._source.check()
 
-    async def _fill(self, piece: memoryview, offset: int) -> None:
-        if _NOWAIT:
-            try:
-                self._source.read_into(piece, offset, _NOWAIT)
-                return
-            except (BlockingIOError, StoreError):
-                pass  # not in the page cache, or a file system without RWF_NOWAIT
-        await asyncio.to_thread(self._source.read_into, piece, offset)
+    def _send_file(self, writer: BodyWriter, offset: int, size_bytes: int) -> int | None:
+        """How much the kernel took; None where it sends no files."""
+        try:
+            count = writer.send_file(self._source.descriptor, offset, size_bytes)
+        except (ConnectionError, TimeoutError):
+            raise
+        except OSError as error:
+            if error.errno in _NO_SENDFILE:
+                return None
+            raise self._source.unreadable(error) from error
+        if count == 0:
+            raise self._source.truncated()
+        return count
 
 
 # --- one shard ---------------------------------------------------------------------------------------------
@@ -348,8 +309,10 @@ async def _find(store: PatientStore, source: Source, key: str) -> Checksum | Non
 
 async def _put(store: PatientStore, source: Source, key: str) -> tuple[ObjectInfo, Checksum]:
     async def attempt(once: Store, progress: Progress) -> tuple[ObjectInfo, Checksum]:
-        body = FileBody(source, 0, source.size_bytes, progress, once.capabilities.checksum_algorithm)
-        return await once.put(key, body, body.checksum), await body.checksum()
+        algorithm = once.capabilities.checksum_algorithm
+        checksum = await source.checksum(0, source.size_bytes, algorithm, progress.moved)
+        body = FileBody(source, 0, source.size_bytes, progress)
+        return await once.put(key, body, checksum), checksum
 
     return await _unless_changed(source, store.bulk("put", source.size_bytes, attempt))
 
@@ -386,11 +349,14 @@ async def _multipart(
 
     async def send(part: PlannedPart) -> StoredPart:
         async def attempt(once: Store, progress: Progress) -> StoredPart:
-            body = FileBody(source, part.offset, part.size_bytes, progress, algorithm)
             have = there.get(part.number)
-            if have is None or not await _is_same(source, part, have, await body.checksum()):
-                have = await once.put_part(key, resume.upload_id, part.number, body, body.checksum)
-            return StoredPart(part.number, part.size_bytes, have.etag, await body.checksum())
+            if have is None:
+                return await send_part(once, source, key, resume.upload_id, part, progress)
+            checksum = await source.checksum(part.offset, part.size_bytes, algorithm, progress.moved)
+            if await _is_same(source, part, have, checksum):
+                return StoredPart(part.number, part.size_bytes, have.etag, checksum)
+            body = FileBody(source, part.offset, part.size_bytes, progress)
+            return await once.put_part(key, resume.upload_id, part.number, body, checksum)
 
         have = await _unless_changed(source, store.bulk("upload_part", part.size_bytes, attempt))
         sent(part.size_bytes)
@@ -401,6 +367,18 @@ async def _multipart(
     await asyncio.to_thread(source.check)
     info = await store.complete_multipart(key, resume.upload_id, parts, whole, source.size_bytes)
     return info, whole
+
+
+async def send_part(
+    store: Store, source: Source, key: str, upload_id: str, part: PlannedPart, progress: Progress
+) -> StoredPart:
+    """One attempt. The answer has the checksum of what was sent."""
+    checksum = None
+    if not store.capabilities.trailing_checksums:
+        algorithm = store.capabilities.checksum_algorithm
+        checksum = await source.checksum(part.offset, part.size_bytes, algorithm, progress.moved)
+    body = FileBody(source, part.offset, part.size_bytes, progress)
+    return await store.put_part(key, upload_id, part.number, body, checksum)
 
 
 async def _is_same(source: Source, part: PlannedPart, have: StoredPart, checksum: Checksum) -> bool:

@@ -21,6 +21,7 @@ from ckpt_async.errors import FailureReason, StoreError
 from ckpt_async.local.filesystems import filesystem_of
 from ckpt_async.local.folder import Folder
 from ckpt_async.stores import open_store
+from ckpt_async.stores.bodies import collected
 from ckpt_async.stores.interface import Body, Condition, MultipartInfo, ObjectInfo
 from ckpt_async.stores.memory import MemoryBucket, MemoryStore
 
@@ -187,7 +188,7 @@ class Weak(MemoryStore):
         self, key: str, body: Body, checksum: Checksum, *, condition: Condition = None
     ) -> ObjectInfo:
         self._check("put")
-        data = b"".join([bytes(each) async for each in body.chunks()])
+        data = await collected(body)
         return self._store(key, data, f'"{len(data)}"', checksum)
 
     async def get(self, key: str, *, max_size_bytes: int) -> tuple[bytes, ObjectInfo]:

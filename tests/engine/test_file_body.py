@@ -35,6 +35,12 @@ class Moves:
     def __init__(self) -> None:
         self.lasts: list[bool] = []
 
+    def may_send_in_thread(self, size_bytes: int, wait: Callable[[float], None]) -> None:
+        pass
+
+    def not_sent(self, size_bytes: int) -> None:
+        pass
+
     def moved_in_thread(self, *, is_last: bool = False) -> None:
         self.lasts.append(is_last)
 
@@ -85,7 +91,7 @@ class Link:
 
     def send(self, source: Source, moves: Moves | None = None) -> "Future[Any]":
         progress: Any = moves or Moves()
-        body = FileBody(source, OFFSET, SIZE - OFFSET, progress, "crc64nvme")
+        body = FileBody(source, OFFSET, SIZE - OFFSET, progress)
         return self._pool.submit(Exchange(self.near, PATIENCE_S).make, HEAD, body)
 
     def receive(self, size_bytes: int) -> bytes:

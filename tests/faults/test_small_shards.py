@@ -10,7 +10,7 @@ import pytest
 
 from ckpt_async import CheckpointAbortedError, Uploader, restore
 from ckpt_async.core.model import CheckpointId
-from ckpt_async.stores.http.series import Put, SmallUploads
+from ckpt_async.stores.http.series import SmallRequest, SmallUploads
 from tests.faults.oracle import Oracle
 from tests.faults.processes import Nursery
 from tests.faults.proxy import Fault, FaultProxy
@@ -47,11 +47,11 @@ def series(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     original = SmallUploads.put_many
 
-    async def noting(self: SmallUploads, url: str, puts: Iterator[Put], answered: Any) -> Any:
+    async def noting(self: SmallUploads, url: str, puts: Iterator[SmallRequest], answered: Any) -> Any:
         place = len(found)
         found.append(0)
 
-        def counted() -> Iterator[Put]:
+        def counted() -> Iterator[SmallRequest]:
             for put in puts:
                 found[place] += 1
                 yield put

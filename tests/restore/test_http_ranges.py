@@ -10,6 +10,7 @@ import subprocess
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
@@ -26,7 +27,8 @@ from ckpt_async.stores.http import downloads as http_ranges
 from ckpt_async.stores.http.downloads import BUFFER_BYTES, Check, Downloads
 from ckpt_async.stores.http.messages import Response
 from ckpt_async.stores.interface import BytesBody
-from ckpt_async.stores.s3 import client
+from ckpt_async.stores.s3 import reading
+from ckpt_async.stores.s3.reading import SignedUrl
 from tests.restore.runs import Run, content, files_of, is_whole
 from tests.stores.ambiguous import AMBIGUOUS
 
@@ -963,25 +965,25 @@ def test_ranges_of_an_object_share_one_signature(
     """For a minute; and anew at once when the store refuses, for the credentials may have been replaced."""
     now_s, spoil = 1000.0, False
     signed: list[str] = []
-    monkeypatch.setattr(client, "time", SimpleNamespace(monotonic=lambda: now_s, time=time.time))
+    monkeypatch.setattr(reading, "time", SimpleNamespace(monotonic=lambda: now_s, time=time.time))
 
     async def main() -> None:
         nonlocal now_s, spoil
         store = open_store(s3_url)
         await store.open()
-        sign = store._sign_to_get
+        sign = store._reader._sign
 
-        async def noted(name: str) -> tuple[str, bool]:
+        async def noted(name: str) -> SignedUrl:
             signed.append(name.rpartition("/")[2])
-            url, is_proxied = await sign(name)
-            return url.replace("Signature=", "Signature=0") if spoil else url, is_proxied
+            found = await sign(name)
+            return replace(found, url=found.url.replace("Signature=", "Signature=0")) if spoil else found
 
         async def get(key: str) -> bytes:
             found = bytearray()
             await store.get_range(key, 1, 8, found.extend)
             return bytes(found)
 
-        monkeypatch.setattr(store, "_sign_to_get", noted)
+        monkeypatch.setattr(store._reader, "_sign", noted)
         try:
             for key in ("a", "b"):
                 data = f"0{key * 8}9".encode()

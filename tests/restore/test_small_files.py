@@ -22,7 +22,8 @@ from ckpt_async.restore import partial, session
 from ckpt_async.restore.destination import PARTIAL_FOLDER
 from ckpt_async.stores.directory import DirectoryStore
 from ckpt_async.stores.http.downloads import Downloads
-from ckpt_async.stores.s3 import client
+from ckpt_async.stores.s3 import reading
+from ckpt_async.stores.s3 import session as session_module
 from ckpt_async.stores.s3.client import S3Store
 from ckpt_async.stores.tree import Tree
 from ckpt_async.transfer.upload import SMALL_BYTES
@@ -444,6 +445,7 @@ def test_proxy_settings_are_not_looked_up_per_file(
         looked.append(url)
         return False
 
-    monkeypatch.setattr(client, "has_proxy", noted)
+    for module in (reading, session_module):
+        monkeypatch.setattr(module, "has_proxy", noted)
     assert is_whole(restore.fetch(checkpoint, tmp_path / "there"), FILES)
     assert 1 <= len(looked) <= 3  # and for the lease

@@ -7,12 +7,13 @@ Everything here is what a real, strongly consistent S3 may do to a client. A lis
 import asyncio
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckpt_async.core.model import Checksum
 from ckpt_async.errors import FailureReason, StoreError
+from ckpt_async.stores.bodies import collected
 from ckpt_async.stores.interface import Body, BytesBody, Capabilities, Condition, Enough, Listing, ObjectInfo
 from ckpt_async.stores.memory import CAPABILITIES, MemoryBucket, MemoryStore
 from tests.simulation.processes import Process
@@ -138,14 +139,12 @@ class FaultyStore:
         self, operation: str, key: str, body: Body, make: Callable[[Body], Awaitable[Any]]
     ) -> Any:
         """A request with a body, which may stop moving, or be all on its way when the client is gone."""
-        body = _Observed(body)
 
         async def stop() -> None:
-            body.is_stopped = True
-            await make(body)
+            await _forever()
 
         async def arrive() -> Callable[[], Awaitable[Any]]:
-            data = b"".join([bytes(each) async for each in body.chunks()])
+            data = await collected(body)
             return lambda: make(BytesBody(data))
 
         return await self._request(operation, key, lambda: make(body), stop=stop, arrive=arrive)
@@ -227,23 +226,6 @@ class FaultyStore:
         pages = [each for each in first.objects if each.key <= last]
         pages += [each for each in second.objects if each.key > last]
         return Listing(tuple(pages), first.server_time)
-
-
-class _Observed:
-    """A body that can be made to stop."""
-
-    def __init__(self, body: Body) -> None:
-        self._body, self.is_stopped = body, False
-
-    @property
-    def size_bytes(self) -> int:
-        return self._body.size_bytes
-
-    async def chunks(self) -> AsyncIterator[memoryview]:
-        if self.is_stopped:
-            await _forever()
-        async for chunk in self._body.chunks():
-            yield chunk
 
 
 async def _forever() -> None:

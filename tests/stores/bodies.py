@@ -1,10 +1,8 @@
 """Bodies for tests of stores."""
 
-from collections.abc import AsyncIterator
-
 from ckpt_async.errors import FailureReason, SourceError
 from ckpt_async.stores.checksums import checksum_of
-from ckpt_async.stores.interface import BytesBody
+from ckpt_async.stores.interface import BodyWriter, BytesBody
 
 
 def crc(data: bytes):
@@ -27,12 +25,12 @@ class ReusingBody:
     def size_bytes(self) -> int:
         return len(self.data)
 
-    async def chunks(self) -> AsyncIterator[memoryview]:
+    def send(self, writer: BodyWriter) -> None:
         buffer = bytearray(self.slice_bytes)
         for start in range(0, len(self.data), self.slice_bytes):
             piece = self.data[start : start + self.slice_bytes]
             buffer[: len(piece)] = piece
-            yield memoryview(buffer)[: len(piece)]
+            writer.write(memoryview(buffer)[: len(piece)])
             buffer[:] = b"\xff" * self.slice_bytes
 
 
@@ -43,14 +41,10 @@ class ChangedBody:
         self.size_bytes = size_bytes
         self.good_bytes = good_bytes
         self.error = SourceError("the file was overwritten", reason=FailureReason.SOURCE_CHANGED)
-        self.is_closed = False
 
-    async def chunks(self) -> AsyncIterator[memoryview]:
-        try:
-            yield memoryview(bytes(self.good_bytes))
-            raise self.error
-        finally:
-            self.is_closed = True
+    def send(self, writer: BodyWriter) -> None:
+        writer.write(memoryview(bytes(self.good_bytes)))
+        raise self.error
 
 
 class ShortBody(BytesBody):

@@ -10,16 +10,12 @@ from ckpt_async.errors import FailureReason, StoreError
 from ckpt_async.stores import StoreOptions, open_store
 from ckpt_async.stores.http.downloads import Downloads
 from ckpt_async.stores.http.messages import Response
-from ckpt_async.stores.http.series import SmallUploads
+from ckpt_async.stores.http.series import SmallRequest, SmallUploads
 from ckpt_async.stores.http.uploads import Uploads
+from ckpt_async.stores.interface import BytesBody
 from tests.stores.bodies import put
 from tests.stores.peer import Peer, answer
 from tests.stores.test_s3_errors import credentials as given_credentials  # noqa: F401  a fixture
-
-
-class OneSlice:
-    def send_in_thread(self, outgoing) -> None:
-        outgoing.write(memoryview(b"body"))
 
 
 async def get(downloads: Downloads, url: str) -> Response:
@@ -27,13 +23,13 @@ async def get(downloads: Downloads, url: str) -> Response:
 
 
 async def put_body(uploads: Uploads, url: str) -> Response:
-    return await uploads.put(url, {"Content-Length": "4"}, OneSlice())
+    return await uploads.put(url, {"Content-Length": "4"}, BytesBody(b"body"))
 
 
 async def put_many(uploads: SmallUploads, url: str) -> Response:
-    puts = iter([(b"PUT / HTTP/1.1\r\nContent-Length: 4\r\n\r\n", b"body")])
+    puts = iter([SmallRequest("key", b"PUT / HTTP/1.1\r\nContent-Length: 4\r\n\r\n", b"body")])
     answers: list[Response] = []
-    await uploads.put_many(url, puts, answers.append)
+    await uploads.put_many(url, puts, lambda _, response: answers.append(response))
     return answers[0]
 
 

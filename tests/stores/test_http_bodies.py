@@ -27,7 +27,7 @@ from ckpt_async.stores.http import connections, messages
 from ckpt_async.stores.http import uploads as http_bodies
 from ckpt_async.stores.http.messages import Response
 from ckpt_async.stores.http.uploads import Uploads
-from ckpt_async.stores.interface import BodyWriter
+from ckpt_async.stores.interface import BodyWriter, BytesBody
 from ckpt_async.transfer.upload import FileBody, Source
 from tests.faults.proxy import FaultProxy
 from tests.restore.test_http_ranges import PATIENCE_S, Talk, _request, _Server
@@ -52,7 +52,7 @@ class Slices:
         self.is_being_sent = False
         self.threads: set[str] = set()
 
-    def send_in_thread(self, outgoing: BodyWriter) -> None:
+    def send(self, writer: BodyWriter) -> None:
         self.is_being_sent = True
         self.threads.add(threading.current_thread().name)
         buffer = bytearray(self._slice_bytes)
@@ -62,7 +62,7 @@ class Slices:
                     raise SourceError("it was overwritten", reason=FailureReason.SOURCE_CHANGED)
                 piece = self._data[start : start + len(buffer)]
                 buffer[: len(piece)] = piece
-                outgoing.write(memoryview(buffer)[: len(piece)])
+                writer.write(memoryview(buffer)[: len(piece)])
         finally:
             self.is_being_sent = False
 
@@ -342,6 +342,65 @@ def test_a_cancelled_upload_releases_the_body(run: Any, wire: Wire) -> None:
     run(main())
 
 
+class Held(Slices):
+    """Waits for a bandwidth cap."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits = threading.Event()
+
+    def send(self, writer: BodyWriter) -> None:
+        writer.write(memoryview(DATA)[:MIB])
+        self.waits.set()
+        writer.wait(3600)
+        writer.write(memoryview(DATA)[MIB:])
+
+
+def test_who_waits_for_a_bandwidth_cap_is_woken_by_cancelling(run: Any, wire: Wire) -> None:
+    body = Held()
+
+    async def main() -> None:
+        with wire.server(takes_all([])) as server:
+            async with wire.uploads() as uploads:
+                sending = asyncio.ensure_future(wire.put(uploads, server, body))
+                assert await asyncio.to_thread(body.waits.wait, PATIENCE_S)
+                sending.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await asyncio.wait_for(sending, PATIENCE_S)
+
+    run(main())
+
+
+def test_who_waits_for_a_bandwidth_cap_hears_a_refusal(run: Any, wire: Wire) -> None:
+    def talk(near: socket.socket) -> None:
+        _request(near)
+        receive(near, MIB)
+        say_last(near, REFUSED)
+
+    async def main() -> None:
+        with wire.server(talk) as server:
+            async with wire.uploads() as uploads:
+                found = await asyncio.wait_for(wire.put(uploads, server, Held()), PATIENCE_S)
+                assert (found.status, found.error) == (503, b"SlowDown")
+
+    run(main())
+
+
+def test_a_short_body_is_not_taken_for_a_whole_one(run: Any, wire: Wire) -> None:
+    class Short(Slices):
+        def send(self, writer: BodyWriter) -> None:
+            writer.write(memoryview(DATA)[:MIB])
+
+    async def main() -> None:
+        with wire.server(takes_all([])) as server:
+            async with wire.uploads() as uploads:
+                with pytest.raises(SourceError, match=f"gave {MIB} of {len(DATA)} bytes"):
+                    await wire.put(uploads, server, Short())
+                assert not uploads._idle
+
+    run(main())
+
+
 @pytest.mark.parametrize("reads", [True, False])
 def test_a_server_that_stops_responding_is_an_error(run: Any, wire: Wire, reads: bool) -> None:
     """It reads no more, or it never answers."""
@@ -602,7 +661,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     original = Uploads.put
 
     async def noting(self: Uploads, url: str, *rest: Any) -> Any:
-        if "/probe/" not in url:
+        if "shard.bin" in url or "/key" in url:
             found.append(url)
         return await original(self, url, *rest)
 
@@ -621,7 +680,7 @@ def test_a_shard_over_tls(
     noted: list[str],
     way: str,
 ) -> None:
-    """It comes back as it was; what a thread cannot do (wait for a bandwidth cap, use a proxy) is done as before."""
+    """It comes back as it was; what our own connections cannot do (use a proxy) the SDK's do."""
     monkeypatch.setenv("AWS_CA_BUNDLE", ca_file)
     shard = tmp_path / "folder" / "shard.bin"
     shard.parent.mkdir()
@@ -629,7 +688,7 @@ def test_a_shard_over_tls(
     with FaultProxy(s3_server.url, tls=tls) as proxy:
         options = StoreOptions(endpoint_url=proxy.url)
         if way == "proxied":
-            monkeypatch.setattr("ckpt_async.stores.s3.client.has_proxy", lambda _: True)
+            monkeypatch.setattr("ckpt_async.stores.s3.session.has_proxy", lambda _: True)
         with Uploader(
             shard.parent,
             s3_url,
@@ -645,7 +704,27 @@ def test_a_shard_over_tls(
         found = restore.fetch_latest(s3_url, tmp_path / "back", store_options=options)
     assert found is not None
     assert (tmp_path / "back" / "shard.bin").read_bytes() == shard.read_bytes()
-    assert len(noted) == {"free": 3, "small": 1}.get(way, 0)
+    assert len(noted) == {"free": 3, "capped": 3, "small": 1, "proxied": 0}[way]
+
+
+def test_a_record_does_not_queue_behind_shards(s3_url: str, run: Any) -> None:
+    """Receipts and decisions are what all ranks wait for."""
+
+    async def main() -> None:
+        store = open_store(s3_url, StoreOptions(max_connections=1))
+        await store.open()
+        shard = Held()
+        try:
+            sending = asyncio.ensure_future(store.put("shard", shard, checksum_of(DATA, "crc64nvme")))
+            assert await asyncio.to_thread(shard.waits.wait, PATIENCE_S)
+            await store.put("record", BytesBody(b"1"), checksum_of(b"1", "crc64nvme"))
+            sending.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await sending
+        finally:
+            await store.close()
+
+    run(main())
 
 
 def test_a_truncated_shard_over_tls(
@@ -672,7 +751,7 @@ def test_a_truncated_shard_over_tls(
         await store.open(is_read_only=True)
         try:
             progress: Any = Unpaced()
-            body = FileBody(source, 0, len(DATA), progress, "crc64nvme")
+            body = FileBody(source, 0, len(DATA), progress)
             with pytest.raises(SourceError, match="truncated"):
                 await store.put("key", body, checksum_of(DATA, "crc64nvme"))
             with pytest.raises(ObjectNotFoundError):
@@ -688,7 +767,8 @@ def test_a_truncated_shard_over_tls(
 class Unpaced:
     """A `Progress` that nobody watches."""
 
-    is_paced = False
+    def may_send_in_thread(self, size_bytes: int, wait: Any) -> None:
+        pass
 
     def moved_in_thread(self, *, is_last: bool = False) -> None:
         pass

@@ -12,7 +12,7 @@ import struct
 import threading
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -21,7 +21,7 @@ import pytest
 from ckpt_async.stores.http import connections, messages, series
 from ckpt_async.stores.http.connections import CancelToken, has_unread
 from ckpt_async.stores.http.messages import Response
-from ckpt_async.stores.http.series import Put, SmallUploads
+from ckpt_async.stores.http.series import SmallRequest, SmallUploads
 from ckpt_async.stores.http.uploads import head_of
 from tests.restore.test_http_ranges import PATIENCE_S, Talk, _request, _Server
 from tests.stores import test_http_bodies
@@ -59,20 +59,23 @@ class Wire(test_http_bodies.Wire):
         finally:
             uploads.close()
 
-    def puts(self, bodies: Iterable[bytes], name: str = "key") -> Iterator[Put]:
+    def puts(self, bodies: Iterable[bytes], name: str = "key") -> Iterator[SmallRequest]:
         for number, data in enumerate(bodies):
             url = urlsplit(f"{self._scheme}://localhost/{name}-{number}")
-            yield head_of(url, {"Content-Length": str(len(data))}), data
+            yield SmallRequest(name, head_of(url, {"Content-Length": str(len(data))}), data)
 
-    def put_many(
+    async def put_many(
         self,
         uploads: SmallUploads,
         server: _Server,
         bodies: Iterable[bytes],
         answered: Callable[[Response], None] = lambda _: None,
         name: str = "key",
-    ) -> Coroutine[Any, Any, Response | None]:
-        return uploads.put_many(self.url(server), self.puts(bodies, name), answered)
+    ) -> Response | None:
+        refused = await uploads.put_many(
+            self.url(server), self.puts(bodies, name), lambda _, response: answered(response)
+        )
+        return None if refused is None else refused[1]
 
 
 class Gate:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import random
 
+import aiohttp
 import pytest
 
 from ckpt_async.core.model import Checksum
@@ -17,9 +18,9 @@ from ckpt_async.errors import (
 )
 from ckpt_async.stores import StoreOptions, open_store
 from ckpt_async.stores.interface import BytesBody, Capabilities, Create, Match, StoredPart
-from ckpt_async.stores.s3.payload import BodyPayload
+from ckpt_async.stores.s3.payload import SdkBody
 from tests.stores import documents
-from tests.stores.bodies import ChangedBody, ReusingBody, crc, put
+from tests.stores.bodies import ChangedBody, ReusingBody, ShortBody, crc, put
 from tests.stores.peer import RESET, SILENCE, Peer, answer
 
 MIB = 1 << 20
@@ -43,7 +44,7 @@ async def connected(peer: Peer, **options):
     """A store that speaks to `peer` without having probed it."""
     async with peer.serve() as url:
         store = open_store("s3://bucket/run", StoreOptions(endpoint_url=url, **options))
-        await store._connect()
+        await store._session.open()
         store._capabilities = CAPABILITIES
         try:
             yield store
@@ -384,20 +385,22 @@ def test_a_silent_server_and_cancellation_leave_no_task(run, call):
 
 def test_cancelling_in_the_middle_of_a_body(run):
     """A peer that stops reading: nothing reads the body any more once the call has ended."""
+    loop = began = None
 
     class Watched(ReusingBody):
         is_closed = False
 
-        async def chunks(self):
+        def send(self, writer):
+            loop.call_soon_threadsafe(began.set)
             try:
-                async for chunk in super().chunks():
-                    yield chunk
-            finally:
-                for _ in range(10):  # as a read in a thread would, it takes its time to end
-                    await asyncio.sleep(0)
+                super().send(writer)
+            finally:  # as a read would, it takes its time to end
+                asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result()
                 self.is_closed = True
 
     async def body():
+        nonlocal loop, began
+        loop, began = asyncio.get_running_loop(), asyncio.Event()
         peer = Peer(lambda _: SILENCE)
 
         async def read_nothing(reader, writer):
@@ -409,10 +412,10 @@ def test_cancelling_in_the_middle_of_a_body(run):
         server = await asyncio.start_server(read_nothing, "127.0.0.1", 0)
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         store = open_store("s3://bucket/run", StoreOptions(endpoint_url=url))
-        await store._connect()
+        await store._session.open()
         watched = Watched(bytes(64 * MIB), MIB)
         calling = asyncio.ensure_future(store.put("a", watched, crc(b"")))
-        await peer.arrived.wait()
+        await began.wait()
         calling.cancel()
         with pytest.raises(asyncio.CancelledError):
             await calling
@@ -526,57 +529,70 @@ def test_get_compares_the_bytes_with_the_stores_checksum(run):
 
 
 class Wire:
-    """A writer and its transport: takes a slice only when told to, as a slow peer would."""
+    """A writer of aiohttp's and its transport, which keeps what it could not send at once."""
 
-    def __init__(self):
+    def __init__(self, *, is_stuck=False):
         self.transport = self
-        self.high = None
-        self.is_aborted = False
-        self.kept: list[memoryview] = []
-        self.received = bytearray()
-
-    def set_write_buffer_limits(self, high):
-        self.high = high
-
-    def get_extra_info(self, _name):
-        return None  # no TLS
-
-    def send_headers(self):
-        pass
+        self.kept = []
+        self.is_aborted = asyncio.Event()
+        self.is_reached = asyncio.Event()
+        self.is_stuck = is_stuck
 
     def abort(self):
-        self.is_aborted = True
+        self.is_aborted.set()
 
     async def write(self, chunk):
         self.kept.append(chunk)
-
-    async def drain(self):
-        await asyncio.sleep(0)
-        for chunk in self.kept:
-            self.received += chunk
-        self.kept.clear()
+        self.is_reached.set()
+        if self.is_stuck:
+            await self.is_aborted.wait()
+            raise ConnectionResetError
 
 
-def test_each_slice_is_consumed_before_the_next_is_requested(run):
+async def never(*_):
+    raise AssertionError("handed over")
+
+
+def test_through_a_proxy_slices_are_copied(run):
     """A transport may keep a reference to what it could not send at once, and buffers are reused."""
 
     async def body():
         wire, data = Wire(), random.Random(2).randbytes(MIB)
-        payload = BodyPayload(ReusingBody(data, 1 << 16))
+        payload = SdkBody(ReusingBody(data, 1 << 16), never)
         await payload.write(wire)
-        assert (wire.received, wire.high, wire.is_aborted, payload.is_sent) == (data, 0, False, True)
+        assert (b"".join(wire.kept), payload.is_cut_short) == (data, False)
+        with pytest.raises(aiohttp.ClientConnectionError):
+            await payload.write(wire)  # one call is one attempt
 
     run(body())
 
 
-def test_the_transport_of_a_failed_body_is_aborted(run):
-    """A transport that is merely closed goes on sending from a buffer that holds other bytes by then."""
+@pytest.mark.parametrize("bad", [ChangedBody(MIB, 1 << 16), ShortBody(b"hello")])
+def test_through_a_proxy_a_failed_body_is_still_the_shards_failure(run, bad):
+    """Of aiohttp's errors none tells what has become of the file."""
 
     async def body():
-        wire = Wire()
-        with pytest.raises(SourceError):
-            await BodyPayload(ChangedBody(MIB, 1 << 16)).write(wire)
-        assert wire.is_aborted
+        payload = SdkBody(bad, never)
+        with pytest.raises(SourceError) as raised:
+            await payload.write(Wire())
+        assert payload.failure is raised.value
+        assert payload.is_cut_short
+
+    run(body())
+
+
+def test_through_a_proxy_cancelling_waits_for_the_thread(run):
+    """Which waits for a peer that takes nothing."""
+
+    async def body():
+        wire = Wire(is_stuck=True)
+        payload = SdkBody(ReusingBody(bytes(MIB), 1 << 16), never)
+        writing = asyncio.ensure_future(payload.write(wire))
+        await wire.is_reached.wait()
+        await payload.stop()
+        assert writing.cancelled()
+        assert wire.is_aborted.is_set()
+        assert len(wire.kept) == 1
 
     run(body())
 

@@ -1,6 +1,5 @@
 """Checksums that follow their bodies: framed as the SDK frames, sent only to stores that heed them."""
 
-import asyncio
 import contextlib
 import io
 import math
@@ -18,15 +17,15 @@ from hypothesis import strategies as st
 
 from ckpt_async.core.model import Checksum
 from ckpt_async.core.settings import Settings
-from ckpt_async.errors import FailureReason, IntegrityError, SourceError, StoreError
+from ckpt_async.errors import FailureReason, SourceError, StoreError
 from ckpt_async.local.folder import Folder
 from ckpt_async.stores import StoreOptions, open_store
 from ckpt_async.stores.checksums import Digest, checksum_of
-from ckpt_async.stores.interface import BodyWriter
-from ckpt_async.stores.s3 import client, trailer
-from ckpt_async.stores.s3.trailer import AwsChunkedBody, trailed_size
+from ckpt_async.stores.interface import BodyWriter, BytesBody, StoredPart
+from ckpt_async.stores.s3 import client, sending, trailer
+from ckpt_async.stores.s3.trailer import AwsChunkedBody
 from ckpt_async.transfer.patient import PatientStore
-from ckpt_async.transfer.upload import FileBody, Source, upload
+from ckpt_async.transfer.upload import FileBody, PlannedPart, Source, send_part, upload
 from tests.faults.proxy import FaultProxy
 from tests.seaweed import SeaweedServer
 from tests.stores.peer import RESET, Peer, Request, answer
@@ -56,12 +55,11 @@ class Pieces:
         self._pieces = pieces
         self.size_bytes = sum(map(len, pieces))
 
-    def send_in_thread(self, outgoing: BodyWriter, digest: Digest) -> None:
+    def send(self, writer: BodyWriter) -> None:
         buffer = bytearray(max(map(len, self._pieces), default=0))
         for each in self._pieces:
             buffer[: len(each)] = each
-            digest.update(memoryview(buffer)[: len(each)])
-            outgoing.write(memoryview(buffer)[: len(each)])
+            writer.write(memoryview(buffer)[: len(each)])
 
 
 @given(st.lists(st.binary(max_size=40), max_size=12), st.integers(1, 64), st.sampled_from(sorted(JUDGES)))
@@ -76,9 +74,10 @@ def test_aws_chunked_framing_matches_the_sdks(pieces: list[bytes], chunk_bytes: 
     wire: Any = Wire()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trailer, "CHUNK_BYTES", chunk_bytes)
-        AwsChunkedBody(Pieces(pieces), algorithm).send_in_thread(wire)
+        body = AwsChunkedBody(Pieces(pieces), Digest(algorithm))
+        body.send(wire)
         assert wire == judge.read()
-        assert len(wire) == trailed_size(sum(map(len, pieces)), algorithm)
+        assert len(wire) == body.size_bytes
 
 
 # --- shards over TLS -----------------------------------------------------------------------------------------------
@@ -87,16 +86,15 @@ def test_aws_chunked_framing_matches_the_sdks(pieces: list[bytes], chunk_bytes: 
 class Moves:
     """A `Progress`."""
 
-    def __init__(self, *, is_paced: bool = False) -> None:
-        self.is_paced = is_paced
-
     def moved(self, *, is_last: bool = False) -> None:
         pass
 
     moved_in_thread = moved
 
-    async def may_send(self, size_bytes: int) -> None:
+    def may_send_in_thread(self, size_bytes: int, wait: Callable[[float], None]) -> None:
         pass
+
+    not_sent = may_send_in_thread
 
 
 class CountedSource(Source):
@@ -108,9 +106,9 @@ class CountedSource(Source):
         self.num_checksums += 1
         return await super().checksum(*args, **kwargs)
 
-    def body(self, size_bytes: int = 0, *, is_paced: bool = False) -> FileBody:
-        progress: Any = Moves(is_paced=is_paced)
-        return FileBody(self, 0, size_bytes or self.size_bytes, progress, "crc64nvme")
+    async def send_to(self, store: Any, key: str = "a/b c", upload_id: str = "u") -> StoredPart:
+        progress: Any = Moves()
+        return await send_part(store, self, key, upload_id, PlannedPart(1, 0, SMALL), progress)
 
 
 @pytest.fixture
@@ -147,15 +145,8 @@ SMALL = 2 * MIB + 5
 async def trusting(peer: Peer) -> AsyncIterator[Any]:
     """A store that was seen to heed trailers, and knows what the SDK sends."""
     async with connected(peer) as store:
-        store._trailers_from = {"upload_part": -math.inf, "put_object": -math.inf}
+        store._sender.trailers_from = -math.inf
         yield store
-
-
-Way = Callable[[Any, FileBody], Any]
-WAYS: dict[str, Way] = {
-    "put": lambda store, body: store.put("a/b c", body, body.checksum),
-    "part": lambda store, body: store.put_part("a/b c", "u", 1, body, body.checksum),
-}
 
 
 @pytest.fixture
@@ -181,20 +172,17 @@ def kinds(peer: Peer) -> str:
 
 
 @pytest.mark.usefixtures("given_credentials")
-@pytest.mark.parametrize("way", WAYS)
 def test_a_trailer_upload_reads_the_bytes_once(
-    run: Any, secure: ssl.SSLContext, source: CountedSource, way: str
+    run: Any, secure: ssl.SSLContext, source: CountedSource
 ) -> None:
-    """After the SDK's first request; and the body knows what was sent."""
+    """After the SDK's first request; and the answer tells what was sent."""
     right = checksum_of(DATA[:SMALL], "crc64nvme")
 
     async def main() -> Peer:
         peer = Peer(done, tls=secure)
         async with trusting(peer) as store:
             for _ in range(3):
-                body = source.body(SMALL)
-                await WAYS[way](store, body)
-                assert await body.checksum() == right
+                assert (await source.send_to(store)).checksum == right
         return peer
 
     peer = run(main())
@@ -204,24 +192,26 @@ def test_a_trailer_upload_reads_the_bytes_once(
 
 
 @pytest.mark.usefixtures("given_credentials")
-@pytest.mark.parametrize("why", ["known", "paced", "not heeded"])
+@pytest.mark.parametrize("why", ["known", "not heeded"])
 def test_without_trailer_support_the_checksum_is_a_header(
     run: Any, secure: ssl.SSLContext, source: CountedSource, why: str
 ) -> None:
+    right = checksum_of(DATA[:SMALL], "crc64nvme")
+
     async def main() -> Peer:
         peer = Peer(done, tls=secure)
         async with trusting(peer) as store:
             if why == "not heeded":
-                store._trailers_from = {"put_object": -math.inf}
+                store._sender.trailers_from = math.inf
             for _ in range(2):
-                body = source.body(SMALL, is_paced=why == "paced")
-                checksum = await body.checksum() if why == "known" else body.checksum
-                await store.put_part("a", "u", 1, body, checksum)
+                if why == "known":
+                    await store.put_part("a", "u", 1, BytesBody(DATA[:SMALL]), right)
+                else:
+                    await source.send_to(store)
         return peer
 
     peer = run(main())
-    assert kinds(peer) == ("SS" if why == "paced" else "SH")
-    right = checksum_of(DATA[:SMALL], "crc64nvme")
+    assert kinds(peer) == "SH"
     assert [unframed(each) for each in peer.requests] == [(DATA[:SMALL], right.value)] * 2
 
 
@@ -239,16 +229,16 @@ class Clock:
 
 @pytest.mark.usefixtures("given_credentials")
 @pytest.mark.parametrize(
-    ("way", "status", "expected"),
+    ("status", "code", "reason", "expected"),
     [
-        ("put", 400, "STSST"),
-        ("part", 307, "STSST"),
-        ("part", 400, "STSST"),
-        ("part", 403, "STSST"),
-        ("part", 404, "STST"),
-        ("part", 500, "STSHT"),
-        ("part", 501, "STSHT"),
-        ("part", 503, "STTT"),
+        (307, "", FailureReason.TRANSIENT, "STSTT"),
+        (400, "IncompleteBody", FailureReason.TRANSIENT, "STSHT"),
+        (400, "BadDigest", FailureReason.TRANSIENT, "STHHT"),
+        (403, "", FailureReason.TRANSIENT, "STSHT"),
+        (404, "NoSuchUpload", FailureReason.NOT_FOUND, "STSTT"),
+        (500, "", FailureReason.TRANSIENT, "STHHT"),
+        (501, "", FailureReason.TRANSIENT, "STHHT"),
+        (503, "SlowDown", FailureReason.THROTTLED, "STTTT"),
     ],
 )
 def test_after_a_suspicious_refusal_headers_are_used_for_a_while(
@@ -256,29 +246,32 @@ def test_after_a_suspicious_refusal_headers_are_used_for_a_while(
     secure: ssl.SSLContext,
     source: CountedSource,
     monkeypatch: pytest.MonkeyPatch,
-    way: str,
     status: int,
+    code: str,
+    reason: FailureReason,
     expected: str,
 ) -> None:
-    """At once, in the same attempt: no later one would heal what the store does not understand."""
+    """The attempt may be made again, whatever the store said: the next one is of another form."""
     replies = iter([200, status, 200, 200, 200])
-    codes = {400: "IncompleteBody", 404: "NoSuchUpload", 503: "SlowDown"}
     clock = Clock()
-    monkeypatch.setattr(client, "time", clock)
+    monkeypatch.setattr(sending, "time", clock)
 
     async def main() -> Peer:
         def respond(_: Request) -> bytes:
-            code = next(replies)
-            return answer(code, codes.get(code, ""), {"ETag": '"e"'})
+            number = next(replies)
+            return answer(number, code if number == status else "", {"ETag": '"e"'})
 
         peer = Peer(respond, tls=secure)
         async with trusting(peer) as store:
-            for number in range(4):
+            for number in range(5):
                 # Who is sent elsewhere has not been refused.
-                clock.passed_s += 700.0 if number == 3 and status >= 400 else 100.0
-                is_final = number == 1 and status in (404, 503)
-                with pytest.raises(StoreError) if is_final else contextlib.nullcontext():
-                    await WAYS[way](store, source.body(SMALL))
+                clock.passed_s += 700.0 if number == 4 and status >= 400 else 100.0
+                if number == 1:
+                    with pytest.raises(StoreError) as refused:
+                        await source.send_to(store)
+                    assert refused.value.reason is reason
+                else:
+                    await source.send_to(store)
         return peer
 
     peer = run(main())
@@ -291,24 +284,23 @@ def test_after_a_suspicious_refusal_headers_are_used_for_a_while(
 def test_a_broken_connection_is_a_failed_attempt(
     run: Any, secure: ssl.SSLContext, source: CountedSource
 ) -> None:
-    """And nobody knows the body's checksum then: the next one reads it again."""
     replies = iter([b"", RESET, b""])
 
     async def main() -> Peer:
         peer = Peer(lambda request: next(replies) or done(request), tls=secure)
         async with trusting(peer) as store:
             for number in range(3):
-                body = source.body(SMALL)
                 with pytest.raises(StoreError) if number == 1 else contextlib.nullcontext():
-                    await WAYS["part"](store, body)
+                    await source.send_to(store)
         return peer
 
     assert kinds(run(main())) == "STT"
 
 
 def test_a_changed_file_does_not_match_its_trailer(source: CountedSource) -> None:
-    """What was sent of it is not remembered: who asks has it read again."""
-    body = source.body()
+    """The end is not sent."""
+    progress: Any = Moves()
+    body = FileBody(source, 0, len(DATA), progress)
 
     class Overwriting(Wire):
         def write(self, piece: memoryview) -> None:
@@ -318,11 +310,9 @@ def test_a_changed_file_does_not_match_its_trailer(source: CountedSource) -> Non
 
     wire: Any = Overwriting()
     with pytest.raises(SourceError) as failed:
-        AwsChunkedBody(body, "crc64nvme").send_in_thread(wire)
+        AwsChunkedBody(body, Digest("crc64nvme")).send(wire)
     assert failed.value.reason is FailureReason.SOURCE_CHANGED
     assert not wire.endswith(b"\r\n\r\n")
-    assert asyncio.run(body.checksum()) == checksum_of(DATA[::-1], "crc64nvme")
-    assert source.num_checksums == 1
 
 
 # --- which stores heed them ----------------------------------------------------------------------------------------
@@ -372,19 +362,19 @@ class Flavoured:
 @pytest.mark.parametrize(
     ("flavour", "heeded"),
     [
-        ("right", {"upload_part", "put_object"}),
-        ("keeps the encoding", {"upload_part"}),
-        ("keeps frames", set()),
-        ("keeps no checksum", set()),
-        ("compares nothing", set()),
-        ("knows none", set()),
-        ("is busy", set()),
-        ("is busy for one", set()),
-        ("breaks", set()),
+        ("right", True),
+        ("keeps the encoding", True),  # of an object; nobody sees that of a part
+        ("keeps frames", False),
+        ("keeps no checksum", False),
+        ("compares nothing", False),
+        ("knows none", False),
+        ("is busy", False),
+        ("is busy for one", False),
+        ("breaks", False),
     ],
 )
 def test_the_probe_detects_stores_that_check_trailers(
-    run: Any, secure: ssl.SSLContext, flavour: str, heeded: set[str]
+    run: Any, secure: ssl.SSLContext, flavour: str, heeded: bool
 ) -> None:
     """Whoever does not is opened all the same."""
 
@@ -394,8 +384,8 @@ def test_the_probe_detects_stores_that_check_trailers(
             store: Any = open_store("s3://bucket/run", StoreOptions(endpoint_url=url))
             await store.open()
             try:
-                assert set(store._trailers_from) == heeded
-                assert set(store._patterns) == {"put_object", *heeded}
+                assert store.capabilities.trailing_checksums == heeded
+                assert ("upload_part" in store._sender.templates) == heeded
                 assert store.capabilities.conditional_put
                 assert store.capabilities.checksum_algorithm == "crc64nvme"
             finally:
@@ -417,7 +407,7 @@ def test_trailers_are_probed_only_where_they_would_be_used(
             store: Any = open_store("s3://bucket/run", StoreOptions(endpoint_url=url))
             await store.open(is_read_only=how == "to read")
             await store.close()
-            assert not store._trailers_from
+            assert not store.capabilities.trailing_checksums
         assert not any(each.headers.get("x-amz-content-sha256") == TRAILED for each in peer.requests)
 
     run(main())
@@ -441,7 +431,7 @@ def test_a_real_store_checks_trailers(
         store: Any = open_store(s3_url, StoreOptions(endpoint_url=url))
         await store.open()
         try:
-            assert "upload_part" in store._trailers_from
+            assert store.capabilities.trailing_checksums
 
             async def send(key: str) -> int:
                 before = source.num_checksums
@@ -459,14 +449,13 @@ def test_a_real_store_checks_trailers(
             assert await send("first") == 0
             there = await store.head("first")
             assert (there.size_bytes, there.checksum) == (len(DATA), right)
-            headed = await store._call("head_object", "first")
+            headed = await store._session.call("head_object", "first")
             assert "ContentEncoding" not in headed
 
-            monkeypatch.setattr(trailer, "Digest", Spoiled)
+            monkeypatch.setattr(client, "Digest", Spoiled)
             upload_id = await store.create_multipart("second")
-            body = source.body()
-            with pytest.raises(IntegrityError):
-                await store.put_part("second", upload_id, 1, body, body.checksum)
+            with pytest.raises(StoreError, match="400: refused"):
+                await source.send_to(store, "second", upload_id)
             assert not await store.list_parts("second", upload_id)
         finally:
             await store.close()

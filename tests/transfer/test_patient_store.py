@@ -496,6 +496,37 @@ def test_a_cancelled_request_returns_its_reserved_bandwidth() -> None:
     run(main())
 
 
+def test_a_thread_that_is_held_back_does_not_stall() -> None:
+    """Nor does it pay for what it does not send after all."""
+
+    async def main() -> None:
+        store = make(max_bytes_per_s=MIB, stall_timeout_s=2, request_timeout_s=5)
+        waits: list[float] = []
+
+        async def attempt(_: Store, progress: Progress) -> None:
+            progress.may_send_in_thread(10 * MIB, waits.append)
+            await asyncio.sleep(waits[-1])
+
+        await store.bulk("put", MIB, attempt)
+        assert 9.8 < waits[0] < 10
+
+        def broken(_: float) -> None:
+            raise ConnectionResetError
+
+        async def cut_off(_: Store, progress: Progress) -> None:
+            with pytest.raises(ConnectionResetError):
+                progress.may_send_in_thread(10 * MIB, broken)
+            progress.may_send_in_thread(10 * MIB, waits.append)
+            progress.not_sent(9 * MIB)
+            progress.may_send_in_thread(MIB, waits.append)
+
+        await store.bulk("put", MIB, cut_off)
+        assert waits[1] < 10.1
+        assert waits[2] < 2.1
+
+    run(main())
+
+
 # --- a reader's patience -----------------------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import functools
 import http.client
 import os
@@ -15,10 +16,12 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 from urllib.parse import SplitResult, urlsplit
 
 from ckpt_async.niceness import BulkThreads
+from ckpt_async.threads import result_of
 
 # Below what servers and what is in between (NAT, load balancers) keep a silent connection for.
 MAX_IDLE_S = 30.0
@@ -65,15 +68,22 @@ class CancelToken:
 
 class Connections:
     """Keep-alive connections and the threads that use them. Whoever asks for more than `max_connections` at once waits
-    for a thread.
+    for a thread. Bulk ones are as nice as the bytes that they carry (see `niceness`).
     """
 
     def __init__(
-        self, *, max_connections: int, connect_timeout_s: float, read_timeout_s: float, ca_file: str | None
+        self,
+        *,
+        max_connections: int,
+        connect_timeout_s: float,
+        read_timeout_s: float,
+        ca_file: str | None,
+        is_bulk: bool = True,
     ) -> None:
         self._connect_timeout_s, self._read_timeout_s = connect_timeout_s, read_timeout_s
         self._ca_file = ca_file
-        self._threads = BulkThreads(max_connections, "ckpt-async-http")
+        threads = BulkThreads if is_bulk else ThreadPoolExecutor
+        self._threads: ThreadPoolExecutor = threads(max_connections, "ckpt-async-http")
         self._lock = threading.Lock()
         self._idle: list[tuple[http.client.HTTPConnection, float]] = []  # and since when
         self._is_closed = False
@@ -88,25 +98,16 @@ class Connections:
         self._threads.shutdown(wait=False)
 
     async def _in_thread(self, work: Callable[[CancelToken], T]) -> T:
-        """What `work` returns or raises, as `_result`."""
-        token = CancelToken()
-        loop = asyncio.get_running_loop()
-        return await self._result(token, loop.run_in_executor(self._threads, work, token))
-
-    async def _result(self, token: CancelToken, done: asyncio.Future[T]) -> T:
-        """What `done` becomes. Cancelled, the token's connection is broken off, and its thread has let go of what it
+        """What `work` returns or raises. Cancelled, its connection is broken off, and its thread has let go of what it
         was given when this returns.
         """
+        token = CancelToken()
         try:
-            return await asyncio.shield(done)
-        except asyncio.CancelledError:
-            if token.cancel():
-                while not done.done():
-                    with contextlib.suppress(asyncio.CancelledError):
-                        await asyncio.wait({done})
-            if not done.cancel() and not done.cancelled():
-                done.exception()  # seen: the cancellation is what counts
-            raise
+            done = asyncio.get_running_loop().run_in_executor(self._threads, work, token)
+        except RuntimeError as error:
+            token.cancel()  # an executor that cannot start a thread keeps the work for one that it has
+            raise OSError(errno.EAGAIN, f"no thread for it: {error}") from error
+        return await result_of(done, token.cancel)
 
     # --- in a worker thread --------------------------------------------------------------------------------
 

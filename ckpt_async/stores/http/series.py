@@ -17,6 +17,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
@@ -30,12 +31,22 @@ from ckpt_async.stores.http.messages import (
     without_interim,
 )
 from ckpt_async.stores.http.uploads import Exchange
+from ckpt_async.threads import result_of
 
 # How often deadlines are looked at.
 TICK_S = 1.0
 
-# The request for one small object, up to its body; the body.
-Put = tuple[bytes, bytes]
+
+@dataclass(frozen=True, slots=True)
+class SmallRequest:
+    """A PUT of one small object. `key` is for whoever made it."""
+
+    key: str
+    head: bytes  # all of it up to the body
+    data: bytes
+
+
+Answered = Callable[[SmallRequest, Response], None]
 
 
 class SmallUploads(Connections):
@@ -46,25 +57,25 @@ class SmallUploads(Connections):
         self._thread = _Thread(self._ended)
 
     async def put_many(
-        self, url: str, puts: Iterator[Put], answered: Callable[[Response], None]
-    ) -> Response | None:
-        """One after the other to the host of `url`, until one is refused: then its answer.
+        self, url: str, requests: Iterator[SmallRequest], answered: Answered
+    ) -> tuple[SmallRequest, Response] | None:
+        """One after the other to the host of `url`, until one is refused: then it and its answer.
 
-        One thread for all that are on their way takes from `puts` when it is its turn. `answered` is called for each
-        object that was taken, in a thread, and never again once this has returned or raised. Raises whatever the
+        One thread for all that are on their way takes from `requests` when it is its turn. `answered` is called for
+        each object that was taken, in a thread, and never again once this has returned or raised. Raises whatever the
         socket or these two raise.
         """
-        put: Put | None = None
+        request: SmallRequest | None = None
         while True:
             connection = await self._connected(urlsplit(url))
-            line = _Line(connection, put, puts, answered, self._read_timeout_s)
+            line = _Line(connection, request, requests, answered, self._read_timeout_s)
             try:
                 self._thread.carry(line)
             except BaseException:
                 connection.close()
                 raise
-            await self._result(line.token, asyncio.wrap_future(line.over))
-            if (put := line.put) is None:
+            await result_of(asyncio.wrap_future(line.over), line.token.cancel)
+            if (request := line.not_begun) is None:
                 return line.refusal
 
     async def _connected(self, url: SplitResult) -> http.client.HTTPConnection:
@@ -130,21 +141,22 @@ class _Line:
     def __init__(
         self,
         connection: http.client.HTTPConnection,
-        put: Put | None,
-        puts: Iterator[Put],
-        answered: Callable[[Response], None],
+        request: SmallRequest | None,
+        requests: Iterator[SmallRequest],
+        answered: Answered,
         timeout_s: float,
     ) -> None:
         self.connection, self.token = connection, _SharedToken()
         self.over: concurrent.futures.Future[None] = concurrent.futures.Future()
         self.over.set_running_or_notify_cancel()
-        self.put = put  # was taken from `puts`, and not begun
-        self.refusal: Response | None = None
+        self.not_begun = request  # but taken from `requests`
+        self.refusal: tuple[SmallRequest, Response] | None = None
         self.is_over = False
         self.is_last = False  # request on this connection
         self.socket: socket.socket = connection.sock
         self.wants = selectors.EVENT_READ
-        self._puts, self._answered, self._timeout_s = puts, answered, timeout_s
+        self._requests, self._answered, self._timeout_s = requests, answered, timeout_s
+        self._request: SmallRequest  # the one under way
         self._is_tls = isinstance(self.socket, ssl.SSLSocket)
         self._unsent: list[memoryview] = []
         self._received = b""
@@ -153,13 +165,14 @@ class _Line:
     def begin(self) -> None:
         """The next request, if there is one and the connection takes it."""
         self.token.uses(None)
-        put, self.put = self.put or next(self._puts, None), None
+        request, self.not_begun = self.not_begun or next(self._requests, None), None
         # The first one is sent whatever the connection says, or there might be no end of connections.
         self.is_last = self.is_last or (bool(self._received) and not _is_quiet(self.socket))
-        if put is None or self.is_last:
-            self.put, self.is_over = put, True
+        if request is None or self.is_last:
+            self.not_begun, self.is_over = request, True
             return
-        head, data = put
+        self._request = request
+        head, data = request.head, request.data
         self.token.uses(self.socket)
         # OpenSSL wants to see the same bytes again after it was told to wait.
         self._unsent = [memoryview(head + data)] if self._is_tls else [memoryview(head), memoryview(data)]
@@ -237,11 +250,11 @@ class _Line:
     def _heed(self, answer: Response) -> None:
         if answer.status >= 300:
             self.token.uses(None)  # else who cancels now breaks the connection beneath the next who has it
-            self.refusal, self.is_over = answer, True
+            self.refusal, self.is_over = (self._request, answer), True
             return
         self.token.is_telling = True
         self.token.uses(self.socket)  # not if it is cancelled by now
-        self._answered(answer)
+        self._answered(self._request, answer)
         self.token.is_telling = False
         self.begin()
 

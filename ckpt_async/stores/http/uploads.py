@@ -12,15 +12,22 @@ import contextlib
 import errno
 import http.client
 import os
+import select
 import socket
 import ssl
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Protocol
 from urllib.parse import SplitResult, urlsplit
 
-from ckpt_async.stores.http.connections import BLOCKED, CancelToken, Connections, has_unread, receive
+from ckpt_async.stores.bodies import check_complete
+from ckpt_async.stores.http.connections import (
+    BLOCKED,
+    CancelToken,
+    Connections,
+    has_unread,
+    receive,
+)
 from ckpt_async.stores.http.messages import (
     HEAD_BYTES,
     Response,
@@ -31,23 +38,18 @@ from ckpt_async.stores.http.messages import (
     read_by_library,
     without_interim,
 )
-from ckpt_async.stores.interface import BodyWriter
+from ckpt_async.stores.interface import Body
 
 _UNREACHABLE = frozenset(
     {errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOTCONN}
 )
-
-
-class ThreadBody(Protocol):
-    """A body that a worker thread can send."""
-
-    def send_in_thread(self, outgoing: BodyWriter) -> None: ...
+_MAX_POLL_S = 60.0  # poll(2) takes milliseconds, and not too many of them
 
 
 class Uploads(Connections):
     """PUTs of bodies."""
 
-    async def put(self, url: str, headers: Mapping[str, str | bytes], body: ThreadBody) -> Response:
+    async def put(self, url: str, headers: Mapping[str, str | bytes], body: Body) -> Response:
         """One attempt. On return or raise nothing asks for slices of the body any more.
 
         Raises whatever the socket or `body` raise. A refusal is returned.
@@ -57,11 +59,7 @@ class Uploads(Connections):
     # --- in a worker thread --------------------------------------------------------------------------------
 
     def _put(
-        self,
-        token: CancelToken,
-        url: SplitResult,
-        headers: Mapping[str, str | bytes],
-        body: ThreadBody,
+        self, token: CancelToken, url: SplitResult, headers: Mapping[str, str | bytes], body: Body
     ) -> Response:
         connection, is_fresh = self._take(url)  # a body is not sent twice in one attempt
         try:
@@ -80,23 +78,25 @@ class Uploads(Connections):
 
 
 class Exchange:
-    """One request and its answer."""
+    """One request and its answer; the BodyWriter of its body."""
 
     def __init__(self, connected: socket.socket, timeout_s: float) -> None:
         self._socket, self._timeout_s = connected, timeout_s
         self._is_tls = isinstance(connected, ssl.SSLSocket)
         self._head = b""  # not sent yet
+        self._sent_bytes = 0  # of the body
         self._received = b""
 
-    def make(self, head: bytes, body: ThreadBody) -> tuple[Response, bool]:
+    def make(self, head: bytes, body: Body) -> tuple[Response, bool]:
         """The answer, and whether it is the connection's last."""
         self._head = head
         try:
-            body.send_in_thread(self)
+            body.send(self)
             if self._head:
                 self.write(memoryview(b""))
         except _AnsweredError:
             return self._refusal(), True
+        check_complete(body, self._sent_bytes)
         return self._answer()
 
     def read_on(self, received: bytes, *, is_amid_body: bool) -> Response:
@@ -104,13 +104,14 @@ class Exchange:
         self._received = received
         return self._refusal() if is_amid_body else self._answer()[0]
 
-    # --- BodyWriter ------------------------------------------------------------------------------------------
+    # --- BodyWriter ----------------------------------------------------------------------------------------
 
     @property
     def takes_files(self) -> bool:
         return not self._is_tls
 
     def write(self, piece: memoryview) -> None:
+        self._sent_bytes += len(piece)
         if self._head:
             head, self._head = self._head, b""
             if not self._is_tls:
@@ -129,7 +130,18 @@ class Exchange:
         else:
             self._listen()
         connected = self._socket.fileno()
-        return self._until_some(lambda: os.sendfile(connected, descriptor, offset, size_bytes))
+        count = self._until_some(lambda: os.sendfile(connected, descriptor, offset, size_bytes))
+        self._sent_bytes += count
+        return count
+
+    def wait(self, duration_s: float) -> None:
+        """Ends as soon as there is something to hear, and be it that the connection was broken off."""
+        until = time.monotonic() + duration_s
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        while (left_s := until - time.monotonic()) > 0:
+            if poll.poll(min(left_s, _MAX_POLL_S) * 1000):
+                self._listen()
 
     def _send_all(self, piece: memoryview, flags: int = 0) -> None:
         while piece:
@@ -185,25 +197,22 @@ class Exchange:
                     return found
             except UnusualResponseError:
                 return read_by_library(self._received, self._receive), True
-            self._received += self._receive_more()
+            if not (data := self._receive()):
+                raise http.client.RemoteDisconnected("the server has closed the connection without an answer")
+            self._received += data
 
     def _refusal(self) -> Response:
         """An answer amid the body. It may be cut short, and no end need follow it."""
 
-        def receive() -> bytes:
+        def receive_some() -> bytes:
             with contextlib.suppress(OSError):
                 return self._socket.recv(HEAD_BYTES)  # waits for BLOCK_S at most
             return b""
 
-        answer = read_by_library(self._received, receive)
+        answer = read_by_library(self._received, receive_some)
         if answer.status < 300:
             raise ConnectionError(f"the store answered {answer.status} before it had the whole body")
         return answer
-
-    def _receive_more(self) -> bytes:
-        if not (data := self._receive()):
-            raise http.client.RemoteDisconnected("the server has closed the connection without an answer")
-        return data
 
     def _receive(self) -> bytes:
         return receive(self._socket, HEAD_BYTES, self._timeout_s)

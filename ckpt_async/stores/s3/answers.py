@@ -3,7 +3,7 @@
 An answer has to show that it is what was asked for. Proxies, login pages and caches answer 200 too; the SDK makes an
 empty dictionary of what it does not know, and that would be a complete listing of nothing. So: the right kind of
 document, whether it is the last page, the store's own time, and no echo that differs from what was asked. An echo that
-is missing is let pass where another one is there: S3's relatives differ in which they give.
+is missing is let pass where another one is there: S3-compatible stores differ in which they give.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _NEEDED = {
     "complete_multipart_upload": ("ETag",),
 }
 # The documents that answer, by the SDK's name of the shape. An error in a 200 is told by the SDK.
-# AWS's own name first, then those of relatives.
+# AWS's own name first, then those of other stores.
 _DOCUMENTS = {
     "CompleteMultipartUploadOutput": ("CompleteMultipartUploadResult",),
     "CreateMultipartUploadOutput": ("InitiateMultipartUploadResult",),

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import email.utils
+import errno
 import http.client
 import re
+import socket
+import ssl
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -150,7 +153,7 @@ def hint_for(code: str, operation: str, location: S3Location) -> str:
             return _HINTS.get(code, "")
 
 
-# S3 API reference, "List of error codes"; then what its relatives say.
+# S3 API reference, "List of error codes"; then what other stores say.
 _REASONS = {
     "SlowDown": FailureReason.THROTTLED,
     "ServiceUnavailable": FailureReason.THROTTLED,
@@ -193,6 +196,7 @@ _HINTS = {
     "InvalidObjectState": "the object is in an archive class: restore it first",
 }
 
+_UNTRUSTED = "is the endpoint's certificate trusted here? see AWS_CA_BUNDLE"
 _SOMEBODY_ELSE = "did something else answer in the store's place: a proxy, a cache, a login page?"
 _MISSING_CREDENTIALS = (
     botocore.exceptions.NoCredentialsError,
@@ -244,11 +248,17 @@ def _failure(error: Exception, location: S3Location) -> tuple[FailureReason, str
             return FailureReason.TRANSIENT, _SOMEBODY_ELSE
         case botocore.exceptions.ConnectTimeoutError():
             return FailureReason.TIMEOUT, reachable
-        case botocore.exceptions.ReadTimeoutError() | TimeoutError():
+        case botocore.exceptions.ReadTimeoutError():
             return FailureReason.TIMEOUT, ""
+        case TimeoutError():
+            return FailureReason.TIMEOUT, reachable
         case botocore.exceptions.SSLError():
-            return FailureReason.TRANSIENT, "is the endpoint's certificate trusted here? see AWS_CA_BUNDLE"
-        case botocore.exceptions.EndpointConnectionError():
+            return FailureReason.TRANSIENT, _UNTRUSTED
+        case ssl.SSLCertVerificationError():
+            return FailureReason.TRANSIENT, _UNTRUSTED
+        case botocore.exceptions.EndpointConnectionError() | ConnectionRefusedError() | socket.gaierror():
+            return FailureReason.TRANSIENT, reachable
+        case OSError(errno=errno.ENETUNREACH | errno.EHOSTUNREACH):
             return FailureReason.TRANSIENT, reachable
         case _ if isinstance(error, _MISSING_CREDENTIALS):
             return FailureReason.AUTH, "no usable credentials: set AWS_* variables, a profile or a role"

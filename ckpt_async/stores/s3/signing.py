@@ -21,7 +21,7 @@ from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
 from ckpt_async.core.model import Checksum
 from ckpt_async.stores.http.messages import host_of, lines_of
-from ckpt_async.stores.s3.trailer import trailed_size
+from ckpt_async.stores.s3.trailer import chunked_size
 
 _AUTHORIZATION = re.compile(
     r"AWS4-HMAC-SHA256 Credential=[^/]+/[0-9]{8}/([^/]+)/s3/aws4_request,.*", re.DOTALL
@@ -113,7 +113,7 @@ class RequestTemplate:
         told |= {_CONTENT: _UNSIGNED_TRAILED, "content-encoding": "aws-chunked"}
         told["x-amz-decoded-content-length"] = str(size_bytes)
         trailed = replace(self, headers=tuple(sorted(told.items())))
-        sent_bytes = trailed_size(size_bytes, algorithm)
+        sent_bytes = chunked_size(size_bytes, algorithm)
         frame = _frame(trailed, sent_bytes, "x-amz-trailer", _frozen(credentials), int(now))
         return self._request(frame, key, f"{_CHECKSUM}{algorithm}", query)
 

@@ -1,0 +1,76 @@
+"""How a body gets into what is no connection of ours: memory, a file, somebody else's HTTP client."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+from ckpt_async.errors import FailureReason, SourceError
+from ckpt_async.stores.interface import Body
+from ckpt_async.threads import result_of
+
+
+class WriterCancelledError(Exception):
+    """Whoever wanted the body has gone."""
+
+
+class LocalWriter:
+    """Hands each piece to `take`, until `cancel` is called in another thread."""
+
+    takes_files = False
+
+    def __init__(self, take: Callable[[memoryview], object]) -> None:
+        self._take = take
+        self._is_cancelled = threading.Event()
+        self.written_bytes = 0
+
+    def write(self, piece: memoryview) -> None:
+        self.wait(0)
+        self._take(piece)
+        self.written_bytes += len(piece)
+
+    def send_file(self, descriptor: int, offset: int, size_bytes: int) -> int:
+        raise NotImplementedError("takes no files")
+
+    def wait(self, duration_s: float) -> None:
+        if self._is_cancelled.wait(duration_s):
+            raise WriterCancelledError
+
+    def cancel(self) -> bool:
+        self._is_cancelled.set()
+        return True
+
+
+async def send_in_thread(body: Body, writer: LocalWriter) -> None:
+    """Have the body write itself. When this returns, raises or has been cancelled, the thread has let go of both."""
+    work = asyncio.ensure_future(asyncio.to_thread(body.send, writer))
+    await result_of(work, writer.cancel)
+    check_complete(body, writer.written_bytes)
+
+
+async def collected(body: Body) -> bytes:
+    """All of it, taken in this thread: for small ones, where there are no threads."""
+    data = bytearray()
+    writer = _Collector(data.extend)
+    body.send(writer)
+    check_complete(body, len(data))
+    await asyncio.sleep(writer.held_s)
+    return bytes(data)
+
+
+class _Collector(LocalWriter):
+    """Waits afterwards: the time that a bandwidth cap asks for counts from now, whatever was waited before."""
+
+    held_s = 0.0
+
+    def wait(self, duration_s: float) -> None:
+        self.held_s = max(self.held_s, duration_s)
+
+
+def check_complete(body: Body, written_bytes: int) -> None:
+    """Raise SourceError if the body has written more or less than it promised."""
+    if written_bytes != body.size_bytes:
+        raise SourceError(
+            f"a body gave {written_bytes} of {body.size_bytes} bytes", reason=FailureReason.SOURCE_CHANGED
+        )

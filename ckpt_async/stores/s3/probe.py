@@ -1,0 +1,175 @@
+"""What a store enforces, found out by a few small requests on objects below `.ckpt_async/probe/`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import secrets
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
+
+from ckpt_async.core.keys import PROBES, longest_keys
+from ckpt_async.errors import FailureReason, IntegrityError, PreconditionFailedError, StoreError
+from ckpt_async.stores.checksums import Digest, checksum_of
+from ckpt_async.stores.interface import (
+    BytesBody,
+    Capabilities,
+    Condition,
+    Create,
+    Match,
+    ObjectInfo,
+    Store,
+)
+from ckpt_async.stores.s3.answers import CHECKSUM_FIELDS
+from ckpt_async.stores.s3.sending import Put, Sender
+from ckpt_async.stores.s3.session import S3Session
+from ckpt_async.stores.s3.signing import RequestTemplate
+
+T = TypeVar("T")
+
+
+class Probe:
+    """Seven requests on two objects; over TLS three more on a third one at the same time. All are deleted again."""
+
+    def __init__(self, store: Store, session: S3Session, sender: Sender) -> None:
+        self._store, self._session, self._sender = store, session, sender
+        # As long as any key of a run's: what the store does not take is found out here.
+        name = f"{PROBES}{secrets.token_hex(8)}".ljust(max(map(len, longest_keys())) - len("-a"), "0")
+        self._key, self._spoiled, self._trailed = f"{name}-a", f"{name}-b", f"{name}-c"
+
+    async def capabilities(self) -> Capabilities:
+        """A store that compares neither CRC64NVME nor CRC32C with what arrived is taken all the same, with the
+        one that `head` answers: such a store only repeats our checksum, so `put` cannot tell that bytes
+        changed on the way, and only reading the object back can.
+        """
+        try:
+            found = await self._find_out()
+        except StoreError as error:
+            if error.reason is not FailureReason.TIMEOUT:
+                await self._delete()
+            raise
+        await self._delete()
+        return found
+
+    async def _find_out(self) -> Capabilities:
+        created, algorithm, is_enforced = await self._checksums()
+        (is_conditional, info), heeds_trailers = await _gather(
+            self._conditions(algorithm, created), self._heeds_trailers(algorithm)
+        )
+        if is_enforced and heeds_trailers:
+            await self._sender.learn_parts(self._trailed, algorithm)
+            self._sender.trailers_from = -math.inf
+        if not is_enforced and info.checksum is not None:
+            algorithm = info.checksum.algorithm
+        return Capabilities(conditional_put=is_conditional, multipart=True, checksum_algorithm=algorithm)
+
+    async def _conditions(self, algorithm: str, created: ObjectInfo) -> tuple[bool, ObjectInfo]:
+        is_refused, is_stale_refused, info = await _gather(
+            self._is_refused(algorithm, Create()),
+            self._is_refused(algorithm, Match('"0123456789abcdef0123456789abcdef"')),
+            self._within(self._store.head(self._key)),
+        )
+        # A store that refuses every If-Match enforces nothing either.
+        is_swapped = not await self._is_refused(algorithm, Match(created.etag))
+        return is_refused and is_stale_refused and is_swapped, info
+
+    async def _heeds_trailers(self, algorithm: str) -> bool:
+        """Whether a body is stored without its chunks' sizes, and compared with the checksum that follows it. Whatever
+        else becomes of it is no reason not to open the store.
+        """
+        template = self._sender.templates.get("put_object")
+        if template is None or not template.origin.startswith("https:"):
+            return False
+        right, wrong = Digest(algorithm), Digest(algorithm)
+        wrong.update(b"b")
+        try:
+            # They differ in nothing but their checksums. SeaweedFS calls it 400 IncompleteBody.
+            status, stored = await self._within(
+                _gather(
+                    self._put_trailed(template, self._spoiled, wrong),
+                    self._put_and_head(template, right),
+                )
+            )
+        except StoreError:
+            return False
+        return bool(status == 400 and stored == (1, checksum_of(b"a", algorithm)))
+
+    async def _put_trailed(self, template: RequestTemplate, key: str, digest: Digest) -> int:
+        put = Put("put_object", key, {})
+        return (await self._sender.try_trailer(template, put, BytesBody(b"a"), digest)).status
+
+    async def _put_and_head(self, template: RequestTemplate, digest: Digest) -> object:
+        if await self._put_trailed(template, self._trailed, digest) >= 300:
+            return None
+        info = await self._store.head(self._trailed)
+        return info.size_bytes, info.checksum
+
+    async def _checksums(self) -> tuple[ObjectInfo, str, bool]:
+        """Create the probe object; returns it, the best algorithm, and whether the store compares it."""
+        accepted: tuple[ObjectInfo, str, bool] | None = None
+        for algorithm in CHECKSUM_FIELDS:
+            right, wrong = checksum_of(b"a", algorithm), checksum_of(b"b", algorithm)
+            written, spoilt = await asyncio.gather(
+                self._within(self._store.put(self._key, BytesBody(b"a"), right)),
+                self._within(self._store.put(self._spoiled, BytesBody(b"a"), wrong)),
+                return_exceptions=True,
+            )
+            for outcome in (written, spoilt):
+                if isinstance(outcome, BaseException) and not _is_verdict(outcome):
+                    raise outcome
+            if isinstance(written, BaseException):
+                refusal = written
+            elif isinstance(spoilt, IntegrityError):
+                return written, algorithm, True
+            else:
+                accepted = accepted or (written, algorithm, False)
+        if accepted is None:
+            raise refusal
+        return accepted
+
+    async def _is_refused(self, algorithm: str, condition: Condition) -> bool:
+        body = BytesBody(secrets.token_bytes(8))
+        checksum = checksum_of(body.data, algorithm)
+        try:
+            await self._within(self._store.put(self._key, body, checksum, condition=condition))
+        except PreconditionFailedError:
+            return True
+        except StoreError as error:
+            # Headers that the store does not know are an answer too: it enforces nothing.
+            if not _is_verdict(error):
+                raise
+        return False
+
+    async def _delete(self) -> None:
+        """Best effort: credentials that may not delete are allowed, and keep what they write."""
+        with contextlib.suppress(StoreError):
+            await self._within(self._store.delete([self._key, self._spoiled, self._trailed]))
+
+    async def _within(self, request: Coroutine[Any, Any, T]) -> T:
+        options = self._session.options
+        limit_s = options.connect_timeout_s + options.read_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                return await request
+        except TimeoutError as error:
+            raise StoreError(
+                f"no answer within {limit_s:g} s",
+                reason=FailureReason.TIMEOUT,
+                operation="open",
+                hint=f"is {self._session.location.endpoint_url or 'AWS'} reachable from here?",
+            ) from error
+
+
+def _is_verdict(error: BaseException) -> bool:
+    """Whether a probe's failure says something of the store's abilities, not of this connection."""
+    return isinstance(error, StoreError) and error.reason in (FailureReason.CHECKSUM, FailureReason.OTHER)
+
+
+async def _gather(*requests: Coroutine[Any, Any, Any]) -> Sequence[Any]:
+    """All results, or the first failure once every request has ended."""
+    results = await asyncio.gather(*requests, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results

@@ -1,0 +1,184 @@
+"""Reading past the SDK: by threads of our own, at addresses that it has signed, or that are signed as it does."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ParamSpec
+
+from ckpt_async.errors import CkptAsyncError, FailureReason, StoreError
+from ckpt_async.stores import check_size
+from ckpt_async.stores.http.connections import has_proxy
+from ckpt_async.stores.http.messages import Response
+from ckpt_async.stores.interface import ObjectInfo, Sink, SmallGet
+from ckpt_async.stores.s3 import answers
+from ckpt_async.stores.s3.errors import refusal, translating
+from ckpt_async.stores.s3.session import S3Session
+from ckpt_async.stores.s3.signing import UrlTemplate
+from ckpt_async.threads import in_thread
+
+P = ParamSpec("P")
+
+# A signed URL is good for an hour, unless the credentials are not.
+_SIGNED_S, _MAX_SIGNED = 60.0, 256
+
+
+@dataclass(frozen=True, slots=True)
+class SignedUrl:
+    """To read one object."""
+
+    url: str
+    is_proxied: bool
+    signed_at: float  # by time.monotonic()
+
+
+class Reader:
+    """Reads ranges, and small objects in series. Through a proxy the SDK does."""
+
+    def __init__(self, session: S3Session) -> None:
+        self._session, self._location = session, session.location
+        self._template: UrlTemplate | None = None
+        self._is_proxied = False  # whoever follows that template
+        self._urls: dict[str, SignedUrl] = {}  # by key
+
+    async def get(self, key: str, max_size_bytes: int) -> tuple[bytes, ObjectInfo]:
+        with translating("get_object", key, self._location):
+            response = await self._session.call("get_object", key, ChecksumMode="ENABLED")
+            stream = response["Body"]
+            try:
+                info = answers.info(key, response)
+                if info.size_bytes > max_size_bytes:
+                    raise self._location.too_large(
+                        info.size_bytes, max_size_bytes, operation="get_object", key=key
+                    )
+                data: bytes = await stream.read()
+            finally:
+                stream.close()  # drops the connection unless the body was read to its end
+        return data, info
+
+    async def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> ObjectInfo:
+        """At least one byte."""
+        signed = await self._signed(key)
+        if signed.is_proxied:
+            return await self._get_range_through_sdk(key, offset, size_bytes, sink)
+        found: list[ObjectInfo] = []
+
+        def check(response: Response) -> None:
+            found.append(answers.info_of_range(key, response, offset, size_bytes))
+
+        with _telling_failures_of(sink) as guarded, translating("get_object", key, self._location):
+            response = await self._session.downloads.get_range(signed.url, offset, size_bytes, guarded, check)
+        if not found:
+            raise self._refused(key, response)
+        return found[0]
+
+    async def get_many(self, gets: Sequence[SmallGet], got: Callable[[SmallGet, memoryview], None]) -> None:
+        signed = [await self._signed(each.key) for each in gets]
+        if any(each.is_proxied for each in signed):
+            for get in gets:
+                data, _ = await self.get(get.key, get.size_bytes)
+                check_size(len(data), get)
+                await in_thread(got, get, memoryview(data))
+            return
+
+        def check(number: int, response: Response) -> None:
+            get = gets[number]
+            with translating("get_object", get.key, self._location):
+                check_size(answers.total_of_range(response, 0, get.size_bytes), get)
+
+        with _telling_failures_of(got) as guarded, translating("get_object", "", self._location):
+            refused = await self._session.downloads.get_many(
+                [(each.url, get.size_bytes) for each, get in zip(signed, gets, strict=True)],
+                check,
+                lambda number, data: guarded(gets[number], data),
+            )
+        if refused is not None:
+            number, response = refused
+            raise self._refused(gets[number].key, response)
+
+    async def _signed(self, key: str) -> SignedUrl:
+        """Once for all ranges of an object: it takes as much CPU as receiving 2 MiB."""
+        found = self._urls.get(key)
+        if found is None or time.monotonic() >= found.signed_at + _SIGNED_S:
+            name = self._session.name(key, "get_object")
+            with translating("get_object", key, self._location):
+                found = await self._sign(name)
+            if len(self._urls) >= _MAX_SIGNED:
+                self._urls.clear()
+            self._urls[key] = found
+        return found
+
+    async def _sign(self, name: str) -> SignedUrl:
+        if self._template is None:
+            url: str = await self._session.client.generate_presigned_url(
+                "get_object", {"Bucket": self._location.bucket, "Key": name}
+            )
+            self._template, self._is_proxied = UrlTemplate.of(url, name), has_proxy(url)
+        else:
+            url = self._template.url(name, await self._session.credentials(), time.time())
+        return SignedUrl(url, self._is_proxied, time.monotonic())
+
+    def _refused(self, key: str, response: Response) -> StoreError:
+        """Credentials may have been replaced, and the SDK knows what else has changed."""
+        self._urls.pop(key, None)
+        self._template = None
+        return refusal(response.as_sdk_response(), "get_object", key, self._location)
+
+    async def _get_range_through_sdk(self, key: str, offset: int, size_bytes: int, sink: Sink) -> ObjectInfo:
+        """The slow way, which knows of proxies."""
+        with translating("get_object", key, self._location):
+            response = await self._session.call(
+                "get_object", key, Range=f"bytes={offset}-{offset + size_bytes - 1}"
+            )
+        stream = response["Body"]
+        try:
+            with translating("get_object", key, self._location):
+                info = answers.info(key, response)
+                status = response["ResponseMetadata"]["HTTPStatusCode"]
+                total_bytes = answers.range_total(
+                    status, response.get("ContentRange"), info.size_bytes, offset, size_bytes
+                )
+            # Past the SDK's reader, which joins what arrived into pieces of the size asked for.
+            raw: Any = getattr(stream, "raw_stream", stream)
+            content = raw.content
+            received = 0
+            while received < size_bytes:
+                with translating("get_object", key, self._location):
+                    data, _ = await content.readchunk()
+                    if not data and content.at_eof():
+                        raise self._location.error(
+                            f"the body ended after {received} of {size_bytes} bytes",
+                            reason=FailureReason.TRANSIENT,
+                            operation="get_object",
+                            key=key,
+                        )
+                if data:
+                    sink(memoryview(data))
+                    received += len(data)
+        finally:
+            stream.close()
+        return replace(info, size_bytes=total_bytes)
+
+
+class _SinkError(CkptAsyncError):
+    """Carries what a sink raised past the translation of the store's own errors."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
+@contextlib.contextmanager
+def _telling_failures_of(sink: Callable[P, None]) -> Iterator[Callable[P, None]]:
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            sink(*args, **kwargs)
+        except Exception as error:
+            raise _SinkError(error) from error
+
+    try:
+        yield guarded
+    except _SinkError as error:
+        raise error.cause from None

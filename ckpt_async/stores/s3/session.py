@@ -1,0 +1,224 @@
+"""The SDK's client of one bucket, and the connections of our own beside it. Knows how to ask, not what for."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+import re
+import socket
+import ssl
+from base64 import b64encode
+from typing import Any
+
+import botocore.exceptions
+import botocore.httpsession
+import botocore.parsers
+from aiobotocore.config import AioConfig
+from aiobotocore.httpsession import AIOHTTPSession
+from aiobotocore.parsers import AioResponseParserFactory, AioRestXMLParser
+from aiobotocore.session import AioSession
+from botocore.awsrequest import AWSPreparedRequest, AWSResponse
+from botocore.handlers import add_expect_header
+from botocore.loaders import Loader, create_loader
+
+from ckpt_async.stores import StoreOptions, check_key
+from ckpt_async.stores.http.connections import enable_keepalive, has_proxy
+from ckpt_async.stores.http.downloads import Downloads
+from ckpt_async.stores.http.messages import MalformedResponseError
+from ckpt_async.stores.http.series import SmallUploads
+from ckpt_async.stores.http.uploads import Uploads
+from ckpt_async.stores.interface import Body, BytesBody
+from ckpt_async.stores.s3 import answers
+from ckpt_async.stores.s3.answers import SdkResponse
+from ckpt_async.stores.s3.errors import S3Location, translating
+from ckpt_async.stores.s3.payload import SdkBody
+from ckpt_async.stores.s3.signing import Credentials
+
+# A bucket that can be part of a host name, also under a certificate for one level.
+_HOST_NAME = re.compile(r"[a-z0-9][a-z0-9-]{1,61}[a-z0-9]")
+
+# How a condition is refused: 409 is S3's answer to two at once, and 404 that of an If-Match on nothing
+# (S3 user guide, "Conditional writes").
+_UNMET = {"IfNoneMatch": frozenset({409, 412}), "IfMatch": frozenset({404, 409, 412})}
+
+
+class S3Session:
+    """Belongs to the event loop that opened it."""
+
+    downloads: Downloads  # these are made with the client
+    small_uploads: SmallUploads
+    _uploads: Uploads
+    _records: Uploads
+
+    def __init__(self, location: S3Location, options: StoreOptions) -> None:
+        self.location, self.options = location, options
+        self.client: Any = None
+        self._credentials: Any = None
+        self._exit_stack = contextlib.AsyncExitStack()
+
+    async def open(self) -> None:
+        with translating("open", "", self.location):
+            session = AioSession(profile=self.options.profile)
+            session.register_component("data_loader", _loader(session.get_config_variable("data_path")))
+            session.register_component("response_parser_factory", _ParserFactory())
+            client = _create_client(session, self.options, self.location)
+            self.client = await self._exit_stack.enter_async_context(client)
+            self._credentials = await session.get_credentials()
+        connections = _connections(session, self.options)
+        self.downloads = Downloads(**connections)
+        self.small_uploads = SmallUploads(**connections)
+        self._uploads = Uploads(**connections)
+        self._records = Uploads(**connections, is_bulk=False)
+        for each in (self.downloads, self.small_uploads, self._uploads, self._records):
+            self._exit_stack.callback(each.close)
+        events = self.client.meta.events
+        for operation in ("PutObject", "UploadPart"):
+            events.register(f"before-send.s3.{operation}", _hand_over)
+        # The SDK waits for "100 Continue" without any timeout (rule R14), and a body sent in vain is cheaper
+        # than a round trip for each one that is taken.
+        events.unregister("before-call.s3", add_expect_header)
+        events.register("before-call.s3.DeleteObjects", _add_content_md5)
+        events.register_first("choose-signer.s3", _keep_signature_version)
+
+    async def close(self) -> None:
+        await self._exit_stack.aclose()
+        self.client = None
+
+    def uploads_for(self, body: Body) -> Uploads:
+        """A receipt or a decision does not queue behind shards."""
+        return self._records if isinstance(body, BytesBody) else self._uploads
+
+    async def credentials(self) -> Credentials:
+        frozen: Credentials = await self._credentials.get_frozen_credentials()
+        return frozen
+
+    def name(self, key: str, operation: str) -> str:
+        """Of an object in its bucket. Raises StoreError for a key that could lead out of the root."""
+        return self.location.root + check_key(key, operation)
+
+    async def call(
+        self, operation: str, key: str | None, about: str = "", /, **parameters: Any
+    ) -> SdkResponse:
+        """`about`: what errors name where the request has no key."""
+        if key is not None:
+            parameters["Key"] = self.name(key, operation)
+        unmet = next((statuses for name, statuses in _UNMET.items() if name in parameters), frozenset[int]())
+        with translating(operation, key or about, self.location, unmet=unmet):
+            request = getattr(self.client, operation)
+            response: SdkResponse = await request(Bucket=self.location.bucket, **parameters)
+            answers.check_needed(operation, response)
+        return response
+
+
+async def _hand_over(request: AWSPreparedRequest, **_: object) -> AWSResponse | None:
+    """The SDK asks before it sends. None: it shall send by itself, that is through aiohttp."""
+    body, url = request.body, request.url
+    return (
+        None if not isinstance(body, SdkBody) or has_proxy(url) else await body.answer(url, request.headers)
+    )
+
+
+def _create_client(session: AioSession, options: StoreOptions, location: S3Location) -> Any:
+    style = options.addressing_style
+    if style == "auto" and location.endpoint_url is not None:
+        style = "path"
+    elif style == "auto" and _HOST_NAME.fullmatch(location.bucket):
+        style = "virtual"  # as "auto", but URLs that are signed for reading name the region too
+    settings: dict[str, Any] = {
+        "connect_timeout": options.connect_timeout_s,
+        "read_timeout": options.read_timeout_s,
+        "max_pool_connections": options.max_connections,
+        "retries": {"mode": "standard", "total_max_attempts": 1},  # counted by test_s3_errors
+        # The SDK's own checksums go as trailers, which many S3-compatible stores refuse; ours is a header.
+        "request_checksum_calculation": "when_required",
+        "response_checksum_validation": "when_required",
+        "s3": {"addressing_style": style, "payload_signing_enabled": False},
+    }
+    try:
+        config = AioConfig(
+            **settings,
+            connector_args={"socket_factory": _create_socket},
+            http_session_cls=_HttpSession,
+        )
+    except (botocore.exceptions.ParamValidationError, TypeError):
+        config = AioConfig(**settings)  # aiobotocore before 2.27 has no way to set socket options
+    return session.create_client(
+        "s3", region_name=options.region, endpoint_url=location.endpoint_url, config=config
+    )
+
+
+def _connections(session: AioSession, options: StoreOptions) -> dict[str, Any]:
+    ca_file = session.get_config_variable("ca_bundle") or os.environ.get("REQUESTS_CA_BUNDLE")
+    return {
+        "max_connections": options.max_connections,
+        "connect_timeout_s": options.connect_timeout_s,
+        "read_timeout_s": options.read_timeout_s,
+        "ca_file": ca_file or botocore.httpsession.where(),
+    }
+
+
+@functools.cache
+def _loader(data_path: str | None) -> Loader:
+    """The SDK's descriptions of S3, parsed once in a process: that is half of what opening a store takes."""
+    return create_loader(data_path)
+
+
+_contexts: dict[tuple[str, int], ssl.SSLContext] = {}
+
+
+class _Parser(AioRestXMLParser):  # type: ignore[misc]
+    """Left alone, it takes any document for an answer without fields, and ends with any error at one it cannot read."""
+
+    async def parse(self, response: dict[str, Any], shape: Any) -> Any:
+        if response["status_code"] < 300 and shape is not None:
+            answers.check_document(shape.name, response["body"])
+        try:
+            return await super().parse(response, shape)
+        except botocore.exceptions.BotoCoreError:
+            raise
+        except Exception as error:
+            raise MalformedResponseError(f"the answer cannot be read: {error}") from error
+
+
+class _ParserFactory(AioResponseParserFactory):  # type: ignore[misc]
+    def create_parser(self, protocol_name: str) -> Any:
+        return (
+            _Parser(**self._defaults) if protocol_name == "rest-xml" else super().create_parser(protocol_name)
+        )
+
+
+class _HttpSession(AIOHTTPSession):  # type: ignore[misc]
+    """Whom to trust is read once in a process: that takes 10 ms of CPU, and every store would do it again."""
+
+    def _build_verify_context(self) -> ssl.SSLContext:
+        if not self._verify:
+            made: ssl.SSLContext = super()._build_verify_context()
+            return made
+        path: str = botocore.httpsession.get_cert_path(self._verify)
+        key = path, os.stat(path).st_mtime_ns
+        if (found := _contexts.get(key)) is None:
+            _contexts.clear()
+            found = _contexts[key] = super()._build_verify_context()
+        return found
+
+
+def _add_content_md5(params: dict[str, Any], **_: object) -> None:
+    """DeleteObjects must carry a digest of its body; older S3-compatible stores take only this one."""
+    digest = hashlib.md5(params["body"], usedforsecurity=False).digest()
+    params["headers"]["Content-MD5"] = b64encode(digest).decode()
+
+
+def _keep_signature_version(signature_version: str, **_: object) -> str | None:
+    """Left alone, the SDK signs URLs the old way (version 2) in all older regions. AWS has retired that for new
+    buckets, and never took it for objects that a KMS key encrypts.
+    """
+    return "s3v4-query" if signature_version in ("v4-query", "s3v4-query") else None
+
+
+def _create_socket(address: tuple[Any, ...]) -> socket.socket:
+    family, kind, protocol, *_ = address
+    made = socket.socket(family, kind, protocol)
+    enable_keepalive(made)
+    return made
