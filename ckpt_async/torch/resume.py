@@ -107,7 +107,9 @@ def fetch_together(
             restore.drain_predecessor(folder, drain_timeout_s)
             together.gather(None)
         found: restore.Checkpoint | None = together.on_first(
-            lambda: restore.find(remote, step=step, store_options=store_options, passing_over=passing_over)
+            lambda: restore.find(
+                remote, folder=folder, step=step, store_options=store_options, passing_over=passing_over
+            )
         )
         return found
 

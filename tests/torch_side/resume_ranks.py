@@ -23,6 +23,8 @@ def scenario(name: str, remote: str, base: Path, rank: int) -> dict[str, Any]:
     match name:
         case "wiped-node":
             settings["overwrite"] = True
+        case "emptied":
+            settings["folder"] = base / "truth"  # its journal knows what was committed
         case "own-file":
             settings["files"] = [f"rank-{rank}.pt"]
         case "unwritable" if rank == 2:
@@ -54,6 +56,10 @@ def main() -> None:
     rank = dist.get_rank()
     for name in names:
         where = remote if name != "fresh" else f"{remote}-nothing"
+        if name == "emptied" and rank == 0:
+            place = Path(remote.removeprefix("file://"))
+            place.rename(f"{place}.away")
+        dist.barrier()
         result = scenario(name, where, base, rank)
         (base / f"{name}-{rank}.json").write_text(json.dumps(result))
         dist.barrier()

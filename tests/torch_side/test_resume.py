@@ -48,7 +48,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
     (base / "wiped-node" / "node-0" / "step-2" / "rank-3.pt").write_bytes(
         bytes(SIZE)
     )  # damaged, of the right size
-    names = ["fresh", "intact", "wiped-node", "own-file", "unwritable", "all-wiped", "damaged"]
+    names = ["fresh", "intact", "wiped-node", "own-file", "unwritable", "all-wiped", "damaged", "emptied"]
     environment = {
         **os.environ,
         "MASTER_ADDR": "127.0.0.1",
@@ -82,6 +82,13 @@ def total(results: list[dict[str, Any]], kind: str) -> int:
 
 def test_nothing_to_resume_from_is_a_fresh_start_for_all(results: Any) -> None:
     assert results["fresh"] == [{"none": True}] * NUM_RANKS
+
+
+def test_a_remote_that_lost_everything_is_no_fresh_start_for_any_rank(results: Any) -> None:
+    """The journal of the first node knows better: training must not begin anew over a bucket that was emptied."""
+    for each in results["emptied"]:
+        assert each["error"] == "StoreError"
+        assert "this is no fresh start" in each["message"]
 
 
 def test_without_a_process_group_there_is_one_rank(tmp_path: Path) -> None:
