@@ -23,17 +23,17 @@ from ckpt_async.cli.parsing import Parser
 
 # The module of each command: `name` in it runs, `name_arguments` says what it takes.
 _COMMANDS = (
-    ("status", "status", "what this node holds, and what would be lost if it died now"),
-    ("ls", "ls", "committed checkpoints of a run"),
+    ("status", "status", "show what this node holds, and what would be lost if it died now"),
+    ("ls", "ls", "list the committed checkpoints of a run"),
     ("drain", "drain", "finish what a trainer that has ended left on this node"),
     ("sweep", "sweep", "finish what dead trainers left, and clean up remotely"),
     ("prune", "sweep", "remove committed checkpoints that a policy does not keep"),
     ("pin", "upkeep", "keep a checkpoint whatever the policy says"),
-    ("unpin", "upkeep", "take a pin back"),
-    ("unmark", "upkeep", "take a reader's mark of damage back"),
-    ("verify", "upkeep", "recompute what must hold from the store alone"),
-    ("pull", "pull", "bring a checkpoint back to a local folder, verified"),
-    ("doctor", "doctor", "try out whether a run may be trusted to this node and remote"),
+    ("unpin", "upkeep", "remove a pin"),
+    ("unmark", "upkeep", "remove a reader's damage mark"),
+    ("verify", "upkeep", "check from the store alone that committed checkpoints are complete"),
+    ("pull", "pull", "fetch a checkpoint into a local folder and verify it"),
+    ("doctor", "doctor", "check that this node, the folder and the remote are fit for a run"),
     ("version", "version", "print the version"),
 )
 
@@ -81,15 +81,15 @@ def _prepare_streams() -> None:
 def _parser() -> Parser:
     parser = Parser(
         prog="ckpt-async",
-        description="Look at and finish checkpoints that ckpt_async uploads.",
+        description="Inspect, finish, clean up and fetch checkpoints uploaded by ckpt_async.",
         epilog="exit codes: 0 ok, 1 error, 2 usage, 3 not found, 4 incomplete, 5 try again later,"
-        " 6 not drained in time, 7 what arrives is spoilt on its way, 130 interrupted, 141 output closed",
+        " 6 not drained in time, 7 data corrupted in transit, 130 interrupted, 141 output closed",
     )
     parser.add_argument("--version", action="version", version=f"ckpt-async {__version__}")
     common = Parser(add_help=False)
-    common.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    common.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     common.add_argument(
-        "-v", "--verbose", action="count", default=0, help="log to stderr; twice for every shard"
+        "-v", "--verbose", action="count", default=0, help="log to stderr; -vv logs every shard"
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     parser.commands = commands.choices

@@ -21,14 +21,16 @@ def doctor_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER|REMOTE",
         nargs="*",
         type=as_path,
-        help="where the trainer will write, and where to upload (default: as the folder's journal says)",
+        help="where the trainer will write, and where it will upload to (default: the remote in the folder's journal)",
     )
-    parser.add_argument("--speed", action="store_true", help="also send 64 MiB there and back")
+    parser.add_argument(
+        "--speed", action="store_true", help="also measure the speed: upload and download 64 MiB"
+    )
     parser.add_argument(
         "--checkpoint-bytes",
         metavar="SIZE",
         type=_size,
-        help="of this node's part of a checkpoint, e.g. 40GiB: is there room, how long it takes (implies --speed)",
+        help="size of this node's part of a checkpoint, e.g. 40GiB: check for room and upload time (implies --speed)",
     )
 
 
@@ -83,7 +85,7 @@ def _places(options: argparse.Namespace) -> tuple[str | None, str | None]:
     folders = [each for each in options.places if "://" not in each]
     remotes = [each for each in options.places if "://" in each]
     if len(folders) > 1 or len(remotes) > 1:
-        raise SettingsError("one folder and one remote at most", hint="see `ckpt-async doctor --help`")
+        raise SettingsError("give at most one folder and one remote", hint="see `ckpt-async doctor --help`")
     return next(iter(folders), None), next(iter(remotes), None)
 
 

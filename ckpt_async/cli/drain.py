@@ -24,10 +24,10 @@ def drain_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "folder",
         metavar="FOLDER",
-        type=as_folder("the folder's journal says where it goes, else `--remote {}`"),
+        type=as_folder("the folder's journal names the remote; if it is lost, use `--remote {}`"),
         help="the folder that the uploader was opened with",
     )
-    parser.add_argument("--remote", metavar="URL", help="where it goes (default: as the trainer recorded)")
+    parser.add_argument("--remote", metavar="URL", help="remote URL (default: as the trainer recorded)")
     parser.add_argument(
         "--timeout",
         metavar="S",
@@ -39,7 +39,7 @@ def drain_arguments(parser: argparse.ArgumentParser) -> None:
         "--grace",
         metavar="S",
         type=as_seconds,
-        help="wait this long for ranks elsewhere once all of this folder is uploaded (default: close_grace_s)",
+        help="once this folder is uploaded, wait this long for ranks on other nodes (default: close_grace_s)",
     )
 
 
@@ -79,7 +79,7 @@ def _change_of(options: argparse.Namespace) -> Callable[[RemoteAddress | None], 
     def change(recorded: RemoteAddress | None) -> RemoteAddress:
         url = options.remote or (recorded.url if recorded else None)
         if url is None:
-            raise SettingsError("the journal does not say where it uploads to", hint="say so with --remote")
+            raise SettingsError("the journal does not say where it uploads to", hint="pass it with --remote")
         if recorded is None or recorded.url != url:
             recorded = replace(
                 address_of(url, given, env=os.environ), put_args=recorded.put_args if recorded else {}

@@ -36,7 +36,9 @@ LS_TIMEOUT_S, LS_PAUSE_S = 20.0, 2.0
 def ls_arguments(parser: argparse.ArgumentParser) -> None:
     add_store_options(parser)
     parser.add_argument("remote", metavar="REMOTE", help=WHERE)
-    parser.add_argument("--all", action="store_true", help="also those given up or pruned")
+    parser.add_argument(
+        "--all", action="store_true", help="also list checkpoints that were given up or pruned"
+    )
 
 
 def ls(options: argparse.Namespace) -> Exit:
@@ -59,7 +61,7 @@ def ls(options: argparse.Namespace) -> Exit:
         print(f"cannot be read: {error}", file=sys.stderr)
     num_given_up = sum(each.outcome is Outcome.ABORT for each in decisions)
     if num_given_up and not options.all:
-        print(f"{num_given_up} given up; `ckpt-async ls {url} --all` says why", file=sys.stderr)
+        print(f"{num_given_up} given up; `ckpt-async ls {url} --all` shows why", file=sys.stderr)
     if not shown:
         if not unreadable:
             print("no checkpoint is committed yet")

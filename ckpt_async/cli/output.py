@@ -65,7 +65,7 @@ def telling_of_silence(url: str, *, patience_s: float) -> Iterator[Callable[[], 
 
     def tell() -> None:
         print(
-            f"ckpt-async: no answer yet from {url}; it is tried for up to {patience_s:.0f} s",
+            f"ckpt-async: no answer yet from {url}; retrying for up to {patience_s:.0f} s",
             file=sys.stderr,
             flush=True,
         )

@@ -59,9 +59,9 @@ def _similar(word: str, known: Iterable[str]) -> str:
 
 
 def add_store_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--endpoint-url", metavar="URL", help="of an S3-compatible server")
-    parser.add_argument("--region", help="of the bucket")
-    parser.add_argument("--profile", help="of the AWS configuration files")
+    parser.add_argument("--endpoint-url", metavar="URL", help="endpoint of an S3-compatible store")
+    parser.add_argument("--region", help="region of the bucket")
+    parser.add_argument("--profile", help="profile in the AWS configuration files")
 
 
 def as_path(text: str) -> str:

@@ -24,32 +24,34 @@ def pull_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "destination",
         metavar="DEST",
-        type=as_folder("first the remote, then where to bring it"),
-        help="folder for the files, under their names",
+        type=as_folder("give the remote first, then the destination folder"),
+        help="destination folder",
     )
     parser.add_argument(
         "--step",
         metavar="S[@gN]",
         type=as_step,
         default=ANY,
-        help="not the newest complete one, but this step's (100@g2: that of generation 2)",
-    )
-    parser.add_argument("--only", metavar="GLOB", action="append", help="files whose names match; repeatable")
-    parser.add_argument(
-        "--rank", metavar="R", type=int, action="append", help="files of this rank; repeatable"
+        help="fetch this step instead of the newest complete checkpoint (100@g2: of generation 2)",
     )
     parser.add_argument(
-        "--folder", metavar="F", type=as_path, help="a trainer's folder that may still have some of the files"
+        "--only", metavar="GLOB", action="append", help="fetch only files whose names match; repeatable"
+    )
+    parser.add_argument(
+        "--rank", metavar="R", type=int, action="append", help="fetch only files of this rank; repeatable"
+    )
+    parser.add_argument(
+        "--folder", metavar="F", type=as_path, help="a trainer's folder that may still hold some of the files"
     )
     parser.add_argument(
         "--verify",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="compare every file with its checksum (the default)",
+        help="verify every file against its checksum (the default)",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace other files of the same names")
+    parser.add_argument("--overwrite", action="store_true", help="replace different files of the same names")
     parser.add_argument(
-        "--concurrency", metavar="N", type=_reads, default=8, help="reads at once (default: 8)"
+        "--concurrency", metavar="N", type=_reads, default=8, help="concurrent reads (default: 8)"
     )
     parser.add_argument("--dry-run", action="store_true", help="only print what would be pulled")
 

@@ -92,11 +92,11 @@ def _hint(each: CheckpointStatus, owned: set[int], folder: str) -> str:
     """
     match each.state:
         case "lost" | "aborted":
-            return "given up for good, on all ranks; if wanted, save it again: as another step, or after a restart"
+            return "given up for good, on all ranks; to keep it, save it again as another step, or after a restart"
         case "uploading" | "open" if each.failure and owned.intersection(each.ranks):
-            return "what failed is tried again every half minute"
+            return "failed uploads are retried every half minute"
         case "uploading" | "open" if each.failure:
-            return f"`ckpt-async drain {folder}` tries again now"
+            return f"`ckpt-async drain {folder}` retries now"
         case _:
             return ""
 

@@ -39,11 +39,11 @@ def sweep_arguments(parser: argparse.ArgumentParser) -> None:
         "folders",
         metavar="FOLDER",
         nargs="*",
-        type=as_folder("say `--remote {}`"),
+        type=as_folder("use `--remote {}`"),
         help="folders of trainers on this node; '*' matches names",
     )
     parser.add_argument(
-        "--remote", metavar="URL", action="append", default=[], help="also this remote; repeatable"
+        "--remote", metavar="URL", action="append", default=[], help="also sweep this remote; repeatable"
     )
     parser.add_argument(
         "--keep",
@@ -51,7 +51,7 @@ def sweep_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"remote retention (default: the setting remote_retention): {POLICIES}",
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="print the plan with its reasons; touch nothing"
+        "--dry-run", action="store_true", help="print the plan with its reasons; change nothing"
     )
     parser.add_argument(
         "--verify", action="store_true", help="also verify every committed checkpoint: one HEAD per shard"
@@ -59,7 +59,8 @@ def sweep_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--folders-only",
         action="store_true",
-        help="finish what is in the folders, which takes a trainer's rights; leave the remotes to another sweeper",
+        help="only finish what is in the folders, which needs a trainer's permissions; leave the remotes to another"
+        " sweeper",
     )
     parser.add_argument(
         "--metrics-port", metavar="P", type=_port, default=-1, help="Prometheus port (0: any free one)"
@@ -120,7 +121,7 @@ async def _sweep_until_stopped(options: argparse.Namespace, sweeper: Sweeper) ->
         if (bug := sweeping.exception()) is None:
             _print_sweep(sweeping.result(), options)
         else:
-            logger.error("sweep_failed error=%r; the next one is made all the same", bug, exc_info=bug)
+            logger.error("sweep_failed error=%r; the next sweep still runs", bug, exc_info=bug)
             if options.json:
                 print(
                     json.dumps({"is_dry_run": options.dry_run, "is_clean": False, "error": repr(bug)}),
@@ -291,7 +292,7 @@ def prune_arguments(parser: argparse.ArgumentParser) -> None:
     add_store_options(parser)
     parser.add_argument("url", metavar="REMOTE", help=WHERE)
     parser.add_argument(
-        "--keep", metavar="POLICY", help=f"what stays (default: the setting remote_retention): {POLICIES}"
+        "--keep", metavar="POLICY", help=f"what to keep (default: the setting remote_retention): {POLICIES}"
     )
     prune_how = parser.add_mutually_exclusive_group()
     prune_how.add_argument("--dry-run", action="store_true", help="only print the plan (the default)")
@@ -304,8 +305,8 @@ def prune(options: argparse.Namespace) -> Exit:
     text = options.keep if options.keep is not None else settings.remote_retention
     if retention.keeps_all(retention.parse(text)):
         raise SettingsError(
-            "the policy keeps all: nothing to prune",
-            hint="say what to keep, e.g. --keep last=3,every-steps=1000",
+            "the policy keeps everything: nothing to prune",
+            hint="set what to keep, e.g. --keep last=3,every-steps=1000",
         )
 
     async def nothing(*_: object) -> None:

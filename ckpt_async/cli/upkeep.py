@@ -128,12 +128,16 @@ def verify_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S[@gN]",
         type=as_step,
         default=ANY,
-        help="only checkpoints of this step (and generation)",
+        help="verify only checkpoints of this step (and generation)",
     )
     parser.add_argument(
-        "--read-data", metavar="PERCENT", type=_percent, default=0.0, help="read so many of the shards whole"
+        "--read-data",
+        metavar="PERCENT",
+        type=_percent,
+        default=0.0,
+        help="read this share of the shards completely",
     )
-    parser.add_argument("--seed", type=int, default=0, help="which shards are read")
+    parser.add_argument("--seed", type=int, default=0, help="seed that selects which shards are read")
 
 
 def verify(options: argparse.Namespace) -> Exit:
@@ -174,7 +178,7 @@ def verify(options: argparse.Namespace) -> Exit:
         if mark.is_sound:
             name = f"{mark.checkpoint.step}@g{mark.checkpoint.generation}"
             print(
-                f"  every byte of it is as committed: `ckpt-async unmark {options.url} {name}` takes the mark back"
+                f"  every byte of it is as committed: `ckpt-async unmark {options.url} {name}` removes the mark"
             )
     how = (
         f"{result.num_shards_read} of them read whole"

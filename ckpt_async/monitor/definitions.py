@@ -57,7 +57,7 @@ _OF_A_FOLDER = (
     ),
     _gauge(
         "ckpt_async_last_committed_timestamp_seconds",
-        "Unix time at which the node learnt of that commit. (N)",
+        "Unix time at which the node learned of that commit. (N)",
     ),
     _gauge(
         "ckpt_async_last_enqueued_step",
@@ -70,35 +70,35 @@ _OF_A_FOLDER = (
     ),
     _gauge(
         "ckpt_async_queue_files",
-        "Shards of undecided checkpoints that are not in the store yet. `failed`: lost, or not sent within"
-        " `upload_timeout_s` and tried again later; `uploading`: a multipart upload was begun or some bytes are"
-        " acknowledged; `retrying`: left by an earlier start of the run and not begun again; `queued`: the rest. (N)",
+        "Shards of undecided checkpoints that are not in the store yet. `failed`: lost, or not uploaded within"
+        " `upload_timeout_s` and retried later; `uploading`: a multipart upload was started or some bytes are"
+        " acknowledged; `retrying`: left by an earlier start of the run and not restarted yet; `queued`: the rest. (N)",
         labels={**_RUN, "state": QUEUE_STATES},
     ),
-    _gauge("ckpt_async_queue_bytes", "Sizes of the same shards, each whole. (N)"),
+    _gauge("ckpt_async_queue_bytes", "Full sizes of the same shards. (N)"),
     _gauge(
         "ckpt_async_waiting_checkpoints",
-        "Undecided checkpoints of which a rank of this node has delivered its part: others have not, or nobody"
-        " commits. The log of a rank that waits names those that are missing. (N)",
+        "Undecided checkpoints of which a rank of this node has delivered its part, while other ranks have not or"
+        " nobody commits. The log of a waiting rank names the missing ones. (N)",
     ),
     _gauge(
         "ckpt_async_oldest_waiting_timestamp_seconds",
-        "Unix time at which a rank of this node had delivered its part of the one that has waited the longest; absent"
-        " while there is none. (N)",
+        "Unix time at which a rank of this node had delivered its part of the checkpoint that has waited longest;"
+        " absent while there is none. (N)",
     ),
 )
 
 DEFINITIONS = (
     _gauge(
         "ckpt_async_build_info",
-        "Always 1; the labels tell the version.",
+        "Always 1; the labels hold the version.",
         labels={"version": (), "python_version": ()},
     ),
     _counter("ckpt_async_files_enqueued_total", "Shards the trainer handed over to this process."),
     _counter(
         "ckpt_async_uploads_total",
-        "Shards that reached an end: `failed` ones for now, they are tried again; `source_changed` and"
-        " `source_missing` ones are lost, `superseded` ones given up by policy, and their checkpoint is aborted.",
+        "Shards by result: `failed` ones will be retried; `source_changed` and `source_missing` ones are lost,"
+        " `superseded` ones were dropped by policy, and their checkpoint is aborted.",
         labels={**_RUN, "result": RESULTS},
     ),
     _counter(
@@ -111,38 +111,36 @@ DEFINITIONS = (
     _gauge("ckpt_async_uploads_in_progress", "Shards this process is uploading now.", labels={}),
     _counter(
         "ckpt_async_trainer_blocked_seconds_total",
-        "Time the trainer was held up in `enqueue` because uploads fell behind or the disk ran low; grows while it is.",
+        "Time the trainer was blocked in `enqueue` because uploads fell behind or the disk ran low; grows while it is.",
     ),
     _counter("ckpt_async_upload_bytes_total", "Bytes of shards the store has acknowledged."),
     _counter(
         "ckpt_async_checkpoints_committed_total",
-        "Checkpoints this process saw committed: whole in the store, of all ranks. Every rank counts each.",
+        "Checkpoints this process saw committed: complete in the store, with all ranks. Every rank counts each.",
     ),
     _counter(
         "ckpt_async_checkpoints_aborted_total",
-        "Checkpoints this process saw given up. Every rank counts each.",
+        "Checkpoints this process saw aborted. Every rank counts each.",
     ),
     _counter(
         "ckpt_async_pruned_checkpoints_total",
-        "Checkpoints retention removed.",
+        "Checkpoints removed by retention.",
         labels={**_RUN, "location": LOCATIONS},
     ),
     _gauge("ckpt_async_fenced", "1 once a newer start of the run has superseded this trainer, else 0."),
-    _counter(
-        "ckpt_async_engine_restarts_total", "Times the engine died of a bug and was started again.", labels={}
-    ),
+    _counter("ckpt_async_engine_restarts_total", "Times the engine crashed and was restarted.", labels={}),
     *_OF_A_FOLDER,
     _gauge(
         "ckpt_async_checkpoints_retained",
-        "Committed checkpoints whose local files the uploader looks after: only the newest if it is to keep"
+        "Committed checkpoints whose local files the uploader manages: only the newest if it is set to keep"
         " all. (N)",
         labels={**_RUN, "location": ("local",)},
     ),
     _gauge(
         "ckpt_async_spool_pinned_bytes",
-        "Sizes of the files the spool has a hard link to, each file once: what deleting your own checkpoints"
-        " would not free now. An upper bound of what only the spool keeps alive: whether your own file is still"
-        " there is not looked up. (N)",
+        "Sizes of the files that the spool hard-links, each file once: the space that deleting your own checkpoints"
+        " would not free now. An upper bound for what only the spool keeps alive, because it does not check whether"
+        " your own file still exists. (N)",
         labels={},
     ),
     _gauge(
@@ -171,7 +169,7 @@ DEFINITIONS = (
     ),
     _histogram(
         "ckpt_async_store_request_duration_seconds",
-        "Time of one attempt of a store request, failed ones included. Its count is what failures are a share of.",
+        "Time of one attempt of a store request, failed ones included. Divide failures by its count for their share.",
         bounds_s=(1, 10),
     ),
 )
@@ -181,29 +179,29 @@ SWEEPER_DEFINITIONS = (
     *_OF_A_FOLDER,
     _gauge(
         "ckpt_async_sweep_last_completed_timestamp_seconds",
-        "Unix time at which the last sweep had gone through all folders and remotes, whatever became of single ones;"
+        "Unix time at which the last sweep had gone through all folders and remotes, also if some of them failed;"
         " absent before the first.",
         labels={},
     ),
     _gauge(
         "ckpt_async_sweep_started_timestamp_seconds",
-        "Unix time at which this sweeper was started: what to compare with until a sweep is completed.",
+        "Unix time at which this sweeper was started: the reference until the first sweep is complete.",
         labels={},
     ),
     _gauge(
         "ckpt_async_sweep_failing_since_timestamp_seconds",
-        "Unix time of the first sweep since when this folder or remote, or an action there, has failed in every one;"
-        " absent for those that are well.",
+        "Unix time of the first of the sweeps in a row in which this folder or remote, or an action there, failed;"
+        " absent for those that do not fail.",
         labels={"target": ()},
     ),
     _counter(
         "ckpt_async_sweeps_total",
-        "Sweeps; `failed`: some folder, remote or action of it did.",
+        "Sweeps; `failed`: some folder, remote or action failed.",
         labels={"result": SWEEPS},
     ),
     _counter(
         "ckpt_async_sweep_failures_total",
-        "What failed in them: a whole folder or remote (its store does not answer, say), or one action.",
+        "Failures in sweeps: of a whole folder or remote (an unresponsive store, for example), or of one action.",
         labels={"scope": SWEEP_SCOPES},
     ),
     _histogram(
@@ -214,7 +212,7 @@ SWEEPER_DEFINITIONS = (
     ),
     _counter(
         "ckpt_async_sweep_adopted_uploads_total",
-        "Shards brought into the store for owners that are dead.",
+        "Shards uploaded for dead owners.",
         labels={},
     ),
     _counter(
@@ -224,20 +222,20 @@ SWEEPER_DEFINITIONS = (
     ),
     _counter(
         "ckpt_async_sweep_checkpoints_total",
-        "Checkpoints this sweeper ended: committed for dead engines, given up, or pruned by retention.",
+        "Checkpoints this sweeper settled: committed for dead engines, aborted, or pruned by retention.",
         labels={"result": ENDS},
     ),
     _counter(
         "ckpt_async_sweep_orphans_removed_total",
-        "Objects that nothing referred to any more and that it removed: of checkpoints given up or lost, stale"
-        " multipart uploads, expired leases of readers, records of former starts, left-overs of probes, marks of"
-        " damaged checkpoints that are gone, old decisions.",
+        "Orphaned objects that the sweeper removed: of aborted or lost checkpoints, stale multipart uploads, expired"
+        " leases of readers, records of former starts, leftovers of probes, damage marks of checkpoints that are gone,"
+        " old decisions.",
         labels={"kind": ORPHANS},
     ),
     _counter(
         "ckpt_async_verify_failures_total",
-        "What verifying after a sweep (`--verify`) found to be damaged: shards that are missing, of another size or of"
-        " other content, and records that are missing, unreadable or contradict each other. Counted at every sweep.",
+        "Damage found by `--verify` after a sweep: shards that are missing or have another size or content, and records"
+        " that are missing, unreadable or contradictory. Counted at every sweep.",
         labels={"kind": VERIFY_KINDS},
     ),
     _counter(

@@ -60,9 +60,7 @@ def serve(
         port += _local_rank(environment) if port else 0
         started = MetricsServer(*start_http_server(port, address, registry))
     except (OSError, OverflowError, ValueError) as error:  # busy, no such address; beyond 65,535; no number
-        logger.warning(
-            "metrics_not_served address=%s port=%d error=%s; the work goes on", address, port, error
-        )
+        logger.warning("metrics_not_served address=%s port=%d error=%s; work continues", address, port, error)
         return None
     logger.info("metrics_served url=%s", started.url)
     return started

@@ -88,7 +88,7 @@ async def read(
     except ObjectNotFoundError:
         return None
     except ObjectTooLargeError:
-        raise InvalidRecordError(f"more than {max_size_bytes} bytes, so no record", key=key) from None
+        raise InvalidRecordError(f"more than {max_size_bytes} bytes: not a record", key=key) from None
     return data, info.etag
 
 
@@ -112,7 +112,7 @@ async def if_readable(reading: Awaitable[T]) -> T | None:
     try:
         return await reading
     except InvalidRecordError as error:
-        logger.warning("record_unreadable error=%s; it is left out", error)
+        logger.warning("record_unreadable error=%s; skipping it", error)
         return None
 
 

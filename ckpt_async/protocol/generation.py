@@ -136,7 +136,7 @@ async def _read_generation(store: PatientStore, number: int) -> Generation | Non
             if seen and str(error) != seen[0]:
                 raise
             seen.append(str(error))
-    logger.warning("generation_unreadable error=%s; it is passed over", seen[0])
+    logger.warning("generation_unreadable error=%s; skipping it", seen[0])
     return None
 
 
@@ -174,7 +174,7 @@ class _Agreement:
         if not await self._join(number):
             raise SettingsError(
                 f"generation={number} was used before by rank {self._rank}: every start needs a new one",
-                hint="leave it out, or pass one more than the last",
+                hint="leave it out, or pass the last one plus 1",
             )
         return number
 
@@ -262,7 +262,7 @@ class _Agreement:
         try:
             return records.decode_beat(found[0], number).count if found else 0
         except InvalidRecordError as error:
-            logger.warning("beat_unreadable error=%s; it is no sign of life", error)
+            logger.warning("beat_unreadable error=%s; not counted as a sign of life", error)
             return 0
 
     async def _wait_for_newer(self, number: int) -> int:

@@ -154,7 +154,7 @@ async def read_settled(
     except InvalidRecordError as error:
         if not only_reads:
             raise
-        logger.warning("boundary_unreadable error=%s; what it may void is taken for decided", error)
+        logger.warning("boundary_unreadable error=%s; decisions that it may void are taken as valid", error)
         return decision
     return None if settled is nothing else settled
 
@@ -224,7 +224,7 @@ def _latest(data: bytes | None) -> Latest | None:
     try:
         return records.decode_latest(data)
     except InvalidRecordError as error:
-        logger.warning("latest_unreadable error=%s; it is taken for none", error)
+        logger.warning("latest_unreadable error=%s; treated as missing", error)
         return None
 
 
@@ -321,7 +321,9 @@ async def readers(store: PatientStore, checkpoint: CheckpointId) -> list[str]:
         try:
             there = await read_record(store, each.key, records.decode_lease)
         except InvalidRecordError as error:
-            logger.warning("lease_unreadable error=%s; it counts until it is old", error)
+            logger.warning(
+                "lease_unreadable error=%s; it counts until it is old enough to have expired", error
+            )
             there = unreadable_lease(checkpoint, each.key), ""
         if there is None:
             continue

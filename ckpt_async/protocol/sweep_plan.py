@@ -264,7 +264,7 @@ def _retain(view: View, valid: Mapping[CheckpointId, Decision], policy: Retentio
     for id_ in sorted({each.id for each in candidates} - kept.keys()):
         if is_refused:
             yield Wait(
-                id_, "the policy keeps none of what is there, so nothing is pruned: is it what you mean?"
+                id_, "the policy matches no checkpoint, so nothing is pruned: is it the one you meant?"
             )
         elif view.latest is None or view.latest.checkpoint <= id_:
             yield Wait(id_, "beyond retention, but latest is not ahead of it yet")

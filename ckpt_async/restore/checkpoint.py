@@ -136,4 +136,4 @@ def check_found(checkpoint: object) -> None:
         hint = (
             "`find` returns None where nothing was committed yet: a fresh start" if checkpoint is None else ""
         )
-        raise SettingsError(f"{checkpoint!r} is no checkpoint", hint=hint)
+        raise SettingsError(f"{checkpoint!r} is not a checkpoint", hint=hint)

@@ -74,8 +74,8 @@ class Destination:
         except OSError as error:
             raise DestinationError(f"cannot read {str(target)!r}: {error.strerror}") from error
         raise DestinationError(
-            f"{str(target)!r} is there and is not the file of {self._checkpoint.name}: it is left alone",
-            hint="give another destination, or say that it may be overwritten",
+            f"{str(target)!r} exists and is not the file of {self._checkpoint.name}: it was left alone",
+            hint="use another destination, or pass overwrite=True (--overwrite)",
         )
 
     def _is_right(self, path: Path, file: RemoteFile) -> bool:
@@ -97,7 +97,7 @@ class Destination:
         if needed_bytes > free_bytes:
             raise NoSpaceError(
                 f"{str(self.path)!r} has {free_bytes} bytes free, {needed_bytes} more are needed",
-                hint="free some, or fetch only some ranks or files",
+                hint="free space, or fetch only some ranks or files",
             )
 
     def make_parent(self, file: RemoteFile) -> None:

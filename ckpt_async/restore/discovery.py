@@ -89,7 +89,7 @@ def find(
         except StoreError as error:
             if error.operation == "open" and error.reason is FailureReason.NOT_FOUND:
                 check_nowhere(remote, known)
-                logger.warning("remote_missing %s error=%s; taken for a fresh start", remote, error)
+                logger.warning("remote_missing %s error=%s; treated as a fresh start", remote, error)
                 return None
             raise
 

@@ -301,7 +301,7 @@ class _Fetching:
                     self._destination.publish(partial, file)
                     done.add(file.name)
                 else:
-                    logger.warning("checksum_differs file=%s from=remote; it is fetched again", file.name)
+                    logger.warning("checksum_differs file=%s from=remote; fetching it again", file.name)
                 lease.check()
 
             return got
@@ -354,7 +354,7 @@ class _Fetching:
                 if _is_full(error):
                     raise NoSpaceError(
                         f"{str(destination.path)!r} ran full while {file.name!r} was fetched",
-                        hint="free some space and call again: it goes on where it was",
+                        hint="free some space and call again: the fetch resumes",
                     ) from error
                 raise DestinationError(f"cannot write {str(destination.target(file))!r}: {error}") from error
 
@@ -384,7 +384,11 @@ class _Fetching:
                     self._peers.instead(got["remote"])
                 return
             if is_all_its_own and not self._is_verified:
-                logger.warning("checksum_differs file=%s from=%s; taken all the same", file.name, source.kind)
+                logger.warning(
+                    "checksum_differs file=%s from=%s; used anyway, because verify=False",
+                    file.name,
+                    source.kind,
+                )
                 return
             if is_all_its_own:
                 seen.append(partial.checksum())
@@ -422,7 +426,7 @@ class _Fetching:
                     self._opened, checkpoint, f"{reason}, twice the same over two connections"
                 )
             if len(seen) >= MAX_READINGS:
-                raise unreliable(f"{reason}, and another wrong one each time")
+                raise unreliable(f"{reason}, and differently each time")
             async with session(checkpoint.remote, checkpoint.store_options) as afresh:
                 remote = StoreSource(afresh, lease, checkpoint, file)
                 await self._fill_from(remote, partial, got)
@@ -468,7 +472,7 @@ def _tell(source: FileSource, file: RemoteFile, why: object) -> None:
         source.failed(why)
     logger.log(
         logging.DEBUG if isinstance(source, PeerSource) else logging.WARNING,
-        "source_failed file=%s from=%s error=%s; another one is tried",
+        "source_failed file=%s from=%s error=%s; trying another one",
         file.name,
         source.kind,
         why,

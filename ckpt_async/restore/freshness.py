@@ -77,7 +77,7 @@ def _check(remote: str, known: Known, latest: Latest | None, *, has_generations:
     else:
         return
     raise StoreError(
-        f"{remote} shows no checkpoint, but {mark}: this is no fresh start",
+        f"{remote} shows no checkpoint, but {mark}: this is not a fresh start",
         reason=FailureReason.NOT_FOUND,
         operation="find",
         hint=_HINT,

@@ -155,7 +155,7 @@ async def leased(
         if error.reason not in (FailureReason.AUTH, FailureReason.DISK):
             raise
         logger.warning(
-            "reading_without_lease %s error=%s; retention may take it meanwhile", checkpoint.id, error
+            "reading_without_lease %s error=%s; retention may prune it meanwhile", checkpoint.id, error
         )
         yield _NoLease()
         return
@@ -172,7 +172,7 @@ async def leased(
             async with asyncio.timeout(DROP_TIMEOUT_S):
                 await steps.drop_lease(session.store, lease)
         except (StoreError, TimeoutError) as error:
-            logger.warning("lease_not_dropped %s error=%r; it expires by itself", checkpoint.id, error)
+            logger.warning("lease_not_dropped %s error=%r; it will expire", checkpoint.id, error)
 
 
 def unreliable(what: str) -> UnreliableReadError:

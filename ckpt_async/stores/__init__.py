@@ -92,9 +92,9 @@ class StoreOptions:
             )
         for name in ("endpoint_url", "region", "profile"):
             if (text := getattr(self, name)) is not None and not (isinstance(text, str) and text):
-                raise SettingsError(f"{name} is {text!r}, must be text or left out")
+                raise SettingsError(f"{name} is {text!r}, must be a string or left out")
         if not (0 < self.connect_timeout_s < math.inf and 0 < self.read_timeout_s < math.inf):
-            raise SettingsError("connect_timeout_s and read_timeout_s must be more than 0, and finite")
+            raise SettingsError("connect_timeout_s and read_timeout_s must be positive and finite")
         if not is_whole(self.max_connections) or self.max_connections < 1:
             raise SettingsError(f"max_connections is {self.max_connections!r}, must be at least 1")
         if self.endpoint_url is not None:
@@ -116,7 +116,7 @@ def parse_url(url: str) -> Location:
     Raises SettingsError.
     """
     if not isinstance(url, str):
-        raise SettingsError(f"{url!r} is not text", hint=_EXAMPLES)
+        raise SettingsError(f"the store URL {url!r} must be a string", hint=_EXAMPLES)
     scheme, separator, rest = url.partition("://")
     if not separator or not _SCHEME.fullmatch(scheme):
         hint = f"did you mean {better}?" if (better := meant(url, _SCHEMES)) else _EXAMPLES

@@ -287,7 +287,9 @@ class DirectoryStore:
                 with translating("get_range", key):
                     count = os.preadv(descriptor, [buffer[: end - offset]], offset)
                     if count == 0:
-                        raise IntegrityError("was cut short beneath us", operation="get_range", key=key)
+                        raise IntegrityError(
+                            "was truncated while it was read", operation="get_range", key=key
+                        )
                 sink(buffer[:count])  # what it raises is not ours
                 offset += count
         finally:

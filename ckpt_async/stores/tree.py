@@ -34,13 +34,13 @@ _DISK = {
     errno.EDQUOT: "the disk quota is used up",
     errno.EROFS: "the file system is read-only",
     errno.EIO: "the device reports errors: see dmesg",
-    errno.ESTALE: "the network file system was exported anew: mount it again",
+    errno.ESTALE: "the network file system was re-exported: mount it again",
 }
 _SCARCE = {
     errno.EMFILE: "this process has too many files open: raise `ulimit -n`",
     errno.ENFILE: "the machine has too many files open",
-    errno.ENOMEM: "memory is short",
-    errno.EAGAIN: "memory or threads are short",
+    errno.ENOMEM: "too little memory",
+    errno.EAGAIN: "too little memory or too few threads",
 }
 _AUTH = {
     errno.EACCES: "this user may not: check owner and mode",
@@ -167,7 +167,7 @@ class Tree:
         """
         if not self.root.is_dir() or (self._has_own and not self._own.is_dir()):
             raise StoreError(
-                f"{self.root} is not the folder any more that it was",
+                f"{self.root} is no longer the same folder",
                 reason=FailureReason.TRANSIENT,
                 operation=operation,
                 key=key,
@@ -266,7 +266,7 @@ def translating(operation: str, key: str) -> Iterator[None]:
         elif number in _SCARCE:
             reason, hint = FailureReason.TRANSIENT, _SCARCE[number]
         elif isinstance(error, TimeoutError):
-            reason, hint = FailureReason.TIMEOUT, "is a writer stopped, or the file system hung?"
+            reason, hint = FailureReason.TIMEOUT, "is a writer suspended, or does the file system hang?"
         else:
             reason, hint = FailureReason.OTHER, ""
         raise StoreError(str(error), reason=reason, operation=operation, key=key, hint=hint) from error

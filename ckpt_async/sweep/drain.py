@@ -117,7 +117,7 @@ async def drain(
     path = Path(os.path.realpath(folder))
     if not (path / keys.PRIVATE).is_dir():
         raise NoJournalError(
-            f"there is no journal in {str(path)!r}", hint="give the folder that the uploader was opened with"
+            f"there is no journal in {str(path)!r}", hint="use the folder that the uploader was opened with"
         )
     opened = Folder(path)
     with contextlib.ExitStack() as held:
@@ -182,13 +182,13 @@ def _by_remote(
         address = change(local.remote) if change else local.remote
         if address is None:
             raise SettingsError(
-                f"the journal does not say where rank {local.rank} uploads to", hint="say so with --remote"
+                f"the journal does not say where rank {local.rank} uploads to", hint="pass it with --remote"
             )
         if stranded := backlog.stranded(local, address.url):
             assert local.remote is not None
             raise SettingsError(
                 f"rank {local.rank} was bringing {stranded[-1]} to {local.remote.url!r}, not to {address.url!r}",
-                hint="what is verified there would be missing here; leave the remote as it was",
+                hint="shards already verified there would be missing here; use the original remote",
             )
         group = next((members for known, members in groups if known == address), None)
         if group is None:

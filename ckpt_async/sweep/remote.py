@@ -186,7 +186,7 @@ class RemoteSweep:
             return await reading
         except InvalidRecordError as error:
             if error.key not in self.unreadable:
-                logger.warning("record_unreadable error=%s; what it speaks of is left alone", error)
+                logger.warning("record_unreadable error=%s; what it describes is left alone", error)
             self.unreadable[error.key] = Finding(rule, error.key, error.detail)
             return None
 
@@ -297,7 +297,7 @@ class RemoteSweep:
             if all(each.upload_id != upload_id for each in listed):
                 return
         raise StoreError(
-            f"still there after {MAX_ABORTS} aborts: parts were on their way; the next sweep goes on",
+            f"still there after {MAX_ABORTS} aborts: parts were still arriving; the next sweep continues",
             reason=FailureReason.TRANSIENT,
             operation="abort_multipart",
             key=key,

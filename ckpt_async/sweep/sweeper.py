@@ -114,7 +114,7 @@ class Sweeper:
         self._adoption_timeout_s = adoption_timeout_s
         self._verifies, self._is_for_folders_only = verifies, is_for_folders_only
         if is_for_folders_only and (remotes or verifies):
-            raise SettingsError("a sweep of folders only touches no remote, and verifies none")
+            raise SettingsError("a folders-only sweep neither changes nor verifies a remote")
         self._ages = sweep_plan.Ages(
             superseded_s=self._settings.abandon_after_s, newest_s=self._settings.abandon_newest_after_s
         )

@@ -70,7 +70,9 @@ def extract(
     """
     source, target = Path(path), Path(folder)
     if not source.name.endswith(TAR_SUFFIXES):
-        raise FormatError(f"{source} is no archive by its name", hint=f"known: {' '.join(TAR_SUFFIXES)}")
+        raise FormatError(
+            f"{source} does not have an archive's file name", hint=f"known: {' '.join(TAR_SUFFIXES)}"
+        )
     limit = _limit(target, max_size_bytes)
     written: list[Path] = []
     with _unpacking(source) as stream:
@@ -100,7 +102,7 @@ def extract(
         except (*_NOT_UNPACKABLE, OSError) as error:
             if not isinstance(error, _NOT_UNPACKABLE) and error.errno != errno.ENAMETOOLONG:
                 raise
-            raise FormatError(f"{source} is no archive that can be unpacked: {str(error)[:500]}") from error
+            raise FormatError(f"{source} cannot be unpacked: {str(error)[:500]}") from error
     return written
 
 

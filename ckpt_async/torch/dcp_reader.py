@@ -154,7 +154,7 @@ class CkptAsyncReader(StorageReader):
             raise StateMismatchError(
                 f"{self.checkpoint.name} ({self.checkpoint.id}) has no {min(kept)!r}, which was loaded from a newer one"
                 f" before that turned out damaged ({len(kept)} in all): the state would be a mixture of two",
-                hint=f"make the state anew and load step={self.checkpoint.step}",
+                hint=f"create the state again and load step={self.checkpoint.step}",
             )
         specs: dict[str, list[tuple[int, int]]] = {}
         for piece in self._pieces(plan):
@@ -230,7 +230,7 @@ class CkptAsyncReader(StorageReader):
         def damage(stream: io.BytesIO) -> str:
             told = file.checksum
             is_right = told is None or checksum_of(stream.getbuffer(), told.algorithm) == told
-            return "" if is_right else "it has another checksum than its receipt says"
+            return "" if is_right else "its checksum differs from its receipt"
 
         stream = io.BytesIO(reader.read(name))
         if damage(stream):

@@ -87,7 +87,8 @@ class CkptAsyncWriter(FolderWriter):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
             raise SettingsError(
-                "the uploader says where the checkpoint goes: leave checkpoint_id out", hint="give `name`"
+                "the uploader determines where the checkpoint goes: leave checkpoint_id out",
+                hint="give `name`",
             )
         super().reset()
 

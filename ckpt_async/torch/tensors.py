@@ -61,7 +61,7 @@ def load_safetensors(path: Path, map_location: object) -> dict[str, torch.Tensor
             }
             _check_apart(places.values())
         except (AttributeError, LookupError, TypeError, ValueError, struct.error) as error:
-            raise FormatError(f"{path} is no safetensors file: {str(error)[:500]}") from error
+            raise FormatError(f"{path} is not a safetensors file: {str(error)[:500]}") from error
         tensors = {}
         for name, place in places.items():
             file.seek(start + place.begin)

@@ -41,7 +41,7 @@ def refuse_second(folder: Path, rank: int) -> None:
         if (each.folder, each.rank, each.pid) == (folder, rank, os.getpid()):
             raise FolderInUseError(
                 f"rank {rank} of folder {str(folder)!r} is in use by process {os.getpid()}, this very one",
-                hint="close the other Uploader first, as `with Uploader(...)` does, or go on with it",
+                hint="close the other Uploader first, as `with Uploader(...)` does, or keep using it",
             )
 
 

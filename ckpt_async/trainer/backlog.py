@@ -40,7 +40,9 @@ def make_room(
                 continue
             waited_s = time.monotonic() - started
             if reaction == "raise" or waited_s >= settings.block_timeout_s:
-                raise BacklogError(what, hint="save less often, allow more, or see why uploads are slow")
+                raise BacklogError(
+                    what, hint="save less often, raise the limit, or find out why uploads are slow"
+                )
             if not has_warned:
                 has_warned = True
                 logger.warning("trainer_blocked reason=%s", what)

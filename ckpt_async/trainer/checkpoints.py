@@ -38,7 +38,7 @@ class OpenCheckpoint:
                 new.append((source, name))
             elif before.source != source or not is_same(source, before.identity):
                 raise InvalidShardError(
-                    f"shard {name!r} of step {self.id.step} was enqueued before, from other content"
+                    f"shard {name!r} of step {self.id.step} was enqueued before with different content"
                 )
         return new
 
@@ -67,7 +67,7 @@ class Checkpoints:
             )
         found = self._open.get(id_.step) or OpenCheckpoint(id_, name)
         if found.name != name:
-            raise InvalidNameError(f"step {id_.step} is called {found.name!r} already, not {name!r}")
+            raise InvalidNameError(f"step {id_.step} is already named {found.name!r}, not {name!r}")
         return found
 
     def keep(self, checkpoint: OpenCheckpoint) -> None:

@@ -68,14 +68,14 @@ def log_what_is_left(local: Local) -> None:
     )
     if unsealed:
         logger.warning(
-            "closed_without_seal steps=%s: what is not sealed is never committed; call seal(step) after the last"
+            "closed_without_seal steps=%s: unsealed steps are never committed; call seal(step) after the last"
             " enqueue of a step, on every rank",
             unsealed,
         )
     if set(report.steps_left) - set(unsealed):
         logger.warning(
             "closed_with_unfinished steps=%s shards_to_upload=%d bytes_to_upload=%d;"
-            " the next start, `ckpt-async drain` or the sweeper finish what was sealed",
+            " the next start, `ckpt-async drain` or the sweeper will finish what was sealed",
             list(report.steps_left),
             report.num_shards_left,
             report.size_bytes_left,

@@ -23,7 +23,7 @@ class ShardWriter(io.BufferedWriter):
     """
 
     def __init__(self, path: Path, enqueue: Callable[[], None], drop: Callable[[], None]) -> None:
-        """One of `enqueue` and `drop` is called when the file ends. Raises InvalidShardError if it is there already."""
+        """One of `enqueue` and `drop` is called when the file ends. Raises InvalidShardError if it already exists."""
         self.path = path
         self._enqueue, self._drop = enqueue, drop
         self._pid = os.getpid()
@@ -35,8 +35,8 @@ class ShardWriter(io.BufferedWriter):
             raw = io.FileIO(path, "xb")
         except FileExistsError:
             raise InvalidShardError(
-                f"{str(path)!r} is there already",
-                hint="a shard is never overwritten: give another name or step",
+                f"{str(path)!r} already exists",
+                hint="a shard is never overwritten: use another name or step",
             ) from None
         super().__init__(raw, BUFFER_BYTES)
         self._has_ended = False

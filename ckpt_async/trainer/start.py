@@ -58,7 +58,7 @@ def _launch_key(environment: Mapping[str, str], world_size: int, generation: int
     if world_size == 1 or generation is not None:
         return f"single={os.urandom(16).hex()}"
     raise SettingsError(
-        "the launcher does not say which start of the run this is, so ranks of two starts could be taken for one",
+        "the launcher does not identify this start of the run, so ranks of two starts could be mistaken for one",
         hint="set CKPT_ASYNC_LAUNCH_ID to a value that is equal on all ranks and new at every start,"
         " or pass generation=",
     )

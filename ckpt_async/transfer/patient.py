@@ -160,7 +160,7 @@ class PatientStore:
                 if not has_warned:
                     has_warned = True
                     logger.warning(
-                        "store_not_opened url=%s trying_for_s=%.0f error=%s; it is tried again",
+                        "store_not_opened url=%s trying_for_s=%.0f error=%s; retrying",
                         self.url,
                         timeout_s,
                         error,
@@ -423,7 +423,7 @@ class _Health:
         elif not self._has_warned and now - self._failing_since >= QUIET_OUTAGE_S:
             self._has_warned = True
             logger.warning(
-                "store_failing url=%s for_s=%.0f error=%s; it is tried again",
+                "store_failing url=%s for_s=%.0f error=%s; retrying",
                 self._url,
                 now - self._failing_since,
                 error,

@@ -266,7 +266,7 @@ def test_ls_counts_aborted_checkpoints_and_all_shows_the_reasons(
     on_store(remote, lambda store: decide_once(store, wanted))
     assert cli.main(["ls", remote]) == 0
     told = capsys.readouterr()
-    assert (told.out.count("\n"), told.err) == (2, f"1 given up; `ckpt-async ls {remote} --all` says why\n")
+    assert (told.out.count("\n"), told.err) == (2, f"1 given up; `ckpt-async ls {remote} --all` shows why\n")
     assert cli.main(["ls", remote, "--all"]) == 0
     told = capsys.readouterr()
     assert ("given up: it is gone" in told.out, told.err) == (True, "")
@@ -275,8 +275,8 @@ def test_ls_counts_aborted_checkpoints_and_all_shows_the_reasons(
 @pytest.mark.parametrize(
     ("reason", "decision", "is_running", "hint"),
     [
-        (FailureReason.OTHER, None, False, "drain {folder}` tries again now"),
-        (FailureReason.OTHER, None, True, "what failed is tried again every half minute"),
+        (FailureReason.OTHER, None, False, "drain {folder}` retries now"),
+        (FailureReason.OTHER, None, True, "failed uploads are retried every half minute"),
         (FailureReason.SOURCE_CHANGED, None, True, "given up for good"),
         (FailureReason.SOURCE_CHANGED, Outcome.ABORT, False, "given up for good"),
     ],
@@ -368,7 +368,7 @@ def test_waiting_for_an_unresponsive_store_is_reported_on_stderr(
     closed = ["--endpoint-url", f"http://127.0.0.1:{port}"]
     assert cli.main([*reading(words, s3_url, tmp_path), *closed]) == 5
     first, *_, last = capsys.readouterr().err.splitlines()
-    assert first.startswith(f"ckpt-async: no answer yet from {s3_url}; it is tried for up to ")
+    assert first.startswith(f"ckpt-async: no answer yet from {s3_url}; retrying for up to ")
     assert "right, and reachable from here?" in last
 
 
@@ -387,8 +387,8 @@ def test_waiting_for_an_unresponsive_store_is_reported_on_stderr(
             "s3://b/run is a remote, not a folder of this node: `ckpt-async ls s3://b/run`",
         ),
         (["drain", "s3://b/run"], 2, "`--remote s3://b/run`"),
-        (["sweep", "s3://b/run"], 2, "say `--remote s3://b/run`"),
-        (["pull", "/data/run", "s3://b/run"], 2, "first the remote, then where to bring it"),
+        (["sweep", "s3://b/run"], 2, "use `--remote s3://b/run`"),
+        (["pull", "/data/run", "s3://b/run"], 2, "give the remote first, then the destination folder"),
         (["ls", "s3:/b/run"], 2, "(did you mean s3://b/run?)"),
         (["pull", "file:///a/b", "c", "--step", "100@2"], 2, "'100@2' is not a step such as 100, or 100@g2"),
         (["ls"], 2, "required: REMOTE (see `ckpt-async ls --help`)"),

@@ -394,7 +394,7 @@ def test_a_policy_that_matches_nothing_prunes_nothing(
     assert {each["action"] for each in actions} == {"Wait"}
     _, dry = call("prune", remote, "--keep", keep)
     assert [each["stays"] for each in dry["remotes"][0]["checkpoints"]] == [True] * 3
-    assert all("keeps none" in each["reason"] for each in actions)
+    assert all("matches no checkpoint" in each["reason"] for each in actions)
     assert call("prune", remote, "--keep", f"{keep},last=1", "--yes")[0] == 0
     assert steps(call, remote) == [3]
 

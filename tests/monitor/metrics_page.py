@@ -7,31 +7,30 @@ from ckpt_async.monitor.definitions import DEFINITIONS, SWEEPER_DEFINITIONS, Def
 _NOTES = """\
 # Metrics
 
-Made from `ckpt_async/monitor/definitions.py`; do not edit. To make it anew:
+Generated from `ckpt_async/monitor/definitions.py`; do not edit. To regenerate:
 
     python -m tests.monitor.metrics_page > docs/metrics.md
 
-## Of an uploader
+## Uploader
 
 Set `metrics_port` (0: any free port; N: port N + the rank's number on the node,
 from `LOCAL_RANK`, `SLURM_LOCALID` or MPI's variables) and let Prometheus scrape `/metrics` there.
-A port that is busy is logged and does not stop training. With a server of your own, hand it
-`uploader.metrics.registry`. `run` is the URL of the remote. A rank has at most 60 series, with every failure there is.
+A taken port is logged and does not stop training. To use your own server, give it `uploader.metrics.registry`.
+`run` is the URL of the remote. A rank has at most 60 series, with every kind of failure.
 
 """
 
 _AFTERWORD = """
-**(N)**: read from the journal of the folder, for all ranks of the node: every port of a node says the same, so
-take `max by (run, state)` over a node's ports and not `sum`. A sweeper says the same of its folders, also of what
-killed trainers left. While the journal cannot be read they are absent;
-`checkpoints_retained` may be late by a hundred times what replaying the journal takes. Everything else is
-counted by the process itself and starts at 0 with it.
+**(N)**: read from the folder's journals, for all ranks of the node. Every port of a node exports the same values, so
+use `max by (run, state)` over a node's ports, not `sum`. A sweeper exports them for its folders, including what killed
+trainers left. While the journal cannot be read they are absent. `checkpoints_retained` may lag by a hundred times the
+time it takes to replay the journal. Everything else is counted by the process itself and starts at 0 with it.
 
-## Of a sweeper
+## Sweeper
 
-`ckpt-async sweep --interval S --metrics-port P` (0: any free port) on `metrics_address`; with a server of your own,
-`Sweeper.metrics.registry`. `target` is a folder or the URL of a remote; why it fails, the log says. What is (N) is read
-from the journals of its folders, with a delay of at most a hundred times what reading them takes.
+`ckpt-async sweep --interval S --metrics-port P` (0: any free port) serves on `metrics_address`; to use your own server,
+take `Sweeper.metrics.registry`. `target` is a folder or the URL of a remote; the log says why it fails. (N) is read
+from the journals of its folders, with a delay of at most a hundred times the time it takes to read them.
 
 """
 

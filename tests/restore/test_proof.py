@@ -140,7 +140,7 @@ def test_a_damage_mark_can_be_removed(run_: Run, tmp_path: Path, capsys: pytest.
         True,
     ]
     assert cli.main(["verify", run_.url, "--read-data", "100"]) == Exit.INCOMPLETE
-    assert f"`ckpt-async unmark {run_.url} 20@g1` takes the mark back" in capsys.readouterr().out
+    assert f"`ckpt-async unmark {run_.url} 20@g1` removes the mark" in capsys.readouterr().out
     with pytest.raises(restore.NoUsableCheckpointError):
         restore.find(run_.url)
     assert call("unmark", run_.url, "20@g1")["step"] == 20

@@ -319,7 +319,7 @@ def test_wait_names_what_is_missing_or_lost(
         def waits_for_the_others() -> bool:
             with pytest.raises(CommitTimeoutError) as caught:
                 uploader.wait(1, timeout_s=0.2)
-            return "nothing was seen yet of rank 1, 2" in str(caught.value)
+            return "nothing has arrived yet from rank 1, 2" in str(caught.value)
 
         wait_until(waits_for_the_others)
         assert not uploader.flush(0.1).is_done

@@ -310,7 +310,7 @@ def test_reading_or_writing_in_a_vanished_folder_is_an_error(store, tmp_path, ru
         if is_there:
             root.mkdir()
         for name, call in calls.items():
-            with pytest.raises(StoreError, match="not the folder any more") as raised:
+            with pytest.raises(StoreError, match="is no longer the same folder") as raised:
                 run(call())
             assert raised.value.reason is FailureReason.TRANSIENT, name
     root.rmdir()  # nothing was made in it
@@ -339,7 +339,7 @@ def test_a_write_in_progress_is_not_published_after_the_folder_vanished(store, t
         link(*args, **options)
 
     monkeypatch.setattr(os, "link", vanish)
-    with pytest.raises(StoreError, match="not the folder any more"):
+    with pytest.raises(StoreError, match="is no longer the same folder"):
         run(put(store, "ckpt/a", b"1", condition=Create()))
     assert not [*root.iterdir()]
 

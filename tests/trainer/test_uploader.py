@@ -279,7 +279,7 @@ def test_wait_names_what_is_missing(opened: Open) -> None:
         store.go.set()
         wait_until(lambda: bool(store.keys(keys.RECEIPTS)), uploader)
         wait_until(lambda: bool(uploader._engine.view().missing_ranks(CheckpointId(1, 1))), uploader)
-        with pytest.raises(CommitTimeoutError, match="nothing was seen yet of rank 1, 2"):
+        with pytest.raises(CommitTimeoutError, match="nothing has arrived yet from rank 1, 2"):
             uploader.wait(1, timeout_s=0.05)
         with pytest.raises(TimeoutError):  # for those who do not know this package's errors
             uploader.wait(1, timeout_s=0.01)
@@ -727,8 +727,8 @@ def test_files_must_be_a_collection_of_strings(opened: Open) -> None:
     [
         ("launch_id", "", "launch_id, .* is ''"),
         ("folder", "", "folder is ''"),
-        ("rank", 0, "no WORLD_SIZE"),
-        ("world_size", 2, "no RANK"),
+        ("rank", 0, "without WORLD_SIZE"),
+        ("world_size", 2, "without RANK"),
         ("generation", True, "generation=True"),
         ("generation", 1.5, "generation=1.5"),
         ("generation", 0, "generation=0"),

@@ -191,7 +191,7 @@ class _Line:
     def check(self, now: float) -> None:
         """Raise TimeoutError if nothing has moved for too long."""
         if now >= self._give_up_at:
-            what = "the store took nothing for" if self._unsent else "no answer within"
+            what = "the store accepted no data for" if self._unsent else "no answer within"
             raise TimeoutError(f"{what} {self._timeout_s:g} s")
 
     def read_on(self) -> None:

@@ -162,7 +162,7 @@ class Exchange:
                 raise ConnectionError(f"the connection broke: {error}") from error
             self._listen()
             if time.monotonic() >= give_up_at:
-                raise TimeoutError(f"the store took nothing for {self._timeout_s:g} s")
+                raise TimeoutError(f"the store accepted no data for {self._timeout_s:g} s")
 
     def _listen(self) -> None:
         """Raise _AnsweredError if the store has answered before it has the body: it may never read the rest."""

@@ -119,7 +119,7 @@ def next_page(pages: Pages, asked: Mapping[str, Any], page: SdkResponse) -> dict
     if parameter not in following:
         raise MalformedResponseError(f"the listing was cut short: truncated, but without {needed}")
     if all(asked.get(name) == value for name, value in following.items()):
-        raise MalformedResponseError(f"the listing does not move on: {needed} is again {page[needed]!r}")
+        raise MalformedResponseError(f"the listing does not advance: {needed} is again {page[needed]!r}")
     return following
 
 
@@ -129,7 +129,7 @@ def _check_echoes(pages: Pages, asked: Mapping[str, Any], page: SdkResponse) -> 
     for echo, parameter in pages.echoes.items():
         if echo in page and not _is_same(parameter, str(asked.get(parameter, "")), str(page[echo])):
             raise MalformedResponseError(
-                f"the answer is to another question: {parameter} is {page[echo]!r}, not {asked.get(parameter)!r}"
+                f"the response belongs to another request: {parameter} is {page[echo]!r}, not {asked.get(parameter)!r}"
             )
 
 

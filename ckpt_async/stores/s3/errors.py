@@ -108,7 +108,7 @@ def refusal(
     if status == 404 and operation != "head_object" and (not code or code.isdecimal()):
         # S3 says what is not there. Something else has answered, which knows nothing of our objects.
         return location.error(
-            f"{status}, but not as a store says it",
+            f"{status}, but not in the form that a store sends",
             reason=FailureReason.TRANSIENT,
             operation=operation,
             key=key,
@@ -123,7 +123,7 @@ def refusal(
     hint = hint_for(code, operation, location)
     if code == "RequestTimeTooSkewed":
         here, there = email.utils.formatdate(usegmt=True), metadata.get("HTTPHeaders", {}).get("date", "?")
-        hint = f"this machine's clock is off: here it is {here}, at the store {there}"
+        hint = f"this machine's clock is wrong: here it is {here}, at the store {there}"
     elif reason is FailureReason.AUTH and not hint:
         hint = f"the credentials may not do {operation} in {location}"
     return location.error(message, reason=reason, operation=operation, key=key, hint=hint)
@@ -148,7 +148,7 @@ def hint_for(code: str, operation: str, location: S3Location) -> str:
         case "AccessDenied":
             return f"the credentials may not do {operation} in {location}"
         case "PermanentRedirect" | "AuthorizationHeaderMalformed" | "IllegalLocationConstraintException":
-            return f"is {location.bucket} in another region? set region"
+            return f"is {location.bucket} in another region? then set the region"
         case _:
             return _HINTS.get(code, "")
 
@@ -190,14 +190,14 @@ _HINTS = {
     "ExpiredToken": "the session token has expired: renew the credentials",
     "ExpiredTokenException": "the session token has expired: renew the credentials",
     "TokenRefreshRequired": "the session token has expired: renew the credentials",
-    "InvalidToken": "the session token is not one: renew the credentials",
+    "InvalidToken": "the session token is invalid: renew the credentials",
     "InvalidAccessKeyId": "the store does not know this access key: is the endpoint right?",
     "SignatureDoesNotMatch": "the secret key does not belong to the access key",
     "InvalidObjectState": "the object is in an archive class: restore it first",
 }
 
 _UNTRUSTED = "is the endpoint's certificate trusted here? see AWS_CA_BUNDLE"
-_SOMEBODY_ELSE = "did something else answer in the store's place: a proxy, a cache, a login page?"
+_SOMEBODY_ELSE = "did something other than the store respond: a proxy, a cache, a login page?"
 _MISSING_CREDENTIALS = (
     botocore.exceptions.NoCredentialsError,
     botocore.exceptions.PartialCredentialsError,
