@@ -75,7 +75,7 @@ def _as_it_was(
 
 
 class SettingsError(CkptAsyncError, ValueError):
-    """A setting has a value that cannot work. Names the setting and its allowed range."""
+    """A setting has an invalid value. Names the setting and its allowed range."""
 
 
 class InvalidNameError(CkptAsyncError, ValueError):
@@ -101,8 +101,8 @@ class UploaderClosedError(CkptAsyncError):
 
 
 class RunnerError(CkptAsyncError):
-    """What is to run the engine cannot be started or reached: a process (`runner="process"`; the message has the end of
-    what it wrote), or there are too few descriptors, threads or too little memory left.
+    """The engine's process cannot be started or reached (`runner="process"`; the message has the end of its output), or
+    there are too few descriptors, threads or too little memory left.
     """
 
 
@@ -216,11 +216,11 @@ class UnknownVersionError(InvalidRecordError):
 
 
 class UnsafePickleError(CkptAsyncError):
-    """A pickle names or does something that a checkpoint has no need of. Nothing of it was run."""
+    """A pickle names or does something that a checkpoint does not need. Nothing of it was run."""
 
 
 class FormatError(CkptAsyncError):
-    """A file cannot be loaded: not what its name says, cut short, too large, or a tool for it is missing."""
+    """A file cannot be loaded: not what its name says, truncated, too large, or a tool for it is missing."""
 
 
 class StateMismatchError(CkptAsyncError):
@@ -236,7 +236,7 @@ class RankFailedError(CkptAsyncError):
 
 
 class CheckpointRefusedError(CkptAsyncError, ValueError):
-    """The validation function said no to a file of a checkpoint. Nothing of that file was used."""
+    """The validation function rejected a file of a checkpoint. Nothing of that file was used."""
 
 
 # --- outcomes ----------------------------------------------------------------------------------------------
@@ -263,20 +263,20 @@ class FencedError(CkptAsyncError):
 
 
 class DamagedCheckpointError(CkptAsyncError):
-    """A committed checkpoint cannot be read as it was decided: a shard is missing, cut short or changed. It was
-    marked, so that `restore.find` passes it over from now on; ask again for the next older one.
+    """A committed checkpoint cannot be read as it was decided: a shard is missing, truncated or changed. It was
+    marked, so that `restore.find` skips it from now on; ask again for the next older one.
     """
 
 
 class UnreliableReadError(CkptAsyncError):
-    """What arrives is not what was committed, and is something else each time: the network, a proxy or this machine's
-    memory spoils it. Nothing was marked: the checkpoint may be whole. Try again, or on another node.
+    """The data that arrives is not what was committed, and differs each time: the network, a proxy or this machine's
+    memory corrupts it. Nothing was marked: the checkpoint may be intact. Try again, or on another node.
     """
 
 
 class NoUsableCheckpointError(CkptAsyncError):
-    """There are committed checkpoints and none of them can be used; the message says why, one by one. Starting from
-    scratch would throw them away: look at `ckpt-async verify` first.
+    """There are committed checkpoints and none of them can be used; the message says why, for each. Starting from
+    scratch would discard them: run `ckpt-async verify` first.
     """
 
 
@@ -285,7 +285,7 @@ class ResumeError(CkptAsyncError):
 
 
 class DestinationError(CkptAsyncError):
-    """A file could not be put where it was wanted: another one is there, or it cannot be written."""
+    """A file could not be written to its destination: a different one is there, or it cannot be written."""
 
 
 class CheckpointGoneError(CkptAsyncError):

@@ -22,13 +22,13 @@ _RANK = re.compile(
 
 
 def files_of_rank(folder: str | os.PathLike[str], rank: int, world_size: int) -> list[str]:
-    """The files that this rank has to hand over, by their paths within the folder: those that it wrote itself, told by
-    the rank in their names as transformers, accelerate, Lightning and DCP put it there; rank 0 has all others.
+    """The files that this rank has to enqueue, by their paths within the folder: those that it wrote itself, by the
+    rank in their names as transformers, accelerate, Lightning and DCP write it; rank 0 has all others.
 
         uploader.enqueue(folder, step, files=files_of_rank(folder, uploader.rank, uploader.world_size))
 
-    So none is handed over twice, and none before it is complete. What an earlier start with more ranks has left in the
-    folder belongs to nobody, and the log says so.
+    So none is enqueued twice, and none before it is complete. Files that an earlier start with more ranks left in the
+    folder belong to nobody, and the log says so.
     """
     found = []
     for here, _, names in os.walk(folder):

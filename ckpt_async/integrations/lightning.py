@@ -101,7 +101,7 @@ class CkptAsyncCheckpointIO(CheckpointIO):
         return self._held.now
 
     def open(self) -> None:
-        """Open the uploader before the first save, so that what is wrong is raised now. For global rank 0."""
+        """Open the uploader before the first save, so that configuration errors are raised now. For global rank 0."""
         self._held.open(self._folder, 0, 1)
 
     def save_checkpoint(
@@ -127,8 +127,8 @@ class CkptAsyncCheckpointIO(CheckpointIO):
     def load_checkpoint(
         self, path: str | Path, map_location: Any = _on_cpu, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load a local file. One that should be in the folder and is missing is fetched from the store: that of the
-        step in its name (`step=100`), or, for `last.ckpt`, the newest.
+        """Load a local file. A file that should be in the folder but is missing is fetched from the store: the
+        checkpoint of the step in its name (`step=100`), or, for `last.ckpt`, the newest.
         """
         if not os.path.exists(path):
             path = self._fetch(Path(path))
@@ -241,12 +241,12 @@ def newest_checkpoint(
     drain_timeout_s: float = 300.0,
     store_options: StoreOptions | None = None,
 ) -> str | None:
-    """Bring the newest good checkpoint into `folder`, where it was saved, and return its path, or None for a fresh
-    start: `trainer.fit(model, ckpt_path=newest_checkpoint("checkpoints", remote))`.
+    """Fetch the newest good checkpoint into `folder`, to the path where it was saved, and return that path, or None for
+    a fresh start: `trainer.fit(model, ckpt_path=newest_checkpoint("checkpoints", remote))`.
 
-    Call it on all ranks. They get the same for sure if `torch.distributed` is initialized before (Lightning uses a
-    process group that is there); else each finds for itself. What a killed trainer left on this node is uploaded first,
-    for at most `drain_timeout_s`. What is there already is used if its checksum is right; a file that differs is
+    Call it on all ranks. If `torch.distributed` is initialized before (Lightning uses an existing process group), all
+    are sure to get the same checkpoint; else each finds one for itself. What a killed trainer left on this node is
+    uploaded first, for at most `drain_timeout_s`. A local file is used if its checksum matches; one that differs is
     replaced. Every byte is verified. Blocks.
 
     Raises what `restore.find` and `restore.fetch` raise: if there are checkpoints and none is good, that is an error.

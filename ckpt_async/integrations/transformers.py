@@ -30,15 +30,15 @@ _SENTINEL = "checkpoint-is-incomplete.txt"
 class CkptAsyncCallback(TrainerCallback):
     """Uploads every checkpoint that the `Trainer` saves: `Trainer(…, callbacks=[CkptAsyncCallback(remote)])`.
 
-    Each rank hands over the files it wrote, at `on_save`; the last one commits. The uploader is opened when training
-    starts, on `args.output_dir`, which must be on a local disk, and is closed when it ends. Wrong settings, credentials
-    or buckets are raised at the start. What fails later is logged and counted, and training goes on; with
-    `on_error="raise"` it is raised.
+    Each rank enqueues the files it wrote, at `on_save`; the last one commits. The uploader is opened when training
+    starts, on `args.output_dir`, which must be on a local disk, and is closed when it ends. Invalid settings,
+    credentials or buckets raise at the start. Later failures are logged and counted, and training continues; with
+    `on_error="raise"` they raise.
 
     Args:
         remote: As for `Uploader`.
-        uploader: Instead of `remote`: one that is open, on `args.output_dir` or a folder above. It stays open.
-        close_timeout_s: How long the end of training may wait for uploads. What is left is in the journal.
+        uploader: Instead of `remote`: an open one, on `args.output_dir` or a folder above. It stays open.
+        close_timeout_s: How long the end of training may wait for uploads. The rest stays in the journal.
         settings: Those of `Uploader`, `store_options` among them.
     """
 
@@ -100,12 +100,12 @@ def newest_checkpoint(
     drain_timeout_s: float = 300.0,
     store_options: StoreOptions | None = None,
 ) -> str | None:
-    """Bring the newest good checkpoint to `<output_dir>/checkpoint-<step>` and return that, or None for a fresh start:
-    `trainer.train(resume_from_checkpoint=newest_checkpoint(args.output_dir, remote))`.
+    """Fetch the newest good checkpoint to `<output_dir>/checkpoint-<step>` and return that path, or None for a fresh
+    start: `trainer.train(resume_from_checkpoint=newest_checkpoint(args.output_dir, remote))`.
 
-    Call it on all ranks, once `TrainingArguments` are made, which sets up the process group: then all get the same.
-    What a killed trainer left on this node is uploaded first, for at most `drain_timeout_s`. What is there already is
-    used if its checksum is right; a file that differs is replaced. Every byte is verified. Blocks.
+    Call it on all ranks, after `TrainingArguments` are created, which sets up the process group: then all get the same.
+    What a killed trainer left on this node is uploaded first, for at most `drain_timeout_s`. A local file is used if
+    its checksum matches; one that differs is replaced. Every byte is verified. Blocks.
 
     Raises what `restore.find` and `restore.fetch` raise: if there are checkpoints and none is good, that is an error.
     """

@@ -43,8 +43,8 @@ class Rejected:
 class Checkpoint:
     """A complete checkpoint in the store. A plain value: may be pickled and broadcast to other ranks.
 
-    `format` is "ckpt_async", or the name of the tool whose mark says that it is complete (then `generation` is 0 and
-    there are no checksums). `rejected` are the newer ones that were passed over.
+    `format` is "ckpt_async", or the name of the tool whose marker says that it is complete (then `generation` is 0 and
+    there are no checksums). `rejected` lists the newer ones that were skipped.
     """
 
     remote: str
@@ -72,9 +72,9 @@ class Checkpoint:
     def select(
         self, ranks: Collection[int] | None = None, files: Collection[str] | None = None
     ) -> list[RemoteFile]:
-        """The files of these ranks whose names match one of these globs, in the order of their names; None: all.
+        """The files of these ranks whose names match one of these globs, sorted by name; None: all.
 
-        Raises InvalidNameError if a rank is none, or a glob matches nothing of theirs: a typing error must not look
+        Raises InvalidNameError for an unknown rank, or a glob that matches none of their files: a typo must not look
         like a success.
         """
         for rank in ranks or ():
@@ -131,7 +131,7 @@ def checkpoint_of(
 
 
 def check_found(checkpoint: object) -> None:
-    """Raises SettingsError for what is no checkpoint: above all the None of a `find` that found nothing."""
+    """Raise SettingsError for anything that is not a checkpoint: above all the None of a `find` that found nothing."""
     if not isinstance(checkpoint, Checkpoint):
         hint = (
             "`find` returns None where nothing was committed yet: a fresh start" if checkpoint is None else ""

@@ -50,26 +50,26 @@ def find(
     store_options: StoreOptions | None = None,
     passing_over: Collection[CheckpointId] = (),
 ) -> Checkpoint | None:
-    """The newest complete checkpoint of a run, by `(generation, step)`, or None if there is none: a fresh start.
+    """Find the newest complete checkpoint of a run, by `(generation, step)`; None if there is none: a fresh start.
 
-    A committed checkpoint whose receipts are not those that were decided on, or of which a shard is missing or has
-    another size, is marked as damaged and passed over; it is then in `rejected` of the one that is returned. Bytes are
-    compared with their checksums when they are read. With `step`, that step's newest generation (or the one that is
-    named) and no other, marked or not. What the caller could not use is in `passing_over`. In a run of several ranks
-    call it on one of them and broadcast the answer: it is a plain value.
+    A committed checkpoint is marked as damaged and skipped if its receipts are not those that were decided on, or if a
+    shard is missing or has another size; it then appears in `rejected` of the result. Checksums are compared when the
+    bytes are read. With `step`, only that step is considered, in its newest generation (or in `generation`), marked or
+    not. List checkpoints that you could not use in `passing_over`. In a run of several ranks call it on one of them and
+    broadcast the result: it is a plain value.
 
     The newest checkpoint is often the one that was still uploading when the trainer died: with `folder` and
-    `drain_timeout_s`, what a dead trainer left on this node is finished first. (Beside an open `Uploader` call its
+    `drain_timeout_s`, what a dead trainer left on this node is finished first. (With an open `Uploader`, call its
     `wait_for_predecessor` instead.)
 
     Where nothing of ckpt_async is committed, complete checkpoints of DCP, OLMo, OLMo-core, Composer, ML Flashpoint and
-    Orbax are recognised by the marks that those leave.
+    Orbax are recognised by their markers.
 
-    None is said only where nothing speaks against it: not where `latest.json` or the journal in `folder` knows of a
-    commit, nor where the store shows no generation of a run that was opened in `folder`.
+    None is returned only if nothing contradicts it: not if `latest.json` or the journal in `folder` knows of a commit,
+    nor if the store shows no generation of a run that was opened in `folder`.
 
     Blocks. Raises NoUsableCheckpointError if there are checkpoints and all of them are damaged, StoreError if the store
-    cannot be asked, or shows nothing of a run that was there.
+    cannot be reached, or shows nothing of a run that was there.
     """
     step = None if step is None else arguments.whole(step, "step", 0, keys.MAX_STEP)
     if generation is not None:
@@ -97,8 +97,8 @@ def find(
 
 
 def drain_predecessor(folder: str | os.PathLike[str], timeout_s: float) -> None:
-    """Finish what a dead trainer left in its folder on this node, as far as that goes within `timeout_s`. Blocks. Never
-    raises for what it could not finish: that is in the log, and an older checkpoint is better than none.
+    """Finish what a dead trainer left in its folder on this node, as far as possible within `timeout_s`. Blocks. Never
+    raises for what it could not finish: the log has it, and an older checkpoint is better than none.
     """
     threads.run(_finish_predecessor(folder, timeout_s))
 

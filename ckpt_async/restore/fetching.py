@@ -72,7 +72,7 @@ class FetchOptions:
 @dataclass(frozen=True, slots=True)
 class FetchReport:
     """Where each file is now, and where its bytes came from: `there` (already in the destination), `resumed` (left by
-    an earlier fetch), `local`, `peer`, `remote`. What turned out wrong and was fetched again counts once.
+    an earlier fetch), `local`, `peer`, `remote`. Bytes that were wrong and fetched again count once.
     """
 
     paths: Mapping[str, Path]
@@ -97,24 +97,24 @@ def fetch(
     num_concurrent_reads: int = 8,
     on_progress: OnProgress | None = None,
 ) -> FetchReport:
-    """Bring the files of these `ranks` that match one of the globs `files` (default: all) into `destination`, under
+    """Fetch the files of these `ranks` that match one of the globs `files` (default: all) into `destination`, under
     their names in the checkpoint.
 
-    Each file is taken from where it is nearest: it is in the destination already; `folder`, the trainer's, has it
-    (journal, usual place or spool); one of `peers` has it; the store. A copy counts only if it has the size and
-    checksum of the rank's receipt; if not, the next place is tried. Without `verify`, what is in the destination and
-    what the store has counts by its size alone. Files appear whole, by rename, and are durable on return. Killed, it
-    goes on where it was when called again with the same destination. Several processes may fetch the same files: each
-    file is fetched once, the others wait for it.
+    Each file is taken from the nearest place: the destination itself; `folder`, the trainer's (by its journal, the
+    usual path or the spool); one of `peers`; the store. A copy is used only if it has the size and checksum of the
+    rank's receipt; if not, the next place is tried. Without `verify`, the destination and the store are trusted by size
+    alone. Files appear complete, by rename, and are durable on return. If killed, call it again with the same
+    destination and it resumes. Several processes may fetch the same files: each file is fetched once, the others wait
+    for it.
 
-    Blocks; `on_progress(done_bytes, total_bytes)` is called from time to time, while this waits. Memory: 512 KiB for
-    each of `num_concurrent_reads`, of which there are fewer while the cores, and not the network, are what bounds them.
-    A reader's lease keeps retention away meanwhile.
+    Blocks; `on_progress(done_bytes, total_bytes)` is called from time to time. Memory: 512 KiB for each of
+    `num_concurrent_reads`; fewer run while the cores, not the network, are the bottleneck. A reader's lease holds off
+    retention meanwhile.
 
-    Raises NoSpaceError before anything is fetched if it would not fit; DestinationError if a file there is another one
-    (`overwrite` replaces it); DamagedCheckpointError if the store does not have what was committed (then call `find`
-    again: it is passed over from now on); UnreliableReadError if what arrives is wrong, and in another way each time;
-    CheckpointGoneError if it was pruned.
+    Raises NoSpaceError before anything is fetched if it would not fit; DestinationError if a different file is in the
+    way (`overwrite` replaces it); DamagedCheckpointError if the store does not have what was committed (then call
+    `find` again: it skips this one from now on); UnreliableReadError if the data arrives wrong, and differently each
+    time; CheckpointGoneError if it was pruned.
     """
     return fetch_as(
         checkpoint,
@@ -163,8 +163,8 @@ def fetch_latest(
     num_concurrent_reads: int = 8,
     on_progress: OnProgress | None = None,
 ) -> tuple[Checkpoint, FetchReport] | None:
-    """`find` and `fetch`; one that turns out damaged while it is read gives way to the next older one. None if there is
-    no checkpoint. `destination` may be a function of the checkpoint.
+    """`find` and `fetch`; a checkpoint that turns out damaged while it is read is replaced by the next older one. None
+    if there is no checkpoint. `destination` may be a function of the checkpoint.
 
     For one process. Ranks that resume together must agree on a checkpoint: see `ckpt_async.torch`.
     """

@@ -103,10 +103,11 @@ def _end(want: tuple[int, memoryview]) -> int:
 
 
 class Reader:
-    """Reads from a checkpoint under a lease; made by `ckpt_async.restore.open`. Methods block, from any thread.
+    """Reads from a checkpoint under a lease; made by `ckpt_async.restore.open`. Methods block, and work from any
+    thread.
 
-    A file that this node still has (right size, right checksum: looked at once, on first use) is read locally; else a
-    peer is asked, then the store. What is read in parts from elsewhere cannot be compared with a checksum of the whole.
+    A file that this node still has (right size and checksum, checked once, on first use) is read locally; else from a
+    peer, then from the store. Partial reads from elsewhere cannot be compared with the checksum of the whole file.
     """
 
     def __init__(
@@ -143,10 +144,10 @@ class Reader:
         return dict(self._bytes_from)
 
     def read_into(self, wants: Sequence[ReadInto]) -> None:
-        """Fill all the buffers, in parallel and with few requests. What is in them after an error is undefined.
+        """Fill all the buffers, in parallel and with few requests. After an error their contents are undefined.
 
         Raises InvalidNameError if a file or range is not in the checkpoint, before anything is read;
-        DamagedCheckpointError if a file is missing or cut short in the store.
+        DamagedCheckpointError if a file is missing or truncated in the store.
         """
         by_file: dict[str, list[tuple[int, memoryview]]] = {}
         for want in wants:
@@ -162,7 +163,7 @@ class Reader:
         self._do(self._read(by_file))
 
     def read(self, name: str, offset: int = 0, size_bytes: int | None = None) -> bytes:
-        """A range of a file, to its end by default."""
+        """Read a range of a file, to its end by default."""
         if name not in self.files:
             raise InvalidNameError(f"{self.checkpoint.name} has no file {name!r}")
         if size_bytes is None:
@@ -182,7 +183,7 @@ class Reader:
         return found[0]
 
     def close(self) -> None:
-        """Drop the lease and the connections; reads on their way are broken off. Idempotent."""
+        """Drop the lease and the connections; reads in progress are aborted. Idempotent."""
         with self._closing:
             if not self._is_closed and self._thread.is_alive():
                 self._loop.call_soon_threadsafe(self._ended.set)

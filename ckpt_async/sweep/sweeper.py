@@ -70,12 +70,12 @@ class SweepReport:
 
     @property
     def is_clean(self) -> bool:
-        """Whether everything that was tried worked, and nothing was found to be damaged."""
+        """Whether everything worked, and no damage was found."""
         return all(each.is_clean for each in self.folders) and all(each.is_clean for each in self.remotes)
 
     @property
     def failing(self) -> list[str]:
-        """Folders, and URLs of remotes, of which something failed; what is damaged is told apart from it."""
+        """Folders, and URLs of remotes, where something failed; damage is reported separately."""
         folders = [each.folder for each in self.folders if not each.is_clean]
         return folders + [each.url for each in self.remotes if each.has_failed]
 
@@ -125,7 +125,7 @@ class Sweeper:
         """Sweep once. A folder or remote that fails is reported and does not stop the others; a dry run adopts
         nothing, writes nothing and counts nothing.
 
-        A remote that was given and holds no run is a failure, and nothing is made there.
+        A given remote that holds no run is a failure, and nothing is created there.
         """
         if is_dry_run:
             return await self._sweep(is_dry_run=True)

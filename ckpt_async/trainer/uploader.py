@@ -42,27 +42,27 @@ CLOSE_AFTER_ERROR_S = 10.0
 
 
 class Uploader:
-    """Hands checkpoints of one rank to the store in the background.
+    """Uploads the checkpoints of one rank in the background.
 
     `enqueue`, `seal`, `wait`, `raise_failures` and `close` may be called from any thread of the process that
     opened it. `enqueue` and `seal` cost a hard link and a journal row and never touch the network.
 
     Args:
-        folder: Where the trainer writes its checkpoints, on a local disk. `.ckpt_async/` is made in it.
+        folder: Where the trainer writes its checkpoints, on a local disk. `.ckpt_async/` is created in it.
         remote: `s3://bucket/prefix/run` or `file:///path/run`. One run, one remote.
-        rank, world_size: Default: RANK and WORLD_SIZE of the launcher; 0 and 1 where nothing speaks of other
-            processes. One of the two alone is refused.
-        generation: A number all ranks of this start were given, larger than any before. Default: agreed
-            through the store from what the launcher says (torchrun, Slurm, or CKPT_ASYNC_LAUNCH_ID).
-        launch_id: What all ranks of this start share and no other start has, where the launcher does not say it: a
-            random text that one rank broadcast, say.
+        rank, world_size: Default: RANK and WORLD_SIZE of the launcher; 0 and 1 if nothing hints at other
+            processes. Giving only one of the two is rejected.
+        generation: A number that all ranks of this start share, larger than any before. Default: agreed
+            through the store from what the launcher provides (torchrun, Slurm, or CKPT_ASYNC_LAUNCH_ID).
+        launch_id: What all ranks of this start share and no other start has, if the launcher does not provide it:
+            for example a random string that one rank broadcast.
         store_options: Endpoint, region, SSE, storage class, tags, …
-        settings_file: TOML file with settings; keyword arguments and CKPT_ASYNC_* go before it.
+        settings_file: TOML file with settings; keyword arguments and CKPT_ASYNC_* take precedence over it.
         settings: Any field of `ckpt_async.Settings`, e.g. `num_checkpoints_to_keep=3`.
 
-    Opening blocks until the store was reached and the generation agreed, and raises at once, with nothing
-    changed, when a setting, the folder, the credentials or the bucket are wrong. A store that does not answer may be
-    restarting: it is tried for a minute, which the log says at once.
+    Opening blocks until the store was reached and the generation agreed. It raises at once, with nothing
+    changed, if a setting, the folder, the credentials or the bucket are wrong. A store that does not respond may be
+    restarting: it is retried for a minute, and the log says so at once.
     """
 
     def __init__(
@@ -124,24 +124,24 @@ class Uploader:
         *,
         files: Collection[str] | None = None,
     ) -> None:
-        """Hand over a finished file, or every regular file of a folder (or these `files` of it, by their paths within
-        it), as shards of the checkpoint at `step`.
+        """Enqueue a finished file, or every regular file of a folder (or only these `files` of it, by their paths
+        within it), as shards of the checkpoint at `step`.
 
-        Returns after one hard link per file and one journal transaction: from then on the shards survive
-        SIGKILL, deletion and rotation of the originals; a moment later (see `MadeDurable`) power loss. They
-        must not be overwritten in place: that is found out and the checkpoint is given up.
+        Returns after one hard link per file and one journal transaction. From then on the shards survive
+        SIGKILL, deletion and rotation of the originals; a moment later (see `MadeDurable`) also power loss. They
+        must not be overwritten in place: that is detected, and the checkpoint is given up.
 
-        A file becomes the shard of its own name; the files of a folder keep their paths within it. Enqueueing
+        A file becomes a shard with the file's name; the files of a folder keep their paths within it. Enqueueing
         the same file again changes nothing.
 
-        Ranks of a node may share the uploader's folder, but a folder that is enqueued is taken as it is at that
-        moment, with what other ranks have written to it: once more, for nothing, or half-written, which gives the
-        checkpoint up. So a rank enqueues its own files, or a folder that only it writes to. Shards of the same name
-        must be of the same content on all ranks; else the checkpoint is given up.
+        Ranks of a node may share the uploader's folder. But an enqueued folder is taken as it is at that moment,
+        including files of other ranks, which may be half-written; that would give the checkpoint up. So each rank
+        should enqueue its own files, or a folder that only it writes to. Shards with the same name must have the same
+        content on all ranks; otherwise the checkpoint is given up.
 
         Raises InvalidShardError or InvalidNameError (not a regular file in the folder, an unsafe name),
-        SealedError, NoSpaceError, FencedError, and in strict mode UploadFailedError for what failed in the
-        background since the last call. Whatever it raises, nothing was enqueued by this call.
+        SealedError, NoSpaceError, FencedError, and in strict mode UploadFailedError for failures in the
+        background since the last call. Whenever it raises, this call has enqueued nothing.
         """
         started = time.perf_counter()
         self._check_usable()
@@ -162,20 +162,21 @@ class Uploader:
         self.metrics.shards_enqueued(len(named), time.perf_counter() - started)
 
     def check_takes(self, step: int, name: str | None = None) -> None:
-        """Raise what `enqueue` would raise whatever the files, SealedError say: for asking before they are written."""
+        """Raise what `enqueue` would raise for any file, for example SealedError: to ask before files are written."""
         self._check_usable()
         checkpoint = self._checkpoint(step)
         self._checkpoints.open_or_new(checkpoint, naming.checkpoint_name(name, checkpoint.step))
 
     def open(self, step: int, name: str, *, checkpoint_name: str | None = None) -> ShardWriter:
-        """A new file `<folder>/<checkpoint>/<name>` to write a shard to, binary and seekable. What is written is sent
+        """Open a new file `<folder>/<checkpoint>/<name>` to write a shard to, binary and seekable. Its data is uploaded
         while more is being written; `close` (or the end of its `with`) enqueues it as `enqueue` would, and most of it
-        has arrived by then. Where the store takes no parts (`file://`), or the shard is small, it is sent afterwards.
+        has been sent by then. If the store has no multipart uploads (`file://`), or the shard is small, it is sent
+        afterwards.
 
-        Nothing is promised before `close`: after a crash the file is an ordinary one that nobody enqueued. A file left
-        by an exception is removed. `seal` refuses while one is open.
+        Nothing is promised before `close`: after a crash the file is an ordinary one that nobody enqueued. An
+        exception in the `with` removes the file. `seal` is rejected while one is open.
 
-        Raises what `enqueue` raises; InvalidShardError if there is such a file or shard already.
+        Raises what `enqueue` raises; InvalidShardError if such a file or shard already exists.
         """
         self._check_usable()
         id_ = self._checkpoint(step)
@@ -199,11 +200,11 @@ class Uploader:
         return writer
 
     def seal(self, step: int, *, name: str | None = None, metrics: Mapping[str, float] | None = None) -> None:
-        """Say that this rank has no more shards for `step`. Returns at once; survives SIGKILL.
+        """Declare that this rank has no more shards for `step`. Returns at once; survives SIGKILL.
 
-        The checkpoint is committed once every rank has sealed it and all shards are verified, by whichever
-        rank is last; if no rank has any shard, it is given up. A rank without shards of its own seals too.
-        `metrics` (a loss, say) are kept with the commit for retention by value; what is not finite is left out.
+        The last rank to finish commits the checkpoint, once every rank has sealed it and all shards are verified. If no
+        rank has any shard, it is given up. A rank without shards must seal too. `metrics` (a loss, for example) are
+        stored with the commit, for retention by value; values that are not finite are left out.
         """
         self._check_usable()
         id_ = self._checkpoint(step)
@@ -215,12 +216,12 @@ class Uploader:
         self._engine.view().wake()
 
     def wait(self, step: int, timeout_s: float | None = None) -> None:
-        """Block until the checkpoint at `step` is committed, of all ranks. What has failed is tried again, for as long
-        as `timeout_s` says; without one, once.
+        """Block until the checkpoint at `step` is committed, with all ranks. Failed uploads are retried for
+        `timeout_s`; without a timeout, once.
 
         Raises CheckpointAbortedError, UploadFailedError, CommitTimeoutError (it names the ranks whose part
         is missing); FencedError if it waits for ranks and a newer start has superseded this one; SealedError if this
-        rank has not sealed it, because then it never would be.
+        rank has not sealed it, because then it could never be committed.
         """
         self._check_process()
         id_ = self._checkpoint(step)
@@ -231,9 +232,9 @@ class Uploader:
         wait_for_commit(self._engine, id_, timeout_s)
 
     def wait_for_predecessor(self, timeout_s: float) -> bool:
-        """Block until what an earlier start of the run had sealed on this rank is decided, at most `timeout_s`; True
-        if it is. Call it before choosing what to resume from: the newest checkpoint is often the one that was still
-        uploading when the trainer was killed.
+        """Block until everything that an earlier start of the run had sealed on this rank is decided, at most
+        `timeout_s`. Returns whether it is. Call it before choosing what to resume from: the newest checkpoint is often
+        the one that was still uploading when the trainer was killed.
         """
         self._check_process()
 
@@ -246,21 +247,21 @@ class Uploader:
         return is_over(self._engine.view())
 
     def raise_failures(self) -> None:
-        """In strict mode raise UploadFailedError for what finally failed since the last call; else nothing.
+        """In strict mode raise UploadFailedError for final failures since the last call; else do nothing.
 
-        `enqueue`, `seal` and `close` call it. A failure that healed is never raised, only counted; nor is a checkpoint
-        that was given up, once `wait` has said so.
+        `enqueue`, `seal` and `close` call it. An error that a retry healed is only counted, never raised. A checkpoint
+        that was given up is not raised again once `wait` has raised it.
         """
         self._engine.check_alive()
         if (error := self._engine.take_failure()) is not None:
             raise error
 
     def flush(self, timeout_s: float) -> FlushReport:
-        """Get as much as possible into the store within `timeout_s`, the newest complete checkpoint first; then say
-        what is left. For the last seconds before a node goes away.
+        """Upload as much as possible within `timeout_s`, the newest complete checkpoint first, and report what is left.
+        For the last seconds before a node goes away.
 
-        Nothing is lost by what is left: the next process on this node, `ckpt-async drain` or the sweeper finish it.
-        The uploader stays open. While it is being closed, `close` returns no sooner than this.
+        Nothing that is left is lost: the next process on this node, `ckpt-async drain` or the sweeper finishes it. The
+        uploader stays open. A concurrent `close` does not return before this does.
         """
         self._check_process(may_be_closing=True)
         before = self.metrics.num_committed
@@ -272,14 +273,13 @@ class Uploader:
     def close(self, timeout_s: float | None = None) -> None:
         """Finish what was sealed, stop the engine, release the folder. Idempotent.
 
-        Waits until this rank's part is in the store (at most `timeout_s`, default `upload_timeout_s`), trying again
-        what had failed, and then up to `close_grace_s` for the other ranks, so that latest and local retention are
-        done too. What is left when it returns is in the journal: the next start, `ckpt-async drain` or the sweeper
-        finish it.
+        Waits until this rank's part is in the store (at most `timeout_s`, default `upload_timeout_s`), retrying failed
+        uploads, and then up to `close_grace_s` for the other ranks, so that latest and local retention are done too.
+        What is left on return is in the journal: the next start, `ckpt-async drain` or the sweeper finishes it.
 
-        In strict mode raises what failed. So does a start that committed nothing of what it sealed and, when the
-        others had their time, never can: FencedError if a newer one has begun, UploadFailedError if ranks never opened
-        it. It is logged in either mode; where others are only late there is a warning.
+        In strict mode raises what failed. Also raises if this start committed nothing of what it sealed and never can,
+        after the other ranks had their time: FencedError if a newer start has begun, UploadFailedError if ranks never
+        opened it. Both modes log it; ranks that are merely late are a warning.
         """
         if os.getpid() != self.pid or self._is_closed:
             return
