@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from ckpt_async import Uploader, cli, restore
+from ckpt_async.cli.parsing import UsageError
 from ckpt_async.core import keys, settings
 from ckpt_async.core.model import CheckpointId
 from ckpt_async.core.retention import KeepLast
@@ -69,7 +70,7 @@ def test_command_lines_parse() -> None:
     for where, arguments in found:
         try:
             cli._parser().parse_args(arguments)
-        except cli._UsageError as error:
+        except UsageError as error:
             pytest.fail(f"{where}: ckpt-async {shlex.join(arguments)}: {error}")
     assert {where for where, _ in found} == {UNIT.name, OPERATIONS.name, *(path.name for path in MANIFESTS)}
     assert {arguments[0] for _, arguments in found} >= {"sweep", "drain", "verify", "prune", "status"}

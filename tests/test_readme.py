@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_async import cli
+from ckpt_async.cli.parsing import UsageError
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -65,7 +66,7 @@ def test_command_lines_of_a_page_parse(page: Path) -> None:
     for arguments in commands(page):
         try:
             cli._parser().parse_args(arguments)
-        except cli._UsageError as error:
+        except UsageError as error:
             pytest.fail(f"ckpt-async {shlex.join(arguments)}: {error}")
 
 

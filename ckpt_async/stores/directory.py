@@ -73,7 +73,6 @@ class DirectoryStore:
             conditional_put=True,
             multipart=False,
             checksum_algorithm=_ALGORITHM,
-            max_put_size_bytes=1 << 62,  # the file system decides
         )
 
     @property

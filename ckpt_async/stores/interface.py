@@ -24,7 +24,6 @@ class Capabilities:
     checksum_algorithm: str  # "crc64nvme" or "crc32c": verified by the store over the whole object
     min_part_size_bytes: int = 5 << 20  # S3: every part but the last
     max_parts: int = 10_000  # S3 user guide, multipart upload limits
-    max_put_size_bytes: int = 5 << 30  # S3: largest single PUT
     trailing_checksums: bool = False  # `put_part` may find the checksum while it sends
 
 

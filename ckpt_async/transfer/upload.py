@@ -28,7 +28,6 @@ from ckpt_async.local.folder import check_identity
 from ckpt_async.stores.checksums import Digest, checksum_of, combine
 from ckpt_async.stores.interface import (
     BodyWriter,
-    BytesBody,
     Capabilities,
     ObjectInfo,
     Sink,
@@ -83,11 +82,6 @@ def part_size(size_bytes: int, smallest_bytes: int, capabilities: Capabilities) 
     few = min(-(-size_bytes // 32), 64 * MIB)
     needed = max(few, -(-size_bytes // (capabilities.max_parts * 9 // 10)))
     return max(smallest_bytes, capabilities.min_part_size_bytes, -(-needed // MIB) * MIB)
-
-
-def bytes_body(data: bytes, algorithm: str) -> tuple[BytesBody, Checksum]:
-    """What `Store.put` takes for a small object."""
-    return BytesBody(data), checksum_of(data, algorithm)
 
 
 class Source:
