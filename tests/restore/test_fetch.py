@@ -89,7 +89,7 @@ def test_fetching_none_is_rejected_with_an_explanation(tmp_path: Path) -> None:
     """Whoever forgets that `find` may return None, in a run's first start."""
     checkpoint: Any = restore.find(f"file://{tmp_path}/run")
     for take in (lambda: restore.fetch(checkpoint, tmp_path / "there"), lambda: restore.open(checkpoint)):
-        with pytest.raises(SettingsError, match=r"None is no checkpoint .*a fresh start"):
+        with pytest.raises(SettingsError, match=r"None is not a checkpoint .*a fresh start"):
             take()
     assert not (tmp_path / "there").exists()
 

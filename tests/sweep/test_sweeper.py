@@ -220,7 +220,7 @@ def test_a_dry_run_opens_no_store_for_writing(
 @pytest.mark.parametrize("wrong", [{"folders": "/data"}, {"remotes": "file:///data/run"}])
 def test_a_string_is_not_accepted_as_a_list_of_targets(wrong: dict[str, Any]) -> None:
     """Each would be a folder, the working directory among them."""
-    with pytest.raises(InvalidNameError, match=r"is one name .*\(give"):
+    with pytest.raises(InvalidNameError, match=r"must be a collection of names.*\(give"):
         Sweeper(**wrong)
 
 
