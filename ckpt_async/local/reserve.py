@@ -46,14 +46,9 @@ class Reserve:
         )
 
     def _take(self) -> None:
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        except FileExistsError:
-            return
-        try:
-            os.posix_fallocate(descriptor, 0, SIZE_BYTES)
-        except OSError:
-            self._path.unlink(missing_ok=True)
-            raise
+            if os.fstat(descriptor).st_size < SIZE_BYTES:
+                os.posix_fallocate(descriptor, 0, SIZE_BYTES)
         finally:
             os.close(descriptor)

@@ -15,7 +15,7 @@ import pytest
 
 from ckpt_async.core import keys
 from ckpt_async.core.model import CheckpointId
-from ckpt_async.local import host_mark, journals
+from ckpt_async.local import host_mark, journals, reserve
 from tests.faults import shim
 from tests.faults.oracle import Oracle, heard, verified
 from tests.faults.processes import SOAK, Nursery, Trainer
@@ -123,7 +123,8 @@ class Place:
         private = {each for each in (self.folder / keys.PRIVATE).rglob("*") if not each.is_dir()}
         names = {each.name for each in private - manifests}
         journal = keys.journal_name(0)
-        assert names <= {journal, f"{journal}-wal", f"{journal}-shm", keys.lock_name(0), host_mark.NAME}
+        ours = {keys.lock_name(0), host_mark.NAME, reserve.NAME}
+        assert names <= {journal, f"{journal}-wal", f"{journal}-shm"} | ours
         own = {each.name for each in self.folder.iterdir()} - {f"step-{step}" for step in range(9)}
         assert own <= {keys.PRIVATE, "latest", "writing-0"}
 
