@@ -106,6 +106,8 @@ class Connections:
             done = asyncio.get_running_loop().run_in_executor(self._threads, work, token)
         except RuntimeError as error:
             token.cancel()  # an executor that cannot start a thread keeps the work for one that it has
+            if self._is_closed:
+                raise
             raise OSError(errno.EAGAIN, f"no thread for it: {error}") from error
         return await result_of(done, token.cancel)
 
