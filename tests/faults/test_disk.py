@@ -154,11 +154,11 @@ FILLING = """
     import asyncio, hashlib, logging, os, signal, sys, threading
     from pathlib import Path
     from ckpt_async import Uploader
-    from ckpt_async.engine import loop
+    from ckpt_async.engine import book
     from ckpt_async.stores.directory import DirectoryStore
 
     logging.basicConfig(level=logging.WARNING)
-    loop.RETRY_ACTION_S = 0.1
+    book.RETRY_ACTION_S = 0.1
     gate, put = threading.Event(), DirectoryStore.put
 
     async def held(self, key, *args, **kwargs):
@@ -188,6 +188,8 @@ FILLING = """
             pass
     if sys.argv[3] == "True":
         os.kill(os.getpid(), signal.SIGKILL)
+    while (folder / ".ckpt_async/reserve").exists():  # looked at once a second; uploads take longer
+        threading.Event().wait(0.05)
     gate.set()
     uploader.close(timeout_s=60)
 """

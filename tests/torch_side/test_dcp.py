@@ -446,7 +446,7 @@ def test_a_sealed_step_is_rejected_before_its_files_are_touched(tmp_path: Path, 
         with pytest.raises(CheckpointException, match="SealedError"):
             state_dict_saver.save(state_of(2), storage_writer=CkptAsyncWriter(uploader, 1))
         uploader.enqueue(tmp_path / "folder/step-1/.metadata", 2, "two")
-        with pytest.raises(errors.InvalidNameError, match="is called 'two-2' already"):
+        with pytest.raises(errors.InvalidNameError, match="is already named 'two-2'"):
             ckpt_async.torch.save(state_of(2), 2, uploader, name="zwei")
         after = {path.name: path.read_bytes() for path in (tmp_path / "folder/step-1").iterdir()}
     assert before.keys() == {".metadata", "__0_0.distcp"}
