@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Self
+from typing import Any
 
 import aiobotocore.httpsession
 import pytest
@@ -31,58 +31,7 @@ from ckpt_async.stores.s3 import reading
 from ckpt_async.stores.s3.reading import SignedUrl
 from tests.restore.runs import Run, content, files_of, is_whole
 from tests.stores.ambiguous import AMBIGUOUS
-
-Talk = Callable[[socket.socket], None]
-PATIENCE_S = 30.0
-
-
-class _Server:
-    """Plays `talk` with each connection, in a thread of its own, and then closes it."""
-
-    def __init__(self, talk: Talk, tls: ssl.SSLContext | None = None) -> None:
-        self._talk, self._tls = talk, tls
-        self._listening = socket.create_server(("127.0.0.1", 0))
-        self.port = self._listening.getsockname()[1]
-        self.num_connections = 0
-        self._threads: list[threading.Thread] = []
-
-    def __enter__(self) -> Self:
-        self._threads.append(threading.Thread(target=self._accept, daemon=True))
-        self._threads[0].start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._listening.shutdown(socket.SHUT_RDWR)
-        self._listening.close()
-        for thread in self._threads:
-            thread.join(PATIENCE_S)
-            assert not thread.is_alive()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                near, _ = self._listening.accept()
-                self.num_connections += 1
-                self._threads.append(threading.Thread(target=self._serve, args=(near,), daemon=True))
-                self._threads[-1].start()
-
-    def _serve(self, near: socket.socket) -> None:
-        with near, contextlib.suppress(OSError):
-            if self._tls is None:
-                self._talk(near)
-                return
-            with self._tls.wrap_socket(near, server_side=True) as encrypted:
-                self._talk(encrypted)
-
-
-def _request(near: socket.socket) -> bytes:
-    head = b""
-    while not head.endswith(b"\r\n\r\n"):
-        data = near.recv(1)
-        if not data:
-            raise ConnectionResetError
-        head += data
-    return head
+from tests.stores.http_server import PATIENCE_S, Server, Talk, request_of
 
 
 def _answer(size_bytes: int, body: bytes, status: int = 206) -> bytes:
@@ -94,7 +43,7 @@ def _answers(num_times: int) -> Talk:
 
     def talk(near: socket.socket) -> None:
         for _ in range(num_times):
-            _request(near)
+            request_of(near)
             near.sendall(_answer(10, b"0123456789"))
 
     return talk
@@ -112,7 +61,7 @@ async def _downloads(**options: Any) -> AsyncIterator[Downloads]:
 
 async def _get(
     downloads: Downloads,
-    server: _Server,
+    server: Server,
     scheme: str = "http",
     size_bytes: int = 10,
     heard: Callable[[], None] = lambda: None,
@@ -133,7 +82,7 @@ async def _get(
 
 def test_connections_are_reused(run: Any) -> None:
     async def main() -> None:
-        with _Server(_answers(100)) as server:
+        with Server(_answers(100)) as server:
             async with _downloads() as downloads:
                 assert [await _get(downloads, server) for _ in range(5)] == [b"0123456789"] * 5
             assert server.num_connections == 1
@@ -145,7 +94,7 @@ def test_each_server_has_its_own_connections(run: Any) -> None:
     """Two on one machine: nothing that is meant for one goes to the other."""
 
     async def main() -> None:
-        with _Server(_answers(100)) as first, _Server(_answers(100)) as second:
+        with Server(_answers(100)) as first, Server(_answers(100)) as second:
             async with _downloads() as downloads:
                 for server in (first, second, first, second):
                     await _get(downloads, server)
@@ -159,7 +108,7 @@ def test_an_idle_connection_closed_by_the_server_is_replaced(run: Any, num_answe
     """Between two requests, without telling: asked again on a fresh one, once."""
 
     async def main() -> None:
-        with _Server(_answers(num_answers)) as server:
+        with Server(_answers(num_answers)) as server:
             async with _downloads() as downloads:
                 for _ in range(6):
                     assert await _get(downloads, server) == b"0123456789"
@@ -172,7 +121,7 @@ def test_a_server_that_never_responds_is_asked_once(run: Any) -> None:
     """On a fresh connection a broken one is an error."""
 
     async def main() -> None:
-        with _Server(lambda near: None) as server:
+        with Server(lambda near: None) as server:
             async with _downloads() as downloads:
                 with pytest.raises((http_ranges.http.client.HTTPException, OSError)):
                     await _get(downloads, server)
@@ -201,7 +150,7 @@ def test_an_invalid_response_is_an_error(run: Any, bad: str) -> None:
 
     def talk(near: socket.socket) -> None:
         nonlocal is_first
-        _request(near)
+        request_of(near)
         was_first, is_first = is_first, False  # before the answer: the next request may be here at once
         near.sendall(BAD_ANSWERS[bad] if was_first else _answer(10, b"0123456789"))
         if was_first and bad != "cut short":
@@ -209,7 +158,7 @@ def test_an_invalid_response_is_an_error(run: Any, bad: str) -> None:
             assert near.recv(1) == b""  # it is closed by the client
 
     async def main() -> None:
-        with _Server(talk) as server:
+        with Server(talk) as server:
             async with _downloads() as downloads:
                 with pytest.raises(http_ranges.http.client.HTTPException):
                     await _get(downloads, server)
@@ -226,7 +175,7 @@ LAST_ANSWERS = {
 
 
 async def _get_twice(talk: Talk, *, num_connections: int) -> None:
-    with _Server(talk) as server:
+    with Server(talk) as server:
         async with _downloads() as downloads:
             assert [await _get(downloads, server) for _ in range(2)] == [b"0123456789"] * 2
         assert server.num_connections == num_connections
@@ -235,7 +184,7 @@ async def _get_twice(talk: Talk, *, num_connections: int) -> None:
 @pytest.mark.parametrize("last", LAST_ANSWERS)
 def test_a_connection_close_response_ends_its_connection(run: Any, last: str) -> None:
     def talk(near: socket.socket) -> None:
-        _request(near)
+        request_of(near)
         near.sendall(LAST_ANSWERS[last])
         near.settimeout(PATIENCE_S)
         assert near.recv(1) == b""  # it is closed by the client
@@ -256,7 +205,7 @@ def test_unsolicited_bytes_are_not_read_as_the_next_response(
     def talk(near: socket.socket) -> None:
         nonlocal is_first
         while True:
-            _request(near)
+            request_of(near)
             near.sendall(_answer(10, b"0123456789"))
             if is_first:
                 is_first = False
@@ -264,7 +213,7 @@ def test_unsolicited_bytes_are_not_read_as_the_next_response(
                 near.sendall(EVIL)
 
     async def main() -> None:
-        with _Server(talk, tls) as server:
+        with Server(talk, tls) as server:
             async with _downloads(ca_file=str(certificate.with_name("c.pem"))) as downloads:
                 assert await _get(downloads, server, _scheme(tls)) == b"0123456789"
                 [(idle, _)] = downloads._idle
@@ -287,12 +236,12 @@ def test_unsolicited_bytes_already_decrypted_are_detected(run: Any, certificate:
     def talk(near: socket.socket) -> None:
         nonlocal is_first
         while True:
-            _request(near)
+            request_of(near)
             near.sendall(_answer(size_bytes, bytes(size_bytes)) + (EVIL if is_first else b""))
             is_first = False
 
     async def main() -> None:
-        with _Server(talk, context) as server:
+        with Server(talk, context) as server:
             async with _downloads(ca_file=str(certificate.with_name("c.pem"))) as downloads:
                 for _ in range(2):
                     assert await _get(downloads, server, "https", size_bytes) == bytes(size_bytes)
@@ -305,7 +254,7 @@ def test_a_long_idle_connection_is_not_reused(run: Any, monkeypatch: Any) -> Non
     """What is in between may have forgotten it, and says nothing."""
 
     async def main() -> None:
-        with _Server(_answers(100)) as server:
+        with Server(_answers(100)) as server:
             async with _downloads() as downloads:
                 for max_idle_s, num_connections in ((3600.0, 1), (3600.0, 1), (-1.0, 2), (3600.0, 2)):
                     monkeypatch.setattr(connections, "MAX_IDLE_S", max_idle_s)
@@ -320,7 +269,7 @@ def test_idle_connections_use_tcp_keepalive(run: Any) -> None:
     """By the kernel, also where nobody waits."""
 
     async def main() -> None:
-        with _Server(_answers(1)) as server:
+        with Server(_answers(1)) as server:
             async with _downloads() as downloads:
                 await _get(downloads, server)
                 [(idle, _)] = downloads._idle
@@ -338,7 +287,7 @@ def test_a_response_head_may_arrive_in_pieces(run: Any) -> None:
     def talk(near: socket.socket) -> None:
         near.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for _ in range(2):
-            _request(near)
+            request_of(near)
             for byte in whole:
                 near.sendall(bytes([byte]))
 
@@ -347,13 +296,13 @@ def test_a_response_head_may_arrive_in_pieces(run: Any) -> None:
 
 def test_an_endless_response_head_is_an_error(run: Any) -> None:
     def talk(near: socket.socket) -> None:
-        _request(near)
+        request_of(near)
         near.sendall(b"HTTP/1.1 206 X\r\n")
         while True:
             near.sendall(b"X: y\r\n" * 1000)  # until the client has had enough, and closes
 
     async def main() -> None:
-        with _Server(talk) as server:
+        with Server(talk) as server:
             async with _downloads() as downloads:
                 with pytest.raises(http_ranges.http.client.LineTooLong):
                     await _get(downloads, server)
@@ -365,12 +314,12 @@ def test_a_refusal_is_returned_as_a_response(run: Any) -> None:
     """With its body, and the shape in which the SDK would tell it; the sink hears nothing."""
 
     def talk(near: socket.socket) -> None:
-        _request(near)
+        request_of(near)
         body = b"<Error><Code>SlowDown</Code><Message>later</Message></Error>"
         near.sendall(_answer(len(body), body, 503))
 
     async def main() -> None:
-        with _Server(talk) as server:
+        with Server(talk) as server:
             async with _downloads() as downloads:
                 answer = await downloads.get_range(
                     f"http://localhost:{server.port}/x", 0, 10, pytest.fail, pytest.fail
@@ -403,13 +352,13 @@ def test_every_byte_once_and_in_order(
 
     def talk(near: socket.socket) -> None:
         for _ in range(2):
-            _request(near)
+            request_of(near)
             near.sendall(_HEAD % size_bytes + body[:num_with_head])
             assert has_head.acquire(timeout=PATIENCE_S)
             near.sendall(body[num_with_head:])
 
     async def main() -> None:
-        with _Server(talk, tls) as server:
+        with Server(talk, tls) as server:
             async with _downloads(ca_file=str(certificate.with_name("c.pem"))) as downloads:
                 for _ in range(2):  # the second one on the same connection
                     got = await _get(
@@ -428,12 +377,12 @@ def test_bytes_beyond_the_range_are_not_delivered(
     body = content(1, "x", BUFFER_BYTES + 1)
 
     def talk(near: socket.socket) -> None:
-        _request(near)
+        request_of(near)
         near.sendall(_HEAD % len(body) + body + b"more")
         near.recv(1)
 
     async def main() -> None:
-        with _Server(talk, tls) as server:
+        with Server(talk, tls) as server:
             async with _downloads(ca_file=str(certificate.with_name("c.pem"))) as downloads:
                 assert await _get(downloads, server, _scheme(tls), len(body)) == body
 
@@ -445,7 +394,7 @@ def test_a_slow_trickle_of_bytes_succeeds(run: Any, tls: ssl.SSLContext | None, 
     heard = threading.Event()
 
     def talk(near: socket.socket) -> None:
-        _request(near)
+        request_of(near)
         near.sendall(_answer(BUFFER_BYTES, b""))
         num_sent = 0
         while not heard.wait(0.01):
@@ -454,7 +403,7 @@ def test_a_slow_trickle_of_bytes_succeeds(run: Any, tls: ssl.SSLContext | None, 
         near.sendall(b"x" * (BUFFER_BYTES - num_sent))
 
     async def main() -> None:
-        with _Server(talk, tls) as server:
+        with Server(talk, tls) as server:
             ca_file = str(certificate.with_name("c.pem"))
             async with _downloads(ca_file=ca_file) as downloads, asyncio.timeout(PATIENCE_S):
                 assert (
@@ -472,12 +421,12 @@ def test_a_server_that_stops_sending_is_an_error(
     """In the middle of a body: an error after the read timeout, and never a short one taken for whole."""
 
     def talk(near: socket.socket) -> None:
-        _request(near)
+        request_of(near)
         near.sendall(_answer(10, b"01234"[:num_sent]))
         near.recv(1)
 
     async def main() -> None:
-        with _Server(talk, tls) as server:
+        with Server(talk, tls) as server:
             options = {"ca_file": str(certificate.with_name("c.pem")), "read_timeout_s": 0.3}
             async with _downloads(**options) as downloads, asyncio.timeout(PATIENCE_S):
                 with pytest.raises(TimeoutError, match="no answer within"):
@@ -539,13 +488,13 @@ def test_ca_certificates_are_loaded_once_until_they_change(
 
     def talk(near: socket.socket) -> None:
         while True:
-            head = _request(near)
+            head = request_of(near)
             near.sendall(b"HTTP/1.1 200 X\r\nETag: x\r\nContent-Length: 10\r\n\r\n")
             if not head.startswith(b"HEAD"):
                 near.sendall(b"0123456789")
 
     async def use() -> None:
-        with _Server(talk, context) as server:
+        with Server(talk, context) as server:
             options = StoreOptions(endpoint_url=f"https://localhost:{server.port}", region="x")
             store = open_store("s3://bucket/x", options)
             await store.open(is_read_only=True)
@@ -580,7 +529,7 @@ def test_ranges_over_tls(run: Any, certificate: Path) -> None:
     ca_file = str(certificate.with_name("c.pem"))
 
     async def main() -> None:
-        with _Server(_answers(2), context) as server:
+        with Server(_answers(2), context) as server:
             async with _downloads(ca_file=ca_file) as downloads:
                 for _ in range(4):
                     assert await _get(downloads, server, "https") == b"0123456789"
@@ -602,7 +551,7 @@ def test_a_cancelled_range_ends_promptly(
     reached = threading.Event()
 
     def talk(near: socket.socket) -> None:
-        _request(near)
+        request_of(near)
         if after_bytes is None:
             reached.set()
             near.recv(1)
@@ -617,7 +566,7 @@ def test_a_cancelled_range_ends_promptly(
         near.recv(1)
 
     async def main() -> None:
-        with _Server(talk, tls) as server:
+        with Server(talk, tls) as server:
             async with _downloads(
                 max_connections=1, ca_file=str(certificate.with_name("c.pem"))
             ) as downloads:
@@ -653,7 +602,7 @@ def test_cancelling_waits_for_a_working_sink(run: Any) -> None:
     inside, leave, over = threading.Event(), threading.Event(), threading.Event()
 
     def talk(near: socket.socket) -> None:
-        _request(near)
+        request_of(near)
         near.sendall(_answer(10, b"0123456789"))
         near.recv(1)
 
@@ -663,7 +612,7 @@ def test_cancelling_waits_for_a_working_sink(run: Any) -> None:
         over.set()
 
     async def main() -> None:
-        with _Server(talk) as server:
+        with Server(talk) as server:
             async with _downloads() as downloads:
                 url = f"http://localhost:{server.port}/x"
                 task = asyncio.ensure_future(downloads.get_range(url, 0, 10, sink, lambda _: None))
@@ -684,12 +633,12 @@ def test_cancelling_while_waiting_for_a_thread(run: Any) -> None:
     asked = threading.Event()
 
     def talk(near: socket.socket) -> None:
-        _request(near)
+        request_of(near)
         asked.set()
         near.recv(1)
 
     async def main() -> None:
-        with _Server(talk) as server:
+        with Server(talk) as server:
             async with _downloads(max_connections=1) as downloads:
                 first = asyncio.ensure_future(_get(downloads, server))
                 await asyncio.to_thread(asked.wait, PATIENCE_S)
@@ -713,7 +662,7 @@ def test_an_error_of_the_sink_is_raised(run: Any) -> None:
         raise OSError(28, "full")
 
     async def main() -> None:
-        with _Server(_answers(1)) as server:
+        with Server(_answers(1)) as server:
             async with _downloads() as downloads:
                 with pytest.raises(OSError, match="full"):
                     await downloads.get_range(
@@ -727,7 +676,7 @@ def test_an_error_of_the_sink_is_raised(run: Any) -> None:
 
 
 def _many(
-    downloads: Downloads, server: _Server, num: int, got: Callable[[int, memoryview], None]
+    downloads: Downloads, server: Server, num: int, got: Callable[[int, memoryview], None]
 ) -> asyncio.Task[tuple[int, Response] | None]:
     """Objects 0 to `num` - 1, of ten bytes."""
     gets = [(f"http://localhost:{server.port}/{number}?signed=1", 10) for number in range(num)]
@@ -739,7 +688,7 @@ def _numbered(asked: list[int], **instead: bytes) -> Talk:
 
     def talk(near: socket.socket) -> None:
         while True:
-            number = int(_request(near).split(b" ")[1].removeprefix(b"/").partition(b"?")[0])
+            number = int(request_of(near).split(b" ")[1].removeprefix(b"/").partition(b"?")[0])
             asked.append(number)
             if f"_{number}" in instead:
                 near.sendall(instead[f"_{number}"])
@@ -754,7 +703,7 @@ def test_a_series_arrives_on_one_connection(run: Any) -> None:
     told: list[tuple[int, str | bytes]] = []
 
     async def main() -> None:
-        with _Server(_numbered([])) as server:
+        with Server(_numbered([])) as server:
             async with _downloads() as downloads:
                 gets = [(f"http://localhost:{server.port}/{number}?signed=1", 10) for number in range(5)]
                 refused = await downloads.get_many(
@@ -784,7 +733,7 @@ def test_a_series_ends_where_the_connection_breaks(run: Any, bad: str) -> None:
     }[bad]
 
     async def main() -> None:
-        with _Server(_numbered(asked, _3=instead)) as server:
+        with Server(_numbered(asked, _3=instead)) as server:
             async with _downloads() as downloads:
                 got = lambda number, _: found.append(number)  # noqa: E731
                 if bad == "refused":
@@ -807,7 +756,7 @@ def test_a_series_survives_a_closed_idle_connection(run: Any) -> None:
     found: list[bytes] = []
 
     async def main() -> None:
-        with _Server(_answers(2)) as server:
+        with Server(_answers(2)) as server:
             async with _downloads() as downloads:
                 assert await _many(downloads, server, 6, lambda _, data: found.append(bytes(data))) is None
             assert server.num_connections == 3
@@ -829,7 +778,7 @@ def test_cancelling_a_series_while_its_receiver_works(run: Any) -> None:
         found.append(number)
 
     async def main() -> None:
-        with _Server(_numbered(asked)) as server:
+        with Server(_numbered(asked)) as server:
             async with _downloads(max_connections=1) as downloads:
                 task = _many(downloads, server, 6, got)
                 await asyncio.to_thread(inside.wait, PATIENCE_S)
@@ -854,14 +803,14 @@ def test_cancelling_a_series_while_the_server_is_silent(run: Any) -> None:
 
     def talk(near: socket.socket) -> None:
         for _ in range(2):
-            _request(near)
+            request_of(near)
             near.sendall(_answer(10, b"0123456789"))
-        _request(near)
+        request_of(near)
         reached.set()
         near.recv(1)
 
     async def main() -> None:
-        with _Server(talk) as server:
+        with Server(talk) as server:
             async with _downloads(max_connections=1) as downloads:
                 for _ in range(2):
                     reached.clear()
@@ -882,12 +831,12 @@ def test_cancelling_a_series_before_it_begins(run: Any) -> None:
     asked: list[bytes] = []
 
     def talk(near: socket.socket) -> None:
-        asked.append(_request(near))
+        asked.append(request_of(near))
         reached.set()
         near.recv(1)
 
     async def main() -> None:
-        with _Server(talk) as server:
+        with Server(talk) as server:
             async with _downloads(max_connections=1) as downloads:
                 first = asyncio.ensure_future(_get(downloads, server))
                 await asyncio.to_thread(reached.wait, PATIENCE_S)
@@ -930,7 +879,7 @@ def test_through_a_proxy_the_sdk_makes_the_requests(
     def forward(near: socket.socket) -> None:
         """As a proxy does: the target is a whole URL."""
         while True:
-            head = _request(near)
+            head = request_of(near)
             asked.append(head.split(b" ")[1])
             fields = dict(line.lower().split(b": ", 1) for line in head.split(b"\r\n")[1:] if b": " in line)
             body = b""
@@ -947,7 +896,7 @@ def test_through_a_proxy_the_sdk_makes_the_requests(
                     near.sendall(data)
             return
 
-    with _Server(forward) as server:
+    with Server(forward) as server:
         monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{server.port}")
         monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{server.port}")
         monkeypatch.setenv("NO_PROXY", "")

@@ -15,7 +15,7 @@ from ckpt_async.stores.http.uploads import Uploads
 from ckpt_async.stores.interface import BytesBody
 from tests.stores.bodies import put
 from tests.stores.peer import Peer, answer
-from tests.stores.test_s3_errors import credentials as given_credentials  # noqa: F401  a fixture
+from tests.stores.s3_calls import credentials as given_credentials  # noqa: F401  a fixture
 
 
 async def get(downloads: Downloads, url: str) -> Response:

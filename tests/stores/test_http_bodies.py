@@ -10,7 +10,7 @@ import ssl
 import struct
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,79 +19,34 @@ import botocore.auth
 import pytest
 
 from ckpt_async import StoreOptions, Uploader, restore
-from ckpt_async.errors import FailureReason, ObjectNotFoundError, SourceError
+from ckpt_async.errors import ObjectNotFoundError, SourceError
 from ckpt_async.local.folder import Folder
 from ckpt_async.stores import open_store
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.http import connections, messages
 from ckpt_async.stores.http import uploads as http_bodies
-from ckpt_async.stores.http.messages import Response
 from ckpt_async.stores.http.uploads import Uploads
 from ckpt_async.stores.interface import BodyWriter, BytesBody
 from ckpt_async.transfer.upload import FileBody, Source
 from tests.faults.proxy import FaultProxy
-from tests.restore.test_http_ranges import PATIENCE_S, Talk, _request, _Server
 from tests.seaweed import SeaweedServer
-from tests.stores.ambiguous import AMBIGUOUS
-
-MIB = 1 << 20
-DATA = random.Random(1).randbytes(3 * MIB + 17)
-LONG = DATA * 8  # more than a connection on loopback takes before it is read
-DONE = b'HTTP/1.1 200 OK\r\nETag: "e"\r\nContent-Length: 2\r\n\r\nok'
-REFUSED = b"HTTP/1.1 503 X\r\nContent-Length: 8\r\nConnection: close\r\n\r\nSlowDown"
-LAST = REFUSED.replace(b"503 X", b"200 OK")
-BROKEN = (OSError, http_bodies.http.client.HTTPException)
-
-
-class Slices:
-    """A body of one reused buffer, that tells where it is."""
-
-    def __init__(self, data: bytes = DATA, good_bytes: int | None = None, slice_bytes: int = 1 << 16) -> None:
-        self._data, self._good_bytes = data, len(data) if good_bytes is None else good_bytes
-        self._slice_bytes, self.size_bytes = slice_bytes, len(data)
-        self.is_being_sent = False
-        self.threads: set[str] = set()
-
-    def send(self, writer: BodyWriter) -> None:
-        self.is_being_sent = True
-        self.threads.add(threading.current_thread().name)
-        buffer = bytearray(self._slice_bytes)
-        try:
-            for start in range(0, len(self._data), len(buffer)):
-                if start >= self._good_bytes:
-                    raise SourceError("it was overwritten", reason=FailureReason.SOURCE_CHANGED)
-                piece = self._data[start : start + len(buffer)]
-                buffer[: len(piece)] = piece
-                writer.write(memoryview(buffer)[: len(piece)])
-        finally:
-            self.is_being_sent = False
-
-
-class Wire:
-    """Servers and clients of one scheme."""
-
-    def __init__(self, scheme: str, tls: ssl.SSLContext, ca_file: str) -> None:
-        self._scheme, self._tls, self._ca_file = scheme, tls if scheme == "https" else None, ca_file
-
-    def server(self, talk: Talk) -> _Server:
-        return _Server(talk, self._tls)
-
-    def url(self, server: _Server, key: str = "key?partNumber=1") -> str:
-        return f"{self._scheme}://localhost:{server.port}/{key}"
-
-    @contextlib.asynccontextmanager
-    async def uploads(self, **options: Any) -> AsyncIterator[Uploads]:
-        settings = {"max_connections": 4, "connect_timeout_s": 5.0, "read_timeout_s": PATIENCE_S}
-        uploads = Uploads(**{**settings, **options}, ca_file=self._ca_file)
-        try:
-            yield uploads
-        finally:
-            uploads.close()
-
-    async def put(self, uploads: Uploads, server: _Server, body: Slices | None = None) -> Response:
-        body = body or Slices()
-        headers = {"Content-Length": str(body.size_bytes), "x-amz-meta": b"kept"}
-        return await uploads.put(self.url(server), headers, body)
+from tests.stores.http_server import PATIENCE_S, request_of
+from tests.stores.http_wire import (
+    BAD_ANSWERS,
+    BROKEN,
+    DATA,
+    DONE,
+    GOOD_ANSWERS,
+    LONG,
+    MIB,
+    REFUSED,
+    Slices,
+    Wire,
+    content_length,
+    receive,
+    say_last,
+    takes_all,
+)
 
 
 @pytest.fixture(params=["http", "https"])
@@ -103,35 +58,6 @@ def wire(request: pytest.FixtureRequest, tls: ssl.SSLContext, ca_file: str) -> W
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stuck socket is looked after soon."""
     monkeypatch.setattr(connections, "BLOCK_S", 0.05)
-
-
-def receive(near: socket.socket, size_bytes: int) -> bytes:
-    found = bytearray()
-    while len(found) < size_bytes and (data := near.recv(min(1 << 16, size_bytes - len(found)))):
-        found += data
-    return bytes(found)
-
-
-def say_last(near: socket.socket, answer: bytes) -> None:
-    """To be closed at once: what were still waiting for an acknowledgement would be lost by that."""
-    near.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    near.sendall(answer)
-
-
-def takes_all(received: list[bytes], num_times: int = 100, answer: bytes = DONE) -> Talk:
-    """This many bodies on each connection; then it is closed without a word."""
-
-    def talk(near: socket.socket) -> None:
-        for _ in range(num_times):
-            head = _request(near)
-            received.extend((head, receive(near, content_length(head))))
-            near.sendall(answer)
-
-    return talk
-
-
-def content_length(head: bytes) -> int:
-    return int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
 
 
 # --- one body ------------------------------------------------------------------------------------------------------
@@ -199,7 +125,7 @@ def test_a_refusal_before_the_body_is_sent_is_reported(
 
     def talk(near: socket.socket) -> None:
         nonlocal received
-        _request(near)
+        request_of(near)
         receive(near, 1 << 16)
         near.sendall(answer)
         if not reads_on:
@@ -223,7 +149,7 @@ def test_a_refusal_followed_by_a_reset_is_reported(run: Any, wire: Wire) -> None
     """What a server does that closes a connection with a body still on its way: the answer counts, not the reset."""
 
     def talk(near: socket.socket) -> None:
-        _request(near)
+        request_of(near)
         receive(near, 1 << 16)
         say_last(near, REFUSED)
         near.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -247,7 +173,7 @@ def test_a_refusal_followed_by_a_reset_is_reported(run: Any, wire: Wire) -> None
 )
 def test_a_truncated_refusal_is_still_a_refusal(run: Any, wire: Wire, cut: bytes) -> None:
     def talk(near: socket.socket) -> None:
-        _request(near)
+        request_of(near)
         say_last(near, cut)
 
     async def main() -> None:
@@ -265,7 +191,7 @@ def test_a_success_before_the_body_is_sent_is_an_error(run: Any, wire: Wire) -> 
     is_over = threading.Event()
 
     def talk(near: socket.socket) -> None:
-        _request(near)
+        request_of(near)
         near.sendall(DONE)
         assert is_over.wait(PATIENCE_S)
 
@@ -281,7 +207,7 @@ def test_a_success_before_the_body_is_sent_is_an_error(run: Any, wire: Wire) -> 
 
 def test_a_broken_connection_is_an_error(run: Any, wire: Wire) -> None:
     def talk(near: socket.socket) -> None:
-        _request(near)
+        request_of(near)
         receive(near, 1 << 16)
 
     async def main() -> None:
@@ -300,7 +226,7 @@ def test_a_file_that_changes_during_the_upload_is_an_error(run: Any, wire: Wire)
     has_ended = threading.Event()
 
     def talk(near: socket.socket) -> None:
-        _request(near)
+        request_of(near)
         with contextlib.suppress(OSError):
             received.append(receive(near, len(DATA)))
         has_ended.set()
@@ -321,7 +247,7 @@ def test_a_cancelled_upload_releases_the_body(run: Any, wire: Wire) -> None:
     is_under_way, may_end = threading.Event(), threading.Event()
 
     def talk(near: socket.socket) -> None:
-        _request(near)
+        request_of(near)
         receive(near, 1 << 16)
         is_under_way.set()
         may_end.wait(PATIENCE_S)  # reads no more: the body is stuck
@@ -373,7 +299,7 @@ def test_who_waits_for_a_bandwidth_cap_is_woken_by_cancelling(run: Any, wire: Wi
 
 def test_who_waits_for_a_bandwidth_cap_hears_a_refusal(run: Any, wire: Wire) -> None:
     def talk(near: socket.socket) -> None:
-        _request(near)
+        request_of(near)
         receive(near, MIB)
         say_last(near, REFUSED)
 
@@ -407,7 +333,7 @@ def test_a_server_that_stops_responding_is_an_error(run: Any, wire: Wire, reads:
     may_end = threading.Event()
 
     def talk(near: socket.socket) -> None:
-        head = _request(near)
+        head = request_of(near)
         if reads:
             receive(near, content_length(head))
         may_end.wait(PATIENCE_S)
@@ -424,35 +350,6 @@ def test_a_server_that_stops_responding_is_an_error(run: Any, wire: Wire, reads:
 
 # --- answers -------------------------------------------------------------------------------------------------------
 
-GOOD_ANSWERS = {
-    "usual": (DONE, 200, b"ok", True),
-    "spelled otherwise": (b"HTTP/1.1 200\r\netag:e\r\nCONTENT-LENGTH:  2 \r\n\r\nok", 200, b"ok", True),
-    "after others": (
-        b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 102 Processing\r\nX: y\r\n\r\n" + DONE,
-        200,
-        b"ok",
-        True,
-    ),
-    "refusal": (REFUSED.replace(b"Connection: close\r\n", b""), 503, b"SlowDown", True),
-    "last": (LAST, 200, b"SlowDown", False),
-    "of the old protocol": (DONE.replace(b"1.1", b"1.0"), 200, b"ok", False),
-    "more than it says": (DONE + b"!", 200, b"ok", False),
-    "chunked": (
-        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\no\r\n1\r\nk\r\n0\r\n\r\n",
-        200,
-        b"ok",
-        False,
-    ),
-    "without a body": (b"HTTP/1.1 204 No Content\r\n\r\n", 204, b"", False),
-    "without a length": (b"HTTP/1.1 200 OK\r\n\r\nok", 200, b"ok", False),
-    "large": (
-        b"HTTP/1.1 400 No\r\nContent-Length: 100000\r\n\r\n" + bytes(100_000),
-        400,
-        bytes(messages.MAX_ERROR_BYTES),
-        False,
-    ),
-}
-
 
 @pytest.mark.parametrize("piece_bytes", [5, MIB])
 @pytest.mark.parametrize("kind", GOOD_ANSWERS)
@@ -462,7 +359,7 @@ def test_responses_of_every_framing_are_read(run: Any, wire: Wire, kind: str, pi
 
     def talk(near: socket.socket) -> None:
         while True:
-            receive(near, content_length(_request(near)))
+            receive(near, content_length(request_of(near)))
             for start in range(0, len(answer), piece_bytes):
                 near.sendall(answer[start : start + piece_bytes])
             if kind == "without a length":
@@ -479,23 +376,10 @@ def test_responses_of_every_framing_are_read(run: Any, wire: Wire, kind: str, pi
     run(main())
 
 
-BAD_ANSWERS = AMBIGUOUS | {
-    "nothing": b"",
-    "cut in the head": DONE[:20],
-    "cut in the body": DONE[:-1],
-    "cut in a chunk": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nok",
-    "only others": b"HTTP/1.1 100 Continue\r\n\r\n",
-    "another protocol": b"SSH-2.0-OpenSSH\r\n\r\n",
-    "a status of four digits": b"HTTP/1.1 2000 OK\r\nContent-Length: 0\r\n\r\n",
-    "a chunk of less than nothing": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n-5\r\nhello\r\n0\r\n\r\n",
-    "no status": b"HTTP/1.1 OK\r\nContent-Length: 0\r\n\r\n",
-}
-
-
 @pytest.mark.parametrize("kind", BAD_ANSWERS)
 def test_an_invalid_response_is_an_error(run: Any, wire: Wire, kind: str) -> None:
     def talk(near: socket.socket) -> None:
-        receive(near, content_length(_request(near)))
+        receive(near, content_length(request_of(near)))
         near.sendall(BAD_ANSWERS[kind])
 
     async def main() -> None:
@@ -515,7 +399,7 @@ def test_interim_responses_during_the_body(run: Any, wire: Wire) -> None:
 
     def talk(near: socket.socket) -> None:
         while True:
-            head = _request(near)
+            head = request_of(near)
             near.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
             received.append(receive(near, content_length(head)))
             near.sendall(DONE)
@@ -553,7 +437,7 @@ def test_a_response_may_pause(run: Any, wire: Wire, kind: str, monkeypatch: pyte
     answer = GOOD_ANSWERS[kind][0]
 
     def talk(near: socket.socket) -> None:
-        receive(near, content_length(_request(near)))
+        receive(near, content_length(request_of(near)))
         near.sendall(answer[:-1])
         assert clock.was_looked_at.wait(PATIENCE_S)
         near.sendall(answer[-1:])
@@ -592,7 +476,7 @@ def test_an_endless_response_head_is_an_error(run: Any, wire: Wire) -> None:
     is_over = threading.Event()
 
     def talk(near: socket.socket) -> None:
-        receive(near, content_length(_request(near)))
+        receive(near, content_length(request_of(near)))
         near.sendall(b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 20_000)
         assert is_over.wait(PATIENCE_S)
 

@@ -23,9 +23,9 @@ from ckpt_async.stores.http.connections import CancelToken, has_unread
 from ckpt_async.stores.http.messages import Response
 from ckpt_async.stores.http.series import SmallRequest, SmallUploads
 from ckpt_async.stores.http.uploads import head_of
-from tests.restore.test_http_ranges import PATIENCE_S, Talk, _request, _Server
-from tests.stores import test_http_bodies
-from tests.stores.test_http_bodies import (
+from tests.stores import http_wire
+from tests.stores.http_server import PATIENCE_S, Server, Talk, request_of
+from tests.stores.http_wire import (
     BAD_ANSWERS,
     BROKEN,
     DATA,
@@ -47,7 +47,7 @@ THREAD = "ckpt-async-series"
 KEPT_REFUSAL = GOOD_ANSWERS["refusal"][0]
 
 
-class Wire(test_http_bodies.Wire):
+class Wire(http_wire.Wire):
     """Servers and clients of one scheme."""
 
     @contextlib.asynccontextmanager
@@ -67,7 +67,7 @@ class Wire(test_http_bodies.Wire):
     async def put_many(
         self,
         uploads: SmallUploads,
-        server: _Server,
+        server: Server,
         bodies: Iterable[bytes],
         answered: Callable[[Response], None] = lambda _: None,
         name: str = "key",
@@ -204,9 +204,9 @@ def test_a_series_ends_at_the_first_refusal(run: Any, wire: Wire, refusal: bytes
 
     def talk(near: socket.socket) -> None:
         for _ in range(7):
-            received.append(receive(near, content_length(_request(near))))
+            received.append(receive(near, content_length(request_of(near))))
             near.sendall(DONE)
-        received.append(receive(near, content_length(_request(near))))
+        received.append(receive(near, content_length(request_of(near))))
         near.sendall(refusal)
         assert not near.recv(1)  # nothing more is asked for
 
@@ -263,7 +263,7 @@ def test_a_connection_that_breaks_in_the_middle_of_a_series(run: Any, wire: Wire
 
     def talk(near: socket.socket) -> None:
         takes_all(received, num_times=4)(near)
-        received.extend((b"", receive(near, content_length(_request(near)))))
+        received.extend((b"", receive(near, content_length(request_of(near)))))
 
     async def main() -> None:
         with wire.server(talk) as server:
@@ -366,7 +366,7 @@ def sorts(received: dict[bytes, list[bytes]]) -> Talk:
     def talk(near: socket.socket) -> None:
         names = set()
         while True:
-            head = _request(near)
+            head = request_of(near)
             name = head.split(b" ")[1].strip(b"/").split(b"-")[0]
             names.add(name)
             assert len(names) == 1
@@ -429,7 +429,7 @@ def test_a_silent_server_does_not_delay_other_series(
     monkeypatch.setattr(series, "TICK_S", 10 * PATIENCE_S)  # whoever comes is seen before
 
     def is_silent(near: socket.socket) -> None:
-        head = _request(near)
+        head = request_of(near)
         if reads:
             receive(near, content_length(head))
         silent.wait()
@@ -460,7 +460,7 @@ def test_a_server_that_stops_responding_fails_only_its_series(run: Any, wire: Wi
     answers: list[Response] = []
 
     def is_silent(near: socket.socket) -> None:
-        head = _request(near)
+        head = request_of(near)
         if reads:
             receive(near, content_length(head))
         assert may_end.wait(PATIENCE_S)
@@ -503,7 +503,7 @@ def test_time_spent_in_the_thread_does_not_count_as_a_stall(
     monkeypatch.setattr(series, "time", clock)
 
     def talk(near: socket.socket) -> None:
-        receive(near, content_length(_request(near)))
+        receive(near, content_length(request_of(near)))
         asked.wait()
         near.sendall(DONE)
         has_answered.set()
@@ -545,7 +545,7 @@ def test_a_series_that_makes_progress_does_not_time_out(
 
     def talk(near: socket.socket) -> None:
         near.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
-        head = _request(near)
+        head = request_of(near)
         for gate in gates[:2]:
             gate.wait()
             receive(near, len(LONG) // 2)
@@ -577,7 +577,7 @@ def test_bodies_larger_than_the_socket_buffer(run: Any, wire: Wire) -> None:
     def talk(near: socket.socket) -> None:
         near.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
         for number in range(2):
-            head = _request(near)
+            head = request_of(near)
             if number == 0:
                 all_here.wait(PATIENCE_S)
             received[head.split(b" ")[1]].append(receive(near, content_length(head)))
@@ -607,7 +607,7 @@ def test_the_thread_does_not_spin_while_it_waits(
             return super().modify(fileobj, events, data)
 
     def talk(near: socket.socket) -> None:
-        head = _request(near)
+        head = request_of(near)
         stuck.wait()
         receive(near, content_length(head))
         waiting.wait()
@@ -649,7 +649,7 @@ def test_responses_of_every_framing_are_read(run: Any, wire: Wire, kind: str, is
     def talk(near: socket.socket) -> None:
         near.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         while True:
-            received.append(receive(near, content_length(_request(near))))
+            received.append(receive(near, content_length(request_of(near))))
             for start in range(0, len(answer), piece_bytes):
                 near.sendall(answer[start : start + piece_bytes])
             if kind == "without a length":
@@ -691,7 +691,7 @@ def test_refusals_of_every_framing_are_read(run: Any, wire: Wire, when: str, kin
     answers: list[Response] = []
 
     def talk(near: socket.socket) -> None:
-        head = _request(near)
+        head = request_of(near)
         receive(near, 1 << 16 if when == "amid the body" else content_length(head))
         say_last(near, ODD_REFUSALS[kind])
 
@@ -717,7 +717,7 @@ def test_a_refusal_before_the_body_is_sent_is_reported(run: Any, wire: Wire, ans
 
     def talk(near: socket.socket) -> None:
         nonlocal received
-        _request(near)
+        request_of(near)
         near.sendall(answer)
         assert is_over.wait(PATIENCE_S)
         with contextlib.suppress(OSError):
@@ -740,7 +740,7 @@ def test_a_refusal_followed_by_a_reset_is_reported(run: Any, wire: Wire) -> None
     """What a server does that closes a connection with a body still on its way: the answer counts, not the reset."""
 
     def talk(near: socket.socket) -> None:
-        _request(near)
+        request_of(near)
         receive(near, 1 << 16)
         say_last(near, REFUSED)
         near.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -762,7 +762,7 @@ def test_a_success_before_the_body_is_sent_is_an_error(run: Any, wire: Wire) -> 
     answers: list[Response] = []
 
     def talk(near: socket.socket) -> None:
-        _request(near)
+        request_of(near)
         near.sendall(DONE)
         assert is_over.wait(PATIENCE_S)
 
@@ -782,7 +782,7 @@ def test_an_invalid_response_is_an_error(run: Any, wire: Wire, kind: str) -> Non
     answers: list[Response] = []
 
     def talk(near: socket.socket) -> None:
-        receive(near, content_length(_request(near)))
+        receive(near, content_length(request_of(near)))
         near.sendall(BAD_ANSWERS[kind])
 
     async def main() -> None:
@@ -803,7 +803,7 @@ def test_interim_responses_during_the_body(run: Any, wire: Wire) -> None:
 
     def talk(near: socket.socket) -> None:
         while True:
-            head = _request(near)
+            head = request_of(near)
             near.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
             received.append(receive(near, content_length(head)))
             near.sendall(DONE)
@@ -831,7 +831,7 @@ def test_responses_that_arrive_together(run: Any, wire: Wire, kind: str) -> None
 
     def talk(near: socket.socket) -> None:
         while True:
-            received.append(receive(near, content_length(_request(near))))
+            received.append(receive(near, content_length(request_of(near))))
             near.setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, 1)
             for piece in pieces:
                 near.sendall(piece)
@@ -895,7 +895,7 @@ def test_a_cancelled_series_makes_no_more_callbacks(run: Any, wire: Wire) -> Non
 
     def talk(near: socket.socket) -> None:
         takes_all([], num_times=4)(near)
-        _request(near)
+        request_of(near)
         waiting.wait()
         near.sendall(DONE)
 
@@ -975,7 +975,7 @@ def test_cancelling_in_the_middle_of_a_body(run: Any, wire: Wire) -> None:
 
     def talk(near: socket.socket) -> None:
         nonlocal received
-        _request(near)
+        request_of(near)
         stuck.wait()
         with contextlib.suppress(OSError):
             received = len(receive(near, len(LONG)))
@@ -1025,9 +1025,9 @@ def test_cancelling_while_another_body_is_read(run: Any, wire: Wire, when: str) 
     reading, asked, answered = Gate(), Gate(), Gate()
 
     def talk(near: socket.socket) -> None:
-        received.append(receive(near, content_length(_request(near))))
+        received.append(receive(near, content_length(request_of(near))))
         near.sendall(DONE)
-        received.append(receive(near, content_length(_request(near))))
+        received.append(receive(near, content_length(request_of(near))))
         asked.wait()
         if when == "before its answer is read":
             near.sendall(DONE)
@@ -1067,7 +1067,7 @@ def test_cancelling_while_a_long_response_is_read(run: Any, wire: Wire) -> None:
     waiting = Gate()
 
     def talk(near: socket.socket) -> None:
-        receive(near, content_length(_request(near)))
+        receive(near, content_length(request_of(near)))
         near.sendall(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\no\r\n")
         waiting.wait()
         near.sendall(b"0\r\n\r\n")
@@ -1138,7 +1138,7 @@ def test_closing_while_series_are_in_progress(run: Any, wire: Wire) -> None:
 
     def talk(near: socket.socket) -> None:
         while True:
-            head = _request(near)
+            head = request_of(near)
             received.append(receive(near, content_length(head)))
             kind = head.split(b"/")[1].split(b"-")[0].decode()
             held[kind].wait()

@@ -15,8 +15,8 @@ from ckpt_async.stores.http.messages import MalformedResponseError
 from ckpt_async.stores.s3 import answers as s3_answers
 from tests.stores.documents import contents, deleted, document, item, objects, parts, uploads
 from tests.stores.peer import Peer, answer
-from tests.stores.test_s3_errors import CALLS, connected
-from tests.stores.test_s3_errors import credentials as given_credentials  # noqa: F401  a fixture
+from tests.stores.s3_calls import CALLS, connected
+from tests.stores.s3_calls import credentials as given_credentials  # noqa: F401  a fixture
 
 HTML = b"<!DOCTYPE html>\n<html><body>log in</body></html>"
 FOREIGN = {

@@ -26,8 +26,8 @@ from ckpt_async.transfer.upload import FileBody, Source
 from tests.faults.proxy import Fault, FaultProxy
 from tests.stores.bodies import put
 from tests.stores.peer import Peer, Request, answer
-from tests.stores.test_s3_errors import connected
-from tests.stores.test_s3_errors import credentials as given_credentials  # noqa: F401  a fixture
+from tests.stores.s3_calls import connected
+from tests.stores.s3_calls import credentials as given_credentials  # noqa: F401  a fixture
 
 TEXT = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=20)
 KEYS = st.text(st.characters(exclude_categories=("Cs", "Cc")), min_size=1, max_size=40)

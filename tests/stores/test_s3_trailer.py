@@ -29,8 +29,8 @@ from ckpt_async.transfer.upload import FileBody, PlannedPart, Source, send_part,
 from tests.faults.proxy import FaultProxy
 from tests.seaweed import SeaweedServer
 from tests.stores.peer import RESET, Peer, Request, answer
-from tests.stores.test_s3_errors import connected
-from tests.stores.test_s3_errors import credentials as given_credentials  # noqa: F401  a fixture
+from tests.stores.s3_calls import connected
+from tests.stores.s3_calls import credentials as given_credentials  # noqa: F401  a fixture
 
 MIB = 1 << 20
 PART_BYTES = 5 * MIB
