@@ -308,3 +308,16 @@ def test_an_import_cycle_is_found() -> None:
 
 def test_every_room_is_on_one_floor() -> None:
     assert len(DEPTH) == sum(len(rooms) for rooms in ROOMS)
+
+
+def test_tests_take_nothing_from_other_test_modules() -> None:
+    """What several share is in a helper module. Mutants run the tests of others; the drawing is held to ROOMS."""
+    takers = {"sweep/test_upkeep_mutants.py", "test_docs.py"}
+    folder = ROOT / "tests"
+    found = {
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob("*.py")
+        for each in _imports(path.relative_to(ROOT).as_posix(), ast.parse(path.read_text()))
+        if each.root == "tests" and any(part.startswith("test_") for part in each.dotted.split("."))
+    }
+    assert found == takers
