@@ -22,6 +22,7 @@ from tests.stores import documents
 from tests.stores.bodies import ChangedBody, ReusingBody, ShortBody, crc, put
 from tests.stores.peer import RESET, SILENCE, Peer, answer
 from tests.stores.s3_calls import CALLS, MIB, connected
+from tests.stores.s3_calls import credentials as given_credentials  # noqa: F401  a fixture
 
 
 def tasks() -> set[asyncio.Task]:
