@@ -1,6 +1,4 @@
-"""What the engine tells whoever counts: facts only, no opinion. Observers must not raise or block; one that
-does is switched off and logged once.
-"""
+"""What the engine tells whoever counts: facts only, no opinion. Observers must not raise or block."""
 
 from __future__ import annotations
 

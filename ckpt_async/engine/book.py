@@ -9,13 +9,14 @@ from collections.abc import Collection, Sequence
 from ckpt_async.core import decide
 from ckpt_async.core.troubles import Troubles
 from ckpt_async.errors import StoreError
+from ckpt_async.local.folder import is_disk_full
 
 logger = logging.getLogger(__name__)
 
 # After an action failed for good (its own retries are over, the trainer was told) it is tried again this much
 # later: an outage longer than any timeout must not need a restart to heal.
 RETRY_ACTION_S = 30.0
-# While someone waits for it, if the store may heal.
+# While someone waits for it, if the store may heal or the disk get space.
 RETRY_HURRIED_S = 1.0
 
 
@@ -25,7 +26,9 @@ class Book:
     def __init__(self) -> None:
         self.running: dict[decide.Action, asyncio.Task[None]] = {}
         self._not_before: dict[decide.Action, float] = {}  # of those that failed
-        self._may_heal: set[decide.Action] = set()  # of these, those that the store refuses for now
+        self._may_heal: set[decide.Action] = (
+            set()
+        )  # of these, those that the store or a full disk refuses for now
         self._troubles = Troubles()
 
     def begin(self, actions: Sequence[decide.Action], task: asyncio.Task[None]) -> None:
@@ -48,7 +51,8 @@ class Book:
     def hold_back(self, action: decide.Action, error: Exception, now: float, *, is_hurried: bool) -> float:
         """It has failed: for how long it is not tried again."""
         pause_s = RETRY_ACTION_S
-        if isinstance(error, StoreError) and error.reason.is_retryable:
+        heals = error.reason.is_retryable if isinstance(error, StoreError) else is_disk_full(error)
+        if heals:
             self._may_heal.add(action)
             if is_hurried:
                 pause_s = min(pause_s, RETRY_HURRIED_S)

@@ -100,7 +100,7 @@ class Folder:
             try:
                 os.link(probe, linked)
             except OSError as error:
-                if error.errno in _FULL:
+                if is_disk_full(error):
                     raise
                 return False
             return True
@@ -276,7 +276,7 @@ class Folder:
             source, _ = files[len(done)]
             if isinstance(error, FileNotFoundError) and self.private.is_dir():
                 raise InvalidShardError(f"{str(self.path / source)!r} does not exist") from None
-            if error.errno in _FULL:
+            if is_disk_full(error):
                 raise no_space(self.path) from error
             raise _source_walk_error(self.path / source, error) from error
 
@@ -480,6 +480,11 @@ def spooled_ranks(private: Path) -> set[int]:
 # --- errors -------------------------------------------------------------------------------
 
 
+def is_disk_full(error: BaseException) -> bool:
+    """Whether what failed may succeed once there is space: of the disk, or of the user's quota."""
+    return isinstance(error, NoSpaceError) or (isinstance(error, OSError) and error.errno in _FULL)
+
+
 def no_space(path: Path) -> NoSpaceError:
     return NoSpaceError(
         f"the file system of {str(path)!r} is full",
@@ -488,7 +493,7 @@ def no_space(path: Path) -> NoSpaceError:
 
 
 def _folder_error(path: Path, error: OSError) -> JournalError:
-    if error.errno in _FULL:
+    if is_disk_full(error):
         return no_space(path)
     return JournalError(
         f"folder {str(path)!r} cannot be used: {error.strerror}",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import itertools
 import logging
 import os
@@ -24,6 +23,7 @@ from ckpt_async.errors import (
     DestinationError,
     NoSpaceError,
 )
+from ckpt_async.local.folder import is_disk_full
 from ckpt_async.restore import discovery
 from ckpt_async.restore.checkpoint import Checkpoint, RemoteFile, check_found
 from ckpt_async.restore.destination import Destination
@@ -351,7 +351,7 @@ class _Fetching:
             except OSError as error:
                 if isinstance(error, CkptAsyncError):
                     raise
-                if _is_full(error):
+                if is_disk_full(error):
                     raise NoSpaceError(
                         f"{str(destination.path)!r} ran full while {file.name!r} was fetched",
                         hint="free some space and call again: the fetch resumes",
@@ -375,7 +375,7 @@ class _Fetching:
             try:
                 await self._fill_from(source, partial, got)
             except (CkptAsyncError, OSError) as error:
-                if source is remote or (isinstance(error, OSError) and _is_full(error)):
+                if source is remote or is_disk_full(error):
                     raise
                 _tell(source, file, error)
                 continue
@@ -477,7 +477,3 @@ def _tell(source: FileSource, file: RemoteFile, why: object) -> None:
         source.kind,
         why,
     )
-
-
-def _is_full(error: OSError) -> bool:
-    return error.errno in (errno.ENOSPC, errno.EDQUOT)

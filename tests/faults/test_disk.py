@@ -154,11 +154,9 @@ FILLING = """
     import asyncio, hashlib, logging, os, signal, sys, threading
     from pathlib import Path
     from ckpt_async import Uploader
-    from ckpt_async.engine import book
     from ckpt_async.stores.directory import DirectoryStore
 
     logging.basicConfig(level=logging.WARNING)
-    book.RETRY_ACTION_S = 0.1
     gate, put = threading.Event(), DirectoryStore.put
 
     async def held(self, key, *args, **kwargs):
@@ -188,8 +186,6 @@ FILLING = """
             pass
     if sys.argv[3] == "True":
         os.kill(os.getpid(), signal.SIGKILL)
-    while (folder / ".ckpt_async/reserve").exists():  # looked at once a second; uploads take longer
-        threading.Event().wait(0.05)
     gate.set()
     uploader.close(timeout_s=60)
 """
