@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.seaweed import SeaweedServer
+from tests.sweep.trainers import Trainers
 
 # Hypothesis must find the same today as tomorrow: a pure test that fails by chance helps nobody.
 settings.register_profile(
@@ -80,3 +81,11 @@ def s3_url(s3_server: SeaweedServer, monkeypatch: pytest.MonkeyPatch) -> str:
     for name, value in s3_server.environment().items():
         monkeypatch.setenv(name, value)
     return f"s3://{s3_server.bucket}/test-{uuid.uuid4().hex}"
+
+
+@pytest.fixture
+def trainers() -> Iterator[Trainers]:
+    """None outlives the test."""
+    made = Trainers()
+    yield made
+    made.kill()

@@ -39,13 +39,6 @@ ALERTS_TEST = DEPLOY / "prometheus/alerts_test.yaml"
 OPERATIONS = ROOT / "docs/operations.md"
 
 
-@pytest.fixture
-def trainers() -> Iterator[Trainers]:
-    made = Trainers()
-    yield made
-    made.kill()
-
-
 def environment_of(path: Path) -> dict[str, str]:
     lines = (line for line in path.read_text().splitlines() if line and not line.startswith("#"))
     return {name: value.strip('"') for name, _, value in (line.partition("=") for line in lines)}

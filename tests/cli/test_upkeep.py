@@ -31,13 +31,6 @@ Call = Callable[..., tuple[int, Json]]
 
 
 @pytest.fixture
-def trainers() -> Iterator[Trainers]:
-    made = Trainers()
-    yield made
-    made.kill()
-
-
-@pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tmp_path / "checkpoints"
 

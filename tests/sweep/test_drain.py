@@ -6,7 +6,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,6 @@ from tests.seaweed import SeaweedServer
 from tests.sweep.trainers import Json, Trainers
 
 Drain = Callable[..., tuple[int, Json]]
-
-
-@pytest.fixture
-def trainers() -> Iterator[Trainers]:
-    made = Trainers()
-    yield made
-    made.kill()
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,13 +67,6 @@ for line in sys.stdin:
     os.kill(child, signal.SIGKILL)
     print(os.waitpid(child, 0)[1], flush=True)
 """
-
-
-@pytest.fixture
-def trainers() -> Iterator[Trainers]:
-    made = Trainers()
-    yield made
-    made.kill()
 
 
 @pytest.fixture
