@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from ckpt_async.core import settings
+from tests.settings_page import describe
 from tests.test_architecture import ROOMS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 def test_settings_page_is_up_to_date() -> None:
     """A setting that is not on the page, or has another default there, misleads."""
     page = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
-    assert page == settings.describe(), "run: python -m ckpt_async.core.settings > docs/settings.md"
+    assert page == describe(), "run: python -m tests.settings_page > docs/settings.md"
 
 
 def test_drawing_of_the_architecture_has_the_floors_of_the_code() -> None:
