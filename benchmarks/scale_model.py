@@ -46,7 +46,7 @@ from ckpt_async.core.model import (
     StoredShard,
     Verified,
 )
-from ckpt_async.core.observe import NullObserver
+from ckpt_async.core.observe import Observer
 from ckpt_async.core.settings import Settings
 from ckpt_async.engine.loop import Engine
 from ckpt_async.engine.state import State
@@ -356,7 +356,7 @@ async def simulate(num_writers: int, latency_s: float, spread_s: float, seed: in
             journal=journal,  # type: ignore[arg-type]
             store=PatientStore(store, settings),  # type: ignore[arg-type]
             settings=settings,
-            observer=NullObserver(),
+            observer=Observer(),
             clock=loop.time,
         )
         engine = ModelEngine(state)

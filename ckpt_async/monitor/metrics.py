@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from ckpt_async.core.local_state import Local, fold
 from ckpt_async.core.model import CheckpointId
-from ckpt_async.core.observe import NullObserver, Observer
+from ckpt_async.core.observe import Observer
 from ckpt_async.errors import CkptAsyncError, FailureReason, NoJournalError
 from ckpt_async.local import journals
 from ckpt_async.local.folder import Folder
@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 REPLAY_SHARE = 0.01
 
 
-class Metrics(Counters):
-    """An `Observer` that counts what an uploader does.
+class Metrics(Counters, Observer):
+    """Counts what an uploader does.
 
     Its methods take one lock for a few additions. A scrape runs on the scraper's thread and never holds that lock
     while it reads the journal.
@@ -257,7 +257,7 @@ class SweeperMetrics(Counters):
         return gauges
 
 
-class _RequestsOf(NullObserver):
+class _RequestsOf(Observer):
     """Counts the requests that a sweeper makes for one remote."""
 
     def __init__(self, metrics: SweeperMetrics, run: str) -> None:

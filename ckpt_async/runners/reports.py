@@ -10,7 +10,7 @@ from typing import Any
 
 from ckpt_async.core.local_state import Local
 from ckpt_async.core.model import CheckpointId, Decided
-from ckpt_async.core.observe import NullObserver
+from ckpt_async.core.observe import Observer
 from ckpt_async.engine.loop import Engine
 from ckpt_async.errors import FailureReason
 from ckpt_async.runners import wire
@@ -119,7 +119,7 @@ class Reports:
         return [(id_, ranks) for id_, ranks in found if ranks]
 
 
-class _Facts(NullObserver):
+class _Facts(Observer):
     """What the engine tells its observer, for the trainer's metrics."""
 
     def __init__(self, on_fact: Callable[[], None]) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 from ckpt_async.core import backlog, keys
 from ckpt_async.core.local_state import LocalCheckpoint
 from ckpt_async.core.model import CheckpointId, Outcome, RemoteAddress
-from ckpt_async.core.observe import NullObserver
+from ckpt_async.core.observe import Observer
 from ckpt_async.core.settings import INHERITED, Settings
 from ckpt_async.engine.loop import Engine
 from ckpt_async.engine.state import State
@@ -224,7 +224,7 @@ class _Adopted:
         return self.engine if self.task is not None and not self.task.done() else None
 
 
-class _Counter(NullObserver):
+class _Counter(Observer):
     def __init__(self) -> None:
         self.uploaded_shards = self.uploaded_bytes = 0
 

@@ -18,7 +18,7 @@ from typing import TypeVar
 import tenacity
 
 from ckpt_async.core.model import Checksum
-from ckpt_async.core.observe import NullObserver, Observer
+from ckpt_async.core.observe import Observer
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import FailureReason, StoreError
 from ckpt_async.stores import StoreOptions, open_store
@@ -97,7 +97,7 @@ class PatientStore:
         budgets: Budgets | None = None,
         owner: int = 0,
     ) -> None:
-        self._store, self._settings, self._observer = store, settings, observer or NullObserver()
+        self._store, self._settings, self._observer = store, settings, observer or Observer()
         self._is_patient, self._silence_s = is_patient, silence_s
         self._budgets, self._owner = budgets or Budgets(settings), owner
         self._health = _Health(store.url)

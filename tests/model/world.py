@@ -39,7 +39,7 @@ from ckpt_async.core.model import (
     Shard,
 )
 from ckpt_async.core.naming import checkpoint_name
-from ckpt_async.core.observe import NullObserver
+from ckpt_async.core.observe import Observer
 from ckpt_async.core.retention import KeepLast
 from ckpt_async.core.settings import Settings
 from ckpt_async.engine import clearing, durable, recovery, sending, settling, state
@@ -572,7 +572,7 @@ class World:
             journal=host.journal,  # type: ignore[arg-type]
             store=LossyStore(self),
             settings=self.settings,
-            observer=NullObserver(),
+            observer=Observer(),
             clock=lambda: self.now,
             is_trainer=is_trainer,
         )

@@ -38,7 +38,7 @@ from ckpt_async.core.model import (
     Superseded,
 )
 from ckpt_async.core.naming import checkpoint_name
-from ckpt_async.core.observe import NullObserver
+from ckpt_async.core.observe import Observer
 from ckpt_async.core.retention import KeepLast
 from ckpt_async.core.settings import INHERITED, Settings
 from ckpt_async.engine import loop as engine
@@ -341,7 +341,7 @@ class Simulation(World):
                 journal=journal,
                 store=store,
                 settings=settings,
-                observer=NullObserver(),
+                observer=Observer(),
                 clock=lambda: self.clock_of(process),
             )
             made = Engine(known)

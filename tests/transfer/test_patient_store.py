@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ckpt_async.core.observe import NullObserver
+from ckpt_async.core.observe import Observer
 from ckpt_async.core.settings import MIB, Settings
 from ckpt_async.errors import FailureReason, StoreError
 from ckpt_async.protocol.cas import advance, create_once, read
@@ -23,7 +23,7 @@ from tests.stores.misbehaving import Ambiguous, Meddled, trouble
 from tests.virtual_time import run
 
 
-class Counting(NullObserver):
+class Counting(Observer):
     def __init__(self) -> None:
         self.failures: list[FailureReason] = []
         self.finished: list[str] = []
