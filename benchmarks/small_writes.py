@@ -1,7 +1,7 @@
 """What does a small durable file cost from an event loop: one hop to a thread, or aiofiles, which hops for each call?
 
 A manifest, or a record of the directory store: 4 KiB to a temporary file, fsync, rename, fsync of the folder.
-`to_thread` runs `files.write_durably` whole; `aiofiles` takes the same steps, each awaited. "read" is one read back.
+`to_thread` runs `durable.write_durably` whole; `aiofiles` takes the same steps, each awaited. "read" is one read back.
 Rounds take turns. On a tmpfs fsync is free, and what is left is the hops.
 """
 
@@ -19,7 +19,7 @@ from pathlib import Path
 import aiofiles
 import aiofiles.os
 
-from ckpt_async.local.folder import fsync_path, write_durably
+from ckpt_async.local.durable import fsync_path, write_durably
 
 DATA = b"x" * 4096
 Work = Callable[[Path], Awaitable[object]]

@@ -35,6 +35,7 @@ def prepare_transfer(work: Work, runner: asyncio.Runner | None = None) -> Callab
     from ckpt_async.stores import StoreOptions
     from ckpt_async.transfer import upload
     from ckpt_async.transfer.patient import connect
+    from ckpt_async.transfer.source import Source
 
     settings = Settings(num_concurrent_uploads=work.concurrency, part_size_bytes=work.part_bytes)
     options = StoreOptions(endpoint_url=work.endpoint_url, max_connections=max(64, work.concurrency + 16))
@@ -46,7 +47,7 @@ def prepare_transfer(work: Work, runner: asyncio.Runner | None = None) -> Callab
         descriptor = os.open(work.path, os.O_RDONLY)
         facts = os.fstat(descriptor)
         identity = FileIdentity(facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns)
-        source = upload.Source(descriptor, identity, work.path)
+        source = Source(descriptor, identity, work.path)
         await upload.upload(
             store,
             source,

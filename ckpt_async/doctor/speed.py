@@ -19,6 +19,7 @@ from ckpt_async.stores import parse_url
 from ckpt_async.stores.interface import Store
 from ckpt_async.transfer import upload
 from ckpt_async.transfer.patient import PatientStore
+from ckpt_async.transfer.source import Source
 from ckpt_async.transfer.upload import all_or_none
 
 SPEED_BYTES, SPEED_RANGES = 64 << 20, 8
@@ -79,11 +80,11 @@ def no_room(url: str, workplace: Folder, min_free_bytes: int) -> str:
     return f"{what} beside min_free_bytes={min_free_bytes}" if min_free_bytes else what
 
 
-async def _large_source(folder: Folder) -> upload.Source:
+async def _large_source(folder: Folder) -> Source:
     """A shard to be sent, of bytes that nothing on the way makes fewer of."""
     path = folder.path / "speed.bin"
     async with aiofiles.open(path, "wb") as file:
         for _ in range(SPEED_RANGES):
             await file.write(os.urandom(SPEED_BYTES // SPEED_RANGES))
     ((identity, _),) = folder.link([(path.name, path.name)], "spool/doctor")
-    return upload.Source(folder.open_source(path.name, None, identity), identity, str(path))
+    return Source(folder.open_source(path.name, None, identity), identity, str(path))

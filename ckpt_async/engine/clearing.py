@@ -12,7 +12,7 @@ from ckpt_async.core.model import CheckpointId, Forgotten, JournalRow, Released
 from ckpt_async.engine.state import State
 from ckpt_async.errors import InvalidNameError
 from ckpt_async.local import kept
-from ckpt_async.local.folder import point_symlink
+from ckpt_async.local.durable import point_symlink
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from ckpt_async.core.local_state import LocalCheckpoint, LocalShard
 from ckpt_async.core.model import Failed, MadeDurable
 from ckpt_async.engine.state import State
 from ckpt_async.errors import FailureReason
-from ckpt_async.local.folder import fsync_path, is_final, write_durably
+from ckpt_async.local.durable import fsync_path, is_final, write_durably
 
 
 async def make_durable(state: State, action: decide.MakeDurable) -> None:

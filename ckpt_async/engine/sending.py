@@ -12,6 +12,7 @@ from ckpt_async.core.model import MultipartOpened, StoredShard, Verified
 from ckpt_async.engine.state import State
 from ckpt_async.transfer import ahead
 from ckpt_async.transfer import upload as transfer
+from ckpt_async.transfer.source import Source
 
 logger = logging.getLogger(__name__)
 
@@ -115,10 +116,10 @@ async def send_ahead(state: State, action: decide.SendAhead) -> None:
         await state.store.abort_multipart(key, resume.upload_id)
 
 
-def _open(state: State, checkpoint: LocalCheckpoint, local: LocalShard) -> transfer.Source:
+def _open(state: State, checkpoint: LocalCheckpoint, local: LocalShard) -> Source:
     shard, spool = local.shard, state.spool_path(checkpoint, local)
     descriptor = state.folder.open_source(shard.source, spool, shard.identity)
-    return transfer.Source(descriptor, shard.identity, state.users_path(local))
+    return Source(descriptor, shard.identity, state.users_path(local))
 
 
 def _key(checkpoint: LocalCheckpoint, shard: str) -> str:

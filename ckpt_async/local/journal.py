@@ -27,7 +27,8 @@ from ckpt_async.core.local_state import Local, fold
 from ckpt_async.core.model import CheckpointId, Event, Forgotten, JournalRow, Opened
 from ckpt_async.errors import FolderInUseError, JournalDamagedError, JournalError
 from ckpt_async.local import database, journal_rows, shared_journal
-from ckpt_async.local.folder import Folder, FsyncError, fsync_descriptor, fsync_path
+from ckpt_async.local.durable import FsyncError, fsync_descriptor, fsync_path
+from ckpt_async.local.folder import Folder
 from ckpt_async.local.journal_rows import FORMAT_VERSION
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,8 @@ from ckpt_async.core import keys, records
 from ckpt_async.core.local_state import LocalCheckpoint
 from ckpt_async.core.model import CheckpointId, Decided, Enqueued, Event, Outcome, Released, Sealed
 from ckpt_async.errors import InvalidRecordError
-from ckpt_async.local.folder import Folder, write_durably
+from ckpt_async.local.durable import write_durably
+from ckpt_async.local.folder import Folder
 
 logger = logging.getLogger(__name__)
 

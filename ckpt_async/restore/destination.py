@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ckpt_async.core.naming import check_relative
 from ckpt_async.errors import DestinationError, NoSpaceError
-from ckpt_async.local.folder import FsyncError, fsync_path
+from ckpt_async.local.durable import FsyncError, fsync_path
 from ckpt_async.restore.checkpoint import Checkpoint, RemoteFile
 from ckpt_async.restore.partial import PartialFile, checksum_of_file, discard
 from ckpt_async.restore.sources import has_size

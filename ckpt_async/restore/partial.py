@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 from ckpt_async.core.model import Checksum
-from ckpt_async.local.folder import FsyncError, fsync_descriptor
+from ckpt_async.local.durable import FsyncError, fsync_descriptor
 from ckpt_async.stores.checksums import Digest, combine
 
 # One range is one request and one line of the record. Measured on loopback: 16 MiB cost a tenth of the throughput.

@@ -18,7 +18,8 @@ from ckpt_async.errors import CkptAsyncError
 from ckpt_async.stores.interface import Store, StoredPart
 from ckpt_async.transfer.patient import PatientStore
 from ckpt_async.transfer.progress import Progress
-from ckpt_async.transfer.upload import MIB, PlannedPart, Resume, Source, send_part
+from ckpt_async.transfer.source import Source
+from ckpt_async.transfer.upload import MIB, PlannedPart, Resume, send_part
 
 logger = logging.getLogger(__name__)
 

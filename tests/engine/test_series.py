@@ -15,9 +15,9 @@ import pytest
 from ckpt_async import CheckpointAbortedError, Uploader
 from ckpt_async.core import decide
 from ckpt_async.core.model import CheckpointId, Verified
-from ckpt_async.core.observe import NullObserver
+from ckpt_async.core.observe import Observer
 from ckpt_async.core.settings import Settings
-from ckpt_async.engine import book, upload_queue
+from ckpt_async.engine import book, sending, upload_queue
 from ckpt_async.engine.loop import Engine
 from ckpt_async.errors import FailureReason, JournalError
 from ckpt_async.local.folder import Folder
@@ -27,7 +27,8 @@ from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.interface import ObjectInfo
 from ckpt_async.transfer import upload as transfer
 from ckpt_async.transfer.patient import PatientStore
-from ckpt_async.transfer.upload import SmallShard, Source, upload_many
+from ckpt_async.transfer.source import Source
+from ckpt_async.transfer.upload import SmallShard, upload_many
 from tests.stores.misbehaving import Meddled, Slow, trouble
 from tests.trainer.uploads import QUICK, decisions, wait_until, write
 
@@ -64,7 +65,7 @@ def shards(folder: Folder) -> list[SmallShard]:
     ]
 
 
-class Counted(NullObserver):
+class Counted(Observer):
     def __init__(self) -> None:
         self.finished: list[str] = []
 
@@ -383,7 +384,7 @@ def test_shards_a_series_could_not_send_are_uploaded_singly_within_limits(
 
     store = Away()
     with pytest.MonkeyPatch.context() as patch, opened(store) as uploader:
-        patch.setattr(transfer, "Source", Counting)
+        patch.setattr(sending, "Source", Counting)
         save(uploader, 1)
         wait_until(lambda: max(store.asked.values(), default=0) > 5, uploader)
         assert 0 < most_open <= 2

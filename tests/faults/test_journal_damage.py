@@ -26,13 +26,14 @@ from ckpt_async.core.model import (
     StoredShard,
     Verified,
 )
-from ckpt_async.core.observe import NullObserver
+from ckpt_async.core.observe import Observer
 from ckpt_async.core.settings import Settings
 from ckpt_async.engine.loop import Engine
 from ckpt_async.engine.state import State
 from ckpt_async.errors import FailureReason
 from ckpt_async.local import journals
-from ckpt_async.local.folder import Folder, write_durably
+from ckpt_async.local.durable import write_durably
+from ckpt_async.local.folder import Folder
 from ckpt_async.local.journal import Journal
 from ckpt_async.stores.memory import MemoryBucket, MemoryStore
 from ckpt_async.transfer.patient import PatientStore
@@ -102,7 +103,7 @@ class Machine:
             journal=journal,
             store=PatientStore(store, settings),
             settings=settings,
-            observer=NullObserver(),
+            observer=Observer(),
             clock=lambda: 1.0,
         )
         engine = Engine(state)

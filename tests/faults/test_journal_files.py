@@ -30,7 +30,8 @@ from ckpt_async.core.model import (
 )
 from ckpt_async.errors import SourceError
 from ckpt_async.local import journals
-from ckpt_async.local.folder import Folder, point_symlink, write_durably
+from ckpt_async.local.durable import point_symlink, write_durably
+from ckpt_async.local.folder import Folder
 from ckpt_async.local.journal import Journal, RankLock
 from ckpt_async.monitor.status import load
 from ckpt_async.sweep import drain as drains

@@ -43,7 +43,8 @@ from ckpt_async.core.model import (
 from ckpt_async.errors import FailureReason, FolderInUseError, JournalDamagedError, JournalError, NoSpaceError
 from ckpt_async.local import journal as journal_module
 from ckpt_async.local import journals
-from ckpt_async.local.folder import Folder, FsyncError
+from ckpt_async.local.durable import FsyncError
+from ckpt_async.local.folder import Folder
 from ckpt_async.local.journal import Journal, RankLock
 from ckpt_async.local.journal_rows import KINDS, ROW_SHARDS
 from tests.local import old_journals

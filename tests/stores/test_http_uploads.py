@@ -27,7 +27,7 @@ from ckpt_async.stores.http import connections, messages
 from ckpt_async.stores.http import uploads as http_bodies
 from ckpt_async.stores.http.uploads import Uploads
 from ckpt_async.stores.interface import BodyWriter, BytesBody
-from ckpt_async.transfer.upload import FileBody, Source
+from ckpt_async.transfer.source import FileBody, Source
 from tests.faults.proxy import FaultProxy
 from tests.seaweed import SeaweedServer
 from tests.stores.http_server import PATIENCE_S, request_of

@@ -22,7 +22,7 @@ from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.http.uploads import head_of
 from ckpt_async.stores.interface import BytesBody, Create, SmallPut
 from ckpt_async.stores.s3.signing import RequestTemplate, UrlTemplate
-from ckpt_async.transfer.upload import FileBody, Source
+from ckpt_async.transfer.source import FileBody, Source
 from tests.faults.proxy import Fault, FaultProxy
 from tests.stores.bodies import put
 from tests.stores.peer import Peer, Request, answer

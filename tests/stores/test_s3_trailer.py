@@ -25,7 +25,8 @@ from ckpt_async.stores.interface import BodyWriter, BytesBody, StoredPart
 from ckpt_async.stores.s3 import client, sending, trailer
 from ckpt_async.stores.s3.trailer import AwsChunkedBody
 from ckpt_async.transfer.patient import PatientStore
-from ckpt_async.transfer.upload import FileBody, PlannedPart, Source, send_part, upload
+from ckpt_async.transfer.source import FileBody, Source
+from ckpt_async.transfer.upload import PlannedPart, send_part, upload
 from tests.faults.proxy import FaultProxy
 from tests.seaweed import SeaweedServer
 from tests.stores.peer import RESET, Peer, Request, answer

@@ -35,7 +35,7 @@ from ckpt_async.errors import (
 from ckpt_async.local import journals
 from ckpt_async.local.journal import Journal
 from ckpt_async.stores.memory import CAPABILITIES, MemoryBucket
-from ckpt_async.transfer import upload
+from ckpt_async.transfer import source
 from tests.local import old_journals
 from tests.stores.misbehaving import Faulty, Meddled, Slow, trouble
 from tests.trainer.uploads import QUICK, Open, decisions, save, wait_until, write
@@ -489,18 +489,18 @@ def test_a_shard_slower_to_read_than_the_stall_timeout_is_uploaded(
     opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A store without parts gets 100 GB in one piece; reading them for the checksum is progress too."""
-    original = upload.Source.read_into
+    original = source.Source.read_into
 
-    def slow(self: upload.Source, piece: memoryview, *args: Any) -> None:
-        if len(piece) == upload.SLICE_BYTES:  # as they are read for the checksum
+    def slow(self: source.Source, piece: memoryview, *args: Any) -> None:
+        if len(piece) == source.SLICE_BYTES:  # as they are read for the checksum
             time.sleep(0.05)  # the disk
         original(self, piece, *args)
 
-    monkeypatch.setattr(upload.Source, "read_into", slow)
-    monkeypatch.setattr(upload, "CHECKSUM_BYTES", upload.SLICE_BYTES, raising=False)
+    monkeypatch.setattr(source.Source, "read_into", slow)
+    monkeypatch.setattr(source, "CHECKSUM_BYTES", source.SLICE_BYTES)
     store = Meddled(capabilities=replace(CAPABILITIES, multipart=False))
     with opened(store, stall_timeout_s=0.3) as uploader:
-        uploader.enqueue(write(uploader, "step-1/a.pt", bytes(10 * upload.SLICE_BYTES)), 1)
+        uploader.enqueue(write(uploader, "step-1/a.pt", bytes(10 * source.SLICE_BYTES)), 1)
         uploader.seal(1)
         uploader.wait(1, timeout_s=15)
         assert _counter(uploader, "ckpt_async_upload_attempt_failures_total") == 0

@@ -18,8 +18,8 @@ from ckpt_async.errors import FailureReason, SourceError, StoreError
 from ckpt_async.local.folder import Folder
 from ckpt_async.stores.http.connections import let_block
 from ckpt_async.stores.http.uploads import Exchange
-from ckpt_async.transfer import upload
-from ckpt_async.transfer.upload import FileBody, Source
+from ckpt_async.transfer import source as source_module
+from ckpt_async.transfer.source import FileBody, Source
 
 MIB = 1 << 20
 SIZE = 9 * MIB + 17
@@ -229,7 +229,7 @@ def test_progress_is_reported_often_on_a_slow_link(
     source: Source, link: Link, kernel: Kernel, refused: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The watchdog must see bytes move: who hears of 4 MiB at a time takes 100 KB/s for a stall."""
-    monkeypatch.setattr(upload, "TELL_S", 0.0)  # every call takes longer than that
+    monkeypatch.setattr(source_module, "TELL_S", 0.0)  # every call takes longer than that
     kernel.refuses = lambda _: refused
     told_of: list[int] = []
 
@@ -251,7 +251,7 @@ def test_progress_is_reported_often_on_a_slow_link(
 def test_few_system_calls_on_a_fast_link(
     source: Source, link: Link, kernel: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(upload, "TELL_S", 1000.0)  # no call takes longer than that
+    monkeypatch.setattr(source_module, "TELL_S", 1000.0)  # no call takes longer than that
     sending = link.send(source)
     link.receive(len(HEAD) + SIZE - OFFSET)
     link.far.sendall(DONE)

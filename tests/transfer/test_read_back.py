@@ -14,6 +14,7 @@ from ckpt_async.stores.interface import ObjectInfo
 from ckpt_async.stores.memory import MemoryBucket, MemoryStore
 from ckpt_async.transfer import upload
 from ckpt_async.transfer.patient import PatientStore
+from ckpt_async.transfer.source import Source
 
 DATA = b"weights" * 1000
 
@@ -40,7 +41,7 @@ class KeepsNoChecksum(MemoryStore):
 async def _upload(folder: Folder, store: KeepsNoChecksum) -> None:
     await store.open()
     [(identity, _)] = folder.link([("a.bin", "a.bin")], f"spool/{os.urandom(4).hex()}")
-    source = upload.Source(folder.open_source("a.bin", None, identity), identity, "a.bin")
+    source = Source(folder.open_source("a.bin", None, identity), identity, "a.bin")
     try:
         await upload.upload(
             PatientStore(store, Settings()),

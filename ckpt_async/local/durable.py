@@ -1,0 +1,72 @@
+"""What is on disk when a call returns: fsync, files replaced whole, symlinks that are never missing."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+from ckpt_async.errors import InvalidNameError
+
+
+class FsyncError(OSError):
+    """The disk did not take what was written. That is final: the kernel may have dropped the pages and says yes to the
+    next fsync (https://lwn.net/Articles/752063/), so nobody may try again and trust.
+    """
+
+
+def is_final(error: OSError) -> bool:
+    """Whether the disk has failed, rather than that there was no room or no right to try."""
+    return isinstance(error, FsyncError) or error.errno == errno.EIO
+
+
+def fsync_path(path: str | os.PathLike[str]) -> None:
+    """fsync a file or folder. Raises FsyncError; other OSErrors if it cannot be opened."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fsync_descriptor(descriptor, path)
+    finally:
+        os.close(descriptor)
+
+
+def fsync_descriptor(descriptor: int, path: str | os.PathLike[str]) -> None:
+    """fsync what `descriptor` has open, which messages call `path`. Raises FsyncError."""
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        raise FsyncError(error.errno, f"fsync failed ({error.strerror})", os.fspath(path)) from error
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Replace `path` by `data` atomically; durable on return. Readers see the old or the new, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            fsync_descriptor(file.fileno(), path)
+        temporary.replace(path)
+    except BaseException as error:
+        if isinstance(error, OSError) and error.filename is None:  # write() tells no name
+            error.filename = str(path)
+        temporary.unlink(missing_ok=True)
+        raise
+    fsync_path(path.parent)
+
+
+def point_symlink(link: Path, target: Path, private: Path) -> None:
+    """Make `link` a relative symlink to `target`; readers never find it missing (table row F20). What a kill leaves
+    half done is in `private`, where the next `Folder` removes it.
+
+    Refuses to replace anything that is not a symlink: that is the user's.
+    """
+    if os.path.lexists(link):
+        if not link.is_symlink():
+            raise InvalidNameError(f"{str(link)!r} exists and is not a symlink: it was left alone")
+        if os.readlink(link) == os.path.relpath(target, link.parent):
+            return
+    temporary = private / f"{link.name}.{os.getpid()}.tmp"
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(os.path.relpath(target, link.parent))
+    temporary.replace(link)
+    fsync_path(link.parent)
