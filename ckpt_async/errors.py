@@ -220,7 +220,9 @@ class UnsafePickleError(CkptAsyncError):
 
 
 class FormatError(CkptAsyncError):
-    """A file cannot be loaded: not what its name says, truncated, too large, or a tool for it is missing."""
+    """A file cannot be loaded: not what its name says, truncated, too large. Or a state cannot be written as its file's
+    name says; or what either needs is missing.
+    """
 
 
 class StateMismatchError(CkptAsyncError):

@@ -2,34 +2,17 @@
 
 from __future__ import annotations
 
-import bz2
 import contextlib
 import errno
-import gzip
-import lzma
 import os
 import shutil
-import subprocess
 import tarfile
-import tempfile
-import zlib
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, cast
 
 from ckpt_async.errors import FormatError
+from ckpt_async.torch.codecs import CHUNK_BYTES, CODECS, TAR_SUFFIXES
 
-CHUNK_BYTES = 1 << 20
-TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.lzma", ".tar.xz")
-# In this process; `lzma` tells .xz from .lzma by itself.
-CODECS: dict[str, Callable[..., Any]] = {
-    ".bz2": bz2.open,
-    ".gz": gzip.open,
-    ".lzma": lzma.open,
-    ".xz": lzma.open,
-}
-# In a process of the tool's own, which reads its standard input.
-TOOLS = {".lz4": ("lz4", "-dc"), ".lzo": ("lzop", "-dc"), ".zst": ("zstd", "-dc")}
 _MAX_MEMBERS = 100_000
 _MAX_DEPTH = 100
 _NOT_UNPACKABLE = (
@@ -43,16 +26,21 @@ _NOT_UNPACKABLE = (
 
 
 def decompress(
-    path: str | os.PathLike[str], destination: str | os.PathLike[str], *, max_size_bytes: int | None = None
+    path: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    *,
+    max_size_bytes: int | None = None,
+    suffix: str = "",
 ) -> None:
     """Write what the compressed file `path` holds to the new file `destination`; at most `max_size_bytes`, or nine
-    tenths of the space that is free there. On an error nothing stays. Blocks. Raises FormatError.
+    tenths of the space that is free there. `suffix` counts in place of the name's own. On an error nothing stays.
+    Blocks. Raises FormatError.
     """
     source, target = Path(path), Path(destination)
     limit = _limit(target.parent, max_size_bytes)
     with target.open("xb") as file:
         try:
-            with _unpacking(source) as stream:
+            with _unpacking(source, suffix) as stream:
                 _copy(stream, file, limit, source)
         except BaseException:
             target.unlink()
@@ -60,22 +48,27 @@ def decompress(
 
 
 def extract(
-    path: str | os.PathLike[str], folder: str | os.PathLike[str], *, max_size_bytes: int | None = None
+    path: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    *,
+    max_size_bytes: int | None = None,
+    suffix: str = "",
 ) -> list[Path]:
-    """Write the files of an archive below `folder`, which exists, and return their paths.
+    """Write the files of an archive below `folder`, which exists, and return their paths. `suffix` counts in place of
+    the name's own.
 
     Files and folders only: a link, a device, a path that is absolute or leads out, or a file that is there already
     raises FormatError, and so does more than `max_size_bytes` (or nine tenths of the free space) in all. Owners and
     modes are not taken over. What was written before stays. Blocks.
     """
     source, target = Path(path), Path(folder)
-    if not source.name.endswith(TAR_SUFFIXES):
+    if not (suffix or source.name).endswith(TAR_SUFFIXES):
         raise FormatError(
             f"{source} does not have an archive's file name", hint=f"known: {' '.join(TAR_SUFFIXES)}"
         )
     limit = _limit(target, max_size_bytes)
     written: list[Path] = []
-    with _unpacking(source) as stream:
+    with _unpacking(source, suffix) as stream:
         try:
             bounded = _Bounded(stream, limit, source)
             with tarfile.open(fileobj=cast(Any, bounded), mode="r:") as archive:
@@ -123,46 +116,14 @@ def _limit(folder: Path, max_size_bytes: int | None) -> int:
     return shutil.disk_usage(folder).free * 9 // 10 if max_size_bytes is None else max_size_bytes
 
 
-@contextlib.contextmanager
-def _unpacking(path: Path) -> Iterator[IO[bytes]]:
+def _unpacking(path: Path, suffix: str) -> contextlib.AbstractContextManager[IO[bytes]]:
     """The decompressed bytes of a file, or its own if it is a plain `.tar`."""
-    suffix = ".gz" if path.suffix == ".tgz" else path.suffix
-    try:
-        if command := TOOLS.get(suffix):
-            with _tool(command, path) as stream:
-                yield stream
-        elif suffix == ".tar":
-            with path.open("rb") as stream:
-                yield stream
-        elif codec := CODECS.get(suffix):
-            with codec(path) as stream:
-                yield stream
-        else:
-            raise FormatError(f"{path}: unknown compression {suffix!r}")
-    except (EOFError, lzma.LZMAError, zlib.error) as error:
-        raise FormatError(f"{path} is cut short or damaged: {error}") from error
-    except OSError as error:
-        if error.errno is not None:
-            raise
-        raise FormatError(f"{path} is damaged: {error}") from error  # gzip's and bz2's way to say so
-
-
-@contextlib.contextmanager
-def _tool(command: tuple[str, ...], path: Path) -> Iterator[IO[bytes]]:
-    if shutil.which(command[0]) is None:
-        raise FormatError(f"{path} needs the program {command[0]!r}", hint=f"install {command[0]}")
-    with path.open("rb") as packed, tempfile.TemporaryFile() as complaints:
-        with subprocess.Popen(command, stdin=packed, stdout=subprocess.PIPE, stderr=complaints) as process:
-            assert process.stdout is not None
-            try:
-                yield process.stdout
-            except BaseException:
-                process.kill()
-                raise
-        if process.returncode != 0:
-            complaints.seek(max(0, complaints.seek(0, os.SEEK_END) - 500))  # the reason comes last
-            said = complaints.read().decode(errors="replace").strip()
-            raise FormatError(f"{path}: {command[0]} failed: {said}")
+    suffix = Path(suffix or path.name).suffix or suffix
+    if codec := CODECS.get(".gz" if suffix == ".tgz" else suffix):
+        return codec.reading(path)
+    if suffix == ".tar":
+        return path.open("rb")
+    raise FormatError(f"{path}: unknown compression {suffix!r}")
 
 
 class _Bounded:

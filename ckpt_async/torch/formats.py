@@ -23,7 +23,16 @@ from ckpt_async import restore
 from ckpt_async.core import launch, naming
 from ckpt_async.errors import FormatError, UnsafePickleError
 from ckpt_async.torch import validation
-from ckpt_async.torch.archives import CODECS, TAR_SUFFIXES, TOOLS, decompress, extract, is_tar
+from ckpt_async.torch.archives import decompress, extract, is_tar
+from ckpt_async.torch.codecs import (
+    CODECS,
+    SAFETENSORS_SUFFIX,
+    STATES_NAME,
+    TAR_SUFFIXES,
+    TORCH_SUFFIXES,
+    suffix_by_content,
+    unknown,
+)
 from ckpt_async.torch.states import IgnoreKeys, checked_keys, drop
 from ckpt_async.torch.tensors import (
     flashpoint_tensor,  # noqa: F401  documented under this module
@@ -32,10 +41,6 @@ from ckpt_async.torch.tensors import (
 from ckpt_async.torch.validation import ValidationFunction, validation_function
 
 MapLocation = str | torch.device | Mapping[str, str] | Callable[..., Any] | None
-
-_TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
-# How Composer names the states in an archive.
-_STATES_NAME = "composer_states.pt"
 
 
 def load(
@@ -54,8 +59,9 @@ def load(
     By its name: `.pt`, `.pth`, `.bin`, `.ckpt` (a `.safetensors` of the same stem beside it is preferred, as in OLMo);
     `.safetensors`; `.tar`, `.tar.gz`, `.tgz`, `.tar.bz2`, `.tar.lzma`, `.tar.xz` with one such file in them, or
     Composer's `composer_states.pt`; and `.bz2`, `.gz`, `.lzma`, `.xz`, `.lz4`, `.lzo`, `.zst` of any of these (the last
-    three need the tool `lz4`, `lzop` or `zstd`). In `path`, `{rank}`, `{local_rank}` and `{node_rank}` are those of the
-    launcher's environment, and `{run_name}` is `run_name`.
+    three need a library of `ckpt-async[compression]`, or the program `lz4`, `lzop` or `zstd`). A file whose name has no
+    such suffix (`ep1-ba42-rank0`) is known by how it begins. In `path`, `{rank}`, `{local_rank}` and `{node_rank}` are
+    those of the launcher's environment, and `{run_name}` is `run_name`.
 
     `ignore_keys` leaves parts out: globs over the '/'-joined keys of nested dicts and positions in lists, as in
     Composer (`*` crosses '/', `state/optimizers/*`), or a function that changes what was loaded. One that matches
@@ -74,7 +80,7 @@ def load(
     """
     found = Path(fill(os.fspath(path), run_name=run_name))
     twin = found.with_suffix(".safetensors")
-    if found.suffix in _TORCH_SUFFIXES and twin.exists():
+    if found.suffix in TORCH_SUFFIXES and twin.exists():
         found = twin
     ignore_keys = checked_keys(ignore_keys)
     how = _How(map_location, weights_only, mmap, max_size_bytes, validation_function(validate))
@@ -104,7 +110,7 @@ def load_remote(
     """
     name, ignore_keys = fill(name, run_name=run_name), checked_keys(ignore_keys)
     twin = str(Path(name).with_suffix(".safetensors"))
-    if Path(name).suffix in _TORCH_SUFFIXES and twin in checkpoint.files:
+    if Path(name).suffix in TORCH_SUFFIXES and twin in checkpoint.files:
         name = twin
     is_ours = destination is None
     how = _How(map_location, weights_only, is_ours, max_size_bytes, validation_function(validate))
@@ -146,28 +152,39 @@ class _How:
     mmap: bool
     max_size_bytes: int | None
     validate: ValidationFunction | None
+    is_unpacked: bool = False
 
 
 def _load(path: Path, how: _How) -> Any:
-    is_archive = path.name.endswith(TAR_SUFFIXES)
-    if is_archive or path.suffix in CODECS or path.suffix in TOOLS:
+    suffix = _suffix(path, how)
+    if suffix in TAR_SUFFIXES or suffix in CODECS:
         with tempfile.TemporaryDirectory(prefix="ckpt_async-") as folder:
-            if is_archive:
-                extract(path, folder, max_size_bytes=how.max_size_bytes)
+            if suffix in TAR_SUFFIXES:
+                extract(path, folder, max_size_bytes=how.max_size_bytes, suffix=suffix)
                 inner = _only_file(Path(folder), path)
             else:
-                inner = Path(folder, path.stem)
-                decompress(path, inner, max_size_bytes=how.max_size_bytes)
-            return _load(inner, replace(how, mmap=True))
+                inner = Path(folder, path.name.removesuffix(suffix))
+                decompress(path, inner, max_size_bytes=how.max_size_bytes, suffix=suffix)
+            return _load(inner, replace(how, mmap=True, is_unpacked=True))
     validation.validate(how.validate, str(path), None)
-    if path.suffix == ".safetensors":
+    if suffix == SAFETENSORS_SUFFIX:
         return load_safetensors(path, how.map_location)
-    if path.suffix not in _TORCH_SUFFIXES:
-        raise FormatError(
-            f"{path}: unknown format {path.suffix!r}",
-            hint=f"known: {' '.join((*_TORCH_SUFFIXES, '.safetensors', *TAR_SUFFIXES, *CODECS, *TOOLS))}",
-        )
     return _torch_load(path, how)
+
+
+def _suffix(path: Path, how: _How) -> str:
+    """By the name, or by the content where the name has none that is known (`ep1-ba42-rank0`). What was unpacked is not
+    unpacked again unless its name says so: a file may hold itself.
+    """
+    for each in TAR_SUFFIXES:
+        if path.name.endswith(each):
+            return each
+    if path.suffix in (*TORCH_SUFFIXES, SAFETENSORS_SUFFIX, *CODECS):
+        return path.suffix
+    suffix = suffix_by_content(path)
+    if not suffix or (how.is_unpacked and suffix not in (".pt", SAFETENSORS_SUFFIX)):
+        raise unknown(str(path))
+    return suffix
 
 
 def _torch_load(path: Path, how: _How) -> Any:
@@ -197,8 +214,8 @@ def _torch_load(path: Path, how: _How) -> Any:
 
 
 def _only_file(folder: Path, source: Path) -> Path:
-    found = sorted(each for each in folder.rglob("*") if each.suffix in (*_TORCH_SUFFIXES, ".safetensors"))
-    states = [each for each in found if each.name == _STATES_NAME]
+    found = sorted(each for each in folder.rglob("*") if each.suffix in (*TORCH_SUFFIXES, SAFETENSORS_SUFFIX))
+    states = [each for each in found if each.name == STATES_NAME]
     if len(states or found) != 1:
         names = ", ".join(str(each.relative_to(folder)) for each in found[:20])
         raise FormatError(

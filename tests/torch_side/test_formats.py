@@ -33,6 +33,7 @@ from ckpt_async.errors import (
 )
 from ckpt_async.torch import load, load_into, load_remote, model_state
 from ckpt_async.torch.archives import decompress, extract
+from ckpt_async.torch.codecs import CODECS
 from ckpt_async.torch.formats import fill, flashpoint_tensor
 from ckpt_async.torch.states import drop
 
@@ -125,9 +126,58 @@ def test_compressed_files_load(
     assert not list(temporary.iterdir())
 
 
+def test_files_without_a_known_suffix_load_by_their_content(
+    tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Composer's own example of a file name is `ep1-ba42-rank0`."""
+    torch.save(STATE, tmp_path / "old", _use_new_zipfile_serialization=False)
+    plain = saved(tmp_path / "ep1-ba42-rank0").read_bytes()
+    archive(tmp_path / "an-archive", "w", ("x.pt", plain))
+    for name, pack in {"gz": gzip.compress, "xz": lzma.compress, "bz2": bz2.compress}.items():
+        (tmp_path / f"packed-{name}").write_bytes(pack(plain))
+    for path in sorted(each for each in tmp_path.iterdir() if each.is_file()):
+        assert same(load(path), STATE), path
+    safetensors(tmp_path / "model-of.7b-run", {"w": torch.ones(3)})
+    assert same(load(tmp_path / "model-of.7b-run"), {"w": torch.ones(3)})
+    (tmp_path / "hostile").write_bytes(saved(tmp_path / "b.pt", {"a": Runs()}).read_bytes())
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UnsafePickleError, match="mkdir"):
+        load(tmp_path / "hostile")
+    assert not list(temporary.iterdir())
+
+
+def test_what_is_recognised_by_its_content_is_unpacked_once(tmp_path: Path, temporary: Path) -> None:
+    """A gzip file can hold itself, and its name would end that no more than its content."""
+    (tmp_path / "twice").write_bytes(gzip.compress(gzip.compress(saved(tmp_path / "a.pt").read_bytes())))
+    with pytest.raises(FormatError, match="unknown format"):
+        load(tmp_path / "twice")
+    assert not list(temporary.iterdir())
+    shutil.copy(tmp_path / "twice", tmp_path / "a.pt.gz.gz")
+    assert same(load(tmp_path / "a.pt.gz.gz"), STATE)
+
+
+@pytest.mark.parametrize("suffix", [".zst", ".lz4"])
+def test_libraries_read_what_is_compressed_and_report_damage(
+    tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))  # no programs
+    library = CODECS[suffix].module()
+    whole = library.compress(saved(tmp_path / "a.pt").read_bytes())
+    path = tmp_path / f"b.pt{suffix}"
+    path.write_bytes(whole)
+    assert same(load(path), STATE)
+    for bad in (whole[:-30], whole[:50] + b"nonsense" + whole[58:], b"", b"nonsense" * 40):
+        path.write_bytes(bad)
+        with pytest.raises(FormatError, match=r"b\.pt.* is cut short or damaged"):
+            load(path)
+    assert not list(temporary.iterdir())
+
+
 @pytest.fixture
 def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Programs `zstd`, `lz4` and `lzop` that speak gzip: the machine need not have the real ones."""
+    """Programs `zstd`, `lz4` and `lzop` that speak gzip, and no libraries: the machine need not have the real ones."""
+    for library in ("compression.zstd", "backports.zstd", "lz4.frame"):
+        monkeypatch.setitem(sys.modules, library, None)
     folder = tmp_path / "bin"
     folder.mkdir()
     for name in ("zstd", "lz4", "lzop"):
