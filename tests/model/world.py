@@ -515,10 +515,10 @@ class World:
         moved = types.SimpleNamespace(
             upload=upload,
             upload_many=upload_many,
-            Source=Source,
             SmallShard=SmallShard,
         )
         patch(mock.patch.object(sending, "transfer", moved))
+        patch(mock.patch.object(sending, "Source", Source))
         patch(mock.patch.object(steps.upload, "all_or_none", in_turn))
         for module in (settling, remote_sweep):
             patch(mock.patch.object(module, "all_or_none", in_turn))
