@@ -45,6 +45,7 @@ from ckpt_async.engine import loop as engine
 from ckpt_async.engine.loop import Engine
 from ckpt_async.engine.state import State
 from ckpt_async.errors import CkptAsyncError, FolderInUseError, InvalidRecordError
+from ckpt_async.local import database
 from ckpt_async.local.folder import Folder, boot_id
 from ckpt_async.local.journal import Journal, RankLock
 from ckpt_async.protocol import generation as generations
@@ -195,6 +196,7 @@ class Simulation(World):
             ),
             *((module, "time", clock) for module in (drain, sweeper, patient, progress)),
             (patient, "open_store", lambda *_: self.store_of(current())),
+            (database, "TICK_S", 0.0),  # nobody else writes while one reads
             (drain, "LOCK_WAIT_S", 0.0),
             (drain, "WANTED_POLL_S", 5.0),
             (engine, "POLL_S", 30.0),  # a safety net: every append wakes the engine
