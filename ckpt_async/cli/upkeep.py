@@ -207,10 +207,7 @@ def finding_json(each: Any) -> Json:
 
 
 def with_store(
-    options: argparse.Namespace,
-    work: Callable[[PatientStore], Awaitable[T]],
-    *,
-    is_read_only: bool = False,
+    options: argparse.Namespace, work: Callable[[PatientStore], Awaitable[T]], *, is_read_only: bool = False
 ) -> T:
     async def main() -> T:
         settings = Settings(upload_timeout_s=COMMAND_TIMEOUT_S)

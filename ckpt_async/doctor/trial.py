@@ -13,12 +13,7 @@ from ckpt_async.core import keys
 from ckpt_async.core.settings import Settings
 from ckpt_async.doctor.diagnosis import Remote, Speed, Tried
 from ckpt_async.doctor.speed import SPEED_BYTES, measure, no_room
-from ckpt_async.errors import (
-    CkptAsyncError,
-    FailureReason,
-    IntegrityError,
-    StoreError,
-)
+from ckpt_async.errors import CkptAsyncError, FailureReason, IntegrityError, StoreError
 from ckpt_async.local.folder import Folder
 from ckpt_async.protocol.verify import find_unreadable
 from ckpt_async.stores import parse_url

@@ -12,11 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ckpt_async import StoreOptions, Uploader, restore
-from ckpt_async.errors import (
-    CkptAsyncError,
-    SealedError,
-    SettingsError,
-)
+from ckpt_async.errors import CkptAsyncError, SealedError, SettingsError
 from ckpt_async.torch import fetch_together, launch_id
 
 logger = logging.getLogger(__name__)
@@ -51,12 +47,7 @@ class HeldUploader:
         self._settings = {"on_error": "warn", **settings}
         self._close_timeout_s = close_timeout_s
 
-    def open(
-        self,
-        folder: str | os.PathLike[str] | None,
-        rank: int,
-        world_size: int,
-    ) -> Uploader:
+    def open(self, folder: str | os.PathLike[str] | None, rank: int, world_size: int) -> Uploader:
         """Open it for a start of training, or check that the lent one fits. Of several ranks all must call it."""
         if self.now is None:
             assert self.remote is not None

@@ -145,9 +145,7 @@ class CkptAsyncCheckpointIO(CheckpointIO):
         if not (said or is_last) or not path.resolve().is_relative_to(Path(folder).resolve()):
             return path
         checkpoint = restore.find(
-            self._held.remote,
-            step=int(said[1]) if said else None,
-            store_options=self._held.store_options,
+            self._held.remote, step=int(said[1]) if said else None, store_options=self._held.store_options
         )
         names = [each for each in checkpoint.files if is_last or each == path.name] if checkpoint else []
         if checkpoint is None or len(names) != 1:

@@ -262,11 +262,7 @@ class Folder:
         done: list[tuple[FileIdentity, bool]] = []
         try:
             link_into(
-                f"{self.private}/{spool}",
-                files,
-                done,
-                open_folder=self._open_folder,
-                can_link=self.can_link,
+                f"{self.private}/{spool}", files, done, open_folder=self._open_folder, can_link=self.can_link
             )
             return done
         except BaseException as error:

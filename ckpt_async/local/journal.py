@@ -65,12 +65,7 @@ class Journal:
     _of_parents: ClassVar[set[Path]] = set()  # that this process, a fork, has a connection of
 
     def __init__(
-        self,
-        folder: Folder,
-        rank: int,
-        *,
-        may_replace: bool = True,
-        clock: Callable[[], float] = time.time,
+        self, folder: Folder, rank: int, *, may_replace: bool = True, clock: Callable[[], float] = time.time
     ) -> None:
         self.rank = rank
         self._path = folder.private / keys.journal_name(rank)

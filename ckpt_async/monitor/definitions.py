@@ -210,11 +210,7 @@ SWEEPER_DEFINITIONS = (
         labels={},
         bounds_s=(1, 60, 3600),
     ),
-    _counter(
-        "ckpt_async_sweep_adopted_uploads_total",
-        "Shards uploaded for dead owners.",
-        labels={},
-    ),
+    _counter("ckpt_async_sweep_adopted_uploads_total", "Shards uploaded for dead owners.", labels={}),
     _counter(
         "ckpt_async_sweep_adopted_upload_bytes_total",
         "Bytes the store acknowledged of such shards.",

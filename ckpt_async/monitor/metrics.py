@@ -39,13 +39,7 @@ class Metrics(Counters, Observer):
     while it reads the journal.
     """
 
-    def __init__(
-        self,
-        run: str,
-        folder: Folder,
-        *,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
+    def __init__(self, run: str, folder: Folder, *, clock: Callable[[], float] = time.perf_counter) -> None:
         self._run = _printable(run)
         super().__init__(DEFINITIONS, run=self._run)
         self._folder, self._clock = folder, clock

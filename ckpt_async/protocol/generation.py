@@ -144,13 +144,7 @@ class _Agreement:
     """One rank of a start on its way to a generation."""
 
     def __init__(
-        self,
-        store: PatientStore,
-        rank: int,
-        world_size: int,
-        launch_key: str,
-        now: float,
-        member: bytes,
+        self, store: PatientStore, rank: int, world_size: int, launch_key: str, now: float, member: bytes
     ) -> None:
         self._store = store
         self._rank, self._world_size, self._launch_key, self._now = rank, world_size, launch_key, now

@@ -140,11 +140,7 @@ async def _read_decisions(store: PatientStore, result: Verification) -> dict[Che
 
 
 async def _check_committed(
-    store: PatientStore,
-    decision: Decision,
-    read_percent: float,
-    rng: random.Random,
-    result: Verification,
+    store: PatientStore, decision: Decision, read_percent: float, rng: random.Random, result: Verification
 ) -> tuple[list[Finding], list[StoredShard]]:
     """I1: every receipt is there and is the one that was decided on; every shard is there, whole."""
     id_, key = decision.checkpoint, keys.decision_key(decision.checkpoint)
@@ -290,10 +286,7 @@ def _unreadable(rule: str, error: InvalidRecordError) -> Finding:
 
 
 async def _check_strays(
-    store: PatientStore,
-    decisions: dict[CheckpointId, Decision],
-    referenced: set[str],
-    result: Verification,
+    store: PatientStore, decisions: dict[CheckpointId, Decision], referenced: set[str], result: Verification
 ) -> None:
     """I7: what nothing refers to. Objects of undecided checkpoints are under way, not stray."""
     data = await store.list(keys.DATA)

@@ -22,12 +22,7 @@ class Destination:
     """Where the files of one checkpoint go. Blocking calls; raises DestinationError for what is wrong here."""
 
     def __init__(
-        self,
-        path: str | os.PathLike[str],
-        checkpoint: Checkpoint,
-        *,
-        is_verified: bool,
-        may_overwrite: bool,
+        self, path: str | os.PathLike[str], checkpoint: Checkpoint, *, is_verified: bool, may_overwrite: bool
     ) -> None:
         self.path = Path(os.path.realpath(path))
         self._checkpoint = checkpoint

@@ -119,10 +119,7 @@ async def _finish_predecessor(folder: str | os.PathLike[str], timeout_s: float) 
 
 
 async def _find(
-    opened: Session,
-    step: int | None,
-    generation: int | None,
-    passing_over: Collection[CheckpointId],
+    opened: Session, step: int | None, generation: int | None, passing_over: Collection[CheckpointId]
 ) -> Checkpoint | None:
     rejected: list[Rejected] = []
     marks = await _damaged(opened)

@@ -70,9 +70,7 @@ class DirectoryStore:
         self._tree = Tree(Path(root))
         self._url = url or f"file://{self._tree.root}"
         self._capabilities = Capabilities(
-            conditional_put=True,
-            multipart=False,
-            checksum_algorithm=_ALGORITHM,
+            conditional_put=True, multipart=False, checksum_algorithm=_ALGORITHM
         )
 
     @property
@@ -141,13 +139,7 @@ class DirectoryStore:
         with translating("head", key):
             return await in_thread(self._read_back, key)
 
-    async def list(
-        self,
-        prefix: str,
-        *,
-        start_after: str = "",
-        enough: Enough | None = None,
-    ) -> Listing:
+    async def list(self, prefix: str, *, start_after: str = "", enough: Enough | None = None) -> Listing:
         check_prefix(prefix, "list")
         with translating("list", prefix):
             return await in_thread(self._walk, prefix, start_after)
@@ -189,10 +181,7 @@ class DirectoryStore:
         check_key(key, operation)
         if key == OWN or key.startswith(f"{OWN}/"):
             raise StoreError(
-                "the store keeps its own files here",
-                reason=FailureReason.OTHER,
-                operation=operation,
-                key=key,
+                "the store keeps its own files here", reason=FailureReason.OTHER, operation=operation, key=key
             )
 
     # --- writing -------------------------------------------------------------------------------------------
@@ -251,9 +240,7 @@ class DirectoryStore:
             status = os.fstat(file.fileno())
             if status.st_size > max_size_bytes:
                 raise ObjectTooLargeError(
-                    f"has {status.st_size} bytes, more than {max_size_bytes}",
-                    operation="get",
-                    key=key,
+                    f"has {status.st_size} bytes, more than {max_size_bytes}", operation="get", key=key
                 )
             data = file.read()
         digest = Digest(_ALGORITHM)

@@ -135,9 +135,7 @@ class MemoryStore:
         stored = self._find(key, "get")
         if len(stored.data) > max_size_bytes:
             raise ObjectTooLargeError(
-                f"has {len(stored.data)} bytes, more than {max_size_bytes}",
-                operation="get",
-                key=key,
+                f"has {len(stored.data)} bytes, more than {max_size_bytes}", operation="get", key=key
             )
         return stored.data, _info(key, stored)
 

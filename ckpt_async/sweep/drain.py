@@ -172,8 +172,7 @@ def _owner(error: FolderInUseError) -> str:
 
 
 def _by_remote(
-    adopted: Iterable[_Adopted],
-    change: Callable[[RemoteAddress | None], RemoteAddress] | None,
+    adopted: Iterable[_Adopted], change: Callable[[RemoteAddress | None], RemoteAddress] | None
 ) -> list[tuple[RemoteAddress, list[_Adopted]]]:
     """Ranks of one folder have one remote; nothing forces them to."""
     groups: list[tuple[RemoteAddress, list[_Adopted]]] = []

@@ -13,12 +13,7 @@ from typing import TypeVar, assert_never
 from ckpt_async.core import keys, records
 from ckpt_async.core.model import CheckpointId, Decision, Lease, Outcome
 from ckpt_async.core.retention import RetentionPolicy
-from ckpt_async.errors import (
-    CkptAsyncError,
-    FailureReason,
-    InvalidRecordError,
-    StoreError,
-)
+from ckpt_async.errors import CkptAsyncError, FailureReason, InvalidRecordError, StoreError
 from ckpt_async.protocol import steps, sweep_plan
 from ckpt_async.protocol.cas import read_record
 from ckpt_async.protocol.verify import Finding
@@ -251,11 +246,7 @@ class RemoteSweep:
         match action:
             case sweep_plan.Settle():
                 settled = await steps.settle(
-                    store,
-                    action.checkpoint,
-                    world_size=action.world_size,
-                    by="sweeper",
-                    now=self.clock(),
+                    store, action.checkpoint, world_size=action.world_size, by="sweeper", now=self.clock()
                 )
                 return settled[0].outcome if settled and settled[1] else None
             case sweep_plan.GiveUp():

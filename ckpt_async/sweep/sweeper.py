@@ -18,12 +18,7 @@ from ckpt_async.core import keys, naming, retention
 from ckpt_async.core.local_state import Local
 from ckpt_async.core.model import Decision, Outcome, RemoteAddress
 from ckpt_async.core.settings import Settings
-from ckpt_async.errors import (
-    CkptAsyncError,
-    NoJournalError,
-    ObjectNotFoundError,
-    SettingsError,
-)
+from ckpt_async.errors import CkptAsyncError, NoJournalError, ObjectNotFoundError, SettingsError
 from ckpt_async.local import journals
 from ckpt_async.monitor.metrics import SweeperMetrics
 from ckpt_async.protocol import sweep_plan

@@ -35,8 +35,7 @@ class ShardWriter(io.BufferedWriter):
             raw = io.FileIO(path, "xb")
         except FileExistsError:
             raise InvalidShardError(
-                f"{str(path)!r} already exists",
-                hint="a shard is never overwritten: use another name or step",
+                f"{str(path)!r} already exists", hint="a shard is never overwritten: use another name or step"
             ) from None
         super().__init__(raw, BUFFER_BYTES)
         self._has_ended = False

@@ -37,12 +37,7 @@ class _GrowingSource(Source):
 
 
 async def send_ahead(
-    store: PatientStore,
-    path: Path,
-    key: str,
-    *,
-    smallest_part_bytes: int,
-    is_growing: Callable[[], bool],
+    store: PatientStore, path: Path, key: str, *, smallest_part_bytes: int, is_growing: Callable[[], bool]
 ) -> Resume | None:
     """Send parts of `path` as they are finished, until `is_growing` says that it is not written to any more and what is
     under way has arrived. Returns the multipart upload with what is there of it; None if there is none, because the

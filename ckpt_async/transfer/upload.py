@@ -11,14 +11,7 @@ from typing import Any, TypeVar
 from ckpt_async.core.model import Checksum
 from ckpt_async.errors import IntegrityError, ObjectNotFoundError, SourceError, StoreError
 from ckpt_async.stores.checksums import Digest, checksum_of, combine
-from ckpt_async.stores.interface import (
-    Capabilities,
-    ObjectInfo,
-    Sink,
-    SmallPut,
-    Store,
-    StoredPart,
-)
+from ckpt_async.stores.interface import Capabilities, ObjectInfo, Sink, SmallPut, Store, StoredPart
 from ckpt_async.transfer.patient import PatientStore
 from ckpt_async.transfer.progress import Progress, Series
 from ckpt_async.transfer.source import FileBody, Source

@@ -21,13 +21,7 @@ from functools import partial
 from urllib.parse import SplitResult, urlsplit
 
 from ckpt_async.stores.bodies import check_complete
-from ckpt_async.stores.http.connections import (
-    BLOCKED,
-    CancelToken,
-    Connections,
-    has_unread,
-    receive,
-)
+from ckpt_async.stores.http.connections import BLOCKED, CancelToken, Connections, has_unread, receive
 from ckpt_async.stores.http.messages import (
     HEAD_BYTES,
     Response,

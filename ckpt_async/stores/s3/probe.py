@@ -12,15 +12,7 @@ from typing import Any, TypeVar
 from ckpt_async.core.keys import PROBES, longest_keys
 from ckpt_async.errors import FailureReason, IntegrityError, PreconditionFailedError, StoreError
 from ckpt_async.stores.checksums import Digest, checksum_of
-from ckpt_async.stores.interface import (
-    BytesBody,
-    Capabilities,
-    Condition,
-    Create,
-    Match,
-    ObjectInfo,
-    Store,
-)
+from ckpt_async.stores.interface import BytesBody, Capabilities, Condition, Create, Match, ObjectInfo, Store
 from ckpt_async.stores.s3.answers import CHECKSUM_FIELDS
 from ckpt_async.stores.s3.sending import Put, Sender
 from ckpt_async.stores.s3.session import S3Session
@@ -87,8 +79,7 @@ class Probe:
             # They differ in nothing but their checksums. SeaweedFS calls it 400 IncompleteBody.
             status, stored = await self._within(
                 _gather(
-                    self._put_trailed(template, self._spoiled, wrong),
-                    self._put_and_head(template, right),
+                    self._put_trailed(template, self._spoiled, wrong), self._put_and_head(template, right)
                 )
             )
         except StoreError:

@@ -138,9 +138,7 @@ def _create_client(session: AioSession, options: StoreOptions, location: S3Locat
     }
     try:
         config = AioConfig(
-            **settings,
-            connector_args={"socket_factory": _create_socket},
-            http_session_cls=_HttpSession,
+            **settings, connector_args={"socket_factory": _create_socket}, http_session_cls=_HttpSession
         )
     except (botocore.exceptions.ParamValidationError, TypeError):
         config = AioConfig(**settings)  # aiobotocore before 2.27 has no way to set socket options

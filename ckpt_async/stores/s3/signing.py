@@ -237,11 +237,7 @@ class _Frame:
 
 @functools.lru_cache(maxsize=64)
 def _frame(
-    pattern: RequestTemplate,
-    size_bytes: int,
-    own_header: str,
-    secrets: tuple[str, str, str],
-    now_s: int,
+    pattern: RequestTemplate, size_bytes: int, own_header: str, secrets: tuple[str, str, str], now_s: int
 ) -> _Frame:
     access_key, secret_key, token = secrets
     stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(now_s))
