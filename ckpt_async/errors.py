@@ -30,19 +30,14 @@ class FailureReason(enum.Enum):
 
         AUTH counts: tokens are rotated beneath us, and giving up would lose what waiting keeps.
         """
-        return self in _RETRYABLE
-
-
-_RETRYABLE = frozenset(
-    {
-        FailureReason.THROTTLED,
-        FailureReason.TRANSIENT,
-        FailureReason.TIMEOUT,
-        FailureReason.AUTH,
-        FailureReason.CHECKSUM,
-        FailureReason.DISK,
-    }
-)
+        return self in (
+            FailureReason.THROTTLED,
+            FailureReason.TRANSIENT,
+            FailureReason.TIMEOUT,
+            FailureReason.AUTH,
+            FailureReason.CHECKSUM,
+            FailureReason.DISK,
+        )
 
 
 class CkptAsyncError(Exception):

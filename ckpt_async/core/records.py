@@ -52,17 +52,10 @@ def encode_receipt(receipt: Receipt) -> bytes:
         "receipt",
         {
             **_checkpoint_fields(receipt.checkpoint),
-            "name": receipt.name,
-            "rank": receipt.rank,
-            "world_size": receipt.world_size,
+            **_fields_of(receipt, "name", "rank", "world_size"),
             "metrics": dict(receipt.metrics),
             "shards": [
-                {
-                    "name": shard.name,
-                    "key": shard.key,
-                    "size_bytes": shard.size_bytes,
-                    shard.checksum.algorithm: shard.checksum.value,
-                }
+                _fields_of(shard, "name", "key", "size_bytes") | _checksum_fields(shard.checksum)
                 for shard in receipt.shards
             ],
         },
@@ -113,18 +106,11 @@ def encode_decision(decision: Decision) -> bytes:
         "decision",
         {
             **_checkpoint_fields(decision.checkpoint),
+            **_fields_of(decision, "name", "world_size", "nonce", "decided_at", "decided_by"),
+            **_fields_of(decision, "num_shards", "size_bytes", "reason", "is_pinned"),
             "outcome": decision.outcome.value,
-            "name": decision.name,
-            "world_size": decision.world_size,
-            "nonce": decision.nonce,
-            "decided_at": decision.decided_at,
-            "decided_by": decision.decided_by,
-            "receipts": [{checksum.algorithm: checksum.value} for checksum in decision.receipts],
-            "num_shards": decision.num_shards,
-            "size_bytes": decision.size_bytes,
+            "receipts": [_checksum_fields(checksum) for checksum in decision.receipts],
             "metrics": dict(decision.metrics),
-            "reason": decision.reason,
-            "is_pinned": decision.is_pinned,
             **({"is_superseded": True} if decision.is_superseded else {}),
         },
     )
@@ -163,15 +149,8 @@ def decode_decision(data: bytes, expected: CheckpointId) -> Decision:
 
 def encode_boundary(boundary: Boundary) -> bytes:
     kept = [_checkpoint_fields(checkpoint) for checkpoint in sorted(boundary.kept)]
-    return _encode(
-        "boundary",
-        {
-            **_checkpoint_fields(boundary.upto),
-            "kept": kept,
-            "number": boundary.number,
-            "nonce": boundary.nonce,
-        },
-    )
+    fields = _fields_of(boundary, "number", "nonce")
+    return _encode("boundary", {**_checkpoint_fields(boundary.upto), "kept": kept, **fields})
 
 
 def decode_boundary(data: bytes) -> Boundary:
@@ -185,9 +164,7 @@ def decode_boundary(data: bytes) -> Boundary:
 
 
 def encode_lease(lease: Lease) -> bytes:
-    return _encode(
-        "lease", {**_checkpoint_fields(lease.checkpoint), "reader": lease.reader, "ttl_s": lease.ttl_s}
-    )
+    return _encode("lease", _checkpoint_fields(lease.checkpoint) | _fields_of(lease, "reader", "ttl_s"))
 
 
 def decode_lease(data: bytes) -> Lease:
@@ -196,15 +173,8 @@ def decode_lease(data: bytes) -> Lease:
 
 
 def encode_damage(damage: Damage) -> bytes:
-    return _encode(
-        "damage",
-        {
-            **_checkpoint_fields(damage.checkpoint),
-            "reason": damage.reason,
-            "found_by": damage.found_by,
-            "found_at": damage.found_at,
-        },
-    )
+    fields = _fields_of(damage, "reason", "found_by", "found_at")
+    return _encode("damage", _checkpoint_fields(damage.checkpoint) | fields)
 
 
 def decode_damage(data: bytes, expected: CheckpointId) -> Damage:
@@ -221,16 +191,8 @@ def decode_damage(data: bytes, expected: CheckpointId) -> Damage:
 
 
 def encode_latest(latest: Latest) -> bytes:
-    return _encode(
-        "latest",
-        {
-            **_checkpoint_fields(latest.checkpoint),
-            "name": latest.name,
-            "prefix": latest.prefix,
-            "number": latest.number,
-            "nonce": latest.nonce,
-        },
-    )
+    fields = _fields_of(latest, "name", "prefix", "number", "nonce")
+    return _encode("latest", _checkpoint_fields(latest.checkpoint) | fields)
 
 
 def decode_latest(data: bytes) -> Latest:
@@ -249,17 +211,8 @@ def decode_latest(data: bytes) -> Latest:
 
 
 def encode_generation(generation: Generation) -> bytes:
-    return _encode(
-        "generation",
-        {
-            "generation": generation.number,
-            "launch_key": generation.launch_key,
-            "world_size": generation.world_size,
-            "host": generation.host,
-            "nonce": generation.nonce,
-            "claimed_at": generation.claimed_at,
-        },
-    )
+    fields = _fields_of(generation, "launch_key", "world_size", "host", "nonce", "claimed_at")
+    return _encode("generation", {"generation": generation.number, **fields})
 
 
 def decode_generation(data: bytes, expected: int) -> Generation:
@@ -287,7 +240,7 @@ def decode_member(data: bytes) -> str:
 
 
 def encode_beat(beat: Beat) -> bytes:
-    return _encode("beat", {"generation": beat.generation, "rank": beat.rank, "count": beat.count})
+    return _encode("beat", _fields_of(beat, "generation", "rank", "count"))
 
 
 def decode_beat(data: bytes, expected: int) -> Beat:
@@ -459,8 +412,16 @@ def _list(fields: Mapping[str, Any], name: str) -> list[Any]:
     return list(_typed(fields, name, lambda value: isinstance(value, list)))
 
 
+def _fields_of(record: object, *names: str) -> Json:
+    return {name: getattr(record, name) for name in names}
+
+
 def _checkpoint_fields(checkpoint: CheckpointId) -> Json:
-    return {"generation": checkpoint.generation, "step": checkpoint.step}
+    return _fields_of(checkpoint, "generation", "step")
+
+
+def _checksum_fields(checksum: Checksum) -> Json:
+    return {checksum.algorithm: checksum.value}
 
 
 def _checkpoint(fields: Mapping[str, Any]) -> CheckpointId:

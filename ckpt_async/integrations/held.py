@@ -121,16 +121,9 @@ def fetch_newest(
     store_options: StoreOptions | None,
 ) -> tuple[restore.Checkpoint, restore.FetchReport] | None:
     """The newest good checkpoint, whole, at its destination; the same on all ranks where there is a process group."""
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        return fetch_together(
-            remote,
-            destination,
-            folder=folder,
-            drain_timeout_s=drain_timeout_s,
-            store_options=store_options,
-            overwrite=True,
-        )
-    return restore.fetch_latest(
+    has_group = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    fetch = fetch_together if has_group else restore.fetch_latest
+    return fetch(
         remote,
         destination,
         folder=folder,

@@ -33,22 +33,8 @@ _GENERIC_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "S3_ENDPOINT_UR
 # What PutObject and CreateMultipartUpload both take, and no other request needs to be told again (a customer
 # key would have to go with every part and read, so SSECustomerKey is not here).
 _PUT_ARGS = frozenset(
-    {
-        "ACL",
-        "BucketKeyEnabled",
-        "CacheControl",
-        "ContentType",
-        "GrantFullControl",
-        "GrantRead",
-        "GrantReadACP",
-        "GrantWriteACP",
-        "Metadata",
-        "SSEKMSEncryptionContext",
-        "SSEKMSKeyId",
-        "ServerSideEncryption",
-        "StorageClass",
-        "Tagging",
-    }
+    "ACL BucketKeyEnabled CacheControl ContentType GrantFullControl GrantRead GrantReadACP GrantWriteACP Metadata"
+    " SSEKMSEncryptionContext SSEKMSKeyId ServerSideEncryption StorageClass Tagging".split()
 )
 # Objects of these classes cannot be read at once, and neither could the decisions and receipts.
 _OFFLINE_CLASSES = frozenset({"GLACIER", "DEEP_ARCHIVE"})
