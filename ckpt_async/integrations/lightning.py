@@ -1,7 +1,7 @@
-"""Lightning: a `CheckpointIO` that uploads what rank 0 saves, a callback for sharded saves, the newest checkpoint back.
+"""Lightning: a `CheckpointIO` that uploads what rank 0 saves, a callback for sharded saves, and `newest_checkpoint`.
 
-For `lightning.pytorch` and `pytorch_lightning`, which are two packages of the same code: their classes are strangers to
-each other. Which one is meant is told by what is imported before this module.
+`lightning.pytorch` and `pytorch_lightning` are two packages with the same code but unrelated classes. This module uses
+the one that was imported before it.
 """
 
 from __future__ import annotations
@@ -50,29 +50,30 @@ _LAST = re.compile(r"last(-v\d+)?\.ckpt")
 
 
 def _on_cpu(storage: Any, _location: str) -> Any:
-    """As Lightning loads: the strategy moves what it needs."""
+    """Lightning's own default: the strategy moves tensors to their devices."""
     return storage
 
 
 class CkptAsyncCheckpointIO(CheckpointIO):
     """Saves as Lightning does, and uploads: `Trainer(plugins=[CkptAsyncCheckpointIO("checkpoints", remote)])`.
 
-    For strategies that save one file, which rank 0 writes: it alone uploads, as a run of one rank. The uploader is
-    opened at the first save, or by `open`, and closed when the trainer is done. Wrong settings, credentials or buckets
-    are raised when it is opened. What fails later is logged and counted, and training goes on; with `on_error="raise"`
-    it is raised.
+    For strategies that save a single file, written by rank 0: only rank 0 uploads, as a run with one rank. The uploader
+    is opened by `open` or at the first save, and closed when the trainer finishes. Invalid settings, credentials or
+    buckets raise when it is opened. Later failures are logged and counted, and training continues; with
+    `on_error="raise"` they raise.
 
-    Of several files of one step the first is uploaded: `save_last=True` writes the same state again, so
-    `save_last="link"` saves the time, and of two `ModelCheckpoint`s the one that saves all comes before the one with
-    `save_weights_only`. What the trainer removes it removes locally only.
+    If several files are saved at one step, only the first is uploaded. So prefer `save_last="link"` (`save_last=True`
+    writes the same state a second time), and list a full `ModelCheckpoint` before one with `save_weights_only`.
+    Checkpoints that the trainer removes are removed locally only.
 
     Args:
-        folder: On a local disk, above all that is saved: `dirpath` of the `ModelCheckpoint`s, or a folder above.
+        folder: A folder on a local disk that contains everything saved: the `dirpath` of the `ModelCheckpoint`s, or a
+            parent of it.
         remote: As for `Uploader`.
-        uploader: Instead of both: one that is open, for rank 0 of 1. It stays open.
-        checkpoint_io: What writes and reads files. Default: Lightning's own `TorchCheckpointIO`.
-        close_timeout_s: How long the trainer's end may wait for uploads. What is left is in the journal.
-        settings: Those of `Uploader`, `store_options` among them.
+        uploader: Instead of `folder` and `remote`: an open one, with rank 0 and world size 1. It stays open.
+        checkpoint_io: Writes and reads the files. Default: Lightning's own `TorchCheckpointIO`.
+        close_timeout_s: How long the end of training may wait for uploads. The rest stays in the journal.
+        settings: Settings of `Uploader`, including `store_options`.
     """
 
     def __init__(
@@ -88,20 +89,19 @@ class CkptAsyncCheckpointIO(CheckpointIO):
         self._held = _hold(folder, remote, uploader, close_timeout_s, settings)
         self._folder = folder
         self._checkpoint_io = TorchCheckpointIO() if checkpoint_io is None else checkpoint_io
-        self._step: int | None = (
-            None  # of the newest save, and whether the first file of it is all there is to save
-        )
+        # The step of the newest save, and whether its first file has the full state.
+        self._step: int | None = None
         self._is_full = False
         if uploader is not None:
-            self.open()  # a wrong one is refused now
+            self.open()  # rejects an unsuitable one at once
 
     @property
     def uploader(self) -> Uploader | None:
-        """The uploader while it is open, on rank 0 only: for its metrics, or `wait`."""
+        """The open uploader, e.g. for its metrics or `wait`; None while it is closed, and on ranks above 0."""
         return self._held.now
 
     def open(self) -> None:
-        """Open the uploader before the first save, so that configuration errors are raised now. For global rank 0."""
+        """Open the uploader before the first save, so that configuration errors raise now. Call it on global rank 0."""
         self._held.open(self._folder, 0, 1)
 
     def save_checkpoint(
@@ -110,7 +110,7 @@ class CkptAsyncCheckpointIO(CheckpointIO):
         self._checkpoint_io.save_checkpoint(checkpoint, path, storage_options)
         step = checkpoint.get("global_step")
         if step is None:
-            return  # no checkpoint of a trainer: spawned ranks hand their weights back through a file
+            return  # not a trainer's checkpoint: spawned ranks return their weights through a file
         self.open()
         is_full = "optimizer_states" in checkpoint
         if step != self._step:
@@ -127,21 +127,21 @@ class CkptAsyncCheckpointIO(CheckpointIO):
     def load_checkpoint(
         self, path: str | Path, map_location: Any = _on_cpu, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load a local file. A file that should be in the folder but is missing is fetched from the store: the
-        checkpoint of the step in its name (`step=100`), or, for `last.ckpt`, the newest.
+        """Load a local file. If a file below the folder is missing, fetch it from the store first: the checkpoint of
+        the step in its name (`step=100`), or the newest one for `last.ckpt`.
         """
         if not os.path.exists(path):
             path = self._fetch(Path(path))
-        how = {} if weights_only is None else {"weights_only": weights_only}  # Lightning 2.6 has it
+        how = {} if weights_only is None else {"weights_only": weights_only}  # since Lightning 2.6
         return self._checkpoint_io.load_checkpoint(path, map_location, **how)
 
     def _fetch(self, path: Path) -> Path:
-        """Bring it here, and return where it is; `path` itself if there is no such file in the store either."""
+        """Fetch the file and return its local path; `path` unchanged if the store does not have it either."""
         folder = self._held.now.folder if self._held.now is not None else self._folder
         said, is_last = _STEP.search(path.name), _LAST.fullmatch(path.name)
         assert folder is not None
         assert self._held.remote is not None
-        # The file of another run may have the same name.
+        # A file outside the folder may belong to another run.
         if not (said or is_last) or not path.resolve().is_relative_to(Path(folder).resolve()):
             return path
         checkpoint = restore.find(
@@ -165,15 +165,16 @@ class CkptAsyncCheckpointIO(CheckpointIO):
 
 
 class CkptAsyncCallback(Callback):
-    """Uploads sharded saves of FSDP and ModelParallel strategies, which write folders and go past any `CheckpointIO`:
+    """Uploads sharded saves of FSDP and ModelParallel strategies, which write folders and bypass any `CheckpointIO`:
     `Trainer(callbacks=[CkptAsyncCallback("checkpoints", remote), ModelCheckpoint("checkpoints")])`.
 
-    Each rank hands over the files it wrote of what a `ModelCheckpoint` has saved, before the next batch; the last one
-    commits. The uploader is opened when `fit` starts, where what is wrong is raised, and closed when it ends. Arguments
-    and what happens on errors: as for `CkptAsyncCheckpointIO`; but a lent uploader is one of this rank among all.
+    After a `ModelCheckpoint` has saved, each rank enqueues the files it wrote, before the next batch; the rank that
+    finishes last commits. The uploader is opened when `fit` starts and closed when it ends. Arguments and error
+    handling are those of `CkptAsyncCheckpointIO`, except that `uploader` must have this rank and world size.
 
-    Use `save_last="link"`: `save_last=True` overwrites `last.ckpt` in place, which gives up what is still being
-    uploaded of it. What is saved by calling `trainer.save_checkpoint` is the caller's to enqueue, through `uploader`.
+    Use `save_last="link"`: `save_last=True` overwrites `last.ckpt` in place, which aborts a checkpoint whose upload
+    has not finished. Checkpoints saved by your own call of `trainer.save_checkpoint` are not uploaded: enqueue them
+    through `uploader`.
     """
 
     def __init__(
@@ -191,7 +192,7 @@ class CkptAsyncCallback(Callback):
 
     @property
     def uploader(self) -> Uploader | None:
-        """This rank's uploader while `fit` runs: for its metrics, or `wait`."""
+        """This rank's uploader while `fit` runs, e.g. for its metrics or `wait`; else None."""
         return self._held.now
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -199,7 +200,7 @@ class CkptAsyncCallback(Callback):
             self._held.open(self._folder, trainer.global_rank, trainer.world_size)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._seen = set(_saved(trainer))  # of an earlier start
+        self._seen = set(_saved(trainer))  # saved by an earlier start
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -239,15 +240,15 @@ def newest_checkpoint(
     drain_timeout_s: float = 300.0,
     store_options: StoreOptions | None = None,
 ) -> str | None:
-    """Fetch the newest good checkpoint into `folder`, to the path where it was saved, and return that path, or None for
-    a fresh start: `trainer.fit(model, ckpt_path=newest_checkpoint("checkpoints", remote))`.
+    """Fetch the newest usable checkpoint into `folder`, under its original name, and return its path, or None for a
+    fresh start: `trainer.fit(model, ckpt_path=newest_checkpoint("checkpoints", remote))`.
 
-    Call it on all ranks. If `torch.distributed` is initialized before (Lightning uses an existing process group), all
-    are sure to get the same checkpoint; else each finds one for itself. What a killed trainer left on this node is
-    uploaded first, for at most `drain_timeout_s`. A local file is used if its checksum matches; one that differs is
-    replaced. Every byte is verified. Blocks.
+    Call it on all ranks. If `torch.distributed` is already initialized (Lightning uses an existing process group), all
+    ranks get the same checkpoint; otherwise each rank searches on its own. Whatever a killed trainer left on this node
+    is uploaded first, for at most `drain_timeout_s`. A local file is reused if its checksum matches, else replaced.
+    Every byte is verified. Blocks.
 
-    Raises what `restore.find` and `restore.fetch` raise: if there are checkpoints and none is good, that is an error.
+    Raises the errors of `restore.find` and `restore.fetch`, also if there are checkpoints but none is usable.
     """
     where = Path(folder)
     found = fetch_newest(
@@ -277,7 +278,7 @@ def _hold(
 
 
 def _scores(checkpoint: Mapping[str, Any], path: str | Path) -> dict[str, float]:
-    """What the `ModelCheckpoint`s that chose this file have monitored, for retention by value."""
+    """The monitored metrics of the `ModelCheckpoint`s that chose this file, for retention by value."""
     return {
         state["monitor"]: float(state["best_k_models"][os.fspath(path)])
         for state in checkpoint.get("callbacks", {}).values()
@@ -286,7 +287,7 @@ def _scores(checkpoint: Mapping[str, Any], path: str | Path) -> dict[str, float]
 
 
 def _saved(trainer: Trainer) -> dict[tuple[str, int], dict[str, float]]:
-    """What `ModelCheckpoint`s have saved and kept: each path with the time of its last change, and its score."""
+    """The checkpoints that `ModelCheckpoint`s have saved and kept: path and modification time, with the scores."""
     found: dict[tuple[str, int], dict[str, float]] = {}
     for callback in trainer.checkpoint_callbacks:
         if not isinstance(callback, ModelCheckpoint):

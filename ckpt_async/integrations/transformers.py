@@ -23,23 +23,23 @@ except ImportError as error:
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
-# `enable_jit_checkpoint` keeps it in a checkpoint's folder while it writes there.
+# `enable_jit_checkpoint` keeps this file in a checkpoint's folder while writing it.
 _SENTINEL = "checkpoint-is-incomplete.txt"
 
 
 class CkptAsyncCallback(TrainerCallback):
     """Uploads every checkpoint that the `Trainer` saves: `Trainer(…, callbacks=[CkptAsyncCallback(remote)])`.
 
-    Each rank enqueues the files it wrote, at `on_save`; the last one commits. The uploader is opened when training
-    starts, on `args.output_dir`, which must be on a local disk, and is closed when it ends. Invalid settings,
+    Each rank enqueues the files it wrote, at `on_save`; the rank that finishes last commits. The uploader is opened on
+    `args.output_dir`, which must be on a local disk, when training starts, and closed when it ends. Invalid settings,
     credentials or buckets raise at the start. Later failures are logged and counted, and training continues; with
     `on_error="raise"` they raise.
 
     Args:
         remote: As for `Uploader`.
-        uploader: Instead of `remote`: an open one, on `args.output_dir` or a folder above. It stays open.
+        uploader: Instead of `remote`: an open one, on `args.output_dir` or a parent folder. It stays open.
         close_timeout_s: How long the end of training may wait for uploads. The rest stays in the journal.
-        settings: Those of `Uploader`, `store_options` among them.
+        settings: Settings of `Uploader`, including `store_options`.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class CkptAsyncCallback(TrainerCallback):
 
     @property
     def uploader(self) -> Uploader | None:
-        """The uploader while training runs: for its metrics, or `wait`."""
+        """The uploader while training runs, e.g. for its metrics or `wait`; else None."""
         return self._held.now
 
     def on_train_begin(
@@ -76,12 +76,12 @@ class CkptAsyncCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        # A checkpoint made on SIGTERM (`enable_jit_checkpoint`) was not announced by `on_save`.
+        # A checkpoint saved on SIGTERM (`enable_jit_checkpoint`) is not announced by `on_save`.
         for name, changed in _folders(args).items():
             if name in self._announced or self._before.get(name) == changed:
                 continue
-            # Among several ranks it may be another's sentinel; our own part is complete, or we would not be here. But
-            # a rank that has none did not take part: on SIGTERM they may be a step apart.
+            # With several ranks the sentinel may be another rank's; our own part is complete, or we would not be here.
+            # A rank without files did not take part: on SIGTERM, ranks may be a step apart.
             files = _files(args, name)
             is_ours = bool(files) or (args.save_only_model and args.process_index > 0)
             if is_ours and (args.world_size > 1 or not (_folder(args, name) / _SENTINEL).exists()):
@@ -100,14 +100,14 @@ def newest_checkpoint(
     drain_timeout_s: float = 300.0,
     store_options: StoreOptions | None = None,
 ) -> str | None:
-    """Fetch the newest good checkpoint to `<output_dir>/checkpoint-<step>` and return that path, or None for a fresh
+    """Fetch the newest usable checkpoint to `<output_dir>/checkpoint-<step>` and return that path, or None for a fresh
     start: `trainer.train(resume_from_checkpoint=newest_checkpoint(args.output_dir, remote))`.
 
-    Call it on all ranks, after `TrainingArguments` are created, which sets up the process group: then all get the same.
-    What a killed trainer left on this node is uploaded first, for at most `drain_timeout_s`. A local file is used if
-    its checksum matches; one that differs is replaced. Every byte is verified. Blocks.
+    Call it on all ranks, after creating `TrainingArguments`, which sets up the process group: then all ranks get the
+    same checkpoint. Whatever a killed trainer left on this node is uploaded first, for at most `drain_timeout_s`. A
+    local file is reused if its checksum matches, else replaced. Every byte is verified. Blocks.
 
-    Raises what `restore.find` and `restore.fetch` raise: if there are checkpoints and none is good, that is an error.
+    Raises the errors of `restore.find` and `restore.fetch`, also if there are checkpoints but none is usable.
     """
     found = fetch_newest(
         output_dir,
@@ -120,7 +120,7 @@ def newest_checkpoint(
 
 
 def _folder(args: TrainingArguments, name: str) -> Path:
-    assert args.output_dir is not None  # its default is filled in
+    assert args.output_dir is not None  # TrainingArguments fills in a default
     return Path(args.output_dir, name)
 
 
@@ -130,17 +130,17 @@ def _files(args: TrainingArguments, name: str) -> list[str]:
 
 
 def _folders(args: TrainingArguments) -> dict[str, int]:
-    """The checkpoints' folders, and when a file was last added to or removed from each: the sentinel is both."""
+    """The checkpoints' folders and their modification times, which change when the sentinel is added or removed."""
     found = {}
     for each in _folder(args, "").glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
         if each.name.rpartition("-")[2].isdecimal():
-            with contextlib.suppress(FileNotFoundError):  # rank 0 rotates
+            with contextlib.suppress(FileNotFoundError):  # rank 0 may delete old ones meanwhile
                 found[each.name] = each.stat().st_mtime_ns
     return found
 
 
 def _metrics(state: TrainerState, step: int) -> dict[str, float]:
-    """What was logged at this step, for retention by value."""
+    """The metrics logged at this step, for retention by value."""
     found: dict[str, float] = {}
     for entry in itertools.takewhile(lambda each: each.get("step") == step, reversed(state.log_history)):
         found |= {key: value for key, value in entry.items() if type(value) in (int, float)}

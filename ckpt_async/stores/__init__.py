@@ -30,8 +30,8 @@ _SCHEMES = _ALIASES | {"s3", "file", "memory"}
 _EXAMPLES = "s3://bucket/prefix or file:///folder"
 _GENERIC_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "S3_ENDPOINT_URL")
 
-# What PutObject and CreateMultipartUpload both take, and no other request needs to be told again (a customer
-# key would have to go with every part and read, so SSECustomerKey is not here).
+# Accepted by both PutObject and CreateMultipartUpload and needed by no other request (SSECustomerKey is missing because
+# every part and every read would need the key too).
 _PUT_ARGS = frozenset(
     "ACL BucketKeyEnabled CacheControl ContentType GrantFullControl GrantRead GrantReadACP GrantWriteACP Metadata"
     " SSEKMSEncryptionContext SSEKMSKeyId ServerSideEncryption StorageClass Tagging".split()
@@ -48,11 +48,17 @@ _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")  # a lone surrogate h
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreOptions:
-    """How to reach and use a store. Only S3 and S3-compatible stores look at them.
+    """How to connect to an S3 or S3-compatible store; other stores ignore these options.
 
-    `addressing_style` "auto" means path-style as soon as an endpoint is set, else what AWS wants.
-    `put_args` go into every PutObject and CreateMultipartUpload as they are (`{"StorageClass": …}`).
-    `read_timeout_s` is the longest silence on a socket, not a deadline for a request.
+    Args:
+        endpoint_url: Endpoint of an S3-compatible store. Default: from the environment, else AWS.
+        region: The bucket's region. Default: as the AWS SDK finds it.
+        profile: Profile in the AWS configuration files.
+        addressing_style: "path", "virtual", or "auto": path-style with an endpoint, the SDK's default without one.
+        put_args: Passed unchanged to every PutObject and CreateMultipartUpload, e.g. `{"StorageClass": "STANDARD_IA"}`.
+        connect_timeout_s: Time limit for opening a connection.
+        read_timeout_s: Longest time a socket may be silent; not a deadline for a request.
+        max_connections: Size of the connection pool.
     """
 
     endpoint_url: str | None = None
@@ -97,7 +103,7 @@ class Location:
 
 
 def parse_url(url: str) -> Location:
-    """Take a store URL apart, refusing whatever could name another place than it seems to. Pure.
+    """Parse a store URL, rejecting anything that could mean a different place than it seems to. Pure.
 
     Raises SettingsError.
     """
@@ -133,9 +139,9 @@ def parse_url(url: str) -> Location:
 
 
 def find_endpoint(scheme: str, options: StoreOptions, env: Mapping[str, str]) -> str | None:
-    """The endpoint for an S3 scheme: the options', else the alias's own variable, else a generic one. Pure.
+    """The endpoint for an S3 scheme: from the options, else the alias's own variable, else a generic one. Pure.
 
-    None means AWS. Raises SettingsError when an alias has none, for it would silently go to AWS.
+    None means AWS. Raises SettingsError if an alias has no endpoint: its requests would silently go to AWS.
     """
     if options.endpoint_url is not None:
         return options.endpoint_url
@@ -163,9 +169,9 @@ def check_endpoint(endpoint_url: str) -> None:
 def open_store(
     url: str, options: StoreOptions | None = None, *, env: Mapping[str, str] | None = None
 ) -> Store:
-    """Make the store that `url` names; `await store.open()` connects it.
+    """Create the store for `url`; `await store.open()` connects it.
 
-    `env` (default: this process's) is asked for endpoints only; credentials are found by the SDK.
+    `env` (default: this process's environment) is used for endpoints only; the SDK finds the credentials.
 
     Raises SettingsError; InvalidNameError if the prefix leaves too little for the keys of a run.
     """
@@ -205,7 +211,7 @@ def check_key_length(url: str, key: str) -> None:
 
 
 def address_of(url: str, options: StoreOptions | None, *, env: Mapping[str, str]) -> RemoteAddress:
-    """What someone else needs to reach the same store with credentials of their own. Pure.
+    """What another process needs to reach the same store with its own credentials. Pure.
 
     Raises SettingsError.
     """
@@ -223,7 +229,7 @@ def address_of(url: str, options: StoreOptions | None, *, env: Mapping[str, str]
 
 
 def options_of(address: RemoteAddress, *, profile: str | None = None) -> StoreOptions:
-    """The other way round."""
+    """The inverse of `address_of`."""
     return StoreOptions(
         endpoint_url=address.endpoint_url,
         region=address.region,
