@@ -124,7 +124,7 @@ def test_training_continues_without_the_store(stage: Stage, tmp_path: Path, remo
         num_steps=NUM_STEPS,
         loses_store_at=2,
         upload_timeout_s=1,
-        close_timeout_s=10,
+        close_timeout_s=3,
     )
     ended = trainer.hear()
     assert (ended["step"], ended["failure"], ended["is_closed"]) == (NUM_STEPS, "", True)
