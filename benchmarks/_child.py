@@ -1,7 +1,7 @@
-"""One measured client in a process of its own: the handshake both sides speak. Standard library only.
+"""Runs one measured client in its own process: both sides of the handshake. Standard library only.
 
-The child gets everything ready (imports, connections), says so and waits; then it does the work and reports. So
-wall and CPU time are those of the transfer alone, and memory is compared with the idle process's.
+The child prepares everything (imports, connections), reports that it is ready and waits; then it does the work and
+reports. So wall and CPU time are those of the transfer alone, and memory is relative to the idle process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What comparisons share: the servers, the turns that clients take, the machine, tables. Standard library only."""
+"""What the comparisons share: servers, turns of clients, facts of the machine, tables. Standard library only."""
 
 from __future__ import annotations
 

@@ -1,13 +1,14 @@
-"""How long from the last rank's `seal` to the commit when nothing is left to upload, and with how many requests?
+"""How long, and how many requests, does a commit take from the last rank's `seal` when nothing is left to
+upload?
 
-1 to 64 ranks, each an `Uploader` with a folder of its own, in up to 8 processes. Their shards are in the store before
-anybody seals. "last": all ranks but one have sealed and have stored their receipts, then the last one seals.
-"together": all seal at the same moment, which is the hardest case, for several ranks may find that they are the last.
-The sink sleeps before each answer, as a store some distance away would. Time is from the last `seal` to the first rank
-that knows of the commit, in ms and in round trips; a round trip is the median time of one small PUT, in the same run.
+1 to 64 ranks, each an `Uploader` with its own folder, in up to 8 processes. All shards are in the store before any
+rank seals. "last": all ranks but one have sealed and stored their receipts; then the last one seals. "together": all
+ranks seal at the same moment, the hardest case, because several may find that they are the last. The sink sleeps
+before each answer, to imitate a distant store. The time is from the last `seal` until the first rank knows of the
+commit, in ms and in round trips; a round trip is the median time of one small PUT in the same run.
 
-Requests are those of all ranks from the first `seal` until every rank knows, by the sink's log, divided by the ranks.
-A commit counts only if there is one decision and a receipt of every rank.
+Requests are counted in the sink's log, over all ranks, from the first `seal` until every rank knows of the commit,
+and divided by the number of ranks. A commit counts only if there is one decision and a receipt of every rank.
 """
 
 from __future__ import annotations
@@ -184,7 +185,9 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 8, 16, 64])
-    parser.add_argument("--processes", type=int, default=8, help="at most; the ranks share them")
+    parser.add_argument(
+        "--processes", type=int, default=8, help="number of processes at most; the ranks are spread over them"
+    )
     parser.add_argument(
         "--delay-ms", type=int, default=50, help="the sink sleeps this long before every answer"
     )

@@ -1,12 +1,15 @@
-"""How fast and with how much CPU and memory does a shard come from S3 to a local file, against other clients?
+"""How fast, and with how much CPU and memory, is a shard downloaded to a local file, compared with other
+clients?
 
-Every client fetches the same object to a file of its own, in whole processes that take turns, and ends with an fsync
-(which costs nothing on tmpfs, the default; `--to disk`). "ours" is `restore.fetch` of a committed checkpoint: lease,
-ranges, checksum of every byte compared with the receipt's, fsync, rename. Of the others only boto3 and CRT can
-compare a checksum at all, and of a multipart object read by ranges neither does. The sink keeps no large bodies and
-answers zeros, so the shard is zeros there: the checksum that it was told is right, and ours is really compared.
+Every client fetches the same object to a file of its own and ends with an fsync (free on tmpfs, the default; `--to
+disk` writes to a disk). Each run is a whole process, and the clients take turns. "ours" is `restore.fetch` of a
+committed checkpoint: lease, ranges, every byte compared with the receipt's checksum, fsync, rename. Of the others
+only boto3 and CRT can verify a checksum, and neither does so for a multipart object that is read by ranges. The sink
+stores no large bodies and answers with zeros, so the shard consists of zeros: its checksum is correct and really
+compared.
 
-`recv` is no client but the limit: eight sockets received into one buffer each and written to the file, no checksum.
+`recv` is not a client but the upper bound: eight sockets, each received into one buffer and written to the file,
+without a checksum.
 """
 
 from __future__ import annotations
@@ -95,7 +98,7 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--mib", type=int, default=1024, help="size of the file")
-    parser.add_argument("--part-mib", type=int, default=16, help="range of the others; ours takes 32 MiB")
+    parser.add_argument("--part-mib", type=int, default=16, help="range size of the others; ours uses 32 MiB")
     parser.add_argument("--concurrency", type=int, default=8, help="ranges in flight")
     parser.add_argument("--clients", nargs="+", choices=[*OURS, *peers.DOWNLOADS], default=DEFAULT)
     parser.add_argument("--server", choices=("sink", "tls", "seaweed"), default="sink")

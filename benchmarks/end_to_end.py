@@ -1,17 +1,17 @@
-"""How long does one save of a torch state dict hold training up, and how long until it is durable in the store?
+"""How long does saving a torch state dict block training, and how long until it is durable in the store?
 
-Ways to save, in whole processes that take turns:
+Ways to save; each run is a whole process, and they take turns:
 
-  ours, async_save     ckpt_async.torch.async_save: copied to memory, written to local disk and sent beside training
+  ours, async_save     ckpt_async.torch.async_save: copied in memory; written to disk and uploaded in the background
   ours, torch.save     torch.save to the local folder, `enqueue`, `seal`
-  ours, open           torch.save into `Uploader.open`: sent while it is written
-  torch, FsspecWriter  torch's own `async_save`, straight to the store over s3fs
-  Lightning            AsyncCheckpointIO, which copies, then torch.save and s3fs in a thread
+  ours, open           torch.save into `Uploader.open`: uploaded while it is written
+  torch, FsspecWriter  torch's own `async_save`, directly to the store with s3fs
+  Lightning            AsyncCheckpointIO: copies, then torch.save with s3fs on a thread
 
-"blocked" is how long the caller's thread was held up. "durable" is until the store has all of it, which of ours
-means committed: every byte compared with its checksum, receipt and decision written. With the other two nobody can
-tell from the store whether a checkpoint is complete, so durable is when they say so. Ours also has it on the local
-disk by then (fsynced). Bytes are counted at the sink.
+"blocked" is how long the caller's thread was blocked. "durable" is the time until the store has everything. For ours
+that means committed: every byte verified against its checksum, receipt and decision written; ours is then also
+fsynced on the local disk. With the other two the store does not show whether a checkpoint is complete, so "durable"
+is when they report success. Bytes are counted at the sink.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""How long is the trainer held up by the enqueue of a 1 GiB shard, p50 and p99, while other shards are written?
+"""How long does `enqueue` of a 1 GiB shard block the trainer (p50 and p99) while other shards are written?
 
-One process per rank, all in one folder, each calling `enqueue` and `seal` for one step after another, while a writer
-process per rank writes real data beside them as fast as the disk takes it (into few files that are deleted and made
-again, and no more than `--write-gib` in all), and an engine per rank uploads to the sink. The shards are sparse files
-of 1 GiB: `enqueue` never looks inside, and a disk for hundreds of real ones is not needed; `--real` writes 64 MiB of
-real data for each instead. What the engines have not uploaded at the end is counted and left.
+One process per rank, all in one folder, each calling `enqueue` and `seal` for step after step. Beside each rank a
+writer process writes real data as fast as the disk allows (to a few files that are deleted and recreated, at most
+`--write-gib` in all), and each rank's engine uploads to the sink. The shards are sparse files of 1 GiB, since
+`enqueue` never reads their content and hundreds of real ones would not fit on the disk; `--real` writes 64 MiB of
+real data for each instead. What is not uploaded at the end is counted and left.
 
-Times are in ms, of the calling thread. "core" is time the thread was ready to run but had no core (from the kernel's
-schedstat): with more processes than cores that is the machine, not the code. "held" is what remains beyond CPU time
-and that: locks, the disk, the interpreter's lock. The split by operation wraps the called functions.
+Times are in ms, of the calling thread. "core" is time during which the thread was ready to run but had no core (from
+the kernel's schedstat): with more processes than cores that is due to the machine, not the code. "held" is the time
+beyond CPU and "core": locks, the disk, the GIL. Operations are timed by wrapping the functions that are called.
 """
 
 from __future__ import annotations
@@ -195,10 +195,12 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--total", type=int, default=240, help="shards enqueued, over all ranks")
     parser.add_argument("--real", action="store_true", help="64 MiB of real data per shard (total 80)")
-    parser.add_argument("--pause-ms", type=float, default=100.0, help="of a rank between two steps")
-    parser.add_argument("--write-gib", type=float, default=24.0, help="bound of what the writers write")
+    parser.add_argument("--pause-ms", type=float, default=100.0, help="pause of a rank between two steps")
+    parser.add_argument(
+        "--write-gib", type=float, default=24.0, help="limit of what the writers write in all"
+    )
     parser.add_argument("--quiet", action="store_true", help="no writers")
-    parser.add_argument("--folder", help="where; default: the folder for temporary files")
+    parser.add_argument("--folder", help="where to write (default: the system's temporary folder)")
     arguments = parser.parse_args()
     arguments.mib = 64 if arguments.real else 1024
     if arguments.real:

@@ -1,15 +1,16 @@
-"""Does anything grow with the number of checkpoints ever saved: memory, start-up, requests, `enqueue`, the journal?
+"""Does anything grow with the number of checkpoints ever saved: memory, start-up, requests, `enqueue`, the
+journal?
 
-One rank saves one tiny checkpoint after the other, `num_checkpoints_to_keep=3`, to the sink over HTTP; nothing is ever
-deleted remotely, so the remote is the worst case. At 10, 100, 1,000, … checkpoints it closes the uploader, measures,
-and opens a new one on the same folder and remote, as a restarted trainer would: "open" is of that. "find" is
-`restore.find` in a process of its own. Requests are counted by the sink, and divided by the checkpoints since the line
-before. A run counts only if exactly the checkpoints that were saved are committed in the store.
+One rank saves one tiny checkpoint after another with `num_checkpoints_to_keep=3` to the sink over HTTP. Nothing is
+ever deleted remotely, which is the worst case. After 10, 100, 1,000, … checkpoints it closes the uploader, measures,
+and opens a new one on the same folder and remote, as a restarted trainer would ("open"). "find" is `restore.find` in
+its own process. Requests are counted by the sink and divided by the number of checkpoints since the previous line. A
+run counts only if exactly the checkpoints that were saved are committed in the store.
 
-Up to the last 500 before each line, checkpoints follow each other as fast as eight under way allow. Of those 500
-`enqueue` is timed, each time with the engine at rest: the checkpoint before is committed, and what follows a commit
-(latest, the spool, local retention) is done. So it is the state that may have grown which is measured; what a call
-waits for while the engine works beside it, `./dev bench enqueue` says.
+Up to the last 500 before each line, checkpoints are saved as fast as eight in progress allow. For those 500,
+`enqueue` is timed while the engine is idle: the previous checkpoint is committed, and what follows a commit (latest,
+the spool, local retention) is done. So this measures state that may have grown; `./dev bench enqueue` measures what a
+call waits for while the engine works.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""How many seconds does training lose per GiB that is uploaded beside it?
+"""How many seconds does training lose per GiB that is uploaded in the background?
 
-A training loop on one thread, once in pure Python and once in torch on the CPU (one thread), in windows: alone, with
-one shard being uploaded in the background, alone again, and so on. What it lost is the time of an upload less the time
-that the steps done in it take when alone (before and after), by GiB; "slowest step" is the longest single step during
-an upload, in units of the median step alone. Whole processes take turns.
+A training loop on one thread, once in pure Python and once in torch on the CPU, runs in windows: alone, with one
+shard uploading in the background, alone again, and so on. The loss is the time of an upload minus the time that the
+steps made during it take when run alone (before and after), per GiB. "slowest step" is the longest single step during
+an upload, as a multiple of the median step when alone. Each run is a whole process, and the clients take turns.
 
-"core" is the part of the loss in which the training thread was ready to run and had no core (the kernel's schedstat,
-less what it had alone): with two cores, a sink and an upload, that is the machine's and not the client's; "lock" is the
-rest: the interpreter's lock, caches, memory. A run counts only if all bytes arrived.
+"core" is the part of the loss during which the training thread was ready to run but had no core (from the kernel's
+schedstat, minus the same when alone): with two cores, a sink and an upload, that is due to the machine, not the
+client. "lock" is the rest: the GIL, caches, memory. A run counts only if all bytes arrived.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def environment(name: str) -> dict[str, str] | None:
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--windows", type=int, default=2, help="uploads in each process, for each loop")
+    parser.add_argument("--windows", type=int, default=2, help="uploads per process and training loop")
     parser.add_argument("--mib", type=int, default=1024, help="size of the shard")
     parser.add_argument("--part-mib", type=int, default=16)
     parser.add_argument("--concurrency", type=int, default=8)

@@ -1,10 +1,10 @@
-"""How much anonymous memory does an upload take, whatever the size of the shard, with 16 requests in flight?
+"""How much anonymous memory does an upload take, depending on the shard's size, with 16 requests in flight?
 
-Sparse files of each size go through an `Uploader`, in the trainer's process (`thread`) and in a process of its own
+Sparse files of each size go through an `Uploader`, in the trainer's process (`thread`) and in its own process
 (`process`: both processes count), over plain HTTP, where the kernel sends the file's pages, and over TLS, where the
-bytes pass through the process. Counted is the most of RssAnon during the upload less that of the idle uploader,
-sampled every 5 ms; the page cache is the kernel's, which takes it back when somebody needs it. A run counts only if
-the bytes of the whole file arrived.
+bytes pass through the process. The value is the peak of RssAnon during the upload, sampled every 5 ms, minus that of
+the idle uploader; the page cache does not count, because the kernel reclaims it on demand. A run counts only if all
+bytes of the file arrived.
 """
 
 from __future__ import annotations

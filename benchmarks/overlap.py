@@ -1,8 +1,8 @@
-"""How long after its last byte was written is a shard durable in the store, if it is sent while it is written?
+"""How long after its last byte is written is a shard durable, if it is uploaded while it is being written?
 
-A shard that takes as long to write as to send: the writer is held to `--mib-per-s`, and the upload too (by
-`max_bytes_per_s`), to the sink. Once written to a file and then enqueued, once through `Uploader.open`. The time
-counted is from the last byte written to the commit; the bytes are counted at the sink.
+Writing the shard takes as long as sending it: the writer is limited to `--mib-per-s`, and so is the upload to the
+sink (by `max_bytes_per_s`). Once the shard is written to a file and then enqueued, once it is written through
+`Uploader.open`. The time is from the last byte written to the commit; bytes are counted at the sink.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--mib", type=int, default=1024, help="size of the shard")
-    parser.add_argument("--mib-per-s", type=int, default=256, help="of the writer, and of the link")
+    parser.add_argument("--mib-per-s", type=int, default=256, help="speed of the writer and of the upload")
     parser.add_argument("--folder", help="where to write (default: the system's temporary folder)")
     arguments = parser.parse_args()
     took: dict[str, list[float]] = {way: [] for way in WAYS}

@@ -1,9 +1,9 @@
-"""Which other S3 clients is ours measured against? Installs them, pinned, in an environment of their own.
+"""Installs the other S3 clients that ours is compared with, pinned, in environments of their own.
 
-Each is set as well as its documentation allows: the same parts and as many at once as ours (where it has such a
-knob). Some sign bodies with SHA-256 by default: obstore always (it is all the integrity it has), boto3 and s5cmd over
-plain HTTP. "unsigned" means without, as boto3 would do over TLS; ours, CRT and aiobotocore never sign bodies here.
-What else each sends as a checksum is its default. As a program this makes the environments and says what is in them.
+Each is configured as well as its documentation allows: the same part size and concurrency as ours, where it has such
+options. Some sign bodies with SHA-256 by default: obstore always (it has no other integrity check), boto3 and s5cmd
+over plain HTTP. "unsigned" means without, as boto3 does over TLS; ours, CRT and aiobotocore never sign bodies here.
+Other checksums are each client's default. Run as a program, this creates the environments and prints what is in them.
 """
 
 from __future__ import annotations

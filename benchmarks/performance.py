@@ -1,8 +1,9 @@
-"""What is in docs/performance.md: runs the benchmarks, keeps their JSON, and writes tables and the chart from it.
+"""Generates docs/performance.md: runs the benchmarks, saves their JSON, and creates tables and the chart from
+it.
 
-`./dev bench performance --run` runs every benchmark with the arguments below and saves one file each to `--from`, an
-hour on two cores; names run only those. Without `--run` it takes what is saved there. A benchmark that was not saved
-keeps its table of before; text outside the markers stays as it is.
+`./dev bench performance --run` runs every benchmark with the arguments below and saves one file each to `--from`,
+which takes an hour on two cores; names select some of them. Without `--run` it uses the saved results. A benchmark
+without saved results keeps its previous table; text outside the markers is left unchanged.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
 """How long until a restarted rank has its tensors back: from its own disk, from another node, from the store?
 
-A checkpoint of torch.distributed.checkpoint is committed once, and loaded into a state dict by whole processes that
-take turns, each with the search for the newest checkpoint (where there is one to be made) on the clock:
+A checkpoint of torch.distributed.checkpoint is committed once, and loaded into a state dict. Each run is a whole
+process, and they take turns; where a client has to search for the newest checkpoint, the time includes that:
 
   local, peer, store   ours, `restore.find` and CkptAsyncReader; the peer is a PeerServer in another process
-  FsspecReader         torch's own, over s3fs, told which checkpoint
-  FileSystemReader     torch's own on the local disk: the limit of "local", with no look at a checksum
-  store, 10 %          and FsspecReader, 10 %: a tenth of the tensors, drawn by lot
+  FsspecReader         torch's own, with s3fs; it is told which checkpoint
+  FileSystemReader     torch's own from the local disk: the bound for "local", without verifying checksums
+  store, 10 %          and FsspecReader, 10 %: a tenth of the tensors, chosen at random
 
-Below, the same file as bytes into one buffer of a tensor's size, by `restore.open` and by clients that know nothing
-of torch. "moved" is what left the server for each byte that was needed, everything counted.
+Below, the same file is read as bytes into one buffer of a tensor's size, by `restore.open` and by clients that know
+nothing of torch. "moved" is the number of bytes the server sent for each byte that was needed, everything included.
 
-The sink keeps this checkpoint in its memory (`keep`), so that what is loaded is what was saved; an element of every
+The sink keeps this checkpoint in memory (`keep`), so that what is loaded is what was saved; one element of every
 tensor is compared.
 """
 
@@ -201,7 +201,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--mib", type=int, default=1020, help="size of the state, in steps of 10")
     parser.add_argument(
-        "--part-mib", type=int, default=16, help="range of the others; ours takes up to 32 MiB"
+        "--part-mib", type=int, default=16, help="range size of the others; ours uses up to 32 MiB"
     )
     parser.add_argument("--concurrency", type=int, default=8, help="ranges in flight")
     parser.add_argument("--clients", nargs="+", choices=[*OURS, *peers.READS], default=[*OURS, *peers.READS])

@@ -1,14 +1,15 @@
-"""What would 10,000 ranks that save 20 GiB each every 10 minutes ask of S3, and what would a month of it cost?
+"""What would 10,000 ranks that save 20 GiB each every 10 minutes request from S3, and what would that cost per
+month?
 
-On paper, and checked. How a shard is cut into parts is asked of `transfer`. What a commit takes is counted: the real
-`Engine`, `PatientStore`, `protocol` and `decide` of every rank run on one virtual clock against a store that answers
-after a while, keeps S3's page size and its limits for one prefix (503 SlowDown beyond), and counts. Only the bytes are
-left out: an upload is a sleep, the journal a list. The checkpoint's uploads end spread over `--spread-s`, as they
-would.
+Calculated, and checked by simulation. The cutting of shards into parts is that of `transfer`. The requests of a
+commit are counted: the real `Engine`, `PatientStore`, `protocol` and `decide` of every rank run on one virtual clock
+against a store that answers with latency, has S3's page size and its request limits per prefix (503 SlowDown beyond),
+and counts. Only the bytes are left out: an upload is a sleep, the journal a list. The uploads of a checkpoint end
+spread over `--spread-s`, as real ones do.
 
-The paper says N PUTs of receipts, N fencing LISTs, and so on; a run fails if the simulation disagrees. The default
-simulates 1,250 engines, which is 10,000 ranks at eight a node if one engine wrote one receipt for its node;
-`--simulate 10000` takes an hour and 8 GiB. Prices are list prices of S3 Standard in us-east-1 as known in 2025.
+The calculation says N PUTs of receipts, N fencing LISTs, and so on; a run fails if the simulation disagrees. The
+default simulates 1,250 engines: 10,000 ranks at eight per node, if one engine wrote one receipt for its node;
+`--simulate 10000` takes an hour and 8 GiB. Prices are list prices of S3 Standard in us-east-1 as of 2025.
 """
 
 from __future__ import annotations
@@ -428,10 +429,10 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--ranks", type=int, default=10_000)
     parser.add_argument("--ranks-per-node", type=int, default=8)
-    parser.add_argument("--gib", type=float, default=20.0, help="of each rank and checkpoint")
+    parser.add_argument("--gib", type=float, default=20.0, help="size of one rank's part of a checkpoint")
     parser.add_argument("--interval-s", type=float, default=600.0)
-    parser.add_argument("--kept", type=float, default=4.0, help="checkpoints in the store at a time")
-    parser.add_argument("--latency-ms", type=float, default=30.0, help="of a small request")
+    parser.add_argument("--kept", type=float, default=4.0, help="checkpoints in the store at any time")
+    parser.add_argument("--latency-ms", type=float, default=30.0, help="latency of a small request")
     parser.add_argument(
         "--spread-s", type=float, default=20.0, help="between the first and the last upload's end"
     )

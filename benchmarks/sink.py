@@ -1,9 +1,9 @@
-"""What does an S3 client send, counted by a server that reads every byte before it answers?
+"""An S3 server for benchmarks that reads every byte before it answers, and counts what clients send.
 
-The other benchmarks send to it; run alone, it prints the variables that point any client at it. Sinks that answer
-before they have read the body (nginx `return 200`) make clients look two to four times faster than they are.
-`sink.c` says what it understands. Over TLS (`--tls`; OpenSSL's headers and its program are needed) it decrypts on the
-cores that the client needs too: compare CPU seconds then, rather than MiB/s.
+The other benchmarks send to it; run alone, it prints the environment variables that make any client use it. Servers
+that answer before they have read the body (nginx `return 200`) make clients look two to four times faster than they
+are. `sink.c` documents which requests it understands. With TLS (`--tls`; needs OpenSSL's headers and its command) it
+decrypts on the cores that the client needs too: then compare CPU seconds rather than MiB/s.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""How many small files a second come back from S3, and with how many requests each, against s5cmd?
+"""How many small files per second are downloaded from S3, and with how many requests each, compared with s5cmd?
 
-A checkpoint of `--files` files of 64 KiB: ours is `restore.fetch` of it, lease, checksum of every file compared with
-the receipt's, fsync and rename of each included (an fsync costs nothing on tmpfs, the default; `--to disk`); s5cmd
-copies all objects below the checkpoint's key and exits. Both are whole processes that take turns. The sink logs every
-request: a run counts only if each file was asked for by exactly one GET, and if all are there with the bytes that were
-sent. "other" is every request that is not such a GET (ours: finding it, lease, decision); it must not grow.
+A checkpoint of `--files` files of 64 KiB. Ours is `restore.fetch`, including the lease, the comparison of every
+file's checksum with the receipt's, fsync and rename (fsync is free on tmpfs, the default; `--to disk` writes to a
+disk); s5cmd copies all objects below the checkpoint's key. Each run is a whole process, and they take turns. The sink
+logs every request: a run counts only if each file was requested by exactly one GET and all files have the bytes that
+were sent. "other" counts all other requests (ours: finding the checkpoint, lease, decision); it must not grow with
+the files.
 """
 
 from __future__ import annotations
@@ -92,7 +93,9 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--files", type=int, default=2000)
-    parser.add_argument("--concurrency", type=int, default=8, help="of ours; s5cmd takes 256 at once")
+    parser.add_argument(
+        "--concurrency", type=int, default=8, help="concurrent requests of ours; s5cmd makes 256"
+    )
     parser.add_argument("--clients", nargs="+", choices=[*OURS, "s5cmd"], default=[*OURS, "s5cmd"])
     parser.add_argument("--to", choices=("tmpfs", "disk"), default="tmpfs")
     arguments = parser.parse_args()

@@ -1,9 +1,10 @@
-"""How many small shards a second reach S3, and with how many requests each, against s5cmd?
+"""How many small shards per second are uploaded to S3, and with how many requests each, compared with s5cmd?
 
-A folder of `--shards` files of 64 KiB: ours from `enqueue` of the folder to the commit, links, journal, fsync of every
-file, checksums and receipt included; s5cmd copies the folder and exits. Both are whole processes that take turns. The
-sink logs every request: a run counts only if each shard was sent by exactly one PUT and all its bytes arrived. "other"
-is every request that is not such a PUT (ours: receipt, decision, latest, listings); it must not grow with the shards.
+A folder of `--shards` files of 64 KiB. Ours runs from `enqueue` of the folder to the commit, including links,
+journal, fsync of every file, checksums and receipt; s5cmd copies the folder. Each run is a whole process, and they
+take turns. The sink logs every request: a run counts only if each shard was sent by exactly one PUT and all its bytes
+arrived. "other" counts all other requests (ours: receipt, decision, latest, listings); it must not grow with the
+shards.
 """
 
 from __future__ import annotations

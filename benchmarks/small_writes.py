@@ -1,8 +1,9 @@
-"""What does a small durable file cost from an event loop: one hop to a thread, or aiofiles, which hops for each call?
+"""What does a small durable write from an event loop cost: one hop to a thread, or aiofiles, with a hop for each
+call?
 
-A manifest, or a record of the directory store: 4 KiB to a temporary file, fsync, rename, fsync of the folder.
-`to_thread` runs `durable.write_durably` whole; `aiofiles` takes the same steps, each awaited. "read" is one read back.
-Rounds take turns. On a tmpfs fsync is free, and what is left is the hops.
+A manifest or a record of the directory store: 4 KiB to a temporary file, fsync, rename, fsync of the folder.
+`to_thread` runs `durable.write_durably` as a whole; `aiofiles` awaits each of the same steps. "read" reads the file
+back. The variants take turns. On tmpfs an fsync is free, so only the hops remain.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--folder", help="on which file system (default: that of temporary files)")
+    parser.add_argument("--folder", help="where to write (default: the system's temporary folder)")
     parser.add_argument("--files", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", action="store_true")

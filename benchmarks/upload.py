@@ -1,12 +1,13 @@
-"""How fast and with how much CPU and memory does one shard in the page cache reach S3, against other clients?
+"""How fast, and with how much CPU and memory, is one cached file uploaded to S3, compared with other clients?
 
-Every client sends the same file, in whole processes that take turns; medians are printed, and ratios, which is what
-a noisy machine can be asked for. Time and CPU are counted from when the client is ready (imported, connected) until
-the object is there; memory is the most anonymous memory above that of the ready process (of s5cmd: of the whole
-process). A run counts only if the server has exactly the bytes of the file, and the sink saw them arrive once.
+Every client sends the same file. Each run is a whole process, and the clients take turns; the tables show medians and
+ratios, which a noisy machine distorts least. Time and CPU are counted from the moment the client is ready (imported
+and connected) until the object is stored; memory is the peak of anonymous memory above that of the ready process (for
+s5cmd, of the whole process). A run counts only if the server has exactly the bytes of the file and the sink received
+them once.
 
-`sendfile` is no client but the limit: eight sockets, `os.sendfile`, no checksum. With `--server tls` the sink decrypts
-on the cores that the client encrypts on, so CPU seconds say more than MiB/s.
+`sendfile` is not a client but the upper bound: eight sockets, `os.sendfile`, no checksum. With `--server tls` the
+sink decrypts on the cores on which the client encrypts, so CPU seconds say more than MiB/s.
 """
 
 from __future__ import annotations
