@@ -25,7 +25,7 @@ from ckpt_async.core.units import age, in_units
 from ckpt_async.errors import InvalidRecordError, ObjectNotFoundError
 from ckpt_async.protocol import steps, sweep_plan
 from ckpt_async.transfer.patient import connect
-from ckpt_async.transfer.upload import all_or_none
+from ckpt_async.transfer.together import all_or_none
 
 T = TypeVar("T")
 

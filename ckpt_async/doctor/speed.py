@@ -20,7 +20,7 @@ from ckpt_async.stores.interface import Store
 from ckpt_async.transfer import upload
 from ckpt_async.transfer.patient import PatientStore
 from ckpt_async.transfer.source import Source
-from ckpt_async.transfer.upload import all_or_none
+from ckpt_async.transfer.together import all_or_none
 
 SPEED_BYTES, SPEED_RANGES = 64 << 20, 8
 SPEED_TIMEOUT_S = 120.0

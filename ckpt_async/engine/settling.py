@@ -19,7 +19,7 @@ from ckpt_async.errors import CkptAsyncError
 from ckpt_async.protocol import cas, steps
 from ckpt_async.protocol.generation import absent_ranks, newest_generation
 from ckpt_async.stores.interface import ObjectInfo
-from ckpt_async.transfer.upload import all_or_none
+from ckpt_async.transfer.together import all_or_none
 
 logger = logging.getLogger(__name__)
 

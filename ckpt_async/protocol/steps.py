@@ -17,8 +17,8 @@ from ckpt_async.protocol import sweep_plan
 from ckpt_async.protocol.cas import advance, create_once, if_readable, read, read_record
 from ckpt_async.protocol.generation import newest_generation
 from ckpt_async.stores.checksums import checksum_of
-from ckpt_async.transfer import upload
 from ckpt_async.transfer.patient import PatientStore
+from ckpt_async.transfer.together import all_or_none
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ async def settle(
 
 async def read_receipts(store: PatientStore, checkpoint: CheckpointId, world_size: int) -> list[bytes] | None:
     """The receipts of ranks 0..N-1, in parallel; None if one is missing."""
-    found = await upload.all_or_none(
+    found = await all_or_none(
         read(store, keys.receipt_key(checkpoint, rank), max_size_bytes=records.MAX_RECEIPT_SIZE_BYTES)
         for rank in range(world_size)
     )

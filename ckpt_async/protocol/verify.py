@@ -17,7 +17,8 @@ from ckpt_async.errors import InvalidRecordError, ObjectNotFoundError
 from ckpt_async.protocol import steps, sweep_plan
 from ckpt_async.protocol.cas import read_record
 from ckpt_async.transfer.patient import PatientStore
-from ckpt_async.transfer.upload import all_or_none, read_back
+from ckpt_async.transfer.together import all_or_none
+from ckpt_async.transfer.upload import read_back
 
 
 @dataclass(frozen=True, slots=True)

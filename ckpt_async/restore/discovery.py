@@ -33,7 +33,7 @@ from ckpt_async.restore.session import Session, mark_damaged, session
 from ckpt_async.stores import StoreOptions
 from ckpt_async.stores.interface import ObjectInfo
 from ckpt_async.sweep.drain import drain
-from ckpt_async.transfer.upload import all_or_none
+from ckpt_async.transfer.together import all_or_none
 
 logger = logging.getLogger(__name__)
 

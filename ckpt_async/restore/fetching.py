@@ -36,7 +36,8 @@ from ckpt_async.stores import StoreOptions
 from ckpt_async.stores.checksums import Digest, checksum_of
 from ckpt_async.stores.interface import Sink, SmallGet
 from ckpt_async.threads import in_thread
-from ckpt_async.transfer.upload import SERIES_SHARDS, SMALL_BYTES, all_or_none
+from ckpt_async.transfer.together import all_or_none
+from ckpt_async.transfer.upload import SERIES_SHARDS, SMALL_BYTES
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from ckpt_async.restore.peers import Peer, Peers, PeerSource
 from ckpt_async.restore.session import damaged, leased, session
 from ckpt_async.restore.sources import FileSource, LocalCopies, LocalSource, StoreSource
 from ckpt_async.stores.interface import Sink
-from ckpt_async.transfer.upload import all_or_none
+from ckpt_async.transfer.together import all_or_none
 
 logger = logging.getLogger(__name__)
 

@@ -36,7 +36,7 @@ from ckpt_async.local.folder import Folder, spooled_ranks
 from ckpt_async.local.journal import Journal, RankLock
 from ckpt_async.stores import options_of
 from ckpt_async.transfer.patient import connect
-from ckpt_async.transfer.upload import all_or_none
+from ckpt_async.transfer.together import all_or_none
 
 logger = logging.getLogger(__name__)
 

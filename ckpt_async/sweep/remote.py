@@ -19,7 +19,7 @@ from ckpt_async.protocol.cas import read_record
 from ckpt_async.protocol.verify import Finding
 from ckpt_async.stores.interface import Listing, MultipartInfo, ObjectInfo
 from ckpt_async.transfer.patient import PatientStore
-from ckpt_async.transfer.upload import all_or_none
+from ckpt_async.transfer.together import all_or_none
 
 logger = logging.getLogger(__name__)
 

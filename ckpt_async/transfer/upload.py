@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from ckpt_async.core.model import Checksum
 from ckpt_async.errors import IntegrityError, ObjectNotFoundError, SourceError, StoreError
@@ -15,6 +15,7 @@ from ckpt_async.stores.interface import Capabilities, ObjectInfo, Sink, SmallPut
 from ckpt_async.transfer.patient import PatientStore
 from ckpt_async.transfer.progress import Progress, Series
 from ckpt_async.transfer.source import FileBody, Source
+from ckpt_async.transfer.together import all_or_none
 
 T = TypeVar("T")
 
@@ -190,18 +191,6 @@ async def _is_same(source: Source, part: PlannedPart, have: StoredPart, checksum
     if have.size_bytes != part.size_bytes or have.checksum is not None:
         return (have.size_bytes, have.checksum) == (part.size_bytes, checksum)
     return have.etag.strip('"') == await source.md5(part.offset, part.size_bytes)
-
-
-async def all_or_none(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run them all and return their results in order; the first failure cancels the rest and is raised."""
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
-    try:
-        return await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
 
 
 async def _unless_changed(source: Source, request: Awaitable[T]) -> T:

@@ -519,8 +519,7 @@ class World:
         )
         patch(mock.patch.object(sending, "transfer", moved))
         patch(mock.patch.object(sending, "Source", Source))
-        patch(mock.patch.object(steps.upload, "all_or_none", in_turn))
-        for module in (settling, remote_sweep):
+        for module in (steps, settling, remote_sweep):
             patch(mock.patch.object(module, "all_or_none", in_turn))
         patch(mock.patch.object(sweep_plan, "COLLECT_AT_LEAST", self._collect_at_least))
         logger = logging.getLogger("ckpt_async")
