@@ -182,6 +182,7 @@ def test_a_failing_check_does_not_hide_the_others(
 ) -> None:
     module, calls = load(tree), []
     monkeypatch.setattr(module, "set_up", lambda: None)
+    monkeypatch.setattr(module, "has_prometheus", lambda: True)
 
     def call(command: tuple[str, ...], **_options: object) -> int:
         calls.append(command[2])
@@ -249,7 +250,13 @@ def checked(tree: Path, tests: str, *limits: str) -> subprocess.CompletedProcess
     (tree / "test_hang.py").write_text(tests)
     command = load(DEV.parent).CHECKS["pytest"]
     settings = ("-c", str(DEV.parent / "pyproject.toml"), "--rootdir", str(tree), "-p", "no:cacheprovider")
-    return run([sys.executable, "-m", *command, *settings, *limits, str(tree / "test_hang.py")], cwd=tree)
+    # What else is installed registers plugins that take seconds to import, in each of three processes.
+    plugins = ("-p", "xdist.plugin", "-p", "pytest_timeout")
+    return run(
+        [sys.executable, "-m", *command, *plugins, *settings, *limits, str(tree / "test_hang.py")],
+        cwd=tree,
+        env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+    )
 
 
 def test_a_hanging_test_fails_and_shows_where(tmp_path: Path) -> None:
