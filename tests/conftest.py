@@ -27,18 +27,20 @@ settings.load_profile("ci")
 # Files that take longest, longest first: with two at a time, one of them at the end would leave a core idle.
 LONGEST = (
     "simulation/test_simulation.py",
+    "torch_side/test_dcp_ranks.py",
     "runners/test_runner.py",
     "faults/test_syscalls.py",
-    "model/test_protocol_model.py",
     "integrations/test_lightning.py",
-    "test_demo.py",
-    "torch_side/test_dcp_ranks.py",
     "model/test_mutants.py",
-    "restore/test_interrupted.py",
-    "alerts/test_play.py",
+    "test_demo.py",
     "faults/test_hostile_network.py",
-    "integrations/test_transformers.py",
     "faults/test_kill.py",
+    "integrations/test_transformers.py",
+    "faults/test_power_cut.py",
+    "model/test_protocol_model.py",
+    "restore/test_interrupted.py",
+    "test_dev.py",
+    "stores/test_differential.py",
 )
 TESTS = Path(__file__).resolve().parent
 

@@ -1,6 +1,6 @@
-"""One rank of the test of `ckpt_async.torch.agreement`: all scenarios in one process group, and what each gave as JSON.
+"""The ranks of test_agree: all scenarios in one process group, and what each gave as JSON.
 
-python agree_ranks.py RANK WORLD_SIZE FOLDER
+python agree_ranks.py WORLD_SIZE FOLDER
 """
 
 import json
@@ -23,8 +23,10 @@ from ckpt_async.torch import (
     save_rng_state,
     set_rng_state,
 )
+from tests.torch_side.forks import become_ranks
 
-rank, world_size, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+world_size, folder = int(sys.argv[1]), Path(sys.argv[2])
+rank = become_ranks(world_size)
 found: dict[str, object] = {}
 calls: list[str] = []
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from ckpt_async import restore
 from ckpt_async.torch.resume import fetch_together
+from tests.torch_side.forks import become_ranks
 
 
 def scenario(name: str, remote: str, base: Path, rank: int) -> dict[str, Any]:
@@ -52,6 +53,7 @@ def scenario(name: str, remote: str, base: Path, rank: int) -> dict[str, Any]:
 
 def main() -> None:
     remote, base, names = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
+    os.environ["RANK"] = str(become_ranks(int(os.environ["WORLD_SIZE"])))
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     rank = dist.get_rank()
     for name in names:
@@ -79,5 +81,4 @@ def spoil(remote: str) -> None:
 
 
 if __name__ == "__main__":
-    assert os.environ["WORLD_SIZE"]
     main()

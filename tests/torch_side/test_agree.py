@@ -1,8 +1,10 @@
 """Ranks agree, act for each other and keep their random numbers: with three real ranks over gloo."""
 
+import contextlib
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -33,23 +35,21 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of three ranks saw."""
     folder = tmp_path_factory.mktemp("ranks")
     root = str(SCRIPT.parents[2])
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(rank), str(WORLD_SIZE), str(folder)],
-            env=os.environ | {"PYTHONPATH": root, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(WORLD_SIZE)
-    ]
+    ranks = subprocess.Popen(
+        [sys.executable, str(SCRIPT), str(WORLD_SIZE), str(folder)],
+        env=os.environ | {"PYTHONPATH": root, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
     try:
-        outputs = [each.communicate(timeout=180)[0] for each in ranks]
+        output, _ = ranks.communicate(timeout=180)
     finally:
-        for each in ranks:
-            each.kill()
-            each.wait()
-    assert [each.returncode for each in ranks] == [0] * WORLD_SIZE, "\n".join(outputs)
+        with contextlib.suppress(ProcessLookupError):  # all have ended
+            os.killpg(ranks.pid, signal.SIGKILL)
+        ranks.wait()
+    assert ranks.returncode == 0, output
     return [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(WORLD_SIZE)]
 
 

@@ -1,9 +1,11 @@
 """Ranks that resume together: nearest copies, each byte out of the store once, failures that reach everybody."""
 
+import contextlib
 import json
 import os
 import random
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -30,7 +32,7 @@ def free_port() -> int:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """One start of four ranks plays all scenarios: starting torch four times is what costs."""
+    """One start of four ranks plays all scenarios: starting torch is what costs."""
     base = tmp_path_factory.mktemp("resume")
     remote, rng = f"file://{base}/remote", random.Random(3)
     with Uploader(base / "truth", remote, rank=0, world_size=1, latest_filename="") as uploader:
@@ -56,20 +58,18 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
         "WORLD_SIZE": str(NUM_RANKS),
         "OMP_NUM_THREADS": "1",
     }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.torch_side.resume_ranks", remote, str(base), *names],
-            env={**environment, "RANK": str(rank)},
-            cwd=Path(__file__).parents[2],
-        )
-        for rank in range(NUM_RANKS)
-    ]
+    ranks = subprocess.Popen(
+        [sys.executable, "-m", "tests.torch_side.resume_ranks", remote, str(base), *names],
+        env=environment,
+        cwd=Path(__file__).parents[2],
+        start_new_session=True,
+    )
     try:
-        assert [rank.wait(150) for rank in ranks] == [0] * NUM_RANKS
+        assert ranks.wait(150) == 0
     finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+        with contextlib.suppress(ProcessLookupError):  # all have ended
+            os.killpg(ranks.pid, signal.SIGKILL)
+        ranks.wait()
     return {
         name: [json.loads((base / f"{name}-{rank}.json").read_text()) for rank in range(NUM_RANKS)]
         for name in names
