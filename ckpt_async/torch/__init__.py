@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ckpt_async.torch.dcp import async_save, load_latest, save
     from ckpt_async.torch.dcp_reader import CkptAsyncReader
     from ckpt_async.torch.dcp_writer import CkptAsyncWriter
+    from ckpt_async.torch.dumping import check_writable, deepspeed_filename, dump
     from ckpt_async.torch.formats import load, load_remote
     from ckpt_async.torch.resume import fetch_together
     from ckpt_async.torch.states import KeyReport, load_into, model_state
@@ -39,6 +40,9 @@ _HOMES = {
     "KeyReport": "states",
     "agree": "agreement",
     "async_save": "dcp",
+    "check_writable": "dumping",
+    "deepspeed_filename": "dumping",
+    "dump": "dumping",
     "fetch_together": "resume",
     "gather_rng_states": "agreement",
     "launch_id": "agreement",
@@ -62,6 +66,9 @@ __all__ = [
     "KeyReport",
     "agree",
     "async_save",
+    "check_writable",
+    "deepspeed_filename",
+    "dump",
     "fetch_together",
     "gather_rng_states",
     "launch_id",

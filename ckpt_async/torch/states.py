@@ -55,14 +55,22 @@ def model_state(state: Mapping[str, Any]) -> Mapping[str, Any]:
     `state/model` (Composer), `model`, `model_state_dict`, `state_dict` (Lightning), `module` (DeepSpeed); or all of it
     if it holds tensors only. Raises FormatError if it is at none of these.
     """
+    found: Any = state
+    for key in model_path(state):
+        found = found[key]
+    return found  # type: ignore[no-any-return]
+
+
+def model_path(state: Mapping[str, Any]) -> tuple[str, ...]:
+    """The keys that lead to `model_state`; none where the state is it. Raises FormatError if there is no model."""
     for path in (("state", "model"), ("model",), ("model_state_dict",), ("state_dict",), ("module",)):
         found: Any = state
         for key in path:
             found = found.get(key) if isinstance(found, Mapping) else None
         if isinstance(found, Mapping):
-            return found
+            return path
     if state and all(isinstance(each, torch.Tensor) for each in state.values()):
-        return state
+        return ()
     raise FormatError(f"no model in it: it has {', '.join(map(str, list(state)[:20])) or 'nothing'}")
 
 

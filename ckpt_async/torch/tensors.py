@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import io
 import json
 import math
 import os
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
@@ -44,6 +45,7 @@ _DTYPES = {
     "F64": torch.float64,
     "C64": torch.complex64,
 }
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 def load_safetensors(path: Path, map_location: object) -> dict[str, torch.Tensor]:
@@ -67,6 +69,61 @@ def load_safetensors(path: Path, map_location: object) -> dict[str, torch.Tensor
             file.seek(start + place.begin)
             tensors[name] = place.read(file, f"{path}: {name[:200]!r}").to(map_location)
     return tensors
+
+
+def save_safetensors(state: Any, file: IO[bytes], what: str) -> None:
+    """Write a dict of tensors, nested ones by '.'-joined keys, as the safetensors library would: any reader's
+    `load_file` has it. Tensors that share memory are written once for each name. One tensor at a time is copied, if it
+    is not contiguous or not on the CPU. Raises FormatError, which names the key, before anything is written.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    _flatten(state, "", tensors, what)
+    # The library's order: where each begins, its elements are aligned.
+    order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in order:
+        tensor = tensors[name]
+        begin, end = end, end + tensor.numel() * tensor.dtype.itemsize
+        header[name] = {
+            "dtype": _DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(struct.pack("<Q", len(text)) + text)
+    for name in order:
+        tensor = tensors[name].detach().cpu().resolve_conj().resolve_neg().contiguous()
+        if size_bytes := tensor.numel() * tensor.dtype.itemsize:
+            # torch needs no numpy, so neither do we.
+            file.write(memoryview((ctypes.c_char * size_bytes).from_address(tensor.data_ptr())).cast("B"))
+
+
+def _flatten(value: Any, name: str, tensors: dict[str, torch.Tensor], what: str) -> None:
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            _flatten(each, f"{name}.{key}" if name else str(key), tensors, what)
+        return
+    if problem := _not_writable(value):
+        raise FormatError(
+            f"{what}: {name!r} is {problem}, which a safetensors file cannot hold",
+            hint="weights_only=True keeps the model's tensors alone, ignore_keys leaves keys out, a .pt file holds all",
+        )
+    if name in tensors or name in ("", "__metadata__"):
+        raise FormatError(f"{what}: {name!r} cannot be, or is twice, a tensor's name in a safetensors file")
+    tensors[name] = value
+
+
+def _not_writable(value: Any) -> str:
+    """What is in the way; '' if nothing is."""
+    if not isinstance(value, torch.Tensor):
+        return f"not a tensor but {type(value).__name__}"
+    if hasattr(value, "to_local"):  # DTensor and its like
+        return f"a part of a sharded tensor ({type(value).__name__})"
+    if value.is_meta or value.is_nested or value.layout is not torch.strided:
+        return "a tensor that is meta, nested or sparse"
+    return "" if value.dtype in _DTYPE_NAMES else f"a tensor of {value.dtype}"
 
 
 def _check_apart(places: Iterable[_Place]) -> None:

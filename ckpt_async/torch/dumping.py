@@ -1,0 +1,241 @@
+"""Writing checkpoints that are one file, the mirror of `load`: torch's own, safetensors, archives and compressed ones.
+
+What is written streams: no second whole copy of it is made, in memory or on disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import pickle
+import tarfile
+import time
+from collections import deque
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+
+from ckpt_async.errors import FormatError, SettingsError
+from ckpt_async.local.new_file import new_file
+from ckpt_async.torch.codecs import CHUNK_BYTES, STATES_NAME, Format, format_of, unknown
+from ckpt_async.torch.formats import fill
+from ckpt_async.torch.states import IgnoreKeys, checked_keys, drop, model_path, model_state
+from ckpt_async.torch.tensors import save_safetensors
+
+# What Composer keeps of `state` with weights_only.
+_COMPOSERS_WEIGHTS = ("model", "integrations", "metadata")
+
+
+def dump(
+    state: Any,
+    path: str | os.PathLike[str] | IO[bytes],
+    *,
+    ignore_keys: IgnoreKeys = (),
+    weights_only: bool = False,
+    overwrite: bool = False,
+    run_name: str = "",
+    format: str = "",  # noqa: A002  the word for it
+) -> None:
+    """Write a state to a file that `load` and torch's own readers read. The name's suffix decides how:
+
+    - `.pt`, `.pth`, `.bin`, `.ckpt`, or none (`ep1-ba42-rank0`): as `torch.save` does;
+    - `.safetensors`: tensors only, nested dicts by '.'-joined keys;
+    - `.tar`, `.tar.gz`, `.tgz`, `.tar.bz2`, `.tar.lzma`, `.tar.xz`: an archive with `composer_states.pt`, as Composer
+      writes; the compressed ones serialize the state twice, since an archive says sizes first;
+    - `.bz2`, `.gz`, `.lz4`, `.lzma`, `.lzo`, `.xz`, `.zst` behind any of these: compressed while it is written.
+
+    In the name, `{rank}` and the like are replaced as by `load`. Missing folders are made. The file gets its name once
+    it is whole: an error or SIGKILL leaves what was there before, or nothing. It is durable once fsynced, which
+    `Uploader` does with what is enqueued; one that replaces another is at once.
+
+    Instead of a path, a binary file that is open for writing (`Uploader.open(step, name)`); `format` then is the suffix
+    that decides, `.pt` unless given. It may be given with a path too.
+
+    `ignore_keys` leaves parts out, as in `load`: globs over the '/'-joined keys, or a function that changes the state.
+    `weights_only` then keeps the model's part where it is (see `model_state`): of Composer's states `state/model`,
+    `state/integrations` and `state/metadata`; in a safetensors file its tensors alone. The caller's state is not
+    changed: dicts, lists, tuples, sets and deques are copied before anything is taken out, tensors are not.
+
+    Blocks; compression works without the GIL. Raises FormatError if the state cannot be written like this or a library
+    is missing (see `check_writable`), DestinationError if the file exists (`overwrite` replaces it) or cannot be
+    written, NoSpaceError if the disk is full. A file object's own errors are raised as they are.
+    """
+    ignore_keys = checked_keys(ignore_keys)
+    if not isinstance(path, str | os.PathLike):
+        how = _writable(format or ".pt")
+        _write(_kept(state, ignore_keys, weights_only, how), path, how, format or "the file")
+        return
+    target = Path(fill(os.fspath(path), run_name=run_name))
+    how = _writable(format or target.name)
+    state = _kept(state, ignore_keys, weights_only, how)
+    with new_file(target, overwrite=overwrite) as file:
+        _write(state, file, how, str(target))
+
+
+def check_writable(name: str | os.PathLike[str]) -> None:
+    """Whether `dump` could write a file of this name (or template of names) here, so that one learns it before training
+    starts. Only its suffix counts. Raises FormatError, which says what is unknown, or missing and how to get it.
+    """
+    _writable(os.fspath(name))
+
+
+def deepspeed_filename(name: str, *, weights_only: bool = False) -> str:
+    """The name of a rank's file for DeepSpeed, which needs one archive per rank: with `.tar` unless it is an archive's
+    already, as in Composer. Raises SettingsError for `weights_only`: DeepSpeed has the weights and the rest in one.
+    """
+    if weights_only:
+        raise SettingsError("weights_only=True cannot be used with DeepSpeed", hint="save everything")
+    found = format_of(name)
+    return name if found is not None and found.is_archive else f"{name}.tar"
+
+
+def _writable(name: str) -> Format:
+    how = format_of(f"_{name}" if name.startswith(".") else name)  # `.pt` alone would be a hidden file's name
+    if how is None:
+        raise unknown(name)
+    if how.codec is not None:
+        how.codec.check(name)
+    return how
+
+
+# --- what is written ------------------------------------------------------------------------------------------
+
+
+def _kept(state: Any, ignore_keys: IgnoreKeys, weights_only: bool, how: Format) -> Any:
+    if ignore_keys:
+        state = _copied(state, {})
+        drop(state, ignore_keys)
+    if not weights_only:
+        return state
+    if how.is_safetensors:
+        return model_state(state)
+    path = model_path(state)
+    if path == ("state", "model"):
+        whole = state["state"]
+        return {"state": {key: whole[key] for key in _COMPOSERS_WEIGHTS if key in whole}}
+    kept: Any = model_state(state)
+    for key in reversed(path):
+        kept = {key: kept}
+    return kept
+
+
+def _copied(value: Any, copies: dict[int, Any]) -> Any:
+    """The containers anew, with what is in them as it is; what is shared stays shared."""
+    if not isinstance(value, dict | list | tuple | set | deque):
+        return value
+    if id(value) in copies:
+        return copies[id(value)]
+    if isinstance(value, tuple):
+        parts = [_copied(each, copies) for each in value]
+        if all(new is old for new, old in zip(parts, value, strict=True)):
+            return value
+        made = getattr(value, "_make", type(value))
+        return copies.setdefault(id(value), made(parts))
+    new = copies[id(value)] = _shallow(value)
+    if not isinstance(value, set):
+        for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+            new[key] = _copied(each, copies)
+    return new
+
+
+def _shallow(value: Any) -> Any:
+    """Of its own class, with its attributes: `_metadata` of a module's state."""
+    return copy.copy(value)
+
+
+# --- how ------------------------------------------------------------------------------------------------------
+
+
+class _Sink:
+    """What torch writes to: in pieces, so that no library makes a compressed copy of a whole tensor. After an error
+    torch raises one of its own, about positions; ours is kept.
+    """
+
+    def __init__(self, stream: IO[bytes] | None) -> None:
+        """Without a stream it only counts."""
+        self._stream = stream
+        self.size_bytes = 0
+        self.failure: BaseException | None = None
+
+    def write(self, data: bytes | memoryview) -> int:
+        self.size_bytes += len(data)
+        if self._stream is not None and self.failure is None:
+            try:
+                for start in range(0, len(data), CHUNK_BYTES):
+                    self._stream.write(memoryview(data)[start : start + CHUNK_BYTES])
+            except BaseException as error:
+                self.failure = error
+                raise
+        return len(data)
+
+    def flush(self) -> None:
+        """torch asks for it."""
+
+
+def _write(state: Any, file: IO[bytes], how: Format, what: str) -> None:
+    with contextlib.ExitStack() as stack:
+        stream = file if how.codec is None else stack.enter_context(how.codec.writing(file, what))
+        if how.is_archive:
+            _write_archive(state, stream, how.codec is None and file.seekable(), what)
+        elif how.is_safetensors:
+            save_safetensors(state, cast(IO[bytes], _Sink(stream)), what)
+        else:
+            _torch_save(state, stream, what)
+
+
+def _torch_save(state: Any, stream: IO[bytes] | None, what: str) -> int:
+    """How many bytes it wrote, or would."""
+    sink = _Sink(stream)
+    try:
+        torch.save(state, cast(IO[bytes], sink))
+    except Exception as error:
+        if sink.failure is not None:
+            raise sink.failure from None
+        if not isinstance(error, pickle.PicklingError | AttributeError | TypeError):
+            raise
+        raise FormatError(
+            f"{what}: {_unpicklable(state, '')} cannot be saved: {str(error)[:500]}",
+            hint="leave it out with ignore_keys, or save its state_dict",
+        ) from error
+    if sink.failure is not None:
+        raise sink.failure
+    return sink.size_bytes
+
+
+def _unpicklable(value: Any, path: str) -> str:
+    """Where the first part is that pickle refuses."""
+    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, each in parts:
+        if isinstance(each, torch.Tensor):
+            continue
+        try:
+            pickle.dumps(each)
+        except Exception:  # noqa: BLE001  of any kind: that is what is asked
+            return _unpicklable(each, f"{path}/{key}".lstrip("/"))
+    return repr(path) if path else "the state"
+
+
+def _write_archive(state: Any, stream: IO[bytes], can_go_back: bool, what: str) -> None:
+    """A tar with one file. Its header says the size: it is written afterwards, or the state is serialized twice."""
+    member = tarfile.TarInfo(STATES_NAME)
+    member.mtime = int(time.time())
+    if can_go_back:
+        start = stream.tell()
+        stream.write(bytes(tarfile.BLOCKSIZE))
+        member.size = _torch_save(state, stream, what)
+        end = stream.tell()
+        stream.seek(start)
+        stream.write(member.tobuf(tarfile.GNU_FORMAT))  # one block, however large the size
+        stream.seek(end)
+    else:
+        member.size = _torch_save(state, None, what)
+        stream.write(member.tobuf(tarfile.GNU_FORMAT))
+        if _torch_save(state, stream, what) != member.size:
+            raise FormatError(f"{what}: the state changed while it was written", hint="write a copy of it")
+    written = tarfile.BLOCKSIZE + member.size
+    # Padding, two empty blocks for the end, and whole records.
+    stream.write(bytes(-written % tarfile.BLOCKSIZE + 2 * tarfile.BLOCKSIZE))
+    written += -written % tarfile.BLOCKSIZE + 2 * tarfile.BLOCKSIZE
+    stream.write(bytes(-written % tarfile.RECORDSIZE))
