@@ -1,8 +1,8 @@
-"""The pickle machine, as far as DCP's `.metadata` needs it: it makes what it is given tables for, and runs nothing.
+"""The pickle machine, as far as plain data needs it: it makes what it is given rules for, and runs nothing.
 
 `pickle.Unpickler` with a list of allowed names is not enough: BUILD on an allowed function or class changes torch
 itself, a memo index of 2³¹ takes 32 GiB, and a tuple of tuples as a key hashes for ever. So the few opcodes that a real
-`.metadata` has are interpreted here, as `torch.load(weights_only=True)` does for tensors.
+`.metadata` of DCP has are interpreted here, and, where its rules say so, those of a trainer's state.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import pickletools
 import struct
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NoReturn
 
@@ -24,9 +24,7 @@ _DICTS = frozenset({dict, OrderedDict})
 # What a pickle that is cut short or nonsense leads to.
 ILL_FORMED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, struct.error)
 
-Find = Callable[[str, str], object]
-_Combine = dict[int, Callable[[Any, Any], object]]
-_Fill = dict[int, Callable[[object, list[Any]], None]]
+Value = Callable[[bytes, int], tuple[object, int]]
 
 
 class Class:
@@ -45,26 +43,106 @@ class Function:
 
     __slots__ = ("make", "type")
 
-    def __init__(self, make: Callable[..., object], argument_type: type) -> None:
+    def __init__(self, make: Callable[..., object], argument_type: type = object) -> None:
         self.make = make
         self.type = argument_type
 
 
-def refuse(reason: str) -> NoReturn:
-    raise UnsafePickleError(reason)
+def refuse(reason: str, hint: str = "") -> NoReturn:
+    raise UnsafePickleError(reason, hint=hint)
 
 
-def interpret(
-    data: bytes, find: Find, build: Callable[[object, object], object], key_types: frozenset[type]
-) -> object:
-    """Run the pickle machine on the opcodes of protocols 2 to 5 that plain data has. `find` says what a name stands
-    for, None for what has no place here; `build` gives an object that NEWOBJ has made its state, and returns it; keys
-    of dicts are of `key_types`. Raises UnsafePickleError for what it does not do, and any of ILL_FORMED.
+class Rules:
+    """What one kind of pickle may say. As they stand: dicts and lists, and what `find` knows."""
+
+    what = "such a pickle"  # in complaints
+    values: Mapping[int, Value]  # by opcode: the value that it pushes, and where the next opcode begins
+    has_sets_and_storages = False  # whether ADDITEMS, FROZENSET and BINPERSID are opcodes
+
+    def find(self, module: str, name: str) -> object:
+        """What a name stands for; None for what has no place here."""
+        raise NotImplementedError
+
+    def build(self, target: object, state: object) -> object:
+        """Give an object that `new` or `call` has made its state, and return it."""
+        raise NotImplementedError
+
+    def check_keys(self, keys: list[Any]) -> None:
+        raise NotImplementedError
+
+    def new(self, class_: object, arguments: object) -> object:
+        if type(class_) is not Class or type(arguments) is not tuple or arguments:
+            refuse(f"it makes an object of something that is not a class of {self.what}")
+        return object.__new__(class_.made)
+
+    def call(self, function: object, arguments: object) -> object:
+        if type(function) is not Function or type(arguments) is not tuple or len(arguments) > _MAX_ARGUMENTS:
+            refuse(f"it calls something that {self.what} never calls")
+        for each in arguments:
+            if function.type is not object and type(each) is not function.type:
+                refuse(f"it calls a function with arguments of other types than {self.what} has")
+        return function.make(*arguments)
+
+    def named(self, module: object, name: object) -> object:
+        if type(module) is not str or type(name) is not str:
+            refuse("it names a global without a name")
+        found = self.find(module, name)
+        if found is None:
+            self.refuse_global(f"{module[:200]}.{name[:200]}")
+        return found
+
+    def refuse_global(self, name: str) -> NoReturn:
+        refuse(f"it names {name}, which is not part of {self.what}; nothing was run")
+
+    def tuple_of(self, items: list[Any]) -> object:
+        return tuple(items)
+
+    def set_items(self, target: object, items: list[Any]) -> None:
+        if type(target) not in _DICTS:
+            refuse("it sets items of something that is not a dict")
+        assert isinstance(target, dict)
+        self.check_keys(items[::2])
+        target.update(zip(items[::2], items[1::2], strict=True))
+
+    def extend(self, target: object, items: list[Any]) -> None:
+        if type(target) is not list:
+            refuse("it appends to something that is not a list")
+        target.extend(items)
+
+    def add(self, target: object, items: list[Any]) -> None:
+        """ADDITEMS, to a set."""
+        raise NotImplementedError
+
+    def frozen(self, items: list[Any]) -> object:
+        """FROZENSET."""
+        raise NotImplementedError
+
+    def persistent(self, told: object) -> object:
+        """BINPERSID: what is kept outside of the pickle."""
+        raise NotImplementedError
+
+
+def interpret(data: bytes, rules: Rules) -> object:
+    """Run the pickle machine on the opcodes of protocols 2 to 5 that plain data has. Raises UnsafePickleError for what
+    it does not do, and any of ILL_FORMED.
     """
     # REDUCE, NEWOBJ, BUILD, STACK_GLOBAL: what becomes of the two topmost.
-    combined: _Combine = {0x52: _call, 0x81: _new, 0x62: build, 0x93: partial(_global, find)}
-    set_items = partial(_set_items, key_types)
-    fill: _Fill = {0x75: set_items, 0x73: set_items, 0x65: _extend, 0x61: _extend}
+    combined: dict[int, Callable[[Any, Any], object]] = {
+        0x52: rules.call,
+        0x81: rules.new,
+        0x62: rules.build,
+        0x93: rules.named,
+    }
+    # SETITEMS and SETITEM, APPENDS and APPEND, ADDITEMS
+    fill: dict[int, Callable[[object, list[Any]], None]] = {
+        0x75: rules.set_items,
+        0x73: rules.set_items,
+        0x65: rules.extend,
+        0x61: rules.extend,
+    }
+    if rules.has_sets_and_storages:
+        fill[0x90] = rules.add
+    values, tuple_of = rules.values, rules.tuple_of
     stack: list[Any] = []
     marks: list[list[Any]] = []
     memo: dict[int, Any] = {}
@@ -77,11 +155,14 @@ def interpret(
         elif code in (0x68, 0x6A):  # BINGET, LONG_BINGET
             index, at = _byte(data, at) if code == 0x68 else _unsigned(data, at)
             stack.append(memo[index])
-        elif (read := _VALUES.get(code)) is not None:
+        elif (read := values.get(code)) is not None:
             value, at = read(data, at)
             stack.append(value)
         elif (size := _TUPLE_SIZES.get(code)) is not None:  # TUPLE1, TUPLE2, TUPLE3
-            stack.append(tuple(_pop(stack, size)))
+            stack.append(tuple_of(_pop(stack, size)))
+        elif code in (0x71, 0x72):  # BINPUT, LONG_BINPUT
+            index, at = _byte(data, at) if code == 0x71 else _unsigned(data, at)
+            memo[index] = stack[-1]
         elif (combine := combined.get(code)) is not None:
             argument = stack.pop()
             stack[-1] = combine(stack[-1], argument)
@@ -90,26 +171,28 @@ def interpret(
             stack = []
         elif code == 0x74:  # TUPLE
             items, stack = stack, marks.pop()
-            stack.append(tuple(items))
-        elif code in (0x75, 0x65):  # SETITEMS, APPENDS
-            items, stack = stack, marks.pop()
-            fill[code](stack[-1], items)
+            stack.append(tuple_of(items))
         elif code in (0x73, 0x61):  # SETITEM, APPEND
             items = _pop(stack, 2 if code == 0x73 else 1)
             fill[code](stack[-1], items)
+        elif code in fill:  # SETITEMS, APPENDS, ADDITEMS
+            items, stack = stack, marks.pop()
+            fill[code](stack[-1], items)
         elif code == 0x63:  # GLOBAL
             (module, name), at = _names(data, at)
-            stack.append(_global(find, module, name))
-        elif code in (0x71, 0x72):  # BINPUT, LONG_BINPUT
-            index, at = _byte(data, at) if code == 0x71 else _unsigned(data, at)
-            memo[index] = stack[-1]
+            stack.append(rules.named(module, name))
         elif code in (0x80, 0x95):  # PROTO, FRAME
             at = _skip(code, data, at)
         elif code == 0x2E:  # STOP
             return stack.pop()
+        elif code == 0x91 and rules.has_sets_and_storages:  # FROZENSET
+            items, stack = stack, marks.pop()
+            stack.append(rules.frozen(items))
+        elif code == 0x51 and rules.has_sets_and_storages:  # BINPERSID
+            stack[-1] = rules.persistent(stack[-1])
         else:
             opcode = next((each for each in pickletools.opcodes if ord(each.code) == code), None)
-            refuse(f"it has {opcode.name if opcode else hex(code)}, which DCP's metadata never has")
+            refuse(f"it has {opcode.name if opcode else hex(code)}, which {rules.what} never has")
 
 
 def _skip(code: int, data: bytes, at: int) -> int:
@@ -147,13 +230,31 @@ def _long(data: bytes, at: int) -> tuple[int, int]:
     return int.from_bytes(data[start:end], "little", signed=True), end
 
 
-def _text(data: bytes, size: int, start: int) -> tuple[str, int]:
+def _bytes(data: bytes, size: int, start: int) -> tuple[bytes, int]:
     end = start + size
     if end > len(data):
         refuse("it is cut short")
+    return data[start:end], end
+
+
+def _text(data: bytes, size: int, start: int) -> tuple[str, int]:
     if size > _MAX_TEXT_BYTES:
-        refuse(f"it has a text of {size} bytes")
-    return str(data[start:end], "utf-8", "surrogatepass"), end
+        refuse("it is cut short" if start + size > len(data) else f"it has a text of {size} bytes")
+    return _long_text(data, size, start)
+
+
+def _long_text(data: bytes, size: int, start: int) -> tuple[str, int]:
+    found, end = _bytes(data, size, start)
+    return str(found, "utf-8", "surrogatepass"), end
+
+
+def _length(data: bytes, at: int) -> tuple[int, int]:
+    return _number("<Q", data, at)
+
+
+def _bytearray(data: bytes, at: int) -> tuple[bytearray, int]:
+    found, end = _bytes(data, *_length(data, at))
+    return bytearray(found), end
 
 
 def _names(data: bytes, at: int) -> tuple[list[str], int]:
@@ -164,7 +265,7 @@ def _names(data: bytes, at: int) -> tuple[list[str], int]:
 
 
 # The value that an opcode pushes, and where the next one begins.
-_VALUES: dict[int, Callable[[bytes, int], tuple[object, int]]] = {
+VALUES: dict[int, Value] = {
     0x4B: _byte,  # BININT1
     0x29: lambda _, at: ((), at),  # EMPTY_TUPLE
     0x7D: lambda _, at: ({}, at),  # EMPTY_DICT
@@ -179,44 +280,16 @@ _VALUES: dict[int, Callable[[bytes, int], tuple[object, int]]] = {
     0x88: lambda _, at: (True, at),  # NEWTRUE
     0x47: partial(_number, ">d"),  # BINFLOAT
 }
+# What else a state has: texts of any length, for what the memo repeats is only copied within a budget (see `plain`).
+STATE_VALUES: dict[int, Value] = VALUES | {
+    0x58: lambda data, at: _long_text(data, *_unsigned(data, at)),  # BINUNICODE
+    0x8D: lambda data, at: _long_text(data, *_length(data, at)),  # BINUNICODE8
+    0x43: lambda data, at: _bytes(data, *_byte(data, at)),  # SHORT_BINBYTES
+    0x42: lambda data, at: _bytes(data, *_unsigned(data, at)),  # BINBYTES
+    0x8E: lambda data, at: _bytes(data, *_length(data, at)),  # BINBYTES8
+    0x96: _bytearray,  # BYTEARRAY8
+    0x8F: lambda _, at: (set(), at),  # EMPTY_SET
+}
 _TUPLE_SIZES = {0x85: 1, 0x86: 2, 0x87: 3}
 
-
-def _new(class_: object, arguments: object) -> object:
-    if type(class_) is not Class or type(arguments) is not tuple or arguments:
-        refuse("it makes an object of something that is not a class of DCP's metadata")
-    return object.__new__(class_.made)
-
-
-def _global(find: Find, module: object, name: object) -> object:
-    if type(module) is not str or type(name) is not str:
-        refuse("it names a global without a name")
-    found = find(module, name)
-    if found is None:
-        refuse(f"it names {module[:200]}.{name[:200]}, which is not part of DCP's metadata; nothing was run")
-    return found
-
-
-def _call(function: object, arguments: object) -> object:
-    if type(function) is not Function or type(arguments) is not tuple or len(arguments) > _MAX_ARGUMENTS:
-        refuse("it calls something that DCP's metadata never calls")
-    for each in arguments:
-        if function.type is not object and type(each) is not function.type:
-            refuse("it calls a function with arguments of other types than DCP's metadata has")
-    return function.make(*arguments)
-
-
-def _set_items(key_types: frozenset[type], target: object, items: list[Any]) -> None:
-    if type(target) not in _DICTS:
-        refuse("it sets items of something that is not a dict")
-    assert isinstance(target, dict)
-    for key in items[::2]:
-        if type(key) not in key_types:
-            refuse("it has a key that is neither a name nor an index")
-    target.update(zip(items[::2], items[1::2], strict=True))
-
-
-def _extend(target: object, items: list[Any]) -> None:
-    if type(target) is not list:
-        refuse("it appends to something that is not a list")
-    target.extend(items)
+Rules.values = VALUES

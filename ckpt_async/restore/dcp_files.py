@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any
 
-from ckpt_async.core.pickled import ILL_FORMED, Class, Function, interpret
+from ckpt_async.core.pickled import ILL_FORMED, Class, Function, Rules, interpret, refuse
 from ckpt_async.errors import UnsafePickleError
 
 # As many bytes as `ckpt_async.torch` reads: about 5 million shards of tensors.
@@ -18,21 +18,27 @@ class _Inert:
     """Stands for an object of any class of DCP's: its fields are kept, and nobody's code is called."""
 
 
-def _find(module: str, name: str) -> object:
-    """Classes by their module, so that one that a newer torch adds is no obstacle. All else is a value, or a call that
-    does nothing.
-    """
-    if f"{module}.".startswith(_PACKAGE) and name != "_MEM_FORMAT_ENCODING":
-        return Class(_Inert)
-    if (module, name) == ("collections", "OrderedDict"):
-        return Function(lambda *_: OrderedDict(), object)
-    return Function(lambda *_: None, object)
+class _PlacesRules(Rules):
+    what = "DCP's metadata"
 
+    def find(self, module: str, name: str) -> object:
+        """Classes by their module, so that one that a newer torch adds is no obstacle. All else is a value, or a call
+        that does nothing.
+        """
+        if f"{module}.".startswith(_PACKAGE) and name != "_MEM_FORMAT_ENCODING":
+            return Class(_Inert)
+        if (module, name) == ("collections", "OrderedDict"):
+            return Function(lambda *_: OrderedDict())
+        return Function(lambda *_: None)
 
-def _build(target: object, state: object) -> object:
-    if type(target) is _Inert and not vars(target) and type(state) is dict:
-        vars(target).update((name, value) for name, value in state.items() if type(name) is str)
-    return target
+    def build(self, target: object, state: object) -> object:
+        if type(target) is _Inert and not vars(target) and type(state) is dict:
+            vars(target).update((name, value) for name, value in state.items() if type(name) is str)
+        return target
+
+    def check_keys(self, keys: list[Any]) -> None:
+        if not {str, _Inert}.issuperset(map(type, keys)):
+            refuse("it has a key that is neither a name nor an index")
 
 
 def named_files(metadata: bytes) -> dict[str, int]:
@@ -42,7 +48,7 @@ def named_files(metadata: bytes) -> dict[str, int]:
     Raises UnsafePickleError if it is not DCP's metadata.
     """
     try:
-        found: Any = interpret(metadata, _find, _build, frozenset({str, _Inert}))
+        found: Any = interpret(metadata, _PlacesRules())
         sizes: dict[str, int] = {}
         for place in (found.storage_data or {}).values():
             path, end = place.relative_path, place.offset + place.length

@@ -31,6 +31,7 @@ from ckpt_async.restore.fetching import use_newest
 from ckpt_async.torch.agreement import run_on_one, sendable
 from ckpt_async.torch.dcp_reader import CkptAsyncReader
 from ckpt_async.torch.dcp_writer import FolderWriter, discard, files_of_rank, hand_over, there
+from ckpt_async.torch.plain import Allow
 from ckpt_async.torch.validation import ValidationFunction
 
 logger = logging.getLogger(__name__)
@@ -185,6 +186,7 @@ def load_latest(
     replicas: Group = None,
     validate: ValidationFunction | None = None,
     weights_only: bool = True,
+    allow: Allow = (),
     num_concurrent_reads: int = 8,
 ) -> Checkpoint | None:
     """Load the newest complete checkpoint of a run, or that of `step`, into the state, in place, on whatever ranks
@@ -207,6 +209,7 @@ def load_latest(
         replicas=replicas,
         validate=validate,
         weights_only=weights_only,
+        allow=allow,
         num_concurrent_reads=num_concurrent_reads,
     )
     loaded: set[str] = set()

@@ -27,6 +27,8 @@ from ckpt_async.restore import Checkpoint, Peer, Reader, ReadInto, RemoteFile
 from ckpt_async.restore.session import unreliable
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.torch.agreement import agree, sendable
+from ckpt_async.torch.plain import Allow, allowed
+from ckpt_async.torch.torchfile import read_state
 from ckpt_async.torch.unpickle import load_metadata
 from ckpt_async.torch.validation import ValidationFunction, validate, validation_function
 
@@ -59,8 +61,8 @@ class CkptAsyncReader(StorageReader):
         validate: Asked about each file before it is read, see `ckpt_async.torch.validation`.
         replicas: The ranks that load the same as this one, as a process group that can move CPU tensors: all ranks
             under DDP, `mesh["replicate"].get_group()` under HSDP. The first of them reads and sends it on, in chunks.
-        weights_only: What is no tensor is decoded without running what a file says, too. What torch refuses then can
-            be allowed with `torch.serialization.add_safe_globals`.
+        weights_only: What is no tensor is decoded without running what a file says, too.
+        allow: Classes that may be among it beside plain data, as in `ckpt_async.torch.load`.
 
     Opened on first use, closed by `with`, `close` or when nobody has it any more; until then a lease keeps retention
     away. Each rank reads the pieces its plan needs and no others, in parallel, neighbours in one request. `.metadata`
@@ -77,6 +79,7 @@ class CkptAsyncReader(StorageReader):
         replicas: dist.ProcessGroup | None = None,
         validate: ValidationFunction | None = None,
         weights_only: bool = True,
+        allow: Allow = (),
         num_concurrent_reads: int = 8,
     ) -> None:
         super().__init__()
@@ -85,7 +88,7 @@ class CkptAsyncReader(StorageReader):
         self._prefix = f"{subfolder}/" if subfolder else ""
         self._replicas = replicas
         self._given_validate = validate
-        self._weights_only = weights_only
+        self._weights_only, self._allow = weights_only, allowed(allow)
         self._reader: Reader | None = None
         self._metadata: Metadata | None = None
         self._stored: dict[MetadataIndex, Any] = {}  # torch's _StorageInfo, as .metadata has it
@@ -318,14 +321,15 @@ class CkptAsyncReader(StorageReader):
         raise unreliable(f"{self.checkpoint.name}: {file}: {told}, and other ones when they are read again")
 
     def _put(self, piece: Piece, stream: io.BytesIO, planner: LoadPlanner) -> None:
-        is_object = any(item.type is LoadItemType.BYTE_IO for item in piece.items)
-        if self._weights_only or not is_object:
-            # torch's planners decode objects without any restriction: what is refused here never gets there.
+        objects = [item for item in piece.items if item.type is LoadItemType.BYTE_IO]
+        if objects:
+            content = self._object(piece, stream)
+        if len(objects) < len(piece.items):
             saved = torch.load(stream, map_location="cpu", weights_only=True)
         for item in piece.items:
             self.loaded.add(item.dest_index.fqn)
             if item.type is LoadItemType.BYTE_IO:
-                planner.load_bytes(item, io.BytesIO(stream.getvalue()))
+                planner.load_bytes(item, io.BytesIO(content))
             else:
                 part = narrowed(saved, item)
                 target = planner.resolve_tensor(item).detach()
@@ -336,6 +340,18 @@ class CkptAsyncReader(StorageReader):
                     )
                 target.copy_(part)
                 planner.commit_tensor(item, target)
+
+    def _object(self, piece: Piece, stream: io.BytesIO) -> bytes:
+        """What torch's planners may decode, which they do without any restriction: so it is decoded here, and they get
+        what that gave, saved anew.
+        """
+        if not self._weights_only:
+            return stream.getvalue()
+        name = piece.items[0].storage_index.fqn
+        decoded = read_state(stream, f"{self._path(piece.file)}: {name[:200]!r}", allow=self._allow)
+        again = io.BytesIO()
+        torch.save(decoded, again)
+        return again.getvalue()
 
 
 def narrowed(saved: torch.Tensor, item: ReadItem) -> torch.Tensor:

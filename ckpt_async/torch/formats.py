@@ -1,7 +1,7 @@
 """Loading checkpoints that are one file: torch's own, safetensors, archives and compressed ones.
 
-Nothing that a file says is run: torch's files are read with `weights_only=True`, safetensors and tensor headers are
-JSON, and of an archive only plain files and folders are taken. What is unpacked goes to a temporary folder first.
+Nothing that a file says is run: of torch's files tensors and plain data are taken (see `plain`), safetensors and tensor
+headers are JSON, and of an archive only plain files and folders count. What is unpacked goes to a temporary folder.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import pickle
 import re
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -33,14 +33,14 @@ from ckpt_async.torch.codecs import (
     suffix_by_content,
     unknown,
 )
+from ckpt_async.torch.plain import Allow, allowed
 from ckpt_async.torch.states import IgnoreKeys, checked_keys, drop
 from ckpt_async.torch.tensors import (
     flashpoint_tensor,  # noqa: F401  documented under this module
     load_safetensors,
 )
+from ckpt_async.torch.torchfile import MapLocation, read_state
 from ckpt_async.torch.validation import ValidationFunction, validation_function
-
-MapLocation = str | torch.device | Mapping[str, str] | Callable[..., Any] | None
 
 
 def load(
@@ -48,6 +48,7 @@ def load(
     *,
     map_location: MapLocation = "cpu",
     weights_only: bool = True,
+    allow: Allow = (),
     ignore_keys: IgnoreKeys = (),
     run_name: str = "",
     mmap: bool = False,
@@ -63,6 +64,12 @@ def load(
     such suffix (`ep1-ba42-rank0`) is known by how it begins. In `path`, `{rank}`, `{local_rank}` and `{node_rank}` are
     those of the launcher's environment, and `{run_name}` is `run_name`.
 
+    Beside tensors a file may hold plain data: numbers, texts, bytes, lists, tuples, dicts, sets; numpy's arrays and
+    scalars of numbers and texts; what `collections`, `datetime`, `decimal`, `fractions` and `pathlib` have; torch's
+    sizes, dtypes and devices; states of random number generators. `allow` names classes beside these (dataclasses,
+    enums, …), as they are or as `'my.module.Class'`: their own code then runs, with what the file says. What has no
+    place is refused before anything is left out by `ignore_keys`.
+
     `ignore_keys` leaves parts out: globs over the '/'-joined keys of nested dicts and positions in lists, as in
     Composer (`*` crosses '/', `state/optimizers/*`), or a function that changes what was loaded. One that matches
     nothing is warned of.
@@ -74,16 +81,23 @@ def load(
     `validate`, or the function that CHECKPOINT_VALIDATION_FUNCTION names, is asked about the unpacked file before it is
     decoded, as in Composer: see `ckpt_async.torch.validation`.
 
-    Blocks. Raises FormatError if the file cannot be loaded, UnsafePickleError if it holds more than tensors and plain
-    data (`weights_only=False` runs whatever it says: for files you wrote yourself), CheckpointRefusedError, OSError if
-    it cannot be read.
+    Blocks. Raises FormatError if the file cannot be loaded, UnsafePickleError, with the name of what is refused, if it
+    holds more than tensors, plain data and what is allowed (`weights_only=False` is torch's own unrestricted reader,
+    which runs whatever the file says: for files you wrote yourself), CheckpointRefusedError, OSError if it cannot be
+    read.
     """
     found = Path(fill(os.fspath(path), run_name=run_name))
     twin = found.with_suffix(".safetensors")
     if found.suffix in TORCH_SUFFIXES and twin.exists():
         found = twin
     ignore_keys = checked_keys(ignore_keys)
-    how = _How(map_location, weights_only, mmap, max_size_bytes, validation_function(validate))
+    how = _How(
+        map_location,
+        allowed(allow) if weights_only else None,
+        mmap,
+        max_size_bytes,
+        validation_function(validate),
+    )
     state = _load(found, how)
     drop(state, ignore_keys)
     return state
@@ -96,6 +110,7 @@ def load_remote(
     destination: str | os.PathLike[str] | None = None,
     map_location: MapLocation = "cpu",
     weights_only: bool = True,
+    allow: Allow = (),
     ignore_keys: IgnoreKeys = (),
     run_name: str = "",
     max_size_bytes: int | None = None,
@@ -113,7 +128,13 @@ def load_remote(
     if Path(name).suffix in TORCH_SUFFIXES and twin in checkpoint.files:
         name = twin
     is_ours = destination is None
-    how = _How(map_location, weights_only, is_ours, max_size_bytes, validation_function(validate))
+    how = _How(
+        map_location,
+        allowed(allow) if weights_only else None,
+        is_ours,
+        max_size_bytes,
+        validation_function(validate),
+    )
     with contextlib.ExitStack() as stack:
         folder = destination or stack.enter_context(tempfile.TemporaryDirectory(prefix="ckpt_async-"))
         report = restore.fetch(checkpoint, folder, files=[glob.escape(name)], **fetch_options)
@@ -148,7 +169,7 @@ class _How:
     """The arguments of `load` that count for each file."""
 
     map_location: MapLocation
-    weights_only: bool
+    allow: Mapping[tuple[str, str], type] | None  # None: anything, and run it
     mmap: bool
     max_size_bytes: int | None
     validate: ValidationFunction | None
@@ -189,20 +210,24 @@ def _suffix(path: Path, how: _How) -> str:
 
 def _torch_load(path: Path, how: _How) -> Any:
     with path.open("rb") as file:
-        is_zip = file.read(4) == b"PK\x03\x04"  # only these can be mapped; torch before 1.6 wrote others
-    if how.weights_only and not is_zip and is_tar(path):
+        is_zip = file.read(4) == b"PK\x03\x04"  # torch before 1.6 wrote others
+        if is_zip and how.allow is not None:
+            mapped = path if how.mmap else None
+            return read_state(file, str(path), map_location=how.map_location, mapped=mapped, allow=how.allow)
+    if how.allow is not None and is_tar(path):
         # torch itself refuses them since 2.6 (CVE-2025-32434).
         raise UnsafePickleError(f"{path} is in torch's legacy tar format, which cannot be read safely")
     try:
         return torch.load(
             path,
             map_location=cast(Any, how.map_location),
-            weights_only=how.weights_only,
+            weights_only=how.allow is not None,
             mmap=how.mmap and is_zip,
         )
     except pickle.UnpicklingError as error:
         raise UnsafePickleError(
-            f"{path} is damaged, or holds more than tensors and plain data: {str(error)[:500]}"
+            f"{path} is damaged, or holds more than tensors: {str(error)[:500]}",
+            hint="it is of the form of torch before 1.6: load it and save it again where you trust it",
         ) from error
     except OSError:
         raise

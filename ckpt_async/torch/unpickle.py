@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from pathlib import Path, PosixPath, PurePosixPath
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -23,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ckpt_async.core.pickled import ILL_FORMED, Class, Function, interpret, refuse
+from ckpt_async.core.pickled import ILL_FORMED, Class, Function, Rules, interpret, refuse
 from ckpt_async.errors import UnsafePickleError
 
 # About 5 million shards of tensors: a chunk and where it is stored take some 200 bytes.
@@ -135,7 +136,7 @@ def load_metadata(
     if len(data) > max_size_bytes:
         raise UnsafePickleError(f"{what} has more than {max_size_bytes} bytes")
     try:
-        found = interpret(data, lambda module, name: _GLOBALS.get((module, name)), _build, _KEYS)
+        found = interpret(data, _MetadataRules())
         _check(found)
     except UnsafePickleError as error:
         raise UnsafePickleError(
@@ -145,6 +146,20 @@ def load_metadata(
         raise UnsafePickleError(f"{what} is cut short, or not DCP metadata: {error}") from error
     assert isinstance(found, Metadata)
     return found
+
+
+class _MetadataRules(Rules):
+    what = "DCP's metadata"
+
+    def find(self, module: str, name: str) -> object:
+        return _GLOBALS.get((module, name))
+
+    def build(self, target: object, state: object) -> object:
+        return _build(target, state)
+
+    def check_keys(self, keys: list[Any]) -> None:
+        if not _KEYS.issuperset(map(type, keys)):
+            refuse("it has a key that is neither a name nor an index")
 
 
 def _build(target: object, state: object) -> object:

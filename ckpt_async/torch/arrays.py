@@ -1,0 +1,138 @@
+"""numpy's arrays, scalars and dtypes in pickles, as numpy 1 and numpy 2 spell them. Of numbers and texts; none of
+objects, which are pickles themselves.
+
+numpy is imported when a state has something of it, and not before. It fills its arrays itself (`__setstate__`), with a
+shape, a dtype and bytes that fit each other.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from ckpt_async.core.pickled import Function, refuse
+from ckpt_async.errors import FormatError
+
+if TYPE_CHECKING:
+    from ckpt_async.torch.plain import PlainRules
+
+_CODE = re.compile(r"[biufcSU][0-9]{1,9}")
+_ORDERS = ("<", ">", "|", "=")
+_MODULES = ("numpy.core", "numpy._core")
+_NAMES = {
+    ("numpy", "ndarray"),
+    ("numpy", "dtype"),
+    *((f"{module}.multiarray", name) for module in _MODULES for name in ("_reconstruct", "scalar")),
+    *((f"{module}.numeric", "_frombuffer") for module in _MODULES),
+}
+_MAX_DIMENSIONS = 32  # of numpy 1
+
+
+def is_there(module: str, name: str) -> bool:
+    """Whether a state may have this of numpy. Raises FormatError if it may, and numpy is not installed."""
+    if (module, name) not in _NAMES:
+        return False
+    if "numpy" not in sys.modules and find_spec("numpy") is None:
+        raise FormatError("it has arrays of numpy, which is not installed", hint="pip install numpy")
+    return True
+
+
+class ArrayRules:
+    def __init__(self, rules: PlainRules) -> None:
+        import numpy as np
+
+        self._numpy: Any = np
+        self._rules = rules
+        self._array_type = Function(_not_called)
+
+    def names(self) -> dict[tuple[str, str], object]:
+        found: dict[tuple[str, str], object] = {
+            ("numpy", "ndarray"): self._array_type,
+            ("numpy", "dtype"): Function(self._dtype),
+        }
+        for module in _MODULES:
+            found[f"{module}.multiarray", "_reconstruct"] = Function(self._reconstruct)
+            found[f"{module}.multiarray", "scalar"] = Function(self._scalar)
+            found[f"{module}.numeric", "_frombuffer"] = Function(self._frombuffer)
+        return found
+
+    def is_key(self, key: object) -> bool:
+        numbers = (self._numpy.integer, self._numpy.floating, self._numpy.bool_, self._numpy.str_)
+        return isinstance(key, numbers)
+
+    def build(self, target: Any, state: object) -> bool:
+        """Whether `target` was an array or a dtype, which then has its state."""
+        if isinstance(target, self._numpy.dtype):
+            self._build_dtype(target, state)
+        elif type(target) is self._numpy.ndarray:
+            self._build_array(target, state)
+        else:
+            return False
+        return True
+
+    def _dtype(self, code: object, align: object = False, copy: object = True) -> Any:
+        if type(code) is not str or not _CODE.fullmatch(code) or align not in (0, 1) or copy not in (0, 1):
+            refuse(f"it has arrays of {str(code)[:100]!r}: only numbers and texts are plain data")
+        # A copy, for BUILD changes its byte order in place.
+        return self._rules.new_object(self._numpy.dtype(code, False, True))
+
+    def _build_dtype(self, target: Any, state: object) -> None:
+        sizes = (target.itemsize, target.alignment) if target.kind in "SU" else (-1, -1)
+        if type(state) is not tuple or len(state) != 8 or state[0] != 3 or state[1] not in _ORDERS:
+            refuse("it has a dtype with a state of another kind")
+        flags = state[7]
+        # Another size would make arrays that exist already reach beyond their memory.
+        if state[2:5] != (None, None, None) or state[5:7] != sizes or type(flags) is not int:
+            refuse("it has a dtype with fields, or of another size than its name")
+        target.__setstate__((3, state[1], None, None, None, *sizes, target.flags))
+
+    def _reconstruct(self, type_: object, shape: object, code: object) -> Any:
+        if type_ is not self._array_type or shape != (0,) or code not in (b"b", "b"):
+            refuse("it makes an array of another kind than numpy does")
+        return self._rules.new_object(self._numpy.ndarray((0,), "b"))
+
+    def _build_array(self, target: Any, state: object) -> None:
+        if type(state) is not tuple or len(state) != 5 or state[0] != 1:
+            refuse("it has an array with a state of another kind")
+        _, shape, dtype, is_fortran, content = state
+        self._check_fits(shape, dtype, content)
+        if is_fortran not in (0, 1):
+            refuse("it has an array in no order")
+        self._rules.spend(len(content))
+        target.__setstate__((1, shape, dtype, bool(is_fortran), content))
+
+    def _frombuffer(self, content: object, dtype: object, shape: object, order: object) -> Any:
+        """How protocol 5 spells an array."""
+        size_bytes = self._check_fits(shape, dtype, content)
+        if order not in ("C", "F"):
+            refuse("it has an array in no order")
+        self._rules.spend(1024)
+        if size_bytes == 0:
+            return self._numpy.empty(shape, dtype)
+        return self._numpy.frombuffer(content, dtype).reshape(shape, order=order)
+
+    def _scalar(self, dtype: object, content: object) -> Any:
+        self._check_fits((), dtype, content)
+        self._rules.spend(64)
+        return self._numpy.frombuffer(content, dtype)[0]
+
+    def _check_fits(self, shape: object, dtype: Any, content: Any) -> int:
+        if type(shape) is not tuple or len(shape) > _MAX_DIMENSIONS:
+            refuse("it has an array without a shape")
+        if not all(type(each) is int and 0 <= each < 1 << 63 for each in shape):
+            refuse("it has an array whose shape is not of natural numbers")
+        if not isinstance(dtype, self._numpy.dtype) or type(content) not in (bytes, bytearray):
+            refuse("it has an array of something else than bytes")
+        if dtype.hasobject or dtype.itemsize == 0 or math.prod(each or 1 for each in shape) >= 1 << 62:
+            refuse("it has an array of elements that are not there")
+        size_bytes = math.prod(shape) * int(dtype.itemsize)
+        if size_bytes != len(content):
+            refuse(f"it has {len(content)} bytes for an array of {size_bytes}")
+        return size_bytes
+
+
+def _not_called(*_: object) -> object:
+    refuse("it calls numpy.ndarray")

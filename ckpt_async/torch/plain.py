@@ -1,0 +1,494 @@
+"""Plain data in pickles: what may stand in a state beside its tensors, and how each piece of it is made.
+
+A name in a pickle is looked up in a table and nowhere else: nothing is imported because a file says so, and what is
+called are functions of this module, which look at their arguments first. What they copy comes out of a budget in
+proportion to the pickle, for its memo can repeat an argument for two bytes.
+"""
+
+from __future__ import annotations
+
+import collections
+import datetime as dt
+import enum
+import math
+import pathlib
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from decimal import Decimal
+from fractions import Fraction
+from importlib import import_module
+from typing import Any, NoReturn
+
+from ckpt_async.core import naming
+from ckpt_async.core.pickled import STATE_VALUES, Class, Function, Rules, refuse
+from ckpt_async.errors import SettingsError
+from ckpt_async.torch import arrays
+
+Allow = Sequence[type | str]
+Names = dict[tuple[str, str], object]
+
+# Whatever a pickle makes has so many bytes for each of its own, or a little in all.
+_BUDGET_FACTOR = 64
+_BUDGET_BYTES = 64 << 20
+_OBJECT_BYTES = 1024  # an empty deque, or a tensor without its elements
+_MAX_ARGUMENTS = 128
+_MAX_DIGITS = 4000
+# Keys that whoever writes the file can make collide, so that a table of them takes quadratic time.
+_MAX_TUPLE_KEYS = 20_000
+_MAX_TUPLE_PARTS = 1000
+
+_PATHS: dict[str, type[pathlib.PurePath]] = {
+    "Path": pathlib.Path,
+    "PosixPath": pathlib.Path if pathlib.Path is not pathlib.WindowsPath else pathlib.PurePosixPath,
+    "WindowsPath": pathlib.PureWindowsPath,  # `Path` on Windows: what is wanted there is what it names
+    "PurePath": pathlib.PurePath,
+    "PurePosixPath": pathlib.PurePosixPath,
+    "PureWindowsPath": pathlib.PureWindowsPath,
+}
+_SIMPLE_KEYS: frozenset[type] = frozenset({str, bool, float, bytes, type(None), pathlib.PosixPath})
+
+
+class Arguments(tuple[Any, ...]):
+    """A tuple that has something in it which is no data (a function, a storage): good for a call, and for nothing else,
+    so that it cannot get into what is loaded.
+    """
+
+    __slots__ = ()
+
+
+_TUPLES = frozenset({tuple, Arguments})
+
+
+def allowed(allow: Allow) -> dict[tuple[str, str], type]:
+    """Classes by the names that a pickle has for them. Raises SettingsError for what is no class or cannot be found."""
+    found: dict[tuple[str, str], type] = {}
+    if isinstance(allow, str):
+        naming.several(allow, "allow")  # says that it is no list
+    for each in allow:
+        class_, where = _class_named(each) if isinstance(each, str) else (each, None)
+        if not isinstance(class_, type):
+            raise SettingsError(f"allow: {each!r} is not a class", hint="allow=[my.Class, 'my.module.Class']")
+        found[class_.__module__, class_.__qualname__] = class_
+        if where is not None:
+            found[where] = class_
+    return found
+
+
+def _class_named(dotted: str) -> tuple[object, tuple[str, str]]:
+    """What `package.module.Outer.Inner` is, and how a pickle spells it."""
+    parts = dotted.split(".")
+    for end in range(len(parts) - 1, 0, -1):
+        try:
+            found: object = import_module(module := ".".join(parts[:end]))
+        except ModuleNotFoundError:
+            continue
+        try:
+            for name in parts[end:]:
+                found = getattr(found, name)
+        except AttributeError:
+            break
+        return found, (module, ".".join(parts[end:]))
+    raise SettingsError(f"allow: there is no class {dotted!r}", hint="allow=[my.Class, 'my.module.Class']")
+
+
+class PlainRules(Rules):
+    """For one pickle of `size_bytes`."""
+
+    what = "plain data"
+    values = STATE_VALUES
+    has_sets_and_storages = True
+    # What is no data, and may not become part of it.
+    internal: frozenset[type] = frozenset({Class, Function, Arguments})
+
+    def __init__(self, size_bytes: int, allow: Mapping[tuple[str, str], type]) -> None:
+        self._left = _BUDGET_BYTES + _BUDGET_FACTOR * size_bytes
+        self._tuple_keys_left = _MAX_TUPLE_KEYS
+        self._unbuilt: dict[int, object] = {}  # what BUILD may give a state, once
+        self._factories: dict[object, type] = {}
+        self._array_rules: arrays.ArrayRules | None = None
+        self._allowed_types = frozenset(allow.values())
+        self._names = self.names() | {name: Class(class_) for name, class_ in allow.items()}
+
+    # --- what the rules of other things than plain data use --------------------------------------------------
+
+    def spend(self, size_bytes: int) -> None:
+        self._left -= size_bytes
+        if self._left < 0:
+            refuse("it makes far more of its bytes than they are")
+
+    def new_object(self, made: Any) -> Any:
+        """May be given a state."""
+        self.spend(_OBJECT_BYTES)
+        self._unbuilt[id(made)] = made
+        return made
+
+    # --- the machine's questions -----------------------------------------------------------------------------
+
+    def find(self, module: str, name: str) -> object:
+        found = self._names.get((module, name))
+        if found is None and module.split(".", 1)[0] == "numpy" and arrays.is_there(module, name):
+            if self._array_rules is None:
+                self._array_rules = arrays.ArrayRules(self)
+                self._names |= self._array_rules.names()
+            found = self._names.get((module, name))
+        return found
+
+    def refuse_global(self, name: str) -> NoReturn:
+        refuse(
+            f"it names {name}, which is no plain data; nothing was run",
+            hint=f"if that is a class whose code you trust with what the file says: allow=[{name!r}]",
+        )
+
+    def tuple_of(self, items: list[Any]) -> object:
+        return tuple(items) if self.internal.isdisjoint(map(type, items)) else Arguments(items)
+
+    def check_data(self, items: Iterable[Any]) -> None:
+        if not self.internal.isdisjoint(map(type, items)):
+            refuse("it has a function, a class or a storage where data belongs")
+
+    def new(self, class_: object, arguments: object) -> object:
+        if type(class_) is not Class or type(arguments) is not tuple:
+            refuse("it makes an object of something that is not an allowed class")
+        made: Any = class_.made
+        return self.new_object(made.__new__(made, *arguments))
+
+    def call(self, function: object, arguments: object) -> object:
+        if type(arguments) not in _TUPLES:
+            refuse("it calls something without arguments")
+        assert isinstance(arguments, tuple)
+        if type(function) is Function and len(arguments) <= _MAX_ARGUMENTS:
+            return function.make(*arguments)
+        if type(function) is not Class or type(arguments) is not tuple:
+            refuse("it calls something that is no function")
+        if issubclass(function.made, enum.Enum):
+            return _member(function.made, arguments)
+        return self.new_object(function.made(*arguments))
+
+    def build(self, target: object, state: object) -> object:
+        if self._unbuilt.pop(id(target), None) is None:
+            refuse("it changes what is no new object")
+        self.check_data((state,))
+        if self._array_rules is not None and self._array_rules.build(target, state):
+            return target
+        if type(target) is collections.OrderedDict:  # torch's state_dict() has `_metadata`
+            _set_fields(vars(target), state, dir(collections.OrderedDict))
+        elif type(target) not in self._allowed_types:
+            refuse(f"it gives a state to a {type(target).__name__}, which has none")
+        elif hasattr(type(target), "__setstate__"):
+            target.__setstate__(state)  # type: ignore[attr-defined]
+        else:
+            fields, slots = state if type(state) is tuple and len(state) == 2 else (state, None)
+            if fields is not None:
+                _set_fields(vars(target), fields)
+            for name, value in _checked_fields(slots or {}).items():
+                object.__setattr__(target, name, value)
+        return target
+
+    def persistent(self, told: object) -> object:
+        refuse(f"it names something outside of it, {type(told)!s}")
+
+    # --- containers ------------------------------------------------------------------------------------------
+
+    def check_keys(self, keys: list[Any]) -> None:
+        for key in keys:
+            kind = type(key)
+            if kind in _SIMPLE_KEYS:
+                continue
+            if kind is int:
+                if not -(1 << 63) <= key < 1 << 64:
+                    refuse("it has a key that is a number of more than 64 bits")
+            elif kind is tuple:
+                self._check_tuple_key(key)
+            elif not isinstance(key, (enum.Enum, pathlib.PurePath)) and not self.is_key(key):
+                refuse(f"it has a key that is a {kind.__name__}")
+
+    def is_key(self, key: object) -> bool:
+        return self._array_rules is not None and self._array_rules.is_key(key)
+
+    def _check_tuple_key(self, key: tuple[Any, ...]) -> None:
+        """A tuple's hash is computed of all that is in it, each time, and can be foreseen."""
+        self._tuple_keys_left -= 1
+        if self._tuple_keys_left < 0:
+            refuse(f"it has more than {_MAX_TUPLE_KEYS} keys that are tuples")
+        pending, left = list(key), _MAX_TUPLE_PARTS
+        while pending:
+            left -= 1
+            if left < 0:
+                refuse("it has a tuple of too many parts as a key")
+            part = pending.pop()
+            if type(part) is tuple:
+                pending.extend(part[: left + 1])
+            else:
+                self.check_keys([part])
+
+    def set_items(self, target: object, items: list[Any]) -> None:
+        self.check_keys(items[::2])
+        self.check_data(items[1::2])
+        pairs = zip(items[::2], items[1::2], strict=True)
+        if type(target) is dict:
+            target.update(pairs)
+        elif isinstance(target, collections.OrderedDict):
+            collections.OrderedDict.update(target, pairs)
+        elif isinstance(target, dict):  # a Counter's own `update` counts
+            dict.update(target, pairs)
+        else:
+            refuse("it sets items of something that is not a dict")
+
+    def extend(self, target: object, items: list[Any]) -> None:
+        self.check_data(items)
+        if isinstance(target, list):
+            list.extend(target, items)
+        elif isinstance(target, collections.deque):
+            collections.deque.extend(target, items)
+        else:
+            refuse("it appends to something that is not a list")
+
+    def add(self, target: object, items: list[Any]) -> None:
+        if type(target) is not set:
+            refuse("it adds to something that is not a set")
+        self.check_keys(items)
+        target.update(items)
+
+    def frozen(self, items: list[Any]) -> object:
+        self.check_keys(items)
+        return frozenset(items)
+
+    # --- what may be named -----------------------------------------------------------------------------------
+
+    def names(self) -> Names:
+        found: Names = {
+            ("_codecs", "encode"): Function(self._encoded),
+            ("collections", "OrderedDict"): Function(self._ordered),
+            ("collections", "defaultdict"): Function(self._defaultdict),
+            ("collections", "Counter"): Function(self._counter),
+            ("collections", "deque"): Function(self._deque),
+            ("datetime", "timedelta"): Function(_timedelta),
+            ("datetime", "date"): Function(_dated(dt.date, 4)),
+            ("datetime", "time"): Function(_dated(dt.time, 6)),
+            ("datetime", "datetime"): Function(_dated(dt.datetime, 10)),
+            ("datetime", "timezone"): Function(_timezone),
+            ("decimal", "Decimal"): Function(_decimal),
+            ("fractions", "Fraction"): Function(_fraction),
+        }
+        made: dict[type, Callable[..., object]] = {
+            set: self._set,
+            frozenset: self._frozenset,
+            bytes: self._bytes,
+            bytearray: self._bytearray,
+            list: self._list,
+            dict: self._dict,
+            complex: _complex,
+            range: _range,
+        }
+        # As the factory of a defaultdict only:
+        made |= dict.fromkeys((int, float, str, bool, tuple), _never)
+        for type_, make in made.items():
+            found["builtins", type_.__name__] = found["__builtin__", type_.__name__] = Function(make)
+            self._factories[found["builtins", type_.__name__]] = type_
+        self._factories[found["collections", "OrderedDict"]] = collections.OrderedDict
+        self._factories[found["collections", "Counter"]] = collections.Counter
+        for old, new in {
+            "xrange": "range",
+            "long": "int",
+            "unicode": "str",
+        }.items():  # protocol 2 has Python 2's
+            found["__builtin__", old] = found["builtins", new]
+        found["builtins", "getattr"] = found["__builtin__", "getattr"] = Function(_member_by_name)
+        for name, path in _PATHS.items():
+            found["pathlib", name] = found["pathlib._local", name] = Function(self._path(path))
+        return found
+
+    def _encoded(self, text: object, encoding: object) -> bytes:
+        """How protocol 2 spells bytes."""
+        if type(text) is not str or encoding not in ("latin1", "latin-1"):
+            refuse("it encodes something else than bytes")
+        self.spend(len(text))
+        return text.encode("latin-1")
+
+    def _bytes(self, *content: object) -> bytes:
+        if content and (len(content) > 1 or type(content[0]) is not bytes):
+            refuse("it makes bytes of something else")
+        return content[0] if content and type(content[0]) is bytes else b""
+
+    def _bytearray(self, *content: object) -> bytearray:
+        if len(content) == 2:
+            return bytearray(self._encoded(*content))
+        found = self._bytes(*content)
+        self.spend(len(found))
+        return bytearray(found)
+
+    def _list(self, *content: object) -> list[Any]:
+        if content:
+            refuse("it makes a list of something else")
+        return []
+
+    def _dict(self, *content: object) -> dict[Any, Any]:
+        if content:
+            refuse("it makes a dict of something else")
+        return {}
+
+    def _items(self, content: tuple[object, ...]) -> list[Any]:
+        """Of a set, as protocols 2 and 3 spell it."""
+        if not content:
+            return []
+        (items,) = content
+        if type(items) is not list:
+            refuse("it makes a set of something that is not a list")
+        self.spend(_BUDGET_FACTOR * len(items))
+        self.check_keys(items)
+        return items
+
+    def _set(self, *content: object) -> set[Any]:
+        self.spend(_OBJECT_BYTES)
+        return set(self._items(content))
+
+    def _frozenset(self, *content: object) -> frozenset[Any]:
+        self.spend(_OBJECT_BYTES)
+        return frozenset(self._items(content))
+
+    def _ordered(self, *content: object) -> object:
+        if content:
+            refuse("it makes an OrderedDict of something else")
+        return self.new_object(collections.OrderedDict())
+
+    def _defaultdict(self, factory: object = None) -> object:
+        self.spend(_OBJECT_BYTES)
+        if factory is None:
+            return collections.defaultdict(None)
+        if type(factory) is not Function or factory not in self._factories:
+            refuse("it makes a defaultdict with a factory that is no type of plain data")
+        return collections.defaultdict(self._factories[factory])
+
+    def _counter(self, content: object = None) -> object:
+        self.spend(_OBJECT_BYTES)
+        counter: collections.Counter[Any] = collections.Counter()
+        if content is not None:
+            if type(content) is not dict:
+                refuse("it makes a Counter of something that is not a dict")
+            self.spend(_BUDGET_FACTOR * len(content))
+            dict.update(counter, content)
+        return counter
+
+    def _deque(self, content: object = (), max_length: object = None) -> object:
+        self.spend(_OBJECT_BYTES)
+        if content not in ((), []) or not (
+            max_length is None or (type(max_length) is int and max_length >= 0)
+        ):
+            refuse("it makes a deque of something else")
+        return collections.deque(maxlen=max_length)
+
+    def _path(self, path: type[pathlib.PurePath]) -> Callable[..., object]:
+        def make(*parts: object) -> pathlib.PurePath:
+            if not all(type(each) is str for each in parts):
+                refuse("it makes a path of something else than text")
+            texts = [str(each) for each in parts]
+            self.spend(_OBJECT_BYTES + _BUDGET_FACTOR * sum(map(len, texts)))
+            return path(*texts)
+
+        return make
+
+
+def _never(*_: object) -> NoReturn:
+    refuse("it calls a type of plain data, which needs no call")
+
+
+def _complex(real: object, imaginary: object) -> complex:
+    if type(real) is not float or type(imaginary) is not float:
+        refuse("it makes a complex number of something else than two numbers")
+    return complex(real, imaginary)
+
+
+def _range(*bounds: object) -> range:
+    if not 2 <= len(bounds) <= 3 or not all(type(each) is int for each in bounds):
+        refuse("it makes a range of something else than numbers")
+    return range(*(each for each in bounds if isinstance(each, int)))
+
+
+def _dated(type_: Any, size_bytes: int) -> Callable[..., object]:
+    def make(packed: object, zone: object = None) -> object:
+        if type(packed) is not bytes or len(packed) != size_bytes:
+            refuse(f"it makes a {type_.__name__} of something else than {size_bytes} bytes")
+        if type(zone) is dt.timezone:
+            return type_(packed, zone)
+        if zone is not None:
+            refuse(f"it has a {type_.__name__} whose time zone is not of `datetime`")
+        return type_(packed)
+
+    return make
+
+
+def _timedelta(*parts: object) -> dt.timedelta:
+    if len(parts) > 3 or not all(type(each) is int for each in parts):
+        refuse("it makes a timedelta of something else than numbers")
+    return dt.timedelta(*(each for each in parts if isinstance(each, int)))
+
+
+def _timezone(offset: object, name: object = None) -> dt.timezone:
+    if type(offset) is not dt.timedelta or type(name) not in (str, type(None)):
+        refuse("it makes a time zone of something else than an offset")
+    return dt.timezone(offset) if name is None else dt.timezone(offset, str(name))
+
+
+def _decimal(text: object) -> Decimal:
+    if type(text) is not str or len(text) > _MAX_DIGITS:
+        refuse("it makes a Decimal of something else than its digits")
+    return Decimal(text)
+
+
+def _fraction(*content: object) -> Fraction:
+    """`Fraction("1e1000000000")` would take all memory there is."""
+    parts: Sequence[object] = content
+    if len(content) == 1 and type(content[0]) is str:
+        match = re.fullmatch(rf"(-?\d{{1,{_MAX_DIGITS}}})(?:/(\d{{1,{_MAX_DIGITS}}}))?", content[0])
+        parts = [int(each) for each in match.groups("1")] if match else ()
+    if len(parts) != 2 or not all(type(each) is int for each in parts):
+        refuse("it makes a Fraction of something else than two numbers")
+    numerator, denominator = (each for each in parts if isinstance(each, int))
+    return Fraction(numerator, denominator)
+
+
+def _member(class_: type[enum.Enum], arguments: tuple[Any, ...]) -> enum.Enum:
+    """By its value; nothing of the class is called, unless it is one of flags, whose values are sums."""
+    if len(arguments) != 1:
+        refuse(f"it makes a {class_.__name__} of {len(arguments)} values")
+    (value,) = arguments
+    for member in class_.__members__.values():
+        if type(member.value) is type(value) and member.value == value:
+            return member
+    if not issubclass(class_, enum.Flag) or type(value) is not int:
+        refuse(f"{class_.__name__} has no member with the value {str(value)[:100]!r}")
+    return class_(value)
+
+
+def _member_by_name(class_: object, name: object) -> enum.Enum:
+    """`getattr`, as some versions of Python have it in pickles of an enum, and for nothing else."""
+    if type(class_) is not Class or not issubclass(class_.made, enum.Enum) or type(name) is not str:
+        refuse("it calls getattr on something that is not an enum")
+    found: enum.Enum = class_.made.__members__[name]
+    return found
+
+
+def _checked_fields(state: object) -> dict[str, Any]:
+    if type(state) is not dict:
+        refuse("it has a state that is not an object's fields")
+    for name in state:
+        if type(name) is not str or (name.startswith("__") and name.endswith("__")):
+            refuse(f"it sets {str(name)[:100]!r} of an object")
+    return state
+
+
+def _set_fields(fields: dict[str, Any], state: object, taken: Sequence[str] = ()) -> None:
+    told = _checked_fields(state)
+    if hidden := told.keys() & set(taken):
+        refuse(f"it sets {min(hidden)!r} of an object")
+    fields.update(told)
+
+
+def natural_product(sizes: Sequence[object], max_dimensions: int = 64) -> int:
+    """How many elements a shape has; refuses what is none."""
+    if len(sizes) > max_dimensions or not all(type(each) is int and 0 <= each < 1 << 63 for each in sizes):
+        refuse("it has a shape that is not of natural numbers")
+    numbers = [each for each in sizes if isinstance(each, int)]
+    if math.prod(each or 1 for each in numbers) >= 1 << 63:  # also beside a 0, where no bytes tell
+        refuse("it has a shape of more elements than there can be")
+    return math.prod(numbers)

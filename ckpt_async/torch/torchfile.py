@@ -1,0 +1,403 @@
+"""torch's own files (a zip archive of a pickle and the tensors' bytes), read without running what they say.
+
+`torch.load(weights_only=True)` knows tensors and little else, and what it calls for the rest it calls with whatever the
+file says. Here the pickle is interpreted (see `plain`), a tensor is a view of a record that is there and long enough,
+and no byte of the file belongs to two records: memory is taken in proportion to the file.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+import sys
+import zipfile
+import zlib
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+
+from ckpt_async.core.pickled import Class, Function, interpret, refuse
+from ckpt_async.errors import FormatError, UnsafePickleError
+from ckpt_async.torch.plain import Arguments, Names, PlainRules, natural_product
+
+MapLocation = str | torch.device | Mapping[str, str] | Callable[..., Any] | None
+
+MAX_PICKLE_BYTES = 1 << 30
+
+_OBJECT_BYTES = 1024
+_ALIGNMENT_BYTES = 16
+_LOCAL_HEADER = struct.Struct("<4s22xHH")
+_LOCATION = re.compile(r"[a-z][a-z0-9_]{0,30}(:[0-9]{1,4})?")
+# The types of storages by their names of old; `UntypedStorage` counts in bytes.
+_NAMED = {
+    "Double": torch.float64,
+    "Float": torch.float32,
+    "Half": torch.float16,
+    "BFloat16": torch.bfloat16,
+    "Long": torch.int64,
+    "Int": torch.int32,
+    "Short": torch.int16,
+    "Char": torch.int8,
+    "Byte": torch.uint8,
+    "Bool": torch.bool,
+    "ComplexDouble": torch.complex128,
+    "ComplexFloat": torch.complex64,
+}
+_STORAGES = {("torch", f"{name}Storage"): dtype for name, dtype in _NAMED.items()}
+_STORAGES |= {(module, "UntypedStorage"): torch.uint8 for module in ("torch", "torch.storage")}
+_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format, torch.qscheme)
+_torch: Any = torch  # what its annotations do not know
+_LAYOUTS = {str(each): each for each in vars(torch).values() if isinstance(each, torch.layout)}
+
+
+def read_state(
+    file: IO[bytes],
+    what: str,
+    *,
+    map_location: MapLocation = "cpu",
+    mapped: Path | None = None,
+    allow: Mapping[tuple[str, str], type] | None = None,
+) -> Any:
+    """What torch.save wrote into the zip archive `file`; `what` it is called in errors. `mapped` is its path, if
+    tensors shall be mapped instead of read. `allow` is what `plain.allowed` gives.
+
+    Raises UnsafePickleError with the global that has no place in a state, FormatError for what is damaged.
+    """
+    try:
+        records = Records(file)
+        data = records.pickle()
+        rules = _StateRules(data, records, map_location, mapped, allow or {})
+        found = interpret(data, rules)
+        rules.check_data((found,))
+        return found
+    except (UnsafePickleError, FormatError) as error:
+        raise type(error)(f"{what}: {error.without_hint}", hint=error.hint) from None
+    except OSError:
+        raise
+    except MemoryError:
+        raise
+    except Exception as error:  # damaged files make torch, and allowed classes, raise almost any
+        raise FormatError(
+            f"{what} cannot be loaded: {type(error).__name__}: {str(error)[:500]}",
+            hint="most likely it is cut short or damaged",
+        ) from error
+
+
+class Records:
+    """The archive's records, by their names below its one folder. Each is stored as it is, apart from the others."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.size_bytes = file.seek(0, 2)
+        try:
+            with zipfile.ZipFile(file) as archive:
+                infos = archive.infolist()
+        except (
+            zipfile.BadZipFile,
+            zlib.error,
+            NotImplementedError,
+            ValueError,
+            struct.error,
+            EOFError,
+        ) as error:
+            raise FormatError(
+                f"it is no zip archive: {error}", hint="most likely it is cut short or damaged"
+            ) from error
+        pickles = [each.filename for each in infos if each.filename.partition("/")[2] == "data.pkl"]
+        if len(pickles) != 1:
+            raise FormatError(f"it has {len(pickles)} files data.pkl", hint="torch.save writes one")
+        folder = pickles[0].partition("/")[0] + "/"
+        self._infos = {each.filename.removeprefix(folder): each for each in infos}
+        if len(self._infos) != len(infos):
+            raise FormatError("it has two records of one name")
+        if "constants.pkl" in self._infos:
+            raise UnsafePickleError("it is a TorchScript archive, which is a program", hint="torch.jit.load")
+        self._taken: list[tuple[int, int]] = []
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._infos
+
+    def place(self, name: str) -> tuple[int, int]:
+        """Where a record begins in the file, and how many bytes it has. To be asked once for each."""
+        info = self._infos.get(name)
+        if info is None:
+            raise FormatError(f"it has no record {name[:200]!r}")
+        size_bytes = info.file_size
+        self._file.seek(info.header_offset)
+        signature, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(self._file.read(_LOCAL_HEADER.size))
+        start = info.header_offset + _LOCAL_HEADER.size + name_bytes + extra_bytes
+        is_whole = signature == b"PK\x03\x04" and start + size_bytes <= self.size_bytes
+        if not is_whole or info.compress_type != zipfile.ZIP_STORED or info.compress_size != size_bytes:
+            raise FormatError(f"its record {name[:200]!r} is damaged")
+        if size_bytes:
+            self._take(start, start + size_bytes)
+        return start, size_bytes
+
+    def _take(self, start: int, end: int) -> None:
+        """A byte that belonged to a million records would be read into memory a million times."""
+        at = bisect_left(self._taken, (start, end))
+        before, after = self._taken[max(0, at - 1) : at], self._taken[at : at + 1]
+        if (before and before[0][1] > start) or (after and after[0][0] < end):
+            raise FormatError("it has records that overlap")
+        self._taken.insert(at, (start, end))
+
+    def read(self, name: str) -> bytearray:
+        start, size_bytes = self.place(name)
+        return self.read_at(start, size_bytes)
+
+    def read_at(self, start: int, size_bytes: int) -> bytearray:
+        data = bytearray(size_bytes)
+        self._file.seek(start)
+        if cast(Any, self._file).readinto(data) != size_bytes:
+            raise FormatError("it is cut short")
+        return data
+
+    def pickle(self) -> bytes:
+        if self._infos["data.pkl"].file_size > MAX_PICKLE_BYTES:
+            raise FormatError(f"it has more than {MAX_PICKLE_BYTES} bytes beside its tensors")
+        return bytes(self.read("data.pkl"))
+
+
+class _Storage:
+    """The bytes of tensors."""
+
+    __slots__ = ("dtype", "untyped")
+
+    def __init__(self, untyped: torch.UntypedStorage, dtype: torch.dtype) -> None:
+        self.untyped = untyped
+        self.dtype = dtype
+
+
+class _StateRules(PlainRules):
+    what = "tensors and plain data"
+    internal = PlainRules.internal | {_Storage}
+
+    def __init__(
+        self,
+        data: bytes,
+        records: Records,
+        map_location: MapLocation,
+        mapped: Path | None,
+        allow: Mapping[tuple[str, str], type],
+    ) -> None:
+        super().__init__(len(data), allow)
+        self._records, self._map_location, self._mapped = records, map_location, mapped
+        self._is_meta = isinstance(map_location, str | torch.device) and str(map_location) == "meta"
+        self._whole: Any = None
+        self._storages: dict[str, _Storage] = {}
+        order = bytes(records.read("byteorder")) if "byteorder" in records else sys.byteorder.encode()
+        self._is_swapped = order.strip() != sys.byteorder.encode()
+
+    def names(self) -> Names:
+        found = super().names()
+        found |= {("torch", name): each for name, each in vars(torch).items() if isinstance(each, _CONSTANTS)}
+        found |= {place: Class(torch.UntypedStorage) for place in _STORAGES}
+        self._storage_dtypes = {id(found[place]): dtype for place, dtype in _STORAGES.items()}
+        self._tensor_types = {
+            ("torch", "Tensor"): Class(torch.Tensor),
+            ("torch.nn.parameter", "Parameter"): Class(torch.nn.Parameter),
+        }
+        self._rebuild_v2 = Function(self._tensor_v2)
+        rebuild: dict[str, Callable[..., object]] = {
+            "_rebuild_tensor": self._tensor_v1,
+            "_rebuild_tensor_v3": self._tensor_v3,
+            "_rebuild_parameter": self._parameter,
+            "_rebuild_parameter_with_state": self._parameter_with_state,
+            "_rebuild_sparse_tensor": _sparse,
+        }
+        found |= {("torch._utils", name): Function(make) for name, make in rebuild.items()}
+        return found | {
+            **self._tensor_types,
+            ("torch._utils", "_rebuild_tensor_v2"): self._rebuild_v2,
+            ("torch._tensor", "_rebuild_from_type_v2"): Function(self._from_type),
+            ("torch", "Size"): Function(self._size),
+            ("torch", "device"): Function(_device),
+            ("torch.serialization", "_get_layout"): Function(_layout),
+        }
+
+    def is_key(self, key: object) -> bool:
+        return isinstance(key, torch.dtype | torch.device | torch.layout) or super().is_key(key)
+
+    def new(self, class_: object, arguments: object) -> object:
+        if id(class_) in self._storage_dtypes or class_ in self._tensor_types.values():
+            refuse("it makes a tensor without a storage")
+        return super().new(class_, arguments)
+
+    def call(self, function: object, arguments: object) -> object:
+        if id(function) in self._storage_dtypes or function in self._tensor_types.values():
+            refuse("it makes a tensor without a storage")
+        return super().call(function, arguments)
+
+    # --- storages --------------------------------------------------------------------------------------------
+
+    def persistent(self, told: object) -> object:
+        """`('storage', its type, the record's name, where it was, how many elements)`."""
+        if type(told) is not Arguments or len(told) != 5 or told[0] != "storage":
+            refuse("it names something outside of it that is no storage")
+        _, type_, key, location, count = told
+        dtype = self._storage_dtypes.get(id(type_))
+        if dtype is None or type(key) is not str or type(location) is not str or type(count) is not int:
+            refuse("it has a storage of no type")
+        if not _LOCATION.fullmatch(location):
+            refuse(f"it has a storage on {location[:100]!r}")
+        found = self._storages.get(key)
+        if found is None:
+            found = self._storages[key] = _Storage(self._read(key, dtype, location), dtype)
+        if found.dtype != dtype or found.untyped.nbytes() != count * dtype.itemsize:
+            refuse(f"it has a storage of {count} elements, of which its record has another number")
+        return found
+
+    def _read(self, key: str, dtype: torch.dtype, location: str) -> torch.UntypedStorage:
+        storage: Any
+        start, size_bytes = self._records.place(f"data/{key}")
+        if self._is_meta:
+            return cast(torch.UntypedStorage, _torch.UntypedStorage(size_bytes, device="meta"))
+        if size_bytes == 0:
+            storage = _torch.UntypedStorage(0)
+        elif self._mapped is not None and start % _ALIGNMENT_BYTES == 0:
+            if self._whole is None:
+                self._whole = _torch.UntypedStorage.from_file(
+                    str(self._mapped), False, self._records.size_bytes
+                )
+            storage = self._whole[start : start + size_bytes]
+        else:
+            read = self._records.read_at(start, size_bytes)
+            storage = torch.frombuffer(read, dtype=torch.uint8).untyped_storage()
+        if self._is_swapped and dtype.itemsize > 1:
+            storage = storage.clone() if self._mapped is not None else storage
+            storage.byteswap(dtype)
+        return self._placed(storage, location)
+
+    def _placed(self, storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
+        """As torch.load understands `map_location`."""
+        found: Any = None
+        where = self._map_location
+        if isinstance(where, Mapping):
+            location = where.get(location, location)
+        elif isinstance(where, str | torch.device):
+            location = str(where)
+        elif where is not None:
+            found = where(storage, location)
+        if found is None:
+            found = _torch.serialization.default_restore_location(storage, location)
+        untyped: torch.UntypedStorage = getattr(found, "_untyped_storage", found)
+        return untyped
+
+    # --- tensors ---------------------------------------------------------------------------------------------
+
+    def _view(
+        self, storage: object, offset: object, size: object, stride: object, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        if type(storage) is not _Storage or type(offset) is not int or not 0 <= offset < 1 << 63:
+            refuse("it has a tensor without a storage")
+        if type(size) not in (tuple, torch.Size) or type(stride) is not tuple:
+            refuse("it has a tensor without a shape")
+        assert isinstance(size, tuple)
+        assert isinstance(stride, tuple)
+        count, dtype = natural_product(size), dtype or storage.dtype
+        if len(size) != len(stride) or not all(type(each) is int and 0 <= each < 1 << 63 for each in stride):
+            refuse("it has a tensor with other strides than dimensions")
+        last = sum((length - 1) * step for length, step in zip(size, stride, strict=True)) if count else -1
+        if (offset + last + 1) * dtype.itemsize > storage.untyped.nbytes():
+            refuse("it has a tensor that is larger than its storage")
+        self.spend(_OBJECT_BYTES)
+        empty = torch.empty((0,), dtype=dtype, device=storage.untyped.device)
+        return empty.set_(cast(Any, storage.untyped), offset, size, stride)
+
+    def _tensor_v1(self, storage: object, offset: object, size: object, stride: object) -> torch.Tensor:
+        return self._view(storage, offset, size, stride)
+
+    def _tensor_v2(
+        self,
+        storage: object,
+        offset: object,
+        size: object,
+        stride: object,
+        requires_grad: object,
+        hooks: object,
+        metadata: object = None,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        _check_inert(requires_grad, hooks)
+        if metadata:
+            refuse("it has a tensor that is conjugated or negated lazily")
+        found = self._view(storage, offset, size, stride, dtype)
+        return found.requires_grad_() if requires_grad else found
+
+    def _tensor_v3(self, *arguments: object) -> torch.Tensor:
+        """Of a type for which there is no storage with a name."""
+        *others, dtype = arguments[:7]
+        if len(arguments) not in (7, 8) or not isinstance(dtype, torch.dtype):
+            refuse("it has a tensor without a type")
+        return self._tensor_v2(*others, *arguments[7:], dtype=dtype)  # type: ignore[arg-type, misc]
+
+    def _parameter(self, data: object, requires_grad: object, hooks: object) -> torch.nn.Parameter:
+        _check_inert(requires_grad, hooks)
+        if not isinstance(data, torch.Tensor):
+            refuse("it has a parameter without a tensor")
+        self.spend(_OBJECT_BYTES)
+        return torch.nn.Parameter(data, bool(requires_grad))
+
+    def _parameter_with_state(
+        self, data: object, requires_grad: object, hooks: object, state: object
+    ) -> torch.Tensor:
+        return self._with_attributes(self._parameter(data, requires_grad, hooks), state)
+
+    def _from_type(self, function: object, type_: object, arguments: object, state: object) -> torch.Tensor:
+        """A tensor with attributes."""
+        if function is not self._rebuild_v2 or type_ not in self._tensor_types.values():
+            refuse("it has a tensor of a class of its own")
+        found = self.call(function, arguments)
+        assert isinstance(found, torch.Tensor)
+        assert isinstance(type_, Class)
+        return self._with_attributes(found.as_subclass(type_.made), state)
+
+    def _with_attributes(self, tensor: torch.Tensor, state: object) -> torch.Tensor:
+        if type(state) is not dict:
+            refuse("it has a tensor with attributes of another kind")
+        for name, value in state.items():
+            if type(name) is not str or name.startswith("__") or hasattr(torch.nn.Parameter, name):
+                refuse(f"it sets {str(name)[:100]!r} of a tensor")
+            setattr(tensor, name, value)
+        return tensor
+
+    def _size(self, sizes: object) -> torch.Size:
+        if type(sizes) not in (tuple, list):
+            refuse("it has a size that is not of natural numbers")
+        assert isinstance(sizes, tuple | list)
+        natural_product(sizes)
+        return torch.Size(sizes)
+
+
+def _check_inert(requires_grad: object, hooks: object) -> None:
+    if type(requires_grad) is not bool or not (hooks is None or (type(hooks) is OrderedDict and not hooks)):
+        refuse("it has a tensor with hooks")
+
+
+def _sparse(layout: object, data: object) -> Any:
+    parts: tuple[Any, ...] = data if type(data) is tuple else ()
+    tensors = 2 if layout == torch.sparse_coo else 3
+    size = parts[tensors] if len(parts) > tensors else None
+    if not all(isinstance(each, torch.Tensor) for each in parts[:tensors]) or not isinstance(size, tuple):
+        refuse("it has a sparse tensor without its parts")
+    natural_product(size)
+    if layout == torch.sparse_coo:
+        is_coalesced = bool(parts[3]) if len(parts) > 3 else None
+        return _torch.sparse_coo_tensor(*parts[:2], size, check_invariants=True, is_coalesced=is_coalesced)
+    return _torch.sparse_compressed_tensor(*parts[:3], size, layout=layout, check_invariants=True)
+
+
+def _device(kind: object, index: object = None) -> torch.device:
+    if type(kind) is not str or not (index is None or (type(index) is int and 0 <= index < 1 << 15)):
+        refuse("it has a device that is none")
+    return torch.device(kind) if index is None else torch.device(kind, index)
+
+
+def _layout(name: object) -> torch.layout:
+    if type(name) is not str or name not in _LAYOUTS:
+        refuse("it has a layout that torch does not know")
+    return _LAYOUTS[name]
