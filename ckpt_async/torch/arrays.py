@@ -74,32 +74,33 @@ class ArrayRules:
         return True
 
     def _dtype(self, code: object, align: object = False, copy: object = True) -> Any:
-        if type(code) is not str or not _CODE.fullmatch(code) or align not in (0, 1) or copy not in (0, 1):
+        if type(code) is not str or not _CODE.fullmatch(code) or not (_is(align, 0, 1) and _is(copy, 0, 1)):
             refuse(f"it has arrays of {str(code)[:100]!r}: only numbers and texts are plain data")
         # A copy, for BUILD changes its byte order in place.
         return self._rules.new_object(self._numpy.dtype(code, False, True))
 
     def _build_dtype(self, target: Any, state: object) -> None:
         sizes = (target.itemsize, target.alignment) if target.kind in "SU" else (-1, -1)
-        if type(state) is not tuple or len(state) != 8 or state[0] != 3 or state[1] not in _ORDERS:
+        if type(state) is not tuple or len(state) != 8 or not _is(state[0], 3) or not _is(state[1], *_ORDERS):
             refuse("it has a dtype with a state of another kind")
-        flags = state[7]
+        is_of_fields = any(each is not None for each in state[2:5])
         # Another size would make arrays that exist already reach beyond their memory.
-        if state[2:5] != (None, None, None) or state[5:7] != sizes or type(flags) is not int:
+        if is_of_fields or not (_is(state[5], sizes[0]) and _is(state[6], sizes[1])):
             refuse("it has a dtype with fields, or of another size than its name")
         target.__setstate__((3, state[1], None, None, None, *sizes, target.flags))
 
     def _reconstruct(self, type_: object, shape: object, code: object) -> Any:
-        if type_ is not self._array_type or shape != (0,) or code not in (b"b", "b"):
+        is_empty = type(shape) is tuple and len(shape) == 1 and _is(shape[0], 0)
+        if type_ is not self._array_type or not is_empty or not _is(code, b"b", "b"):
             refuse("it makes an array of another kind than numpy does")
         return self._rules.new_object(self._numpy.ndarray((0,), "b"))
 
     def _build_array(self, target: Any, state: object) -> None:
-        if type(state) is not tuple or len(state) != 5 or state[0] != 1:
+        if type(state) is not tuple or len(state) != 5 or not _is(state[0], 1):
             refuse("it has an array with a state of another kind")
         _, shape, dtype, is_fortran, content = state
         self._check_fits(shape, dtype, content)
-        if is_fortran not in (0, 1):
+        if not _is(is_fortran, 0, 1):
             refuse("it has an array in no order")
         self._rules.spend(len(content))
         target.__setstate__((1, shape, dtype, bool(is_fortran), content))
@@ -107,7 +108,7 @@ class ArrayRules:
     def _frombuffer(self, content: object, dtype: object, shape: object, order: object) -> Any:
         """How protocol 5 spells an array."""
         size_bytes = self._check_fits(shape, dtype, content)
-        if order not in ("C", "F"):
+        if not _is(order, "C", "F"):
             refuse("it has an array in no order")
         self._rules.spend(1024)
         if size_bytes == 0:
@@ -132,6 +133,11 @@ class ArrayRules:
         if size_bytes != len(content):
             refuse(f"it has {len(content)} bytes for an array of {size_bytes}")
         return size_bytes
+
+
+def _is(value: object, *choices: object) -> bool:
+    """Without asking a dtype, which would make a dtype of what it is compared with."""
+    return type(value) in (bool, int, str, bytes) and value in choices
 
 
 def _not_called(*_: object) -> object:

@@ -33,6 +33,7 @@ _BUDGET_BYTES = 64 << 20
 _OBJECT_BYTES = 1024  # an empty deque, or a tensor without its elements
 _MAX_ARGUMENTS = 128
 _MAX_DIGITS = 4000
+_FRACTION = re.compile(rf"(-?[0-9]{{1,{_MAX_DIGITS}}})(?:/([0-9]{{1,{_MAX_DIGITS}}}))?")
 # Keys that whoever writes the file can make collide, so that a table of them takes quadratic time.
 _MAX_TUPLE_KEYS = 20_000
 _MAX_TUPLE_PARTS = 1000
@@ -300,7 +301,7 @@ class PlainRules(Rules):
 
     def _encoded(self, text: object, encoding: object) -> bytes:
         """How protocol 2 spells bytes."""
-        if type(text) is not str or encoding not in ("latin1", "latin-1"):
+        if type(text) is not str or type(encoding) is not str or encoding not in ("latin1", "latin-1"):
             refuse("it encodes something else than bytes")
         self.spend(len(text))
         return text.encode("latin-1")
@@ -371,9 +372,8 @@ class PlainRules(Rules):
 
     def _deque(self, content: object = (), max_length: object = None) -> object:
         self.spend(_OBJECT_BYTES)
-        if content not in ((), []) or not (
-            max_length is None or (type(max_length) is int and max_length >= 0)
-        ):
+        is_empty = type(content) in (tuple, list) and not content
+        if not is_empty or not (max_length is None or (type(max_length) is int and max_length >= 0)):
             refuse("it makes a deque of something else")
         return collections.deque(maxlen=max_length)
 
@@ -439,7 +439,7 @@ def _fraction(*content: object) -> Fraction:
     """`Fraction("1e1000000000")` would take all memory there is."""
     parts: Sequence[object] = content
     if len(content) == 1 and type(content[0]) is str:
-        match = re.fullmatch(rf"(-?\d{{1,{_MAX_DIGITS}}})(?:/(\d{{1,{_MAX_DIGITS}}}))?", content[0])
+        match = _FRACTION.fullmatch(content[0])
         parts = [int(each) for each in match.groups("1")] if match else ()
     if len(parts) != 2 or not all(type(each) is int for each in parts):
         refuse("it makes a Fraction of something else than two numbers")

@@ -197,10 +197,12 @@ class _StateRules(PlainRules):
         found |= {("torch", name): each for name, each in vars(torch).items() if isinstance(each, _CONSTANTS)}
         found |= {place: Class(torch.UntypedStorage) for place in _STORAGES}
         self._storage_dtypes = {id(found[place]): dtype for place, dtype in _STORAGES.items()}
-        self._tensor_types = {
+        tensor_types = {
             ("torch", "Tensor"): Class(torch.Tensor),
             ("torch.nn.parameter", "Parameter"): Class(torch.nn.Parameter),
         }
+        self._tensor_types = {id(each) for each in tensor_types.values()}
+        self._not_made = self._tensor_types | self._storage_dtypes.keys()
         self._rebuild_v2 = Function(self._tensor_v2)
         rebuild: dict[str, Callable[..., object]] = {
             "_rebuild_tensor": self._tensor_v1,
@@ -211,7 +213,7 @@ class _StateRules(PlainRules):
         }
         found |= {("torch._utils", name): Function(make) for name, make in rebuild.items()}
         return found | {
-            **self._tensor_types,
+            **tensor_types,
             ("torch._utils", "_rebuild_tensor_v2"): self._rebuild_v2,
             ("torch._tensor", "_rebuild_from_type_v2"): Function(self._from_type),
             ("torch", "Size"): Function(self._size),
@@ -223,12 +225,12 @@ class _StateRules(PlainRules):
         return isinstance(key, torch.dtype | torch.device | torch.layout) or super().is_key(key)
 
     def new(self, class_: object, arguments: object) -> object:
-        if id(class_) in self._storage_dtypes or class_ in self._tensor_types.values():
+        if id(class_) in self._not_made:
             refuse("it makes a tensor without a storage")
         return super().new(class_, arguments)
 
     def call(self, function: object, arguments: object) -> object:
-        if id(function) in self._storage_dtypes or function in self._tensor_types.values():
+        if id(function) in self._not_made:
             refuse("it makes a tensor without a storage")
         return super().call(function, arguments)
 
@@ -236,7 +238,7 @@ class _StateRules(PlainRules):
 
     def persistent(self, told: object) -> object:
         """`('storage', its type, the record's name, where it was, how many elements)`."""
-        if type(told) is not Arguments or len(told) != 5 or told[0] != "storage":
+        if type(told) is not Arguments or len(told) != 5 or type(told[0]) is not str or told[0] != "storage":
             refuse("it names something outside of it that is no storage")
         _, type_, key, location, count = told
         dtype = self._storage_dtypes.get(id(type_))
@@ -349,7 +351,7 @@ class _StateRules(PlainRules):
 
     def _from_type(self, function: object, type_: object, arguments: object, state: object) -> torch.Tensor:
         """A tensor with attributes."""
-        if function is not self._rebuild_v2 or type_ not in self._tensor_types.values():
+        if function is not self._rebuild_v2 or id(type_) not in self._tensor_types:
             refuse("it has a tensor of a class of its own")
         found = self.call(function, arguments)
         assert isinstance(found, torch.Tensor)
@@ -380,12 +382,15 @@ def _check_inert(requires_grad: object, hooks: object) -> None:
 
 def _sparse(layout: object, data: object) -> Any:
     parts: tuple[Any, ...] = data if type(data) is tuple else ()
-    tensors = 2 if layout == torch.sparse_coo else 3
+    is_coo = layout is torch.sparse_coo
+    if not isinstance(layout, torch.layout):
+        refuse("it has a sparse tensor without a layout")
+    tensors = 2 if is_coo else 3
     size = parts[tensors] if len(parts) > tensors else None
     if not all(isinstance(each, torch.Tensor) for each in parts[:tensors]) or not isinstance(size, tuple):
         refuse("it has a sparse tensor without its parts")
     natural_product(size)
-    if layout == torch.sparse_coo:
+    if is_coo:
         is_coalesced = bool(parts[3]) if len(parts) > 3 else None
         return _torch.sparse_coo_tensor(*parts[:2], size, check_invariants=True, is_coalesced=is_coalesced)
     return _torch.sparse_compressed_tensor(*parts[:3], size, layout=layout, check_invariants=True)

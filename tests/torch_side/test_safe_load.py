@@ -546,7 +546,7 @@ def test_every_truncation_is_rejected(tmp_path: Path, mmap: bool) -> None:
 def test_mutants_run_nothing_and_take_little_memory() -> None:
     """In a process that is watched; `python -m tests.torch_side.fuzz_states 100000` tries more."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.torch_side.fuzz_states", "3000", "1"],
+        [sys.executable, "-m", "tests.torch_side.fuzz_states", "2000", "1"],
         cwd=Path(__file__).parent.parent.parent,
         capture_output=True,
         text=True,
