@@ -277,6 +277,12 @@ class NoUsableCheckpointError(CkptAsyncError):
     """
 
 
+class UnknownKindError(CkptAsyncError):
+    """The run has no checkpoints of this kind, but others; the message says which. A misspelt name would otherwise look
+    like a fresh start.
+    """
+
+
 class ResumeError(CkptAsyncError):
     """Ranks that resume together could not; raised on all of them, with what happened on which."""
 

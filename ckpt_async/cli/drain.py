@@ -114,6 +114,7 @@ def _drain_json(report: DrainReport, code: Exit) -> Json:
         "ranks": [
             {
                 "rank": each.rank,
+                "kind": each.kind or None,
                 "in_use_by": each.in_use_by or None,
                 "committed": [_fate_json(fate) for fate in each.committed],
                 "aborted": [_fate_json(fate) for fate in each.aborted],
@@ -137,7 +138,7 @@ def _fate_json(fate: Fate) -> Json:
 
 
 def _rank_lines(each: RankReport) -> Iterator[str]:
-    rank = f"rank {each.rank}:"
+    rank = f"rank {each.rank}, kind {each.kind}:" if each.kind else f"rank {each.rank}:"
     if each.in_use_by:
         yield f"{rank} in use by {each.in_use_by}; left alone"
     for fate in each.committed:

@@ -20,6 +20,7 @@ from ckpt_async.errors import (
     NoUsableCheckpointError,
     SettingsError,
     StoreError,
+    UnknownKindError,
     UnreliableReadError,
 )
 
@@ -55,7 +56,7 @@ def _code(error: CkptAsyncError) -> Exit:
     match error:
         case SettingsError() | InvalidNameError():
             return Exit.USAGE
-        case NoJournalError() | StoreError(reason=FailureReason.NOT_FOUND):
+        case NoJournalError() | UnknownKindError() | StoreError(reason=FailureReason.NOT_FOUND):
             return Exit.NOT_FOUND
         case InvalidRecordError() | IntegrityError() | DamagedCheckpointError() | NoUsableCheckpointError():
             return Exit.INCOMPLETE

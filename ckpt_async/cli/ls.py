@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
-from collections.abc import Awaitable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 from ckpt_async import threads
@@ -17,14 +19,15 @@ from ckpt_async.cli.output import (
     store_options,
     telling_of_silence,
 )
-from ckpt_async.cli.parsing import WHERE, add_store_options
+from ckpt_async.cli.parsing import WHERE, add_kind, add_store_options
 from ckpt_async.core import keys
 from ckpt_async.core.model import CheckpointId, Decision, Outcome
 from ckpt_async.core.settings import Settings
 from ckpt_async.core.units import age, in_units
 from ckpt_async.errors import InvalidRecordError, ObjectNotFoundError
 from ckpt_async.protocol import steps, sweep_plan
-from ckpt_async.transfer.patient import connect
+from ckpt_async.protocol.kinds import check_known, kinds_below
+from ckpt_async.transfer.patient import PatientStore, connect
 from ckpt_async.transfer.together import all_or_none
 
 T = TypeVar("T")
@@ -36,38 +39,54 @@ LS_TIMEOUT_S, LS_PAUSE_S = 20.0, 2.0
 def ls_arguments(parser: argparse.ArgumentParser) -> None:
     add_store_options(parser)
     parser.add_argument("remote", metavar="REMOTE", help=WHERE)
+    add_kind(parser)
     parser.add_argument(
         "--all", action="store_true", help="also list checkpoints that were given up or pruned"
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What was decided of the run itself, or of a `kind`, oldest first, without what the boundary voids; the store's
+    time; and what cannot be read.
+    """
+
+    kind: str
+    decisions: list[Decision]
+    server_time: float
+    unreadable: list[InvalidRecordError]
+
+    @property
+    def newest(self) -> CheckpointId | None:
+        committed = (each.checkpoint for each in self.decisions if each.outcome is Outcome.COMMIT)
+        return max(committed, default=None)
+
+
 def ls(options: argparse.Namespace) -> Exit:
-    """What is committed in a remote; INCOMPLETE if a record cannot be read."""
-    url, decisions, server_time, unreadable = threads.run(_list_decisions(options))
+    """What is committed in a remote, of all kinds or one; INCOMPLETE if a record cannot be read."""
+    url, found = threads.run(_look(options))
+    unreadable = [error for of_kind in found for error in of_kind.unreadable]
     code = Exit.INCOMPLETE if unreadable else Exit.OK
-    newest = max((each.checkpoint for each in decisions if each.outcome is Outcome.COMMIT), default=None)
-    shown = [each for each in decisions if options.all or each.outcome is Outcome.COMMIT]
+    shown = [
+        (of_kind, each)
+        for of_kind in found
+        for each in of_kind.decisions
+        if options.all or each.outcome is Outcome.COMMIT
+    ]
     if options.json:
-        print_json(
-            {
-                "remote": url,
-                "latest": None if newest is None else id_json(newest),
-                "checkpoints": [_decision_json(each, newest, server_time) for each in shown],
-                "unreadable": [error.key for error in unreadable],
-            }
-        )
+        print_json(_json(url, found, shown, unreadable))
         return code
     for error in unreadable:
         print(f"cannot be read: {error}", file=sys.stderr)
-    num_given_up = sum(each.outcome is Outcome.ABORT for each in decisions)
+    num_given_up = sum(each.outcome is Outcome.ABORT for of_kind in found for each in of_kind.decisions)
     if num_given_up and not options.all:
         print(f"{num_given_up} given up; `ckpt-async ls {url} --all` shows why", file=sys.stderr)
     if not shown:
         if not unreadable:
             print("no checkpoint is committed yet")
         return code
-    titles = ("STEP", "NAME", "GENERATION", "RANKS", "SHARDS", "SIZE", "AGE", "")
-    rows = [
+    titles: tuple[str, ...] = ("STEP", "NAME", "GENERATION", "RANKS", "SHARDS", "SIZE", "AGE", "")
+    rows: list[tuple[str, ...]] = [
         (
             str(each.checkpoint.step),
             each.name,
@@ -75,44 +94,83 @@ def ls(options: argparse.Namespace) -> Exit:
             str(each.world_size),
             str(each.num_shards),
             in_units(each.size_bytes),
-            age(server_time - each.decided_at),
-            ", ".join(_remarks(each, newest)),
+            age(of_kind.server_time - each.decided_at),
+            ", ".join(_remarks(each, of_kind.newest)),
         )
-        for each in shown
+        for of_kind, each in shown
     ]
+    if any(of_kind.kind for of_kind in found):
+        titles = ("KIND", *titles)
+        rows = [(of_kind.kind or "-", *row) for (of_kind, _), row in zip(shown, rows, strict=True)]
     print_table(titles, rows)
     return code
 
 
-async def _list_decisions(
-    options: argparse.Namespace,
-) -> tuple[str, list[Decision], float, list[InvalidRecordError]]:
-    """What was decided, oldest first, without what the boundary voids; the store's time; and what cannot be read.
+async def _look(options: argparse.Namespace) -> tuple[str, list[_Found]]:
+    """The run's URL, and what is there of each kind.
 
-    Only reads: it needs no right to write. Raises ObjectNotFoundError if no run was ever here.
+    Only reads: it needs no right to write. Raises ObjectNotFoundError if no run was ever here, UnknownKindError if none
+    of the kind that was asked for was.
     """
+    async with _opened(options.remote, options) as run:
+        found = [] if options.kind else [await _decisions(run, "")]
+        kinds = await kinds_below(run)
+        if options.kind is not None and options.kind not in kinds:
+            await check_known(run, options.kind)
+            raise ObjectNotFoundError(f"{run.url} holds no checkpoints of kind {options.kind!r}")
+        if not kinds and found == [None]:
+            raise ObjectNotFoundError(f"{run.url} holds no run of ckpt_async")
+    for kind in kinds:
+        if options.kind in (None, kind):
+            async with _opened(keys.kind_remote(run.url, kind), options) as store:
+                found.append(await _decisions(store, kind))
+    return run.url, [each for each in found if each is not None]
+
+
+@contextlib.asynccontextmanager
+async def _opened(url: str, options: argparse.Namespace) -> AsyncIterator[PatientStore]:
     settings = Settings(upload_timeout_s=LS_TIMEOUT_S, retry_max_s=LS_PAUSE_S)
-    store = connect(options.remote, store_options(options), settings, is_patient=False)
+    store = connect(url, store_options(options), settings, is_patient=False)
     try:
         with telling_of_silence(store.url, patience_s=LS_TIMEOUT_S):
             await store.open(is_read_only=True)
-            listing = await store.list(keys.DECISIONS)
-        if not listing.objects:
-            started = await store.list(keys.GENERATIONS)
-            if not started.objects:
-                raise ObjectNotFoundError(f"{store.url} holds no run of ckpt_async")
-        unreadable: list[InvalidRecordError] = []
-        boundary = await _or_note(steps.read_boundary(store), unreadable)
-        checkpoints = filter(None, (keys.parse_decision_key(each.key) for each in listing.objects))
-        found = await all_or_none(
-            _or_note(steps.read_decision(store, each), unreadable) for each in checkpoints
-        )
+        yield store
     finally:
         await store.close()
+
+
+async def _decisions(store: PatientStore, kind: str) -> _Found | None:
+    """None if no run was ever here."""
+    listing = await store.list(keys.DECISIONS)
+    if not listing.objects and not (await store.list(keys.GENERATIONS)).objects:
+        return None
+    unreadable: list[InvalidRecordError] = []
+    boundary = await _or_note(steps.read_boundary(store), unreadable)
+    checkpoints = filter(None, (keys.parse_decision_key(each.key) for each in listing.objects))
+    found = await all_or_none(_or_note(steps.read_decision(store, each), unreadable) for each in checkpoints)
     decisions = [
         each for each in found if each is not None and not sweep_plan.is_void(each.checkpoint, boundary)
     ]
-    return store.url, sorted(decisions, key=lambda each: each.checkpoint), listing.server_time, unreadable
+    return _Found(kind, sorted(decisions, key=lambda each: each.checkpoint), listing.server_time, unreadable)
+
+
+def _json(
+    url: str,
+    found: Sequence[_Found],
+    shown: Sequence[tuple[_Found, Decision]],
+    unreadable: Sequence[InvalidRecordError],
+) -> Json:
+    newest = {of_kind.kind: of_kind.newest and id_json(of_kind.newest) for of_kind in found}
+    return {
+        "remote": url,
+        "latest": newest.pop("", None),
+        "kinds": {kind: {"latest": latest} for kind, latest in newest.items()},
+        "checkpoints": [
+            {"kind": of_kind.kind or None, **_decision_json(each, of_kind.newest, of_kind.server_time)}
+            for of_kind, each in shown
+        ],
+        "unreadable": [error.key for error in unreadable],
+    }
 
 
 async def _or_note(reading: Awaitable[T], unreadable: list[InvalidRecordError]) -> T | None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 from ckpt_async.cli.output import Which
+from ckpt_async.core import keys
 
 WHERE = "s3://bucket/prefix/run or file:///path/run"
 
@@ -62,6 +63,18 @@ def add_store_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--endpoint-url", metavar="URL", help="endpoint of an S3-compatible store")
     parser.add_argument("--region", help="region of the bucket")
     parser.add_argument("--profile", help="profile in the AWS configuration files")
+
+
+def add_kind(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--kind", metavar="KIND", type=as_kind, help="a kind of checkpoints of the run, as `ls` shows them"
+    )
+
+
+def as_kind(text: str) -> str:
+    if keys.is_kind(text):
+        return text
+    raise argparse.ArgumentTypeError(f"{text!r} is not a name for a kind of checkpoints, such as weights")
 
 
 def as_path(text: str) -> str:

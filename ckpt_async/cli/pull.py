@@ -9,7 +9,7 @@ import time
 
 from ckpt_async import restore
 from ckpt_async.cli.output import ANY, Exit, Json, print_json, store_options, telling_of_silence
-from ckpt_async.cli.parsing import WHERE, add_store_options, as_folder, as_path, as_step
+from ckpt_async.cli.parsing import WHERE, add_kind, add_store_options, as_folder, as_path, as_step
 from ckpt_async.core.units import in_units
 from ckpt_async.errors import ObjectNotFoundError
 from ckpt_async.restore.session import PATIENCE_S
@@ -27,6 +27,7 @@ def pull_arguments(parser: argparse.ArgumentParser) -> None:
         type=as_folder("give the remote first, then the destination folder"),
         help="destination folder",
     )
+    add_kind(parser)
     parser.add_argument(
         "--step",
         metavar="S[@gN]",
@@ -72,6 +73,7 @@ def pull(options: argparse.Namespace) -> Exit:
             found = restore.fetch_latest(
                 options.url,
                 options.destination,
+                kind=options.kind,
                 ranks=options.rank,
                 files=options.only,
                 folder=options.folder,
@@ -124,6 +126,7 @@ def _plan(options: argparse.Namespace) -> Exit:
     with telling_of_silence(options.url, patience_s=PATIENCE_S):
         checkpoint = restore.find(
             options.url,
+            kind=options.kind,
             step=options.step.step,
             generation=options.step.generation,
             store_options=store_options(options),
@@ -153,7 +156,8 @@ def _plan(options: argparse.Namespace) -> Exit:
 
 def _none(options: argparse.Namespace) -> ObjectNotFoundError:
     which = "no checkpoint" if options.step.step is None else f"no checkpoint of step {options.step.text}"
-    return ObjectNotFoundError(f"{options.url} has {which} that is complete")
+    of_kind = f" of kind {options.kind}" if options.kind else ""
+    return ObjectNotFoundError(f"{options.url} has {which}{of_kind} that is complete")
 
 
 def _tell_rejected(checkpoint: restore.Checkpoint) -> None:

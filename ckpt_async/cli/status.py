@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import time
+from collections.abc import Mapping
 
 from ckpt_async.cli.output import Exit, Json, id_json, print_json, print_table
 from ckpt_async.cli.parsing import as_folder
 from ckpt_async.core.units import in_units
-from ckpt_async.monitor.status import CheckpointStatus, Status, has_owner, load
+from ckpt_async.monitor.status import CheckpointStatus, Status, has_owner, load, view
 
 
 def status_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,11 +24,21 @@ def status_arguments(parser: argparse.ArgumentParser) -> None:
 
 def status(options: argparse.Namespace) -> Exit:
     """What the journal of a folder says; touches nothing."""
-    found = load(options.folder)
-    owned = {rank for rank in found.ranks if has_owner(options.folder, rank)}
+    by_kind = {
+        kind: (found, {rank for rank in found.ranks if has_owner(options.folder, rank, kind)})
+        for kind, found in load(options.folder).items()
+    }
     if options.json:
-        print_json(_status_json(options.folder, found, owned))
+        print_json(_folder_json(options.folder, by_kind))
         return Exit.OK
+    for number, (kind, (found, owned)) in enumerate(by_kind.items()):
+        if len(by_kind) > 1 or kind:
+            print(("\n" if number else "") + (f"kind {kind}" if kind else "the run itself, no kind"))
+        _print_status(found, owned, options.folder)
+    return Exit.OK
+
+
+def _print_status(found: Status, owned: set[int], folder: str) -> None:
     print(found.summary)
     if found.pending and not owned:
         print("no uploader is running here: `ckpt-async drain` finishes what was sealed")
@@ -56,15 +68,23 @@ def status(options: argparse.Namespace) -> Exit:
         ]
         print_table(("STEP", "NAME", "GENERATION", "STATE", "UPLOADED", "SHARDS", "SIZE", ""), rows)
     for each in found.checkpoints:
-        if hint := _hint(each, owned, options.folder):
+        if hint := _hint(each, owned, folder):
             print(f"step {each.id.step}: {hint}")
-    return Exit.OK
+
+
+def _folder_json(folder: str, by_kind: Mapping[str, tuple[Status, set[int]]]) -> Json:
+    """What it says of the run itself, and `kinds`."""
+    own, owned = by_kind.get("", (view([], {}, time.time()), set[int]()))
+    return {
+        "folder": os.path.realpath(folder),
+        **_status_json(folder, own, owned),
+        "kinds": {kind: _status_json(folder, *each) for kind, each in by_kind.items() if kind},
+    }
 
 
 def _status_json(folder: str, found: Status, owned: set[int]) -> Json:
     committed = found.last_committed
     return {
-        "folder": os.path.realpath(folder),
         "remote": found.remote,
         "summary": found.summary,
         "last_committed": None

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from ckpt_async import threads
 from ckpt_async.cli.output import Exit, Json, id_json, store_options
-from ckpt_async.cli.parsing import WHERE, add_store_options, as_folder, as_seconds
+from ckpt_async.cli.parsing import WHERE, add_kind, add_store_options, as_folder, as_seconds
 from ckpt_async.cli.upkeep import finding_json, with_store
 from ckpt_async.core import keys, retention
 from ckpt_async.core.settings import Settings
@@ -47,8 +47,12 @@ def sweep_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--keep",
-        metavar="POLICY",
-        help=f"remote retention (default: the setting remote_retention): {POLICIES}",
+        metavar="[KIND:]POLICY",
+        type=_keep,
+        action="append",
+        default=[],
+        help=f"remote retention (default: the setting remote_retention): {POLICIES}; of a kind of checkpoints with its"
+        " name before it, e.g. weights:last=10 (default: what its Uploader was opened with)",
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="print the plan with its reasons; change nothing"
@@ -80,14 +84,16 @@ def sweep(options: argparse.Namespace) -> Exit:
 def _sweep(options: argparse.Namespace, settings: Settings) -> Exit:
     if not options.folders and not options.remote:
         raise SettingsError("nothing to sweep", hint="give a folder, or --remote URL")
-    if options.keep is not None:
-        if options.folders_only:
-            raise SettingsError("--folders-only prunes nothing", hint="leave out --keep")
-        settings = replace(settings, remote_retention=options.keep)
+    kept = dict(options.keep)
+    if kept and options.folders_only:
+        raise SettingsError("--folders-only prunes nothing", hint="leave out --keep")
+    if len(kept) < len(options.keep):
+        raise SettingsError("--keep is given twice for the same checkpoints", hint="join policies by commas")
     sweeper = Sweeper(
         options.folders,
         options.remote,
-        settings=settings,
+        settings=replace(settings, remote_retention=kept.pop("", settings.remote_retention)),
+        kind_retention=kept,
         store_options=store_options(options),
         verifies=options.verify,
         is_for_folders_only=options.folders_only,
@@ -291,6 +297,7 @@ def _sweep_json(report: SweepReport, *, is_dry_run: bool) -> Json:
 def prune_arguments(parser: argparse.ArgumentParser) -> None:
     add_store_options(parser)
     parser.add_argument("url", metavar="REMOTE", help=WHERE)
+    add_kind(parser)
     parser.add_argument(
         "--keep", metavar="POLICY", help=f"what to keep (default: the setting remote_retention): {POLICIES}"
     )
@@ -313,8 +320,12 @@ def prune(options: argparse.Namespace) -> Exit:
         """What is to be pruned is there: the sweep would say otherwise too, but not with the same exit code."""
 
     with_store(options, nothing, is_read_only=True)
-    options.folders, options.remote, options.interval = [], [options.url], None
-    options.keep, options.dry_run = text, not options.yes
+    options.folders, options.remote, options.interval = (
+        [],
+        [keys.kind_remote(options.url, options.kind or "")],
+        None,
+    )
+    options.keep, options.dry_run = [("", text)], not options.yes
     options.metrics_port, options.verify, options.folders_only = -1, False, False
     code = _sweep(options, settings)
     if options.dry_run and not options.json:
@@ -326,6 +337,12 @@ def _pause(text: str) -> float:
     if value := as_seconds(text):
         return value
     raise argparse.ArgumentTypeError("0 would sweep without a pause")
+
+
+def _keep(text: str) -> tuple[str, str]:
+    """Of which kind ("": of the run itself), and the policy."""
+    kind, colon, policy = text.partition(":")
+    return (kind, policy) if colon and keys.is_kind(kind) else ("", text)
 
 
 def _port(text: str) -> int:

@@ -11,14 +11,15 @@ from typing import Any, TypeVar
 
 from ckpt_async import threads
 from ckpt_async.cli.output import ANY, Exit, Json, Which, id_json, store_options, telling_of_silence
-from ckpt_async.cli.parsing import WHERE, add_store_options, as_step, as_which
+from ckpt_async.cli.parsing import WHERE, add_kind, add_store_options, as_step, as_which
 from ckpt_async.core import keys
 from ckpt_async.core.model import CheckpointId, Decision, Outcome
 from ckpt_async.core.settings import Settings
-from ckpt_async.errors import ObjectNotFoundError
+from ckpt_async.errors import FailureReason, ObjectNotFoundError, StoreError
 from ckpt_async.protocol import steps, sweep_plan
 from ckpt_async.protocol import verify as verification
 from ckpt_async.protocol.cas import if_readable
+from ckpt_async.protocol.kinds import check_known
 from ckpt_async.sweep.remote import open_run
 from ckpt_async.transfer.patient import PatientStore, connect
 
@@ -36,6 +37,7 @@ COMMAND_TIMEOUT_S = 120.0
 def pin_arguments(parser: argparse.ArgumentParser) -> None:
     add_store_options(parser)
     parser.add_argument("url", metavar="REMOTE", help=WHERE)
+    add_kind(parser)
     parser.add_argument(
         "checkpoint",
         metavar="STEP|STEP@gN|NAME",
@@ -123,6 +125,7 @@ async def _find(
 def verify_arguments(parser: argparse.ArgumentParser) -> None:
     add_store_options(parser)
     parser.add_argument("url", metavar="REMOTE", help=WHERE)
+    add_kind(parser)
     parser.add_argument(
         "--step",
         metavar="S[@gN]",
@@ -177,9 +180,8 @@ def verify(options: argparse.Namespace) -> Exit:
         print(f"MARKED {mark.checkpoint}: {mark.reason}")
         if mark.is_sound:
             name = f"{mark.checkpoint.step}@g{mark.checkpoint.generation}"
-            print(
-                f"  every byte of it is as committed: `ckpt-async unmark {options.url} {name}` removes the mark"
-            )
+            where = f"{options.url} --kind {options.kind}" if options.kind else options.url
+            print(f"  every byte of it is as committed: `ckpt-async unmark {where} {name}` removes the mark")
     how = (
         f"{result.num_shards_read} of them read whole"
         if result.num_shards_read
@@ -211,14 +213,29 @@ def with_store(
 ) -> T:
     async def main() -> T:
         settings = Settings(upload_timeout_s=COMMAND_TIMEOUT_S)
-        store = connect(options.url, store_options(options), settings, is_patient=False)
+        url = keys.kind_remote(options.url, options.kind or "")
+        store = connect(url, store_options(options), settings, is_patient=False)
         try:
             with telling_of_silence(store.url, patience_s=COMMAND_TIMEOUT_S):
                 is_there = await open_run(store, is_read_only=is_read_only, timeout_s=COMMAND_TIMEOUT_S)
             if not is_there:
+                await _check_kind(options, settings)
                 raise ObjectNotFoundError(f"{store.url} holds no run of ckpt_async")
             return await work(store)
         finally:
             await store.close()
 
     return threads.run(main())
+
+
+async def _check_kind(options: argparse.Namespace, settings: Settings) -> None:
+    """Raise UnknownKindError if the run has other kinds than the one that was asked for."""
+    run = connect(options.url, store_options(options), settings, is_patient=False)
+    try:
+        await run.open(is_read_only=True)
+        await check_known(run, options.kind or "")
+    except StoreError as error:
+        if error.reason is not FailureReason.NOT_FOUND:
+            raise
+    finally:
+        await run.close()

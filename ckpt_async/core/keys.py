@@ -13,6 +13,7 @@ Remote, relative to the run's root (`s3://bucket/prefix/run-a`):
     .ckpt_async/leases/<g:06d>-<step:012d>/<reader>.json     readers, with expiry
     .ckpt_async/damaged/<g:06d>-<step:012d>.json             committed, and found to be unreadable
     latest-rank0.pt.symlink                                  Composer's text pointer, when asked for
+    kinds/<kind>/                                            a run of its own: all of this once more
 
 Local, relative to the folder:
 
@@ -22,6 +23,7 @@ Local, relative to the folder:
     .ckpt_async/rank-<rank:05d>.lock                         flock; never replaced
     .ckpt_async/spool/rank-<rank:05d>/<g:06d>-<step:012d>/<shard>       hard links
     .ckpt_async/spool/rank-<rank:05d>/<g:06d>-<step:012d>.json          what was enqueued and sealed (rule R10)
+    .ckpt_async/kinds/<kind>/                                all of this once more
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ PROBES = f"{PRIVATE}/probe/"
 BOUNDARY = f"{PRIVATE}/boundary.json"
 LATEST = f"{PRIVATE}/latest.json"
 SHARED_JOURNAL = "journal.sqlite"
+KINDS = "kinds/"
 
 # Wide enough for any run, and refused beyond: a longer number would break the LIST order.
 MAX_GENERATION = 10**6 - 1
@@ -60,7 +63,34 @@ _MEMBER = re.compile(re.escape(MEMBERS) + r"([0-9]{6})/([0-9]{5})\.json")
 _BEAT = re.compile(re.escape(MEMBERS) + r"([0-9]{6})/alive\.json")
 _DATA = re.compile(re.escape(DATA) + r"([^/]+)\.g([0-9]{1,6})/.+")
 _JOURNAL = re.compile(r"journal-([0-9]{5})\.sqlite")
+_KIND = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}")
 _LAST_NUMBER = re.compile(r"([0-9]+)[^0-9]*$")
+
+
+def is_kind(text: str) -> bool:
+    """Whether this may name a kind of checkpoints."""
+    return _KIND.fullmatch(text) is not None
+
+
+def kind_place(kind: str) -> str:
+    """Where a kind is, relative to its run and to `.ckpt_async`; "" for the run itself."""
+    return f"{KINDS}{kind}" if kind else ""
+
+
+def kind_remote(run: str, kind: str) -> str:
+    """The URL of a kind of this run, which is a run of its own; that of the run itself stays as it is."""
+    return f"{run.removesuffix('/')}/{kind_place(kind)}" if kind else run
+
+
+def run_remote(remote: str, kind: str) -> str:
+    """The other way round."""
+    return remote.removesuffix("/").removesuffix(f"/{kind_place(kind)}") if kind else remote
+
+
+def parse_kind_key(key: str) -> tuple[str, str] | None:
+    """The kind that an object of the run belongs to, and its key there."""
+    kind, slash, rest = key.removeprefix(KINDS).partition("/")
+    return (kind, rest) if key.startswith(KINDS) and slash and is_kind(kind) else None
 
 
 def checkpoint_tag(checkpoint: CheckpointId) -> str:

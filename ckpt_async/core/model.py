@@ -222,7 +222,7 @@ class Opened:
     remote: RemoteAddress | None = None  # None: written by a version that did not record it
     settings: tuple[
         tuple[str, str | int], ...
-    ] = ()  # `settings.INHERITED`: what whoever adopts it must follow
+    ] = ()  # `settings.RECORDED`: what whoever looks after it must follow
     boot_id: str = ""  # of the machine's kernel: under another one, what was not fsynced may be gone
 
 

@@ -7,6 +7,7 @@ import string
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
+from ckpt_async.core import keys
 from ckpt_async.errors import InvalidNameError
 
 T = TypeVar("T")
@@ -51,6 +52,18 @@ def check_component(component: str, what: str) -> str:
             hint="use 1 to 200 of A-Z a-z 0-9 . _ - = + @ ,",
         )
     return component
+
+
+def check_kind(kind: object) -> str:
+    """The name of a kind of checkpoints, "" for None, or InvalidNameError."""
+    if kind is None or kind == "":
+        return ""
+    if not isinstance(kind, str) or not keys.is_kind(kind):
+        raise InvalidNameError(
+            f"kind {kind!r} is not a name for a kind of checkpoints",
+            hint="use 1 to 32 of a-z 0-9 _ -, a letter or digit first, e.g. weights",
+        )
+    return kind
 
 
 def check_relative(path: str, what: str) -> str:

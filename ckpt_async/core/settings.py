@@ -18,6 +18,8 @@ MIB = 1 << 20
 ENVIRONMENT_PREFIX = "CKPT_ASYNC_"
 # Recorded in the journal, so that `drain` treats the user's files and pointers as the trainer would have.
 INHERITED = ("num_checkpoints_to_keep", "local_retention", "latest_filename", "composer_symlink")
+# So is this, for the sweeper: what each kind of checkpoints is to keep remotely.
+RECORDED = (*INHERITED, "remote_retention")
 
 
 def _setting(

@@ -209,23 +209,35 @@ def _other_mounts(path: Path) -> Iterator[str]:
 def _look_at_journal(path: Path) -> tuple[JournalState, RemoteAddress | None]:
     try:
         found = load(path)
-        recorded = [each.local().remote for each in journals.read(path).values()]
+        recorded = list(_recorded(path))
     except NoJournalError:
         return JournalState(), None
     except CkptAsyncError as error:
         return JournalState(error=in_one_line(error), hint=error.hint), None
     except OSError as error:
         return JournalState(error=str(error), hint="run as the user whose trainer made it"), None
-    private = path / keys.PRIVATE
+    privates = [journals.private_of(path, kind) for kind in found]
+    needed = [each for private in privates for each in (private, *private.glob("journal*.sqlite"))]
+    running = {rank for kind, each in found.items() for rank in each.ranks if has_owner(path, rank, kind)}
     state = JournalState(
-        summary=found.summary,
-        remote=found.remote or "",
-        is_writable=all(os.access(each, os.W_OK) for each in (private, *private.glob("journal*.sqlite"))),
-        num_pending=len(found.pending),
-        num_failed=found.queue["failed"][0],
-        running_ranks=tuple(rank for rank in found.ranks if has_owner(path, rank)),
+        summary="; ".join(
+            f"kind {kind}: {each.summary}" if kind else each.summary for kind, each in found.items()
+        ),
+        remote=recorded[-1].url if recorded else "",
+        is_writable=all(os.access(each, os.W_OK) for each in needed),
+        num_pending=sum(len(each.pending) for each in found.values()),
+        num_failed=sum(each.queue["failed"][0] for each in found.values()),
+        running_ranks=tuple(sorted(running)),
     )
-    return state, next((each for each in reversed(recorded) if each is not None), None)
+    return state, recorded[-1] if recorded else None
+
+
+def _recorded(path: Path) -> Iterator[RemoteAddress]:
+    """The run's remote, as all journals of the folder name it: the run itself last."""
+    for kind, found in reversed(journals.read_all(path).items()):
+        for reading in found.values():
+            if (remote := reading.local().remote) is not None:
+                yield dataclasses.replace(remote, url=keys.run_remote(remote.url, kind))
 
 
 # --- the remote --------------------------------------------------------------------------------------------

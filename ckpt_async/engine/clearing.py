@@ -7,11 +7,11 @@ import logging
 from dataclasses import replace
 
 from ckpt_async.core import decide, keys, naming
-from ckpt_async.core.local_state import fold
+from ckpt_async.core.local_state import LocalCheckpoint, fold
 from ckpt_async.core.model import CheckpointId, Forgotten, JournalRow, Released
 from ckpt_async.engine.state import State
 from ckpt_async.errors import InvalidNameError
-from ckpt_async.local import kept
+from ckpt_async.local import claims, kept
 from ckpt_async.local.durable import point_symlink
 
 logger = logging.getLogger(__name__)
@@ -53,18 +53,23 @@ async def remove(state: State, action: decide.Remove) -> None:
     is_ahead = state.is_trainer and decide.is_still_to_come(state.local, action.checkpoint)
     shared = {(shard.shard.source, shard.shard.identity) for each in others for shard in each.shards.values()}
 
+    event = _forgotten(checkpoint)
+
     def remove() -> None:
-        for each in checkpoint.shards.values():
-            if (each.shard.source, each.shard.identity) in shared:
-                continue  # the same file is part of another checkpoint, which goes later or stays
-            source, identity = each.shard.source, each.shard.identity
-            if not state.folder.remove_source(source, identity, keeps_folders=is_ahead):
-                logger.info("local_file_kept path=%s; it is another file by now", each.shard.source)
+        with state.folder.letting_go():
+            kept_by_others = shared | claims.of_other_kinds(state.folder)
+            for each in checkpoint.shards.values():
+                if (each.shard.source, each.shard.identity) in kept_by_others:
+                    continue  # the same file is part of another checkpoint, which goes later or stays
+                source, identity = each.shard.source, each.shard.identity
+                if not state.folder.remove_source(source, identity, keeps_folders=is_ahead):
+                    logger.info("local_file_kept path=%s; it is another file by now", each.shard.source)
+            _drop(state, event)
 
     await asyncio.to_thread(remove)
     state.observer.checkpoint_pruned("local")
     logger.info("local_checkpoint_removed %s reason=%s", action.checkpoint, action.reason)
-    await forget(state, action.checkpoint)
+    _note(state, event)
 
 
 async def keep(state: State, id_: CheckpointId) -> None:
@@ -74,10 +79,21 @@ async def keep(state: State, id_: CheckpointId) -> None:
 
 
 async def forget(state: State, id_: CheckpointId) -> None:
-    checkpoint = state.checkpoint(id_)
-    await asyncio.to_thread(state.folder.unlink, keys.spool_manifest(id_, state.rank))
-    event = Forgotten(id_, checkpoint.decided_at if checkpoint.was_committed else None)
+    event = _forgotten(state.checkpoint(id_))
+    await asyncio.to_thread(_drop, state, event)
+    _note(state, event)
+
+
+def _forgotten(checkpoint: LocalCheckpoint) -> Forgotten:
+    return Forgotten(checkpoint.id, checkpoint.decided_at if checkpoint.was_committed else None)
+
+
+def _drop(state: State, event: Forgotten) -> None:
+    state.folder.unlink(keys.spool_manifest(event.checkpoint, state.rank))
     state.journal.forget(event)
+
+
+def _note(state: State, event: Forgotten) -> None:
     row = JournalRow(state.local.sequence, state.rank, state.clock(), event)
     state.local = fold([row], state.local)
 

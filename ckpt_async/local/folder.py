@@ -56,18 +56,23 @@ class Folder:
 
     Opening creates what is missing and checks what everything else relies on: that the folder can be
     written, is on a local file system and no other machine's, and that hard links work there (else `can_link` is
-    False).
+    False). Each kind of checkpoints has a private part of its own, `private`; what keeps processes and machines apart
+    is common to all of them.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, allows_unknown_filesystem: bool = False) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], *, kind: str = "", allows_unknown_filesystem: bool = False
+    ) -> None:
         if not os.fspath(path):
             raise SettingsError(
                 "the folder is '', which would be the working directory", hint="use '.' if that is intended"
             )
         self.path = Path(os.path.realpath(path))
-        self.private = self.path / keys.PRIVATE
+        self.kind = kind
+        self.common = self.path / keys.PRIVATE
+        self.private = self.common / keys.kind_place(kind)
         filesystem = filesystem_of(str(self.path), Path("/proc/self/mountinfo"))
-        self._host_mark = HostMark(self.private, boot_id())
+        self._host_mark = HostMark(self.common, boot_id())
         self._trusted = filesystem if allows_unknown_filesystem else self._host_mark.trusted
         if filesystem != self._trusted:
             check_local(self.path, filesystem)
@@ -78,7 +83,7 @@ class Folder:
             raise JournalError(f"folder {str(self.path)!r}: {error.filename!r} is not a folder") from error
         except OSError as error:
             raise _folder_error(self.path, error) from error
-        self._reserve = Reserve(self.private)
+        self._reserve = Reserve(self.common)
         self._reserve.adjust()
         self.can_link = self._probe()
         self._host_mark.take(self.path, self._trusted)
@@ -178,13 +183,21 @@ class Folder:
             os.close(descriptor)
 
     @contextlib.contextmanager
-    def _locked(self, how: int) -> Iterator[None]:
+    def letting_go(self) -> Iterator[None]:
+        """Exclude the other kinds of checkpoints, which otherwise might leave a file to each other."""
+        there = self.common / keys.KINDS
+        with self._locked(fcntl.LOCK_EX, there) if there.is_dir() else contextlib.nullcontext():
+            yield
+
+    @contextlib.contextmanager
+    def _locked(self, how: int, place: Path | None = None) -> Iterator[None]:
         """Between those who remove files and those who look for them, in all processes."""
+        place = place or self.common
         # A descriptor of its own: threads that share one are not kept apart.
         try:
-            descriptor = os.open(self.private, _DIRECTORY)
+            descriptor = os.open(place, _DIRECTORY)
         except OSError as error:
-            raise _folder_error(self.private, error) from error
+            raise _folder_error(place, error) from error
         try:
             deadline = time.monotonic() + REMOVAL_S
             while True:

@@ -331,6 +331,7 @@ class RankLock:
 
     def __init__(self, folder: Folder, rank: int) -> None:
         self._path = folder.private / keys.lock_name(rank)
+        self._place = f"folder {str(folder.path)!r}" + (f", kind {folder.kind!r}," if folder.kind else "")
         self.rank = rank
         self._descriptor: int | None = None
 
@@ -393,8 +394,9 @@ class RankLock:
                     holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "unknown"
                     os.close(descriptor)
                     raise FolderInUseError(
-                        f"rank {self.rank} of folder {str(self._path.parent.parent)!r} is in use by {holder}",
-                        hint="only one uploader per rank and folder: stop the other one or use another folder",
+                        f"rank {self.rank} of {self._place} is in use by {holder}",
+                        hint="only one uploader per rank and folder (and kind): stop the other one or use another"
+                        " folder",
                     ) from None
                 time.sleep(0.05)
         self._descriptor = descriptor

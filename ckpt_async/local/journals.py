@@ -8,12 +8,12 @@ import contextlib
 import os
 import sqlite3
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_async.core import keys
-from ckpt_async.core.local_state import Local, fold
+from ckpt_async.core.local_state import Local, LocalCheckpoint, fold
 from ckpt_async.core.model import CheckpointId, JournalRow
 from ckpt_async.errors import JournalDamagedError, JournalError, NoJournalError
 from ckpt_async.local import database, journal_rows, shared_journal
@@ -42,12 +42,15 @@ class Reading:
         return fold(self.rows, Local(self.rank))
 
 
-def read(folder: str | os.PathLike[str], *, after: Mapping[int, Place] | None = None) -> dict[int, Reading]:
-    """All journals of a folder, by rank; of each only what is past its place in `after`, if it is the same file still.
+def read(
+    folder: str | os.PathLike[str], *, kind: str = "", after: Mapping[int, Place] | None = None
+) -> dict[int, Reading]:
+    """All journals of a folder (of one kind of checkpoints), by rank; of each only what is past its place in `after`,
+    if it is the same file still.
 
     Raises NoJournalError if there is none, JournalError if one cannot be read.
     """
-    private = Path(os.path.realpath(folder)) / keys.PRIVATE
+    private = private_of(folder, kind)
     deadline = time.monotonic() + database.BUSY_TIMEOUT_S
     while True:
         there = _there(private)
@@ -67,10 +70,49 @@ def read(folder: str | os.PathLike[str], *, after: Mapping[int, Place] | None = 
             raise JournalError(f"the journals in {str(private)!r} change too fast to be read")
     if not found and not is_shared:
         raise NoJournalError(
-            f"there is no journal in {str(private.parent)!r}",
+            f"there is no journal in {os.path.realpath(folder)!r}" + (f" of kind {kind!r}" if kind else ""),
             hint="use the folder that the uploader was opened with",
         )
     return dict(sorted(found.items()))
+
+
+def private_of(folder: str | os.PathLike[str], kind: str = "") -> Path:
+    """The private part of a folder that belongs to a kind of checkpoints."""
+    return Path(os.path.realpath(folder)) / keys.PRIVATE / keys.kind_place(kind)
+
+
+def kinds(folder: str | os.PathLike[str]) -> list[str]:
+    """The kinds of checkpoints that were ever saved here, "" (the run itself) first. That is left out if an Uploader
+    was only ever opened for others.
+    """
+    private = private_of(folder)
+    try:
+        found = sorted(each for each in os.listdir(private / keys.KINDS) if keys.is_kind(each))
+    except (FileNotFoundError, NotADirectoryError):
+        found = []
+    is_run_here = bool(_there(private) or spooled_ranks(private) or shared_journal.is_there(private))
+    return ["", *found] if is_run_here or not found else found
+
+
+def read_all(folder: str | os.PathLike[str]) -> dict[str, dict[int, Reading]]:
+    """The journals of every kind that has any. Raises like `read`."""
+    found: dict[str, dict[int, Reading]] = {}
+    missing: NoJournalError | None = None
+    for kind in kinds(folder):
+        try:
+            found[kind] = read(folder, kind=kind)
+        except NoJournalError as error:  # its first Uploader is just opening
+            missing = error
+    if not found and missing is not None:
+        raise missing
+    return found
+
+
+def checkpoints(folder: str | os.PathLike[str], kind: str) -> Iterator[LocalCheckpoint]:
+    """What every rank knows of a kind. None if it has no journal yet. Raises JournalError."""
+    with contextlib.suppress(NoJournalError):
+        for reading in read(folder, kind=kind).values():
+            yield from reading.local().checkpoints.values()
 
 
 def ranks(private: Path) -> list[int]:

@@ -7,10 +7,20 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 from ckpt_async.core import keys, records
 from ckpt_async.core.local_state import LocalCheckpoint
-from ckpt_async.core.model import CheckpointId, Decided, Enqueued, Event, Outcome, Released, Sealed
+from ckpt_async.core.model import (
+    CheckpointId,
+    Decided,
+    Enqueued,
+    Event,
+    FileIdentity,
+    Outcome,
+    Released,
+    Sealed,
+)
 from ckpt_async.errors import InvalidRecordError
 from ckpt_async.local.durable import write_durably
 from ckpt_async.local.folder import Folder
@@ -31,20 +41,28 @@ def drop(folder: Folder, rank: int, checkpoint: CheckpointId) -> None:
 
 def drop_gone(folder: Folder, rank: int) -> None:
     """Drop those of which none of the files is there any more: the trainer rotates by itself."""
-    for id_, enqueued, _ in _manifests(folder, rank):
+    for id_, enqueued, _ in _manifests(folder.private, rank):
         if not any(folder.is_same(each.shard.source, each.shard.identity) for each in enqueued):
             drop(folder, rank, id_)
 
 
 def events(folder: Folder, rank: int) -> Iterator[tuple[CheckpointId, list[Event]]]:
     """What the journal knew of each when it was set aside, the oldest first."""
-    for id_, enqueued, sealed in _manifests(folder, rank):
+    for id_, enqueued, sealed in _manifests(folder.private, rank):
         committed = Decided(id_, Outcome.COMMIT, sealed.name if sealed else f"step-{id_.step}")
         yield id_, [*enqueued, *([sealed] if sealed else []), committed, Released(id_)]
 
 
-def _manifests(folder: Folder, rank: int) -> Iterator[tuple[CheckpointId, list[Enqueued], Sealed | None]]:
-    place = folder.private / keys.kept_rank(rank)
+def sources(private: Path) -> Iterator[tuple[str, FileIdentity]]:
+    """The files that all ranks have set aside."""
+    for place in private.glob("kept/rank-*"):
+        rank = place.name.removeprefix("rank-")
+        for _, enqueued, _ in _manifests(private, int(rank)) if rank.isdecimal() else ():
+            yield from ((each.shard.source, each.shard.identity) for each in enqueued)
+
+
+def _manifests(private: Path, rank: int) -> Iterator[tuple[CheckpointId, list[Enqueued], Sealed | None]]:
+    place = private / keys.kept_rank(rank)
     try:
         names = sorted(os.listdir(place))
     except FileNotFoundError:

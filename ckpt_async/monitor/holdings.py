@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ckpt_async.core.backlog import queue_state, waits_for_ranks
@@ -67,11 +67,15 @@ def _newest(
     return other if one is None else max(one, other)
 
 
-def read(folder: str | os.PathLike[str]) -> tuple[list[Local], Progress]:
-    """What each rank's journal says, also beside live trainers: makes nothing, locks nothing. Raises NoJournalError if
-    there is none, JournalError if one cannot be read.
+def read(folder: str | os.PathLike[str]) -> dict[str, tuple[list[Local], Progress]]:
+    """What each rank's journal says, by kind of checkpoints, also beside live trainers: makes nothing, locks nothing.
+    Raises NoJournalError if there is none, JournalError if one cannot be read.
     """
-    found = [each for each in journals.read(folder).values() if each.rows]
+    return {kind: _of_ranks(found.values()) for kind, found in journals.read_all(folder).items()}
+
+
+def _of_ranks(readings: Iterable[journals.Reading]) -> tuple[list[Local], Progress]:
+    found = [each for each in readings if each.rows]
     progress = {
         (each.rank, id_, shard): sent for each in found for (id_, shard), sent in each.progress.items()
     }
@@ -80,8 +84,10 @@ def read(folder: str | os.PathLike[str]) -> tuple[list[Local], Progress]:
 
 def add_folder(runs: dict[str, Holdings], folder: str | os.PathLike[str]) -> None:
     """Add what a folder holds to that of each run, which is the URL of its remote. Raises like `read`."""
-    locals_, progress = read(folder)
-    for local in locals_:
-        run = local.remote.url.rstrip("/") if local.remote else ""
-        begun = {(id_, name) for (rank, id_, name), sent in progress.items() if rank == local.rank and sent}
-        runs.setdefault(run, Holdings()).add(local, begun)
+    for locals_, progress in read(folder).values():
+        for local in locals_:
+            run = local.remote.url.rstrip("/") if local.remote else ""
+            begun = {
+                (id_, name) for (rank, id_, name), sent in progress.items() if rank == local.rank and sent
+            }
+            runs.setdefault(run, Holdings()).add(local, begun)

@@ -143,7 +143,8 @@ class Metrics(Counters, Observer):
         is_due = started >= self._replay_due_at
         found: dict[int, journals.Reading] = {}
         with contextlib.suppress(NoJournalError):  # before the first of the node has opened
-            found = journals.read(self._folder.path, after={} if is_due else self._places)
+            places = {} if is_due else self._places
+            found = journals.read(self._folder.path, kind=self._folder.kind, after=places)
         self._locals = {
             rank: reading.local() if reading.is_whole else fold(reading.rows, self._locals[rank])
             for rank, reading in found.items()

@@ -10,12 +10,12 @@ import os
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from ckpt_async.core import backlog, keys
 from ckpt_async.core.local_state import Local, LocalCheckpoint
 from ckpt_async.core.model import CheckpointId, Outcome
 from ckpt_async.core.units import age
+from ckpt_async.local import journals
 from ckpt_async.monitor import holdings
 from ckpt_async.monitor.holdings import QUEUE_STATES, Progress
 
@@ -209,15 +209,17 @@ def _plural(count: int, noun: str) -> str:
 # --- the folder --------------------------------------------------------------------------------------------
 
 
-def load(folder: str | os.PathLike[str], *, now: float | None = None) -> Status:
-    """Read a folder's journals, also beside live trainers. Raises NoJournalError if there is none."""
-    locals_, progress = holdings.read(folder)
-    return view(locals_, progress, time.time() if now is None else now)
+def load(folder: str | os.PathLike[str], *, now: float | None = None) -> dict[str, Status]:
+    """Read a folder's journals, by kind of checkpoints, also beside live trainers. Raises NoJournalError if there is
+    none.
+    """
+    now = time.time() if now is None else now
+    return {kind: view(locals_, progress, now) for kind, (locals_, progress) in holdings.read(folder).items()}
 
 
-def has_owner(folder: str | os.PathLike[str], rank: int) -> bool:
+def has_owner(folder: str | os.PathLike[str], rank: int, kind: str = "") -> bool:
     """Whether a live process holds this rank's lock. Looks by taking it, shared, for a moment."""
-    path = Path(os.path.realpath(folder)) / keys.PRIVATE / keys.lock_name(rank)
+    path = journals.private_of(folder, kind) / keys.lock_name(rank)
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

@@ -16,6 +16,7 @@ from ckpt_async.errors import (
     DamagedCheckpointError,
     DestinationError,
     NoUsableCheckpointError,
+    UnknownKindError,
     UnreliableReadError,
 )
 from ckpt_async.restore.checkpoint import Checkpoint, Rejected, RemoteFile
@@ -38,6 +39,7 @@ __all__ = [
     "Reader",
     "Rejected",
     "RemoteFile",
+    "UnknownKindError",
     "UnreliableReadError",
     "drain_predecessor",
     "fetch",

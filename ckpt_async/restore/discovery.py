@@ -10,7 +10,7 @@ from functools import partial
 from typing import TypeVar
 
 from ckpt_async import threads
-from ckpt_async.core import arguments, keys
+from ckpt_async.core import arguments, keys, naming
 from ckpt_async.core.decide import obstacle
 from ckpt_async.core.model import CheckpointId, Decision, Outcome, Receipt
 from ckpt_async.errors import (
@@ -25,6 +25,7 @@ from ckpt_async.errors import (
 )
 from ckpt_async.protocol import steps
 from ckpt_async.protocol.cas import if_readable
+from ckpt_async.protocol.kinds import check_known
 from ckpt_async.restore.checkpoint import Checkpoint, Rejected, checkpoint_of
 from ckpt_async.restore.foreign import find_foreign
 from ckpt_async.restore.freshness import check_fresh, check_nowhere, known_in
@@ -43,6 +44,7 @@ T = TypeVar("T")
 def find(
     remote: str,
     *,
+    kind: str | None = None,
     folder: str | os.PathLike[str] | None = None,
     step: int | None = None,
     generation: int | None = None,
@@ -50,7 +52,8 @@ def find(
     store_options: StoreOptions | None = None,
     passing_over: Collection[CheckpointId] = (),
 ) -> Checkpoint | None:
-    """Find the newest complete checkpoint of a run, by `(generation, step)`; None if there is none: a fresh start.
+    """Find the newest complete checkpoint of a run, by `(generation, step)`; None if there is none: a fresh start. With
+    `kind`, only checkpoints of that kind, without only those of no kind.
 
     A committed checkpoint is marked as damaged and skipped if its receipts are not those that were decided on, or if a
     shard is missing or has another size; it then appears in `rejected` of the result. Checksums are compared when the
@@ -66,11 +69,14 @@ def find(
     Orbax are recognised by their markers.
 
     None is returned only if nothing contradicts it: not if `latest.json` or the journal in `folder` knows of a commit,
-    nor if the store shows no generation of a run that was opened in `folder`.
+    nor if the store shows no generation of a run that was opened in `folder`, nor if no Uploader was ever opened for
+    this kind though other kinds of the run were saved.
 
-    Blocks. Raises NoUsableCheckpointError if there are checkpoints and all of them are damaged, StoreError if the store
-    cannot be reached, or shows nothing of a run that was there.
+    Blocks. Raises NoUsableCheckpointError if there are checkpoints and all of them are damaged, UnknownKindError if
+    there are only other kinds, StoreError if the store cannot be reached, or shows nothing of a run that was there.
     """
+    kind = naming.check_kind(kind)
+    run, remote = remote, keys.kind_remote(remote, kind)
     step = None if step is None else arguments.whole(step, "step", 0, keys.MAX_STEP)
     if generation is not None:
         generation = arguments.whole(generation, "generation", 0, keys.MAX_GENERATION)
@@ -85,15 +91,32 @@ def find(
                 found = await _find(opened, step, generation, passing_over)
                 if found is None and step is None:
                     await check_fresh(opened, remote, known)
-                return found
         except StoreError as error:
-            if error.operation == "open" and error.reason is FailureReason.NOT_FOUND:
-                check_nowhere(remote, known)
-                logger.warning("remote_missing %s error=%s; treated as a fresh start", remote, error)
-                return None
-            raise
+            if not _is_nowhere(error):
+                raise
+            check_nowhere(remote, known)
+            await _check_kind(run, kind, store_options)
+            logger.warning("remote_missing %s error=%s; treated as a fresh start", remote, error)
+            return None
+        if found is None:
+            await _check_kind(run, kind, store_options)
+        return found
 
     return threads.run(work())
+
+
+def _is_nowhere(error: StoreError) -> bool:
+    return error.operation == "open" and error.reason is FailureReason.NOT_FOUND
+
+
+async def _check_kind(run: str, kind: str, store_options: StoreOptions | None) -> None:
+    """Raise UnknownKindError if other kinds of the run were saved, and this one was never begun."""
+    try:
+        async with session(run, store_options) as opened:
+            await check_known(opened.store, kind)
+    except StoreError as error:
+        if not _is_nowhere(error):
+            raise
 
 
 def drain_predecessor(folder: str | os.PathLike[str], timeout_s: float) -> None:

@@ -152,6 +152,7 @@ def fetch_latest(
     remote: str,
     destination: Where,
     *,
+    kind: str | None = None,
     ranks: Collection[int] | None = None,
     files: Collection[str] | None = None,
     folder: str | os.PathLike[str] | None = None,
@@ -183,6 +184,7 @@ def fetch_latest(
     def newest(passing_over: Collection[CheckpointId]) -> Checkpoint | None:
         return discovery.find(
             remote,
+            kind=kind,
             folder=folder,
             step=step,
             generation=generation,

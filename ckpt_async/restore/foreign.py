@@ -221,6 +221,8 @@ async def find_foreign(
 
 
 def _is_own(key: str) -> bool:
+    if (of_kind := keys.parse_kind_key(key)) is not None:
+        key = of_kind[1]
     return key.startswith(f"{keys.PRIVATE}/") or keys.parse_data_key(key) is not None
 
 

@@ -43,10 +43,10 @@ def known_in(folder: str | os.PathLike[str] | None, remote: str) -> Known:
     if folder is None:
         return Known()
     try:
-        locals_, _ = holdings.read(folder)
+        found = holdings.read(folder)
     except NoJournalError:
         return Known()
-    return known_of(locals_, remote)
+    return known_of([local for locals_, _ in found.values() for local in locals_], remote)
 
 
 def check_nowhere(remote: str, known: Known) -> None:

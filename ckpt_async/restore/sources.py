@@ -149,6 +149,7 @@ class LocalCopies:
         self._folder = Path(os.path.realpath(folder)) if folder is not None else None
         self._checkpoint = checkpoint
         self._sources = dict(_sources(self._folder, checkpoint)) if self._folder else {}
+        self._privates = _privates(self._folder) if self._folder else []
 
     def find(self, file: RemoteFile) -> list[Path]:
         """Regular files of the right size, the likeliest first. Their bytes are not looked at, so what has no checksum
@@ -158,9 +159,10 @@ class LocalCopies:
             return []
         candidates = [self._sources.get(file.name), f"{self._checkpoint.name}/{file.name}", file.name]
         paths = [self._folder / each for each in candidates if each is not None]
-        private = self._folder / keys.PRIVATE
         paths += [
-            private / keys.spool_checkpoint(self._checkpoint.id, rank) / file.name for rank in file.ranks
+            private / keys.spool_checkpoint(self._checkpoint.id, rank) / file.name
+            for private in self._privates
+            for rank in file.ranks
         ]
         return [path for path in dict.fromkeys(paths) if has_size(path, file.size_bytes)]
 
@@ -174,13 +176,21 @@ def has_size(path: Path, size_bytes: int) -> bool:
     return stat.S_ISREG(there.st_mode) and there.st_size == size_bytes
 
 
+def _privates(folder: Path) -> list[Path]:
+    return [journals.private_of(folder, kind) for kind in journals.kinds(folder)]
+
+
 def _sources(folder: Path, checkpoint: Checkpoint) -> Iterable[tuple[str, str]]:
-    """Where the trainer wrote the checkpoint's files, as long as the journals remember. It is only a hint."""
+    """Where the trainer wrote the checkpoint's files, as long as the journals remember; of several kinds the right one
+    last. It is only a hint.
+    """
     try:
-        found = journals.read(folder)
+        found = journals.read_all(folder)
     except CkptAsyncError:
         return
-    for reading in found.values():
-        local = reading.local().checkpoints.get(checkpoint.id)
-        for each in local.shards.values() if local is not None else ():
+    locals_ = [reading.local() for readings in found.values() for reading in readings.values()]
+    there = checkpoint.remote.rstrip("/")
+    for local in sorted(locals_, key=lambda each: bool(each.remote and each.remote.url.rstrip("/") == there)):
+        known = local.checkpoints.get(checkpoint.id)
+        for each in known.shards.values() if known is not None else ():
             yield each.shard.name, each.shard.source

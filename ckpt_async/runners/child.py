@@ -161,7 +161,7 @@ class _Rank:
         self, start: Start, lock: RankLock, backends: Backends, gone: asyncio.Future[Any]
     ) -> None:
         try:
-            folder = Folder(start.folder)
+            folder = Folder(start.folder, kind=start.kind)
             journal = Journal(folder, start.rank, may_replace=False)  # the trainer has it open
             try:
                 host = self._host = Host(
@@ -261,7 +261,10 @@ class _Rank:
                 logging.getLogger("ckpt_async").setLevel(level)
                 start = wire.start_from(fields)
                 self._told.set_result(
-                    (start, RankLock.inherit(Folder(start.folder), start.rank, descriptors[0]))
+                    (
+                        start,
+                        RankLock.inherit(Folder(start.folder, kind=start.kind), start.rank, descriptors[0]),
+                    )
                 )
             case ["ping"]:
                 self._send("here", os.getpid())

@@ -9,12 +9,14 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from weakref import WeakValueDictionary
 
 from ckpt_async.core import backlog, keys
 from ckpt_async.core.local_state import Local
 from ckpt_async.core.model import Forgotten, Opened
 from ckpt_async.core.observe import Observer
-from ckpt_async.core.settings import INHERITED
+from ckpt_async.core.settings import RECORDED
 from ckpt_async.engine.loop import Engine
 from ckpt_async.engine.state import State
 from ckpt_async.errors import JournalError, SettingsError
@@ -22,6 +24,7 @@ from ckpt_async.local.folder import Folder, boot_id
 from ckpt_async.local.journal import Journal
 from ckpt_async.protocol import generation as generations
 from ckpt_async.runners import Start
+from ckpt_async.transfer.budgets import Budgets
 from ckpt_async.transfer.patient import PatientStore, connect
 
 logger = logging.getLogger(__name__)
@@ -32,13 +35,14 @@ ENGINE_RESTART_S = 1.0
 
 
 class Backends:
-    """Open stores with their budgets, one for all engines of an event loop that go to one remote in one way: the limits
-    of requests and bandwidth then hold for all of them together, and their ranks take turns. The limits are those of
-    the first.
+    """Open stores, one for all engines of an event loop that go to one remote in one way, and budgets, one for all that
+    go to one run: the limits of requests and bandwidth then hold for its ranks and kinds together, and they take turns.
+    The limits are those of the first.
     """
 
     def __init__(self) -> None:
         self._open: dict[str, _Backend] = {}
+        self._budgets: WeakValueDictionary[str, Budgets] = WeakValueDictionary()
 
     @contextlib.asynccontextmanager
     async def use(self, start: Start, observer: Observer) -> AsyncIterator[PatientStore]:
@@ -46,24 +50,32 @@ class Backends:
         key = repr((start.address, start.options))
         backend = self._open.get(key)
         if backend is None:
-            backend = self._open[key] = _Backend(start, observer)
+            backend = self._open[key] = _Backend(start, observer, self._budgets_of(start))
         backend.num_users += 1
         try:
             async with backend.opening:
                 if not backend.is_open:
                     await backend.store.open(START_TIMEOUT_S)
                     backend.is_open = True
-            yield backend.store.of(start.rank, observer)
+            yield backend.store.of((start.kind, start.rank), observer)
         finally:
             backend.num_users -= 1
             if not backend.num_users:
                 self._open.pop(key, None)
                 await backend.store.close()
 
+    def _budgets_of(self, start: Start) -> Budgets:
+        run = replace(start.address, url=keys.run_remote(start.address.url, start.kind))
+        key = repr((run, start.options))
+        budgets = self._budgets.get(key)
+        if budgets is None:
+            budgets = self._budgets[key] = Budgets(start.settings)
+        return budgets
+
 
 class _Backend:
-    def __init__(self, start: Start, observer: Observer) -> None:
-        self.store = connect(start.address.url, start.options, start.settings, observer)
+    def __init__(self, start: Start, observer: Observer, budgets: Budgets) -> None:
+        self.store = connect(start.address.url, start.options, start.settings, observer, budgets=budgets)
         self.opening = asyncio.Lock()
         self.is_open = False
         self.num_users = 0
@@ -187,8 +199,8 @@ class Host:
             )
         if is_of_another:  # not before this one was there to be opened: its URL may be a mistake
             await asyncio.to_thread(self._forget_all, local)
-        inherited = tuple((name, getattr(start.settings, name)) for name in INHERITED)
-        opened = Opened(generation, start.world_size, start.address, inherited, boot_id())
+        recorded = tuple((name, getattr(start.settings, name)) for name in RECORDED)
+        opened = Opened(generation, start.world_size, start.address, recorded, boot_id())
         self._journal.open_rank(opened)
         return generation
 

@@ -132,7 +132,7 @@ class ProcessRunner:
 
     def _answers(self) -> bool:
         """Whether the node's process answers somebody new."""
-        meeting = Meeting(self._folder.private)
+        meeting = Meeting(self._folder.common)
         channel = None
         try:
             if (channel := meeting.connect()) is None:
@@ -282,8 +282,8 @@ class ProcessRunner:
 
     def _meet(self) -> Channel:
         """Connect to the node's process. Whoever finds none starts it: the one that gets its lock."""
-        meeting = Meeting(self._folder.private)
-        lock = os.open(self._folder.private / "node.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        meeting = Meeting(self._folder.common)
+        lock = os.open(self._folder.common / "node.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         deadline = time.monotonic() + SPAWN_TIMEOUT_S
         try:
             while time.monotonic() < deadline and not self._is_ended.is_set():
@@ -297,7 +297,7 @@ class ProcessRunner:
                 with meeting.listen() as listener:
                     self._spawn("node", listener.fileno(), lock)  # which holds the lock from now on
                 os.close(lock)
-                lock = os.open(self._folder.private / "node.lock", os.O_RDWR | os.O_CLOEXEC)
+                lock = os.open(self._folder.common / "node.lock", os.O_RDWR | os.O_CLOEXEC)
             raise RunnerError(
                 "the node's runner process can neither be reached nor started", hint=self._log_tail()
             )
@@ -335,8 +335,9 @@ class ProcessRunner:
                 os.killpg(self._group, signal.SIGKILL)
 
     def _log_path(self) -> Path:
-        name = "node" if self._start.settings.node_shared else f"rank-{self._start.rank:05d}"
-        return self._folder.private / f"{name}.log"
+        if self._start.settings.node_shared:
+            return self._folder.common / "node.log"
+        return self._folder.private / f"rank-{self._start.rank:05d}.log"
 
     def _log_tail(self) -> str:
         with contextlib.suppress(OSError):

@@ -35,10 +35,13 @@ from ckpt_async.local import journals, shared_journal
 from ckpt_async.local.folder import Folder, spooled_ranks
 from ckpt_async.local.journal import Journal, RankLock
 from ckpt_async.stores import options_of
+from ckpt_async.transfer.budgets import Budgets
 from ckpt_async.transfer.patient import connect
 from ckpt_async.transfer.together import all_or_none
 
 logger = logging.getLogger(__name__)
+
+Change = Callable[[RemoteAddress | None], RemoteAddress]
 
 # `status` holds a lock for a microsecond to see whether anybody else does: that is no owner.
 LOCK_WAIT_S = 0.1
@@ -65,12 +68,14 @@ class Fate:
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """What was done for one rank. `in_use_by` names its live owner: then nothing was touched.
+    """What was done for one rank, or one kind of its checkpoints. `in_use_by` names its live owner: then nothing was
+    touched.
 
     `waiting` checkpoints have all of this rank in the store and wait for other ranks; `left` ones do not.
     """
 
     rank: int
+    kind: str = ""
     in_use_by: str = ""
     committed: tuple[Fate, ...] = ()
     aborted: tuple[Fate, ...] = ()
@@ -103,10 +108,11 @@ async def drain(
     timeout_s: float,
     grace_s: float,
     settings: Settings | None = None,
-    change: Callable[[RemoteAddress | None], RemoteAddress] | None = None,
+    change: Change | None = None,
     profile: str | None = None,
 ) -> DrainReport:
-    """Finish what dead owners left in a folder: upload, commit, move latest, clean up, within `timeout_s`.
+    """Finish what dead owners left in a folder: upload, commit, move latest, clean up, within `timeout_s`. Of all kinds
+    of checkpoints.
 
     Once all of this folder is in the store, other ranks are waited for up to `grace_s`. What is left then is
     still in the journal; calling again continues. `change` makes the remote from the one that was recorded
@@ -119,19 +125,41 @@ async def drain(
         raise NoJournalError(
             f"there is no journal in {str(path)!r}", hint="use the folder that the uploader was opened with"
         )
-    opened = Folder(path)
+    reports: list[RankReport] = []
+    adoptions: list[_Adoption] = []
+    shared: dict[str, Budgets] = {}
     with contextlib.ExitStack() as held:
-        adopted, reports = await _adopt(opened, held)
-        await asyncio.to_thread(shared_journal.leave_damaged, opened.private)
-        adoptions = [
-            _Adoption(opened, address, profile, settings or Settings(), timeout_s, ranks)
-            for address, ranks in _by_remote(adopted, change)
-        ]
+        for kind in journals.kinds(path):
+            opened = Folder(path, kind=kind)
+            adopted, others = await _adopt(opened, held)
+            await asyncio.to_thread(shared_journal.leave_damaged, opened.private)
+            reports += others
+            for address, ranks in _by_remote(adopted, _change_of_kind(change, kind)):
+                budgets = shared.setdefault(
+                    keys.run_remote(address.url, kind), Budgets(settings or Settings())
+                )
+                adoptions.append(
+                    _Adoption(opened, address, profile, settings or Settings(), timeout_s, ranks, budgets)
+                )
         deadline = time.monotonic() + timeout_s
         done = await all_or_none(each.run(deadline, grace_s) for each in adoptions)
         reports += [report for each in done for report in each]
     remotes = tuple(each.address.url for each in adoptions)
-    return DrainReport(str(path), remotes, tuple(sorted(reports, key=lambda each: each.rank)))
+    return DrainReport(str(path), remotes, tuple(sorted(reports, key=lambda each: (each.rank, each.kind))))
+
+
+def _change_of_kind(change: Change | None, kind: str) -> Change | None:
+    """`change` is of the run's remote; a kind's follows it."""
+    if change is None or not kind:
+        return change
+
+    def changed(recorded: RemoteAddress | None) -> RemoteAddress:
+        if recorded is not None:
+            recorded = replace(recorded, url=keys.run_remote(recorded.url, kind))
+        address = change(recorded)
+        return replace(address, url=keys.kind_remote(address.url, kind))
+
+    return changed
 
 
 async def _adopt(folder: Folder, held: contextlib.ExitStack) -> tuple[list[_Adopted], list[RankReport]]:
@@ -144,25 +172,25 @@ async def _adopt(folder: Folder, held: contextlib.ExitStack) -> tuple[list[_Adop
         try:
             await asyncio.to_thread(lock.acquire, wait_s=LOCK_WAIT_S)
         except FolderInUseError as error:
-            reports.append(RankReport(rank, in_use_by=_owner(error)))
+            reports.append(RankReport(rank, folder.kind, in_use_by=_owner(error)))
             continue
         held.callback(lock.release)
         if lock.is_wanted():
-            reports.append(RankReport(rank, in_use_by="a trainer that is starting"))
+            reports.append(RankReport(rank, folder.kind, in_use_by="a trainer that is starting"))
             lock.release()
             continue
         try:
             each = await asyncio.to_thread(_Adopted, folder, lock)
         except JournalError as error:  # of this rank alone
             logger.warning("drain_failed rank=%d error=%s", rank, error)
-            reports.append(RankReport(rank, error=str(error)))
+            reports.append(RankReport(rank, folder.kind, error=str(error)))
             lock.release()
             continue
         held.callback(each.release)
         if each.before.checkpoints or rank in spooled:
             adopted.append(each)
         else:
-            reports.append(RankReport(rank))
+            reports.append(RankReport(rank, folder.kind))
             each.release()  # others may take long: its trainer must not wait for them
     return adopted, reports
 
@@ -172,9 +200,9 @@ def _owner(error: FolderInUseError) -> str:
 
 
 def _by_remote(
-    adopted: Iterable[_Adopted], change: Callable[[RemoteAddress | None], RemoteAddress] | None
+    adopted: Iterable[_Adopted], change: Change | None
 ) -> list[tuple[RemoteAddress, list[_Adopted]]]:
-    """Ranks of one folder have one remote; nothing forces them to."""
+    """Ranks of one folder and kind have one remote; nothing forces them to."""
     groups: list[tuple[RemoteAddress, list[_Adopted]]] = []
     for each in adopted:
         local = each.before
@@ -201,7 +229,7 @@ class _Adopted:
     """One rank while it is ours: its lock, and its journal. Raises JournalError if that cannot be used."""
 
     def __init__(self, folder: Folder, lock: RankLock) -> None:
-        self.lock = lock
+        self.lock, self.kind = lock, folder.kind
         self.journal = Journal(folder, lock.rank)
         self.before = self.after = self.journal.local()
         self.is_given_back = False
@@ -235,7 +263,7 @@ class _Counter(Observer):
 
 
 class _Adoption:
-    """Engines for the ranks that share a remote: one event loop, one store, one set of budgets."""
+    """Engines for the ranks that share a remote: one event loop, one store, one set of budgets for the run."""
 
     def __init__(
         self,
@@ -245,12 +273,15 @@ class _Adoption:
         settings: Settings,
         timeout_s: float,
         adopted: list[_Adopted],
+        budgets: Budgets,
     ) -> None:
         self.address = address
         self._folder, self._ranks = folder, adopted
         # Retries go on for as long as there is time, and no longer.
         self._settings = replace(settings, upload_timeout_s=min(604_800.0, max(1.0, timeout_s)))
-        self._store = connect(address.url, options_of(address, profile=profile), self._settings)
+        self._store = connect(
+            address.url, options_of(address, profile=profile), self._settings, budgets=budgets
+        )
         self._changed = asyncio.Event()
 
     async def run(self, deadline: float, grace_s: float) -> list[RankReport]:
@@ -296,7 +327,7 @@ class _Adoption:
             rank=each.before.rank,
             folder=self._folder,
             journal=each.journal,
-            store=self._store,
+            store=self._store.of((self._folder.kind, each.before.rank), each.observer),
             settings=replace(self._settings, **inherited),
             observer=each.observer,
             clock=time.time,
@@ -356,7 +387,7 @@ async def _within(timeout_s: float, waiting: Awaitable[object]) -> None:
 def _report(adopted: _Adopted) -> RankReport:
     engine, task = adopted.engine, adopted.task
     if engine is None or task is None:
-        return RankReport(adopted.before.rank, in_use_by="a trainer that has started")
+        return RankReport(adopted.before.rank, adopted.kind, in_use_by="a trainer that has started")
     crash = task.exception() if task.done() and not task.cancelled() else None
     if crash is not None:
         logger.error("drain_failed rank=%d", engine.state.rank, exc_info=crash)
@@ -369,6 +400,7 @@ def _report(adopted: _Adopted) -> RankReport:
     undecided = [each for _, each in sorted(local.checkpoints.items()) if each.decision is None]
     return RankReport(
         engine.state.rank,
+        adopted.kind,
         in_use_by="a trainer that has started" if adopted.is_given_back else "",
         committed=tuple(each for id_, each in fates.items() if id_ not in aborted),
         aborted=tuple(each for id_, each in fates.items() if id_ in aborted),

@@ -295,14 +295,16 @@ class RemoteSweep:
         )
 
 
-async def open_run(store: PatientStore, *, is_read_only: bool, timeout_s: float) -> bool:
-    """Open the store of a run; False if there is none. Then nothing was made there, not even a folder or a probe."""
+async def open_run(store: PatientStore, *, is_read_only: bool, timeout_s: float) -> bool | None:
+    """Open the store of a run; False if there is none, None if there is not even a place for one. Then nothing was made
+    there, not even a folder or a probe.
+    """
     looking = store.answering_within(max(1.0, timeout_s))
     try:
         await store.open(timeout_s, is_read_only=True)
     except StoreError as error:
         if error.reason is FailureReason.NOT_FOUND:
-            return False
+            return None
         raise
     if (
         not (await looking.list(keys.GENERATIONS)).objects

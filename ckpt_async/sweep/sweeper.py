@@ -11,7 +11,7 @@ import glob
 import logging
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ckpt_async.core import keys, naming, retention
@@ -22,6 +22,7 @@ from ckpt_async.errors import CkptAsyncError, NoJournalError, ObjectNotFoundErro
 from ckpt_async.local import journals
 from ckpt_async.monitor.metrics import SweeperMetrics
 from ckpt_async.protocol import sweep_plan
+from ckpt_async.protocol.kinds import kinds_below
 from ckpt_async.protocol.verify import verify
 from ckpt_async.stores import StoreOptions, address_of, options_of
 from ckpt_async.sweep.drain import DrainReport, drain
@@ -80,7 +81,9 @@ class Sweeper:
 
     One per node is enough for the folders; any number, anywhere, for the remotes. A folder may be a pattern
     (`/data/*/checkpoints`), which is looked up at every sweep: trainers come and go. What it keeps remotely is
-    `settings.remote_retention` (empty: all). With `verifies`, every committed checkpoint is also verified, as by
+    `settings.remote_retention` (empty: all); of a kind of checkpoints what `kind_retention` says, else what its
+    Uploader was opened with if that was on this node, else all. The kinds of a given remote are found below it. With
+    `verifies`, every committed checkpoint is also verified, as by
     `ckpt-async verify`: one HEAD per shard. With `is_for_folders_only` it finishes what dead trainers left, which takes
     a trainer's rights, and leaves the remotes to another one. `metrics.registry` can be exported.
     """
@@ -91,6 +94,7 @@ class Sweeper:
         remotes: Sequence[str] = (),
         *,
         settings: Settings | None = None,
+        kind_retention: Mapping[str, str] | None = None,
         store_options: StoreOptions | None = None,
         adoption_timeout_s: float = 3600.0,
         verifies: bool = False,
@@ -99,6 +103,9 @@ class Sweeper:
         self._folders = [os.fspath(folder) for folder in naming.several(folders, "folders")]
         self._settings = settings or Settings()
         self._policy = retention.parse(self._settings.remote_retention)
+        self._kind_policies = {
+            naming.check_kind(kind): retention.parse(text) for kind, text in (kind_retention or {}).items()
+        }
         self._profile = store_options.profile if store_options else None
         self._given = {
             address.url: address
@@ -139,10 +146,29 @@ class Sweeper:
     async def _sweep(self, *, is_dry_run: bool) -> SweepReport:
         found = self._found_folders()
         folders = [await self._sweep_folder(folder, is_dry_run=is_dry_run) for folder in found]
-        recorded = [] if self._is_for_folders_only else _recorded(found)
-        addresses = {each.url: each for each in recorded} | self._given
-        remotes = [await self._sweep_remote(each, is_dry_run=is_dry_run) for each in addresses.values()]
+        recorded = [] if self._is_for_folders_only else self._recorded(found)
+        given = [_Target(each, self._policy, is_given=True) for each in self._given.values()]
+        targets = {each.address.url: each for each in (*recorded, *given)}
+        remotes: list[RemoteReport] = []
+        for target in list(targets.values()):
+            report, kinds = await self._sweep_remote(target, is_dry_run=is_dry_run)
+            remotes.append(report)
+            for kind in kinds:
+                url = keys.kind_remote(target.address.url, kind)
+                if url not in targets:
+                    policy = self._kind_policies.get(kind, retention.KeepAll())
+                    below = targets[url] = _Target(replace(target.address, url=url), policy)
+                    remotes.append((await self._sweep_remote(below, is_dry_run=is_dry_run))[0])
         return SweepReport(tuple(folders), tuple(remotes))
+
+    def _recorded(self, folders: Iterable[str]) -> Iterator[_Target]:
+        """The remotes that the folders' journals name."""
+        for folder in folders:
+            with contextlib.suppress(CkptAsyncError):  # reported by `_sweep_folder`
+                for kind, local in _locals(folder):
+                    if local.remote is not None:
+                        own = self._kind_policies.get(kind) or _recorded_policy(local)
+                        yield _Target(local.remote, own if kind else self._policy)
 
     def _found_folders(self) -> list[str]:
         return list(dict.fromkeys(path for folder in self._folders for path in _folders(folder)))
@@ -165,29 +191,43 @@ class Sweeper:
             return FolderReport(folder, error=str(error))
         return FolderReport(folder, drained)
 
-    async def _sweep_remote(self, address: RemoteAddress, *, is_dry_run: bool) -> RemoteReport:
+    async def _sweep_remote(self, target: _Target, *, is_dry_run: bool) -> tuple[RemoteReport, Sequence[str]]:
+        """What was done, and the kinds below a given remote."""
+        address, kinds = target.address, list[str]()
         options = options_of(address, profile=self._profile)
         settings = replace(self._settings, upload_timeout_s=REQUEST_PATIENCE_S)
         try:
             store = connect(address.url, options, settings, self.metrics.of(address.url))
             try:
-                if not await open_run(store, is_read_only=is_dry_run, timeout_s=OPEN_TIMEOUT_S):
-                    if address.url in self._given:
+                is_there = await open_run(store, is_read_only=is_dry_run, timeout_s=OPEN_TIMEOUT_S)
+                if target.is_given:
+                    kinds = [] if is_there is None else await kinds_below(store)
+                    if not is_there and not kinds:
                         raise ObjectNotFoundError(f"{address.url} holds no run of ckpt_async")
-                    return RemoteReport(address.url)
-                sweep = RemoteSweep(store, self._policy, self._ages, time.time)
+                if not is_there:
+                    return RemoteReport(address.url), kinds
+                sweep = RemoteSweep(store, target.policy, self._ages, time.time)
                 sweep.known = self._known.setdefault(address.url, {})
                 report = await sweep.run(is_dry_run=is_dry_run)
                 if self._verifies:
                     found = (await verify(store)).violations
                     known = {each.key for each in found}
                     report.violations = [each for each in report.violations if each.key not in known] + found
-                return report
+                return report, kinds
             finally:
                 await store.close()
         except (CkptAsyncError, OSError) as error:
             logger.warning("sweep_remote_failed url=%s error=%s", address.url, error)
-            return RemoteReport(address.url, error=str(error))
+            return RemoteReport(address.url, error=str(error)), kinds
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """A remote to be swept, and what is kept there. One that is `is_given` must hold a run, or kinds of one."""
+
+    address: RemoteAddress
+    policy: retention.RetentionPolicy
+    is_given: bool = False
 
 
 def _count(report: SweepReport, metrics: SweeperMetrics) -> None:
@@ -243,23 +283,26 @@ def _folders(pattern: str) -> list[str]:
     ]
 
 
-def _recorded(folders: Iterable[str]) -> list[RemoteAddress]:
-    """The remotes that the folders' journals name."""
-    found: list[RemoteAddress] = []
-    for folder in folders:
-        with contextlib.suppress(CkptAsyncError):  # reported by `_sweep_folder`
-            found += [each.remote for each in _locals(folder) if each.remote is not None]
-    return found
+def _recorded_policy(local: Local) -> retention.RetentionPolicy:
+    """What its Uploader was opened with."""
+    recorded = dict(local.opened.settings).get("remote_retention", "") if local.opened else ""
+    try:
+        return retention.parse(str(recorded))
+    except SettingsError as error:  # of a later version
+        logger.warning("recorded_retention_unknown error=%s; everything is kept", error)
+        return retention.KeepAll()
 
 
 def _unfinished_ranks(folder: str) -> tuple[int, ...]:
-    return tuple(
+    unfinished = {
         each.rank
-        for each in _locals(folder)
+        for _, each in _locals(folder)
         if any(found.decision is None for found in each.checkpoints.values())
-    )
+    }
+    return tuple(sorted(unfinished))
 
 
-def _locals(folder: str) -> list[Local]:
-    """What the folder's journals say of each rank."""
-    return [each.local() for each in journals.read(folder).values()]
+def _locals(folder: str) -> list[tuple[str, Local]]:
+    """What the folder's journals say of each kind and rank."""
+    found = journals.read_all(folder)
+    return [(kind, each.local()) for kind, readings in found.items() for each in readings.values()]

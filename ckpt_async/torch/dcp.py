@@ -177,6 +177,7 @@ def load_latest(
     state_dict: dict[str, Any],
     remote: str,
     *,
+    kind: str | None = None,
     folder: str | os.PathLike[str] | None = None,
     step: int | None = None,
     store_options: StoreOptions | None = None,
@@ -189,8 +190,8 @@ def load_latest(
     allow: Allow = (),
     num_concurrent_reads: int = 8,
 ) -> Checkpoint | None:
-    """Load the newest complete checkpoint of a run, or that of `step`, into the state, in place, on whatever ranks
-    there are now. None, with the state as it was, if there is none.
+    """Load the newest complete checkpoint of a run (of a `kind`), or that of `step`, into the state, in place, on
+    whatever ranks there are now. None, with the state as it was, if there is none.
 
     One rank looks for it and tells the others. If it turns out damaged on any rank, or was pruned meanwhile, all go on
     to the next older one together; but not if that lacks something that was loaded from the damaged one already
@@ -216,7 +217,9 @@ def load_latest(
 
     def newest(passing_over: Collection[CheckpointId]) -> Checkpoint | None:
         return run_on_one(
-            lambda: restore.find(remote, step=step, store_options=store_options, passing_over=passing_over),
+            lambda: restore.find(
+                remote, kind=kind, step=step, store_options=store_options, passing_over=passing_over
+            ),
             rank=dist.get_global_rank(process_group, 0) if process_group is not None else 0,
             group=process_group,
         )

@@ -63,6 +63,7 @@ def fetch_together(
     remote: str,
     destination: Where,
     *,
+    kind: str | None = None,
     folder: str | os.PathLike[str] | None = None,
     ranks: Collection[int] | None = None,
     files: Collection[str] | None = None,
@@ -76,7 +77,7 @@ def fetch_together(
     num_concurrent_reads: int = 8,
 ) -> tuple[restore.Checkpoint, restore.FetchReport] | None:
     """`restore.find` and `restore.fetch` on all ranks of a process group at once; without a group there is one rank.
-    None on all of them if there is no checkpoint. `ranks` and `files` say what *this* rank needs
+    None on all of them if there is no checkpoint (of this `kind`). `ranks` and `files` say what *this* rank needs
     (`ranks=[dist.get_rank()]` for a file per rank; all by default); `destination` where to, or a function of the
     checkpoint; `folder` is the trainer's on this node. `overwrite` replaces a file in the destination that is not the
     checkpoint's, torn by a power loss, say.
@@ -108,7 +109,12 @@ def fetch_together(
             together.gather(None)
         found: restore.Checkpoint | None = together.on_first(
             lambda: restore.find(
-                remote, folder=folder, step=step, store_options=store_options, passing_over=passing_over
+                remote,
+                kind=kind,
+                folder=folder,
+                step=step,
+                store_options=store_options,
+                passing_over=passing_over,
             )
         )
         return found

@@ -9,8 +9,10 @@ import time
 from pathlib import Path
 from typing import Protocol
 
+from ckpt_async.core import naming
 from ckpt_async.core.settings import Settings
-from ckpt_async.errors import CkptAsyncError, FolderInUseError
+from ckpt_async.errors import CkptAsyncError, FolderInUseError, SettingsError
+from ckpt_async.runners import Start
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +25,7 @@ class Closes(Protocol):
 
     folder: Path
     rank: int
+    kind: str
     pid: int
     settings: Settings
 
@@ -33,15 +36,27 @@ _open: set[Closes] = set()
 _is_registered = False
 
 
-def refuse_second(folder: Path, rank: int) -> None:
+def refuse_second(start: Start) -> None:
     """Raise FolderInUseError for one of this process: it does not end by being waited for. One that is closing is not
-    open any more.
+    open any more. Raises SettingsError for one of another kind that would move the same local symlink.
     """
+    latest = naming.fill(start.settings.latest_filename, rank=start.rank)
     for each in list(_open):
-        if (each.folder, each.rank, each.pid) == (folder, rank, os.getpid()):
+        if (str(each.folder), each.rank, each.pid) != (start.folder, start.rank, os.getpid()):
+            continue
+        if each.kind == start.kind:
+            of_kind = f", kind {start.kind!r}," if start.kind else ""
             raise FolderInUseError(
-                f"rank {rank} of folder {str(folder)!r} is in use by process {os.getpid()}, this very one",
-                hint="close the other Uploader first, as `with Uploader(...)` does, or keep using it",
+                f"rank {start.rank} of folder {start.folder!r}{of_kind} is in use by process {os.getpid()}, this very"
+                " one",
+                hint="close the other Uploader first, as `with Uploader(...)` does, or keep using it; for another kind"
+                " of checkpoints give it a name: `kind=`",
+            )
+        if latest and latest == naming.fill(each.settings.latest_filename, rank=each.rank):
+            raise SettingsError(
+                f"latest_filename={start.settings.latest_filename!r} is the same for kind {start.kind or None!r} and"
+                f" kind {each.kind or None!r}: each moves a symlink of its own",
+                hint="leave it out for kinds, or name them apart, e.g. latest-weights-rank{rank}",
             )
 
 

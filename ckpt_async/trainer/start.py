@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_async.core import arguments, keys, launch, naming
+from ckpt_async.core.settings import Settings
 from ckpt_async.errors import SettingsError
 from ckpt_async.local.folder import boot_id
 from ckpt_async.local.settings_file import load_settings
@@ -24,6 +25,7 @@ def start_of(
     folder: str | os.PathLike[str],
     remote: str,
     *,
+    kind: str | None,
     rank: int | None,
     world_size: int | None,
     generation: int | None,
@@ -41,14 +43,27 @@ def start_of(
     if generation is not None:
         generation = arguments.whole(generation, "generation", 1, keys.MAX_GENERATION, SettingsError)
     launch_key = _launch_key(environment, world_size, generation)
+    kind = naming.check_kind(kind)
+    if kind and loaded.latest_filename == Settings().latest_filename:  # which is the run's own
+        loaded = replace(loaded, latest_filename=f"latest-{kind}-rank{{rank}}")
     naming.fill(loaded.latest_filename, rank=rank)
     if loaded.sigterm_flush_s and threading.current_thread() is not threading.main_thread():
         raise SettingsError(
             "sigterm_flush_s needs the uploader to be opened in the main thread: only it may set signal handlers"
         )
-    address = address_of(remote, store_options, env=environment)
+    address = address_of(keys.kind_remote(remote, kind), store_options, env=environment)
     options = replace(store_options or StoreOptions(), endpoint_url=address.endpoint_url)
-    return Start(os.path.realpath(folder), rank, world_size, address, options, loaded, launch_key, generation)
+    return Start(
+        os.path.realpath(folder),
+        rank,
+        world_size,
+        address,
+        options,
+        loaded,
+        launch_key,
+        generation,
+        kind=kind,
+    )
 
 
 def _launch_key(environment: Mapping[str, str], world_size: int, generation: int | None) -> str:

@@ -50,6 +50,10 @@ class Uploader:
     Args:
         folder: Where the trainer writes its checkpoints, on a local disk. `.ckpt_async/` is created in it.
         remote: `s3://bucket/prefix/run` or `file:///path/run`. One run, one remote.
+        kind: For runs that save several kinds of checkpoints, each with its own schedule and retention: open one
+            Uploader for each, on the same folder and remote, e.g. `kind="weights"`. Each kind has checkpoints, `latest`
+            and retention of its own, at `<remote>/kinds/<kind>`; the limits of requests, bytes and bandwidth hold for
+            all kinds of a rank together, and are those of the one that was opened first. None: the run itself.
         rank, world_size: Default: RANK and WORLD_SIZE of the launcher; 0 and 1 if nothing hints at other
             processes. Giving only one of the two is rejected.
         generation: A number that all ranks of this start share, larger than any before. Default: agreed
@@ -70,6 +74,7 @@ class Uploader:
         folder: str | os.PathLike[str],
         remote: str,
         *,
+        kind: str | None = None,
         rank: int | None = None,
         world_size: int | None = None,
         generation: int | None = None,
@@ -81,6 +86,7 @@ class Uploader:
         start = start_of(
             folder,
             remote,
+            kind=kind,
             rank=rank,
             world_size=world_size,
             generation=generation,
@@ -90,10 +96,11 @@ class Uploader:
             settings=settings,
         )
         self.rank, self.world_size, self.settings = start.rank, start.world_size, start.settings
-        self.remote = start.address.url
-        self._folder = Folder(folder, allows_unknown_filesystem=self.settings.allow_unknown_filesystem)
+        self.remote, self.kind = start.address.url, start.kind
+        at_exit.refuse_second(start)
+        is_trusted = self.settings.allow_unknown_filesystem
+        self._folder = Folder(folder, kind=self.kind, allows_unknown_filesystem=is_trusted)
         self.folder = self._folder.path
-        at_exit.refuse_second(self.folder, self.rank)
 
         self.pid = os.getpid()
         self._lock = threading.Lock()
@@ -168,7 +175,8 @@ class Uploader:
         self._checkpoints.open_or_new(checkpoint, naming.checkpoint_name(name, checkpoint.step))
 
     def open(self, step: int, name: str, *, checkpoint_name: str | None = None) -> ShardWriter:
-        """Open a new file `<folder>/<checkpoint>/<name>` to write a shard to, binary and seekable. Its data is uploaded
+        """Open a new file `<folder>/<checkpoint>/<name>` (`<folder>/<kind>/<checkpoint>/<name>` of a kind of
+        checkpoints) to write a shard to, binary and seekable. Its data is uploaded
         while more is being written; `close` (or the end of its `with`) enqueues it as `enqueue` would, and most of it
         has been sent by then. If the store has no multipart uploads (`file://`), or the shard is small, it is sent
         afterwards.
@@ -183,7 +191,8 @@ class Uploader:
         full_name = naming.checkpoint_name(checkpoint_name, id_.step)
         naming.check_relative(name, "shard")
         check_key_length(self.remote, keys.data_key(full_name, self.generation, name))
-        source = f"{full_name}/{name}"
+        # Two kinds of one step may have files of the same name.
+        source = f"{self.kind}/{full_name}/{name}" if self.kind else f"{full_name}/{name}"
         self._make_room(id_)
         with self._lock:
             checkpoint = self._checkpoints.open_or_new(id_, full_name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Hashable
 from contextlib import asynccontextmanager
 
 from ckpt_async.core.settings import Settings
@@ -62,11 +62,11 @@ class Lane:
     def __init__(self, start: int, most: int) -> None:
         self.concurrency = Concurrency(limit=start, most=max(start, most))
         self._running = 0
-        self._waiting: dict[int, deque[asyncio.Future[None]]] = {}  # in the order of their turns
-        self.have_more: set[int] = set()  # owners that would ask for more if more were let in
+        self._waiting: dict[Hashable, deque[asyncio.Future[None]]] = {}  # in the order of their turns
+        self.have_more: set[Hashable] = set()  # owners that would ask for more if more were let in
 
     @asynccontextmanager
-    async def hold(self, owner: int) -> AsyncIterator[None]:
+    async def hold(self, owner: Hashable) -> AsyncIterator[None]:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(owner, deque()).append(turn)
         self._admit()

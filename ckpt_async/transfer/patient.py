@@ -10,7 +10,7 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import TypeVar
@@ -65,15 +65,21 @@ def connect(
     *,
     is_patient: bool = True,
     silence_s: float = math.inf,
+    budgets: Budgets | None = None,
 ) -> PatientStore:
-    """The store of a run, not open yet, with connections for all requests that may be under way at once. Raises
-    SettingsError.
+    """The store of a run, not open yet, with connections for all requests that may be under way at once, within
+    `budgets` of its own if none are given. Raises SettingsError.
     """
     options = options or StoreOptions()
     needed = settings.num_concurrent_uploads + CONTROL_REQUESTS
     options = replace(options, max_connections=max(options.max_connections, needed))
     return PatientStore(
-        open_store(url, options), settings, observer, is_patient=is_patient, silence_s=silence_s
+        open_store(url, options),
+        settings,
+        observer,
+        is_patient=is_patient,
+        silence_s=silence_s,
+        budgets=budgets,
     )
 
 
@@ -95,7 +101,7 @@ class PatientStore:
         is_patient: bool = True,
         silence_s: float = math.inf,
         budgets: Budgets | None = None,
-        owner: int = 0,
+        owner: Hashable = 0,
     ) -> None:
         self._store, self._settings, self._observer = store, settings, observer or Observer()
         self._is_patient, self._silence_s = is_patient, silence_s
@@ -104,7 +110,7 @@ class PatientStore:
 
     # The same store within the same budgets, used otherwise.
 
-    def of(self, owner: int, observer: Observer) -> PatientStore:
+    def of(self, owner: Hashable, observer: Observer) -> PatientStore:
         """For another owner, who is told of its own requests: owners take turns."""
         return self._like(self._settings, observer, is_patient=self._is_patient, owner=owner)
 
@@ -118,7 +124,9 @@ class PatientStore:
         settings = replace(self._settings, upload_timeout_s=min(timeout_s, self._settings.upload_timeout_s))
         return self._like(settings, self._observer, is_patient=False, owner=self._owner)
 
-    def _like(self, settings: Settings, observer: Observer, *, is_patient: bool, owner: int) -> PatientStore:
+    def _like(
+        self, settings: Settings, observer: Observer, *, is_patient: bool, owner: Hashable
+    ) -> PatientStore:
         return PatientStore(
             self._store,
             settings,

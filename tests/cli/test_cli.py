@@ -135,7 +135,9 @@ def test_status_as_json_has_the_documented_fields(
     train(folder, remote, 100)
     found = json_of(capsys, "status", folder)
     documented = (ROOT / "docs/cli.md").read_text()
-    assert found.keys() == {"folder", "remote", "summary", "last_committed", "queue", "ranks", "checkpoints"}
+    assert found.keys() == {
+        *("folder", "remote", "summary", "last_committed", "queue", "ranks", "checkpoints", "kinds")
+    }
     assert found["last_committed"].keys() == {"generation", "step", "committed_at", "age_s"}
     assert found["queue"] == {
         state: {"shards": 0, "bytes": 0} for state in ("queued", "uploading", "retrying", "failed")

@@ -201,7 +201,7 @@ def test_status_leaves_the_folder_unchanged(tmp_path: Path, is_live: bool) -> No
     if not is_live:
         journal.close()
     before = files(tmp_path)
-    found = status.load(tmp_path, now=NOW)
+    found = status.load(tmp_path, now=NOW)[""]
     assert (found.remote, found.checkpoints[0].percent) == ("s3://bucket/run", 50)
     assert files(tmp_path) == before
     journal.close()
@@ -218,7 +218,7 @@ def test_the_last_row_of_a_killed_trainers_journal_is_read(tmp_path: Path) -> No
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=60)
     assert done.returncode == -signal.SIGKILL
-    assert [each.id.step for each in status.load(tmp_path).checkpoints] == [7]
+    assert [each.id.step for each in status.load(tmp_path)[""].checkpoints] == [7]
 
 
 def test_the_recorded_remote_is_read_back(tmp_path: Path) -> None:

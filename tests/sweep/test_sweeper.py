@@ -291,7 +291,7 @@ def test_a_lock_is_released_while_the_store_does_not_respond(
 
     with monkeypatch.context() as patched:
         patched.setattr(
-            "ckpt_async.sweep.drain.connect", lambda _, __, settings: PatientStore(Away(), settings)
+            "ckpt_async.sweep.drain.connect", lambda _, __, settings, **___: PatientStore(Away(), settings)
         )
         reports: list[SweepReport] = []
         adopting = threading.Thread(target=lambda: reports.append(sweep(folder)))

@@ -1,0 +1,52 @@
+"""The kinds of checkpoints below a run. Each is a run of its own, and all that the run itself knows of them is where
+they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ckpt_async.core import keys
+from ckpt_async.errors import UnknownKindError
+from ckpt_async.transfer.patient import PatientStore
+
+
+async def kinds_below(store: PatientStore) -> list[str]:
+    """Those that an Uploader was ever opened for, in order: one LIST, and one more for each that has many objects."""
+    found: set[str] = set()
+    after = ""
+    while True:
+        listing = await store.list(keys.KINDS, start_after=after, enough=lambda _: True)
+        for each in listing.objects:
+            parsed = keys.parse_kind_key(each.key)
+            if parsed is not None and parsed[1].startswith(f"{keys.PRIVATE}/"):
+                found.add(parsed[0])
+        if listing.is_whole:
+            return sorted(found)
+        last = listing.objects[-1].key.removeprefix(keys.KINDS).partition("/")[0]
+        after = f"{keys.KINDS}{last}0"  # past all that is below it: '0' follows '/'
+
+
+async def check_known(run: PatientStore, kind: str) -> None:
+    """Raise UnknownKindError if no Uploader was ever opened for this kind ("": the run itself), though others of the
+    run have saved something. Where nothing was saved at all, or this one was opened, nothing speaks against a fresh
+    start.
+    """
+    if await _has_any(run, kind, keys.GENERATIONS):
+        return
+    others = [each for each in ("", *await kinds_below(run)) if each != kind]
+    saved = [each for each in others if await _has_any(run, each, keys.DECISIONS)]
+    if saved:
+        raise unknown_kind(run.url, kind, saved)
+
+
+def unknown_kind(url: str, kind: str, there: Sequence[str]) -> UnknownKindError:
+    """The error for one that is asked for and not there. Pure."""
+    what = f"checkpoints of kind {kind!r}" if kind else "checkpoints without a kind"
+    names = [f"kind={each!r}" if each else "those without a kind" for each in there]
+    return UnknownKindError(f"{url} has no {what}", hint=f"there are {', '.join(names)}")
+
+
+async def _has_any(run: PatientStore, kind: str, prefix: str) -> bool:
+    below = f"{keys.kind_place(kind)}/{prefix}" if kind else prefix
+    return bool((await run.list(below, enough=lambda _: True)).objects)

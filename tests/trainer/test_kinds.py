@@ -1,0 +1,357 @@
+"""Several kinds of checkpoints in one folder and one run: apart in everything but their limits."""
+
+import asyncio
+import json
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_async import Settings, SettingsError, Sweeper, Uploader, cli, restore
+from ckpt_async.errors import FolderInUseError, InvalidNameError, UploadFailedError
+from ckpt_async.stores.memory import MemoryStore
+from ckpt_async.transfer.upload import SMALL_BYTES
+from tests.stores.misbehaving import Meddled, Slow
+from tests.trainer.uploads import QUICK, wait_until
+
+KINDS = (None, "weights")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "folder"
+
+
+@pytest.fixture
+def remote(tmp_path: Path) -> str:
+    return f"file://{tmp_path}/run"
+
+
+def opened(folder: Path, remote: str, kind: str | None = None, **more: Any) -> Uploader:
+    return Uploader(folder, remote, kind=kind, **QUICK | more)
+
+
+def save(uploader: Uploader, *steps: int, padding: int = 0) -> None:
+    """Of all kinds under the same names, in a folder for each kind."""
+    for step in steps:
+        shard = uploader.folder / (uploader.kind or "full") / f"step-{step}" / f"rank-{uploader.rank}.pt"
+        shard.parent.mkdir(parents=True, exist_ok=True)
+        shard.write_text(text(uploader.kind, step, uploader.rank) + " " * padding)
+        uploader.enqueue(shard, step)
+        uploader.seal(step)
+
+
+def text(kind: str | None, step: int, rank: int = 0) -> str:
+    return f"{kind or 'full'} {step} {rank}"
+
+
+def pulled(remote: str, kind: str | None, place: Path) -> tuple[int, set[str]] | None:
+    found = restore.fetch_latest(remote, place / (kind or "full"), kind=kind)
+    return found and (found[0].step, {path.read_text() for path in found[1].paths.values()})
+
+
+def steps_of(remote: str, kind: str | None, capsys: pytest.CaptureFixture[str]) -> list[int]:
+    assert cli.main(["ls", remote, "--json", *(["--kind", kind] if kind else [])]) == 0
+    return [
+        each["step"] for each in json.loads(capsys.readouterr().out)["checkpoints"] if each["kind"] == kind
+    ]
+
+
+@pytest.mark.parametrize("runner", ["thread", "process"])
+def test_each_kind_has_its_own_checkpoints_latest_and_retention(
+    runner: str, folder: Path, remote: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (
+        opened(folder, remote, num_checkpoints_to_keep=2, remote_retention="last=9", runner=runner) as full,
+        opened(folder, remote, "weights", remote_retention="last=3", runner=runner) as weights,
+    ):
+        save(weights, 1, 2, 3, 4, 5)
+        save(full, 2, 4, 5)
+        weights.wait(5, 30)
+        full.wait(5, 30)
+    assert sorted(each.name for each in (folder / "full").iterdir()) == ["step-4", "step-5"]
+    assert len(list((folder / "weights").iterdir())) == 5
+    assert (folder / "latest-rank0").resolve() == folder / "full/step-5"
+    assert (folder / "latest-weights-rank0").resolve() == folder / "weights/step-5"
+    for kind in KINDS:
+        assert pulled(remote, kind, tmp_path / "pulled") == (5, {text(kind, 5)})
+    # A sweeper on the node prunes each as it was opened, and the run itself by its own settings.
+    report = asyncio.run(Sweeper([folder], settings=Settings(remote_retention="last=2")).sweep())
+    assert report.is_clean
+    assert {kind: steps_of(remote, kind, capsys) for kind in KINDS} == {None: [4, 5], "weights": [3, 4, 5]}
+    # One anywhere else finds the kinds below the remote, and keeps what it was not told to prune.
+    elsewhere = Settings(remote_retention="last=1")
+    asyncio.run(Sweeper(remotes=[remote], settings=elsewhere).sweep())
+    assert {kind: steps_of(remote, kind, capsys) for kind in KINDS} == {None: [5], "weights": [3, 4, 5]}
+    asyncio.run(Sweeper(remotes=[remote], kind_retention={"weights": "last=1"}).sweep())
+    assert steps_of(remote, "weights", capsys) == [5]
+
+
+def test_two_ranks_commit_each_kind_together(folder: Path, remote: str, tmp_path: Path) -> None:
+    opening: list[Uploader] = []
+
+    def open_rank(rank: int) -> None:
+        more = {"rank": rank, "world_size": 2, "launch_id": "one"}
+        opening.extend(opened(folder, remote, kind, **more) for kind in KINDS)
+
+    threads = [threading.Thread(target=open_rank, args=(rank,)) for rank in range(2)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(60)
+    assert len(opening) == 4
+    for each in opening:
+        save(each, 7)
+    for each in opening:
+        each.wait(7, 30)
+        each.close()
+    for kind in KINDS:
+        assert pulled(remote, kind, tmp_path / "pulled") == (7, {text(kind, 7, rank) for rank in range(2)})
+
+
+class Below(Meddled):
+    """One run in a bucket of many, whose shards are all held together."""
+
+    def __init__(self, held: Slow, url: str) -> None:
+        super().__init__(held.bucket)
+        self._held, self.url = held, url
+        self._store = MemoryStore(held.bucket, prefix=url.removeprefix("memory://test").strip("/"), url=url)
+
+    async def before(self, operation: str, key: str) -> None:
+        await self._held.before(operation, key)
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Slow:
+    """What `memory://test` holds, of all kinds."""
+    store = Slow()
+    monkeypatch.setattr("ckpt_async.transfer.patient.open_store", lambda url, *_, **__: Below(store, url))
+    return store
+
+
+def test_the_limits_of_all_kinds_are_common(folder: Path, held: Slow) -> None:
+    """As many requests at once as one engine may make, and all through one thread."""
+    limits = {"num_concurrent_uploads": 3, "max_concurrent_uploads": 3}
+    uploaders = [opened(folder, "memory://test", kind, **limits) for kind in (None, "weights", "ema")]
+    loops = [each for each in threading.enumerate() if each.name == "ckpt-async-rank-0"]
+    assert len(loops) == 1
+    for each in uploaders:
+        save(each, *range(1, 7), padding=SMALL_BYTES)
+    for each in uploaders:
+        wait_until(lambda each=each: each.metrics._num_uploads == 3, each)  # type: ignore[misc]
+    held.go.set()
+    for each in uploaders:
+        each.wait(6, 30)
+    assert held.most_held == 3
+    for each in uploaders[:2]:
+        each.close()
+    save(uploaders[2], 7)
+    uploaders[2].wait(7, 30)
+    assert loops[0].is_alive()
+    uploaders[2].close()
+    assert not loops[0].is_alive()
+
+
+def test_an_engine_that_dies_leaves_the_other_kinds_alone(folder: Path, held: Slow) -> None:
+    held.go.set()
+    full, weights = (opened(folder, "memory://test", kind) for kind in KINDS)
+    weights._engine.runner.expect_end()
+    weights._engine.runner._host.engine.state.refresh = lambda: 1 / 0
+    weights._engine.view().wake()
+    wait_until(lambda: weights._engine.runner.death is not None, weights)
+    save(full, 1)
+    full.wait(1, 30)
+    full.close()
+    with pytest.raises(UploadFailedError, match="ZeroDivisionError"):
+        weights.close()
+
+
+def test_a_kind_is_open_once_and_its_symlink_is_its_own(folder: Path, remote: str) -> None:
+    with opened(folder, remote, "weights"):
+        with pytest.raises(FolderInUseError, match=r"kind 'weights', is in use by process .* this very one"):
+            opened(folder, remote, "weights")
+        with pytest.raises(
+            SettingsError, match=r"latest_filename='latest-weights-rank\{rank\}' is the same for kind"
+        ):
+            opened(folder, remote, "ema", latest_filename="latest-weights-rank{rank}")
+        code = "import sys; from ckpt_async import Uploader; Uploader(*sys.argv[1:3], kind='weights')"
+        import_ = f"import ckpt_async.trainer.handle as h; h.LOCK_WAIT_S = 0.1; {code}"
+        other = subprocess.run(
+            [sys.executable, "-c", import_, folder, remote], capture_output=True, text=True, timeout=60
+        )
+        assert re.search(r"FolderInUseError: .*kind 'weights', is in use by process", other.stderr), (
+            other.stderr
+        )
+    with opened(folder, remote, "weights"), opened(folder, remote, "ema"), opened(folder, remote):
+        pass
+
+
+@pytest.mark.parametrize("kind", ["Weights", "a/b", "..", "-a", "a" * 33, "a.b", "ä", 7])
+def test_names_that_are_not_safe_are_rejected(kind: Any, folder: Path, remote: str) -> None:
+    with pytest.raises(InvalidNameError, match="is not a name for a kind"):
+        opened(folder, remote, kind)
+    with pytest.raises(InvalidNameError, match="is not a name for a kind"):
+        restore.find(remote, kind=kind)
+    assert not folder.exists()
+
+
+def test_a_file_that_two_kinds_have_goes_with_the_last_of_them(folder: Path, remote: str) -> None:
+    """Local retention of one kind leaves what the other still has, journal or set aside for good."""
+    with (
+        opened(folder, remote, num_checkpoints_to_keep=1) as full,
+        opened(folder, remote, "weights", num_checkpoints_to_keep=2) as weights,
+        opened(folder, remote, "ema") as ema,
+    ):
+        for step in range(1, 5):
+            save(full, step)
+            save(weights, step)
+            shared = folder / f"shared-{step}.json"
+            shared.write_text(f"{step}")
+            for uploader in (full, weights, *((ema,) if step == 1 else ())):
+                uploader.enqueue(shared, step + 10)
+                uploader.seal(step + 10)
+        for uploader, last in ((full, 14), (weights, 14), (ema, 11)):
+            uploader.wait(last, 30)
+        wait_until(lambda: not (folder / "shared-2.json").exists(), weights)
+    # full keeps step 14, weights 13 and 14, ema 11 for ever.
+    assert sorted(each.name for each in folder.glob("shared-*")) == [
+        "shared-1.json",
+        "shared-3.json",
+        "shared-4.json",
+    ]
+
+
+# --- looking -----------------------------------------------------------------------------------------------
+
+
+def test_a_kind_that_is_not_there_is_no_fresh_start(
+    folder: Path, remote: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert restore.find(remote, kind="weights") is None  # nor is anything else
+    with opened(folder, remote) as full, opened(folder, remote, "ema"):
+        save(full, 1)
+        full.wait(1, 30)
+        assert restore.find(remote, kind="ema") is None  # begun, and nothing saved yet
+        with pytest.raises(
+            restore.UnknownKindError, match=r"no checkpoints of kind 'emma'.*those without a kind"
+        ):
+            restore.find(remote, kind="emma")
+    for command in (["pull", remote, str(tmp_path / "to")], ["ls", remote], ["verify", remote]):
+        assert cli.main([*command, "--kind", "emma"]) == 3
+        assert "has no checkpoints of kind 'emma' (there are those without a kind" in capsys.readouterr().err
+
+
+def test_a_run_of_kinds_only_is_no_fresh_start_either(
+    folder: Path, remote: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    with opened(folder, remote, "weights") as weights:
+        save(weights, 1)
+        weights.wait(1, 30)
+        assert cli.main(["status", str(folder), "--json"]) == 0
+        status = json.loads(capsys.readouterr().out)
+        assert status["ranks"] == status["checkpoints"] == []
+        assert status["kinds"]["weights"]["ranks"] == [{"rank": 0, "is_running": True}]
+    with pytest.raises(restore.UnknownKindError, match=r"without a kind .there are kind='weights'"):
+        restore.find(remote)
+    found = restore.find(f"{remote}/kinds/weights")
+    assert found is not None
+    assert restore.find(remote, kind="weights") == found
+    assert steps_of(remote, "weights", capsys) == [1]
+    assert cli.main(["status", str(folder)]) == 0
+    assert capsys.readouterr().out.startswith("kind weights\nlast committed step 1")
+    report = asyncio.run(Sweeper(remotes=[remote]).sweep())
+    assert (report.is_clean, [each.url for each in report.remotes]) == (
+        True,
+        [remote, f"{remote}/kinds/weights"],
+    )
+
+
+def test_other_formats_are_not_seen_in_kinds(folder: Path, remote: str, tmp_path: Path) -> None:
+    """A DCP checkpoint of a kind that is being uploaded is none of the run's."""
+    with opened(folder, remote), opened(folder, remote, "weights") as weights:
+        place = folder / "step-1"
+        place.mkdir()
+        (place / ".metadata").write_bytes(b"x")
+        weights.enqueue(place, 1)
+        weights.flush(10)
+        assert list((tmp_path / "run/kinds/weights/ckpt").rglob(".metadata"))
+        assert restore.find(remote) is None
+
+
+# --- the end of a trainer ----------------------------------------------------------------------------------
+
+# Saves step 1 of both kinds, of which nothing can be uploaded, then waits to be killed.
+TRAINER = """
+import asyncio, sys
+from pathlib import Path
+from ckpt_async import Uploader
+from ckpt_async.engine.loop import Engine
+
+async def never(self, action):
+    await asyncio.Event().wait()
+
+Engine._upload = never
+folder, remote = Path(sys.argv[1]), sys.argv[2]
+uploaders = [Uploader(folder, remote, kind=kind) for kind in (None, "weights")]
+for uploader in uploaders:
+    shard = folder / (uploader.kind or "full") / "step-1" / "rank-0.pt"
+    shard.parent.mkdir(parents=True)
+    shard.write_text(f"{uploader.kind or 'full'} 1 0")
+    uploader.enqueue(shard, 1)
+    uploader.seal(1)
+print("saved", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("by", ["drain", "sweep", "the next start", "find"])
+def test_what_a_killed_trainer_left_is_finished_of_all_kinds(
+    by: str, folder: Path, remote: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", TRAINER, folder, remote],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert trainer.stdout is not None
+    assert trainer.stdout.readline() == "saved\n"
+    trainer.kill()
+    trainer.communicate(timeout=60)
+    shutil.rmtree(folder / "weights")  # the spool has it
+    if by == "drain":
+        assert cli.main(["drain", str(folder), "--json"]) == 0
+        ranks = json.loads(capsys.readouterr().out)["ranks"]
+        assert [(each["kind"], len(each["committed"])) for each in ranks] == [(None, 1), ("weights", 1)]
+    elif by == "sweep":
+        assert asyncio.run(Sweeper([folder]).sweep()).is_clean
+    elif by == "find":
+        restore.find(remote, folder=folder, drain_timeout_s=30)
+    else:
+        with opened(folder, remote) as full, opened(folder, remote, "weights") as weights:
+            assert all(each.wait_for_predecessor(30) for each in (full, weights))
+    for kind in KINDS:
+        assert pulled(remote, kind, tmp_path / "pulled") == (1, {text(kind, 1)})
+
+
+def test_drain_to_a_remote_that_has_moved_follows_for_each_kind(
+    folder: Path, remote: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a lost journal only the spool tells, and not where to."""
+    for kind in KINDS:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr("ckpt_async.engine.loop.Engine._start_uploads", lambda _: None)
+            uploader = opened(folder, remote, kind)
+            save(uploader, 1)
+            uploader.flush(0.2)
+            uploader.close(timeout_s=0)
+    for journal in folder.glob(".ckpt_async/**/journal-*"):
+        journal.unlink()
+    assert cli.main(["drain", str(folder), "--remote", remote]) == 0
+    for kind in KINDS:
+        assert pulled(remote, kind, tmp_path / "pulled") == (1, {text(kind, 1)})
