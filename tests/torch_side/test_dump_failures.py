@@ -1,6 +1,8 @@
 """A file appears whole under its name, or what was there stays: errors, full disks, kills, races; little memory."""
 
 import contextlib
+import errno
+import io
 import os
 import signal
 import subprocess
@@ -47,6 +49,47 @@ def test_a_state_that_cannot_be_saved_leaves_nothing_and_is_named(tmp_path: Path
     state = {"model": {"w": torch.ones(1 << 18)}, "hooks": [1, {"on_save": lambda: 1}]}
     with pytest.raises(FormatError, match=r"'hooks/1/on_save' cannot be saved: .*lambda"):
         dump(state, tmp_path / f"a{suffix}")
+    assert not list(tmp_path.iterdir())
+
+
+class Failing(io.BytesIO):
+    """Takes 2 MB."""
+
+    def write(self, data: Any) -> int:
+        if self.tell() + len(data) > 2_000_000:
+            raise OSError(errno.EIO, "the cable is out")
+        return super().write(data)
+
+
+@pytest.mark.parametrize(
+    "format_", [".pt", ".pt.zst", ".pt.gz", ".tar", ".tar.bz2", ".safetensors", ".pt.lzo"]
+)
+def test_an_error_of_a_file_object_is_raised_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format_: str
+) -> None:
+    """torch would say that it finds itself at a position that it did not expect. A program is not left waiting."""
+    program = tmp_path / "lzop"
+    program.write_text(
+        f"#!{sys.executable}\nimport shutil, sys\nshutil.copyfileobj(sys.stdin.buffer, sys.stdout.buffer)\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(OSError, match="the cable is out"):
+        dump({"w": torch.randn(2 << 20)}, Failing(), format=format_)
+
+
+def test_a_state_that_grows_between_two_looks_at_it_is_reported(tmp_path: Path) -> None:
+    """A compressed archive says the size of a file before its content."""
+
+    class Grows:
+        size = 1
+
+        def __reduce__(self) -> Any:
+            Grows.size *= 1000
+            return list, ("x" * Grows.size,)
+
+    with pytest.raises(FormatError, match="the state changed while it was written"):
+        dump({"a": Grows()}, tmp_path / "a.tar.gz")
     assert not list(tmp_path.iterdir())
 
 
