@@ -17,20 +17,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ckpt_async.torch.agreement import (
         agree,
-        gather_rng_states,
         launch_id,
-        load_rng_state,
-        rng_state,
         run_on_one,
-        save_rng_state,
-        set_rng_state,
     )
     from ckpt_async.torch.dcp import async_save, load_latest, save
     from ckpt_async.torch.dcp_reader import CkptAsyncReader
     from ckpt_async.torch.dcp_writer import CkptAsyncWriter
     from ckpt_async.torch.dumping import check_writable, deepspeed_filename, dump
     from ckpt_async.torch.formats import load, load_remote
+    from ckpt_async.torch.parts import capture, restore
     from ckpt_async.torch.resume import fetch_together
+    from ckpt_async.torch.rng import capture_rng, load_rng_state, ranks_with_rng, restore_rng, save_rng_state
     from ckpt_async.torch.states import KeyReport, load_into, model_state
     from ckpt_async.torch.unpickle import load_metadata
 
@@ -40,24 +37,26 @@ _HOMES = {
     "KeyReport": "states",
     "agree": "agreement",
     "async_save": "dcp",
+    "capture": "parts",
+    "capture_rng": "rng",
     "check_writable": "dumping",
     "deepspeed_filename": "dumping",
     "dump": "dumping",
     "fetch_together": "resume",
-    "gather_rng_states": "agreement",
     "launch_id": "agreement",
     "load": "formats",
     "load_into": "states",
     "load_latest": "dcp",
     "load_metadata": "unpickle",
     "load_remote": "formats",
-    "load_rng_state": "agreement",
+    "load_rng_state": "rng",
     "model_state": "states",
-    "rng_state": "agreement",
+    "ranks_with_rng": "rng",
+    "restore": "parts",
+    "restore_rng": "rng",
     "run_on_one": "agreement",
     "save": "dcp",
-    "save_rng_state": "agreement",
-    "set_rng_state": "agreement",
+    "save_rng_state": "rng",
 }
 
 __all__ = [
@@ -66,11 +65,12 @@ __all__ = [
     "KeyReport",
     "agree",
     "async_save",
+    "capture",
+    "capture_rng",
     "check_writable",
     "deepspeed_filename",
     "dump",
     "fetch_together",
-    "gather_rng_states",
     "launch_id",
     "load",
     "load_into",
@@ -79,11 +79,12 @@ __all__ = [
     "load_remote",
     "load_rng_state",
     "model_state",
-    "rng_state",
+    "ranks_with_rng",
+    "restore",
+    "restore_rng",
     "run_on_one",
     "save",
     "save_rng_state",
-    "set_rng_state",
 ]
 
 

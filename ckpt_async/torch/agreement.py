@@ -1,4 +1,4 @@
-"""What ranks of one job do together when they resume: agree on a value, let one act for all, keep their random numbers.
+"""What ranks of one job do together when they resume: agree on a value, let one act for all.
 
 Over `torch.distributed`, with any backend that can move objects (gloo; NCCL with its device set); without it there is
 one rank. Objects between ranks are pickled: the ranks of one job trust each other. Every rank must call; each call is
@@ -7,25 +7,20 @@ one collective, and waits no longer than the process group's timeout.
 
 from __future__ import annotations
 
-import os
 import pickle
-import random
 import traceback
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
-import torch
 import torch.distributed as dist
 
 from ckpt_async.errors import RankFailedError, RanksDisagreeError
-from ckpt_async.torch.formats import load
 
 T = TypeVar("T")
 
 
-def _is_alone() -> bool:
+def is_alone() -> bool:
     return not (dist.is_available() and dist.is_initialized())
 
 
@@ -34,7 +29,7 @@ def agree(value: object, *, what: str, group: dist.ProcessGroup | None = None) -
 
     For values that print well: a step, a checkpoint's id. They are compared by their `repr`.
     """
-    if _is_alone():
+    if is_alone():
         return
     # Each rank's text goes with its global rank: in a subgroup the position says nothing to the reader.
     texts: list[Any] = [None] * dist.get_world_size(group)
@@ -66,7 +61,7 @@ def run_on_one(fn: Callable[[], T], *, rank: int = 0, group: dist.ProcessGroup |
     message and a note with the traceback are those of the rank that failed, and its cause is the exception itself
     wherever that can be sent. KeyboardInterrupt and SystemExit stay what they are on their own rank.
     """
-    if _is_alone():
+    if is_alone():
         return fn()
     if dist.get_rank() != rank:
         box: list[Any] = [None]
@@ -98,7 +93,7 @@ def launch_id(group: dist.ProcessGroup | None = None) -> str | None:
 
     None where torch.distributed is not initialized: then the launcher's word counts, as without this.
     """
-    if _is_alone():
+    if is_alone():
         return None
     first = 0 if group is None else dist.get_global_rank(group, 0)
     return run_on_one(lambda: uuid.uuid4().hex, rank=first, group=group)
@@ -131,80 +126,3 @@ def sendable(error: Exception) -> Exception:
     except Exception:  # noqa: BLE001
         return RankFailedError(f"{type(error).__name__}: {error}")
     return error
-
-
-def rng_state() -> dict[str, Any]:
-    """This rank's random number generators: `python`, `torch`, `numpy` if it is there, `cuda` (the current device) if
-    there is one. Of tensors and numbers only: `torch.load(weights_only=True)` reads it.
-    """
-    version, words, gauss = random.getstate()
-    state: dict[str, Any] = {
-        "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
-        "torch": torch.get_rng_state(),
-    }
-    if numpy := _numpy():
-        name, keys, position, has_gauss, cached = numpy.random.get_state()
-        state["numpy"] = {
-            "name": name,
-            "words": torch.tensor(keys.tolist()),
-            "position": int(position),
-            "has_gauss": int(has_gauss),
-            "gauss": float(cached),
-        }
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Go on with the random numbers where `rng_state` saw them. What this process has no library or device for is left
-    out.
-    """
-    python = state["python"]
-    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
-    torch.set_rng_state(state["torch"].cpu())
-    if "numpy" in state and (numpy := _numpy()):
-        saved = state["numpy"]
-        words = numpy.array(saved["words"].tolist(), dtype=numpy.uint32)
-        numpy.random.set_state((saved["name"], words, saved["position"], saved["has_gauss"], saved["gauss"]))
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"].cpu())
-
-
-def gather_rng_states(group: dist.ProcessGroup | None = None) -> list[dict[str, Any]]:
-    """Every rank's `rng_state`, in the order of ranks, on every rank: for a checkpoint that one rank writes."""
-    if _is_alone():
-        return [rng_state()]
-    states: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(states, rng_state(), group=group)
-    return states
-
-
-def save_rng_state(folder: str | os.PathLike[str], rank: int) -> Path:
-    """Write this rank's `rng_state` into `folder`, for a checkpoint that every rank writes, and return its path: a
-    finished file, to be enqueued like any other shard. No collective.
-    """
-    path = _rng_path(folder, rank)
-    torch.save(rng_state(), path)
-    return path
-
-
-def load_rng_state(folder: str | os.PathLike[str], rank: int) -> bool:
-    """Set what this rank saved. False, and nothing is changed, if it saved none: there were fewer ranks then."""
-    path = _rng_path(folder, rank)
-    if not path.exists():
-        return False
-    set_rng_state(load(path))
-    return True
-
-
-def _rng_path(folder: str | os.PathLike[str], rank: int) -> Path:
-    return Path(folder) / f"rng-rank{rank}.pt"
-
-
-def _numpy() -> Any:  # the module, whose types are not needed here
-    try:
-        import numpy as np
-    except ImportError:
-        return None
-    return np

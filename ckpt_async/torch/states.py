@@ -102,8 +102,19 @@ def load_into(model: torch.nn.Module, state: Mapping[str, Any], *, strict: bool 
     """Load the model's part of a state (see `model_state`) into a model. What differs is in the report; with `strict`
     it raises StateMismatchError instead, before anything is changed. Without, the keys that fit are loaded.
     """
-    found, own = model_state(state), model.state_dict()
-    report = KeyReport(
+    found = model_state(state)
+    report = differences(model, found)
+    if strict and report:
+        raise StateMismatchError(f"the state does not fit the model: {report}")
+    own = model.state_dict()
+    fitting = {key: found[key] for key in own.keys() & found.keys() if _fits(found[key], own[key])}
+    model.load_state_dict(fitting, strict=False)
+    return report
+
+
+def differences(model: torch.nn.Module, found: Mapping[str, Any]) -> KeyReport:
+    own = model.state_dict()
+    return KeyReport(
         missing=tuple(sorted(own.keys() - found.keys())),
         unexpected=tuple(sorted(found.keys() - own.keys())),
         reshaped=tuple(
@@ -112,11 +123,6 @@ def load_into(model: torch.nn.Module, state: Mapping[str, Any], *, strict: bool 
             if not _fits(found[key], own[key])
         ),
     )
-    if strict and report:
-        raise StateMismatchError(f"the state does not fit the model: {report}")
-    fitting = {key: found[key] for key in own.keys() & found.keys() if _fits(found[key], own[key])}
-    model.load_state_dict(fitting, strict=False)
-    return report
 
 
 def _fits(value: Any, own: Any) -> bool:

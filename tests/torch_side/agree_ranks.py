@@ -16,12 +16,14 @@ import torch.distributed as dist
 from ckpt_async.errors import RankFailedError, RanksDisagreeError
 from ckpt_async.torch import (
     agree,
-    gather_rng_states,
+    capture,
+    capture_rng,
     launch_id,
     load_rng_state,
+    restore,
+    restore_rng,
     run_on_one,
     save_rng_state,
-    set_rng_state,
 )
 from tests.torch_side.forks import become_ranks
 
@@ -102,14 +104,18 @@ random.seed(rank)
 np.random.seed(rank)
 torch.manual_seed(rank)
 save_rng_state(folder, rank)
-states = gather_rng_states()
+states = capture_rng(all_ranks=True)
+state = capture(rng="all", step=3)
 expected = draw()
 draw()
 found["set from file"] = load_rng_state(folder, rank) and draw() == expected
 draw()
-set_rng_state(states[rank])
+restore_rng(states)
 found["set from gathered"] = draw() == expected
-set_rng_state(states[(rank + 1) % world_size])
+restore_rng(states, rank=(rank + 1) % world_size)
 found["another rank's differs"] = draw() != expected
+found["fewer ranks then"] = restore_rng(states[:2])
+found["rest"] = restore(state)
+found["set from a whole state"] = draw() == expected
 (folder / f"found-{rank}.json").write_text(json.dumps(found))
 dist.destroy_process_group()

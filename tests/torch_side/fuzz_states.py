@@ -81,7 +81,7 @@ MORE_CALLS = {
         ("builtins", "repr"),
         ("builtins", "min"),
     ),
-    *(("builtins", "dir"), ("builtins", "hash"), (None, "bytes.rfind")),
+    *(("builtins", "dir"), ("builtins", "hash"), (None, "bytes.rfind"), (None, "str.lower")),
     ("_codecs", "charmap_decode"),  # of `zipfile`, for names that are not ASCII
     (None, "generator.throw"),
     *(

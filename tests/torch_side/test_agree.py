@@ -3,26 +3,18 @@
 import contextlib
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
 from ckpt_async.torch import (
     agree,
-    gather_rng_states,
     launch_id,
-    load_rng_state,
-    rng_state,
     run_on_one,
-    save_rng_state,
-    set_rng_state,
 )
 from ckpt_async.torch.agreement import _spell
 
@@ -97,8 +89,10 @@ def test_a_rank_that_exits_informs_the_others(found: list[dict[str, Any]]) -> No
 
 
 def test_each_rank_gets_its_own_random_numbers_back(found: list[dict[str, Any]]) -> None:
-    for name in ("set from file", "set from gathered", "another rank's differs"):
+    for name in ("set from file", "set from gathered", "another rank's differs", "set from a whole state"):
         assert [each[name] for each in found] == [True] * 3, name
+    assert [each["fewer ranks then"] for each in found] == [True, True, False]
+    assert [each["rest"] for each in found] == [{"step": 3}] * 3
 
 
 def test_all_ranks_of_a_start_share_a_unique_launch_id(found: list[dict[str, Any]]) -> None:
@@ -115,43 +109,6 @@ def test_without_torch_distributed_there_is_one_rank() -> None:
     assert run_on_one(lambda: 7) == 7
     with pytest.raises(KeyError):
         run_on_one(lambda: {}["x"])
-    assert len(gather_rng_states()) == 1
-
-
-def test_random_numbers_resume_where_they_were(tmp_path: Path) -> None:
-    """Also in the middle of a pair of normal numbers, of which one is kept for later; read with weights_only."""
-    random.gauss(0, 1)
-    np.random.randn()
-    path = save_rng_state(tmp_path, rank=3)
-    expected = [
-        random.gauss(0, 1),
-        random.random(),
-        np.random.randn(),
-        np.random.rand(),
-        torch.rand(3).tolist(),
-    ]
-    assert torch.load(path, weights_only=True).keys() >= {"python", "numpy", "torch"}
-    assert load_rng_state(tmp_path, rank=3)
-    again = [random.gauss(0, 1), random.random(), np.random.randn(), np.random.rand(), torch.rand(3).tolist()]
-    assert expected == again
-
-
-def test_a_rank_without_a_saved_state_keeps_its_own(tmp_path: Path) -> None:
-    save_rng_state(tmp_path, rank=0)
-    torch.manual_seed(5)
-    before = rng_state()["torch"]
-    assert not load_rng_state(tmp_path, rank=1)
-    assert torch.equal(before, rng_state()["torch"])
-
-
-def test_missing_rng_devices_are_skipped() -> None:
-    """Saved on a machine with a GPU, restored on one without; saved without numpy."""
-    state = rng_state()
-    del state["numpy"]
-    state["cuda"] = torch.zeros(16, dtype=torch.uint8)
-    if not torch.cuda.is_available():
-        set_rng_state(state)
-    assert torch.equal(state["torch"], rng_state()["torch"])
 
 
 def test_rank_lists_are_abbreviated() -> None:
