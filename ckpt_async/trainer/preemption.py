@@ -29,7 +29,8 @@ class Flushes(Protocol):
 
 
 def flush_on_sigterm(uploader: Flushes, budget_s: float) -> Callable[[], None]:
-    """Install a SIGTERM handler that flushes `uploader`, and return what puts the old one back.
+    """Install a SIGTERM handler that flushes `uploader`, and return what puts the old one back. The uploaders of a
+    process, one for each kind of checkpoints, share a handler and are flushed at the same time.
 
     A handler of the user's own runs at once, as before; the flush goes on beside it, and the process ends when the
     user's code ends it. Without one, the process stays alive for at most `budget_s` (less if everything is in the
@@ -38,48 +39,75 @@ def flush_on_sigterm(uploader: Flushes, budget_s: float) -> Callable[[], None]:
     The handler itself takes no lock and waits for nothing: it may interrupt the main thread anywhere. Call from the
     main thread; what is returned may be called from any.
     """
-    before = signal.getsignal(signal.SIGTERM)
-    ends_process = before in (
-        signal.SIG_DFL,
-        None,
-    )  # None: C code's handler, which cannot be called from here
-    pid = os.getpid()
-    has_begun, has_ended, is_undone = threading.Event(), threading.Event(), threading.Event()
+    handler = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
+    if not isinstance(handler, _Handler) or not handler.may_take_more:
+        handler = _Handler()
+        signal.signal(signal.SIGTERM, handler.handle)
+    return handler.add(uploader, budget_s)
 
-    def work() -> None:
-        try:
-            report = uploader.flush(budget_s)
-            logger.warning("sigterm_flushed report=%s", report)
-        except UploaderClosedError:
-            pass  # a moment ago: what was left then is said
-        except Exception:
-            logger.exception("sigterm_flush_failed; the journal has what is left")
-        has_ended.set()
-        if ends_process:
+
+class _Handler:
+    """What was there `before`, and what is flushed beside it."""
+
+    def __init__(self) -> None:
+        self._before = signal.getsignal(signal.SIGTERM)
+        # None: C code's handler, which cannot be called from here
+        self._ends_process = self._before in (signal.SIG_DFL, None)
+        self._pid = os.getpid()
+        self._flushed: dict[object, tuple[Flushes, float]] = {}
+        self._has_begun, self._has_ended = threading.Event(), threading.Event()
+
+    @property
+    def may_take_more(self) -> bool:
+        return self._pid == os.getpid() and not self._has_begun.is_set()
+
+    def add(self, uploader: Flushes, budget_s: float) -> Callable[[], None]:
+        """Flush it too; returns what leaves it out again."""
+        token = object()
+        self._flushed[token] = uploader, budget_s
+        return lambda: self._remove(token)
+
+    def _remove(self, token: object) -> None:
+        if self._has_begun.is_set():
+            return  # the process is ending
+        self._flushed.pop(token, None)
+        is_main = threading.current_thread() is threading.main_thread()  # only it may set signal handlers
+        if not self._flushed and is_main and signal.getsignal(signal.SIGTERM) == self.handle:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL if self._before is None else self._before)
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        # A dataloader worker inherits the handler when it is forked, but has nothing to flush.
+        is_over = self._has_ended.is_set() or not self._flushed or os.getpid() != self._pid
+        if is_over and self._ends_process:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
+        if not is_over and not self._has_begun.is_set():
+            self._has_begun.set()
+            threading.Thread(target=self._work, name="ckpt-async-sigterm", daemon=True).start()
+        if callable(self._before):
+            self._before(number, frame)
+
+    def _work(self) -> None:
+        flushing = [
+            threading.Thread(target=_flush, args=each, daemon=True) for each in self._flushed.values()
+        ]
+        for each in flushing:
+            each.start()
+        for each in flushing:
+            each.join()
+        self._has_ended.set()
+        if self._ends_process:
             os.kill(os.getpid(), signal.SIGTERM)  # `handle` ends the process, unless the main thread is stuck
             threading.Event().wait(END_ANYWAY_S)
             os._exit(128 + signal.SIGTERM)
 
-    def handle(number: int, frame: FrameType | None) -> None:
-        # A dataloader worker inherits the handler when it is forked, but has nothing to flush.
-        is_over = has_ended.is_set() or is_undone.is_set() or os.getpid() != pid
-        if is_over and ends_process:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGTERM)
-            return
-        if not is_over and not has_begun.is_set():
-            has_begun.set()
-            threading.Thread(target=work, name="ckpt-async-sigterm", daemon=True).start()
-        if callable(before):
-            before(number, frame)
 
-    def undo() -> None:
-        if has_begun.is_set():
-            return  # the process is ending
-        is_undone.set()
-        is_main = threading.current_thread() is threading.main_thread()  # only it may set signal handlers
-        if is_main and signal.getsignal(signal.SIGTERM) is handle:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
-
-    signal.signal(signal.SIGTERM, handle)
-    return undo
+def _flush(uploader: Flushes, budget_s: float) -> None:
+    try:
+        report = uploader.flush(budget_s)
+        logger.warning("sigterm_flushed report=%s", report)
+    except UploaderClosedError:
+        pass  # a moment ago: what was left then is said
+    except Exception:
+        logger.exception("sigterm_flush_failed; the journal has what is left")

@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -335,6 +336,57 @@ def test_what_a_killed_trainer_left_is_finished_of_all_kinds(
     else:
         with opened(folder, remote) as full, opened(folder, remote, "weights") as weights:
             assert all(each.wait_for_predecessor(30) for each in (full, weights))
+    for kind in KINDS:
+        assert pulled(remote, kind, tmp_path / "pulled") == (1, {text(kind, 1)})
+
+
+# Uploads begin when both are flushed, of one kind at once and of the other only when that is over.
+FLUSHED = """
+import asyncio, sys, threading
+from pathlib import Path
+from ckpt_async import Uploader
+from ckpt_async.engine.loop import Engine
+
+upload, flush, flushed = Engine._upload, Uploader.flush, {None: threading.Event(), "weights": threading.Event()}
+
+async def waits(self, action):
+    while not flushed["weights" if self.state.folder.kind else None].is_set():
+        await asyncio.sleep(0.01)
+    await upload(self, action)
+
+def flushes(self, timeout_s):
+    (flushed[None] if not self.kind else threading.Event()).set()
+    try:
+        return flush(self, timeout_s)
+    finally:
+        flushed["weights"].set()
+
+Engine._upload, Uploader.flush = waits, flushes
+folder, remote = Path(sys.argv[1]), sys.argv[2]
+uploaders = [Uploader(folder, remote, kind=kind, sigterm_flush_s=20) for kind in (None, "weights")]
+for uploader in uploaders:
+    shard = folder / (uploader.kind or "full") / "step-1" / "rank-0.pt"
+    shard.parent.mkdir(parents=True)
+    shard.write_text(f"{uploader.kind or 'full'} 1 0")
+    uploader.enqueue(shard, 1)
+    uploader.seal(1)
+print("saved", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_sigterm_flushes_all_kinds_before_the_process_ends(folder: Path, remote: str, tmp_path: Path) -> None:
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", FLUSHED, folder, remote],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert trainer.stdout is not None
+    assert trainer.stdout.readline() == "saved\n"
+    trainer.terminate()
+    trainer.communicate(timeout=60)
+    assert trainer.returncode == -signal.SIGTERM
     for kind in KINDS:
         assert pulled(remote, kind, tmp_path / "pulled") == (1, {text(kind, 1)})
 
