@@ -73,9 +73,11 @@ class _Process:
         self._waited_for: set[_Rank] = set()
 
     async def serve(self, connected: socket.socket) -> None:
-        """For one trainer."""
+        """For one trainer, and the kinds of checkpoints that join."""
         self._handle_sigterm()
-        await _Rank(Channel(connected), self).run(self._backends)
+        self.begin(connected)
+        while self._ranks:
+            await asyncio.wait({*self._ranks})
 
     async def serve_node(self, listener: socket.socket) -> None:
         """For every trainer of the node that connects, until none is left."""
@@ -84,7 +86,7 @@ class _Process:
         listener.setblocking(False)
         connected, _ = await asyncio.wait_for(loop.sock_accept(listener), FIRST_RANK_S)
         while True:  # the listener is closed by our end
-            self._begin(connected)
+            self.begin(connected)
             accepting = asyncio.ensure_future(loop.sock_accept(listener))
             while not accepting.done() and self._ranks:
                 await asyncio.wait({accepting, *self._ranks}, return_when=asyncio.FIRST_COMPLETED)
@@ -94,7 +96,8 @@ class _Process:
                 return
             connected, _ = accepting.result()
 
-    def _begin(self, connected: socket.socket) -> None:
+    def begin(self, connected: socket.socket) -> None:
+        """Serve whoever is at the other end, too."""
         task = asyncio.get_running_loop().create_task(_Rank(Channel(connected), self).run(self._backends))
         self._ranks.add(task)
         task.add_done_callback(self._ranks.discard)
@@ -266,6 +269,9 @@ class _Rank:
                         RankLock.inherit(Folder(start.folder, kind=start.kind), start.rank, descriptors[0]),
                     )
                 )
+            case ["join"] if descriptors:
+                os.set_inheritable(descriptors[0], False)
+                self._process.begin(socket.socket(fileno=descriptors[0]))
             case ["ping"]:
                 self._send("here", os.getpid())
             case ["wake", int(number)] if engine is not None:

@@ -27,7 +27,7 @@ from ckpt_async.core.observe import Observer
 from ckpt_async.errors import CkptAsyncError, RunnerError, SettingsError
 from ckpt_async.local.folder import Folder
 from ckpt_async.local.journal import Journal, RankLock
-from ckpt_async.runners import EngineView, Start, wire
+from ckpt_async.runners import EngineView, Start, companions, wire
 from ckpt_async.runners.view import ReportedEngine
 from ckpt_async.runners.wire import Channel, Meeting
 
@@ -64,7 +64,9 @@ class RunnerDiedError(RunnerError):
 
 
 class ProcessRunner:
-    """A `Runner` whose engine is in another process: its own, or one that the ranks of the node share."""
+    """A `Runner` whose engine is in another process: that of its rank, for all kinds of checkpoints, or one that the
+    ranks of the node share.
+    """
 
     def __init__(
         self,
@@ -78,13 +80,15 @@ class ProcessRunner:
         if start.address.url.startswith("memory:"):
             raise SettingsError("a memory:// store exists in this process only", hint="use runner='thread'")
         self.death: BaseException | None = None
+        self._place = start.folder, start.rank
         self._start, self._folder, self._lock, self._observer = start, folder, lock, observer
         self._on_change = on_change
         self._view = ReportedEngine(journal, observer, on_change)
         self._started: Future[int] = Future()
         self._is_ended = threading.Event()
         self._channel: Channel | None = None
-        self._group: int | None = None  # process group of one that is ours alone
+        self.group: int | None = None  # process group of one that no other rank has
+        self.log_path = self._own_log_path()
         self._pidfd: int | None = None  # of one that the node shares
         self._thread = threading.Thread(
             target=self._run, name=f"ckpt-async-rank-{start.rank}-runner", daemon=True
@@ -109,6 +113,10 @@ class ProcessRunner:
     def expect_end(self) -> None:
         self._tell("expect_end")
 
+    @property
+    def open_channel(self) -> Channel | None:
+        return None if self._is_ended.is_set() else self._channel
+
     def end(self) -> None:
         self._is_ended.set()
         self._tell("stop")
@@ -122,12 +130,12 @@ class ProcessRunner:
 
     def _end_by_force(self) -> None:
         """It keeps locks, which would keep the next start out. One that other ranks share goes on if it answers."""
-        self._kill()  # if it is ours alone; it has our socket open: the group exists
+        self._kill()  # if no other rank has it; it has our socket open: the group exists
         if self._pidfd is not None and not self._answers():
             logger.error("runner_hangs: the node's runner process is killed; its other ranks restart it")
             with contextlib.suppress(OSError):  # it has ended
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-        if self._group is None and self._channel is not None:
+        if self.group is None and self._channel is not None:
             self._channel.shut()
 
     def _answers(self) -> bool:
@@ -190,7 +198,7 @@ class ProcessRunner:
 
     def _follow(self, start: Start) -> bool:
         """Have it run the engine, and take note of what it says until it ends; whether the engine worked."""
-        channel = self._channel = self._connect(start)
+        channel = self._connect(start)
         try:
             if self._is_ended.is_set():
                 return False
@@ -220,6 +228,7 @@ class ProcessRunner:
             return has_worked
         finally:
             self._view.detach()
+            self._leave()
             channel.close()
             if self._pidfd is not None:
                 os.close(self._pidfd)
@@ -233,7 +242,7 @@ class ProcessRunner:
         Raises RunnerError, SettingsError.
         """
         for _ in range(MAX_MEETINGS):
-            channel = self._meet() if start.settings.node_shared else self._spawn_own()
+            channel, may_be_ending = self._meet_or_start()
             channel.socket.settimeout(SPAWN_TIMEOUT_S)
             try:
                 level = logging.getLogger("ckpt_async").getEffectiveLevel()
@@ -244,15 +253,18 @@ class ProcessRunner:
                         self._note_shared(message)
                         return channel
             except TimeoutError:
+                self._leave()
                 self._kill()
                 raise RunnerError(
                     f"the runner process has not responded for {SPAWN_TIMEOUT_S:.0f} s: {self._log_tail()}"
                 ) from None
             except BaseException:
+                self._leave()
                 channel.close()
                 raise
+            self._leave()
             channel.close()
-            if not start.settings.node_shared:
+            if not may_be_ending:
                 break
         what, tail = "the runner process ended before it was ready", self._log_tail()
         if not tail:  # killed, then: Python says why it ends
@@ -269,10 +281,35 @@ class ProcessRunner:
             case _:
                 pass
 
+    def _meet_or_start(self) -> tuple[Channel, bool]:
+        """A connection to the node's process, to that of the rank's other kinds, or to a new one; and whether it may be
+        that it was just ending.
+        """
+        if self._start.settings.node_shared:
+            self._channel = self._meet()
+            return self._channel, True
+        with companions.of(self._place) as others:
+            for other in others:
+                if (channel := companions.join(other)) is not None:
+                    self.group, self.log_path = other.group, other.log_path
+                    break
+            else:
+                self.log_path = self._own_log_path()
+                channel, other = self._spawn_own(), None
+            self._channel = channel
+            others.append(self)
+        return channel, other is not None
+
+    def _leave(self) -> None:
+        """Nobody may join any more."""
+        with companions.of(self._place) as others:
+            if self in others:
+                others.remove(self)
+
     def _spawn_own(self) -> Channel:
         ours, theirs = Channel.pair()
         try:
-            self._group = self._spawn("own", theirs.fileno())
+            self.group = self._spawn("own", theirs.fileno())
         except BaseException:
             ours.close()
             raise
@@ -313,7 +350,7 @@ class ProcessRunner:
             )
         command = [sys.executable, "-P", "-c", _BOOTSTRAP, str(descriptors[0]), kind, *sys.path]
         try:
-            with self._log_path().open("wb") as log:
+            with self.log_path.open("wb") as log:
                 process = subprocess.Popen(
                     command,
                     pass_fds=descriptors,
@@ -330,16 +367,16 @@ class ProcessRunner:
         return process.pid
 
     def _kill(self) -> None:
-        if self._group is not None:
+        if self.group is not None:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._group, signal.SIGKILL)
+                os.killpg(self.group, signal.SIGKILL)
 
-    def _log_path(self) -> Path:
+    def _own_log_path(self) -> Path:
         if self._start.settings.node_shared:
             return self._folder.common / "node.log"
         return self._folder.private / f"rank-{self._start.rank:05d}.log"
 
     def _log_tail(self) -> str:
         with contextlib.suppress(OSError):
-            return self._log_path().read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace").strip()
+            return self.log_path.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace").strip()
         return ""

@@ -1,7 +1,8 @@
 """What trainer and runner process say to each other: one JSON list per packet, the first item says what it is.
 
 Trainer: `start` (with the rank's lock as a descriptor), `wake` N, `hurry` B, `newest_first` B, `look_for_members`,
-`expect_end`, `stop`; who only asks whether it answers: `ping`.
+`expect_end`, `stop`, `join` (with a connection of another kind's as a descriptor); who only asks whether it answers:
+`ping`.
 Runner: `here` PID, `started` GENERATION, `refused` ERROR, `report` FACTS, `log` LEVEL LOGGER TEXT, `died` TEXT.
 """
 

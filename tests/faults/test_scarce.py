@@ -26,7 +26,7 @@ PREAMBLE = """
     def engine_pid(uploader):
         if runner == "thread":
             return os.getpid()
-        group = uploader._engine.runner._group
+        group = uploader._engine.runner.group
         for each in filter(str.isdecimal, os.listdir("/proc")):
             try:
                 if os.getpgid(int(each)) == group:

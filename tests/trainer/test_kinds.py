@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import re
 import shutil
 import signal
@@ -15,6 +16,7 @@ import pytest
 
 from ckpt_async import Settings, SettingsError, Sweeper, Uploader, cli, restore
 from ckpt_async.errors import FolderInUseError, InvalidNameError, UploadFailedError
+from ckpt_async.runners.process import ProcessRunner
 from ckpt_async.stores.memory import MemoryStore
 from ckpt_async.transfer.upload import SMALL_BYTES
 from tests.stores.misbehaving import Meddled, Slow
@@ -170,6 +172,34 @@ def test_an_engine_that_dies_leaves_the_other_kinds_alone(folder: Path, held: Sl
     full.close()
     with pytest.raises(UploadFailedError, match="ZeroDivisionError"):
         weights.close()
+
+
+def test_kinds_have_one_runner_process_and_restart_it_together(
+    folder: Path, remote: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spawned: list[Any] = []
+    spawn = ProcessRunner._spawn
+    monkeypatch.setattr(ProcessRunner, "_spawn", lambda self, *how: spawned.append(how) or spawn(self, *how))
+    full, weights, ema = (opened(folder, remote, kind, runner="process") for kind in (None, "weights", "ema"))
+    assert len(spawned) == 1
+    save(full, 1)
+    save(weights, 1)
+    for each in (full, weights):
+        each.wait(1, 30)
+    full.close()  # who has started it
+    group = weights._engine.runner.group
+    os.killpg(group, signal.SIGKILL)
+    save(weights, 2)
+    save(ema, 2)
+    for each in (weights, ema):
+        each.wait(2, 30)
+    assert len(spawned) == 2
+    with opened(folder, remote, runner="process") as full:
+        assert len(spawned) == 2
+        assert full._engine.runner.group == weights._engine.runner.group == ema._engine.runner.group != group
+    for each in (weights, ema):
+        each.close()
+        assert pulled(remote, each.kind, tmp_path / "pulled") == (2, {text(each.kind, 2)})
 
 
 def test_a_kind_is_open_once_and_its_symlink_is_its_own(folder: Path, remote: str) -> None:
