@@ -20,6 +20,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from ckpt_async.monitor.definitions import Definition
 
 Key = tuple[str, tuple[str, ...]]  # name of a metric, values of its labels
+Buckets = tuple[list[tuple[str, float]], float]  # (bound, observations up to it), and their sum
 
 
 class Counters:
@@ -33,6 +34,7 @@ class Counters:
         self._lock = threading.Lock()
         self._counts: dict[Key, float] = {}
         self._histograms: dict[Key, _Histogram] = {}
+        self._others: set[Counters] = set()
         self._begin(**fixed)
         self.registry = CollectorRegistry()
         self.registry.register(self)
@@ -81,10 +83,10 @@ class Counters:
     def collect(self) -> Iterator[Metric]:
         """One scrape. What cannot be read now is left out, and the rest is told."""
         families = {each.name: _family(each) for each in self._definitions.values()}
-        with self._lock:
-            values = dict(self._counts)
-            buckets = {key: (each.cumulative(), each.sum_s) for key, each in self._histograms.items()}
-        for (name, labels), value in sorted((values | self._gauges()).items()):
+        values, buckets = self.numbers()
+        for other in list(self._others):
+            self._merge(values, buckets, *other.numbers())
+        for (name, labels), value in sorted(values.items()):
             family = families[name]
             assert not isinstance(family, HistogramMetricFamily)
             family.add_metric(labels, value)
@@ -93,6 +95,35 @@ class Counters:
             assert isinstance(family, HistogramMetricFamily)
             family.add_metric(labels, counts, sum_s)
         yield from families.values()
+
+    def add(self, other: Counters) -> None:
+        """Tell of another one with the same definitions, too: as sums where both have a series."""
+        self._others.add(other)
+
+    def discard(self, other: Counters) -> None:
+        self._others.discard(other)
+
+    def numbers(self) -> tuple[dict[Key, float], dict[Key, Buckets]]:
+        """What there is now, by series: values, and histograms."""
+        with self._lock:
+            values = dict(self._counts)
+            buckets = {key: (each.cumulative(), each.sum_s) for key, each in self._histograms.items()}
+        return values | self._gauges(), buckets
+
+    def _merge(
+        self,
+        values: dict[Key, float],
+        buckets: dict[Key, Buckets],
+        other_values: dict[Key, float],
+        other_buckets: dict[Key, Buckets],
+    ) -> None:
+        for key, value in other_values.items():
+            is_added = key in values and not self._definitions[key[0]].is_of_node
+            values[key] = values[key] + value if is_added else value
+        for key, (counts, sum_s) in other_buckets.items():
+            own, own_s = buckets.get(key, ([(name, 0.0) for name, _ in counts], 0.0))
+            added = [(name, one + two) for (name, one), (_, two) in zip(own, counts, strict=True)]
+            buckets[key] = added, own_s + sum_s
 
     def _gauges(self) -> dict[Key, float]:
         """What is looked up at each scrape."""

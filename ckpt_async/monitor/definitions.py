@@ -29,14 +29,17 @@ class Definition:
     meaning: str
     labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     bounds_s: tuple[float, ...] = ()  # of a histogram's buckets, without +Inf: each is one more series
+    is_of_node: bool = False  # a gauge that is the same for all uploaders of a node
     is_sparse: bool = False  # a counter whose children appear when they first count: those at 0 would be many
 
 
 _RUN: Mapping[str, tuple[str, ...]] = {"run": ()}
 
 
-def _gauge(name: str, meaning: str, labels: Mapping[str, tuple[str, ...]] = _RUN) -> Definition:
-    return Definition(name, "gauge", meaning, labels)
+def _gauge(
+    name: str, meaning: str, labels: Mapping[str, tuple[str, ...]] = _RUN, *, is_of_node: bool = False
+) -> Definition:
+    return Definition(name, "gauge", meaning, labels, is_of_node=is_of_node)
 
 
 def _counter(
@@ -93,6 +96,7 @@ DEFINITIONS = (
         "ckpt_async_build_info",
         "Always 1; the labels hold the version.",
         labels={"version": (), "python_version": ()},
+        is_of_node=True,
     ),
     _counter("ckpt_async_files_enqueued_total", "Shards the trainer handed over to this process."),
     _counter(
@@ -147,8 +151,11 @@ DEFINITIONS = (
         "ckpt_async_spool_filesystem_free_bytes",
         "Free space on the folder's file system for an unprivileged user. (N)",
         labels={},
+        is_of_node=True,
     ),
-    _gauge("ckpt_async_spool_filesystem_size_bytes", "Size of that file system. (N)", labels={}),
+    _gauge(
+        "ckpt_async_spool_filesystem_size_bytes", "Size of that file system. (N)", labels={}, is_of_node=True
+    ),
     _histogram(
         "ckpt_async_enqueue_duration_seconds",
         "Time the trainer spent inside `enqueue`.",

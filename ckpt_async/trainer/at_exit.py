@@ -13,6 +13,7 @@ from ckpt_async.core import naming
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import CkptAsyncError, FolderInUseError, SettingsError
 from ckpt_async.runners import Start
+from ckpt_async.trainer.exporting import Exporter
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +29,7 @@ class Closes(Protocol):
     kind: str
     pid: int
     settings: Settings
+    exporter: Exporter
 
     def close(self, timeout_s: float | None = None) -> None: ...
 
@@ -36,14 +38,23 @@ _open: set[Closes] = set()
 _is_registered = False
 
 
+def companions(start: Start) -> list[Closes]:
+    """Those of this process that are open for the same rank and folder, each for another kind of checkpoints."""
+    place = start.folder, start.rank, os.getpid()
+    return [each for each in list(_open) if (str(each.folder), each.rank, each.pid) == place]
+
+
+def exporters(start: Start) -> list[Exporter]:
+    """Theirs."""
+    return [each.exporter for each in companions(start)]
+
+
 def refuse_second(start: Start) -> None:
     """Raise FolderInUseError for one of this process: it does not end by being waited for. One that is closing is not
     open any more. Raises SettingsError for one of another kind that would move the same local symlink.
     """
     latest = naming.fill(start.settings.latest_filename, rank=start.rank)
-    for each in list(_open):
-        if (str(each.folder), each.rank, each.pid) != (start.folder, start.rank, os.getpid()):
-            continue
+    for each in companions(start):
         if each.kind == start.kind:
             of_kind = f", kind {start.kind!r}," if start.kind else ""
             raise FolderInUseError(

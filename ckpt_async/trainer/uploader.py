@@ -22,7 +22,6 @@ from ckpt_async.errors import (
 )
 from ckpt_async.local.folder import Folder
 from ckpt_async.monitor.metrics import Metrics
-from ckpt_async.monitor.server import serve
 from ckpt_async.runners import EngineView
 from ckpt_async.stores import StoreOptions, check_key_length
 from ckpt_async.trainer import at_exit, closing
@@ -30,6 +29,7 @@ from ckpt_async.trainer.backlog import make_room
 from ckpt_async.trainer.checkpoints import Checkpoints, OpenCheckpoint, metric_values
 from ckpt_async.trainer.closing import FlushReport
 from ckpt_async.trainer.commits import wait_for_commit
+from ckpt_async.trainer.exporting import Exporter
 from ckpt_async.trainer.handle import EngineHandle, deadline_in
 from ckpt_async.trainer.preemption import flush_on_sigterm
 from ckpt_async.trainer.shard_writer import ShardWriter
@@ -50,10 +50,9 @@ class Uploader:
     Args:
         folder: Where the trainer writes its checkpoints, on a local disk. `.ckpt_async/` is created in it.
         remote: `s3://bucket/prefix/run` or `file:///path/run`. One run, one remote.
-        kind: For runs that save several kinds of checkpoints, each with its own schedule and retention: open one
-            Uploader for each, on the same folder and remote, e.g. `kind="weights"`. Each kind has checkpoints, `latest`
-            and retention of its own, at `<remote>/kinds/<kind>`; the limits of requests, bytes and bandwidth hold for
-            all kinds of a rank together, and are those of the one that was opened first. None: the run itself.
+        kind: For several kinds of checkpoints in one run, e.g. `kind="weights"`: one Uploader each, on the same folder
+            and remote, with checkpoints, `latest` and retention of its own, at `<remote>/kinds/<kind>`. The limits of
+            requests, bytes and bandwidth are common, those of the one opened first. None: the run itself.
         rank, world_size: Default: RANK and WORLD_SIZE of the launcher; 0 and 1 if nothing hints at other
             processes. Giving only one of the two is rejected.
         generation: A number that all ranks of this start share, larger than any before. Default: agreed
@@ -101,7 +100,6 @@ class Uploader:
         is_trusted = self.settings.allow_unknown_filesystem
         self._folder = Folder(folder, kind=self.kind, allows_unknown_filesystem=is_trusted)
         self.folder = self._folder.path
-
         self.pid = os.getpid()
         self._lock = threading.Lock()
         self._checkpoints = Checkpoints()
@@ -109,8 +107,7 @@ class Uploader:
         self.metrics = Metrics(self.remote.rstrip("/"), self._folder)
         self._engine = EngineHandle(start, self._folder, self.metrics)
         self.generation = self._engine.generation
-        port, address = self.settings.metrics_port, self.settings.metrics_address
-        self._metrics_server = serve(self.metrics.registry, port, address, os.environ)
+        self.exporter = Exporter(self.metrics, self.settings, at_exit.exporters(start))
         at_exit.add(self)
         self._undo_sigterm: Callable[[], None] | None = None
         if self.settings.sigterm_flush_s:
@@ -119,7 +116,7 @@ class Uploader:
     @property
     def metrics_url(self) -> str | None:
         """Where Prometheus finds this process, or None if it serves no metrics."""
-        return self._metrics_server.url if self._metrics_server else None
+        return self.exporter.url
 
     # --- the trainer's calls -------------------------------------------------------------------------------
 
@@ -175,11 +172,10 @@ class Uploader:
         self._checkpoints.open_or_new(checkpoint, naming.checkpoint_name(name, checkpoint.step))
 
     def open(self, step: int, name: str, *, checkpoint_name: str | None = None) -> ShardWriter:
-        """Open a new file `<folder>/<checkpoint>/<name>` (`<folder>/<kind>/<checkpoint>/<name>` of a kind of
-        checkpoints) to write a shard to, binary and seekable. Its data is uploaded
-        while more is being written; `close` (or the end of its `with`) enqueues it as `enqueue` would, and most of it
-        has been sent by then. If the store has no multipart uploads (`file://`), or the shard is small, it is sent
-        afterwards.
+        """Open a new file `<folder>/[<kind>/]<checkpoint>/<name>` to write a shard to, binary and seekable. Its data is
+        uploaded while more is being written; `close` (or the end of its `with`) enqueues it as `enqueue` would, and
+        most of it has been sent by then. If the store has no multipart uploads (`file://`), or the shard is small, it
+        is sent afterwards.
 
         Nothing is promised before `close`: after a crash the file is an ordinary one that nobody enqueued. An
         exception in the `with` removes the file. `seal` is rejected while one is open.
@@ -191,8 +187,7 @@ class Uploader:
         full_name = naming.checkpoint_name(checkpoint_name, id_.step)
         naming.check_relative(name, "shard")
         check_key_length(self.remote, keys.data_key(full_name, self.generation, name))
-        # Two kinds of one step may have files of the same name.
-        source = f"{self.kind}/{full_name}/{name}" if self.kind else f"{full_name}/{name}"
+        source = "/".join(filter(None, (self.kind, full_name, name)))  # names of two kinds may be the same
         self._make_room(id_)
         with self._lock:
             checkpoint = self._checkpoints.open_or_new(id_, full_name)
@@ -311,8 +306,7 @@ class Uploader:
                 failed = self._engine.take_failure()
             finally:
                 self._engine.release()
-                if self._metrics_server is not None:
-                    self._metrics_server.close()
+                self.exporter.close()
         self._engine.check_alive()
         if failed is not None:
             raise failed

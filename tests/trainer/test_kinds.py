@@ -6,9 +6,11 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +202,29 @@ def test_kinds_have_one_runner_process_and_restart_it_together(
     for each in (weights, ema):
         each.close()
         assert pulled(remote, each.kind, tmp_path / "pulled") == (2, {text(each.kind, 2)})
+
+
+def test_all_kinds_are_scraped_at_one_port(folder: Path, remote: str) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with (
+        opened(folder, remote, metrics_port=port) as full,
+        opened(folder, remote, "weights", metrics_port=port) as weights,
+    ):
+        save(full, 1, 2)
+        save(weights, 1)
+        full.wait(2, 30)
+        weights.wait(1, 30)
+        assert full.metrics_url is not None
+        assert weights.metrics_url == full.metrics_url
+        with urllib.request.urlopen(full.metrics_url) as page:
+            series = dict(line.rsplit(" ", 1) for line in page.read().decode().splitlines() if line[0] != "#")
+    committed = "ckpt_async_checkpoints_committed_total"
+    assert float(series[f'{committed}{{run="{remote}"}}']) == 2
+    assert float(series[f'{committed}{{run="{remote}/kinds/weights"}}']) == 1
+    assert float(series["ckpt_async_enqueue_duration_seconds_count"]) == 3
+    assert [value for name, value in series.items() if name.startswith("ckpt_async_build_info")] == ["1.0"]
 
 
 def test_a_kind_is_open_once_and_its_symlink_is_its_own(folder: Path, remote: str) -> None:
