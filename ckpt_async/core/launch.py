@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from ckpt_async.core.arguments import is_whole
 from ckpt_async.errors import SettingsError
@@ -16,6 +17,11 @@ _MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
 _PMI = ("PMI_RANK", "PMI_SIZE")
 _SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
 _TORCH = ("RANK", "WORLD_SIZE")
+# Where one says which process of its node this is. Slurm's last: torchrun and mpirun may run below it, and then all
+# their processes have the one that it gave to them.
+_LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+
+_LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE")
 
 
 def launch_key(environment: Environment, *, parent: str) -> str | None:
@@ -84,6 +90,45 @@ def rank_and_world_size(
     if not 0 <= rank < world_size:
         raise SettingsError(f"rank={rank} must be from 0 to world_size-1 = {world_size - 1}")
     return rank, world_size
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Which rank this is, of how many, and on which node."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+
+
+def placement(environment: Environment, rank: int, world_size: int) -> Placement:
+    """torchrun and Slurm say it outright; where nothing does, this node has all ranks."""
+    local = local_rank(environment)
+    local_world_size = _first(environment, _LOCAL_SIZES) or world_size
+    node_rank = _first(environment, ("GROUP_RANK", "SLURM_NODEID"))
+    return Placement(
+        rank,
+        world_size,
+        rank if local is None else local,
+        local_world_size,
+        rank // local_world_size if node_rank is None else node_rank,
+    )
+
+
+def local_rank(environment: Environment) -> int | None:
+    """Which process of its node this is; None if nothing says so."""
+    return _first(environment, _LOCAL_RANKS)
+
+
+def _first(environment: Environment, variables: Iterable[str]) -> int | None:
+    for each in variables:
+        if environment.get(each):
+            number = _number(environment, each, None)
+            if number is not None and number >= 0:  # -1: not distributed
+                return number
+    return None
 
 
 def _number(environment: Environment, variable: str, given: int | None, name: str = "") -> int | None:

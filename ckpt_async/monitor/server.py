@@ -9,6 +9,7 @@ from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, start_http_server
 
+from ckpt_async.core import launch
 from ckpt_async.local.journal import after_fork
 
 logger = logging.getLogger(__name__)
@@ -38,15 +39,6 @@ class MetricsServer:
         self._thread.join()
 
 
-# What the launchers call a process's number on its node. Slurm's last: torchrun and mpirun may run below it, and then
-# all their processes have the one that it gave to them.
-LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
-
-
-def _local_rank(environment: Mapping[str, str]) -> int:
-    return max(0, int(next(filter(None, map(environment.get, LOCAL_RANKS)), 0)))  # -1: not distributed
-
-
 def serve(
     registry: CollectorRegistry, port: int, address: str, environment: Mapping[str, str]
 ) -> MetricsServer | None:
@@ -57,7 +49,7 @@ def serve(
     if port < 0:
         return None
     try:
-        port += _local_rank(environment) if port else 0
+        port += (launch.local_rank(environment) or 0) if port else 0
         started = MetricsServer(*start_http_server(port, address, registry))
     except (OSError, OverflowError, ValueError) as error:  # busy, no such address; beyond 65,535; no number
         logger.warning("metrics_not_served address=%s port=%d error=%s; work continues", address, port, error)

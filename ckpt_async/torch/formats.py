@@ -152,12 +152,8 @@ def fill(template: str, *, run_name: str = "") -> str:
     """
     values: dict[str, object] = {"rank": 0, "local_rank": 0, "node_rank": 0, "run_name": run_name}
     if _RANK.search(template):
-        rank, _ = launch.rank_and_world_size(os.environ, None, None)
-        local_rank = int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or rank)
-        ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", rank + 1))
-        # torchrun and Slurm say it outright; otherwise nodes have equally many ranks, in order.
-        node_rank = os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID") or rank // ranks_per_node
-        values.update(rank=rank, local_rank=local_rank, node_rank=int(node_rank))
+        here = launch.placement(os.environ, *launch.rank_and_world_size(os.environ, None, None))
+        values.update(rank=here.rank, local_rank=here.local_rank, node_rank=here.node_rank)
     return naming.substitute(template, values) if "{" in template else template
 
 
