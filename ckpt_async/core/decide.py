@@ -320,7 +320,7 @@ def _after_decision(local: Local, remote: Remote, policy: Policy) -> Iterable[Ac
             yield Remove(id_, reason)
         elif not checkpoint.was_committed:
             yield Forget(id_)  # the user's own files stay where they are
-        elif is_all_kept and id_ not in (newest, publish):
+        elif is_all_kept and id_ in kept and id_ not in (newest, publish):
             yield Keep(id_)
         elif id_ not in kept and id_ not in (publish, linked) and is_linked:  # R2: the symlink is ahead first
             yield Remove(id_, f"beyond {policy.local_retention}")

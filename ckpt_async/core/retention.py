@@ -15,6 +15,9 @@ from ckpt_async.errors import SettingsError
 
 Kept = dict[CheckpointId, str]
 
+# A metric: a checkpoint that has it is kept only until a newer one is committed, and takes no other's place.
+EPHEMERAL = "ephemeral"
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -31,7 +34,7 @@ class RetentionPolicy(Protocol):
     """Chooses what to keep. Policies are values, and compose with `AnyOf`."""
 
     def keep(self, candidates: Sequence[Candidate]) -> Kept:
-        """The ones to keep, with the reason; `candidates` are in checkpoint order, oldest first."""
+        """The ones to keep, with the reason; `candidates` are in checkpoint order, oldest first. None is ephemeral."""
         ...
 
 
@@ -152,7 +155,7 @@ class AnyOf:
 def apply(policy: RetentionPolicy, candidates: Iterable[Candidate]) -> Kept:
     """What stays: the policy's choice, and whatever it says the newest one and those that are pinned (R8)."""
     ordered = sorted(candidates, key=lambda each: each.id)
-    kept = policy.keep(ordered)
+    kept = policy.keep(lasting(ordered))
     for each in ordered:
         if each.is_pinned:
             kept[each.id] = "pinned"
@@ -165,12 +168,17 @@ def would_keep_nothing(policy: RetentionPolicy, candidates: Iterable[Candidate])
     """Whether the policy picks none of what is there: a metric or name that was mistyped, say. Remotely it is refused
     then; without this, `apply` would leave the newest and the pinned ones only.
     """
-    ordered = sorted(candidates, key=lambda each: each.id)
+    ordered = lasting(sorted(candidates, key=lambda each: each.id))
     return bool(ordered) and not policy.keep(ordered)
 
 
+def lasting(candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    """Those that are not ephemeral."""
+    return [each for each in candidates if EPHEMERAL not in each.metrics]
+
+
 def keeps_all(policy: RetentionPolicy) -> bool:
-    """Whether nothing would ever be removed, however that was written."""
+    """Whether nothing but what is ephemeral would ever be removed, however that was written."""
     if isinstance(policy, AnyOf):
         return any(keeps_all(each) for each in policy.policies)
     return isinstance(policy, KeepAll)
@@ -234,11 +242,14 @@ class KeepLocal:
         return self.count < 0 if self.policy is None else keeps_all(self.policy)
 
     def keep(self, candidates: Sequence[Candidate]) -> Kept:
-        newest = candidates[len(candidates) - min(max(self.count, 0), len(candidates)) :]
-        kept = {each.id: f"one of the newest {self.count}" for each in newest}
         if self.count < 0:
             return apply(self.policy or KeepAll(), candidates)
-        return kept if self.policy is None else {**self.policy.keep(candidates), **kept}
+        last = lasting(candidates)
+        newest = last[len(last) - min(self.count, len(last)) :]
+        kept = {each.id: f"one of the newest {self.count}" for each in newest}
+        if candidates and self.count:
+            kept.setdefault(candidates[-1].id, "the newest")
+        return kept if self.policy is None else {**self.policy.keep(last), **kept}
 
     def __str__(self) -> str:
         return f"num_checkpoints_to_keep={self.count}" + (" and local_retention" if self.policy else "")
