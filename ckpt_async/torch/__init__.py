@@ -23,18 +23,22 @@ if TYPE_CHECKING:
     from ckpt_async.torch.dcp import async_save, load_latest, save
     from ckpt_async.torch.dcp_reader import CkptAsyncReader
     from ckpt_async.torch.dcp_writer import CkptAsyncWriter
-    from ckpt_async.torch.dumping import check_writable, deepspeed_filename, dump
+    from ckpt_async.torch.dumping import check_writable, deepspeed_filename, dump, selected
     from ckpt_async.torch.formats import load, load_remote
     from ckpt_async.torch.parts import capture, restore
     from ckpt_async.torch.resume import fetch_together
     from ckpt_async.torch.rng import capture_rng, load_rng_state, ranks_with_rng, restore_rng, save_rng_state
+    from ckpt_async.torch.snapshot import SnapshotBuffers
     from ckpt_async.torch.states import KeyReport, load_into, model_state
     from ckpt_async.torch.unpickle import load_metadata
+    from ckpt_async.torch.vote import Vote, require_vote
 
 _HOMES = {
     "CkptAsyncReader": "dcp_reader",
     "CkptAsyncWriter": "dcp_writer",
     "KeyReport": "states",
+    "SnapshotBuffers": "snapshot",
+    "Vote": "vote",
     "agree": "agreement",
     "async_save": "dcp",
     "capture": "parts",
@@ -52,17 +56,21 @@ _HOMES = {
     "load_rng_state": "rng",
     "model_state": "states",
     "ranks_with_rng": "rng",
+    "require_vote": "vote",
     "restore": "parts",
     "restore_rng": "rng",
     "run_on_one": "agreement",
     "save": "dcp",
     "save_rng_state": "rng",
+    "selected": "dumping",
 }
 
 __all__ = [
     "CkptAsyncReader",
     "CkptAsyncWriter",
     "KeyReport",
+    "SnapshotBuffers",
+    "Vote",
     "agree",
     "async_save",
     "capture",
@@ -80,11 +88,13 @@ __all__ = [
     "load_rng_state",
     "model_state",
     "ranks_with_rng",
+    "require_vote",
     "restore",
     "restore_rng",
     "run_on_one",
     "save",
     "save_rng_state",
+    "selected",
 ]
 
 

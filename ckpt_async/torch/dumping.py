@@ -81,6 +81,13 @@ def check_writable(name: str | os.PathLike[str]) -> None:
     _writable(os.fspath(name))
 
 
+def selected(state: Any, name: str = "", *, ignore_keys: IgnoreKeys = (), weights_only: bool = False) -> Any:
+    """What `dump` would write of a state to a file of this name, without the parts that are left out: the same tensors
+    in other containers.
+    """
+    return _kept(state, checked_keys(ignore_keys), weights_only, _writable(name or ".pt"))
+
+
 def deepspeed_filename(name: str, *, weights_only: bool = False) -> str:
     """The name of a rank's file for DeepSpeed, which needs one archive per rank: with `.tar` unless it is an archive's
     already, as in Composer. Raises SettingsError for `weights_only`: DeepSpeed has the weights and the rest in one.

@@ -25,7 +25,7 @@ from ckpt_async.torch import (
     run_on_one,
     save_rng_state,
 )
-from tests.torch_side.forks import become_ranks
+from tests.ranks import become_ranks
 
 world_size, folder = int(sys.argv[1]), Path(sys.argv[2])
 rank = become_ranks(world_size)

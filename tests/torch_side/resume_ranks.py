@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ckpt_async import restore
 from ckpt_async.torch.resume import fetch_together
-from tests.torch_side.forks import become_ranks
+from tests.ranks import become_ranks
 
 
 def scenario(name: str, remote: str, base: Path, rank: int) -> dict[str, Any]:

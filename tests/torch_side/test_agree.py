@@ -1,11 +1,6 @@
 """Ranks agree, act for each other and keep their random numbers: with three real ranks over gloo."""
 
-import contextlib
 import json
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +12,7 @@ from ckpt_async.torch import (
     run_on_one,
 )
 from ckpt_async.torch.agreement import _spell
+from tests.ranks import run_ranks
 
 WORLD_SIZE = 3
 SCRIPT = Path(__file__).with_name("agree_ranks.py")
@@ -26,22 +22,7 @@ SCRIPT = Path(__file__).with_name("agree_ranks.py")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of three ranks saw."""
     folder = tmp_path_factory.mktemp("ranks")
-    root = str(SCRIPT.parents[2])
-    ranks = subprocess.Popen(
-        [sys.executable, str(SCRIPT), str(WORLD_SIZE), str(folder)],
-        env=os.environ | {"PYTHONPATH": root, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = ranks.communicate(timeout=180)
-    finally:
-        with contextlib.suppress(ProcessLookupError):  # all have ended
-            os.killpg(ranks.pid, signal.SIGKILL)
-        ranks.wait()
-    assert ranks.returncode == 0, output
+    run_ranks(SCRIPT, WORLD_SIZE, folder)
     return [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(WORLD_SIZE)]
 
 

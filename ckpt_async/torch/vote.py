@@ -1,0 +1,100 @@
+"""A question that the ranks of a job answer together, without waiting for each other."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ckpt_async.errors import SettingsError
+
+logger = logging.getLogger(__name__)
+
+# How often the ranks exchange their wishes. A tiny collective takes a fraction of a millisecond of a core.
+PERIOD_S = 1.0
+MAX_GAP_STEPS = 1000
+# For ever.
+MAX_STEPS = 1 << 62
+
+
+class Vote:
+    """All ranks call `step` once per training step; when one of them wished for something, it returns the highest wish
+    at the same step on all of them.
+
+    About once a second the wishes are exchanged (one all-reduce of two numbers, over gloo, beside training), and read
+    one step later, so no rank waits unless another is more than a step behind. The first rank's clock says how many
+    steps that is. To make one is a collective: of all ranks, in the same order.
+    """
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._group: Any = None
+        self._clock = clock
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            self._group = dist.new_group(backend="gloo")
+        self._wish = 0
+        self._work: Any = None
+        self._ballot = torch.zeros(2, dtype=torch.int64)
+        self._wait_steps = 0
+        self._num_steps, self._counted_at = 0, clock()
+
+    @property
+    def num_ranks(self) -> int:
+        """1 where there is nobody to agree with."""
+        return 1 if self._group is None else int(dist.get_world_size(self._group))
+
+    def wish(self, what: int) -> None:
+        """Ask for it; what was asked before and not answered yet stays, if it is higher. From any thread."""
+        self._wish = max(self._wish, what)
+
+    def withdraw(self, what: int) -> None:
+        """What this rank has asked for was done meanwhile, if it is no higher."""
+        if self._wish <= what:
+            self._wish = 0
+
+    def step(self) -> int:
+        """The highest wish of all ranks, once; else 0."""
+        if self._group is None:
+            answer, self._wish = self._wish, 0
+            return answer
+        self._num_steps += 1
+        if self._work is not None:
+            return self._read()
+        if self._wait_steps:
+            self._wait_steps -= 1
+            return 0
+        mine, self._wish = self._wish, 0
+        gap = self._gap() if dist.get_rank() == 0 else 0
+        self._ballot = torch.tensor([mine, gap], dtype=torch.int64)
+        self._work = dist.all_reduce(self._ballot, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        return 0
+
+    def _read(self) -> int:
+        work, self._work = self._work, None
+        try:
+            work.wait()
+        except RuntimeError:  # a rank is gone, and training will find that out by itself
+            logger.exception("vote_failed; from now on only what the schedule's steps say is saved")
+            self._wait_steps = MAX_STEPS
+            return 0
+        answer, self._wait_steps = (int(each) for each in self._ballot)
+        return answer
+
+    def _gap(self) -> int:
+        """How many steps are to pass before the next exchange."""
+        now = self._clock()
+        step_s = (now - self._counted_at) / self._num_steps
+        self._num_steps, self._counted_at = 0, now
+        return min(MAX_GAP_STEPS, int(PERIOD_S / step_s)) if step_s > 0 else MAX_GAP_STEPS
+
+
+def require_vote(vote: Vote, world_size: int, what: str) -> None:
+    """Refuse what one rank decides where the others would not be told."""
+    if vote.num_ranks != world_size:
+        raise SettingsError(
+            f"{what} is decided by one rank for all, and torch.distributed has {vote.num_ranks} of {world_size} ranks",
+            hint="initialize torch.distributed before the saver, or use an interval in steps",
+        )

@@ -1,0 +1,147 @@
+"""Copies of states: equal, independent, sharing what the original shares, in memory that is used again."""
+
+import copy
+import random
+from collections import Counter, OrderedDict, defaultdict, deque
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from ckpt_async.errors import FormatError
+from ckpt_async.torch import SnapshotBuffers
+
+
+class Point(NamedTuple):
+    x: Any
+    y: int
+
+
+def state_of_training() -> dict[str, Any]:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.BatchNorm1d(4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(3, 8)).sum().backward()
+    optimizer.step()
+    return {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "parameters": list(model.parameters()),
+        "rng": [torch.get_rng_state(), random.getstate(), np.random.get_state()],
+        "when": (3, 0.5, timedelta(seconds=2), Path("a")),
+        "others": [deque([1, 2]), Counter("aab"), defaultdict(list, {"a": [1]}), {1, 2}, None, True, b"x"],
+    }
+
+
+def equal(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        is_like = a.dtype == b.dtype and a.shape == b.shape and a.stride() == b.stride()
+        return type(a) is type(b) and is_like and a.requires_grad == b.requires_grad and bool((a == b).all())
+    if isinstance(a, np.ndarray):
+        return bool(np.array_equal(a, b))
+    if isinstance(a, dict):
+        return type(a) is type(b) and list(a) == list(b) and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple | deque):
+        return type(a) is type(b) and len(a) == len(b) and all(map(equal, a, b))
+    return bool(a == b)
+
+
+def test_a_snapshot_equals_the_state_and_does_not_follow_it() -> None:
+    state = state_of_training()
+    before = copy.deepcopy(state)
+    taken = SnapshotBuffers().take(state)
+    assert equal(taken, state)
+    assert taken["model"]._metadata == state["model"]._metadata  # torch.save writes a module's state with it
+    with torch.no_grad():
+        for each in (*state["model"].values(), *state["parameters"]):
+            each.fill_(7)
+    state["rng"][2][1][:] = 0
+    state["others"][2]["a"].append(2)
+    state["optimizer"]["param_groups"][0]["lr"] = 9
+    assert equal(taken, before)
+    assert not equal(taken, state)
+
+
+def test_what_shares_memory_shares_it_in_the_snapshot() -> None:
+    base = torch.arange(12.0).reshape(3, 4)
+    state = {"a": base, "row": base[1], "turned": base.t(), "again": base, "list": [base[:, 1:3]]}
+    taken = SnapshotBuffers().take(state)
+    assert equal(taken, state)
+    taken["row"][0] = -1
+    assert taken["a"][1, 0] == taken["turned"][0, 1] == taken["again"][1, 0] == -1
+    assert taken["again"] is taken["a"]
+    assert base[1, 0] == 4
+
+
+def test_containers_that_hold_themselves_are_copied() -> None:
+    state: dict[str, Any] = {"list": [1]}
+    state["self"], shared = state, state["list"]
+    state["list"].append(shared)
+    taken = SnapshotBuffers().take(state)
+    assert taken["self"] is taken
+    assert taken["list"][1] is taken["list"] is not shared
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(0),
+        torch.zeros(3, 0),
+        torch.tensor(5),
+        torch.arange(6, dtype=torch.bfloat16),
+        torch.tensor([True, False]),
+        torch.randn(4, dtype=torch.complex64).conj(),
+        torch.randn(4, dtype=torch.complex64).conj().imag,
+        torch.arange(4.0).to(torch.float8_e4m3fn),
+        torch.arange(6.0).expand(3, 6),
+        torch.nn.Parameter(torch.ones(2), requires_grad=False),
+        torch.ones(2, requires_grad=True),
+    ],
+    ids=str,
+)
+def test_tensors_of_all_sorts_are_copied(tensor: torch.Tensor) -> None:
+    taken = SnapshotBuffers().take([tensor])[0]
+    assert taken.dtype == tensor.dtype
+    assert taken.shape == tensor.shape
+    assert torch.equal(taken.detach().to(torch.complex64), tensor.detach().to(torch.complex64))
+    assert taken.requires_grad == tensor.requires_grad
+    assert type(taken) is type(tensor)
+
+
+def test_sparse_and_meta_tensors_are_copied_as_they_are() -> None:
+    sparse = torch.eye(3).to_sparse()
+    meta = torch.empty(3, device="meta")
+    taken = SnapshotBuffers().take([sparse, meta])
+    assert torch.equal(taken[0].to_dense(), torch.eye(3))
+    assert taken[1].device.type == "meta"
+
+
+def test_the_memory_of_one_snapshot_is_that_of_the_next() -> None:
+    buffers = SnapshotBuffers()
+    state = {"a": torch.ones(1000), "b": torch.ones(1000), "c": torch.ones(10)}
+    first = buffers.take(state)
+    places = {each.data_ptr() for each in first.values()}
+    assert buffers.size_bytes == sum(each.untyped_storage().nbytes() for each in state.values())
+    del first
+    state["a"] += 1
+    second = buffers.take(state)
+    assert {each.data_ptr() for each in second.values()} == places
+    assert equal(second, state)
+
+
+def test_memory_of_another_shape_is_let_go() -> None:
+    buffers = SnapshotBuffers()
+    buffers.take({"a": torch.ones(1 << 20)})
+    buffers.take({"a": torch.ones(10)})
+    assert buffers.size_bytes == 40
+
+
+def test_objects_are_copied_and_what_cannot_be_is_named() -> None:
+    taken = SnapshotBuffers().take(OrderedDict(p=Point(torch.ones(1), 2)))
+    assert taken["p"].x == torch.ones(1)
+    assert type(taken["p"]) is Point
+    with pytest.raises(FormatError, match=r"'state/a/1' is a builtins\.generator") as caught:
+        SnapshotBuffers().take({"a": [0, (each for each in ())]})
+    assert "leave it out" in str(caught.value)
