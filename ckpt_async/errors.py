@@ -245,6 +245,16 @@ class UploadFailedError(CkptAsyncError):
     """
 
 
+class SaveFailedError(CkptAsyncError):
+    """A checkpoint was not written, or not handed over: this rank's part does not exist, so it is never committed.
+    `CheckpointSaver` raises it at its next `step`; its cause says what happened. The next save is not affected.
+    """
+
+
+class CheckpointConflictError(CkptAsyncError, FileExistsError):
+    """A folder holds checkpoints of another run that this one would replace, and `overwrite` is off."""
+
+
 class CheckpointAbortedError(CkptAsyncError):
     """The checkpoint was given up and will never be committed; the message says who gave it up and why."""
 

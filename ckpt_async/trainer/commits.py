@@ -19,12 +19,7 @@ def wait_for_commit(engine: EngineHandle, id_: CheckpointId, timeout_s: float | 
         while True:
             engine.check_alive()
             view = engine.view()
-            checkpoint = view.local.checkpoints.get(id_)
-            decision = view.outcomes.get(id_) or (checkpoint.decision if checkpoint else None)
-            if decision is not None and decision.outcome is Outcome.ABORT:
-                engine.told.add(id_)
-                raise CheckpointAbortedError(f"{id_} was given up: {decision.reason}")
-            if decision is not None:
+            if is_committed(engine, id_):
                 return
             left_s = None if deadline is None else deadline - time.monotonic()
             is_over = left_s is not None and left_s <= 0
@@ -34,6 +29,17 @@ def wait_for_commit(engine: EngineHandle, id_: CheckpointId, timeout_s: float | 
             if view.missing_ranks(id_):  # they may be in the newer start
                 engine.check_not_fenced()
             engine.changed.wait(left_s)
+
+
+def is_committed(engine: EngineHandle, id_: CheckpointId) -> bool:
+    """See `Uploader.is_committed`."""
+    view = engine.view()
+    checkpoint = view.local.checkpoints.get(id_)
+    decision = view.outcomes.get(id_) or (checkpoint.decision if checkpoint else None)
+    if decision is not None and decision.outcome is Outcome.ABORT:
+        engine.told.add(id_)
+        raise CheckpointAbortedError(f"{id_} was given up: {decision.reason}")
+    return decision is not None
 
 
 def _raise_shard_failure(view: EngineView, id_: CheckpointId, *, is_final: bool) -> None:

@@ -12,7 +12,7 @@ import signal
 import threading
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 from ckpt_async.errors import UploaderClosedError
 
@@ -22,15 +22,12 @@ logger = logging.getLogger(__name__)
 END_ANYWAY_S = 1.0
 
 
-class Flushes(Protocol):
-    """What is flushed: an `Uploader`."""
-
-    def flush(self, timeout_s: float) -> Any: ...
+Flush = Callable[[float], Any]
 
 
-def flush_on_sigterm(uploader: Flushes, budget_s: float) -> Callable[[], None]:
-    """Install a SIGTERM handler that flushes `uploader`, and return what puts the old one back. The uploaders of a
-    process, one for each kind of checkpoints, share a handler and are flushed at the same time.
+def flush_on_sigterm(flush: Flush, budget_s: float) -> Callable[[], None]:
+    """Install a SIGTERM handler that calls `flush` with the budget, and return what puts the old one back. The
+    uploaders of a process, one for each kind of checkpoints, share a handler and are flushed at the same time.
 
     A handler of the user's own runs at once, as before; the flush goes on beside it, and the process ends when the
     user's code ends it. Without one, the process stays alive for at most `budget_s` (less if everything is in the
@@ -43,7 +40,7 @@ def flush_on_sigterm(uploader: Flushes, budget_s: float) -> Callable[[], None]:
     if not isinstance(handler, _Handler) or not handler.may_take_more:
         handler = _Handler()
         signal.signal(signal.SIGTERM, handler.handle)
-    return handler.add(uploader, budget_s)
+    return handler.add(flush, budget_s)
 
 
 class _Handler:
@@ -54,17 +51,17 @@ class _Handler:
         # None: C code's handler, which cannot be called from here
         self._ends_process = self._before in (signal.SIG_DFL, None)
         self._pid = os.getpid()
-        self._flushed: dict[object, tuple[Flushes, float]] = {}
+        self._flushed: dict[object, tuple[Flush, float]] = {}
         self._has_begun, self._has_ended = threading.Event(), threading.Event()
 
     @property
     def may_take_more(self) -> bool:
         return self._pid == os.getpid() and not self._has_begun.is_set()
 
-    def add(self, uploader: Flushes, budget_s: float) -> Callable[[], None]:
+    def add(self, flush: Flush, budget_s: float) -> Callable[[], None]:
         """Flush it too; returns what leaves it out again."""
         token = object()
-        self._flushed[token] = uploader, budget_s
+        self._flushed[token] = flush, budget_s
         return lambda: self._remove(token)
 
     def _remove(self, token: object) -> None:
@@ -103,9 +100,9 @@ class _Handler:
             os._exit(128 + signal.SIGTERM)
 
 
-def _flush(uploader: Flushes, budget_s: float) -> None:
+def _flush(flush: Flush, budget_s: float) -> None:
     try:
-        report = uploader.flush(budget_s)
+        report = flush(budget_s)
         logger.warning("sigterm_flushed report=%s", report)
     except UploaderClosedError:
         pass  # a moment ago: what was left then is said

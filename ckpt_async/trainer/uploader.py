@@ -28,7 +28,7 @@ from ckpt_async.trainer import at_exit, closing
 from ckpt_async.trainer.backlog import make_room
 from ckpt_async.trainer.checkpoints import Checkpoints, OpenCheckpoint, metric_values
 from ckpt_async.trainer.closing import FlushReport
-from ckpt_async.trainer.commits import wait_for_commit
+from ckpt_async.trainer.commits import is_committed, wait_for_commit
 from ckpt_async.trainer.exporting import Exporter
 from ckpt_async.trainer.handle import EngineHandle, deadline_in
 from ckpt_async.trainer.preemption import flush_on_sigterm
@@ -111,7 +111,9 @@ class Uploader:
         at_exit.add(self)
         self._undo_sigterm: Callable[[], None] | None = None
         if self.settings.sigterm_flush_s:
-            self._undo_sigterm = flush_on_sigterm(self, self.settings.sigterm_flush_s)
+            self._undo_sigterm = flush_on_sigterm(self._flush_at_the_end, self.settings.sigterm_flush_s)
+        # Called first when SIGTERM has come, with the seconds there are, on a thread of its own.
+        self.before_sigterm_flush: Callable[[float], None] = lambda _: None
 
     @property
     def metrics_url(self) -> str | None:
@@ -235,6 +237,14 @@ class Uploader:
             )
         wait_for_commit(self._engine, id_, timeout_s)
 
+    def is_committed(self, step: int) -> bool:
+        """Whether the checkpoint at `step` of this start is known to be committed, with all ranks. Returns at once,
+        also when closed.
+
+        Raises CheckpointAbortedError if it was given up.
+        """
+        return is_committed(self._engine, self._checkpoint(step))
+
     def wait_for_predecessor(self, timeout_s: float) -> bool:
         """Block until everything that an earlier start of the run had sealed on this rank is decided, at most
         `timeout_s`. Returns whether it is. Call it before choosing what to resume from: the newest checkpoint is often
@@ -333,6 +343,11 @@ class Uploader:
         )
 
     # --- within --------------------------------------------------------------------------------------------
+
+    def _flush_at_the_end(self, budget_s: float) -> FlushReport:
+        deadline = deadline_in(budget_s)
+        self.before_sigterm_flush(budget_s)
+        return self.flush(max(0.0, deadline - time.monotonic()))
 
     def _check_process(self, *, may_be_closing: bool = False) -> None:
         if os.getpid() != self.pid:

@@ -408,16 +408,12 @@ def test_removing_our_handler_keeps_one_that_was_set_later() -> None:
 
     before = signal.getsignal(signal.SIGTERM)
     try:
-        undo = flush_on_sigterm(_Nothing(), 1.0)
+        undo = flush_on_sigterm(lambda _: None, 1.0)
         signal.signal(signal.SIGTERM, later)
         undo()
         assert signal.getsignal(signal.SIGTERM) is later
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-class _Nothing:
-    def flush(self, timeout_s: float) -> None: ...
 
 
 def test_sigterm_flush_outside_the_main_thread_is_rejected_before_opening(tmp_path: Path) -> None:

@@ -1,0 +1,13 @@
+"""When to save, what, and under which name: `CheckpointSaver`, on top of `Uploader` and `ckpt_async.torch`.
+
+    from ckpt_async.saver import CheckpointSaver, Timestamp
+
+Schedules, names and intervals are pure functions; nothing here uploads or knows a file format.
+"""
+
+from ckpt_async.saver.auto import Auto, Choice
+from ckpt_async.saver.saver import CheckpointSaver
+from ckpt_async.saver.timestamp import Event, Timestamp
+from ckpt_async.saver.writing import SavedCheckpoint
+
+__all__ = ["Auto", "CheckpointSaver", "Choice", "Event", "SavedCheckpoint", "Timestamp"]

@@ -1,0 +1,68 @@
+"""Saves that no timestamp tells of: by the clock, by what saves cost, because somebody asks. One rank's clock counts,
+and what any rank asks for is told to all, so that all save at the same step.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+import ckpt_async.torch as ckpt
+from ckpt_async.saver.auto import Auto, Choice, Meter, choose
+from ckpt_async.saver.schedule import Due, Rules, Schedule
+
+logger = logging.getLogger(__name__)
+
+
+class Asking:
+    """Not thread-safe, but for `ask`, which may also be called by a signal handler."""
+
+    def __init__(
+        self, schedule: Schedule, rank: int, world_size: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.meter = Meter()
+        self.interval: Choice | None = None  # the newest that `Auto` chose
+        self._vote = ckpt.Vote(clock=clock)
+        if schedule.needs_clock:
+            ckpt.require_vote(self._vote, world_size, "a save by the clock")
+        self._schedule, self._clock = schedule, clock
+        self._has_clock = schedule.needs_clock and rank == 0
+        self._saved_at = {Due.EPHEMERAL: clock(), Due.YES: clock()}
+
+    def ask(self, kept: Due) -> None:
+        self._vote.wish(kept)
+
+    def answer(self) -> Due:
+        """Once per training step, on all ranks: what was asked for, the same on all."""
+        if self._has_clock:
+            now = self._clock()
+            for kept, rules in ((Due.YES, self._schedule.rules), (Due.EPHEMERAL, self._schedule.ephemeral)):
+                interval_s = self._interval_s(rules)
+                if interval_s is not None and now - self._saved_at[kept] >= interval_s:
+                    self._vote.wish(kept)
+        return Due(self._vote.step())
+
+    def began(self, kept: Due) -> None:
+        """All ranks save now, so what was asked for is done."""
+        now = self._clock()
+        for each in (Due.EPHEMERAL, kept):
+            self._saved_at[each] = now
+        self._vote.withdraw(kept)
+        self.meter.save_began(now)
+
+    def ended(self) -> None:
+        """A save was committed, or given up. Any thread."""
+        self.meter.save_ended(self._clock())
+
+    def _interval_s(self, rules: Rules) -> float | None:
+        chosen = None if rules.auto is None else self._chosen_s(rules.auto)
+        given = [each for each in (rules.clock_s, chosen) if each is not None]
+        return min(given, default=None)
+
+    def _chosen_s(self, auto: Auto) -> float:
+        choice = choose(auto, self.meter.cost)
+        if choice != self.interval:
+            logger.info("save_interval interval_s=%.1f reason=%r", choice.interval_s, choice.reason)
+            self.interval = choice
+        return choice.interval_s

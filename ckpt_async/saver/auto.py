@@ -1,0 +1,153 @@
+"""How often to save, from what a save costs. Pure.
+
+A save costs the time that training is blocked, and by which it is slowed while the save is written and uploaded. The
+budget bounds that share of the run, as CheckFreq does (Mohan et al., FAST '21). Where failures have a known mean time
+between them, saving more often than Young's interval, sqrt(2 · cost · MTBF), costs more than it saves (Young 1974,
+Daly 2006).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from dataclasses import dataclass
+
+from ckpt_async.core import arguments
+from ckpt_async.errors import SettingsError
+
+# Enough for a median that one slow save does not move.
+_SAVES = 5
+_STEPS = 51
+# A step time that no save disturbed is known after so many.
+_ENOUGH_STEPS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Auto:
+    """Choose the interval so that saving costs at most the share `overhead` of training time.
+
+    `mtbf_s` is the mean time between failures of the whole job; with it, training saves no more often than pays.
+    `first_s` after the start comes the first save, which tells what one costs. The interval stays between `min_s` and
+    `max_s`, and is never shorter than an upload takes.
+    """
+
+    overhead: float = 0.01
+    mtbf_s: float | None = None
+    first_s: float = 60.0
+    min_s: float = 10.0
+    max_s: float = 4 * 3600.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.overhead < 1:
+            raise SettingsError(f"Auto: overhead={self.overhead!r} must be a share of the run, like 0.01")
+        for name in ("mtbf_s", "first_s", "min_s", "max_s"):
+            value = getattr(self, name)
+            if value is not None and not arguments.seconds(value, f"Auto: {name}") > 0:
+                raise SettingsError(f"Auto: {name}={value!r} must be more than 0 seconds")
+        if self.min_s > self.max_s:
+            raise SettingsError(f"Auto: min_s={self.min_s!r} is more than max_s={self.max_s!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Of one save, in seconds."""
+
+    blocked_s: float
+    slowed_s: float
+    total_s: float  # from its begin until it is committed
+
+    @property
+    def training_s(self) -> float:
+        """What training loses."""
+        return self.blocked_s + self.slowed_s
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """An interval between saves, and why this one."""
+
+    interval_s: float
+    reason: str
+
+
+def choose(auto: Auto, cost: Cost | None) -> Choice:
+    """The interval, in seconds from the begin of one save to the begin of the next."""
+    if cost is None:
+        return Choice(min(auto.first_s, auto.max_s), "first: what a save costs is not known yet")
+    lost = f"a save costs training {cost.training_s:.3g} s"
+    budget_s = cost.training_s / auto.overhead
+    choices = [
+        Choice(budget_s, f"budget: {lost}, which is {auto.overhead:.2%} of {budget_s:.3g} s"),
+        Choice(cost.total_s, f"upload: a save takes {cost.total_s:.3g} s until it is committed"),
+        Choice(auto.min_s, f"min_s: {auto.min_s:g} s"),
+    ]
+    if auto.mtbf_s is not None:
+        young_s = math.sqrt(2 * cost.training_s * auto.mtbf_s)
+        choices.append(Choice(young_s, f"mtbf: {lost}, and a failure comes every {auto.mtbf_s:.3g} s"))
+    longest = max(choices, key=lambda each: each.interval_s)
+    if longest.interval_s > auto.max_s:
+        return Choice(
+            auto.max_s, f"max_s: {auto.max_s:g} s; more often than the budget allows ({longest.reason})"
+        )
+    return longest
+
+
+class Meter:
+    """What saves cost, from when training steps begin. It sees no clock: it is told. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._undisturbed_s: deque[float] = deque(maxlen=_STEPS)
+        self._costs: deque[Cost] = deque(maxlen=_SAVES)
+        self._stepped_at: float | None = None
+        self._was_saving = False
+        self._begun_at: float | None = None
+        self._blocked_s = self._lost_s = 0.0
+
+    @property
+    def cost(self) -> Cost | None:
+        """The median of the last saves; None before the first."""
+        if not self._costs:
+            return None
+        return Cost(
+            *(
+                statistics.median(getattr(each, name) for each in self._costs)
+                for name in ("blocked_s", "slowed_s", "total_s")
+            )
+        )
+
+    @property
+    def step_s(self) -> float | None:
+        """How long a step takes that no save disturbs."""
+        enough = len(self._undisturbed_s) >= _ENOUGH_STEPS
+        return statistics.median(self._undisturbed_s) if enough else None
+
+    def step_ended(self, now_s: float) -> None:
+        """Training comes by; what happened since `step_began` was its own."""
+        if self._stepped_at is None:
+            return
+        took_s = now_s - self._stepped_at
+        if self._begun_at is None and not self._was_saving:
+            self._undisturbed_s.append(took_s)
+        elif self.step_s is not None:
+            self._lost_s += took_s - self.step_s
+        self._was_saving = self._begun_at is not None
+
+    def step_began(self, now_s: float) -> None:
+        """Training goes on."""
+        self._stepped_at = now_s
+
+    def save_began(self, now_s: float) -> None:
+        if self._begun_at is not None:  # one before is still on its way
+            self.save_ended(now_s)
+        self._begun_at, self._blocked_s, self._lost_s = now_s, 0.0, 0.0
+
+    def blocked(self, duration_s: float) -> None:
+        self._blocked_s += duration_s
+
+    def save_ended(self, now_s: float) -> None:
+        """It is committed, or given up."""
+        if self._begun_at is not None:
+            total_s = now_s - self._begun_at
+            self._costs.append(Cost(self._blocked_s, max(0.0, self._lost_s), total_s))
+            self._begun_at = None

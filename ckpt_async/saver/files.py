@@ -1,0 +1,157 @@
+"""Where a checkpoint's files go: templates, checked before training starts, and filled at each save."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import ckpt_async.torch as ckpt
+from ckpt_async.core import keys, naming
+from ckpt_async.core.launch import Placement
+from ckpt_async.errors import CheckpointConflictError, InvalidNameError, JournalError, NoJournalError
+from ckpt_async.local import journals
+from ckpt_async.saver import names
+from ckpt_async.saver.timestamp import Timestamp
+
+FILENAME = "ep{epoch}-ba{batch}-rank{rank}.pt"
+LATEST_FILENAME = "latest-rank{rank}.pt"
+
+
+@dataclass(frozen=True, slots=True)
+class Templates:
+    """A saver's names; `CheckpointSaver` says what each is."""
+
+    folder: str
+    remote: str
+    filename: str
+    checkpoint_name: str
+    latest_filename: str
+
+    @classmethod
+    def of(
+        cls,
+        folder: str | os.PathLike[str],
+        remote: str,
+        filename: str,
+        checkpoint_name: str,
+        latest_filename: str | None,
+        *,
+        kind: str | None,
+        is_deepspeed: bool,
+    ) -> Templates:
+        """As they were given; of what was not, kinds have files of their own."""
+        if kind:
+            filename = f"{kind}/{filename}" if filename == FILENAME else filename
+            latest_filename = (
+                f"latest-{kind}-rank{{rank}}.pt" if latest_filename == LATEST_FILENAME else latest_filename
+            )
+        if is_deepspeed:
+            filename = ckpt.deepspeed_filename(filename)
+        return cls(os.fspath(folder), remote, filename, checkpoint_name, latest_filename or "")
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """The templates of one rank."""
+
+    folder: Path
+    remote: str
+    latest_filename: str  # empty: none
+    run: Mapping[str, object]
+    kind: str
+    filename: str
+    checkpoint_name: str
+
+    def path(self, now: Timestamp) -> Path:
+        return self.folder / names.fill(self.filename, self._at(now))
+
+    def name(self, now: Timestamp) -> str:
+        """The checkpoint's."""
+        return naming.checkpoint_name(names.fill(self.checkpoint_name, self._at(now)), now.step)
+
+    def is_own(self, shard: str) -> bool:
+        """Whether a checkpoint's file of this name is this rank's."""
+        return names.times(shard, PurePosixPath(self.filename).name, self.run) is not None
+
+    def _at(self, now: Timestamp) -> dict[str, object]:
+        return {**self.run, **{each: getattr(now, each) for each in names.OF_TIME}}
+
+
+def files_of(
+    templates: Templates,
+    placement: Placement,
+    run_name: str | None,
+    kind: str | None,
+    *,
+    has_several_writers: bool,
+) -> Files:
+    """Raises InvalidNameError or SettingsError for a template that could not be filled, or would make ranks, or saves,
+    write one file.
+    """
+    everything = (*names.OF_RUN, *names.OF_TIME)
+    for what, allowed in (
+        ("folder", names.OF_RUN),
+        ("remote", ("run_name",)),
+        ("filename", everything),
+        ("checkpoint_name", ("run_name", *names.OF_TIME)),
+        ("latest_filename", names.OF_RUN),
+    ):
+        names.check(getattr(templates, what), what, allowed, run_name=run_name)
+    if has_several_writers and not {"rank", "local_rank"} & (
+        names.used(templates.filename) | names.used(templates.folder)
+    ):
+        raise InvalidNameError(
+            f"filename={templates.filename!r}: every rank writes a file, and all of them would have this name",
+            hint="put {rank} into it",
+        )
+    run = names.variables(run_name, placement)
+    latest = names.fill(templates.latest_filename, run)
+    found = Files(
+        folder=Path(os.path.realpath(names.fill(templates.folder, run))),
+        remote=names.fill(templates.remote, run),
+        latest_filename=naming.check_relative(latest, "latest_filename") if latest else "",
+        run=run,
+        kind=naming.check_kind(kind),
+        filename=templates.filename,
+        checkpoint_name=templates.checkpoint_name,
+    )
+    start = Timestamp(batch=0)
+    naming.check_relative(str(PurePosixPath(names.fill(found.filename, found._at(start)))), "filename")  # noqa: SLF001
+    found.name(start)
+    return found
+
+
+def check_conflicts(files: Files, resumed: Timestamp | None) -> None:
+    """Refuse a folder in which another run has saved what this one would save again. What earlier starts of this run
+    left is no conflict: a step that is saved again is another generation's, and the file is replaced in one step.
+
+    Raises CheckpointConflictError.
+    """
+    if _is_of_this_run(files):
+        return
+    resumed = resumed or Timestamp(batch=0)
+    template = str(PurePosixPath(files.filename))
+    depth = template.count("/")
+    for path in sorted(files.folder.glob("/".join(["*"] * (depth + 1)))):
+        relative = path.relative_to(files.folder).as_posix()
+        if names.is_ahead(relative, template, files.run, resumed):
+            raise CheckpointConflictError(
+                f"{path} is there, and was not saved by this run: with overwrite=False it may not be replaced by a"
+                f" checkpoint after batch {resumed.batch}",
+                hint="use another folder, pass resume_from= if this continues that run, or overwrite=True",
+            )
+
+
+def _is_of_this_run(files: Files) -> bool:
+    """Whether an earlier start of it has opened the folder."""
+    try:
+        found = journals.read(files.folder, kind=files.kind)
+    except NoJournalError:
+        return False
+    except JournalError:
+        return True  # opening the uploader will say what is the matter
+    remotes = [each.local().remote for each in found.values()]
+    here = keys.kind_remote(files.remote, files.kind).rstrip("/")
+    return any(each is not None and each.url.rstrip("/") == here for each in remotes)

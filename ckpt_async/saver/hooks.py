@@ -1,0 +1,57 @@
+"""What becomes of saves, told to the user's functions."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckpt_async.saver.writing import SavedCheckpoint
+
+logger = logging.getLogger(__name__)
+
+Hook = Callable[[SavedCheckpoint], Any]
+FailureHook = Callable[[SavedCheckpoint, Exception], Any]
+
+
+@dataclass(slots=True)
+class Hooks:
+    """Called on the thread that calls `deliver`; with `is_at_once`, on whichever thread learns of it. An exception in
+    one is logged: neither training nor a checkpoint may depend on it.
+    """
+
+    on_saved: Hook | None = None
+    on_committed: Hook | None = None
+    on_failed: FailureHook | None = None
+    is_at_once: bool = False
+    _waiting: deque[tuple[Callable[..., Any], tuple[Any, ...]]] = field(default_factory=deque)
+
+    def saved(self, checkpoint: SavedCheckpoint) -> None:
+        self._tell(self.on_saved, checkpoint)
+
+    def committed(self, checkpoint: SavedCheckpoint) -> None:
+        self._tell(self.on_committed, checkpoint)
+
+    def failed(self, checkpoint: SavedCheckpoint, error: Exception) -> None:
+        self._tell(self.on_failed, checkpoint, error)
+
+    def deliver(self) -> None:
+        while self._waiting:
+            _call(*self._waiting.popleft())
+
+    def _tell(self, hook: Callable[..., Any] | None, *what: Any) -> None:
+        if hook is None:
+            return
+        if self.is_at_once:
+            _call(hook, what)
+        else:
+            self._waiting.append((hook, what))
+
+
+def _call(hook: Callable[..., Any], what: tuple[Any, ...]) -> None:
+    try:
+        hook(*what)
+    except Exception:
+        logger.exception("hook_failed hook=%r checkpoint=%s", hook, what[0].name)

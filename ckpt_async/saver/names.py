@@ -1,0 +1,86 @@
+"""Names with variables in them: `ep{epoch}-ba{batch}-rank{rank}.pt`. Pure."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import string
+from collections.abc import Iterable, Mapping
+
+from ckpt_async.core import naming
+from ckpt_async.core.launch import Placement
+from ckpt_async.errors import InvalidNameError, SettingsError
+from ckpt_async.saver.timestamp import Timestamp
+
+OF_RUN = ("run_name", "rank", "local_rank", "world_size", "local_world_size", "node_rank")
+OF_TIME = (
+    *("epoch", "batch", "batch_in_epoch", "sample", "sample_in_epoch", "token", "token_in_epoch"),
+    *("total_wct", "epoch_wct", "batch_wct", "step", "iteration"),
+)
+# By one of these alone a later file can be told from an earlier one.
+_COUNTS = ("step", "batch", "sample", "token", "iteration", "epoch")
+
+
+def used(template: str) -> frozenset[str]:
+    """The variables in it. Raises InvalidNameError for what is no template."""
+    try:
+        return frozenset(name for _, name, _, _ in string.Formatter().parse(template) if name is not None)
+    except ValueError as error:
+        raise InvalidNameError(f"template {template!r}: {error}") from None
+
+
+def check(template: str, what: str, allowed: Iterable[str], *, run_name: str | None) -> None:
+    """Refuse a variable that is not `allowed` there, and `{run_name}` where the run has none."""
+    known = tuple(allowed)
+    for name in sorted(used(template)):
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            raise InvalidNameError(
+                f"{what}={template!r}: {{{name}}} is not a variable here",
+                hint=(f"did you mean {{{close[0]}}}? " if close else "")
+                + f"known: {', '.join(f'{{{each}}}' for each in known)}",
+            )
+        if name == "run_name" and run_name is None:
+            raise SettingsError(f"{what}={template!r} needs run_name=")
+
+
+def variables(run_name: str | None, placement: Placement, now: Timestamp | None = None) -> dict[str, object]:
+    found: dict[str, object] = {"run_name": run_name or ""}
+    found |= {name: getattr(placement, name) for name in OF_RUN if name != "run_name"}
+    if now is not None:
+        found |= {name: getattr(now, name) for name in OF_TIME}
+    return found
+
+
+def fill(template: str, values: Mapping[str, object]) -> str:
+    return naming.substitute(template, values) if "{" in template or "}" in template else template
+
+
+def is_ahead(name: str, template: str, run: Mapping[str, object], resumed: Timestamp) -> bool:
+    """Whether a file of this name is one that `template` gives at some time after `resumed`. A template without any
+    time in it gives the same name always.
+    """
+    found = times(name, template, run)
+    if found is None:
+        return False
+    for count in _COUNTS:
+        if count in found:
+            return found[count] > float(getattr(resumed, count))
+    return True
+
+
+def times(name: str, template: str, run: Mapping[str, object]) -> dict[str, float] | None:
+    """The variables of time, read back from a name; None if the template gives no such name on this rank."""
+    pattern = ""
+    groups: list[str] = []
+    for text, variable, width, _ in string.Formatter().parse(template):
+        pattern += re.escape(text)
+        if variable in OF_TIME:
+            groups.append(variable)
+            pattern += r"([0-9]+(?:\.[0-9]+)?)"
+        elif variable is not None:
+            pattern += re.escape(format(run[variable], width or ""))
+    match = re.fullmatch(pattern, name)
+    if match is None:
+        return None
+    return {variable: float(text) for variable, text in zip(groups, match.groups(), strict=True)}

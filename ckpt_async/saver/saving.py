@@ -1,0 +1,237 @@
+"""One checkpoint from the trainer's state to the uploader: copied, written, enqueued, sealed."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.api import CheckpointException
+
+import ckpt_async.torch as ckpt
+from ckpt_async import Uploader
+from ckpt_async.core.retention import EPHEMERAL
+from ckpt_async.errors import (
+    CheckpointAbortedError,
+    DestinationError,
+    FencedError,
+    FormatError,
+    SaveFailedError,
+    UploaderClosedError,
+)
+from ckpt_async.restore import Checkpoint
+from ckpt_async.saver.files import Files, check_conflicts
+from ckpt_async.saver.hooks import Hooks
+from ckpt_async.saver.schedule import Due
+from ckpt_async.saver.timestamp import Timestamp
+from ckpt_async.saver.writing import SavedCheckpoint, Writer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class What:
+    """What of a state is saved, and how."""
+
+    is_writer: bool  # this rank has a file of its own; else it only seals
+    is_sharded: bool
+    is_blocking: bool
+    overwrite: bool
+    weights_only: bool
+    ignore_keys: Any
+    process_group: Any = None
+
+
+def check(files: Files, what: What, resumed: Timestamp | None) -> None:
+    """Refuse, before training, what could not be written. Raises FormatError or CheckpointConflictError."""
+    if what.is_writer and not what.is_sharded:
+        ckpt.check_writable(files.filename)
+    if what.is_writer and not what.overwrite:
+        check_conflicts(files, resumed)
+
+
+class Saving:
+    """Used by the trainer's thread, but for `settle`, which any may call."""
+
+    def __init__(
+        self, uploader: Uploader, files: Files, what: What, hooks: Hooks, ended: Callable[[], None]
+    ) -> None:
+        self._uploader, self._files, self._what, self._hooks = uploader, files, what, hooks
+        self._buffers = ckpt.SnapshotBuffers()
+        self._writer = Writer()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._undecided: list[SavedCheckpoint] = []
+        self._failures: list[SaveFailedError] = []
+        self.saved: list[SavedCheckpoint] = []
+        self.newest_step: int | None = None  # of this start
+        self._num_ended = 0
+        self._ended = ended
+
+    def save(
+        self, state: Any, now: Timestamp, kept: Due, metrics: Mapping[str, float] | None
+    ) -> SavedCheckpoint:
+        """Blocks until an earlier save is written and this one's state is copied (or, if blocking, written). What
+        fails, now or later, `take_failure` tells; but FencedError, and what `state` itself raises, is raised here.
+        """
+        is_ephemeral = kept is Due.EPHEMERAL
+        if is_ephemeral:
+            metrics = {**(metrics or {}), EPHEMERAL: 1}
+        checkpoint = SavedCheckpoint(now, self._files.name(now), self._paths(now), is_ephemeral)
+        self._writer.wait()
+        value = state() if callable(state) else state
+        try:
+            self._uploader.check_takes(now.step, checkpoint.name)
+            ending = self._begin(checkpoint, value, metrics)
+        except FencedError:
+            raise
+        except (Exception, CheckpointException) as error:  # noqa: BLE001  kept: training goes on
+            self._failed(checkpoint, error)
+        else:
+            ending.add_done_callback(partial(self._written, checkpoint))
+            if self._what.is_blocking:
+                self._writer.wait()
+        return checkpoint
+
+    def _paths(self, now: Timestamp) -> tuple[Path, ...]:
+        if self._what.is_sharded:
+            return (self._files.folder / self._files.name(now),)
+        return (self._files.path(now),) if self._what.is_writer else ()
+
+    def _begin(
+        self, checkpoint: SavedCheckpoint, state: Any, metrics: Mapping[str, float] | None
+    ) -> Future[Any]:
+        what, step = self._what, checkpoint.step
+        if not (what.is_writer or what.is_sharded):
+            return self._writer.start(
+                partial(self._uploader.seal, step, name=checkpoint.name, metrics=metrics)
+            )
+        name = "" if what.is_sharded else checkpoint.paths[0].name
+        chosen = ckpt.selected(state, name, ignore_keys=what.ignore_keys, weights_only=what.weights_only)
+        if what.is_sharded:
+            return self._begin_sharded(checkpoint, chosen, metrics)
+        (path,) = checkpoint.paths
+        if not what.overwrite and any(path in each.paths for each in self.saved):
+            raise DestinationError(
+                f"{path} was written by an earlier save",
+                hint="put {batch} into filename, or pass overwrite=True",
+            )
+
+        def write() -> None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            ckpt.dump(copied, path, overwrite=True)
+            self._uploader.enqueue(path, step, checkpoint.name)
+            self._uploader.seal(step, metrics=metrics)
+
+        copied = chosen if what.is_blocking else self._buffers.take(chosen)
+        return self._writer.start(write)
+
+    def _begin_sharded(
+        self, checkpoint: SavedCheckpoint, state: Any, metrics: Mapping[str, float] | None
+    ) -> Future[Any]:
+        what = self._what
+        if not what.is_writer:  # another replica has the same
+            return self._writer.start(
+                partial(self._uploader.seal, checkpoint.step, name=checkpoint.name, metrics=metrics)
+            )
+        save = ckpt.save if what.is_blocking else ckpt.async_save
+        found = save(
+            state,
+            checkpoint.step,
+            self._uploader,
+            name=checkpoint.name,
+            metrics=metrics,
+            process_group=what.process_group,
+        )
+        if not isinstance(found, Future):
+            done: Future[Any] = Future()
+            done.set_result(found)
+            return done
+        self._writer.follow(found)
+        return found
+
+    # --- what became of it, on any thread ------------------------------------------------------------------
+
+    def _written(self, checkpoint: SavedCheckpoint, ending: Future[Any]) -> None:
+        error = ending.exception()
+        if error is not None:
+            self._failed(checkpoint, error)
+            return
+        with self._lock:
+            self.saved.append(checkpoint)
+            self.newest_step = checkpoint.step
+            self._undecided.append(checkpoint)
+            self._num_ended += 1
+            self._changed.notify_all()
+        self._hooks.saved(checkpoint)
+
+    def settle(self) -> None:
+        """See which saves were decided meanwhile."""
+        with self._lock:
+            undecided = list(self._undecided)
+        for each in undecided:
+            try:
+                if not self._uploader.is_committed(each.step):
+                    continue
+                error = None
+            except CheckpointAbortedError as aborted:
+                error = aborted
+            except UploaderClosedError:
+                return  # the engine has gone, and with it what it knew
+            with self._lock:
+                if each not in self._undecided:
+                    continue  # another thread was faster
+                self._undecided.remove(each)
+            if error is None:
+                self._hooks.committed(each)
+            else:
+                self._hooks.failed(each, error)
+            self._ended()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Until nothing is being written. Returns whether that is so."""
+        return self._writer.wait(timeout_s)
+
+    def wait_for_next(self, timeout_s: float) -> None:
+        """Until one more save is written, or has failed. For another thread than the trainer's."""
+        with self._changed:
+            before = self._num_ended
+            self._changed.wait_for(lambda: self._num_ended > before, timeout_s)
+
+    def file_in(self, checkpoint: Checkpoint) -> str:
+        """This rank's file of it, or the only one. Raises FormatError."""
+        found = sorted(checkpoint.files)
+        if len(found) > 1:
+            found = [each for each in found if self._files.is_own(each)]
+        if len(found) != 1:
+            raise FormatError(
+                f"checkpoint {checkpoint.name} has {len(checkpoint.files)} files, {len(found)} of them this rank's:"
+                f" {', '.join(sorted(checkpoint.files)[:8])}",
+                hint="load it with `ckpt_async.torch.load_remote`, or a sharded one with `load_latest`",
+            )
+        return found[0]
+
+    def take_failure(self) -> SaveFailedError | None:
+        """What was not saved since the last call."""
+        with self._lock:
+            found, self._failures = self._failures, []
+        return found[0] if found else None
+
+    def _failed(self, checkpoint: SavedCheckpoint, error: BaseException) -> None:
+        failure = SaveFailedError(
+            f"checkpoint {checkpoint.name} was not saved: {type(error).__name__}: {error}",
+            hint="training may go on; the next save is not affected",
+        )
+        failure.__cause__ = error
+        logger.error("save_failed checkpoint=%s error=%r", checkpoint.name, error)
+        with self._lock:
+            self._failures.append(failure)
+            self._num_ended += 1
+            self._changed.notify_all()
+        self._hooks.failed(checkpoint, failure)
+        self._ended()

@@ -1,0 +1,235 @@
+"""When a checkpoint is due. Pure: where the run was and is in, a decision out, the same on every rank.
+
+What no timestamp tells (wall clock, a measured interval, a signal) is decided by one rank; the others are told
+(`is_asked`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import IntEnum
+from fractions import Fraction
+from typing import Any
+
+from ckpt_async.core import arguments, keys
+from ckpt_async.errors import SettingsError
+from ckpt_async.saver.auto import Auto
+from ckpt_async.saver.timestamp import Event, Timestamp
+
+Predicate = Callable[[Timestamp, Event], bool]
+# What a schedule is given as. None: never, but at the end.
+Interval = int | str | timedelta | Auto | Predicate | Collection[Any] | None
+
+# Composer's units, and the field of `Timestamp` that each counts.
+_COUNTED = {"ep": "epoch", "ba": "batch", "sp": "sample", "tok": "token", "iter": "iteration"}
+_SECONDS = {
+    "s": 1,
+    "sec": 1,
+    "second": 1,
+    "m": 60,
+    "min": 60,
+    "h": 3600,
+    "hr": 3600,
+    "hour": 3600,
+    "d": 86400,
+}
+_AMOUNT = re.compile(r"([0-9][0-9_]{0,24}(?:\.[0-9]{1,18})?(?:[eE]\+?[0-9]{1,2})?)\s*([a-z]+)")
+_HINT = 'like "1ep", "500ba", "10000sp", "1e9tok", "2iter", "0.1dur" or "30min"'
+
+
+class Due(IntEnum):
+    """Whether to save, and for how long."""
+
+    NO = 0
+    EPHEMERAL = 1  # kept only until a newer one is committed
+    YES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Every:
+    """Each time that a field of the timestamp has grown by `count`, which need not be whole."""
+
+    field: str
+    count: Fraction
+
+    def is_passed(self, before: Timestamp | None, now: Timestamp) -> bool:
+        """Where it is not known what was before: if `now` is exactly a multiple."""
+        reached = getattr(now, self.field)
+        had = max(reached - 1, 0) if before is None else getattr(before, self.field)
+        return bool(reached // self.count > had // self.count)
+
+    def is_reached(self, now: Timestamp) -> bool:
+        return bool(getattr(now, self.field) >= self.count)
+
+
+@dataclass(frozen=True, slots=True)
+class Amount:
+    """A number with its unit, as it was given."""
+
+    number: Fraction
+    unit: str
+
+    @property
+    def seconds(self) -> float | None:
+        """None if it is no time."""
+        return float(self.number * _SECONDS[self.unit]) if self.unit in _SECONDS else None
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What of one `save_interval` timestamps decide, and how often the clock does."""
+
+    intervals: tuple[Every, ...] = ()
+    predicates: tuple[Predicate, ...] = ()
+    clock_s: float | None = None
+    auto: Auto | None = None
+
+    def is_due(self, before: Timestamp | None, now: Timestamp, event: Event) -> bool:
+        # Every predicate is asked every time: one may count.
+        answers = [bool(each(now, event)) for each in self.predicates]
+        return any(answers) or any(each.is_passed(before, now) for each in self.intervals)
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """When to save. `parse` makes one."""
+
+    rules: Rules
+    ephemeral: Rules = Rules()
+    fixed_steps: frozenset[int] = frozenset()
+    end: Every | None = None
+
+    @property
+    def needs_clock(self) -> bool:
+        """Whether one rank must decide for all."""
+        return any(each.clock_s is not None or each.auto is not None for each in (self.rules, self.ephemeral))
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """What was before this call: up to where everything that was due is saved, and the last save."""
+
+    decided: Timestamp | None = None
+    saved: Timestamp | None = None
+    kept: Due = Due.NO  # how the last save is kept
+
+
+def due(
+    schedule: Schedule,
+    before: Timestamp | None,
+    now: Timestamp,
+    event: Event = Event.BATCH_CHECKPOINT,
+    *,
+    is_asked: Due = Due.NO,
+) -> Due:
+    """Whether a checkpoint is due at `now`, if nothing was decided since `before` (None: not known)."""
+    had = now.batch - 1 if before is None else before.batch
+    is_regular = (
+        schedule.rules.is_due(before, now, event)
+        or any(had < step <= now.batch for step in schedule.fixed_steps)
+        or (
+            schedule.end is not None
+            and schedule.end.is_reached(now)
+            and (before is None or not schedule.end.is_reached(before))
+        )
+    )
+    if is_regular or is_asked is Due.YES:
+        return Due.YES
+    is_ephemeral = schedule.ephemeral.is_due(before, now, event)
+    return Due.EPHEMERAL if is_ephemeral or is_asked is Due.EPHEMERAL else Due.NO
+
+
+def decide(
+    schedule: Schedule, past: Past, now: Timestamp, event: Event, *, is_asked: Due = Due.NO
+) -> tuple[Due, Past]:
+    """What to do at `now`, and what is past then. No step is saved twice: what becomes due at a step that was saved
+    already is saved at the next one, unless what was saved there is kept as long.
+    """
+    wanted = due(schedule, past.decided, now, event, is_asked=is_asked)
+    if past.saved is not None and now.batch <= past.saved.batch:
+        return Due.NO, past if wanted > past.kept else Past(now, past.saved, past.kept)
+    if wanted is Due.NO:
+        return Due.NO, Past(now, past.saved, past.kept)
+    return wanted, Past(now, now, wanted)
+
+
+# --- from what users write ---------------------------------------------------------------------------------
+
+
+def parse(
+    save_interval: Interval,
+    fixed_steps: Iterable[int] = (),
+    ephemeral_save_interval: Interval = None,
+    max_duration: int | str | None = None,
+) -> Schedule:
+    """A schedule from a saver's arguments. Raises SettingsError."""
+    whole = None if max_duration is None else amount(max_duration, "max_duration")
+    if whole is not None and whole.unit not in _COUNTED:
+        raise SettingsError(f"max_duration={max_duration!r} must be in ep, ba, sp, tok or iter")
+    return Schedule(
+        rules=_rules(save_interval, "save_interval", whole),
+        ephemeral=_rules(ephemeral_save_interval, "ephemeral_save_interval", whole),
+        fixed_steps=frozenset(
+            arguments.whole(step, "fixed_steps", 1, keys.MAX_STEP, SettingsError) for step in fixed_steps
+        ),
+        end=None if whole is None else Every(_COUNTED[whole.unit], whole.number),
+    )
+
+
+def amount(given: object, what: str) -> Amount:
+    """`"500ba"`, or what has Composer's `to_timestring`; a bare number counts epochs."""
+    if arguments.is_whole(given):
+        given = f"{given}ep"
+    elif hasattr(given, "to_timestring"):
+        given = given.to_timestring()
+    elif isinstance(given, timedelta):
+        given = f"{given.total_seconds():f}s"
+    match = _AMOUNT.fullmatch(given.strip().lower()) if isinstance(given, str) else None
+    unit = match[2] if match else ""
+    unit = unit if unit in (*_COUNTED, *_SECONDS, "dur") else unit.removesuffix("s")
+    if match is None or unit not in (*_COUNTED, *_SECONDS, "dur"):
+        raise SettingsError(f"{what}={arguments.shown(given)} is not an amount of training", hint=_HINT)
+    number = Fraction(match[1].replace("_", ""))
+    if number <= 0:
+        raise SettingsError(f"{what}={given!r} must be more than 0")
+    if unit in _COUNTED and number.denominator != 1:
+        raise SettingsError(f"{what}={given!r} must be a whole number of {_COUNTED[unit]}s")
+    if unit == "dur" and number > 1:
+        raise SettingsError(f"{what}={given!r} must be a part of the run, up to 1dur")
+    return Amount(number, unit)
+
+
+def _rules(given: Interval, what: str, whole: Amount | None) -> Rules:
+    intervals: list[Every] = []
+    predicates: list[Predicate] = []
+    clocks_s: list[float] = []
+    autos: list[Auto] = []
+    for each in _several(given):
+        if isinstance(each, Auto):
+            autos.append(each)
+        elif callable(each) and not hasattr(each, "to_timestring"):
+            predicates.append(each)
+        else:
+            found = amount(each, what)
+            if found.seconds is not None:
+                clocks_s.append(found.seconds)
+            elif found.unit != "dur":
+                intervals.append(Every(_COUNTED[found.unit], found.number))
+            elif whole is None:
+                raise SettingsError(f'{what}={each!r} needs max_duration, for example "10ep"')
+            else:
+                intervals.append(Every(_COUNTED[whole.unit], found.number * whole.number))
+    if len(autos) > 1:
+        raise SettingsError(f"{what} has more than one Auto")
+    return Rules(
+        tuple(intervals), tuple(predicates), min(clocks_s, default=None), autos[0] if autos else None
+    )
+
+
+def _several(given: Interval) -> Collection[Any]:
+    if given is None:
+        return ()
+    return given if isinstance(given, list | tuple | set | frozenset) else (given,)

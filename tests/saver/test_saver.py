@@ -1,0 +1,403 @@
+"""`CheckpointSaver` on one rank: what is saved when, what can be loaded again, and what fails how."""
+
+import logging
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt_async import restore
+from ckpt_async import torch as ckpt
+from ckpt_async.errors import CheckpointConflictError, FormatError, SaveFailedError, SettingsError
+from ckpt_async.saver import Auto, CheckpointSaver, SavedCheckpoint, Timestamp
+
+Open = Callable[..., CheckpointSaver]
+
+
+@pytest.fixture
+def remote(tmp_path: Path) -> str:
+    return f"file://{tmp_path}/remote"
+
+
+@pytest.fixture
+def open_saver(tmp_path: Path, remote: str) -> Iterator[Open]:
+    """A saver that is closed in the end, if the test has not done so."""
+    opened: list[CheckpointSaver] = []
+
+    def open_(**options: Any) -> CheckpointSaver:
+        options = {"save_interval": "2ba", "decision_poll_s": 0.02, **options}
+        saver = CheckpointSaver(
+            options.pop("folder", tmp_path / "local"), options.pop("remote", remote), **options
+        )
+        opened.append(saver)
+        return saver
+
+    yield open_
+    for each in opened:
+        each.uploader.close()
+
+
+class Training:
+    """A state that each step changes in place, as training does."""
+
+    def __init__(self) -> None:
+        self.weight = torch.zeros(1000)
+        self.num_built = 0
+
+    def state(self) -> dict[str, Any]:
+        self.num_built += 1
+        return {"model": {"weight": self.weight}, "rng": [1], "batch": int(self.weight[0])}
+
+    def run(self, saver: CheckpointSaver, first: int, last: int) -> None:
+        for batch in range(first, last + 1):
+            self.weight.fill_(batch)
+            saver.step(self.state, batch)
+
+
+def steps_of(remote: str) -> list[int]:
+    """What is committed, as the decisions in the store say."""
+    decisions = Path(remote.removeprefix("file://")).glob(".ckpt_async/decisions/*.json")
+    return sorted(int(each.stem.split("-")[1]) for each in decisions if '"commit"' in each.read_text())
+
+
+def test_what_is_due_is_saved_and_can_be_loaded(open_saver: Open, remote: str, tmp_path: Path) -> None:
+    training = Training()
+    with open_saver(save_interval="3ba") as saver:
+        training.run(saver, 1, 7)
+    assert training.num_built == 3  # at 3, 6 and, as the last of the run, 7
+    for step in (3, 6, 7):
+        checkpoint = restore.find(remote, step=step)
+        assert checkpoint is not None
+        assert checkpoint.name == f"ep0-ba{step}"
+        state = ckpt.load_remote(checkpoint, f"ep0-ba{step}-rank0.pt")
+        assert state["batch"] == step
+        assert torch.equal(state["model"]["weight"], torch.full((1000,), float(step)))
+    plain = torch.load(tmp_path / "local/latest-rank0.pt", weights_only=True)  # the symlink names the file
+    assert plain["batch"] == 7
+
+
+def test_a_run_is_resumed_from_the_newest(open_saver: Open) -> None:
+    with open_saver() as saver:
+        assert saver.load_latest() is None
+        Training().run(saver, 1, 4)
+    saver = open_saver()
+    state = saver.load_latest()
+    assert state["batch"] == 4
+    training = Training()
+    training.run(saver, 5, 6)
+    saver.close()
+    again = open_saver()
+    state = again.load_latest(ignore_keys=["rng"])
+    assert set(state) == {"model", "batch"}
+    assert torch.equal(state["model"]["weight"], training.weight)
+
+
+def test_what_training_changes_after_the_step_is_not_in_the_checkpoint(open_saver: Open, remote: str) -> None:
+    saver = open_saver(save_interval="1ba", filename="ba{batch}.pt.xz", saves_last=False)
+    big = torch.rand(1 << 21)
+    before = big.clone()
+    saver.step(lambda: {"big": big}, 1)
+    big.zero_()  # compressing 8 MiB of noise takes far longer than this line
+    saver.close()
+    checkpoint = restore.find(remote)
+    assert checkpoint is not None
+    assert torch.equal(ckpt.load_remote(checkpoint, "ba1.pt.xz")["big"], before)
+
+
+def test_a_blocking_save_is_written_when_step_returns(open_saver: Open, tmp_path: Path) -> None:
+    saver = open_saver(blocking=True)
+    Training().run(saver, 1, 2)
+    assert (tmp_path / "local/ep0-ba2-rank0.pt").exists()
+
+
+def test_parts_are_left_out(open_saver: Open, remote: str) -> None:
+    with open_saver(ignore_keys=["rng", "bat*"]) as saver:
+        training = Training()
+        training.run(saver, 1, 2)
+    assert set(saver.load_latest()) == {"model"}
+    with open_saver(weights_only=True, folder=tmp(remote, "w"), remote=f"{remote}-w") as saver:
+        Training().run(saver, 1, 2)
+    assert set(saver.load_latest()) == {"model"}
+
+
+def tmp(remote: str, name: str) -> Path:
+    return Path(remote.removeprefix("file://")).with_name(name)
+
+
+def test_the_names_are_the_users(open_saver: Open, remote: str, tmp_path: Path) -> None:
+    saver = open_saver(
+        folder=f"{tmp_path}/{{run_name}}/ckpts",
+        remote=f"{remote}/{{run_name}}",
+        run_name="llm-7b",
+        filename="e{epoch:02d}/b{batch:06d}-{rank}of{world_size}.safetensors",
+        checkpoint_name="b{batch}",
+        latest_filename="newest",
+        ignore_keys=["rng", "batch"],
+    )
+    Training().run(saver, 1, 2)
+    saver.close()
+    assert (tmp_path / "llm-7b/ckpts/e00/b000002-0of1.safetensors").is_file()
+    assert (
+        tmp_path / "llm-7b/ckpts/newest/b000002-0of1.safetensors"
+    ).is_file()  # a folder: the link names that
+    checkpoint = restore.find(f"{remote}/llm-7b")
+    assert checkpoint is not None
+    assert (checkpoint.name, list(checkpoint.files)) == ("b2", ["b000002-0of1.safetensors"])
+
+
+def test_local_files_are_kept_as_the_setting_says(open_saver: Open, tmp_path: Path, remote: str) -> None:
+    with open_saver(num_checkpoints_to_keep=2, save_interval="1ba") as saver:
+        Training().run(saver, 1, 6)
+    names = sorted(each.name for each in (tmp_path / "local").glob("ep*"))
+    assert names == ["ep0-ba5-rank0.pt", "ep0-ba6-rank0.pt"]
+    assert [each.step for each in saver.saved_checkpoints] == [5, 6]
+    assert steps_of(remote) == [1, 2, 3, 4, 5, 6]
+
+
+def test_ephemeral_checkpoints_go_when_a_newer_one_is_committed(
+    open_saver: Open, tmp_path: Path, remote: str
+) -> None:
+    with open_saver(save_interval="4ba", ephemeral_save_interval="1ba", num_checkpoints_to_keep=2) as saver:
+        training = Training()
+        for batch in range(1, 11):
+            training.run(saver, batch, batch)
+            saver.wait(30)
+    names = sorted(int(each.name[6:-9]) for each in (tmp_path / "local").glob("ep*"))
+    assert names == [4, 8, 10]  # two lasting ones, and the newest
+    assert [(each.step, each.is_ephemeral) for each in saver.saved_checkpoints][-1] == (10, True)
+
+
+def test_hooks_are_called_on_the_trainers_thread_at_its_next_step(open_saver: Open) -> None:
+    import threading
+
+    told: list[tuple[str, int, bool]] = []
+
+    def tell(what: str) -> Callable[[SavedCheckpoint], None]:
+        return lambda saved: told.append(
+            (what, saved.step, threading.current_thread() is threading.main_thread())
+        )
+
+    saver = open_saver(on_saved=tell("saved"), on_committed=tell("committed"))
+    training = Training()
+    training.run(saver, 1, 2)
+    saver.wait(30)
+    assert told in ([], [("saved", 2, True)])
+    training.run(saver, 3, 3)
+    assert told == [("saved", 2, True), ("committed", 2, True)]
+    saver.close()
+    assert told[2:] == [("saved", 3, True), ("committed", 3, True)]
+
+
+def test_hooks_may_be_called_at_once(open_saver: Open) -> None:
+    import threading
+
+    committed = threading.Event()
+    saver = open_saver(on_committed=lambda saved: committed.set(), hooks_at_once=True)
+    Training().run(saver, 1, 2)
+    assert committed.wait(30)
+
+
+def test_a_hook_that_raises_ends_nothing(
+    open_saver: Open, remote: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(saved: SavedCheckpoint) -> None:
+        raise RuntimeError("mine")
+
+    with open_saver(on_saved=fail, on_committed=fail) as saver:
+        Training().run(saver, 1, 4)
+    assert steps_of(remote) == [2, 4]
+    assert "hook_failed" in caplog.text
+
+
+@pytest.fixture
+def blocked(tmp_path: Path) -> Path:
+    """A file where the saver needs a folder."""
+    (tmp_path / "local").mkdir()
+    (tmp_path / "local/sub").write_bytes(b"")
+    return tmp_path / "local/sub"
+
+
+def test_a_save_that_fails_is_raised_at_the_next_step_and_the_one_after_works(
+    open_saver: Open, remote: str, blocked: Path
+) -> None:
+    failed: list[tuple[int, Exception]] = []
+    saver = open_saver(
+        filename="sub/ba{batch}.pt", on_failed=lambda saved, error: failed.append((saved.step, error))
+    )
+    training = Training()
+
+    def train() -> None:
+        training.run(saver, 1, 2)
+        saver.flush(30)
+        training.run(saver, 3, 3)
+
+    with pytest.raises(SaveFailedError, match="checkpoint ep0-ba2 was not saved") as caught:
+        train()
+    assert isinstance(caught.value.__cause__, OSError)
+    blocked.unlink()
+    training.run(saver, 4, 5)
+    assert [step for step, _ in failed] == [2]
+    saver.close()
+    assert steps_of(remote) == [4, 5]
+
+
+def test_where_errors_are_only_logged_training_goes_on(
+    open_saver: Open, remote: str, blocked: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with open_saver(filename="sub/ba{batch}.pt", on_error="warn", saves_last=False) as saver:
+        Training().run(saver, 1, 7)
+        saver.flush(30)
+        blocked.unlink()
+        Training().run(saver, 8, 8)
+    assert [each.message.split()[1] for each in caplog.records if "save_failed" in each.message] == [
+        f"checkpoint=ep0-ba{step}" for step in (2, 4, 6)
+    ]
+    assert steps_of(remote) == [8]
+
+
+def test_what_the_state_raises_is_the_trainers(open_saver: Open, remote: str) -> None:
+    saver = open_saver()
+
+    def state() -> dict[str, Any]:
+        raise KeyError("optimizer")
+
+    with pytest.raises(KeyError, match="optimizer"):
+        saver.step(state, 2)
+    Training().run(saver, 3, 4)
+    saver.close()
+    assert steps_of(remote) == [4]
+
+
+def test_what_cannot_be_copied_is_named(open_saver: Open) -> None:
+    saver = open_saver()
+    with pytest.raises(SaveFailedError, match="state/loader") as caught:
+        saver.step({"loader": (each for each in ())}, 2)
+    assert isinstance(caught.value.__cause__, FormatError)
+
+
+def test_savers_of_several_kinds_share_a_run(open_saver: Open, tmp_path: Path, remote: str) -> None:
+    full = open_saver(save_interval="4ba", num_checkpoints_to_keep=1)
+    weights = open_saver(kind="weights", save_interval="2ba", weights_only=True)
+    training = Training()
+    for batch in range(1, 9):
+        training.run(weights, batch, batch)
+        full.step(training.state, batch)
+    weights.close()
+    full.close()
+    assert steps_of(remote) == [4, 8]
+    assert steps_of(f"{remote}/kinds/weights") == [2, 4, 6, 8]
+    assert [each.name for each in (tmp_path / "local").glob("ep*")] == ["ep0-ba8-rank0.pt"]
+    assert len(list((tmp_path / "local/weights").glob("ep*"))) == 4
+    assert torch.load(tmp_path / "local/latest-rank0.pt", weights_only=True)["batch"] == 8
+    checkpoint = restore.find(remote, kind="weights")
+    assert checkpoint is not None
+    assert set(ckpt.load_remote(checkpoint, "ep0-ba8-rank0.pt")) == {"model"}
+    again = open_saver(kind="weights", weights_only=True)
+    assert set(again.load_latest()) == {"model"}
+
+
+def test_another_runs_files_are_not_replaced(open_saver: Open, tmp_path: Path, remote: str) -> None:
+    with open_saver() as saver:
+        Training().run(saver, 1, 4)
+    with pytest.raises(CheckpointConflictError, match=r"ep0-ba2-rank0\.pt"):
+        open_saver(remote=f"{remote}-other")
+    Training().run(open_saver(remote=f"{remote}-other", overwrite=True), 1, 4)
+
+
+def test_a_run_may_save_again_what_an_earlier_start_of_it_saved(open_saver: Open, remote: str) -> None:
+    with open_saver() as saver:
+        Training().run(saver, 1, 6)
+    with open_saver(resume_from=2) as saver:
+        training = Training()
+        training.run(saver, 3, 4)
+    checkpoint = restore.find(remote)
+    assert checkpoint is not None
+    assert (checkpoint.id.generation, checkpoint.id.step) == (2, 4)
+    assert restore.find(remote, step=6) is not None
+
+
+def test_a_name_that_does_not_change_is_refused_at_its_second_save(open_saver: Open) -> None:
+    saver = open_saver(filename="model.pt", saves_last=False)
+    Training().run(saver, 1, 3)
+    with pytest.raises(SaveFailedError, match=r"put \{batch\} into filename"):
+        Training().run(saver, 4, 5)
+
+
+def test_an_exception_ends_the_run_without_a_save_unless_one_is_wanted(open_saver: Open, remote: str) -> None:
+    def fail(saver: CheckpointSaver, first: int, last: int) -> None:
+        with saver:
+            Training().run(saver, first, last)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail(open_saver(), 1, 3)
+    assert steps_of(remote) == [2]
+    with pytest.raises(ZeroDivisionError):
+        fail(open_saver(save_on_exception=True, resume_from=2), 3, 3)
+    assert steps_of(remote) == [2, 3]
+
+
+def test_a_save_can_be_asked_for(open_saver: Open, remote: str) -> None:
+    saver = open_saver(save_interval=None, saves_last=False, save_signals=[signal.SIGUSR1])
+    training = Training()
+    training.run(saver, 1, 2)
+    saver.save_now()
+    training.run(saver, 3, 4)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    training.run(saver, 5, 6)
+    saver.close()
+    assert steps_of(remote) == [3, 5]
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+
+
+def test_a_saver_goes_on_where_its_state_was(open_saver: Open, tmp_path: Path) -> None:
+    kept: dict[str, Any] = {}
+    saver = open_saver(save_interval="30sp")
+
+    def run(saver: CheckpointSaver, first: int, last: int) -> list[int]:
+        def is_saved(batch: int) -> bool:
+            return saver.step(lambda: {"saver": saver.state_dict()}, Timestamp(batch=batch, sample=batch * 8))
+
+        return [batch for batch in range(first, last + 1) if is_saved(batch)]
+
+    assert run(saver, 1, 9) == [4, 8]
+    saver.flush(30)
+    kept = saver.load_latest()["saver"]
+    saver.close()
+    again = open_saver(save_interval="30sp")
+    again.load_state_dict(kept)
+    assert [each.step for each in again.saved_checkpoints] == [4]
+    assert again.saved_checkpoints[0].paths == (tmp_path / "local/ep0-ba4-rank0.pt",)
+    assert run(again, 9, 12) == [12]
+
+
+def test_an_interval_by_cost_is_chosen_and_explained(
+    open_saver: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "ckpt_async")
+    saver = open_saver(save_interval=Auto(first_s=0.01, min_s=0.01))
+    training = Training()
+    batch = 0
+    while saver.save_interval is None or saver.save_interval.reason.startswith("first"):
+        batch += 1
+        training.run(saver, batch, batch)
+        saver.wait(30)
+    assert "save_interval interval_s=" in caplog.text
+    assert saver.save_interval.interval_s >= 0.01
+
+
+def test_wrong_arguments_are_refused_before_the_folder_is_made(open_saver: Open, tmp_path: Path) -> None:
+    for wrong in (
+        {"save_interval": "7"},
+        {"filename": "{bath}.pt"},
+        {"filename": "{batch}.foo"},
+        {"unknown_setting": 3},
+        {"resume_from": -1},
+    ):
+        with pytest.raises((SettingsError, ValueError, FormatError, TypeError)):
+            open_saver(**wrong)
+    assert not (tmp_path / "local").exists()
