@@ -34,8 +34,8 @@ def capture_rng(*, all_ranks: bool = False, group: dist.ProcessGroup | None = No
     """This rank's random number generators, as a dict: `python`, `torch`, `numpy` if it is loaded, `cuda` (a list, of
     all devices that this process sees) if there are any.
 
-    With `all_ranks`, a list of every rank's in the order of ranks, on every rank, for a checkpoint that one rank writes.
-    It is a collective then.
+    With `all_ranks`, a list of every rank's in the order of ranks, on every rank, for a checkpoint that one rank
+    writes. It is a collective then.
     """
     if not all_ranks:
         return _capture()
