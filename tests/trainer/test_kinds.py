@@ -97,6 +97,22 @@ def test_each_kind_has_its_own_checkpoints_latest_and_retention(
     assert steps_of(remote, "weights", capsys) == [5]
 
 
+def test_kinds_on_s3(folder: Path, s3_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with opened(folder, s3_url) as full, opened(folder, s3_url, "weights") as weights:
+        save(full, 2)
+        save(weights, 1, 2)
+        full.wait(2, 30)
+        weights.wait(2, 30)
+    for kind in KINDS:
+        assert pulled(s3_url, kind, tmp_path / "pulled") == (2, {text(kind, 2)})
+    assert {kind: steps_of(s3_url, kind, capsys) for kind in KINDS} == {None: [2], "weights": [1, 2]}
+    with pytest.raises(restore.UnknownKindError, match=r"kind='weights'"):
+        restore.find(s3_url, kind="ema")
+    report = asyncio.run(Sweeper(remotes=[s3_url], kind_retention={"weights": "last=1"}).sweep())
+    assert report.is_clean, report
+    assert {kind: steps_of(s3_url, kind, capsys) for kind in KINDS} == {None: [2], "weights": [2]}
+
+
 def test_two_ranks_commit_each_kind_together(folder: Path, remote: str, tmp_path: Path) -> None:
     opening: list[Uploader] = []
 
