@@ -1,6 +1,7 @@
 """Several kinds of checkpoints in one folder and one run: apart in everything but their limits."""
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -18,6 +19,8 @@ import pytest
 
 from ckpt_async import Settings, SettingsError, Sweeper, Uploader, cli, restore
 from ckpt_async.errors import FolderInUseError, InvalidNameError, UploadFailedError
+from ckpt_async.local import claims
+from ckpt_async.local.folder import Folder
 from ckpt_async.runners.process import ProcessRunner
 from ckpt_async.stores.memory import MemoryStore
 from ckpt_async.transfer.upload import SMALL_BYTES
@@ -296,6 +299,33 @@ def test_a_file_that_two_kinds_have_goes_with_the_last_of_them(folder: Path, rem
         "shared-3.json",
         "shared-4.json",
     ]
+
+
+def test_two_kinds_that_let_go_at_once_leave_no_file_behind(
+    folder: Path, remote: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look, both = claims.of_other_kinds, threading.Barrier(2)
+
+    def looks(of: Folder) -> Any:
+        found = look(of)
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(0.3)  # for the other one, if it may look now
+        return found
+
+    monkeypatch.setattr(claims, "of_other_kinds", looks)
+    shared = folder / "shared.json"
+    with (
+        opened(folder, remote, num_checkpoints_to_keep=0) as full,
+        opened(folder, remote, "weights", num_checkpoints_to_keep=0) as weights,
+    ):
+        shared.write_text("x")
+        for uploader in (full, weights):
+            uploader.enqueue(shared, 1)
+        for uploader in (full, weights):
+            uploader.seal(1)
+        for uploader in (full, weights):
+            wait_until(lambda uploader=uploader: not uploader._engine.view().local.checkpoints, uploader)  # type: ignore[misc]
+    assert not shared.exists()
 
 
 # --- looking -----------------------------------------------------------------------------------------------
