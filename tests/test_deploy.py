@@ -233,6 +233,11 @@ def refused(role: str, requests: set[tuple[str, str]]) -> list[tuple[str, str]]:
     return sorted(each for each in requests if not is_allowed(*each))
 
 
+def of_kind(requests: set[tuple[str, str]]) -> set[tuple[str, str]]:
+    """The same for a kind of checkpoints, which is below the run."""
+    return {(operation, f"kinds/weights/{key}") for operation, key in requests}
+
+
 def test_each_roles_permissions_suffice_and_are_minimal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Any
 ) -> None:
@@ -253,8 +258,8 @@ def test_each_roles_permissions_suffice_and_are_minimal(
             uploader.wait(generation, timeout_s=60)
     trainer = store.requests | PROBE | {("list_parts", "ckpt/step-1.g1/model.bin")}
     assert {operation for operation, _ in trainer} >= {"put", "put_part", "complete_multipart", "list", "get"}
-    assert refused("trainer", trainer) == []
-    assert refused("sweeper", trainer) == [], "it finishes a trainer's uploads"
+    assert refused("trainer", trainer | of_kind(trainer)) == []
+    assert refused("sweeper", trainer | of_kind(trainer)) == [], "it finishes a trainer's uploads"
     assert {operation for operation, _ in refused("reader", trainer)} >= {"put", "put_part"}
 
     store.requests = set()
@@ -263,6 +268,7 @@ def test_each_roles_permissions_suffice_and_are_minimal(
     restore.fetch(found, tmp_path / "restored")
     assert {operation for operation, _ in store.requests} >= {"put", "get_range", "delete", "list"}
     marking = store.requests | {("put", keys.damage_key(CheckpointId(1, 1)))}
+    marking |= of_kind(marking)
     assert refused("reader", marking) == refused("trainer", marking) == []
 
     async def sweep() -> set[tuple[str, str]]:

@@ -160,16 +160,17 @@ def _folder_lines(each: FolderReport) -> Iterator[str]:
         ranks = each.drained.ranks
         committed = sum(len(rank.committed) for rank in ranks)
         left = sum(len(rank.left) + len(rank.waiting) for rank in ranks)
-        owned = [rank.rank for rank in ranks if rank.in_use_by]
+        owned = sorted({rank.rank for rank in ranks if rank.in_use_by})
         yield (
             f"{each.folder}: {committed} committed, {left} left, {each.drained.uploaded_bytes} bytes uploaded"
             + (f"; ranks {owned} have a live owner" if owned else "")
         )
         for rank in ranks:
+            who = f"rank {rank.rank}, kind {rank.kind}," if rank.kind else f"rank {rank.rank}"
             if rank.error:
-                yield f"{each.folder}: rank {rank.rank} FAILED ({rank.error})"
+                yield f"{each.folder}: {who} FAILED ({rank.error})"
             for fate in rank.left:
-                yield f"{each.folder}: rank {rank.rank} step {fate.checkpoint.step} is not uploaded: {fate.reason}"
+                yield f"{each.folder}: {who} step {fate.checkpoint.step} is not uploaded: {fate.reason}"
 
 
 def _remote_lines(each: RemoteReport, *, is_dry_run: bool) -> Iterator[str]:

@@ -138,7 +138,14 @@ async def _finish_predecessor(folder: str | os.PathLike[str], timeout_s: float) 
     for rank in report.ranks:
         for fate in (*rank.committed, *rank.waiting, *rank.left):
             what = "committed" if fate in rank.committed else "not committed yet"
-            logger.info("predecessor %s rank=%d %s %s", fate.checkpoint, rank.rank, what, fate.reason)
+            logger.info(
+                "predecessor %s rank=%d kind=%s %s %s",
+                fate.checkpoint,
+                rank.rank,
+                rank.kind,
+                what,
+                fate.reason,
+            )
 
 
 async def _find(

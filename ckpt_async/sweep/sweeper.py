@@ -237,8 +237,10 @@ def _count(report: SweepReport, metrics: SweeperMetrics) -> None:
         ranks = folder.drained.ranks if folder.drained else ()
         for rank in ranks:
             metrics.adopted(rank.uploaded_shards, rank.uploaded_bytes)
-        metrics.ended("committed", len({fate.checkpoint for rank in ranks for fate in rank.committed}))
-        metrics.ended("aborted", len({fate.checkpoint for rank in ranks for fate in rank.aborted}))
+        committed = {(rank.kind, fate.checkpoint) for rank in ranks for fate in rank.committed}
+        aborted = {(rank.kind, fate.checkpoint) for rank in ranks for fate in rank.aborted}
+        metrics.ended("committed", len(committed))
+        metrics.ended("aborted", len(aborted))
     for remote in report.remotes:
         if remote.error:
             metrics.failed("remote")
