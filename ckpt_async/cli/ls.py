@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -112,9 +112,10 @@ async def _look(options: argparse.Namespace) -> tuple[str, list[_Found]]:
     Only reads: it needs no right to write. Raises ObjectNotFoundError if no run was ever here, UnknownKindError if none
     of the kind that was asked for was.
     """
-    async with _opened(options.remote, options) as run:
-        found = [] if options.kind else [await _decisions(run, "")]
+    async with _opened(options.remote, options) as (run, heard):
+        found = [] if options.kind else [await _decisions(run, "", heard)]
         kinds = await kinds_below(run)
+        heard()
         if options.kind is not None and options.kind not in kinds:
             await check_known(run, options.kind)
             raise ObjectNotFoundError(f"{run.url} holds no checkpoints of kind {options.kind!r}")
@@ -122,26 +123,30 @@ async def _look(options: argparse.Namespace) -> tuple[str, list[_Found]]:
             raise ObjectNotFoundError(f"{run.url} holds no run of ckpt_async")
     for kind in kinds:
         if options.kind in (None, kind):
-            async with _opened(keys.kind_remote(run.url, kind), options) as store:
-                found.append(await _decisions(store, kind))
+            async with _opened(keys.kind_remote(run.url, kind), options) as (store, heard):
+                found.append(await _decisions(store, kind, heard))
     return run.url, [each for each in found if each is not None]
 
 
 @contextlib.asynccontextmanager
-async def _opened(url: str, options: argparse.Namespace) -> AsyncIterator[PatientStore]:
+async def _opened(
+    url: str, options: argparse.Namespace
+) -> AsyncIterator[tuple[PatientStore, Callable[[], None]]]:
+    """The store, and what to call once it has answered."""
     settings = Settings(upload_timeout_s=LS_TIMEOUT_S, retry_max_s=LS_PAUSE_S)
     store = connect(url, store_options(options), settings, is_patient=False)
     try:
-        with telling_of_silence(store.url, patience_s=LS_TIMEOUT_S):
+        with telling_of_silence(store.url, patience_s=LS_TIMEOUT_S) as heard:
             await store.open(is_read_only=True)
-        yield store
+            yield store, heard
     finally:
         await store.close()
 
 
-async def _decisions(store: PatientStore, kind: str) -> _Found | None:
+async def _decisions(store: PatientStore, kind: str, heard: Callable[[], None]) -> _Found | None:
     """None if no run was ever here."""
     listing = await store.list(keys.DECISIONS)
+    heard()
     if not listing.objects and not (await store.list(keys.GENERATIONS)).objects:
         return None
     unreadable: list[InvalidRecordError] = []

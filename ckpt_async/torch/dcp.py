@@ -144,7 +144,7 @@ class _Saving:
     ) -> None:
         self._step, self._uploader, self._metrics = step, uploader, metrics
         self._name = naming.checkpoint_name(name, step)
-        self._path = uploader.folder / self._name
+        self._path = uploader.checkpoints_folder / self._name
         self._process_group = process_group
         self._rank = dist.get_rank(process_group) if dist.is_initialized() else 0
         self._before = there(self._path, self._rank)

@@ -61,10 +61,10 @@ class CkptAsyncWriter(FolderWriter):
     """For `torch.distributed.checkpoint.save(state_dict, storage_writer=CkptAsyncWriter(uploader, step=100))`, and for
     its `async_save`, with threads or a process. One writer, one checkpoint.
 
-    Files go to `<uploader's folder>/<name>/`. Each rank enqueues and seals its own as soon as they are written, the
-    coordinator when `.metadata` is, after all ranks have succeeded: a save that fails on any rank is never committed.
-    But what others had sealed of it is uploaded in vain, and its step cannot be saved again in this generation.
-    `ckpt_async.torch.save` and `async_save` hand over after success only.
+    Files go to `<uploader's folder>/[<kind>/]<name>/`. Each rank enqueues and seals its own as soon as they are
+    written, the coordinator when `.metadata` is, after all ranks have succeeded: a save that fails on any rank is never
+    committed. But what others had sealed of it is uploaded in vain, and its step cannot be saved again in this
+    generation. `ckpt_async.torch.save` and `async_save` hand over after success only.
 
     All ranks of the uploader take part in the save.
     """
@@ -79,7 +79,7 @@ class CkptAsyncWriter(FolderWriter):
         thread_count: int = 1,
     ) -> None:
         self._name = naming.checkpoint_name(name, step)
-        super().__init__(uploader.folder / self._name, thread_count=thread_count)
+        super().__init__(uploader.checkpoints_folder / self._name, thread_count=thread_count)
         self._uploader, self._step, self._metrics = uploader, step, metrics
         self._is_coordinator = False
         self._files: set[str] = set()
@@ -118,7 +118,7 @@ class CkptAsyncWriter(FolderWriter):
         threading.Thread(
             target=_answer, args=(self._uploader, ours), name="ckpt-async-writer", daemon=True
         ).start()
-        elsewhere = _UploaderElsewhere(self._uploader.folder, theirs)
+        elsewhere = _UploaderElsewhere(self._uploader.checkpoints_folder, theirs)
         options: dict[str, Any] = {
             "name": self._name,
             "metrics": self._metrics,
@@ -131,7 +131,7 @@ class CkptAsyncWriter(FolderWriter):
 class _UploaderElsewhere:
     """The trainer's uploader, for the process that writes for it. Errors are the uploader's own."""
 
-    folder: Path
+    checkpoints_folder: Path
     pipe: Connection
 
     def check_takes(self, step: int, name: str) -> None:
@@ -171,7 +171,7 @@ def hand_over(
 ) -> None:
     """Enqueue these files of the checkpoint's folder and seal: this rank has no more."""
     for file in sorted(files):
-        uploader.enqueue(uploader.folder / name / file, step, name)
+        uploader.enqueue(uploader.checkpoints_folder / name / file, step, name)
     uploader.seal(step, name=name, metrics=metrics)
 
 

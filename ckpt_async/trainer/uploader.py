@@ -100,6 +100,7 @@ class Uploader:
         is_trusted = self.settings.allow_unknown_filesystem
         self._folder = Folder(folder, kind=self.kind, allows_unknown_filesystem=is_trusted)
         self.folder = self._folder.path
+        self.checkpoints_folder = self.folder / self.kind  # of what is written through it
         self.pid = os.getpid()
         self._lock = threading.Lock()
         self._checkpoints = Checkpoints()

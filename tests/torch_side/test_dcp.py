@@ -505,3 +505,21 @@ def test_errors_reach_other_ranks_unchanged(error: errors.CkptAsyncError) -> Non
     there = pickle.loads(pickle.dumps(error))
     assert type(there) is type(error)
     assert (str(there), vars(there)) == (str(error), vars(error))
+
+
+def test_kinds_of_one_step_are_saved_and_loaded_apart(tmp_path: Path) -> None:
+    folder, remote = tmp_path / "folder", f"file://{tmp_path}/run"
+    states = {None: state_of(3), "weights": state_of(1)}
+    for kind, state in states.items():
+        with Uploader(folder, remote, kind=kind) as uploader:
+            ckpt_async.torch.save(state, 1, uploader)
+            uploader.wait(1, timeout_s=30)
+    for kind, state in states.items():
+        loaded = empty(state)
+        checkpoint = ckpt_async.torch.load_latest(loaded, remote, kind=kind, folder=folder)
+        assert checkpoint is not None
+        assert is_equal(loaded, state)
+        found = ckpt_async.torch.fetch_together(remote, tmp_path / f"of-{kind}", kind=kind, folder=folder)
+        assert found is not None
+        assert found[0] == checkpoint
+        assert found[1].bytes_from.keys() == {"local"}
