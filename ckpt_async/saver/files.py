@@ -37,9 +37,9 @@ class Templates:
         filename: str,
         checkpoint_name: str,
         latest_filename: str | None,
-        *,
-        kind: str | None,
-        is_deepspeed: bool,
+        kind: str | None = None,
+        is_deepspeed: bool = False,
+        weights_only: bool = False,
     ) -> Templates:
         """As they were given; of what was not, kinds have files of their own."""
         if kind:
@@ -48,7 +48,7 @@ class Templates:
                 f"latest-{kind}-rank{{rank}}.pt" if latest_filename == LATEST_FILENAME else latest_filename
             )
         if is_deepspeed:
-            filename = ckpt.deepspeed_filename(filename)
+            filename = ckpt.deepspeed_filename(filename, weights_only=weights_only)
         return cls(os.fspath(folder), remote, filename, checkpoint_name, latest_filename or "")
 
 

@@ -130,7 +130,7 @@ class CheckpointSaver:
         what = What(writes, sharded, blocking, overwrite, weights_only, ignore_keys, process_group)
         files = files_of(
             Templates.of(
-                folder, remote, filename, checkpoint_name, latest_filename, kind=kind, is_deepspeed=deepspeed
+                folder, remote, filename, checkpoint_name, latest_filename, kind, deepspeed, weights_only
             ),
             launch.placement(os.environ, rank, world_size),
             run_name,

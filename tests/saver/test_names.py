@@ -36,8 +36,6 @@ def files(
         filename,
         str(others.get("checkpoint_name", "ep{epoch}-ba{batch}")),
         str(others.get("latest_filename", "latest-rank{rank}.pt")),
-        kind=None,
-        is_deepspeed=bool(others.get("is_deepspeed")),
     )
     return files_of(
         templates,
