@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from ckpt_async import cli
 from ckpt_async.cli.parsing import UsageError
@@ -42,10 +43,15 @@ def test_the_readme_works_as_written(tmp_path: Path) -> None:
         assert done.returncode == 0, (command, done.stdout, done.stderr)
         return done.stdout + done.stderr
 
-    quick_start, resume = (block.replace(REMOTE, remote) for block in blocks(ROOT / "README.md", "python"))
-    assert remote in quick_start
-    assert remote in resume
-    told = run(sys.executable, "-c", quick_start)
+    quick_start, uploader, resume = (
+        block.replace("file:///tmp", f"file://{tmp_path}/store")
+        for block in blocks(ROOT / "README.md", "python")
+    )
+    for block in (quick_start, uploader, resume):
+        assert f"file://{tmp_path}/store/run-" in block
+    told = run(sys.executable, "-c", quick_start.replace("range(first, 301)", "range(first, 251)"))
+    told += run(sys.executable, "-c", quick_start + "\nassert first == 251, first")  # resumed
+    told += run(sys.executable, "-c", uploader)
     assert not told, "nothing is said where nothing is wrong"
     run(sys.executable, "-c", resume + "\nassert report.paths and checkpoint.step == 300")
     ran = {}
@@ -58,7 +64,8 @@ def test_the_readme_works_as_written(tmp_path: Path) -> None:
         ran[arguments[0]] = run(sys.executable, "-m", "ckpt_async", *made)
     assert ran.keys() == {"doctor", "status", "ls", "drain", "pull", "sweep"}
     assert "last committed step 300" in ran["status"]
-    assert (tmp_path / "resume" / "rank-0.pt").read_text() == "state at step 300"
+    pulled = torch.load(tmp_path / "resume" / "ep0-ba300-rank0.pt", weights_only=False)
+    assert pulled["batch"] == 300
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
