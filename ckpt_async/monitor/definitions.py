@@ -11,6 +11,7 @@ from ckpt_async.monitor.holdings import QUEUE_STATES
 RESULTS = ("ok", "failed", "source_changed", "source_missing", "superseded")
 REASONS = tuple(reason.value for reason in FailureReason)
 LOCATIONS = ("local",)
+SAVES = ("ok", "failed")
 SWEEPS = ("ok", "failed")
 SWEEP_SCOPES = ("folder", "remote", "action")
 ENDS = ("committed", "aborted", "pruned")
@@ -133,6 +134,23 @@ DEFINITIONS = (
     ),
     _gauge("ckpt_async_fenced", "1 once a newer start of the run has superseded this trainer, else 0."),
     _counter("ckpt_async_engine_restarts_total", "Times the engine crashed and was restarted.", labels={}),
+    _counter(
+        "ckpt_async_saves_total",
+        "Saves of a `CheckpointSaver` on this rank: `ok` if written to the local disk and handed over, `failed` if not,"
+        " and then the checkpoint is never shown. Commits are counted by `checkpoints_committed_total`.",
+        labels={**_RUN, "result": SAVES},
+        is_sparse=True,
+    ),
+    _counter(
+        "ckpt_async_save_blocked_seconds_total",
+        "Time a `CheckpointSaver` blocked the trainer to save: until the save before was written, the state was made"
+        " and copied (with `blocking=True`: and written).",
+        is_sparse=True,
+    ),
+    _gauge(
+        "ckpt_async_save_interval_seconds",
+        "Interval between saves that `Auto` chose; absent without it, and on all ranks but the first.",
+    ),
     *_OF_A_FOLDER,
     _gauge(
         "ckpt_async_checkpoints_retained",

@@ -22,7 +22,7 @@ from ckpt_async.local import journals
 from ckpt_async.local.folder import Folder
 from ckpt_async.monitor import holdings
 from ckpt_async.monitor.counters import Counters, Key
-from ckpt_async.monitor.definitions import DEFINITIONS, SWEEPER_DEFINITIONS
+from ckpt_async.monitor.definitions import DEFINITIONS, SAVES, SWEEPER_DEFINITIONS
 from ckpt_async.monitor.holdings import Holdings
 
 logger = logging.getLogger(__name__)
@@ -50,6 +50,7 @@ class Metrics(Counters, Observer):
         self._locals: dict[int, Local] = {}
         self._places: dict[int, journals.Place] = {}
         self._newest_enqueued: tuple[CheckpointId, float] | None = None
+        self._save_interval_s: float | None = None
 
     @property
     def num_committed(self) -> int:
@@ -103,6 +104,26 @@ class Metrics(Counters, Observer):
     def engine_restarted(self) -> None:
         self._add("ckpt_async_engine_restarts_total")
 
+    # --- of a saver ----------------------------------------------------------------------------------------
+
+    def saver_opened(self) -> None:
+        """A saver will tell of its saves: they are exported, at 0."""
+        for result in SAVES:
+            self._add("ckpt_async_saves_total", self._run, result, amount=0)
+        self.save_blocked(0)
+
+    def save_finished(self, result: str) -> None:
+        """This rank has written a checkpoint and handed it over (ok), or could not (failed)."""
+        self._add("ckpt_async_saves_total", self._run, result)
+
+    def save_blocked(self, duration_s: float) -> None:
+        """The trainer was held up by a save."""
+        self._add("ckpt_async_save_blocked_seconds_total", self._run, amount=duration_s)
+
+    def save_interval_chosen(self, interval_s: float) -> None:
+        """From now on saves come this often."""
+        self._save_interval_s = interval_s
+
     # --- collector -----------------------------------------------------------------------------------------
 
     def _gauges(self) -> dict[Key, float]:
@@ -111,6 +132,8 @@ class Metrics(Counters, Observer):
             ("ckpt_async_fenced", run): int(self._is_fenced),
             ("ckpt_async_uploads_in_progress", ()): self._num_uploads,
         }
+        if self._save_interval_s is not None:
+            gauges["ckpt_async_save_interval_seconds", run] = self._save_interval_s
         with contextlib.suppress(OSError):
             free_bytes, size_bytes = self._folder.space()
             gauges["ckpt_async_spool_filesystem_free_bytes", ()] = free_bytes

@@ -19,14 +19,21 @@ class Asking:
     """Not thread-safe, but for `ask`, which may also be called by a signal handler."""
 
     def __init__(
-        self, schedule: Schedule, rank: int, world_size: int, clock: Callable[[], float] = time.monotonic
+        self,
+        schedule: Schedule,
+        rank: int,
+        world_size: int,
+        *,
+        chosen: Callable[[float], object],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`chosen` is told each new interval that `Auto` chooses, in seconds."""
         self.meter = Meter()
         self.interval: Choice | None = None  # the newest that `Auto` chose
         self._vote = ckpt.Vote(clock=clock)
         if schedule.needs_clock:
             ckpt.require_vote(self._vote, world_size, "a save by the clock")
-        self._schedule, self._clock = schedule, clock
+        self._schedule, self._clock, self._tell_chosen = schedule, clock, chosen
         self._has_clock = schedule.needs_clock and rank == 0
         self._saved_at = {Due.EPHEMERAL: clock(), Due.YES: clock()}
 
@@ -65,4 +72,5 @@ class Asking:
         if choice != self.interval:
             logger.info("save_interval interval_s=%.1f reason=%r", choice.interval_s, choice.reason)
             self.interval = choice
+            self._tell_chosen(choice.interval_s)
         return choice.interval_s

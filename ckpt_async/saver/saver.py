@@ -145,7 +145,10 @@ class CheckpointSaver:
         self.uploader = Uploader(
             files.folder, files.remote, kind=kind, latest_filename=files.latest_filename, **uploader
         )
-        self._schedule, self._asking = schedule, Asking(schedule, rank, world_size)
+        self._metrics = self.uploader.metrics
+        self._metrics.saver_opened()
+        self._schedule = schedule
+        self._asking = Asking(schedule, rank, world_size, chosen=self._metrics.save_interval_chosen)
         self._hooks = Hooks(on_saved, on_committed, on_failed, hooks_at_once)
         self._saving = Saving(self.uploader, files, what, self._hooks, self._asking.ended)
         self._begin(save_signals)
@@ -297,6 +300,7 @@ class CheckpointSaver:
         checkpoint = self._saving.save(state, now, due, metrics)
         blocked_s = time.monotonic() - began_s
         self._asking.meter.blocked(blocked_s)
+        self._metrics.save_blocked(blocked_s)
         logger.info(
             "checkpoint_taken name=%s step=%d blocked_s=%.3f", checkpoint.name, checkpoint.step, blocked_s
         )

@@ -168,6 +168,7 @@ class Saving:
             self._undecided.append(checkpoint)
             self._num_ended += 1
             self._changed.notify_all()
+        self._uploader.metrics.save_finished("ok")
         self._hooks.saved(checkpoint)
 
     def settle(self) -> None:
@@ -229,6 +230,7 @@ class Saving:
         )
         failure.__cause__ = error
         logger.error("save_failed checkpoint=%s error=%r", checkpoint.name, error)
+        self._uploader.metrics.save_finished("failed")
         with self._lock:
             self._failures.append(failure)
             self._num_ended += 1

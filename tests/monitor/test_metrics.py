@@ -282,6 +282,21 @@ def test_every_reported_fact_has_a_metric():
                     reported.setdefault(node.func.attr, set()).add(first.value)
     assert {"ok"} <= reported["shards_finished"] <= set(definitions.RESULTS)
     assert reported["checkpoint_pruned"] <= set(definitions.LOCATIONS)
+    assert reported["save_finished"] == set(definitions.SAVES)
+
+
+def test_a_saver_adds_four_series(metrics):
+    """Absent without one; with it, at 0 from the start, but the interval, which nobody may have chosen."""
+    before = scrape(metrics)
+    metrics.saver_opened()
+    added = {key: count for key, count in scrape(metrics).items() if key not in before}
+    assert set(added.values()) == {0}
+    assert {name for name, _ in added} == {
+        "ckpt_async_saves_total",
+        "ckpt_async_save_blocked_seconds_total",
+    }
+    metrics.save_interval_chosen(60.0)
+    assert len(scrape(metrics)) == len(before) + 4
 
 
 # --- counting ----------------------------------------------------------------------------------------------

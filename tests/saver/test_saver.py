@@ -213,6 +213,15 @@ def test_a_hook_that_raises_ends_nothing(
     assert "hook_failed" in caplog.text
 
 
+def scraped(saver: CheckpointSaver) -> dict[tuple[str, str | None], float]:
+    """What Prometheus would see: by name without the prefix, and `result`."""
+    return {
+        (each.name.removeprefix("ckpt_async_"), each.labels.get("result")): each.value
+        for family in saver.uploader.metrics.registry.collect()
+        for each in family.samples
+    }
+
+
 @pytest.fixture
 def blocked(tmp_path: Path) -> Path:
     """A file where the saver needs a folder."""
@@ -242,6 +251,11 @@ def test_a_save_that_fails_is_raised_at_the_next_step_and_the_one_after_works(
     training.run(saver, 4, 5)
     assert [step for step, _ in failed] == [2]
     saver.close()
+    samples = scraped(saver)
+    assert samples["saves_total", "ok"] == 2
+    assert samples["saves_total", "failed"] == 1
+    assert samples["save_blocked_seconds_total", None] > 0
+    assert ("save_interval_seconds", None) not in samples  # nothing chooses one
     assert steps_of(remote) == [4, 5]
 
 
@@ -388,6 +402,7 @@ def test_an_interval_by_cost_is_chosen_and_explained(
         saver.wait(30)
     assert "save_interval interval_s=" in caplog.text
     assert saver.save_interval.interval_s >= 0.01
+    assert scraped(saver)["save_interval_seconds", None] == saver.save_interval.interval_s
 
 
 def test_wrong_arguments_are_refused_before_the_folder_is_made(open_saver: Open, tmp_path: Path) -> None:
