@@ -7,6 +7,7 @@ one collective, and waits no longer than the process group's timeout.
 
 from __future__ import annotations
 
+import os
 import pickle
 import traceback
 import uuid
@@ -15,13 +16,24 @@ from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
-from ckpt_async.errors import RankFailedError, RanksDisagreeError
+from ckpt_async.core import launch
+from ckpt_async.errors import RankFailedError, RanksDisagreeError, SettingsError
 
 T = TypeVar("T")
 
 
 def is_alone() -> bool:
     return not (dist.is_available() and dist.is_initialized())
+
+
+def own_rank() -> int:
+    """torch.distributed's, else the launcher's; 0 where there is neither."""
+    if not is_alone():
+        return dist.get_rank()
+    try:
+        return launch.rank_and_world_size(os.environ, None, None)[0]
+    except SettingsError:
+        return 0
 
 
 def agree(value: object, *, what: str, group: dist.ProcessGroup | None = None) -> None:

@@ -7,12 +7,14 @@ headers are JSON, and of an archive only plain files and folders count. What is 
 from __future__ import annotations
 
 import contextlib
+import errno
 import glob
+import logging
 import os
 import pickle
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -22,8 +24,11 @@ import torch
 from ckpt_async import restore
 from ckpt_async.core import launch, naming
 from ckpt_async.errors import FormatError, UnsafePickleError
+from ckpt_async.stores import StoreOptions
 from ckpt_async.torch import validation
+from ckpt_async.torch.agreement import own_rank
 from ckpt_async.torch.archives import decompress, extract, is_tar
+from ckpt_async.torch.broadcast import read_on_one
 from ckpt_async.torch.codecs import (
     CODECS,
     SAFETENSORS_SUFFIX,
@@ -33,6 +38,7 @@ from ckpt_async.torch.codecs import (
     suffix_by_content,
     unknown,
 )
+from ckpt_async.torch.places import Place, Progress, placed
 from ckpt_async.torch.plain import Allow, allowed
 from ckpt_async.torch.states import IgnoreKeys, checked_keys, drop
 from ckpt_async.torch.tensors import (
@@ -41,6 +47,8 @@ from ckpt_async.torch.tensors import (
 )
 from ckpt_async.torch.torchfile import MapLocation, read_state
 from ckpt_async.torch.validation import ValidationFunction, validation_function
+
+logger = logging.getLogger(__name__)
 
 
 def load(
@@ -54,8 +62,25 @@ def load(
     mmap: bool = False,
     max_size_bytes: int | None = None,
     validate: ValidationFunction | None = None,
+    remote: str = "",
+    store_options: StoreOptions | None = None,
+    fallback: int | None = None,
+    progress: Progress = None,
+    on_one: bool = False,
+    group: Any = None,
 ) -> Any:
     """What a checkpoint's file holds, as `torch.load` would return it.
+
+    `path` is a file; the URL of an object in a store (`s3://bucket/run/ep1-ba42-rank0.pt`), or its name within
+    `remote`; a text pointer to either (`….symlink`, as of Composer: followed within its place or bucket); the URL of a
+    run, whose newest good checkpoint is taken; or a checkpoint's folder or its URL. Of a checkpoint with several files
+    this rank's is loaded, by `rank<N>` in the name. What is in a store is fetched to the temporary folder first, in
+    ranges, and verified: files of our checkpoints by checksum, others by size and the checksum that the store gives.
+    `fallback` is the rank whose file is loaded where the one of this rank does not exist. `progress`: a bar while it is
+    fetched (True, even if nobody sees it; None: on a terminal; False) or a function of the bytes done and in all.
+
+    With `on_one`, a collective of `group`, the first rank does all that and the others receive what it has loaded,
+    tensor by tensor, on the CPU; views of one tensor arrive as copies. Its error is raised on all as RankFailedError.
 
     By its name: `.pt`, `.pth`, `.bin`, `.ckpt` (a `.safetensors` of the same stem beside it is preferred, as in OLMo);
     `.safetensors`; `.tar`, `.tar.gz`, `.tgz`, `.tar.bz2`, `.tar.lzma`, `.tar.xz` with one such file in them, or
@@ -86,10 +111,6 @@ def load(
     which runs whatever the file says: for files you wrote yourself), CheckpointRefusedError, OSError if it cannot be
     read.
     """
-    found = Path(fill(os.fspath(path), run_name=run_name))
-    twin = found.with_suffix(".safetensors")
-    if found.suffix in TORCH_SUFFIXES and twin.exists():
-        found = twin
     ignore_keys = checked_keys(ignore_keys)
     how = _How(
         map_location,
@@ -98,9 +119,17 @@ def load(
         max_size_bytes,
         validation_function(validate),
     )
-    state = _load(found, how)
-    drop(state, ignore_keys)
-    return state
+    template = f"{remote.rstrip('/')}/{os.fspath(path)}" if remote else os.fspath(path)
+    ranks = [None] if fallback is None else [None, fallback]
+
+    def read() -> Any:
+        paths = [fill(template, run_name=run_name, rank=rank) for rank in ranks]
+        with _first_there(paths, store_options, progress) as place:
+            state = _load(place.path, replace(how, mmap=mmap or place.is_ours))
+        drop(state, ignore_keys)
+        return state
+
+    return read_on_one(read, group=group) if on_one else read()
 
 
 def load_remote(
@@ -146,12 +175,37 @@ def load_remote(
 _RANK = re.compile(r"\{(local_|node_)?rank\b")
 
 
-def fill(template: str, *, run_name: str = "") -> str:
-    """Replace `{rank}`, `{local_rank}`, `{node_rank}` (from the launcher's environment) and `{run_name}`. Raises
-    InvalidNameError for any other name, SettingsError if the environment does not say which rank this is.
+@contextlib.contextmanager
+def _first_there(paths: list[str], options: StoreOptions | None, progress: Progress) -> Iterator[Place]:
+    """The first that exists."""
+    with contextlib.ExitStack() as stack:
+        for path in paths:
+            try:
+                place = stack.enter_context(
+                    placed(path, rank=own_rank(), store_options=options, progress=progress)
+                )
+                if not place.is_ours and place.path.suffix in TORCH_SUFFIXES:
+                    twin = place.path.with_suffix(SAFETENSORS_SUFFIX)
+                    place = replace(place, path=twin if twin.exists() else place.path)
+                if not place.path.exists():
+                    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(place.path))
+                break
+            except FileNotFoundError:
+                if path == paths[-1]:
+                    raise
+                logger.info("checkpoint_file_missing path=%s; falling back to %s", path, paths[-1])
+        yield place
+
+
+def fill(template: str, *, run_name: str = "", rank: int | None = None) -> str:
+    """Replace `{rank}`, `{local_rank}`, `{node_rank}` (from the launcher's environment, or all with `rank`) and
+    `{run_name}`. Raises InvalidNameError for any other name, SettingsError if the environment does not say which rank
+    this is.
     """
     values: dict[str, object] = {"rank": 0, "local_rank": 0, "node_rank": 0, "run_name": run_name}
-    if _RANK.search(template):
+    if rank is not None:
+        values.update(rank=rank, local_rank=rank, node_rank=rank)
+    elif _RANK.search(template):
         here = launch.placement(os.environ, *launch.rank_and_world_size(os.environ, None, None))
         values.update(rank=here.rank, local_rank=here.local_rank, node_rank=here.node_rank)
     return naming.substitute(template, values) if "{" in template else template

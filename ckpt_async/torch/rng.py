@@ -18,9 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ckpt_async.core import launch
 from ckpt_async.errors import FormatError
-from ckpt_async.torch.agreement import is_alone
+from ckpt_async.torch.agreement import is_alone, own_rank
 from ckpt_async.torch.formats import load
 
 # Composer's key in a state; all of it, and no other that has `rng` in its name: a parameter may be called so.
@@ -62,7 +61,7 @@ def restore_rng(states: Any, *, rank: int | None = None) -> bool:
             raise FormatError(f"no random number generators in it: it has {_names(states)}")
         states = states[KEY]
     if isinstance(states, Sequence) and not isinstance(states, str | bytes):
-        own = _own_rank() if rank is None else rank
+        own = own_rank() if rank is None else rank
         if not 0 <= own < len(states) or states[own] is None:
             return False
         states = states[own]
@@ -96,14 +95,6 @@ def load_rng_state(folder: str | os.PathLike[str], rank: int) -> bool:
 
 def _path(folder: str | os.PathLike[str], rank: int) -> Path:
     return Path(folder) / f"rng-rank{rank}.pt"
-
-
-def _own_rank() -> int:
-    if not is_alone():
-        return dist.get_rank()
-    if "RANK" not in os.environ and "SLURM_PROCID" not in os.environ:
-        return 0
-    return launch.rank_and_world_size(os.environ, None, None)[0]
 
 
 def _names(states: Mapping[Any, Any]) -> str:

@@ -1,0 +1,91 @@
+"""A state that one rank has read, brought to the others: tensor by tensor, in chunks, so that no rank has it twice."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ckpt_async.torch.agreement import is_alone, run_on_one
+
+CHUNK_BYTES = 16 << 20
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def read_on_one(read: Callable[[], Any], *, group: dist.ProcessGroup | None = None) -> Any:
+    """What `read` returns on the first rank of the group, on every rank of it: a collective. Tensors arrive on the CPU,
+    through a group that can move CPU tensors. Memory on top of the state: one chunk. An error of the first rank is
+    raised on all of them (RankFailedError).
+    """
+    if is_alone():
+        return read()
+    first = 0 if group is None else dist.get_global_rank(group, 0)
+    kept: list[Any] = []
+    sent: list[torch.Tensor] = []
+
+    def dissect() -> bytes:
+        kept.append(read())
+        stream = io.BytesIO()
+        _Dissecting(stream, sent).dump(kept[0])
+        return stream.getvalue()
+
+    skeleton = run_on_one(dissect, rank=first, group=group)
+    if dist.get_rank() != first:
+        joining = _Joining(io.BytesIO(skeleton))
+        kept.append(joining.load())
+        sent = joining.received
+    for tensor in sent:
+        _broadcast(tensor, first, group)
+    return kept[0]
+
+
+class _Dissecting(pickle.Pickler):
+    """Everything but the elements of tensors."""
+
+    def __init__(self, stream: io.BytesIO, tensors: list[torch.Tensor]) -> None:
+        super().__init__(stream, protocol=5)
+        self._tensors = tensors
+        self._numbers: dict[int, int] = {}
+
+    def persistent_id(self, value: Any) -> Any:
+        if type(value) not in _PLAIN or value.layout is not torch.strided or vars(value):
+            return None  # as a whole, with its pickle
+        number = self._numbers.setdefault(id(value), len(self._tensors))
+        if number == len(self._tensors):
+            self._tensors.append(value.detach())
+        is_parameter = type(value) is torch.nn.Parameter
+        return number, value.dtype, tuple(value.shape), value.requires_grad, is_parameter
+
+
+class _Joining(pickle.Unpickler):
+    """What a rank of our own job has dissected, with room for the elements."""
+
+    def __init__(self, stream: io.BytesIO) -> None:
+        super().__init__(stream)
+        self.received: list[torch.Tensor] = []
+        self._made: dict[int, torch.Tensor] = {}
+
+    def persistent_load(self, told: Any) -> torch.Tensor:
+        number, dtype, shape, requires_grad, is_parameter = told
+        if number not in self._made:
+            room = torch.empty(shape, dtype=dtype)
+            self.received.append(room)
+            made = (
+                torch.nn.Parameter(room, requires_grad)
+                if is_parameter
+                else room.requires_grad_(requires_grad)
+            )
+            self._made[number] = made
+        return self._made[number]
+
+
+def _broadcast(tensor: torch.Tensor, first: int, group: dist.ProcessGroup | None) -> None:
+    if tensor.numel() == 0:
+        return
+    elements = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    for at in range(0, len(elements), CHUNK_BYTES):
+        dist.broadcast(elements[at : at + CHUNK_BYTES], src=first, group=group)

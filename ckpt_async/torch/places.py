@@ -1,0 +1,160 @@
+"""Where what is to be loaded is: a file here or in a store, a pointer to it, a folder or run that has it."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from ckpt_async import restore
+from ckpt_async.core.model import CheckpointId
+from ckpt_async.errors import FormatError
+from ckpt_async.restore import Checkpoint
+from ckpt_async.restore.objects import MAX_HOPS, MAX_POINTER_BYTES, POINTER_SUFFIX, look, own_place, pointed
+from ckpt_async.stores import StoreOptions
+from ckpt_async.torch.codecs import CODECS, SAFETENSORS_SUFFIX, TAR_SUFFIXES, TORCH_SUFFIXES
+
+Progress = bool | Callable[[int, int], None] | None
+
+_LOADABLE = (*TORCH_SUFFIXES, SAFETENSORS_SUFFIX, *TAR_SUFFIXES, *CODECS)
+_METADATA = ".metadata"
+_LINE_EVERY_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A file that is here. `is_ours`: a copy that nobody else knows."""
+
+    path: Path
+    is_ours: bool
+
+
+def is_url(path: str) -> bool:
+    return "://" in path
+
+
+@contextlib.contextmanager
+def placed(
+    path: str, *, rank: int, store_options: StoreOptions | None, progress: Progress
+) -> Iterator[Place]:
+    """The file at `path`, for as long as the block lasts. Raises FileNotFoundError if there is nothing."""
+    if not is_url(path):
+        yield Place(_local(Path(path), rank), is_ours=False)
+        return
+    checkpoint, name = _remote(path, rank, store_options)
+    with tempfile.TemporaryDirectory(prefix="ckpt_async-") as folder, reported(progress, name) as on_progress:
+        report = restore.fetch(checkpoint, folder, files=[_escaped(name)], on_progress=on_progress)
+        yield Place(report.paths[name], is_ours=True)
+
+
+def _escaped(name: str) -> str:
+    return re.sub(r"([*?[])", r"[\1]", name)
+
+
+# --- here ----------------------------------------------------------------------------------------------------
+
+
+def _local(path: Path, rank: int) -> Path:
+    seen = [path]
+    while path.name.endswith(POINTER_SUFFIX) and path.is_file() and path.stat().st_size <= MAX_POINTER_BYTES:
+        text = path.read_bytes().decode("utf-8", "replace")
+        path = path.parent / pointed(text, str(path))
+        if path in seen or len(seen) > MAX_HOPS:
+            raise FormatError(f"{seen[0]} is a pointer that leads in a circle")
+        seen.append(path)
+    if not path.is_dir():
+        return path
+    if (path / ".ckpt_async" / "decisions").is_dir():
+        raise FormatError(f"{path} is the remote of a run", hint=f"load('file://{path.absolute()}')")
+    names = [each.relative_to(path).as_posix() for each in path.rglob("*") if each.is_file()]
+    return path / chosen(names, rank, str(path))
+
+
+def chosen(names: list[str], rank: int, where: str) -> str:
+    """The file of a checkpoint that this rank loads: the only one, or the one that has its rank in its name."""
+    if any(name.rpartition("/")[2] == _METADATA for name in names):
+        raise FormatError(
+            f"{where} is a sharded checkpoint, which no single file has",
+            hint="ckpt_async.torch.load_latest(state, remote), or torch.distributed.checkpoint.load",
+        )
+    found = sorted(name for name in names if name.endswith(_LOADABLE))
+    own = [name for name in found if re.search(rf"rank[-_]?0*{rank}(?![0-9])", name)]
+    if len(found) == 1 or len(own) == 1:
+        return found[0] if len(found) == 1 else own[0]
+    told = ", ".join((found or sorted(names))[:20]) or "nothing"
+    raise FormatError(f"{where} has {len(found)} files to load: {told}", hint="give the path of one")
+
+
+# --- in a store ------------------------------------------------------------------------------------------------
+
+
+def _remote(url: str, rank: int, options: StoreOptions | None) -> tuple[Checkpoint, str]:
+    """What to fetch, and which file of it."""
+    if (own := own_place(url)) is not None:
+        return _of_ours(own, rank, url, options)
+    looked = look(url, options)
+    if looked.checkpoint is not None:
+        return looked.checkpoint, looked.checkpoint.name
+    if (own := own_place(looked.url)) is not None:
+        return _of_ours(own, rank, looked.url, options)
+    checkpoint = restore.find(looked.url, store_options=options)
+    if checkpoint is None:
+        raise FileNotFoundError(f"{looked.url} is neither an object nor a run with a checkpoint")
+    return checkpoint, chosen(list(checkpoint.files), rank, f"{looked.url} ({checkpoint.name})")
+
+
+def _of_ours(
+    own: tuple[str, CheckpointId, str], rank: int, url: str, options: StoreOptions | None
+) -> tuple[Checkpoint, str]:
+    run, id_, name = own
+    checkpoint = restore.find(run, step=id_.step, generation=id_.generation, store_options=options)
+    if checkpoint is None or (name and name not in checkpoint.files):
+        raise FileNotFoundError(f"{url} is not part of a committed checkpoint")
+    return checkpoint, name or chosen(list(checkpoint.files), rank, url)
+
+
+# --- how far it is ---------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def reported(
+    progress: Progress, name: str, stream: IO[str] | None = None
+) -> Iterator[Callable[[int, int], None] | None]:
+    """Something to tell the bytes to: the caller's own; a bar of tqdm's, or lines on standard error without it; nothing
+    with False, or with None where nobody sees it.
+    """
+    stream = sys.stderr if stream is None else stream
+    if callable(progress) or progress is False or (progress is None and not stream.isatty()):
+        yield progress if callable(progress) else None
+        return
+    try:
+        from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]
+    except ImportError:
+        yield _lines(name, stream)
+        return
+    with tqdm(desc=name, unit="B", unit_scale=True, file=stream) as bar:
+
+        def show(done_bytes: int, total_bytes: int) -> None:
+            bar.total = total_bytes
+            bar.update(done_bytes - bar.n)
+
+        yield show
+
+
+def _lines(name: str, stream: IO[str]) -> Callable[[int, int], None]:
+    last = time.monotonic()
+
+    def show(done_bytes: int, total_bytes: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if done_bytes >= total_bytes or now - last > _LINE_EVERY_S:
+            last = now
+            print(f"{name}: {done_bytes >> 20} of {total_bytes >> 20} MiB", file=stream, flush=True)
+
+    return show
