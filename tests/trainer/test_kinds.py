@@ -387,7 +387,7 @@ def test_other_formats_are_not_seen_in_kinds(folder: Path, remote: str, tmp_path
 
 # --- the end of a trainer ----------------------------------------------------------------------------------
 
-# Saves step 1 of both kinds, of which nothing can be uploaded, then waits to be killed.
+# Saves step 1 of both kinds, of which nothing is uploaded on a thread, then waits to be killed.
 TRAINER = """
 import asyncio, sys
 from pathlib import Path
@@ -399,7 +399,7 @@ async def never(self, action):
 
 Engine._upload = never
 folder, remote = Path(sys.argv[1]), sys.argv[2]
-uploaders = [Uploader(folder, remote, kind=kind) for kind in (None, "weights")]
+uploaders = [Uploader(folder, remote, kind=kind, runner=sys.argv[3]) for kind in (None, "weights")]
 for uploader in uploaders:
     shard = folder / (uploader.kind or "full") / "step-1" / "rank-0.pt"
     shard.parent.mkdir(parents=True)
@@ -411,12 +411,15 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.parametrize("by", ["drain", "sweep", "the next start", "find"])
+@pytest.mark.parametrize(
+    ("by", "runner"),
+    [("drain", "thread"), ("sweep", "thread"), ("find", "thread"), ("start", "thread"), ("start", "process")],
+)
 def test_what_a_killed_trainer_left_is_finished_of_all_kinds(
-    by: str, folder: Path, remote: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    by: str, runner: str, folder: Path, remote: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trainer = subprocess.Popen(
-        [sys.executable, "-c", TRAINER, folder, remote],
+        [sys.executable, "-c", TRAINER, folder, remote, runner],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -435,7 +438,10 @@ def test_what_a_killed_trainer_left_is_finished_of_all_kinds(
     elif by == "find":
         restore.find(remote, folder=folder, drain_timeout_s=30)
     else:
-        with opened(folder, remote) as full, opened(folder, remote, "weights") as weights:
+        with (
+            opened(folder, remote, runner=runner) as full,
+            opened(folder, remote, "weights", runner=runner) as weights,
+        ):
             assert all(each.wait_for_predecessor(30) for each in (full, weights))
     for kind in KINDS:
         assert pulled(remote, kind, tmp_path / "pulled") == (1, {text(kind, 1)})
