@@ -58,6 +58,10 @@ class Asking:
         self._vote.withdraw(kept)
         self.meter.save_began(now)
 
+    def leave(self) -> None:
+        """This rank takes no more steps."""
+        self._vote.leave()
+
     def ended(self) -> None:
         """A save was committed, or given up. Any thread."""
         self.meter.save_ended(self._clock())

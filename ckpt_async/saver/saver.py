@@ -328,6 +328,7 @@ class CheckpointSaver:
 
     def _close(self, timeout_s: float | None) -> None:
         self._is_closed = True
+        self._asking.leave()
         self._restore_signals()
         try:
             self._saving.wait()

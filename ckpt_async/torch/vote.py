@@ -17,8 +17,7 @@ logger = logging.getLogger(__name__)
 # How often the ranks exchange their wishes. A tiny collective takes a fraction of a millisecond of a core.
 PERIOD_S = 1.0
 MAX_GAP_STEPS = 1000
-# For ever.
-MAX_STEPS = 1 << 62
+FOREVER = 1 << 62
 
 
 class Vote:
@@ -67,10 +66,18 @@ class Vote:
             self._wait_steps -= 1
             return 0
         mine, self._wish = self._wish, 0
-        gap = self._gap() if dist.get_rank() == 0 else 0
-        self._ballot = torch.tensor([mine, gap], dtype=torch.int64)
-        self._work = dist.all_reduce(self._ballot, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        self._cast(mine, self._gap() if dist.get_rank() == 0 else 0)
         return 0
+
+    def leave(self) -> None:
+        """This rank takes no more steps; the others learn it at their next exchange and vote no more. Does not wait."""
+        if self._group is not None and self._wait_steps != FOREVER:
+            self._cast(0, FOREVER)
+            self._wait_steps, self._work = FOREVER, None
+
+    def _cast(self, mine: int, gap_steps: int) -> None:
+        self._ballot = torch.tensor([mine, gap_steps], dtype=torch.int64)
+        self._work = dist.all_reduce(self._ballot, dist.ReduceOp.MAX, group=self._group, async_op=True)
 
     def _read(self) -> int:
         work, self._work = self._work, None
@@ -78,9 +85,13 @@ class Vote:
             work.wait()
         except RuntimeError:  # a rank is gone, and training will find that out by itself
             logger.exception("vote_failed; from now on only what the schedule's steps say is saved")
-            self._wait_steps = MAX_STEPS
+            self._wait_steps = FOREVER
             return 0
         answer, self._wait_steps = (int(each) for each in self._ballot)
+        if self._wait_steps == FOREVER:
+            logger.warning(
+                "vote_ended; a rank has closed its saver: from now on only what the schedule's steps say is saved"
+            )
         return answer
 
     def _gap(self) -> int:

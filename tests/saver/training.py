@@ -4,6 +4,7 @@
 BATCH`.
 """
 
+import contextlib
 import os
 import traceback
 from collections.abc import Callable, Iterator
@@ -84,16 +85,25 @@ def train(
     tell: Callable[[str], object],
     *,
     num_batches: int = NUM_BATCHES,
+    has_weights: bool = False,
     **options: Any,
 ) -> None:
-    """From wherever it was to the end."""
+    """From wherever it was to the end. `has_weights`: the weights are saved as well, more often, as a kind."""
     trainer = Trainer()
     options = {"save_interval": f"{SAVE_EVERY}ba", "decision_poll_s": 0.02, **options}
 
     def saved(checkpoint: SavedCheckpoint) -> None:
         tell(f"saved {checkpoint.step}")
 
-    with CheckpointSaver(folder, remote, on_saved=saved, hooks_at_once=True, **options) as saver:
+    with contextlib.ExitStack() as stack:
+        if has_weights:
+            more_often = options | {"save_interval": f"{SAVE_EVERY // 2}ba"}
+            weights = stack.enter_context(
+                CheckpointSaver(folder, remote, kind="weights", weights_only=True, **more_often)
+            )
+        saver = stack.enter_context(
+            CheckpointSaver(folder, remote, on_saved=saved, hooks_at_once=True, **options)
+        )
         state = saver.load_latest(wait_s=60)
         if state is not None:
             trainer.load(state)
@@ -102,6 +112,8 @@ def train(
         while trainer.batch < num_batches:
             tell(f"loss {trainer.batch + 1} {trainer.step(next(data)).hex()}")
             saver.step(trainer.state, trainer.batch)
+            if has_weights:
+                weights.step(trainer.state, trainer.batch)
 
 
 def forked(work: Callable[[Callable[[str], object]], None]) -> tuple[int, int]:
