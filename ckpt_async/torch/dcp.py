@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from traceback import StackSummary, extract_tb
@@ -188,6 +188,7 @@ def load_latest(
     validate: ValidationFunction | None = None,
     weights_only: bool = True,
     allow: Allow = (),
+    ignore_keys: Sequence[str] = (),
     num_concurrent_reads: int = 8,
 ) -> Checkpoint | None:
     """Load the newest complete checkpoint of a run (of a `kind`), or that of `step`, into the state, in place, on
@@ -211,6 +212,7 @@ def load_latest(
         validate=validate,
         weights_only=weights_only,
         allow=allow,
+        ignore_keys=ignore_keys,
         num_concurrent_reads=num_concurrent_reads,
     )
     loaded: set[str] = set()

@@ -10,7 +10,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -22,12 +22,14 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ckpt_async import restore
+from ckpt_async.core import naming
 from ckpt_async.errors import CkptAsyncError, DamagedCheckpointError, InvalidNameError, StateMismatchError
 from ckpt_async.restore import Checkpoint, Peer, Reader, ReadInto, RemoteFile
 from ckpt_async.restore.session import unreliable
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.torch.agreement import agree, sendable
 from ckpt_async.torch.plain import Allow, allowed
+from ckpt_async.torch.states import matching
 from ckpt_async.torch.torchfile import read_state
 from ckpt_async.torch.unpickle import load_metadata
 from ckpt_async.torch.validation import ValidationFunction, validate, validation_function
@@ -63,6 +65,7 @@ class CkptAsyncReader(StorageReader):
             under DDP, `mesh["replicate"].get_group()` under HSDP. The first of them reads and sends it on, in chunks.
         weights_only: What is no tensor is decoded without running what a file says, too.
         allow: Classes that may be among it beside plain data, as in `ckpt_async.torch.load`.
+        ignore_keys: What keeps the value that it has in the state: globs over the '/'-joined keys, as in `load`.
 
     Opened on first use, closed by `with`, `close` or when nobody has it any more; until then a lease keeps retention
     away. Each rank reads the pieces its plan needs and no others, in parallel, neighbours in one request. `.metadata`
@@ -80,6 +83,7 @@ class CkptAsyncReader(StorageReader):
         validate: ValidationFunction | None = None,
         weights_only: bool = True,
         allow: Allow = (),
+        ignore_keys: Sequence[str] = (),
         num_concurrent_reads: int = 8,
     ) -> None:
         super().__init__()
@@ -89,6 +93,7 @@ class CkptAsyncReader(StorageReader):
         self._replicas = replicas
         self._given_validate = validate
         self._weights_only, self._allow = weights_only, allowed(allow)
+        self._ignore_keys = naming.several(ignore_keys, "ignore_keys")
         self._reader: Reader | None = None
         self._metadata: Metadata | None = None
         self._stored: dict[MetadataIndex, Any] = {}  # torch's _StorageInfo, as .metadata has it
@@ -159,6 +164,11 @@ class CkptAsyncReader(StorageReader):
                 f" before that turned out damaged ({len(kept)} in all): the state would be a mixture of two",
                 hint=f"create the state again and load step={self.checkpoint.step}",
             )
+        if self._ignore_keys:
+            told = (self._metadata and self._metadata.planner_data) or {}
+            names = {item.dest_index.fqn for item in plan.items}
+            ignored = matching({name: told.get(name, (name,)) for name in names}, self._ignore_keys)
+            plan = replace(plan, items=[item for item in plan.items if item.dest_index.fqn not in ignored])
         specs: dict[str, list[tuple[int, int]]] = {}
         for piece in self._pieces(plan):
             specs.setdefault(piece.file, []).append((piece.offset, piece.size_bytes))

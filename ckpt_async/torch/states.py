@@ -50,6 +50,24 @@ def drop(state: Any, ignore_keys: IgnoreKeys) -> None:
         logger.warning("ignore_keys_unmatched glob=%s", each)
 
 
+def matching(paths: Mapping[str, Sequence[object]], globs: Sequence[str]) -> set[str]:
+    """Which of these names a glob takes out, by its '/'-joined keys or those of what it is in. One that matches nothing
+    is warned of.
+    """
+    found: set[str] = set()
+    for glob in globs:
+        pattern = re.compile(fnmatch.translate(glob))
+        taken = {
+            name
+            for name, path in paths.items()
+            if any(pattern.match("/".join(map(str, path[:end]))) for end in range(1, len(path) + 1))
+        }
+        if not taken:
+            logger.warning("ignore_keys_unmatched glob=%s", glob)
+        found |= taken
+    return found
+
+
 def model_state(state: Mapping[str, Any]) -> Mapping[str, Any]:
     """The model's part of a training checkpoint, without optimizer and the rest, where the common trainers put it:
     `state/model` (Composer), `model`, `model_state_dict`, `state_dict` (Lightning), `module` (DeepSpeed); or all of it

@@ -275,6 +275,28 @@ def test_plain_data_and_allowed_classes_beside_tensors_are_loaded(tmp_path: Path
     assert (found["wct"], found["rng"], found["mine"]) == (state["wct"], state["rng"], mine)
 
 
+def test_ignored_keys_keep_their_values(tmp_path: Path, run_: Run, caplog: pytest.LogCaptureFixture) -> None:
+    """By the keys of nested dicts, '/'-joined; all that is in an ignored one; also what is no tensor."""
+    state = {
+        "model": {"a": torch.ones(3), "b": torch.ones(3)},
+        "optim": {"a": {"m": torch.ones(3)}},
+        "step": 7,
+    }
+    run_.commit(1, {0: saved(state, tmp_path / "saved")})
+    zeros = {
+        "model": {"a": torch.zeros(3), "b": torch.zeros(3)},
+        "optim": {"a": {"m": torch.zeros(3)}},
+        "step": 0,
+    }
+    found = ckpt_async.torch.load_latest(zeros, run_.url, ignore_keys=["model/b", "optim", "st*p", "mode"])
+    assert found is not None
+    assert (zeros["model"]["a"].tolist(), zeros["model"]["b"].tolist()) == ([1] * 3, [0] * 3)
+    assert (zeros["optim"]["a"]["m"].tolist(), zeros["step"]) == ([0] * 3, 0)
+    assert "ignore_keys_unmatched glob=mode" in caplog.text
+    with pytest.raises(InvalidNameError, match="ignore_keys"):
+        ckpt_async.torch.load_latest(zeros, run_.url, ignore_keys="step")
+
+
 def change_metadata(files: dict[str, bytes], change: Callable[[Any], None]) -> None:
     metadata = pickle.loads(files[".metadata"])
     change(metadata)
