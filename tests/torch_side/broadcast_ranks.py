@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.torch_side.forks import become_ranks
 
 import ckpt_async.torch.formats as formats
 from ckpt_async.errors import RankFailedError
 from ckpt_async.torch import dump, load
+from tests.ranks import become_ranks
 from tests.torch_side import states
 
 world_size, folder = int(sys.argv[1]), Path(sys.argv[2])
