@@ -12,7 +12,6 @@ from types import TracebackType
 from typing import Any, Self
 
 import ckpt_async.torch as ckpt
-from ckpt_async import Uploader, restore
 from ckpt_async.core import launch
 from ckpt_async.restore import Checkpoint
 from ckpt_async.saver import schedule as schedules
@@ -20,6 +19,7 @@ from ckpt_async.saver.asking import Asking
 from ckpt_async.saver.auto import Choice
 from ckpt_async.saver.files import FILENAME, LATEST_FILENAME, Templates, files_of
 from ckpt_async.saver.hooks import FailureHook, Hook, Hooks
+from ckpt_async.saver.resuming import Resuming, uploader_of
 from ckpt_async.saver.saving import Saving, What, check
 from ckpt_async.saver.schedule import Due, Interval, Past
 from ckpt_async.saver.signals import on_signals, watch
@@ -53,7 +53,8 @@ class CheckpointSaver:
 
     Args:
         folder: Local folder; may use `{run_name} {rank} {local_rank} {world_size} {local_world_size} {node_rank}`.
-        remote: As of `Uploader`; may use `{run_name}`.
+        remote: As of `Uploader`; may use `{run_name}`. None: nothing is uploaded; each rank's files are durable, linked
+            and pruned on its node.
         filename: Of a checkpoint's file in `folder`. The variables above, and those of `Timestamp`: `{epoch} {batch}
             {batch_in_epoch} {sample} {sample_in_epoch} {token} {token_in_epoch} {iteration} {step}` and the seconds
             `{total_wct} {epoch_wct} {batch_wct}`. Its suffix chooses the format (see `ckpt_async.torch.dump`).
@@ -93,7 +94,7 @@ class CheckpointSaver:
     def __init__(
         self,
         folder: str | os.PathLike[str] = "{run_name}/checkpoints",
-        remote: str = "",
+        remote: str | None = None,
         *,
         filename: str = FILENAME,
         checkpoint_name: str = "ep{epoch}-ba{batch}",
@@ -130,7 +131,14 @@ class CheckpointSaver:
         what = What(writes, sharded, blocking, overwrite, weights_only, ignore_keys, process_group)
         files = files_of(
             Templates.of(
-                folder, remote, filename, checkpoint_name, latest_filename, kind, deepspeed, weights_only
+                folder,
+                remote or "",
+                filename,
+                checkpoint_name,
+                latest_filename,
+                kind,
+                deepspeed,
+                weights_only,
             ),
             launch.placement(os.environ, rank, world_size),
             run_name,
@@ -141,10 +149,8 @@ class CheckpointSaver:
         check(files, what, self._past.decided)
         self._saves_last, self._saves_on_exception = saves_last, save_on_exception
         uploader.setdefault("launch_id", ckpt.launch_id())
-        self._remote, self._store_options = files.remote, uploader.get("store_options")
-        self.uploader = Uploader(
-            files.folder, files.remote, kind=kind, latest_filename=files.latest_filename, **uploader
-        )
+        self.uploader = uploader_of(files, kind, uploader)
+        self._resuming = Resuming(files, self.uploader, uploader.get("store_options"))
         self._metrics = self.uploader.metrics
         self._metrics.saver_opened()
         self._schedule = schedule
@@ -216,24 +222,19 @@ class CheckpointSaver:
 
     def find(self, **options: Any) -> Checkpoint | None:
         """`restore.find` for this run, on the first rank for all. A collective where there are several ranks."""
-        options = {"folder": self.uploader.folder, "store_options": self._store_options, **options}
-        return ckpt.run_on_one(lambda: restore.find(self._remote, kind=self.uploader.kind, **options))
+        return self._resuming.find(**options)
 
     def load_latest(self, *, wait_s: float = 0.0, **options: Any) -> Any:
         """The state in the newest complete checkpoint, this rank's file of it (or the only one); None if there is none:
-        a fresh start. `wait_s`: for what a killed start was still uploading. `options` are those of
-        `ckpt_async.torch.load_remote`. Blocks; a collective where there are several ranks.
+        a fresh start. One that turns out damaged on any rank is passed over by all. `wait_s`: for what a killed start
+        was still uploading. `options` are those of `ckpt_async.torch.load_remote`. Blocks; a collective where there are
+        several ranks.
 
         Raises what `restore.find` and `load_remote` raise. For sharded checkpoints: `ckpt_async.torch.load_latest`.
         """
         if wait_s:
             self.uploader.wait_for_predecessor(wait_s)
-        found = self.find()
-        if found is None:
-            return None
-        name = self._saving.file_in(found)
-        options = {"folder": self.uploader.folder, **options}
-        return ckpt.load_remote(found, name, **options)
+        return self._resuming.load_latest(**options)
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Block until the newest save is written, and committed with all ranks. Raises SaveFailedError (in strict mode)

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -20,13 +20,12 @@ from ckpt_async.errors import (
     CheckpointAbortedError,
     DestinationError,
     FencedError,
-    FormatError,
     SaveFailedError,
     UploaderClosedError,
 )
-from ckpt_async.restore import Checkpoint
 from ckpt_async.saver.files import Files, check_conflicts
 from ckpt_async.saver.hooks import Hooks
+from ckpt_async.saver.local_only import LocalOnly
 from ckpt_async.saver.schedule import Due
 from ckpt_async.saver.timestamp import Timestamp
 from ckpt_async.saver.writing import SavedCheckpoint, Writer
@@ -59,7 +58,12 @@ class Saving:
     """Used by the trainer's thread, but for `settle`, which any may call."""
 
     def __init__(
-        self, uploader: Uploader, files: Files, what: What, hooks: Hooks, ended: Callable[[], None]
+        self,
+        uploader: Uploader | LocalOnly,
+        files: Files,
+        what: What,
+        hooks: Hooks,
+        ended: Callable[[], None],
     ) -> None:
         self._uploader, self._files, self._what, self._hooks = uploader, files, what, hooks
         self._buffers = ckpt.SnapshotBuffers()
@@ -143,7 +147,7 @@ class Saving:
         found = save(
             state,
             checkpoint.step,
-            self._uploader,
+            cast(Uploader, self._uploader),  # LocalOnly has what it uses
             name=checkpoint.name,
             metrics=metrics,
             process_group=what.process_group,
@@ -203,19 +207,6 @@ class Saving:
         with self._changed:
             before = self._num_ended
             self._changed.wait_for(lambda: self._num_ended > before, timeout_s)
-
-    def file_in(self, checkpoint: Checkpoint) -> str:
-        """This rank's file of it, or the only one. Raises FormatError."""
-        found = sorted(checkpoint.files)
-        if len(found) > 1:
-            found = [each for each in found if self._files.is_own(each)]
-        if len(found) != 1:
-            raise FormatError(
-                f"checkpoint {checkpoint.name} has {len(checkpoint.files)} files, {len(found)} of them this rank's:"
-                f" {', '.join(sorted(checkpoint.files)[:8])}",
-                hint="load it with `ckpt_async.torch.load_remote`, or a sharded one with `load_latest`",
-            )
-        return found[0]
 
     def take_failure(self) -> SaveFailedError | None:
         """What was not saved since the last call."""

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ckpt_async.torch.agreement import (
         agree,
         launch_id,
+        on_all_ranks,
         run_on_one,
     )
     from ckpt_async.torch.dcp import async_save, load_latest, save
@@ -55,6 +56,7 @@ _HOMES = {
     "load_remote": "formats",
     "load_rng_state": "rng",
     "model_state": "states",
+    "on_all_ranks": "agreement",
     "ranks_with_rng": "rng",
     "require_vote": "vote",
     "restore": "parts",
@@ -87,6 +89,7 @@ __all__ = [
     "load_remote",
     "load_rng_state",
     "model_state",
+    "on_all_ranks",
     "ranks_with_rng",
     "require_vote",
     "restore",

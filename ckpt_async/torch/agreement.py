@@ -17,7 +17,13 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 
 from ckpt_async.core import launch
-from ckpt_async.errors import RankFailedError, RanksDisagreeError, SettingsError
+from ckpt_async.errors import (
+    CheckpointGoneError,
+    DamagedCheckpointError,
+    RankFailedError,
+    RanksDisagreeError,
+    SettingsError,
+)
 
 T = TypeVar("T")
 
@@ -97,6 +103,34 @@ def run_on_one(fn: Callable[[], T], *, rank: int = 0, group: dist.ProcessGroup |
     if not isinstance(raised, Exception):
         raise raised
     raise failure.as_error() from raised
+
+
+def on_all_ranks(work: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
+    """Call `work` on every rank and return each its own result. If it raises on any, all ranks raise:
+    DamagedCheckpointError where a checkpoint could not be used on one of them, so that all may go on to another; else
+    their own error, or RankFailedError with the first one's. A collective.
+    """
+    failure: Exception | None = None
+    try:
+        result = work()
+    except Exception as error:  # noqa: BLE001  raised below, here and everywhere
+        failure = error
+    if is_alone():
+        told = [] if failure is None else [(0, failure)]
+    else:
+        boxes: list[Any] = [None] * dist.get_world_size(group)
+        own = None if failure is None else (dist.get_rank(), sendable(failure))
+        dist.all_gather_object(boxes, own, group=group)
+        told = [each for each in boxes if each is not None]
+    if not told:
+        return result
+    for rank, each in told:
+        if isinstance(each, DamagedCheckpointError | CheckpointGoneError):
+            raise DamagedCheckpointError(f"rank {rank}: {each}") from (failure or each)
+    if failure is not None:
+        raise failure
+    rank, first = told[0]
+    raise RankFailedError(f"rank {rank} failed: {type(first).__name__}: {first}") from first
 
 
 def launch_id(group: dist.ProcessGroup | None = None) -> str | None:

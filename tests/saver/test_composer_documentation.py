@@ -153,6 +153,8 @@ def test_11_the_remote_is_filled_in(open_saver: Open, tmp_path: Path) -> None:
     found = restore.find(f"file://{tmp_path}/bucket/{RUN}/x")
     assert found is not None
     assert (found.name, list(found.files)) == ("ep1-ba42", ["ep1-ba42-rank0.pt"])
+    save(open_saver("local", remote=None))  # nothing is uploaded
+    assert (tmp_path / "local/ep1-ba42-rank0.pt").is_file()
 
 
 def test_12_the_link_is_to_the_newest_or_there_is_none(open_saver: Open, tmp_path: Path) -> None:

@@ -314,6 +314,31 @@ def test_savers_of_several_kinds_share_a_run(open_saver: Open, tmp_path: Path, r
     assert set(again.load_latest()) == {"model"}
 
 
+def test_without_a_remote_files_are_kept_linked_and_pruned_here(open_saver: Open, tmp_path: Path) -> None:
+    told: list[int] = []
+    saver = open_saver(
+        remote=None, num_checkpoints_to_keep=2, on_committed=lambda saved: told.append(saved.step)
+    )
+    assert saver.load_latest() is None
+    with saver:
+        Training().run(saver, 1, 7)
+    folder = tmp_path / "local"
+    assert sorted(each.name for each in folder.glob("ep*")) == ["ep0-ba6-rank0.pt", "ep0-ba7-rank0.pt"]
+    assert os.readlink(folder / "latest-rank0.pt") == "ep0-ba7-rank0.pt"
+    assert told == [2, 4, 6, 7]
+    assert open_saver(remote=None, overwrite=True).load_latest()["batch"] == 7
+
+
+def test_a_damaged_checkpoint_is_passed_over(open_saver: Open, tmp_path: Path, remote: str) -> None:
+    with open_saver() as saver:
+        Training().run(saver, 1, 4)
+    (shard,) = tmp_path.glob("remote/ckpt/ep0-ba4.g1/*")
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    assert open_saver(folder=tmp_path / "fresh").load_latest()["batch"] == 2
+
+
 def test_another_runs_files_are_not_replaced(open_saver: Open, tmp_path: Path, remote: str) -> None:
     with open_saver() as saver:
         Training().run(saver, 1, 4)

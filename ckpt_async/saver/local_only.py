@@ -1,0 +1,106 @@
+"""Saving without a remote: files that are durable, linked and pruned on this node, and that is all."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from ckpt_async.core import arguments, keys, launch, naming, retention
+from ckpt_async.core.model import CheckpointId, FileIdentity
+from ckpt_async.core.retention import Candidate
+from ckpt_async.errors import CommitTimeoutError, SealedError
+from ckpt_async.local.durable import fsync_path, point_symlink
+from ckpt_async.local.folder import Folder
+from ckpt_async.local.links import identity_of
+from ckpt_async.local.settings_file import load_settings
+from ckpt_async.monitor.metrics import Metrics
+from ckpt_async.trainer.closing import FlushReport
+
+logger = logging.getLogger(__name__)
+
+
+class LocalOnly:
+    """What a saver uses of an `Uploader`, for `remote=None`. Each rank is on its own: a checkpoint counts as committed
+    on a rank when that rank's files are fsynced. Nothing outlives the node, and no other rank is waited for.
+    """
+
+    remote = ""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        kind: str | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+        settings_file: str | os.PathLike[str] | None = None,
+        launch_id: str | None = None,  # noqa: ARG002  no start has to be told from another
+        **settings: Any,
+    ) -> None:
+        self.rank, self.world_size = launch.rank_and_world_size(os.environ, rank, world_size)
+        self.settings = load_settings(settings, os.environ, settings_file)
+        self.kind = naming.check_kind(kind)
+        is_trusted = self.settings.allow_unknown_filesystem
+        self._folder = Folder(folder, kind=self.kind, allows_unknown_filesystem=is_trusted)
+        self.folder = self._folder.path
+        self.metrics = Metrics("", self._folder)
+        self.before_sigterm_flush: Callable[[float], None] = lambda _: None
+        self._kept = retention.keep_local(
+            self.settings.num_checkpoints_to_keep, self.settings.local_retention
+        )
+        self._files: dict[int, list[tuple[str, FileIdentity]]] = {}
+        self._sealed: dict[int, Candidate] = {}
+
+    def check_takes(self, step: int, name: str | None = None) -> None:
+        naming.checkpoint_name(name, step)
+        if step in self._sealed:
+            raise SealedError(f"step {step} was saved before")
+
+    def enqueue(
+        self, path: str | os.PathLike[str], step: int, name: str | None = None, *, files: Collection[str] = ()
+    ) -> None:
+        self.check_takes(step, name)
+        root = self._folder.relative(path)
+        sources = self._folder.walk(*([f"{root}/{each}" for each in files] or [root]))
+        for source in sources:
+            facts = os.stat(self.folder / source, follow_symlinks=False)
+            self._files.setdefault(step, []).append((source, identity_of(facts)))
+
+    def seal(self, step: int, *, name: str | None = None, metrics: Mapping[str, float] | None = None) -> None:
+        """Durable on return."""
+        self.check_takes(step, name)
+        paths = [self.folder / source for source, _ in self._files.setdefault(step, [])]
+        for each in {*paths, *(path.parent for path in paths)}:
+            fsync_path(each)
+        id_ = CheckpointId(0, arguments.whole(step, "step", 0, keys.MAX_STEP))
+        self._sealed[step] = Candidate(id_, naming.checkpoint_name(name, step), metrics=dict(metrics or {}))
+        if paths and self.settings.latest_filename:
+            link = self.folder / naming.fill(self.settings.latest_filename, rank=self.rank)
+            point_symlink(link, paths[0] if len(paths) == 1 else paths[0].parent, self._folder.private)
+        self._prune()
+
+    def _prune(self) -> None:
+        kept = self._kept.keep(sorted(self._sealed.values(), key=lambda each: each.id))
+        for step in [step for step, each in self._sealed.items() if each.id not in kept]:
+            for source, identity in self._files.pop(step, []):
+                self._folder.remove_source(source, identity)
+            self.metrics.checkpoint_pruned("local")
+
+    def is_committed(self, step: int) -> bool:
+        return step in self._sealed
+
+    def wait(self, step: int, timeout_s: float | None = None) -> None:
+        if step not in self._sealed:
+            raise CommitTimeoutError(f"step {step} was not saved within {timeout_s} s")
+
+    def wait_for_predecessor(self, timeout_s: float) -> bool:  # noqa: ARG002  nothing is ever under way
+        return True
+
+    def flush(self, timeout_s: float) -> FlushReport:  # noqa: ARG002  likewise
+        return FlushReport(True, 0, 0, 0, ())
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Nothing is open."""

@@ -1,0 +1,81 @@
+"""Getting back what a saver has saved: on all ranks together, passing over what turns out damaged."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from typing import Any
+
+import ckpt_async.torch as ckpt
+from ckpt_async import StoreOptions, Uploader, restore
+from ckpt_async.core.model import CheckpointId
+from ckpt_async.errors import FormatError
+from ckpt_async.restore import Checkpoint
+from ckpt_async.restore.fetching import use_newest
+from ckpt_async.saver.files import Files
+from ckpt_async.saver.local_only import LocalOnly
+
+logger = logging.getLogger(__name__)
+
+
+class Resuming:
+    """The checkpoints of a saver's run."""
+
+    def __init__(
+        self, files: Files, uploader: Uploader | LocalOnly, store_options: StoreOptions | None
+    ) -> None:
+        self._files, self._uploader, self._store_options = files, uploader, store_options
+
+    def find(self, passing_over: Collection[CheckpointId] = (), **options: Any) -> Checkpoint | None:
+        if not self._files.remote:
+            return None
+        options = {"folder": self._uploader.folder, "store_options": self._store_options, **options}
+        return ckpt.run_on_one(
+            lambda: restore.find(
+                self._files.remote, kind=self._files.kind or None, passing_over=passing_over, **options
+            )
+        )
+
+    def load_latest(self, **options: Any) -> Any:
+        if not self._files.remote:
+            return self._load_local(**options)
+
+        def load(checkpoint: Checkpoint) -> Any:
+            name = self._file_in(checkpoint)
+            return ckpt.load_remote(checkpoint, name, **{"folder": self._uploader.folder, **options})
+
+        found = use_newest(
+            self.find, lambda checkpoint: ckpt.on_all_ranks(lambda: load(checkpoint)), may_pass_over=True
+        )
+        return None if found is None else found[1]
+
+    def _load_local(self, **options: Any) -> Any:
+        """What the local symlink names: on the first rank's node, if only that writes."""
+        link = self._files.folder / self._files.latest_filename
+        if not self._files.latest_filename or not link.exists():
+            return None
+        return ckpt.load(link, **options)
+
+    def _file_in(self, checkpoint: Checkpoint) -> str:
+        """This rank's file of it, or the only one."""
+        found = sorted(checkpoint.files)
+        if len(found) > 1:
+            found = [each for each in found if self._files.is_own(each)]
+        if len(found) != 1:
+            raise FormatError(
+                f"checkpoint {checkpoint.name} has {len(checkpoint.files)} files, {len(found)} of them this rank's:"
+                f" {', '.join(sorted(checkpoint.files)[:8])}",
+                hint="load it with `ckpt_async.torch.load_remote`, or a sharded one with `load_latest`",
+            )
+        return found[0]
+
+
+def uploader_of(files: Files, kind: str | None, options: dict[str, Any]) -> Uploader | LocalOnly:
+    """Where saved files go."""
+    options = {**options, "kind": kind, "latest_filename": files.latest_filename}
+    if files.remote:
+        return Uploader(files.folder, files.remote, **options)
+    logger.warning(
+        "local_only folder=%s; remote=None: nothing is uploaded, and nothing outlives this node", files.folder
+    )
+    return LocalOnly(files.folder, **options)
