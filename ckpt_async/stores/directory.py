@@ -151,6 +151,23 @@ class DirectoryStore:
             with translating("delete", key):
                 await in_thread(self._delete, key)
 
+    async def delete_if(self, key: str, etag: str) -> None:
+        self._check_key(key, "delete")
+        with translating("delete", key):
+            await in_thread(self._delete, key, etag)
+
+    async def copy(self, source: str, etag: str, key: str) -> None:
+        """A hard link: the same file under another name. Where the file system has none, its bytes are copied."""
+        self._check_key(source, "copy")
+        self._check_key(key, "copy")
+        with translating("copy", source):
+            await in_thread(self._copy, source, etag, key)
+
+    async def copy_part(
+        self, source: str, etag: str, key: str, upload_id: str, number: int, offset: int, size_bytes: int
+    ) -> StoredPart:
+        _refuse_multipart("copy_part", key)
+
     async def create_multipart(self, key: str) -> str:
         _refuse_multipart("create_multipart", key)
 
@@ -218,12 +235,50 @@ class DirectoryStore:
             os.utime(temporary, ns=(current.st_mtime_ns + 1, current.st_mtime_ns + 1))
         os.replace(temporary, target)
 
-    def _delete(self, key: str) -> None:
+    def _copy(self, source: str, etag: str, key: str) -> None:
+        descriptor = self._tree.open(source)
+        try:
+            if _etag(os.fstat(descriptor)) != etag:
+                raise PreconditionFailedError(operation="copy", key=source)
+            temporary = self._tree.link_temporary(source)
+            # Nobody exchanges a file in place: what was linked is the one that was looked at, or was swapped just now.
+            if temporary is None:
+                temporary = self._copy_bytes(descriptor)
+            elif _etag(os.stat(temporary)) != etag:
+                unlink_if_there(temporary)
+                raise PreconditionFailedError(operation="copy", key=source)
+        finally:
+            os.close(descriptor)
+        try:
+            self._publish(temporary, key, None)
+        finally:
+            unlink_if_there(temporary)  # a rename onto another link of the same file does nothing
+
+    def _copy_bytes(self, source: int) -> Path:
+        temporary, descriptor = self._tree.create_temporary()
+        try:
+            offset = 0
+            while data := os.pread(source, _SLICE_BYTES, offset):
+                _write_all(descriptor, memoryview(data))
+                offset += len(data)
+            os.fsync(descriptor)
+        except BaseException:
+            unlink_if_there(temporary)
+            raise
+        finally:
+            os.close(descriptor)
+        return temporary
+
+    def _delete(self, key: str, etag: str | None = None) -> None:
         path = self._tree.path(key)
         if not os.path.lexists(path) or path.is_dir():
             self._tree.check_there("delete", key)
+            if etag is not None:
+                raise PreconditionFailedError(operation="delete", key=key)
             return
         with self._tree.locked():
+            if etag is not None and _etag(os.stat(path, follow_symlinks=False)) != etag:
+                raise PreconditionFailedError(operation="delete", key=key)
             unlink_if_there(path)
             sync_folder(path.parent)
         # Best effort: a parent in use stays, and a shared file system may refuse.

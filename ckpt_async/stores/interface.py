@@ -25,6 +25,8 @@ class Capabilities:
     min_part_size_bytes: int = 5 << 20  # S3: every part but the last
     max_parts: int = 10_000  # S3 user guide, multipart upload limits
     trailing_checksums: bool = False  # `put_part` may find the checksum while it sends
+    copies: bool = True  # `copy`; and `copy_part`, where it has `multipart`
+    max_copy_bytes: int = 5 << 30  # S3: more goes part by part (S3 API reference, CopyObject)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +234,23 @@ class Store(Protocol):
         """Delete exactly these keys; a missing one counts as deleted. Raises if any could not be."""
         ...
 
+    async def delete_if(self, key: str, etag: str) -> None:
+        """Delete the object if it still has this ETag. Where the store does not take such a condition it is compared
+        just before.
+
+        Raises PreconditionFailedError if the object is another or missing *or a lost reply makes it look so*.
+        """
+        ...
+
+    async def copy(self, source: str, etag: str, key: str) -> None:
+        """Have the store copy an object of at most `max_copy_bytes` that has this ETag to another key, over whatever is
+        there: no byte of it leaves the store. Its checksum is kept. Whoever needs to be sure asks `head`: what is
+        no S3 may take this for a `put` of nothing.
+
+        Raises PreconditionFailedError if the source has changed, ObjectNotFoundError if it is missing.
+        """
+        ...
+
     async def create_multipart(self, key: str) -> str:
         """Begin a multipart upload and return its id."""
         ...
@@ -242,6 +261,12 @@ class Store(Protocol):
         """Send one part, verified by the store against `checksum`, which the answer repeats. None, where
         `capabilities.trailing_checksums` allows it: it is found while the bytes are sent, and follows them.
         """
+        ...
+
+    async def copy_part(
+        self, source: str, etag: str, key: str, upload_id: str, number: int, offset: int, size_bytes: int
+    ) -> StoredPart:
+        """As `copy`, for a range of an object as one part of a multipart upload."""
         ...
 
     async def list_parts(self, key: str, upload_id: str) -> Sequence[StoredPart]:

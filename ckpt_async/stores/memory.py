@@ -186,6 +186,25 @@ class MemoryStore:
             for key in keys:
                 self._bucket.objects.pop(self._root + key, None)
 
+    async def delete_if(self, key: str, etag: str) -> None:
+        await asyncio.sleep(0)
+        with self._bucket.lock:
+            current = self._bucket.objects.get(self._root + check_key(key, "delete"))
+            if current is None or current.etag != etag:
+                raise PreconditionFailedError(operation="delete", key=key)
+            del self._bucket.objects[self._root + key]
+
+    async def copy(self, source: str, etag: str, key: str) -> None:
+        check_key(key, "copy")
+        await asyncio.sleep(0)
+        with self._bucket.lock:
+            data = self._to_copy(source, etag)
+            if not self._capabilities.copies or len(data) > self._capabilities.max_copy_bytes:
+                message = f"cannot copy {len(data)} bytes at once"
+                raise StoreError(message, reason=FailureReason.OTHER, operation="copy", key=key)
+            algorithm = self._capabilities.checksum_algorithm
+            self._store(key, data, _etag(data), checksum_of(data, algorithm))
+
     async def create_multipart(self, key: str) -> str:
         check_key(key, "create_multipart")
         await asyncio.sleep(0)
@@ -202,17 +221,16 @@ class MemoryStore:
         assert checksum is not None, "not promised by the capabilities"
         data = await _receive(body, checksum, "put_part", key)
         with self._bucket.lock:
-            upload = self._find_upload(key, upload_id, "put_part")
-            if not 1 <= number <= self._capabilities.max_parts:
-                raise StoreError(
-                    f"part number {number} is out of range",
-                    reason=FailureReason.OTHER,
-                    operation="put_part",
-                    key=key,
-                )
-            part = StoredPart(number, len(data), _etag(data), checksum)
-            upload.parts[number] = (data, part)
-            return part
+            return self._store_part(key, upload_id, number, data, checksum)
+
+    async def copy_part(
+        self, source: str, etag: str, key: str, upload_id: str, number: int, offset: int, size_bytes: int
+    ) -> StoredPart:
+        await asyncio.sleep(0)
+        with self._bucket.lock:
+            data = self._to_copy(source, etag)[offset : offset + size_bytes]
+            checksum = checksum_of(data, self._capabilities.checksum_algorithm)
+            return self._store_part(key, upload_id, number, data, checksum)
 
     async def list_parts(self, key: str, upload_id: str) -> Sequence[StoredPart]:
         await asyncio.sleep(0)
@@ -258,6 +276,29 @@ class MemoryStore:
                 for upload_id, upload in sorted(self._bucket.uploads.items(), key=lambda item: item[1].key)
                 if not upload.is_completed and upload.key.startswith(self._root + prefix)
             ]
+
+    def _to_copy(self, source: str, etag: str) -> bytes:
+        stored = self._bucket.objects.get(self._root + check_key(source, "copy"))
+        if stored is None:
+            raise ObjectNotFoundError(operation="copy", key=source)
+        if stored.etag != etag:
+            raise PreconditionFailedError(operation="copy", key=source)
+        return stored.data
+
+    def _store_part(
+        self, key: str, upload_id: str, number: int, data: bytes, checksum: Checksum
+    ) -> StoredPart:
+        upload = self._find_upload(key, upload_id, "put_part")
+        if not 1 <= number <= self._capabilities.max_parts:
+            raise StoreError(
+                f"part number {number} is out of range",
+                reason=FailureReason.OTHER,
+                operation="put_part",
+                key=key,
+            )
+        part = StoredPart(number, len(data), _etag(data), checksum)
+        upload.parts[number] = (data, part)
+        return part
 
     def _find(self, key: str, operation: str) -> _Object:
         check_key(key, operation)

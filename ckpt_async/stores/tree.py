@@ -102,13 +102,7 @@ class Tree:
             os.fsync(descriptor)
             with self.locked():
                 pass
-            try:
-                os.link(temporary, linked)
-            except OSError as error:
-                if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
-                    raise
-                return False
-            return True
+            return _try_link(temporary, linked)
         finally:
             os.close(descriptor)
             unlink_if_there(temporary)
@@ -127,6 +121,12 @@ class Tree:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         with self._in_place("put"):
             return path, os.open(path, flags, 0o666)
+
+    def link_temporary(self, key: str) -> Path | None:
+        """A temporary name of a file; None where it cannot have another one."""
+        path = self._own / secrets.token_hex(16)
+        with self._in_place("copy"):
+            return path if _try_link(self.path(key), path) else None
 
     def into_parent(self, target: Path, place: Callable[[], None]) -> None:
         for _ in range(_PARENT_ATTEMPTS):
@@ -222,6 +222,16 @@ def _remove_left_behind(folder: Path, now: float) -> None:
     with contextlib.suppress(OSError):
         if folder.stat().st_mtime < now - _EMPTY_AGE_S:
             folder.rmdir()
+
+
+def _try_link(path: Path, link: Path) -> bool:
+    try:
+        os.link(path, link)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV):
+            raise
+        return False
+    return True
 
 
 def make_folders(path: Path) -> None:

@@ -202,6 +202,9 @@ class PatientStore:
             once = functools.partial(self._store.delete, keys[start : start + DELETE_BATCH])
             await self.control("delete", once)
 
+    async def delete_if(self, key: str, etag: str) -> None:
+        await self.control("delete", lambda: self._store.delete_if(key, etag))
+
     async def create_multipart(self, key: str) -> str:
         return await self.control("create_multipart", lambda: self._store.create_multipart(key))
 
@@ -227,6 +230,16 @@ class PatientStore:
         async def once() -> T:
             async with self._budgets.control, asyncio.timeout(self._settings.request_timeout_s):
                 return await attempt()
+
+        return await self._persist(operation, once)
+
+    async def by_itself(self, operation: str, size_bytes: int, attempt: Callable[[Store], Awaitable[T]]) -> T:
+        """Make a request for which the store moves so many bytes: nothing is seen of them until it answers."""
+        timeout_s = self._settings.request_timeout_s + size_bytes / self._settings.minimum_rate_bytes_per_s
+
+        async def once() -> T:
+            async with asyncio.timeout(timeout_s):
+                return await attempt(self._store)
 
         return await self._persist(operation, once)
 

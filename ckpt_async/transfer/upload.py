@@ -88,7 +88,7 @@ async def upload(
     else:
         info, checksum = await _multipart(store, source, key, smallest_part_bytes, resume, opened, sent)
     await asyncio.to_thread(source.check)
-    await _verify(store, info, key, source.size_bytes, checksum)
+    await verify_stored(store, info, key, source.size_bytes, checksum)
     return source.size_bytes, checksum
 
 
@@ -202,7 +202,7 @@ async def _unless_changed(source: Source, request: Awaitable[T]) -> T:
         raise
 
 
-async def _verify(
+async def verify_stored(
     store: PatientStore, info: ObjectInfo, key: str, size_bytes: int, checksum: Checksum
 ) -> None:
     """Compare what the store says with what was read locally; ask, or read back, if it did not say."""
@@ -286,7 +286,7 @@ async def upload_many(store: PatientStore, shards: Sequence[SmallShard]) -> list
     async def ask(shard: SmallShard) -> None:
         try:
             info, checksum = stored[shard.key], checksums[shard.key]
-            await _verify(store, info, shard.key, shard.size_bytes, checksum)
+            await verify_stored(store, info, shard.key, shard.size_bytes, checksum)
         except StoreError:
             del stored[shard.key]
 

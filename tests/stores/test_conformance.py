@@ -158,6 +158,54 @@ class StoreTests:
         assert (await store.get("a", max_size_bytes=9))[0] == b"three"
 
     @with_store
+    async def test_a_copy_has_the_bytes_and_the_checksum_of_its_source(self, store):
+        source = await put(store, ODD_KEY, b"hello")
+        await store.copy(ODD_KEY, source.etag, "to/a+b=c")
+        assert await store.get("to/a+b=c", max_size_bytes=5) == (b"hello", await store.head("to/a+b=c"))
+        assert (await store.head("to/a+b=c")).checksum == crc(b"hello")
+        assert await keys(store) == sorted(["to/a+b=c", ODD_KEY])
+
+    @with_store
+    async def test_a_copy_replaces_what_is_there_and_nothing_else(self, store):
+        one, two = await put(store, "one", b"1"), await put(store, "two", b"22")
+        for source in (one, two, two):  # the second time it is there already
+            await store.copy(source.key, source.etag, "to")
+        assert (await store.get("to", max_size_bytes=2))[0] == b"22"
+        assert (await store.get("one", max_size_bytes=2))[0] == b"1"
+
+    @with_store
+    async def test_a_copy_outlives_its_source(self, store):
+        source = await put(store, "from", b"hello")
+        await store.copy("from", source.etag, "to")
+        await put(store, "from", b"other")
+        assert (await store.get("to", max_size_bytes=5))[0] == b"hello"
+        await store.delete(["from"])
+        assert (await store.get("to", max_size_bytes=5))[0] == b"hello"
+
+    @with_store
+    async def test_an_object_that_has_changed_or_is_gone_is_not_copied(self, store):
+        old = await put(store, "from", b"one")
+        await put(store, "from", b"another")
+        with pytest.raises(PreconditionFailedError):
+            await store.copy("from", old.etag, "to")
+        await store.delete(["from"])
+        with pytest.raises(ObjectNotFoundError):
+            await store.copy("from", old.etag, "to")
+        assert await keys(store) == []
+
+    @with_store
+    async def test_an_object_is_deleted_only_if_it_is_the_same(self, store):
+        old = await put(store, "a", b"one")
+        new = await put(store, "a", b"another")
+        with pytest.raises(PreconditionFailedError):
+            await store.delete_if("a", old.etag)
+        assert (await store.get("a", max_size_bytes=9))[0] == b"another"
+        await store.delete_if("a", new.etag)
+        assert await keys(store) == []
+        with pytest.raises(PreconditionFailedError):
+            await store.delete_if("a", new.etag)
+
+    @with_store
     async def test_a_missing_object_is_not_found(self, store):
         for request in (
             store.get("a/b", max_size_bytes=1),
@@ -198,6 +246,9 @@ class StoreTests:
                 lambda: store.get_range(key, 0, 1, lambda _: None),
                 lambda: store.get_many([SmallGet("kept", 1), SmallGet(key, 1)], lambda *_: None),
                 lambda: store.delete(["kept", key]),
+                lambda: store.delete_if(key, '"e"'),
+                lambda: store.copy("kept", '"e"', key),
+                lambda: store.copy(key, '"e"', "to"),
                 lambda: store.create_multipart(key),
             ):
                 with pytest.raises(StoreError) as raised:
@@ -624,6 +675,33 @@ class MultipartTests(StoreTests):
         now = (await store.list("")).server_time
         assert all(abs(now - each.initiated_at) < 10 for each in found)
         assert {each.key for each in await store.list_multiparts("")} == set(ids)
+
+    @with_store
+    async def test_parts_of_another_object(self, store):
+        """They are copied within the store, and the checksum of the whole is compared as ever."""
+        whole = random.Random(4).randbytes(11 * MIB + 5)
+        source = await store.put("from", BytesBody(whole), crc(whole))
+        upload_id = await store.create_multipart("to")
+        ranges = [(0, 6 * MIB), (6 * MIB, 5 * MIB + 5)]
+        parts = [
+            await store.copy_part("from", source.etag, "to", upload_id, number, *range_)
+            for number, range_ in enumerate(ranges, 1)
+        ]
+        assert [part.size_bytes for part in parts] == [6 * MIB, 5 * MIB + 5]
+        with pytest.raises(IntegrityError):
+            await store.complete_multipart("to", upload_id, parts, crc(b"other"), len(whole))
+        await store.complete_multipart("to", upload_id, parts, crc(whole), len(whole))
+        assert await read(store, "to", 0, len(whole)) == whole
+        assert (await store.head("to")).checksum == crc(whole)
+
+    @with_store
+    async def test_a_part_of_another_object_that_has_changed_is_refused(self, store):
+        old = await put(store, "from", b"one")
+        await put(store, "from", b"another")
+        upload_id = await store.create_multipart("to")
+        with pytest.raises(PreconditionFailedError):
+            await store.copy_part("from", old.etag, "to", upload_id, 1, 0, 3)
+        assert list(await store.list_parts("to", upload_id)) == []
 
 
 class TestMemoryStore(MultipartTests):

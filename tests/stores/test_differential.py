@@ -63,6 +63,8 @@ class Sequence:
             "list": self._list,
             "list ": self._list,
             "delete": self._delete,
+            "delete_if": self._delete_if,
+            "copy": self._copy,
         }
         if self.is_s3:
             operations |= {
@@ -162,6 +164,26 @@ class Sequence:
     def _delete(self) -> tuple[Any, Awaitable[Any]]:
         keys = [self._key() for _ in range(self.rng.choice([0, 1, 1, 3]))]
         return keys, self.store.delete(keys)
+
+    def _delete_if(self) -> tuple[Any, Awaitable[Any]]:
+        key, is_current = self._key(), self.rng.random() < 0.7
+
+        async def delete() -> Any:
+            etag = (await self.store.head(key)).etag if is_current else '"none"'
+            return await self.store.delete_if(key, etag)
+
+        return (key, is_current), delete()
+
+    def _copy(self) -> tuple[Any, Awaitable[Any]]:
+        source, is_current = self._key(), self.rng.random() < 0.8
+        key = self.rng.choice([each for each in KEYS if each != source])  # S3 refuses a copy onto itself
+
+        async def copy() -> Any:
+            etag = (await self.store.head(source)).etag if is_current else '"none"'
+            await self.store.copy(source, etag, key)
+            self.etags.append((await self.store.head(key)).etag)
+
+        return (source, key, is_current), copy()
 
     # --- multipart uploads ---------------------------------------------------------------------------------
 

@@ -58,6 +58,9 @@ def test_each_call_makes_one_attempt(run, call, reply, reason):
             "list",
             "list_parts",
             "abort_multipart",
+            "delete_if",
+            "copy",
+            "copy_part",
             "list_multiparts",
         )
         assert len(peer.requests) == (2 if is_repeated else 1)

@@ -41,16 +41,20 @@ _NEEDED = {
     "create_multipart_upload": ("UploadId",),
     "upload_part": ("ETag",),
     "complete_multipart_upload": ("ETag",),
+    "copy_object": ("CopyObjectResult",),
+    "upload_part_copy": ("CopyPartResult",),
 }
 # The documents that answer, by the SDK's name of the shape. An error in a 200 is told by the SDK.
 # AWS's own name first, then those of other stores.
 _DOCUMENTS = {
     "CompleteMultipartUploadOutput": ("CompleteMultipartUploadResult",),
+    "CopyObjectOutput": ("CopyObjectResult",),
     "CreateMultipartUploadOutput": ("InitiateMultipartUploadResult",),
     "DeleteObjectsOutput": ("DeleteResult",),
     "ListMultipartUploadsOutput": ("ListMultipartUploadsResult", "ListMultipartUploadResult"),
     "ListObjectsV2Output": ("ListBucketResult",),
     "ListPartsOutput": ("ListPartsResult", "ListPartsResponse", "ListMultipartUploadResult"),
+    "UploadPartCopyOutput": ("CopyPartResult",),
 }
 _ROOT = re.compile(
     rb"(?:\xef\xbb\xbf)?\s*(?:<\?.*?\?>\s*)*(?:<!--.*?-->\s*)*<(?:[\w.-]+:)?([\w.-]+)", re.DOTALL
@@ -245,6 +249,12 @@ def range_total(
             f"asked for bytes {offset}+{size_bytes}, the answer is {content_length} of {start}-{end}/{total}"
         )
     return total
+
+
+def copied_part(number: int, size_bytes: int, response: SdkResponse) -> StoredPart:
+    """What UploadPartCopy has made."""
+    result = response["CopyPartResult"]
+    return StoredPart(number, size_bytes, _field(result, "ETag", str), checksum(result))
 
 
 def checksum(response: SdkResponse) -> Checksum | None:

@@ -5,8 +5,8 @@ signing. What guards the bytes instead is our own full-object checksum, which th
 arrived: computed beforehand and sent as a header, or, over TLS and where the store was seen to heed them, as
 the bytes are sent, and as a trailer.
 
-This module must not know retries: one call is one attempt. (Only what has no body and changes nothing, a GET,
-HEAD or abort, is repeated once by aiohttp when its connection breaks before an answer.)
+This module must not know retries: one call is one attempt. (Only what has no body, a GET, HEAD, copy, abort or
+conditional delete, is repeated once by aiohttp when its connection breaks before an answer.)
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckpt_async.core.model import Checksum
-from ckpt_async.errors import ObjectNotFoundError
+from ckpt_async.errors import FailureReason, ObjectNotFoundError, PreconditionFailedError, StoreError
 from ckpt_async.stores import StoreOptions, check_prefix
 from ckpt_async.stores.checksums import Digest
 from ckpt_async.stores.http.messages import MalformedResponseError
@@ -46,6 +46,8 @@ from ckpt_async.stores.s3.reading import Reader
 from ckpt_async.stores.s3.sending import Put, Sender, checksum_parameters
 from ckpt_async.stores.s3.session import S3Session
 
+# CopyObject takes these from its source, unless told to replace all of them.
+_COPIED_ALONG = frozenset({"CacheControl", "ContentType", "Metadata", "Tagging"})
 _DELETE_BATCH = 1000  # DeleteObjects takes no more (S3 API reference)
 
 
@@ -166,6 +168,51 @@ class S3Store:
                     key=error.get("Key", "").removeprefix(self._root),
                     hint=hint_for(code, "delete_objects", self._location),
                 )
+
+    async def delete_if(self, key: str, etag: str) -> None:
+        try:
+            await self._session.call("delete_object", key, IfMatch=etag)
+        except StoreError as error:
+            if error.reason is not FailureReason.OTHER:
+                raise
+            # A store that does not take the condition.
+            if (await self.head(key)).etag != etag:
+                raise PreconditionFailedError(operation="delete_object", key=key) from None
+            await self.delete([key])
+
+    async def copy(self, source: str, etag: str, key: str) -> None:
+        """Metadata and tags come along with the bytes; how the copy is stored and encrypted is said anew."""
+        put_args = {
+            name: value for name, value in self._options.put_args.items() if name not in _COPIED_ALONG
+        }
+        await self._session.call(
+            "copy_object",
+            key,
+            ChecksumAlgorithm=self.capabilities.checksum_algorithm.upper(),
+            **self._copied(source, etag),
+            **put_args,
+        )
+
+    async def copy_part(
+        self, source: str, etag: str, key: str, upload_id: str, number: int, offset: int, size_bytes: int
+    ) -> StoredPart:
+        response = await self._session.call(
+            "upload_part_copy",
+            key,
+            UploadId=upload_id,
+            PartNumber=number,
+            CopySourceRange=f"bytes={offset}-{offset + size_bytes - 1}",
+            **self._copied(source, etag),
+        )
+        with translating("upload_part_copy", key, self._location):
+            return answers.copied_part(number, size_bytes, response)
+
+    def _copied(self, source: str, etag: str) -> dict[str, Any]:
+        name = self._session.name(source, "copy_object")
+        return {
+            "CopySource": {"Bucket": self._location.bucket, "Key": name},
+            "CopySourceIfMatch": etag,
+        }
 
     async def create_multipart(self, key: str) -> str:
         response = await self._session.call(

@@ -41,7 +41,11 @@ _HOST_NAME = re.compile(r"[a-z0-9][a-z0-9-]{1,61}[a-z0-9]")
 
 # How a condition is refused: 409 is S3's answer to two at once, and 404 that of an If-Match on nothing
 # (S3 user guide, "Conditional writes").
-_UNMET = {"IfNoneMatch": frozenset({409, 412}), "IfMatch": frozenset({404, 409, 412})}
+_UNMET = {
+    "IfNoneMatch": frozenset({409, 412}),
+    "IfMatch": frozenset({404, 409, 412}),
+    "CopySourceIfMatch": frozenset({412}),
+}
 
 
 class S3Session:
