@@ -64,6 +64,7 @@ class Remote:
     are_members_asked_for: bool = False
     to_publish: CheckpointId | None = None  # committed by this engine: it also moves latest
     local_latest: CheckpointId | None = None  # what this engine pointed the local symlink at
+    pointed_at: CheckpointId | None = None  # what Composer's pointer was moved to, or need not be any more
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,7 @@ class Policy:
     local_retention: KeepLocal = field(default_factory=KeepLocal)
     may_supersede: bool = False  # the user lets go of what newer checkpoints have made useless
     has_local_latest: bool = True
+    has_pointer: bool = False  # Composer's
     may_send_ahead: bool = False  # the store takes a shard in parts
     may_decide: bool = True  # False: the store has no conditional PUT, and another rank decides
     decides_alone: bool = False  # that rank
@@ -165,6 +167,20 @@ class MoveLocalLatest:
 
 
 @dataclass(frozen=True, slots=True)
+class Copy:
+    """Have the store copy this rank's shards of a committed checkpoint to where the user wants them published."""
+
+    checkpoint: CheckpointId
+
+
+@dataclass(frozen=True, slots=True)
+class MovePointer:
+    """Point Composer's text pointer at this committed checkpoint, whose copies are there."""
+
+    checkpoint: CheckpointId
+
+
+@dataclass(frozen=True, slots=True)
 class Release:
     """Drop the spool's links of a decided checkpoint. The user's own files stay."""
 
@@ -212,6 +228,8 @@ Action = (
     | Abort
     | MoveLatest
     | MoveLocalLatest
+    | Copy
+    | MovePointer
     | Release
     | Remove
     | Keep
@@ -295,9 +313,9 @@ def _towards_decision(
 
 
 def _after_decision(local: Local, remote: Remote, policy: Policy) -> Iterable[Action]:
-    """latest → local symlink → release → local retention; all of it only past a decision (R1, R7)."""
+    """latest → copies → pointer; local symlink → release → local retention; all only past a decision (R1, R7)."""
     decided = {id_: each for id_, each in sorted(local.checkpoints.items()) if each.decision is not None}
-    committed = [candidate(each) for each in decided.values() if each.was_committed]
+    committed = [candidate(each) for each in decided.values() if each.was_committed and not each.is_removed]
     kept = policy.local_retention.keep(committed)
     loadable = [id_ for id_, each in decided.items() if is_loadable(each)]
     newest = max(loadable, default=None)
@@ -306,6 +324,10 @@ def _after_decision(local: Local, remote: Remote, policy: Policy) -> Iterable[Ac
         yield MoveLatest(publish)
     else:
         publish = None
+    yield from (Copy(id_) for id_, each in decided.items() if each.to_copy)
+    pointer = _to_point_at(loadable, decided, remote) if policy.has_pointer else None
+    if pointer is not None:
+        yield MovePointer(pointer)
     linkable = [id_ for id_ in loadable if policy.local_retention.count != 0 or id_ in kept]
     # Where all were pruned remotely, what stays here is still whole, and what goes must not be pointed at (R2).
     linked = max(linkable or kept, default=None) if policy.has_local_latest else None
@@ -320,10 +342,24 @@ def _after_decision(local: Local, remote: Remote, policy: Policy) -> Iterable[Ac
             yield Remove(id_, reason)
         elif not checkpoint.was_committed:
             yield Forget(id_)  # the user's own files stay where they are
-        elif is_all_kept and id_ in kept and id_ not in (newest, publish):
-            yield Keep(id_)
-        elif id_ not in kept and id_ not in (publish, linked) and is_linked:  # R2: the symlink is ahead first
+        elif checkpoint.is_removed:
+            if not checkpoint.to_copy and id_ not in (publish, pointer):
+                yield Forget(id_)
+        elif is_all_kept and id_ in kept:
+            if not checkpoint.to_copy and id_ not in (newest, publish, pointer):
+                yield Keep(id_)
+        elif id_ not in kept and id_ not in (publish, linked, pointer) and is_linked:  # R2: first the symlink
             yield Remove(id_, f"beyond {policy.local_retention}")
+
+
+def _to_point_at(
+    loadable: Iterable[CheckpointId], decided: Mapping[CheckpointId, LocalCheckpoint], remote: Remote
+) -> CheckpointId | None:
+    """The newest whose copies are all there, if it is ahead of what the pointer was moved to."""
+    newest = max((id_ for id_ in loadable if not decided[id_].to_copy), default=None)
+    if newest is None or (remote.pointed_at is not None and newest <= remote.pointed_at):
+        return None
+    return newest
 
 
 def _why_superseded(checkpoint: LocalCheckpoint, policy: Policy) -> str:

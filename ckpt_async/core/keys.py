@@ -12,6 +12,8 @@ Remote, relative to the run's root (`s3://bucket/prefix/run-a`):
     .ckpt_async/boundary.json                                up to where old decisions were collected
     .ckpt_async/leases/<g:06d>-<step:012d>/<reader>.json     readers, with expiry
     .ckpt_async/damaged/<g:06d>-<step:012d>.json             committed, and found to be unreadable
+    .ckpt_async/claims/<sha256 of the key>.json              whose copy is under an exact key
+    <any other key>                                          copies of shards, when asked for
     latest-rank0.pt.symlink                                  Composer's text pointer, when asked for
     kinds/<kind>/                                            a run of its own: all of this once more
 
@@ -28,6 +30,7 @@ Local, relative to the folder:
 
 from __future__ import annotations
 
+import hashlib
 import re
 
 from ckpt_async.core.model import CheckpointId
@@ -40,6 +43,7 @@ RECEIPTS = f"{PRIVATE}/receipts/"
 DECISIONS = f"{PRIVATE}/decisions/"
 LEASES = f"{PRIVATE}/leases/"
 DAMAGED = f"{PRIVATE}/damaged/"
+CLAIMS = f"{PRIVATE}/claims/"
 PROBES = f"{PRIVATE}/probe/"
 BOUNDARY = f"{PRIVATE}/boundary.json"
 LATEST = f"{PRIVATE}/latest.json"
@@ -142,6 +146,11 @@ def parse_damage_key(key: str) -> CheckpointId | None:
     return CheckpointId(int(match[1]), int(match[2])) if match else None
 
 
+def claim_key(key: str) -> str:
+    """Of who may publish under a key. Hashed, for a key may be as long as the store takes."""
+    return f"{CLAIMS}{hashlib.sha256(key.encode()).hexdigest()}.json"
+
+
 def generation_key(generation: int) -> str:
     return f"{GENERATIONS}{generation:06d}.json"
 
@@ -209,7 +218,7 @@ def longest_keys() -> tuple[str, ...]:
     last = CheckpointId(MAX_GENERATION, MAX_STEP)
     return (
         *(BOUNDARY, LATEST, generation_key(MAX_GENERATION), member_key(MAX_GENERATION, MAX_RANK)),
-        *(receipt_key(last, MAX_RANK), decision_key(last), damage_key(last)),
+        *(receipt_key(last, MAX_RANK), decision_key(last), damage_key(last), claim_key("")),
         lease_key(last, "r" * MAX_READER_LENGTH),
         data_key(f"step-{MAX_STEP}", MAX_GENERATION, "s"),
     )

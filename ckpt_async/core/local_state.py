@@ -11,6 +11,7 @@ from typing import assert_never
 
 from ckpt_async.core.model import (
     CheckpointId,
+    Copied,
     Decided,
     Enqueued,
     Failed,
@@ -24,6 +25,7 @@ from ckpt_async.core.model import (
     ReceiptStored,
     Released,
     RemoteAddress,
+    Removed,
     Retried,
     Sealed,
     Shard,
@@ -43,6 +45,7 @@ class LocalShard:
     multipart: MultipartOpened | None = None
     stored: StoredShard | None = None
     failure: Failed | None = None
+    is_copied: bool = False  # to where it is to be published
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,14 @@ class LocalCheckpoint:
     decision: Decided | None = None
     decided_at: float = 0.0
     is_released: bool = False
+    is_removed: bool = False  # the user's files are gone
+
+    @property
+    def to_copy(self) -> list[str]:
+        """Shards that the user wants to have published and that are not, in what was committed."""
+        if not self.was_committed:
+            return []
+        return [name for name, each in self.shards.items() if each.shard.publish_as and not each.is_copied]
 
     @property
     def size_bytes(self) -> int:
@@ -157,8 +168,8 @@ def fold(rows: Iterable[JournalRow], start: Local) -> Local:
     )
 
 
-_ShardEvent = Enqueued | MadeDurable | MultipartOpened | Verified | Failed | Retried
-_CheckpointEvent = Growing | Sealed | Superseded | ReceiptStored | Decided | Released
+_ShardEvent = Enqueued | MadeDurable | MultipartOpened | Verified | Failed | Retried | Copied
+_CheckpointEvent = Growing | Sealed | Superseded | ReceiptStored | Decided | Released | Removed
 
 
 def _apply(
@@ -188,6 +199,8 @@ def _apply(
             return replace(checkpoint, decision=event, decided_at=written_at)
         case Released():
             return replace(checkpoint, is_released=True)
+        case Removed():
+            return replace(checkpoint, is_removed=True)
         case _:
             return _apply_to_shards(checkpoint, shards, event, written_at)
 
@@ -205,7 +218,7 @@ def _apply_to_shards(
                 if (it := shards.get(name)) is not None:
                     # Not by `replace`, which takes four times as long: this is done for each of 10,000 shards.
                     shards[name] = LocalShard(
-                        it.shard, it.enqueued_at, True, it.multipart, it.stored, it.failure
+                        it.shard, it.enqueued_at, True, it.multipart, it.stored, it.failure, it.is_copied
                     )
             if event.is_sealed:
                 return replace(checkpoint, is_seal_durable=True)
@@ -217,6 +230,9 @@ def _apply_to_shards(
                 shards[event.stored.name] = LocalShard(
                     it.shard, it.enqueued_at, it.is_durable, it.multipart, event.stored
                 )
+        case Copied():
+            for name in shards.keys() & event.shards:
+                shards[name] = replace(shards[name], is_copied=True)
         case Failed():
             if event.shard in shards:
                 shards[event.shard] = replace(shards[event.shard], failure=event)

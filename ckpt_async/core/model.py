@@ -48,13 +48,15 @@ class Shard:
     """One immutable file that one rank has finished writing.
 
     `name` is its path within the checkpoint, `source` its path within the folder, both with '/'.
-    `is_linked` says that the spool holds a hard link; otherwise only the user's own file is there.
+    `is_linked` says that the spool holds a hard link; otherwise only the user's own file is there. `publish_as`: the
+    exact key, relative to the run, under which the user wants a copy once the checkpoint is committed.
     """
 
     name: str
     source: str
     identity: FileIdentity
     is_linked: bool
+    publish_as: str = ""
 
     @property
     def size_bytes(self) -> int:
@@ -69,6 +71,7 @@ class StoredShard:
     key: str
     size_bytes: int
     checksum: Checksum
+    publish_as: str = ""  # in receipts: see `Shard`
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +174,21 @@ class Latest:
     checkpoint: CheckpointId
     name: str
     prefix: str
+    number: int
+    nonce: str
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Whose copy belongs under an exact key: that of the newest checkpoint that has claimed it. `number` and `nonce` as
+    in `Latest`.
+    """
+
+    key: str
+    checkpoint: CheckpointId
+    source: str
+    size_bytes: int
+    checksum: Checksum
     number: int
     nonce: str
 
@@ -341,6 +359,21 @@ class Decided:
 
 
 @dataclass(frozen=True, slots=True)
+class Copied:
+    """Shards are under the exact keys that the user wanted, or a newer checkpoint's are, or they were pruned."""
+
+    checkpoint: CheckpointId
+    shards: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """Local retention has deleted the user's files; copies in the store are still to be made."""
+
+    checkpoint: CheckpointId
+
+
+@dataclass(frozen=True, slots=True)
 class Released:
     """The spool links are gone; the user's own files are where they were."""
 
@@ -369,6 +402,8 @@ Event = (
     | ReceiptStored
     | Decided
     | Released
+    | Copied
+    | Removed
     | Forgotten
 )
 

@@ -26,6 +26,8 @@ _WIDTH = re.compile(r"\d{0,2}d?")
 MAX_SHARD_NAME_LENGTH = 600
 MAX_CHECKPOINT_NAME_LENGTH = 200
 MAX_KEY_LENGTH = 1024
+# Where a run keeps its own objects (`keys.DATA`, `keys.KINDS`, `keys.PRIVATE`).
+_OWN_FOLDERS = ("ckpt", "kinds", ".ckpt_async")
 
 
 def several(given: Iterable[T], what: str) -> tuple[T, ...]:
@@ -81,6 +83,18 @@ def check_relative(path: str, what: str) -> str:
             f"{what} {path[:80]!r}… has {len(path)} characters, more than {MAX_SHARD_NAME_LENGTH}"
         )
     return path
+
+
+def check_publish_as(key: str) -> str:
+    """Return `key` if a copy of a shard may be published under it, relative to the run. Raises InvalidNameError."""
+    check_relative(key, "publish_as")
+    if key.partition("/")[0] in _OWN_FOLDERS:
+        raise InvalidNameError(
+            f"publish_as {key!r} is among this package's own objects", hint="use a key that begins otherwise"
+        )
+    if key.endswith(".symlink"):
+        raise InvalidNameError(f"publish_as {key!r} would be taken for one of Composer's pointers")
+    return key
 
 
 def check_key_length(root: str, key: str, *, most: int = MAX_KEY_LENGTH) -> None:

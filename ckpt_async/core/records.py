@@ -20,6 +20,7 @@ from ckpt_async.core.model import (
     Boundary,
     CheckpointId,
     Checksum,
+    Claim,
     Damage,
     Decision,
     Enqueued,
@@ -33,7 +34,7 @@ from ckpt_async.core.model import (
     Shard,
     StoredShard,
 )
-from ckpt_async.core.naming import check_component, check_relative
+from ckpt_async.core.naming import check_component, check_publish_as, check_relative
 from ckpt_async.errors import InvalidNameError, InvalidRecordError, UnknownVersionError
 
 FORMAT_VERSION = 1
@@ -55,7 +56,9 @@ def encode_receipt(receipt: Receipt) -> bytes:
             **_fields_of(receipt, "name", "rank", "world_size"),
             "metrics": dict(receipt.metrics),
             "shards": [
-                _fields_of(shard, "name", "key", "size_bytes") | _checksum_fields(shard.checksum)
+                _fields_of(shard, "name", "key", "size_bytes")
+                | _checksum_fields(shard.checksum)
+                | _publish_fields(shard)
                 for shard in receipt.shards
             ],
         },
@@ -94,8 +97,23 @@ def _stored_shards(items: Iterable[object], prefix: str) -> tuple[StoredShard, .
         name, key = _relative(fields, "name"), _str(fields, "key")
         if key != prefix + name:
             raise InvalidRecordError(f"receipt: key {key!r} is not that of shard {name!r}")
-        found.append(StoredShard(name, key, _int(fields, "size_bytes", 0, 1 << 60), _checksum(fields)))
+        size_bytes = _int(fields, "size_bytes", 0, 1 << 60)
+        found.append(StoredShard(name, key, size_bytes, _checksum(fields), _publish_as(fields)))
     return tuple(found)
+
+
+def _publish_fields(shard: Shard | StoredShard) -> Json:
+    """Nothing where nothing is to be published: as earlier versions wrote it, who read it without this field."""
+    return {"publish_as": shard.publish_as} if shard.publish_as else {}
+
+
+def _publish_as(fields: Mapping[str, Any]) -> str:
+    if "publish_as" not in fields:
+        return ""
+    try:
+        return check_publish_as(_str(fields, "publish_as"))
+    except InvalidNameError as error:
+        raise InvalidRecordError(str(error)) from None
 
 
 # --- decisions, latest, generations ------------------------------------------------------------------------
@@ -210,6 +228,28 @@ def decode_latest(data: bytes) -> Latest:
     return latest
 
 
+def encode_claim(claim: Claim) -> bytes:
+    fields = _fields_of(claim, "key", "source", "size_bytes", "number", "nonce")
+    return _encode("claim", _checkpoint_fields(claim.checkpoint) | _checksum_fields(claim.checksum) | fields)
+
+
+def decode_claim(data: bytes, key: str) -> Claim:
+    fields = _decode("claim", data, MAX_RECORD_SIZE_BYTES)
+    claim = Claim(
+        key=_publish_as({"publish_as": _str(fields, "key")}),
+        checkpoint=_checkpoint(fields),
+        source=_relative(fields, "source"),
+        size_bytes=_int(fields, "size_bytes", 0, 1 << 60),
+        checksum=_checksum(fields),
+        number=_int(fields, "number", 1, 1 << 62),
+        nonce=_str(fields, "nonce"),
+    )
+    named = keys.parse_data_key(claim.source)
+    if claim.key != key or named is None or named[0] != claim.checkpoint:
+        raise InvalidRecordError(f"claim of {claim.source!r} on {claim.key!r} found under that of {key!r}")
+    return claim
+
+
 def encode_generation(generation: Generation) -> bytes:
     fields = _fields_of(generation, "launch_key", "world_size", "host", "nonce", "claimed_at")
     return _encode("generation", {"generation": generation.number, **fields})
@@ -297,6 +337,7 @@ def _shard_fields(shard: Shard) -> Json:
         "source": shard.source,
         "identity": [identity.device, identity.inode, identity.size_bytes, identity.mtime_ns],
         "is_linked": shard.is_linked,
+        **_publish_fields(shard),
     }
 
 
@@ -307,9 +348,8 @@ def decode_shard(item: object) -> Shard:
         raise InvalidRecordError(f"shard: identity {_shown(identity)} is not four numbers")
     if not isinstance(fields.get("is_linked"), bool):
         raise InvalidRecordError("shard: is_linked is not true or false")
-    return Shard(
-        _relative(fields, "name"), _relative(fields, "source"), FileIdentity(*identity), fields["is_linked"]
-    )
+    name, source = _relative(fields, "name"), _relative(fields, "source")
+    return Shard(name, source, FileIdentity(*identity), fields["is_linked"], _publish_as(fields))
 
 
 # --- JSON, capped and checked ------------------------------------------------------------------------------

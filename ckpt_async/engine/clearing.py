@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ckpt_async.core import decide, keys, naming
 from ckpt_async.core.local_state import LocalCheckpoint, fold
-from ckpt_async.core.model import CheckpointId, Forgotten, JournalRow, Released
+from ckpt_async.core.model import CheckpointId, Forgotten, JournalRow, Released, Removed
 from ckpt_async.engine.state import State
 from ckpt_async.errors import InvalidNameError
 from ckpt_async.local import claims, kept
@@ -48,7 +48,11 @@ async def release(state: State, action: decide.Release) -> None:
 
 async def remove(state: State, action: decide.Remove) -> None:
     checkpoint = state.checkpoint(action.checkpoint)
-    others = (each for id_, each in state.local.checkpoints.items() if id_ != action.checkpoint)
+    others = (
+        each
+        for id_, each in state.local.checkpoints.items()
+        if id_ != action.checkpoint and not each.is_removed
+    )
     # A restarted trainer comes to the same steps again, and may just have made an empty folder for one.
     is_ahead = state.is_trainer and decide.is_still_to_come(state.local, action.checkpoint)
     shared = {(shard.shard.source, shard.shard.identity) for each in others for shard in each.shards.values()}
@@ -64,12 +68,16 @@ async def remove(state: State, action: decide.Remove) -> None:
                 source, identity = each.shard.source, each.shard.identity
                 if not state.folder.remove_source(source, identity, keeps_folders=is_ahead):
                     logger.info("local_file_kept path=%s; it is another file by now", each.shard.source)
-            _drop(state, event)
+            if checkpoint.to_copy:  # within the store, which needs none of these files
+                state.record(Removed(action.checkpoint))
+            else:
+                _drop(state, event)
 
     await asyncio.to_thread(remove)
     state.observer.checkpoint_pruned("local")
     logger.info("local_checkpoint_removed %s reason=%s", action.checkpoint, action.reason)
-    _note(state, event)
+    if not checkpoint.to_copy:
+        _note(state, event)
 
 
 async def keep(state: State, id_: CheckpointId) -> None:

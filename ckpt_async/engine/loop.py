@@ -19,7 +19,7 @@ from ckpt_async.core import decide
 from ckpt_async.core.failures import Failure
 from ckpt_async.core.local_state import Local
 from ckpt_async.core.model import CheckpointId, Decided, Failed, Opened
-from ckpt_async.engine import clearing, durable, recovery, sending, settling
+from ckpt_async.engine import clearing, durable, publishing, recovery, sending, settling
 from ckpt_async.engine.book import Book
 from ckpt_async.engine.state import State
 from ckpt_async.engine.upload_queue import UploadQueue
@@ -337,6 +337,10 @@ class Engine:
                 await settling.move_latest(state, action)
             case decide.MoveLocalLatest():
                 await clearing.move_local_latest(state, action)
+            case decide.Copy():
+                await publishing.copy(state, action)
+            case decide.MovePointer():
+                await publishing.move_pointer(state, action)
             case decide.Release():
                 await clearing.release(state, action)
             case decide.Remove():

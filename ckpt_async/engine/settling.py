@@ -8,12 +8,11 @@ import logging
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
-from urllib.parse import urlsplit
 
-from ckpt_async.core import backlog, decide, keys, naming, records
+from ckpt_async.core import backlog, decide, keys, records
 from ckpt_async.core.failures import Failure
 from ckpt_async.core.local_state import LocalCheckpoint
-from ckpt_async.core.model import CheckpointId, Decided, Decision, Latest, Outcome, Receipt, ReceiptStored
+from ckpt_async.core.model import CheckpointId, Decided, Decision, Outcome, Receipt, ReceiptStored
 from ckpt_async.engine.state import MAX_OUTCOMES, State
 from ckpt_async.errors import CkptAsyncError
 from ckpt_async.protocol import cas, steps
@@ -32,7 +31,11 @@ async def store_receipt(state: State, action: decide.StoreReceipt) -> None:
         checkpoint.name,
         state.rank,
         checkpoint.sealed.world_size,
-        tuple(each.stored for each in checkpoint.shards.values() if each.stored is not None),
+        tuple(
+            replace(each.stored, publish_as=each.shard.publish_as) if each.shard.publish_as else each.stored
+            for each in checkpoint.shards.values()
+            if each.stored is not None
+        ),
         checkpoint.sealed.metrics,
     )
     key, data = keys.receipt_key(checkpoint.id, state.rank), records.encode_receipt(receipt)
@@ -222,16 +225,4 @@ async def move_latest(state: State, action: decide.MoveLatest) -> None:
     assert decided is not None
     name = decided.name
     latest = await steps.move_latest(state.store, action.checkpoint, name)
-    if state.settings.composer_symlink and latest.checkpoint == action.checkpoint:
-        await _write_composer_symlink(state, latest)
     state.remote = replace(state.remote, latest=latest)
-
-
-async def _write_composer_symlink(state: State, latest: Latest) -> None:
-    """Composer's remote 'symlink': a text object that holds an object name without its bucket
-    (composer/utils/file_helpers.py, create_symlink_file).
-    """
-    root = urlsplit(state.store.url).path.strip("/")
-    target = f"{root}/{latest.prefix}".strip("/")
-    key = naming.fill(state.settings.composer_symlink, rank=state.rank)
-    await state.store.put(key, target.encode())

@@ -50,6 +50,7 @@ class State:
             local_retention=retention.keep_local(settings.num_checkpoints_to_keep, settings.local_retention),
             may_supersede="supersede" in (settings.on_backlog, settings.on_disk_low),
             has_local_latest=bool(settings.latest_filename),
+            has_pointer=bool(settings.composer_symlink),
             may_send_ahead=store.capabilities.multipart,
             may_decide=has_conditional_put or rank == 0,
             decides_alone=not has_conditional_put and rank == 0,

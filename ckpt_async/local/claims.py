@@ -18,6 +18,8 @@ def of_other_kinds(folder: Folder) -> set[tuple[str, FileIdentity]]:
 
 def _of(folder: Folder, kind: str) -> Iterator[tuple[str, FileIdentity]]:
     for checkpoint in journals.checkpoints(folder.path, kind):
+        if checkpoint.is_removed:
+            continue
         for each in checkpoint.shards.values():
             yield each.shard.source, each.shard.identity
     yield from kept.sources(journals.private_of(folder.path, kind))

@@ -87,7 +87,7 @@ def encode(events: Iterable[Event]) -> Iterator[tuple[tuple[int, int], str, str]
         for start in range(0, len(many), ROW_SHARDS):
             some = many[start : start + ROW_SHARDS]
             first = some[0]
-            if isinstance(first, Enqueued):
+            if isinstance(first, Enqueued) and not first.shard.publish_as:
                 shards = [_shard_items(each.shard) for each in some if isinstance(each, Enqueued)]
                 body = f"[{_quoted(first.name)},{','.join(shards)}]"
             elif isinstance(first, Verified):
@@ -100,7 +100,7 @@ def encode(events: Iterable[Event]) -> Iterator[tuple[tuple[int, int], str, str]
 
 def _series(event: Event) -> object:
     """Equal for neighbours that share a row."""
-    if isinstance(event, Enqueued):
+    if isinstance(event, Enqueued) and not event.shard.publish_as:
         return Enqueued, event.checkpoint, event.name
     if isinstance(event, Verified):
         return Verified, event.checkpoint
@@ -171,13 +171,13 @@ def _event(kind: str, fields: dict[str, Any]) -> Event:
             remote = fields.get("remote")
             fields["remote"] = RemoteAddress(**remote) if remote else None
             fields["settings"] = tuple((name, value) for name, value in fields.get("settings", ()))
-        case "Enqueued":  # of version 1
+        case "Enqueued":  # to be published, or of version 1
             shard = fields["shard"]
             shard["identity"] = FileIdentity(**shard["identity"])
             fields["shard"] = Shard(**shard)
         case "Sealed":
             fields["metrics"] = tuple((name, value) for name, value in fields["metrics"])
-        case "MadeDurable":
+        case "MadeDurable" | "Copied":
             fields["shards"] = tuple(fields["shards"])
         case "Verified":  # of version 1
             stored = fields["stored"]

@@ -11,9 +11,19 @@ import uuid
 from dataclasses import replace
 
 from ckpt_async.core import decide, keys, records
-from ckpt_async.core.model import Boundary, CheckpointId, Checksum, Decision, Latest, Lease, Outcome, Receipt
+from ckpt_async.core.model import (
+    Boundary,
+    CheckpointId,
+    Checksum,
+    Decision,
+    Latest,
+    Lease,
+    Outcome,
+    Receipt,
+    StoredShard,
+)
 from ckpt_async.errors import InvalidRecordError
-from ckpt_async.protocol import sweep_plan
+from ckpt_async.protocol import copies, sweep_plan
 from ckpt_async.protocol.cas import advance, create_once, if_readable, read, read_record
 from ckpt_async.protocol.generation import newest_generation
 from ckpt_async.stores.checksums import checksum_of
@@ -235,8 +245,8 @@ async def begin_prune(store: PatientStore, checkpoint: CheckpointId) -> bool:
 
 
 async def finish_prune(store: PatientStore, checkpoint: CheckpointId) -> bool:
-    """Delete a checkpoint that is `pruning`: shards, receipts, then `pruned`. False if readers are left, or it is
-    not `pruning`.
+    """Delete a checkpoint that is `pruning`: copies, shards, receipts, then `pruned`. False if readers are left, or it
+    is not `pruning`.
 
     Leases are listed here, after the decision was read: a reader whose lease is not seen yet will read `pruning`.
     """
@@ -245,13 +255,16 @@ async def finish_prune(store: PatientStore, checkpoint: CheckpointId) -> bool:
         return False
     if await readers(store, checkpoint):
         return False
-    victims: list[str] = []
+    victims: list[StoredShard] = []
     for rank in range(decision.world_size):
         key = keys.receipt_key(checkpoint, rank)
         data = await read(store, key, max_size_bytes=records.MAX_RECEIPT_SIZE_BYTES)
         if data is not None:  # gone: an earlier sweep was cut short after its shards were deleted
-            victims += [shard.key for shard in _receipt(data[0], checkpoint, rank).shards]
-    await store.delete(victims)
+            victims += _receipt(data[0], checkpoint, rank).shards
+    for shard in victims:
+        if shard.publish_as:
+            await copies.retract(store, checkpoint, shard)
+    await store.delete([shard.key for shard in victims])
     await store.delete([keys.receipt_key(checkpoint, rank) for rank in range(decision.world_size)])
     await _swap(store, checkpoint, Outcome.PRUNING, Outcome.PRUNED)
     return True

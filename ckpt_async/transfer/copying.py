@@ -42,13 +42,13 @@ async def copy(store: PatientStore, source: str, key: str, size_bytes: int, chec
     await verify_stored(store, await _head(store, key, size_bytes), key, size_bytes, checksum)
 
 
-async def is_there(store: PatientStore, key: str, size_bytes: int, checksum: Checksum) -> bool:
-    """Whether the store says that it has this size and checksum under the key."""
+async def find(store: PatientStore, key: str, size_bytes: int, checksum: Checksum) -> ObjectInfo | None:
+    """The object under the key, if the store says that it has this size and checksum."""
     try:
         there = await _head(store, key, size_bytes)
     except ObjectNotFoundError:
-        return False
-    return (there.size_bytes, there.checksum) == (size_bytes, checksum)
+        return None
+    return there if (there.size_bytes, there.checksum) == (size_bytes, checksum) else None
 
 
 async def _head(store: PatientStore, key: str, size_bytes: int) -> ObjectInfo:

@@ -1,0 +1,96 @@
+"""What an engine publishes of committed checkpoints for other tools: copies under exact keys, and Composer's pointer.
+The commit is long over; nothing here changes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import replace
+from urllib.parse import urlsplit
+
+from ckpt_async.core import decide, naming, pointers
+from ckpt_async.core.local_state import LocalCheckpoint
+from ckpt_async.core.model import CheckpointId, Copied, Decision, Outcome, StoredShard
+from ckpt_async.engine.state import State
+from ckpt_async.errors import InvalidRecordError, StoreError
+from ckpt_async.protocol import copies, steps
+from ckpt_async.transfer.together import all_or_none
+
+logger = logging.getLogger(__name__)
+
+# The store does the work; this many of one rank's at once.
+_AT_ONCE = 4
+
+
+async def copy(state: State, action: decide.Copy) -> None:
+    """Or, if the checkpoint is being pruned, take back what was copied: the decision is read again afterwards, as
+    whoever prunes may have looked before a copy was there. What fails is tried again later; the rest is recorded.
+    """
+    checkpoint, store, id_ = state.checkpoint(action.checkpoint), state.store, action.checkpoint
+    wanted, failed = set(checkpoint.to_copy), dict[str, StoreError | InvalidRecordError]()
+    at_once = asyncio.Semaphore(_AT_ONCE)
+
+    async def publish(shard: StoredShard) -> None:
+        async with at_once:
+            try:
+                await copies.publish(store, id_, shard)
+            except (StoreError, InvalidRecordError) as error:
+                failed[shard.name] = error
+
+    decision = await _decision(state, id_)
+    if decision is not None:
+        receipt = await steps.bound_receipt(store, decision, state.rank)
+        # Only what the receipt says: by it whoever prunes finds the copies.
+        shards = [each for each in receipt.shards if each.publish_as and each.name in wanted]
+        await all_or_none(publish(each) for each in shards)
+        decision = await _decision(state, id_)
+    else:
+        shards = _known_here(checkpoint)
+    if decision is None:
+        for each in shards:
+            await copies.retract(store, id_, each)
+        logger.info("copies_left_out %s: it was pruned", id_)
+        failed.clear()
+    state.record(Copied(id_, tuple(sorted(wanted - failed.keys()))))
+    for error in failed.values():
+        raise error
+
+
+async def _decision(state: State, id_: CheckpointId) -> Decision | None:
+    """If it still is a commit."""
+    decision = await steps.read_settled(state.store, id_)
+    return decision if decision is not None and decision.outcome is Outcome.COMMIT else None
+
+
+def _known_here(checkpoint: LocalCheckpoint) -> list[StoredShard]:
+    """What may have been copied by an engine that died before it could look again: the receipt may be gone by now."""
+    found = (
+        (each.stored, each.shard.publish_as) for each in checkpoint.shards.values() if each.shard.publish_as
+    )
+    return [replace(stored, publish_as=key) for stored, key in found if stored is not None]
+
+
+async def move_pointer(state: State, action: decide.MovePointer) -> None:
+    """Composer's remote 'symlink': a text object that holds an object name without its bucket
+    (composer/utils/file_helpers.py, create_symlink_file). A hint, like latest: it never goes back behind that.
+    """
+    shards = [each.shard for each in state.checkpoint(action.checkpoint).shards.values()]
+    if pointers.may_write(state.rank, shards):
+        latest = await steps.read_latest(state.store)
+        decision = await _decision(state, action.checkpoint)
+        if decision is not None and (latest is None or latest.checkpoint <= action.checkpoint):
+            template = state.settings.composer_symlink
+            target = pointers.target(
+                state.rank,
+                shards,
+                name=decision.name,
+                generation=action.checkpoint.generation,
+                num_shards=decision.num_shards,
+                has_own=naming.fill(template, rank=0) != naming.fill(template, rank=1),
+            )
+            if target is not None:
+                root = urlsplit(state.store.url).path.strip("/")
+                named = f"{root}/{target}".strip("/")
+                await state.store.put(naming.fill(template, rank=state.rank), named.encode())
+    state.remote = replace(state.remote, pointed_at=action.checkpoint)
