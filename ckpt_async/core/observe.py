@@ -45,6 +45,9 @@ class Observer:
     def checkpoint_pruned(self, location: str) -> None:
         """Retention removed a checkpoint, location local or remote."""
 
+    def copies_finished(self, result: str, num_files: int) -> None:
+        """Files are published under their exact keys (ok), or could not be for now (failed)."""
+
     def fenced(self) -> None:
         """A newer generation superseded this trainer."""
 

@@ -66,6 +66,11 @@ class Settings:
     composer_symlink: str = _setting(
         "", "remote text pointer as Composer writes it, e.g. latest-rank{rank}.pt.symlink; empty for none"
     )
+    publish_copies: bool = _setting(
+        False,
+        "files are also published under exact keys (`enqueue(publish_as=)`): opening tries whether the store can copy",
+        choices=(False, True),
+    )
     max_inflight_bytes: int = _setting(1024 * MIB, "bytes of shards on the wire at once", MIB, 10**15)
     max_bytes_per_s: float = _setting(
         0.0, "upload bandwidth of one engine, so that training keeps the network; 0 for no cap", 0, 1e12

@@ -52,6 +52,9 @@ async def copy(state: State, action: decide.Copy) -> None:
             await copies.retract(store, id_, each)
         logger.info("copies_left_out %s: it was pruned", id_)
         failed.clear()
+    else:
+        state.observer.copies_finished("ok", len(shards) - len(failed))
+        state.observer.copies_finished("failed", len(failed))
     state.record(Copied(id_, tuple(sorted(wanted - failed.keys()))))
     for error in failed.values():
         raise error

@@ -12,6 +12,7 @@ RESULTS = ("ok", "failed", "source_changed", "source_missing", "superseded")
 REASONS = tuple(reason.value for reason in FailureReason)
 LOCATIONS = ("local",)
 SAVES = ("ok", "failed")
+COPIES = ("ok", "failed")
 SWEEPS = ("ok", "failed")
 SWEEP_SCOPES = ("folder", "remote", "action")
 ENDS = ("committed", "aborted", "pruned")
@@ -131,6 +132,13 @@ DEFINITIONS = (
         "ckpt_async_pruned_checkpoints_total",
         "Checkpoints removed by retention.",
         labels={**_RUN, "location": LOCATIONS},
+    ),
+    _counter(
+        "ckpt_async_copies_total",
+        "Files the store copied to exact keys (`publish_as`); `failed` ones will be retried, and their checkpoint is"
+        " committed all the same. Absent until the first.",
+        labels={**_RUN, "result": COPIES},
+        is_sparse=True,
     ),
     _gauge("ckpt_async_fenced", "1 once a newer start of the run has superseded this trainer, else 0."),
     _counter("ckpt_async_engine_restarts_total", "Times the engine crashed and was restarted.", labels={}),

@@ -98,6 +98,9 @@ class Metrics(Counters, Observer):
     def checkpoint_pruned(self, location: str) -> None:
         self._add("ckpt_async_pruned_checkpoints_total", self._run, location)
 
+    def copies_finished(self, result: str, num_files: int) -> None:
+        self._add("ckpt_async_copies_total", self._run, result, amount=num_files)
+
     def fenced(self) -> None:
         self._is_fenced = True
 

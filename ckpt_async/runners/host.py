@@ -22,6 +22,7 @@ from ckpt_async.engine.state import State
 from ckpt_async.errors import JournalError, SettingsError
 from ckpt_async.local.folder import Folder, boot_id
 from ckpt_async.local.journal import Journal
+from ckpt_async.protocol import copies
 from ckpt_async.protocol import generation as generations
 from ckpt_async.runners import Start
 from ckpt_async.transfer.budgets import Budgets
@@ -57,6 +58,9 @@ class Backends:
                 if not backend.is_open:
                     await backend.store.open(START_TIMEOUT_S)
                     backend.is_open = True
+                if start.settings.publish_copies and not backend.can_copy:
+                    await copies.check_can_copy(backend.store.answering_within(START_TIMEOUT_S))
+                    backend.can_copy = True
             yield backend.store.of((start.kind, start.rank), observer)
         finally:
             backend.num_users -= 1
@@ -78,6 +82,7 @@ class _Backend:
         self.store = connect(start.address.url, start.options, start.settings, observer, budgets=budgets)
         self.opening = asyncio.Lock()
         self.is_open = False
+        self.can_copy = False  # as far as it was tried
         self.num_users = 0
 
 

@@ -157,6 +157,9 @@ class _Facts(Observer):
     def checkpoint_pruned(self, location: str) -> None:
         self._note("checkpoint_pruned", location)
 
+    def copies_finished(self, result: str, num_files: int) -> None:
+        self._note("copies_finished", result, num_files)
+
     def fenced(self) -> None:
         self._note("fenced")
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 from ckpt_async.core import naming
 from ckpt_async.core.model import CheckpointId, FileIdentity, Shard
-from ckpt_async.errors import InvalidNameError, InvalidShardError, SealedError
+from ckpt_async.errors import InvalidNameError, InvalidShardError, SealedError, SettingsError
+from ckpt_async.stores import check_key_length
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,21 @@ class OpenCheckpoint:
                     f"shard {name!r} of step {self.id.step} was enqueued before with different content"
                 )
         return new
+
+    def check_published(self, published: Mapping[str, str]) -> None:
+        """Raise InvalidShardError if a shard was enqueued before otherwise than with these exact keys, by name, or
+        another one is published under one of them.
+        """
+        taken = {each.publish_as: each.name for each in self.shards.values() if each.publish_as}
+        for name, key in published.items():
+            if taken.setdefault(key, name) != name:
+                raise InvalidShardError(
+                    f"shards {taken[key]!r} and {name!r} of step {self.id.step} are both published as {key!r}"
+                )
+            if name in self.shards and self.shards[name].publish_as != key:
+                raise InvalidShardError(
+                    f"shard {name!r} of step {self.id.step} was enqueued before without publish_as={key!r}"
+                )
 
 
 class Checkpoints:
@@ -88,6 +104,21 @@ class Checkpoints:
     def seal(self, step: int) -> None:
         bisect.insort(self._sealed, step)
         self._open.pop(step, None)
+
+
+def exact_keys(
+    publish_as: str, names: Sequence[str], remote: str, *, is_folder: bool, may_publish: bool
+) -> dict[str, str]:
+    """The keys under which shards are published, by name. Raises SettingsError, InvalidNameError."""
+    if not may_publish:
+        raise SettingsError(
+            f"publish_as={publish_as!r} needs publish_copies=True",
+            hint="opening then tries whether the store can copy objects",
+        )
+    found = {name: f"{publish_as}/{name}" if is_folder else publish_as for name in names}
+    for key in found.values():
+        check_key_length(remote, naming.check_publish_as(key))
+    return found
 
 
 def metric_values(metrics: Mapping[str, float], step: int) -> tuple[tuple[str, float], ...]:

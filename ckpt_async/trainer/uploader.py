@@ -26,7 +26,7 @@ from ckpt_async.runners import EngineView
 from ckpt_async.stores import StoreOptions, check_key_length
 from ckpt_async.trainer import at_exit, closing
 from ckpt_async.trainer.backlog import make_room
-from ckpt_async.trainer.checkpoints import Checkpoints, OpenCheckpoint, metric_values
+from ckpt_async.trainer.checkpoints import Checkpoints, OpenCheckpoint, exact_keys, metric_values
 from ckpt_async.trainer.closing import FlushReport
 from ckpt_async.trainer.commits import is_committed, wait_for_commit
 from ckpt_async.trainer.exporting import Exporter
@@ -130,6 +130,7 @@ class Uploader:
         name: str | None = None,
         *,
         files: Collection[str] | None = None,
+        publish_as: str | None = None,
     ) -> None:
         """Enqueue a finished file, or every regular file of a folder (or only these `files` of it, by their paths
         within it), as shards of the checkpoint at `step`.
@@ -145,6 +146,11 @@ class Uploader:
         including files of other ranks, which may be half-written; that would give the checkpoint up. So each rank
         should enqueue its own files, or a folder that only it writes to. Shards with the same name must have the same
         content on all ranks; otherwise the checkpoint is given up.
+
+        With `publish_as` the store copies the file, once the checkpoint is committed, to this very key below the remote
+        (the files of a folder, to their paths below it), for tools that want exact names; needs
+        `publish_copies=True`. Never before the commit; of several checkpoints under one key the newest wins; deleted
+        with its checkpoint.
 
         Raises InvalidShardError or InvalidNameError (not a regular file in the folder, an unsafe name),
         SealedError, NoSpaceError, FencedError, and in strict mode UploadFailedError for failures in the
@@ -164,8 +170,9 @@ class Uploader:
             raise InvalidShardError(f"folder {os.fspath(path)!r} has no files")
         parent = root if sources != [root] else root.rpartition("/")[0]
         named = [(source, source[len(parent) + 1 :] if parent else source) for source in sources]
+        published = self._exact_keys(publish_as, [name for _, name in named], is_folder=sources != [root])
         self._make_room(checkpoint)
-        self._enqueue(checkpoint, full_name, named)
+        self._enqueue(checkpoint, full_name, named, published)
         self.metrics.shards_enqueued(len(named), time.perf_counter() - started)
 
     def check_takes(self, step: int, name: str | None = None) -> None:
@@ -174,14 +181,16 @@ class Uploader:
         checkpoint = self._checkpoint(step)
         self._checkpoints.open_or_new(checkpoint, naming.checkpoint_name(name, checkpoint.step))
 
-    def open(self, step: int, name: str, *, checkpoint_name: str | None = None) -> ShardWriter:
+    def open(
+        self, step: int, name: str, *, checkpoint_name: str | None = None, publish_as: str | None = None
+    ) -> ShardWriter:
         """Open a new file `<folder>/[<kind>/]<checkpoint>/<name>` to write a shard to, binary and seekable. Its data is
         uploaded while more is being written; `close` (or the end of its `with`) enqueues it as `enqueue` would, and
         most of it has been sent by then. If the store has no multipart uploads (`file://`), or the shard is small, it
         is sent afterwards.
 
         Nothing is promised before `close`: after a crash the file is an ordinary one that nobody enqueued. An
-        exception in the `with` removes the file. `seal` is rejected while one is open.
+        exception in the `with` removes the file. `seal` is rejected while one is open. `publish_as`: see `enqueue`.
 
         Raises what `enqueue` raises; InvalidShardError if such a file or shard already exists.
         """
@@ -190,6 +199,7 @@ class Uploader:
         full_name = naming.checkpoint_name(checkpoint_name, id_.step)
         naming.check_relative(name, "shard")
         check_key_length(self.remote, keys.data_key(full_name, self.generation, name))
+        published = self._exact_keys(publish_as, [name])
         source = "/".join(filter(None, (self.kind, full_name, name)))  # names of two kinds may be the same
         self._make_room(id_)
         with self._lock:
@@ -198,7 +208,7 @@ class Uploader:
                 raise InvalidShardError(f"shard {name!r} of step {id_.step} was enqueued or opened before")
             writer = ShardWriter(
                 self.folder / source,
-                enqueue=lambda: self._written(checkpoint, source, name),
+                enqueue=lambda: self._written(checkpoint, source, name, published),
                 drop=lambda: self._not_written(checkpoint, name),
             )
             checkpoint.growing.add(name)
@@ -372,10 +382,25 @@ class Uploader:
         if not self._checkpoints.is_begun(checkpoint.step):
             make_room(self.settings, self._folder, self._engine, self.metrics, self._check_usable)
 
-    def _enqueue(self, id_: CheckpointId, full_name: str, named: Sequence[tuple[str, str]]) -> None:
+    def _exact_keys(
+        self, publish_as: str | None, names: Sequence[str], *, is_folder: bool = False
+    ) -> dict[str, str]:
+        if publish_as is None:
+            return {}
+        may_publish = self.settings.publish_copies
+        return exact_keys(publish_as, names, self.remote, is_folder=is_folder, may_publish=may_publish)
+
+    def _enqueue(
+        self,
+        id_: CheckpointId,
+        full_name: str,
+        named: Sequence[tuple[str, str]],
+        published: Mapping[str, str],
+    ) -> None:
         """Link and record sources under their shards' names, all or none."""
         with self._lock:
             checkpoint = self._checkpoints.open_or_new(id_, full_name)
+            checkpoint.check_published(published)
             longest = max((name for _, name in named), key=len)
             check_key_length(self.remote, keys.data_key(full_name, self.generation, longest))
             new = checkpoint.not_yet_in(named, self._folder.is_same)
@@ -383,7 +408,7 @@ class Uploader:
             try:
                 linked = self._folder.link(new, spool)
                 shards = [
-                    Shard(name, source, identity, is_linked)
+                    Shard(name, source, identity, is_linked, published.get(name, ""))
                     for (source, name), (identity, is_linked) in zip(new, linked, strict=True)
                 ]
                 if shards:
@@ -395,10 +420,12 @@ class Uploader:
             self._checkpoints.keep(checkpoint)
         self._engine.view().wake()
 
-    def _written(self, checkpoint: OpenCheckpoint, source: str, name: str) -> None:
+    def _written(
+        self, checkpoint: OpenCheckpoint, source: str, name: str, published: Mapping[str, str]
+    ) -> None:
         started = time.perf_counter()
         self._check_usable()
-        self._enqueue(checkpoint.id, checkpoint.name, [(source, name)])
+        self._enqueue(checkpoint.id, checkpoint.name, [(source, name)], published)
         with self._lock:
             checkpoint.growing.discard(name)
         self.metrics.shards_enqueued(1, time.perf_counter() - started)

@@ -1,0 +1,297 @@
+"""Files under the exact keys that a user chose: copies within the store, made after the commit and gone with it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ckpt_async import Sweeper, Uploader, restore
+from ckpt_async.core.settings import Settings
+from ckpt_async.errors import (
+    FailureReason,
+    InvalidNameError,
+    InvalidShardError,
+    SettingsError,
+    StoreError,
+)
+from ckpt_async.stores.memory import CAPABILITIES
+from ckpt_async.sweep.drain import drain
+from ckpt_async.transfer import copying
+from tests.conftest import Run
+from tests.stores.misbehaving import Meddled, trouble
+from tests.stores.objects import objects
+from tests.trainer.uploads import Open, decisions, wait_until, write
+
+MIB = 1 << 20
+
+
+@pytest.fixture(params=["file", "s3"])
+def remote(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return f"file://{tmp_path}/store/run" if request.param == "file" else request.getfixturevalue("s3_url")
+
+
+def save(
+    uploader: Uploader, step: int, publish_as: str | None, data: bytes = b"", name: str = "a.pt"
+) -> None:
+    path = write(uploader, f"step-{step}/{name}", data or f"state {step}".encode())
+    uploader.enqueue(path, step, publish_as=publish_as)
+    uploader.seal(step)
+
+
+def published(remote: str) -> dict[str, bytes]:
+    """What any other tool sees under the remote, but our own folders."""
+    return {
+        key: data for key, data in objects(remote).items() if not key.startswith(("ckpt/", ".ckpt_async/"))
+    }
+
+
+def has_copies_to_make(uploader: Uploader) -> bool:
+    return any(each.to_copy for each in uploader._engine.view().fresh_local().checkpoints.values())
+
+
+def claims(remote: str) -> list[str]:
+    return [key for key in objects(remote) if key.startswith(".ckpt_async/claims/")]
+
+
+def test_a_file_is_published_under_its_exact_key(remote: str, tmp_path: Path) -> None:
+    with Uploader(tmp_path / "folder", remote, publish_copies=True) as uploader:
+        for step in (1, 2):
+            save(uploader, step, f"ckpts/ep1-ba{step}-rank0.pt")
+    assert published(remote) == {"ckpts/ep1-ba1-rank0.pt": b"state 1", "ckpts/ep1-ba2-rank0.pt": b"state 2"}
+    assert objects(remote)["ckpt/step-2.g1/a.pt"] == b"state 2", "the checkpoint itself is where it always is"
+
+
+def test_files_of_a_folder_are_published_below_one_key(remote: str, tmp_path: Path) -> None:
+    with Uploader(tmp_path / "folder", remote, publish_copies=True) as uploader:
+        folder = write(uploader, "step-1/.metadata", b"m").parent
+        write(uploader, "step-1/shards/__0_0.distcp", b"0")
+        uploader.enqueue(folder, 1, publish_as="run/ep1-ba1")
+        with uploader.open(1, "notes.txt", publish_as="run/notes.txt") as file:
+            file.write(b"hello")
+        uploader.enqueue(write(uploader, "more/plain.bin"), 1)
+        uploader.seal(1)
+    assert published(remote) == {
+        "run/ep1-ba1/.metadata": b"m",
+        "run/ep1-ba1/shards/__0_0.distcp": b"0",
+        "run/notes.txt": b"hello",
+    }
+
+
+def test_a_large_file_is_copied_in_parts(
+    s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copying, "COPY_PART_BYTES", 5 * MIB)
+    data = os.urandom(12 * MIB + 5)
+    with Uploader(tmp_path / "folder", s3_url, publish_copies=True) as uploader:
+        save(uploader, 1, "exact/large.pt", data)
+    assert published(s3_url) == {"exact/large.pt": data}
+
+
+def test_nothing_is_published_before_the_commit_or_of_what_is_never_committed(opened: Open) -> None:
+    store = Meddled()
+    seen: list[str] = []
+
+    async def before(operation: str, key: str) -> None:
+        if operation in ("copy", "put") and not key.startswith(".ckpt_async/probe/"):
+            seen.append(f"{operation} {key}")
+
+    store.before = before  # type: ignore[method-assign]
+    with opened(store, publish_copies=True) as uploader:
+        save(uploader, 1, "exact/1.pt")
+        uploader.enqueue(write(uploader, "step-2/a.pt"), 2, publish_as="exact/2.pt")  # not sealed
+    assert store.keys("exact/") == ["exact/1.pt"]
+    decided = seen.index("put .ckpt_async/decisions/000001-000000000001.json")
+    assert seen.index("copy ckpt/step-1.g1/a.pt") > decided
+    claim = next(each for each in seen if "claims/" in each)
+    assert seen.index(claim) > decided
+
+
+def test_a_copy_that_fails_affects_no_commit_and_is_tried_again(
+    opened: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = Meddled()
+    left = [3]
+
+    async def before(operation: str, key: str) -> None:
+        if operation == "copy" and key.startswith("ckpt/") and left[0]:
+            left[0] -= 1
+            raise trouble(FailureReason.OTHER)
+
+    store.before = before  # type: ignore[method-assign]
+    with opened(store, publish_copies=True, on_error="warn", num_checkpoints_to_keep=0) as uploader:
+        save(uploader, 1, "exact/1.pt")
+        uploader.wait(1, timeout_s=10)
+        assert list(decisions(store).values()) == ["commit"]
+        wait_until(lambda: store.keys("exact/") == ["exact/1.pt"], uploader)
+        assert not (uploader.folder / "step-1").exists(), "local retention does not wait for copies"
+        wait_until(lambda: not uploader._engine.view().fresh_local().checkpoints, uploader)
+        exported = uploader.metrics.registry.get_sample_value
+        labels = {"run": "memory://test"}
+        assert exported("ckpt_async_copies_total", labels | {"result": "ok"}) == 1
+        assert exported("ckpt_async_copies_total", labels | {"result": "failed"}) == 3
+    assert "action_failed" in caplog.text
+
+
+KILLED_AT_A_COPY = """
+import json, os, signal, sys
+from pathlib import Path
+from ckpt_async import Uploader
+from ckpt_async.transfer import copying
+told = json.loads(sys.argv[1])
+async def die(*_): os.kill(os.getpid(), signal.SIGKILL)
+uploader = Uploader(told["folder"], told["remote"], publish_copies=True, num_checkpoints_to_keep=0)
+setattr(copying, told["at"], die)
+path = Path(told["folder"], "a.pt")
+path.write_bytes(b"state")
+uploader.enqueue(path, 1, publish_as="exact/a.pt")
+uploader.seal(1)
+uploader.close()
+"""
+
+
+@pytest.mark.parametrize("at", ["copy", "verify_stored"])
+@pytest.mark.parametrize("by", ["start", "drain", "sweeper"])
+def test_a_copy_is_finished_after_sigkill(remote: str, tmp_path: Path, run: Run, at: str, by: str) -> None:
+    """Killed between the commit and the copy, or after the copy and before anybody knew that it was made."""
+    folder = tmp_path / "folder"
+    told = {"folder": str(folder), "remote": remote, "at": at}
+    died = subprocess.run([sys.executable, "-c", KILLED_AT_A_COPY, json.dumps(told)], timeout=60)
+    assert died.returncode == -signal.SIGKILL
+    assert restore.find(remote) is not None, "it was committed"
+    assert published(remote).keys() == ({"exact/a.pt"} if at == "verify_stored" else set())
+    if by == "start":
+        Uploader(folder, remote).close()
+    elif by == "drain":
+        run(drain(folder, timeout_s=30, grace_s=1))
+    else:
+        assert run(Sweeper([folder]).sweep()).is_clean
+    assert published(remote) == {"exact/a.pt": b"state"}
+    with Uploader(folder, remote) as uploader:
+        assert not has_copies_to_make(uploader), "it was recorded"
+
+
+def test_copies_are_pruned_with_their_checkpoint_and_only_its_own(
+    remote: str, tmp_path: Path, run: Run
+) -> None:
+    """A key that several checkpoints share is the newest's; what somebody else has put under one stays."""
+    with Uploader(tmp_path / "folder", remote, publish_copies=True) as uploader:
+        for step in (1, 2, 3):
+            folder = write(uploader, f"step-{step}/config.json", b"the same").parent
+            write(uploader, f"step-{step}/model.pt", f"state {step}".encode())
+            uploader.enqueue(folder, step, publish_as="shared")
+            uploader.enqueue(write(uploader, f"own/{step}.pt", b"own"), step, publish_as=f"own/{step}.pt")
+            uploader.seal(step)
+            uploader.wait(step, 30)
+        wait_until(lambda: len(published(remote)) == 5, uploader)
+    objects(remote, put={"own/1.pt": b"replaced by hand"})
+    for _ in range(2):
+        assert run(Sweeper([], [remote], settings=Settings(remote_retention="last=1")).sweep()).is_clean
+    assert restore.find(remote).id.step == 3  # type: ignore[union-attr]
+    assert published(remote) == {
+        "shared/config.json": b"the same",
+        "shared/model.pt": b"state 3",
+        "own/1.pt": b"replaced by hand",
+        "own/3.pt": b"own",
+    }
+    assert len(claims(remote)) == 3
+
+
+def test_of_two_checkpoints_under_one_key_the_newest_wins(opened: Open) -> None:
+    """However late the older one's copy gets through."""
+    store = Meddled()
+    held: list[str] = []
+
+    async def after(operation: str, key: str) -> None:
+        if operation == "put" and "claims/" in key and not held:
+            held.append(key)
+            raise trouble(FailureReason.OTHER)  # the first checkpoint's engine falls back behind the second's
+
+    store.after = after  # type: ignore[method-assign]
+    with opened(store, publish_copies=True, on_error="warn") as uploader:
+        for step in (1, 2):
+            save(uploader, step, "exact/latest.pt")
+            uploader.wait(step, timeout_s=10)
+    assert store.bucket.objects["exact/latest.pt"].data == b"state 2"
+
+
+def test_a_store_that_cannot_copy_is_refused_when_opened(opened: Open) -> None:
+    store = Meddled(capabilities=replace(CAPABILITIES, copies=False))
+    with pytest.raises(StoreError, match="does not copy objects"), opened(store, publish_copies=True):
+        pass
+    assert store.keys() == [], "nothing was made"
+    with opened(store) as uploader:
+        save(uploader, 1, None)
+
+
+def test_a_store_that_takes_a_copy_for_a_put_of_nothing_is_refused_when_opened(opened: Open) -> None:
+    class TakesNoCopySource(Meddled):
+        async def after(self, operation: str, key: str) -> None:
+            if operation == "copy":
+                copy = next(each for each in self.keys(".ckpt_async/probe/") if each.endswith("-copy"))
+                del self.bucket.objects[copy]
+
+    with (
+        pytest.raises(StoreError, match="does not copy objects"),
+        opened(TakesNoCopySource(), publish_copies=True),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "/a.pt",
+        "../a.pt",
+        "a//b",
+        "ckpt/a.pt",
+        ".ckpt_async/latest.json",
+        "kinds/x/a.pt",
+        "a.symlink",
+        "a b",
+        "",
+    ],
+)
+def test_unsafe_keys_are_refused_at_once(opened: Open, key: str) -> None:
+    with opened(Meddled(), publish_copies=True) as uploader:
+        with pytest.raises(InvalidNameError):
+            uploader.enqueue(write(uploader, "a.pt"), 1, publish_as=key)
+        assert not uploader._engine.view().fresh_local().checkpoints
+
+
+def test_contradictions_are_refused_at_once(opened: Open) -> None:
+    store = Meddled()
+    with opened(store) as uploader, pytest.raises(SettingsError, match="publish_copies=True"):
+        uploader.enqueue(write(uploader, "a.pt"), 1, publish_as="exact/a.pt")
+    with opened(store, publish_copies=True) as uploader:
+        uploader.enqueue(write(uploader, "a.pt"), 1, publish_as="exact/a.pt")
+        uploader.enqueue(uploader.folder / "a.pt", 1, publish_as="exact/a.pt")
+        with pytest.raises(InvalidShardError, match="both published"):
+            uploader.enqueue(write(uploader, "b.pt"), 1, publish_as="exact/a.pt")
+        with pytest.raises(InvalidShardError, match="enqueued before"):
+            uploader.enqueue(uploader.folder / "a.pt", 1, publish_as="exact/other.pt")
+
+
+def test_what_was_pruned_before_it_was_copied_is_not_published(opened: Open, run: Run) -> None:
+    """The engine was away for long; whoever pruned could not see a copy that was not there yet."""
+    store = Meddled()
+
+    async def before(operation: str, key: str) -> None:
+        if operation == "copy" and key.startswith("ckpt/"):
+            record = store.bucket.objects[".ckpt_async/decisions/000001-000000000001.json"]
+            data = record.data.replace(b'"commit"', b'"pruning"')
+            store.bucket.objects[".ckpt_async/decisions/000001-000000000001.json"] = replace(
+                record, data=data
+            )
+
+    store.before = before  # type: ignore[method-assign]
+    with opened(store, publish_copies=True) as uploader:
+        save(uploader, 1, "exact/1.pt")
+        uploader.wait(1, timeout_s=10)
+        wait_until(lambda: not has_copies_to_make(uploader), uploader)
+    assert store.keys("exact/") == []
+    assert store.keys(".ckpt_async/claims/") == []
