@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterable
 from dataclasses import replace
 from urllib.parse import urlsplit
 
@@ -21,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 # The store does the work; this many of one rank's at once.
 _AT_ONCE = 4
+RETRACT_S = 30.0
 
 
 async def copy(state: State, action: decide.Copy) -> None:
@@ -48,9 +50,8 @@ async def copy(state: State, action: decide.Copy) -> None:
     else:
         shards = _known_here(checkpoint)
     if decision is None:
-        for each in shards:
-            await copies.retract(store, id_, each)
         logger.info("copies_left_out %s: it was pruned", id_)
+        await _take_back(state, id_, shards)
         failed.clear()
     else:
         state.observer.copies_finished("ok", len(shards) - len(failed))
@@ -58,6 +59,16 @@ async def copy(state: State, action: decide.Copy) -> None:
     state.record(Copied(id_, tuple(sorted(wanted - failed.keys()))))
     for error in failed.values():
         raise error
+
+
+async def _take_back(state: State, id_: CheckpointId, shards: Iterable[StoredShard]) -> None:
+    """Best effort: a trainer's credentials need not be allowed to delete."""
+    store = state.store.answering_within(RETRACT_S)
+    for each in shards:
+        try:
+            await copies.retract(store, id_, each)
+        except (StoreError, InvalidRecordError) as error:
+            logger.warning("copy_left key=%s error=%s; delete it yourself", each.publish_as, error)
 
 
 async def _decision(state: State, id_: CheckpointId) -> Decision | None:

@@ -14,7 +14,13 @@ import uuid
 
 from ckpt_async.core import keys, records
 from ckpt_async.core.model import CheckpointId, Claim, StoredShard
-from ckpt_async.errors import FailureReason, ObjectNotFoundError, PreconditionFailedError, StoreError
+from ckpt_async.errors import (
+    FailureReason,
+    IntegrityError,
+    ObjectNotFoundError,
+    PreconditionFailedError,
+    StoreError,
+)
 from ckpt_async.protocol.cas import advance, read_record
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.transfer import copying
@@ -22,6 +28,8 @@ from ckpt_async.transfer.patient import PatientStore
 
 logger = logging.getLogger(__name__)
 
+# A copy may be found to be another's, whose request was late; seldom twice.
+_ATTEMPTS = 3
 _CANNOT = "files cannot be published under exact keys: this store does not copy objects"
 _HINT = "leave out publish_copies, or see the permissions in docs/operations.md"
 
@@ -33,9 +41,8 @@ async def publish(store: PatientStore, checkpoint: CheckpointId, shard: StoredSh
     The checkpoint must be committed; whoever calls this looks afterwards whether it still is, else `retract`s.
     """
     while True:
-        claim = await _claim(store, checkpoint, shard)
-        await _fulfil(store, claim, is_ours=claim.source == shard.key)
-        if await read_claim(store, claim.key) == claim:
+        claim = await _bring_about(store, await _claim(store, checkpoint, shard), ours=shard.key)
+        if claim is not None:
             return claim.source == shard.key
 
 
@@ -56,7 +63,7 @@ async def retract(store: PatientStore, checkpoint: CheckpointId, shard: StoredSh
         there = await _read_claim(store, key)
     if there is not None:
         # Claimed meanwhile: had it the same bytes, it took them for its own, and they were deleted just now.
-        await _fulfil(store, there[0], is_ours=False)
+        await _bring_about(store, there[0], ours=shard.key)
 
 
 async def check_can_copy(store: PatientStore) -> None:
@@ -107,15 +114,26 @@ async def _claim(store: PatientStore, checkpoint: CheckpointId, shard: StoredSha
     return claim
 
 
-async def _fulfil(store: PatientStore, claim: Claim, *, is_ours: bool) -> None:
-    if await copying.find(store, claim.key, claim.size_bytes, claim.checksum) is not None:
-        return
-    try:
-        await copying.copy(store, claim.source, claim.key, claim.size_bytes, claim.checksum)
-    except (ObjectNotFoundError, PreconditionFailedError):
-        if is_ours:
-            raise
-        # A newer checkpoint's, which was pruned: nothing belongs here.
+async def _bring_about(store: PatientStore, claim: Claim, *, ours: str) -> Claim | None:
+    """Copy what the claim says until it is there and the claim stays the same; the claim then, None if it is gone."""
+    num_failed = 0
+    while True:
+        error: StoreError | None = None
+        try:
+            if await copying.find(store, claim.key, claim.size_bytes, claim.checksum) is None:
+                await copying.copy(store, claim.source, claim.key, claim.size_bytes, claim.checksum)
+        except (IntegrityError, ObjectNotFoundError, PreconditionFailedError) as raised:
+            error = raised  # or somebody else has just copied here, for another claim
+        there = await read_claim(store, claim.key)
+        if there is None or (there == claim and error is None):
+            return there
+        if there == claim and error is not None:
+            if claim.source != ours and not isinstance(error, IntegrityError):
+                return claim  # a newer checkpoint's that was pruned: nothing belongs here
+            num_failed += 1
+            if num_failed == _ATTEMPTS:
+                raise error
+        claim = there
 
 
 async def _delete_if_same(store: PatientStore, key: str, etag: str) -> bool:

@@ -245,7 +245,7 @@ async def begin_prune(store: PatientStore, checkpoint: CheckpointId) -> bool:
 
 
 async def finish_prune(store: PatientStore, checkpoint: CheckpointId) -> bool:
-    """Delete a checkpoint that is `pruning`: copies, shards, receipts, then `pruned`. False if readers are left, or it
+    """Delete a checkpoint that is `pruning`: shards, copies, receipts, then `pruned`. False if readers are left, or it
     is not `pruning`.
 
     Leases are listed here, after the decision was read: a reader whose lease is not seen yet will read `pruning`.
@@ -261,10 +261,10 @@ async def finish_prune(store: PatientStore, checkpoint: CheckpointId) -> bool:
         data = await read(store, key, max_size_bytes=records.MAX_RECEIPT_SIZE_BYTES)
         if data is not None:  # gone: an earlier sweep was cut short after its shards were deleted
             victims += _receipt(data[0], checkpoint, rank).shards
-    for shard in victims:
+    await store.delete([shard.key for shard in victims])
+    for shard in victims:  # of what is gone nobody begins another copy
         if shard.publish_as:
             await copies.retract(store, checkpoint, shard)
-    await store.delete([shard.key for shard in victims])
     await store.delete([keys.receipt_key(checkpoint, rank) for rank in range(decision.world_size)])
     await _swap(store, checkpoint, Outcome.PRUNING, Outcome.PRUNED)
     return True

@@ -16,6 +16,7 @@ from ckpt_async.transfer.upload import PlannedPart, part_size, plan_parts, verif
 # no request is silent for minutes, which a proxy may take for its end.
 COPY_PART_BYTES = 1 << 30
 _PARTS_AT_ONCE = 8
+_ABORT_S = 10.0
 
 
 async def copy(store: PatientStore, source: str, key: str, size_bytes: int, checksum: Checksum) -> None:
@@ -57,7 +58,6 @@ async def _head(store: PatientStore, key: str, size_bytes: int) -> ObjectInfo:
 
 
 async def _in_parts(store: PatientStore, source: ObjectInfo, key: str, checksum: Checksum) -> None:
-    await drop_parts(store, key)
     upload_id = await store.create_multipart(key)
     at_once = asyncio.Semaphore(_PARTS_AT_ONCE)
 
@@ -75,13 +75,13 @@ async def _in_parts(store: PatientStore, source: ObjectInfo, key: str, checksum:
         parts = await all_or_none(copy_part(part) for part in plan_parts(source.size_bytes, size))
         await store.complete_multipart(key, upload_id, parts, checksum, source.size_bytes)
     except StoreError:
-        with contextlib.suppress(StoreError):
-            await store.abort_multipart(key, upload_id)
+        with contextlib.suppress(StoreError):  # a trainer's credentials may not
+            await store.answering_within(_ABORT_S).abort_multipart(key, upload_id)
         raise
 
 
 async def drop_parts(store: PatientStore, key: str) -> None:
-    """Drop what an attempt that was killed has left of copying to this very key."""
+    """Drop what attempts that were killed have left of copying to this very key."""
     for each in await store.list_multiparts(key):
         if each.key == key:
             await store.abort_multipart(key, each.upload_id)

@@ -19,6 +19,7 @@ from ckpt_async.core.local_state import Local, fold
 from ckpt_async.core.model import (
     CheckpointId,
     Checksum,
+    Copied,
     Decided,
     Enqueued,
     Event,
@@ -33,6 +34,7 @@ from ckpt_async.core.model import (
     ReceiptStored,
     Released,
     RemoteAddress,
+    Removed,
     Retried,
     Sealed,
     Shard,
@@ -71,6 +73,11 @@ EVENTS: list[Event] = [
     *(Decided(ID, outcome, "ep1-ba300", "\ud800 reason") for outcome in Outcome),
     Growing(ID, "ep1-ba300", "m.pt", "step/m.pt"),
     Growing(ID, "ep1-ba300", "m.pt", None),
+    Enqueued(
+        ID, "ep1-ba300", Shard("p", "x/p", FileIdentity(1, 2, 3, 4), is_linked=True, publish_as="exact/p")
+    ),
+    Copied(ID, ("p",)),
+    Removed(ID),
     Released(ID),
     Forgotten(ID, None),
     Forgotten(ID, 1.5),

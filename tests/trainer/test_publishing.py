@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -140,6 +141,7 @@ def test_a_copy_that_fails_affects_no_commit_and_is_tried_again(
 KILLED_AT_A_COPY = """
 import json, os, signal, sys
 from pathlib import Path
+from urllib.parse import urlsplit
 from ckpt_async import Uploader
 from ckpt_async.transfer import copying
 told = json.loads(sys.argv[1])
@@ -295,3 +297,89 @@ def test_what_was_pruned_before_it_was_copied_is_not_published(opened: Open, run
         wait_until(lambda: not has_copies_to_make(uploader), uploader)
     assert store.keys("exact/") == []
     assert store.keys(".ckpt_async/claims/") == []
+
+
+# --- Composer's pointer ------------------------------------------------------------------------------------
+
+
+def follow(remote: str, pointer: str) -> dict[str, bytes]:
+    """What Composer (0.32) finds behind a pointer: `get_file` reads an object name from it, without the bucket, and
+    downloads this object; of a sharded checkpoint it reads objects below that name.
+    """
+    there = objects(remote)
+    name = there[pointer].decode()
+    assert name == name.strip("/\n")
+    root = f"{urlsplit(remote).path.strip('/')}/"
+    assert name.startswith(root)
+    target = name.removeprefix(root)
+    return {key: data for key, data in there.items() if key == target or key.startswith(f"{target}/")}
+
+
+POINTER = "latest-rank{rank}.pt.symlink"
+
+
+def test_the_pointer_names_the_one_file_of_a_checkpoint(remote: str, tmp_path: Path) -> None:
+    """Composer's monolithic resume downloads the object that the pointer names."""
+    with Uploader(tmp_path / "folder", remote, composer_symlink=POINTER) as uploader:
+        for step in (1, 2):
+            save(uploader, step, None)
+            uploader.wait(step, 30)
+    assert follow(remote, "latest-rank0.pt.symlink") == {"ckpt/step-2.g1/a.pt": b"state 2"}
+
+
+def test_the_pointer_names_the_published_file(remote: str, tmp_path: Path) -> None:
+    with Uploader(tmp_path / "folder", remote, composer_symlink=POINTER, publish_copies=True) as uploader:
+        for step in (1, 2):
+            save(uploader, step, f"ckpts/ep1-ba{step}-rank0.pt")
+    assert follow(remote, "latest-rank0.pt.symlink") == {"ckpts/ep1-ba2-rank0.pt": b"state 2"}
+
+
+def test_the_pointer_names_the_folder_of_several_files(remote: str, tmp_path: Path) -> None:
+    """As Composer's does for sharded checkpoints: the published one, where there is one."""
+    with Uploader(tmp_path / "folder", remote, composer_symlink=POINTER, publish_copies=True) as uploader:
+        for step, publish_as in ((1, None), (2, "ckpts/ep1-ba2")):
+            folder = write(uploader, f"step-{step}/.metadata", b"m").parent
+            write(uploader, f"step-{step}/__0_0.distcp", b"0")
+            uploader.enqueue(folder, step, publish_as=publish_as)
+            uploader.seal(step)
+            uploader.wait(step, 30)
+            if step == 1:
+                wait_until(lambda: "latest-rank0.pt.symlink" in objects(remote), uploader)
+                found = follow(remote, "latest-rank0.pt.symlink")
+                assert set(found) == {"ckpt/step-1.g1/.metadata", "ckpt/step-1.g1/__0_0.distcp"}
+    found = follow(remote, "latest-rank0.pt.symlink")
+    assert set(found) == {"ckpts/ep1-ba2/.metadata", "ckpts/ep1-ba2/__0_0.distcp"}
+
+
+def test_the_pointer_waits_for_the_copies_it_names(opened: Open) -> None:
+    """What it names can be read at any time."""
+    store = Meddled()
+    seen: list[str] = []
+
+    def pointer() -> str:
+        there = store.bucket.objects.get("latest-rank0.pt.symlink")
+        return there.data.decode() if there else ""
+
+    async def before(operation: str, key: str) -> None:
+        if operation == "copy" and key.startswith("ckpt/step-2") and len(seen) < 3:
+            seen.append(pointer())
+            raise trouble(FailureReason.OTHER)
+
+    store.before = before  # type: ignore[method-assign]
+    with opened(store, composer_symlink=POINTER, publish_copies=True, on_error="warn") as uploader:
+        for step in (1, 2):
+            save(uploader, step, f"exact/{step}.pt")
+            uploader.wait(step, timeout_s=10)
+            wait_until(lambda: pointer() == f"exact/{step}.pt", uploader)  # noqa: B023
+    assert seen == ["exact/1.pt"] * 3
+
+
+def test_the_pointer_is_written_where_nothing_is_kept_locally(opened: Open) -> None:
+    store = Meddled()
+    with opened(store, composer_symlink=POINTER, num_checkpoints_to_keep=0) as uploader:
+        save(uploader, 1, None)
+        uploader.wait(1, timeout_s=10)
+    assert store.bucket.objects["latest-rank0.pt.symlink"].data == b"ckpt/step-1.g1/a.pt"
+    with opened(store, composer_symlink=POINTER, num_checkpoints_to_keep=0) as uploader:
+        save(uploader, 1, None)  # the start begins over
+    assert store.bucket.objects["latest-rank0.pt.symlink"].data == b"ckpt/step-1.g2/a.pt"

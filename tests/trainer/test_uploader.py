@@ -937,23 +937,6 @@ def test_links_are_not_released_while_they_are_being_made_durable(
         wait_until(lambda: not list(spool.glob("000001-000000000001*")), uploader)
 
 
-def test_composer_symlink_names_the_newest_checkpoint(tmp_path: Path) -> None:
-    """Tools that follow Composer's text pointers find what was committed last: object name, no bucket, no newline."""
-    root = tmp_path / "store" / "run"
-    with Uploader(
-        tmp_path / "folder", f"file://{root}", composer_symlink="latest-rank{rank}.pt.symlink"
-    ) as uploader:
-        for step in (1, 2):
-            path = tmp_path / "folder" / f"{step}.pt"
-            path.write_bytes(b"x")
-            uploader.enqueue(path, step)
-            uploader.seal(step)
-            uploader.wait(step, 30)
-    prefix = (root / "latest-rank0.pt.symlink").read_text()
-    assert prefix == f"{str(root).lstrip('/')}/ckpt/step-2.g1"
-    assert (Path("/") / prefix / "2.pt").read_bytes() == b"x"
-
-
 def test_retention_keeps_folders_of_steps_that_a_restarted_trainer_saves_again(opened: Open) -> None:
     """It may just have made one: its next write would fail, and end the training."""
     store = Meddled()
