@@ -32,7 +32,7 @@ class Templates:
     @classmethod
     def of(
         cls,
-        folder: str | os.PathLike[str],
+        folder: str,
         remote: str,
         filename: str,
         checkpoint_name: str,
@@ -49,7 +49,7 @@ class Templates:
             )
         if is_deepspeed:
             filename = ckpt.deepspeed_filename(filename, weights_only=weights_only)
-        return cls(os.fspath(folder), remote, filename, checkpoint_name, latest_filename or "")
+        return cls(folder, remote, filename, checkpoint_name, latest_filename or "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,17 +129,9 @@ class CheckpointSaver:
         schedule = schedules.parse(save_interval, fixed_steps, ephemeral_save_interval, max_duration)
         writes = (sharded or deepspeed or rank == 0) if is_writer is None else is_writer
         what = What(writes, sharded, blocking, overwrite, weights_only, ignore_keys, process_group)
+        templates = (os.fspath(folder), remote or "", filename, checkpoint_name, latest_filename)
         files = files_of(
-            Templates.of(
-                folder,
-                remote or "",
-                filename,
-                checkpoint_name,
-                latest_filename,
-                kind,
-                deepspeed,
-                weights_only,
-            ),
+            Templates.of(*templates, kind, deepspeed, weights_only),
             launch.placement(os.environ, rank, world_size),
             run_name,
             kind,
