@@ -16,7 +16,6 @@ import torch
 import ckpt_async.torch as ckpt
 from ckpt_async.saver import CheckpointSaver, SavedCheckpoint
 
-NUM_BATCHES = 60
 SAVE_EVERY = 4
 
 
@@ -53,7 +52,7 @@ class Trainer:
             torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Dropout(0.2), torch.nn.Linear(64, 16)
         )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
-        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, NUM_BATCHES)
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 60)
         self.loader = Loader()
         self.batch = 0
 
@@ -84,7 +83,7 @@ def train(
     remote: str,
     tell: Callable[[str], object],
     *,
-    num_batches: int = NUM_BATCHES,
+    num_batches: int,
     has_weights: bool = False,
     **options: Any,
 ) -> None:
