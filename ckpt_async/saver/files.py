@@ -28,6 +28,8 @@ class Templates:
     filename: str
     checkpoint_name: str
     latest_filename: str
+    publish: str
+    latest_remote_filename: str
 
     @classmethod
     def of(
@@ -37,6 +39,8 @@ class Templates:
         filename: str,
         checkpoint_name: str,
         latest_filename: str | None,
+        publish: str | None,
+        latest_remote_filename: str | None,
         kind: str | None = None,
         is_deepspeed: bool = False,
         weights_only: bool = False,
@@ -49,7 +53,8 @@ class Templates:
             )
         if is_deepspeed:
             filename = ckpt.deepspeed_filename(filename, weights_only=weights_only)
-        return cls(folder, remote, filename, checkpoint_name, latest_filename or "")
+        exact = ((each or "").lstrip("/") for each in (publish, latest_remote_filename))
+        return cls(folder, remote, filename, checkpoint_name, latest_filename or "", *exact)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +68,12 @@ class Files:
     kind: str
     filename: str
     checkpoint_name: str
+    publish: str  # empty: no
+    pointer: str  # likewise
+
+    def published(self, now: Timestamp) -> str | None:
+        """The exact key of this rank's file, or of the folder, below the remote."""
+        return names.fill(self.publish, self._at(now)) if self.publish else None
 
     def path(self, now: Timestamp) -> Path:
         return self.folder / names.fill(self.filename, self._at(now))
@@ -97,6 +108,8 @@ def files_of(
         ("filename", everything),
         ("checkpoint_name", ("run_name", *names.OF_TIME)),
         ("latest_filename", names.OF_RUN),
+        ("publish", everything),
+        ("latest_remote_filename", names.OF_RUN),
     ):
         names.check(getattr(templates, what), what, allowed, run_name=run_name)
     if has_several_writers and not {"rank", "local_rank"} & (
@@ -116,11 +129,23 @@ def files_of(
         kind=naming.check_kind(kind),
         filename=templates.filename,
         checkpoint_name=templates.checkpoint_name,
+        publish=templates.publish,
+        pointer=_pointer(names.fill(templates.latest_remote_filename, run)),
     )
     start = Timestamp(batch=0)
     naming.check_relative(str(PurePosixPath(names.fill(found.filename, found._at(start)))), "filename")  # noqa: SLF001
     found.name(start)
+    if (key := found.published(start)) is not None:
+        naming.check_relative(key, "publish")
     return found
+
+
+def _pointer(filename: str) -> str:
+    """Composer's pointers have this suffix."""
+    if not filename:
+        return ""
+    named = filename if filename.endswith(".symlink") else f"{filename}.symlink"
+    return naming.check_relative(named, "latest_remote_filename")
 
 
 def check_conflicts(files: Files, resumed: Timestamp | None) -> None:

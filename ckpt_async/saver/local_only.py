@@ -60,7 +60,13 @@ class LocalOnly:
             raise SealedError(f"step {step} was saved before")
 
     def enqueue(
-        self, path: str | os.PathLike[str], step: int, name: str | None = None, *, files: Collection[str] = ()
+        self,
+        path: str | os.PathLike[str],
+        step: int,
+        name: str | None = None,
+        *,
+        files: Collection[str] = (),
+        publish_as: str | None = None,  # noqa: ARG002  there is no store
     ) -> None:
         self.check_takes(step, name)
         root = self._folder.relative(path)

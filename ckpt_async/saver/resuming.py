@@ -73,6 +73,10 @@ class Resuming:
 def uploader_of(files: Files, kind: str | None, options: dict[str, Any]) -> Uploader | LocalOnly:
     """Where saved files go."""
     options = {**options, "kind": kind, "latest_filename": files.latest_filename}
+    if files.publish:
+        options["publish_copies"] = True
+    if files.pointer:
+        options["composer_symlink"] = files.pointer
     if files.remote:
         return Uploader(files.folder, files.remote, **options)
     logger.warning(

@@ -60,6 +60,10 @@ class CheckpointSaver:
             `{total_wct} {epoch_wct} {batch_wct}`. Its suffix chooses the format (see `ckpt_async.torch.dump`).
         checkpoint_name: Of the checkpoint as a whole: its folder in the store.
         latest_filename: Symlink in `folder` to the newest committed checkpoint; None for none.
+        publish: Exact key, below the remote, for tools that want one: the store copies this rank's file to it once the
+            checkpoint is committed. May use all variables.
+        latest_remote_filename: Composer's text pointer to the newest committed file, below the remote; `.symlink` is
+            added.
         save_interval: `"1ep"`, `"500ba"`, `"10000sp"`, `"1e9tok"`, `"2iter"`, `"0.1dur"` of `max_duration`, `"30min"`
             of wall clock, a number of epochs, `Auto(…)`, a function `(timestamp, event) -> bool` that answers the same
             on all ranks, or a list of several. None: only what the following ask for.
@@ -99,6 +103,8 @@ class CheckpointSaver:
         filename: str = FILENAME,
         checkpoint_name: str = "ep{epoch}-ba{batch}",
         latest_filename: str | None = LATEST_FILENAME,
+        publish: str | None = None,
+        latest_remote_filename: str | None = None,
         save_interval: Interval = "1ep",
         fixed_steps: Iterable[int] = (),
         ephemeral_save_interval: Interval = None,
@@ -131,7 +137,7 @@ class CheckpointSaver:
         what = What(writes, sharded, blocking, overwrite, weights_only, ignore_keys, process_group)
         templates = (os.fspath(folder), remote or "", filename, checkpoint_name, latest_filename)
         files = files_of(
-            Templates.of(*templates, kind, deepspeed, weights_only),
+            Templates.of(*templates, publish, latest_remote_filename, kind, deepspeed, weights_only),
             launch.placement(os.environ, rank, world_size),
             run_name,
             kind,
@@ -143,15 +149,14 @@ class CheckpointSaver:
         uploader.setdefault("launch_id", ckpt.launch_id())
         self.uploader = uploader_of(files, kind, uploader)
         self._resuming = Resuming(files, self.uploader, uploader.get("store_options"))
-        self._metrics = self.uploader.metrics
-        self._metrics.saver_opened()
-        self._schedule = schedule
+        self._schedule, self._metrics = schedule, self.uploader.metrics
         self._asking = Asking(schedule, rank, world_size, chosen=self._metrics.save_interval_chosen)
         self._hooks = Hooks(on_saved, on_committed, on_failed, hooks_at_once)
         self._saving = Saving(self.uploader, files, what, self._hooks, self._asking.ended)
         self._begin(save_signals)
 
     def _begin(self, save_signals: Sequence[int]) -> None:
+        self._metrics.saver_opened()
         self._is_strict = self.uploader.settings.on_error == "raise"
         self._seen: tuple[State, Timestamp] | None = None
         self._is_closed = False

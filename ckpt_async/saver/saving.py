@@ -126,10 +126,12 @@ class Saving:
                 hint="put {batch} into filename, or pass overwrite=True",
             )
 
+        published = self._files.published(checkpoint.timestamp)
+
         def write() -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             ckpt.dump(copied, path, overwrite=True)
-            self._uploader.enqueue(path, step, checkpoint.name)
+            self._uploader.enqueue(path, step, checkpoint.name, publish_as=published)
             self._uploader.seal(step, metrics=metrics)
 
         copied = chosen if what.is_blocking else self._buffers.take(chosen)

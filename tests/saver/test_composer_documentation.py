@@ -153,6 +153,13 @@ def test_11_the_remote_is_filled_in(open_saver: Open, tmp_path: Path) -> None:
     found = restore.find(f"file://{tmp_path}/bucket/{RUN}/x")
     assert found is not None
     assert (found.name, list(found.files)) == ("ep1-ba42", ["ep1-ba42-rank0.pt"])
+    # The exact key is a copy inside the store, below the remote; a leading '/' is stripped.
+    name = "/{run_name}/checkpoints/ep{epoch}-ba{batch}-rank{rank}"
+    saver = open_saver("exact", remote=f"file://{tmp_path}/exact", publish=name)
+    save(saver)
+    saver.close()
+    written = (tmp_path / "exact/ep1-ba42-rank0.pt").read_bytes()
+    assert (tmp_path / f"exact/{RUN}/checkpoints/ep1-ba42-rank0").read_bytes() == written
     save(open_saver("local", remote=None))  # nothing is uploaded
     assert (tmp_path / "local/ep1-ba42-rank0.pt").is_file()
 
@@ -170,10 +177,12 @@ def test_12_the_link_is_to_the_newest_or_there_is_none(open_saver: Open, tmp_pat
 
 
 def test_13_the_remote_pointer_moves_with_each_checkpoint(open_saver: Open, tmp_path: Path) -> None:
-    saver = open_saver()
+    saver = open_saver(latest_remote_filename="/{run_name}/checkpoints/latest-rank{rank}.pt")
     for batch in (42, 43):
         save(saver, Timestamp(epoch=1, batch=batch))
     saver.close()
+    pointer = tmp_path / "bucket" / RUN / RUN / "checkpoints/latest-rank0.pt.symlink"
+    assert pointer.read_text().endswith("ckpt/ep1-ba43.g1/ep1-ba43-rank0.pt")
     latest = json.loads((tmp_path / "bucket" / RUN / ".ckpt_async/latest.json").read_text())
     assert (latest["name"], latest["step"]) == ("ep1-ba43", 43)
 

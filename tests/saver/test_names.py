@@ -31,11 +31,13 @@ def files(
     folder: str | Path = "f", filename: str = "ep{epoch}-ba{batch}-rank{rank}.pt", **others: object
 ) -> Files:
     templates = Templates.of(
-        folder,
+        str(folder),
         str(others.get("remote", "file:///r")),
         filename,
         str(others.get("checkpoint_name", "ep{epoch}-ba{batch}")),
         str(others.get("latest_filename", "latest-rank{rank}.pt")),
+        str(others.get("publish", "")),
+        "",
     )
     return files_of(
         templates,
@@ -86,6 +88,8 @@ def test_widths_are_taken_and_bounded() -> None:
         ({"latest_filename": "latest-{batch}"}, "not a variable here"),
         ({"filename": "{batch.__class__}.pt"}, "not a variable here"),
         ({"filename": "{0}.pt"}, "not a variable here"),
+        ({"publish": "{run_nam}/x"}, "did you mean {run_name}"),
+        ({"publish": "a//b"}, "not a name"),
         ({"filename": "{batch"}, "template"),
         ({"filename": "{run_name}-{batch}.pt"}, "needs run_name="),
         ({"filename": "{run_name}-{batch}.pt", "run_name": "a b"}, "not safe"),
