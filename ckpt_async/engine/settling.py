@@ -192,6 +192,7 @@ async def abort(state: State, checkpoint: LocalCheckpoint, reason: str) -> None:
 def _learn(state: State, checkpoint: LocalCheckpoint, decision: Decision) -> None:
     """Record a decision that was read back from the store."""
     event = Decided(checkpoint.id, decision.outcome, decision.name, decision.reason, decision.is_superseded)
+    _count(state, checkpoint, decision)  # first: who waits for the decision finds it counted
     state.record(event)
     state.outcomes[checkpoint.id] = event
     while len(state.outcomes) > MAX_OUTCOMES:
@@ -199,7 +200,6 @@ def _learn(state: State, checkpoint: LocalCheckpoint, decision: Decision) -> Non
     watches = {id_: each for id_, each in state.remote.watches.items() if id_ != checkpoint.id}
     state.remote = replace(state.remote, watches=watches)
     if decision.outcome is Outcome.ABORT:
-        state.observer.checkpoint_aborted()
         logger.error("checkpoint_aborted %s reason=%s", checkpoint.id, decision.reason)
         is_known = decision.is_superseded or checkpoint.loss is not None
         is_known = is_known or any(each.failure for each in checkpoint.shards.values())
@@ -210,6 +210,12 @@ def _learn(state: State, checkpoint: LocalCheckpoint, decision: Decision) -> Non
     if decision.outcome is Outcome.COMMIT and state.is_left_over(checkpoint.id):
         # Whoever committed it may have died before it could move latest.
         _publish(state, checkpoint.id)
+
+
+def _count(state: State, checkpoint: LocalCheckpoint, decision: Decision) -> None:
+    if decision.outcome is Outcome.ABORT:
+        state.observer.checkpoint_aborted()
+        return
     now = state.clock()
     first = min((each.enqueued_at for each in checkpoint.shards.values()), default=checkpoint.sealed_at)
     state.observer.checkpoint_committed(checkpoint.id.step, max(0.0, now - first), now)

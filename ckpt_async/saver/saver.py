@@ -329,7 +329,7 @@ class CheckpointSaver:
         self._asking.leave()
         self._restore_signals()
         try:
-            self._saving.wait()
+            self._saving.wait(timeout_s)
             self.uploader.close(timeout_s)
         finally:
             if self._stop_watching is not None:
