@@ -186,6 +186,8 @@ ACTIONS = {
     "get_range": "s3:GetObject",
     "head": "s3:GetObject",
     "delete": "s3:DeleteObject",
+    "delete_if": "s3:DeleteObject",
+    "copy": "s3:GetObject",  # of the source; what is written is written by `put` too
     "list_parts": "s3:ListMultipartUploadParts",
     "abort_multipart": "s3:AbortMultipartUpload",
     "list": "s3:ListBucket",
@@ -247,17 +249,24 @@ def test_each_roles_permissions_suffice_and_are_minimal(
     for generation in (1, 2):
         folder = tmp_path / "folder"
         with Uploader(
-            folder, "memory://test", rank=0, world_size=1, generation=generation, part_size_bytes=5 << 20
+            folder,
+            "memory://test",
+            rank=0,
+            world_size=1,
+            generation=generation,
+            part_size_bytes=5 << 20,
+            publish_copies=True,
         ) as uploader:
             path = uploader.folder / f"step-{generation}/model.bin"
             path.parent.mkdir()
             path.write_bytes(b"x" * (6 << 20))
             (path.parent / "small.bin").write_bytes(b"x")
-            uploader.enqueue(path.parent, generation)
+            uploader.enqueue(path.parent, generation, publish_as=f"exact/{generation}")
             uploader.seal(generation)
             uploader.wait(generation, timeout_s=60)
     trainer = store.requests | PROBE | {("list_parts", "ckpt/step-1.g1/model.bin")}
-    assert {operation for operation, _ in trainer} >= {"put", "put_part", "complete_multipart", "list", "get"}
+    asked = {operation for operation, _ in trainer}
+    assert asked >= {"put", "put_part", "complete_multipart", "list", "get", "copy"}
     assert refused("trainer", trainer | of_kind(trainer)) == []
     assert refused("sweeper", trainer | of_kind(trainer)) == [], "it finishes a trainer's uploads"
     assert {operation for operation, _ in refused("reader", trainer)} >= {"put", "put_part"}

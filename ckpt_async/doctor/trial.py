@@ -136,6 +136,7 @@ class Trial:
             await self._try(
                 "list multiparts", "multipart uploads can be listed", self._list_multiparts, is_needed=False
             )
+        await self._try("copy", "objects can be copied (publish_copies)", self._copy, is_needed=False)
         if self._workplace is not None:
             self.speed = await self._measure_speed(self._workplace)
         await self._try("delete", "objects can be deleted again", self._delete, is_needed=False)
@@ -151,6 +152,13 @@ class Trial:
                     "the store returned different bytes", operation="get", key=self._written[0]
                 )
         self._note(round_trip_s=min(took_s))
+
+    async def _copy(self) -> None:
+        source, key = self._written[0], f"{self._name}-e"
+        self._written.append(key)
+        await self._store.copy(source, (await self._store.head(source)).etag, key)
+        if (await self._store.get(key, max_size_bytes=16))[0] != b"a":
+            raise IntegrityError("the copy has different bytes", operation="copy", key=key)
 
     async def _read_records(self) -> None:
         """Of a run that is there already: one that cannot be read stops what it speaks of."""

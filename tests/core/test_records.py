@@ -18,6 +18,7 @@ from ckpt_async.core.model import (
     Boundary,
     CheckpointId,
     Checksum,
+    Claim,
     Damage,
     Decision,
     Enqueued,
@@ -42,6 +43,7 @@ metrics = st.dictionaries(st.text(max_size=5), numbers, max_size=3).map(
 )
 checksums = st.sampled_from([Checksum("crc64nvme", "AAAAAAAAAAA="), Checksum("crc32c", "AAAAAA==")])
 sizes = st.integers(0, 1 << 50)
+exact_keys = st.just("") | st.lists(components, min_size=1, max_size=2).map("/x".join).map("exact/{}".format)
 
 
 @st.composite
@@ -51,7 +53,9 @@ def receipts(draw: st.DrawFn) -> Receipt:
         st.lists(st.lists(components, min_size=1, max_size=3).map("/".join), unique=True, max_size=4)
     )
     shards = tuple(
-        StoredShard(each, keys.data_key(name, id_.generation, each), draw(sizes), draw(checksums))
+        StoredShard(
+            each, keys.data_key(name, id_.generation, each), draw(sizes), draw(checksums), draw(exact_keys)
+        )
         for each in names
     )
     return Receipt(id_, name, draw(st.integers(0, world_size - 1)), world_size, shards, draw(metrics))
@@ -100,6 +104,9 @@ def test_small_records_round_trip(id_: CheckpointId, name: str, number: float, c
     generation = Generation(id_.generation, text, count, name, text, number)
     assert generation == records.decode_generation(records.encode_generation(generation), id_.generation)
     assert text == records.decode_member(records.encode_member(text, count))
+    source = keys.data_key(f"step-{id_.step}", id_.generation, name)
+    claim = Claim(f"exact/{name}", id_, source, count, Checksum("crc32c", "AAAAAA=="), count, text)
+    assert claim == records.decode_claim(records.encode_claim(claim), f"exact/{name}")
     beat = Beat(id_.generation, count, count)
     assert beat == records.decode_beat(records.encode_beat(beat), id_.generation)
 
@@ -110,11 +117,37 @@ def test_manifest_round_trips(
 ) -> None:
     """It rebuilds the journal (R10): whatever it loses is not uploaded."""
     shards = [
-        Shard(each, f"x/{each}", FileIdentity(1, 1 << 40, 3, 1 << 62), is_linked=is_sealed) for each in names
+        Shard(
+            each,
+            f"x/{each}",
+            FileIdentity(1, 1 << 40, 3, 1 << 62),
+            is_linked=is_sealed,
+            publish_as=f"exact/{each}" if is_sealed else "",
+        )
+        for each in names
     ]
     sealed = Sealed(id_, name, 3, values) if is_sealed else None
     enqueued, also_sealed = records.decode_manifest(records.encode_manifest(id_, name, shards, sealed), id_)
     assert ([Enqueued(id_, name, shard) for shard in shards], sealed) == (enqueued, also_sealed)
+
+
+def test_records_where_nothing_is_published_are_as_earlier_versions_write_them() -> None:
+    """Two ranks of different versions must not write different receipts; and neither reads the other's any worse."""
+    assert b"publish_as" not in records.encode_receipt(RECEIPT)
+    assert b"publish_as" not in records.encode_manifest(ID, "step-300", [SHARD], None)
+    published = replace(RECEIPT, shards=(replace(RECEIPT.shards[0], publish_as="exact/b"),))
+    fields = json.loads(records.encode_receipt(published))
+    assert fields["shards"][0].pop("publish_as") == "exact/b"
+    assert fields == json.loads(records.encode_receipt(RECEIPT)), "one field more, of which they know nothing"
+
+
+@pytest.mark.parametrize("key", ["", "/etc/x", "../x", "ckpt/step-1.g1/a", ".ckpt_async/latest.json", 7])
+def test_a_receipt_cannot_have_other_objects_deleted(key: object) -> None:
+    """Whoever prunes deletes what a receipt names."""
+    fields = json.loads(records.encode_receipt(RECEIPT))
+    fields["shards"][0]["publish_as"] = key
+    with pytest.raises(InvalidRecordError):
+        records.decode_receipt(json.dumps(fields).encode(), ID, 1)
 
 
 ID = CheckpointId(3, 300)
@@ -134,6 +167,12 @@ DECODERS: dict[str, tuple[bytes, Decode]] = {
     "decision": (records.encode_decision(DECISION), lambda data: records.decode_decision(data, ID)),
     "boundary": (records.encode_boundary(Boundary(ID, frozenset({ID}), 1, "n")), records.decode_boundary),
     "lease": (records.encode_lease(Lease(ID, "r", 1.0)), records.decode_lease),
+    "claim": (
+        records.encode_claim(
+            Claim("exact/a", ID, "ckpt/step-300.g3/a", 9, Checksum("crc32c", "AAAAAA=="), 1, "n")
+        ),
+        lambda data: records.decode_claim(data, "exact/a"),
+    ),
     "damage": (
         records.encode_damage(Damage(ID, "a shard is short", "me", 1.0)),
         lambda data: records.decode_damage(data, ID),

@@ -25,6 +25,7 @@ class Protocol(RuleBasedStateMachine):
 
     collect_at_least = 10**6
     lowest_keep = -1
+    publishes = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,6 +40,7 @@ class Protocol(RuleBasedStateMachine):
             num_checkpoints_to_keep=max(keep, self.lowest_keep),
             keep_remote=keep_remote,
             collect_at_least=self.collect_at_least,
+            publishes=self.publishes,
         )
         self.cluster = self.world.new_hosts(num_ranks)
         self.world.start(self.cluster)
@@ -194,6 +196,16 @@ class Collecting(Protocol):
     """The sweeper collects old decisions at once, not in batches of a hundred."""
 
     collect_at_least = 1
+
+
+class Publishing(Protocol):
+    """Shards are published under exact keys too."""
+
+    publishes = True
+
+
+class PublishingSteady(Steady):
+    publishes = True
 
 
 def explore(max_examples: int, machine: type[Protocol] = Protocol, **more: Any) -> None:

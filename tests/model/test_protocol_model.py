@@ -7,13 +7,19 @@ replay. `test_mutants` shows that each seeded mistake is found by this very mach
 import pytest
 from hypothesis import Phase
 
-from tests.model.machines import Collecting, Protocol, Steady, explore
+from tests.model.machines import Collecting, Protocol, Publishing, PublishingSteady, Steady, explore
 
 
 @pytest.mark.parametrize(("machine", "max_examples"), [(Protocol, 300), (Steady, 200)])
 def test_no_schedule_breaks_an_invariant(machine: type[Protocol], max_examples: int) -> None:
     """The one test that sees what happens *between* modules, where checkpoints are lost."""
     explore(max_examples, machine)
+
+
+@pytest.mark.parametrize("machine", [Publishing, PublishingSteady])
+def test_copies_are_of_what_is_committed_and_go_with_it(machine: type[Protocol]) -> None:
+    """Never before the commit, all of it in the end, the newest where all share a key, and nothing after pruning."""
+    explore(60, machine)
 
 
 def test_collected_decision_stays_void() -> None:

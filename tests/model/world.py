@@ -9,10 +9,11 @@ What is real: `decide`, `fold`, `Engine` (its choice and its carrying out of act
 import asyncio
 import contextlib
 import itertools
+import json
 import logging
 import random
 import types
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
@@ -42,7 +43,7 @@ from ckpt_async.core.naming import checkpoint_name
 from ckpt_async.core.observe import Observer
 from ckpt_async.core.retention import KeepLast
 from ckpt_async.core.settings import Settings
-from ckpt_async.engine import clearing, durable, recovery, sending, settling, state
+from ckpt_async.engine import clearing, durable, publishing, recovery, sending, settling, state
 from ckpt_async.engine.loop import Engine
 from ckpt_async.engine.state import State
 from ckpt_async.errors import (
@@ -171,6 +172,12 @@ class LossyStore(PatientStore):
     def __init__(self, world: "World") -> None:
         super().__init__(world.store, world.settings)
         self.world = world
+
+    def answering_within(self, timeout_s: float) -> "LossyStore":
+        return self
+
+    async def by_itself(self, operation: str, size_bytes: int, attempt: Callable[[Any], Any]) -> Any:
+        return await self.control(operation, lambda: attempt(self.world.store))
 
     async def control(self, operation: str, attempt: Callable[[], Any]) -> Any:
         fault = self.world.take_fault(operation)
@@ -306,6 +313,9 @@ class Disk:
     def is_same(self, source: str, identity: FileIdentity) -> bool:
         inode = self.entries.get(str(self.path / source))
         return inode is not None and inode.identity == identity
+
+    def letting_go(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def unlink(self, spool: str) -> None:
         self.entries.pop(str(self.private / spool), None)
@@ -457,11 +467,13 @@ class World:
         num_checkpoints_to_keep: int = -1,
         keep_remote: int = 1,
         collect_at_least: int = 10**6,
+        publishes: bool = False,
     ) -> None:
         ViolationError.was_raised = False
         self.now = 1000.0
         self.settings = Settings(num_checkpoints_to_keep=num_checkpoints_to_keep)
         self.keep_remote, self._collect_at_least = keep_remote, collect_at_least
+        self.publishes = publishes
         self.bucket = MemoryBucket(clock=lambda: self.now)
         self.store = MemoryStore(self.bucket)
         self.hosts: list[Host] = []
@@ -512,6 +524,8 @@ class World:
                 clearing, "point_symlink", lambda link, target, private: link.disk.point_symlink(link, target)
             )
         )
+        no_other_kinds = types.SimpleNamespace(of_other_kinds=lambda _: set())
+        patch(mock.patch.object(clearing, "claims", no_other_kinds))
         moved = types.SimpleNamespace(
             upload=upload,
             upload_many=upload_many,
@@ -519,7 +533,7 @@ class World:
         )
         patch(mock.patch.object(sending, "transfer", moved))
         patch(mock.patch.object(sending, "Source", Source))
-        for module in (steps, settling, remote_sweep):
+        for module in (steps, settling, publishing, remote_sweep):
             patch(mock.patch.object(module, "all_or_none", in_turn))
         patch(mock.patch.object(sweep_plan, "COLLECT_AT_LEAST", self._collect_at_least))
         logger = logging.getLogger("ckpt_async")
@@ -593,13 +607,18 @@ class World:
             spool = f"{keys.spool_checkpoint(id_, host.rank)}/{shard}"
             host.disk.entries[str(host.disk.private / spool)] = inode
             truth.shards[shard] = content
-            events.append(Enqueued(id_, full_name, Shard(shard, source, inode.identity, is_linked=True)))
+            exact_key = self._exact_key(id_, host.rank, number) if self.publishes else ""
+            events.append(Enqueued(id_, full_name, Shard(shard, source, inode.identity, True, exact_key)))
         if events:
             host.journal.append(events)
         if is_sealed:
             host.journal.append([Sealed(id_, full_name, self.world_sizes[host.generation])])
             truth.is_sealed = True
             host.next_step += 1
+
+    def _exact_key(self, id_: CheckpointId, rank: int, number: int) -> str:
+        """The first shard has one of its own, the second one that all checkpoints share."""
+        return f"exact/{keys.checkpoint_tag(id_)}/r{rank}" if number == 0 else f"exact/shared-r{rank}"
 
     def tamper(self, host: Host, how: str) -> None:
         """The trainer does to the oldest undecided file in the spool what it must not."""
@@ -819,6 +838,8 @@ class World:
             )
             if owner in self.committed or not was_tampered:
                 raise ViolationError(f"I6: {key} changed its content")
+        if key.startswith("exact/") and not self._is_of(self.committed, data):
+            raise ViolationError(f"R1: {key} has {data!r}, which was not committed")
         id_ = keys.parse_decision_key(key)
         if id_ is None:
             return
@@ -948,6 +969,33 @@ class World:
             self.now += 200.0
         self._check_clean()
 
+    def _is_of(self, checkpoints: Collection[CheckpointId], data: bytes) -> bool:
+        return any(
+            data in truth.shards.values() for (id_, _), truth in self.truths.items() if id_ in checkpoints
+        )
+
+    def _check_copies(self, alive: set[CheckpointId]) -> None:
+        """What is committed is under its exact keys, and nothing else is."""
+        there = {key: each.data for key, each in self.bucket.objects.items() if key.startswith("exact/")}
+        for key, data in there.items():
+            if not self._is_of(alive, data):
+                raise ViolationError(f"R2: {key} has {data!r}, of what was pruned")
+        for key, each in self.bucket.objects.items():
+            if key.startswith(keys.CLAIMS):
+                claim = records.decode_claim(each.data, json.loads(each.data)["key"])
+                if claim.checkpoint not in alive:
+                    raise ViolationError(f"R2: the claim of {claim.checkpoint} on {claim.key} is left")
+        newest: dict[str, bytes] = {}
+        for (id_, rank), truth in sorted(self.truths.items(), key=lambda each: each[0]):
+            if id_ not in self.committed or not truth.is_promised:
+                continue
+            for number, data in enumerate(truth.shards.values()):
+                if number < 2:
+                    newest[self._exact_key(id_, rank, number)] = data
+        for key, data in newest.items():
+            if self._is_of(alive, data) and there.get(key) != data:
+                raise ViolationError(f"I8: {key} has {there.get(key)!r}, not {data!r}")
+
     def _check_clean(self) -> None:
         """I7: what is left belongs to what is committed; and latest names the newest of it."""
         alive = {id_ for id_, each in self._decisions.items() if each.outcome is Outcome.COMMIT}
@@ -955,5 +1003,7 @@ class World:
             parsed = keys.parse_receipt_key(key) or keys.parse_data_key(key)
             if parsed and parsed[0] not in alive:
                 raise ViolationError(f"I7: {key} is left, and nothing refers to it")
+        if self.publishes:
+            self._check_copies(alive)
         if alive and (self._latest is None or self._latest.checkpoint != max(alive)):
             raise ViolationError(f"R6: latest is {self._latest}, the newest commit is {max(alive)}")
