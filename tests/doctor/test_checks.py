@@ -121,6 +121,18 @@ def test_a_sound_environment_passes_every_check_and_nothing_is_left(folder: Path
     assert stored(s3_url) == ([], [])
 
 
+def test_copies_are_tried_when_files_are_to_be_published(
+    folder: Path, s3_url: str, call: Examine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else nobody needs to be warned of a store that has none."""
+    folder.mkdir()
+    assert "copy" not in call(folder, s3_url)[1]
+    monkeypatch.setenv("CKPT_ASYNC_PUBLISH_COPIES", "true")
+    code, found = call(folder, s3_url)
+    assert (code, found["copy"]["level"]) == (0, "ok")
+    assert stored(s3_url) == ([], [])
+
+
 def test_a_live_trainer_is_not_disturbed(folder: Path, s3_url: str, call: Examine) -> None:
     """The remote is the one that the journal names, with the endpoint that the trainer had."""
     with Uploader(folder, s3_url, rank=0, world_size=1) as uploader:
