@@ -12,9 +12,9 @@ from ckpt_async.core.model import Latest, MadeDurable, Outcome
 from ckpt_async.engine import durable, settling
 from ckpt_async.engine.state import State
 from ckpt_async.errors import PreconditionFailedError
-from ckpt_async.protocol import cas, steps, sweep_plan
+from ckpt_async.protocol import cas, copies, steps, sweep_plan
 from ckpt_async.sweep import remote as remote_sweep
-from tests.model.machines import Protocol, Reading, Steady
+from tests.model.machines import Protocol, Publishing, PublishingSteady, Reading, Steady
 
 Mutant = Callable[[], contextlib.AbstractContextManager[None]]
 
@@ -317,6 +317,27 @@ def compares_latest_by_step() -> contextlib.AbstractContextManager[None]:
 
 
 # The machine that finds it within seconds, and what it says: another invariant would mean a broken mutant.
+
+
+def leaves_copies_when_pruning() -> contextlib.AbstractContextManager[None]:
+    """R2: a copy stays when its checkpoint goes."""
+
+    async def retract(*_: Any) -> None: ...
+
+    return patched((copies, "retract", retract))
+
+
+def the_last_to_come_has_the_key() -> contextlib.AbstractContextManager[None]:
+    """R6, of claims: an older checkpoint's copy replaces a newer one's."""
+
+    async def claim(store: Any, checkpoint: Any, shard: Any) -> Any:
+        await store.delete([keys.claim_key(shard.publish_as)])
+        return await real(store, checkpoint, shard)
+
+    real = copies._claim
+    return patched((copies, "_claim", claim))
+
+
 MUTANTS = [
     (commits_what_has_no_shards, Protocol, "I1"),
     (commits_without_all_receipts, Protocol, "I1"),
@@ -339,4 +360,6 @@ MUTANTS = [
     (prunes_past_latest, Steady, "I2"),
     (waits_for_the_oldest, Protocol, "I8"),
     (never_looks_again, Protocol, "I8"),
+    (leaves_copies_when_pruning, PublishingSteady, "R2"),
+    (the_last_to_come_has_the_key, Publishing, "I8"),
 ]
