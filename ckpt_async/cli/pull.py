@@ -10,6 +10,7 @@ import time
 from ckpt_async import restore
 from ckpt_async.cli.output import ANY, Exit, Json, print_json, store_options, telling_of_silence
 from ckpt_async.cli.parsing import WHERE, add_kind, add_store_options, as_folder, as_path, as_step
+from ckpt_async.core import keys
 from ckpt_async.core.units import in_units
 from ckpt_async.errors import ObjectNotFoundError
 from ckpt_async.restore.session import PATIENCE_S
@@ -40,6 +41,12 @@ def pull_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--rank", metavar="R", type=int, action="append", help="fetch only files of this rank; repeatable"
+    )
+    parser.add_argument(
+        "--world-size",
+        metavar="N",
+        type=_ranks,
+        help="of how many ranks a checkpoint of another tool with one file per rank is, if no name says it",
     )
     parser.add_argument(
         "--folder", metavar="F", type=as_path, help="a trainer's folder that may still hold some of the files"
@@ -79,6 +86,7 @@ def pull(options: argparse.Namespace) -> Exit:
                 folder=options.folder,
                 step=options.step.step,
                 generation=options.step.generation,
+                world_size=options.world_size,
                 store_options=store_options(options),
                 verify=options.verify,
                 overwrite=options.overwrite,
@@ -129,6 +137,7 @@ def _plan(options: argparse.Namespace) -> Exit:
             kind=options.kind,
             step=options.step.step,
             generation=options.step.generation,
+            world_size=options.world_size,
             store_options=store_options(options),
         )
     if checkpoint is None:
@@ -207,3 +216,9 @@ def _reads(text: str) -> int:
     if text.isdecimal() and 1 <= int(text) <= 1024:
         return int(text)
     raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to 1024")
+
+
+def _ranks(text: str) -> int:
+    if text.isdecimal() and 1 <= int(text) <= keys.MAX_RANK + 1:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to {keys.MAX_RANK + 1}")

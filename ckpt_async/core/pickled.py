@@ -126,22 +126,7 @@ def interpret(data: bytes, rules: Rules) -> object:
     """Run the pickle machine on the opcodes of protocols 2 to 5 that plain data has. Raises UnsafePickleError for what
     it does not do, and any of ILL_FORMED.
     """
-    # REDUCE, NEWOBJ, BUILD, STACK_GLOBAL: what becomes of the two topmost.
-    combined: dict[int, Callable[[Any, Any], object]] = {
-        0x52: rules.call,
-        0x81: rules.new,
-        0x62: rules.build,
-        0x93: rules.named,
-    }
-    # SETITEMS and SETITEM, APPENDS and APPEND, ADDITEMS
-    fill: dict[int, Callable[[object, list[Any]], None]] = {
-        0x75: rules.set_items,
-        0x73: rules.set_items,
-        0x65: rules.extend,
-        0x61: rules.extend,
-    }
-    if rules.has_sets_and_storages:
-        fill[0x90] = rules.add
+    combined, fill = _combining(rules), _filling(rules)
     values, tuple_of = rules.values, rules.tuple_of
     stack: list[Any] = []
     marks: list[list[Any]] = []
@@ -191,8 +176,30 @@ def interpret(data: bytes, rules: Rules) -> object:
         elif code == 0x51 and rules.has_sets_and_storages:  # BINPERSID
             stack[-1] = rules.persistent(stack[-1])
         else:
-            opcode = next((each for each in pickletools.opcodes if ord(each.code) == code), None)
-            refuse(f"it has {opcode.name if opcode else hex(code)}, which {rules.what} never has")
+            _refuse_opcode(code, rules)
+
+
+def _combining(rules: Rules) -> dict[int, Callable[[Any, Any], object]]:
+    """By opcode, what becomes of the two topmost: REDUCE, NEWOBJ, BUILD, STACK_GLOBAL."""
+    return {0x52: rules.call, 0x81: rules.new, 0x62: rules.build, 0x93: rules.named}
+
+
+def _filling(rules: Rules) -> dict[int, Callable[[object, list[Any]], None]]:
+    """By opcode, how items get into what is below them: SETITEMS and SETITEM, APPENDS and APPEND, ADDITEMS."""
+    fill: dict[int, Callable[[object, list[Any]], None]] = {
+        0x75: rules.set_items,
+        0x73: rules.set_items,
+        0x65: rules.extend,
+        0x61: rules.extend,
+    }
+    if rules.has_sets_and_storages:
+        fill[0x90] = rules.add
+    return fill
+
+
+def _refuse_opcode(code: int, rules: Rules) -> NoReturn:
+    opcode = next((each for each in pickletools.opcodes if ord(each.code) == code), None)
+    refuse(f"it has {opcode.name if opcode else hex(code)}, which {rules.what} never has")
 
 
 def _skip(code: int, data: bytes, at: int) -> int:

@@ -48,6 +48,7 @@ def find(
     folder: str | os.PathLike[str] | None = None,
     step: int | None = None,
     generation: int | None = None,
+    world_size: int | None = None,
     drain_timeout_s: float = 0.0,
     store_options: StoreOptions | None = None,
     passing_over: Collection[CheckpointId] = (),
@@ -66,7 +67,9 @@ def find(
     `wait_for_predecessor` instead.)
 
     Where nothing of ckpt_async is committed, complete checkpoints of DCP, OLMo, OLMo-core, Composer, ML Flashpoint and
-    Orbax are recognised by their markers.
+    Orbax are recognised by their markers. A set of one file per rank (`ep1-ba42-rank0.pt`, `-rank1.pt`, …) has none: it
+    is complete if it has a file of every rank and no more. How many that are is said by its name (`ep1-ba42-ws8-rank0`,
+    `ep1-ba42-rank0-of-8`), else by `world_size`; without either it is rejected.
 
     None is returned only if nothing contradicts it: not if `latest.json` or the journal in `folder` knows of a commit,
     nor if the store shows no generation of a run that was opened in `folder`, nor if no Uploader was ever opened for
@@ -80,6 +83,8 @@ def find(
     step = None if step is None else arguments.whole(step, "step", 0, keys.MAX_STEP)
     if generation is not None:
         generation = arguments.whole(generation, "generation", 0, keys.MAX_GENERATION)
+    if world_size is not None:
+        world_size = arguments.whole(world_size, "world_size", 1, keys.MAX_RANK + 1)
     drain_timeout_s = arguments.seconds(drain_timeout_s, "drain_timeout_s")
 
     async def work() -> Checkpoint | None:
@@ -88,7 +93,7 @@ def find(
         known = await asyncio.to_thread(known_in, folder, remote)
         try:
             async with session(remote, store_options) as opened:
-                found = await _find(opened, step, generation, passing_over)
+                found = await _find(opened, step, generation, passing_over, world_size)
                 if found is None and step is None:
                     await check_fresh(opened, remote, known)
         except StoreError as error:
@@ -149,7 +154,11 @@ async def _finish_predecessor(folder: str | os.PathLike[str], timeout_s: float) 
 
 
 async def _find(
-    opened: Session, step: int | None, generation: int | None, passing_over: Collection[CheckpointId]
+    opened: Session,
+    step: int | None,
+    generation: int | None,
+    passing_over: Collection[CheckpointId],
+    world_size: int | None,
 ) -> Checkpoint | None:
     rejected: list[Rejected] = []
     marks = await _damaged(opened)
@@ -178,7 +187,7 @@ async def _find(
             decision, receipts = found
             return checkpoint_of(decision, receipts, opened.remote, opened.options, rejected)
     if not rejected and generation is None:  # others have none
-        foreign, rejected = await find_foreign(opened, step, passing_over)
+        foreign, rejected = await find_foreign(opened, step, passing_over, world_size)
         if foreign is not None:
             return foreign
     if rejected:

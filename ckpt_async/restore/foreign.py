@@ -4,7 +4,8 @@
     OLMo             step<N>[-unsharded]/config.yaml, written last (olmo/checkpoint.py, _save_config)
     OLMo-core        step<N>/.metadata.json, written last (olmo_core/train/checkpoint.py), model_and_optim before
     Composer         <name>.symlink, a text object that names a file or folder (composer/utils/file_helpers.py);
-                     ep<E>-ba<B>-rank0.pt where no other rank wrote one
+                     ep<E>-ba<B>-rank0.pt where no other rank writes there; a set of one file per rank, as it wrote
+                     them before DCP, has no mark: how many ranks there were is in the name, or the caller says it
     ML Flashpoint    step-<N>_ckpt/ without a step-<N>_ckpt…unfinished beside it
     Orbax            <N>/commit_success.txt, or <N>/_CHECKPOINT_METADATA in a folder that was renamed into place
 
@@ -56,25 +57,34 @@ _TRANSFORMERS = re.compile(r"checkpoint-([0-9]{1,12})")
 _TRANSFORMERS_PARTS = ("pytorch_model_fsdp_0", "optimizer_0")
 # In a folder that Lightning's FSDP strategies write, rank 0 writes `meta.pt` after `.metadata`.
 _LIGHTNING = re.compile(r".*step=([0-9]{1,12}).*\.ckpt")
-_COMPOSER = re.compile(r"(.*)-rank([0-9]+)\.(?:pt|safetensors)(?:\..+)?")
+# What each rank wrote (`-rank3.pt.zst`, `-rank3.tar`, `-rank3`), and where a name tells their number.
+_RANK_FILE = re.compile(
+    r"(.*)-rank([0-9]{1,6})(?:-of-([1-9][0-9]{0,5}))?"
+    r"(\.(?:pt|safetensors)(?:\..+)?|(?:\.(?:tar|tgz|bz2|gz|lzma|xz|lz4|lzo|zst))*)"
+)
+_WORLD_SIZE = re.compile(r"(?<![a-z])(?:ws|world[-_]?size)[-_]?([1-9][0-9]{0,5})(?![0-9])")
 _BATCH = re.compile(r"ba([0-9]{1,12})")
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """One checkpoint of another tool. `path` is its folder ("": the remote itself), or its one file. `reason` says why
-    it is not complete.
+    """One checkpoint of another tool. `path` is its folder ("": the remote itself), its one file, or what the names of
+    `by_rank`, the files of its ranks, begin with. `reason` says why it is not complete, or not known to be.
     """
 
     format: str
     step: int
     path: str
     reason: str = ""
+    by_rank: tuple[str, ...] = ()
 
 
-def recognise(names: Iterable[str], pointers: Mapping[str, str], root: str = "") -> list[Found]:
+def recognise(
+    names: Iterable[str], pointers: Mapping[str, str], root: str = "", world_size: int | None = None
+) -> list[Found]:
     """Every checkpoint among these keys, newest first. `pointers` holds what `*.symlink` keys say, relative to the same
-    root, whose own name is `root`. Pure.
+    root, whose own name is `root`. `world_size` is of how many ranks a set of one file per rank is, where its name does
+    not say so. Pure.
     """
     known = sorted(names)
     folders: dict[str, set[str]] = {"": set()}  # folder: the names of the files right in it
@@ -108,7 +118,11 @@ def recognise(names: Iterable[str], pointers: Mapping[str, str], root: str = "")
             found.append(each)
             if folder or each.format != "dcp":  # DCP's files are right beside its mark
                 taken.add(folder or ".")
-    found += _of_composer(known, folders, pointers, taken)
+    pointed = {target.rstrip("/") for target in pointers.values()}
+    of_ranks = {key for key in known if _RANK_FILE.fullmatch(key) and not key.endswith(".symlink")}
+    there = set(known) | (folders.keys() - taken)
+    found += [Found("composer", _batch(each), each) for each in sorted((pointed - of_ranks) & there)]
+    found += _of_ranks(of_ranks, pointed, world_size)
     return sorted(found, key=lambda each: (each.step, not each.path.endswith("-unsharded")), reverse=True)
 
 
@@ -150,21 +164,46 @@ def _of_folder(
     return None
 
 
-def _of_composer(
-    known: list[str], folders: Mapping[str, set[str]], pointers: Mapping[str, str], taken: set[str]
-) -> Iterable[Found]:
-    objects = set(known)
-    pointed = sorted({target.rstrip("/") for target in pointers.values()})
-    for target in pointed:
-        if target in objects or (target in folders and target not in taken):
-            yield Found("composer", _batch(target), target)
-    ranks: dict[str, dict[int, str]] = {}
-    for key in known:
-        if (match := _COMPOSER.fullmatch(key)) and not key.endswith(".symlink"):
-            ranks.setdefault(match[1], {})[int(match[2])] = key
-    for files in ranks.values():
-        if set(files) == {0} and files[0] not in pointed and _BATCH.search(files[0].rpartition("/")[2]):
-            yield Found("composer", _batch(files[0]), files[0])
+def _of_ranks(known: set[str], pointed: set[str], world_size: int | None) -> Iterable[Found]:
+    """What has the batch in its name, or is pointed at: one file that rank 0 wrote for all, or one file per rank.
+
+    A set that lacks its last rank looks whole, so it counts only if the number of its ranks is known. And where several
+    ranks write, a file of rank 0 alone is what a killed save left, also if its pointer is there: each rank writes one.
+    """
+    sets: dict[tuple[str, str, str], list[tuple[int, str]]] = {}
+    written_by_several: set[str] = set()  # folders
+    for key in sorted(known):
+        match = _RANK_FILE.fullmatch(key)
+        assert match
+        folder, _, name = match[1].rpartition("/")
+        sets.setdefault((match[1], match[3] or "", match[4]), []).append((int(match[2]), key))
+        if int(match[2]) and _BATCH.search(name):
+            written_by_several.add(folder)
+    for (stem, of, suffix), files in sorted(sets.items()):
+        folder, _, name = stem.rpartition("/")
+        paths = [key for _, key in sorted(files)]
+        is_pointed = not pointed.isdisjoint(paths)
+        if not (is_pointed or _BATCH.search(name)):
+            continue
+        told = _WORLD_SIZE.search(name)
+        count = int(of) if of else int(told[1]) if told else world_size
+        ranks = sorted(rank for rank, _ in files)
+        is_for_all = (is_pointed or suffix.startswith((".pt", ".safetensors"))) and count is None
+        if ranks == [0] and (1 in (count, world_size) or (is_for_all and folder not in written_by_several)):
+            yield Found("composer", _batch(stem), paths[0])
+        else:
+            yield Found("composer", _batch(stem), stem, _lacking(ranks, count), tuple(paths))
+
+
+def _lacking(ranks: list[int], count: int | None) -> str:
+    """Why these are not the files of `count` ranks; "" if they are."""
+    if count is None:
+        return f"it has files of ranks up to {ranks[-1]}, of how many is unknown: give world_size"
+    if missing := sorted(set(range(count)).difference(ranks)):
+        return f"it has no file of rank {missing[0]}, and was to have {count}"
+    if ranks != list(range(count)):
+        return f"it has {len(ranks)} files, up to rank {ranks[-1]}, and was to have {count}"
+    return ""
 
 
 def _batch(path: str) -> int:
@@ -181,22 +220,25 @@ async def find_foreign(
     opened: Session,
     step: int | None,
     passing_over: Collection[CheckpointId],
+    world_size: int | None = None,
 ) -> tuple[Checkpoint | None, list[Rejected]]:
     """The newest complete checkpoint of another tool (or that of one step) or None, and the complete ones that cannot
-    be used. What our own trainers are uploading is none, whatever marks are in it.
+    be used, or that may be complete. What our own trainers are uploading is none, whatever marks are in it.
     """
     listing = await opened.store.list("")
     objects = {each.key: each for each in listing.objects if not _is_own(each.key)}
     rejected: list[Rejected] = []
     root = urlsplit(opened.remote).path.strip("/").rpartition("/")[2]
-    for each in recognise(objects, await _read_pointers(opened, objects), root):
+    for each in recognise(objects, await _read_pointers(opened, objects), root, world_size):
         name = each.path.rpartition("/")[2] or root
         if step is not None and each.step != step:
             continue
+        id_ = CheckpointId(0, each.step)
         if each.reason:
             logger.warning("checkpoint_incomplete path=%s reason=%s", each.path, each.reason)
+            if each.by_rank:  # it may be whole, and another world size asked for: no fresh start
+                rejected.append(Rejected(id_, name, each.reason))
             continue
-        id_ = CheckpointId(0, each.step)
         if id_ in passing_over:
             rejected.append(Rejected(id_, name, "the caller could not use it"))
             continue
@@ -210,7 +252,7 @@ async def find_foreign(
             remote=opened.remote,
             id=id_,
             name=name,
-            world_size=1,
+            world_size=max(1, len(each.by_rank)),
             files=files,
             rejected=tuple(rejected),
             format=each.format,
@@ -227,16 +269,23 @@ def _is_own(key: str) -> bool:
 
 
 def _files(objects: Mapping[str, ObjectInfo], found: Found) -> dict[str, RemoteFile]:
-    """The one file, or all below the folder. Their names become paths here, so they are checked like our own."""
+    """The one file, those of the ranks, or all below the folder. Their names become paths here, so they are checked
+    like our own.
+    """
     path = found.path
-    if path in objects:
+    rank_of = {key: rank for rank, key in enumerate(found.by_rank)}
+    if rank_of:
+        there = {key.rpartition("/")[2]: objects[key] for key in rank_of}
+    elif path in objects:
         there = {path.rpartition("/")[2]: objects[path]}
     elif path:
         there = {key[len(path) + 1 :]: each for key, each in objects.items() if key.startswith(f"{path}/")}
     else:
         there = {key: each for key, each in objects.items() if found.format != "dcp" or "/" not in key}
     return {
-        check_relative(name, "file"): RemoteFile(name, each.key, each.size_bytes, None, (0,))
+        check_relative(name, "file"): RemoteFile(
+            name, each.key, each.size_bytes, None, (rank_of.get(each.key, 0),)
+        )
         for name, each in there.items()
     }
 

@@ -65,6 +65,7 @@ def load(
     remote: str = "",
     store_options: StoreOptions | None = None,
     fallback: int | None = None,
+    world_size: int | None = None,
     progress: Progress = None,
     on_one: bool = False,
     group: Any = None,
@@ -76,7 +77,8 @@ def load(
     run, whose newest good checkpoint is taken; or a checkpoint's folder or its URL. Of a checkpoint with several files
     this rank's is loaded, by `rank<N>` in the name. What is in a store is fetched to the temporary folder first, in
     ranges, and verified: files of our checkpoints by checksum, others by size and the checksum that the store gives.
-    `fallback` is the rank whose file is loaded where the one of this rank does not exist. `progress`: a bar while it is
+    `fallback` is the rank whose file is loaded where the one of this rank does not exist. `world_size` is that of
+    `restore.find`, for a folder of another tool's checkpoints with one file per rank. `progress`: a bar while it is
     fetched (True, even if nobody sees it; None: on a terminal; False) or a function of the bytes done and in all.
 
     With `on_one`, a collective of `group`, the first rank does all that and the others receive what it has loaded,
@@ -124,7 +126,7 @@ def load(
 
     def read() -> Any:
         paths = [fill(template, run_name=run_name, rank=rank) for rank in ranks]
-        with _first_there(paths, store_options, progress) as place:
+        with _first_there(paths, world_size, store_options, progress) as place:
             state = _load(place.path, replace(how, mmap=mmap or place.is_ours))
         drop(state, ignore_keys)
         return state
@@ -176,13 +178,21 @@ _RANK = re.compile(r"\{(local_|node_)?rank\b")
 
 
 @contextlib.contextmanager
-def _first_there(paths: list[str], options: StoreOptions | None, progress: Progress) -> Iterator[Place]:
+def _first_there(
+    paths: list[str], world_size: int | None, options: StoreOptions | None, progress: Progress
+) -> Iterator[Place]:
     """The first that exists."""
     with contextlib.ExitStack() as stack:
         for path in paths:
             try:
                 place = stack.enter_context(
-                    placed(path, rank=own_rank(), store_options=options, progress=progress)
+                    placed(
+                        path,
+                        rank=own_rank(),
+                        store_options=options,
+                        progress=progress,
+                        world_size=world_size,
+                    )
                 )
                 if not place.is_ours and place.path.suffix in TORCH_SUFFIXES:
                     twin = place.path.with_suffix(SAFETENSORS_SUFFIX)

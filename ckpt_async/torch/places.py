@@ -23,6 +23,7 @@ from ckpt_async.torch.codecs import CODECS, SAFETENSORS_SUFFIX, TAR_SUFFIXES, TO
 Progress = bool | Callable[[int, int], None] | None
 
 _LOADABLE = (*TORCH_SUFFIXES, SAFETENSORS_SUFFIX, *TAR_SUFFIXES, *CODECS)
+_RANK_LAST = re.compile(r"rank[0-9]+(-of-[0-9]+)?$")  # as Composer's `ep1-ba42-rank0`
 _METADATA = ".metadata"
 _LINE_EVERY_S = 5.0
 
@@ -41,13 +42,18 @@ def is_url(path: str) -> bool:
 
 @contextlib.contextmanager
 def placed(
-    path: str, *, rank: int, store_options: StoreOptions | None, progress: Progress
+    path: str,
+    *,
+    rank: int,
+    store_options: StoreOptions | None,
+    progress: Progress,
+    world_size: int | None = None,
 ) -> Iterator[Place]:
     """The file at `path`, for as long as the block lasts. Raises FileNotFoundError if there is nothing."""
     if not is_url(path):
         yield Place(_local(Path(path), rank), is_ours=False)
         return
-    checkpoint, name = _remote(path, rank, store_options)
+    checkpoint, name = _remote(path, rank, store_options, world_size)
     with tempfile.TemporaryDirectory(prefix="ckpt_async-") as folder, reported(progress, name) as on_progress:
         report = restore.fetch(checkpoint, folder, files=[_escaped(name)], on_progress=on_progress)
         yield Place(report.paths[name], is_ours=True)
@@ -83,7 +89,7 @@ def chosen(names: list[str], rank: int, where: str) -> str:
             f"{where} is a sharded checkpoint, which no single file has",
             hint="ckpt_async.torch.load_latest(state, remote), or torch.distributed.checkpoint.load",
         )
-    found = sorted(name for name in names if name.endswith(_LOADABLE))
+    found = sorted(name for name in names if name.endswith(_LOADABLE) or _RANK_LAST.search(name))
     own = [name for name in found if re.search(rf"rank[-_]?0*{rank}(?![0-9])", name)]
     if len(found) == 1 or len(own) == 1:
         return found[0] if len(found) == 1 else own[0]
@@ -94,7 +100,9 @@ def chosen(names: list[str], rank: int, where: str) -> str:
 # --- in a store ------------------------------------------------------------------------------------------------
 
 
-def _remote(url: str, rank: int, options: StoreOptions | None) -> tuple[Checkpoint, str]:
+def _remote(
+    url: str, rank: int, options: StoreOptions | None, world_size: int | None
+) -> tuple[Checkpoint, str]:
     """What to fetch, and which file of it."""
     if (own := own_place(url)) is not None:
         return _of_ours(own, rank, url, options)
@@ -103,7 +111,7 @@ def _remote(url: str, rank: int, options: StoreOptions | None) -> tuple[Checkpoi
         return looked.checkpoint, looked.checkpoint.name
     if (own := own_place(looked.url)) is not None:
         return _of_ours(own, rank, looked.url, options)
-    checkpoint = restore.find(looked.url, store_options=options)
+    checkpoint = restore.find(looked.url, world_size=world_size, store_options=options)
     if checkpoint is None:
         raise FileNotFoundError(f"{looked.url} is neither an object nor a run with a checkpoint")
     return checkpoint, chosen(list(checkpoint.files), rank, f"{looked.url} ({checkpoint.name})")

@@ -68,6 +68,7 @@ def fetch_together(
     ranks: Collection[int] | None = None,
     files: Collection[str] | None = None,
     step: int | None = None,
+    world_size: int | None = None,
     process_group: Any = None,
     node: str | None = None,
     peer_host: str | None = None,
@@ -79,8 +80,8 @@ def fetch_together(
     """`restore.find` and `restore.fetch` on all ranks of a process group at once; without a group there is one rank.
     None on all of them if there is no checkpoint (of this `kind`). `ranks` and `files` say what *this* rank needs
     (`ranks=[dist.get_rank()]` for a file per rank; all by default); `destination` where to, or a function of the
-    checkpoint; `folder` is the trainer's on this node. `overwrite` replaces a file in the destination that is not the
-    checkpoint's, torn by a power loss, say.
+    checkpoint; `world_size` is that of `restore.find`. `folder` is the trainer's on this node. `overwrite` replaces a
+    file in the destination that is not the checkpoint's, torn by a power loss, say.
 
     A checkpoint that any rank finds damaged is given up by all of them for the next older one. Ranks with the same
     `node` (by default: those that have the destination in common, on one machine) share its files: each is fetched once
@@ -113,6 +114,7 @@ def fetch_together(
                 kind=kind,
                 folder=folder,
                 step=step,
+                world_size=world_size,
                 store_options=store_options,
                 passing_over=passing_over,
             )

@@ -579,6 +579,7 @@ def test_a_remote_without_a_run_exits_with_not_found(call: Call, tmp_path: Path)
         ("verify", "file:///x", "--read-data", "nan"),
         ("sweep", "x", "--interval", "0"),
         ("pull", "file:///x", "x", "--concurrency", "0"),
+        ("pull", "file:///x", "x", "--world-size", "0"),
     ],
 )
 def test_a_number_out_of_range_is_rejected_with_the_option_name(

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_async import restore
-from ckpt_async.errors import UnsafePickleError
+from ckpt_async.errors import InvalidNameError, UnsafePickleError
 from ckpt_async.restore.dcp_files import named_files
 from ckpt_async.restore.foreign import Found, recognise
 from tests.restore.runs import Run, left_in
@@ -161,9 +161,9 @@ def test_layouts_are_found_and_fetched(run_: Run, tmp_path: Path, layout: str) -
 def test_composer_pointers_are_followed(run_: Run, what: str) -> None:
     """An object name without the bucket, so relative to nothing we know."""
     root = run_.url.removeprefix("file:///")
-    _put(run_, "ep1-ba20/__0_0.distcp", "ep1-ba30-rank0.pt", "ep1-ba30-rank1.pt")
+    _put(run_, "ep1-ba20/__0_0.distcp", "batch30-rank0.pt")
     target = {
-        "a file": f"{root}/ep1-ba30-rank0.pt",
+        "a file": f"{root}/batch30-rank0.pt",
         "a folder": "ep1-ba20",
         "nothing": f"{root}/ep1-ba99-rank0.pt",
         "itself": "latest-rank0.pt.symlink/x",
@@ -174,9 +174,123 @@ def test_composer_pointers_are_followed(run_: Run, what: str) -> None:
     checkpoint = restore.find(run_.url)
     found = (checkpoint.format, checkpoint.step, checkpoint.name) if checkpoint else None
     assert found == {
-        "a file": ("composer", 30, "ep1-ba30-rank0.pt"),
+        "a file": ("composer", 30, "batch30-rank0.pt"),
         "a folder": ("composer", 20, "ep1-ba20"),
     }.get(what)
+
+
+def _of_ranks(stem: str, count: int, suffix: str) -> list[str]:
+    return [f"{stem}-rank{rank}{suffix}" for rank in range(count)]
+
+
+SUFFIXES = ["", ".pt", ".safetensors", ".tar", ".tar.gz", ".tgz", ".pt.zst", ".lz4"]
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_set_of_one_file_per_rank_is_whole_with_a_file_of_every_rank(
+    run_: Run, tmp_path: Path, suffix: str
+) -> None:
+    """Two digits, so that files are in the order of ranks and not of names; the next save was cut short."""
+    names, newer = _of_ranks("c/ep1-ba42", 12, suffix), _of_ranks("c/ep1-ba50", 11, suffix)
+    _put(run_, *names, *newer)
+    checkpoint = restore.find(run_.url, world_size=12)
+    assert checkpoint is not None
+    assert (checkpoint.format, checkpoint.step, checkpoint.name) == ("composer", 42, "ep1-ba42")
+    assert checkpoint.world_size == 12
+    (rejected,) = checkpoint.rejected
+    assert (rejected.id.step, rejected.name) == (50, "ep1-ba50")
+    assert "no file of rank 11, and was to have 12" in rejected.reason
+    found = restore.fetch_latest(run_.url, tmp_path / "all", world_size=12)
+    assert found is not None
+    assert left_in(tmp_path / "all") == sorted(f"ep1-ba42-rank{rank}{suffix}" for rank in range(12))
+    report = restore.fetch(checkpoint, tmp_path / "there", ranks=[10])
+    assert {name: path.read_bytes() for name, path in report.paths.items()} == {
+        f"ep1-ba42-rank10{suffix}": names[10].encode()
+    }
+
+
+@pytest.mark.parametrize(
+    "name", ["ep1-ba42-ws3-rank{}.pt", "ba42-world_size3-rank{}", "ba42-rank{}-of-3.tar"]
+)
+def test_a_name_says_of_how_many_ranks_a_set_is(run_: Run, name: str) -> None:
+    """Whatever the caller believes."""
+    _put(run_, *(name.format(rank) for rank in range(3)))
+    for world_size in (None, 3, 2, 1, 4):
+        checkpoint = restore.find(run_.url, world_size=world_size)
+        assert checkpoint is not None
+        assert (checkpoint.step, checkpoint.world_size, len(checkpoint.files)) == (42, 3, 3)
+    (Path(run_.url.removeprefix("file://")) / name.format(2)).unlink()
+    for world_size in (None, 2, 3):
+        with pytest.raises(restore.NoUsableCheckpointError, match="no file of rank 2, and was to have 3"):
+            restore.find(run_.url, world_size=world_size)
+
+
+@pytest.mark.parametrize(
+    ("names", "world_size", "reason"),
+    [
+        (_of_ranks("ba42", 2, ".pt"), None, "how many is unknown: give world_size"),
+        (_of_ranks("ba42", 1, ".tar"), None, "how many is unknown: give world_size"),
+        (_of_ranks("ba42", 1, ""), None, "how many is unknown: give world_size"),
+        (_of_ranks("ba42", 2, ".pt"), 3, "no file of rank 2"),
+        (_of_ranks("ba42", 3, ".pt"), 2, "has 3 files, up to rank 2, and was to have 2"),
+        (_of_ranks("ba42", 3, ".pt"), 1, "has 3 files, up to rank 2, and was to have 1"),
+        (_of_ranks("ba42", 1, ".pt"), 2, "no file of rank 1"),
+        (_of_ranks("ba42", 3, ".pt")[1:], None, "how many is unknown"),
+        (_of_ranks("ba42", 3, ".pt")[1:], 3, "no file of rank 0"),
+        (["ba42-rank0.pt", "ba42-rank2.pt"], 3, "no file of rank 1"),
+        (["ba42-rank0.pt", "ba42-rank1.tar"], 2, "no file of rank"),
+        ([*_of_ranks("ba42", 2, ".pt"), "ba42-rank01.pt"], 2, "has 3 files"),
+        (_of_ranks("news2-ba42", 2, ".pt"), None, "how many is unknown"),
+    ],
+)
+def test_a_set_that_may_lack_a_rank_is_refused_and_is_no_fresh_start(
+    run_: Run, names: list[str], world_size: int | None, reason: str
+) -> None:
+    _put(run_, *names)
+    with pytest.raises(restore.NoUsableCheckpointError, match=reason):
+        restore.find(run_.url, world_size=world_size)
+    with pytest.raises(restore.NoUsableCheckpointError, match=reason):
+        restore.find(run_.url, world_size=world_size, step=42)
+    assert restore.find(run_.url, world_size=world_size, step=43) is None
+
+
+def test_what_rank_0_wrote_for_all_is_whole_by_itself(run_: Run) -> None:
+    _put(run_, "a/ep1-ba42-rank0.pt", "b/ep1-ba41-rank0.tar")
+    for world_size in (None, 1):
+        checkpoint = restore.find(run_.url, world_size=world_size)
+        assert checkpoint is not None
+        assert (checkpoint.step, checkpoint.name, checkpoint.world_size) == (42, "ep1-ba42-rank0.pt", 1)
+
+
+@pytest.mark.parametrize("is_pointed", [False, True])
+def test_a_file_of_rank_0_beside_sets_is_the_beginning_of_one(run_: Run, is_pointed: bool) -> None:
+    """A kill right after rank 0's upload; each rank has a pointer of its own, so that proves nothing."""
+    _put(run_, *_of_ranks("c/ep1-ba42", 2, ".pt"), "c/ep1-ba50-rank0.pt")
+    if is_pointed:
+        _put(run_, **{"c/latest-rank0.pt.symlink": b"c/ep1-ba50-rank0.pt"})
+    with pytest.raises(restore.NoUsableCheckpointError, match=r"step 50 \(ep1-ba50"):
+        restore.find(run_.url)
+    checkpoint = restore.find(run_.url, world_size=2)
+    assert checkpoint is not None
+    assert (checkpoint.step, [each.id.step for each in checkpoint.rejected]) == (42, [50])
+    alone = restore.find(run_.url, world_size=1)  # who knows better may say so
+    assert alone is not None
+    assert (alone.step, alone.name) == (50, "ep1-ba50-rank0.pt")
+
+
+def test_a_pointer_to_one_file_of_a_set_finds_the_set(run_: Run) -> None:
+    _put(run_, *_of_ranks("c/final", 2, ".pt"), **{"c/latest-rank1.symlink": b"c/final-rank1.pt"})
+    with pytest.raises(restore.NoUsableCheckpointError, match="give world_size"):
+        restore.find(run_.url)
+    checkpoint = restore.find(run_.url, world_size=2)
+    assert checkpoint is not None
+    assert sorted(checkpoint.files) == ["final-rank0.pt", "final-rank1.pt"]
+
+
+@pytest.mark.parametrize("world_size", [0, -1, 100_001, "2", 2.0, True])
+def test_a_world_size_that_is_none_is_refused(run_: Run, world_size: Any) -> None:
+    with pytest.raises(InvalidNameError, match="world_size="):
+        restore.find(run_.url, world_size=world_size)
 
 
 @pytest.mark.parametrize("name", ["a b", "a\\b", "\u00e9", "x" * 201, "new\nline"])
@@ -412,6 +526,7 @@ def test_recognition_is_ordered_disjoint_and_independent_of_listing_order(
     for each in found:
         assert isinstance(each, Found)
         is_there = each.path in names or any(name.startswith(f"{each.path}/") for name in names)
+        is_there = is_there or (each.by_rank != () and {*each.by_rank} <= {*names})
         assert is_there or (each.path == "" and names)
         if each.format != "composer":
             assert not any(each.path.startswith(f"{other}/") for other in marked)

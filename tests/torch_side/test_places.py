@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_async import Uploader, threads
-from ckpt_async.errors import FormatError, SettingsError
-from ckpt_async.torch import dump, load
+from ckpt_async import Uploader, restore, threads
+from ckpt_async.errors import FormatError, NoUsableCheckpointError, SettingsError
+from ckpt_async.torch import dump, load, load_remote
 from ckpt_async.torch.places import reported
 from tests.torch_side.states import dumped, is_same
 
@@ -134,6 +134,26 @@ def test_runs_and_their_checkpoints_load(url: str, tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("WORLD_SIZE", "8")
     with pytest.raises(FormatError, match=r"2 files to load: rank0\.pt, rank1\.pt"):
         load(url)
+
+
+@pytest.mark.parametrize("suffix", ["", ".pt", ".tar.gz"])
+def test_of_a_set_of_one_file_per_rank_each_rank_loads_its_own(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    for rank in range(3):
+        dump({"of": rank}, tmp_path / "one", overwrite=True, format=suffix or ".pt")
+        put(f"{url}/run/ep1-ba42-rank{rank}{suffix}", (tmp_path / "one").read_bytes())
+    checkpoint = restore.find(f"{url}/run", world_size=3)
+    assert checkpoint is not None
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    for rank in range(3):
+        monkeypatch.setenv("RANK", str(rank))
+        assert load_remote(checkpoint, f"ep1-ba42-rank{{rank}}{suffix}") == {"of": rank}
+        assert load(f"{url}/run", world_size=3) == {"of": rank}
+        assert load(f"{url}/run/ep1-ba42-rank{{rank}}{suffix}") == {"of": rank}
+        for unknown in (None, 2, 4):
+            with pytest.raises(NoUsableCheckpointError, match=r"step 42 \(ep1-ba42"):
+                load(f"{url}/run", world_size=unknown)
 
 
 def test_folders_load_their_only_file_and_sharded_ones_say_what_to_do(tmp_path: Path) -> None:
