@@ -15,12 +15,13 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 MIB = 1 << 20
 SAMPLE_S = 0.01  # a look at /proc costs some 20 µs
 
-# What it makes ready does the work, and may return for how many seconds of that it held its caller up.
-Prepare = Callable[["Work"], Callable[[], float | None]]
+# What it makes ready does the work, and may return what else is to be told of it, as plain data.
+Prepare = Callable[["Work"], Callable[[], Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +39,12 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What one transfer took. `anonymous_bytes` is the most above the idle process."""
+    """What one transfer took. `anonymous_bytes` is the most above the idle process; `told`: what the work returned."""
 
     wall_s: float
     cpu_s: float
     anonymous_bytes: int
-    blocked_s: float | None = None
+    told: Any = None
 
 
 def cpu_s() -> float:
@@ -58,8 +59,8 @@ def child_main(clients: Mapping[str, Prepare]) -> None:
     print("ready", flush=True)
     sys.stdin.readline()
     wall, cpu = time.perf_counter(), cpu_s()
-    blocked = run()
-    print(json.dumps([time.perf_counter() - wall, cpu_s() - cpu, blocked]), flush=True)
+    told = run()
+    print(json.dumps([time.perf_counter() - wall, cpu_s() - cpu, told]), flush=True)
     sys.stdin.readline()
     os._exit(0)  # what a client does at exit is not measured, and must not hang
 
@@ -88,11 +89,11 @@ def measure(python: str, program: Path, name: str, work: Work, environment: Mapp
                 raise RuntimeError(f"{name} failed")
             most = max(most, anonymous_bytes(child.pid))
             time.sleep(SAMPLE_S)
-        wall, cpu, blocked = json.loads(line)
+        wall, cpu, told = json.loads(line)
         child.stdin.write("\n")
         child.stdin.flush()
         child.wait(30)
-    return Measured(wall, cpu, most - idle, blocked)
+    return Measured(wall, cpu, most - idle, told)
 
 
 def measure_command(command: list[str], idle_command: list[str], environment: Mapping[str, str]) -> Measured:

@@ -159,7 +159,7 @@ def environments(names: list[str]) -> dict[str, dict[str, str]]:
 
 def row_of(measured: list[Measured], mib: int) -> dict[str, Any]:
     return {
-        "blocked s": spread(each.blocked_s or 0.0 for each in measured),
+        "blocked s": spread(each.told for each in measured),
         "durable s": spread(each.wall_s for each in measured),
         "CPU s/GiB": spread(each.cpu_s * 1024 / mib for each in measured),
         "anon MiB": max(each.anonymous_bytes for each in measured) / MIB,
