@@ -58,6 +58,7 @@ PARTS = [
     Part("download-tls", "download --server tls", "Download of 1 GiB, TLS", "the same"),
     Part("resume", "resume", "Resume", SINK),
     Part("end_to_end", "end_to_end", "End to end: blocked, and until durable", SINK),
+    Part("save", "save --rounds 3 --saves 2", "What a save costs training", SINK),
     Part("overlap", "overlap", "Sent while it is written", SINK),
     Part("interference", "interference", "What training loses per GiB uploaded", SINK),
     Part("enqueue", "enqueue", "`enqueue`, while shards are written beside it", SINK),
