@@ -35,11 +35,14 @@ def check(config: Config, world_size: int) -> Verdict:
         line["key"]: line
         for rank in range(world_size)
         for line in read_log(config.log(rank))
-        if line["event"] == "written"
+        if line["event"] == "state"
     }
     sealed: dict[CheckpointId, set[int]] = {}
+    losses: dict[tuple[int, int], set[float]] = {}
     for rank in range(world_size):
         for line in read_log(config.log(rank)):
+            if line["event"] == "loss":
+                losses.setdefault((rank, line["step"]), set()).add(line["loss"])
             if line["event"] == "sealed":
                 sealed.setdefault(CheckpointId(line["generation"], line["step"]), set()).add(rank)
 
@@ -79,6 +82,9 @@ def check(config: Config, world_size: int) -> Verdict:
         return verdict
 
     verdict = asyncio.run(read())
+    for (rank, step), different in sorted(losses.items()):
+        if len(different) > 1:
+            verdict.wrong.append(f"rank {rank} had different losses at step {step}: {sorted(different)}")
     _check_local(config, verdict)
     return verdict
 
@@ -99,9 +105,11 @@ async def _compare(
     verdict.size_bytes += size_bytes
     line = written.get(key)
     if line is None:
-        verdict.wrong.append(f"{key}: no rank wrote it")
+        verdict.wrong.append(f"{key}: no rank had such a state")
     elif (line["size_bytes"], line["sha256"]) != (size_bytes, digest.hexdigest()):
-        verdict.wrong.append(f"{key}: its bytes are not those the rank wrote")
+        verdict.wrong.append(
+            f"{key}: its bytes are not what torch.save wrote of the rank's state at that step"
+        )
 
 
 def _check_local(config: Config, verdict: Verdict) -> None:
@@ -113,7 +121,7 @@ def _check_local(config: Config, verdict: Verdict) -> None:
     extra = there - expected - {f"step-{id_.step}" for id_ in verdict.aborted}
     if extra:
         verdict.wrong.append(f"local checkpoints {sorted(extra)} should have been removed")
-    link = config.folder / "latest-rank0"
+    link = config.folder / "latest-rank0.pt"
     newest = verdict.committed[max(verdict.committed)].name if verdict.committed else None
     if newest is not None and link.resolve().parent.name != newest and link.resolve().name != newest:
         verdict.wrong.append(f"{link} points at {link.resolve()}, not at {newest}")

@@ -6,12 +6,14 @@ What a user of ckpt_async writes is marked with `# <-`; the rest is training, an
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import sys
 import sysconfig
 import time
 import urllib.request
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +25,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from ckpt_async import Uploader, restore  # <-
+from ckpt_async.saver import CheckpointSaver  # <-
 from tests.demo.config import Config
 
 CONTEXT, BATCH, TEXT_BYTES = 96, 4, 2 << 20
+FILENAME = "step-{step}/rank-{rank}.pt"
 PREDECESSOR_TIMEOUT_S = 30.0
 
 
@@ -100,7 +103,7 @@ def load_sharded_state(model: nn.Module, optimizer: torch.optim.Optimizer, state
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 class Log:
@@ -121,29 +124,33 @@ def say(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
-def save(
-    config: Config, uploader: Uploader, log: Log, state: dict[str, Tensor], step: int, rank: int
-) -> None:
-    folder = config.folder / f"step-{step}"
-    folder.mkdir(exist_ok=True)
-    path = folder / f"rank-{rank}.pt"
-    started = time.perf_counter()
-    torch.save(state, path.with_suffix(".tmp"))
-    path.with_suffix(".tmp").rename(path)
-    saved_s = time.perf_counter() - started
-    size_bytes, digest = path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest()
-    key = f"ckpt/step-{step}.g{uploader.generation}/{path.name}"
-    log.write("written", step=step, key=key, size_bytes=size_bytes, sha256=digest)
-    started = time.perf_counter()
-    uploader.enqueue(path, step=step)  # <- returns at once
-    uploader.seal(step=step)  # <- this rank has no more shards for it
-    blocked_s = time.perf_counter() - started
-    log.write("sealed", step=step, generation=uploader.generation, saved_s=saved_s, blocked_s=blocked_s)
-    if rank == 0:
-        say(
-            f"  step {step}: rank 0 saved {size_bytes / 1e6:.0f} MB in {saved_s * 1e3:.0f} ms,"
-            f" handed it over in {blocked_s * 1e3:.2f} ms"
-        )
+class Saved:
+    """What is to be saved, and the oracle for it: the SHA-256 of what torch.save itself would write of the live state.
+    It is on disk before the saver has seen anything, so whenever the rank is killed, no shard is without it.
+    """
+
+    def __init__(
+        self, log: Log, model: nn.Module, optimizer: torch.optim.Optimizer, picker: torch.Generator
+    ) -> None:
+        self._log, self._model, self._optimizer, self._picker = log, model, optimizer, picker
+        self.oracle_s = self.torch_save_s = 0.0  # what the newest took
+
+    def state(self, step: int, generation: int) -> dict[str, Any]:
+        state = {
+            "step": step,
+            "generation": generation,
+            "picker": self._picker.get_state(),
+            "tensors": sharded_state(self._model, self._optimizer),
+        }
+        started, file = time.perf_counter(), io.BytesIO()
+        torch.save(state, file)
+        self.torch_save_s = time.perf_counter() - started
+        written = file.getvalue()
+        key = f"ckpt/step-{step}.g{generation}/rank-{dist.get_rank()}.pt"
+        digest = hashlib.sha256(written).hexdigest()
+        self._log.write("state", step=step, key=key, size_bytes=len(written), sha256=digest)
+        self.oracle_s = time.perf_counter() - started
+        return state
 
 
 def main() -> None:
@@ -164,44 +171,35 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     data = text()
 
-    with Uploader(  # <-
+    picker = torch.Generator().manual_seed(config.seed + 1000 * rank)
+    saved = Saved(log, model, optimizer, picker)
+    with CheckpointSaver(  # <-
         config.folder,
         config.remote,
+        filename=FILENAME,
+        checkpoint_name="step-{step}",
+        save_interval=f"{config.save_every}ba",
+        saves_last=False,
+        is_writer=True,
+        on_saved=lambda each: log.write("sealed", step=each.step, generation=generation),
+        hooks_at_once=True,
         num_checkpoints_to_keep=config.keep,
         max_bytes_per_s=config.max_bytes_per_s,
         metrics_port=0 if rank == 0 else None,
-    ) as uploader:
-        is_finished = uploader.wait_for_predecessor(PREDECESSOR_TIMEOUT_S)  # <-
-        dist.barrier()  # every rank has finished what its predecessor left; only now look for the newest
-        newest = [restore.find(config.remote) if rank == 0 else None]  # <-
-        dist.broadcast_object_list(newest)
-        first_step = 0
-        if newest[0] is not None:
-            here = config.folder / newest[0].name  # where it still is, if this node has not lost its disk
-            report = restore.fetch(newest[0], here, ranks=[rank], folder=config.folder)  # <- verified
-            (path,) = report.paths.values()
-            source = "remote" if "remote" in report.bytes_from else "local"
-            load_sharded_state(model, optimizer, torch.load(path, weights_only=True))
-            first_step = newest[0].step
-            log.write("resumed", step=first_step, generation=newest[0].generation, source=source)
-        log.write(
-            "started",
-            generation=uploader.generation,
-            first_step=first_step,
-            is_finished=is_finished,
-            metrics_url=uploader.metrics_url,
-        )
+    ) as saver:
+        generation, metrics_url = saver.uploader.generation, saver.uploader.metrics_url
+        state = saver.load_latest(wait_s=PREDECESSOR_TIMEOUT_S)  # <-
+        first_step, resumed = 0, ""
+        if state is not None:
+            load_sharded_state(model, optimizer, state["tensors"])
+            picker.set_state(state["picker"])
+            first_step = state["step"]
+            log.write("resumed", step=first_step, generation=state["generation"])
+            resumed = f"resumed from step {first_step} of generation {state['generation']}; "
+        log.write("started", generation=generation, first_step=first_step, metrics_url=metrics_url)
         if rank == 0:
-            start = f"generation {uploader.generation}: "
-            if newest[0] is not None:
-                was = f"step {first_step} of generation {newest[0].generation}"
-                start += (
-                    f"what the killed start had sealed is committed; resumed from {was}, shards {source}; "
-                )
-            say(
-                f"{start}training from step {first_step} on {world_size} ranks; metrics at {uploader.metrics_url}"
-            )
-        picker = torch.Generator().manual_seed(config.seed + 1000 * rank + first_step)
+            start = f"generation {generation}: {resumed}training from step {first_step}"
+            say(f"{start} on {world_size} ranks; metrics at {metrics_url}")
         for step in range(first_step + 1, config.steps + 1):
             starts = torch.randint(len(data) - CONTEXT - 1, (BATCH,), generator=picker)
             batch = torch.stack([data[start : start + CONTEXT + 1] for start in starts])
@@ -209,15 +207,20 @@ def main() -> None:
             loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
             optimizer.step()
             optimizer.zero_grad()
+            log.write("loss", step=step, loss=loss.item())
             if rank == 0:
                 say(f"  step {step}: loss {loss.item():.3f}")
-            if step % config.save_every == 0:
-                save(config, uploader, log, sharded_state(model, optimizer), step, rank)
-        last = config.steps - config.steps % config.save_every
-        if last > first_step:
-            uploader.wait(step=last, timeout_s=120)  # <- optional: until it is committed
-        if uploader.metrics_url is not None:
-            with urllib.request.urlopen(uploader.metrics_url, timeout=10) as response:
+            started = time.perf_counter()
+            if saver.step(partial(saved.state, step, generation), step):  # <- after every step
+                blocked_s = time.perf_counter() - started - saved.oracle_s
+                log.write("saving", step=step, torch_save_s=saved.torch_save_s, blocked_s=blocked_s)
+                if rank == 0:
+                    say(
+                        f"  step {step}: saved beside training, which was blocked for {blocked_s * 1e3:.1f} ms"
+                    )
+        saver.wait(120)  # <- optional: until it is committed
+        if metrics_url is not None:
+            with urllib.request.urlopen(metrics_url, timeout=10) as response:
                 log.write("metrics", text=response.read().decode())
     log.write("finished")
     dist.destroy_process_group()
