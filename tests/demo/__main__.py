@@ -250,21 +250,16 @@ def _result(config: Config, run: Run, verdict: Verdict) -> dict[str, Any]:
     sealed = [line for line in logs if line["event"] == "sealed"]
     if run.kill is not None and not any(line["step"] == run.kill.checkpoint.step for line in resumed):
         wrong.append(f"training was not resumed from step {run.kill.checkpoint.step}")
+    sealed_at: dict[CheckpointId, float] = {}
+    for line in sealed:
+        id_ = CheckpointId(line["generation"], line["step"])
+        sealed_at[id_] = max(line["at"], sealed_at.get(id_, 0.0))
     latency_s = {
-        id_: decision.decided_at
-        - max(
-            (
-                line["at"]
-                for line in sealed
-                if (line["generation"], line["step"]) == (id_.generation, id_.step)
-            ),
-            default=decision.decided_at,  # killed between the seal and its line
-        )
-        for id_, decision in verdict.committed.items()
-        if run.kill is None
-        or id_.generation > 1
-        or decision.decided_at < run.kill.at  # not what waited for it
-    }
+        id_: verdict.committed[id_].decided_at - at
+        for id_, at in sealed_at.items()
+        if id_ in verdict.committed
+        and (run.kill is None or id_.generation > 1 or verdict.committed[id_].decided_at < run.kill.at)
+    }  # not of what waited for the kill
     saving = [line for line in logs if line["event"] == "saving"]
     metrics = _metrics(logs)
     return {

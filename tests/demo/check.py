@@ -31,20 +31,15 @@ class Verdict:
 
 def check(config: Config, world_size: int) -> Verdict:
     """Read everything back from the store and compare. Reads every byte of every committed shard."""
-    written = {
-        line["key"]: line
-        for rank in range(world_size)
-        for line in read_log(config.log(rank))
-        if line["event"] == "state"
-    }
+    lines = [line for rank in range(world_size) for line in read_log(config.log(rank))]
+    written = {line["key"]: line for line in lines if line["event"] == "state"}
     sealed: dict[CheckpointId, set[int]] = {}
     losses: dict[tuple[int, int], set[float]] = {}
-    for rank in range(world_size):
-        for line in read_log(config.log(rank)):
-            if line["event"] == "loss":
-                losses.setdefault((rank, line["step"]), set()).add(line["loss"])
-            if line["event"] == "sealed":
-                sealed.setdefault(CheckpointId(line["generation"], line["step"]), set()).add(rank)
+    for line in lines:
+        if line["event"] == "loss":
+            losses.setdefault((line["rank"], line["step"]), set()).add(line["loss"])
+        if line["event"] == "sealed":
+            sealed.setdefault(CheckpointId(line["generation"], line["step"]), set()).add(line["rank"])
 
     async def read() -> Verdict:
         store = connect(config.remote, None, Settings())

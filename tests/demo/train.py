@@ -29,8 +29,6 @@ from ckpt_async.saver import CheckpointSaver  # <-
 from tests.demo.config import Config
 
 CONTEXT, BATCH, TEXT_BYTES = 96, 4, 2 << 20
-FILENAME = "step-{step}/rank-{rank}.pt"
-PREDECESSOR_TIMEOUT_S = 30.0
 
 
 class Block(nn.Module):
@@ -145,10 +143,8 @@ class Saved:
         started, file = time.perf_counter(), io.BytesIO()
         torch.save(state, file)
         self.torch_save_s = time.perf_counter() - started
-        written = file.getvalue()
-        key = f"ckpt/step-{step}.g{generation}/rank-{dist.get_rank()}.pt"
-        digest = hashlib.sha256(written).hexdigest()
-        self._log.write("state", step=step, key=key, size_bytes=len(written), sha256=digest)
+        key, written = f"ckpt/step-{step}.g{generation}/rank-{dist.get_rank()}.pt", file.getvalue()
+        self._log.write("state", key=key, size_bytes=len(written), sha256=hashlib.sha256(written).hexdigest())
         self.oracle_s = time.perf_counter() - started
         return state
 
@@ -176,7 +172,7 @@ def main() -> None:
     with CheckpointSaver(  # <-
         config.folder,
         config.remote,
-        filename=FILENAME,
+        filename="step-{step}/rank-{rank}.pt",
         checkpoint_name="step-{step}",
         save_interval=f"{config.save_every}ba",
         saves_last=False,
@@ -188,18 +184,16 @@ def main() -> None:
         metrics_port=0 if rank == 0 else None,
     ) as saver:
         generation, metrics_url = saver.uploader.generation, saver.uploader.metrics_url
-        state = saver.load_latest(wait_s=PREDECESSOR_TIMEOUT_S)  # <-
-        first_step, resumed = 0, ""
+        state = saver.load_latest(wait_s=60)  # <- finishes first what a killed start had sealed
+        first_step = 0
         if state is not None:
             load_sharded_state(model, optimizer, state["tensors"])
             picker.set_state(state["picker"])
             first_step = state["step"]
             log.write("resumed", step=first_step, generation=state["generation"])
-            resumed = f"resumed from step {first_step} of generation {state['generation']}; "
         log.write("started", generation=generation, first_step=first_step, metrics_url=metrics_url)
         if rank == 0:
-            start = f"generation {generation}: {resumed}training from step {first_step}"
-            say(f"{start} on {world_size} ranks; metrics at {metrics_url}")
+            say(f"generation {generation}: training from step {first_step}; metrics at {metrics_url}")
         for step in range(first_step + 1, config.steps + 1):
             starts = torch.randint(len(data) - CONTEXT - 1, (BATCH,), generator=picker)
             batch = torch.stack([data[start : start + CONTEXT + 1] for start in starts])
