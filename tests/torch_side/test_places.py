@@ -13,7 +13,7 @@ import torch
 
 from ckpt_async import Uploader, restore, threads
 from ckpt_async.errors import FormatError, NoUsableCheckpointError, SettingsError
-from ckpt_async.torch import dump, load, load_remote
+from ckpt_async.torch import dump, fetch_together, load, load_remote
 from ckpt_async.torch.places import reported
 from tests.torch_side.states import dumped, is_same
 
@@ -151,6 +151,9 @@ def test_of_a_set_of_one_file_per_rank_each_rank_loads_its_own(
         assert load_remote(checkpoint, f"ep1-ba42-rank{{rank}}{suffix}") == {"of": rank}
         assert load(f"{url}/run", world_size=3) == {"of": rank}
         assert load(f"{url}/run/ep1-ba42-rank{{rank}}{suffix}") == {"of": rank}
+        found = fetch_together(f"{url}/run", tmp_path / "there", ranks=[rank], world_size=3)
+        assert found is not None
+        assert list(found[1].paths) == [f"ep1-ba42-rank{rank}{suffix}"]
         for unknown in (None, 2, 4):
             with pytest.raises(NoUsableCheckpointError, match=r"step 42 \(ep1-ba42"):
                 load(f"{url}/run", world_size=unknown)
