@@ -162,6 +162,7 @@ class CheckpointSaver:
         self._is_closed = False
         self._restore_signals = on_signals(save_signals, self.save_now)
         self.uploader.before_sigterm_flush = self._save_before_flush
+        self.uploader.before_exit = self._saving.wait  # what was taken is saved, if nobody calls `close`
         self._stop_watching = watch(self._saving.settle, WATCH_S) if self._hooks.is_at_once else None
 
     @property
@@ -205,10 +206,13 @@ class CheckpointSaver:
         due, self._past = schedules.decide(
             self._schedule, self._past, now, event, is_asked=self._asking.answer()
         )
-        if due is not Due.NO:
+        if due is Due.REPEATED:
+            self._saving.refuse_repeated(now)
+            self._raise_failures()
+        elif due is not Due.NO:
             self._save(state, now, due, metrics)
         self._asking.meter.step_began(time.monotonic())
-        return due is not Due.NO
+        return due > Due.NO
 
     def save_now(self) -> None:
         """Save at the next `step`, on all ranks at the same one: it may take a second until all know. Returns at once;

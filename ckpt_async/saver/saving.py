@@ -21,6 +21,7 @@ from ckpt_async.errors import (
     DestinationError,
     FencedError,
     SaveFailedError,
+    SealedError,
     UploaderClosedError,
 )
 from ckpt_async.saver.files import Files, check_conflicts
@@ -74,7 +75,7 @@ class Saving:
         self._failures: list[SaveFailedError] = []
         self.saved: list[SavedCheckpoint] = []
         self.newest_step: int | None = None  # of this start
-        self._num_ended = 0
+        self._num_begun = self._num_ended = 0
         self._ended = ended
 
     def save(
@@ -89,6 +90,7 @@ class Saving:
         checkpoint = SavedCheckpoint(now, self._files.name(now), self._paths(now), is_ephemeral)
         self._writer.wait()
         value = state() if callable(state) else state
+        self._num_begun += 1
         try:
             self._uploader.check_takes(now.step, checkpoint.name)
             ending = self._begin(checkpoint, value, metrics)
@@ -101,6 +103,17 @@ class Saving:
             if self._what.is_blocking:
                 self._writer.wait()
         return checkpoint
+
+    def refuse_repeated(self, now: Timestamp) -> None:
+        """A save that fails: not to say so would leave a run without any that counts its batches anew each epoch."""
+        checkpoint = SavedCheckpoint(now, self._files.name(now), ())
+        error = SealedError(
+            f"batch {now.batch} comes again: a start saves no batch twice, and none before one that it saved",
+            hint="count batches through the whole run, not anew in each epoch; after going back on purpose, close this"
+            " saver and make a new one",
+        )
+        self._num_begun += 1
+        self._failed(checkpoint, error)
 
     def _paths(self, now: Timestamp) -> tuple[Path, ...]:
         if self._what.is_sharded:
@@ -205,9 +218,11 @@ class Saving:
         return self._writer.wait(timeout_s)
 
     def wait_for_next(self, timeout_s: float) -> None:
-        """Until one more save is written, or has failed. For another thread than the trainer's."""
+        """Until a save that begins from now on is written, or has failed; one that is being written does not count. For
+        another thread than the trainer's.
+        """
         with self._changed:
-            before = self._num_ended
+            before = self._num_begun
             self._changed.wait_for(lambda: self._num_ended > before, timeout_s)
 
     def take_failure(self) -> SaveFailedError | None:

@@ -43,6 +43,7 @@ _HINT = 'like "1ep", "500ba", "10000sp", "1e9tok", "2iter", "0.1dur" or "30min"'
 class Due(IntEnum):
     """Whether to save, and for how long."""
 
+    REPEATED = -1  # due, but training has gone back, to a batch that was saved already
     NO = 0
     EPHEMERAL = 1  # kept only until a newer one is committed
     YES = 2
@@ -150,6 +151,9 @@ def decide(
     """
     wanted = due(schedule, past.decided, now, event, is_asked=is_asked)
     if past.saved is not None and now.batch <= past.saved.batch:
+        had = past.saved if past.decided is None else past.decided
+        if min(had.batch, now.batch) < past.saved.batch:
+            return Due.NO if wanted is Due.NO else Due.REPEATED, Past(now, past.saved, past.kept)
         return Due.NO, past if wanted > past.kept else Past(now, past.saved, past.kept)
     if wanted is Due.NO:
         return Due.NO, Past(now, past.saved, past.kept)

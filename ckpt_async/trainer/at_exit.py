@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -30,6 +31,7 @@ class Closes(Protocol):
     pid: int
     settings: Settings
     exporter: Exporter
+    before_exit: Callable[[float], object]
 
     def close(self, timeout_s: float | None = None) -> None: ...
 
@@ -99,6 +101,7 @@ def _close_all() -> None:
             continue
         logger.warning("not_closed folder=%s: closing at exit; use `with Uploader(...)`", uploader.folder)
         try:
+            uploader.before_exit(max(0.0, deadline - time.monotonic()))
             left_s = max(0.0, deadline - time.monotonic())
             uploader.close(timeout_s=min(left_s, uploader.settings.upload_timeout_s))
         except CkptAsyncError:

@@ -115,6 +115,8 @@ class Uploader:
             self._undo_sigterm = flush_on_sigterm(self._flush_at_the_end, self.settings.sigterm_flush_s)
         # Called first when SIGTERM has come, with the seconds there are, on a thread of its own.
         self.before_sigterm_flush: Callable[[float], None] = lambda _: None
+        # Called before this is closed at exit, because nobody did it before, with the seconds there are.
+        self.before_exit: Callable[[float], object] = lambda _: None
 
     @property
     def metrics_url(self) -> str | None:

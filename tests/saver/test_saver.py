@@ -359,6 +359,18 @@ def test_a_run_may_save_again_what_an_earlier_start_of_it_saved(open_saver: Open
     assert restore.find(remote, step=6) is not None
 
 
+def test_a_save_that_is_due_at_a_batch_that_comes_again_fails_and_says_why(open_saver: Open) -> None:
+    failed: list[str] = []
+    saver = open_saver(on_failed=lambda checkpoint, _: failed.append(checkpoint.name))
+    training = Training()
+    training.run(saver, 1, 4)
+    with pytest.raises(SaveFailedError, match=r"ep0-ba2 was not saved: .* batch 2 comes again"):
+        training.run(saver, 1, 2)
+    training.run(saver, 5, 6)
+    assert failed == ["ep0-ba2"]
+    assert [each.step for each in saver.saved_checkpoints][:2] == [2, 4]
+
+
 def test_a_name_that_does_not_change_is_refused_at_its_second_save(open_saver: Open) -> None:
     saver = open_saver(filename="model.pt", saves_last=False)
     Training().run(saver, 1, 3)

@@ -108,6 +108,17 @@ def test_a_step_saved_at_its_batch_is_not_saved_again_at_the_epochs_end() -> Non
     assert (first, again, after) == (Due.YES, Due.NO, Due.NO)
 
 
+def test_a_run_that_counts_its_batches_anew_each_epoch_is_told_that_it_cannot_be_saved() -> None:
+    again = [Timestamp(batch=batch, epoch=epoch + batch // 3) for epoch in range(3) for batch in (1, 2, 3)]
+    saved = saved_at(parse("1ep"), again)
+    assert saved == [(3, Due.YES), (3, Due.REPEATED), (3, Due.REPEATED)]
+
+
+def test_after_going_back_what_is_due_beyond_the_last_save_is_saved() -> None:
+    run = [*batches(6), *batches(9, start=3)]
+    assert saved_at(parse("2ba"), run)[3:] == [(4, Due.REPEATED), (6, Due.REPEATED), (8, Due.YES)]
+
+
 def test_a_function_sees_the_timestamp_and_the_event() -> None:
     seen = []
 
