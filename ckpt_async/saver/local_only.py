@@ -48,6 +48,7 @@ class LocalOnly:
         self.folder = self._folder.path
         self.metrics = Metrics("", self._folder)
         self.before_sigterm_flush: Callable[[float], None] = lambda _: None
+        self.before_exit: Callable[[float], object] = lambda _: None
         self._kept = retention.keep_local(
             self.settings.num_checkpoints_to_keep, self.settings.local_retention
         )
