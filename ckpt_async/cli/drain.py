@@ -11,7 +11,7 @@ from ckpt_async import threads
 from ckpt_async.cli.output import Exit, Json, id_json, print_json
 from ckpt_async.cli.parsing import add_store_options, as_folder, as_seconds
 from ckpt_async.core.model import RemoteAddress
-from ckpt_async.core.units import few, in_units
+from ckpt_async.core.units import in_units, named
 from ckpt_async.errors import SettingsError
 from ckpt_async.local.settings_file import load_settings
 from ckpt_async.stores import StoreOptions, address_of
@@ -146,8 +146,8 @@ def _rank_lines(each: RankReport) -> Iterator[str]:
     for fate in each.aborted:
         yield f"{rank} step {fate.checkpoint.step} was given up: {fate.reason}"
     for fate in each.waiting:
-        missing = few(fate.missing_ranks)
-        yield f"{rank} step {fate.checkpoint.step} is uploaded and waits for ranks {missing or 'elsewhere'}"
+        missing = named("rank", fate.missing_ranks) if fate.missing_ranks else "other nodes"
+        yield f"{rank} step {fate.checkpoint.step} is uploaded and waits for {missing}"
     for fate in each.left:
         yield f"{rank} step {fate.checkpoint.step} is not uploaded: {fate.reason}"
     if each.error:

@@ -11,7 +11,7 @@ from ckpt_async import restore
 from ckpt_async.cli.output import ANY, Exit, Json, print_json, store_options, telling_of_silence
 from ckpt_async.cli.parsing import WHERE, add_kind, add_store_options, as_folder, as_path, as_step
 from ckpt_async.core import keys
-from ckpt_async.core.units import in_units
+from ckpt_async.core.units import counted, in_units
 from ckpt_async.errors import ObjectNotFoundError
 from ckpt_async.restore.session import PATIENCE_S
 
@@ -115,8 +115,9 @@ def pull(options: argparse.Namespace) -> Exit:
     came = ", ".join(f"{in_units(count)} {_ORIGINS[kind]}" for kind, count in report.bytes_from.items())
     rate = report.size_bytes / max(report.duration_s, 1e-9)
     print(
-        f"step {checkpoint.step} ({checkpoint.name}): {len(report.paths)} files, {in_units(report.size_bytes)} in"
-        f" {report.duration_s:.1f} s, {in_units(rate)}/s" + (f" ({came})" if came else "")
+        f"step {checkpoint.step} ({checkpoint.name}): {counted(len(report.paths), 'file')},"
+        f" {in_units(report.size_bytes)} in {report.duration_s:.1f} s, {in_units(rate)}/s"
+        + (f" ({came})" if came else "")
     )
     return Exit.OK
 
@@ -158,7 +159,8 @@ def _plan(options: argparse.Namespace) -> Exit:
     for file in files:
         print(f"{in_units(file.size_bytes):>12}  {file.name}")
     print(
-        f"step {checkpoint.step} ({checkpoint.name}): {len(files)} files, {in_units(size_bytes)} would be pulled"
+        f"step {checkpoint.step} ({checkpoint.name}): {counted(len(files), 'file')}, {in_units(size_bytes)} would be"
+        " pulled"
     )
     return Exit.OK
 

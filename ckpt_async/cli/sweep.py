@@ -18,7 +18,7 @@ from ckpt_async.cli.parsing import WHERE, add_kind, add_store_options, as_folder
 from ckpt_async.cli.upkeep import finding_json, with_store
 from ckpt_async.core import keys, retention
 from ckpt_async.core.settings import Settings
-from ckpt_async.core.units import in_units
+from ckpt_async.core.units import counted, in_units
 from ckpt_async.errors import SettingsError
 from ckpt_async.local.settings_file import load_settings
 from ckpt_async.monitor.server import serve
@@ -202,7 +202,7 @@ def _stock_lines(each: RemoteReport) -> Iterator[str]:
 
 def _sum(stock: Sequence[sweep_plan.Stock]) -> str:
     size = in_units(sum(each.size_bytes for each in stock))
-    return f"{len(stock)} checkpoint{'' if len(stock) == 1 else 's'} ({size})"
+    return f"{counted(len(stock), 'checkpoint')} ({size})"
 
 
 def _state(done: Done, is_dry_run: bool) -> str:
@@ -228,9 +228,9 @@ def describe(action: sweep_plan.Planned) -> str:
         case sweep_plan.AbortMultipart():
             return f"abort the multipart upload of {action.key}"
         case sweep_plan.Delete():
-            return f"delete {len(action.object_keys)} objects, {action.object_keys[0]} first"
+            return f"delete {counted(len(action.object_keys), 'object')}, {action.object_keys[0]} first"
         case sweep_plan.CollectDecisions():
-            return f"collect {len(action.object_keys)} decisions"
+            return f"collect {counted(len(action.object_keys), 'decision')}"
         case sweep_plan.Settle():
             return f"commit {action.checkpoint}"
         case sweep_plan.GiveUp():

@@ -15,6 +15,7 @@ from ckpt_async.cli.parsing import WHERE, add_kind, add_store_options, as_step, 
 from ckpt_async.core import keys
 from ckpt_async.core.model import CheckpointId, Decision, Outcome
 from ckpt_async.core.settings import Settings
+from ckpt_async.core.units import counted
 from ckpt_async.errors import FailureReason, ObjectNotFoundError, StoreError
 from ckpt_async.protocol import steps, sweep_plan
 from ckpt_async.protocol import verify as verification
@@ -188,8 +189,8 @@ def verify(options: argparse.Namespace) -> Exit:
         else "by the store's checksums"
     )
     print(
-        f"{result.num_committed} committed checkpoints, {result.num_shards} shards ({how}),"
-        f" {len(result.violations)} violations"
+        f"{counted(result.num_committed, 'committed checkpoint')}, {counted(result.num_shards, 'shard')} ({how}),"
+        f" {counted(len(result.violations), 'violation')}"
     )
     return code
 

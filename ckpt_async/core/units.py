@@ -26,6 +26,11 @@ def age(duration_s: float) -> str:
     return f"{seconds // 3600} h" if seconds < 172_800 else f"{seconds // 86_400} days"
 
 
+def counted(count: int, noun: str) -> str:
+    """That many: 1 file; 2 files."""
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
 def named(what: str, numbers: Sequence[int]) -> str:
     """Those things: rank 3; ranks 3, 4."""
     return f"{what}{'s' * (len(numbers) > 1)} {few(numbers)}"

@@ -43,8 +43,8 @@ async def check_known(run: PatientStore, kind: str) -> None:
 def unknown_kind(url: str, kind: str, there: Sequence[str]) -> UnknownKindError:
     """The error for one that is asked for and not there. Pure."""
     what = f"checkpoints of kind {kind!r}" if kind else "checkpoints without a kind"
-    names = [f"kind={each!r}" if each else "those without a kind" for each in there]
-    return UnknownKindError(f"{url} has no {what}", hint=f"there are {', '.join(names)}")
+    names = [f"kind {each!r}" if each else "checkpoints without a kind" for each in there]
+    return UnknownKindError(f"{url} has no {what}", hint=f"it has {', '.join(names)}")
 
 
 async def _has_any(run: PatientStore, kind: str, prefix: str) -> bool:

@@ -159,12 +159,21 @@ class Sweeper:
                     policy = self._kind_policies.get(kind, retention.KeepAll())
                     below = targets[url] = _Target(replace(target.address, url=url), policy)
                     remotes.append((await self._sweep_remote(below, is_dry_run=is_dry_run))[0])
+        if not any(each.error for each in remotes):
+            self._tell_unused_policies(targets)
         return SweepReport(tuple(folders), tuple(remotes))
+
+    def _tell_unused_policies(self, urls: Iterable[str]) -> None:
+        for kind in self._kind_policies:
+            if not any(url.endswith(keys.kind_remote("", kind)) for url in urls):
+                logger.warning(
+                    "keep_unused no remote has checkpoints of kind %r: the policy for it has no effect", kind
+                )
 
     def _recorded(self, folders: Iterable[str]) -> Iterator[_Target]:
         """The remotes that the folders' journals name."""
         for folder in folders:
-            with contextlib.suppress(CkptAsyncError):  # reported by `_sweep_folder`
+            with contextlib.suppress(CkptAsyncError, OSError):  # reported by `_sweep_folder`
                 for kind, local in _locals(folder):
                     if local.remote is not None:
                         own = self._kind_policies.get(kind) or _recorded_policy(local)

@@ -67,10 +67,14 @@ def refuse_second(start: Start) -> None:
             )
         if latest and latest == naming.fill(each.settings.latest_filename, rank=each.rank):
             raise SettingsError(
-                f"latest_filename={start.settings.latest_filename!r} is the same for kind {start.kind or None!r} and"
-                f" kind {each.kind or None!r}: each moves a symlink of its own",
-                hint="leave it out for kinds, or name them apart, e.g. latest-weights-rank{rank}",
+                f"latest_filename={start.settings.latest_filename!r} is taken by the Uploader for"
+                f" {_called(each.kind)}: each kind of checkpoints moves a symlink of its own",
+                hint="leave it out for kinds, or give each its own, e.g. latest-weights-rank{rank}",
             )
+
+
+def _called(kind: str) -> str:
+    return f"kind {kind!r}" if kind else "the run itself"
 
 
 def add(uploader: Closes) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -22,8 +23,12 @@ class ShardWriter(io.BufferedWriter):
     are sent again.
     """
 
-    def __init__(self, path: Path, enqueue: Callable[[], None], drop: Callable[[], None]) -> None:
-        """One of `enqueue` and `drop` is called when the file ends. Raises InvalidShardError if it already exists."""
+    def __init__(
+        self, path: Path, enqueue: Callable[[], None], drop: Callable[[], None], *, replaces_before: float
+    ) -> None:
+        """One of `enqueue` and `drop` is called when the file ends. A file last modified before `replaces_before` (Unix
+        time) was left by an earlier start and is replaced, never written to; any other is an InvalidShardError.
+        """
         self.path = path
         self._enqueue, self._drop = enqueue, drop
         self._pid = os.getpid()
@@ -31,6 +36,7 @@ class ShardWriter(io.BufferedWriter):
         path.parent.mkdir(parents=True, exist_ok=True)
         if os.path.realpath(path.parent) != str(path.parent):
             raise InvalidShardError(f"a symbolic link leads out of the folder on the way to {str(path)!r}")
+        _remove_left(path, replaces_before)
         try:
             raw = io.FileIO(path, "xb")
         except FileExistsError:
@@ -80,3 +86,11 @@ class ShardWriter(io.BufferedWriter):
         """Dropped without `close`: an incomplete file must not be enqueued by the garbage collector."""
         with contextlib.suppress(Exception):
             self.abandon()
+
+
+def _remove_left(path: Path, before: float) -> None:
+    """What an earlier start enqueued of it lives on in the spool, under its own inode."""
+    with contextlib.suppress(FileNotFoundError):
+        found = path.lstat()
+        if stat.S_ISREG(found.st_mode) and found.st_mtime < before:
+            path.unlink()

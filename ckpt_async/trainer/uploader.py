@@ -82,6 +82,7 @@ class Uploader:
         settings_file: str | os.PathLike[str] | None = None,
         **settings: Any,
     ) -> None:
+        self._opened_at = time.time()  # on the clock of the folder's file system, which is local
         start = start_of(
             folder,
             remote,
@@ -191,10 +192,11 @@ class Uploader:
         most of it has been sent by then. If the store has no multipart uploads (`file://`), or the shard is small, it
         is sent afterwards.
 
-        Nothing is promised before `close`: after a crash the file is an ordinary one that nobody enqueued. An
+        Nothing is promised before `close`: after a crash the file is an ordinary one that nobody enqueued. A later
+        start that comes to the same step replaces it (where the folder's file system has hard links). An
         exception in the `with` removes the file. `seal` is rejected while one is open. `publish_as`: see `enqueue`.
 
-        Raises what `enqueue` raises; InvalidShardError if such a file or shard already exists.
+        Raises what `enqueue` raises; InvalidShardError if such a file or shard already exists in this start.
         """
         self._check_usable()
         id_ = self._checkpoint(step)
@@ -212,6 +214,8 @@ class Uploader:
                 self.folder / source,
                 enqueue=lambda: self._written(checkpoint, source, name, published),
                 drop=lambda: self._not_written(checkpoint, name),
+                # Without hard links what an earlier start enqueued may still have to be read.
+                replaces_before=self._opened_at if self._folder.can_link else 0.0,
             )
             checkpoint.growing.add(name)
             self._checkpoints.keep(checkpoint)

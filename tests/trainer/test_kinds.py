@@ -100,6 +100,22 @@ def test_each_kind_has_its_own_checkpoints_latest_and_retention(
     assert steps_of(remote, "weights", capsys) == [5]
 
 
+@pytest.mark.parametrize("where", ["folder", "remote"])
+def test_a_policy_for_a_kind_that_no_remote_has_is_logged(
+    folder: Path, remote: str, caplog: pytest.LogCaptureFixture, where: str
+) -> None:
+    with opened(folder, remote) as full, opened(folder, remote, "weights") as weights:
+        for each in (full, weights):
+            save(each, 1)
+            each.wait(1, 30)
+    what: dict[str, Any] = {"folders": [folder]} if where == "folder" else {"remotes": [remote]}
+    policies = {"weights": "last=1", "weigths": "last=1"}
+    assert asyncio.run(Sweeper(**what, kind_retention=policies).sweep()).is_clean
+    assert [each.message for each in caplog.records if "keep_unused" in each.message] == [
+        "keep_unused no remote has checkpoints of kind 'weigths': the policy for it has no effect"
+    ]
+
+
 def test_kinds_on_s3(folder: Path, s3_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with opened(folder, s3_url) as full, opened(folder, s3_url, "weights") as weights:
         save(full, 2)
@@ -109,7 +125,7 @@ def test_kinds_on_s3(folder: Path, s3_url: str, tmp_path: Path, capsys: pytest.C
     for kind in KINDS:
         assert pulled(s3_url, kind, tmp_path / "pulled") == (2, {text(kind, 2)})
     assert {kind: steps_of(s3_url, kind, capsys) for kind in KINDS} == {None: [2], "weights": [1, 2]}
-    with pytest.raises(restore.UnknownKindError, match=r"kind='weights'"):
+    with pytest.raises(restore.UnknownKindError, match=r"kind 'weights'"):
         restore.find(s3_url, kind="ema")
     report = asyncio.run(Sweeper(remotes=[s3_url], kind_retention={"weights": "last=1"}).sweep())
     assert report.is_clean, report
@@ -251,7 +267,8 @@ def test_a_kind_is_open_once_and_its_symlink_is_its_own(folder: Path, remote: st
         with pytest.raises(FolderInUseError, match=r"kind 'weights', is in use by process .* this very one"):
             opened(folder, remote, "weights")
         with pytest.raises(
-            SettingsError, match=r"latest_filename='latest-weights-rank\{rank\}' is the same for kind"
+            SettingsError,
+            match=r"latest_filename='latest-weights-rank\{rank\}' is taken by the Uploader for kind 'weights'",
         ):
             opened(folder, remote, "ema", latest_filename="latest-weights-rank{rank}")
         code = "import sys; from ckpt_async import Uploader; Uploader(*sys.argv[1:3], kind='weights')"
@@ -340,12 +357,15 @@ def test_a_kind_that_is_not_there_is_no_fresh_start(
         full.wait(1, 30)
         assert restore.find(remote, kind="ema") is None  # begun, and nothing saved yet
         with pytest.raises(
-            restore.UnknownKindError, match=r"no checkpoints of kind 'emma'.*those without a kind"
+            restore.UnknownKindError,
+            match=r"no checkpoints of kind 'emma'.*it has checkpoints without a kind",
         ):
             restore.find(remote, kind="emma")
     for command in (["pull", remote, str(tmp_path / "to")], ["ls", remote], ["verify", remote]):
         assert cli.main([*command, "--kind", "emma"]) == 3
-        assert "has no checkpoints of kind 'emma' (there are those without a kind" in capsys.readouterr().err
+        assert (
+            "has no checkpoints of kind 'emma' (it has checkpoints without a kind" in capsys.readouterr().err
+        )
 
 
 def test_a_run_of_kinds_only_is_no_fresh_start_either(
@@ -358,7 +378,7 @@ def test_a_run_of_kinds_only_is_no_fresh_start_either(
         status = json.loads(capsys.readouterr().out)
         assert status["ranks"] == status["checkpoints"] == []
         assert status["kinds"]["weights"]["ranks"] == [{"rank": 0, "is_running": True}]
-    with pytest.raises(restore.UnknownKindError, match=r"without a kind .there are kind='weights'"):
+    with pytest.raises(restore.UnknownKindError, match=r"without a kind .it has kind 'weights'"):
         restore.find(remote)
     found = restore.find(f"{remote}/kinds/weights")
     assert found is not None

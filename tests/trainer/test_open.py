@@ -4,6 +4,8 @@ import gc
 import os
 import random
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -171,6 +173,36 @@ def test_a_forked_child_leaves_its_parents_file_alone(uploader: Uploader) -> Non
         os.waitpid(child, 0)
         assert file.path.exists()
     assert file.path.read_bytes() == b"whole"
+
+
+def test_a_start_that_comes_to_a_step_again_replaces_the_file_of_an_earlier_one(tmp_path: Path) -> None:
+    """Whether it was killed while it wrote, or after: what it enqueued is committed with its own bytes."""
+    folder, remote = tmp_path / "folder", f"file://{tmp_path}/remote"
+    dies = f"""
+import os
+from ckpt_async import Uploader
+uploader = Uploader({str(folder)!r}, {remote!r}, rank=0, world_size=2, launch_id="first")
+with uploader.open(1, "enqueued.bin") as file:
+    file.write(b"first")
+uploader.seal(1)
+file = uploader.open(2, "half.bin")
+file.write(b"ha")
+file.flush()
+os.kill(os.getpid(), 9)
+"""
+    assert subprocess.run([sys.executable, "-c", dies], check=False).returncode == -9
+    assert (folder / "step-2/half.bin").read_bytes() == b"ha"
+    with Uploader(folder, remote, rank=0, world_size=1) as uploader:
+        for step, name in ((1, "enqueued.bin"), (2, "half.bin")):
+            with uploader.open(step, name) as file:
+                file.write(b"second")
+            with pytest.raises(InvalidShardError, match="enqueued or opened before"):
+                uploader.open(step, name)
+            uploader.seal(step)
+            uploader.wait(step, timeout_s=60)
+            assert content(remote, name, tmp_path / str(step)) == b"second"
+    sent = Path(f"{tmp_path}/remote/ckpt/step-1.g1/enqueued.bin")
+    assert sent.read_bytes() == b"first"
 
 
 @pytest.mark.parametrize("name", ["../a", "/a", "a/../../b", "a\0b", "", "a//b"])
