@@ -181,6 +181,49 @@ def test_the_package_keeps_its_shape() -> None:
     assert not found, "\n" + "\n".join(found)
 
 
+# Of code: public functions have long docstrings, which is no reason to take them apart.
+MOST_LINES = {"file": 550, "class": 350, "function": 60}
+
+
+def _code_lines(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Without docstrings, its own and those within."""
+    documented = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    docs = (
+        each.body[0] for each in ast.walk(node) if isinstance(each, documented) and ast.get_docstring(each)
+    )
+    assert node.end_lineno is not None
+    return node.end_lineno - node.lineno + 1 - sum((each.end_lineno or 0) - each.lineno + 1 for each in docs)
+
+
+def oversized(sources: Mapping[str, str]) -> list[str]:
+    found = []
+    for path, source in sorted(sources.items()):
+        if (lines := source.count("\n")) > MOST_LINES["file"]:
+            found.append(f"{path} has {lines} lines")
+        for node in ast.walk(ast.parse(source, path)):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                kind = "class" if isinstance(node, ast.ClassDef) else "function"
+                if (lines := _code_lines(node)) > MOST_LINES[kind]:
+                    found.append(f"{path}:{node.lineno}: {kind} {node.name} has {lines} lines of code")
+    return found
+
+
+def test_nothing_is_too_large_to_be_read_at_once() -> None:
+    files = sorted((ROOT / PACKAGE).rglob("*.py"))
+    found = oversized({path.relative_to(ROOT).as_posix(): path.read_text() for path in files})
+    assert not found, "\n" + "\n".join(found)
+
+
+def test_what_is_too_large_is_reported_and_docstrings_do_not_count() -> None:
+    body = "\n".join(f"    a{n} = {n}" for n in range(60))
+    doc = '    """' + "\n" * 100 + '    """\n'
+    assert not oversized({"a.py": f"def f():\n{doc}{body[: body.index('    a59')]}"})
+    assert oversized({"a.py": f"def f():\n{body}\n"}) == ["a.py:1: function f has 61 lines of code"]
+    long = "\n".join(f"    def m{n}(self): ..." for n in range(350))
+    assert oversized({"a.py": f"class C:\n{long}\n"}) == ["a.py:1: class C has 351 lines of code"]
+    assert oversized({"a.py": "\n" * 551}) == ["a.py has 551 lines"]
+
+
 def test_every_room_says_what_lives_there() -> None:
     for room in sorted(DEPTH):
         if (ROOT / PACKAGE / room).is_dir():
