@@ -6,13 +6,13 @@ from pathlib import Path
 
 from ckpt_async.core import keys
 from tests.demo.check import check
-from tests.demo.config import Config
+from tests.demo.config import Config, read_log
 
 DEV = Path(__file__).resolve().parent.parent / "dev"
 
 
 def test_a_killed_rank_loses_nothing_and_a_damaged_byte_is_found(tmp_path: Path) -> None:
-    """torchrun, SIGKILL in the middle of an upload, resume, every byte; then the same check on a damaged store."""
+    """torchrun, SIGKILL in the middle of an upload, resume, every byte and loss; then the check with damage."""
     command = [DEV, "demo", "--store", "file", "--json", "--keep", tmp_path, "--steps", "12"]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
     result = json.loads(ended.stdout)
@@ -32,3 +32,11 @@ def test_a_killed_rank_loses_nothing_and_a_damaged_byte_is_found(tmp_path: Path)
     shard.write_bytes(content)
     key = shard.relative_to(root).as_posix()
     assert any(key in wrong for wrong in check(config, 2).wrong)
+
+    losses = [line for line in read_log(config.log(1)) if line["event"] == "loss"]
+    assert (
+        len({line["step"] for line in losses}) == 12 < len(losses)
+    )  # some steps came before the kill and after it
+    with config.log(1).open("a", encoding="utf-8") as log:
+        log.write(json.dumps({**losses[0], "loss": -1.0}) + "\n")
+    assert any("different losses at step 1" in wrong for wrong in check(config, 2).wrong)
