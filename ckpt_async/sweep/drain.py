@@ -208,8 +208,10 @@ def _by_remote(
         local = each.before
         address = change(local.remote) if change else local.remote
         if address is None:
+            of_kind = f" of kind {each.kind!r}" if each.kind else ""
             raise SettingsError(
-                f"the journal does not say where rank {local.rank} uploads to", hint="pass it with --remote"
+                f"the journal{of_kind} does not say where rank {local.rank} uploads to",
+                hint="pass the remote of the run with --remote",
             )
         if stranded := backlog.stranded(local, address.url):
             assert local.remote is not None

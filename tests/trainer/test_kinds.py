@@ -100,6 +100,19 @@ def test_each_kind_has_its_own_checkpoints_latest_and_retention(
     assert steps_of(remote, "weights", capsys) == [5]
 
 
+def test_a_folder_with_a_kind_that_cannot_be_read_does_not_stop_a_sweep_of_the_others(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        with opened(tmp_path / name, f"file://{tmp_path}/remote-{name}") as full:
+            save(full, 1)
+            full.wait(1, 30)
+    kinds = tmp_path / "a/.ckpt_async/kinds"
+    kinds.mkdir(exist_ok=True)
+    (kinds / "weights").symlink_to("weights")
+    report = asyncio.run(Sweeper([tmp_path / "a", tmp_path / "b"]).sweep())
+    assert [bool(each.error) for each in report.folders] == [True, False]
+    assert [each.url for each in report.remotes] == [f"file://{tmp_path}/remote-b"]
+
+
 @pytest.mark.parametrize("where", ["folder", "remote"])
 def test_a_policy_for_a_kind_that_no_remote_has_is_logged(
     folder: Path, remote: str, caplog: pytest.LogCaptureFixture, where: str
