@@ -128,6 +128,7 @@ def load(
         paths = [fill(template, run_name=run_name, rank=rank) for rank in ranks]
         with _first_there(paths, world_size, store_options, progress) as place:
             state = _load(place.path, replace(how, mmap=mmap or place.is_ours))
+            logger.info("checkpoint_loaded path=%s file=%s", template, place.path.name)
         drop(state, ignore_keys)
         return state
 
@@ -170,6 +171,7 @@ def load_remote(
         folder = destination or stack.enter_context(tempfile.TemporaryDirectory(prefix="ckpt_async-"))
         report = restore.fetch(checkpoint, folder, files=[glob.escape(name)], **fetch_options)
         state = _load(report.paths[name], how)
+        logger.info("checkpoint_loaded path=%s/%s file=%s", checkpoint.remote, checkpoint.name, name)
     drop(state, ignore_keys)
     return state
 

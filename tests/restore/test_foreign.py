@@ -262,6 +262,16 @@ def test_what_rank_0_wrote_for_all_is_whole_by_itself(run_: Run) -> None:
         assert (checkpoint.step, checkpoint.name, checkpoint.world_size) == (42, "ep1-ba42-rank0.pt", 1)
 
 
+def test_a_lone_file_whose_name_tells_of_several_ranks_is_whole_only_if_the_caller_says_so(run_: Run) -> None:
+    _put(run_, "ep1-ba42-ws8-rank0.pt", "ep1-ba41-ws1-rank0.tar")
+    checkpoint = restore.find(run_.url)
+    assert checkpoint is not None
+    assert (checkpoint.step, [each.id.step for each in checkpoint.rejected]) == (41, [42])
+    alone = restore.find(run_.url, world_size=1)
+    assert alone is not None
+    assert (alone.step, alone.rejected) == (42, ())
+
+
 @pytest.mark.parametrize("is_pointed", [False, True])
 def test_a_file_of_rank_0_beside_sets_is_the_beginning_of_one(run_: Run, is_pointed: bool) -> None:
     """A kill right after rank 0's upload; each rank has a pointer of its own, so that proves nothing."""

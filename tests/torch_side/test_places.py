@@ -138,22 +138,30 @@ def test_runs_and_their_checkpoints_load(url: str, tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize("suffix", ["", ".pt", ".tar.gz"])
 def test_of_a_set_of_one_file_per_rank_each_rank_loads_its_own(
-    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+    url: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    suffix: str,
 ) -> None:
+    caplog.set_level("INFO")
+    names = [f"ep1-ba42-rank{rank}{suffix}" for rank in range(3)]
     for rank in range(3):
         dump({"of": rank}, tmp_path / "one", overwrite=True, format=suffix or ".pt")
-        put(f"{url}/run/ep1-ba42-rank{rank}{suffix}", (tmp_path / "one").read_bytes())
+        put(f"{url}/run/{names[rank]}", (tmp_path / "one").read_bytes())
     checkpoint = restore.find(f"{url}/run", world_size=3)
     assert checkpoint is not None
     monkeypatch.setenv("WORLD_SIZE", "3")
     for rank in range(3):
         monkeypatch.setenv("RANK", str(rank))
         assert load_remote(checkpoint, f"ep1-ba42-rank{{rank}}{suffix}") == {"of": rank}
+        assert caplog.messages[-1] == f"checkpoint_loaded path={url}/run/ep1-ba42 file={names[rank]}"
         assert load(f"{url}/run", world_size=3) == {"of": rank}
+        assert caplog.messages[-1] == f"checkpoint_loaded path={url}/run file={names[rank]}"
         assert load(f"{url}/run/ep1-ba42-rank{{rank}}{suffix}") == {"of": rank}
         found = fetch_together(f"{url}/run", tmp_path / "there", ranks=[rank], world_size=3)
         assert found is not None
-        assert list(found[1].paths) == [f"ep1-ba42-rank{rank}{suffix}"]
+        assert list(found[1].paths) == [names[rank]]
         for unknown in (None, 2, 4):
             with pytest.raises(NoUsableCheckpointError, match=r"step 42 \(ep1-ba42"):
                 load(f"{url}/run", world_size=unknown)
