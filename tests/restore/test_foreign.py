@@ -297,6 +297,14 @@ def test_a_pointer_to_one_file_of_a_set_finds_the_set(run_: Run) -> None:
     assert sorted(checkpoint.files) == ["final-rank0.pt", "final-rank1.pt"]
 
 
+def test_a_pointer_to_an_archive_of_rank_0_is_enough_and_is_no_checkpoint_itself(run_: Run) -> None:
+    """Composer also packs what rank 0 wrote for all."""
+    _put(run_, "ep1-ba42-rank0.tar", **{"ep1-ba50-rank0.pt.symlink": b"ep1-ba42-rank0.tar"})
+    checkpoint = restore.find(run_.url)
+    assert checkpoint is not None
+    assert (checkpoint.step, checkpoint.name, checkpoint.rejected) == (42, "ep1-ba42-rank0.tar", ())
+
+
 @pytest.mark.parametrize("world_size", [0, -1, 100_001, "2", 2.0, True])
 def test_a_world_size_that_is_none_is_refused(run_: Run, world_size: Any) -> None:
     with pytest.raises(InvalidNameError, match="world_size="):
