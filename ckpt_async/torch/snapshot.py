@@ -84,6 +84,8 @@ class _Copier:
         found: Any
         if isinstance(value, torch.Tensor):
             found = self._tensor(value)
+            if vars(value):  # attributes, which torch.save writes too
+                vars(found).update(self.copied(dict(vars(value)), key))
         elif type(value) in (dict, OrderedDict, defaultdict):
             return self._mapping(value, key)
         elif type(value) in (list, deque):

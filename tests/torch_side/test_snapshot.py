@@ -110,6 +110,14 @@ def test_tensors_of_all_sorts_are_copied(tensor: torch.Tensor) -> None:
     assert type(taken) is type(tensor)
 
 
+def test_attributes_of_tensors_are_copied() -> None:
+    tensor = torch.ones(2)
+    tensor.mark = ["decay", torch.ones(1)]  # type: ignore[attr-defined]
+    taken = SnapshotBuffers().take([tensor])[0]
+    assert taken.mark == tensor.mark  # type: ignore[attr-defined]
+    assert taken.mark is not tensor.mark  # type: ignore[attr-defined]
+
+
 def test_sparse_and_meta_tensors_are_copied_as_they_are() -> None:
     sparse = torch.eye(3).to_sparse()
     meta = torch.empty(3, device="meta")
