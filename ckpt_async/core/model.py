@@ -319,7 +319,8 @@ _LOSSES = frozenset({FailureReason.SOURCE_CHANGED, FailureReason.SOURCE_MISSING}
 @dataclass(frozen=True, slots=True)
 class Failed:
     """The shard could not be uploaded in time, or never can be (`reason` not retryable). Without a shard it is the
-    checkpoint: the disk refused something else of it, and nothing that was fsynced for it can be trusted.
+    checkpoint: the disk refused something else of it, and nothing that was fsynced for it can be trusted, or the
+    trainer gave it up.
     """
 
     checkpoint: CheckpointId

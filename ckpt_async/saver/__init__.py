@@ -5,6 +5,14 @@
 Schedules, names and intervals are pure functions; nothing here uploads or knows a file format.
 """
 
+try:
+    import torch  # noqa: F401
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "ckpt_async.saver needs torch: pip install 'ckpt-async[torch]' (Uploader does without)",
+        name=error.name,
+    ) from None
+
 from ckpt_async.saver.auto import Auto, Choice
 from ckpt_async.saver.saver import CheckpointSaver
 from ckpt_async.saver.timestamp import Event, Timestamp

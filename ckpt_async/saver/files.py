@@ -75,6 +75,11 @@ class Files:
         """The exact key of this rank's file, or of the folder, below the remote."""
         return names.fill(self.publish, self._at(now)) if self.publish else None
 
+    @property
+    def told(self) -> str:
+        """The same on all ranks, or they would not save one checkpoint."""
+        return f"{self.remote} {self.kind} {self.filename} {self.checkpoint_name} {self.publish}"
+
     def path(self, now: Timestamp) -> Path:
         return self.folder / names.fill(self.filename, self._at(now))
 

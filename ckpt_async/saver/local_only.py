@@ -89,6 +89,9 @@ class LocalOnly:
             point_symlink(link, paths[0] if len(paths) == 1 else paths[0].parent, self._folder.private)
         self._prune()
 
+    def give_up(self, step: int, reason: str, *, name: str | None = None) -> None:
+        """Nobody waits for it."""
+
     def _prune(self) -> None:
         kept = self._kept.keep(sorted(self._sealed.values(), key=lambda each: each.id))
         for step in [step for step, each in self._sealed.items() if each.id not in kept]:

@@ -13,6 +13,7 @@ from typing import Any, Self
 
 import ckpt_async.torch as ckpt
 from ckpt_async.core import launch
+from ckpt_async.errors import UploaderClosedError
 from ckpt_async.restore import Checkpoint
 from ckpt_async.saver import schedule as schedules
 from ckpt_async.saver.asking import Asking
@@ -83,7 +84,8 @@ class CheckpointSaver:
             `sharded`, all. Under HSDP: whether this is the first replica.
         deepspeed: Every rank writes an archive of its own; `.tar` is added to a `filename` that is none's.
         sharded: Save with torch.distributed.checkpoint into a folder, all ranks of `process_group`.
-        process_group: Of the sharded save: a gloo group of its own if it is not to disturb training.
+        process_group: Of the sharded save; its collectives run beside those of training. Default: a gloo group of all
+            ranks.
         blocking: Write in `step` itself, as `torch.save` would, instead of beside training from a copy.
         save_signals: Signals on which to save at the next step, for example `(signal.SIGUSR1,)`.
         save_on_exception: Save what the last `step` was called with if the `with` block ends with an exception.
@@ -134,7 +136,7 @@ class CheckpointSaver:
         )
         schedule = schedules.parse(save_interval, fixed_steps, ephemeral_save_interval, max_duration)
         writes = (sharded or deepspeed or rank == 0) if is_writer is None else is_writer
-        what = What(writes, sharded, blocking, overwrite, weights_only, ignore_keys, process_group)
+        what = What.of(writes, sharded, blocking, overwrite, weights_only, ignore_keys, process_group)
         templates = (os.fspath(folder), remote or "", filename, checkpoint_name, latest_filename)
         files = files_of(
             Templates.of(*templates, publish, latest_remote_filename, kind, deepspeed, weights_only),
@@ -144,7 +146,7 @@ class CheckpointSaver:
             has_several_writers=(bool(is_writer) or deepspeed) and world_size > 1 and not sharded,
         )
         self._past = Past(decided=None if resume_from is None else Timestamp.of(resume_from))
-        check(files, what, self._past.decided)
+        check(files, what, schedule, self._past.decided)
         self._saves_last, self._saves_on_exception = saves_last, save_on_exception
         uploader.setdefault("launch_id", ckpt.launch_id())
         self.uploader = uploader_of(files, kind, uploader)
@@ -203,6 +205,8 @@ class CheckpointSaver:
         self._saving.settle()
         self._hooks.deliver()
         self._raise_failures()
+        if self._is_closed:  # perhaps by a hook
+            raise UploaderClosedError("the saver is closed")
         due, self._past = schedules.decide(
             self._schedule, self._past, now, event, is_asked=self._asking.answer()
         )
@@ -267,9 +271,10 @@ class CheckpointSaver:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain data for the state that is saved: where the run is, and what is kept locally."""
+        taking = [self._saving.taking] if self._saving.taking is not None else []
         return {
             "timestamp": None if self._seen is None else self._seen[1].state_dict(),
-            "saved_checkpoints": [each.state_dict() for each in self.saved_checkpoints],
+            "saved_checkpoints": [each.state_dict() for each in (*self.saved_checkpoints, *taking)],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

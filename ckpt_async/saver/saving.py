@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -18,6 +20,7 @@ from ckpt_async import Uploader
 from ckpt_async.core.retention import EPHEMERAL
 from ckpt_async.errors import (
     CheckpointAbortedError,
+    CkptAsyncError,
     DestinationError,
     FencedError,
     SaveFailedError,
@@ -27,7 +30,7 @@ from ckpt_async.errors import (
 from ckpt_async.saver.files import Files, check_conflicts
 from ckpt_async.saver.hooks import Hooks
 from ckpt_async.saver.local_only import LocalOnly
-from ckpt_async.saver.schedule import Due
+from ckpt_async.saver.schedule import Due, Schedule
 from ckpt_async.saver.timestamp import Timestamp
 from ckpt_async.saver.writing import SavedCheckpoint, Writer
 
@@ -46,9 +49,20 @@ class What:
     ignore_keys: Any
     process_group: Any = None
 
+    @classmethod
+    def of(cls, is_writer: bool, is_sharded: bool, *others: Any) -> What:
+        """A collective of all ranks, where shards are saved and no group was given for it."""
+        found = cls(is_writer, is_sharded, *others)
+        if is_sharded and found.process_group is None:
+            return replace(found, process_group=ckpt.own_group())
+        return found
 
-def check(files: Files, what: What, resumed: Timestamp | None) -> None:
-    """Refuse, before training, what could not be written. Raises FormatError or CheckpointConflictError."""
+
+def check(files: Files, what: What, schedule: Schedule, resumed: Timestamp | None) -> None:
+    """Refuse, before training, what could not be written, or would be another checkpoint on each rank: a collective.
+    Raises FormatError, CheckpointConflictError, RanksDisagreeError.
+    """
+    ckpt.agree((schedule.told, files.told), what="what a CheckpointSaver saves when, and under which names")
     if what.is_writer and not what.is_sharded:
         ckpt.check_writable(files.filename)
     if what.is_writer and not what.overwrite:
@@ -74,6 +88,7 @@ class Saving:
         self._undecided: list[SavedCheckpoint] = []
         self._failures: list[SaveFailedError] = []
         self.saved: list[SavedCheckpoint] = []
+        self.taking: SavedCheckpoint | None = None
         self.newest_step: int | None = None  # of this start
         self._num_begun = self._num_ended = 0
         self._ended = ended
@@ -89,7 +104,11 @@ class Saving:
             metrics = {**(metrics or {}), EPHEMERAL: 1}
         checkpoint = SavedCheckpoint(now, self._files.name(now), self._paths(now), is_ephemeral)
         self._writer.wait()
-        value = state() if callable(state) else state
+        self.taking = checkpoint  # its own state knows of it
+        try:
+            value = state() if callable(state) else state
+        finally:
+            self.taking = None
         self._num_begun += 1
         try:
             self._uploader.check_takes(now.step, checkpoint.name)
@@ -143,7 +162,8 @@ class Saving:
 
         def write() -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            ckpt.dump(copied, path, overwrite=True)
+            # What replaces another file is fsynced first; the engine fsyncs this one anyhow.
+            ckpt.dump(copied, path, overwrite=os.path.lexists(path))
             self._uploader.enqueue(path, step, checkpoint.name, publish_as=published)
             self._uploader.seal(step, metrics=metrics)
 
@@ -239,6 +259,9 @@ class Saving:
         failure.__cause__ = error
         logger.error("save_failed checkpoint=%s error=%r", checkpoint.name, error)
         self._uploader.metrics.save_finished("failed")
+        # The other ranks need not wait. Sealed already, closed, fenced: then they learn it otherwise.
+        with contextlib.suppress(CkptAsyncError):
+            self._uploader.give_up(checkpoint.step, str(failure.without_hint), name=checkpoint.name)
         with self._lock:
             self._failures.append(failure)
             self._num_ended += 1

@@ -104,6 +104,13 @@ class Schedule:
     end: Every | None = None
 
     @property
+    def told(self) -> str:
+        """The same on all ranks, or they would not save at the same steps."""
+        rules = (self.rules, self.ephemeral)
+        counts = [(each.intervals, len(each.predicates), each.clock_s, each.auto) for each in rules]
+        return f"{counts} {sorted(self.fixed_steps)} {self.end}"
+
+    @property
     def needs_clock(self) -> bool:
         """Whether one rank must decide for all."""
         return any(each.clock_s is not None or each.auto is not None for each in (self.rules, self.ephemeral))

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ckpt_async.torch.snapshot import SnapshotBuffers
     from ckpt_async.torch.states import KeyReport, load_into, model_state
     from ckpt_async.torch.unpickle import load_metadata
-    from ckpt_async.torch.vote import Vote, require_vote
+    from ckpt_async.torch.vote import Vote, own_group, require_vote
 
 _HOMES = {
     "CkptAsyncReader": "dcp_reader",
@@ -57,6 +57,7 @@ _HOMES = {
     "load_rng_state": "rng",
     "model_state": "states",
     "on_all_ranks": "agreement",
+    "own_group": "vote",
     "ranks_with_rng": "rng",
     "require_vote": "vote",
     "restore": "parts",
@@ -90,6 +91,7 @@ __all__ = [
     "load_rng_state",
     "model_state",
     "on_all_ranks",
+    "own_group",
     "ranks_with_rng",
     "require_vote",
     "restore",
@@ -104,4 +106,11 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'ckpt_async.torch' has no attribute {name!r}")
-    return getattr(import_module(f"ckpt_async.torch.{_HOMES[name]}"), name)
+    try:
+        return getattr(import_module(f"ckpt_async.torch.{_HOMES[name]}"), name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ModuleNotFoundError(
+            f"ckpt_async.torch.{name} needs torch: pip install 'ckpt-async[torch]'", name="torch"
+        ) from None

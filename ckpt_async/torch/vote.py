@@ -30,10 +30,8 @@ class Vote:
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._group: Any = None
+        self._group: Any = own_group()
         self._clock = clock
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            self._group = dist.new_group(backend="gloo")
         self._wish = 0
         self._work: Any = None
         self._ballot = torch.zeros(2, dtype=torch.int64)
@@ -100,6 +98,15 @@ class Vote:
         step_s = (now - self._counted_at) / self._num_steps
         self._num_steps, self._counted_at = 0, now
         return min(MAX_GAP_STEPS, int(PERIOD_S / step_s)) if step_s > 0 else MAX_GAP_STEPS
+
+
+def own_group() -> Any:
+    """A gloo group of all ranks, whose collectives may run beside those of training: a collective itself. None where
+    there is one rank.
+    """
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        return dist.new_group(backend="gloo")
+    return None
 
 
 def require_vote(vote: Vote, world_size: int, what: str) -> None:

@@ -13,9 +13,10 @@ from types import TracebackType
 from typing import Any, NoReturn, Self
 
 from ckpt_async.core import arguments, backlog, keys, naming
-from ckpt_async.core.model import CheckpointId, Enqueued, Growing, Sealed, Shard
+from ckpt_async.core.model import CheckpointId, Enqueued, Failed, Growing, Sealed, Shard
 from ckpt_async.errors import (
     CkptAsyncError,
+    FailureReason,
     InvalidShardError,
     SealedError,
     UploaderClosedError,
@@ -235,6 +236,22 @@ class Uploader:
         with self._lock:
             checkpoint = self._checkpoints.to_seal(id_, name)
             self._engine.journal.append([Sealed(id_, checkpoint.name, self.world_size, values)])
+            self._checkpoints.seal(id_.step)
+        self._engine.view().wake()
+
+    def give_up(self, step: int, reason: str, *, name: str | None = None) -> None:
+        """Declare that this rank will never have its part of the checkpoint at `step`. Returns at once.
+
+        The checkpoint is aborted, and the other ranks learn why: they need not wait for it. Raises SealedError if this
+        rank has sealed it.
+        """
+        self._check_process()
+        id_ = self._checkpoint(step)
+        with self._lock:
+            checkpoint = self._checkpoints.to_seal(id_, name)
+            self._engine.told.add(id_)
+            lost = Failed(id_, "", FailureReason.SOURCE_MISSING, reason)
+            self._engine.journal.append([Sealed(id_, checkpoint.name, self.world_size, ()), lost])
             self._checkpoints.seal(id_.step)
         self._engine.view().wake()
 

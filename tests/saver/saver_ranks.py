@@ -10,9 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
+from ckpt_async.errors import RanksDisagreeError
 from ckpt_async.saver import CheckpointSaver
 from tests.ranks import become_ranks
 
@@ -63,8 +65,7 @@ def all_write(name: str) -> None:
 
 
 def sharded(name: str) -> None:
-    group = dist.new_group(backend="gloo")
-    with open_saver(name, save_interval="3ba", sharded=True, process_group=group) as saver:
+    with open_saver(name, save_interval="3ba", sharded=True) as saver:
         train(saver, name, lambda batch: batch == 7)
 
 
@@ -101,7 +102,28 @@ def one_fails(name: str) -> None:
         train(saver, name, lambda batch: batch == 4)
 
 
-for scenario in (first_rank_writes, all_write, sharded, clock, asked, one_fails):
+def told(name: str) -> None:
+    failed: list[str] = []
+    saver = open_saver(
+        name, save_interval="2ba", on_error="warn", on_failed=lambda _, error: failed.append(str(error))
+    )
+    if rank == 0:
+        (root / name / "local/ep0-ba2-rank0.pt").mkdir(parents=True)  # in the way
+    train(saver, name, lambda batch: batch == 2)
+    started = time.monotonic()
+    saver.close()
+    assert time.monotonic() - started < 20, "it waited for what never comes"
+    assert len(failed) == 1
+    assert "rank 0: checkpoint ep0-ba2 was not saved" in failed[0] or rank == 0, failed
+
+
+def differ(name: str) -> None:
+    all_saved[name] = []
+    with pytest.raises(RanksDisagreeError, match="ranks disagree about what a CheckpointSaver saves when"):
+        open_saver(name, save_interval="2ba" if rank == 0 else "3ba")
+
+
+for scenario in (first_rank_writes, all_write, sharded, clock, asked, one_fails, told, differ):
     dist.barrier()
     scenario(scenario.__name__)
 (root / f"saved-{rank}.json").write_text(json.dumps(all_saved))

@@ -90,3 +90,8 @@ def test_a_rank_that_cannot_write_keeps_the_checkpoint_from_being_shown(saved: S
     assert found.id.step == 4
     assert found.files.keys() == {"ep0-ba4-rank0.pt", "ep0-ba4-rank1.pt"}
     assert restore.find(found.remote, step=2) is None
+
+
+def test_the_other_ranks_learn_which_rank_has_failed(saved: Saved) -> None:
+    """And need not wait for it until the end."""
+    assert saved("told") == [2]

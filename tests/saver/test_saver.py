@@ -12,7 +12,13 @@ import torch
 
 from ckpt_async import restore
 from ckpt_async import torch as ckpt
-from ckpt_async.errors import CheckpointConflictError, FormatError, SaveFailedError, SettingsError
+from ckpt_async.errors import (
+    CheckpointConflictError,
+    FormatError,
+    SaveFailedError,
+    SettingsError,
+    UploaderClosedError,
+)
 from ckpt_async.saver import Auto, CheckpointSaver, SavedCheckpoint, Timestamp
 
 Open = Callable[..., CheckpointSaver]
@@ -339,6 +345,13 @@ def test_a_damaged_checkpoint_is_passed_over(open_saver: Open, tmp_path: Path, r
     assert open_saver(folder=tmp_path / "fresh").load_latest()["batch"] == 2
 
 
+def test_a_closed_saver_says_so(open_saver: Open) -> None:
+    saver = open_saver()
+    saver.close()
+    with pytest.raises(UploaderClosedError, match="the saver is closed"):
+        Training().run(saver, 1, 1)
+
+
 def test_another_runs_files_are_not_replaced(open_saver: Open, tmp_path: Path, remote: str) -> None:
     with open_saver() as saver:
         Training().run(saver, 1, 4)
@@ -421,7 +434,7 @@ def test_a_saver_goes_on_where_its_state_was(open_saver: Open, tmp_path: Path) -
     saver.close()
     again = open_saver(save_interval="30sp")
     again.load_state_dict(kept)
-    assert [each.step for each in again.saved_checkpoints] == [4]
+    assert [each.step for each in again.saved_checkpoints] == [4, 8]  # the one that it is from, too
     assert again.saved_checkpoints[0].paths == (tmp_path / "local/ep0-ba4-rank0.pt",)
     assert run(again, 9, 12) == [12]
 
