@@ -19,19 +19,27 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlanner
 
 from ckpt_async import StoreOptions, Uploader, restore
 from ckpt_async.core import naming
 from ckpt_async.core.model import CheckpointId
-from ckpt_async.errors import CheckpointGoneError, DamagedCheckpointError, RankFailedError, SettingsError
+from ckpt_async.errors import (
+    CheckpointGoneError,
+    DamagedCheckpointError,
+    RankFailedError,
+    SettingsError,
+    StateMismatchError,
+)
 from ckpt_async.restore import Checkpoint, Peer
 from ckpt_async.restore.fetching import use_newest
 from ckpt_async.torch.agreement import run_on_one, sendable
 from ckpt_async.torch.dcp_reader import CkptAsyncReader
 from ckpt_async.torch.dcp_writer import FolderWriter, discard, files_of_rank, hand_over, there
 from ckpt_async.torch.plain import Allow
+from ckpt_async.torch.states import matching
 from ckpt_async.torch.validation import ValidationFunction
 
 logger = logging.getLogger(__name__)
@@ -230,10 +238,28 @@ def load_latest(
         with reader_of(checkpoint) as reader:
             reader.check_is_dcp()  # all ranks know the same of it
             reader.loaded = loaded
-            _load(state_dict, reader, planner, process_group, may_pass_over=step is None)
+            planning = _IgnoringPlanner(ignore_keys) if planner is None and ignore_keys else planner
+            _load(state_dict, reader, planning, process_group, may_pass_over=step is None)
 
     found = use_newest(newest, use, may_pass_over=step is None)
     return None if found is None else found[0]
+
+
+class _IgnoringPlanner(DefaultLoadPlanner):
+    """torch's, which asks for no key that is ignored: the checkpoint need not have it."""
+
+    def __init__(self, ignore_keys: Sequence[str]) -> None:
+        super().__init__(allow_partial_load=True)
+        self._ignore_keys = ignore_keys
+
+    def create_local_plan(self) -> LoadPlan:
+        plan = super().create_local_plan()
+        assert self.metadata is not None
+        absent = self.state_dict.keys() - self.metadata.state_dict_metadata.keys()
+        paths = {name: self.mappings.get(name, (name,)) for name in absent}
+        if wanted := absent - matching(paths, self._ignore_keys, warns=False):
+            raise StateMismatchError(f"the checkpoint has no {min(wanted)!r}", hint="add it to ignore_keys")
+        return plan
 
 
 def _load(

@@ -50,7 +50,7 @@ def drop(state: Any, ignore_keys: IgnoreKeys) -> None:
         logger.warning("ignore_keys_unmatched glob=%s", each)
 
 
-def matching(paths: Mapping[str, Sequence[object]], globs: Sequence[str]) -> set[str]:
+def matching(paths: Mapping[str, Sequence[object]], globs: Sequence[str], *, warns: bool = True) -> set[str]:
     """Which of these names a glob takes out, by its '/'-joined keys or those of what it is in. One that matches nothing
     is warned of.
     """
@@ -62,7 +62,7 @@ def matching(paths: Mapping[str, Sequence[object]], globs: Sequence[str]) -> set
             for name, path in paths.items()
             if any(pattern.match("/".join(map(str, path[:end]))) for end in range(1, len(path) + 1))
         }
-        if not taken:
+        if warns and not taken:
             logger.warning("ignore_keys_unmatched glob=%s", glob)
         found |= taken
     return found

@@ -297,6 +297,17 @@ def test_ignored_keys_keep_their_values(tmp_path: Path, run_: Run, caplog: pytes
         ckpt_async.torch.load_latest(zeros, run_.url, ignore_keys="step")
 
 
+def test_what_is_ignored_need_not_be_in_the_checkpoint(tmp_path: Path, run_: Run) -> None:
+    run_.commit(1, {0: saved({"model": {"a": torch.ones(3)}}, tmp_path / "saved")})
+    state = {"model": {"a": torch.zeros(3), "new": torch.zeros(3)}, "ema": {"decay": 0.5}}
+    found = ckpt_async.torch.load_latest(state, run_.url, ignore_keys=["model/n*", "ema"])
+    assert found is not None
+    assert state["model"]["a"].tolist() == [1] * 3
+    assert (state["model"]["new"].tolist(), state["ema"]) == ([0] * 3, {"decay": 0.5})
+    with pytest.raises(CheckpointException, match=r"the checkpoint has no 'ema\.decay'"):
+        ckpt_async.torch.load_latest(state, run_.url, ignore_keys=["model/n*"])
+
+
 def change_metadata(files: dict[str, bytes], change: Callable[[Any], None]) -> None:
     metadata = pickle.loads(files[".metadata"])
     change(metadata)

@@ -92,14 +92,14 @@ def test_containers_that_hold_themselves_are_copied() -> None:
         torch.tensor(5),
         torch.arange(6, dtype=torch.bfloat16),
         torch.tensor([True, False]),
-        torch.randn(4, dtype=torch.complex64).conj(),
-        torch.randn(4, dtype=torch.complex64).conj().imag,
+        torch.complex(torch.arange(4.0), torch.ones(4)).conj(),
+        torch.complex(torch.arange(4.0), torch.ones(4)).conj().imag,
         torch.arange(4.0).to(torch.float8_e4m3fn),
         torch.arange(6.0).expand(3, 6),
         torch.nn.Parameter(torch.ones(2), requires_grad=False),
         torch.ones(2, requires_grad=True),
     ],
-    ids=str,
+    ids=lambda tensor: f"{tensor.dtype}-{tuple(tensor.shape)}-{type(tensor).__name__}",
 )
 def test_tensors_of_all_sorts_are_copied(tensor: torch.Tensor) -> None:
     taken = SnapshotBuffers().take([tensor])[0]
