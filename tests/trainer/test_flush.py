@@ -200,7 +200,7 @@ def test_flush_does_not_wait_for_other_ranks_of_an_earlier_start(opened: Open, t
 
 # Uploads wait for a flush (or for ever, if told so). Says when it has saved; then computes until told to stop.
 TRAINER = """
-import asyncio, json, logging, os, signal, sys, threading, time
+import asyncio, json, logging, os, select, signal, sys, threading, time
 from pathlib import Path
 from ckpt_async import Uploader
 from ckpt_async.engine.loop import Engine
@@ -253,7 +253,12 @@ if how == "closing":
     print("closed", flush=True)
     sys.stdin.read()
 print("saved", flush=True)
-for line in sys.stdin:
+while True:
+    # Python runs no handler of a signal that came just before a read that blocks.
+    while not select.select([0], [], [], 0.05)[0]:
+        pass
+    if not sys.stdin.readline():
+        break
     uploader.wait(1, timeout_s=30)
     print("committed", flush=True)
 uploader.close()
