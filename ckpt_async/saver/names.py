@@ -44,12 +44,10 @@ def check(template: str, what: str, allowed: Iterable[str], *, run_name: str | N
             raise SettingsError(f"{what}={template!r} needs run_name=")
 
 
-def variables(run_name: str | None, placement: Placement, now: Timestamp | None = None) -> dict[str, object]:
-    found: dict[str, object] = {"run_name": run_name or ""}
-    found |= {name: getattr(placement, name) for name in OF_RUN if name != "run_name"}
-    if now is not None:
-        found |= {name: getattr(now, name) for name in OF_TIME}
-    return found
+def variables(run_name: str | None, placement: Placement) -> dict[str, object]:
+    """Those of the run."""
+    of_ranks = {name: getattr(placement, name) for name in OF_RUN if name != "run_name"}
+    return {"run_name": run_name or "", **of_ranks}
 
 
 def fill(template: str, values: Mapping[str, object]) -> str:
