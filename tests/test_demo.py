@@ -34,9 +34,9 @@ def test_a_killed_rank_loses_nothing_and_a_damaged_byte_is_found(tmp_path: Path)
     assert any(key in wrong for wrong in check(config, 2).wrong)
 
     losses = [line for line in read_log(config.log(1)) if line["event"] == "loss"]
-    assert (
-        len({line["step"] for line in losses}) == 12 < len(losses)
-    )  # some steps came before the kill and after it
+    assert len({line["step"] for line in losses}) == 12
+    _, resumed = (line["at"] for line in read_log(config.log(1)) if line["event"] == "started")
+    assert {line["at"] < resumed for line in losses} == {True, False}, "trained before the kill and after it"
     with config.log(1).open("a", encoding="utf-8") as log:
         log.write(json.dumps({**losses[0], "loss": -1.0}) + "\n")
     assert any("different losses at step 1" in wrong for wrong in check(config, 2).wrong)
