@@ -32,7 +32,7 @@ from ckpt_async.local.journal import Journal
 from ckpt_async.local.settings_file import load_settings
 from ckpt_async.monitor.status import has_owner, load
 from ckpt_async.runners.loop import new_loop
-from ckpt_async.stores import StoreOptions, find_endpoint, open_store, options_of, parse_url
+from ckpt_async.stores import StoreOptions, open_store, options_of, parse_url, web_url
 from ckpt_async.transfer.budgets import CONTROL_REQUESTS
 
 PACKAGES = ("ckpt-async", "aiobotocore", "botocore", "aiohttp", "awscrt", "uvloop", "torch")
@@ -255,12 +255,11 @@ def _as_recorded(recorded: RemoteAddress | None, given: StoreOptions) -> tuple[s
 
 
 def _has_proxy(url: str, options: StoreOptions, environment: Mapping[str, str]) -> bool:
-    scheme = parse_url(url).scheme
-    if scheme in ("file", "memory"):
+    if (address := web_url(url, options, env=environment)) is None:
         return False
     from ckpt_async.stores.http.connections import has_proxy
 
-    return has_proxy(find_endpoint(scheme, options, env=environment) or "https://s3.amazonaws.com")
+    return has_proxy(address)
 
 
 def _stand_in(url: str, scratch: contextlib.ExitStack) -> str:

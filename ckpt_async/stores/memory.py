@@ -22,8 +22,8 @@ from ckpt_async.errors import (
     PreconditionFailedError,
     StoreError,
 )
-from ckpt_async.stores import check_key, check_prefix, check_size
 from ckpt_async.stores.bodies import collected
+from ckpt_async.stores.checks import check_key, check_prefix, check_size
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.interface import (
     Body,

@@ -13,7 +13,10 @@ from ckpt_async.core import keys
 from ckpt_async.core.model import CheckpointId
 from ckpt_async.errors import InvalidNameError, SettingsError
 from ckpt_async.restore import session
-from ckpt_async.stores import Location, StoreOptions, find_endpoint, open_store, parse_url
+from ckpt_async.stores import Location, StoreOptions, address_of, open_store, parse_url
+from ckpt_async.stores.backend import Backend
+from ckpt_async.stores.memory import MemoryStore, shared_bucket
+from ckpt_async.stores.s3.backend import find_endpoint
 from ckpt_async.stores.s3.probe import Probe
 
 
@@ -115,9 +118,6 @@ def test_invalid_endpoints_are_rejected(endpoint):
     "options",
     [
         {"addressing_style": "dns"},
-        {"put_args": {"Body": b""}},
-        {"put_args": {"IfNoneMatch": "*"}},
-        {"put_args": {"StorageClass": "DEEP_ARCHIVE"}},
         {"connect_timeout_s": 0},
         {"read_timeout_s": -1},
         {"max_connections": 0},
@@ -136,9 +136,51 @@ def test_invalid_options_are_rejected(options):
         StoreOptions(**options)
 
 
+@pytest.mark.parametrize(
+    "put_args", [{"Body": b""}, {"IfNoneMatch": "*"}, {"StorageClass": "DEEP_ARCHIVE"}], ids=str
+)
+def test_put_args_that_the_store_cannot_take_are_rejected(put_args):
+    options = StoreOptions(put_args=put_args)
+    for refused in (open_store, lambda url, options: address_of(url, options, env={})):
+        with pytest.raises(SettingsError):
+            refused("s3://bucket/run", options)
+
+
 def test_put_args_are_accepted():
     args = {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": "k", "Metadata": {"a": "b"}, "Tagging": "a=b"}
-    assert StoreOptions(put_args=args).put_args == args
+    assert address_of("s3://bucket/run", StoreOptions(put_args=args), env={}).put_args == args
+
+
+class Theirs(Backend):
+    """What another package would register."""
+
+    schemes = ("theirs",)
+    example = "theirs://bucket/prefix"
+
+    def open(self, location, options, url, env):
+        return MemoryStore(shared_bucket(location.bucket), prefix=location.prefix, url=url)
+
+
+THEIRS, NO_BACKEND = Theirs(), object()
+
+
+@pytest.mark.parametrize(
+    ("value", "wrong"),
+    [("THEIRS", ""), ("NO_BACKEND", "is no Backend"), ("MISSING", "cannot be imported")],
+)
+def test_another_package_registers_a_kind_of_store(tmp_path, monkeypatch, value, wrong):
+    """By an entry point, as pip would write it down."""
+    info = tmp_path / "theirs-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[ckpt_async.stores]\ntheirs = {__name__}:{value}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    if wrong:
+        with pytest.raises(SettingsError, match=wrong):
+            open_store("theirs://bucket/run")
+    else:
+        assert isinstance(open_store("theirs://bucket/run"), MemoryStore)
+        assert address_of("theirs://bucket/run", None, env={}).url == "theirs://bucket/run"
 
 
 def test_memory_stores_with_one_name_share_their_objects(run):

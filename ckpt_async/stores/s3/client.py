@@ -19,7 +19,7 @@ from typing import Any
 
 from ckpt_async.core.model import Checksum
 from ckpt_async.errors import FailureReason, ObjectNotFoundError, PreconditionFailedError, StoreError
-from ckpt_async.stores import StoreOptions, check_prefix
+from ckpt_async.stores.checks import check_prefix
 from ckpt_async.stores.checksums import Digest
 from ckpt_async.stores.http.messages import MalformedResponseError
 from ckpt_async.stores.interface import (
@@ -38,6 +38,7 @@ from ckpt_async.stores.interface import (
     StoredPart,
     put_one_by_one,
 )
+from ckpt_async.stores.options import StoreOptions
 from ckpt_async.stores.s3 import answers
 from ckpt_async.stores.s3.answers import Pages, SdkResponse
 from ckpt_async.stores.s3.errors import S3Location, hint_for, reason_of, translating

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ParamSpec
 
 from ckpt_async.errors import CkptAsyncError, FailureReason, StoreError
-from ckpt_async.stores import check_size
+from ckpt_async.stores.checks import check_size
 from ckpt_async.stores.http.connections import has_proxy
 from ckpt_async.stores.http.messages import Response
 from ckpt_async.stores.interface import ObjectInfo, Sink, SmallGet

@@ -23,13 +23,14 @@ from botocore.awsrequest import AWSPreparedRequest, AWSResponse
 from botocore.handlers import add_expect_header
 from botocore.loaders import Loader, create_loader
 
-from ckpt_async.stores import StoreOptions, check_key
+from ckpt_async.stores.checks import check_key
 from ckpt_async.stores.http.connections import enable_keepalive, has_proxy
 from ckpt_async.stores.http.downloads import Downloads
 from ckpt_async.stores.http.messages import MalformedResponseError
 from ckpt_async.stores.http.series import SmallUploads
 from ckpt_async.stores.http.uploads import Uploads
 from ckpt_async.stores.interface import Body, BytesBody
+from ckpt_async.stores.options import StoreOptions
 from ckpt_async.stores.s3 import answers
 from ckpt_async.stores.s3.answers import SdkResponse
 from ckpt_async.stores.s3.errors import S3Location, translating

@@ -1,0 +1,96 @@
+"""The table of all kinds of stores. To add one: a backend, and a line in it; or an entry point in another package."""
+
+# ruff: noqa: ARG002 - most kinds need less than what they are given
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from importlib import metadata
+from typing import TYPE_CHECKING
+
+from ckpt_async.core.model import RemoteAddress
+from ckpt_async.errors import SettingsError
+from ckpt_async.stores.backend import Backend, Location
+from ckpt_async.stores.meant import meant
+from ckpt_async.stores.options import StoreOptions
+from ckpt_async.stores.s3.backend import S3Backend
+
+if TYPE_CHECKING:
+    from ckpt_async.stores.interface import Store
+
+ENTRY_POINTS = "ckpt_async.stores"  # name: the scheme; value: a Backend
+
+_SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
+_EXAMPLES = "s3://bucket/prefix or file:///folder"
+
+
+class FileBackend(Backend):
+    schemes = ("file",)
+    example = "file:///folder"
+    max_key_bytes = 4095  # PATH_MAX of Linux, without the NUL
+
+    def locate(self, url: str) -> Location:
+        scheme, host, path = self.split(url)
+        if host or not path:
+            raise SettingsError(f"{url!r} names no absolute folder", hint="file:///folder, three slashes")
+        return Location(scheme, "", f"/{path}")
+
+    def address(self, url: str, options: StoreOptions, env: Mapping[str, str]) -> RemoteAddress:
+        return RemoteAddress(url)
+
+    def open(self, location: Location, options: StoreOptions, url: str, env: Mapping[str, str]) -> Store:
+        from ckpt_async.stores.directory import DirectoryStore
+
+        return DirectoryStore(location.prefix, url=url)
+
+
+class MemoryBackend(Backend):
+    schemes = ("memory",)
+    example = "memory://name"
+
+    def address(self, url: str, options: StoreOptions, env: Mapping[str, str]) -> RemoteAddress:
+        return RemoteAddress(url)
+
+    def open(self, location: Location, options: StoreOptions, url: str, env: Mapping[str, str]) -> Store:
+        from ckpt_async.stores.memory import MemoryStore, shared_bucket
+
+        return MemoryStore(shared_bucket(location.bucket), prefix=location.prefix, url=url)
+
+
+BACKENDS: tuple[Backend, ...] = (FileBackend(), S3Backend(), MemoryBackend())
+
+
+def backend_of(url: str) -> Backend:
+    """The kind of store that `url` names. Raises SettingsError, with what was probably meant."""
+    if not isinstance(url, str):
+        raise SettingsError(f"the store URL {url!r} must be a string", hint=_EXAMPLES)
+    schemes = [scheme for backend in BACKENDS for scheme in backend.schemes]
+    scheme, separator, _ = url.partition("://")
+    if not separator or not _SCHEME.fullmatch(scheme):
+        hint = f"did you mean {better}?" if (better := meant(url, schemes)) else _EXAMPLES
+        raise SettingsError(f"{url!r} is not a store URL", hint=hint)
+    for backend in BACKENDS:
+        if backend.claims(url):
+            return backend
+    if (registered := _registered(scheme)) is not None:
+        return registered
+    known = f"known are {', '.join(schemes)}"
+    hint = f"did you mean {better}? {known}" if (better := meant(url, schemes)) else known
+    raise SettingsError(f"{scheme}:// is not a known kind of store", hint=hint)
+
+
+def _registered(scheme: str) -> Backend | None:
+    """The one that another package has registered for `scheme`."""
+    for entry in metadata.entry_points(group=ENTRY_POINTS, name=scheme):
+        try:
+            backend = entry.load()
+        except Exception as error:
+            raise SettingsError(
+                f"{scheme}:// is registered as {entry.value}, which cannot be imported: {error!r}",
+                hint="repair or remove the package that registers it",
+            ) from error
+        if not isinstance(backend, Backend):
+            raise SettingsError(f"{scheme}:// is registered as {entry.value}, which is no Backend")
+        return backend
+    return None

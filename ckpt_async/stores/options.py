@@ -1,0 +1,61 @@
+"""How to connect to a store, whichever it is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+from ckpt_async.core.arguments import is_whole
+from ckpt_async.errors import SettingsError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreOptions:
+    """How to connect to a store. A backend ignores what means nothing to it; `file://` ignores all of it.
+
+    Args:
+        endpoint_url: Endpoint of an S3-compatible store or an emulator. Default: from the environment, else the
+            service itself.
+        region: The bucket's region. Default: as the AWS SDK finds it.
+        profile: Profile in the AWS configuration files.
+        addressing_style: "path", "virtual", or "auto": path-style with an endpoint, the SDK's default without one.
+        put_args: Passed unchanged to every PutObject and CreateMultipartUpload, e.g. `{"StorageClass": "STANDARD_IA"}`.
+        connect_timeout_s: Time limit for opening a connection.
+        read_timeout_s: Longest time a socket may be silent; not a deadline for a request.
+        max_connections: Size of the connection pool.
+    """
+
+    endpoint_url: str | None = None
+    region: str | None = None
+    profile: str | None = None
+    addressing_style: str = "auto"
+    put_args: Mapping[str, object] = field(default_factory=dict)
+    connect_timeout_s: float = 10.0
+    read_timeout_s: float = 60.0
+    max_connections: int = 64
+
+    def __post_init__(self) -> None:
+        if self.addressing_style not in ("auto", "path", "virtual"):
+            raise SettingsError(f"addressing_style is {self.addressing_style!r}, not auto, path or virtual")
+        for name in ("endpoint_url", "region", "profile"):
+            if (text := getattr(self, name)) is not None and not (isinstance(text, str) and text):
+                raise SettingsError(f"{name} is {text!r}, must be a string or left out")
+        if not (0 < self.connect_timeout_s < math.inf and 0 < self.read_timeout_s < math.inf):
+            raise SettingsError("connect_timeout_s and read_timeout_s must be positive and finite")
+        if not is_whole(self.max_connections) or self.max_connections < 1:
+            raise SettingsError(f"max_connections is {self.max_connections!r}, must be at least 1")
+        if self.endpoint_url is not None:
+            check_endpoint(self.endpoint_url)
+
+
+def check_endpoint(endpoint_url: str) -> None:
+    """Raises SettingsError unless this is `http(s)://host[:port]` with perhaps a path."""
+    parts = urlsplit(endpoint_url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise SettingsError(f"endpoint {endpoint_url!r} is not a URL", hint="https://host:port")
+    if parts.username or parts.password:
+        raise SettingsError("an endpoint URL must not hold credentials", hint="use AWS_* variables")
+    if parts.query or parts.fragment:
+        raise SettingsError(f"endpoint {endpoint_url!r} has a query or fragment")
