@@ -11,7 +11,7 @@ from ckpt_async.core.naming import check_relative
 from ckpt_async.errors import DestinationError, NoSpaceError
 from ckpt_async.local.durable import FsyncError, fsync_path
 from ckpt_async.restore.checkpoint import Checkpoint, RemoteFile
-from ckpt_async.restore.partial import PartialFile, checksum_of_file, discard
+from ckpt_async.restore.partial import PartialFile, checksum_of_file, discard_unlocked
 from ckpt_async.restore.sources import has_size
 
 # Below the destination: on its file system, so that finished files are renamed into place.
@@ -131,7 +131,7 @@ class Destination:
     def take_back(self, files: list[RemoteFile]) -> None:
         """A checkpoint that cannot be had leaves nothing that could be taken for part of another one."""
         for file in files:
-            discard(self.partial_path(file))
+            discard_unlocked(self.partial_path(file))
         for target in self._published:
             target.unlink(missing_ok=True)
         self.tidy()

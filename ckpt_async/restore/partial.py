@@ -140,6 +140,21 @@ def discard(path: Path) -> None:
     _record_of(path).unlink(missing_ok=True)
 
 
+def discard_unlocked(path: Path) -> None:
+    """The same, unless somebody else fetches it: who would then publish what is no longer there."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        _record_of(path).unlink(missing_ok=True)
+        return
+    try:
+        if _try_lock(descriptor):
+            discard(path)
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+    finally:
+        os.close(descriptor)
+
+
 def _record_of(path: Path) -> Path:
     return path.with_name(f"{path.name}.ranges")
 

@@ -232,6 +232,23 @@ def test_a_flipped_bit_is_detected(any_run: Run, tmp_path: Path) -> None:
     assert report.bytes_from == {"remote": checkpoint.size_bytes}
 
 
+def test_damage_takes_nothing_from_a_process_that_fetches_the_same(run_: Run, tmp_path: Path) -> None:
+    """Ranks of a node share a folder: whoever still writes a file publishes it, and finds out by itself."""
+    checkpoint = _committed(run_)
+    run_.flip(shard_key(10, "rank-1.pt"))
+    there, file = tmp_path / "there", checkpoint.files["rank-0.pt"]
+    shared = destination.Destination(there, checkpoint, is_verified=True, may_overwrite=False)
+    shared.make()
+    assert file.checksum is not None
+    with partial.locked_now(shared.partial_path(file), file.size_bytes, file.checksum.algorithm) as held:
+        assert held is not None
+        held.prepare()
+        with pytest.raises(restore.DamagedCheckpointError):
+            restore.fetch(checkpoint, there)
+        held.publish(there / "rank-0.pt")
+    assert left_in(there) == ["rank-0.pt"]
+
+
 @pytest.mark.parametrize("damage", ["gone", "cut short"])
 def test_damage_after_find_is_detected(any_run: Run, tmp_path: Path, damage: str) -> None:
     """What a refused range means is looked at: it is no failure of the store."""
