@@ -1,0 +1,116 @@
+"""`./dev compat [NAME…]`: the plays of each framework, in an environment of its own, and docs/compatibility.md.
+
+A framework is a folder beside this file: `requirements.txt`, whose first line pins the framework itself, and
+`test_*.py`, whose docstrings say in their first lines what is played. Other arguments (`-k …`, `-x`) go to pytest, and
+then the page is left as it is.
+"""
+
+import ast
+import contextlib
+import datetime as dt
+import fcntl
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.compat.page import Row, page, summary
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+PAGE = ROOT / "docs" / "compatibility.md"
+LIMIT_S = 3600
+
+
+def main(argv: list[str]) -> int:
+    known = sorted(path.parent.name for path in HERE.glob("*/requirements.txt"))
+    names = [each for each in argv if each in known]
+    options = [each for each in argv if each not in known]
+    if options and not (names and options[0].startswith("-")):
+        say(f"no framework {options[0]!r}; these are there: {', '.join(known)}")
+        return 2
+    failed = []
+    for name in names or known:
+        python = environment(name)
+        say(f"playing {name}")
+        result = play(name, python, options)
+        if not options:
+            text = PAGE.read_text() if PAGE.exists() else ""
+            PAGE.write_text(page(text, [row(name, python, result)]))
+        if result.startswith("failed"):
+            failed.append(name)
+    say(f"FAILED: {', '.join(failed)}" if failed else f"all good: {', '.join(names or known)}")
+    return 1 if failed else 0
+
+
+def environment(name: str) -> Path:
+    """The interpreter of a framework's environment, which is built if its requirements are new."""
+    requirements = HERE / name / "requirements.txt"
+    pins = [path.read_text() for path in (requirements, HERE / "common.txt")]
+    text = json.dumps([*pins, sys.version_info[:2]])
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ckpt-async" / "compat"
+    folder = cache / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    python, stamp = folder / "bin" / "python", folder / "ready"
+    with exclusive(cache / f"{name}.lock"):
+        if not stamp.exists():
+            say(f"building {folder}, which may take minutes")
+            base = getattr(sys, "_base_executable", sys.executable)
+            subprocess.run([base, "-m", "venv", "--clear", folder], check=True)
+            uv = [sys.executable, "-m", "uv", "pip", "install", "-q", "--python", python]
+            subprocess.run([*uv, "-r", requirements], check=True)
+            stamp.touch()
+    return python
+
+
+@contextlib.contextmanager
+def exclusive(lock: Path) -> Iterator[None]:
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with lock.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def play(name: str, python: Path, options: list[str]) -> str:
+    """Run the plays of a framework, and say how that went in a few words."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "report.xml")
+        pytest = [python, "-m", "pytest", "-c", HERE / "pytest.ini", f"--junitxml={report}"]
+        # `weed` comes from the project's own environment, which PATH leads to already.
+        env = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+        code = subprocess.call([*pytest, HERE / name, *options], cwd=ROOT, env=env, timeout=LIMIT_S)
+        return summary(report.read_text()) if report.exists() else f"failed: pytest ended with {code}"
+
+
+def row(name: str, python: Path, result: str) -> Row:
+    first = next(
+        line
+        for line in (HERE / name / "requirements.txt").read_text().splitlines()
+        if line and line[0] not in "#-"
+    )
+    package = re.split(r"[\[=<>~!; ]", first)[0]
+    docstrings = [
+        ast.get_docstring(ast.parse(path.read_text())) for path in sorted((HERE / name).glob("test_*.py"))
+    ]
+    played = " ".join(text.splitlines()[0] for text in docstrings if text)
+    today = dt.datetime.now(dt.UTC).date().isoformat()
+    return Row(package, version(python, package), version(python, "torch"), played, result, today)
+
+
+def version(python: Path, package: str) -> str:
+    """Its installed version, without what only says how it was built (`+cpu`)."""
+    code = "import importlib.metadata, sys; print(importlib.metadata.version(sys.argv[1]))"
+    done = subprocess.run([python, "-c", code, package], capture_output=True, text=True)
+    return done.stdout.strip().partition("+")[0] or "none"
+
+
+def say(text: str) -> None:
+    print(f"compat: {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,190 @@
+"""A play: a training script of a framework is SIGKILLed at a random moment, its node is lost, and a fresh one goes on
+from the store with the losses of a run that nobody disturbed.
+
+    def test_a_killed_run_goes_on_on_a_fresh_node(job: Job) -> None:
+        job.check_kill_and_resume([sys.executable, SCRIPT])
+
+The script is called as `SCRIPT NODE REMOTE`: a folder that is empty on a fresh node, and a URL below which this run is.
+It resumes by itself if the store has something, and on one rank prints each step with `say_loss(step, loss)`.
+"""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from ckpt_async import restore
+
+ROOT = Path(__file__).resolve().parents[2]
+_MARK = "CKPT_ASYNC_PLAY"  # in the environment of all that a play starts, however deep
+_LOSS = "LOSS"
+
+
+def say_loss(step: int, loss: float) -> None:
+    """For training scripts, on one rank, in one write: other ranks print to the same pipe.
+
+    Takes 20 ms, so that a step takes time, as real ones do.
+    """
+    time.sleep(0.02)
+    os.write(1, f"\n{_LOSS} {step} {float(loss).hex()}\n".encode())
+
+
+def ranks(count: int) -> list[str]:
+    """Begins the command of a script that torchrun is to start."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={count}"]
+    return [*torchrun, "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
+
+
+class Training:
+    """One start of a training script. Iterates over its losses as they come; killed in any case at the end."""
+
+    def __init__(self, command: Sequence[str | Path], node: Path, log: Path) -> None:
+        self._mark = uuid.uuid4().hex
+        self._log = log
+        self.losses: dict[int, str] = {}
+        with log.open("wb") as errors:
+            self.process = subprocess.Popen(
+                [str(part) for part in command],
+                cwd=node,
+                env=os.environ
+                | {_MARK: self._mark, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+                | {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                errors="replace",
+            )
+
+    def __iter__(self) -> Iterator[int]:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith(f"{_LOSS} "):
+                _, step, loss = line.split()
+                self.losses[int(step)] = loss
+                yield int(step)
+
+    def finish(self) -> dict[int, str]:
+        """All losses of a run that must end well."""
+        for _ in self:
+            pass
+        assert self.process.wait(120) == 0, self.tail()
+        return self.losses
+
+    def processes(self) -> list[int]:
+        """Every process of this start: ranks, and what they started, adopted by init or not."""
+        mark = f"{_MARK}={self._mark}".encode()
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdecimal():
+                try:
+                    if mark in (entry / "environ").read_bytes().split(b"\0"):
+                        found.append(int(entry.name))
+                except OSError:  # it has ended, or is somebody else's
+                    continue
+        return found
+
+    def kill(self) -> None:
+        """SIGKILL to all of it, as when a node dies; what forks meanwhile is found in the next round."""
+        while pids := [pid for pid in self.processes() if not _is_zombie(pid)]:
+            for pid in pids:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+        self.process.wait()
+        assert self.process.stdout is not None
+        if not self.process.stdout.closed:
+            for _ in self:  # what it had said before
+                pass
+            self.process.stdout.close()
+
+    def tail(self) -> str:
+        log = self._log.read_text(errors="replace")[-8000:]
+        return f"exit {self.process.poll()}, after {len(self.losses)} steps:\n{log}"
+
+
+class Job:
+    """Starts of one training script, each on a node of its own."""
+
+    def __init__(self, folder: Path, remote: str) -> None:
+        self._folder = folder
+        self._started: list[Training] = []
+        self.remote = remote
+
+    def start(self, command: Sequence[str | Path], name: str, remote: str | None = None) -> Training:
+        """Start it on the node of this name: the folder is new unless the name was used before."""
+        node = self._folder / name
+        node.mkdir(exist_ok=True)
+        log = self._folder / f"{name}-{len(self._started)}.log"
+        training = Training([*command, node, remote or f"{self.remote}/run"], node, log)
+        self._started.append(training)
+        return training
+
+    def check_kill_and_resume(self, command: Sequence[str | Path], kills: int = 1) -> None:
+        """Fails unless a run that loses its node `kills` times has the losses of one that ended in peace.
+
+        Each kill comes within a second or so after a checkpoint was committed that the start before had not seen.
+        """
+        expected = self.start(command, "undisturbed", f"{self.remote}/undisturbed").finish()
+        assert expected, "the script said no losses"
+        committed = -1
+        for count in range(kills):
+            training = self.start(command, f"node-{count}")
+            committed = self._kill_after_commit(training, committed)
+            self._check(training, expected, is_resumed=count > 0)
+        last = self.start(command, f"node-{kills}")
+        last.finish()
+        self._check(last, expected, is_resumed=True)
+        assert max(last.losses) == max(expected), last.tail()
+        assert self.committed() == self.committed("undisturbed")
+
+    def committed(self, name: str = "run") -> int:
+        """The step of the newest committed checkpoint; -1 if there is none."""
+        found = restore.find(f"{self.remote}/{name}")
+        return -1 if found is None else found.step
+
+    def kill(self) -> None:
+        for each in self._started:
+            each.kill()
+
+    def _kill_after_commit(self, training: Training, before: int) -> int:
+        """Kill it at a random moment after a commit newer than `before`, and return the newest step committed."""
+        for _ in training:
+            if self.committed() > before:
+                break
+        else:
+            raise AssertionError(f"it ended before a commit was seen: {training.tail()}")
+        wait_s = random.random() ** 2  # early moments are the interesting ones
+        until = time.monotonic() + wait_s
+        for _ in training:
+            if time.monotonic() > until:
+                break
+        else:
+            raise AssertionError(f"it ended before it was killed: make it train longer. {training.tail()}")
+        training.kill()
+        print(f"killed {wait_s:.3f} s after a commit, at step {max(training.losses)}", file=sys.stderr)
+        return self.committed()
+
+    def _check(self, training: Training, expected: dict[int, str], *, is_resumed: bool) -> None:
+        assert training.losses, training.tail()
+        wrong = {
+            step: (float.fromhex(loss), float.fromhex(expected[step]) if step in expected else None)
+            for step, loss in training.losses.items()
+            if expected.get(step) != loss
+        }
+        assert not wrong, f"losses differ from those of the undisturbed run: {wrong}\n{training.tail()}"
+        if is_resumed:
+            assert min(training.losses) > min(expected), f"it began afresh: {training.tail()}"
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
