@@ -11,7 +11,8 @@ def crc(data: bytes):
 
 async def put(store, key: str, data: bytes, **condition):
     """Put a small object with its right checksum."""
-    return await store.put(key, BytesBody(data), crc(data), **condition)
+    checksum = checksum_of(data, store.capabilities.checksum_algorithm)
+    return await store.put(key, BytesBody(data), checksum, **condition)
 
 
 class ReusingBody:

@@ -11,6 +11,7 @@ import pytest
 import trustme
 import uvloop
 
+from ckpt_async.core.model import Checksum
 from ckpt_async.errors import (
     FailureReason,
     IntegrityError,
@@ -24,7 +25,7 @@ from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.interface import BytesBody, Create, Match, SmallGet, SmallPut
 from ckpt_async.stores.memory import MemoryBucket, MemoryStore
 from tests.faults.proxy import FaultProxy
-from tests.stores.bodies import ChangedBody, ReusingBody, ShortBody, crc, put
+from tests.stores.bodies import ChangedBody, ReusingBody, ShortBody, put
 
 MIB = 1 << 20
 UNSAFE_KEYS = ["", "/a", "a/", "a//b", "../a", "a/../b", "a/./b", ".", "a\\b", "a\nb", "a\0b"]
@@ -70,6 +71,11 @@ async def keys(store, prefix: str = "", **options) -> list[str]:
 class StoreTests:
     """What holds for every store."""
 
+    algorithm = "crc64nvme"
+
+    def crc(self, data: bytes) -> Checksum:
+        return checksum_of(data, self.algorithm)
+
     # --- objects -------------------------------------------------------------------------------------------
 
     @with_store
@@ -80,8 +86,8 @@ class StoreTests:
         headed = await store.head("a/b")
         listing = await store.list("a/")
         assert data == b"hello"
-        assert headed.checksum == crc(b"hello")
-        assert stored.checksum in (None, crc(b"hello"))
+        assert headed.checksum == self.crc(b"hello")
+        assert stored.checksum in (None, self.crc(b"hello"))
         assert {stored.etag, got.etag, headed.etag, listing.objects[0].etag} == {headed.etag}
         assert {stored.size_bytes, got.size_bytes, headed.size_bytes, listing.objects[0].size_bytes} == {5}
         assert {each.key for each in (stored, got, headed, listing.objects[0])} == {"a/b"}
@@ -105,7 +111,7 @@ class StoreTests:
     async def test_a_body_may_reuse_one_buffer_for_its_slices(self, store):
         """A slice that is still referred to when the next is asked for would be sent spoiled."""
         data = random.Random(1).randbytes(24 * MIB + 7)
-        stored = await store.put("big", ReusingBody(data, MIB), crc(data))
+        stored = await store.put("big", ReusingBody(data, MIB), self.crc(data))
         assert stored.size_bytes == len(data)
         assert await read(store, "big", 0, len(data)) == data
 
@@ -162,7 +168,7 @@ class StoreTests:
         source = await put(store, ODD_KEY, b"hello")
         await store.copy(ODD_KEY, source.etag, "to/a+b=c")
         assert await store.get("to/a+b=c", max_size_bytes=5) == (b"hello", await store.head("to/a+b=c"))
-        assert (await store.head("to/a+b=c")).checksum == crc(b"hello")
+        assert (await store.head("to/a+b=c")).checksum == self.crc(b"hello")
         assert await keys(store) == sorted(["to/a+b=c", ODD_KEY])
 
     @with_store
@@ -266,23 +272,25 @@ class StoreTests:
         many = {"a/1": b"one", ODD_KEY: b"odd", "empty": b"", "a/0": os.urandom(70_000)}
         stored = []
         await store.put_many([], stored.append)
-        await store.put_many([SmallPut(key, data, crc(data)) for key, data in many.items()], stored.append)
+        await store.put_many(
+            [SmallPut(key, data, self.crc(data)) for key, data in many.items()], stored.append
+        )
         assert [(each.key, each.size_bytes) for each in stored] == [
             (key, len(data)) for key, data in many.items()
         ]
         for each in stored:
             headed = await store.head(each.key)
-            assert (headed.etag, headed.checksum) == (each.etag, crc(many[each.key]))
+            assert (headed.etag, headed.checksum) == (each.etag, self.crc(many[each.key]))
             assert each.checksum in (None, headed.checksum)
             assert (await store.get(each.key, max_size_bytes=MIB))[0] == many[each.key]
 
     @with_store
     async def test_put_many_stops_at_the_first_failure(self, store):
         """What was stored before it is told of, what is behind it is not begun."""
-        good = [SmallPut(f"good/{number}", b"%d" % number, crc(b"%d" % number)) for number in range(4)]
+        good = [SmallPut(f"good/{number}", b"%d" % number, self.crc(b"%d" % number)) for number in range(4)]
         for error, bad in (
-            (IntegrityError, SmallPut("bad", b"hello", crc(b"other"))),
-            (StoreError, SmallPut("../bad", b"hello", crc(b"hello"))),
+            (IntegrityError, SmallPut("bad", b"hello", self.crc(b"other"))),
+            (StoreError, SmallPut("../bad", b"hello", self.crc(b"hello"))),
         ):
             stored = []
             with pytest.raises(error) as raised:
@@ -296,7 +304,9 @@ class StoreTests:
         """Whole; nothing at all is fine too. More than a store takes in one go."""
         many = {"a/1": b"one", ODD_KEY: b"odd", "large": os.urandom(256 << 10), "a/0": b"x"}
         many |= {f"b/{number}": b"%d" % number for number in range(17)}
-        await store.put_many([SmallPut(key, data, crc(data)) for key, data in many.items()], lambda _: None)
+        await store.put_many(
+            [SmallPut(key, data, self.crc(data)) for key, data in many.items()], lambda _: None
+        )
         gets, found = [SmallGet(key, len(data)) for key, data in many.items()], []
 
         def got(get, data):
@@ -356,7 +366,9 @@ class StoreTests:
     async def test_get_many_reports_nothing_after_cancellation(self, store):
         """The call ends when its receiver has: what that writes to is closed next."""
         gets = [SmallGet(f"{number:02}", 5) for number in range(20)]
-        await store.put_many([SmallPut(get.key, b"hello", crc(b"hello")) for get in gets], lambda _: None)
+        await store.put_many(
+            [SmallPut(get.key, b"hello", self.crc(b"hello")) for get in gets], lambda _: None
+        )
         inside, leave, found = threading.Event(), threading.Event(), []
 
         def got(get, data):
@@ -388,7 +400,7 @@ class StoreTests:
         await put(store, "old", b"old")
         for key in ("new", "old"):
             with pytest.raises(IntegrityError):
-                await store.put(key, BytesBody(b"hello"), crc(b"other"))
+                await store.put(key, BytesBody(b"hello"), self.crc(b"other"))
         assert await keys(store) == ["old"]
         assert (await store.get("old", max_size_bytes=3))[0] == b"old"
 
@@ -398,7 +410,7 @@ class StoreTests:
         for good_bytes in (0, 10, 2 * MIB):
             body = ChangedBody(4 * MIB, good_bytes)
             with pytest.raises(SourceError) as raised:
-                await store.put("a", body, crc(bytes(4 * MIB)))
+                await store.put("a", body, self.crc(bytes(4 * MIB)))
             assert raised.value is body.error
         assert await keys(store) == []
         await put(store, "a", b"still works")
@@ -406,7 +418,7 @@ class StoreTests:
     @with_store
     async def test_body_that_ends_early_is_a_source_error(self, store):
         with pytest.raises(SourceError):
-            await store.put("a", ShortBody(b"hello"), crc(b"hello"))
+            await store.put("a", ShortBody(b"hello"), self.crc(b"hello"))
         assert await keys(store) == []
 
     @with_store
@@ -422,7 +434,7 @@ class StoreTests:
                 writer.write(memoryview(data)[MIB:])
 
         reached, loop = asyncio.Event(), asyncio.get_running_loop()
-        task = asyncio.ensure_future(store.put("a", Stopping(data, MIB), crc(data)))
+        task = asyncio.ensure_future(store.put("a", Stopping(data, MIB), self.crc(data)))
         await reached.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -550,7 +562,7 @@ class StoreTests:
         assert await keys(store) == []
         assert not await store.list_multiparts("")
         assert store.capabilities.conditional_put
-        assert store.capabilities.checksum_algorithm == "crc64nvme"
+        assert store.capabilities.checksum_algorithm == self.algorithm
 
     @with_store
     async def test_closing_twice_is_harmless(self, store):
@@ -566,8 +578,8 @@ class MultipartTests(StoreTests):
 
     async def put_parts(self, store, key: str):
         upload_id = await store.create_multipart(key)
-        last = await store.put_part(key, upload_id, 2, BytesBody(self.SMALL), crc(self.SMALL))
-        first = await store.put_part(key, upload_id, 1, ReusingBody(self.BIG, MIB), crc(self.BIG))
+        last = await store.put_part(key, upload_id, 2, BytesBody(self.SMALL), self.crc(self.SMALL))
+        first = await store.put_part(key, upload_id, 1, ReusingBody(self.BIG, MIB), self.crc(self.BIG))
         return upload_id, [first, last]
 
     @property
@@ -585,11 +597,11 @@ class MultipartTests(StoreTests):
             (part.number, part.size_bytes, part.etag) for part in parts
         ]
         stored = await after_restart.complete_multipart(
-            "a/b", upload_id, listed, crc(self.whole), len(self.whole)
+            "a/b", upload_id, listed, self.crc(self.whole), len(self.whole)
         )
         headed = await store.head("a/b")
-        assert stored.checksum in (None, crc(self.whole))
-        assert headed.checksum == crc(self.whole)
+        assert stored.checksum in (None, self.crc(self.whole))
+        assert headed.checksum == self.crc(self.whole)
         assert (
             (stored.etag, stored.size_bytes)
             == (headed.etag, headed.size_bytes)
@@ -601,20 +613,20 @@ class MultipartTests(StoreTests):
     @with_store
     async def test_a_part_number_sent_again_replaces_the_part(self, store):
         upload_id, (first, _) = await self.put_parts(store, "a")
-        last = await store.put_part("a", upload_id, 2, BytesBody(b"other"), crc(b"other"))
+        last = await store.put_part("a", upload_id, 2, BytesBody(b"other"), self.crc(b"other"))
         assert [part.number for part in await store.list_parts("a", upload_id)] == [1, 2]
         whole = self.BIG + b"other"
-        await store.complete_multipart("a", upload_id, [first, last], crc(whole), len(whole))
+        await store.complete_multipart("a", upload_id, [first, last], self.crc(whole), len(whole))
         assert await read(store, "a", len(self.BIG), 5) == b"other"
 
     @with_store
     async def test_a_part_with_a_wrong_checksum_is_rejected(self, store):
         upload_id = await store.create_multipart("a")
         with pytest.raises(IntegrityError):
-            await store.put_part("a", upload_id, 1, BytesBody(b"hello"), crc(b"other"))
+            await store.put_part("a", upload_id, 1, BytesBody(b"hello"), self.crc(b"other"))
         body = ChangedBody(4 * MIB, MIB)
         with pytest.raises(SourceError) as raised:
-            await store.put_part("a", upload_id, 1, body, crc(bytes(4 * MIB)))
+            await store.put_part("a", upload_id, 1, body, self.crc(bytes(4 * MIB)))
         assert raised.value is body.error
         assert list(await store.list_parts("a", upload_id)) == []
 
@@ -623,15 +635,15 @@ class MultipartTests(StoreTests):
         """Right parts in a wrong order, or another file's: the checksum of the whole finds out."""
         upload_id, parts = await self.put_parts(store, "a")
         with pytest.raises(IntegrityError):
-            await store.complete_multipart("a", upload_id, parts, crc(b"other"), len(self.whole))
+            await store.complete_multipart("a", upload_id, parts, self.crc(b"other"), len(self.whole))
         assert await keys(store) == []
 
     @with_store
     async def test_completing_an_upload_twice(self, store):
         """A lost reply makes us ask again."""
         upload_id, parts = await self.put_parts(store, "a")
-        first = await store.complete_multipart("a", upload_id, parts, crc(self.whole), len(self.whole))
-        second = await store.complete_multipart("a", upload_id, parts, crc(self.whole), len(self.whole))
+        first = await store.complete_multipart("a", upload_id, parts, self.crc(self.whole), len(self.whole))
+        second = await store.complete_multipart("a", upload_id, parts, self.crc(self.whole), len(self.whole))
         assert (first.etag, first.size_bytes) == (second.etag, second.size_bytes)
         with pytest.raises(ObjectNotFoundError):
             await store.list_parts("a", upload_id)
@@ -645,8 +657,8 @@ class MultipartTests(StoreTests):
         await store.abort_multipart("a", upload_id)
         for request in (
             store.list_parts("a", upload_id),
-            store.put_part("a", upload_id, 1, BytesBody(b"1"), crc(b"1")),
-            store.complete_multipart("a", upload_id, parts, crc(self.whole), len(self.whole)),
+            store.put_part("a", upload_id, 1, BytesBody(b"1"), self.crc(b"1")),
+            store.complete_multipart("a", upload_id, parts, self.crc(self.whole), len(self.whole)),
         ):
             with pytest.raises(ObjectNotFoundError):
                 await request
@@ -657,11 +669,11 @@ class MultipartTests(StoreTests):
     async def test_a_part_that_is_too_small_is_rejected(self, store):
         upload_id = await store.create_multipart("a")
         parts = [
-            await store.put_part("a", upload_id, number, BytesBody(b"tiny"), crc(b"tiny"))
+            await store.put_part("a", upload_id, number, BytesBody(b"tiny"), self.crc(b"tiny"))
             for number in (1, 2)
         ]
         with pytest.raises(StoreError) as raised:
-            await store.complete_multipart("a", upload_id, parts, crc(b"tinytiny"), 8)
+            await store.complete_multipart("a", upload_id, parts, self.crc(b"tinytiny"), 8)
         assert raised.value.reason is FailureReason.OTHER
         assert await keys(store) == []
 
@@ -680,7 +692,7 @@ class MultipartTests(StoreTests):
     async def test_parts_of_another_object(self, store):
         """They are copied within the store, and the checksum of the whole is compared as ever."""
         whole = random.Random(4).randbytes(11 * MIB + 5)
-        source = await store.put("from", BytesBody(whole), crc(whole))
+        source = await store.put("from", BytesBody(whole), self.crc(whole))
         upload_id = await store.create_multipart("to")
         ranges = [(0, 6 * MIB), (6 * MIB, 5 * MIB + 5)]
         parts = [
@@ -689,10 +701,10 @@ class MultipartTests(StoreTests):
         ]
         assert [part.size_bytes for part in parts] == [6 * MIB, 5 * MIB + 5]
         with pytest.raises(IntegrityError):
-            await store.complete_multipart("to", upload_id, parts, crc(b"other"), len(whole))
-        await store.complete_multipart("to", upload_id, parts, crc(whole), len(whole))
+            await store.complete_multipart("to", upload_id, parts, self.crc(b"other"), len(whole))
+        await store.complete_multipart("to", upload_id, parts, self.crc(whole), len(whole))
         assert await read(store, "to", 0, len(whole)) == whole
-        assert (await store.head("to")).checksum == crc(whole)
+        assert (await store.head("to")).checksum == self.crc(whole)
 
     @with_store
     async def test_a_part_of_another_object_that_has_changed_is_refused(self, store):

@@ -111,3 +111,11 @@ def test_invalid_content_lengths_are_rejected(text: str) -> None:
     with pytest.raises(MalformedResponseError):
         whole_number("Content-Length", text)
     assert whole_number("Content-Length", "9" * 19) == 10**19 - 1
+
+
+def test_several_lines_of_a_name_are_one_list():
+    """Google sends each hash of an object on a line of its own."""
+    lines = b"HTTP/1.1 200 OK\r\nx-goog-hash: crc32c=AAAAAA==\r\nX-Goog-Hash: md5=xyz=\r\nContent-Length: 0"
+    assert parsed(lines).headers["x-goog-hash"] == "crc32c=AAAAAA==, md5=xyz="
+    answer = read_by_library(lines + b"\r\n\r\n", lambda: b"")
+    assert answer.headers["x-goog-hash"] == "crc32c=AAAAAA==, md5=xyz="

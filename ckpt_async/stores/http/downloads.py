@@ -12,8 +12,9 @@ import http.client
 import socket
 import ssl
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from urllib.parse import SplitResult, urlsplit
 
 from ckpt_async.stores.http.connections import CancelToken, Connections, receive, receive_into
@@ -23,6 +24,7 @@ from ckpt_async.stores.http.messages import (
     content_length,
     host_of,
     keeps_connection,
+    lines_of,
     parsed,
     read_by_library,
     without_interim,
@@ -37,12 +39,21 @@ FLUSH_S = 1.0
 
 Check = Callable[[Response], None]
 END = b"\r\n\r\n"
+NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 
 class Downloads(Connections):
     """Ranges of objects, received into buffers that are used again and again."""
 
-    async def get_range(self, url: str, offset: int, size_bytes: int, sink: Sink, check: Check) -> Response:
+    async def get_range(
+        self,
+        url: str,
+        offset: int,
+        size_bytes: int,
+        sink: Sink,
+        check: Check,
+        headers: Mapping[str, str] = NO_HEADERS,
+    ) -> Response:
         """GET a range of `url`, at least one byte. `check` sees the answer before any byte reaches `sink`, which is
         called in a worker thread and never again once this has returned or raised.
 
@@ -50,7 +61,7 @@ class Downloads(Connections):
         300 and above) is returned with its body.
         """
         return await self._in_thread(
-            lambda token: self._get(token, urlsplit(url), offset, size_bytes, sink, check)
+            lambda token: self._get(token, urlsplit(url), offset, size_bytes, sink, check, lines_of(headers))
         )
 
     async def get_many(
@@ -58,12 +69,13 @@ class Downloads(Connections):
         gets: Sequence[tuple[str, int]],
         check: Callable[[int, Response], None],
         got: Callable[[int, memoryview], None],
+        headers: Mapping[str, str] = NO_HEADERS,
     ) -> tuple[int, Response] | None:
         """GET small objects, each by URL and size, one after the other, until one is refused: then its number and
         answer. `check` sees each answer, and `got` the bytes, in a worker thread and never again once this has returned
         or raised. Raises as `get_range`.
         """
-        return await self._in_thread(lambda token: self._get_many(token, gets, check, got))
+        return await self._in_thread(lambda token: self._get_many(token, gets, check, got, lines_of(headers)))
 
     # --- in a worker thread --------------------------------------------------------------------------------
 
@@ -73,10 +85,13 @@ class Downloads(Connections):
         gets: Sequence[tuple[str, int]],
         check: Callable[[int, Response], None],
         got: Callable[[int, memoryview], None],
+        lines: str,
     ) -> tuple[int, Response] | None:
         for number, (url, size_bytes) in enumerate(gets):
             data = bytearray()
-            answer = self._get(token, urlsplit(url), 0, size_bytes, data.extend, partial(check, number))
+            answer = self._get(
+                token, urlsplit(url), 0, size_bytes, data.extend, partial(check, number), lines
+            )
             if answer.status >= 300:
                 return number, answer
             token.uses(None, is_at_work=True)  # not if it is cancelled by now
@@ -85,19 +100,27 @@ class Downloads(Connections):
         return None
 
     def _get(
-        self, token: CancelToken, url: SplitResult, offset: int, size_bytes: int, sink: Sink, check: Check
+        self,
+        token: CancelToken,
+        url: SplitResult,
+        offset: int,
+        size_bytes: int,
+        sink: Sink,
+        check: Check,
+        lines: str,
     ) -> Response:
         connection, is_fresh = self._take(url)
+        asked = f"{lines}Range: bytes={offset}-{offset + size_bytes - 1}\r\n"
         try:
             try:
-                head, content = self._ask(token, connection, url, offset, size_bytes)
+                head, content = self._ask(token, connection, url, asked)
             except (http.client.BadStatusLine, ConnectionError, ssl.SSLEOFError, ssl.SSLZeroReturnError):
                 if is_fresh:
                     raise
                 token.uses(None)
                 connection.close()  # the server had closed it between two requests
                 connection = self._connect(url)
-                head, content = self._ask(token, connection, url, offset, size_bytes)
+                head, content = self._ask(token, connection, url, asked)
             answer = parsed(head)
             connected: socket.socket = connection.sock
             if answer.status >= 300:
@@ -120,19 +143,13 @@ class Downloads(Connections):
             raise
 
     def _ask(
-        self,
-        token: CancelToken,
-        connection: http.client.HTTPConnection,
-        url: SplitResult,
-        offset: int,
-        size_bytes: int,
+        self, token: CancelToken, connection: http.client.HTTPConnection, url: SplitResult, lines: str
     ) -> tuple[bytes, bytes]:
         """The head of the answer, and what came with it."""
         connected: socket.socket = connection.sock or self._dial(connection)
         token.uses(connected)
         target = f"{url.path}?{url.query}" if url.query else url.path
-        asked = f"Host: {host_of(url)}\r\nRange: bytes={offset}-{offset + size_bytes - 1}\r\n\r\n"
-        connected.sendall(f"GET {target} HTTP/1.1\r\n{asked}".encode("ascii"))
+        connected.sendall(f"GET {target} HTTP/1.1\r\nHost: {host_of(url)}\r\n{lines}\r\n".encode("latin-1"))
         received = b""
         while True:
             head, has_ended, content = received.partition(END)

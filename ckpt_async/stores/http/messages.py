@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import datetime as dt
+import email.utils
 import http.client
 import io
 import re
@@ -18,6 +20,7 @@ _INTERIM = re.compile(rb"HTTP/1\.[0-9] 1[0-9][0-9].*?\r\n\r\n", re.DOTALL)
 _STATUS = re.compile(r"[0-9]{3}(?: |\Z)")
 # A name goes up to the colon (RFC 9110, 5.1); a value has no control characters, and lines are not folded.
 _HEADER = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+):([\t\x20-\x7e\x80-\xff]*)")
+_CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,19})-([0-9]{1,19})/([0-9]{1,19})")
 _WHOLE = re.compile(r"[0-9]{1,19}")
 # What says where an answer ends.
 _FRAMING = frozenset({"content-length", "transfer-encoding"})
@@ -113,7 +116,8 @@ def parsed(head: bytes) -> Response:
         name, value = match[1].lower(), match[2].strip(" \t")
         if name in _FRAMING and name in headers:
             raise MalformedResponseError(f"the answer has {name} twice")
-        headers[name] = value
+        # Several lines of a name are one list (RFC 9110, 5.3).
+        headers[name] = f"{headers[name]}, {value}" if name in headers else value
     if _FRAMING.issubset(headers):
         raise MalformedResponseError(f"the answer has both {' and '.join(sorted(_FRAMING))}")
     answer = Response(int(status[:3]), headers)
@@ -134,12 +138,63 @@ def whole_number(name: str, text: str) -> int:
     return int(text)
 
 
+def http_date(name: str, text: str) -> float:
+    """Seconds since the epoch. Raises MalformedResponseError."""
+    try:
+        at = email.utils.parsedate_to_datetime(text)
+    except (ValueError, TypeError, IndexError, OverflowError):
+        raise MalformedResponseError(f"the {name} of the answer is {text[:80]!r}") from None
+    return seconds_of(name, at if at.tzinfo is not None else at.replace(tzinfo=dt.UTC))
+
+
+def seconds_of(name: str, at: dt.datetime) -> float:
+    """Since the epoch. Raises MalformedResponseError."""
+    try:
+        return at.timestamp()
+    except (ValueError, OverflowError):
+        raise MalformedResponseError(f"the {name} of the answer is {at}") from None
+
+
+class OtherRangeError(Exception):
+    """A well-formed answer that is not the range asked for."""
+
+
+def total_of_range(answer: Response, offset: int, size_bytes: int) -> int:
+    """`range_total` of an answer to a GET."""
+    headers = answer.headers
+    if missing := [name for name in ("etag", "content-length") if name not in headers]:
+        raise MalformedResponseError(f"the store answered without {', '.join(missing)}")
+    length = whole_number("Content-Length", headers["content-length"])
+    return range_total(answer.status, headers.get("content-range"), length, offset, size_bytes)
+
+
+def range_total(
+    status: int, content_range: str | None, content_length: int, offset: int, size_bytes: int
+) -> int:
+    """The size of the whole object, from an answer that must be exactly the range asked for. Raises OtherRangeError."""
+    if content_range is None and status != 206:
+        start, end, total = 0, content_length - 1, content_length
+    else:
+        match = _CONTENT_RANGE.fullmatch(content_range or "")
+        if match is None:
+            raise MalformedResponseError(f"the Content-Range of the answer is {(content_range or '')[:80]!r}")
+        start, end, total = map(int, match.groups())
+    if (start, end, content_length) != (offset, offset + size_bytes - 1, size_bytes) or total <= end:
+        raise OtherRangeError(
+            f"asked for bytes {offset}+{size_bytes}, the answer is {content_length} of {start}-{end}/{total}"
+        )
+    return total
+
+
 def read_by_library(received: bytes, receive: Callable[[], bytes]) -> Response:
     """An answer of any shape: what was received of it, and then what `receive` finds, until that is nothing."""
     response = http.client.HTTPResponse(_Received(received, receive), method="PUT")  # type: ignore[arg-type]
     with contextlib.closing(response):
         response.begin()
-        headers = {name.lower(): value for name, value in response.getheaders()}
+        headers: dict[str, str] = {}
+        for name, value in response.getheaders():
+            known = headers.get(name.lower())
+            headers[name.lower()] = value if known is None else f"{known}, {value}"
         try:
             content = response.read(MAX_ERROR_BYTES)
         except http.client.IncompleteRead as error:

@@ -43,23 +43,25 @@ _MAX_POLL_S = 60.0  # poll(2) takes milliseconds, and not too many of them
 class Uploads(Connections):
     """PUTs of bodies."""
 
-    async def put(self, url: str, headers: Mapping[str, str | bytes], body: Body) -> Response:
+    async def put(
+        self, url: str, headers: Mapping[str, str | bytes], body: Body, *, method: str = "PUT"
+    ) -> Response:
         """One attempt. On return or raise nothing asks for slices of the body any more.
 
         Raises whatever the socket or `body` raise. A refusal is returned.
         """
-        return await self._in_thread(lambda token: self._put(token, urlsplit(url), headers, body))
+        return await self._in_thread(
+            lambda token: self._put(token, head_of(urlsplit(url), headers, method), urlsplit(url), body)
+        )
 
     # --- in a worker thread --------------------------------------------------------------------------------
 
-    def _put(
-        self, token: CancelToken, url: SplitResult, headers: Mapping[str, str | bytes], body: Body
-    ) -> Response:
+    def _put(self, token: CancelToken, head: bytes, url: SplitResult, body: Body) -> Response:
         connection, is_fresh = self._take(url)  # a body is not sent twice in one attempt
         try:
             connected = self._dial(connection) if is_fresh else connection.sock
             token.uses(connected)
-            answer, is_last = Exchange(connected, self._read_timeout_s).make(head_of(url, headers), body)
+            answer, is_last = Exchange(connected, self._read_timeout_s).make(head, body)
             token.uses(None)
         except BaseException:
             connection.close()
@@ -216,11 +218,11 @@ class _AnsweredError(Exception):
     """The server has answered before it had the body, and may close the connection on the rest."""
 
 
-def head_of(url: SplitResult, headers: Mapping[str, str | bytes]) -> bytes:
+def head_of(url: SplitResult, headers: Mapping[str, str | bytes], method: str = "PUT") -> bytes:
     target = f"{url.path}?{url.query}" if url.query else url.path
     if not any(name.lower() == "host" for name in headers):
         headers = {"Host": host_of(url), **headers}  # some versions of the SDK give it
-    return f"PUT {target} HTTP/1.1\r\n{lines_of(headers)}\r\n".encode("latin-1")
+    return f"{method} {target} HTTP/1.1\r\n{lines_of(headers)}\r\n".encode("latin-1")
 
 
 def _is_of_connection(error: OSError) -> bool:

@@ -9,7 +9,6 @@ is missing is let pass where another one is there: S3-compatible stores differ i
 from __future__ import annotations
 
 import datetime as dt
-import email.utils
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -17,7 +16,13 @@ from typing import Any
 from urllib.parse import unquote_plus
 
 from ckpt_async.core.model import Checksum
-from ckpt_async.stores.http.messages import MalformedResponseError, Response, whole_number
+from ckpt_async.stores.http.messages import (
+    MalformedResponseError,
+    Response,
+    http_date,
+    seconds_of,
+    total_of_range,
+)
 from ckpt_async.stores.interface import MultipartInfo, ObjectInfo, StoredPart
 
 # What the SDK hands back is untyped: dictionaries shaped by the service model.
@@ -59,7 +64,6 @@ _DOCUMENTS = {
 _ROOT = re.compile(
     rb"(?:\xef\xbb\xbf)?\s*(?:<\?.*?\?>\s*)*(?:<!--.*?-->\s*)*<(?:[\w.-]+:)?([\w.-]+)", re.DOTALL
 )
-_CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,19})-([0-9]{1,19})/([0-9]{1,19})")
 # The alias of an access point stands for the bucket, and may not be what the bucket is called.
 _ALIAS = re.compile(r".*--?(s3alias|ol-s3|op-s3|xa-s3)")
 
@@ -157,7 +161,7 @@ def _check_age(page: SdkResponse) -> None:
 def server_time(response: SdkResponse) -> float:
     """The store's own, by which ages are measured: so ours must not stand in for it."""
     date = response["ResponseMetadata"]["HTTPHeaders"].get("date", "")
-    return _http_date("Date", date)
+    return http_date("Date", date)
 
 
 def objects(page: SdkResponse, prefix: str) -> Iterable[ObjectInfo]:
@@ -217,38 +221,8 @@ def info(key: str, response: SdkResponse, size_bytes: int | None = None) -> Obje
 def info_of_range(key: str, answer: Response, offset: int, size_bytes: int) -> ObjectInfo:
     total = total_of_range(answer, offset, size_bytes)
     modified = answer.headers.get("last-modified")
-    modified_at = None if modified is None else _http_date("Last-Modified", modified)
+    modified_at = None if modified is None else http_date("Last-Modified", modified)
     return ObjectInfo(key, total, answer.headers["etag"], None, modified_at)
-
-
-def total_of_range(answer: Response, offset: int, size_bytes: int) -> int:
-    headers = answer.headers
-    if missing := [name for name in ("etag", "content-length") if name not in headers]:
-        raise MalformedResponseError(f"the store answered without {', '.join(missing)}")
-    content_length = whole_number("Content-Length", headers["content-length"])
-    return range_total(answer.status, headers.get("content-range"), content_length, offset, size_bytes)
-
-
-class OtherRangeError(Exception):
-    """A well-formed answer that is not the range asked for."""
-
-
-def range_total(
-    status: int, content_range: str | None, content_length: int, offset: int, size_bytes: int
-) -> int:
-    """The size of the whole object, from an answer that must be exactly the range asked for. Raises OtherRangeError."""
-    if content_range is None and status != 206:
-        start, end, total = 0, content_length - 1, content_length
-    else:
-        match = _CONTENT_RANGE.fullmatch(content_range or "")
-        if match is None:
-            raise MalformedResponseError(f"the Content-Range of the answer is {(content_range or '')[:80]!r}")
-        start, end, total = map(int, match.groups())
-    if (start, end, content_length) != (offset, offset + size_bytes - 1, size_bytes) or total <= end:
-        raise OtherRangeError(
-            f"asked for bytes {offset}+{size_bytes}, the answer is {content_length} of {start}-{end}/{total}"
-        )
-    return total
 
 
 def copied_part(number: int, size_bytes: int, response: SdkResponse) -> StoredPart:
@@ -302,19 +276,4 @@ def _key(each: SdkResponse, prefix: str) -> str:
 
 def _moment(each: SdkResponse, name: str) -> float:
     at: dt.datetime = _field(each, name, dt.datetime)
-    return _seconds(name, at)
-
-
-def _http_date(name: str, text: str) -> float:
-    try:
-        at = email.utils.parsedate_to_datetime(text)
-    except (ValueError, TypeError, IndexError, OverflowError):
-        raise MalformedResponseError(f"the {name} of the answer is {text[:80]!r}") from None
-    return _seconds(name, at if at.tzinfo is not None else at.replace(tzinfo=dt.UTC))
-
-
-def _seconds(name: str, at: dt.datetime) -> float:
-    try:
-        return at.timestamp()
-    except (ValueError, OverflowError):
-        raise MalformedResponseError(f"the {name} of the answer is {at}") from None
+    return seconds_of(name, at)

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import email.utils
-import errno
-import http.client
 import re
-import socket
-import ssl
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import aiohttp
 import botocore.exceptions
 import botocore.parsers
 
@@ -28,8 +22,14 @@ from ckpt_async.errors import (
     PreconditionFailedError,
     StoreError,
 )
-from ckpt_async.stores.http.messages import MalformedResponseError
-from ckpt_async.stores.s3.answers import OtherRangeError
+from ckpt_async.stores.http.failures import (
+    SOMEBODY_ELSE,
+    UNTRUSTED,
+    failure_of,
+    reachable_hint,
+    reason_of_status,
+)
+from ckpt_async.stores.http.messages import MalformedResponseError, OtherRangeError
 
 _PADDING = re.compile("0{16,}")
 # Their key is a prefix, and may be empty.
@@ -112,7 +112,7 @@ def refusal(
             reason=FailureReason.TRANSIENT,
             operation=operation,
             key=key,
-            hint=_SOMEBODY_ELSE,
+            hint=SOMEBODY_ELSE,
         )
     if status in unmet and code != "NoSuchBucket":
         return _about(key, PreconditionFailedError(message, operation=operation, key=name))
@@ -196,8 +196,6 @@ _HINTS = {
     "InvalidObjectState": "the object is in an archive class: restore it first",
 }
 
-_UNTRUSTED = "is the endpoint's certificate trusted here? see AWS_CA_BUNDLE"
-_SOMEBODY_ELSE = "did something other than the store respond: a proxy, a cache, a login page?"
 _MISSING_CREDENTIALS = (
     botocore.exceptions.NoCredentialsError,
     botocore.exceptions.PartialCredentialsError,
@@ -210,10 +208,6 @@ _BROKEN_CONNECTIONS = (
     botocore.exceptions.HTTPClientError,
     botocore.exceptions.IncompleteReadError,
     botocore.parsers.ResponseParserError,
-    aiohttp.ClientError,
-    http.client.HTTPException,
-    asyncio.IncompleteReadError,
-    OSError,
 )
 
 
@@ -221,48 +215,24 @@ def reason_of(code: str, status: int) -> FailureReason:
     """By error code, else by HTTP status (HEAD answers have no code)."""
     if code in _REASONS:
         return _REASONS[code]
-    match status:
-        case 401 | 403:
-            return FailureReason.AUTH
-        case 404:
-            return FailureReason.NOT_FOUND
-        case 408:
-            return FailureReason.TIMEOUT
-        case 409:
-            return FailureReason.TRANSIENT
-        case 412:
-            return FailureReason.PRECONDITION
-        case 429 | 503:
-            return FailureReason.THROTTLED
-        case 501:
-            return FailureReason.OTHER
-        case _:
-            return FailureReason.TRANSIENT if status >= 500 else FailureReason.OTHER
+    return reason_of_status(status)
 
 
 def _failure(error: Exception, location: S3Location) -> tuple[FailureReason, str]:
     """Why a request got no answer, and what to do about it."""
-    reachable = f"is {location.endpoint_url or 'AWS'} right, and reachable from here?"
+    reachable = reachable_hint(location.endpoint_url or "AWS")
     match error:
-        case MalformedResponseError():
-            return FailureReason.TRANSIENT, _SOMEBODY_ELSE
         case botocore.exceptions.ConnectTimeoutError():
             return FailureReason.TIMEOUT, reachable
         case botocore.exceptions.ReadTimeoutError():
             return FailureReason.TIMEOUT, ""
-        case TimeoutError():
-            return FailureReason.TIMEOUT, reachable
         case botocore.exceptions.SSLError():
-            return FailureReason.TRANSIENT, _UNTRUSTED
-        case ssl.SSLCertVerificationError():
-            return FailureReason.TRANSIENT, _UNTRUSTED
-        case botocore.exceptions.EndpointConnectionError() | ConnectionRefusedError() | socket.gaierror():
-            return FailureReason.TRANSIENT, reachable
-        case OSError(errno=errno.ENETUNREACH | errno.EHOSTUNREACH):
+            return FailureReason.TRANSIENT, UNTRUSTED
+        case botocore.exceptions.EndpointConnectionError():
             return FailureReason.TRANSIENT, reachable
         case _ if isinstance(error, _MISSING_CREDENTIALS):
             return FailureReason.AUTH, "no usable credentials: set AWS_* variables, a profile or a role"
         case _ if isinstance(error, _BROKEN_CONNECTIONS):
             return FailureReason.TRANSIENT, ""
         case _:
-            return FailureReason.OTHER, ""
+            return failure_of(error, location.endpoint_url or "AWS")

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ParamSpec
+from typing import Any
 
-from ckpt_async.errors import CkptAsyncError, FailureReason, StoreError
+from ckpt_async.errors import FailureReason, StoreError
 from ckpt_async.stores.checks import check_size
 from ckpt_async.stores.http.connections import has_proxy
-from ckpt_async.stores.http.messages import Response
+from ckpt_async.stores.http.failures import telling_failures_of
+from ckpt_async.stores.http.messages import Response, range_total, total_of_range
 from ckpt_async.stores.interface import ObjectInfo, Sink, SmallGet
 from ckpt_async.stores.s3 import answers
 from ckpt_async.stores.s3.errors import refusal, translating
 from ckpt_async.stores.s3.session import S3Session
 from ckpt_async.stores.s3.signing import UrlTemplate
 from ckpt_async.threads import in_thread
-
-P = ParamSpec("P")
 
 # A signed URL is good for an hour, unless the credentials are not.
 _SIGNED_S, _MAX_SIGNED = 60.0, 256
@@ -68,7 +66,7 @@ class Reader:
         def check(response: Response) -> None:
             found.append(answers.info_of_range(key, response, offset, size_bytes))
 
-        with _telling_failures_of(sink) as guarded, translating("get_object", key, self._location):
+        with telling_failures_of(sink) as guarded, translating("get_object", key, self._location):
             response = await self._session.downloads.get_range(signed.url, offset, size_bytes, guarded, check)
         if not found:
             raise self._refused(key, response)
@@ -86,9 +84,9 @@ class Reader:
         def check(number: int, response: Response) -> None:
             get = gets[number]
             with translating("get_object", get.key, self._location):
-                check_size(answers.total_of_range(response, 0, get.size_bytes), get)
+                check_size(total_of_range(response, 0, get.size_bytes), get)
 
-        with _telling_failures_of(got) as guarded, translating("get_object", "", self._location):
+        with telling_failures_of(got) as guarded, translating("get_object", "", self._location):
             refused = await self._session.downloads.get_many(
                 [(each.url, get.size_bytes) for each, get in zip(signed, gets, strict=True)],
                 check,
@@ -137,7 +135,7 @@ class Reader:
             with translating("get_object", key, self._location):
                 info = answers.info(key, response)
                 status = response["ResponseMetadata"]["HTTPStatusCode"]
-                total_bytes = answers.range_total(
+                total_bytes = range_total(
                     status, response.get("ContentRange"), info.size_bytes, offset, size_bytes
                 )
             # Past the SDK's reader, which joins what arrived into pieces of the size asked for.
@@ -160,25 +158,3 @@ class Reader:
         finally:
             stream.close()
         return replace(info, size_bytes=total_bytes)
-
-
-class _SinkError(CkptAsyncError):
-    """Carries what a sink raised past the translation of the store's own errors."""
-
-    def __init__(self, cause: Exception) -> None:
-        super().__init__(str(cause))
-        self.cause = cause
-
-
-@contextlib.contextmanager
-def _telling_failures_of(sink: Callable[P, None]) -> Iterator[Callable[P, None]]:
-    def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
-        try:
-            sink(*args, **kwargs)
-        except Exception as error:
-            raise _SinkError(error) from error
-
-    try:
-        yield guarded
-    except _SinkError as error:
-        raise error.cause from None

@@ -1,0 +1,90 @@
+"""What HTTP's statuses and the failures of connections mean: the same to every store."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import http.client
+import socket
+import ssl
+from collections.abc import Callable, Iterator
+from typing import ParamSpec
+
+import aiohttp
+
+from ckpt_async.errors import CkptAsyncError, FailureReason
+from ckpt_async.stores.http.messages import MalformedResponseError
+
+P = ParamSpec("P")
+
+UNTRUSTED = "is the endpoint's certificate trusted here? see AWS_CA_BUNDLE"
+SOMEBODY_ELSE = "did something other than the store respond: a proxy, a cache, a login page?"
+_BROKEN_CONNECTIONS = (aiohttp.ClientError, http.client.HTTPException, asyncio.IncompleteReadError, OSError)
+
+
+def reason_of_status(status: int) -> FailureReason:
+    match status:
+        case 401 | 403:
+            return FailureReason.AUTH
+        case 404:
+            return FailureReason.NOT_FOUND
+        case 408:
+            return FailureReason.TIMEOUT
+        case 409:
+            return FailureReason.TRANSIENT
+        case 412:
+            return FailureReason.PRECONDITION
+        case 429 | 503:
+            return FailureReason.THROTTLED
+        case 501:
+            return FailureReason.OTHER
+        case _:
+            return FailureReason.TRANSIENT if status >= 500 else FailureReason.OTHER
+
+
+def reachable_hint(endpoint: str) -> str:
+    return f"is {endpoint} right, and reachable from here?"
+
+
+def failure_of(error: Exception, endpoint: str) -> tuple[FailureReason, str]:
+    """Why a request to `endpoint` got no answer, and what to do about it."""
+    match error:
+        case MalformedResponseError():
+            return FailureReason.TRANSIENT, SOMEBODY_ELSE
+        case TimeoutError():
+            return FailureReason.TIMEOUT, reachable_hint(endpoint)
+        case ssl.SSLCertVerificationError() | aiohttp.ClientConnectorCertificateError():
+            return FailureReason.TRANSIENT, UNTRUSTED
+        case ConnectionRefusedError() | socket.gaierror() | aiohttp.ClientConnectorError():
+            return FailureReason.TRANSIENT, reachable_hint(endpoint)
+        case OSError(errno=errno.ENETUNREACH | errno.EHOSTUNREACH):
+            return FailureReason.TRANSIENT, reachable_hint(endpoint)
+        case _ if isinstance(error, _BROKEN_CONNECTIONS):
+            return FailureReason.TRANSIENT, ""
+        case _:
+            return FailureReason.OTHER, ""
+
+
+class _SinkError(CkptAsyncError):
+    """Carries what a sink raised past the translation of the store's own errors."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
+@contextlib.contextmanager
+def telling_failures_of(sink: Callable[P, None]) -> Iterator[Callable[P, None]]:
+    """A sink whose failures pass every translation of errors within, and are raised as they are."""
+
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            sink(*args, **kwargs)
+        except Exception as error:
+            raise _SinkError(error) from error
+
+    try:
+        yield guarded
+    except _SinkError as error:
+        raise error.cause from None
