@@ -4,24 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import email.utils
-import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import botocore.exceptions
 import botocore.parsers
 
-from ckpt_async.core.keys import PROBES
-from ckpt_async.errors import (
-    CkptAsyncError,
-    FailureReason,
-    IntegrityError,
-    ObjectNotFoundError,
-    ObjectTooLargeError,
-    PreconditionFailedError,
-    StoreError,
-)
+from ckpt_async.errors import CkptAsyncError, FailureReason, StoreError
 from ckpt_async.stores.http.failures import (
     SOMEBODY_ELSE,
     UNTRUSTED,
@@ -29,39 +18,16 @@ from ckpt_async.stores.http.failures import (
     reachable_hint,
     reason_of_status,
 )
+from ckpt_async.stores.http.location import BucketLocation, legible
 from ckpt_async.stores.http.messages import MalformedResponseError, OtherRangeError
 
-_PADDING = re.compile("0{16,}")
-# Their key is a prefix, and may be empty.
-_LISTINGS = frozenset({"list_objects_v2", "list_multipart_uploads"})
 
+class S3Location(BucketLocation):
+    """A prefix in a bucket of S3's or of a service like it."""
 
-@dataclass(frozen=True, slots=True)
-class S3Location:
-    """Where requests go, for messages."""
-
-    bucket: str
-    root: str
-    endpoint_url: str | None
-
-    def __str__(self) -> str:
-        return f"{self.bucket}/{self.root}"
-
-    def name(self, key: str) -> str:
-        """What people find an object by in any other tool. Nothing for no key."""
-        return f"s3://{self}{_legible(key, key)}" if key else ""
-
-    def error(
-        self, message: str, *, reason: FailureReason, operation: str = "", key: str = "", hint: str = ""
-    ) -> StoreError:
-        """About an object here."""
-        name = self.name(key) or (f"s3://{self}" if operation in _LISTINGS else "")
-        error = StoreError(message, reason=reason, operation=operation, key=name, hint=hint)
-        return _about(key, error)
-
-    def too_large(self, size_bytes: int, max_size_bytes: int, *, operation: str, key: str) -> StoreError:
-        message = f"has {size_bytes} bytes, more than {max_size_bytes}"
-        return _about(key, ObjectTooLargeError(message, operation=operation, key=self.name(key)))
+    __slots__ = ()
+    scheme = "s3"
+    listings = frozenset({"list_objects_v2", "list_multipart_uploads"})
 
 
 @contextlib.contextmanager
@@ -80,13 +46,13 @@ def translating(
     except botocore.exceptions.ClientError as error:
         raise refusal(error.response, operation, key, location, unmet) from error
     except botocore.exceptions.FlexibleChecksumError as error:
-        raise _about(key, IntegrityError(str(error), operation=operation, key=location.name(key))) from error
+        raise location.spoilt(str(error), operation=operation, key=key) from error
     except (MalformedResponseError, OtherRangeError) as error:
         reason, hint = _failure(error, location)
         raise location.error(str(error), reason=reason, operation=operation, key=key, hint=hint) from error
     except Exception as error:
         reason, hint = _failure(error, location)
-        message = f"{type(error).__name__}: {_legible(str(error), key)}"
+        message = f"{type(error).__name__}: {legible(str(error), key)}"
         raise location.error(message, reason=reason, operation=operation, key=key, hint=hint) from error
 
 
@@ -104,7 +70,7 @@ def refusal(
     message = f"{status} {code}: {said.get('Message', '')}"
     if operation == "head_object" and status == 400:
         code = "ExpiredToken"  # a HEAD answer has no body; S3 gives 400 for an expired token
-    reason, name = reason_of(code, status), location.name(key)
+    reason = reason_of(code, status)
     if status == 404 and operation != "head_object" and (not code or code.isdecimal()):
         # S3 says what is not there. Something else has answered, which knows nothing of our objects.
         return location.error(
@@ -115,11 +81,11 @@ def refusal(
             hint=SOMEBODY_ELSE,
         )
     if status in unmet and code != "NoSuchBucket":
-        return _about(key, PreconditionFailedError(message, operation=operation, key=name))
+        return location.unmet(message, operation=operation, key=key)
     if reason is FailureReason.CHECKSUM:
-        return _about(key, IntegrityError(message, operation=operation, key=name))
+        return location.spoilt(message, operation=operation, key=key)
     if reason is FailureReason.NOT_FOUND and code != "NoSuchBucket":
-        return _about(key, ObjectNotFoundError(message, operation=operation, key=name))
+        return location.not_found(message, operation=operation, key=key)
     hint = hint_for(code, operation, location)
     if code == "RequestTimeTooSkewed":
         here, there = email.utils.formatdate(usegmt=True), metadata.get("HTTPHeaders", {}).get("date", "?")
@@ -127,17 +93,6 @@ def refusal(
     elif reason is FailureReason.AUTH and not hint:
         hint = f"the credentials may not do {operation} in {location}"
     return location.error(message, reason=reason, operation=operation, key=key, hint=hint)
-
-
-def _legible(text: str, key: str) -> str:
-    """`text` without what makes the probe's keys long: theirs is the first message that somebody who is new gets."""
-    return _PADDING.sub("...", text) if key.startswith(PROBES) else text
-
-
-def _about(key: str, error: StoreError) -> StoreError:
-    """The message has the object's full name, for people; `key` is relative to the root, as everywhere else."""
-    error.key = key
-    return error
 
 
 def hint_for(code: str, operation: str, location: S3Location) -> str:

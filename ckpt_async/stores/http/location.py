@@ -1,0 +1,69 @@
+"""Where requests go, for messages."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ckpt_async.core.keys import PROBES
+from ckpt_async.errors import (
+    FailureReason,
+    IntegrityError,
+    ObjectNotFoundError,
+    ObjectTooLargeError,
+    PreconditionFailedError,
+    StoreError,
+)
+
+_PADDING = re.compile("0{16,}")
+
+
+@dataclass(frozen=True, slots=True)
+class BucketLocation:
+    """A prefix in a bucket at an endpoint, and errors about what is there: their messages have an object's full name,
+    for people; their `key` is relative to the root, as everywhere else.
+    """
+
+    scheme: ClassVar[str]
+    listings: ClassVar[frozenset[str]]  # operations whose key is a prefix, and may be empty
+
+    bucket: str
+    root: str
+    endpoint_url: str | None
+
+    def __str__(self) -> str:
+        return f"{self.bucket}/{self.root}"
+
+    def name(self, key: str) -> str:
+        """What people find an object by in any other tool. Nothing for no key."""
+        return f"{self.scheme}://{self}{legible(key, key)}" if key else ""
+
+    def error(
+        self, message: str, *, reason: FailureReason, operation: str = "", key: str = "", hint: str = ""
+    ) -> StoreError:
+        """About an object here."""
+        name = self.name(key) or (f"{self.scheme}://{self}" if operation in self.listings else "")
+        return self.about(key, StoreError(message, reason=reason, operation=operation, key=name, hint=hint))
+
+    def unmet(self, message: str, *, operation: str, key: str) -> StoreError:
+        return self.about(key, PreconditionFailedError(message, operation=operation, key=self.name(key)))
+
+    def spoilt(self, message: str, *, operation: str, key: str) -> StoreError:
+        return self.about(key, IntegrityError(message, operation=operation, key=self.name(key)))
+
+    def not_found(self, message: str, *, operation: str, key: str) -> StoreError:
+        return self.about(key, ObjectNotFoundError(message, operation=operation, key=self.name(key)))
+
+    def too_large(self, size_bytes: int, max_size_bytes: int, *, operation: str, key: str) -> StoreError:
+        message = f"has {size_bytes} bytes, more than {max_size_bytes}"
+        return self.about(key, ObjectTooLargeError(message, operation=operation, key=self.name(key)))
+
+    def about(self, key: str, error: StoreError) -> StoreError:
+        error.key = key
+        return error
+
+
+def legible(text: str, key: str) -> str:
+    """`text` without what makes the probe's keys long: theirs is the first message that somebody who is new gets."""
+    return _PADDING.sub("...", text) if key.startswith(PROBES) else text
