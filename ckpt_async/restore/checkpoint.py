@@ -12,6 +12,12 @@ from ckpt_async.errors import InvalidNameError, SettingsError
 from ckpt_async.stores import StoreOptions
 
 OWN_FORMAT = "ckpt_async"
+# What torch.distributed.checkpoint writes last into its folder.
+METADATA = ".metadata"
+
+
+def is_metadata(name: str) -> bool:
+    return name.rpartition("/")[2] == METADATA
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +74,13 @@ class Checkpoint:
     @property
     def size_bytes(self) -> int:
         return sum(each.size_bytes for each in self.files.values())
+
+    @property
+    def dcp_folders(self) -> tuple[str, ...]:
+        """The folders within it where torch.distributed.checkpoint has saved, which is where a `.metadata` is: "" for
+        the checkpoint's own, `model_and_optim` in OLMo's and OLMo-core's. None, if another format.
+        """
+        return tuple(sorted(name[: -len(METADATA)].rstrip("/") for name in self.files if is_metadata(name)))
 
     def select(
         self, ranks: Collection[int] | None = None, files: Collection[str] | None = None

@@ -11,7 +11,16 @@ from ckpt_async.errors import UnsafePickleError
 # As many bytes as `ckpt_async.torch` reads: about 5 million shards of tensors.
 MAX_METADATA_BYTES = 1 << 30
 
+# An object of ML Flashpoint begins with this much about itself, and `.metadata` counts from behind it. So much of that
+# says what it is.
+FLASHPOINT_PREFIX_BYTES = 4096
+FLASHPOINT_HEAD_BYTES = 16
+_FLASHPOINT_SIGNATURES = {b"MLF_TENS": True, b"TORCH___": False}
+# OLMo-core's writer has a class of its own for where a part is, with the fields of torch's.
+OLMO_CORE_STORAGE = ("olmo_core.distributed.checkpoint.filesystem", "_StorageInfo")
+
 _PACKAGE = "torch.distributed.checkpoint."
+_OLD_PROPERTIES = ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties")  # before torch 2.3
 
 
 class _Inert:
@@ -26,6 +35,8 @@ class _PlacesRules(Rules):
         that does nothing.
         """
         if f"{module}.".startswith(_PACKAGE) and name != "_MEM_FORMAT_ENCODING":
+            return Class(_Inert)
+        if (module, name) in (OLMO_CORE_STORAGE, _OLD_PROPERTIES):
             return Class(_Inert)
         if (module, name) == ("collections", "OrderedDict"):
             return Function(lambda *_: OrderedDict())
@@ -58,3 +69,10 @@ def named_files(metadata: bytes) -> dict[str, int]:
     except ILL_FORMED as error:
         raise UnsafePickleError(f"it is cut short, or not DCP metadata: {error}") from error
     return sizes
+
+
+def flashpoint_is_optimised(head: bytes) -> bool | None:
+    """Whether an object of ML Flashpoint that begins like this has tensors in its own form, or in torch's (False); None
+    if it is no such object.
+    """
+    return _FLASHPOINT_SIGNATURES.get(head[8:FLASHPOINT_HEAD_BYTES])

@@ -60,6 +60,7 @@ class FetchOptions:
     ranks: Collection[int] | None = None
     files: Collection[str] | None = None
     folder: str | os.PathLike[str] | None = None
+    local_cache: str | os.PathLike[str] | None = None
     peers: Collection[Peer] = ()
     verify: bool = True
     overwrite: bool = False
@@ -92,6 +93,7 @@ def fetch(
     ranks: Collection[int] | None = None,
     files: Collection[str] | None = None,
     folder: str | os.PathLike[str] | None = None,
+    local_cache: str | os.PathLike[str] | None = None,
     peers: Collection[Peer] = (),
     verify: bool = True,
     overwrite: bool = False,
@@ -101,12 +103,13 @@ def fetch(
     """Fetch the files of these `ranks` that match one of the globs `files` (default: all) into `destination`, under
     their names in the checkpoint.
 
-    Each file is taken from the nearest place: the destination itself; `folder`, the trainer's (by its journal, the
-    usual path or the spool); one of `peers`; the store. A copy is used only if it has the size and checksum of the
-    rank's receipt; if not, the next place is tried. Without `verify`, the destination and the store are trusted by size
-    alone. Files appear complete, by rename, and are durable on return. If killed, call it again with the same
-    destination and it resumes. Several processes may fetch the same files: each file is fetched once, the others wait
-    for it.
+    Each file is taken from the nearest place: the destination itself; `local_cache`; `folder`, the trainer's (by its
+    journal, the usual path or the spool); one of `peers`; the store. A copy is used only if it has the size and
+    checksum of the rank's receipt; if not, the next place is tried. Other tools' checkpoints have no checksums: of
+    theirs, copies count by size, and only those in `local_cache`: a folder with the name of the checkpoint, or the one
+    that has it. Without `verify`, the destination and the store are trusted by size alone. Files appear complete, by
+    rename, and are durable on return. If killed, call it again with the same destination and it resumes. Several
+    processes may fetch the same files: each file is fetched once, the others wait for it.
 
     Blocks; `on_progress(done_bytes, total_bytes)` is called from time to time. Memory: 512 KiB for each of
     `num_concurrent_reads`; fewer run while the cores, not the network, are the bottleneck. A reader's lease holds off
@@ -124,6 +127,7 @@ def fetch(
             ranks=ranks,
             files=files,
             folder=folder,
+            local_cache=local_cache,
             peers=peers,
             verify=verify,
             overwrite=overwrite,
@@ -224,7 +228,7 @@ class _Fetching:
 
     def __init__(self, opened: Session, checkpoint: Checkpoint, peers: Peers, options: FetchOptions) -> None:
         self._opened, self._checkpoint, self._peers = opened, checkpoint, peers
-        self._local = LocalCopies(options.folder, checkpoint)
+        self._local = LocalCopies(options.folder, checkpoint, options.local_cache)
         self._is_verified, self._on_progress = options.verify, options.on_progress
         self._num_at_once = options.num_concurrent_reads
         self._at_once = asyncio.Semaphore(self._num_at_once)

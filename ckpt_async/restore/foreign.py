@@ -1,12 +1,14 @@
 """Checkpoints that other tools wrote, known by the marks they leave when a save is complete. Read-only.
 
     torch DCP        <any>/.metadata, written last (torch/distributed/checkpoint/filesystem.py, finish)
-    OLMo             step<N>[-unsharded]/config.yaml, written last (olmo/checkpoint.py, _save_config)
+    OLMo             step<N>[-unsharded]/config.yaml, written last (olmo/checkpoint.py, _save_config); in a `…-tmp`
+                     folder it says nothing before that is renamed
     OLMo-core        step<N>/.metadata.json, written last (olmo_core/train/checkpoint.py), model_and_optim before
     Composer         <name>.symlink, a text object that names a file or folder (composer/utils/file_helpers.py);
                      ep<E>-ba<B>-rank0.pt where no other rank writes there; a set of one file per rank, as it wrote
                      them before DCP, has no mark: how many ranks there were is in the name, or the caller says it
-    ML Flashpoint    step-<N>_ckpt/ without a step-<N>_ckpt…unfinished beside it
+    ML Flashpoint    step-<N>_ckpt/ without a step-<N>_ckpt…unfinished beside it; `src<rank>` in a file's name is the
+                     rank that wrote it and reads it, and `common.pt` is for all
     Orbax            <N>/commit_success.txt, or <N>/_CHECKPOINT_METADATA in a folder that was renamed into place
 
 A mark is a promise, and copied, pruned or badly synchronised checkpoints break it: what can be checked of it is. Every
@@ -23,7 +25,7 @@ import json
 import logging
 import re
 from collections.abc import AsyncIterator, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from urllib.parse import urlsplit
 
@@ -32,8 +34,14 @@ from ckpt_async.core.model import CheckpointId
 from ckpt_async.core.naming import check_relative
 from ckpt_async.errors import InvalidNameError, InvalidRecordError, UnsafePickleError
 from ckpt_async.protocol.cas import read
-from ckpt_async.restore.checkpoint import Checkpoint, Rejected, RemoteFile
-from ckpt_async.restore.dcp_files import MAX_METADATA_BYTES, named_files
+from ckpt_async.restore.checkpoint import METADATA, Checkpoint, Rejected, RemoteFile, is_metadata
+from ckpt_async.restore.dcp_files import (
+    FLASHPOINT_HEAD_BYTES,
+    FLASHPOINT_PREFIX_BYTES,
+    MAX_METADATA_BYTES,
+    flashpoint_is_optimised,
+    named_files,
+)
 from ckpt_async.restore.session import Session
 from ckpt_async.stores.interface import ObjectInfo, Sink
 from ckpt_async.threads import in_thread
@@ -48,11 +56,16 @@ _LAST_NUMBER = re.compile(r"([0-9]{1,12})[^0-9]*$")
 _FLASHPOINT = re.compile(r"step-([0-9]{1,12})_ckpt")
 _UNFINISHED = re.compile(r"(step-[0-9]{1,12}_ckpt).*unfinished")
 _OLMO = re.compile(r"step([0-9]{1,12})(-unsharded)?")
+_NO_OLMO_MARK = "it has neither .metadata.json nor config.yaml, which are written last"
 _ORBAX = re.compile(r"(?:[a-z_]*_)?([0-9]{1,12})")
 _ORBAX_COMMIT, _ORBAX_METADATA = "commit_success.txt", "_CHECKPOINT_METADATA"
-METADATA = ".metadata"
-# OLMo-core's parts, and what transformers leaves of FSDP: DCP of its own, and no checkpoint by itself.
-_OLMO_PARTS = ("model_and_optim", "model", "optim")
+# OLMo's parts, and what transformers leaves of FSDP: DCP of its own, and no checkpoint by itself.
+_OLMO_DCP = "model_and_optim"
+_OLMO_PARTS = (_OLMO_DCP, "model", "optim", "train")
+_OLMO_FILE = re.compile(r"(rank[0-9]{1,6}|model|optim|train|other)\.(pt|safetensors)")
+_OLMO_UNNAMED = re.compile(r"step([0-9]{1,12})(-unsharded)?-tmp")
+_FLASHPOINT_COMMON = "common.pt"
+_FLASHPOINT_RANK = re.compile(r"src([0-9]{1,6})")
 _TRANSFORMERS = re.compile(r"checkpoint-([0-9]{1,12})")
 _TRANSFORMERS_PARTS = ("pytorch_model_fsdp_0", "optimizer_0")
 # In a folder that Lightning's FSDP strategies write, rank 0 writes `meta.pt` after `.metadata`.
@@ -145,12 +158,15 @@ def _of_folder(
         return Found("orbax", int(number[1]) if number else 0, folder, "it was never finalised")
     if ".metadata.json" in files:
         return Found("olmo-core", _step(name), folder)
+    if match := _OLMO_UNNAMED.fullmatch(name):
+        return Found("olmo", int(match[1]), folder, "it was never renamed into place")
     if match := _OLMO.fullmatch(name):
         if "config.yaml" in files:
             return Found("olmo", int(match[1]), folder)
-        if parts & set(_OLMO_PARTS):
-            reason = "it has neither .metadata.json nor config.yaml, which are written last"
-            return Found("olmo-core", int(match[1]), folder, reason)
+        if parts & set(_OLMO_PARTS) or any(_OLMO_FILE.fullmatch(each) for each in files):
+            return Found("olmo-core", int(match[1]), folder, _NO_OLMO_MARK)
+    if name == _OLMO_DCP and folder and METADATA in files:
+        return Found("olmo-core", _step(folder.rpartition("/")[0].rpartition("/")[2]), folder, _NO_OLMO_MARK)
     if (match := _ORBAX.fullmatch(name)) and files & {_ORBAX_COMMIT, _ORBAX_METADATA}:
         reason = "" if _ORBAX_COMMIT in files or not is_committed_by_file else f"it has no {_ORBAX_COMMIT}"
         return Found("orbax", int(match[1]), folder, reason)
@@ -252,7 +268,7 @@ async def find_foreign(
             remote=opened.remote,
             id=id_,
             name=name,
-            world_size=max(1, len(each.by_rank)),
+            world_size=1 + max((rank for file in files.values() for rank in file.ranks), default=0),
             files=files,
             rejected=tuple(rejected),
             format=each.format,
@@ -282,12 +298,20 @@ def _files(objects: Mapping[str, ObjectInfo], found: Found) -> dict[str, RemoteF
         there = {key[len(path) + 1 :]: each for key, each in objects.items() if key.startswith(f"{path}/")}
     else:
         there = {key: each for key, each in objects.items() if found.format != "dcp" or "/" not in key}
+    ranks = _flashpoint_ranks(there) if found.format == "ml-flashpoint" else {}
     return {
         check_relative(name, "file"): RemoteFile(
-            name, each.key, each.size_bytes, None, (rank_of.get(each.key, 0),)
+            name, each.key, each.size_bytes, None, ranks.get(name, (rank_of.get(each.key, 0),))
         )
         for name, each in there.items()
     }
+
+
+def _flashpoint_ranks(names: Iterable[str]) -> dict[str, tuple[int, ...]]:
+    """A file with `src<rank>` in its name is that rank's, any other one everybody's."""
+    own = {name: (int(match[1]),) for name in names if (match := _FLASHPOINT_RANK.search(name))}
+    everybody = tuple(sorted({rank for (rank,) in own.values()})) or (0,)
+    return {name: own.get(name, everybody) for name in names}
 
 
 async def _check_promise(opened: Session, found: Found, files: Mapping[str, RemoteFile]) -> None:
@@ -298,8 +322,11 @@ async def _check_promise(opened: Session, found: Found, files: Mapping[str, Remo
     marks = {"config.yaml", ".metadata.json", _ORBAX_COMMIT, _ORBAX_METADATA}
     if not files.keys() - marks:
         raise InvalidRecordError("there is nothing of it but its mark")
-    if found.format == "olmo-core" and f"model_and_optim/{METADATA}" not in files:
-        raise InvalidRecordError(f"it has no model_and_optim/{METADATA}")
+    if found.format == "olmo-core" and f"{_OLMO_DCP}/{METADATA}" not in files:
+        raise InvalidRecordError(f"it has no {_OLMO_DCP}/{METADATA}")
+    is_flashpoint = found.format == "ml-flashpoint"
+    if is_flashpoint and METADATA in files and _FLASHPOINT_COMMON not in files:
+        raise InvalidRecordError(f"it has no {_FLASHPOINT_COMMON}, which every node of ML Flashpoint reads")
     if found.format == "orbax" and (mark := files.get(_ORBAX_METADATA)) is not None:
         for item in _orbax_items(await _content(opened, mark)):
             if not any(name.startswith(f"{item}/") for name in files):
@@ -307,13 +334,17 @@ async def _check_promise(opened: Session, found: Found, files: Mapping[str, Remo
                     f"{_ORBAX_METADATA} names the item {item!r}, of which nothing is there"
                 )
     for name, file in files.items():
-        folder, _, last = name.rpartition("/")
-        if last != METADATA:
+        folder = name.rpartition("/")[0]
+        if not is_metadata(name):
             continue
-        for path, size_bytes in (await in_thread(named_files, await _content(opened, file))).items():
+        sizes = await in_thread(named_files, await _content(opened, file))
+        for path in sizes:
+            size_bytes = sizes[path]
             there = files.get(f"{folder}/{path}" if folder else path)
             if there is None:
                 raise InvalidRecordError(f"{name} names {path[:200]!r}, which is not there")
+            if is_flashpoint and there.size_bytes < size_bytes + FLASHPOINT_PREFIX_BYTES:
+                size_bytes = await _with_prefix(opened, there, size_bytes)
             if there.size_bytes < size_bytes:
                 raise InvalidRecordError(
                     f"{name} names {size_bytes} bytes of {path[:200]!r}, which has {there.size_bytes}"
@@ -328,6 +359,12 @@ def _orbax_items(mark: bytes) -> list[str]:
         return []
     items = told.get("item_handlers") if isinstance(told, dict) else None
     return list(items) if isinstance(items, dict) else []
+
+
+async def _with_prefix(opened: Session, file: RemoteFile, size_bytes: int) -> int:
+    """How many bytes it needs, if the block is there from behind which `.metadata` counts."""
+    head = await _content(opened, replace(file, size_bytes=min(file.size_bytes, FLASHPOINT_HEAD_BYTES)))
+    return size_bytes + (FLASHPOINT_PREFIX_BYTES if flashpoint_is_optimised(head) is not None else 0)
 
 
 async def _content(opened: Session, file: RemoteFile) -> bytes:

@@ -116,10 +116,12 @@ class Reader:
         folder: str | os.PathLike[str] | None,
         peers: Collection[Peer],
         num_concurrent_reads: int,
+        local_cache: str | os.PathLike[str] | None = None,
     ) -> None:
         check_found(checkpoint)
         self.checkpoint = checkpoint
-        self._local, self._peers = LocalCopies(folder, checkpoint), Peers(peers, num_concurrent_reads)
+        self._local = LocalCopies(folder, checkpoint, local_cache)
+        self._peers = Peers(peers, num_concurrent_reads)
         self._num_concurrent_reads = num_concurrent_reads
         self._sources: dict[str, asyncio.Future[list[FileSource]]] = {}
         self._reads: set[asyncio.Task[object]] = set()
@@ -291,7 +293,7 @@ class Reader:
 def _facts_if_right(path: Path, file: RemoteFile) -> os.stat_result | None:
     try:
         facts = os.stat(path, follow_symlinks=False)
-        if file.checksum is not None and checksum_of_file(path, file.checksum.algorithm) == file.checksum:
+        if file.checksum is None or checksum_of_file(path, file.checksum.algorithm) == file.checksum:
             return facts
     except OSError:
         pass
@@ -303,10 +305,12 @@ def open_reader(
     *,
     folder: str | os.PathLike[str] | None = None,
     peers: Collection[Peer] = (),
+    local_cache: str | os.PathLike[str] | None = None,
     num_concurrent_reads: int = 8,
 ) -> Reader:
     """Open a checkpoint for reading in parts, under a lease that is renewed until `close` or the end of the `with`.
 
-    `folder` is the trainer's: what it still has is read from there. Raises CheckpointGoneError if it was pruned.
+    `folder` is the trainer's: what it still has is read from there. `local_cache` is that of `fetch`. Raises
+    CheckpointGoneError if it was pruned.
     """
-    return Reader(checkpoint, folder, peers, num_concurrent_reads)
+    return Reader(checkpoint, folder, peers, num_concurrent_reads, local_cache)

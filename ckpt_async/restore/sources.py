@@ -142,10 +142,19 @@ def _is_same(a: os.stat_result, b: os.stat_result) -> bool:
 
 class LocalCopies:
     """What this node may still have of a checkpoint: the trainer's own files, by the journal and by their usual places,
-    and the spool's links.
+    and the spool's links. And what a `local_cache` has, which is a copy of this very checkpoint because its user says
+    so: the folder of its name, or the one that has it.
     """
 
-    def __init__(self, folder: str | os.PathLike[str] | None, checkpoint: Checkpoint) -> None:
+    def __init__(
+        self,
+        folder: str | os.PathLike[str] | None,
+        checkpoint: Checkpoint,
+        local_cache: str | os.PathLike[str] | None = None,
+    ) -> None:
+        cache = None if local_cache is None else Path(os.path.realpath(local_cache))
+        is_itself = cache is not None and cache.name == checkpoint.name
+        self._cache = cache if cache is None or is_itself else cache / checkpoint.name
         self._folder = Path(os.path.realpath(folder)) if folder is not None else None
         self._checkpoint = checkpoint
         self._sources = dict(_sources(self._folder, checkpoint)) if self._folder else {}
@@ -153,10 +162,11 @@ class LocalCopies:
 
     def find(self, file: RemoteFile) -> list[Path]:
         """Regular files of the right size, the likeliest first. Their bytes are not looked at, so what has no checksum
-        has no copies: the files of other steps have the same size.
+        has copies in the cache only: the files of other steps have the same size.
         """
+        cached = [] if self._cache is None else [self._cache / file.name]
         if self._folder is None or file.checksum is None:
-            return []
+            return [path for path in cached if has_size(path, file.size_bytes)]
         candidates = [self._sources.get(file.name), f"{self._checkpoint.name}/{file.name}", file.name]
         paths = [self._folder / each for each in candidates if each is not None]
         paths += [
@@ -164,7 +174,7 @@ class LocalCopies:
             for private in self._privates
             for rank in file.ranks
         ]
-        return [path for path in dict.fromkeys(paths) if has_size(path, file.size_bytes)]
+        return [path for path in dict.fromkeys([*cached, *paths]) if has_size(path, file.size_bytes)]
 
 
 def has_size(path: Path, size_bytes: int) -> bool:

@@ -187,6 +187,8 @@ def load_latest(
     *,
     kind: str | None = None,
     folder: str | os.PathLike[str] | None = None,
+    local_cache: str | os.PathLike[str] | None = None,
+    subfolder: str | None = None,
     step: int | None = None,
     store_options: StoreOptions | None = None,
     peers: Collection[Peer] = (),
@@ -197,10 +199,12 @@ def load_latest(
     weights_only: bool = True,
     allow: Allow = (),
     ignore_keys: Sequence[str] = (),
+    check_nan: bool = False,
     num_concurrent_reads: int = 8,
 ) -> Checkpoint | None:
     """Load the newest complete checkpoint of a run (of a `kind`), or that of `step`, into the state, in place, on
-    whatever ranks there are now. None, with the state as it was, if there is none.
+    whatever ranks there are now. None, with the state as it was, if there is none. The run may be of another tool
+    (see `restore.find`): of OLMo and OLMo-core what is in `model_and_optim` is loaded, `{"model": …, "optim": …}`.
 
     One rank looks for it and tells the others. If it turns out damaged on any rank, or was pruned meanwhile, all go on
     to the next older one together; but not if that lacks something that was loaded from the damaged one already
@@ -215,12 +219,15 @@ def load_latest(
     reader_of = partial(
         CkptAsyncReader,
         folder=folder,
+        local_cache=local_cache,
+        subfolder=subfolder,
         peers=peers,
         replicas=replicas,
         validate=validate,
         weights_only=weights_only,
         allow=allow,
         ignore_keys=ignore_keys,
+        check_nan=check_nan,
         num_concurrent_reads=num_concurrent_reads,
     )
     loaded: set[str] = set()

@@ -23,18 +23,31 @@ from torch.futures import Future
 
 from ckpt_async import restore
 from ckpt_async.core import naming
-from ckpt_async.errors import CkptAsyncError, DamagedCheckpointError, InvalidNameError, StateMismatchError
+from ckpt_async.errors import (
+    CkptAsyncError,
+    DamagedCheckpointError,
+    FormatError,
+    InvalidNameError,
+    StateMismatchError,
+)
 from ckpt_async.restore import Checkpoint, Peer, Reader, ReadInto, RemoteFile
+from ckpt_async.restore.checkpoint import METADATA
+from ckpt_async.restore.dcp_files import (
+    FLASHPOINT_HEAD_BYTES,
+    FLASHPOINT_PREFIX_BYTES,
+    flashpoint_is_optimised,
+)
 from ckpt_async.restore.session import unreliable
 from ckpt_async.stores.checksums import checksum_of
+from ckpt_async.torch import flashpoint
 from ckpt_async.torch.agreement import agree, sendable
 from ckpt_async.torch.plain import Allow, allowed
 from ckpt_async.torch.states import matching
+from ckpt_async.torch.tensors import flashpoint_tensor
 from ckpt_async.torch.torchfile import read_state
 from ckpt_async.torch.unpickle import load_metadata
 from ckpt_async.torch.validation import ValidationFunction, validate, validation_function
 
-METADATA = ".metadata"
 NOT_TORCH = "not what torch saves"
 # One batch is read while the one before is put into its tensors: memory for two, besides the state itself. What
 # was saved as one piece is read as one, so a larger piece makes a larger batch.
@@ -51,6 +64,7 @@ class Piece:
     offset: int
     size_bytes: int
     items: tuple[ReadItem, ...]
+    is_optimised: bool = False  # in ML Flashpoint's form, without any checksum
 
 
 class CkptAsyncReader(StorageReader):
@@ -59,13 +73,17 @@ class CkptAsyncReader(StorageReader):
     Args:
         checkpoint: What `restore.find` has found: on one rank, then broadcast.
         folder: The trainer's: what it still has is read from there. Then `peers` are asked, then the store.
-        subfolder: Where within the checkpoint `.metadata` and its files are.
+        local_cache: A copy of another tool's checkpoint on this node, as in `restore.fetch`: it is asked first.
+        subfolder: Where within the checkpoint `.metadata` and its files are, if it has several of them: else
+            `checkpoint.dcp_folders` knows (`model_and_optim` of OLMo and OLMo-core).
         validate: Asked about each file before it is read, see `ckpt_async.torch.validation`.
         replicas: The ranks that load the same as this one, as a process group that can move CPU tensors: all ranks
             under DDP, `mesh["replicate"].get_group()` under HSDP. The first of them reads and sends it on, in chunks.
         weights_only: What is no tensor is decoded without running what a file says, too.
         allow: Classes that may be among it beside plain data, as in `ckpt_async.torch.load`.
         ignore_keys: What keeps the value that it has in the state: globs over the '/'-joined keys, as in `load`.
+        check_nan: Fill what is to be loaded with NaN before, and refuse it with StateMismatchError if any is left then:
+            parts that no rank saved are so found, and NaN in the checkpoint, too.
 
     Opened on first use, closed by `with`, `close` or when nobody has it any more; until then a lease keeps retention
     away. Each rank reads the pieces its plan needs and no others, in parallel, neighbours in one request. `.metadata`
@@ -77,19 +95,22 @@ class CkptAsyncReader(StorageReader):
         checkpoint: Checkpoint,
         *,
         folder: str | os.PathLike[str] | None = None,
+        local_cache: str | os.PathLike[str] | None = None,
         peers: Collection[Peer] = (),
-        subfolder: str = "",
+        subfolder: str | None = None,
         replicas: dist.ProcessGroup | None = None,
         validate: ValidationFunction | None = None,
         weights_only: bool = True,
         allow: Allow = (),
         ignore_keys: Sequence[str] = (),
+        check_nan: bool = False,
         num_concurrent_reads: int = 8,
     ) -> None:
         super().__init__()
         self.checkpoint = checkpoint
-        self._folder, self._peers, self._num_concurrent_reads = folder, peers, num_concurrent_reads
-        self._prefix = f"{subfolder}/" if subfolder else ""
+        self._folder, self._local_cache, self._peers = folder, local_cache, peers
+        self._num_concurrent_reads, self._check_nan = num_concurrent_reads, check_nan
+        self._prefix = _prefix(checkpoint, subfolder)
         self._replicas = replicas
         self._given_validate = validate
         self._weights_only, self._allow = weights_only, allowed(allow)
@@ -97,6 +118,7 @@ class CkptAsyncReader(StorageReader):
         self._reader: Reader | None = None
         self._metadata: Metadata | None = None
         self._stored: dict[MetadataIndex, Any] = {}  # torch's _StorageInfo, as .metadata has it
+        self._signatures: dict[str, bool | None] = {}
         # Names whose values come from a checkpoint, this one or one that was given up for it.
         self.loaded: set[str] = set()
 
@@ -110,6 +132,7 @@ class CkptAsyncReader(StorageReader):
             self._reader = restore.open(
                 self.checkpoint,
                 folder=self._folder,
+                local_cache=self._local_cache,
                 peers=self._peers,
                 num_concurrent_reads=self._num_concurrent_reads,
             )
@@ -182,6 +205,9 @@ class CkptAsyncReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         reader = self.open()
         pieces = self._pieces(plan)
+        targets = _floating_targets(plan, planner) if self._check_nan else {}
+        for target in targets.values():
+            target.fill_(torch.nan)
         if self._replicas is not None:
             what = [(piece.file, piece.offset, piece.size_bytes) for piece in pieces]
             digest = hashlib.sha256(repr(what).encode()).hexdigest()
@@ -203,6 +229,13 @@ class CkptAsyncReader(StorageReader):
                     failure = error  # after the last batch: the others would wait for this rank
         if failure is not None:
             raise failure
+        for name, target in targets.items():
+            if torch.isnan(target).any():
+                raise StateMismatchError(
+                    f"{name} has NaN after {self.checkpoint.name} was loaded: they are in the checkpoint, or it has"
+                    " only a part of this tensor",
+                    hint="load an older step, or without check_nan if this is what was trained",
+                )
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -252,7 +285,7 @@ class CkptAsyncReader(StorageReader):
 
     def _pieces(self, plan: LoadPlan) -> list[Piece]:
         """What the plan reads, in the order of the files; DamagedCheckpointError if the checkpoint does not have it."""
-        items: dict[tuple[str, int, int], list[ReadItem]] = {}
+        items: dict[tuple[str, int, int, bool], list[ReadItem]] = {}
         for item in plan.items:
             stored = self._stored.get(item.storage_index)
             if stored is None:
@@ -266,14 +299,31 @@ class CkptAsyncReader(StorageReader):
             file = self.checkpoint.files.get(name)
             if file is None:
                 raise self._damage(METADATA, f"it names {name!r}, which nobody has saved")
+            is_optimised = self._flashpoint(name)
+            if is_optimised is not None:
+                offset += FLASHPOINT_PREFIX_BYTES
             if not 0 <= offset <= offset + size_bytes <= file.size_bytes:
                 raise self._damage(
                     name, f"bytes {offset}+{size_bytes} are beyond its {file.size_bytes} bytes"
                 )
-            items.setdefault((name, offset, size_bytes), []).append(item)
+            is_raw = bool(is_optimised) and item.type is not LoadItemType.BYTE_IO
+            items.setdefault((name, offset, size_bytes, is_raw), []).append(item)
         return [
-            Piece(*place, tuple(theirs)) for place, theirs in sorted(items.items(), key=lambda each: each[0])
+            Piece(name, offset, size_bytes, tuple(theirs), is_raw)
+            for (name, offset, size_bytes, is_raw), theirs in sorted(items.items(), key=lambda each: each[0])
         ]
+
+    def _flashpoint(self, name: str) -> bool | None:
+        """Whether ML Flashpoint has written this file in its own form (True) or in torch's (False); None if another
+        tool has.
+        """
+        if not flashpoint.OBJECT_NAME.search(name):
+            return None
+        if name not in self._signatures:
+            there = self.checkpoint.files[name].size_bytes
+            head = self.open().read(name, 0, min(there, FLASHPOINT_HEAD_BYTES))
+            self._signatures[name] = flashpoint_is_optimised(head)
+        return self._signatures[name]
 
     def _read(self, reader: Reader, pieces: Sequence[Piece]) -> list[io.BytesIO]:
         """What is in these pieces: read, or received from the replica that reads."""
@@ -307,7 +357,7 @@ class CkptAsyncReader(StorageReader):
             view.release()
         return [
             self._read_again(piece.file, piece.offset, piece.size_bytes, damage_of)
-            if damage_of(stream)
+            if not piece.is_optimised and damage_of(stream)
             else stream
             for piece, stream in zip(pieces, streams, strict=True)
         ]
@@ -335,7 +385,7 @@ class CkptAsyncReader(StorageReader):
         if objects:
             content = self._object(piece, stream)
         if len(objects) < len(piece.items):
-            saved = torch.load(stream, map_location="cpu", weights_only=True)
+            saved = self._tensor(piece, stream)
         for item in piece.items:
             self.loaded.add(item.dest_index.fqn)
             if item.type is LoadItemType.BYTE_IO:
@@ -351,6 +401,17 @@ class CkptAsyncReader(StorageReader):
                 target.copy_(part)
                 planner.commit_tensor(item, target)
 
+    def _tensor(self, piece: Piece, stream: io.BytesIO) -> torch.Tensor:
+        if piece.is_optimised and not stream.getvalue().startswith(
+            b"PK\x03\x04"
+        ):  # as its own reader knows torch's
+            try:
+                return flashpoint_tensor(stream.getvalue())
+            except FormatError as error:
+                raise self._damage(piece.file, f"bytes {piece.offset}+{piece.size_bytes}: {error}") from error
+        found: torch.Tensor = torch.load(stream, map_location="cpu", weights_only=True)
+        return found
+
     def _object(self, piece: Piece, stream: io.BytesIO) -> bytes:
         """What torch's planners may decode, which they do without any restriction: so it is decoded here, and they get
         what that gave, saved anew.
@@ -362,6 +423,36 @@ class CkptAsyncReader(StorageReader):
         again = io.BytesIO()
         torch.save(decoded, again)
         return again.getvalue()
+
+
+def _prefix(checkpoint: Checkpoint, subfolder: str | None) -> str:
+    folders = checkpoint.dcp_folders
+    if subfolder is None and len(folders) > 1 and "" not in folders:
+        raise InvalidNameError(
+            f"{checkpoint.name} has a {METADATA} in {' and in '.join(folders)}", hint="choose one: subfolder="
+        )
+    if subfolder is None:
+        subfolder = folders[0] if folders else ""
+    return f"{subfolder.rstrip('/')}/" if subfolder else ""
+
+
+def _floating_targets(plan: LoadPlan, planner: LoadPlanner) -> dict[str, torch.Tensor]:
+    """What of a state on this rank the plan fills, and can be NaN. Of torch's own planners whole, by name, so that gaps
+    between what is read show.
+    """
+    state = getattr(planner, "state_dict", {})
+    found: dict[str, torch.Tensor] = {}
+    for number, item in enumerate(plan.items):
+        if item.type is LoadItemType.BYTE_IO:
+            continue
+        name = repr(item.dest_index.fqn)
+        whole: Any = state.get(item.dest_index.fqn)
+        whole = whole.to_local() if hasattr(whole, "to_local") else whole
+        if type(whole) in (torch.Tensor, torch.nn.Parameter):
+            found[name] = whole.detach()
+        else:  # a ShardedTensor's shard, or another planner's
+            found[f"part {number} of {name}"] = planner.resolve_tensor(item).detach()
+    return {name: each for name, each in found.items() if each.is_floating_point() or each.is_complex()}
 
 
 def narrowed(saved: torch.Tensor, item: ReadItem) -> torch.Tensor:

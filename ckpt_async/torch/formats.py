@@ -139,6 +139,7 @@ def load_remote(
     checkpoint: restore.Checkpoint,
     name: str,
     *,
+    fallback: str | int | None = None,
     destination: str | os.PathLike[str] | None = None,
     map_location: MapLocation = "cpu",
     weights_only: bool = True,
@@ -152,13 +153,20 @@ def load_remote(
     """`load` the file `name` of a checkpoint in the store, which is fetched whole and verified before anything of it is
     read or unpacked: into `destination`, or into a temporary folder that is gone on return.
 
-    `fetch_options` are those of `restore.fetch` (`folder`, `peers`, …). Blocks. Raises what `restore.fetch` and `load`
-    raise.
+    `{rank}` in the name is this rank. If the checkpoint has no such file, the one that `fallback` names is loaded, or
+    that of the rank `fallback`: `load_remote(found, "train/rank{rank}.pt", fallback="train/rank0.pt")` is what OLMo and
+    OLMo-core do for the trainer's state, on any number of ranks.
+
+    `fetch_options` are those of `restore.fetch` (`folder`, `local_cache`, `peers`, …). Blocks. Raises what
+    `restore.fetch` and `load` raise.
     """
-    name, ignore_keys = fill(name, run_name=run_name), checked_keys(ignore_keys)
-    twin = str(Path(name).with_suffix(".safetensors"))
-    if Path(name).suffix in TORCH_SUFFIXES and twin in checkpoint.files:
-        name = twin
+    ignore_keys = checked_keys(ignore_keys)
+    names = [fill(name, run_name=run_name)]
+    if fallback is not None:
+        is_rank = isinstance(fallback, int)
+        other, rank = (name, fallback) if is_rank else (fallback, None)
+        names.append(fill(str(other), run_name=run_name, rank=cast(int | None, rank)))
+    name = _chosen(checkpoint, names)
     is_ours = destination is None
     how = _How(
         map_location,
@@ -174,6 +182,21 @@ def load_remote(
         logger.info("checkpoint_loaded path=%s/%s file=%s", checkpoint.remote, checkpoint.name, name)
     drop(state, ignore_keys)
     return state
+
+
+def _chosen(checkpoint: restore.Checkpoint, names: list[str]) -> str:
+    """The first that the checkpoint has, or a safetensors file in its place; the last one, for the error, if it has
+    none.
+    """
+    for name in names:
+        twin = str(Path(name).with_suffix(SAFETENSORS_SUFFIX))
+        if Path(name).suffix in TORCH_SUFFIXES and twin in checkpoint.files:
+            return twin
+        if name in checkpoint.files:
+            return name
+        if name != names[-1]:
+            logger.info("checkpoint_file_missing name=%s; falling back to %s", name, names[-1])
+    return names[-1]
 
 
 _RANK = re.compile(r"\{(local_|node_)?rank\b")

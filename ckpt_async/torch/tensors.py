@@ -15,7 +15,8 @@ from typing import IO, Any, cast
 
 import torch
 
-from ckpt_async.errors import FormatError
+from ckpt_async.errors import FormatError, UnsafePickleError
+from ckpt_async.torch import flashpoint
 
 # By torch's own names: a name from a file is never looked up in a module.
 _TORCH_DTYPES = {
@@ -55,7 +56,7 @@ def load_safetensors(path: Path, map_location: object) -> dict[str, torch.Tensor
         )
     with path.open("rb") as file:
         try:
-            header, start = _read_header(file, "<Q")
+            header, start = _read_header(file)
             header.pop("__metadata__", None)
             places = {
                 name: _Place(_DTYPES[entry["dtype"]], entry["shape"], *entry["data_offsets"])
@@ -137,15 +138,20 @@ def _check_apart(places: Iterable[_Place]) -> None:
 
 def flashpoint_tensor(data: bytes) -> torch.Tensor:
     """The tensor in ML Flashpoint's optimised form: the length of the header (4 bytes, little-endian), the header (JSON
-    with `dtype` and `shape`), the elements. A header that is a pickle, as older ones are, is refused.
+    with `dtype` and `shape`, or as up to 0.0.10 the pickle of its `TensorHeader`), the elements. Runs nothing.
     """
-    file = io.BytesIO(data)
     try:
-        header, start = _read_header(file, "<I")
+        (header_bytes,) = struct.unpack("<I", data[:4])
+        start = 4 + header_bytes
+        if start > len(data):
+            raise ValueError(f"a header of {header_bytes} bytes")
+        header = flashpoint.read_header(data[4:start])
         dtype = _TORCH_DTYPES[header["dtype"].removeprefix("torch.")]
         place = _Place(dtype, header["shape"], 0, len(data) - start)
-    except (AttributeError, LookupError, TypeError, ValueError, struct.error) as error:
+    except (AttributeError, LookupError, TypeError, ValueError, struct.error, UnsafePickleError) as error:
         raise FormatError(f"not an optimised tensor of ML Flashpoint: {str(error)[:500]}") from error
+    file = io.BytesIO(data)
+    file.seek(start)
     return place.read(file, "optimised tensor")
 
 
@@ -180,10 +186,9 @@ class _Place:
         return torch.frombuffer(data, dtype=self.dtype).reshape(tuple(self.shape))
 
 
-def _read_header(file: IO[bytes], length_format: str) -> tuple[dict[str, Any], int]:
+def _read_header(file: IO[bytes]) -> tuple[dict[str, Any], int]:
     """A JSON object behind its length, and where it ends."""
-    length_bytes = struct.calcsize(length_format)
-    (size_bytes,) = struct.unpack(length_format, file.read(length_bytes))
+    (size_bytes,) = struct.unpack("<Q", file.read(8))
     if size_bytes > min(_MAX_HEADER_BYTES, _size_of(file)):
         raise ValueError(f"a header of {size_bytes} bytes")
     try:
@@ -192,7 +197,7 @@ def _read_header(file: IO[bytes], length_format: str) -> tuple[dict[str, Any], i
         raise ValueError("a header nested too deeply") from None
     if not isinstance(header, dict):
         raise TypeError("a header that is no object")
-    return header, length_bytes + size_bytes
+    return header, 8 + size_bytes
 
 
 def _size_of(file: IO[bytes]) -> int:

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from ckpt_async.core.pickled import ILL_FORMED, Class, Function, Rules, interpret, refuse
 from ckpt_async.errors import UnsafePickleError
+from ckpt_async.restore.dcp_files import OLMO_CORE_STORAGE
 
 # About 5 million shards of tensors: a chunk and where it is stored take some 200 bytes.
 MAX_METADATA_BYTES = 1 << 30
@@ -103,6 +104,11 @@ def _globals() -> dict[tuple[str, str], object]:
         ("torch.serialization", "_get_layout"): Function(layouts.__getitem__, str),
         ("collections", "OrderedDict"): Function(OrderedDict, _NONE),  # without arguments; SETITEMS fills it
     }
+    # What torch before 2.3 called the same things, and OLMo-core's own class for the same three fields.
+    old = "torch.distributed._shard.sharded_tensor.metadata"
+    found[old, "TensorProperties"] = found[metadata, "TensorProperties"]
+    found[old, "MEM_FORMAT_ENCODING"] = found[metadata, "_MEM_FORMAT_ENCODING"]
+    found[OLMO_CORE_STORAGE] = found[filesystem, "_StorageInfo"]
     # `pathlib._local` is where Python 3.13 has them.
     for module in ("pathlib", "pathlib._local"):
         found[module, "PosixPath"] = Function(PosixPath, str)

@@ -88,6 +88,13 @@ LAYOUTS = {
         ],
         ("olmo-core", 20, "step20"),
     ),
+    "olmo, what was never renamed": (
+        [
+            *("step20/config.yaml", "step20/model.pt", "step30-tmp/config.yaml", "step30-tmp/model.pt"),
+            *("step40-tmp/model_and_optim/.metadata", "step40-unsharded-tmp/config.yaml"),
+        ],
+        ("olmo", 20, "step20"),
+    ),
     "transformers with FSDP beside": (
         [
             "checkpoint-30/pytorch_model_fsdp_0/.metadata",
@@ -417,6 +424,11 @@ def test_a_marker_without_all_its_files_is_damage(run_: Run, broken: str) -> Non
     [
         ["step30/model_and_optim/.metadata", "step30/model_and_optim/__0_0.distcp"],
         ["step30/train/rank0.pt", "step30/model/.metadata"],
+        ["step30/train/rank0.pt", "step30/.metadata"],
+        ["step30/rank0.pt", "step30/rank1.pt"],
+        ["step30/model.pt"],
+        ["step30-tmp/config.yaml", "step30-tmp/model_and_optim/.metadata"],
+        ["final/model_and_optim/.metadata", "final/train/rank0.pt"],
         ["checkpoint-30/pytorch_model_fsdp_0/.metadata", "checkpoint-30/pytorch_model_fsdp_0/__0_0.distcp"],
     ],
 )
@@ -426,7 +438,7 @@ def test_part_of_an_unfinished_checkpoint_is_not_a_checkpoint(
     """That it is DCP by itself does not make it one, of step 0."""
     _put(run_, *names)
     assert restore.find(run_.url) is None
-    assert f"path={names[0].partition('/')[0]}" in caplog.text
+    assert f"checkpoint_incomplete path={names[0].partition('/')[0]}" in caplog.text
 
 
 def test_dcp_checkpoint_at_the_root_of_the_remote(tmp_path: Path) -> None:
