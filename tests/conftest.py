@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.azurite import AzuriteServer
 from tests.seaweed import SeaweedServer
 from tests.sweep.trainers import Trainers
 
@@ -84,6 +85,21 @@ def s3_url(s3_server: SeaweedServer, monkeypatch: pytest.MonkeyPatch) -> str:
     for name, value in s3_server.environment().items():
         monkeypatch.setenv(name, value)
     return f"s3://{s3_server.bucket}/test-{uuid.uuid4().hex}"
+
+
+@pytest.fixture(scope="session")
+def azurite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AzuriteServer]:
+    """One Azurite for the whole session."""
+    with AzuriteServer(tmp_path_factory.mktemp("azurite")) as server:
+        yield server
+
+
+@pytest.fixture
+def azure_url(azurite: AzuriteServer, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A prefix in the session's Azurite that no other test uses; the environment leads there."""
+    for name, value in azurite.environment().items():
+        monkeypatch.setenv(name, value)
+    return f"az://{azurite.container}/test-{uuid.uuid4().hex}"
 
 
 @pytest.fixture

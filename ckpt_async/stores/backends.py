@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from ckpt_async.core.model import RemoteAddress
 from ckpt_async.errors import SettingsError
+from ckpt_async.stores.azure.backend import AzureBackend
 from ckpt_async.stores.backend import Backend, Location
 from ckpt_async.stores.meant import meant
 from ckpt_async.stores.options import StoreOptions
@@ -58,7 +59,7 @@ class MemoryBackend(Backend):
         return MemoryStore(shared_bucket(location.bucket), prefix=location.prefix, url=url)
 
 
-BACKENDS: tuple[Backend, ...] = (FileBackend(), S3Backend(), MemoryBackend())
+BACKENDS: tuple[Backend, ...] = (FileBackend(), S3Backend(), AzureBackend(), MemoryBackend())
 
 
 def backend_of(url: str) -> Backend:

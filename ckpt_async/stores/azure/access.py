@@ -1,0 +1,109 @@
+"""By what right requests are made: a shared access signature (SAS), or a token of Microsoft Entra ID.
+
+A key of the account is never sent nor used for one request at a time: it signs a SAS for this container that is good
+for an hour.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import time
+from base64 import b64decode, b64encode
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlencode
+
+from ckpt_async.errors import FailureReason, StoreError
+from ckpt_async.stores.azure.account import KEY_NAMES, SAS_NAMES, Account, connection_string, first_of
+
+VERSION = "2023-11-03"
+_SCOPE = "https://storage.azure.com/.default"
+_SIGNED_S, _RENEW_S = 3600.0, 1800.0
+# A token that is about to expire may do so on its way.
+_MARGIN_S = 120.0
+_NO_CREDENTIALS = (
+    "set AZURE_STORAGE_KEY, AZURE_STORAGE_SAS_TOKEN or AZURE_STORAGE_CONNECTION_STRING;"
+    " for a managed identity, workload identity or `az login`: pip install 'ckpt-async[azure]'"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """What a request carries to be let in. Never in a message."""
+
+    query: str = field(default="", repr=False)
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    def source_headers(self) -> dict[str, str]:
+        """For the source of a copy, whose URL carries `query`."""
+        return {f"x-ms-copy-source-{name.lower()}": value for name, value in self.headers.items()}
+
+
+class Access:
+    """Finds the credentials when they are first needed, and anew after `forget`."""
+
+    def __init__(self, account: Account, container: str, env: Mapping[str, str]) -> None:
+        self._account, self._container, self._env = account, container, env
+        self._grant: Grant | None = None
+        self._renew_at = 0.0  # by time.time()
+        self._identity: Any = None
+        self._lock = asyncio.Lock()
+
+    async def grant(self) -> Grant:
+        """Raises StoreError for want of credentials."""
+        async with self._lock:
+            if self._grant is None or time.time() >= self._renew_at:
+                self._grant, self._renew_at = await self._find()
+            return self._grant
+
+    def forget(self) -> None:
+        """They were refused: the environment, or the identity, may have others by now."""
+        self._renew_at = 0.0
+
+    async def _find(self) -> tuple[Grant, float]:
+        given = connection_string(self._env)
+        if sas := given.get("SharedAccessSignature") or first_of(self._env, SAS_NAMES):
+            return Grant(sas.strip().lstrip("?")), float("inf")
+        if key := given.get("AccountKey") or first_of(self._env, KEY_NAMES):
+            now = time.time()
+            return Grant(signed(self._account.name, self._container, key, now + _SIGNED_S)), now + _RENEW_S
+        return await asyncio.to_thread(self._ask_identity)
+
+    def _ask_identity(self) -> tuple[Grant, float]:
+        try:
+            from azure.identity import DefaultAzureCredential
+        except ImportError:
+            raise _refused("there are no credentials", _NO_CREDENTIALS) from None
+        try:
+            self._identity = self._identity or DefaultAzureCredential()
+            token = self._identity.get_token(_SCOPE)
+        except Exception as error:
+            # Its message lists what was tried, over many lines.
+            what = str(error).partition("\n")[0]
+            raise _refused(
+                f"no identity gives a token: {type(error).__name__}: {what}", _NO_CREDENTIALS
+            ) from error
+        headers = {"Authorization": f"Bearer {token.token}"}
+        return Grant(headers=headers), max(time.time(), token.expires_on - _MARGIN_S)
+
+
+def signed(account: str, container: str, key: str, expires_at: float) -> str:
+    """A service SAS for all that is done to one container's blobs (version 2020-12-06 of the form). Pure."""
+    permissions, expiry = "rcwdl", time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(expires_at))
+    # In this order: permissions, start, expiry, resource, identifier, IP, protocol, version, kind of resource,
+    # snapshot, encryption scope, and five headers of answers.
+    text = "\n".join(
+        [permissions, "", expiry, f"/blob/{account}/{container}", "", "", "", VERSION, "c", *[""] * 7]
+    )
+    try:
+        secret = b64decode(key, validate=True)
+    except ValueError:
+        raise _refused("the account's key is not base64", "copy it from the Azure portal") from None
+    signature = b64encode(hmac.digest(secret, text.encode(), "sha256")).decode()
+    return urlencode({"sv": VERSION, "sr": "c", "sp": permissions, "se": expiry, "sig": signature})
+
+
+def _refused(message: str, hint: str) -> StoreError:
+    return StoreError(message, reason=FailureReason.AUTH, operation="open", hint=hint)

@@ -1,0 +1,105 @@
+"""Which storage account a URL means, where it answers, and what in the environment says so. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from ckpt_async.errors import SettingsError
+from ckpt_async.stores.options import check_endpoint
+
+# Of the Azure CLI, then of adlfs and object_store.
+ACCOUNT_NAMES = ("AZURE_STORAGE_ACCOUNT", "AZURE_STORAGE_ACCOUNT_NAME")
+KEY_NAMES = ("AZURE_STORAGE_KEY", "AZURE_STORAGE_ACCOUNT_KEY")
+SAS_NAMES = ("AZURE_STORAGE_SAS_TOKEN",)
+CONNECTION_STRING = "AZURE_STORAGE_CONNECTION_STRING"
+
+# The public cloud's and the sovereign ones': account.blob.core.windows.net, account.z12.blob.storage.azure.net.
+_HOST = re.compile(
+    r"(?P<account>[a-z0-9]{3,24})(?:-secondary)?(?:\.z[0-9]+)?\.(?:blob|dfs)\.(?P<cloud>[a-z0-9.-]+)"
+)
+_CLOUDS = ("core.windows.net", "core.chinacloudapi.cn", "core.usgovcloudapi.net", "storage.azure.net")
+
+# Published by Microsoft for its emulator, and no secret:
+# https://learn.microsoft.com/azure/storage/common/storage-use-azurite#well-known-storage-account-and-key
+_EMULATOR = {
+    "AccountName": "devstoreaccount1",
+    "AccountKey": "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw==",
+    "BlobEndpoint": "http://127.0.0.1:10000/devstoreaccount1",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """A storage account. The path of a blob follows `endpoint_url`."""
+
+    name: str
+    endpoint_url: str  # without a slash at its end
+
+
+def account_of(endpoint_url: str) -> Account:
+    """The account that answers at an endpoint: the first label of its host, or for an emulator its path."""
+    parts = urlsplit(endpoint_url)
+    path = parts.path.strip("/")
+    found = _HOST.fullmatch(parts.hostname or "")
+    name = path or (found["account"] if found else "")
+    if not name or "/" in name:
+        raise SettingsError(
+            f"the endpoint {endpoint_url!r} does not tell the storage account",
+            hint="https://account.blob.core.windows.net, or for an emulator http://host:port/account",
+        )
+    return Account(name, endpoint_url.rstrip("/"))
+
+
+def find_account(host: str, endpoint_url: str | None, env: Mapping[str, str]) -> Account:
+    """By `endpoint_url`, else `host` if the URL has one, else the environment. Raises SettingsError."""
+    if endpoint_url is not None:
+        return account_of(endpoint_url)
+    if host:
+        return account_of(f"https://{host}")
+    if given := connection_string(env):
+        if endpoint := given.get("BlobEndpoint"):
+            check_endpoint(endpoint)
+            return account_of(endpoint)
+        if name := given.get("AccountName"):
+            scheme, suffix = (
+                given.get("DefaultEndpointsProtocol", "https"),
+                given.get("EndpointSuffix", _CLOUDS[0]),
+            )
+            return Account(name, f"{scheme}://{name}.blob.{suffix}")
+    if name := first_of(env, ACCOUNT_NAMES):
+        return account_of(f"https://{name}.blob.{_CLOUDS[0]}")
+    raise SettingsError(
+        "nothing says which storage account an az:// URL means",
+        hint=f"set {ACCOUNT_NAMES[0]} or {CONNECTION_STRING}, or write https://account.blob.core.windows.net/container",
+    )
+
+
+def web_host(host: str) -> str:
+    """The host of the blob service in an address that people write; "" if it is none of Azure's."""
+    found = _HOST.fullmatch(host.lower())
+    if found is None or found["cloud"] not in _CLOUDS:
+        return ""
+    return host.lower().replace(".dfs.", ".blob.", 1)
+
+
+def connection_string(env: Mapping[str, str]) -> dict[str, str]:
+    """The fields of the connection string, none if there is none. Raises SettingsError, without a word of it."""
+    fields = {}
+    for each in env.get(CONNECTION_STRING, "").split(";"):
+        name, separator, value = each.strip().partition("=")
+        if name and not separator:
+            raise SettingsError(
+                f"{CONNECTION_STRING} is no list of name=value", hint="copy it from the Azure portal"
+            )
+        fields[name] = value
+    fields.pop("", None)
+    if fields.get("UseDevelopmentStorage", "").lower() == "true":
+        return {**_EMULATOR, **fields}
+    return fields
+
+
+def first_of(env: Mapping[str, str], names: tuple[str, ...]) -> str:
+    return next((env[name] for name in names if env.get(name)), "")

@@ -1,0 +1,81 @@
+"""What the ids of blocks say. Pure.
+
+Uncommitted blocks are the parts of an upload. Azure keeps one set of them for each blob, whoever sent them, and lists
+nothing of a block but its id and size. So the id tells the rest: which upload, which part, and its checksum.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from base64 import b64decode, b64encode
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ckpt_async.core.model import Checksum
+from ckpt_async.stores.interface import StoredPart
+
+ALGORITHM = "crc64nvme"
+# Every upload has a block of this number from the beginning: else one without parts would not be there at all.
+MARK = 0
+_UNKNOWN = "-" * 16
+
+_UPLOAD = re.compile(r"(?P<began>[0-9a-f]{8})[0-9a-f]{16}")
+_BLOCK = re.compile(r"(?P<upload>[0-9a-f]{24})\.(?P<number>[0-9]{5})\.(?P<checksum>[0-9a-f]{16}|-{16})")
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """An uncommitted block of one of our uploads."""
+
+    id: str  # as the service has it: base64
+    upload_id: str
+    number: int
+    checksum: Checksum | None  # None: the service has copied it
+    size_bytes: int
+
+    def as_part(self) -> StoredPart:
+        return StoredPart(self.number, self.size_bytes, self.id, self.checksum)
+
+
+def new_upload_id(server_time: float) -> str:
+    """Begins with the time by the store's clock, and does not repeat."""
+    return f"{int(server_time):08x}{secrets.token_hex(8)}"
+
+
+def began_at(upload_id: str) -> float:
+    """By the store's clock, to the second."""
+    return float(int(upload_id[:8], 16))
+
+
+def is_upload_id(text: str) -> bool:
+    return _UPLOAD.fullmatch(text) is not None
+
+
+def block_id(upload_id: str, number: int, checksum: Checksum | None) -> str:
+    """Of the same length for all of them, as Azure wants it."""
+    told = _UNKNOWN if checksum is None else b64decode(checksum.value).hex()
+    return b64encode(f"{upload_id}.{number:05}.{told}".encode()).decode()
+
+
+def block_of(id_: str, size_bytes: int) -> Block | None:
+    """None for what another program has sent."""
+    try:
+        found = _BLOCK.fullmatch(b64decode(id_, validate=True).decode())
+    except ValueError:
+        return None
+    if found is None:
+        return None
+    told = found["checksum"]
+    checksum = None if told == _UNKNOWN else Checksum(ALGORITHM, b64encode(bytes.fromhex(told)).decode())
+    return Block(id_, found["upload"], int(found["number"]), checksum, size_bytes)
+
+
+def parts_of(blocks: Sequence[Block], upload_id: str) -> list[StoredPart] | None:
+    """Of one upload, by number; None if there is no such upload. Where a part was sent twice with different bytes
+    either is listed: whoever resumes compares its checksum.
+    """
+    own = {block.number: block for block in blocks if block.upload_id == upload_id}
+    if MARK not in own:
+        return None
+    return [own[number].as_part() for number in sorted(own) if number != MARK]

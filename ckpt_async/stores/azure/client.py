@@ -1,0 +1,400 @@
+"""Azure Blob Storage, as block blobs.
+
+What arrives is compared by the service, blob by blob and block by block, with a CRC64 computed from the same bytes that
+are sent. It compares nothing over the whole of a blob that is made of blocks: that this is the file follows from the
+blocks' checksums, which `complete_multipart` combines, and from the order in which it commits them. Our checksum of the
+whole is kept as metadata, which comes back in every answer.
+
+This module must not know retries: one call is one attempt. (Only what has no body, a GET, HEAD or DELETE, is repeated
+once by aiohttp when its connection breaks before an answer.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ckpt_async.core.model import Checksum
+from ckpt_async.errors import ObjectNotFoundError, PreconditionFailedError, StoreError
+from ckpt_async.stores.azure import answers, blocks
+from ckpt_async.stores.azure.access import Access
+from ckpt_async.stores.azure.account import Account
+from ckpt_async.stores.azure.blocks import ALGORITHM, Block
+from ckpt_async.stores.azure.errors import AzureLocation, translating
+from ckpt_async.stores.azure.probe import Probe
+from ckpt_async.stores.azure.sending import BLOB, Sender
+from ckpt_async.stores.azure.session import NOTHING, AzureSession
+from ckpt_async.stores.checks import check_prefix, check_size
+from ckpt_async.stores.checksums import checksum_of, combine
+from ckpt_async.stores.http.failures import telling_failures_of
+from ckpt_async.stores.http.messages import Response
+from ckpt_async.stores.interface import (
+    Body,
+    BytesBody,
+    Capabilities,
+    Condition,
+    Create,
+    Enough,
+    Listing,
+    Match,
+    MultipartInfo,
+    ObjectInfo,
+    Sink,
+    SmallGet,
+    SmallPut,
+    StoredPart,
+)
+from ckpt_async.stores.options import StoreOptions
+
+MIB = 1 << 20
+# "Scalability and performance targets for Blob storage"; "Copy Blob From URL" copies no more.
+_MAX_BLOCKS, _MAX_COPY_BYTES = 50_000, 256 * MIB
+_AT_ONCE = 16  # small requests of one call
+_MARK = BytesBody(b".")  # a block has at least one byte
+
+
+class AzureStore:
+    """Blobs below `prefix` of one container. Belongs to the event loop that opened it.
+
+    `put` answers with the size it sent: a blob is stored whole, exactly Content-Length bytes, or not at all.
+    """
+
+    def __init__(
+        self,
+        account: Account,
+        container: str,
+        prefix: str,
+        options: StoreOptions,
+        *,
+        url: str,
+        env: Mapping[str, str],
+    ) -> None:
+        self._root = f"{prefix}/" if prefix else ""
+        self._url = url
+        self._location = AzureLocation(account, container, self._root)
+        self._session = AzureSession(self._location, Access(account, container, env), options)
+        self._sender = Sender(self._session)
+        self._capabilities: Capabilities | None = None
+        self._ahead_s = 0.0  # of the store's clock against ours
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    @property
+    def capabilities(self) -> Capabilities:
+        assert self._capabilities is not None, "open() first"
+        return self._capabilities
+
+    async def open(self, *, is_read_only: bool = False) -> None:
+        """Connect, then find out what the store enforces, as `Probe` does."""
+        is_conditional = False  # read-only: what a writer would have to rely on is not claimed
+        try:
+            await self._session.open()
+            if not is_read_only:
+                is_conditional = await Probe(self, self._session, self._sender).is_conditional()
+        except BaseException:
+            await self.close()
+            raise
+        self._capabilities = Capabilities(
+            conditional_put=is_conditional,
+            multipart=True,
+            checksum_algorithm=ALGORITHM,
+            min_part_size_bytes=1,
+            max_parts=_MAX_BLOCKS - 1,  # one is our mark
+            max_copy_bytes=_MAX_COPY_BYTES,
+        )
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    # --- objects -------------------------------------------------------------------------------------------
+
+    async def put(
+        self, key: str, body: Body, checksum: Checksum, *, condition: Condition = None
+    ) -> ObjectInfo:
+        headers = {**BLOB, **answers.metadata(checksum), **_condition_headers(condition)}
+        answer, told = await self._sender.put(
+            "put_blob", key, body, checksum, headers=headers, is_conditional=condition is not None
+        )
+        with translating("put_blob", key, self._location):
+            return ObjectInfo(key, body.size_bytes, answers.etag(answer), told)
+
+    async def put_many(self, puts: Iterable[SmallPut], stored: Callable[[ObjectInfo], None]) -> None:
+        await self._sender.put_many(puts, stored)
+
+    async def get(self, key: str, *, max_size_bytes: int) -> tuple[bytes, ObjectInfo]:
+        """As promised; where the blob has our checksum, the bytes were compared with it."""
+        answer = await self._session.call("GET", "get_blob", key, max_size_bytes=max_size_bytes)
+        data = answer.error
+        with translating("get_blob", key, self._location):
+            info = answers.info(key, answer)
+        if info.checksum is not None and checksum_of(data, info.checksum.algorithm) != info.checksum:
+            raise self._location.spoilt(
+                f"its bytes do not have {info.checksum}", operation="get_blob", key=key
+            )
+        return data, info
+
+    async def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> ObjectInfo:
+        if size_bytes == 0:
+            return await self.head(key)  # HTTP cannot ask for an empty range
+        found: list[ObjectInfo] = []
+
+        def check(answer: Response) -> None:
+            found.append(answers.info_of_range(key, answer, offset, size_bytes))
+
+        url = self._session.url(key, "get_blob", grant := await self._session.access.grant())
+        with telling_failures_of(sink) as guarded, translating("get_blob", key, self._location):
+            answer = await self._session.downloads.get_range(
+                url, offset, size_bytes, guarded, check, self._session.headers(grant)
+            )
+        if not found:
+            raise self._session.refused(answer, "get_blob", key)
+        return found[0]
+
+    async def get_many(self, gets: Sequence[SmallGet], got: Callable[[SmallGet, memoryview], None]) -> None:
+        grant = await self._session.access.grant()
+        asked = [(self._session.url(each.key, "get_blob", grant), each.size_bytes) for each in gets]
+
+        def check(number: int, answer: Response) -> None:
+            get = gets[number]
+            with translating("get_blob", get.key, self._location):
+                check_size(answers.info_of_range(get.key, answer, 0, get.size_bytes).size_bytes, get)
+
+        with telling_failures_of(got) as guarded, translating("get_blob", "", self._location):
+            refused = await self._session.downloads.get_many(
+                asked,
+                check,
+                lambda number, data: guarded(gets[number], data),
+                self._session.headers(grant),
+            )
+        if refused is not None:
+            number, answer = refused
+            raise self._session.refused(answer, "get_blob", gets[number].key)
+
+    async def head(self, key: str) -> ObjectInfo:
+        answer = await self._session.call("HEAD", "head_blob", key)
+        with translating("head_blob", key, self._location):
+            return answers.info(key, answer)
+
+    async def list(self, prefix: str, *, start_after: str = "", enough: Enough | None = None) -> Listing:
+        """As promised. Azure cannot be asked to begin in the middle: what is before `start_after` is listed too."""
+        check_prefix(prefix, "list_blobs")
+        found: dict[str, ObjectInfo] = {}
+        server_time, is_whole = 0.0, False
+        async for answer, page in self._pages(prefix):
+            with translating("list_blobs", prefix, self._location):
+                # The first page's time: an age measured against a later one would be too great.
+                server_time = server_time or answers.server_time(answer)
+            found |= {each.key: each for each in page.objects if each.key > start_after}
+            is_whole = not page.marker
+            if not is_whole and enough is not None and _is_in_order(found) and enough(tuple(found.values())):
+                break
+        return Listing(tuple(found[key] for key in sorted(found)), server_time, is_whole)
+
+    async def _pages(
+        self, prefix: str, operation: str = "list_blobs", **asked: str
+    ) -> AsyncIterator[tuple[Response, answers.Page]]:
+        """All pages of a listing, with keys relative to the root."""
+        asked |= {"restype": "container", "comp": "list", "prefix": self._root + prefix}
+        while True:
+            answer = await self._session.call("GET", operation, None, asked, about=prefix)
+            with translating(operation, prefix, self._location):
+                page = answers.page(answer, asked["prefix"], asked.get("marker", ""))
+            objects = tuple(replace(each, key=each.key.removeprefix(self._root)) for each in page.objects)
+            yield answer, replace(page, objects=objects)
+            if not page.marker:
+                return
+            asked["marker"] = page.marker
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        """One request for each, some at a time."""
+        for key in keys:
+            self._session.name(key, "delete_blob")
+        left = iter(keys)
+
+        async def work() -> None:
+            for key in left:
+                with contextlib.suppress(ObjectNotFoundError):
+                    await self._session.call("DELETE", "delete_blob", key)
+
+        await _gather([work() for _ in range(min(_AT_ONCE, len(keys)))])
+
+    async def delete_if(self, key: str, etag: str) -> None:
+        await self._session.call("DELETE", "delete_blob", key, headers={"If-Match": etag})
+
+    async def copy(self, source: str, etag: str, key: str) -> None:
+        """By Copy Blob From URL, which has ended when it answers. Metadata comes along."""
+        headers = {**await self._source(source, etag), "x-ms-requires-sync": "true"}
+        await self._session.put("copy_blob", key, NOTHING, headers, BytesBody(b""), is_conditional=True)
+
+    async def _source(self, source: str, etag: str) -> dict[str, str]:
+        url = self._session.url(source, "copy_blob", grant := await self._session.access.grant())
+        return {"x-ms-copy-source": url, "x-ms-source-if-match": etag, **grant.source_headers()}
+
+    # --- uploads in parts ----------------------------------------------------------------------------------
+
+    async def create_multipart(self, key: str) -> str:
+        """Azure knows no uploads, only blocks: the first one, which is never committed, makes this one be there."""
+        upload_id = blocks.new_upload_id(time.time() + self._ahead_s)
+        checksum = checksum_of(_MARK.data, ALGORITHM)
+        answer = await self._put_block(key, upload_id, blocks.MARK, _MARK, checksum)
+        with translating("put_block", key, self._location):
+            self._ahead_s = answers.server_time(answer) - time.time()
+        return upload_id
+
+    async def put_part(
+        self, key: str, upload_id: str, number: int, body: Body, checksum: Checksum | None
+    ) -> StoredPart:
+        """As promised, but that a part of an upload that was aborted is taken too: completing it will fail."""
+        assert checksum is not None, "this store takes no trailing checksums"
+        await self._put_block(key, upload_id, number, body, checksum)
+        return StoredPart(number, body.size_bytes, blocks.block_id(upload_id, number, checksum), checksum)
+
+    async def _put_block(
+        self, key: str, upload_id: str, number: int, body: Body, checksum: Checksum
+    ) -> Response:
+        query = {"comp": "block", "blockid": blocks.block_id(upload_id, number, checksum)}
+        answer, _ = await self._sender.put("put_block", key, body, checksum, query=query)
+        return answer
+
+    async def copy_part(
+        self, source: str, etag: str, key: str, upload_id: str, number: int, offset: int, size_bytes: int
+    ) -> StoredPart:
+        """By Put Block From URL, whose answer has the CRC64 of what was copied."""
+        id_ = blocks.block_id(upload_id, number, None)
+        headers = {
+            **await self._source(source, etag),
+            "x-ms-source-range": f"bytes={offset}-{offset + size_bytes - 1}",
+        }
+        query = {"comp": "block", "blockid": id_}
+        answer = await self._session.put(
+            "copy_block", key, query, headers, BytesBody(b""), is_conditional=True
+        )
+        with translating("copy_block", key, self._location):
+            return StoredPart(number, size_bytes, id_, answers.told_crc64(answer))
+
+    async def list_parts(self, key: str, upload_id: str) -> Sequence[StoredPart]:
+        """Azure forgets blocks that are not committed within a week, all of a blob's at once."""
+        ours, _ = await self._blocks(key)
+        if (parts := blocks.parts_of(ours, upload_id)) is None:
+            raise self._gone(key, "get_block_list")
+        return parts
+
+    async def _blocks(self, key: str) -> tuple[Sequence[Block], bool]:
+        """Uncommitted ones of ours, and whether there are others'. ObjectNotFoundError where there is nothing."""
+        query = {"comp": "blocklist", "blocklisttype": "uncommitted"}
+        answer = await self._session.call("GET", "get_block_list", key, query)
+        with translating("get_block_list", key, self._location):
+            return answers.uncommitted_blocks(answer)
+
+    async def complete_multipart(
+        self, key: str, upload_id: str, parts: Sequence[StoredPart], checksum: Checksum, size_bytes: int
+    ) -> ObjectInfo:
+        """As promised: the checksums of the blocks, each of which the service has compared, must combine to that of the
+        whole. Blocks are gone once they are committed, ours or another upload's of this key: then the blob itself is
+        asked whether it is what this call would have made.
+        """
+        self._check_whole(key, upload_id, parts, checksum, size_bytes)
+        try:
+            answer = await self._commit(key, [part.etag for part in parts], answers.metadata(checksum))
+        except ObjectNotFoundError:
+            with contextlib.suppress(ObjectNotFoundError):
+                info = await self.head(key)
+                if info.size_bytes == size_bytes and info.checksum == checksum:
+                    return info
+            raise
+        with translating("put_block_list", key, self._location):
+            return ObjectInfo(key, size_bytes, answers.etag(answer))
+
+    async def _commit(self, key: str, ids: Sequence[str], headers: Mapping[str, str]) -> Response:
+        body = BytesBody(answers.block_list(ids))
+        checksum, query = checksum_of(body.data, ALGORITHM), {"comp": "blocklist"}
+        is_conditional = "If-None-Match" in headers
+        answer, _ = await self._sender.put(
+            "put_block_list", key, body, checksum, query=query, headers=headers, is_conditional=is_conditional
+        )
+        return answer
+
+    def _check_whole(
+        self, key: str, upload_id: str, parts: Sequence[StoredPart], checksum: Checksum, size_bytes: int
+    ) -> None:
+        told = [(part.checksum, part.size_bytes) for part in parts if part.checksum is not None]
+        named = [blocks.block_of(part.etag, part.size_bytes) for part in parts]
+        if [(each.upload_id, each.number) for each in named if each] != [
+            (upload_id, part.number) for part in parts
+        ]:
+            problem = "a part is of another upload or place"
+        elif len(told) < len(parts) or any(each.algorithm != checksum.algorithm for each, _ in told):
+            problem = f"not every part has a {checksum.algorithm}"
+        elif (total := sum(size for _, size in told)) != size_bytes:
+            problem = f"the parts have {total} bytes, not {size_bytes}"
+        elif (whole := combine(told, checksum.algorithm)) != checksum:
+            problem = f"the parts have {whole}, not {checksum}"
+        else:
+            return
+        raise self._location.spoilt(problem, operation="put_block_list", key=key)
+
+    async def abort_multipart(self, key: str, upload_id: str) -> None:
+        """Azure cannot drop blocks, only commit their blob. So an empty one is made where there is none, which drops
+        them, and deleted. Where there is a blob, or another upload of the same key, they are left to vanish
+        within a week.
+        """
+        with contextlib.suppress(ObjectNotFoundError, PreconditionFailedError):
+            ours, has_others = await self._blocks(key)
+            if has_others or {block.upload_id for block in ours} != {upload_id}:
+                return
+            answer = await self._commit(key, [], _condition_headers(Create()))
+            await self.delete_if(key, answers.etag(answer))
+
+    async def list_multiparts(self, prefix: str) -> Sequence[MultipartInfo]:
+        """Of keys without a blob: Azure does not list blocks beside one, which vanish within a week."""
+        check_prefix(prefix, "list_blobs")
+        keys: list[str] = []
+        async for _, page in self._pages(prefix, include="uncommittedblobs"):
+            keys += [each.key for each in page.objects if not each.size_bytes]
+        found: list[MultipartInfo] = []
+        left = iter(keys)
+
+        async def work() -> None:
+            for key in left:
+                with contextlib.suppress(ObjectNotFoundError):
+                    ours, _ = await self._blocks(key)
+                    ids = {block.upload_id for block in ours if block.number == blocks.MARK}
+                    found.extend(MultipartInfo(key, each, blocks.began_at(each)) for each in sorted(ids))
+
+        await _gather([work() for _ in range(min(_AT_ONCE, len(keys)))])
+        return sorted(found, key=lambda each: (each.key, each.upload_id))
+
+    def _gone(self, key: str, operation: str) -> StoreError:
+        error = ObjectNotFoundError(
+            "there is no such upload", operation=operation, key=self._location.name(key)
+        )
+        error.key = key
+        return error
+
+
+def _condition_headers(condition: Condition) -> dict[str, str]:
+    match condition:
+        case None:
+            return {}
+        case Create():
+            return {"If-None-Match": "*"}
+        case Match(etag):
+            return {"If-Match": etag}
+
+
+def _is_in_order(keys: Iterable[str]) -> bool:
+    return all(one < other for one, other in itertools.pairwise(keys))
+
+
+async def _gather(workers: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Until all have ended; then the first failure is raised."""
+    for outcome in await asyncio.gather(*workers, return_exceptions=True):
+        if isinstance(outcome, BaseException):
+            raise outcome

@@ -1,0 +1,195 @@
+"""What Azure's, the HTTP clients' and the system's errors mean, in one place."""
+
+from __future__ import annotations
+
+import contextlib
+import email.utils
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ckpt_async.core.keys import PROBES
+from ckpt_async.errors import (
+    CkptAsyncError,
+    FailureReason,
+    IntegrityError,
+    ObjectNotFoundError,
+    ObjectTooLargeError,
+    PreconditionFailedError,
+    StoreError,
+)
+from ckpt_async.stores.azure.account import Account
+from ckpt_async.stores.http.failures import SOMEBODY_ELSE, UNTRUSTED, failure_of, reason_of_status
+from ckpt_async.stores.http.messages import MalformedResponseError, OtherRangeError, Response
+
+_PADDING = re.compile("0{16,}")
+# Signatures stand in URLs, and a library may put its URL into a message.
+_SIGNATURE = re.compile(r"(?<=sig=)[^&\s'\"]+")
+
+
+@dataclass(frozen=True, slots=True)
+class AzureLocation:
+    """Where requests go, for messages."""
+
+    account: Account
+    container: str
+    root: str
+
+    def name(self, key: str) -> str:
+        """What people find a blob by. Nothing for no key."""
+        return f"az://{self.container}/{self.root}{_legible(key, key)}" if key else ""
+
+    def error(
+        self, message: str, *, reason: FailureReason, operation: str = "", key: str = "", hint: str = ""
+    ) -> StoreError:
+        """About a blob here, or all of them."""
+        name = self.name(key) or f"az://{self.container}/{self.root}"
+        return _about(key, StoreError(message, reason=reason, operation=operation, key=name, hint=hint))
+
+    def too_large(self, size_bytes: int, max_size_bytes: int, *, operation: str, key: str) -> StoreError:
+        message = f"has {size_bytes} bytes, more than {max_size_bytes}"
+        return _about(key, ObjectTooLargeError(message, operation=operation, key=self.name(key)))
+
+    def spoilt(self, message: str, *, operation: str, key: str) -> StoreError:
+        return _about(key, IntegrityError(message, operation=operation, key=self.name(key)))
+
+
+@contextlib.contextmanager
+def translating(operation: str, key: str, location: AzureLocation) -> Iterator[None]:
+    """Turn every error of the HTTP clients and the system into a StoreError. Cancellation passes, and so do this
+    package's own errors.
+    """
+    try:
+        yield
+    except CkptAsyncError:
+        raise
+    except (MalformedResponseError, OtherRangeError) as error:
+        reason, hint = _failure(error, location)
+        raise location.error(str(error), reason=reason, operation=operation, key=key, hint=hint) from error
+    except Exception as error:
+        reason, hint = _failure(error, location)
+        message = f"{type(error).__name__}: {_SIGNATURE.sub('...', _legible(str(error), key))}"
+        raise location.error(message, reason=reason, operation=operation, key=key, hint=hint) from error
+
+
+def code_of(answer: Response) -> str:
+    """The service's own name of an error; a HEAD's answer has it as a header only."""
+    if code := answer.headers.get("x-ms-error-code"):
+        return code
+    found = re.search(rb"<Code>([^<]*)</Code>", answer.error)
+    return found[1].decode("utf-8", "replace") if found else ""
+
+
+def refusal(
+    answer: Response, operation: str, key: str, location: AzureLocation, *, is_conditional: bool = False
+) -> StoreError:
+    """What an HTTP error answer means."""
+    code, status, name = code_of(answer), answer.status, location.name(key)
+    message = f"{status} {code}: {_said(answer)}".rstrip(": ")
+    if status == 404 and not code and "x-ms-request-id" not in answer.headers:
+        # The service says what is not there. Something else has answered, which knows nothing of our blobs.
+        return location.error(
+            f"{status}, but not in the form that Azure sends",
+            reason=FailureReason.TRANSIENT,
+            operation=operation,
+            key=key,
+            hint=SOMEBODY_ELSE,
+        )
+    reason = _reason_of(code, status, message)
+    if code == "ContainerNotFound":
+        hint = f"there is no container {location.container} in the account {location.account.name}: create it"
+        return location.error(message, reason=reason, operation=operation, key=key, hint=hint)
+    if is_conditional and (
+        reason is FailureReason.PRECONDITION
+        or (reason is FailureReason.NOT_FOUND and "copy" not in operation)
+    ):
+        return _about(key, PreconditionFailedError(message, operation=operation, key=name))
+    if reason is FailureReason.CHECKSUM:
+        return _about(key, IntegrityError(message, operation=operation, key=name))
+    if reason is FailureReason.NOT_FOUND:
+        return _about(key, ObjectNotFoundError(message, operation=operation, key=name))
+    hint = _HINTS.get(code, "")
+    if reason is FailureReason.AUTH and not hint:
+        hint = _hint_for_auth(answer, operation, location)
+    return location.error(message, reason=reason, operation=operation, key=key, hint=hint)
+
+
+def _said(answer: Response) -> str:
+    """The first line of the service's message; what follows names the request."""
+    found = re.search(rb"<Message>([^<]*)</Message>", answer.error)
+    return found[1].decode("utf-8", "replace").strip().partition("\n")[0] if found else ""
+
+
+def _hint_for_auth(answer: Response, operation: str, location: AzureLocation) -> str:
+    detail = answer.error.decode("utf-8", "replace")
+    if "time frame" in detail or "expired" in detail.lower():
+        here, there = email.utils.formatdate(usegmt=True), answer.headers.get("date", "?")
+        return f"the SAS or token has expired, or a clock is wrong: here it is {here}, at the store {there}"
+    if "ignature" in detail:
+        return f"the key or SAS does not belong to the account {location.account.name}: is that the right account?"
+    return f"the credentials may not do {operation} in {location.container} of {location.account.name}"
+
+
+def _legible(text: str, key: str) -> str:
+    """`text` without what makes the probe's keys long: theirs is the first message that somebody who is new gets."""
+    return _PADDING.sub("...", text) if key.startswith(PROBES) else text
+
+
+def _about(key: str, error: StoreError) -> StoreError:
+    """The message has the blob's full name, for people; `key` is relative to the root, as everywhere else."""
+    error.key = key
+    return error
+
+
+# "Common REST API error codes" and "Blob Storage error codes" of Microsoft's REST reference. What is not here is judged
+# by its status.
+_REASONS = {
+    "ServerBusy": FailureReason.THROTTLED,
+    "OperationTimedOut": FailureReason.TRANSIENT,
+    "ContainerBeingDeleted": FailureReason.TRANSIENT,
+    "PendingCopyOperation": FailureReason.TRANSIENT,
+    "InvalidAuthenticationInfo": FailureReason.AUTH,
+    "NoAuthenticationInformation": FailureReason.AUTH,
+    "PublicAccessNotPermitted": FailureReason.AUTH,
+    "InvalidBlockList": FailureReason.NOT_FOUND,  # 400: a block is not there (any more)
+    "BlobAlreadyExists": FailureReason.PRECONDITION,
+    "ConditionNotMet": FailureReason.PRECONDITION,
+    "SourceConditionNotMet": FailureReason.PRECONDITION,
+    "TargetConditionNotMet": FailureReason.PRECONDITION,
+    "Md5Mismatch": FailureReason.CHECKSUM,
+    "Crc64Mismatch": FailureReason.CHECKSUM,
+    "FeatureNotSupported": FailureReason.OTHER,  # Azurite, with 500
+    # With 409 or 412, but about something else than our condition.
+    "BlobArchived": FailureReason.OTHER,
+    "BlobBeingRehydrated": FailureReason.OTHER,
+    "BlobImmutableDueToPolicy": FailureReason.OTHER,
+    "InvalidBlobType": FailureReason.OTHER,
+    "LeaseIdMissing": FailureReason.OTHER,
+    "SnapshotsPresent": FailureReason.OTHER,
+}
+
+_HINTS = {
+    "BlobArchived": "the blob is in the archive tier: rehydrate it first",
+    "BlobImmutableDueToPolicy": "the container has an immutability policy: retention cannot delete or replace blobs",
+    "InvalidBlobType": "there is an append or page blob of this name: delete it",
+    "KeyBasedAuthenticationNotPermitted": "the account takes no keys: use an identity, see docs/stores.md",
+    "LeaseIdMissing": "somebody holds a lease on the blob: break it",
+    "SnapshotsPresent": "the blob has snapshots, which are deleted with none of our requests: delete them",
+    "AccountIsDisabled": "the storage account is disabled",
+}
+
+_UNTRUSTED = "is the endpoint's certificate trusted here? see REQUESTS_CA_BUNDLE and SSL_CERT_FILE"
+
+
+def _reason_of(code: str, status: int, message: str) -> FailureReason:
+    """By error code, else by HTTP status."""
+    if code in _REASONS:
+        return _REASONS[code]
+    if status == 400 and "MD5" in message:
+        return FailureReason.CHECKSUM  # Azurite calls it InvalidOperation
+    return FailureReason.TRANSIENT if status < 400 else reason_of_status(status)
+
+
+def _failure(error: Exception, location: AzureLocation) -> tuple[FailureReason, str]:
+    reason, hint = failure_of(error, location.account.endpoint_url)
+    return reason, _UNTRUSTED if hint == UNTRUSTED else hint

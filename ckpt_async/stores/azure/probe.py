@@ -1,0 +1,89 @@
+"""What a store enforces, found out by a few small requests on blobs below `.ckpt_async/probe/`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+
+from ckpt_async.core.keys import PROBES, longest_keys
+from ckpt_async.errors import FailureReason, PreconditionFailedError, StoreError
+from ckpt_async.stores.azure import answers
+from ckpt_async.stores.azure.blocks import ALGORITHM
+from ckpt_async.stores.azure.sending import BLOB, Compared, Sender
+from ckpt_async.stores.azure.session import NOTHING, AzureSession
+from ckpt_async.stores.checksums import checksum_of
+from ckpt_async.stores.interface import BytesBody, Condition, Create, Match, Store
+
+_WRONG = {
+    Compared.CRC64: answers.crc64_header(checksum_of(b"b", ALGORITHM)),
+    Compared.MD5: "kutf/uauL+w61xx3dTFXjw==",
+}
+
+
+class Probe:
+    """Six requests on two blobs, which are deleted again."""
+
+    def __init__(self, store: Store, session: AzureSession, sender: Sender) -> None:
+        self._store, self._session, self._sender = store, session, sender
+        # As long as any key of a run's: what the store does not take is found out here.
+        name = f"{PROBES}{secrets.token_hex(8)}".ljust(max(map(len, longest_keys())) - len("-a"), "0")
+        self._key, self._spoiled = f"{name}-a", f"{name}-b"
+
+    async def is_conditional(self) -> bool:
+        """Whether conditions are enforced. Tells the sender what is compared; raises StoreError if nothing is."""
+        options = self._session.options
+        limit_s = options.connect_timeout_s + options.read_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                try:
+                    self._sender.compared = await self._compared()
+                    return await self._conditions()
+                finally:
+                    # Best effort: credentials that may not delete are allowed, and keep what they write.
+                    with contextlib.suppress(StoreError):
+                        await self._store.delete([self._key, self._spoiled])
+        except TimeoutError as error:
+            raise StoreError(
+                f"no answer within {limit_s:g} s",
+                reason=FailureReason.TIMEOUT,
+                operation="open",
+                hint=f"is {self._session.location.account.endpoint_url} reachable from here?",
+            ) from error
+
+    async def _compared(self) -> Compared:
+        for each in Compared:
+            headers = {**BLOB, each.value: _WRONG[each]}
+            try:
+                await self._session.put("put_blob", self._spoiled, NOTHING, headers, BytesBody(b"a"))
+            except StoreError as error:
+                if error.reason is FailureReason.CHECKSUM:
+                    return each
+                if error.reason is not FailureReason.OTHER:
+                    raise
+        raise self._session.location.error(
+            "the store compares neither CRC64 nor MD5 with the bytes that arrive",
+            reason=FailureReason.OTHER,
+            operation="open",
+            hint="is the endpoint Azure's, or an emulator that does it (Azurite)?",
+        )
+
+    async def _conditions(self) -> bool:
+        created = await self._put(None)
+        stale = Match('"0x8D0000000000000"')
+        is_refused, is_stale_refused = await asyncio.gather(
+            self._is_refused(Create()), self._is_refused(stale)
+        )
+        return is_refused and is_stale_refused and not await self._is_refused(Match(created))
+
+    async def _is_refused(self, condition: Condition) -> bool:
+        try:
+            await self._put(condition)
+        except PreconditionFailedError:
+            return True
+        return False
+
+    async def _put(self, condition: Condition) -> str:
+        body = BytesBody(secrets.token_bytes(8))
+        checksum = checksum_of(body.data, ALGORITHM)
+        return (await self._store.put(self._key, body, checksum, condition=condition)).etag

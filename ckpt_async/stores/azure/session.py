@@ -1,0 +1,167 @@
+"""How a container is asked: requests with a body by threads of our own, the others by aiohttp. Knows not what for."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import ssl
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import quote, urlencode, urlsplit
+
+import aiohttp
+from yarl import URL
+
+from ckpt_async.errors import FailureReason, StoreError
+from ckpt_async.stores.azure import answers
+from ckpt_async.stores.azure.access import VERSION, Access, Grant
+from ckpt_async.stores.azure.errors import AzureLocation, refusal, translating
+from ckpt_async.stores.checks import check_key
+from ckpt_async.stores.http.connections import has_proxy
+from ckpt_async.stores.http.downloads import Downloads
+from ckpt_async.stores.http.messages import MalformedResponseError, Response
+from ckpt_async.stores.http.series import SmallUploads
+from ckpt_async.stores.http.uploads import Uploads
+from ckpt_async.stores.interface import Body, BytesBody
+from ckpt_async.stores.options import StoreOptions
+
+Query = Mapping[str, str]
+NOTHING: Query = {}
+
+
+class AzureSession:
+    """Belongs to the event loop that opened it."""
+
+    downloads: Downloads  # these are made by `open`
+    small_uploads: SmallUploads
+    _uploads: Uploads
+    _records: Uploads
+    _client: aiohttp.ClientSession
+
+    def __init__(self, location: AzureLocation, access: Access, options: StoreOptions) -> None:
+        self.location, self.access, self.options = location, access, options
+        self._exit_stack = contextlib.AsyncExitStack()
+
+    async def open(self) -> None:
+        if has_proxy(self.location.account.endpoint_url):
+            raise self.location.error(
+                "the environment sends requests through a proxy, which this store cannot use",
+                reason=FailureReason.OTHER,
+                operation="open",
+                hint=f"add {urlsplit(self.location.account.endpoint_url).hostname} to NO_PROXY, if it can be reached",
+            )
+        with translating("open", "", self.location):
+            ca_file = os.environ.get("REQUESTS_CA_BUNDLE") or None
+            await self.access.grant()  # want of credentials is told at once
+            self._client = await self._exit_stack.enter_async_context(_client(self.options, ca_file))
+        connections: dict[str, Any] = {
+            "max_connections": self.options.max_connections,
+            "connect_timeout_s": self.options.connect_timeout_s,
+            "read_timeout_s": self.options.read_timeout_s,
+            "ca_file": ca_file,
+        }
+        self.downloads = Downloads(**connections)
+        self.small_uploads = SmallUploads(**connections)
+        self._uploads = Uploads(**connections)
+        self._records = Uploads(**connections, is_bulk=False)
+        for each in (self.downloads, self.small_uploads, self._uploads, self._records):
+            self._exit_stack.callback(each.close)
+
+    async def close(self) -> None:
+        await self._exit_stack.aclose()
+
+    def name(self, key: str, operation: str) -> str:
+        """Of a blob in its container. Raises StoreError for a key that could lead out of the root."""
+        return self.location.root + check_key(key, operation)
+
+    def url(self, key: str | None, operation: str, grant: Grant, query: Query = NOTHING) -> str:
+        """Of a blob, or without a key of the container. It holds the signature: never for a message."""
+        url = f"{self.location.account.endpoint_url}/{self.location.container}"
+        if key is not None:
+            url += f"/{quote(self.name(key, operation), safe='/~')}"
+        said = "&".join(part for part in (urlencode(query, quote_via=quote), grant.query) if part)
+        return f"{url}?{said}" if said else url
+
+    def headers(self, grant: Grant, more: Mapping[str, str] = NOTHING) -> dict[str, str]:
+        return {"x-ms-version": VERSION, **grant.headers, **more}
+
+    async def put(
+        self,
+        operation: str,
+        key: str,
+        query: Query,
+        headers: Mapping[str, str],
+        body: Body,
+        *,
+        is_conditional: bool = False,
+    ) -> Response:
+        """One attempt. On return or raise nothing reads the body or its buffers any more. A receipt or a decision does
+        not queue behind shards.
+        """
+        url = self.url(key, operation, grant := await self.access.grant(), query)
+        sent = {"Content-Length": str(body.size_bytes), "Content-Type": "application/octet-stream"}
+        uploads = self._records if isinstance(body, BytesBody) else self._uploads
+        with translating(operation, key, self.location):
+            answer = await uploads.put(url, self.headers(grant, {**sent, **headers}), body)
+            return self.heeded(answer, operation, key, is_conditional=is_conditional)
+
+    async def call(
+        self,
+        method: str,
+        operation: str,
+        key: str | None,
+        query: Query = NOTHING,
+        headers: Mapping[str, str] = NOTHING,
+        *,
+        about: str = "",
+        max_size_bytes: int | None = None,
+    ) -> Response:
+        """A GET, HEAD or DELETE, which aiohttp repeats once when its connection breaks before an answer. `about`: what
+        errors name where the request has no key. Of more than `max_size_bytes` nothing is read.
+        """
+        url = self.url(key, operation, grant := await self.access.grant(), query)
+        about = key or about
+        with translating(operation, about, self.location):
+            async with self._client.request(
+                method,
+                URL(url, encoded=True),
+                headers=self.headers(grant, headers),
+                allow_redirects=False,
+            ) as response:
+                size_bytes = response.content_length
+                if max_size_bytes is not None and response.status < 300:
+                    if size_bytes is None:
+                        raise MalformedResponseError("the store answered without Content-Length")
+                    if size_bytes > max_size_bytes:
+                        raise self.location.too_large(
+                            size_bytes, max_size_bytes, operation=operation, key=about
+                        )
+                content = await response.read()
+                told = {name.lower(): value for name, value in response.headers.items()}
+            answer = Response(response.status, told, content)
+            return self.heeded(answer, operation, about, is_conditional="If-Match" in headers)
+
+    def heeded(self, answer: Response, operation: str, key: str, *, is_conditional: bool = False) -> Response:
+        """The answer, if it is one of success."""
+        if answer.status >= 300:
+            raise self.refused(answer, operation, key, is_conditional=is_conditional)
+        answers.check_origin(answer)
+        return answer
+
+    def refused(
+        self, answer: Response, operation: str, key: str, *, is_conditional: bool = False
+    ) -> StoreError:
+        error = refusal(answer, operation, key, self.location, is_conditional=is_conditional)
+        if error.reason is FailureReason.AUTH:
+            self.access.forget()
+        return error
+
+
+def _client(options: StoreOptions, ca_file: str | None) -> aiohttp.ClientSession:
+    timeout = aiohttp.ClientTimeout(
+        total=None, sock_connect=options.connect_timeout_s, sock_read=options.read_timeout_s
+    )
+    connector = aiohttp.TCPConnector(
+        limit=options.max_connections, ssl=ssl.create_default_context(cafile=ca_file)
+    )
+    return aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)
