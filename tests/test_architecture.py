@@ -49,7 +49,8 @@ IMPURE_IMPORTS = {
 }
 # Above `transfer` every request is patient: what makes one attempt is seen there by the doctor only, which measures it.
 ONE_ATTEMPT = tuple(
-    f"ckpt_async.stores.{name}." for name in ("interface.Store", "open_store", "s3", "directory", "memory")
+    f"ckpt_async.stores.{name}."
+    for name in ("interface.Store", "open_store", "s3", "azure", "directory", "memory")
 )
 MAY_MAKE_ONE_ATTEMPT = {"stores", "transfer", "doctor"}
 MAY_IMPORT_TORCH = {"torch", "saver", "integrations"}

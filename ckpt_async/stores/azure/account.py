@@ -39,12 +39,13 @@ class Account:
     endpoint_url: str  # without a slash at its end
 
 
-def account_of(endpoint_url: str) -> Account:
-    """The account that answers at an endpoint: the first label of its host, or for an emulator its path."""
+def account_of(endpoint_url: str, env: Mapping[str, str]) -> Account:
+    """The account that answers at an endpoint: an emulator has it in its path, Azure in its host, and for a domain of
+    one's own the environment says it. Raises SettingsError.
+    """
     parts = urlsplit(endpoint_url)
-    path = parts.path.strip("/")
     found = _HOST.fullmatch(parts.hostname or "")
-    name = path or (found["account"] if found else "")
+    name = parts.path.strip("/") or (found["account"] if found else _name_of(env))
     if not name or "/" in name:
         raise SettingsError(
             f"the endpoint {endpoint_url!r} does not tell the storage account",
@@ -56,25 +57,27 @@ def account_of(endpoint_url: str) -> Account:
 def find_account(host: str, endpoint_url: str | None, env: Mapping[str, str]) -> Account:
     """By `endpoint_url`, else `host` if the URL has one, else the environment. Raises SettingsError."""
     if endpoint_url is not None:
-        return account_of(endpoint_url)
+        return account_of(endpoint_url, env)
     if host:
-        return account_of(f"https://{host}")
-    if given := connection_string(env):
-        if endpoint := given.get("BlobEndpoint"):
-            check_endpoint(endpoint)
-            return account_of(endpoint)
-        if name := given.get("AccountName"):
-            scheme, suffix = (
-                given.get("DefaultEndpointsProtocol", "https"),
-                given.get("EndpointSuffix", _CLOUDS[0]),
-            )
-            return Account(name, f"{scheme}://{name}.blob.{suffix}")
-    if name := first_of(env, ACCOUNT_NAMES):
-        return account_of(f"https://{name}.blob.{_CLOUDS[0]}")
+        return account_of(f"https://{host}", env)
+    given = connection_string(env)
+    if endpoint := given.get("BlobEndpoint"):
+        check_endpoint(endpoint)
+        return account_of(endpoint, env)
+    if name := _name_of(env):
+        protocol, suffix = (
+            given.get("DefaultEndpointsProtocol", "https"),
+            given.get("EndpointSuffix", _CLOUDS[0]),
+        )
+        return Account(name, f"{protocol}://{name}.blob.{suffix}")
     raise SettingsError(
         "nothing says which storage account an az:// URL means",
         hint=f"set {ACCOUNT_NAMES[0]} or {CONNECTION_STRING}, or write https://account.blob.core.windows.net/container",
     )
+
+
+def _name_of(env: Mapping[str, str]) -> str:
+    return connection_string(env).get("AccountName") or first_of(env, ACCOUNT_NAMES)
 
 
 def web_host(host: str) -> str:

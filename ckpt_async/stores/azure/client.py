@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckpt_async.core.model import Checksum
-from ckpt_async.errors import ObjectNotFoundError, PreconditionFailedError, StoreError
+from ckpt_async.errors import ObjectNotFoundError, PreconditionFailedError
 from ckpt_async.stores.azure import answers, blocks
 from ckpt_async.stores.azure.access import Access
 from ckpt_async.stores.azure.account import Account
@@ -76,7 +76,7 @@ class AzureStore:
     ) -> None:
         self._root = f"{prefix}/" if prefix else ""
         self._url = url
-        self._location = AzureLocation(account, container, self._root)
+        self._location = AzureLocation(container, self._root, account.endpoint_url, account)
         self._session = AzureSession(self._location, Access(account, container, env), options)
         self._sender = Sender(self._session)
         self._capabilities: Capabilities | None = None
@@ -283,7 +283,7 @@ class AzureStore:
         """Azure forgets blocks that are not committed within a week, all of a blob's at once."""
         ours, _ = await self._blocks(key)
         if (parts := blocks.parts_of(ours, upload_id)) is None:
-            raise self._gone(key, "get_block_list")
+            raise self._location.not_found("there is no such upload", operation="get_block_list", key=key)
         return parts
 
     async def _blocks(self, key: str) -> tuple[Sequence[Block], bool]:
@@ -370,13 +370,6 @@ class AzureStore:
 
         await _gather([work() for _ in range(min(_AT_ONCE, len(keys)))])
         return sorted(found, key=lambda each: (each.key, each.upload_id))
-
-    def _gone(self, key: str, operation: str) -> StoreError:
-        error = ObjectNotFoundError(
-            "there is no such upload", operation=operation, key=self._location.name(key)
-        )
-        error.key = key
-        return error
 
 
 def _condition_headers(condition: Condition) -> dict[str, str]:

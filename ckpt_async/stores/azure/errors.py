@@ -7,51 +7,26 @@ import email.utils
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
-from ckpt_async.core.keys import PROBES
-from ckpt_async.errors import (
-    CkptAsyncError,
-    FailureReason,
-    IntegrityError,
-    ObjectNotFoundError,
-    ObjectTooLargeError,
-    PreconditionFailedError,
-    StoreError,
-)
+from ckpt_async.errors import CkptAsyncError, FailureReason, StoreError
 from ckpt_async.stores.azure.account import Account
 from ckpt_async.stores.http.failures import SOMEBODY_ELSE, UNTRUSTED, failure_of, reason_of_status
+from ckpt_async.stores.http.location import BucketLocation, legible
 from ckpt_async.stores.http.messages import MalformedResponseError, OtherRangeError, Response
 
-_PADDING = re.compile("0{16,}")
 # Signatures stand in URLs, and a library may put its URL into a message.
 _SIGNATURE = re.compile(r"(?<=sig=)[^&\s'\"]+")
 
 
 @dataclass(frozen=True, slots=True)
-class AzureLocation:
-    """Where requests go, for messages."""
+class AzureLocation(BucketLocation):
+    """A prefix in a container of a storage account."""
+
+    scheme: ClassVar[str] = "az"
+    listings: ClassVar[frozenset[str]] = frozenset({"list_blobs", "open"})
 
     account: Account
-    container: str
-    root: str
-
-    def name(self, key: str) -> str:
-        """What people find a blob by. Nothing for no key."""
-        return f"az://{self.container}/{self.root}{_legible(key, key)}" if key else ""
-
-    def error(
-        self, message: str, *, reason: FailureReason, operation: str = "", key: str = "", hint: str = ""
-    ) -> StoreError:
-        """About a blob here, or all of them."""
-        name = self.name(key) or f"az://{self.container}/{self.root}"
-        return _about(key, StoreError(message, reason=reason, operation=operation, key=name, hint=hint))
-
-    def too_large(self, size_bytes: int, max_size_bytes: int, *, operation: str, key: str) -> StoreError:
-        message = f"has {size_bytes} bytes, more than {max_size_bytes}"
-        return _about(key, ObjectTooLargeError(message, operation=operation, key=self.name(key)))
-
-    def spoilt(self, message: str, *, operation: str, key: str) -> StoreError:
-        return _about(key, IntegrityError(message, operation=operation, key=self.name(key)))
 
 
 @contextlib.contextmanager
@@ -68,7 +43,7 @@ def translating(operation: str, key: str, location: AzureLocation) -> Iterator[N
         raise location.error(str(error), reason=reason, operation=operation, key=key, hint=hint) from error
     except Exception as error:
         reason, hint = _failure(error, location)
-        message = f"{type(error).__name__}: {_SIGNATURE.sub('...', _legible(str(error), key))}"
+        message = f"{type(error).__name__}: {_SIGNATURE.sub('...', legible(str(error), key))}"
         raise location.error(message, reason=reason, operation=operation, key=key, hint=hint) from error
 
 
@@ -84,7 +59,7 @@ def refusal(
     answer: Response, operation: str, key: str, location: AzureLocation, *, is_conditional: bool = False
 ) -> StoreError:
     """What an HTTP error answer means."""
-    code, status, name = code_of(answer), answer.status, location.name(key)
+    code, status = code_of(answer), answer.status
     message = f"{status} {code}: {_said(answer)}".rstrip(": ")
     if status == 404 and not code and "x-ms-request-id" not in answer.headers:
         # The service says what is not there. Something else has answered, which knows nothing of our blobs.
@@ -97,17 +72,17 @@ def refusal(
         )
     reason = _reason_of(code, status, message)
     if code == "ContainerNotFound":
-        hint = f"there is no container {location.container} in the account {location.account.name}: create it"
+        hint = f"there is no container {location.bucket} in the account {location.account.name}: create it"
         return location.error(message, reason=reason, operation=operation, key=key, hint=hint)
     if is_conditional and (
         reason is FailureReason.PRECONDITION
         or (reason is FailureReason.NOT_FOUND and "copy" not in operation)
     ):
-        return _about(key, PreconditionFailedError(message, operation=operation, key=name))
+        return location.unmet(message, operation=operation, key=key)
     if reason is FailureReason.CHECKSUM:
-        return _about(key, IntegrityError(message, operation=operation, key=name))
+        return location.spoilt(message, operation=operation, key=key)
     if reason is FailureReason.NOT_FOUND:
-        return _about(key, ObjectNotFoundError(message, operation=operation, key=name))
+        return location.not_found(message, operation=operation, key=key)
     hint = _HINTS.get(code, "")
     if reason is FailureReason.AUTH and not hint:
         hint = _hint_for_auth(answer, operation, location)
@@ -127,18 +102,7 @@ def _hint_for_auth(answer: Response, operation: str, location: AzureLocation) ->
         return f"the SAS or token has expired, or a clock is wrong: here it is {here}, at the store {there}"
     if "ignature" in detail:
         return f"the key or SAS does not belong to the account {location.account.name}: is that the right account?"
-    return f"the credentials may not do {operation} in {location.container} of {location.account.name}"
-
-
-def _legible(text: str, key: str) -> str:
-    """`text` without what makes the probe's keys long: theirs is the first message that somebody who is new gets."""
-    return _PADDING.sub("...", text) if key.startswith(PROBES) else text
-
-
-def _about(key: str, error: StoreError) -> StoreError:
-    """The message has the blob's full name, for people; `key` is relative to the root, as everywhere else."""
-    error.key = key
-    return error
+    return f"the credentials may not do {operation} in {location.bucket} of {location.account.name}"
 
 
 # "Common REST API error codes" and "Blob Storage error codes" of Microsoft's REST reference. What is not here is judged

@@ -76,7 +76,7 @@ class AzureSession:
 
     def url(self, key: str | None, operation: str, grant: Grant, query: Query = NOTHING) -> str:
         """Of a blob, or without a key of the container. It holds the signature: never for a message."""
-        url = f"{self.location.account.endpoint_url}/{self.location.container}"
+        url = f"{self.location.account.endpoint_url}/{self.location.bucket}"
         if key is not None:
             url += f"/{quote(self.name(key, operation), safe='/~')}"
         said = "&".join(part for part in (urlencode(query, quote_via=quote), grant.query) if part)
