@@ -24,7 +24,7 @@ from tests.model.world import ViolationError
 from tests.simulation.faults import KINDS, REASONS
 from tests.simulation.simulation import simulate
 
-NUM_SEEDS = 1000
+NUM_SEEDS = 500
 SEEDS_PER_TEST = 500
 # This test's part of the soak: the other soak tests share the minutes.
 SOAK_SHARE = 0.5
