@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.azurite import AzuriteServer
 from tests.seaweed import SeaweedServer
+from tests.stores.gcs_peer import GcsPeer
 from tests.sweep.trainers import Trainers
 
 # Hypothesis must find the same today as tomorrow: a pure test that fails by chance helps nobody.
@@ -100,6 +101,20 @@ def azure_url(azurite: AzuriteServer, monkeypatch: pytest.MonkeyPatch) -> str:
     for name, value in azurite.environment().items():
         monkeypatch.setenv(name, value)
     return f"az://{azurite.container}/test-{uuid.uuid4().hex}"
+
+
+@pytest.fixture(scope="session")
+def gcs_peer() -> Iterator[GcsPeer]:
+    """For all tests that do not meddle; each has a prefix of its own."""
+    with GcsPeer() as peer:
+        yield peer
+
+
+@pytest.fixture
+def gcs_url(gcs_peer: GcsPeer, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A prefix in the session's Google Cloud Storage that no other test uses; the environment leads there."""
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", gcs_peer.url)
+    return f"gs://{gcs_peer.bucket}/test-{uuid.uuid4().hex}"
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from ckpt_async.core.model import RemoteAddress
 from ckpt_async.errors import SettingsError
 from ckpt_async.stores.azure.backend import AzureBackend
 from ckpt_async.stores.backend import Backend, Location
+from ckpt_async.stores.gcs.backend import GcsBackend
 from ckpt_async.stores.meant import meant
 from ckpt_async.stores.options import StoreOptions
 from ckpt_async.stores.s3.backend import S3Backend
@@ -59,7 +60,7 @@ class MemoryBackend(Backend):
         return MemoryStore(shared_bucket(location.bucket), prefix=location.prefix, url=url)
 
 
-BACKENDS: tuple[Backend, ...] = (FileBackend(), S3Backend(), AzureBackend(), MemoryBackend())
+BACKENDS: tuple[Backend, ...] = (FileBackend(), S3Backend(), GcsBackend(), AzureBackend(), MemoryBackend())
 
 
 def backend_of(url: str) -> Backend:

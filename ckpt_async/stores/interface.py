@@ -25,7 +25,8 @@ class Capabilities:
     min_part_size_bytes: int = 5 << 20  # S3: every part but the last
     max_parts: int = 10_000  # S3 user guide, multipart upload limits
     trailing_checksums: bool = False  # `put_part` may find the checksum while it sends
-    copies: bool = True  # `copy`; and `copy_part`, where it has `multipart`
+    copies: bool = True  # `copy`
+    copies_parts: bool = True  # `copy_part`, where it has `multipart`
     max_copy_bytes: int = 5 << 30  # S3: more goes part by part (S3 API reference, CopyObject)
 
 

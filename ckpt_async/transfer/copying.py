@@ -33,10 +33,9 @@ async def copy(store: PatientStore, source: str, key: str, size_bytes: int, chec
             operation="copy",
             key=source,
         )
-    if (
-        size_bytes <= min(COPY_PART_BYTES, store.capabilities.max_copy_bytes)
-        or not store.capabilities.multipart
-    ):
+    can = store.capabilities
+    is_small = size_bytes <= min(COPY_PART_BYTES, can.max_copy_bytes)
+    if is_small or not (can.multipart and can.copies_parts):
         await store.by_itself("copy", size_bytes, lambda once: once.copy(source, there.etag, key))
     else:
         await _in_parts(store, there, key, checksum)

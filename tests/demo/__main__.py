@@ -28,6 +28,7 @@ from ckpt_async.local import journals
 from tests.demo.check import Verdict, check
 from tests.demo.config import Config, read_log
 from tests.seaweed import SeaweedServer
+from tests.stores.gcs_peer import GcsPeer
 
 WORLD_SIZE = 2
 VICTIM = 1  # the rank that is killed
@@ -59,7 +60,7 @@ class Run:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="./dev demo", description=__doc__.partition("\n")[0])
-    parser.add_argument("--store", choices=("s3", "file"), default="s3", help="a real S3 server, or a folder")
+    parser.add_argument("--store", choices=("s3", "gcs", "file"), default="s3", help="a server, or a folder")
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
     parser.add_argument("--keep", metavar="DIR", help="work in DIR and leave everything there")
     parser.add_argument("--steps", type=int, default=16)
@@ -111,6 +112,11 @@ def _shard_bytes(width: int, depth: int) -> float:
 def _store(kind: str, work: Path) -> Iterator[tuple[str, Mapping[str, str]]]:
     if kind == "file":
         yield f"file://{work / 'store' / 'demo-run'}", {}
+        return
+    if kind == "gcs":
+        say("starting the tests' own Google Cloud Storage on loopback …")
+        with GcsPeer() as peer:
+            yield f"gs://{peer.bucket}/demo-run", {"STORAGE_EMULATOR_HOST": peer.url}
         return
     data = work / "seaweedfs"
     data.mkdir(exist_ok=True)

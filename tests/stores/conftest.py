@@ -1,9 +1,12 @@
 """What every test of a store over TLS needs: an authority, and a certificate for this machine."""
 
 import ssl
+from collections.abc import Iterator
 
 import pytest
 import trustme
+
+from tests.stores.gcs_servers import FakeGcsServer
 
 
 @pytest.fixture(scope="session")
@@ -23,3 +26,9 @@ def ca_file(authority: trustme.CA, tmp_path_factory: pytest.TempPathFactory) -> 
     path = tmp_path_factory.mktemp("authority") / "ca.pem"
     authority.cert_pem.write_to_path(path)
     return str(path)
+
+
+@pytest.fixture(scope="session")
+def fake_gcs() -> Iterator[FakeGcsServer]:
+    with FakeGcsServer() as server:
+        yield server

@@ -6,6 +6,7 @@ import os
 import random
 import ssl
 import threading
+import uuid
 
 import pytest
 import trustme
@@ -779,6 +780,43 @@ class TestAzureStore(MultipartTests):
         ]
         await store.complete_multipart("a", upload_id, parts, self.crc(b"tinytiny"), 8)
         assert await read(store, "a", 0, 8) == b"tinytiny"
+
+
+class TestGcsStore(MultipartTests):
+    """Against the tests' own peer, which does what Google's documentation says."""
+
+    algorithm = "crc32c"
+    # Google's XML API has no copies of parts: `copy` takes objects of any size.
+    test_parts_of_another_object = test_a_part_of_another_object_that_has_changed_is_refused = None
+
+    @pytest.fixture
+    def make_store(self, gcs_peer):
+        url = f"gs://{gcs_peer.bucket}/{uuid.uuid4().hex}"
+        return functools.partial(open_store, url, StoreOptions(endpoint_url=gcs_peer.url))
+
+    @with_store
+    async def test_parts_are_not_copied_and_it_says_so(self, store):
+        assert not store.capabilities.copies_parts
+        with pytest.raises(StoreError) as raised:
+            await store.copy_part("from", "1", "to", "id", 1, 0, 1)
+        assert raised.value.reason is FailureReason.OTHER
+
+
+class TestGcsEmulator(StoreTests):
+    """Against fake-gcs-server, as people run it in their own tests."""
+
+    algorithm = "crc32c"
+    # It compares no checksum before it replaces an object, nor the generation before it copies one.
+    test_wrong_checksum_is_refused = test_an_object_that_has_changed_or_is_gone_is_not_copied = None
+
+    @pytest.fixture
+    def make_store(self, fake_gcs):
+        url = f"gs://{fake_gcs.bucket}/{uuid.uuid4().hex}"
+        return functools.partial(open_store, url, StoreOptions(endpoint_url=fake_gcs.url))
+
+    @with_store
+    async def test_it_has_no_multipart_uploads(self, store):
+        assert not store.capabilities.multipart
 
 
 @pytest.fixture(scope="module")

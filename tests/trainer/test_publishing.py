@@ -24,6 +24,7 @@ from ckpt_async.stores.memory import CAPABILITIES
 from ckpt_async.sweep.drain import drain
 from ckpt_async.transfer import copying
 from tests.conftest import Run
+from tests.stores.gcs_peer import GcsPeer
 from tests.stores.misbehaving import Meddled, trouble
 from tests.stores.objects import objects
 from tests.trainer.uploads import Open, decisions, wait_until, write
@@ -91,6 +92,17 @@ def test_a_large_file_is_copied_in_parts(
     with Uploader(tmp_path / "folder", s3_url, publish_copies=True) as uploader:
         save(uploader, 1, "exact/large.pt", data)
     assert published(s3_url) == {"exact/large.pt": data}
+
+
+def test_where_parts_cannot_be_copied_a_large_file_is_copied_at_once(
+    gcs_peer: GcsPeer, gcs_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copying, "COPY_PART_BYTES", 5 * MIB)
+    data = os.urandom(12 * MIB + 5)
+    with Uploader(tmp_path / "folder", gcs_url, publish_copies=True) as uploader:
+        save(uploader, 1, "exact/large.pt", data)
+    name = f"{gcs_url.removeprefix(f'gs://{gcs_peer.bucket}/')}/exact/large.pt"
+    assert gcs_peer.objects[name].data == data
 
 
 def test_nothing_is_published_before_the_commit_or_of_what_is_never_committed(opened: Open) -> None:

@@ -141,7 +141,7 @@ class Connections:
         if url.scheme != "https":
             return http.client.HTTPConnection(url.hostname, url.port or 80, timeout=self._connect_timeout_s)
         return http.client.HTTPSConnection(
-            url.hostname, url.port or 443, timeout=self._connect_timeout_s, context=_trusting(self._ca_file)
+            url.hostname, url.port or 443, timeout=self._connect_timeout_s, context=trusting(self._ca_file)
         )
 
     def _dial(self, connection: http.client.HTTPConnection) -> socket.socket:
@@ -176,7 +176,7 @@ def has_unread(connected: socket.socket) -> bool:
     return bool(poll.poll(0))
 
 
-def _trusting(ca_file: str | None) -> ssl.SSLContext:
+def trusting(ca_file: str | None) -> ssl.SSLContext:
     """Shared by all connections, for reading the certificates takes 10 ms of CPU; read again when they change."""
     changed_ns = os.stat(ca_file).st_mtime_ns if ca_file else 0
     with _making_context:

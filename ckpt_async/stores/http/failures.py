@@ -18,7 +18,7 @@ from ckpt_async.stores.http.messages import MalformedResponseError
 
 P = ParamSpec("P")
 
-UNTRUSTED = "is the endpoint's certificate trusted here? see AWS_CA_BUNDLE"
+UNTRUSTED = "is the endpoint's certificate trusted here? see AWS_CA_BUNDLE, REQUESTS_CA_BUNDLE"
 SOMEBODY_ELSE = "did something other than the store respond: a proxy, a cache, a login page?"
 _BROKEN_CONNECTIONS = (aiohttp.ClientError, http.client.HTTPException, asyncio.IncompleteReadError, OSError)
 

@@ -1,0 +1,192 @@
+"""What Google's answers say, or why one is not believed. Pure: answers in, values or MalformedResponseError out.
+
+An answer has to show that it is what was asked for: proxies, login pages and caches answer 200 too. So: the right kind
+of document, the store's own time, no other name than the one asked for.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+from xml.etree import ElementTree as ET
+
+from ckpt_async.core.model import Checksum
+from ckpt_async.stores.http.messages import MalformedResponseError, Response, http_date, seconds_of
+from ckpt_async.stores.interface import MultipartInfo, ObjectInfo, StoredPart
+
+ALGORITHM = "crc32c"
+Resource = Mapping[str, Any]
+
+_CRC32C_LENGTH = 8  # in base64
+_HASH = re.compile(r"(?:^|,)\s*crc32c=([A-Za-z0-9+/]{6}==)\s*(?=,|$)")
+
+
+def document(answer: Response, kind: str) -> Resource:
+    """The JSON document that answers, which says that it is of this kind."""
+    try:
+        found = json.loads(answer.error)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or found.get("kind") != kind:
+        raise MalformedResponseError(f"the answer is no {kind} but {answer.error[:80]!r}")
+    if answer.headers.get("age", "0") != "0":
+        # A store does not say how old its answer is; caches do (RFC 9111, 5.1).
+        raise MalformedResponseError("the answer comes from a cache: it has an Age")
+    return found
+
+
+def server_time(answer: Response) -> float:
+    """The store's own, by which ages are measured: so ours must not stand in for it."""
+    return http_date("Date", answer.headers.get("date", ""))
+
+
+def info(key: str, name: str, resource: Resource) -> ObjectInfo:
+    """Of the object `name` in the bucket. Its ETag is its generation, which no other version has ever."""
+    if resource.get("name") != name:
+        raise MalformedResponseError(f"asked for {name!r}, the answer is about {resource.get('name')!r}")
+    value = resource.get("crc32c")
+    checksum = None
+    if isinstance(value, str) and len(value) == _CRC32C_LENGTH:
+        checksum = Checksum(ALGORITHM, value)
+    # Headers have whole seconds, and all answers about one version tell the same time.
+    at = float(int(_moment("updated", resource.get("updated")))) if "updated" in resource else None
+    return ObjectInfo(key, _number(resource, "size"), _generation(resource.get("generation")), checksum, at)
+
+
+def info_of_media(key: str, answer: Response, size_bytes: int) -> ObjectInfo:
+    """Of the object whose content an answer is, or is a part of."""
+    modified = answer.headers.get("last-modified")
+    return ObjectInfo(
+        key,
+        size_bytes,
+        _generation(answer.headers.get("x-goog-generation")),
+        hash_of(answer),
+        None if modified is None else http_date("Last-Modified", modified),
+    )
+
+
+def hash_of(answer: Response) -> Checksum | None:
+    """What the store says it has, whole, of the object or part."""
+    found = _HASH.search(answer.headers.get("x-goog-hash", ""))
+    return None if found is None else Checksum(ALGORITHM, found[1])
+
+
+def page(answer: Response, prefix: str) -> tuple[list[tuple[str, Resource]], str]:
+    """Names and resources of one page, and the token of the next one, "" after the last."""
+    listing = document(answer, "storage#objects")
+    token, items = listing.get("nextPageToken", ""), listing.get("items", [])
+    if not isinstance(token, str) or not isinstance(items, list):
+        raise MalformedResponseError(f"the listing is malformed: {str(listing)[:80]}")
+    named = []
+    for item in items:
+        name = item.get("name") if isinstance(item, dict) else None
+        if not isinstance(name, str) or not name.startswith(prefix):
+            raise MalformedResponseError(f"the store answered with {name!r}, a key outside of {prefix!r}")
+        if not name.endswith("/"):  # the markers of folders that some consoles make
+            named.append((name, item))
+    return named, token
+
+
+# --- XML: multipart uploads --------------------------------------------------------------------------------
+
+
+def xml(answer: Response, root: str) -> ET.Element:
+    """The XML document that answers, which says that it is of this kind; without namespaces."""
+    try:
+        found = ET.fromstring(answer.error)  # noqa: S314  expat stops at entities that grow
+    except ET.ParseError:
+        raise MalformedResponseError(f"the answer is no {root} but {answer.error[:80]!r}") from None
+    for each in found.iter():
+        each.tag = each.tag.rpartition("}")[2]
+    if found.tag != root:
+        raise MalformedResponseError(f"the answer is no {root} but {answer.error[:80]!r}")
+    return found
+
+
+def upload_id(answer: Response, name: str) -> str:
+    begun = xml(answer, "InitiateMultipartUploadResult")
+    _check_echo(begun, "Key", name)
+    return _text(begun, "UploadId")
+
+
+def parts(answer: Response, name: str, upload_id: str) -> tuple[list[StoredPart], str]:
+    """Of one page, and the marker of the next one, "" after the last. Their ETags are MD5s."""
+    listing = xml(answer, "ListPartsResult")
+    _check_echo(listing, "Key", name)
+    _check_echo(listing, "UploadId", upload_id)
+    found = [
+        StoredPart(_digits("PartNumber", each), _digits("Size", each), _text(each, "ETag"), None)
+        for each in listing.iter("Part")
+    ]
+    return found, _text(listing, "NextPartNumberMarker") if _is_truncated(listing) else ""
+
+
+def uploads(answer: Response, prefix: str) -> tuple[list[MultipartInfo], dict[str, str]]:
+    """Of one page, and how to ask for the next one, nothing after the last."""
+    listing = xml(answer, "ListMultipartUploadsResult")
+    found = []
+    for each in listing.iter("Upload"):
+        name = _text(each, "Key")
+        if not name.startswith(prefix):
+            raise MalformedResponseError(f"the store answered with {name!r}, a key outside of {prefix!r}")
+        at = _moment("Initiated", _text(each, "Initiated"))
+        found.append(MultipartInfo(name, _text(each, "UploadId"), at))
+    if not _is_truncated(listing):
+        return found, {}
+    key_marker = _text(listing, "NextKeyMarker")
+    return found, {"key-marker": key_marker, "upload-id-marker": _text(listing, "NextUploadIdMarker")}
+
+
+def _is_truncated(listing: ET.Element) -> bool:
+    text = _text(listing, "IsTruncated")
+    if text not in ("true", "false"):
+        raise MalformedResponseError(f"the store answered with IsTruncated {text!r}")
+    return text == "true"
+
+
+def _check_echo(document: ET.Element, tag: str, asked: str) -> None:
+    if (echo := _text(document, tag)) != asked:
+        raise MalformedResponseError(f"the response belongs to another request: {tag} is {echo!r}")
+
+
+def _text(each: ET.Element, tag: str) -> str:
+    text = each.findtext(tag)
+    if not text:
+        raise MalformedResponseError(f"the store answered without {tag}")
+    return text
+
+
+def _digits(tag: str, each: ET.Element) -> int:
+    return _number({tag: _text(each, tag)}, tag)
+
+
+# --- fields ------------------------------------------------------------------------------------------------
+
+
+def _number(resource: Resource, name: str) -> int:
+    """64-bit numbers are strings in JSON."""
+    text = resource.get(name)
+    if not isinstance(text, str) or not re.fullmatch("[0-9]{1,19}", text):
+        raise MalformedResponseError(f"the store answered with {name} {text!r}")
+    return int(text)
+
+
+def _generation(text: object) -> str:
+    if not is_generation(text):
+        raise MalformedResponseError(f"the store answered with generation {text!r}")
+    return str(text)
+
+
+def is_generation(text: object) -> bool:
+    return isinstance(text, str) and re.fullmatch("[1-9][0-9]{0,18}", text) is not None
+
+
+def _moment(name: str, text: object) -> float:
+    try:
+        at = dt.datetime.fromisoformat(str(text))
+    except ValueError:
+        raise MalformedResponseError(f"the {name} of the answer is {str(text)[:80]!r}") from None
+    return seconds_of(name, at if at.tzinfo is not None else at.replace(tzinfo=dt.UTC))

@@ -1,0 +1,140 @@
+"""What Google's error answers mean, in JSON, XML and plain text."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Iterator
+
+import google.auth.exceptions
+
+from ckpt_async.errors import CkptAsyncError, FailureReason, StoreError
+from ckpt_async.stores.gcs.credentials import NO_CREDENTIALS
+from ckpt_async.stores.http.failures import SOMEBODY_ELSE, failure_of, reason_of_status
+from ckpt_async.stores.http.location import BucketLocation, legible
+from ckpt_async.stores.http.messages import MalformedResponseError, OtherRangeError, Response
+
+
+class GcsLocation(BucketLocation):
+    """A prefix in a bucket of Google Cloud Storage."""
+
+    __slots__ = ()
+    scheme = "gs"
+    listings = frozenset({"list", "list_multiparts"})
+
+
+@contextlib.contextmanager
+def translating(operation: str, key: str, location: GcsLocation) -> Iterator[None]:
+    """Turn every error of google.auth, the HTTP clients and the system into a StoreError. Cancellation passes, and so
+    do this package's own errors.
+    """
+    try:
+        yield
+    except CkptAsyncError:
+        raise
+    except google.auth.exceptions.GoogleAuthError as error:
+        reason = FailureReason.TRANSIENT if _is_of_network(error) else FailureReason.AUTH
+        hint = "" if _is_of_network(error) else NO_CREDENTIALS
+        raise location.error(str(error), reason=reason, operation=operation, key=key, hint=hint) from error
+    except Exception as error:
+        reason, hint = failure_of(error, location.endpoint_url or "")
+        message = str(error)
+        if not isinstance(error, MalformedResponseError | OtherRangeError):
+            message = f"{type(error).__name__}: {legible(message, key)}"
+        raise location.error(message, reason=reason, operation=operation, key=key, hint=hint) from error
+
+
+def _is_of_network(error: google.auth.exceptions.GoogleAuthError) -> bool:
+    return isinstance(error, google.auth.exceptions.TransportError) or error.retryable
+
+
+def refusal(answer: Response, operation: str, key: str, location: GcsLocation) -> StoreError:
+    """What an error answer means."""
+    code, said = _what_it_says(answer)
+    message = f"{answer.status} {code}: {said}" if code else f"{answer.status}: {said}"
+    reason = _reason_of(answer.status, code, said)
+    if answer.status < 400:
+        message, hint = f"{answer.status}: sent elsewhere", SOMEBODY_ELSE
+        return location.error(
+            message, reason=FailureReason.TRANSIENT, operation=operation, key=key, hint=hint
+        )
+    if answer.status == 404:
+        return _missing(code, said, message, operation, key, location)
+    if reason is FailureReason.PRECONDITION:
+        return location.unmet(message, operation=operation, key=key)
+    if reason is FailureReason.CHECKSUM:
+        return location.spoilt(message, operation=operation, key=key)
+    hint = (
+        _hint_for(answer.status, code, operation, location) if reason is not FailureReason.THROTTLED else ""
+    )
+    return location.error(message, reason=reason, operation=operation, key=key, hint=hint)
+
+
+def _missing(
+    code: str, said: str, message: str, operation: str, key: str, location: GcsLocation
+) -> StoreError:
+    if not code:
+        # Google says what is not there. Something else has answered, which knows nothing of our objects.
+        return location.error(
+            "404, but not in the form that a store sends",
+            reason=FailureReason.TRANSIENT,
+            operation=operation,
+            key=key,
+            hint=SOMEBODY_ELSE,
+        )
+    is_of_bucket = operation in location.listings or "bucket does not exist" in said.lower()
+    if code == "NoSuchBucket" or is_of_bucket:
+        hint = f"there is no bucket {location.bucket} at {location.endpoint_url}: create it"
+        return location.error(
+            message, reason=FailureReason.NOT_FOUND, operation=operation, key=key, hint=hint
+        )
+    return location.not_found(message, operation=operation, key=key)
+
+
+_JSON = re.compile(rb"\s*\{")
+_XML = {name: re.compile(rb"<%b>([^<]*)</%b>" % (name, name)) for name in (b"Code", b"Message")}
+
+
+def _what_it_says(answer: Response) -> tuple[str, str]:
+    """Code and message; no code if it has none of Google's forms."""
+    text = answer.error
+    if _JSON.match(text):
+        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, IndexError):
+            error = json.loads(text)["error"]
+            reasons = error.get("errors") or [{}]
+            return str(reasons[0].get("reason") or error["code"]), str(error.get("message", ""))
+    if (code := _XML[b"Code"].search(text)) is not None:
+        said = _XML[b"Message"].search(text)
+        return code[1].decode("utf-8", "replace"), said[1].decode("utf-8", "replace") if said else ""
+    return "", text[:200].decode("utf-8", "replace").strip()
+
+
+# https://cloud.google.com/storage/docs/json_api/v1/status-codes, https://cloud.google.com/storage/docs/xml-api/reference-status
+_THROTTLED = frozenset(
+    "rateLimitExceeded userRateLimitExceeded quotaExceeded SlowDown RequestRateTooHigh".split()
+)
+_SPOILT = frozenset("BadDigest CrcMismatch InvalidDigest InvalidPart".split())
+# The JSON API has no code of its own for it: "Provided CRC32C "..." doesn't match calculated CRC32C "..."".
+_SPOILT_TEXT = re.compile(r"(crc32c|md5|hash).*(match|mismatch)", re.IGNORECASE | re.DOTALL)
+
+
+def _reason_of(status: int, code: str, said: str) -> FailureReason:
+    if code in _THROTTLED:
+        return FailureReason.THROTTLED
+    if code in _SPOILT or (status == 400 and _SPOILT_TEXT.search(said)):
+        return FailureReason.CHECKSUM
+    return reason_of_status(status)
+
+
+def _hint_for(status: int, code: str, operation: str, location: GcsLocation) -> str:
+    """What to do about an error, or ""."""
+    match status, code:
+        case _, "userProjectMissing" | "UserProjectMissing":
+            return "the bucket's requester pays: set GOOGLE_CLOUD_QUOTA_PROJECT"
+        case 401, _:
+            return NO_CREDENTIALS
+        case 403, _:
+            return f"the credentials may not do {operation} in {location}: roles/storage.objectUser on the bucket may"
+        case _:
+            return ""

@@ -1,0 +1,145 @@
+"""Large objects in parts, by Google's XML API (https://cloud.google.com/storage/docs/multipart-uploads)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from xml.sax.saxutils import escape
+
+from ckpt_async.core.model import Checksum
+from ckpt_async.stores.checksums import combine
+from ckpt_async.stores.gcs import answers
+from ckpt_async.stores.gcs.errors import translating
+from ckpt_async.stores.gcs.session import GcsSession
+from ckpt_async.stores.http.messages import MalformedResponseError
+from ckpt_async.stores.interface import Body, MultipartInfo, StoredPart
+
+# What an object is to be is told when its upload begins.
+_HEADERS = {
+    "cacheControl": "cache-control",
+    "contentType": "content-type",
+    "kmsKeyName": "x-goog-encryption-kms-key-name",
+    "predefinedAcl": "x-goog-acl",
+    "storageClass": "x-goog-storage-class",
+}
+# The JSON API's names of them, in the XML API's words.
+_ACLS = {
+    "authenticatedRead": "authenticated-read",
+    "bucketOwnerFullControl": "bucket-owner-full-control",
+    "bucketOwnerRead": "bucket-owner-read",
+    "projectPrivate": "project-private",
+    "publicRead": "public-read",
+}
+
+
+class Multiparts:
+    """Uploads of one bucket that are not complete."""
+
+    def __init__(self, session: GcsSession) -> None:
+        self._session, self._location = session, session.location
+
+    async def create(self, key: str) -> str:
+        name = self._session.name(key, "create_multipart")
+        url = self._session.xml_url(name, {"uploads": ""})
+        headers = dict(_told(self._session.options.put_args))
+        answer = await self._session.call("create_multipart", key, "POST", url, headers=headers)
+        with translating("create_multipart", key, self._location):
+            return answers.upload_id(answer, name)
+
+    async def put(
+        self, key: str, upload_id: str, number: int, body: Body, checksum: Checksum | None
+    ) -> StoredPart:
+        """One attempt. On return or raise nothing reads the body or its buffers any more."""
+        assert checksum is not None  # no trailing checksums here
+        url = self._url(key, "put_part", {"partNumber": str(number), "uploadId": upload_id})
+        with translating("put_part", key, self._location):
+            headers = {
+                **await self._session.credentials.headers(),
+                "content-length": str(body.size_bytes),
+                "x-goog-hash": f"{checksum.algorithm}={checksum.value}",
+            }
+            answer = await self._session.uploads_for(body).put(url, headers, body)
+        if answer.status >= 300:
+            raise self._session.refused(answer, "put_part", key)
+        with translating("put_part", key, self._location):
+            if not (etag := answer.headers.get("etag", "")):
+                raise MalformedResponseError("the store answered without ETag")
+        if (found := answers.hash_of(answer)) not in (None, checksum):
+            message = f"the store has {found}, sent was {checksum}"
+            raise self._location.spoilt(message, operation="put_part", key=key)
+        return StoredPart(number, body.size_bytes, etag, checksum)
+
+    async def parts(self, key: str, upload_id: str) -> list[StoredPart]:
+        name = self._session.name(key, "list_parts")
+        found: list[StoredPart] = []
+        following = "0"
+        while following:
+            marker, asked = following, {"uploadId": upload_id, "part-number-marker": following}
+            url = self._session.xml_url(name, asked)
+            answer = await self._session.call("list_parts", key, "GET", url)
+            with translating("list_parts", key, self._location):
+                page, following = answers.parts(answer, name, upload_id)
+                if following == marker:
+                    raise MalformedResponseError("the listing does not advance")
+            found += page
+        return sorted(found, key=lambda part: part.number)
+
+    def check_whole(self, key: str, parts: Sequence[StoredPart], checksum: Checksum, size_bytes: int) -> None:
+        """Raise IntegrityError unless the parts come to that: of those that were sent or compared, all is known."""
+        checksums = [(part.checksum, part.size_bytes) for part in parts if part.checksum is not None]
+        if len(checksums) == len(parts):
+            whole = combine(checksums, answers.ALGORITHM), sum(part.size_bytes for part in parts)
+            if whole != (checksum, size_bytes):
+                message = (
+                    f"the parts come to {whole[1]} bytes with {whole[0]}, not {size_bytes} with {checksum}"
+                )
+                raise self._location.spoilt(message, operation="complete_multipart", key=key)
+
+    async def complete(self, key: str, upload_id: str, parts: Sequence[StoredPart]) -> None:
+        listed = "".join(
+            f"<Part><PartNumber>{part.number}</PartNumber><ETag>{escape(part.etag)}</ETag></Part>"
+            for part in parts
+        )
+        body = f"<CompleteMultipartUpload>{listed}</CompleteMultipartUpload>".encode()
+        answer = await self._session.call(
+            "complete_multipart",
+            key,
+            "POST",
+            self._url(key, "complete_multipart", {"uploadId": upload_id}),
+            headers={"content-type": "application/xml"},
+            body=body,
+        )
+        with translating("complete_multipart", key, self._location):
+            answers.xml(answer, "CompleteMultipartUploadResult")
+
+    async def abort(self, key: str, upload_id: str) -> None:
+        url = self._url(key, "abort_multipart", {"uploadId": upload_id})
+        await self._session.call("abort_multipart", key, "DELETE", url)
+
+    async def uploads(self, prefix: str) -> list[MultipartInfo]:
+        root = self._location.root + prefix
+        found: list[MultipartInfo] = []
+        following: dict[str, str] = {}
+        while True:
+            marker = following
+            url = self._session.xml_url(None, {"uploads": "", "prefix": root, **marker})
+            answer = await self._session.call("list_multiparts", prefix, "GET", url)
+            with translating("list_multiparts", prefix, self._location):
+                page, following = answers.uploads(answer, root)
+                if following and following == marker:
+                    raise MalformedResponseError("the listing does not advance")
+            for each in page:
+                key = each.key.removeprefix(self._location.root)
+                found.append(MultipartInfo(key, each.upload_id, each.initiated_at))
+            if not following:
+                return found
+
+    def _url(self, key: str, operation: str, query: Mapping[str, str]) -> str:
+        return self._session.xml_url(self._session.name(key, operation), query)
+
+
+def _told(put_args: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+    for name, value in {"contentType": "application/octet-stream", **put_args}.items():
+        if isinstance(value, Mapping):
+            yield from ((f"x-goog-meta-{key}", str(text)) for key, text in value.items())
+        else:
+            yield _HEADERS[name], _ACLS.get(str(value), str(value))

@@ -1,0 +1,83 @@
+"""Objects' bytes, by threads of our own."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+
+from ckpt_async.errors import ObjectNotFoundError, StoreError
+from ckpt_async.stores.checks import check_size
+from ckpt_async.stores.checksums import checksum_of
+from ckpt_async.stores.gcs import answers
+from ckpt_async.stores.gcs.errors import translating
+from ckpt_async.stores.gcs.session import GcsSession
+from ckpt_async.stores.http.failures import telling_failures_of
+from ckpt_async.stores.http.messages import Response, total_of_range
+from ckpt_async.stores.interface import ObjectInfo, Sink, SmallGet
+
+
+class Reader:
+    """Reads ranges, and small objects whole or in series."""
+
+    def __init__(self, session: GcsSession, head: Callable[[str], Awaitable[ObjectInfo]]) -> None:
+        self._session, self._location, self._head = session, session.location, head
+
+    async def get(self, key: str, max_size_bytes: int) -> tuple[bytes, ObjectInfo]:
+        url = self._session.media_url(self._session.name(key, "get"))
+        answer = await self._session.request("get", key, "GET", url, max_size_bytes=max_size_bytes)
+        if answer.status >= 300:
+            raise await self._refused(key, answer)
+        data = answer.error
+        with translating("get", key, self._location):
+            info = answers.info_of_media(key, answer, len(data))
+        if len(data) > max_size_bytes:
+            raise self._location.too_large(len(data), max_size_bytes, operation="get", key=key)
+        found = checksum_of(data, answers.ALGORITHM)
+        if info.checksum not in (None, found):
+            message = f"the bytes have {found.value}, the object {info.checksum}"
+            raise self._location.spoilt(message, operation="get", key=key)
+        return data, info
+
+    async def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> ObjectInfo:
+        """At least one byte."""
+        url = self._session.media_url(self._session.name(key, "get"))
+        found: list[ObjectInfo] = []
+
+        def check(answer: Response) -> None:
+            total_bytes = total_of_range(answer, offset, size_bytes)
+            found.append(answers.info_of_media(key, answer, total_bytes))
+
+        with telling_failures_of(sink) as guarded, translating("get", key, self._location):
+            headers = await self._session.credentials.headers()
+            answer = await self._session.downloads.get_range(url, offset, size_bytes, guarded, check, headers)
+        if not found:
+            raise await self._refused(key, answer)
+        return found[0]
+
+    async def get_many(self, gets: Sequence[SmallGet], got: Callable[[SmallGet, memoryview], None]) -> None:
+        urls = [self._session.media_url(self._session.name(each.key, "get")) for each in gets]
+
+        def check(number: int, answer: Response) -> None:
+            get = gets[number]
+            with translating("get", get.key, self._location):
+                check_size(total_of_range(answer, 0, get.size_bytes), get)
+
+        with telling_failures_of(got) as guarded, translating("get", "", self._location):
+            headers = await self._session.credentials.headers()
+            refused = await self._session.downloads.get_many(
+                [(url, get.size_bytes) for url, get in zip(urls, gets, strict=True)],
+                check,
+                lambda number, data: guarded(gets[number], data),
+                headers,
+            )
+        if refused is not None:
+            number, answer = refused
+            raise await self._refused(gets[number].key, answer)
+
+    async def _refused(self, key: str, answer: Response) -> StoreError:
+        """Google says in plain text that there is no such object, as anybody might."""
+        if answer.status == 404:
+            try:
+                await self._head(key)
+            except ObjectNotFoundError as error:
+                return error
+        return self._session.refused(answer, "get", key)

@@ -1,0 +1,186 @@
+"""Requests to one bucket: small ones through aiohttp, bytes through connections of our own. Knows how to ask, not what
+for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import quote, urlencode, urlsplit
+
+import aiohttp
+import google.auth.exceptions
+from yarl import URL
+
+from ckpt_async.errors import FailureReason, StoreError
+from ckpt_async.stores.checks import check_key
+from ckpt_async.stores.gcs.credentials import Anonymous, Credentials, GoogleCredentials
+from ckpt_async.stores.gcs.errors import GcsLocation, refusal, translating
+from ckpt_async.stores.http.connections import has_proxy, trusting
+from ckpt_async.stores.http.downloads import NO_HEADERS, Downloads
+from ckpt_async.stores.http.messages import Response
+from ckpt_async.stores.http.series import SmallUploads
+from ckpt_async.stores.http.uploads import Uploads
+from ckpt_async.stores.interface import Body, BytesBody
+from ckpt_async.stores.options import StoreOptions
+
+
+class GcsSession:
+    """Belongs to the event loop that opened it."""
+
+    downloads: Downloads  # these are made by `open`
+    small_uploads: SmallUploads
+    _uploads: Uploads
+    _records: Uploads
+    _http: aiohttp.ClientSession
+
+    def __init__(self, location: GcsLocation, options: StoreOptions) -> None:
+        assert location.endpoint_url is not None
+        self.location, self.options = location, options
+        self.endpoint = location.endpoint_url.rstrip("/")
+        self.credentials: Credentials = Anonymous()
+        self._exit_stack = contextlib.AsyncExitStack()
+
+    async def open(self, *, is_read_only: bool) -> None:
+        if has_proxy(self.endpoint):
+            raise self.location.error(
+                "gs:// does not go through a proxy",
+                reason=FailureReason.OTHER,
+                operation="open",
+                hint=f"set NO_PROXY={urlsplit(self.endpoint).hostname} if it can be reached without one",
+            )
+        with translating("open", "", self.location):
+            # Nothing that is worth anything goes over plain HTTP: that is an emulator.
+            if self.endpoint.startswith("https:"):
+                try:
+                    self.credentials = await GoogleCredentials.find()
+                except google.auth.exceptions.DefaultCredentialsError:
+                    if not is_read_only:  # public buckets are read by anybody
+                        raise
+            self._connect()
+
+    def _connect(self) -> None:
+        ca_file = os.environ.get("REQUESTS_CA_BUNDLE") or None  # as google-auth does
+        connections: dict[str, Any] = {
+            "max_connections": self.options.max_connections,
+            "connect_timeout_s": self.options.connect_timeout_s,
+            "read_timeout_s": self.options.read_timeout_s,
+            "ca_file": ca_file,
+        }
+        self.downloads = Downloads(**connections)
+        self.small_uploads = SmallUploads(**connections)
+        self._uploads = Uploads(**connections)
+        self._records = Uploads(**connections, is_bulk=False)
+        for each in (self.downloads, self.small_uploads, self._uploads, self._records):
+            self._exit_stack.callback(each.close)
+        timeout = aiohttp.ClientTimeout(
+            total=None,
+            sock_connect=self.options.connect_timeout_s,
+            sock_read=self.options.read_timeout_s,
+        )
+        connector = aiohttp.TCPConnector(limit=self.options.max_connections, ssl=trusting(ca_file))
+        self._http = aiohttp.ClientSession(
+            connector=connector,
+            timeout=timeout,
+            headers={"User-Agent": "ckpt-async"},
+            skip_auto_headers=["Accept-Encoding", "Content-Type"],  # checksums are of what is stored
+            cookie_jar=aiohttp.DummyCookieJar(),
+        )
+        self._exit_stack.push_async_callback(self._http.close)
+
+    async def close(self) -> None:
+        await self._exit_stack.aclose()
+
+    def uploads_for(self, body: Body) -> Uploads:
+        """A receipt or a decision does not queue behind shards."""
+        return self._records if isinstance(body, BytesBody) else self._uploads
+
+    def name(self, key: str, operation: str) -> str:
+        """Of an object in its bucket. Raises StoreError for a key that could lead out of the root."""
+        return self.location.root + check_key(key, operation)
+
+    def json_url(self, name: str | None, what: str = "", **query: str) -> str:
+        """Of an object in the JSON API, or of all of them; `what` to do with it."""
+        path = f"{self.endpoint}/storage/v1/b/{self.location.bucket}/o"
+        path += "" if name is None else f"/{quoted(name)}"
+        return _with_query(f"{path}{what}", query)
+
+    def media_url(self, name: str) -> str:
+        """Of an object's bytes. Without "/download" Google may send us there (status 302)."""
+        return f"{self.endpoint}/download/storage/v1/b/{self.location.bucket}/o/{quoted(name)}?alt=media"
+
+    def upload_url(self, **query: str) -> str:
+        path = f"{self.endpoint}/upload/storage/v1/b/{self.location.bucket}/o"
+        return _with_query(path, {"uploadType": "multipart", **query})
+
+    def xml_url(self, name: str | None, query: Mapping[str, str]) -> str:
+        """Of an object in the XML API, or of the bucket."""
+        path = f"{self.endpoint}/{self.location.bucket}"
+        path += "" if name is None else f"/{quote(name, safe='/~')}"
+        return _with_query(path, query)
+
+    async def call(
+        self,
+        operation: str,
+        key: str,
+        method: str,
+        url: str,
+        *,
+        headers: Mapping[str, str] = NO_HEADERS,
+        body: bytes = b"",
+    ) -> Response:
+        """`request`, whose refusal is raised."""
+        answer = await self.request(operation, key, method, url, headers=headers, body=body)
+        if answer.status >= 300:
+            raise self.refused(answer, operation, key)
+        return answer
+
+    async def request(
+        self,
+        operation: str,
+        key: str,
+        method: str,
+        url: str,
+        *,
+        headers: Mapping[str, str] = NO_HEADERS,
+        body: bytes = b"",
+        max_size_bytes: int | None = None,
+    ) -> Response:
+        """A small request; its answer whole, in `error` whatever it says. Raises ObjectTooLargeError before it reads
+        more than `max_size_bytes` of what is no refusal.
+        """
+        with translating(operation, key, self.location):
+            headers = {**await self.credentials.headers(), **headers}
+            target = URL(url, encoded=True)
+            request = self._http.request(method, target, headers=headers, data=body, allow_redirects=False)
+            async with request as answer:
+                size_bytes = answer.content_length or 0
+                if max_size_bytes is not None and answer.status < 300 and size_bytes > max_size_bytes:
+                    raise self.location.too_large(size_bytes, max_size_bytes, operation=operation, key=key)
+                content = await answer.read()
+                told = {name.lower(): ", ".join(answer.headers.getall(name)) for name in answer.headers}
+        return Response(answer.status, told, content)
+
+    def refused(self, answer: Response, operation: str, key: str) -> StoreError:
+        """What it means. A token that had been good is renewed for the next attempt."""
+        if answer.status == 401 and self.credentials.were_refused():
+            return self.location.error(
+                "401: the token is not good any more; the next attempt has a new one",
+                reason=FailureReason.TRANSIENT,
+                operation=operation,
+                key=key,
+            )
+        return refusal(answer, operation, key, self.location)
+
+
+def quoted(name: str) -> str:
+    """One segment of a path."""
+    return quote(name, safe="~")
+
+
+def _with_query(url: str, query: Mapping[str, str]) -> str:
+    if not query:
+        return url
+    return f"{url}?{urlencode(query, quote_via=quote, safe='~')}"
