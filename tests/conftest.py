@@ -7,10 +7,12 @@ from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+import fsspec.config
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.azurite import AzuriteServer
+from tests.file_servers import FileServer
 from tests.seaweed import SeaweedServer
 from tests.stores.gcs_peer import GcsPeer
 from tests.sweep.trainers import Trainers
@@ -115,6 +117,38 @@ def gcs_url(gcs_peer: GcsPeer, monkeypatch: pytest.MonkeyPatch) -> str:
     """A prefix in the session's Google Cloud Storage that no other test uses; the environment leads there."""
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", gcs_peer.url)
     return f"gs://{gcs_peer.bucket}/test-{uuid.uuid4().hex}"
+
+
+@pytest.fixture(scope="session")
+def sftp_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FileServer]:
+    """One for the whole session, as with SeaweedFS."""
+    with FileServer("sftp", tmp_path_factory.mktemp("sftp")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def webdav_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FileServer]:
+    with FileServer("webdav", tmp_path_factory.mktemp("webdav")) as server:
+        yield server
+
+
+@pytest.fixture
+def sftp_url(sftp_server: FileServer, monkeypatch: pytest.MonkeyPatch) -> str:
+    return use_file_server(sftp_server, monkeypatch)
+
+
+@pytest.fixture
+def webdav_url(webdav_server: FileServer, monkeypatch: pytest.MonkeyPatch) -> str:
+    return use_file_server(webdav_server, monkeypatch)
+
+
+def use_file_server(server: FileServer, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A folder in it that no other test uses. fsspec's configuration leads there, here and in other processes."""
+    for name, options in server.configuration().items():
+        monkeypatch.setitem(fsspec.config.conf, name, options)
+    for name, value in server.environment().items():
+        monkeypatch.setenv(name, value)
+    return f"{server.url}/test-{uuid.uuid4().hex}"
 
 
 @pytest.fixture

@@ -327,7 +327,11 @@ def _of_capabilities(found: Capabilities, is_compared: bool | None) -> Iterator[
         "not enforced: only rank 0 decides, and two trainers that use one run name at once are not fenced",
         "see docs/design.md; never start a run twice at the same time",
     )
-    if is_compared is not None:
+    for remark in found.remarks:
+        yield Finding("store", Level.WARN, remark)
+    if is_compared is not None and found.reads_back:
+        yield Finding("checksums", Level.OK, f"{found.checksum_algorithm} is compared with what is read back")
+    elif is_compared is not None:
         yield _either(
             is_compared,
             "checksums",

@@ -13,6 +13,7 @@ from ckpt_async.core.model import RemoteAddress
 from ckpt_async.errors import SettingsError
 from ckpt_async.stores.azure.backend import AzureBackend
 from ckpt_async.stores.backend import Backend, Location
+from ckpt_async.stores.fsspec.backend import FsspecBackend, has_fsspec
 from ckpt_async.stores.gcs.backend import GcsBackend
 from ckpt_async.stores.meant import meant
 from ckpt_async.stores.options import StoreOptions
@@ -61,6 +62,8 @@ class MemoryBackend(Backend):
 
 
 BACKENDS: tuple[Backend, ...] = (FileBackend(), S3Backend(), GcsBackend(), AzureBackend(), MemoryBackend())
+# For what is neither there nor registered by another package.
+OTHERS = FsspecBackend()
 
 
 def backend_of(url: str) -> Backend:
@@ -77,7 +80,10 @@ def backend_of(url: str) -> Backend:
             return backend
     if (registered := _registered(scheme)) is not None:
         return registered
-    known = f"known are {', '.join(schemes)}"
+    if OTHERS.claims(url):
+        return OTHERS
+    others = "what fsspec knows" if has_fsspec() else "with fsspec installed, what that knows"
+    known = f"known are {', '.join(schemes)}; {others}"
     hint = f"did you mean {better}? {known}" if (better := meant(url, schemes)) else known
     raise SettingsError(f"{scheme}:// is not a known kind of store", hint=hint)
 

@@ -72,6 +72,7 @@ async def keys(store, prefix: str = "", **options) -> list[str]:
 class StoreTests:
     """What holds for every store."""
 
+    odd_key = ODD_KEY
     algorithm = "crc64nvme"
 
     def crc(self, data: bytes) -> Checksum:
@@ -166,11 +167,11 @@ class StoreTests:
 
     @with_store
     async def test_a_copy_has_the_bytes_and_the_checksum_of_its_source(self, store):
-        source = await put(store, ODD_KEY, b"hello")
-        await store.copy(ODD_KEY, source.etag, "to/a+b=c")
+        source = await put(store, self.odd_key, b"hello")
+        await store.copy(self.odd_key, source.etag, "to/a+b=c")
         assert await store.get("to/a+b=c", max_size_bytes=5) == (b"hello", await store.head("to/a+b=c"))
         assert (await store.head("to/a+b=c")).checksum == self.crc(b"hello")
-        assert await keys(store) == sorted(["to/a+b=c", ODD_KEY])
+        assert await keys(store) == sorted(["to/a+b=c", self.odd_key])
 
     @with_store
     async def test_a_copy_replaces_what_is_there_and_nothing_else(self, store):
@@ -233,11 +234,11 @@ class StoreTests:
 
     @with_store
     async def test_keys_may_contain_odd_characters(self, store):
-        await put(store, ODD_KEY, b"1")
-        assert await keys(store) == [ODD_KEY]
-        assert await keys(store, ODD_KEY[:-3]) == [ODD_KEY]
-        assert (await store.get(ODD_KEY, max_size_bytes=1))[0] == b"1"
-        await store.delete([ODD_KEY])
+        await put(store, self.odd_key, b"1")
+        assert await keys(store) == [self.odd_key]
+        assert await keys(store, self.odd_key[:-3]) == [self.odd_key]
+        assert (await store.get(self.odd_key, max_size_bytes=1))[0] == b"1"
+        await store.delete([self.odd_key])
         assert await keys(store) == []
 
     @pytest.mark.parametrize("key", UNSAFE_KEYS)
@@ -270,7 +271,7 @@ class StoreTests:
     @with_store
     async def test_put_many_writes_small_objects(self, store):
         """As by `put`, told of in their order; nothing at all is fine too."""
-        many = {"a/1": b"one", ODD_KEY: b"odd", "empty": b"", "a/0": os.urandom(70_000)}
+        many = {"a/1": b"one", self.odd_key: b"odd", "empty": b"", "a/0": os.urandom(70_000)}
         stored = []
         await store.put_many([], stored.append)
         await store.put_many(
@@ -303,7 +304,7 @@ class StoreTests:
     @with_store
     async def test_get_many_reads_in_order(self, store):
         """Whole; nothing at all is fine too. More than a store takes in one go."""
-        many = {"a/1": b"one", ODD_KEY: b"odd", "large": os.urandom(256 << 10), "a/0": b"x"}
+        many = {"a/1": b"one", self.odd_key: b"odd", "large": os.urandom(256 << 10), "a/0": b"x"}
         many |= {f"b/{number}": b"%d" % number for number in range(17)}
         await store.put_many(
             [SmallPut(key, data, self.crc(data)) for key, data in many.items()], lambda _: None
@@ -734,6 +735,56 @@ class TestDirectoryStore(StoreTests):
         with pytest.raises(StoreError) as raised:
             await store.create_multipart("a")
         assert raised.value.reason is FailureReason.OTHER
+
+
+class FsspecTests(StoreTests):
+    """What no write has a condition on: rank 0 alone decides there."""
+
+    test_create_once_has_exactly_one_winner = test_compare_and_swap_loses_no_update = None
+    test_listing_spans_pages = None  # there are no pages
+
+    @pytest.fixture
+    def make_store(self, request):
+        return functools.partial(open_store, f"{request.getfixturevalue(f'{self.kind}_url')}/run")
+
+    @with_store
+    async def test_open_probes_all_capabilities_and_leaves_nothing(self, store):
+        assert await keys(store) == []
+        found = store.capabilities
+        assert (found.conditional_put, found.multipart, found.copies) == (False, False, self.kind == "webdav")
+        assert any("read back" in remark for remark in found.remarks)
+
+
+class TestSftpStore(FsspecTests):
+    kind = "sftp"
+    # SFTP has no copies.
+    test_a_copy_has_the_bytes_and_the_checksum_of_its_source = test_a_copy_outlives_its_source = None
+    test_a_copy_replaces_what_is_there_and_nothing_else = None
+    test_an_object_that_has_changed_or_is_gone_is_not_copied = None
+
+    @with_store
+    async def test_failed_conditions_are_reported(self, store):
+        """Looked at just before. SFTP tells versions apart by size and second."""
+        first = await put(store, "a", b"1")
+        second = await put(store, "a", b"22", condition=Match(first.etag))
+        for condition in (Create(), Match(first.etag)):
+            with pytest.raises(PreconditionFailedError):
+                await put(store, "a", b"3", condition=condition)
+        await store.delete(["a"])
+        with pytest.raises(PreconditionFailedError):
+            await put(store, "a", b"3", condition=Match(second.etag))
+
+    @with_store
+    async def test_a_copy_is_refused(self, store):
+        source = await put(store, "a", b"hello")
+        with pytest.raises(StoreError) as raised:
+            await store.copy("a", source.etag, "b")
+        assert raised.value.reason is FailureReason.OTHER
+
+
+class TestWebdavStore(FsspecTests):
+    kind = "webdav"
+    odd_key = "run=1/step=10+rank@0,a b/é~(1).distcp"  # webdav4 puts '%', '?' and '#' into URLs as they are
 
 
 class TestS3Store(MultipartTests):

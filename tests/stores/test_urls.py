@@ -219,7 +219,7 @@ def test_parsing_a_url_does_not_import_the_sdk():
         ("https://s3.amazonaws.com/b/run", "s3://b/run"),
         ("http://minio:9000/b/run", "s3://b/run with the endpoint http://minio:9000"),
         ("gcs://b/run", "gs://b/run"),
-        ("ftp://b/run", ""),
+        ("gopher://b/run", ""),
         ("nonsense", ""),
         ("user@host:run", ""),
     ],
@@ -278,3 +278,35 @@ def test_a_lower_key_limit_of_the_store_is_detected_at_open(s3_url: str) -> None
         assert {len(key) for key in found} == {LONGEST}
 
     asyncio.run(body())
+
+
+@pytest.mark.parametrize(
+    ("url", "location"),
+    [
+        ("sftp://me@host:2222/data/run/", Location("sftp", "me@host:2222", "data/run")),
+        ("oci://bucket@namespace/run", Location("oci", "bucket@namespace", "run")),
+        ("hf://datasets/me/runs/a", Location("hf", "datasets", "me/runs/a")),
+        ("webdav:///runs/a", Location("webdav", "", "runs/a")),
+    ],
+)
+def test_what_fsspec_knows_is_a_store(url: str, location: Location) -> None:
+    assert parse_url(url) == location
+    open_store(url)  # connects to nothing yet
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "sftp://me:secret@host/run",
+        "sftp://host/run?password=secret",
+        "sftp://host/run#secret",
+        "sftp://host",
+        "sftp://host/a/../secret",
+        "zip://secret/run",  # a manner of looking at another one
+        "simplecache://secret/run",
+    ],
+)
+def test_a_url_of_fsspec_that_holds_credentials_or_names_no_place_is_rejected(url: str) -> None:
+    with pytest.raises(SettingsError) as raised:
+        parse_url(url)
+    assert "secret" not in str(raised.value) or not ("@" in url or "?" in url or "#" in url)

@@ -1,0 +1,73 @@
+"""Which URLs name a file system that fsspec knows. Pure but for `claims` and `open`."""
+
+# ruff: noqa: ARG002 - as in `Backend`
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from ckpt_async.core.model import RemoteAddress
+from ckpt_async.errors import SettingsError
+from ckpt_async.stores.backend import UNPRINTABLE, Backend, Location
+from ckpt_async.stores.options import StoreOptions
+
+if TYPE_CHECKING:
+    from ckpt_async.stores.interface import Store
+
+# What has a kind of store of its own here, by any name that fsspec has for it.
+_OWN = frozenset("abfs abfss adl asynclocal az file gcs gs http https local memory s3 s3a".split())
+# What is a manner of looking at another file system, or can only be read.
+_NO_PLACE = frozenset(
+    "async_wrapper asyncwrapper blockcache cached data dir filecache generic gist git github libarchive pyscript"
+    " reference simplecache tar zip".split()
+)
+# A user's name is no secret, and `oci://bucket@namespace` has one sign for both.
+_AUTHORITY = re.compile(r"(?:[^@:]+@)?[^@]*")
+
+
+class FsspecBackend(Backend):
+    """The last that is asked: for schemes that nobody else claims."""
+
+    schemes = ()  # fsspec's, whatever they are where this runs
+    example = "sftp://host/folder"
+    credentials_hint = (
+        "they come from fsspec's own configuration, e.g. FSSPEC_SFTP_PASSWORD in the environment"
+    )
+
+    def claims(self, url: str) -> bool:
+        scheme = url.partition("://")[0]
+        if scheme in _OWN or scheme in _NO_PLACE or not has_fsspec():
+            return False
+        from fsspec.registry import available_protocols
+
+        return scheme in available_protocols()
+
+    def locate(self, url: str) -> Location:
+        scheme, _, rest = url.partition("://")
+        authority, _, path = rest.partition("/")
+        if not _AUTHORITY.fullmatch(authority):
+            raise SettingsError(f"a {scheme}:// URL must not hold credentials", hint=self.credentials_hint)
+        if "?" in rest or "#" in rest:
+            raise SettingsError(f"a {scheme}:// URL has no query or fragment", hint=self.credentials_hint)
+        if UNPRINTABLE.search(rest) or "\\" in rest:
+            raise SettingsError(f"{url!r} has a control character or backslash")
+        path = path.removesuffix("/")
+        if path and any(segment in ("", ".", "..") for segment in path.split("/")):
+            raise SettingsError(f"{url!r} has an empty, '.' or '..' segment")
+        if not path:
+            raise SettingsError(f"{url!r} names no folder", hint=f"{scheme}://{authority}/folder")
+        return Location(scheme, authority, path)
+
+    def address(self, url: str, options: StoreOptions, env: Mapping[str, str]) -> RemoteAddress:
+        return RemoteAddress(url)
+
+    def open(self, location: Location, options: StoreOptions, url: str, env: Mapping[str, str]) -> Store:
+        from ckpt_async.stores.fsspec.store import FsspecStore
+
+        return FsspecStore(url.removesuffix("/"), location.scheme, max_connections=options.max_connections)
+
+
+def has_fsspec() -> bool:
+    return find_spec("fsspec") is not None

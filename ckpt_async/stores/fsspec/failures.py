@@ -1,0 +1,73 @@
+"""What the errors of file systems mean. They are of any class; what many have in common is looked at."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from collections.abc import Iterator
+
+from ckpt_async.errors import CkptAsyncError, FailureReason, ObjectNotFoundError, StoreError
+
+_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO})
+_STATUS = {
+    401: FailureReason.AUTH,
+    403: FailureReason.AUTH,
+    404: FailureReason.NOT_FOUND,
+    408: FailureReason.TIMEOUT,
+    429: FailureReason.THROTTLED,
+    503: FailureReason.THROTTLED,
+    507: FailureReason.DISK,
+}
+# Mistakes, here or in the file system: no other attempt will do better.
+_FINAL = (TypeError, ValueError, NotImplementedError, AttributeError, ImportError, IsADirectoryError)
+
+
+@contextlib.contextmanager
+def translating(operation: str, key: str) -> Iterator[None]:
+    """Turn every error into a StoreError of the right reason. This package's own pass."""
+    try:
+        yield
+    except CkptAsyncError:
+        raise
+    except FileNotFoundError as error:
+        raise ObjectNotFoundError(operation=operation, key=key) from error
+    except Exception as error:
+        reason = reason_of(error)
+        if reason is FailureReason.NOT_FOUND:
+            raise ObjectNotFoundError(operation=operation, key=key) from error
+        raise StoreError(
+            f"{type(error).__name__}: {error}", reason=reason, operation=operation, key=key, hint=_hint(error)
+        ) from error
+
+
+def reason_of(error: Exception) -> FailureReason:
+    """Of one attempt. What nobody knows is tried again, until it has taken too long."""
+    name = type(error).__name__
+    if isinstance(error, PermissionError) or any(
+        word in name for word in ("Auth", "Forbidden", "Unauthorized", "PermissionDenied", "BadHostKey")
+    ):
+        return FailureReason.AUTH
+    if isinstance(error, TimeoutError) or "Timeout" in name:
+        return FailureReason.TIMEOUT
+    if isinstance(error, OSError) and error.errno in _DISK:
+        return FailureReason.DISK
+    if (status := _status(error)) is not None:
+        if status in _STATUS:
+            return _STATUS[status]
+        return FailureReason.TRANSIENT if status >= 500 else FailureReason.OTHER
+    return FailureReason.OTHER if isinstance(error, _FINAL) else FailureReason.TRANSIENT
+
+
+def _status(error: Exception) -> int | None:
+    """Of an HTTP answer, as requests, httpx and aiohttp carry it."""
+    response = getattr(error, "response", None)
+    for status in (getattr(response, "status_code", None), getattr(error, "status", None)):
+        if isinstance(status, int) and 300 <= status < 600:
+            return status
+    return None
+
+
+def _hint(error: Exception) -> str:
+    if isinstance(error, ImportError):
+        return "install the package that fsspec needs for this kind of file system"
+    return ""

@@ -1,0 +1,374 @@
+"""What is done with one file system object, in the thread of a lane: blocking, and as fsspec's methods really behave.
+
+fsspec names the methods and leaves much of what they do to each file system. What is not relied on: `exists` and
+`isdir` (any error is a no), `find` and `walk` (they pass over folders that cannot be listed), `rm_file` and `rmdir`
+(WebDAV removes all below), and closing a file after a failure (that writes what there is).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt_async.core.model import Checksum
+from ckpt_async.errors import FailureReason, IntegrityError, StoreError
+from ckpt_async.stores.checksums import Digest
+from ckpt_async.stores.fsspec.lanes import FileSystem
+from ckpt_async.stores.interface import ObjectInfo
+from ckpt_async.stores.tree import OWN
+
+ALGORITHM = "crc64nvme"
+_SLICE_BYTES = 4 << 20
+# A folder that is found empty and removed by another process between its making and its use.
+_PARENT_ATTEMPTS = 5
+
+# SSH's: rename replaces what is there, atomically (posix-rename@openssh.com), and rmdir leaves what is not empty.
+_POSIX = frozenset({"sftp", "ssh", "sshfs"})
+_MODIFIED = ("mtime", "modified", "LastModified", "last_modified", "updated", "modify", "created")
+
+
+@dataclass(frozen=True, slots=True)
+class Manners:
+    """How a file system behaves, known of its kind or found out by `probe`."""
+
+    is_posix: bool = False
+    renames: bool = False  # else an object is written under its key at once
+    replaces: bool = False  # a rename takes the place of what is there
+    has_folders: bool = True  # which must be made
+    has_times: bool = True
+    copies: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """One file. `etag` tells versions apart as far as the file system does: by size and second, where it has none."""
+
+    size_bytes: int
+    etag: str
+    modified_at: float | None
+
+    def info(self, key: str, checksum: Checksum | None = None) -> ObjectInfo:
+        return ObjectInfo(key, self.size_bytes, self.etag, checksum, self.modified_at)
+
+
+def is_posix(file_system: FileSystem) -> bool:
+    protocols = file_system.protocol
+    return not _POSIX.isdisjoint([protocols] if isinstance(protocols, str) else protocols)
+
+
+class Files:
+    """Files below `root`, a path as the file system writes it. Used by one thread at a time."""
+
+    def __init__(self, file_system: FileSystem, root: str, manners: Manners, made: set[str]) -> None:
+        self._fs, self._root, self._manners = file_system, root, manners
+        self._made = made  # folders that are known to be there; shared with the other lanes
+
+    def path(self, key: str) -> str:
+        return f"{self._root}/{key}" if key else self._root
+
+    # --- looking -------------------------------------------------------------------------------------------
+
+    def found(self, key: str) -> Found:
+        """Raises FileNotFoundError for what is missing, or no file."""
+        self._fs.invalidate_cache()
+        info = self._fs.info(self.path(key))
+        if info.get("type") != "file":
+            raise FileNotFoundError(key)
+        return _found(info)
+
+    def is_folder(self, key: str) -> bool:
+        self._fs.invalidate_cache()
+        try:
+            return bool(self._fs.info(self.path(key)).get("type") == "directory")
+        except FileNotFoundError:
+            return False
+
+    def walk(self, folder: str, prefix: str) -> Iterator[tuple[str, Found]]:
+        """Every file below `folder` ("" or ending in "/") whose key starts with `prefix`, in no order. Links are not
+        followed. An error is raised: half a listing would pass for all there is.
+        """
+        path = self.path(folder.removesuffix("/"))
+        self._fs.invalidate_cache()
+        try:
+            entries = self._fs.ls(path, detail=True)
+        except (FileNotFoundError, NotADirectoryError):
+            return  # never there, or deleted since its parent was read: the caller looks at the root
+        for entry in entries:
+            whole = str(entry["name"]).rstrip("/")
+            if whole.strip("/") == path.strip("/"):
+                continue  # a file of that name, or a folder's own mark
+            key = folder + whole.rpartition("/")[2]
+            if entry.get("type") == "directory":
+                below = f"{key}/"
+                if key != OWN and (below.startswith(prefix) or prefix.startswith(below)):
+                    yield from self.walk(below, prefix)
+            elif entry.get("type") == "file" and key.startswith(prefix):
+                yield key, _found(entry)
+
+    def read(self, key: str, offset: int, size_bytes: int, take: Callable[[memoryview], object]) -> None:
+        """Exactly these bytes. Raises IntegrityError if the file ends before."""
+        path, end = self.path(key), offset + size_bytes
+        if self._manners.is_posix:
+            self._read_opened(path, key, offset, end, take)
+            return
+        while offset < end:
+            stop = min(end, offset + _SLICE_BYTES)
+            data = self._fs.cat_file(path, start=offset, end=stop)
+            _check_length(key, data, stop - offset)
+            take(memoryview(data))
+            offset = stop
+
+    def _read_opened(
+        self, path: str, key: str, offset: int, end: int, take: Callable[[memoryview], object]
+    ) -> None:
+        with self._fs.open(path, "rb") as file:
+            ahead = getattr(file, "readv", None)  # paramiko: else each 32 KiB waits for those before
+            if ahead is None:
+                file.seek(offset)
+            while offset < end:
+                count = min(end - offset, _SLICE_BYTES)
+                data = b"".join(ahead([(offset, count)])) if ahead else file.read(count)
+                _check_length(key, data, count)
+                take(memoryview(data))
+                offset += count
+
+    def checksum(self, key: str, size_bytes: int) -> Checksum:
+        """Of what comes when it is read: the file system keeps none."""
+        digest = Digest(ALGORITHM)
+        self.read(key, 0, size_bytes, digest.update)
+        return digest.checksum()
+
+    # --- writing -------------------------------------------------------------------------------------------
+
+    def write(self, key: str, pieces: Iterable[bytes], size_bytes: int, checksum: Checksum) -> Found:
+        """Under a temporary name, read back, then renamed into place, where it renames. A failure leaves nothing."""
+        at = f"{OWN}/{secrets.token_hex(16)}" if self._manners.renames else key
+        try:
+            self._into_parent(at, lambda: self._write_whole(at, pieces, size_bytes, checksum, key))
+            try:
+                self._read_back(at, size_bytes, checksum, key)
+                if at != key:
+                    self._into_parent(key, lambda: self._rename(at, key))
+            except FileNotFoundError as error:
+                raise StoreError(
+                    f"what was written is not there: {error}",
+                    reason=FailureReason.TRANSIENT,
+                    operation="put",
+                    key=key,
+                ) from error
+        except BaseException:
+            if at != key:
+                with contextlib.suppress(Exception):
+                    self._fs.rm_file(self.path(at))
+            raise
+        return self.found(key)
+
+    def _write_whole(
+        self, at: str, pieces: Iterable[bytes], size_bytes: int, checksum: Checksum, key: str
+    ) -> None:
+        file = self._fs.open(self.path(at), "wb")
+        try:
+            if hasattr(file, "set_pipelined"):
+                file.set_pipelined(
+                    True
+                )  # paramiko: else each 32 KiB waits for those before; `close` has the errors
+            digest, written = Digest(checksum.algorithm), 0
+            for piece in pieces:
+                file.write(piece)
+                digest.update(piece)
+                written += len(piece)
+            if written != size_bytes or digest.checksum() != checksum:
+                raise IntegrityError("the bytes do not have the declared checksum", operation="put", key=key)
+        except BaseException:
+            _discard(file)
+            raise
+        file.close()
+
+    def _read_back(self, at: str, size_bytes: int, checksum: Checksum, key: str) -> None:
+        there = self.found(at)
+        digest = Digest(checksum.algorithm)
+        if there.size_bytes == size_bytes:
+            self.read(at, 0, size_bytes, digest.update)
+        if there.size_bytes != size_bytes or digest.checksum() != checksum:
+            with contextlib.suppress(Exception):
+                self._fs.rm_file(self.path(at))
+            raise IntegrityError("what was read back is not what was sent", operation="put", key=key)
+
+    def _rename(self, at: str, key: str) -> None:
+        source, target = self.path(at), self.path(key)
+        if not self._manners.replaces:
+            with contextlib.suppress(FileNotFoundError):
+                self._fs.rm_file(target)
+        rename(self._fs, source, target)
+
+    def _into_parent(self, key: str, place: Callable[[], None]) -> None:
+        """The folders on the way are made first, and once more where one has been removed meanwhile."""
+        parent = key.rpartition("/")[0]
+        for _ in range(_PARENT_ATTEMPTS):
+            self.make_folder(parent)
+            try:
+                place()
+            except FileNotFoundError:
+                self._made.discard(parent)
+            else:
+                return
+        self.make_folder(parent)
+        place()
+
+    def make_folder(self, folder: str) -> None:
+        if folder in self._made or not self._manners.has_folders:
+            return
+        try:
+            self._fs.makedirs(self.path(folder), exist_ok=True)
+        except Exception:
+            # Another process may have made it at the same time; not each file system says so in the same manner.
+            if not self.is_folder(folder):
+                raise
+        self._made.add(folder)
+
+    def copy(self, source: str, key: str) -> None:
+        """Over whatever is there."""
+        one, other = self.path(source), self.path(key)
+        if (webdav := _webdav(self._fs)) is not None:
+            self._into_parent(key, lambda: webdav.copy(one, other, overwrite=True))
+        else:
+            self._into_parent(key, lambda: self._fs.cp_file(one, other))
+
+    def delete(self, key: str) -> None:
+        """A file, and the folders that it leaves empty. Looks first: WebDAV would delete a folder with all in it."""
+        try:
+            self.found(key)
+            self._fs.rm_file(self.path(key))
+        except FileNotFoundError:
+            return
+        if self._manners.is_posix:
+            with contextlib.suppress(OSError):
+                while key := key.rpartition("/")[0]:
+                    self._made.discard(key)
+                    self._fs.rmdir(self.path(key))
+
+    def left_over(self, before: float) -> list[str]:
+        """Temporary files of writers that died."""
+        old = [key for key, found in self._own() if (found.modified_at or before) < before]
+        for key in old:
+            with contextlib.suppress(FileNotFoundError):
+                self._fs.rm_file(self.path(key))
+        return old
+
+    def _own(self) -> Iterator[tuple[str, Found]]:
+        return self.walk(f"{OWN}/", f"{OWN}/")
+
+
+def probe(file_system: FileSystem, root: str) -> tuple[Manners, float | None]:
+    """How it behaves, found out by two small files; and the time that it says, at this moment. Raises whatever it
+    raises: what cannot be written is no place for checkpoints.
+    """
+    posix = is_posix(file_system)
+    # To begin with: folders are made, and nothing is renamed.
+    files = Files(file_system, root, Manners(is_posix=posix), set())
+    files.make_folder(OWN)
+    has_folders = files.is_folder(OWN)
+    one, two = (f"{OWN}/probe-{secrets.token_hex(8)}" for _ in "ab")
+    written: Found | None = None
+    replaces = False
+    can_rename = posix or _renames(file_system)
+    try:
+        written = files.write(one, [b"a"], 1, _crc(b"a"))
+        files.write(two, [b"b"], 1, _crc(b"b"))
+        if can_rename:
+            with contextlib.suppress(Exception):
+                rename(file_system, files.path(two), files.path(one))
+                found: list[bytes] = []
+                files.read(one, 0, 1, lambda piece: found.append(bytes(piece)))
+                replaces = found == [b"b"]
+    finally:
+        for each in (one, two):
+            with contextlib.suppress(Exception):
+                file_system.rm_file(files.path(each))
+    manners = Manners(
+        is_posix=posix,
+        renames=can_rename,
+        replaces=replaces,
+        has_folders=has_folders,
+        has_times=written.modified_at is not None,
+        copies=not posix and _overrides(file_system, "cp_file", "_cp_file"),
+    )
+    return manners, written.modified_at
+
+
+def rename(file_system: FileSystem, source: str, target: str) -> None:
+    """By whatever is one request."""
+    if (webdav := _webdav(file_system)) is not None:
+        webdav.move(source, target, overwrite=True)  # webdav4's own `mv` of a file is a copy and a deletion
+    else:
+        file_system.mv(source, target)
+
+
+def _renames(file_system: FileSystem) -> bool:
+    return _webdav(file_system) is not None or _overrides(file_system, "mv", "mv_file", "_mv_file")
+
+
+def _webdav(file_system: FileSystem) -> Any:
+    """webdav4's client, which overwrites if it is told so: its file system never does."""
+    client = getattr(file_system, "client", None)
+    return client if hasattr(client, "move") and hasattr(client, "copy") else None
+
+
+def _overrides(file_system: FileSystem, *names: str) -> bool:
+    """Whether it has a way of its own: fsspec's would carry the bytes through here, or is not there."""
+    from fsspec.asyn import AsyncFileSystem
+    from fsspec.spec import AbstractFileSystem
+
+    kind = type(file_system)
+    ours = (getattr(kind, name, None) for name in names)
+    theirs = [getattr(base, name, None) for base in (AbstractFileSystem, AsyncFileSystem) for name in names]
+    return any(each is not None and each not in theirs for each in ours)
+
+
+def _discard(file: Any) -> None:
+    """Let go of a file that is not whole. Closing it would make one of those that are sent when they are closed."""
+    with contextlib.suppress(Exception):
+        if hasattr(file, "discard"):
+            file.discard()
+            file.closed = True  # or its finalizer would close it
+        else:
+            file.close()
+
+
+def _check_length(key: str, data: bytes, wanted: int) -> None:
+    if len(data) != wanted:
+        raise IntegrityError("was truncated while it was read", operation="get", key=key)
+
+
+def _found(info: Mapping[str, Any]) -> Found:
+    size_bytes = info.get("size")
+    if not isinstance(size_bytes, int):
+        raise StoreError(
+            f"the file system does not say how large {info.get('name')!r} is", reason=FailureReason.OTHER
+        )
+    modified_at = next((at for name in _MODIFIED if (at := _seconds(info.get(name))) is not None), None)
+    etag = info.get("etag") or info.get("ETag")
+    if not (isinstance(etag, str) and etag):
+        etag = f'"{size_bytes:x}-{int((modified_at or 0) * 1e6):x}"'
+    return Found(size_bytes, etag, modified_at)
+
+
+def _seconds(at: object) -> float | None:
+    if isinstance(at, str):
+        try:
+            at = dt.datetime.fromisoformat(at)
+        except ValueError:
+            return None
+    if isinstance(at, dt.datetime):
+        return (at if at.tzinfo is not None else at.replace(tzinfo=dt.UTC)).timestamp()
+    return float(at) if isinstance(at, int | float) and not isinstance(at, bool) else None
+
+
+def _crc(data: bytes) -> Checksum:
+    digest = Digest(ALGORITHM)
+    digest.update(data)
+    return digest.checksum()

@@ -1,0 +1,399 @@
+"""Any file system of fsspec as a store: SFTP, WebDAV, SMB, Hugging Face, OCI, DBFS, HDFS and others.
+
+What is weaker than S3, and said when it is opened for writing: no write has a condition, so rank 0 alone decides
+(`conditional_put` is False); no checksum is kept or compared, so each object is read back before it counts; there are
+no parts, so an interrupted shard is sent again. Every write goes to a temporary name and is renamed into place, where
+the file system renames.
+"""
+
+# ruff: noqa: ARG002 - the multipart methods take what the protocol says, and refuse
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import NoReturn, TypeVar
+
+from ckpt_async.core.model import Checksum
+from ckpt_async.errors import (
+    FailureReason,
+    ObjectNotFoundError,
+    ObjectTooLargeError,
+    PreconditionFailedError,
+    StoreError,
+)
+from ckpt_async.stores.bodies import WriterCancelledError, send_in_thread
+from ckpt_async.stores.checks import check_key, check_prefix, check_size
+from ckpt_async.stores.checksums import checksum_of
+from ckpt_async.stores.fsspec.failures import translating
+from ckpt_async.stores.fsspec.files import ALGORITHM, Files, Manners, is_posix, probe
+from ckpt_async.stores.fsspec.lanes import FileSystem, Lanes, Pipe, PipeWriter
+from ckpt_async.stores.interface import (
+    Body,
+    Capabilities,
+    Condition,
+    Create,
+    Enough,
+    Listing,
+    Match,
+    MultipartInfo,
+    ObjectInfo,
+    Sink,
+    SmallGet,
+    SmallPut,
+    StoredPart,
+    put_one_by_one,
+)
+from ckpt_async.stores.tree import OWN
+from ckpt_async.threads import in_thread
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# Each is a connection of its own, and sshd drops new ones beyond 10 that have not logged in yet (MaxStartups).
+_MOST_LANES = 8
+_LEFT_OVER_AGE_S = 24 * 3600.0
+
+
+class FsspecStore:
+    """Objects as files below what `url` names. A cancelled call returns at once, whatever the file system does."""
+
+    def __init__(self, url: str, scheme: str, *, max_connections: int) -> None:
+        self._url, self._scheme = url, scheme
+        self._most_lanes = min(max_connections, _MOST_LANES)
+        self._lanes: Lanes | None = None
+        self._root = ""
+        self._manners = Manners()
+        self._made: set[str] = set()
+        self._has_own = False
+        self._clock_ahead_s = 0.0  # the server's, of ours
+        self._capabilities = _capabilities(self._manners)
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    async def open(self, *, is_read_only: bool = False) -> None:
+        """Connect. To write: make the folder if it is missing, and find out how the file system behaves by two small
+        files, which are deleted again.
+        """
+        self._lanes = Lanes(self._connect, self._most_lanes)
+        with translating("open", self._url):
+            if is_read_only:
+                await self._open_to_read()
+                return
+            self._manners, modified_at = await self._lanes.call(lambda fs: probe(fs, self._root))
+        self._has_own = self._manners.has_folders
+        if modified_at is not None:
+            self._clock_ahead_s = modified_at - time.time()
+        self._capabilities = _capabilities(self._manners)
+        logger.warning("store_promises_less url=%s %s", self._url, "; ".join(self._capabilities.remarks))
+        if self._has_own:
+            before = time.time() + self._clock_ahead_s - _LEFT_OVER_AGE_S
+            await self._do("open", "", lambda files: files.left_over(before))
+
+    async def _open_to_read(self) -> None:
+        assert self._lanes is not None
+        self._manners = await self._lanes.call(lambda fs: Manners(is_posix=is_posix(fs)))
+        is_there, self._has_own = await self._do(
+            "open", "", lambda files: (files.is_folder(""), files.is_folder(OWN))
+        )
+        if not is_there:
+            raise StoreError(
+                "no such folder", reason=FailureReason.NOT_FOUND, operation="open", key=self._url
+            )
+
+    def _connect(self) -> FileSystem:
+        """In the thread of a lane. Options and credentials come from fsspec's own configuration."""
+        import fsspec
+
+        kind = fsspec.get_filesystem_class(self._scheme)
+        options = kind._get_kwargs_from_urls(self._url)  # noqa: SLF001 - what fsspec's own url_to_fs calls
+        if port := options.get("port"):
+            options["port"] = int(port)
+        file_system = kind(skip_instance_cache=True, **options)
+        self._root = str(kind._strip_protocol(self._url)).rstrip("/")  # noqa: SLF001
+        return file_system
+
+    async def close(self) -> None:
+        if self._lanes is not None:
+            self._lanes.close()
+
+    async def put(
+        self, key: str, body: Body, checksum: Checksum, *, condition: Condition = None
+    ) -> ObjectInfo:
+        """As promised, without a condition: what one asks for is looked at just before, and nothing holds it."""
+        self._check_key(key, "put")
+        with translating("put", key):
+            await self._check_condition(key, condition)
+            info = await self._send(key, body, checksum)
+        if info.last_modified is not None:
+            self._clock_ahead_s = info.last_modified - time.time()
+        return info
+
+    async def _check_condition(self, key: str, condition: Condition) -> None:
+        match condition:
+            case None:
+                return
+            case Create():
+                with contextlib.suppress(ObjectNotFoundError):
+                    await self._found(key, "put")
+                    raise PreconditionFailedError(operation="put", key=key)
+            case Match(etag):
+                try:
+                    there = await self._found(key, "put")
+                except ObjectNotFoundError:
+                    raise PreconditionFailedError("there is no object", operation="put", key=key) from None
+                if there.etag != etag:
+                    raise PreconditionFailedError(operation="put", key=key)
+
+    async def _send(self, key: str, body: Body, checksum: Checksum) -> ObjectInfo:
+        pipe, size_bytes = Pipe(), body.size_bytes
+        writing = asyncio.ensure_future(
+            self._do("put", key, lambda files: files.write(key, pipe, size_bytes, checksum))
+        )
+        writing.add_done_callback(lambda _: pipe.break_off())
+        try:
+            with contextlib.suppress(WriterCancelledError):  # nobody takes it any more: `writing` says why
+                await send_in_thread(body, PipeWriter(pipe))
+            pipe.end()
+            found = await writing
+        except BaseException:
+            pipe.break_off()
+            writing.cancel()
+            await asyncio.gather(writing, return_exceptions=True)
+            raise
+        return found.info(key, checksum)
+
+    async def put_many(self, puts: Iterable[SmallPut], stored: Callable[[ObjectInfo], None]) -> None:
+        await put_one_by_one(self, puts, stored)
+
+    async def get(self, key: str, *, max_size_bytes: int) -> tuple[bytes, ObjectInfo]:
+        self._check_key(key, "get")
+
+        def read(files: Files) -> tuple[bytes, ObjectInfo]:
+            found = files.found(key)
+            if found.size_bytes > max_size_bytes:
+                raise ObjectTooLargeError(
+                    f"has {found.size_bytes} bytes, more than {max_size_bytes}", operation="get", key=key
+                )
+            data = bytearray()
+            files.read(key, 0, found.size_bytes, data.extend)
+            return bytes(data), found.info(key, checksum_of(bytes(data), ALGORITHM))
+
+        return await self._do("get", key, read)
+
+    async def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> ObjectInfo:
+        self._check_key(key, "get_range")
+        guarded = _Guarded(sink)
+
+        def read(files: Files) -> ObjectInfo:
+            found = files.found(key)
+            if offset + size_bytes > found.size_bytes:
+                raise StoreError(
+                    f"bytes {offset}+{size_bytes} are beyond the object's {found.size_bytes}",
+                    reason=FailureReason.OTHER,
+                    operation="get_range",
+                    key=key,
+                )
+            files.read(key, offset, size_bytes, guarded.take)
+            return found.info(key)
+
+        try:
+            return await self._do("get_range", key, read)
+        except StoreError:
+            if guarded.error is not None:
+                raise guarded.error from None
+            raise
+        finally:
+            await in_thread(guarded.close)
+
+    async def get_many(self, gets: Sequence[SmallGet], got: Callable[[SmallGet, memoryview], None]) -> None:
+        for each in gets:
+            data, _ = await self.get(each.key, max_size_bytes=each.size_bytes)
+            check_size(len(data), each)
+            await in_thread(got, each, memoryview(data))
+
+    async def head(self, key: str) -> ObjectInfo:
+        """As promised, with a checksum: reads the whole file to compute it."""
+        self._check_key(key, "head")
+
+        def read(files: Files) -> ObjectInfo:
+            found = files.found(key)
+            return found.info(key, files.checksum(key, found.size_bytes))
+
+        return await self._do("head", key, read)
+
+    async def list(self, prefix: str, *, start_after: str = "", enough: Enough | None = None) -> Listing:
+        check_prefix(prefix, "list")
+        folder = prefix.rpartition("/")[0]
+
+        def walk(files: Files) -> list[ObjectInfo]:
+            self._check_there(files, "list", prefix)
+            found = [each.info(key) for key, each in files.walk(f"{folder}/" if folder else "", prefix)]
+            self._check_there(files, "list", prefix)
+            return [each for each in found if each.key > start_after]
+
+        listed = await self._do("list", prefix, walk)
+        now = time.time() + self._clock_ahead_s
+        return Listing(tuple(sorted(listed, key=lambda info: info.key)), now)
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self._check_key(key, "delete")
+        for key in keys:
+            await self._do("delete", key, lambda files, key=key: files.delete(key))  # type: ignore[misc]
+
+    async def delete_if(self, key: str, etag: str) -> None:
+        """The ETag is compared just before."""
+        self._check_key(key, "delete")
+        try:
+            there = await self._found(key, "delete")
+        except ObjectNotFoundError:
+            raise PreconditionFailedError("there is no object", operation="delete", key=key) from None
+        if there.etag != etag:
+            raise PreconditionFailedError(operation="delete", key=key)
+        await self.delete([key])
+
+    async def copy(self, source: str, etag: str, key: str) -> None:
+        """By the server itself, where it can; the ETag is compared just before."""
+        self._check_key(source, "copy")
+        self._check_key(key, "copy")
+        if not self._manners.copies:
+            raise StoreError(
+                f"{self._scheme}:// cannot copy within the store",
+                reason=FailureReason.OTHER,
+                operation="copy",
+                key=source,
+            )
+        if (await self._found(source, "copy")).etag != etag:
+            raise PreconditionFailedError(operation="copy", key=source)
+        await self._do("copy", source, lambda files: files.copy(source, key))
+
+    async def copy_part(
+        self, source: str, etag: str, key: str, upload_id: str, number: int, offset: int, size_bytes: int
+    ) -> StoredPart:
+        _refuse_multipart("copy_part", key)
+
+    async def create_multipart(self, key: str) -> str:
+        _refuse_multipart("create_multipart", key)
+
+    async def put_part(
+        self, key: str, upload_id: str, number: int, body: Body, checksum: Checksum | None
+    ) -> StoredPart:
+        _refuse_multipart("put_part", key)
+
+    async def list_parts(self, key: str, upload_id: str) -> Sequence[StoredPart]:
+        _refuse_multipart("list_parts", key)
+
+    async def complete_multipart(
+        self, key: str, upload_id: str, parts: Sequence[StoredPart], checksum: Checksum, size_bytes: int
+    ) -> ObjectInfo:
+        _refuse_multipart("complete_multipart", key)
+
+    async def abort_multipart(self, key: str, upload_id: str) -> None:
+        _refuse_multipart("abort_multipart", key)
+
+    async def list_multiparts(self, prefix: str) -> Sequence[MultipartInfo]:
+        """None: there are no multipart uploads here."""
+        check_prefix(prefix, "list_multiparts")
+        return []
+
+    # --- one call in a lane --------------------------------------------------------------------------------
+
+    async def _do(self, operation: str, key: str, work: Callable[[Files], T]) -> T:
+        assert self._lanes is not None, "open() first"
+
+        def in_lane(file_system: FileSystem) -> T:
+            files = Files(file_system, self._root, self._manners, self._made)
+            try:
+                return work(files)
+            except FileNotFoundError:
+                self._check_there(files, operation, key)
+                raise
+
+        with translating(operation, key):
+            return await self._lanes.call(in_lane)
+
+    async def _found(self, key: str, operation: str) -> ObjectInfo:
+        return await self._do(operation, key, lambda files: files.found(key).info(key))
+
+    def _check_there(self, files: Files, operation: str, key: str) -> None:
+        """What is missing is not empty: a server may have lost its mount. The folder of our own says so."""
+        if self._has_own and not files.is_folder(OWN):
+            raise StoreError(
+                f"{self._url} is no longer the same folder",
+                reason=FailureReason.TRANSIENT,
+                operation=operation,
+                key=key,
+                hint="was it unmounted, moved or emptied?",
+            )
+
+    def _check_key(self, key: str, operation: str) -> None:
+        check_key(key, operation)
+        if key == OWN or key.startswith(f"{OWN}/"):
+            raise StoreError(
+                "the store keeps its own files here", reason=FailureReason.OTHER, operation=operation, key=key
+            )
+
+
+class _Guarded:
+    """A sink for a thread that may outlive the call: what comes after `close` goes nowhere."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink, self._lock, self._is_closed = sink, threading.Lock(), False
+        self.error: Exception | None = None  # the sink's own
+
+    def take(self, piece: memoryview) -> None:
+        with self._lock:
+            if self._is_closed:
+                raise WriterCancelledError
+            try:
+                self._sink(piece)
+            except Exception as error:
+                self.error = error
+                raise
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+
+
+def _capabilities(manners: Manners) -> Capabilities:
+    return Capabilities(
+        conditional_put=False,
+        multipart=False,
+        checksum_algorithm=ALGORITHM,
+        copies=manners.copies,
+        reads_back=True,
+        remarks=tuple(_remarks(manners)),
+    )
+
+
+def _remarks(manners: Manners) -> Iterable[str]:
+    yield "no checksums are kept: each object is read back before it counts, which doubles the traffic"
+    yield "no parts: an interrupted shard is sent again from its beginning"
+    if not manners.renames:
+        yield "nothing is renamed into place: while an object is written, half of it may be seen"
+    elif not manners.replaces:
+        yield "a rename replaces nothing: while a record is replaced, none may be there"
+    elif not manners.is_posix:
+        yield "renames may not be atomic: nothing says so"
+    if not manners.copies:
+        yield "no copies within the store: publish_copies is refused"
+    if not manners.has_times:
+        yield "files have no times: readers' leases never expire"
+
+
+def _refuse_multipart(operation: str, key: str) -> NoReturn:
+    raise StoreError(
+        "a file system has no multipart uploads", reason=FailureReason.OTHER, operation=operation, key=key
+    )
