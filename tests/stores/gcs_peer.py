@@ -411,6 +411,7 @@ def _handler(peer: GcsPeer) -> type[BaseHTTPRequestHandler]:
                 return
             request = Request(self.command, unquote(parts.path), parts.path, query, headers, body)
             answer = peer.answer(request)
+            request.body = b""  # it is kept, and there may be many
             if answer.is_silent:
                 peer.closing.wait()
                 self.close_connection = True

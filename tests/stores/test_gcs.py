@@ -1,0 +1,609 @@
+"""What GcsStore makes of answers that a healthy store does not give, and who it says it is. Over real sockets; against
+the tests' own peer, never against Google.
+"""
+
+import contextlib
+import json
+import random
+import sys
+import time
+
+import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import rsa
+
+from ckpt_async.errors import (
+    FailureReason,
+    IntegrityError,
+    ObjectNotFoundError,
+    PreconditionFailedError,
+    SettingsError,
+    StoreError,
+)
+from ckpt_async.stores import StoreOptions, address_of, open_store, options_of
+from ckpt_async.stores.checksums import checksum_of
+from ckpt_async.stores.interface import BytesBody, Create, Match, SmallGet, SmallPut, StoredPart
+from tests.stores.bodies import put
+from tests.stores.gcs_peer import Answer, GcsPeer, Request, as_json, json_error, xml_error
+
+MIB = 1 << 20
+BIG = bytes(5 * MIB)
+
+
+def crc(data: bytes):
+    return checksum_of(data, "crc32c")
+
+
+@contextlib.asynccontextmanager
+async def opened(peer: GcsPeer, **options):
+    store = open_store(f"gs://{peer.bucket}/run", StoreOptions(endpoint_url=peer.url, **options))
+    await store.open()
+    peer.requests.clear()
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+@pytest.fixture
+def peer():
+    with GcsPeer() as peer:
+        yield peer
+
+
+PART = StoredPart(1, 5, '"e"', crc(b"hello"))
+CALLS = {
+    "put": lambda store: put(store, "a", b"hello"),
+    "put_many": lambda store: store.put_many([SmallPut("a", b"hello", crc(b"hello"))], lambda _: None),
+    "get": lambda store: store.get("a", max_size_bytes=9),
+    "get_range": lambda store: store.get_range("a", 0, 5, lambda _: None),
+    "get_many": lambda store: store.get_many([SmallGet("a", 5)], lambda *_: None),
+    "head": lambda store: store.head("a"),
+    "list": lambda store: store.list(""),
+    "delete": lambda store: store.delete(["a"]),
+    "delete_if": lambda store: store.delete_if("a", "1"),
+    "copy": lambda store: store.copy("a", "1", "b"),
+    "create_multipart": lambda store: store.create_multipart("a"),
+    "put_part": lambda store: store.put_part("a", "u", 1, BytesBody(b"hello"), crc(b"hello")),
+    "list_parts": lambda store: store.list_parts("a", "u"),
+    "complete_multipart": lambda store: store.complete_multipart("a", "u", [PART], crc(b"hello"), 5),
+    "abort_multipart": lambda store: store.abort_multipart("a", "u"),
+    "list_multiparts": lambda store: store.list_multiparts(""),
+}
+# aiohttp repeats what changes nothing twice, once, when its connection breaks before an answer.
+REPEATED = {"get", "head", "list", "delete", "delete_if", "list_parts", "abort_multipart", "list_multiparts"}
+CUT = Answer(200, sent_bytes=0)
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(
+    ("reply", "reason"),
+    [
+        (json_error(500, "backendError", "Backend Error"), FailureReason.TRANSIENT),
+        (xml_error(503, "SlowDown", "because"), FailureReason.THROTTLED),
+        (Answer(429), FailureReason.THROTTLED),
+        (json_error(403, "rateLimitExceeded", "because"), FailureReason.THROTTLED),
+        (json_error(403, "forbidden", "because"), FailureReason.AUTH),
+        (xml_error(401, "AuthenticationRequired", "because"), FailureReason.AUTH),
+        (Answer(408), FailureReason.TIMEOUT),
+        (Answer(302, b"", [("Location", "http://127.0.0.1:1/")]), FailureReason.TRANSIENT),
+        (Answer(404, b"<html>Not Found</html>"), FailureReason.TRANSIENT),
+        (CUT, FailureReason.TRANSIENT),
+    ],
+    ids=["500", "503", "429", "403-rate", "403", "401", "408", "302", "404-foreign", "cut"],
+)
+def test_each_call_makes_one_attempt_and_says_why_it_failed(run, peer, call, reply, reason):
+    async def body():
+        async with opened(peer) as store:
+            peer.meddle = lambda *_: reply
+            with pytest.raises(StoreError) as raised:
+                await CALLS[call](store)
+        assert raised.value.reason is reason, raised.value
+        num_attempts = 2 if reply is CUT and call in REPEATED else 1
+        # A missing object is told from somebody else's 404 by one more request.
+        num_attempts += reply.status == 404 and call in ("get", "get_range", "get_many")
+        assert len(peer.requests) == num_attempts
+
+    run(body())
+
+
+FOREIGN = [
+    b"",
+    b"<html>Please log in</html>",
+    b"{}",
+    b"[]",
+    b"null",
+    b'{"kind": "storage#bucket"}',
+    b"<Error><Code>NoSuchKey</Code></Error>",
+    b'{"kind": "storage#objects", "items": {}}',
+    b'{"kind": "storage#object", "name": "run/other", "size": "5", "generation": "7"}',
+]
+
+
+@pytest.mark.parametrize(
+    "call", sorted(set(CALLS) - {"delete", "delete_if", "abort_multipart", "put_part", "get_many"})
+)
+@pytest.mark.parametrize("content", FOREIGN, ids=range(len(FOREIGN)))
+def test_a_foreign_answer_is_not_read_as_the_stores(run, peer, call, content):
+    """Proxies and login pages say 200 too: nothing is there, or was stored, because they say so."""
+
+    async def body():
+        async with opened(peer) as store:
+            peer.meddle = lambda *_: Answer(200, content, [("Content-Type", "text/html")])
+            with pytest.raises(StoreError) as raised:
+                await CALLS[call](store)
+        # A GET of the bytes is refused for what it lacks, or for not being the range.
+        assert raised.value.reason in (FailureReason.TRANSIENT, FailureReason.OTHER)
+
+    run(body())
+
+
+def test_a_listing_truncated_at_any_byte_is_rejected(run, peer):
+    async def body():
+        async with opened(peer) as store:
+            for number in range(3):
+                await put(store, f"a/{number}", b"x")
+            path = f"/storage/v1/b/{peer.bucket}/o"
+            whole = peer.serve(Request("GET", path, path, {"prefix": "run/a/"}, {}, b""))
+            for size in range(0, len(whole.body), 7):
+                peer.meddle = lambda *_, size=size: Answer(200, whole.body[:size], whole.headers)
+                with pytest.raises(StoreError):
+                    await store.list("a/")
+            # And one that is cut off by the connection.
+            for size in (0, 10, 200, len(whole.body)):
+                peer.meddle = lambda *_, size=size: Answer(200, whole.body, whole.headers, sent_bytes=size)
+                with pytest.raises(StoreError):
+                    await store.list("a/")
+
+    run(body())
+
+
+@pytest.mark.parametrize("what", ["no token to go on", "a cache", "another prefix", "twice"])
+def test_a_listing_that_cannot_be_right_is_rejected(run, peer, what):
+    item = {"name": "run/a", "size": "1", "generation": "1", "updated": "2026-11-22T12:00:00Z"}
+    listing: dict[str, object] = {"kind": "storage#objects", "items": [item]}
+    headers = []
+    match what:
+        case "no token to go on":
+            listing["nextPageToken"] = "x"  # the same again and again
+            listing["items"] = []
+        case "a cache":
+            headers = [("Age", "3")]
+        case "another prefix":
+            item["name"] = "other/a"
+        case _:
+            listing["items"] = [item, item]
+
+    async def body():
+        async with opened(peer) as store:
+            answer = as_json(200, listing)
+            peer.meddle = lambda *_: Answer(200, answer.body, answer.headers + headers)
+            with pytest.raises(StoreError):
+                await store.list("")
+
+    run(body())
+
+
+# --- bytes -------------------------------------------------------------------------------------------------
+
+
+def test_a_byte_that_changes_on_the_way_is_refused_by_the_store(run, peer):
+    def flip(request, serve):
+        if request.is_upload or request.is_part:
+            at = request.body.index(b"hello")
+            request.body = request.body[:at] + b"jello" + request.body[at + 5 :]
+        return serve()
+
+    async def body():
+        async with opened(peer) as store:
+            upload_id = await store.create_multipart("a")
+            peer.meddle = flip
+            for call in (CALLS["put"](store), CALLS["put_many"](store)):
+                with pytest.raises(IntegrityError):
+                    await call
+            with pytest.raises(IntegrityError):
+                await store.put_part("a", upload_id, 1, BytesBody(b"hello"), crc(b"hello"))
+            assert not await store.list_parts("a", upload_id)
+        assert not peer.objects
+
+    run(body())
+
+
+@pytest.mark.parametrize("call", ["put", "put_many"])
+def test_an_object_with_other_bytes_is_taken_back(run, peer, call):
+    """An emulator that compares nothing stores them: its answer has the checksum of what it has."""
+
+    def spoil(request, serve):
+        if request.is_upload:
+            request.body = request.body.replace(crc(b"hello").value.encode(), crc(b"jello").value.encode())
+            request.body = request.body.replace(b"hello", b"jello")
+        return serve()
+
+    async def body():
+        async with opened(peer) as store:
+            peer.meddle = spoil
+            with pytest.raises(IntegrityError) as raised:
+                await CALLS[call](store)
+        assert raised.value.key == "a"
+        assert not peer.objects
+
+    run(body())
+
+
+@pytest.mark.parametrize("is_last_lost", [False, True])
+def test_a_completed_object_with_other_bytes_is_taken_back(run, peer, is_last_lost):
+    """Completing takes no checksum: what the store has found is looked at afterwards."""
+
+    def spoil(request, serve):
+        answer = serve()
+        if request.method == "POST" and "uploadId" in request.query:
+            peer.put("run/a", b"other")
+            if is_last_lost:
+                answer.sent_bytes = 0
+        return answer
+
+    async def body():
+        async with opened(peer) as store:
+            upload_id = await store.create_multipart("a")
+            part = await store.put_part("a", upload_id, 1, BytesBody(b"hello"), crc(b"hello"))
+            peer.meddle = spoil
+            with pytest.raises(StoreError):
+                await store.complete_multipart("a", upload_id, [part], crc(b"hello"), 5)
+            peer.meddle = lambda _, serve: serve()
+            if is_last_lost:
+                with pytest.raises(ObjectNotFoundError):  # sent again, it is no upload and not ours
+                    await store.complete_multipart("a", upload_id, [part], crc(b"hello"), 5)
+            else:
+                assert not peer.objects
+
+    run(body())
+
+
+def test_completing_is_recognised_after_a_lost_reply(run, peer):
+    def lose(request, serve):
+        answer = serve()
+        answer.sent_bytes = 0
+        return answer
+
+    async def body():
+        async with opened(peer) as store:
+            upload_id = await store.create_multipart("a")
+            part = await store.put_part("a", upload_id, 1, BytesBody(b"hello"), crc(b"hello"))
+            peer.meddle = lose
+            with pytest.raises(StoreError) as raised:
+                await store.complete_multipart("a", upload_id, [part], crc(b"hello"), 5)
+            assert raised.value.reason is FailureReason.TRANSIENT
+            peer.meddle = lambda _, serve: serve()
+            info = await store.complete_multipart("a", upload_id, [part], crc(b"hello"), 5)
+            assert (info.size_bytes, info.checksum) == (5, crc(b"hello"))
+
+    run(body())
+
+
+def test_a_byte_that_changes_on_the_way_back_is_found(run, peer):
+    def flip(request, serve):
+        answer = serve()
+        return Answer(answer.status, answer.body.replace(b"hello", b"jello"), answer.headers)
+
+    async def body():
+        async with opened(peer) as store:
+            await put(store, "a", b"hello")
+            peer.meddle = flip
+            with pytest.raises(IntegrityError):
+                await store.get("a", max_size_bytes=5)
+
+    run(body())
+
+
+@pytest.mark.parametrize("size", [0, 40, 300, 400])
+def test_a_truncated_body_is_an_error(run, peer, size):
+    def cut(request, serve):
+        answer = serve()
+        answer.sent_bytes = size
+        return answer
+
+    async def body():
+        data = random.Random(1).randbytes(MIB)
+        async with opened(peer) as store:
+            await put(store, "a", data)
+            peer.meddle = cut
+            received = bytearray()
+            for call in (
+                store.get("a", max_size_bytes=MIB),
+                store.get_range("a", 0, MIB, received.extend),
+                store.get_many([SmallGet("a", MIB)], lambda *_: pytest.fail("half of it")),
+            ):
+                with pytest.raises(StoreError) as raised:
+                    await call
+                assert raised.value.reason is FailureReason.TRANSIENT
+        assert data.startswith(received)
+        assert len(received) < MIB
+
+    run(body())
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_silent_store_is_not_waited_for(run, peer, call):
+    async def body():
+        async with opened(peer, read_timeout_s=0.3) as store:
+            peer.meddle = lambda *_: Answer(200, is_silent=True)
+            started = time.monotonic()
+            with pytest.raises(StoreError) as raised:
+                await CALLS[call](store)
+            assert raised.value.reason is FailureReason.TIMEOUT
+            assert 0.3 <= time.monotonic() - started < 10
+
+    run(body())
+
+
+# --- conditions --------------------------------------------------------------------------------------------
+
+
+def test_the_loser_of_a_lost_reply_is_refused_and_finds_its_own_bytes(run, peer):
+    """What the protocol makes of it is `protocol.cas`'s: the store must not hide it."""
+
+    def lose(request, serve):
+        answer = serve()
+        answer.sent_bytes = 0
+        return answer
+
+    async def body():
+        async with opened(peer) as store:
+            peer.meddle = lose
+            with pytest.raises(StoreError) as raised:
+                await put(store, "a", b"mine", condition=Create())
+            assert raised.value.reason is FailureReason.TRANSIENT
+            peer.meddle = lambda _, serve: serve()
+            with pytest.raises(PreconditionFailedError):
+                await put(store, "a", b"mine", condition=Create())
+            data, info = await store.get("a", max_size_bytes=9)
+            assert data == b"mine"
+            peer.meddle = lose
+            with pytest.raises(StoreError):
+                await put(store, "a", b"mine 2", condition=Match(info.etag))
+            peer.meddle = lambda _, serve: serve()
+            with pytest.raises(PreconditionFailedError):
+                await put(store, "a", b"mine 2", condition=Match(info.etag))
+            assert (await store.get("a", max_size_bytes=9))[0] == b"mine 2"
+
+    run(body())
+
+
+# --- who it is ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def private_key() -> str:
+    key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+    form = serialization.PrivateFormat.TraditionalOpenSSL
+    return key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption()).decode()
+
+
+@pytest.fixture
+def no_credentials(monkeypatch, tmp_path):
+    """Not of this machine's either."""
+    for name in ("GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_CLOUD_QUOTA_PROJECT", "STORAGE_EMULATOR_HOST"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path / "none"))
+    monkeypatch.setenv("NO_GCE_CHECK", "true")
+
+
+@pytest.fixture
+def secure_peer(no_credentials, tls, ca_file, private_key, tmp_path, monkeypatch):
+    """Over TLS, and the credentials of a service account whose tokens it hands out."""
+    with GcsPeer(tls=tls) as peer:
+        account = {
+            "type": "service_account",
+            "client_email": "trainer@project.iam.gserviceaccount.com",
+            "private_key_id": "1",
+            "private_key": private_key,
+            "token_uri": f"{peer.url}/token",
+        }
+        path = tmp_path / "account.json"
+        path.write_text(json.dumps(account))
+        monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(path))
+        monkeypatch.setenv("REQUESTS_CA_BUNDLE", ca_file)
+        yield peer
+
+
+def test_tokens_come_from_googles_own_chain_and_every_request_has_one(run, secure_peer, monkeypatch):
+    monkeypatch.setenv("GOOGLE_CLOUD_QUOTA_PROJECT", "payer")
+
+    async def body():
+        async with opened(secure_peer) as store:
+            upload_id = await store.create_multipart("b")
+            part = await store.put_part("b", upload_id, 1, BytesBody(BIG), crc(BIG))
+            await store.complete_multipart("b", upload_id, [part], crc(BIG), len(BIG))
+            await put(store, "a", b"hello")
+            await store.put_many([SmallPut("c", b"x", crc(b"x"))], lambda _: None)
+            await store.get_range("b", 1, 5, lambda _: None)
+            await store.get_many([SmallGet("c", 1)], lambda *_: None)
+            await store.copy("a", (await store.head("a")).etag, "d")
+            assert [each.key for each in (await store.list("")).objects] == ["a", "b", "c", "d"]
+            await store.delete(["a", "b", "c", "d"])
+
+    run(body())
+    assert secure_peer.num_tokens == 1
+    told = {
+        (each.headers["authorization"], each.headers["x-goog-user-project"]) for each in secure_peer.requests
+    }
+    assert told == {("Bearer token-1", "payer")}
+
+
+@pytest.mark.parametrize(
+    "call", ["put", "put_many", "get", "get_range", "get_many", "list", "create_multipart"]
+)
+def test_a_token_that_is_refused_in_the_middle_is_renewed_once(run, secure_peer, call, monkeypatch):
+    """One attempt says that it may be tried again; the next has a new token. A young one is not asked for again."""
+
+    async def body():
+        async with opened(secure_peer) as store:
+            await put(store, "a", b"hello")
+            secure_peer.tokens.clear()
+            with pytest.raises(StoreError) as raised:
+                await CALLS[call](store)
+            assert raised.value.reason is FailureReason.AUTH, (
+                "a token of a moment ago: it is no matter of age"
+            )
+            monkeypatch.setattr("ckpt_async.stores.gcs.credentials._YOUNG_S", 0.0)
+            with pytest.raises(StoreError) as raised:
+                await CALLS[call](store)
+            assert raised.value.reason is FailureReason.TRANSIENT
+            await CALLS[call](store)
+
+    run(body())
+    assert secure_peer.num_tokens == 2
+
+
+def test_without_credentials_the_error_says_what_to_do(run, no_credentials):
+    async def body():
+        with pytest.raises(StoreError) as raised:
+            await open_store("gs://ckpt/run").open()
+        assert raised.value.reason is FailureReason.AUTH
+        assert "gcloud auth application-default login" in raised.value.hint
+
+    run(body())
+
+
+def test_a_reader_may_do_without_credentials(run, secure_peer, monkeypatch):
+    """Public buckets are read by anybody; what is not public says so."""
+    monkeypatch.delenv("GOOGLE_APPLICATION_CREDENTIALS")
+    secure_peer.tokens.add("")
+
+    async def body():
+        secure_peer.put("run/a", b"hello")
+        store = open_store(f"gs://{secure_peer.bucket}/run", StoreOptions(endpoint_url=secure_peer.url))
+        await store.open(is_read_only=True)
+        try:
+            assert (await store.get("a", max_size_bytes=5))[0] == b"hello"
+            assert not store.capabilities.conditional_put
+            secure_peer.tokens.clear()
+            with pytest.raises(StoreError) as raised:
+                await store.get("a", max_size_bytes=5)
+            assert raised.value.reason is FailureReason.AUTH
+        finally:
+            await store.close()
+
+    run(body())
+
+
+def test_no_token_goes_over_plain_http(run, peer, secure_peer):
+    async def body():
+        async with opened(peer) as store:
+            await put(store, "a", b"hello")
+        assert not any("authorization" in each.headers for each in peer.requests)
+        assert not secure_peer.num_tokens
+
+    run(body())
+
+
+@pytest.mark.parametrize(
+    ("url", "reply", "hint"),
+    [
+        ("gs://other/run", None, "there is no bucket other"),
+        ("gs://ckpt/run", json_error(403, "forbidden", "no"), "roles/storage.objectUser"),
+        ("gs://ckpt/run", json_error(400, "userProjectMissing", "no"), "GOOGLE_CLOUD_QUOTA_PROJECT"),
+    ],
+    ids=["no bucket", "forbidden", "requester pays"],
+)
+def test_what_cannot_be_opened_says_why_and_what_to_do(run, peer, url, reply, hint):
+    async def body():
+        if reply is not None:
+            peer.meddle = lambda *_: reply
+        store = open_store(url, StoreOptions(endpoint_url=peer.url))
+        with pytest.raises(StoreError) as raised:
+            await store.open()
+        assert hint in raised.value.hint
+
+    run(body())
+
+
+def test_a_proxy_is_refused_at_open(run, monkeypatch, no_credentials):
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:1")
+    monkeypatch.delenv("no_proxy", raising=False)
+
+    async def body():
+        with pytest.raises(StoreError, match="proxy") as raised:
+            await open_store("gs://ckpt/run").open()
+        assert "NO_PROXY=storage.googleapis.com" in raised.value.hint
+
+    run(body())
+
+
+def test_without_google_auth_it_is_said_what_to_install(monkeypatch):
+    for name in [each for each in sys.modules if each.startswith("ckpt_async.stores.gcs.")]:
+        if not name.endswith("backend"):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "google.auth", None)
+    with pytest.raises(SettingsError, match=r"ckpt-async\[gcs\]"):
+        open_store("gs://ckpt/run")
+
+
+# --- options -----------------------------------------------------------------------------------------------
+
+
+def test_objects_are_made_as_put_args_say_in_whichever_way(run, peer):
+    args = {
+        "storageClass": "NEARLINE",
+        "metadata": {"run": "a"},
+        "cacheControl": "no-store",
+        "kmsKeyName": "projects/p/k",
+        "predefinedAcl": "bucketOwnerRead",
+    }
+
+    async def body():
+        async with opened(peer, put_args=args) as store:
+            await put(store, "a", b"hello")
+            await store.put_many([SmallPut("b", b"x", crc(b"x"))], lambda _: None)
+            await store.create_multipart("c")
+
+    run(body())
+    for name in ("run/a", "run/b"):
+        metadata = peer.objects[name].metadata
+        assert (metadata["storageClass"], metadata["metadata"]) == ("NEARLINE", {"run": "a"})
+        assert metadata["cacheControl"] == "no-store"
+    for each in peer.requests[:2]:
+        assert (each.query["kmsKeyName"], each.query["predefinedAcl"]) == ("projects/p/k", "bucketOwnerRead")
+    (upload,) = peer.uploads.values()
+    assert {
+        name: upload.headers[name] for name in upload.headers if name.startswith(("x-goog", "cache"))
+    } == {
+        "x-goog-storage-class": "NEARLINE",
+        "x-goog-meta-run": "a",
+        "cache-control": "no-store",
+        "x-goog-encryption-kms-key-name": "projects/p/k",
+        "x-goog-acl": "bucket-owner-read",
+    }
+
+
+@pytest.mark.parametrize(
+    "put_args",
+    [{"StorageClass": "NEARLINE"}, {"storageClass": ""}, {"metadata": {"a": 1}}, {"contentType": "a\nb"}],
+    ids=str,
+)
+def test_put_args_that_google_does_not_take_are_rejected(put_args):
+    with pytest.raises(SettingsError, match="put_args"):
+        open_store("gs://ckpt/run", StoreOptions(put_args=put_args))
+
+
+def test_another_process_finds_the_same_store():
+    options = StoreOptions(put_args={"storageClass": "NEARLINE"})
+    address = address_of("gs://b/run", options, env={"STORAGE_EMULATOR_HOST": "127.0.0.1:9023"})
+    found = options_of(address)
+    assert (found.endpoint_url, found.put_args) == ("http://127.0.0.1:9023", options.put_args)
+    with pytest.raises(SettingsError):
+        address_of("gs://b/run", None, env={"STORAGE_EMULATOR_HOST": "ftp://x"})
+
+
+def test_a_copy_may_take_several_requests(run, peer):
+    """Where class or location differ, Google copies part by part and hands out a token."""
+    peer.rewrite_rounds = 3
+
+    async def body():
+        async with opened(peer) as store:
+            source = await put(store, "a", b"hello")
+            await store.copy("a", source.etag, "b")
+            assert peer.objects["run/b"].data == b"hello"
+            assert len([each for each in peer.requests if "/rewriteTo/" in each.raw_path]) == 3
+
+    run(body())
