@@ -1,0 +1,196 @@
+"""OLMo-core: a callback that uploads what `Trainer` saves, and the newest checkpoint to resume from."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from ckpt_async import StoreOptions, Uploader
+from ckpt_async.errors import CkptAsyncError, SaveFailedError, SettingsError
+from ckpt_async.integrations.files import files_of_rank
+from ckpt_async.integrations.held import CLOSE_TIMEOUT_S, HeldUploader, fetch_newest
+
+try:
+    from olmo_core.distributed.utils import barrier, get_rank, get_world_size
+    from olmo_core.io import is_url
+    from olmo_core.train.callbacks import Callback
+except ImportError as error:
+    raise ImportError(
+        "ckpt_async.integrations.olmo_core needs OLMo-core: pip install ai2-olmo-core"
+    ) from error
+
+logger = logging.getLogger(__name__)
+
+_FOLDER = re.compile(r"step(\d+)")
+
+
+@dataclass
+class CkptAsyncCallback(Callback):
+    """Uploads every checkpoint that the `Trainer` saves, at once or asynchronously:
+    `TrainerConfig(…).with_callback("ckpt_async", CkptAsyncCallback(remote))`.
+
+    Each rank enqueues the files it wrote, when its part of the save is finished; the rank that finishes last commits.
+    The uploader is opened on the trainer's `save_folder`, which must be local, when training starts, and closed when it
+    ends. Invalid settings, credentials or buckets raise at the start. Later failures are logged and counted, and
+    training continues; with `on_error="raise"` they end training at the next batch, also if they came while OLMo-core
+    saved asynchronously, in a thread whose exceptions it only logs.
+
+    Args:
+        remote: As for `Uploader`.
+        settings: Settings of `Uploader`, including `store_options`: `settings={"num_checkpoints_to_keep": 3}`.
+        close_timeout_s: How long the end of training may wait for uploads. The rest stays in the journal.
+    """
+
+    # After the checkpointer, and after all that write into a checkpoint's folder when it is saved.
+    priority: ClassVar[int] = -100
+
+    remote: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    close_timeout_s: float = CLOSE_TIMEOUT_S
+
+    # Until it is attached to a trainer this is a value, which `TrainerConfig` copies.
+    _held: HeldUploader | None = field(default=None, init=False, repr=False)
+
+    def post_attach(self) -> None:
+        if is_url(self.trainer.save_folder):
+            raise SettingsError(
+                f"save_folder is {self.trainer.save_folder!r}: OLMo-core would upload there itself, while training"
+                " waits",
+                hint="give the trainer a local save_folder, and the URL to CkptAsyncCallback",
+            )
+        self._held = HeldUploader(self.remote, None, self.close_timeout_s, self.settings)
+        # Of what follows: `post_checkpoint_saved` may be called by another thread.
+        self._lock = threading.Lock()
+        self._is_open = False
+        self._early: list[Path] = []  # saved by the checkpointer's `pre_train`, which comes before ours
+        self._seen: set[Path] = set()
+        self._failure: Exception | None = None
+        self._metrics: tuple[int, Mapping[str, float]] = (-1, {})
+        self._first_step = 0
+
+    @property
+    def uploader(self) -> Uploader | None:
+        """The uploader while training runs, e.g. for its metrics or `wait`; else None."""
+        return None if self._held is None else self._held.now
+
+    @property
+    def _uploads(self) -> HeldUploader:
+        assert self._held is not None
+        return self._held
+
+    def pre_train(self) -> None:
+        self._uploads.open(self.trainer.save_folder, get_rank(), get_world_size())
+        with self._lock:
+            self._is_open, self._failure, self._first_step = True, None, self.step
+            early, self._early = self._early, []
+        for path in early:
+            self._hand_over(path)
+        self._raise_failure()
+
+    def log_metrics(self, step: int, metrics: dict[str, float]) -> None:
+        self._metrics = (step, metrics)
+
+    def post_checkpoint_saved(self, path: str | os.PathLike[str]) -> None:
+        """Of an asynchronous save, called by the thread that wrote it."""
+        with self._lock:
+            if not self._is_open:
+                self._early.append(Path(path))
+                return
+        self._hand_over(Path(path))
+
+    def post_train_batch(self) -> None:
+        self._raise_failure()
+
+    def post_train(self) -> None:
+        # The checkpointer has waited for the last save, but not for the callbacks that it calls. And a callback before
+        # us that raised there, which OLMo-core only logs, has kept it from us.
+        barrier()
+        for path in Path(self.trainer.save_folder).glob("step*"):
+            step = _step_of(path)
+            is_ours = step is not None and self._first_step < step <= self.step
+            if is_ours and self.trainer.checkpointer.dir_is_checkpoint(path):
+                self._hand_over(path)
+        self._raise_failure()
+
+    def close(self) -> None:
+        """Called by the trainer in any case, also when training has failed."""
+        with self._lock:
+            self._is_open = False
+        self._uploads.close()
+
+    def _hand_over(self, path: Path) -> None:
+        """In any thread; once for each checkpoint. Raises nothing: nobody would hear it."""
+        with self._lock:
+            if path in self._seen:
+                return
+            self._seen.add(path)
+        uploader, step = self._uploads.now, _step_of(path)
+        try:
+            if uploader is None or step is None:
+                raise SaveFailedError(f"{path} was saved, but is not a checkpoint of the training that runs")
+            if uploader.rank == 0 and not self.trainer.checkpointer.dir_is_checkpoint(path):
+                raise SaveFailedError(f"OLMo-core did not finish {path}: its .metadata.json is missing")
+            files = files_of_rank(path, uploader.rank, uploader.world_size)
+            if (own := f"train/rank{uploader.rank}.pt") not in files:
+                raise SaveFailedError(f"this rank's {own} is missing in {path}")
+            logged_at, metrics = self._metrics
+            self._uploads.hand_over(
+                path, step, path.name, files=files, metrics=metrics if logged_at == step else None
+            )
+        except Exception as error:  # a thread of OLMo-core's would only log it
+            self._failure = error
+            logger.exception("checkpoint_not_handed_over path=%s", path)
+            if uploader is not None and step is not None:
+                self._give_up(uploader, step, path.name, error)
+
+    def _give_up(self, uploader: Uploader, step: int, name: str, why: Exception) -> None:
+        """So that the other ranks need not wait for this one, and the checkpoint is counted as aborted."""
+        try:
+            uploader.give_up(step, str(why), name=name)
+        except CkptAsyncError as error:
+            logger.warning("not_given_up step=%d error=%s", step, error)
+
+    def _raise_failure(self) -> None:
+        """On the training thread, if the uploader was opened to raise."""
+        uploader, failure = self._uploads.now, self._failure
+        if uploader is not None and uploader.settings.on_error == "raise":
+            uploader.raise_failures()
+            if failure is not None:
+                self._failure = None
+                raise SaveFailedError(f"a checkpoint was not handed over: {failure}") from failure
+
+
+def newest_checkpoint(
+    save_folder: str | os.PathLike[str],
+    remote: str,
+    *,
+    drain_timeout_s: float = 300.0,
+    store_options: StoreOptions | None = None,
+) -> str | None:
+    """Fetch the newest usable checkpoint to `<save_folder>/step<N>` and return that path, or None for a fresh start.
+    Call it on all ranks before `trainer.fit()`, which looks into its `save_folder` first and resumes from there.
+
+    All ranks get the same checkpoint. Whatever a killed trainer left on this node is uploaded first, for at most
+    `drain_timeout_s`. A local file is reused if its checksum matches, else replaced. Every byte is verified. Blocks.
+
+    Raises the errors of `restore.find` and `restore.fetch`, also if there are checkpoints but none is usable.
+    """
+    found = fetch_newest(
+        save_folder,
+        remote,
+        lambda checkpoint: Path(save_folder, checkpoint.name),
+        drain_timeout_s,
+        store_options,
+    )
+    return None if found is None else os.path.join(save_folder, found[0].name)
+
+
+def _step_of(path: Path) -> int | None:
+    match = _FOLDER.fullmatch(path.name)
+    return int(match[1]) if match else None
