@@ -2,6 +2,7 @@
 
     from ckpt_async.integrations.lightning import CkptAsyncCheckpointIO, newest_checkpoint
     from ckpt_async.integrations.transformers import CkptAsyncCallback, newest_checkpoint
+    from ckpt_async.integrations.ray import newest_checkpoint, open_in_ray, upload_fn
 
 The frameworks are not dependencies: `pip install ckpt-async[lightning]` or `ckpt-async[transformers]`.
 """

@@ -25,13 +25,15 @@ _MARK = "CKPT_ASYNC_PLAY"  # in the environment of all that a play starts, howev
 _LOSS = "LOSS"
 
 
-def say_loss(step: int, loss: float) -> None:
-    """For training scripts, on one rank, in one write: other ranks print to the same pipe.
+def say_loss(step: int, loss: float, to: str = "/dev/fd/1") -> None:
+    """For training scripts, on one rank, in one write: other ranks print to the same pipe. A process whose stdout is
+    not the script's gives `to=`, where it is.
 
     Takes 20 ms, so that a step takes time, as real ones do.
     """
     time.sleep(0.02)
-    os.write(1, f"\n{_LOSS} {step} {float(loss).hex()}\n".encode())
+    with open(to, "wb", buffering=0) as pipe:
+        pipe.write(f"\n{_LOSS} {step} {float(loss).hex()}\n".encode())
 
 
 def ranks(count: int) -> list[str]:
@@ -66,7 +68,8 @@ class Training:
         for line in self.process.stdout:
             if line.startswith(f"{_LOSS} "):
                 _, step, loss = line.split()
-                self.losses[int(step)] = loss
+                if self.losses.setdefault(int(step), loss) != loss:
+                    raise AssertionError(f"step {step} came twice, with different losses: {self.tail()}")
                 yield int(step)
 
     def finish(self) -> dict[int, str]:
@@ -137,10 +140,10 @@ class Job:
         for count in range(kills):
             training = self.start(command, f"node-{count}")
             committed = self._kill_after_commit(training, committed)
-            self._check(training, expected, is_resumed=count > 0)
+            self.check_losses(training, expected, is_resumed=count > 0)
         last = self.start(command, f"node-{kills}")
         last.finish()
-        self._check(last, expected, is_resumed=True)
+        self.check_losses(last, expected, is_resumed=True)
         assert max(last.losses) == max(expected), last.tail()
         assert self.committed() == self.committed("undisturbed")
 
@@ -171,7 +174,8 @@ class Job:
         print(f"killed {wait_s:.3f} s after a commit, at step {max(training.losses)}", file=sys.stderr)
         return self.committed()
 
-    def _check(self, training: Training, expected: dict[int, str], *, is_resumed: bool) -> None:
+    def check_losses(self, training: Training, expected: dict[int, str], *, is_resumed: bool) -> None:
+        """Fails unless every step had the loss that it has in an undisturbed run."""
         assert training.losses, training.tail()
         wrong = {
             step: (float.fromhex(loss), float.fromhex(expected[step]) if step in expected else None)
