@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     )
     from ckpt_async.stores import StoreOptions
     from ckpt_async.sweep.sweeper import Sweeper
+    from ckpt_async.trainer.plain import PlainUploader
     from ckpt_async.trainer.uploader import Uploader
 
 __version__ = "0.1.0"
@@ -55,6 +56,7 @@ __all__ = [
     "InvalidNameError",
     "InvalidShardError",
     "NoSpaceError",
+    "PlainUploader",
     "SealedError",
     "Settings",
     "SettingsError",
@@ -67,6 +69,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "PlainUploader": "trainer.plain",
     "Uploader": "trainer.uploader",
     "Settings": "core.settings",
     "StoreOptions": "stores",

@@ -76,6 +76,7 @@ class HeldUploader:
         *,
         files: Collection[str] | None = None,
         metrics: Mapping[str, float] | None = None,
+        publish_as: str | None = None,
     ) -> None:
         """Enqueue what this rank has of a checkpoint, and seal. One that is sealed already stays as it is.
 
@@ -85,7 +86,7 @@ class HeldUploader:
         assert uploader is not None
         try:
             if files is None or files or uploader.rank == 0:  # without rank 0's files there is no checkpoint
-                uploader.enqueue(path, step, name, files=files)
+                uploader.enqueue(path, step, name, files=files, publish_as=publish_as)
             uploader.seal(step, name=name, metrics=metrics)
         except SealedError:
             logger.info("step_is_uploaded_already step=%d path=%s", step, path)
@@ -119,6 +120,7 @@ def fetch_newest(
     destination: Callable[[restore.Checkpoint], Path],
     drain_timeout_s: float,
     store_options: StoreOptions | None,
+    kind: str | None = None,
 ) -> tuple[restore.Checkpoint, restore.FetchReport] | None:
     """The newest good checkpoint, whole, at its destination; the same on all ranks where there is a process group."""
     has_group = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
@@ -126,6 +128,7 @@ def fetch_newest(
     return fetch(
         remote,
         destination,
+        kind=kind,
         folder=folder,
         drain_timeout_s=drain_timeout_s,
         store_options=store_options,

@@ -159,7 +159,7 @@ def check_conflicts(files: Files, resumed: Timestamp | None) -> None:
 
     Raises CheckpointConflictError.
     """
-    if _is_of_this_run(files):
+    if is_of_run(files.folder, files.remote, files.kind):
         return
     resumed = resumed or Timestamp(batch=0)
     template = str(PurePosixPath(files.filename))
@@ -174,14 +174,14 @@ def check_conflicts(files: Files, resumed: Timestamp | None) -> None:
             )
 
 
-def _is_of_this_run(files: Files) -> bool:
-    """Whether an earlier start of it has opened the folder."""
+def is_of_run(folder: Path, remote: str, kind: str = "") -> bool:
+    """Whether an earlier start of the run at `remote` has opened this folder on this node."""
     try:
-        found = journals.read(files.folder, kind=files.kind)
+        found = journals.read(folder, kind=kind)
     except NoJournalError:
         return False
     except JournalError:
         return True  # opening the uploader will say what is the matter
     remotes = [each.local().remote for each in found.values()]
-    here = keys.kind_remote(files.remote, files.kind).rstrip("/")
+    here = keys.kind_remote(remote, kind).rstrip("/")
     return any(each is not None and each.url.rstrip("/") == here for each in remotes)

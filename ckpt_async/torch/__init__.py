@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ckpt_async.torch.dumping import check_writable, deepspeed_filename, dump, selected
     from ckpt_async.torch.formats import load, load_remote
     from ckpt_async.torch.parts import capture, restore
+    from ckpt_async.torch.places import fetch_file
     from ckpt_async.torch.resume import fetch_together
     from ckpt_async.torch.rng import capture_rng, load_rng_state, ranks_with_rng, restore_rng, save_rng_state
     from ckpt_async.torch.snapshot import SnapshotBuffers
@@ -47,6 +48,7 @@ _HOMES = {
     "check_writable": "dumping",
     "deepspeed_filename": "dumping",
     "dump": "dumping",
+    "fetch_file": "places",
     "fetch_together": "resume",
     "launch_id": "agreement",
     "load": "formats",
@@ -81,6 +83,7 @@ __all__ = [
     "check_writable",
     "deepspeed_filename",
     "dump",
+    "fetch_file",
     "fetch_together",
     "launch_id",
     "load",

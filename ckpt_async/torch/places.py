@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import sys
 import tempfile
@@ -14,7 +15,7 @@ from typing import IO
 
 from ckpt_async import restore
 from ckpt_async.core.model import CheckpointId
-from ckpt_async.errors import FormatError
+from ckpt_async.errors import DestinationError, FormatError
 from ckpt_async.restore import Checkpoint
 from ckpt_async.restore.objects import MAX_HOPS, MAX_POINTER_BYTES, POINTER_SUFFIX, look, own_place, pointed
 from ckpt_async.stores import StoreOptions
@@ -57,6 +58,34 @@ def placed(
     with tempfile.TemporaryDirectory(prefix="ckpt_async-") as folder, reported(progress, name) as on_progress:
         report = restore.fetch(checkpoint, folder, files=[_escaped(name)], on_progress=on_progress)
         yield Place(report.paths[name], is_ours=True)
+
+
+def fetch_file(
+    url: str,
+    destination: str | os.PathLike[str],
+    *,
+    rank: int = 0,
+    store_options: StoreOptions | None = None,
+    overwrite: bool = False,
+    progress: Progress = None,
+) -> Path:
+    """Fetch one file to this very path: an object; what a pointer (`….symlink`) leads to; or of a run, a checkpoint of
+    ours or a folder that somebody else has saved, the only file or this `rank`'s, of the newest that is complete.
+
+    The file appears whole, by rename; what is ours is verified. Blocks. Raises FileNotFoundError if there is nothing at
+    `url`, DestinationError if a file is in the way and `overwrite` is off, FormatError if there are several to choose
+    from, and what `restore.fetch` raises.
+    """
+    path = Path(destination)
+    if not overwrite and os.path.lexists(path):
+        raise DestinationError(f"{path} is there already", hint="pass overwrite=True, or another destination")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    checkpoint, name = _remote(url, rank, store_options, None)
+    with tempfile.TemporaryDirectory(prefix=".ckpt_async-", dir=path.parent) as folder:
+        with reported(progress, name) as on_progress:
+            report = restore.fetch(checkpoint, folder, files=[_escaped(name)], on_progress=on_progress)
+        os.replace(report.paths[name], path)
+    return path
 
 
 def _escaped(name: str) -> str:

@@ -1,0 +1,11 @@
+"""Composer 0.32: a `CheckpointSaver` that uploads through ckpt_async, and a `RemoteUploaderDownloader`.
+
+    from ckpt_async.integrations.composer import CheckpointSaver, RemoteUploaderDownloader
+
+Both have Composer's own arguments and more, so that an import is what changes.
+"""
+
+from ckpt_async.integrations.composer.logger import RemoteUploaderDownloader
+from ckpt_async.integrations.composer.saver import CheckpointSaver
+
+__all__ = ["CheckpointSaver", "RemoteUploaderDownloader"]

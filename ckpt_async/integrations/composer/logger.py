@@ -1,0 +1,231 @@
+"""Composer's `RemoteUploaderDownloader`, in the place of which this one stands."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckpt_async import PlainUploader, StoreOptions
+from ckpt_async.errors import CkptAsyncError, SettingsError
+from ckpt_async.integrations.composer.saver import CheckpointSaver
+from ckpt_async.integrations.composer.uploads import DRAIN_TIMEOUT_S, SaverUploads
+from ckpt_async.integrations.held import CLOSE_TIMEOUT_S
+from ckpt_async.restore.objects import look
+from ckpt_async.torch import fetch_file, on_all_ranks
+
+from composer.callbacks import CheckpointSaver as ComposersSaver  # isort: skip  uploads says what to install
+from composer.loggers import LoggerDestination  # isort: skip
+from composer.utils import format_name_with_dist  # isort: skip
+from composer.utils.checkpoint import get_save_filename  # isort: skip
+
+if TYPE_CHECKING:
+    from composer.core import State
+    from composer.loggers import Logger
+
+logger = logging.getLogger(__name__)
+
+_POINTER = ".symlink"
+_METADATA = ".metadata"
+
+
+class RemoteUploaderDownloader(LoggerDestination):
+    """Uploads what loggers and callbacks give to `Logger.upload_file`, and finds it again:
+    `Trainer(loggers=[RemoteUploaderDownloader("s3://bucket"), FileLogger(…)])`.
+
+    - Checkpoints of Composer's own savers (`Trainer(save_folder=…)`, on a local disk) are uploaded, checked and
+      committed below `remote`, sealed before training goes on; `autoresume` finds the newest. Savers of ours that have
+      a `remote` of their own are left to it.
+    - Any other file is a plain upload: copied, sent in the background to its very name, tried again. One that fails is
+      an error in the log, and never ends training.
+    - `download_file` gets either, by Composer's names: for `load_path=` with `load_object_store=`, in or without
+      `loggers`.
+
+    Args:
+        bucket_uri: `s3://bucket`, perhaps with a prefix, or `file:///folder`.
+        file_path_format_string: Of the names of plain files; may have `{run_name}`, `{remote_file_name}` and others.
+        upload_staging_folder: Where copies of plain files wait.
+        num_concurrent_uploads: As in the settings of `Uploader`; 1, Composer's default, stands for ours.
+        backend_kwargs: Only None or `{}`: see `store_options`.
+        use_procs, num_attempts: Without effect: uploads are tried again for `upload_timeout_s`, and `runner="process"`
+            moves those of checkpoints into a process.
+        remote: Of the run's checkpoints. Default: `<bucket_uri>/{run_name}`.
+        drain_timeout_s, close_timeout_s, settings: As of `CheckpointSaver`.
+    """
+
+    def __init__(
+        self,
+        bucket_uri: str,
+        backend_kwargs: dict[str, Any] | None = None,
+        file_path_format_string: str = "{remote_file_name}",
+        num_concurrent_uploads: int = 1,
+        upload_staging_folder: str | None = None,
+        use_procs: bool = True,
+        num_attempts: int = 3,
+        *,
+        remote: str | None = None,
+        drain_timeout_s: float = DRAIN_TIMEOUT_S,
+        close_timeout_s: float = CLOSE_TIMEOUT_S,
+        **settings: Any,
+    ) -> None:
+        del use_procs, num_attempts
+        if backend_kwargs:
+            raise SettingsError(
+                f"backend_kwargs={sorted(backend_kwargs)} are of Composer's own object stores",
+                hint="pass store_options=ckpt_async.StoreOptions(endpoint_url=…, region=…, put_args=…)",
+            )
+        self.bucket_uri = bucket_uri.rstrip("/")
+        self.file_path_format_string = file_path_format_string
+        self._remote = f"{self.bucket_uri}/{{run_name}}" if remote is None else remote
+        self._staging_folder = upload_staging_folder
+        self._drain_timeout_s, self._close_timeout_s = drain_timeout_s, close_timeout_s
+        if num_concurrent_uploads > 1:
+            settings.setdefault("num_concurrent_uploads", num_concurrent_uploads)
+        self._settings = settings
+        self._store_options: StoreOptions | None = settings.get("store_options")
+        self._run_name: str | None = None
+        self._plain: PlainUploader | None = None
+        self._savers: list[ComposersSaver] = []
+        self._uploads: dict[ComposersSaver, SaverUploads] = {}
+
+    # --- events --------------------------------------------------------------------------------------------
+
+    def init(self, state: State, logger: Logger) -> None:
+        """Open the uploaders; bring the newest checkpoint to this node, where Composer's autoresume will look."""
+        self._run_name = state.run_name
+        self._savers = [each for each in state.callbacks if isinstance(each, ComposersSaver)]
+        self._uploads = {}
+        on_all_ranks(self._open_plain)
+        for number, saver in enumerate(self._savers):
+            has_own = isinstance(saver, CheckpointSaver) and saver.uploads is not None
+            if has_own or saver.remote_uploader is not None or saver.remote_file_name is None:
+                continue
+            _refuse_replicas(state)
+            self._uploads[saver] = SaverUploads(
+                saver,
+                self._remote,
+                kind=f"saver{number}" if self._uploads else None,
+                drain_timeout_s=self._drain_timeout_s,
+                close_timeout_s=self._close_timeout_s,
+                settings=self._settings,
+            )
+            self._uploads[saver].open(state)
+
+    def _open_plain(self) -> None:
+        settings = {each: value for each, value in self._settings.items() if each not in ("on_error", "kind")}
+        self._plain = PlainUploader(self.bucket_uri, staging_folder=self._staging_folder, **settings)
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        for uploads in self._uploads.values():
+            uploads.clear_leftovers(state)
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        for uploads in self._uploads.values():
+            uploads.flush()
+        self._wait_for_plain()
+
+    def eval_standalone_end(self, state: State, logger: Logger) -> None:
+        self._wait_for_plain()
+
+    def predict_end(self, state: State, logger: Logger) -> None:
+        self._wait_for_plain()
+
+    def _wait_for_plain(self) -> None:
+        if self._plain is not None and (left := self._plain.flush(self._close_timeout_s)):
+            logger.warning("plain_files_still_under_way keys=%s", left)
+
+    def post_close(self) -> None:
+        """After all loggers have closed: some upload their last file then."""
+        try:
+            for uploads in self._uploads.values():
+                uploads.close()
+        finally:
+            if self._plain is not None:
+                self._plain.close(self._close_timeout_s)
+
+    # --- files ---------------------------------------------------------------------------------------------
+
+    def can_upload_files(self) -> bool:
+        return True
+
+    def upload_file(self, state: State, remote_file_name: str, file_path: Path, *, overwrite: bool) -> None:
+        """Take a file: part of a checkpoint, or any other. It may be changed or deleted on return."""
+        for saver in self._savers:
+            if Path(file_path).parent == Path(saver.tmp_dir_for_symlink.name):
+                return  # our own pointer follows the commit
+            if not _is_saving(saver, state):
+                continue
+            saved = Path(get_save_filename(state, saver.filename.format(state, keep_placeholders=True)))
+            if Path(file_path) == saved:  # the last that Composer gives of a save
+                if saver in self._uploads:
+                    self._uploads[saver].save(state, str(file_path))
+                return
+            if Path(file_path) == saved.with_name(_METADATA):
+                return
+        self._upload_plain(remote_file_name, Path(file_path), overwrite)
+
+    def _upload_plain(self, remote_file_name: str, path: Path, overwrite: bool) -> None:
+        key = self._key(remote_file_name)
+        try:
+            if self._plain is None:
+                raise SettingsError("no trainer has run the event INIT of this logger")
+            self._plain.put(path, key, overwrite=overwrite)
+        except (CkptAsyncError, OSError) as error:
+            logger.error("plain_file_not_uploaded key=%s error=%s", key, error)  # noqa: TRY400  it says it all
+
+    def _key(self, remote_file_name: str) -> str:
+        key = format_name_with_dist(
+            self.file_path_format_string, run_name=self._run_name or "", remote_file_name=remote_file_name
+        )
+        return str(key).lstrip("/")
+
+    def download_file(
+        self, remote_file_name: str, destination: str, overwrite: bool = False, progress_bar: bool = True
+    ) -> None:
+        """Fetch what has this name: an object below `bucket_uri`, or what a pointer of this name leads to. Without
+        `overwrite`, raises FileExistsError if the destination is there; FileNotFoundError if there is nothing.
+        """
+        name = remote_file_name.lstrip("/")
+        if name.endswith(_POINTER):  # Composer reads what it names, and asks for that
+            Path(destination).write_text(self._pointed(name))
+            return
+        if not overwrite and Path(destination).exists():
+            raise FileExistsError(f"{destination} is there already, and overwrite is off")
+        self._fetch(name, destination, progress_bar)
+
+    def _pointed(self, name: str) -> str:
+        """Where a pointer leads, as a name."""
+        url = f"{self.bucket_uri}/{name}"
+        found = look(url, self._store_options)
+        if found.url == url or not found.url.startswith(f"{self.bucket_uri}/"):
+            raise FileNotFoundError(f"{url} is no pointer to something below {self.bucket_uri}")
+        return found.url.removeprefix(f"{self.bucket_uri}/")
+
+    def _fetch(self, name: str, destination: str, progress_bar: bool) -> None:
+        options = {
+            "store_options": self._store_options,
+            "overwrite": True,
+            "progress": None if progress_bar else False,
+        }
+        try:
+            fetch_file(f"{self.bucket_uri}/{name}", destination, **options)
+        except FileNotFoundError:
+            fetch_file(f"{self.bucket_uri}/{name}{_POINTER}", destination, **options)
+
+    def get_uri_for_file(self, remote_file_name: str) -> str:
+        """Where a plain file of this name goes."""
+        return f"{self.bucket_uri}/{self._key(remote_file_name)}"
+
+
+def _is_saving(saver: ComposersSaver, state: State) -> bool:
+    return saver.last_checkpoint_batch == state.timestamp.batch
+
+
+def _refuse_replicas(state: State) -> None:
+    """Raise SettingsError for HSDP: replicas have no file to give, so this logger cannot see that they saved."""
+    config = state.fsdp_config
+    if config is not None and (getattr(config, "data_parallel_replicate_degree", None) or 1) > 1:
+        raise SettingsError(
+            "with data_parallel_replicate_degree > 1, some ranks give no file of a save to a logger",
+            hint="use ckpt_async.integrations.composer.CheckpointSaver(…, remote=…)",
+        )

@@ -1,0 +1,147 @@
+"""Composer's `CheckpointSaver`, uploading through ckpt_async."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckpt_async import Uploader
+from ckpt_async.errors import SettingsError
+from ckpt_async.integrations.composer.uploads import DRAIN_TIMEOUT_S, SaverUploads
+from ckpt_async.integrations.held import CLOSE_TIMEOUT_S
+
+from composer.callbacks import CheckpointSaver as ComposersSaver  # isort: skip  uploads says what to install
+from composer.utils.checkpoint import get_save_filename  # isort: skip
+
+if TYPE_CHECKING:
+    from composer.core import Event, State, Time
+    from composer.loggers import Logger
+
+logger = logging.getLogger(__name__)
+
+
+class CheckpointSaver(ComposersSaver):
+    """Saves as Composer's own does, with its arguments, and uploads:
+    `Trainer(callbacks=[CheckpointSaver("checkpoints", remote="s3://bucket/{run_name}")], run_name=…, autoresume=True)`.
+
+    Each save is sealed before training goes on: from then on SIGKILL cannot lose it. It is uploaded in the background,
+    checked, and committed; only then do the remote names move. `Trainer(autoresume=True)` resumes on any node from the
+    newest committed checkpoint, which `init` fetches and links. Without `remote` this is Composer's own saver.
+
+    Composer's arguments, where there is a `remote`:
+        folder: On a local disk.
+        remote_file_name, latest_remote_file_name: The exact names in the bucket go on working: copies that the store
+            makes after the commit, and Composer's text pointer. What they have in common with the end of `remote` is
+            left out (`{run_name}/…` below `s3://bucket/{run_name}`). None: no copies, which would take room.
+        num_checkpoints_to_keep: Locally; for the store see `remote_retention=`.
+        overwrite: As in Composer, but for what killed starts of this very run have left in `folder`.
+        num_concurrent_uploads, upload_timeout_in_seconds: As settings of `Uploader`; 1 stands for our default.
+
+    Args:
+        remote: As for `Uploader`; may have `{run_name}`. One run, one remote.
+        kind: For a second saver of the run, e.g. "weights".
+        drain_timeout_s: How long the start may take to finish what a killed one was uploading on this node.
+        close_timeout_s: How long the end of training may wait for uploads. The rest stays in the journal.
+        settings: Settings of `Uploader`, including `store_options`.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path = "{run_name}/checkpoints",
+        filename: str | Path = "ep{epoch}-ba{batch}-rank{rank}.pt",
+        remote_file_name: str | Path | None = "{run_name}/checkpoints/ep{epoch}-ba{batch}-rank{rank}.pt",
+        latest_filename: str | Path | None = "latest-rank{rank}.pt",
+        latest_remote_file_name: str | Path | None = "{run_name}/checkpoints/latest-rank{rank}.pt",
+        save_interval: Time[Any] | str | int | Callable[[State, Event], bool] = "1ep",
+        *,
+        overwrite: bool = False,
+        num_checkpoints_to_keep: int = -1,
+        weights_only: bool = False,
+        ignore_keys: list[str] | Callable[[dict[str, Any]], None] | None = None,
+        num_concurrent_uploads: int = 1,
+        upload_timeout_in_seconds: int = 3600,
+        remote: str | None = None,
+        kind: str | None = None,
+        drain_timeout_s: float = DRAIN_TIMEOUT_S,
+        close_timeout_s: float = CLOSE_TIMEOUT_S,
+        **settings: Any,
+    ) -> None:
+        super().__init__(
+            folder,
+            filename,
+            remote_file_name,
+            latest_filename,
+            latest_remote_file_name,
+            save_interval,
+            overwrite=overwrite,
+            num_checkpoints_to_keep=num_checkpoints_to_keep,
+            weights_only=weights_only,
+            ignore_keys=ignore_keys,
+            num_concurrent_uploads=num_concurrent_uploads,
+            upload_timeout_in_seconds=upload_timeout_in_seconds,
+        )
+        self.uploads: SaverUploads | None = None
+        if remote is None:
+            if settings or kind is not None:
+                raise SettingsError(
+                    f"these need remote=: {', '.join([*settings, *(['kind'] if kind else [])])}"
+                )
+            return
+        if self.remote_uploader is not None:
+            logger.warning("uploads_twice folder=%s remote=%s; give a local folder", folder, remote)
+        self.uploads = SaverUploads(
+            self,
+            remote,
+            kind=kind,
+            drain_timeout_s=drain_timeout_s,
+            close_timeout_s=close_timeout_s,
+            settings=settings,
+        )
+
+    @property
+    def uploader(self) -> Uploader | None:
+        """The open uploader, for its metrics or `wait`; None while it is closed, and where rank 0 has all files."""
+        return None if self.uploads is None else self.uploads.uploader
+
+    def init(self, state: State, logger: Logger) -> None:
+        super().init(state, logger)
+        if self.uploads is not None:
+            self.uploads.open(state)
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        if self.uploads is not None:
+            self.uploads.clear_leftovers(state)
+        super().fit_start(state, logger)
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        super().fit_end(state, logger)
+        if self.uploads is not None:
+            self.uploads.flush()
+
+    def post_close(self) -> None:
+        try:
+            super().post_close()
+        finally:
+            if self.uploads is not None:
+                self.uploads.close()
+
+    def _save_checkpoint(self, state: State, logger: Logger) -> None:
+        if self.uploads is None:
+            super()._save_checkpoint(state, logger)
+            return
+        # Composer would write into the very file that may still be on its way to the store under this name.
+        path = get_save_filename(state, self.filename.format(state, keep_placeholders=True))
+        Path(path).unlink(missing_ok=True)
+        before = len(self.saved_checkpoints)
+        super()._save_checkpoint(state, logger)
+        is_writer = len(self.saved_checkpoints) > before
+        self.uploads.save(state, self.saved_checkpoints[-1] if is_writer else None)
+        if is_writer and self.num_checkpoints_to_keep >= 0:
+            super()._rotate_checkpoints(sharding_enabled=state.fsdp_sharded_state_dict_enabled)
+
+    def _rotate_checkpoints(self, sharding_enabled: bool = False) -> None:
+        """Only once the save is handed over, and its links are made."""
+        if self.uploads is None:
+            super()._rotate_checkpoints(sharding_enabled=sharding_enabled)

@@ -1,0 +1,231 @@
+"""The uploads of one `CheckpointSaver` of Composer's: opened at `init`, given each save, closed at the end."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from ckpt_async import Uploader
+from ckpt_async.errors import UploadFailedError
+from ckpt_async.integrations.files import files_of_rank
+from ckpt_async.integrations.held import HeldUploader, fetch_newest
+from ckpt_async.saver import Timestamp, names
+from ckpt_async.saver.files import is_of_run
+from ckpt_async.torch import on_all_ranks, run_on_one
+
+try:
+    from composer.callbacks import CheckpointSaver
+    from composer.utils import dist, format_name_with_dist, format_name_with_dist_and_time
+except ImportError as error:
+    raise ImportError(
+        "ckpt_async.integrations.composer needs Composer: pip install mosaicml==0.32.1 (torch 2.7)"
+    ) from error
+
+if TYPE_CHECKING:
+    from composer.core import State
+
+logger = logging.getLogger(__name__)
+
+DRAIN_TIMEOUT_S = 300.0
+
+
+class SaverUploads:
+    """Composer saves whole checkpoints on rank 0: then that rank uploads, as a run with one rank, and a save is sealed
+    when it returns, whatever becomes of the others. Of sharded ones every rank has a part.
+
+    Errors of the store are raised (`on_error="raise"`), as Composer raises those of its own uploads.
+    """
+
+    def __init__(
+        self,
+        saver: CheckpointSaver,
+        remote: str,
+        *,
+        kind: str | None,
+        drain_timeout_s: float,
+        close_timeout_s: float,
+        settings: Mapping[str, Any],
+    ) -> None:
+        self.saver, self._kind = saver, kind
+        self._remote, self._drain_timeout_s, self._close_timeout_s = remote, drain_timeout_s, close_timeout_s
+        self._settings = {
+            "on_error": "raise",
+            "upload_timeout_s": float(saver.upload_timeout_in_seconds),
+            **settings,
+        }
+        self._held: HeldUploader | None = None
+        self._folder = Path()
+        self._is_sharded = False
+        self._is_continued = False
+        self._newest_batch = 0
+        self._has_sealed = False
+
+    @property
+    def uploader(self) -> Uploader | None:
+        """This rank's, while it is open; None where rank 0 has all files."""
+        return None if self._held is None else self._held.now
+
+    # --- the start -----------------------------------------------------------------------------------------
+
+    def open(self, state: State) -> None:
+        """Bring the newest checkpoint to this node and link it, where Composer's autoresume will look; open the
+        uploader. A collective. Raises on all ranks what fails on one.
+        """
+        name = state.run_name
+        self.remote = self._remote.replace("{run_name}", name).rstrip("/")
+        self._folder = Path(os.path.abspath(format_name_with_dist(self.saver.folder, name)))
+        config = state.fsdp_config
+        self._is_sharded = config is not None and config.state_dict_type == "sharded"
+        self._is_continued = run_on_one(lambda: is_of_run(self._folder, self.remote, self._kind or ""))
+        savers = [each for each in state.callbacks if isinstance(each, CheckpointSaver)]
+        if savers[0] is self.saver:  # what Composer resumes from
+            self._fetch(name)
+        on_all_ranks(lambda: self._open(name))
+
+    def _fetch(self, run_name: str) -> None:
+        folder, latest = self._folder, self.saver.latest_filename
+        found = fetch_newest(
+            folder,
+            self.remote,
+            lambda checkpoint: folder if len(checkpoint.files) == 1 else folder / checkpoint.name,
+            self._drain_timeout_s,
+            self._settings.get("store_options"),
+            self._kind,
+        )
+        if found is None:
+            return
+        checkpoint, report = found
+        self._newest_batch = checkpoint.step
+        if latest is None:
+            return
+        # All look for rank 0's link, which then names what all have.
+        link = folder / dist.all_gather_object(format_name_with_dist(latest.filename, run_name))[0]
+        target = next(iter(report.paths.values())) if len(report.paths) == 1 else folder / checkpoint.name
+        if dist.get_local_rank() == 0:
+            _link(link, target)
+            logger.info("resume_from step=%d link=%s", checkpoint.step, link)
+        dist.barrier()
+
+    def _open(self, run_name: str) -> None:
+        saver, rank, world_size = self.saver, dist.get_global_rank(), dist.get_world_size()
+        if not self._is_sharded:
+            if rank != 0:
+                return
+            world_size = 1
+        settings = {"latest_filename": "", **self._settings}
+        if self._kind:
+            settings["kind"] = self._kind
+        if saver.remote_file_name is not None:
+            settings.setdefault("publish_copies", True)
+            if saver.latest_remote_file_name is not None and saver.latest_filename is not None:
+                pointer = format_name_with_dist(saver.latest_remote_file_name.filename, run_name)
+                settings.setdefault("composer_symlink", f"{self.key(pointer)}.symlink")
+        if saver.num_concurrent_uploads > 1:  # Composer's default of 1 is not meant for parts of files
+            settings.setdefault("num_concurrent_uploads", saver.num_concurrent_uploads)
+        self._held = HeldUploader(self.remote, None, self._close_timeout_s, settings)
+        self._held.open(self._folder, rank, world_size)
+
+    def key(self, name: str) -> str:
+        """Composer's name of an object in the bucket, as a key below the run: what both have in common goes."""
+        parts, above = PurePosixPath(name.lstrip("/")).parts, PurePosixPath(urlsplit(self.remote).path).parts
+        for count in range(len(parts) - 1, 0, -1):
+            if above[-count:] == parts[:count]:
+                parts = parts[count:]
+                break
+        return "/".join(parts)
+
+    def clear_leftovers(self, state: State) -> None:
+        """At `fit_start`: remove what killed starts of this run have left behind of later saves, complete or not. Where
+        training does not go on from the newest checkpoint they stay, and Composer refuses the folder.
+        """
+        if not self._is_continued or state.timestamp.batch.value < self._newest_batch:
+            return
+        now = _timestamp(state)
+        run = {each: format_name_with_dist(f"{{{each}}}", state.run_name) for each in names.OF_RUN}
+        for path in sorted(self._folder.iterdir()):
+            if path.is_file() and names.is_ahead(path.name, self.saver.filename.filename, run, now):
+                logger.warning("left_over_save_removed path=%s: an earlier start was killed after it", path)
+                path.unlink(missing_ok=True)
+        dist.barrier()
+
+    # --- saves ---------------------------------------------------------------------------------------------
+
+    def save(self, state: State, saved_path: str | None) -> None:
+        """Enqueue what this rank has written, and seal: on return SIGKILL cannot lose it."""
+        uploader = self.uploader
+        if uploader is None or self._held is None:
+            return
+        now = state.timestamp
+        step, name = now.batch.value, f"ep{now.epoch.value}-ba{now.batch.value}"
+        files, publish_as = None, self._exact_key(state)
+        if self._is_sharded:
+            folder = self._folder if saved_path is None else Path(saved_path).parent
+            files = [] if saved_path is None else files_of_rank(folder, uploader.rank, uploader.world_size)
+            saved_path = str(folder)
+        assert saved_path is not None, "rank 0 saves what is not sharded"
+        self._held.hand_over(saved_path, step, name, files=files, publish_as=publish_as)
+        self._has_sealed = True
+
+    def _exact_key(self, state: State) -> str | None:
+        template = self.saver.remote_file_name
+        if template is None or self.uploader is None or not self.uploader.settings.publish_copies:
+            return None
+        key = template.format(state)
+        if self._is_sharded:
+            prefix = state.fsdp_config.sharded_ckpt_prefix_dir
+            folder = format_name_with_dist_and_time(prefix, state.run_name, state.timestamp)
+            key = str(PurePosixPath(key).parent / folder)
+        return self.key(key)
+
+    # --- the end -------------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Upload what was saved, within `close_timeout_s`. Raises UploadFailedError if a start that saved committed
+        nothing at all: Composer only logs what fails when it closes, and exits with 0.
+        """
+        uploader = self.uploader
+        if uploader is None:
+            return
+        report = uploader.flush(self._close_timeout_s)
+        uploader.raise_failures()
+        if report.is_done:
+            return
+        left = f"not uploaded within {self._close_timeout_s:g} s: steps {list(report.steps_left)}"
+        if self._has_sealed and uploader.metrics.num_committed == 0:
+            raise UploadFailedError(
+                f"{left}; nothing that this start has saved is committed",
+                hint="see the log; `ckpt-async drain` or the next start on this node finishes what is left",
+            )
+        logger.warning("not_flushed %s", left)
+
+    def close(self) -> None:
+        if self._held is not None:
+            self._held.close()
+
+
+def _timestamp(state: State) -> Timestamp:
+    now = state.timestamp
+    counts = (
+        "batch",
+        "epoch",
+        "batch_in_epoch",
+        "sample",
+        "sample_in_epoch",
+        "token",
+        "token_in_epoch",
+        "iteration",
+    )
+    return Timestamp(**{each: int(getattr(now, each).value) for each in counts})
+
+
+def _link(link: Path, target: Path) -> None:
+    """In one step: whoever looks finds the old or the new one."""
+    link.parent.mkdir(parents=True, exist_ok=True)
+    new = link.with_name(f".{link.name}.new")
+    new.unlink(missing_ok=True)
+    new.symlink_to(os.path.relpath(target, link.parent))
+    os.replace(new, link)
