@@ -1,6 +1,7 @@
 """Adapters for training frameworks, one module each. They use only the public API.
 
     from ckpt_async.integrations.lightning import CkptAsyncCheckpointIO, newest_checkpoint
+    from ckpt_async.integrations.composer import CheckpointSaver, RemoteUploaderDownloader
     from ckpt_async.integrations.transformers import CkptAsyncCallback, newest_checkpoint
     from ckpt_async.integrations.ray import newest_checkpoint, open_in_ray, upload_fn
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from ckpt_async import Uploader, restore, threads
-from ckpt_async.errors import FormatError, NoUsableCheckpointError, SettingsError
-from ckpt_async.torch import dump, fetch_together, load, load_remote
+from ckpt_async.errors import DestinationError, FormatError, NoUsableCheckpointError, SettingsError
+from ckpt_async.torch import dump, fetch_file, fetch_together, load, load_remote
 from ckpt_async.torch.places import reported
 from tests.torch_side.states import dumped, is_same
 
@@ -228,3 +228,30 @@ def test_one_rank_reads_for_all(tmp_path: Path) -> None:
     assert all("UnsafePickleError" in each["refused"] for each in found)
     # 64 MiB of state: a second copy, or one in a message, would be as much again
     assert all(each["peak"] < 64 + 40 for each in found[1:]), [each["peak"] for each in found]
+
+
+def test_a_file_is_fetched_to_the_very_path(url: str, tmp_path: Path) -> None:
+    put(f"{url}/logs/rank0.txt", b"a log")
+    put(f"{url}/latest.symlink", b"logs/rank0.txt")
+    target = tmp_path / "new" / "log.txt"
+    assert fetch_file(f"{url}/logs/rank0.txt", target) == target
+    assert target.read_bytes() == b"a log"
+    with pytest.raises(DestinationError, match="is there already"):
+        fetch_file(f"{url}/latest.symlink", target)
+    target.write_bytes(b"old")
+    fetch_file(f"{url}/latest.symlink", target, overwrite=True)
+    assert target.read_bytes() == b"a log"
+    with pytest.raises(FileNotFoundError):
+        fetch_file(f"{url}/nothing.txt", tmp_path / "nothing.txt")
+    assert sorted(each.name for each in target.parent.iterdir()) == ["log.txt"]
+
+
+def test_of_a_run_the_newest_checkpoints_file_is_fetched(url: str, tmp_path: Path) -> None:
+    with Uploader(tmp_path / "folder", f"{url}/run") as uploader:
+        for step in (1, 2):
+            shard = tmp_path / "folder" / f"ep{step}-rank0.pt"
+            shard.write_bytes(b"step %d" % step)
+            uploader.enqueue(shard, step)
+            uploader.seal(step)
+            uploader.wait(step, 60)
+    assert fetch_file(f"{url}/run", tmp_path / "newest.pt").read_bytes() == b"step 2"

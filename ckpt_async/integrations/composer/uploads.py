@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DRAIN_TIMEOUT_S = 300.0
+
+# Those of this process: in notebooks one trainer follows another that nobody has closed.
+_open: weakref.WeakSet[SaverUploads] = weakref.WeakSet()
 
 
 class SaverUploads:
@@ -80,11 +84,19 @@ class SaverUploads:
         self._folder = Path(os.path.abspath(format_name_with_dist(self.saver.folder, name)))
         config = state.fsdp_config
         self._is_sharded = config is not None and config.state_dict_type == "sharded"
+        self._close_earlier()
         self._is_continued = run_on_one(lambda: is_of_run(self._folder, self.remote, self._kind or ""))
         savers = [each for each in state.callbacks if isinstance(each, CheckpointSaver)]
         if savers[0] is self.saver:  # what Composer resumes from
             self._fetch(name)
         on_all_ranks(lambda: self._open(name))
+
+    def _close_earlier(self) -> None:
+        """What another trainer of this process has open in the folder, or this one from before."""
+        for each in list(_open):
+            if (each._folder, each._kind) == (self._folder, self._kind):  # noqa: SLF001  its own class
+                logger.warning("earlier_trainer_not_closed folder=%s; closing its uploads", self._folder)
+                each.close()
 
     def _fetch(self, run_name: str) -> None:
         folder, latest = self._folder, self.saver.latest_filename
@@ -128,6 +140,7 @@ class SaverUploads:
             settings.setdefault("num_concurrent_uploads", saver.num_concurrent_uploads)
         self._held = HeldUploader(self.remote, None, self._close_timeout_s, settings)
         self._held.open(self._folder, rank, world_size)
+        _open.add(self)
 
     def key(self, name: str) -> str:
         """Composer's name of an object in the bucket, as a key below the run: what both have in common goes."""
@@ -203,6 +216,8 @@ class SaverUploads:
         logger.warning("not_flushed %s", left)
 
     def close(self) -> None:
+        """Finish what was saved, within `close_timeout_s`. Idempotent."""
+        _open.discard(self)
         if self._held is not None:
             self._held.close()
 

@@ -1,4 +1,4 @@
-"""A pytest plugin: Composer's own tests, with our `CheckpointSaver` in place of theirs. See `conformance.sh`.
+"""A pytest plugin: Composer's own tests, with our `CheckpointSaver` in place of theirs. See `conformance.py`.
 
 COMPOSER_REMOTE=1 gives every saver a `remote` too, so that each save is also uploaded.
 """
