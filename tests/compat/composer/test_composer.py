@@ -24,7 +24,7 @@ from ckpt_async import restore
 from ckpt_async.errors import SettingsError, UploadFailedError
 from ckpt_async.integrations.composer import CheckpointSaver, RemoteUploaderDownloader
 from tests.compat.composer import train
-from tests.compat.play import Job, ranks
+from tests.compat.play import Job
 from tests.seaweed import SeaweedServer
 
 SCRIPT = Path(train.__file__)
@@ -96,7 +96,7 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
 
 
 def test_a_killed_run_on_2_ranks_goes_on_on_a_fresh_node(job: Job) -> None:
-    job.check_kill_and_resume([*ranks(2), SCRIPT])
+    job.check_kill_and_resume([sys.executable, "-m", "composer.cli.launcher", "-n", "2", SCRIPT])
 
 
 def test_a_run_that_is_killed_again_and_again_loses_no_loss(job: Job) -> None:

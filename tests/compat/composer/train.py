@@ -7,6 +7,7 @@ import torch
 from composer import Trainer
 from composer.core import Callback
 from composer.models import ComposerModel
+from composer.utils import dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -30,13 +31,11 @@ class Model(ComposerModel):
 
 class Losses(Callback):
     def batch_end(self, state: Any, logger: Any) -> None:
-        if torch.distributed.get_rank() == 0 if torch.distributed.is_initialized() else True:
+        if dist.get_global_rank() == 0:
             say_loss(state.timestamp.batch.value, float(state.loss))
 
 
 def loader() -> DataLoader[Any]:
-    from composer.utils import dist
-
     samples = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(2))
     data = TensorDataset(samples, (samples > 0).int())
     return DataLoader(data, batch_size=BATCH_SIZE, sampler=dist.get_sampler(data, shuffle=True))
@@ -57,6 +56,7 @@ def trainer_of(model: Model, duration: str = "6ep", **more: Any) -> Trainer:
 
 
 def main(_node: str, remote: str) -> None:
+    torch.manual_seed(1)
     saver = CheckpointSaver("checkpoints", remote=remote, save_interval="5ba", num_checkpoints_to_keep=2)
     trainer = trainer_of(Model(), run_name="run", autoresume=True, callbacks=[saver, Losses()])
     trainer.fit()
