@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -202,15 +203,17 @@ class RemoteUploaderDownloader(LoggerDestination):
         return found.url.removeprefix(f"{self.bucket_uri}/")
 
     def _fetch(self, name: str, destination: str, progress_bar: bool) -> None:
-        options = {
-            "store_options": self._store_options,
-            "overwrite": True,
-            "progress": None if progress_bar else False,
-        }
+        fetch = partial(
+            fetch_file,
+            destination=destination,
+            store_options=self._store_options,
+            overwrite=True,
+            progress=None if progress_bar else False,
+        )
         try:
-            fetch_file(f"{self.bucket_uri}/{name}", destination, **options)
+            fetch(f"{self.bucket_uri}/{name}")
         except FileNotFoundError:
-            fetch_file(f"{self.bucket_uri}/{name}{_POINTER}", destination, **options)
+            fetch(f"{self.bucket_uri}/{name}{_POINTER}")
 
     def get_uri_for_file(self, remote_file_name: str) -> str:
         """Where a plain file of this name goes."""
@@ -218,7 +221,7 @@ class RemoteUploaderDownloader(LoggerDestination):
 
 
 def _is_saving(saver: ComposersSaver, state: State) -> bool:
-    return saver.last_checkpoint_batch == state.timestamp.batch
+    return bool(saver.last_checkpoint_batch == state.timestamp.batch)
 
 
 def _refuse_replicas(state: State) -> None:

@@ -2,8 +2,8 @@
 
     python tests/compat/composer/conformance.py COMPOSER_SOURCE [pytest's options]
 
-in an environment with requirements.txt and conformance.txt. COMPOSER_SOURCE is its source tree at v0.32.1: the wheel has
-no tests. COMPOSER_REMOTE=1 gives each saver a `remote`, too.
+in an environment with requirements.txt and conformance.txt. COMPOSER_SOURCE is the source of v0.32.1, for the
+wheel has no tests. COMPOSER_REMOTE=1 gives each saver a `remote`, too.
 """
 
 import os
