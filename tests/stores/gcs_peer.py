@@ -22,13 +22,14 @@ from base64 import b64encode
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Self
+from typing import IO, Self
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 from xml.sax.saxutils import escape
 
 from ckpt_async.stores.checksums import checksum_of
 
-MIN_PART_BYTES = 5 << 20
+MIB = 1 << 20
+MIN_PART_BYTES = 5 * MIB
 PAGE = 1000
 
 
@@ -73,7 +74,7 @@ class Request:
 @dataclass
 class Answer:
     status: int
-    body: bytes = b""
+    body: bytes | memoryview = b""
     headers: list[tuple[str, str]] = field(default_factory=list)
     sent_bytes: int | None = None  # then the connection is cut
     is_silent: bool = False  # nothing is said until the peer is closed
@@ -140,6 +141,11 @@ class GcsPeer:
         self._server.serve_forever()
 
     # --- requests ------------------------------------------------------------------------------------------
+
+    def receive(self, request: Request, source: IO[bytes], size_bytes: int) -> bool:
+        """Read the body; whether it is all there."""
+        request.body = source.read(size_bytes)
+        return len(request.body) == size_bytes
 
     def answer(self, request: Request) -> Answer:
         self.requests.append(request)
@@ -404,12 +410,11 @@ def _handler(peer: GcsPeer) -> type[BaseHTTPRequestHandler]:
                 name: values[0] for name, values in parse_qs(parts.query, keep_blank_values=True).items()
             }
             headers = {name.lower(): value for name, value in self.headers.items()}
+            request = Request(self.command, unquote(parts.path), parts.path, query, headers, b"")
             size_bytes = int(headers.get("content-length", 0))
-            body = self.rfile.read(size_bytes)
-            if len(body) < size_bytes:
+            if not peer.receive(request, self.rfile, size_bytes):
                 self.close_connection = True
                 return
-            request = Request(self.command, unquote(parts.path), parts.path, query, headers, body)
             answer = peer.answer(request)
             request.body = b""  # it is kept, and there may be many
             if answer.is_silent:
@@ -419,15 +424,19 @@ def _handler(peer: GcsPeer) -> type[BaseHTTPRequestHandler]:
             lines = {"Content-Length": str(len(answer.body)), "Date": email.utils.formatdate(usegmt=True)}
             told = [*lines.items(), *answer.headers]
             head = "".join(f"{name}: {value}\r\n" for name, value in told)
-            whole = f"HTTP/1.1 {answer.status} X\r\n{head}\r\n".encode() + answer.body
+            whole = f"HTTP/1.1 {answer.status} X\r\n{head}\r\n".encode()
+            if len(answer.body) < MIB:
+                whole, answer.body = whole + answer.body, b""
             with contextlib.suppress(ConnectionError, ssl.SSLError):
                 self.wfile.write(whole[: answer.sent_bytes])
+                if answer.sent_bytes is None and self.command != "HEAD":
+                    self.wfile.write(answer.body)
             if answer.sent_bytes is not None:
                 self.close_connection = True
                 with contextlib.suppress(OSError):
                     self.connection.shutdown(socket.SHUT_RDWR)
 
-        do_GET = do_POST = do_PUT = do_DELETE = _serve  # noqa: N815
+        do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = _serve  # noqa: N815
 
         def log_message(self, *_: object) -> None:
             pass
