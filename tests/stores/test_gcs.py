@@ -455,6 +455,37 @@ def test_a_token_that_is_refused_in_the_middle_is_renewed_once(run, secure_peer,
     assert secure_peer.num_tokens == 2
 
 
+def test_over_tls_a_part_is_read_once_and_compared_with_what_the_store_answers(run, secure_peer):
+    """Once it was seen to answer with a checksum; which then tells that bytes have changed on the way."""
+
+    def flip(request, serve):
+        if request.is_part:
+            request.body = b"j" + request.body[1:]
+        return serve()
+
+    async def body():
+        async with opened(secure_peer) as store:
+            upload_id = await store.create_multipart("a")
+            assert not store.capabilities.trailing_checksums
+            first = await store.put_part("a", upload_id, 1, BytesBody(BIG), crc(BIG))
+            assert store.capabilities.trailing_checksums
+            second = await store.put_part("a", upload_id, 2, BytesBody(b"hello"), None)
+            assert second.checksum == crc(b"hello")
+            asked = [each for each in secure_peer.requests if each.is_part]
+            assert ["x-goog-hash" in each.headers for each in asked] == [True, False]
+            whole = BIG + b"hello"
+            secure_peer.meddle = flip
+            with pytest.raises(IntegrityError):
+                await store.put_part("a", upload_id, 2, BytesBody(b"hello"), None)
+            with pytest.raises(StoreError):  # what is there now is another part
+                await store.complete_multipart("a", upload_id, [first, second], crc(whole), len(whole))
+            secure_peer.meddle = lambda _, serve: serve()
+            second = await store.put_part("a", upload_id, 2, BytesBody(b"hello"), None)
+            await store.complete_multipart("a", upload_id, [first, second], crc(whole), len(whole))
+
+    run(body())
+
+
 def test_without_credentials_the_error_says_what_to_do(run, no_credentials):
     async def body():
         with pytest.raises(StoreError) as raised:

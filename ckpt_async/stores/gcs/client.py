@@ -72,7 +72,8 @@ class GcsStore:
     @property
     def capabilities(self) -> Capabilities:
         assert self._capabilities is not None, "open() first"
-        return self._capabilities
+        trails = self._session.is_tls and self._multiparts.answers_checksums
+        return replace(self._capabilities, trailing_checksums=trails)
 
     async def open(self, *, is_read_only: bool = False) -> None:
         """Find credentials, then find out what the store enforces, as `Probe` does."""

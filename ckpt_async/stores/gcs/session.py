@@ -40,6 +40,7 @@ class GcsSession:
         assert location.endpoint_url is not None
         self.location, self.options = location, options
         self.endpoint = location.endpoint_url.rstrip("/")
+        self.is_tls = self.endpoint.startswith("https:")
         self.credentials: Credentials = Anonymous()
         self._exit_stack = contextlib.AsyncExitStack()
 
@@ -53,7 +54,7 @@ class GcsSession:
             )
         with translating("open", "", self.location):
             # Nothing that is worth anything goes over plain HTTP: that is an emulator.
-            if self.endpoint.startswith("https:"):
+            if self.is_tls:
                 try:
                     self.credentials = await GoogleCredentials.find()
                 except google.auth.exceptions.DefaultCredentialsError:
