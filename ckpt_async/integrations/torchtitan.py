@@ -1,0 +1,91 @@
+"""torchtitan: its DCP `CheckpointManager`, whose checkpoints are uploaded, and fetched on a fresh node."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict_saver
+
+from ckpt_async.errors import SettingsError
+from ckpt_async.integrations.held import CLOSE_TIMEOUT_S, HeldUploader
+from ckpt_async.torch import CkptAsyncWriter, fetch_together
+
+try:
+    from torchtitan.components.checkpointer.dcp import AsyncMode, CheckpointManager
+except ImportError as error:
+    raise ImportError(
+        "ckpt_async.integrations.torchtitan needs torchtitan 0.3: pip install torchtitan"
+    ) from error
+
+DRAIN_TIMEOUT_S = 300.0  # how long `load` may upload what a killed trainer left on this node
+
+
+class CkptAsyncManager(CheckpointManager):  # type: ignore[misc]  # where torchtitan is not installed
+    """torchtitan's own, with `checkpoint=CkptAsyncManager.Config(remote=…, …)` in the trainer's config.
+
+    Writes to the local `folder` as torchtitan does, in all its async modes. Each rank hands over its own files as soon
+    as they are written, rank 0 also `.metadata`; the rank that finishes last commits. `load` fetches the newest
+    committed checkpoint (or the one at `load_step`), the same on all ranks, and never takes a local folder that was not
+    committed. `keep_latest_k` is about local folders. Closing waits for uploads, for 10 s if training has failed.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CheckpointManager.Config):  # type: ignore[misc]
+        remote: str = ""
+        """Where checkpoints go: `s3://bucket/prefix/run`. Required."""
+
+        uploader: dict[str, Any] = field(default_factory=dict)
+        """Settings of `ckpt_async.Uploader`, and `store_options`. `on_error` is "warn" unless it is given."""
+
+    def __init__(self, config: Config, **parts: Any) -> None:
+        if config.enable and (not config.remote or config.last_save_in_hf):
+            wrong = "last_save_in_hf=True is not supported" if config.remote else "remote= is missing"
+            raise SettingsError(f"CkptAsyncManager: {wrong}", hint="convert a DCP checkpoint afterwards")
+        super().__init__(config, **parts)
+        self._newest = -1
+        if config.enable:
+            self._held = HeldUploader(config.remote, None, CLOSE_TIMEOUT_S, config.uploader)
+
+    def _load(self, step: int = -1) -> bool:
+        os.makedirs(self.folder, exist_ok=True)
+        found = fetch_together(
+            self._held.remote or "",
+            lambda checkpoint: Path(self.folder, checkpoint.name),
+            folder=self.folder,
+            step=None if step == -1 else step,
+            drain_timeout_s=DRAIN_TIMEOUT_S,
+            store_options=self._held.store_options,
+            overwrite=True,
+        )
+        self._newest = -1 if found is None else found[0].step
+        return bool(super()._load(step))
+
+    def _find_load_step(self, folder: str = "") -> int:
+        return self._newest if folder in ("", self.folder) else int(super()._find_load_step(folder))
+
+    def dcp_save(
+        self,
+        state_dict: dict[str, Any],
+        checkpoint_id: str,
+        async_mode: AsyncMode,
+        *args: Any,
+        **options: Any,
+    ) -> Any:
+        uploader = self._held.open(self.folder, dist.get_rank(), dist.get_world_size())
+        writer = CkptAsyncWriter(uploader, int(checkpoint_id.rpartition("-")[2]))
+        if async_mode == AsyncMode.DISABLED:
+            return state_dict_saver.save(state_dict, storage_writer=writer)
+        how: dict[str, Any] = {}
+        if async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM:
+            process = state_dict_saver.AsyncCheckpointerType.PROCESS
+            how = {"async_checkpointer_type": process, "async_stager": self.stager}
+        return state_dict_saver.async_save(state_dict, storage_writer=writer, process_group=self.pg, **how)
+
+    def _close(self) -> None:
+        super()._close()
+        if hasattr(self, "_held"):  # torchtitan also closes what failed to open
+            self._held.close()
