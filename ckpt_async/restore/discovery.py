@@ -40,6 +40,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+# Starts of a run that are asked for a step one by one, where they cannot be listed.
+MOST_GENERATIONS = 20
+
 
 def find(
     remote: str,
@@ -70,6 +73,9 @@ def find(
     Orbax are recognised by their markers. A set of one file per rank (`ep1-ba42-rank0.pt`, `-rank1.pt`, …) has none: it
     is complete if it has a file of every rank and no more. How many that are is said by its name (`ep1-ba42-ws8-rank0`,
     `ep1-ba42-rank0-of-8`), else by `world_size`; without either it is rejected.
+
+    Where nothing can be listed (a web server), only what `latest` names is found, or one `step`, or a checkpoint of
+    OLMo, OLMo-core, DCP or Composer whose folder is `remote`; a StoreError says that nothing was.
 
     None is returned only if nothing contradicts it: not if `latest.json` or the journal in `folder` knows of a commit,
     nor if the store shows no generation of a run that was opened in `folder`, nor if no Uploader was ever opened for
@@ -118,7 +124,8 @@ async def _check_kind(run: str, kind: str, store_options: StoreOptions | None) -
     """Raise UnknownKindError if other kinds of the run were saved, and this one was never begun."""
     try:
         async with session(run, store_options) as opened:
-            await check_known(opened.store, kind)
+            if opened.store.capabilities.lists:
+                await check_known(opened.store, kind)
     except StoreError as error:
         if not _is_nowhere(error):
             raise
@@ -164,7 +171,7 @@ async def _find(
     marks = await _damaged(opened)
     # One that cannot be read voids nothing here. Who may not read at all is told so at once.
     await if_readable(sure(opened, lambda looking: steps.read_boundary(looking.store)))
-    async for id_ in _newest_first(opened):
+    async for id_ in _newest_first(opened, step, generation):
         if step not in (None, id_.step) or generation not in (None, id_.generation):
             continue
         name = f"step-{id_.step}"
@@ -200,8 +207,12 @@ async def _find(
     return None
 
 
-async def _newest_first(opened: Session) -> AsyncIterator[CheckpointId]:
-    """Every checkpoint that was decided. Credentials that may not list get what latest names."""
+async def _newest_first(
+    opened: Session, step: int | None, generation: int | None
+) -> AsyncIterator[CheckpointId]:
+    """Every checkpoint that was decided. Where none can be listed: what latest names; or this step in that generation
+    and those before it, which may not be there.
+    """
     store = opened.store
     try:
         listing = await store.list(keys.DECISIONS)
@@ -210,9 +221,17 @@ async def _newest_first(opened: Session) -> AsyncIterator[CheckpointId]:
         if error.reason is FailureReason.AUTH:
             latest = await steps.read_latest(store)
         if latest is None:
+            if not store.capabilities.lists:
+                return  # perhaps another tool's
             raise
         logger.warning("listing_refused error=%s; only what latest names is looked at", error)
-        yield latest.checkpoint
+        if step in (None, latest.checkpoint.step):
+            yield latest.checkpoint
+            return
+        newest = latest.checkpoint.generation if generation is None else generation
+        oldest = max(0, newest - MOST_GENERATIONS) if generation is None else newest - 1
+        for each in range(newest, oldest, -1):
+            yield CheckpointId(each, step)
         return
     found = [keys.parse_decision_key(each.key) for each in listing.objects]
     for id_ in sorted((each for each in found if each is not None), reverse=True):

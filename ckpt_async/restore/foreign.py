@@ -43,6 +43,7 @@ from ckpt_async.restore.dcp_files import (
     named_files,
 )
 from ckpt_async.restore.session import Session
+from ckpt_async.restore.unlisted import objects_by_name
 from ckpt_async.stores.interface import ObjectInfo, Sink
 from ckpt_async.threads import in_thread
 
@@ -241,8 +242,11 @@ async def find_foreign(
     """The newest complete checkpoint of another tool (or that of one step) or None, and the complete ones that cannot
     be used, or that may be complete. What our own trainers are uploading is none, whatever marks are in it.
     """
-    listing = await opened.store.list("")
-    objects = {each.key: each for each in listing.objects if not _is_own(each.key)}
+    if opened.store.capabilities.lists:
+        listed = (await opened.store.list("")).objects
+        objects = {each.key: each for each in listed if not _is_own(each.key)}
+    else:
+        objects = await objects_by_name(opened, step)
     rejected: list[Rejected] = []
     root = urlsplit(opened.remote).path.strip("/").rpartition("/")[2]
     for each in recognise(objects, await _read_pointers(opened, objects), root, world_size):

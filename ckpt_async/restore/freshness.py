@@ -62,7 +62,7 @@ async def check_fresh(opened: Session, remote: str, known: Known) -> None:
         boundary = await if_readable(steps.read_boundary(store))
         latest = None if is_void(latest.checkpoint, boundary) else latest
     has_generations = True
-    if known.generation:
+    if known.generation and store.capabilities.lists:
         has_generations = bool((await store.list(keys.GENERATIONS)).objects)
     _check(remote, known, latest, has_generations=has_generations)
 

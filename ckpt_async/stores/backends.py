@@ -18,6 +18,7 @@ from ckpt_async.stores.gcs.backend import GcsBackend
 from ckpt_async.stores.meant import meant
 from ckpt_async.stores.options import StoreOptions
 from ckpt_async.stores.s3.backend import S3Backend
+from ckpt_async.stores.web.backend import WebBackend
 
 if TYPE_CHECKING:
     from ckpt_async.stores.interface import Store
@@ -61,7 +62,14 @@ class MemoryBackend(Backend):
         return MemoryStore(shared_bucket(location.bucket), prefix=location.prefix, url=url)
 
 
-BACKENDS: tuple[Backend, ...] = (FileBackend(), S3Backend(), GcsBackend(), AzureBackend(), MemoryBackend())
+BACKENDS: tuple[Backend, ...] = (
+    FileBackend(),
+    S3Backend(),
+    GcsBackend(),
+    AzureBackend(),
+    MemoryBackend(),
+    WebBackend(),
+)
 # For what is neither there nor registered by another package.
 OTHERS = FsspecBackend()
 

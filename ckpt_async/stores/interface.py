@@ -28,6 +28,7 @@ class Capabilities:
     copies: bool = True  # `copy`
     copies_parts: bool = True  # `copy_part`, where it has `multipart`
     max_copy_bytes: int = 5 << 30  # S3: more goes part by part (S3 API reference, CopyObject)
+    lists: bool = True  # else only what has a known name is found
     reads_back: bool = False  # the store compares nothing: what has arrived is read again, and compared here
     remarks: tuple[str, ...] = ()  # what it does not do that others do, and what follows, for people
 

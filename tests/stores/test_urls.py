@@ -215,9 +215,6 @@ def test_parsing_a_url_does_not_import_the_sdk():
         ("b/run", "s3://b/run"),
         ("/data/run", "file:///data/run"),
         ("file:/data/run", "file:///data/run"),
-        ("https://b.s3.eu-north-1.amazonaws.com/run/a", "s3://b/run/a"),
-        ("https://s3.amazonaws.com/b/run", "s3://b/run"),
-        ("http://minio:9000/b/run", "s3://b/run with the endpoint http://minio:9000"),
         ("gcs://b/run", "gs://b/run"),
         ("gopher://b/run", ""),
         ("nonsense", ""),
@@ -310,3 +307,29 @@ def test_a_url_of_fsspec_that_holds_credentials_or_names_no_place_is_rejected(ur
     with pytest.raises(SettingsError) as raised:
         parse_url(url)
     assert "secret" not in str(raised.value) or not ("@" in url or "?" in url or "#" in url)
+
+
+@pytest.mark.parametrize(
+    ("url", "better"),
+    [
+        ("https://b.s3.eu-north-1.amazonaws.com/run/a", "s3://b/run/a"),
+        ("https://s3.amazonaws.com/b/run", "s3://b/run"),
+        ("http://minio:9000/b/run", "s3://b/run with the endpoint http://minio:9000"),
+    ],
+)
+def test_a_web_server_is_no_place_to_upload_to(tmp_path: Path, url: str, better: str) -> None:
+    """It is refused before anything is written, with what was probably meant."""
+    for upload in (
+        lambda: address_of(url, None, env={}),
+        lambda: Uploader(tmp_path, url, rank=0, world_size=1),
+    ):
+        with pytest.raises(SettingsError, match="can only be read") as caught:
+            upload()
+        assert f"did you mean {better}?" in caught.value.hint
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("url", ["https://me:secret@host/run", "https://host/run?sig=secret", "https:///run"])
+def test_a_web_server_is_named_without_credentials(url: str) -> None:
+    with pytest.raises(SettingsError):
+        parse_url(url)

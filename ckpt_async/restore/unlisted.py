@@ -1,0 +1,113 @@
+"""What is there where nothing can be listed: asked for by the names that tools give their files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from urllib.parse import urlsplit
+
+from ckpt_async.errors import (
+    FailureReason,
+    InvalidRecordError,
+    ObjectNotFoundError,
+    StoreError,
+    UnsafePickleError,
+)
+from ckpt_async.protocol.cas import read
+from ckpt_async.restore.dcp_files import MAX_METADATA_BYTES, named_files
+from ckpt_async.restore.session import Session
+from ckpt_async.stores.interface import ObjectInfo
+from ckpt_async.threads import in_thread
+from ckpt_async.transfer.together import all_or_none
+
+# OLMo's unsharded files, and the marks of OLMo, OLMo-core and DCP.
+_FILES = (
+    *("config.yaml", "model.pt", "optim.pt", "train.pt", "model.safetensors", "optim.safetensors"),
+    *(".metadata.json", "config.json", "meta.pt"),
+)
+# Folders with a `.metadata`, which names the files beside it.
+_FOLDERS = ("", "model_and_optim/", "model/", "optim/")
+_RANK_FILE = "train/rank{rank}.pt"
+_POINTERS = ("latest-rank0.pt.symlink", "latest-rank0.symlink")
+_MAX_POINTER_BYTES = 4096
+_AT_ONCE = 16
+
+
+async def objects_by_name(opened: Session, step: int | None) -> dict[str, ObjectInfo]:
+    """What is at the remote, taken as the folder of one checkpoint or of a run with this step, under any name that can
+    be guessed: OLMo's and OLMo-core's files, those that a `.metadata` of DCP names, what Composer's pointer names.
+
+    Raises StoreError if none is there: nobody can say then that the place is empty.
+    """
+    roots = [""] if step is None else [f"step{step}-unsharded/", f"step{step}/", f"step-{step}/", ""]
+    found: dict[str, ObjectInfo] = {}
+    for root in roots:
+        found |= await _heads(opened, [f"{root}{name}" for name in _FILES])
+        for folder in _FOLDERS:
+            found |= await _named_by_dcp(opened, f"{root}{folder}")
+        found |= await _of_ranks(opened, root)
+    found |= await _pointed(opened)
+    if not found:
+        raise StoreError(
+            f"{opened.remote} cannot be listed, and has nothing under the names that checkpoints are known by",
+            reason=FailureReason.NOT_FOUND,
+            operation="find",
+            hint="give the URL of one checkpoint's folder, or of a run together with step=",
+        )
+    return found
+
+
+async def _named_by_dcp(opened: Session, folder: str) -> dict[str, ObjectInfo]:
+    mark = f"{folder}.metadata"
+    there = await _heads(opened, [mark])
+    if mark not in there or there[mark].size_bytes > MAX_METADATA_BYTES:
+        return there
+    data, _ = await opened.store.get(mark, max_size_bytes=MAX_METADATA_BYTES)
+    try:
+        names = await in_thread(named_files, data)
+    except (UnsafePickleError, InvalidRecordError):
+        return there  # whoever looks at the mark says what is wrong
+    return there | await _heads(opened, [f"{folder}{name}" for name in names])
+
+
+async def _of_ranks(opened: Session, root: str) -> dict[str, ObjectInfo]:
+    """Counted up until one is missing."""
+    found: dict[str, ObjectInfo] = {}
+    ranks = range(1)  # most have none
+    while True:
+        names = [root + _RANK_FILE.format(rank=rank) for rank in ranks]
+        there = await _heads(opened, names)
+        found |= there
+        if len(there) < len(names):
+            return found
+        ranks = range(ranks.stop, ranks.stop + _AT_ONCE)
+
+
+async def _pointed(opened: Session) -> dict[str, ObjectInfo]:
+    found: dict[str, ObjectInfo] = {}
+    root = urlsplit(opened.remote).path.strip("/")
+    for pointer in (await _heads(opened, _POINTERS)).values():
+        there = await read(opened.store, pointer.key, max_size_bytes=_MAX_POINTER_BYTES)
+        target = there[0].decode("utf-8", "replace").strip() if there else ""
+        targets = await _heads(opened, {target.removeprefix(f"{root}/"), target} - {""})
+        if targets:
+            found |= {pointer.key: pointer} | targets
+    return found
+
+
+async def _heads(opened: Session, keys: Iterable[str]) -> dict[str, ObjectInfo]:
+    there = await all_or_none(_head(opened, key) for key in keys)
+    return {each.key: each for each in there if each is not None}
+
+
+async def _head(opened: Session, key: str) -> ObjectInfo | None:
+    """None if it is not there. Buckets that may not be listed say 403 of what is missing, and some servers have a page
+    for everything.
+    """
+    try:
+        return await opened.store.head(key)
+    except ObjectNotFoundError:
+        return None
+    except StoreError as error:
+        if error.reason in (FailureReason.AUTH, FailureReason.OTHER):
+            return None
+        raise

@@ -1,0 +1,1 @@
+"""A web server as a store to read from, behind `stores.interface`."""

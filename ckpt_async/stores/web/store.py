@@ -1,0 +1,347 @@
+"""What others publish on a web server, `https://host/folder`: read-only, and nothing is listed.
+
+Small objects come through aiohttp, which knows redirects and proxies; ranges through our own threads, at the address to
+which the server has led. A server that answers a range with the whole file is told from one that serves ranges by the
+answer's own words, and its bytes are never taken for the range.
+"""
+
+# ruff: noqa: ARG002 - what writes or lists takes what the protocol says, and refuses
+from __future__ import annotations
+
+import contextlib
+import email.utils
+import ssl
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NoReturn
+from urllib.parse import quote, urlsplit
+
+import aiohttp
+import yarl
+
+from ckpt_async.core.model import Checksum
+from ckpt_async.errors import (
+    CapabilityError,
+    CkptAsyncError,
+    FailureReason,
+    ObjectNotFoundError,
+    ObjectTooLargeError,
+    StoreError,
+)
+from ckpt_async.stores.checks import check_key, check_size
+from ckpt_async.stores.http.connections import has_proxy
+from ckpt_async.stores.http.downloads import Downloads
+from ckpt_async.stores.http.failures import failure_of, reason_of_status, telling_failures_of
+from ckpt_async.stores.http.messages import OtherRangeError, Response, range_total, total_of_range
+from ckpt_async.stores.interface import (
+    Body,
+    Capabilities,
+    Condition,
+    Enough,
+    Listing,
+    MultipartInfo,
+    ObjectInfo,
+    Sink,
+    SmallGet,
+    SmallPut,
+    StoredPart,
+)
+from ckpt_async.stores.options import StoreOptions
+from ckpt_async.stores.web.backend import refused
+from ckpt_async.threads import in_thread
+
+_CAPABILITIES = Capabilities(
+    conditional_put=False,
+    multipart=False,
+    checksum_algorithm="crc64nvme",
+    copies=False,
+    lists=False,
+    remarks=("read-only", "nothing can be listed: only what has a known name is found"),
+)
+# As stored, not as some cache or the server's own compression would have it.
+_HEADERS = {"Accept-Encoding": "identity", "Cache-Control": "no-cache", "User-Agent": "ckpt-async"}
+_NO_RANGES = (
+    "this server does not serve ranges (Accept-Ranges): only files that are read in one go can be had"
+)
+# Where a redirect has led to may be signed for minutes only.
+_LED_S, _MOST_LED = 60.0, 1000
+
+
+class WebStore:
+    """Files below one URL. Belongs to the event loop that opened it."""
+
+    def __init__(self, url: str, options: StoreOptions, *, ca_file: str | None) -> None:
+        self._url, self._options, self._ca_file = url, options, ca_file
+        self._root = url.removesuffix("/") + "/"
+        self._session: aiohttp.ClientSession | None = None
+        self._downloads: Downloads | None = None
+        self._led: dict[str, tuple[str, float]] = {}  # by key: where it is, and since when that is known
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return _CAPABILITIES
+
+    async def open(self, *, is_read_only: bool = False) -> None:
+        """See whether anybody answers, whatever the answer is. Raises SettingsError unless it is only to be read."""
+        if not is_read_only:
+            raise refused(self._url)
+        options = self._options
+        timeout = aiohttp.ClientTimeout(
+            sock_connect=options.connect_timeout_s, sock_read=options.read_timeout_s
+        )
+        context = ssl.create_default_context(cafile=self._ca_file)
+        self._session = aiohttp.ClientSession(
+            timeout=timeout,
+            headers=_HEADERS,
+            trust_env=True,
+            auto_decompress=False,
+            connector=aiohttp.TCPConnector(limit=options.max_connections, ssl=context),
+        )
+        self._downloads = Downloads(
+            max_connections=options.max_connections,
+            connect_timeout_s=options.connect_timeout_s,
+            read_timeout_s=options.read_timeout_s,
+            ca_file=self._ca_file,
+        )
+        with self._translating("open", ""):
+            async with self._session.head(yarl.URL(self._root, encoded=True)):
+                pass
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+        if self._downloads is not None:
+            self._downloads.close()
+
+    # --- reading -------------------------------------------------------------------------------------------
+
+    async def get(self, key: str, *, max_size_bytes: int) -> tuple[bytes, ObjectInfo]:
+        with self._translating("get", key):
+            async with self._ask("GET", key) as answer:
+                self._check(answer, "get", key)
+                said = answer.content_length
+                data = (
+                    b"" if said is not None and said > max_size_bytes else await _read(answer, max_size_bytes)
+                )
+                size_bytes = len(data) if said is None else said
+                if size_bytes > max_size_bytes:
+                    message = f"has more than {max_size_bytes} bytes"
+                    raise ObjectTooLargeError(message, operation="get", key=key)
+                return data, _info(key, answer.headers, size_bytes)
+
+    async def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> ObjectInfo:
+        if size_bytes == 0:
+            return await self.head(key)  # HTTP cannot ask for an empty range
+        url = self._place(key, "get")
+        if has_proxy(url):
+            return await self._get_range_slowly(key, offset, size_bytes, sink)
+        assert self._downloads is not None, "open() first"
+        found: list[ObjectInfo] = []
+
+        def check(answer: Response) -> None:
+            _check_partial(answer.status, answer.headers.get("content-length"), key, offset, size_bytes)
+            headers = {"etag": "-", **answer.headers}  # a server need not have one
+            total = total_of_range(Response(answer.status, headers), offset, size_bytes)
+            found.append(_info(key, answer.headers, total))
+
+        with telling_failures_of(sink) as guarded, self._translating("get", key):
+            answer = await self._downloads.get_range(url, offset, size_bytes, guarded, check, _HEADERS)
+            if 300 <= answer.status < 400 and key not in self._led:
+                await self.head(key)  # which follows it
+                if key in self._led:
+                    return await self.get_range(key, offset, size_bytes, sink)
+        if not found:
+            self._led.pop(key, None)
+            raise self._refusal(answer.status, "get", key)
+        return found[0]
+
+    async def get_many(self, gets: Sequence[SmallGet], got: Callable[[SmallGet, memoryview], None]) -> None:
+        for each in gets:
+            data, _ = await self.get(each.key, max_size_bytes=each.size_bytes)
+            check_size(len(data), each)
+            await in_thread(got, each, memoryview(data))
+
+    async def head(self, key: str) -> ObjectInfo:
+        """Without a checksum: web servers keep none."""
+        with self._translating("head", key):
+            async with self._ask("HEAD", key) as answer:
+                self._check(answer, "head", key)
+                if answer.content_length is None:
+                    raise StoreError(
+                        "the server does not say how large it is",
+                        reason=FailureReason.OTHER,
+                        operation="head",
+                        key=key,
+                    )
+                if answer.history:
+                    if len(self._led) >= _MOST_LED:
+                        self._led.clear()
+                    self._led[key] = str(answer.url), time.monotonic()
+                return _info(key, answer.headers, answer.content_length)
+
+    def _place(self, key: str, operation: str) -> str:
+        led = self._led.get(key)
+        if led is not None and time.monotonic() < led[1] + _LED_S:
+            return led[0]
+        self._led.pop(key, None)
+        return self._root + quote(check_key(key, operation), safe="/~")
+
+    def _ask(
+        self, method: str, key: str, headers: Mapping[str, str] | None = None
+    ) -> contextlib.AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        assert self._session is not None, "open() first"
+        operation = method.lower()
+        url = yarl.URL(self._root + quote(check_key(key, operation), safe="/~"), encoded=True)
+        return self._session.request(method, url, headers=headers, max_redirects=5)
+
+    def _check(self, answer: aiohttp.ClientResponse, operation: str, key: str) -> None:
+        if self._root.startswith("https:") and answer.url.scheme != "https":
+            raise StoreError(
+                f"leads to {answer.url.scheme}://{answer.url.host}, which is not encrypted",
+                reason=FailureReason.OTHER,
+                operation=operation,
+                key=key,
+            )
+        if answer.status == 403:
+            # What buckets that may not be listed say of what is missing. It never becomes a fresh start: where
+            # nothing is found nobody can say that nothing is there.
+            raise ObjectNotFoundError(operation=operation, key=key)
+        if answer.status >= 300:
+            raise self._refusal(answer.status, operation, key)
+        if answer.content_type == "text/html" and not key.endswith((".html", ".htm")):
+            raise StoreError(
+                "the server answers with a web page",
+                reason=FailureReason.OTHER,
+                operation=operation,
+                key=key,
+                hint="is the URL right? A server that has a page for everything shows nothing to be missing",
+            )
+        if answer.headers.get("Content-Encoding", "identity") != "identity":
+            raise StoreError(
+                f"the server has compressed it ({answer.headers['Content-Encoding']})",
+                reason=FailureReason.OTHER,
+                operation=operation,
+                key=key,
+            )
+
+    def _refusal(self, status: int, operation: str, key: str) -> StoreError:
+        if status in (404, 410):
+            return ObjectNotFoundError(operation=operation, key=key)
+        reason = FailureReason.OTHER if status == 416 else reason_of_status(status)
+        return StoreError(f"the server answers {status}", reason=reason, operation=operation, key=key)
+
+    async def _get_range_slowly(self, key: str, offset: int, size_bytes: int, sink: Sink) -> ObjectInfo:
+        """Through a proxy."""
+        asked = {"Range": f"bytes={offset}-{offset + size_bytes - 1}"}
+        with telling_failures_of(sink) as guarded, self._translating("get", key):
+            async with self._ask("GET", key, asked) as answer:
+                self._check(answer, "get", key)
+                _check_partial(answer.status, answer.headers.get("content-length"), key, offset, size_bytes)
+                total = range_total(
+                    answer.status,
+                    answer.headers.get("Content-Range"),
+                    answer.content_length or 0,
+                    offset,
+                    size_bytes,
+                )
+                async for piece in answer.content.iter_any():
+                    guarded(memoryview(piece))
+                return _info(key, answer.headers, total)
+
+    @contextlib.contextmanager
+    def _translating(self, operation: str, key: str) -> Iterator[None]:
+        try:
+            yield
+        except CkptAsyncError:
+            raise
+        except OtherRangeError as error:
+            raise StoreError(str(error), reason=FailureReason.OTHER, operation=operation, key=key) from error
+        except Exception as error:
+            reason, hint = failure_of(error, f"{urlsplit(self._root).scheme}://{urlsplit(self._root).netloc}")
+            message = f"{type(error).__name__}: {error}"
+            raise StoreError(message, reason=reason, operation=operation, key=key, hint=hint) from error
+
+    # --- what a web server does not do: refused as to somebody without the right -----------------------------
+
+    async def list(self, prefix: str, *, start_after: str = "", enough: Enough | None = None) -> Listing:
+        self._refuse("list", prefix, "a web server has no listings")
+
+    async def put(
+        self, key: str, body: Body, checksum: Checksum, *, condition: Condition = None
+    ) -> ObjectInfo:
+        self._refuse("put", key)
+
+    async def put_many(self, puts: Iterable[SmallPut], stored: Callable[[ObjectInfo], None]) -> None:
+        self._refuse("put", "")
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        self._refuse("delete", "")
+
+    async def delete_if(self, key: str, etag: str) -> None:
+        self._refuse("delete", key)
+
+    async def copy(self, source: str, etag: str, key: str) -> None:
+        self._refuse("copy", key)
+
+    async def copy_part(
+        self, source: str, etag: str, key: str, upload_id: str, number: int, offset: int, size_bytes: int
+    ) -> StoredPart:
+        self._refuse("copy_part", key)
+
+    async def create_multipart(self, key: str) -> str:
+        self._refuse("create_multipart", key)
+
+    async def put_part(
+        self, key: str, upload_id: str, number: int, body: Body, checksum: Checksum | None
+    ) -> StoredPart:
+        self._refuse("put_part", key)
+
+    async def list_parts(self, key: str, upload_id: str) -> Sequence[StoredPart]:
+        self._refuse("list_parts", key)
+
+    async def complete_multipart(
+        self, key: str, upload_id: str, parts: Sequence[StoredPart], checksum: Checksum, size_bytes: int
+    ) -> ObjectInfo:
+        self._refuse("complete_multipart", key)
+
+    async def abort_multipart(self, key: str, upload_id: str) -> None:
+        self._refuse("abort_multipart", key)
+
+    async def list_multiparts(self, prefix: str) -> Sequence[MultipartInfo]:
+        self._refuse("list_multiparts", prefix, "a web server has no listings")
+
+    def _refuse(self, operation: str, key: str, what: str = "a web server can only be read") -> NoReturn:
+        raise StoreError(what, reason=FailureReason.AUTH, operation=operation, key=key)
+
+
+def _check_partial(status: int, length: str | None, key: str, offset: int, size_bytes: int) -> None:
+    """Raise CapabilityError for a whole file in place of its part: asking again would not help."""
+    if status == 200 and (offset, length) != (0, str(size_bytes)):
+        raise CapabilityError(
+            f"{key!r} cannot be read in parts: the server does not serve ranges, it answers with the whole file",
+            hint="download it by other means, or from a server with `Accept-Ranges: bytes`",
+        )
+
+
+async def _read(answer: aiohttp.ClientResponse, most_bytes: int) -> bytes:
+    """One byte more than that at most."""
+    data = bytearray()
+    async for piece in answer.content.iter_any():
+        data += piece
+        if len(data) > most_bytes:
+            break
+    return bytes(data[: most_bytes + 1])
+
+
+def _info(key: str, headers: Mapping[str, str], size_bytes: int) -> ObjectInfo:
+    named = {name.lower(): value for name, value in headers.items()}
+    modified = named.get("last-modified", "")
+    try:
+        modified_at = email.utils.parsedate_to_datetime(modified).timestamp() if modified else None
+    except (ValueError, OverflowError):
+        modified_at = None
+    return ObjectInfo(key, size_bytes, named.get("etag") or f'"{size_bytes:x}-{modified}"', None, modified_at)

@@ -1,0 +1,189 @@
+"""Checkpoints on a web server, which lists nothing and may not know ranges."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ckpt_async import restore
+from ckpt_async.errors import (
+    CapabilityError,
+    DamagedCheckpointError,
+    FailureReason,
+    ObjectNotFoundError,
+    StoreError,
+)
+from ckpt_async.stores import open_store
+from ckpt_async.stores.interface import Store
+from tests.restore.runs import Run, files_of
+from tests.web_servers import serving_ranges, serving_whole_files
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[str]:
+    with serving_ranges(tmp_path / "remote") as url:
+        yield url
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = tmp_path / "remote"
+    path.mkdir()
+    return path
+
+
+def names(files: dict[int, dict[str, bytes]]) -> dict[str, bytes]:
+    return {name: data for of_rank in files.values() for name, data in of_rank.items()}
+
+
+def fetched(url: str, where: Path, **options: int) -> tuple[int, dict[str, bytes]]:
+    found = restore.find(url, **options)
+    assert found is not None
+    restore.fetch(found, where)
+    return found.step, {name: (where / name).read_bytes() for name in found.files}
+
+
+def read_range(url: str, key: str, offset: int, size_bytes: int) -> bytes:
+    async def body(store: Store) -> bytes:
+        await store.open(is_read_only=True)
+        received = bytearray()
+        try:
+            info = await store.get_range(key, offset, size_bytes, received.extend)
+            assert info.size_bytes >= offset + size_bytes
+        except (StoreError, CapabilityError):
+            assert not received, "bytes of another range were handed over"
+            raise
+        finally:
+            await store.close()
+        return bytes(received)
+
+    return asyncio.run(body(open_store(url)))
+
+
+@pytest.mark.parametrize("path", ["", "/moved"])
+def test_a_run_is_found_by_its_pointer_and_fetched(run_: Run, served: str, tmp_path: Path, path: str) -> None:
+    """Also where every request is redirected."""
+    for step in (1, 2):
+        run_.commit(step, files_of(step))
+    assert fetched(served + path, tmp_path / "out") == (2, names(files_of(2)))
+
+
+def test_an_older_step_is_found_if_it_is_asked_for(run_: Run, served: str, tmp_path: Path) -> None:
+    for generation, step in ((1, 1), (2, 2), (3, 3)):
+        run_.commit(step, files_of(step), generation=generation)
+    assert fetched(served, tmp_path / "1", step=1) == (1, names(files_of(1)))
+    assert fetched(served, tmp_path / "2", step=2, generation=2) == (2, names(files_of(2)))
+
+
+def test_the_checksums_of_the_receipts_are_compared(
+    run_: Run, served: str, folder: Path, tmp_path: Path
+) -> None:
+    run_.commit(1, files_of(1))
+    found = restore.find(served)
+    assert found is not None
+    damaged = folder / next(iter(found.files.values())).key
+    data = bytearray(damaged.read_bytes())
+    data[7] ^= 1
+    damaged.write_bytes(data)
+    with pytest.raises(DamagedCheckpointError):
+        restore.fetch(found, tmp_path / "out")
+
+
+@pytest.mark.parametrize("forbids", [False, True])
+def test_an_unsharded_checkpoint_of_olmo_is_known_by_its_files(
+    folder: Path, tmp_path: Path, forbids: bool
+) -> None:
+    """As OLMo publishes them: one folder each, and no listing."""
+    files = {name: name.encode() for name in ("config.yaml", "model.pt", "optim.pt", "train.pt")}
+    (folder / "step7-unsharded").mkdir()
+    for name, data in files.items():
+        (folder / "step7-unsharded" / name).write_bytes(data)
+    with serving_ranges(folder, forbids=forbids) as url:
+        found = restore.find(f"{url}/step7-unsharded")
+        assert found is not None
+        assert (found.format, found.step) == ("olmo", 7)
+        assert fetched(f"{url}/step7-unsharded/", tmp_path / "out") == (7, files)
+        assert fetched(url, tmp_path / "by-step", step=7) == (7, files)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_a_sharded_checkpoint_is_known_by_what_its_metadata_names(
+    folder: Path, served: str, tmp_path: Path
+) -> None:
+    """OLMo-core's: DCP, a file of each rank, and a mark that is written last."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    step = folder / "step9"
+    dcp.save({"w": torch.arange(5)}, checkpoint_id=step / "model_and_optim", no_dist=True)
+    (step / "train").mkdir()
+    for rank in range(18):
+        (step / "train" / f"rank{rank}.pt").write_bytes(b"%d" % rank)
+    (step / ".metadata.json").write_text(json.dumps({}))
+    wanted = {
+        path.relative_to(step).as_posix(): path.read_bytes() for path in step.rglob("*") if path.is_file()
+    }
+    assert fetched(f"{served}/step9", tmp_path / "out") == (9, wanted)
+
+
+def test_composers_pointer_is_followed(folder: Path, served: str, tmp_path: Path) -> None:
+    (folder / "ep1-ba42-rank0.pt").write_bytes(b"all of it")
+    (folder / "latest-rank0.pt.symlink").write_text("ep1-ba42-rank0.pt")
+    assert fetched(served, tmp_path / "out") == (42, {"ep1-ba42-rank0.pt": b"all of it"})
+
+
+def test_nothing_that_can_be_found_is_no_fresh_start(folder: Path, served: str) -> None:
+    """Nobody can say that there is nothing."""
+    (folder / "ep1-ba42-rank0.pt").write_bytes(b"nobody guesses that name")
+    with pytest.raises(StoreError, match="cannot be listed") as raised:
+        restore.find(served)
+    assert "step=" in raised.value.hint
+
+
+def test_a_server_with_a_page_for_everything_is_told(folder: Path) -> None:
+    with (
+        serving_ranges(folder, page="<html>Welcome!</html>") as url,
+        pytest.raises(StoreError, match="web page"),
+    ):
+        restore.find(url)
+
+
+def test_a_server_without_ranges_is_told_from_one_with_them(
+    folder: Path, served: str, tmp_path: Path
+) -> None:
+    """Its answer, the whole file, is never taken for the range."""
+    (folder / "a").write_bytes(b"0123456789")
+    with serving_whole_files(folder) as whole:
+        for url in (served, whole):
+            assert read_range(url, "a", 0, 10) == b"0123456789"
+            with pytest.raises(ObjectNotFoundError):
+                read_range(url, "missing", 0, 1)
+        assert read_range(served, "a", 3, 4) == b"3456"
+        for offset, size_bytes in ((3, 4), (0, 4), (3, 7)):
+            with pytest.raises(CapabilityError, match="does not serve ranges"):
+                read_range(whole, "a", offset, size_bytes)
+
+
+def test_a_range_beyond_the_end_is_refused(folder: Path, served: str) -> None:
+    (folder / "a").write_bytes(b"hello")
+    for offset, size_bytes in ((5, 1), (0, 6)):
+        with pytest.raises(StoreError) as raised:
+            read_range(served, "a", offset, size_bytes)
+        assert raised.value.reason is FailureReason.OTHER
+
+
+def test_a_file_is_fetched_from_a_server_without_ranges_if_it_is_read_in_one_go(
+    folder: Path, tmp_path: Path
+) -> None:
+    step = folder / "step1"
+    step.mkdir()
+    (step / "config.yaml").write_bytes(b"{}")
+    (step / "model.pt").write_bytes(b"small")
+    with serving_whole_files(folder) as url:
+        assert fetched(f"{url}/step1", tmp_path / "small")[1]["model.pt"] == b"small"
+        with (step / "model.pt").open("wb") as file:
+            file.truncate(33 << 20)
+        with pytest.raises(CapabilityError, match="does not serve ranges"):
+            fetched(f"{url}/step1", tmp_path / "large")
