@@ -25,6 +25,7 @@ from typing import Any
 from ckpt_async.core.model import CheckpointId
 from ckpt_async.errors import CkptAsyncError, JournalError
 from ckpt_async.local import journals
+from tests.azurite import AzuriteServer
 from tests.demo.check import Verdict, check
 from tests.demo.config import Config, read_log
 from tests.seaweed import SeaweedServer
@@ -60,7 +61,9 @@ class Run:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="./dev demo", description=__doc__.partition("\n")[0])
-    parser.add_argument("--store", choices=("s3", "gcs", "file"), default="s3", help="a server, or a folder")
+    parser.add_argument(
+        "--store", choices=("s3", "azure", "gcs", "file"), default="s3", help="a server, or a folder"
+    )
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
     parser.add_argument("--keep", metavar="DIR", help="work in DIR and leave everything there")
     parser.add_argument("--steps", type=int, default=16)
@@ -117,6 +120,11 @@ def _store(kind: str, work: Path) -> Iterator[tuple[str, Mapping[str, str]]]:
         say("starting the tests' own Google Cloud Storage on loopback …")
         with GcsPeer() as peer:
             yield f"gs://{peer.bucket}/demo-run", {"STORAGE_EMULATOR_HOST": peer.url}
+        return
+    if kind == "azure":
+        say("starting Azurite, Microsoft's emulator of Azure Blob Storage, on loopback …")
+        with AzuriteServer(work / "azurite") as azurite:
+            yield f"az://{azurite.container}/demo-run", azurite.environment()
         return
     data = work / "seaweedfs"
     data.mkdir(exist_ok=True)

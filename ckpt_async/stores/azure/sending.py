@@ -39,7 +39,7 @@ class Sender:
 
     def __init__(self, session: AzureSession) -> None:
         self._session, self._location = session, session.location
-        self.compared = Compared.CRC64
+        self.compared = Compared.MD5  # until it is known better: Azure takes either
 
     async def put(
         self,
