@@ -59,7 +59,7 @@ class Nursery:
         our_in, their_out = os.pipe()
         their_log = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         # Fixtures may have changed it since the zygote was started.
-        store = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+        store = {name: value for name, value in os.environ.items() if name.startswith(("AWS_", "AZURE_"))}
         request = {
             "do": "start",
             "play": play,

@@ -5,6 +5,7 @@ of HTTP/1.1 and S3 to tell requests apart.
 """
 
 import asyncio
+import base64
 import contextlib
 import hashlib
 import hmac
@@ -21,6 +22,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 _REFUSALS = {
     "unavailable": (503, "SlowDown"),
+    "too_many": (429, "TooManyRequests"),
     "denied": (403, "ExpiredToken"),
     "expired": (400, "ExpiredToken"),
     "too_large": (400, "EntityTooLarge"),
@@ -35,8 +37,8 @@ class Fault:
     `drop_reply`: forward it, then close without an answer. `cut_reply`: the same after `after_bytes` of the answer.
     `spoil_reply`: with an ETag and checksums that are not the object's. `flip_reply`: with one bit of a good
     answer's body changed, any, or always the same one of the byte at `after_bytes`.
-    `unavailable`, `denied`, `expired`, `too_large`: 503 SlowDown, 403 and 400 ExpiredToken, 400 EntityTooLarge (which
-    no other attempt heals), not forwarded. `reset`: break the
+    `unavailable`, `too_many`, `denied`, `expired`, `too_large`: 503 SlowDown, 429, 403 and 400 ExpiredToken, 400
+    EntityTooLarge (which no other attempt heals), not forwarded. `reset`: break the
     connection after `after_bytes` of its body; `stall`: read no more after them. `silent`: accept, never read or
     answer. `continue_then_stop`: say 100 Continue and read no more. `delay`: forward the answer `delay_s` later.
     `hold`: forward nothing until `release`. `unconditional`: without its If-None-Match and If-Match, signed anew, as if
@@ -204,8 +206,7 @@ class FaultProxy:
         """Carry one request through; False if the connection cannot be used any more."""
         method, target, headers = _parse(head)
         parts = urlsplit(target)
-        number = parse_qs(parts.query).get("partNumber")
-        part = int(number[0]) if number else None
+        part = _part_of(parse_qs(parts.query))
         key = unquote(parts.path)
         size = int(headers.get("content-length", "0"))
         fault = self._fault_for(method, key, parts.query, part)
@@ -311,6 +312,15 @@ def _parse(head: bytes) -> tuple[str, str, dict[str, str]]:
     method, target, _ = first.split(" ", 2)
     pairs = (line.partition(":") for line in lines)
     return method, target, {name.lower(): value.strip() for name, _, value in pairs}
+
+
+def _part_of(query: dict[str, list[str]]) -> int | None:
+    """The number of a part of S3's, or of a block of ours of Azure's (see stores/azure/blocks.py)."""
+    if number := query.get("partNumber"):
+        return int(number[0])
+    if id_ := query.get("blockid"):
+        return int(base64.b64decode(id_[0]).split(b".")[1])
+    return None
 
 
 def _without_conditions(head: bytes, secret_key: str) -> bytes:

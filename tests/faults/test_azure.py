@@ -1,0 +1,301 @@
+"""Azure Blob Storage that is slow, silent, wrong or away: Azurite behind a proxy that breaks what it is told to."""
+
+import asyncio
+import logging
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_async import StoreOptions, Uploader, restore
+from ckpt_async.core.model import CheckpointId
+from ckpt_async.core.settings import Settings
+from ckpt_async.errors import FailureReason, StoreError
+from ckpt_async.protocol.cas import create_once
+from ckpt_async.stores import open_store
+from ckpt_async.stores.checksums import checksum_of
+from ckpt_async.stores.interface import BytesBody
+from ckpt_async.transfer.patient import connect
+from tests.azurite import AzuriteServer
+from tests.faults.oracle import Oracle
+from tests.faults.processes import SOAK, Nursery
+from tests.faults.proxy import Fault, FaultProxy
+from tests.faults.saves import QUICK, SHARDS, save
+
+MIB = 1 << 20
+PART = 5 * MIB
+CONTROL = r"/\.ckpt_async/"
+BLOCKS = "comp=block&"
+
+
+@pytest.fixture
+def azure_proxy(
+    azurite: AzuriteServer, azure_url: str, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> Iterator[FaultProxy]:
+    """In front of the session's server, and in this test's environment instead of it."""
+    with FaultProxy(azurite.url, seed) as proxy:
+        given = azurite.environment()["AZURE_STORAGE_CONNECTION_STRING"]
+        there = given.replace(azurite.url, f"{proxy.url}/{azurite.account}")
+        monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", there)
+        yield proxy
+
+
+@pytest.mark.parametrize(
+    ("lane", "query"),
+    [(SHARDS, "^(?!comp)"), (SHARDS, BLOCKS), (rf"{CONTROL}(receipts|decisions|latest)", "")],
+    ids=["bulk", "blocks", "control"],
+)
+@pytest.mark.parametrize(
+    "kind", ["silent", "unavailable", "too_many", "reset", "stall", "drop_reply", "cut_reply"]
+)
+def test_every_kind_of_request_failure_is_survived(
+    azure_proxy: FaultProxy,
+    azure_url: str,
+    tmp_path: Path,
+    kind: str,
+    lane: str,
+    query: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    size_bytes = 2 * PART + 1 if query == BLOCKS else 5000
+    with Uploader(tmp_path / "folder", f"{azure_url}/run", **QUICK | {"part_size_bytes": PART}) as uploader:
+        fault = azure_proxy.add(Fault(kind, "PUT", lane, query, times=2, after_bytes=100))
+        save(uploader, 1, size_bytes=size_bytes)
+        uploader.wait(1, timeout_s=60)
+        assert fault.num_hits == 2
+    assert Oracle(f"{azure_url}/run", 1, size_bytes=size_bytes).look() == {CheckpointId(1, 1)}
+    assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
+
+
+def test_a_lost_reply_to_any_conditional_write_is_survived(
+    azure_proxy: FaultProxy, azure_url: str, tmp_path: Path
+) -> None:
+    """R13: our own success reads like a defeat when it is asked for again: 409 to a creation, 412 to a swap."""
+    kinds = ("generations", "members", "receipts", "decisions", "latest")
+    faults = [azure_proxy.add(Fault("drop_reply", "PUT", f"{CONTROL}{kind}", times=1)) for kind in kinds]
+    with Uploader(tmp_path / "folder", f"{azure_url}/run", **QUICK) as uploader:
+        for step in (1, 2):
+            save(uploader, step)
+            uploader.wait(step, timeout_s=30)
+    assert [fault.num_hits for fault in faults] == [1] * len(kinds)
+    refused = {
+        each.key.split("/.ckpt_async/")[1].split("/")[0]
+        for each in azure_proxy.exchanges
+        if each.status in (409, 412)
+    }
+    assert {"generations", "members", "receipts", "decisions", "latest.json"} <= refused
+    oracle = Oracle(f"{azure_url}/run", 1)
+    assert oracle.look() == {CheckpointId(1, 1), CheckpointId(1, 2)}
+    assert oracle.latest == CheckpointId(1, 2)
+    assert not oracle.aborted
+
+
+def test_a_lost_reply_to_the_commit_of_a_block_list_is_survived(
+    azure_proxy: FaultProxy, azure_url: str, tmp_path: Path
+) -> None:
+    """The blocks are gone then; the blob is what it should be, and is not made anew."""
+    with Uploader(tmp_path / "folder", f"{azure_url}/run", **QUICK | {"part_size_bytes": PART}) as uploader:
+        fault = azure_proxy.add(Fault("drop_reply", "PUT", SHARDS, "comp=blocklist", times=1))
+        save(uploader, 1, num_shards=1, size_bytes=2 * PART + 1)
+        uploader.wait(1, timeout_s=60)
+    assert fault.num_hits == 1
+    commits = [
+        each.upstream_status for each in azure_proxy.exchanges if each.query.startswith("comp=blocklist&sv")
+    ]
+    assert Counter(commits) == {201: 1, 400: 1}
+    blocks = Counter(part for (_, part), _ in azure_proxy.sent(SHARDS).items() if part is not None)
+    assert set(blocks) == {0, 1, 2, 3}
+    assert Oracle(f"{azure_url}/run", 1, num_shards=1, size_bytes=2 * PART + 1).look() == {CheckpointId(1, 1)}
+
+
+def test_refusing_half_of_all_requests_loses_nothing(
+    azure_proxy: FaultProxy, azure_url: str, tmp_path: Path
+) -> None:
+    with Uploader(tmp_path / "folder", f"{azure_url}/run", **QUICK) as uploader:
+        before = len(azure_proxy.exchanges)
+        azure_proxy.add(Fault("unavailable", probability=0.5))
+        for step in range(5):
+            save(uploader, step, num_shards=4)
+        for step in range(5):
+            uploader.wait(step, timeout_s=60)
+        assert len(azure_proxy.exchanges) - before < 3 * 5 * (4 + 6)
+        azure_proxy.heal()
+    assert len(Oracle(f"{azure_url}/run", 1, num_shards=4).look()) == 5
+
+
+def test_a_killed_upload_is_resumed_and_no_finished_block_is_sent_again(
+    nursery: Nursery, azure_proxy: FaultProxy, azure_url: str, tmp_path: Path
+) -> None:
+    """SIGKILL in the middle of a shard: the next start asks for its uncommitted blocks."""
+    remote, size_bytes = f"{azure_url}/run", 6 * PART + 12345
+    arguments: dict[str, Any] = {
+        "folder": str(tmp_path / "folder"),
+        "remote": remote,
+        "rank": 0,
+        "world_size": 1,
+        "num_shards": 1,
+        "size_bytes": size_bytes,
+        "settings": QUICK | {"part_size_bytes": PART, "num_concurrent_uploads": 2, "stall_timeout_s": 30.0},
+    }
+    held = azure_proxy.add(Fault("hold", "PUT", SHARDS, BLOCKS))
+    held.kind = "delay"  # the first blocks pass
+    trainer = nursery.start("saves", steps=[1], **arguments)
+    trainer.expect("saved")
+    azure_proxy.wait_for(lambda: len(azure_proxy.sent(SHARDS)) >= 4)
+    held.kind = "hold"
+    azure_proxy.wait_for(lambda: azure_proxy.num_under_way >= 1)
+    trainer.kill()
+    azure_proxy.heal()
+    azure_proxy.wait_for(lambda: azure_proxy.num_under_way == 0)
+    done = {part for _, part in azure_proxy.sent(SHARDS)}
+    assert 4 <= len(done) < 8, "killed too late to prove anything"
+    again = nursery.start("saves", steps=[], **arguments)
+    again.expect("saved")
+    again.tell("stop")
+    assert again.finish() == 0, again.log.read_text()
+    assert Oracle(remote, 1, num_shards=1, size_bytes=size_bytes).look() == {CheckpointId(1, 1)}
+    sent = Counter({part: count for (_, part), count in azure_proxy.sent(SHARDS).items() if part is not None})
+    unanswered = {
+        each.part for each in azure_proxy.exchanges if each.body_bytes == PART and not each.upstream_status
+    }
+    assert set(sent) | unanswered == set(range(8))  # block 0 says that there is an upload
+    assert set(sent.values()) == {1}
+
+
+def test_uploads_wait_for_credentials_to_be_renewed(
+    azure_proxy: FaultProxy,
+    azurite: AzuriteServer,
+    azure_url: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A key that is rolled in the middle, and the new one in the environment: the store is asked with it."""
+    name = "AZURE_STORAGE_CONNECTION_STRING"
+    good = os.environ[name]
+    with Uploader(tmp_path / "folder", f"{azure_url}/run", **QUICK) as uploader:
+        save(uploader, 1)
+        uploader.wait(1, timeout_s=30)
+        monkeypatch.setenv(
+            name, good.replace(azurite.key, azurite.key[::-1].lstrip("=") + "=" * azurite.key.count("="))
+        )
+        azure_proxy.add(Fault("denied", key=SHARDS, times=1))  # what the store says to the old one
+        before = len(azure_proxy.exchanges)
+        save(uploader, 2)
+        azure_proxy.wait_for(lambda: 403 in [each.upstream_status for each in azure_proxy.exchanges[before:]])
+        monkeypatch.setenv(name, good)
+        uploader.wait(2, timeout_s=30)
+    assert Oracle(f"{azure_url}/run", 1).look() == {CheckpointId(1, 1), CheckpointId(1, 2)}
+
+
+def test_a_download_that_is_cut_short_or_changed_on_the_way_is_done_again(
+    azure_proxy: FaultProxy, azure_url: str, tmp_path: Path
+) -> None:
+    with Uploader(tmp_path / "folder", f"{azure_url}/run", **QUICK) as uploader:
+        save(uploader, 1, num_shards=2, size_bytes=MIB)
+        uploader.wait(1, timeout_s=30)
+    faults = [
+        azure_proxy.add(Fault("cut_reply", "GET", SHARDS, times=1, after_bytes=2000)),
+        azure_proxy.add(Fault("flip_reply", "GET", SHARDS, times=1, after_bytes=500_000)),
+    ]
+    checkpoint = restore.find(f"{azure_url}/run")
+    assert checkpoint is not None
+    report = restore.fetch(checkpoint, tmp_path / "restored")
+    assert len(report.paths) == 2
+    assert [fault.num_hits for fault in faults] == [1, 1]
+
+
+@pytest.mark.parametrize("what", ["credentials", "container", "nobody there", "nothing given"])
+def test_configuration_errors_are_raised_at_open(
+    azurite: AzuriteServer, azure_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    remote, name = f"{azure_url}/run", "AZURE_STORAGE_CONNECTION_STRING"
+    given = os.environ[name]
+    monkeypatch.setattr("ckpt_async.runners.host.START_TIMEOUT_S", 1.0)
+    match what:
+        case "credentials":
+            monkeypatch.setenv(name, given.replace("AccountKey=", "AccountKey=AAAA"))
+            wanted, said = FailureReason.AUTH, "does not belong to the account ckptdemo"
+        case "container":
+            remote, wanted = "az://no-such-container/run", FailureReason.NOT_FOUND
+            said = "there is no container no-such-container in the account ckptdemo"
+        case "nobody there":
+            monkeypatch.setenv(name, given.replace(azurite.url, "http://127.0.0.1:1/ckptdemo"))
+            wanted, said = FailureReason.TRANSIENT, "reachable from here"
+        case _:
+            monkeypatch.delenv(name)
+            monkeypatch.setenv("AZURE_STORAGE_ACCOUNT", "nobody")
+            monkeypatch.setenv("AZURE_TOKEN_CREDENTIALS", "EnvironmentCredential")
+            wanted, said = FailureReason.AUTH, "AZURE_STORAGE_SAS_TOKEN"
+    with pytest.raises(StoreError, match=re.escape(said)) as caught:
+        Uploader(tmp_path / "folder", remote, store_options=StoreOptions(connect_timeout_s=0.5))
+    assert caught.value.reason is wanted
+    assert "sig=" not in str(caught.value)
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("num_rounds", [15, pytest.param(1000, marks=SOAK)])
+def test_of_eight_writers_one_wins_and_each_knows_who(
+    azure_proxy: FaultProxy, azure_url: str, num_rounds: int
+) -> None:
+    """Also where one answer in eight is lost on its way back."""
+    azure_proxy.add(Fault("drop_reply", "PUT", "/race/", probability=0.12))
+    settings = Settings(retry_initial_s=0.01, retry_max_s=0.05)
+
+    async def race() -> None:
+        stores = [connect(f"{azure_url}/run", None, settings) for _ in range(8)]
+        await asyncio.gather(*(store.open() for store in stores))
+        try:
+            for number in range(num_rounds):
+                mine = [b"%d of %d" % (writer, number) for writer in range(8)]
+                seen = await asyncio.gather(
+                    *(
+                        create_once(store, f"race/{number}", data)
+                        for store, data in zip(stores, mine, strict=True)
+                    )
+                )
+                assert len(set(seen)) == 1, (number, seen)
+                there, _ = await stores[0].get(f"race/{number}", max_size_bytes=99)
+                assert there == seen[0]
+                assert there in mine
+        finally:
+            await asyncio.gather(*(store.close() for store in stores))
+
+    asyncio.run(race())
+    lost = sum(each.fault == "drop_reply" and each.upstream_status == 201 for each in azure_proxy.exchanges)
+    print(f"rounds={num_rounds} wins whose answer was lost={lost}")
+    assert lost
+
+
+def test_two_uploads_of_one_key_do_not_mix(azure_url: str) -> None:
+    """The commit of one drops the other's blocks. The other is told, unless its content is the very same."""
+    one, other = os.urandom(PART), os.urandom(PART)
+
+    async def play() -> None:
+        stores = [open_store(f"{azure_url}/run") for _ in range(2)]
+        for store in stores:
+            await store.open()
+        crcs = [checksum_of(data, "crc64nvme") for data in (one, other)]
+        try:
+            ids = [await store.create_multipart("a") for store in stores]
+            parts = [
+                await store.put_part("a", id_, 1, BytesBody(data), crc)
+                for store, id_, data, crc in zip(stores, ids, (one, other), crcs, strict=True)
+            ]
+            for store, id_, part in zip(stores, ids, parts, strict=True):
+                assert list(await store.list_parts("a", id_)) == [part]
+            await stores[0].abort_multipart("a", ids[0])  # would drop the other's blocks too
+            assert list(await stores[1].list_parts("a", ids[1])) == [parts[1]]
+            await stores[0].complete_multipart("a", ids[0], [parts[0]], crcs[0], PART)
+            with pytest.raises(StoreError) as caught:
+                await stores[1].complete_multipart("a", ids[1], [parts[1]], crcs[1], PART)
+            assert caught.value.reason is FailureReason.NOT_FOUND
+            assert (await stores[1].head("a")).checksum == crcs[0]
+        finally:
+            for store in stores:
+                await store.close()
+
+    asyncio.run(play())
