@@ -93,9 +93,9 @@ class RemoteUploaderDownloader(LoggerDestination):
 
     def init(self, state: State, logger: Logger) -> None:
         """Open the uploaders; bring the newest checkpoint to this node, where Composer's autoresume will look."""
+        self.post_close()  # of a trainer before, which nobody has closed
         self._run_name = state.run_name
         self._savers = [each for each in state.callbacks if isinstance(each, ComposersSaver)]
-        self._uploads = {}
         on_all_ranks(self._open_plain)
         for number, saver in enumerate(self._savers):
             has_own = isinstance(saver, CheckpointSaver) and saver.uploads is not None
@@ -141,6 +141,7 @@ class RemoteUploaderDownloader(LoggerDestination):
             for uploads in self._uploads.values():
                 uploads.close()
         finally:
+            self._uploads = {}
             if self._plain is not None:
                 self._plain.close(self._close_timeout_s)
 

@@ -158,7 +158,8 @@ class SaverUploads:
         if not self._is_continued or state.timestamp.batch.value < self._newest_batch:
             return
         now = _timestamp(state)
-        run = {each: format_name_with_dist(f"{{{each}}}", state.run_name) for each in names.OF_RUN}
+        values = ((each, format_name_with_dist(f"{{{each}}}", state.run_name)) for each in names.OF_RUN)
+        run = {each: int(text) if each != "run_name" else text for each, text in values}
         for path in sorted(self._folder.iterdir()):
             if path.is_file() and names.is_ahead(path.name, self.saver.filename.filename, run, now):
                 logger.warning("left_over_save_removed path=%s: an earlier start was killed after it", path)

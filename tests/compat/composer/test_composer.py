@@ -28,6 +28,7 @@ from tests.compat.play import Job
 from tests.seaweed import SeaweedServer
 
 SCRIPT = Path(train.__file__)
+SHARDED = SCRIPT.with_name("train_sharded.py")
 ROOT = SCRIPT.parents[3]
 # Trains until its first save, at batch 5, and is then killed by itself, before the next event. How it uploads: argv[2].
 KILLED = """
@@ -95,12 +96,13 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
 # --- kills -------------------------------------------------------------------------------------------------
 
 
-def test_a_killed_run_on_2_ranks_goes_on_on_a_fresh_node(job: Job) -> None:
-    job.check_kill_and_resume([sys.executable, "-m", "composer.cli.launcher", "-n", "2", SCRIPT])
+@pytest.mark.parametrize("script", [SCRIPT, SHARDED], ids=["ddp", "sharded"])
+def test_a_killed_run_on_2_ranks_goes_on_on_a_fresh_node(job: Job, script: Path) -> None:
+    job.check_kill_and_resume([sys.executable, "-m", "composer.cli.launcher", "-n", "2", script])
 
 
 def test_a_run_that_is_killed_again_and_again_loses_no_loss(job: Job) -> None:
-    job.check_kill_and_resume([sys.executable, SCRIPT], kills=3)
+    job.check_kill_and_resume([sys.executable, SCRIPT], kills=2)
 
 
 @pytest.mark.parametrize("how", ["saver", "logger"])

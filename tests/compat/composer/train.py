@@ -20,7 +20,10 @@ SAMPLES, BATCH_SIZE, WIDTH = 96, 4, 8
 class Model(ComposerModel):
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5))  # needs the random numbers back
+        self.layer: Any = nn.Sequential(
+            nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)
+        )  # needs the random numbers back
+        self.layer._fsdp_wrap = True
 
     def forward(self, batch: Any) -> torch.Tensor:
         return self.layer(batch[0])
@@ -55,10 +58,10 @@ def trainer_of(model: Model, duration: str = "6ep", **more: Any) -> Trainer:
     )
 
 
-def main(_node: str, remote: str) -> None:
+def main(_node: str, remote: str, **more: Any) -> None:
     torch.manual_seed(1)
     saver = CheckpointSaver("checkpoints", remote=remote, save_interval="5ba", num_checkpoints_to_keep=2)
-    trainer = trainer_of(Model(), run_name="run", autoresume=True, callbacks=[saver, Losses()])
+    trainer = trainer_of(Model(), run_name="run", autoresume=True, callbacks=[saver, Losses()], **more)
     trainer.fit()
     trainer.close()
 

@@ -1,0 +1,12 @@
+"""The same with FSDP and sharded checkpoints, on CPUs: all that Composer needs a GPU for is its number."""
+
+import sys
+
+import torch
+
+from tests.compat.composer.train import main
+
+torch.cuda.current_device = lambda: torch.device("cpu")
+
+if __name__ == "__main__":
+    main(*sys.argv[1:], parallelism_config={"fsdp": {"state_dict_type": "sharded"}})
