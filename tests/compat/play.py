@@ -118,6 +118,7 @@ class Job:
     def __init__(self, folder: Path, remote: str) -> None:
         self._folder = folder
         self._started: list[Training] = []
+        self._kind: str | None = None
         self.remote = remote
 
     def start(self, command: Sequence[str | Path], name: str, remote: str | None = None) -> Training:
@@ -129,11 +130,14 @@ class Job:
         self._started.append(training)
         return training
 
-    def check_kill_and_resume(self, command: Sequence[str | Path], kills: int = 1) -> None:
+    def check_kill_and_resume(
+        self, command: Sequence[str | Path], kills: int = 1, *, kind: str | None = None
+    ) -> None:
         """Fails unless a run that loses its node `kills` times has the losses of one that ended in peace.
 
         Each kill comes within a second or so after a checkpoint was committed that the start before had not seen.
         """
+        self._kind = kind
         expected = self.start(command, "undisturbed", f"{self.remote}/undisturbed").finish()
         assert expected, "the script said no losses"
         committed = -1
@@ -149,7 +153,7 @@ class Job:
 
     def committed(self, name: str = "run") -> int:
         """The step of the newest committed checkpoint; -1 if there is none."""
-        found = restore.find(f"{self.remote}/{name}")
+        found = restore.find(f"{self.remote}/{name}", kind=self._kind)
         return -1 if found is None else found.step
 
     def kill(self) -> None:

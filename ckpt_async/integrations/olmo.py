@@ -1,0 +1,328 @@
+"""OLMo 0.6: its `Trainer` and checkpointers, uploading in the background, and resuming from what was committed.
+
+    from ckpt_async.integrations.olmo import Trainer, find_latest_checkpoint  # in place of olmo.train's and olmo.util's
+
+`remote_save_folder` of the configuration is the run of ckpt_async: `s3://bucket/prefix/run-a`. OLMo's own code writes
+and reads local files; upload, commit, find and fetch are ours. Sharded checkpoints are those of the run, unsharded ones
+those of its kind "unsharded".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ckpt_async import restore
+from ckpt_async.errors import SettingsError, UnknownKindError
+from ckpt_async.integrations.files import files_of_rank
+from ckpt_async.integrations.held import CLOSE_TIMEOUT_S, HeldUploader
+from ckpt_async.torch import fetch_together, run_on_one
+
+try:
+    from olmo import checkpoint as theirs
+    from olmo import train, util
+    from olmo.config import CheckpointType, DistributedStrategy, ShardedCheckpointerType, TrainConfig
+    from olmo.torch_util import get_global_rank, get_world_size
+except ImportError as error:
+    raise ImportError(
+        "ckpt_async.integrations.olmo needs OLMo and what it trains with: pip install 'ai2-olmo[train]'"
+    ) from error
+
+logger = logging.getLogger(__name__)
+
+UNSHARDED = "unsharded"
+_FOLDER = re.compile(r"step(\d+)(-unsharded)?")
+
+
+# --- what OLMo 0.6 needs to read on the torch of today -----------------------------------------------------------
+
+
+class RemoteFileSystemReader(theirs.RemoteFileSystemReader):
+    """OLMo's, with the two methods that torch has made abstract in 2.3."""
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        if checkpoint_id is not None:
+            self.path = str(checkpoint_id).rstrip("/")
+        self._metadata = None
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return bool(str(checkpoint_id))
+
+
+def _handles(_: Any, module: Any) -> list[Any]:
+    """OLMo knows the flat parameters of FSDP up to torch 2.2, and refuses newer ones. They are the same up to 2.13."""
+    handle = getattr(module, "_handle", None)
+    return [] if handle is None else [handle]
+
+
+@contextlib.contextmanager
+def _todays_torch() -> Iterator[None]:
+    """While OLMo's own code reads: it was written for a `torch.load` that takes any class. So read only what you trust.
+
+    Torch's variable reaches the processes that unsharding starts, too.
+    """
+    variable = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+    before = os.environ.get(variable), theirs.RemoteFileSystemReader
+    local = theirs.LocalShardedCheckpointer
+    handles = local._fsdp_handles  # noqa: SLF001  there is no other way to it
+    os.environ[variable] = "1"
+    theirs.RemoteFileSystemReader, local._fsdp_handles = RemoteFileSystemReader, _handles  # noqa: SLF001
+    try:
+        yield
+    finally:
+        local._fsdp_handles = handles  # noqa: SLF001
+        theirs.RemoteFileSystemReader = before[1]
+        if before[0] is None:
+            del os.environ[variable]
+        else:
+            os.environ[variable] = before[0]
+
+
+# --- uploads ----------------------------------------------------------------------------------------------------
+
+
+_open: dict[tuple[Path, str, str | None], HeldUploader] = {}
+
+
+def _held(
+    folder: str | os.PathLike[str], remote: str, kind: str | None, settings: Mapping[str, Any]
+) -> HeldUploader:
+    """The uploader of a run and kind, opened by the first who asks: OLMo makes a new checkpointer for every save."""
+    key = Path(folder).resolve(), remote, kind
+    if key not in _open:
+        held = HeldUploader(remote, None, CLOSE_TIMEOUT_S, {**settings, "kind": kind})
+        held.open(folder, get_global_rank(), get_world_size())
+        _open[key] = held
+    return _open[key]
+
+
+def close_uploads() -> None:
+    """Finish what was handed over, for at most 600 s, and close the uploaders; the rest stays in the journal.
+    `Trainer.close` calls it. Raises what failed if they were opened with `on_error="raise"`.
+    """
+    while _open:
+        _, held = _open.popitem()
+        held.close()
+
+
+class _Uploading(theirs.Checkpointer):
+    """What the five have in common, before OLMo's own in the order of classes.
+
+    `save_checkpoint` returns when the local folder is complete and, with `upload_to`, handed over, on every rank. The
+    last part of `upload_to` must be the folder's name; what is before it is the run.
+    """
+
+    kind: str | None = None
+
+    def __init__(self, cfg: TrainConfig, *args: Any, **settings: Any) -> None:
+        how = {
+            name: settings.pop(name) for name in ("thread_count", "use_shared_mem_impl") if name in settings
+        }
+        super().__init__(cfg, *args, **how)
+        self.settings = settings
+
+    def save_checkpoint(
+        self,
+        dir: str | os.PathLike[str],  # noqa: A002  as OLMo's
+        dist_model: Any,
+        optim: Any,
+        train_state: dict[str, Any],
+        *,
+        upload_to: str | None = None,
+    ) -> None:
+        folder = Path(dir)
+        match = _FOLDER.fullmatch(folder.name)
+        remote, _, name = (upload_to or "").rstrip("/").rpartition("/")
+        if upload_to is not None and (match is None or name != folder.name):
+            raise SettingsError(
+                f"upload_to={upload_to!r}: its last part must be the name of the folder {str(folder)!r},"
+                " which must be step<N> or step<N>-unsharded"
+            )
+        with _todays_torch():
+            super().save_checkpoint(folder, dist_model, optim, train_state)
+        if match is not None and upload_to is not None:
+            files = files_of_rank(folder, get_global_rank(), get_world_size())
+            held = _held(folder.parent, remote, self.kind, self.settings)
+            held.hand_over(folder, int(match[1]), folder.name, files=files)
+
+    def restore_checkpoint(self, load_path: Any, dist_model: Any, optim: Any, **how: Any) -> dict[str, Any]:
+        with _todays_torch():
+            state: dict[str, Any] = super().restore_checkpoint(
+                self._local(load_path), dist_model, optim, **how
+            )
+        return state
+
+    def unshard_checkpoint(self, load_path: Any, **how: Any) -> Any:
+        with _todays_torch():
+            return super().unshard_checkpoint(self._local(load_path), **how)
+
+    def _local(self, load_path: str | os.PathLike[str]) -> str:
+        return local_checkpoint(load_path, self.cfg)
+
+
+class FullCheckpointer(_Uploading, theirs.FullCheckpointer):
+    kind = UNSHARDED
+
+    def load_checkpoint(self, load_path: Any, **how: Any) -> Any:
+        with _todays_torch():
+            return super().load_checkpoint(self._local(load_path), **how)
+
+
+class TorchNewStyleShardedCheckpointer(_Uploading, theirs.TorchNewStyleShardedCheckpointer):
+    pass
+
+
+class TorchLegacyShardedCheckpointer(_Uploading, theirs.TorchLegacyShardedCheckpointer):
+    pass
+
+
+class LocalShardedCheckpointer(_Uploading, theirs.LocalShardedCheckpointer):
+    pass
+
+
+class OlmoCoreCheckpointer(_Uploading, theirs.OlmoCoreCheckpointer):
+    def restore_checkpoint(self, load_path: Any, dist_model: Any, optim: Any, **how: Any) -> dict[str, Any]:
+        # OLMo-core 0.1 gives a fresh optimizer its state by a step without gradients, after it has loaded the weights:
+        # weight decay changes them. So that step comes first.
+        from olmo_core.distributed.checkpoint import init_optimizer_state
+
+        if how.get("load_optimizer_state", True):
+            init_optimizer_state(optim)
+        return super().restore_checkpoint(load_path, dist_model, optim, **how)
+
+
+_OURS: dict[type, type[_Uploading]] = {
+    theirs.FullCheckpointer: FullCheckpointer,
+    theirs.TorchNewStyleShardedCheckpointer: TorchNewStyleShardedCheckpointer,
+    theirs.TorchLegacyShardedCheckpointer: TorchLegacyShardedCheckpointer,
+    theirs.LocalShardedCheckpointer: LocalShardedCheckpointer,
+    theirs.OlmoCoreCheckpointer: OlmoCoreCheckpointer,
+}
+
+
+def build_sharded_checkpointer(
+    cfg: TrainConfig,
+    *,
+    name: ShardedCheckpointerType | None = None,
+    use_shared_mem_impl: bool = False,
+    **settings: Any,
+) -> _Uploading:
+    """OLMo's, with checkpointers that upload in the background. `settings` are those of `Uploader`; those of the first
+    save to a run count. `close_uploads` finishes.
+    """
+    plain = theirs.build_sharded_checkpointer(cfg, name=name)
+    if isinstance(plain, theirs.TorchLegacyShardedCheckpointer):
+        settings["use_shared_mem_impl"] = use_shared_mem_impl
+    return _ours(plain, settings)
+
+
+def _ours(plain: theirs.Checkpointer, settings: Mapping[str, Any]) -> _Uploading:
+    if type(plain) not in _OURS:
+        raise SettingsError(f"{type(plain).__name__} is none of OLMo's five checkpointers")
+    return _OURS[type(plain)](plain.cfg, **settings)
+
+
+@dataclass
+class Trainer(train.Trainer):
+    """OLMo's, with uploads in the background where `remote_save_folder` is set, and checkpoints that are restored from
+    there: `load_path` may be the run, a checkpoint in it (`find_latest_checkpoint`), or one that OLMo has uploaded.
+
+    The uploaders are opened by `fit`, which raises at once for invalid settings, credentials and buckets. Later
+    failures are logged and counted, and training continues; with `on_error="raise"` the next save raises. `close` (the
+    end of `with`) waits for uploads, at most 600 s.
+    """
+
+    upload_settings: dict[str, Any] = field(default_factory=dict)
+
+    def fit(self) -> None:
+        cfg = self.cfg
+        if cfg.remote_save_folder is not None:
+            remote = cfg.remote_save_folder.rstrip("/")
+            kinds: list[str | None] = [None] if cfg.distributed_strategy != DistributedStrategy.ddp else []
+            kinds += [UNSHARDED] if cfg.save_interval_unsharded is not None else []
+            for kind in kinds:
+                _held(cfg.save_folder, remote, kind, self.upload_settings)
+        super().fit()
+
+    def _save_checkpoint(self, checkpointer: theirs.Checkpointer, checkpoint_type: CheckpointType) -> Any:
+        return super()._save_checkpoint(_ours(checkpointer, self.upload_settings), checkpoint_type)
+
+    def restore_checkpoint(self, load_path: str | os.PathLike[str], **how: Any) -> None:
+        local = local_checkpoint(load_path, self.cfg)
+        with _todays_torch():
+            super().restore_checkpoint(local, **how)
+
+    def close(self, exit_code: int = 0) -> None:
+        super().close(exit_code)
+        close_uploads()
+
+
+# --- finding and fetching -----------------------------------------------------------------------------------------
+
+
+def find_latest_checkpoint(dir: str | os.PathLike[str]) -> str | os.PathLike[str] | None:  # noqa: A002  as OLMo's
+    """The newest committed checkpoint of a run, as `<run>/step<N>` or `<run>/step<N>-unsharded`, for `load_path` and
+    `Trainer.restore_checkpoint`; None for a fresh start. Of both kinds, the sharded one if they are of the same step.
+    For a local folder, what OLMo's own function finds. Call it on all ranks: one looks.
+
+    Raises the errors of `restore.find`, also if there are checkpoints but none is usable.
+    """
+    if not util.is_url(dir):
+        local: Path | None = util.find_latest_checkpoint(dir)
+        return local
+    remote = str(dir).rstrip("/")
+
+    def newest() -> str | None:
+        found = [_find(remote, None), _find(remote, UNSHARDED)]
+        named = [(each.step, kind, each.name) for kind, each in zip((1, 0), found, strict=True) if each]
+        return f"{remote}/{max(named)[2]}" if named else None
+
+    return run_on_one(newest)
+
+
+def _find(remote: str, kind: str | None) -> restore.Checkpoint | None:
+    try:
+        return restore.find(remote, kind=kind)
+    except UnknownKindError:  # only the other one was ever saved
+        return None
+
+
+def local_checkpoint(load_path: str | os.PathLike[str], cfg: TrainConfig) -> str:
+    """A checkpoint as a local folder: a path as it is; a URL fetched, verified, by all ranks together: to the
+    `save_folder` if it is of the run that is saved to, else to `loaded/` in it. A run means its newest checkpoint.
+
+    Raises FileNotFoundError if there is no such checkpoint, and the errors of `fetch_together`.
+    """
+    if not util.is_url(load_path):
+        return str(load_path)
+    url = str(load_path).rstrip("/")
+    if not _FOLDER.fullmatch(url.rpartition("/")[2]):
+        newest = find_latest_checkpoint(url)
+        if newest is None:
+            raise FileNotFoundError(f"{url} has no checkpoint")
+        url = str(newest)
+    remote, _, name = url.rpartition("/")
+    match = _FOLDER.fullmatch(name)
+    assert match is not None
+    is_own = cfg.remote_save_folder is not None and remote == cfg.remote_save_folder.rstrip("/")
+    folder = Path(cfg.save_folder) if is_own else Path(cfg.save_folder, "loaded")
+    kind = UNSHARDED if match[2] else None
+    ways: list[tuple[str, dict[str, Any]]] = [(remote, {"step": int(match[1]), "kind": kind}), (url, {})]
+    for run, which in ways:  # of ours; a folder that OLMo has uploaded
+        found = fetch_together(
+            run,
+            folder / name,
+            folder=cfg.save_folder if is_own else None,
+            overwrite=True,
+            **which,
+        )
+        if found is not None:
+            return str(folder / name)
+    raise FileNotFoundError(f"{url} is no checkpoint, neither of ckpt_async nor of OLMo")
