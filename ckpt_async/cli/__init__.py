@@ -33,6 +33,7 @@ _COMMANDS = (
     ("unmark", "upkeep", "remove a reader's damage mark"),
     ("verify", "upkeep", "check from the store alone that committed checkpoints are complete"),
     ("pull", "pull", "fetch a checkpoint into a local folder and verify it"),
+    ("convert", "convert", "write a checkpoint, sharded or not, as one file"),
     ("doctor", "doctor", "check that this node, the folder and the remote are fit for a run"),
     ("version", "version", "print the version"),
 )

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import signal
 
 from ckpt_async.cli.output import Exit, Json, print_json, store_options
-from ckpt_async.cli.parsing import add_store_options, as_path
+from ckpt_async.cli.parsing import add_store_options, as_path, as_size
 from ckpt_async.doctor.checks import examine
 from ckpt_async.doctor.diagnosis import Facts, Level, diagnose
 from ckpt_async.errors import SettingsError
@@ -29,7 +28,7 @@ def doctor_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--checkpoint-bytes",
         metavar="SIZE",
-        type=_size,
+        type=as_size,
         help="size of this node's part of a checkpoint, e.g. 40GiB: check for room and upload time (implies --speed)",
     )
 
@@ -100,12 +99,3 @@ def _measured(facts: Facts) -> Json:
         "upload_bytes_per_s": speed.upload_bytes_per_s if speed and is_measured else None,
         "download_bytes_per_s": speed.download_bytes_per_s if speed and is_measured else None,
     }
-
-
-def _size(text: str) -> int:
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(?:([KMGTP])(i?))?B?", text, re.IGNORECASE)
-    if match is not None:
-        power = "KMGTP".index(match[2].upper()) + 1 if match[2] else 0
-        if (size_bytes := int(float(match[1]) * (1024 if match[3] else 1000) ** power)) >= 1:
-            return size_bytes
-    raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 40GiB or 500MB")

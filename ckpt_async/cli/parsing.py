@@ -109,6 +109,15 @@ def as_step(text: str) -> Which:
     raise argparse.ArgumentTypeError(f"{text!r} is not a step such as 100, or 100@g2 of generation 2")
 
 
+def as_size(text: str) -> int:
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(?:([KMGTP])(i?))?B?", text, re.IGNORECASE)
+    if match is not None:
+        power = "KMGTP".index(match[2].upper()) + 1 if match[2] else 0
+        if (size_bytes := int(float(match[1]) * (1024 if match[3] else 1000) ** power)) >= 1:
+            return size_bytes
+    raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 40GiB or 500MB")
+
+
 def as_seconds(text: str) -> float:
     with contextlib.suppress(ValueError):
         if 0 <= (value := float(text)) <= 604_800:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from ckpt_async.torch.snapshot import SnapshotBuffers
     from ckpt_async.torch.states import KeyReport, load_into, model_state
     from ckpt_async.torch.unpickle import load_metadata
+    from ckpt_async.torch.unsharding import UnshardReport, unshard
     from ckpt_async.torch.vote import Vote, own_group, require_vote
 
 _HOMES = {
@@ -40,6 +41,7 @@ _HOMES = {
     "CkptAsyncWriter": "dcp_writer",
     "KeyReport": "states",
     "SnapshotBuffers": "snapshot",
+    "UnshardReport": "unsharding",
     "Vote": "vote",
     "agree": "agreement",
     "async_save": "dcp",
@@ -68,6 +70,7 @@ _HOMES = {
     "save": "dcp",
     "save_rng_state": "rng",
     "selected": "dumping",
+    "unshard": "unsharding",
 }
 
 __all__ = [
@@ -75,6 +78,7 @@ __all__ = [
     "CkptAsyncWriter",
     "KeyReport",
     "SnapshotBuffers",
+    "UnshardReport",
     "Vote",
     "agree",
     "async_save",
@@ -103,6 +107,7 @@ __all__ = [
     "save",
     "save_rng_state",
     "selected",
+    "unshard",
 ]
 
 

@@ -294,7 +294,7 @@ class PlainRules(Rules):
             "unicode": "str",
         }.items():  # protocol 2 has Python 2's
             found["__builtin__", old] = found["builtins", new]
-        found["builtins", "getattr"] = found["__builtin__", "getattr"] = Function(_member_by_name)
+        found["builtins", "getattr"] = found["__builtin__", "getattr"] = Function(member_by_name)
         for name, path in _PATHS.items():
             found["pathlib", name] = found["pathlib._local", name] = Function(self._path(path))
         return found
@@ -460,7 +460,7 @@ def _member(class_: type[enum.Enum], arguments: tuple[Any, ...]) -> enum.Enum:
     return class_(value)
 
 
-def _member_by_name(class_: object, name: object) -> enum.Enum:
+def member_by_name(class_: object, name: object) -> enum.Enum:
     """`getattr`, as some versions of Python have it in pickles of an enum, and for nothing else."""
     if type(class_) is not Class or not issubclass(class_.made, enum.Enum) or type(name) is not str:
         refuse("it calls getattr on something that is not an enum")

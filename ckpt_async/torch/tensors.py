@@ -55,21 +55,36 @@ def load_safetensors(path: Path, map_location: object) -> dict[str, torch.Tensor
             f"{path}: a safetensors file goes to one device", hint="map_location='cpu', 'cuda:0', …"
         )
     with path.open("rb") as file:
-        try:
-            header, start = _read_header(file)
-            header.pop("__metadata__", None)
-            places = {
-                name: _Place(_DTYPES[entry["dtype"]], entry["shape"], *entry["data_offsets"])
-                for name, entry in header.items()
-            }
-            _check_apart(places.values())
-        except (AttributeError, LookupError, TypeError, ValueError, struct.error) as error:
-            raise FormatError(f"{path} is not a safetensors file: {str(error)[:500]}") from error
         tensors = {}
-        for name, place in places.items():
+        for name, (place, start) in _places(file, str(path)).items():
             file.seek(start + place.begin)
             tensors[name] = place.read(file, f"{path}: {name[:200]!r}").to(map_location)
     return tensors
+
+
+def safetensors_places(file: IO[bytes], what: str) -> dict[str, tuple[torch.dtype, tuple[int, ...], int]]:
+    """Of each tensor its type, its shape, and where its elements are in the file. Raises FormatError."""
+    found: dict[str, tuple[torch.dtype, tuple[int, ...], int]] = {}
+    for name, (place, start) in _places(file, what).items():
+        if start + place.end > _size_of(file):
+            raise FormatError(f"{what}: {name[:200]!r} is cut short")
+        found[name] = place.dtype, tuple(place.shape), start + place.begin
+    return found
+
+
+def _places(file: IO[bytes], what: str) -> dict[str, tuple[_Place, int]]:
+    """And where the elements of all begin."""
+    try:
+        header, start = _read_header(file)
+        header.pop("__metadata__", None)
+        places = {
+            name: _Place(_DTYPES[entry["dtype"]], entry["shape"], *entry["data_offsets"])
+            for name, entry in header.items()
+        }
+        _check_apart(places.values())
+    except (AttributeError, LookupError, TypeError, ValueError, struct.error) as error:
+        raise FormatError(f"{what} is not a safetensors file: {str(error)[:500]}") from error
+    return {name: (place, start) for name, place in places.items()}
 
 
 def save_safetensors(state: Any, file: IO[bytes], what: str) -> None:
@@ -77,8 +92,27 @@ def save_safetensors(state: Any, file: IO[bytes], what: str) -> None:
     `load_file` has it. Tensors that share memory are written once for each name. One tensor at a time is copied, if it
     is not contiguous or not on the CPU. Raises FormatError, which names the key, before anything is written.
     """
+    tensors = flattened(state, what)
+    head, order = safetensors_head(tensors)
+    file.write(head)
+    for name in order:
+        tensor = tensors[name].detach().cpu().resolve_conj().resolve_neg().contiguous()
+        if size_bytes := tensor.numel() * tensor.dtype.itemsize:
+            # torch needs no numpy, so neither do we.
+            file.write(memoryview((ctypes.c_char * size_bytes).from_address(tensor.data_ptr())).cast("B"))
+
+
+def flattened(state: Any, what: str, *, are_stand_ins: bool = False) -> dict[str, torch.Tensor]:
+    """The tensors of a state by their '.'-joined keys; stand-ins are on the meta device. Raises FormatError, which
+    names the key, for anything else.
+    """
     tensors: dict[str, torch.Tensor] = {}
-    _flatten(state, "", tensors, what)
+    _flatten(state, "", tensors, what, are_stand_ins)
+    return tensors
+
+
+def safetensors_head(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, list[str]]:
+    """What a safetensors file with these begins with, and the order in which their elements follow."""
     # The library's order: where each begins, its elements are aligned.
     order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -93,20 +127,15 @@ def save_safetensors(state: Any, file: IO[bytes], what: str) -> None:
         }
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    file.write(struct.pack("<Q", len(text)) + text)
-    for name in order:
-        tensor = tensors[name].detach().cpu().resolve_conj().resolve_neg().contiguous()
-        if size_bytes := tensor.numel() * tensor.dtype.itemsize:
-            # torch needs no numpy, so neither do we.
-            file.write(memoryview((ctypes.c_char * size_bytes).from_address(tensor.data_ptr())).cast("B"))
+    return struct.pack("<Q", len(text)) + text, order
 
 
-def _flatten(value: Any, name: str, tensors: dict[str, torch.Tensor], what: str) -> None:
+def _flatten(value: Any, name: str, tensors: dict[str, torch.Tensor], what: str, are_stand_ins: bool) -> None:
     if isinstance(value, Mapping):
         for key, each in value.items():
-            _flatten(each, f"{name}.{key}" if name else str(key), tensors, what)
+            _flatten(each, f"{name}.{key}" if name else str(key), tensors, what, are_stand_ins)
         return
-    if problem := _not_writable(value):
+    if problem := _not_writable(value, are_stand_ins):
         raise FormatError(
             f"{what}: {name!r} is {problem}, which a safetensors file cannot hold",
             hint="weights_only=True keeps the model's tensors alone, ignore_keys leaves keys out, a .pt file holds all",
@@ -116,13 +145,13 @@ def _flatten(value: Any, name: str, tensors: dict[str, torch.Tensor], what: str)
     tensors[name] = value
 
 
-def _not_writable(value: Any) -> str:
+def _not_writable(value: Any, is_stand_in: bool) -> str:
     """What is in the way; '' if nothing is."""
     if not isinstance(value, torch.Tensor):
         return f"not a tensor but {type(value).__name__}"
     if hasattr(value, "to_local"):  # DTensor and its like
         return f"a part of a sharded tensor ({type(value).__name__})"
-    if value.is_meta or value.is_nested or value.layout is not torch.strided:
+    if (value.is_meta and not is_stand_in) or value.is_nested or value.layout is not torch.strided:
         return "a tensor that is meta, nested or sparse"
     return "" if value.dtype in _DTYPE_NAMES else f"a tensor of {value.dtype}"
 

@@ -15,6 +15,7 @@ import zlib
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -48,6 +49,8 @@ _NAMED = {
     "ComplexFloat": torch.complex64,
 }
 _STORAGES = {("torch", f"{name}Storage"): dtype for name, dtype in _NAMED.items()}
+# What torch calls the storage of a dtype; others have none of their own.
+STORAGE_NAMES = {dtype: f"{name}Storage" for name, dtype in _NAMED.items()}
 _STORAGES |= {(module, "UntypedStorage"): torch.uint8 for module in ("torch", "torch.storage")}
 _CONSTANTS = (torch.dtype, torch.layout, torch.memory_format, torch.qscheme)
 _torch: Any = torch  # what its annotations do not know
@@ -67,10 +70,21 @@ def read_state(
 
     Raises UnsafePickleError with the global that has no place in a state, FormatError for what is damaged.
     """
+    return _read(file, what, StateRules, map_location, mapped, allow or {})
+
+
+def _read(
+    file: IO[bytes],
+    what: str,
+    make: Callable[..., StateRules],
+    map_location: MapLocation,
+    mapped: Path | None,
+    allow: Mapping[tuple[str, str], type],
+) -> Any:
     try:
         records = Records(file)
         data = records.pickle()
-        rules = _StateRules(data, records, map_location, mapped, allow or {})
+        rules = make(data, records, map_location, mapped, allow)
         found = interpret(data, rules)
         rules.check_data((found,))
         return found
@@ -85,6 +99,53 @@ def read_state(
             f"{what} cannot be loaded: {type(error).__name__}: {str(error)[:500]}",
             hint="most likely it is cut short or damaged",
         ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What a file holds, with its tensors on the meta device; and where the bytes of each of them are."""
+
+    state: Any
+    records: Mapping[int, Record]  # by the address of the tensor's storage
+
+    def record_of(self, tensor: torch.Tensor) -> Record:
+        return self.records[_address(tensor.untyped_storage())]
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One record of an archive, in the file. `crc32` is 0 where none was computed."""
+
+    start: int
+    size_bytes: int
+    crc32: int
+
+
+def read_layout(
+    file: IO[bytes],
+    what: str,
+    *,
+    allow: Mapping[tuple[str, str], type] | None = None,
+    rules: type[StateRules] | None = None,
+) -> Layout:
+    """As `read_state`, but the tensors stay where they are. With `rules` of a subclass, more may be in it."""
+    found: list[StateRules] = []
+
+    def made(*arguments: Any) -> StateRules:
+        found.append((rules or StateRules)(*arguments))
+        return found[0]
+
+    state = _read(file, what, made, "meta", None, allow or {})
+    if found[0].is_swapped:
+        raise FormatError(
+            f"{what} has the byte order of another kind of machine", hint="load it and save it again"
+        )
+    return Layout(state, found[0].places())
+
+
+def _address(storage: torch.UntypedStorage) -> int:
+    address: int = cast(Any, storage)._cdata  # noqa: SLF001  torch has no other name for which storage this is
+    return address
 
 
 class Records:
@@ -117,6 +178,8 @@ class Records:
         if "constants.pkl" in self._infos:
             raise UnsafePickleError("it is a TorchScript archive, which is a program", hint="torch.jit.load")
         self._taken: list[tuple[int, int]] = []
+        if callable(prefetch := getattr(file, "prefetch", None)):  # one that is far away
+            prefetch([(each.header_offset, _LOCAL_HEADER.size) for each in infos])
 
     def __contains__(self, name: str) -> bool:
         return name in self._infos
@@ -145,6 +208,9 @@ class Records:
             raise FormatError("it has records that overlap")
         self._taken.insert(at, (start, end))
 
+    def crc32(self, name: str) -> int:
+        return self._infos[name].CRC
+
     def read(self, name: str) -> bytearray:
         start, size_bytes = self.place(name)
         return self.read_at(start, size_bytes)
@@ -172,7 +238,7 @@ class _Storage:
         self.dtype = dtype
 
 
-class _StateRules(PlainRules):
+class StateRules(PlainRules):
     what = "tensors and plain data"
     internal = PlainRules.internal | {_Storage}
 
@@ -189,8 +255,9 @@ class _StateRules(PlainRules):
         self._is_meta = isinstance(map_location, str | torch.device) and str(map_location) == "meta"
         self._whole: Any = None
         self._storages: dict[str, _Storage] = {}
+        self._places: dict[str, Record] = {}
         order = bytes(records.read("byteorder")) if "byteorder" in records else sys.byteorder.encode()
-        self._is_swapped = order.strip() != sys.byteorder.encode()
+        self.is_swapped = order.strip() != sys.byteorder.encode()
 
     def names(self) -> Names:
         found = super().names()
@@ -234,6 +301,10 @@ class _StateRules(PlainRules):
             refuse("it makes a tensor without a storage")
         return super().call(function, arguments)
 
+    def places(self) -> dict[int, Record]:
+        """Where the bytes of each storage are, by its address."""
+        return {_address(self._storages[key].untyped): place for key, place in self._places.items()}
+
     # --- storages --------------------------------------------------------------------------------------------
 
     def persistent(self, told: object) -> object:
@@ -256,6 +327,7 @@ class _StateRules(PlainRules):
     def _read(self, key: str, dtype: torch.dtype, location: str) -> torch.UntypedStorage:
         storage: Any
         start, size_bytes = self._records.place(f"data/{key}")
+        self._places[key] = Record(start, size_bytes, self._records.crc32(f"data/{key}"))
         if self._is_meta:
             return cast(torch.UntypedStorage, _torch.UntypedStorage(size_bytes, device="meta"))
         if size_bytes == 0:
@@ -269,7 +341,7 @@ class _StateRules(PlainRules):
         else:
             read = self._records.read_at(start, size_bytes)
             storage = torch.frombuffer(read, dtype=torch.uint8).untyped_storage()
-        if self._is_swapped and dtype.itemsize > 1:
+        if self.is_swapped and dtype.itemsize > 1:
             storage = storage.clone() if self._mapped is not None else storage
             storage.byteswap(dtype)
         return self._placed(storage, location)

@@ -1,0 +1,463 @@
+"""What a checkpoint's state is as a whole, and where the parts of its tensors are; nothing of them is read yet.
+
+DCP                  every `.metadata` says it: DCP's own, OLMo's `torch_new`, OLMo-core's, ML Flashpoint's
+OLMo `torch_legacy`  rank<N>.pt: model and optimizer of ShardedTensors, and the trainer's state
+OLMo `local`         model/rank<N>.pt and optim/rank<N>.pt: the ranks' parts of flat parameters; metadata.yaml says
+                     of how many ranks (olmo/checkpoint.py, LocalShardedCheckpointer)
+whole files          a state that one rank wrote for all; OLMo's model.pt, optim.pt and train.pt
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import IO, Any, cast
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+
+from ckpt_async.errors import DamagedCheckpointError, FormatError
+from ckpt_async.restore import Reader
+from ckpt_async.restore.dcp_files import (
+    FLASHPOINT_HEAD_BYTES,
+    FLASHPOINT_PREFIX_BYTES,
+    flashpoint_is_optimised,
+)
+from ckpt_async.torch import flashpoint
+from ckpt_async.torch.assembly import Box, CheckpointFile, Part, Whole, part_of
+from ckpt_async.torch.codecs import SAFETENSORS_SUFFIX, TORCH_SUFFIXES
+from ckpt_async.torch.sharded_rules import CLASSES, ShardedRules, Shards
+from ckpt_async.torch.tensors import safetensors_places
+from ckpt_async.torch.torchfile import Layout, read_layout, read_state
+from ckpt_async.torch.unpickle import load_metadata
+
+_RANK_FILE = re.compile(r"rank([0-9]{1,6})\.pt")
+_WORLD_SIZE = re.compile(r"^world_size: *([0-9]{1,6})\s*$", re.MULTILINE)
+_WRAPPED = "_fsdp_wrapped_module."
+_MAX_SMALL_BYTES = 1 << 20
+
+Allow = Mapping[tuple[str, str], type]
+
+
+@dataclass(slots=True)
+class Plan:
+    """A state in which tensors on the meta device stand for the wholes, by their `id`."""
+
+    state: Any = None
+    wholes: dict[int, Whole] = field(default_factory=dict)
+
+    def whole(self, name: str, shape: Sequence[int], dtype: torch.dtype, box: Box | None = None) -> Whole:
+        stand_in = torch.empty(tuple(shape), dtype=dtype, device="meta")
+        made = Whole(name, stand_in, tuple(shape) if box is None else box)
+        self.wholes[id(stand_in)] = made
+        return made
+
+    def planned(self, value: Any, name: str, whole_of: Any) -> Any:
+        """The value with stand-ins in place of its tensors: `whole_of(tensor, name)` says what each is."""
+        if isinstance(value, torch.Tensor):
+            return whole_of(value, name).stand_in
+        if isinstance(value, dict):
+            for key in value:
+                value[key] = self.planned(value[key], f"{name}/{key}", whole_of)
+        elif isinstance(value, list):
+            value[:] = [self.planned(each, f"{name}/{at}", whole_of) for at, each in enumerate(value)]
+        elif type(value) is tuple:
+            return tuple(self.planned(each, f"{name}/{at}", whole_of) for at, each in enumerate(value))
+        return value
+
+    def in_memory(self, tensor: torch.Tensor, name: str) -> Whole:
+        made = self.whole(name, tensor.shape, tensor.dtype)
+        made.content = tensor
+        return made
+
+
+class Planner:
+    """Reads what describes a checkpoint. `allow` is what `plain.allowed` gives."""
+
+    def __init__(self, reader: Reader, allow: Allow) -> None:
+        self._reader, self._allow = reader, allow
+        self._names = reader.files.keys()
+        self.plan = Plan()
+
+    def make(self, subfolder: str | None = None) -> Plan:
+        """Raises FormatError for what is none of the formats, DamagedCheckpointError, UnsafePickleError."""
+        names = self._names
+        folders = self._reader.checkpoint.dcp_folders if subfolder is None else (subfolder.strip("/"),)
+        if "" in folders or len(folders) == 1:
+            self.plan.state = self._dcp("" if "" in folders else folders[0])
+        elif folders:
+            self.plan.state = {folder: self._dcp(folder) for folder in folders}
+        elif "metadata.yaml" in names and "model/rank0.pt" in names:
+            self.plan.state = self._local()
+        elif any(_RANK_FILE.fullmatch(name) for name in names):
+            return self._with(self._legacy())
+        elif any(f"model{suffix}" in names for suffix in (SAFETENSORS_SUFFIX, ".pt")):
+            parts = {
+                part: self._first((f"{part}{SAFETENSORS_SUFFIX}", f"{part}.pt"))
+                for part in ("model", "optim")
+            }
+            self.plan.state = {part: self._whole_file(name) for part, name in parts.items() if name}
+            return self._with_train(self._first(("train.pt", "other.pt")))
+        else:
+            return self._with(self._whole_file(self._only()))
+        return self._with_train(self._first(("train/rank0.pt",)))
+
+    def _with(self, state: Any) -> Plan:
+        self.plan.state = state
+        return self.plan
+
+    def _with_train(self, name: str) -> Plan:
+        if name and isinstance(self.plan.state, dict) and "train" not in self.plan.state:
+            self.plan.state["train"] = self._whole_file(name)
+        return self.plan
+
+    def _first(self, names: Iterable[str]) -> str:
+        return next((name for name in names if name in self._names), "")
+
+    def _only(self) -> str:
+        known = [
+            name
+            for name in self._names
+            if PurePosixPath(name).suffix in (*TORCH_SUFFIXES, SAFETENSORS_SUFFIX)
+        ]
+        if len(known) == 1:
+            return known[0]
+        told = ", ".join(sorted(known or self._names)[:10])
+        raise FormatError(
+            f"{self._reader.checkpoint.name} has {len(known)} files of torch's or safetensors: {told}",
+            hint="name one file, or load them with ckpt_async.torch.load and write them with `dump`",
+        )
+
+    # --- DCP -----------------------------------------------------------------------------------------------
+
+    def _dcp(self, folder: str) -> dict[str, Any]:
+        prefix = f"{folder}/" if folder else ""
+        metadata = load_metadata(self._reader.read(f"{prefix}.metadata"))
+        forms: dict[str, bool | None] = {}
+        state = _Nested()
+        for name, told in metadata.state_dict_metadata.items():
+            if isinstance(told, TensorStorageMetadata):
+                whole = self.plan.whole(name, told.size, told.properties.dtype)
+                for chunk in told.chunks:
+                    place = self._place(metadata, MetadataIndex(name, chunk.offsets), prefix, forms)
+                    starts, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
+                    whole.parts.append(Part(starts, sizes, *place))
+                value: Any = whole.stand_in
+            else:
+                file, start, _, _, size_bytes, _ = self._place(metadata, MetadataIndex(name), prefix, forms)
+                data = io.BytesIO(self._reader.read(file, start, size_bytes))
+                found = read_state(data, f"{file}: {name[:200]!r}", allow=self._allow)
+                value = self.plan.planned(found, name, self.plan.in_memory)
+            _nest(state, (metadata.planner_data or {}).get(name, (name,)), value)
+        return cast(dict[str, Any], _with_lists(state))
+
+    def _place(
+        self, metadata: Metadata, index: MetadataIndex, prefix: str, forms: dict[str, bool | None]
+    ) -> tuple[str, int, None, None, int, bool]:
+        """File, offset, what is not known yet (record, strides), size, and whether in ML Flashpoint's own form."""
+        place = (metadata.storage_data or {}).get(index)
+        if place is None:
+            raise DamagedCheckpointError(f"{prefix}.metadata does not say where {index.fqn!r} is")
+        name = f"{prefix}{place.relative_path}"
+        if name not in self._names:
+            raise DamagedCheckpointError(f"{prefix}.metadata names {name!r}, which is not there")
+        if getattr(place, "transform_descriptors", None):
+            raise FormatError(
+                f"{index.fqn!r} was saved through stream extensions",
+                hint="fetch the checkpoint and load it with torch's FileSystemReader",
+            )
+        if name not in forms:
+            forms[name] = None
+            if flashpoint.OBJECT_NAME.search(name):
+                head_bytes = min(FLASHPOINT_HEAD_BYTES, self._reader.files[name].size_bytes)
+                forms[name] = flashpoint_is_optimised(self._reader.read(name, 0, head_bytes))
+        offset = place.offset + (0 if forms[name] is None else FLASHPOINT_PREFIX_BYTES)
+        if offset + place.length > self._reader.files[name].size_bytes:
+            raise DamagedCheckpointError(f"{name} is shorter than {prefix}.metadata says")
+        return name, offset, None, None, place.length, bool(forms[name])
+
+    # --- files of torch and safetensors --------------------------------------------------------------------
+
+    def _layout(self, name: str) -> Layout:
+        file = cast(IO[bytes], CheckpointFile(self._reader, name))
+        is_zip = file.read(4) == b"PK\x03\x04"
+        if not is_zip:
+            raise FormatError(
+                f"{name} is not in the form that torch has written since 1.6",
+                hint="load it and save it again where you trust it",
+            )
+        return read_layout(file, name, allow={**CLASSES, **self._allow}, rules=ShardedRules)
+
+    def _whole_file(self, name: str) -> Any:
+        if name.endswith(SAFETENSORS_SUFFIX):
+            return self._safetensors(name)
+        if PurePosixPath(name).suffix not in TORCH_SUFFIXES:
+            raise FormatError(f"{name} is neither a file of torch's nor safetensors", hint="unpack it first")
+        layout = self._layout(name)
+        seen: dict[tuple[object, ...], Whole] = {}
+
+        def whole_of(tensor: torch.Tensor, key: str) -> Whole:
+            if tensor.layout is not torch.strided:
+                raise FormatError(
+                    f"{name}: {key!r} is a sparse tensor", hint="leave it out, or use load and dump"
+                )
+            part = part_of(tensor, layout.record_of(tensor), name)
+            same = (part.offset, part.sizes, part.strides, tensor.dtype)  # tied weights stay one
+            if same not in seen:
+                seen[same] = self.plan.whole(key, tensor.shape, tensor.dtype)
+                seen[same].parts.append(part)
+            return seen[same]
+
+        return self.plan.planned(layout.state, "", whole_of)
+
+    def _safetensors(self, name: str) -> dict[str, Any]:
+        state: dict[str, Any] = {}
+        file = cast(IO[bytes], CheckpointFile(self._reader, name))
+        for key, (dtype, shape, offset) in safetensors_places(file, name).items():
+            whole = self.plan.whole(key, shape, dtype)
+            whole.parts.append(Part((0,) * len(shape), shape, name, offset))
+            state[key] = whole.stand_in
+        return state
+
+    # --- OLMo's torch_legacy -------------------------------------------------------------------------------
+
+    def _legacy(self) -> dict[str, Any]:
+        ranks = sorted(int(match[1]) for name in self._names if (match := _RANK_FILE.fullmatch(name)))
+        if ranks != list(range(len(ranks))):
+            raise DamagedCheckpointError(
+                f"there are files of {len(ranks)} ranks up to {ranks[-1]}: at least one is missing"
+            )
+        state: Any = None
+        for rank in ranks:
+            name = f"rank{rank}.pt"
+            layout = self._layout(name)
+            if not isinstance(layout.state, dict):
+                raise FormatError(f"{name} is not what OLMo's ranks write")
+            layout.state.pop("rng", None)  # is each rank's own
+            state = self._merged(state, layout.state, layout, name, "", is_first=rank == 0)
+        return cast(dict[str, Any], state)
+
+    def _merged(self, base: Any, own: Any, layout: Layout, file: str, key: str, *, is_first: bool) -> Any:
+        """What is known of a value with what this rank's file adds. What is no part of anything must be the same."""
+        if isinstance(own, Shards):
+            return self._add_shards(base, own, layout, file, key, is_first=is_first)
+        if isinstance(own, dict):
+            if not is_first and (not isinstance(base, dict) or base.keys() != own.keys()):
+                raise _differs(file, key)
+            found = own if is_first else base
+            for name in own:
+                below = None if is_first else base[name]
+                found[name] = self._merged(below, own[name], layout, file, f"{key}/{name}", is_first=is_first)
+            return found
+        if isinstance(own, list):
+            if not is_first and (not isinstance(base, list) or len(base) != len(own)):
+                raise _differs(file, key)
+            return [
+                self._merged(
+                    None if is_first else base[at], each, layout, file, f"{key}/{at}", is_first=is_first
+                )
+                for at, each in enumerate(own)
+            ]
+        if isinstance(own, torch.Tensor):
+            whole = None if is_first else self.plan.wholes.get(id(base))
+            part = part_of(own, layout.record_of(own), file)
+            if whole is None:
+                whole = self.plan.whole(key, own.shape, own.dtype)
+                whole.parts.append(part)
+            elif not is_first and not _is_same_tensor(whole, own, part):
+                raise _differs(file, key)
+            return whole.stand_in
+        if not is_first and not _is_equal(base, own):
+            raise _differs(file, key)
+        return own if is_first else base
+
+    def _add_shards(
+        self, base: Any, own: Shards, layout: Layout, file: str, key: str, *, is_first: bool
+    ) -> Any:
+        whole = None if is_first else self.plan.wholes.get(id(base))
+        if whole is None:
+            dtype = own.parts[0][1].dtype if own.parts else None
+            if dtype is None:
+                raise FormatError(f"{file}: {key!r} has no part here, so its type is not known")
+            whole = self.plan.whole(key, own.size, dtype)
+        if tuple(whole.stand_in.shape) != own.size:
+            raise _differs(file, key)
+        for starts, tensor in own.parts:
+            if tensor.dtype != whole.dtype:
+                raise _differs(file, key)
+            whole.parts.append(part_of(tensor, layout.record_of(tensor), file, starts))
+        return whole.stand_in
+
+    # --- OLMo's local --------------------------------------------------------------------------------------
+
+    def _local(self) -> dict[str, Any]:
+        size_bytes = min(_MAX_SMALL_BYTES, self._reader.files["metadata.yaml"].size_bytes)
+        told = self._reader.read("metadata.yaml", 0, size_bytes)
+        match = _WORLD_SIZE.search(told.decode("utf-8", "replace"))
+        if match is None:
+            raise FormatError("metadata.yaml does not say of how many ranks the checkpoint is (world_size)")
+        model: dict[str, Whole] = {}
+        optim: dict[str, Any] = {}
+        for rank in range(int(match[1])):
+            stretches = self._add_flat(model, f"model/rank{rank}.pt")
+            if f"optim/rank{rank}.pt" in self._names or optim:
+                self._add_optim(optim, model, stretches, f"optim/rank{rank}.pt")
+        for group in optim.get("param_groups", ()):
+            group["param_names"] = [_clean(name) for name in group["param_names"]]
+        state: dict[str, Any] = {"model": {name: whole.stand_in for name, whole in model.items()}}
+        return {**state, "optim": optim} if optim else state
+
+    def _ranks_file(self, name: str) -> Layout:
+        if name not in self._names:
+            raise DamagedCheckpointError(f"{name} is missing: metadata.yaml says that there was such a rank")
+        return self._layout(name)
+
+    def _add_flat(self, model: dict[str, Whole], file: str) -> dict[str, tuple[int, int]]:
+        """Add this rank's stretches of the parameters; where they begin in these, and how long they are."""
+        layout = self._ranks_file(file)
+        found: dict[str, tuple[int, int]] = {}
+        try:
+            handles = [
+                (_clean(f"{module['name']}."), handle)
+                for module in layout.state["modules"]
+                for handle in module["handles"]
+            ]
+            for prefix, handle in handles:
+                data = handle["flat_param.data"]
+                record = layout.record_of(data)
+                names = [f"{prefix.lstrip('.')}{_clean(name)}" for name in handle["flat_param._fqns"]]
+                for name, shape in zip(names, handle["flat_param._shapes"], strict=True):
+                    if name not in model:
+                        model[name] = self.plan.whole(name, shape, data.dtype, (math.prod(shape),))
+                for number, at, begin, count in _stretches(handle):
+                    name = names[number]
+                    part = part_of(data.narrow(0, at, count), record, file, (begin,))
+                    model[name].parts.append(part)
+                    found[name] = (begin, count)
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise FormatError(f"{file} is not what OLMo's local checkpointer writes: {error}") from error
+        return found
+
+    def _add_optim(
+        self, optim: dict[str, Any], model: dict[str, Whole], stretches: dict[str, tuple[int, int]], file: str
+    ) -> None:
+        layout = self._ranks_file(file)
+        try:
+            groups = layout.state["param_groups"]
+            if optim and not _is_equal(optim["param_groups"], groups):
+                raise _differs(file, "param_groups")
+            optim.setdefault("state", {})
+            optim.setdefault("param_groups", groups)
+            names = {
+                number: _clean(name)
+                for group in groups
+                for number, name in zip(group["params"], group["param_names"], strict=True)
+            }
+            for number, told in layout.state["state"].items():
+                state = optim["state"].setdefault(number, {})
+                for key, tensor in told.items():
+                    self._add_state(state, key, tensor, layout, file, model[names[number]], stretches)
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise FormatError(f"{file} is not what OLMo's local checkpointer writes: {error}") from error
+
+    def _add_state(
+        self,
+        state: dict[str, Any],
+        key: str,
+        tensor: torch.Tensor,
+        layout: Layout,
+        file: str,
+        parameter: Whole,
+        stretches: dict[str, tuple[int, int]],
+    ) -> None:
+        """A value of a parameter's state: one for all, or this rank's stretch."""
+        what = f"{parameter.name}/{key}"
+        whole = self.plan.wholes.get(id(state.get(key)))
+        if not tensor.shape:
+            part = part_of(tensor, layout.record_of(tensor), file)
+            if whole is None:
+                whole = self.plan.whole(what, (), tensor.dtype)
+                whole.parts.append(part)
+            elif not _is_same_tensor(whole, tensor, part):
+                raise _differs(file, what)
+        elif tensor.numel():
+            if whole is None:
+                whole = self.plan.whole(what, parameter.stand_in.shape, tensor.dtype, parameter.box)
+            begin, count = stretches[parameter.name]
+            if tensor.numel() != count:
+                raise _differs(file, what)
+            whole.parts.append(part_of(tensor.reshape(-1), layout.record_of(tensor), file, (begin,)))
+        if whole is not None:
+            state[key] = whole.stand_in
+
+
+def _stretches(handle: Mapping[str, Any]) -> Iterable[tuple[int, int, int, int]]:
+    """Of each parameter that has any: its number, where it is in this rank's flat one, where that is in the parameter,
+    and how many elements.
+    """
+    if "flat_param._shard_indices" in handle:  # torch 2.0
+        first, at = handle["flat_param._shard_indices"][0], 0
+        for number, (begin, last) in enumerate(handle["flat_param._shard_param_offsets"], first):
+            yield number, at, begin, last - begin + 1
+            at += last - begin + 1
+        return
+    for number, info in enumerate(handle["flat_param._shard_param_infos"]):
+        if info.in_shard:
+            yield number, info.offset_in_shard, info.intra_param_start_idx, info.numel_in_shard
+
+
+def _clean(name: str) -> str:
+    return name.replace(_WRAPPED, "")
+
+
+def _differs(file: str, key: str) -> DamagedCheckpointError:
+    return DamagedCheckpointError(
+        f"{file} has another {key.strip('/')!r} than the ranks before: they are not of one checkpoint"
+    )
+
+
+def _is_same_tensor(whole: Whole, tensor: torch.Tensor, part: Part) -> bool:
+    """As far as can be told without reading: by the CRC-32 of their records."""
+    first = whole.parts[0].record
+    is_alike = (tuple(tensor.shape), tensor.dtype) == (tuple(whole.stand_in.shape), whole.dtype)
+    if not is_alike or first is None or part.record is None or 0 in (first.crc32, part.record.crc32):
+        return is_alike
+    return first.size_bytes != part.record.size_bytes or first.crc32 == part.record.crc32
+
+
+def _is_equal(a: Any, b: Any) -> bool:
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_is_equal(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(_is_equal, a, b))
+    same = a == b
+    return bool(same.all()) if hasattr(same, "all") else bool(same)
+
+
+class _Nested(dict[Any, Any]):
+    """A dict or list on the way to a value; what is a dict by itself is none."""
+
+
+def _nest(state: _Nested, path: Sequence[Any], value: Any) -> None:
+    """DCP's path of keys; of lists, by position."""
+    at: Any = state
+    for key in path[:-1]:
+        at = at.setdefault(key, _Nested())
+        if not isinstance(at, _Nested):
+            raise DamagedCheckpointError(f".metadata has {'/'.join(map(str, path))!r} below a value")
+    at[path[-1]] = value
+
+
+def _with_lists(value: Any) -> Any:
+    if not isinstance(value, _Nested):
+        return value
+    found = {key: _with_lists(each) for key, each in value.items()}
+    if found and all(type(key) is int for key in found):
+        return [found[key] for key in sorted(found)]
+    return found

@@ -1,0 +1,458 @@
+"""Whole files out of sharded checkpoints: what torch itself would make of them, in little memory, or nothing."""
+
+import json
+import math
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ckpt_async.torch as ckpt
+from ckpt_async import restore
+from ckpt_async.errors import (
+    DamagedCheckpointError,
+    DestinationError,
+    FormatError,
+    SettingsError,
+    UnsafePickleError,
+)
+from ckpt_async.torch import unsharding
+from ckpt_async.torch.assembly import Block, Part, blocks, first_element, overlap
+from tests.torch_side import foreign_files
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def olmo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four ranks' checkpoints in all of OLMo's formats, written by torch under FSDP."""
+    folder = tmp_path_factory.mktemp("olmo")
+    command = [sys.executable, "-m", "tests.torch_side.fsdp_ranks", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=200)
+    return folder
+
+
+def found(folder: Path) -> restore.Checkpoint:
+    checkpoint = restore.find(f"file://{folder}")
+    assert checkpoint is not None
+    return checkpoint
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(b, torch.Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(-1), b.reshape(-1))
+    if isinstance(b, dict):
+        return list(a) == list(b) and all(same(a[key], b[key]) for key in b)
+    if isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+def loaded(path: Path) -> Any:
+    """By torch itself, whichever way it reads."""
+    state = torch.load(path, weights_only=True)
+    assert same(torch.load(path, weights_only=True, mmap=True), state)
+    assert same(ckpt.load(path), state)
+    return state
+
+
+# --- OLMo's formats ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_memory_bytes", [1 << 20, 256 << 20])
+@pytest.mark.parametrize("kind", ["new", "legacy", "local"])
+def test_olmo_checkpoints_become_the_whole_that_torch_makes(
+    olmo: Path, tmp_path: Path, kind: str, max_memory_bytes: int
+) -> None:
+    whole = torch.load(olmo / "whole.pt", weights_only=False)
+    report = ckpt.unshard(found(olmo / kind), tmp_path / "whole.pt", max_memory_bytes=max_memory_bytes)
+    state = loaded(tmp_path / "whole.pt")
+    gathered = torch.load(olmo / "gathered.pt", weights_only=True)
+    assert state["model"].keys() == gathered.keys()
+    assert all(torch.equal(state["model"][name], gathered[name]) for name in gathered)
+    names = state["optim"]["param_groups"][0]["param_names"] if kind == "local" else list(whole["model"])
+    assert sorted(names) == sorted(whole["model"])
+    for number, name in enumerate(names):
+        moments = state["optim"]["state"][number if kind == "local" else name]
+        wanted = whole["optim"]["state"][name]
+        assert moments.keys() == wanted.keys()
+        assert all(torch.equal(moments[key], each) for key, each in wanted.items())
+    train = state if kind == "legacy" else state["train"]
+    assert (train["global_step"], train["world_size"]) == (5, 4)
+    assert report.paths == (tmp_path / "whole.pt",)
+    assert report.size_bytes == (tmp_path / "whole.pt").stat().st_size
+
+
+@pytest.mark.parametrize("kind", ["new", "legacy", "local"])
+def test_a_safetensors_file_has_the_model_and_a_folder_everything(
+    olmo: Path, tmp_path: Path, kind: str
+) -> None:
+    gathered = torch.load(olmo / "gathered.pt", weights_only=True)
+    ckpt.unshard(found(olmo / kind), tmp_path / "model.safetensors")
+    report = ckpt.unshard(found(olmo / kind), tmp_path / "step5-unsharded")
+    names = ["model.safetensors", "optim.pt", "train.pt", "config.yaml"]
+    assert [path.name for path in report.paths] == names
+    assert sorted(os.listdir(tmp_path)) == ["model.safetensors", "step5-unsharded"]
+    for path in (tmp_path / "model.safetensors", tmp_path / "step5-unsharded" / "model.safetensors"):
+        tensors = ckpt.load(path)
+        assert tensors.keys() == gathered.keys()
+        assert all(torch.equal(tensors[name], gathered[name]) for name in gathered)
+    assert loaded(report.paths[1]).keys() == {"state", "param_groups"}
+    assert loaded(report.paths[2])["global_step"] == 5
+    assert report.paths[3].read_text() == "model: {}\n"
+    with pytest.raises(DestinationError, match=r"already exists.*another folder"):
+        ckpt.unshard(found(olmo / kind), tmp_path / "step5-unsharded", overwrite=True)
+
+
+def test_an_unsharded_folder_is_found_and_converted_again(olmo: Path, tmp_path: Path) -> None:
+    ckpt.unshard(found(olmo / "legacy"), tmp_path / "run" / "step5-unsharded")
+    ckpt.unshard(found(tmp_path / "run"), tmp_path / "again.pt")
+    ckpt.unshard(found(olmo / "legacy"), tmp_path / "first.pt")
+    again, first = loaded(tmp_path / "again.pt"), loaded(tmp_path / "first.pt")
+    assert same(again["optim"], first["optim"])
+    assert all(torch.equal(again["model"][name], first["model"][name]) for name in first["model"])
+
+
+def test_local_checkpoints_of_torch_2_0_are_read(olmo: Path, tmp_path: Path) -> None:
+    """Its flat parameters had no padding in between, and said where the parts are in another way."""
+    shutil.copytree(olmo / "local", tmp_path / "old")
+    for path in (tmp_path / "old").glob("step5/model/rank*.pt"):
+        state = torch.load(path, weights_only=False)
+        for module in state["modules"]:
+            (handle,) = module["handles"]
+            infos = handle.pop("flat_param._shard_param_infos")
+            there = [(number, info) for number, info in enumerate(infos) if info.in_shard]
+            flat = handle["flat_param.data"]
+            taken = [flat[info.offset_in_shard :][: info.numel_in_shard] for _, info in there]
+            handle["flat_param.data"] = torch.cat(taken) if taken else flat[:0]
+            numbers = [number for number, _ in there] or [0]
+            handle["flat_param._shard_indices"] = (numbers[0], numbers[-1])
+            handle["flat_param._shard_param_offsets"] = tuple(
+                (info.intra_param_start_idx, info.intra_param_end_idx) for _, info in there
+            )
+        torch.save(state, path)
+    ckpt.unshard(found(tmp_path / "old"), tmp_path / "old.safetensors")
+    tensors, gathered = ckpt.load(tmp_path / "old.safetensors"), torch.load(olmo / "gathered.pt")
+    assert all(torch.equal(tensors[name], gathered[name]) for name in gathered)
+
+
+def test_parts_of_any_shape_are_put_together(olmo: Path, tmp_path: Path) -> None:
+    """DTensors on a 2 x 2 mesh, whose sizes no rank divides."""
+    ckpt.unshard(found(olmo / "grid"), tmp_path / "grid.safetensors")
+    grid = torch.arange(7 * 11 * 3, dtype=torch.float32).reshape(7, 11, 3)
+    tensors = ckpt.load(tmp_path / "grid.safetensors")
+    assert tensors.keys() == {"rows", "both", "columns"}
+    assert all(torch.equal(each, grid) for each in tensors.values())
+
+
+boxes = st.lists(st.integers(1, 6), min_size=0, max_size=4).map(tuple)
+
+
+@given(boxes, st.integers(1, 40), st.data())
+@settings(max_examples=200)
+def test_blocks_follow_each_other_and_parts_are_read_in_order(
+    box: tuple[int, ...], max_elements: int, data: Any
+) -> None:
+    """Each element once, in C order, no block too large; and what a part has of each is one stretch of it."""
+    cuts = [sorted({0, size, *data.draw(st.lists(st.integers(0, size), max_size=2))}) for size in box]
+    parts = []
+    for at in range(math.prod(len(each) - 1 for each in cuts)):
+        starts, sizes = [], []
+        for each in cuts:
+            at, place = divmod(at, len(each) - 1)  # noqa: PLW2901
+            starts.append(each[place])
+            sizes.append(each[place + 1] - each[place])
+        parts.append(Part(tuple(starts), tuple(sizes), "", 0))
+    whole = torch.arange(math.prod(box)).reshape(box)
+    positions = dict.fromkeys(parts, 0)
+    seen: list[int] = []
+    for block in blocks(box, max_elements):
+        assert math.prod(block.sizes) <= max_elements
+        target = torch.full(block.sizes, -1)
+        for part in parts:
+            if (inside := overlap(block, part)) is None:
+                continue
+            first, count = first_element(inside, part), math.prod(inside.sizes)
+            assert first == positions[part]
+            positions[part] += count
+            stretch = _cut(whole, part.starts, part.sizes).reshape(-1)[first : first + count]
+            _cut(target, _minus(inside, block), inside.sizes).copy_(stretch.reshape(inside.sizes))
+        seen += target.reshape(-1).tolist()
+    assert seen == list(range(math.prod(box)))
+
+
+def _minus(inside: Block, block: Block) -> tuple[int, ...]:
+    return tuple(a - b for a, b in zip(inside.starts, block.starts, strict=True))
+
+
+def _cut(tensor: torch.Tensor, starts: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    for dimension, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+        tensor = tensor.narrow(dimension, start, size)
+    return tensor
+
+
+# --- other formats -----------------------------------------------------------------------------------------
+
+STATE = {
+    "model": {
+        "weight": torch.randn(5, 7),
+        "turned": torch.randn(6, 4).t(),
+        "half": torch.randn(9).to(torch.bfloat16),
+        "small": torch.randn(8).to(torch.float8_e4m3fn),
+        "wide": torch.tensor([1, 2, 65535], dtype=torch.uint16),
+        "scalar": torch.tensor(3),
+        "empty": torch.zeros(0, 4),
+        "flags": torch.tensor([True, False]),
+    },
+    "betas": [0.9, {"eps": 1e-8, "of": torch.ones(2)}],
+    "numbers": {"0": "a", "1": "b"},
+    "step": 7,
+}
+
+
+def normal(state: Any) -> Any:
+    return {**state, "model": {name: each.contiguous() for name, each in state["model"].items()}}
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Bit by bit: there is no equality of 8-bit floats."""
+    if isinstance(b, torch.Tensor):
+        bits = [each.contiguous().reshape(-1).view(torch.uint8) for each in (a, b)]
+        return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*bits)
+    if isinstance(b, dict):
+        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in b)
+    return len(a) == len(b) and all(map(equal, a, b)) if isinstance(b, list) else bool(a == b)
+
+
+@pytest.mark.parametrize("form", ["dcp", "olmo-core", "json", "pickle", "torch", "file"])
+def test_states_of_all_types_are_written_as_they_were(tmp_path: Path, form: str) -> None:
+    folder = tmp_path / "run"
+    if form == "dcp":
+        foreign_files.dcp(folder / "step-20", STATE)
+    elif form == "olmo-core":
+        foreign_files.olmo_core(folder / "step20", STATE, {0: {"global_step": 20}})
+    elif form == "file":
+        folder.mkdir()
+        torch.save(STATE, folder / "ep0-ba20-rank0.pt")
+    else:
+        foreign_files.flashpoint(folder / "step-20_ckpt", STATE, form=form)
+    ckpt.unshard(found(folder), tmp_path / "whole.pt")
+    for options in ({}, {"mmap": True}):
+        state = torch.load(tmp_path / "whole.pt", weights_only=True, **options)
+        assert (state.pop("train", None) is not None) == (form == "olmo-core")
+        assert equal(state, normal(STATE))
+    ckpt.unshard(found(folder), tmp_path / "model.safetensors")
+    assert equal(ckpt.load(tmp_path / "model.safetensors"), normal(STATE)["model"])
+    with zipfile.ZipFile(tmp_path / "whole.pt") as archive:
+        assert archive.testzip() is None
+
+
+def test_tied_weights_stay_one_and_ignored_keys_are_left_out(tmp_path: Path) -> None:
+    weight = torch.randn(300, 300)
+    torch.save(
+        {"model": {"in": weight, "out": weight}, "optim": {"m": weight * 2}}, tmp_path / "ba1-rank0.pt"
+    )
+    report = ckpt.unshard(found(tmp_path), tmp_path / "there" / "whole.pt", ignore_keys=["optim/*"])
+    state = loaded(report.paths[0])
+    assert state["optim"] == {}
+    assert state["model"]["in"].data_ptr() == state["model"]["out"].data_ptr()
+    assert report.size_bytes < 1.1 * weight.nbytes
+    report = ckpt.unshard(found(tmp_path), tmp_path / "there" / "model.safetensors")
+    assert all(torch.equal(each, weight) for each in ckpt.load(report.paths[0]).values())
+
+
+def test_a_model_with_more_than_tensors_goes_into_a_pt_file(tmp_path: Path) -> None:
+    foreign_files.dcp(tmp_path / "run" / "step-20", {"model": {"w": torch.ones(3), "extra": b"x"}, "lr": 0.1})
+    with pytest.raises(FormatError, match="'extra' is not a tensor"):
+        ckpt.unshard(found(tmp_path / "run"), tmp_path / "model.safetensors")
+    report = ckpt.unshard(found(tmp_path / "run"), tmp_path / "there")
+    assert [path.name for path in report.paths] == ["model.pt", "train.pt"]
+    assert loaded(report.paths[1]) == {"lr": 0.1}
+    assert sorted(os.listdir(tmp_path)) == ["run", "there"]
+
+
+# --- memory ------------------------------------------------------------------------------------------------
+
+PEAK = """
+import json, sys, threading
+from pathlib import Path
+import torch
+from ckpt_async import restore
+import ckpt_async.torch as ckpt
+from ckpt_async.torch import unshard
+source, target, most = sys.argv[1:]
+checkpoint = restore.find(source)
+def told(name):
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines[name].split()[0]) << 10
+unshard(checkpoint, target + ".first.pt", ignore_keys=["model/*"], max_memory_bytes=1 << 20)  # what code takes
+before = told("VmRSS")
+Path("/proc/self/clear_refs").write_text("5")
+unshard(checkpoint, target, max_memory_bytes=int(most))
+print(json.dumps(told("VmHWM") - before))
+"""
+
+
+@pytest.mark.parametrize(("form", "name"), [("dcp", "model.safetensors"), ("file", "whole.pt")])
+def test_memory_stays_within_the_bound_however_large_the_state(tmp_path: Path, form: str, name: str) -> None:
+    """A tensor alone is six times the bound, the state twelve times. Threads and buffers take something, too."""
+    most = 16 << 20
+    state = {"model": {"large": torch.ones(6 * most // 4)}, "optim": {"step": 3}}
+    state["model"] |= {str(number): torch.full((most // 32,), float(number)) for number in range(48)}
+    folder = tmp_path / "run"
+    if form == "dcp":
+        foreign_files.dcp(folder / "step-20", state)
+    else:
+        folder.mkdir()
+        torch.save(state, folder / "ba20-rank0.pt")
+    told = subprocess.run(
+        [sys.executable, "-c", PEAK, f"file://{folder}", str(tmp_path / name), str(most)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=100,
+    )
+    assert json.loads(told.stdout) < most + (8 << 20)
+    tensors = ckpt.load(tmp_path / name, mmap=True)
+    tensors = tensors.get("model", tensors)
+    assert all(torch.equal(tensors[key], each) for key, each in state["model"].items())
+
+
+# --- refused -----------------------------------------------------------------------------------------------
+
+
+def spoil(path: Path, at: float) -> None:
+    data = bytearray(path.read_bytes())
+    data[int(len(data) * at)] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("max_memory_bytes", [1 << 20, 64 << 20])
+@pytest.mark.parametrize("form", ["dcp", "file", "legacy"])
+def test_a_flipped_bit_is_found_and_nothing_is_left(
+    olmo: Path, tmp_path: Path, form: str, max_memory_bytes: int
+) -> None:
+    """In what is read as one, and in what is read in many pieces."""
+    folder = tmp_path / "run"
+    state = {"model": {"large": torch.randn(1 << 20), "small": torch.randn(50)}}
+    if form == "dcp":
+        foreign_files.dcp(folder / "step-20", state)
+        spoil(folder / "step-20" / "__0_0.distcp", 0.5)
+    elif form == "file":
+        folder.mkdir()
+        torch.save(state, folder / "ba20-rank0.pt")
+        spoil(folder / "ba20-rank0.pt", 0.5)
+    else:
+        shutil.copytree(olmo / "legacy", folder)
+        path = folder / "step5" / "rank2.pt"
+        with zipfile.ZipFile(path) as archive:
+            weight = next(each for each in archive.infolist() if each.filename.endswith("/data/0"))
+        spoil(path, (weight.header_offset + 150 + weight.file_size // 4) / path.stat().st_size)
+    for name in ("whole.pt", "model.safetensors", "folder"):
+        with pytest.raises(DamagedCheckpointError, match="another CRC-32 than torch saved"):
+            ckpt.unshard(found(folder), tmp_path / "out" / name, max_memory_bytes=max_memory_bytes)
+    assert not (tmp_path / "out").exists() or os.listdir(tmp_path / "out") == []
+
+
+def test_a_missing_rank_or_part_is_damage(olmo: Path, tmp_path: Path) -> None:
+    for kind, name, complaint in (
+        ("legacy", "rank1.pt", "files of 3 ranks up to 3: at least one is missing"),
+        ("legacy", "rank3.pt", "are not all of it, or overlap"),
+        ("local", "model/rank3.pt", r"model/rank3\.pt is missing"),
+        ("local", "optim/rank0.pt", r"optim/rank1\.pt|optim/rank0\.pt"),
+    ):
+        folder = tmp_path / name.replace("/", "-")
+        shutil.copytree(olmo / kind, folder)
+        (folder / "step5" / name).unlink()
+        if name == "optim/rank0.pt":
+            continue  # then it has no optimizer, as far as its files say
+        with pytest.raises(DamagedCheckpointError, match=complaint):
+            ckpt.unshard(found(folder), tmp_path / "whole.pt")
+    foreign_files.dcp(tmp_path / "run" / "step-20", {"w": torch.ones(30, 7)})
+    path = tmp_path / "run" / "step-20" / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    metadata.state_dict_metadata["w"].size = torch.Size([31, 7])
+    path.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(DamagedCheckpointError, match="the parts of 'w' that were saved are not all of it"):
+        ckpt.unshard(found(tmp_path / "run"), tmp_path / "whole.pt")
+
+
+def test_ranks_of_different_checkpoints_are_not_mixed(olmo: Path, tmp_path: Path) -> None:
+    shutil.copytree(olmo / "legacy", tmp_path / "run")
+    path = tmp_path / "run" / "step5" / "rank2.pt"
+    with zipfile.ZipFile(path) as archive:
+        records = {each: archive.read(each) for each in archive.namelist()}
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in records.items():
+            is_pickle = name.endswith("data.pkl")
+            archive.writestr(name, data.replace(b"global_step", b"global_stop") if is_pickle else data)
+    with pytest.raises(DamagedCheckpointError, match=r"rank2\.pt has another '.*not of one checkpoint"):
+        ckpt.unshard(found(tmp_path / "run"), tmp_path / "whole.pt")
+
+
+class Touch:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self._path),)
+
+
+@pytest.mark.parametrize("name", ["rank0.pt", "model/rank0.pt", "ba1-rank0.pt"])
+def test_what_runs_code_is_refused(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "run" / ("step5" if "ba1" not in name else "")
+    (folder / name).parent.mkdir(parents=True)
+    torch.save({"model": {}, "modules": [Touch(tmp_path / "touched")]}, folder / name)
+    (folder / "metadata.yaml").write_text("world_size: 1\n")
+    (folder / "config.yaml").write_text("")
+    with pytest.raises(UnsafePickleError, match=r"posix\.mkdir"):
+        ckpt.unshard(found(tmp_path / "run"), tmp_path / "whole.pt")
+    assert not (tmp_path / "touched").exists()
+
+
+def test_what_was_written_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that has other bytes than it was given leaves no file."""
+    foreign_files.dcp(tmp_path / "run" / "step-20", {"model": {"w": torch.ones(300, 7)}})
+    fsync = unsharding.fsync_descriptor
+
+    def spoils(descriptor: int, path: Any) -> None:
+        fsync(descriptor, path)
+        os.pwrite(descriptor, b"\xff", 4000)
+
+    monkeypatch.setattr(unsharding, "fsync_descriptor", spoils)
+    for name in ("whole.pt", "model.safetensors", "folder"):
+        with pytest.raises(DestinationError, match="does not have the bytes that were written"):
+            ckpt.unshard(found(tmp_path / "run"), tmp_path / "out" / name)
+    assert os.listdir(tmp_path / "out") == []
+
+
+def test_destinations_and_arguments_are_checked_first(tmp_path: Path) -> None:
+    foreign_files.dcp(tmp_path / "run" / "step-20", {"model": {"w": torch.ones(3)}})
+    checkpoint = found(tmp_path / "run")
+    (tmp_path / "whole.pt").write_text("mine")
+    with pytest.raises(DestinationError, match=r"whole\.pt' already exists"):
+        ckpt.unshard(checkpoint, tmp_path / "whole.pt")
+    assert (tmp_path / "whole.pt").read_text() == "mine"
+    ckpt.unshard(checkpoint, tmp_path / "whole.pt", overwrite=True)
+    assert loaded(tmp_path / "whole.pt").keys() == {"model"}
+    with pytest.raises(FormatError, match=r"unknown format '\.zst'"):
+        ckpt.unshard(checkpoint, tmp_path / "whole.pt.zst")
+    with pytest.raises(SettingsError, match="max_memory_bytes=7"):
+        ckpt.unshard(checkpoint, tmp_path / "other.pt", max_memory_bytes=7)
+    (tmp_path / "several").mkdir()
+    for rank in (0, 1):
+        torch.save({}, tmp_path / "several" / f"ba1-ws2-rank{rank}.pt")
+    with pytest.raises(FormatError, match=r"has 2 files of torch's or safetensors"):
+        ckpt.unshard(found(tmp_path / "several"), tmp_path / "other.pt")
