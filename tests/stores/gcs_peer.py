@@ -425,12 +425,12 @@ def _handler(peer: GcsPeer) -> type[BaseHTTPRequestHandler]:
             told = [*lines.items(), *answer.headers]
             head = "".join(f"{name}: {value}\r\n" for name, value in told)
             whole = f"HTTP/1.1 {answer.status} X\r\n{head}\r\n".encode()
-            if len(answer.body) < MIB:
-                whole, answer.body = whole + answer.body, b""
+            body = answer.body if self.command != "HEAD" else b""
+            if len(body) < MIB or answer.sent_bytes is not None:
+                whole, body = whole + body, b""
             with contextlib.suppress(ConnectionError, ssl.SSLError):
                 self.wfile.write(whole[: answer.sent_bytes])
-                if answer.sent_bytes is None and self.command != "HEAD":
-                    self.wfile.write(answer.body)
+                self.wfile.write(body)
             if answer.sent_bytes is not None:
                 self.close_connection = True
                 with contextlib.suppress(OSError):

@@ -369,6 +369,32 @@ def test_the_loser_of_a_lost_reply_is_refused_and_finds_its_own_bytes(run, peer)
     run(body())
 
 
+def test_conditions_of_deletes_are_the_stores_own_where_it_heeds_them(run, peer):
+    """One request, in which nobody can come between. Of a store that ignores them the generation is asked before."""
+
+    def ignore(request, serve):
+        if request.method == "DELETE":
+            request.query.pop("ifGenerationMatch", None)
+        return serve()
+
+    async def body():
+        async with opened(peer) as store:
+            info = await put(store, "a", b"hello")
+            peer.requests.clear()
+            await store.delete_if("a", info.etag)
+            assert [each.query for each in peer.requests] == [{"ifGenerationMatch": info.etag}]
+        peer.meddle = ignore
+        async with opened(peer) as store:
+            info = await put(store, "a", b"hello")
+            with pytest.raises(PreconditionFailedError):
+                await store.delete_if("a", "1")
+            assert "run/a" in peer.objects
+            await store.delete_if("a", info.etag)
+            assert "run/a" not in peer.objects
+
+    run(body())
+
+
 # --- who it is ---------------------------------------------------------------------------------------------
 
 

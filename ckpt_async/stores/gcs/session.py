@@ -155,7 +155,9 @@ class GcsSession:
         with translating(operation, key, self.location):
             headers = {**await self.credentials.headers(), **headers}
             target = URL(url, encoded=True)
-            request = self._http.request(method, target, headers=headers, data=body, allow_redirects=False)
+            request = self._http.request(
+                method, target, headers=headers, data=body or None, allow_redirects=False
+            )
             async with request as answer:
                 size_bytes = answer.content_length or 0
                 if max_size_bytes is not None and answer.status < 300 and size_bytes > max_size_bytes:
@@ -184,4 +186,6 @@ def quoted(name: str) -> str:
 def _with_query(url: str, query: Mapping[str, str]) -> str:
     if not query:
         return url
-    return f"{url}?{urlencode(query, quote_via=quote, safe='~')}"
+    asked = urlencode({name: value for name, value in query.items() if value}, quote_via=quote, safe="~")
+    bare = "&".join(name for name, value in query.items() if not value)  # as in "?uploads"
+    return f"{url}?{'&'.join(filter(None, (bare, asked)))}"
