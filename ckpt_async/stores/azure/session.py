@@ -129,7 +129,9 @@ class AzureSession:
                 allow_redirects=False,
             ) as response:
                 size_bytes = response.content_length
+                told = {name.lower(): value for name, value in response.headers.items()}
                 if max_size_bytes is not None and response.status < 300:
+                    answers.check_origin(Response(response.status, told))
                     if size_bytes is None:
                         raise MalformedResponseError("the store answered without Content-Length")
                     if size_bytes > max_size_bytes:
@@ -137,7 +139,6 @@ class AzureSession:
                             size_bytes, max_size_bytes, operation=operation, key=about
                         )
                 content = await response.read()
-                told = {name.lower(): value for name, value in response.headers.items()}
             answer = Response(response.status, told, content)
             return self.heeded(answer, operation, about, is_conditional="If-Match" in headers)
 

@@ -1,0 +1,118 @@
+"""Which account an Azure URL means, and by what right requests are made."""
+
+import asyncio
+import json
+import time
+
+import pytest
+
+from ckpt_async.errors import SettingsError, StoreError
+from ckpt_async.stores import StoreOptions, address_of, open_store, parse_url
+from ckpt_async.stores.azure.access import Access, signed
+from ckpt_async.stores.azure.account import Account
+from tests.azurite import AzuriteServer
+from tests.stores.bodies import put
+from tests.stores.peer import Peer, answer
+
+CLOUD = "https://account.blob.core.windows.net"
+STRING = "AZURE_STORAGE_CONNECTION_STRING"
+
+
+@pytest.mark.parametrize(
+    ("url", "env", "endpoint_url"),
+    [
+        ("az://box/run", {"AZURE_STORAGE_ACCOUNT": "account"}, CLOUD),
+        ("azure://box/run", {"AZURE_STORAGE_ACCOUNT_NAME": "account"}, CLOUD),
+        ("az://box/run", {STRING: "AccountName=account;AccountKey=a=="}, CLOUD),
+        (
+            "az://box/run",
+            {STRING: "AccountName=account;EndpointSuffix=core.x"},
+            "https://account.blob.core.x",
+        ),
+        ("az://box/run", {STRING: f"SharedAccessSignature=s;BlobEndpoint={CLOUD}/"}, CLOUD),
+        ("az://box/run", {STRING: "UseDevelopmentStorage=true"}, "http://127.0.0.1:10000/devstoreaccount1"),
+        (f"{CLOUD}/box/run", {"AZURE_STORAGE_ACCOUNT": "other"}, CLOUD),
+        ("abfss://box@account.dfs.core.windows.net/run", {}, CLOUD),
+        ("https://account.dfs.core.windows.net/box/run", {}, CLOUD),
+    ],
+)
+def test_the_account_of_a_url(url, env, endpoint_url):
+    """What a journal keeps leads there from another environment too, and has no secret."""
+    location = parse_url(url)
+    assert (location.bucket, location.prefix) == ("box", "run")
+    address = address_of(url, None, env=env)
+    assert (address.url, address.endpoint_url) == (url, endpoint_url)
+    open_store(url, StoreOptions(endpoint_url=endpoint_url), env={})
+
+
+@pytest.mark.parametrize(
+    ("url", "hint"),
+    [
+        ("az://box/run", "AZURE_STORAGE_ACCOUNT"),
+        ("az://Box/run", "small letters"),
+        ("az://a/run", "small letters"),
+        (f"{CLOUD}/box/run?sv=1&sig=SECRET", "AZURE_STORAGE_SAS_TOKEN"),
+        ("az://box/run?sig=SECRET", "AZURE_STORAGE_SAS_TOKEN"),
+        ("abfss://box/run", "abfss://container@account"),
+        ("az://key:SECRET@box/run", "AZURE_STORAGE"),
+    ],
+)
+def test_a_url_that_names_no_container_or_account_is_refused(url, hint):
+    with pytest.raises(SettingsError) as caught:
+        open_store(url, env={})
+    assert hint in caught.value.hint
+    assert "SECRET" not in str(caught.value) or "@" in url
+
+
+def test_a_signature_of_ones_own_is_enough(azurite: AzuriteServer, azure_url, run):
+    """AZURE_STORAGE_SAS_TOKEN, with or without its question mark; one that has expired is refused, and says why."""
+
+    async def attempt(expires_in_s: float) -> None:
+        sas = signed(azurite.account, azurite.container, azurite.key, time.time() + expires_in_s)
+        env = {"AZURE_STORAGE_SAS_TOKEN": f"?{sas}"}
+        store = open_store(azure_url, StoreOptions(endpoint_url=azurite.url), env=env)
+        try:
+            await store.open()
+            await put(store, "a", b"hello")
+        finally:
+            await store.close()
+
+    run(attempt(60))
+    with pytest.raises(StoreError, match=r"AuthorizationFailure|AuthenticationFailed") as caught:
+        run(attempt(-60))
+    assert "sig=" not in str(caught.value)
+
+
+def test_a_managed_identity_gives_tokens(monkeypatch, run):
+    """azure-identity itself, against a server that answers as App Service's endpoint is documented to. A token that is
+    about to expire, or was refused, is asked for again.
+    """
+    lives_s, given = [60, 3600, 3600], []
+
+    def respond(request):
+        given.append(request)
+        token = {"access_token": f"token-{len(given)}", "resource": "r", "token_type": "Bearer"}
+        token["expires_on"] = str(int(time.time()) + lives_s[len(given) - 1])
+        return answer(200, headers={"Content-Type": "application/json"}, body=json.dumps(token).encode())
+
+    async def body():
+        async with Peer(respond).serve() as url:
+            monkeypatch.setenv("IDENTITY_ENDPOINT", url)
+            monkeypatch.setenv("IDENTITY_HEADER", "header")
+            monkeypatch.setenv("AZURE_TOKEN_CREDENTIALS", "ManagedIdentityCredential")
+            access = Access(Account("account", CLOUD), "box", {})
+            first, second, third = [await access.grant() for _ in range(3)]
+        assert first.headers["Authorization"] == "Bearer token-1"
+        assert second.headers["Authorization"] == third.headers["Authorization"] == "Bearer token-2"
+        assert third.source_headers() == {"x-ms-copy-source-authorization": "Bearer token-2"}
+        assert not first.query
+        assert "token" not in repr(first)
+
+    run(asyncio.wait_for(body(), 30))
+
+
+def test_a_proxy_is_refused_at_once(monkeypatch, run):
+    monkeypatch.setenv("HTTPS_PROXY", "http://proxy:3128")
+    store = open_store(f"{CLOUD}/box/run", env={"AZURE_STORAGE_KEY": "c2VjcmV0"})
+    with pytest.raises(StoreError, match="NO_PROXY"):
+        run(store.open())
