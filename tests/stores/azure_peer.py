@@ -22,12 +22,12 @@ from xml.sax.saxutils import escape
 
 from awscrt import checksums
 
-CONTAINER, ACCOUNT = "ckpt", "peer"
+CONTAINER, ACCOUNT, STATS = "ckpt", "peer", "/stats"
 
 
 @dataclass
 class Blob:
-    data: bytes
+    data: Data
     metadata: dict[str, str]
     etag: str
     modified: str
@@ -40,10 +40,31 @@ class Account:
     page_size: int = 400
     is_kept: bool = True  # else bodies are compared and forgotten
     blobs: dict[str, Blob] = field(default_factory=dict)
-    blocks: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    blocks: dict[str, dict[str, Data]] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
     number: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     received_bytes: int = 0
+    sent_bytes: int = 0
+
+
+_ZEROS = memoryview(bytes(64 << 20))
+
+
+class Zeros:
+    """What was received and dropped, for who measures speed: it reads as zeros."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self._size_bytes = size_bytes
+
+    def __len__(self) -> int:
+        return self._size_bytes
+
+    def __getitem__(self, part: slice) -> memoryview:
+        start, end, _ = part.indices(self._size_bytes)
+        return _ZEROS[: max(0, end - start)]
+
+
+Data = bytes | Zeros
 
 
 class RefusedError(Exception):
@@ -95,6 +116,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _serve(self) -> None:
         parts = urlsplit(self.path)
+        if parts.path == STATS:
+            self._say(200, {}, f"{self.account.received_bytes} {self.account.sent_bytes}".encode())
+            self._send()
+            return
         self.query = {name: values[0] for name, values in parse_qs(parts.query, True).items()}
         _, account, container, *rest = unquote(parts.path).split("/", 3)
         try:
@@ -114,23 +139,24 @@ class _Handler(BaseHTTPRequestHandler):
         except RefusedError as refusal:
             text = f"<Error><Code>{refusal.code}</Code><Message>By the peer.\nTime:now</Message></Error>"
             self._say(refusal.status, {"x-ms-error-code": refusal.code}, text.encode())
+        self._send()
 
     do_GET = do_HEAD = do_PUT = do_DELETE = _serve  # noqa: N815
 
-    def _body(self) -> bytes:
+    def _body(self) -> Data:
         size = int(self.headers.get("Content-Length", 0))
-        if self.account.is_kept or size < 1 << 20:
+        if self.account.is_kept or self.query.get("comp") != "block":
             if len(body := self.rfile.read(size)) < size:
                 raise EOFError
             self.crc = checksums.crc64nvme(body)
-        else:
-            body, self.crc, buffer, left = b"", 0, memoryview(bytearray(1 << 20)), size
-            while left and (count := self.rfile.readinto(buffer[: min(left, len(buffer))])):
-                self.crc, left = checksums.crc64nvme(buffer[:count], self.crc), left - count
-        self.account.received_bytes += size
-        return body
+            return body
+        self.crc, buffer, left = 0, memoryview(bytearray(1 << 20)), size
+        while left and (count := self.rfile.readinto(buffer[: min(left, len(buffer))])):  # type: ignore[attr-defined]
+            self.crc, left = checksums.crc64nvme(buffer[:count], self.crc), left - count
+        self.account.received_bytes += size - left
+        return Zeros(size - left)
 
-    def _answer(self, name: str, body: bytes) -> None:
+    def _answer(self, name: str, body: Data) -> None:
         match self.command, self.query.get("comp"), "x-ms-copy-source" in self.headers:
             case "GET", "list", _:
                 self._list()
@@ -182,7 +208,7 @@ class _Handler(BaseHTTPRequestHandler):
         if (wanted := self.headers.get("If-Match")) and (there is None or there.etag != wanted):
             raise RefusedError(412, "ConditionNotMet")
 
-    def _store(self, name: str, data: bytes, metadata: dict[str, str]) -> dict[str, str]:
+    def _store(self, name: str, data: Data, metadata: dict[str, str]) -> dict[str, str]:
         self.account.blocks.pop(name, None)
         blob = Blob(data, metadata, f'"0x{next(self.account.number):X}"', formatdate(usegmt=True))
         self.account.blobs[name] = blob
@@ -200,7 +226,7 @@ class _Handler(BaseHTTPRequestHandler):
             raise RefusedError(412, "SourceConditionNotMet")
         return blob
 
-    def _put_block(self, name: str, body: bytes, is_copy: bool) -> None:
+    def _put_block(self, name: str, body: Data, is_copy: bool) -> None:
         id_ = self.query["blockid"]
         if is_copy:
             start, end = map(int, self.headers["x-ms-source-range"].removeprefix("bytes=").split("-"))
@@ -208,11 +234,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.crc = checksums.crc64nvme(body)
         self._check_digest(body)
         staged = self.account.blocks.setdefault(name, {})
-        if not body and self.account.is_kept:
+        if not body:
             raise RefusedError(400, "InvalidHeaderValue")
         if len(base64.b64decode(id_, validate=True)) > 64 or {len(each) for each in staged} - {len(id_)}:
             raise RefusedError(400, "InvalidBlobOrBlock")
-        staged[id_] = body if self.account.is_kept else b""
+        staged[id_] = body
         self._say(201, self._crc64())
 
     def _commit(self, name: str, body: bytes) -> None:
@@ -222,7 +248,8 @@ class _Handler(BaseHTTPRequestHandler):
         chosen = [(each.tag, each.text or "") for each in ET.fromstring(body)]
         if any(tag not in ("Uncommitted", "Latest") or id_ not in staged for tag, id_ in chosen):
             raise RefusedError(400, "InvalidBlockList")
-        data = b"".join(staged[id_] for _, id_ in chosen)
+        found = [staged[id_] for _, id_ in chosen]
+        data = b"".join(found) if self.account.is_kept else Zeros(sum(map(len, found)))
         self._say(201, self._store(name, data, self._metadata()))
 
     # --- reading ---------------------------------------------------------------------------------------------
@@ -274,13 +301,21 @@ class _Handler(BaseHTTPRequestHandler):
         )
         self._say(200, {}, f"<BlockList><UncommittedBlocks>{told}</UncommittedBlocks></BlockList>".encode())
 
-    def _say(self, status: int, headers: Mapping[str, str] | None = None, body: bytes = b"") -> None:
+    def _say(
+        self, status: int, headers: Mapping[str, str] | None = None, body: Data | memoryview = b""
+    ) -> None:
+        self._reply = status, headers or {}, body
+
+    def _send(self) -> None:
+        """Outside of the lock."""
+        status, headers, body = self._reply
         self.send_response_only(status)
         self.send_header("Date", formatdate(time.time(), usegmt=True))
         self.send_header("x-ms-request-id", str(next(self.account.number)))
-        for key, value in (headers or {}).items():
+        for key, value in headers.items():
             self.send_header(key, value)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(body)
+            self.wfile.write(body[:])
+            self.account.sent_bytes += len(body)
