@@ -56,6 +56,9 @@ def main(strategy: str, node: str, remote: str) -> None:
     numbers = torch.Generator().manual_seed(2)
     tokens = torch.randint(0, VOCABULARY, (2 * BATCH * (STEPS + 1), LENGTH), generator=numbers)
     samples: Any = [{"input_ids": sample} for sample in tokens]
+    data = IterableDataset(samples, 2 * BATCH, num_threads=0)
+    # A loader that begins takes a random number, after those of the checkpoint were restored: here from its own.
+    loader = DataLoader(data, BATCH, drop_last=True, generator=torch.Generator())
     with SayingTrainer(
         cfg=cfg,
         epoch=0,
@@ -63,7 +66,7 @@ def main(strategy: str, node: str, remote: str) -> None:
         dist_model=dist_model,
         optim=build_optimizer(cfg, dist_model),
         scheduler=build_scheduler(cfg),
-        train_loader=DataLoader(IterableDataset(samples, 2 * BATCH, num_threads=0), BATCH, drop_last=True),
+        train_loader=loader,
         device=torch.device("cpu"),
         evaluators=[],
     ) as trainer:
