@@ -116,7 +116,9 @@ def test_refusing_half_of_all_requests_loses_nothing(
             save(uploader, step, num_shards=4)
         for step in range(10):
             uploader.wait(step, timeout_s=60)
-        assert len(peer.requests) < 3 * 10 * (4 + 6)
+        # Half of them are in vain; polls go on as long as it takes. Receipt, decision and latest go with 4 shards.
+        num_uploads = len([each for each in peer.requests if each.is_upload])
+        assert num_uploads < 4 * 10 * (4 + 3), "a storm"
         peer.meddle = lambda _, serve: serve()
     assert len(Oracle(remote, 1, num_shards=4).look()) == 10
 
