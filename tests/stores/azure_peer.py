@@ -130,7 +130,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             if account != ACCOUNT:
                 raise RefusedError(403, "AuthenticationFailed")
-            if "sig" not in self.query and not self.headers.get("Authorization", "").startswith("Bearer "):
+            if "sig" not in self.query and "Authorization" not in self.headers:
                 raise RefusedError(401, "NoAuthenticationInformation")
             if container != CONTAINER:
                 raise RefusedError(404, "ContainerNotFound")
@@ -258,7 +258,7 @@ class _Handler(BaseHTTPRequestHandler):
         if (blob := self.account.blobs.get(name)) is None:
             raise RefusedError(404, "BlobNotFound")
         headers = {**blob.metadata, "ETag": blob.etag, "Last-Modified": blob.modified}
-        if (asked := self.headers.get("Range")) is None:
+        if (asked := self.headers.get("x-ms-range", self.headers.get("Range"))) is None:
             self._say(200, headers, blob.data)
             return
         start, _, end = asked.removeprefix("bytes=").partition("-")
