@@ -28,6 +28,7 @@ from ckpt_async.local import journals
 from tests.azurite import AzuriteServer
 from tests.demo.check import Verdict, check
 from tests.demo.config import Config, read_log
+from tests.file_servers import FileServer
 from tests.seaweed import SeaweedServer
 from tests.stores.gcs_peer import GcsPeer
 
@@ -62,7 +63,10 @@ class Run:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="./dev demo", description=__doc__.partition("\n")[0])
     parser.add_argument(
-        "--store", choices=("s3", "azure", "gcs", "file"), default="s3", help="a server, or a folder"
+        "--store",
+        choices=("s3", "azure", "gcs", "sftp", "webdav", "file"),
+        default="s3",
+        help="a server, or a folder",
     )
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
     parser.add_argument("--keep", metavar="DIR", help="work in DIR and leave everything there")
@@ -125,6 +129,11 @@ def _store(kind: str, work: Path) -> Iterator[tuple[str, Mapping[str, str]]]:
         say("starting Azurite, Microsoft's emulator of Azure Blob Storage, on loopback …")
         with AzuriteServer(work / "azurite") as azurite:
             yield f"az://{azurite.container}/demo-run", azurite.environment()
+        return
+    if kind in ("sftp", "webdav"):
+        say(f"starting a real {kind} server on loopback …")
+        with FileServer(kind, work / kind) as files:
+            yield f"{files.url}/demo-run", files.environment()
         return
     data = work / "seaweedfs"
     data.mkdir(exist_ok=True)
