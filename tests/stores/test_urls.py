@@ -333,3 +333,38 @@ def test_a_web_server_is_no_place_to_upload_to(tmp_path: Path, url: str, better:
 def test_a_web_server_is_named_without_credentials(url: str) -> None:
     with pytest.raises(SettingsError):
         parse_url(url)
+
+
+@pytest.mark.parametrize(
+    ("bucket", "env", "address"),
+    [
+        ("bucket", {}, "https://bucket.s3.us-west-2.amazonaws.com/k"),
+        # A certificate for *.s3.… holds for one label only.
+        ("my.bucket", {}, "https://s3.us-west-2.amazonaws.com/my.bucket/k"),
+        ("bucket", {"AWS_USE_FIPS_ENDPOINT": "true"}, "https://bucket.s3-fips.us-west-2.amazonaws.com/k"),
+        (
+            "bucket",
+            {"AWS_USE_DUALSTACK_ENDPOINT": "true"},
+            "https://bucket.s3.dualstack.us-west-2.amazonaws.com/k",
+        ),
+        ("ap-x1-s3alias", {}, "https://ap-x1-s3alias.s3.us-west-2.amazonaws.com/k"),  # of an access point
+    ],
+)
+def test_where_the_sdk_sends_requests_to_aws(
+    bucket: str, env: dict[str, str], address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", **env}.items():
+        monkeypatch.setenv(name, value)
+
+    async def body() -> str:
+        store: Any = open_store(f"s3://{bucket}/run", StoreOptions(region="us-west-2"), env={})
+        await store.open(is_read_only=True)
+        try:
+            url: str = await store._session.client.generate_presigned_url(
+                "get_object", {"Bucket": bucket, "Key": "k"}
+            )
+        finally:
+            await store.close()
+        return url.partition("?")[0]
+
+    assert asyncio.run(body()) == address

@@ -40,9 +40,9 @@ class FsspecBackend(Backend):
         scheme = url.partition("://")[0]
         if scheme in _OWN or scheme in _NO_PLACE or not has_fsspec():
             return False
-        from fsspec.registry import available_protocols
+        from fsspec.registry import known_implementations, registry
 
-        return scheme in available_protocols()
+        return scheme in known_implementations or scheme in registry
 
     def locate(self, url: str) -> Location:
         scheme, _, rest = url.partition("://")

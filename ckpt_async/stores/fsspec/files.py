@@ -147,6 +147,7 @@ class Files:
     def write(self, key: str, pieces: Iterable[bytes], size_bytes: int, checksum: Checksum) -> Found:
         """Under a temporary name, read back, then renamed into place, where it renames. A failure leaves nothing."""
         at = f"{OWN}/{secrets.token_hex(16)}" if self._manners.renames else key
+        before = self._found_or_none(key) if at == key else None
         try:
             self._into_parent(at, lambda: self._write_whole(at, pieces, size_bytes, checksum, key))
             try:
@@ -161,11 +162,17 @@ class Files:
                     key=key,
                 ) from error
         except BaseException:
-            if at != key:
-                with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception):
+                if at != key or self._found_or_none(key) != before:  # half of it, in place of what was there
                     self._fs.rm_file(self.path(at))
             raise
         return self.found(key)
+
+    def _found_or_none(self, key: str) -> Found | None:
+        try:
+            return self.found(key)
+        except FileNotFoundError:
+            return None
 
     def _write_whole(
         self, at: str, pieces: Iterable[bytes], size_bytes: int, checksum: Checksum, key: str
@@ -332,7 +339,7 @@ def _overrides(file_system: FileSystem, *names: str) -> bool:
 def _discard(file: Any) -> None:
     """Let go of a file that is not whole. Closing it would make one of those that are sent when they are closed."""
     with contextlib.suppress(Exception):
-        if hasattr(file, "discard"):
+        if hasattr(file, "_upload_chunk"):  # fsspec's AbstractBufferedFile
             file.discard()
             file.closed = True  # or its finalizer would close it
         else:

@@ -1,0 +1,249 @@
+"""Stores over fsspec when their servers die, hang, refuse and lose what they had; and file systems that lie."""
+
+import asyncio
+import os
+import random
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.registry import _registry
+
+from ckpt_async.errors import FailureReason, IntegrityError, ObjectNotFoundError, SourceError, StoreError
+from ckpt_async.stores import open_store
+from ckpt_async.stores.interface import BytesBody
+from ckpt_async.stores.tree import OWN
+from tests.file_servers import FileServer
+from tests.stores.bodies import ChangedBody, ReusingBody, crc, put
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FileServer]:
+    """One that may be killed."""
+    with FileServer("sftp", tmp_path / "served") as server:
+        for name, options in server.configuration().items():
+            monkeypatch.setitem(fsspec.config.conf, name, options)
+        yield server
+
+
+async def names(store: Any) -> list[str]:
+    return [each.key for each in (await store.list("")).objects]
+
+
+class Interrupting(ReusingBody):
+    """Has something happen when it is half sent."""
+
+    def __init__(self, data: bytes, act: Any) -> None:
+        super().__init__(data, MIB)
+        self.act, self.has_ended = act, threading.Event()
+
+    def send(self, writer: Any) -> None:
+        try:
+            writer.write(memoryview(self.data)[: len(self.data) // 2])
+            self.act()
+            writer.write(memoryview(self.data)[len(self.data) // 2 :])
+        finally:
+            self.has_ended.set()
+
+
+def test_a_server_that_dies_in_the_middle_leaves_nothing_and_is_found_again(
+    server: FileServer, run: Any
+) -> None:
+    async def body() -> None:
+        data = random.Random(1).randbytes(24 * MIB)
+        store = open_store(f"{server.url}/run")
+        await store.open()
+        await put(store, "old", b"old")
+        with pytest.raises(StoreError) as raised:
+            await store.put("a", Interrupting(data, server.kill), crc(data))
+        assert raised.value.reason.is_retryable
+        with pytest.raises(StoreError) as raised:
+            await store.head("old")  # nobody there: not the same as nothing there
+        assert not isinstance(raised.value, ObjectNotFoundError)
+        server.start()
+        assert await names(store) == ["old"]
+        await store.put("a", BytesBody(data), crc(data))
+        assert (await store.get("a", max_size_bytes=len(data)))[0] == data
+        await store.close()
+
+    run(body())
+
+
+def test_a_server_that_hangs_holds_up_nobody(server: FileServer, run: Any) -> None:
+    """A deadline ends the attempt at once, and with it whatever held the file that was sent."""
+
+    async def body() -> None:
+        data = bytes(64 * MIB)
+        store = open_store(f"{server.url}/run")
+        await store.open()
+        sent = Interrupting(data, lambda: server.pause(is_paused=True))
+        began = time.monotonic()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(5):
+                await store.put("a", sent, crc(data))
+        assert time.monotonic() - began < 15
+        assert sent.has_ended.is_set(), "the body is still in use"
+        server.pause(is_paused=False)
+        assert await names(store) == []
+        await put(store, "a", b"1")
+        await store.close()
+
+    run(body())
+
+
+def test_wrong_credentials_are_refused_as_such(
+    server: FileServer, run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(fsspec.config.conf, "sftp", {"username": "ckpt", "password": "not-the-secret"})
+
+    async def body() -> None:
+        with pytest.raises(StoreError) as raised:
+            await open_store(f"{server.url}/run").open()
+        assert raised.value.reason is FailureReason.AUTH
+        assert "not-the-secret" not in str(raised.value)
+
+    run(body())
+
+
+def test_a_folder_that_has_gone_is_not_an_empty_one(server: FileServer, run: Any) -> None:
+    """As when the server's disk was unmounted: no fresh start, and nothing is written beside it."""
+
+    async def body() -> None:
+        store = open_store(f"{server.url}/run")
+        await store.open()
+        await put(store, "a", b"1")
+        shutil.move(server.folder / "runs" / "run", server.folder / "elsewhere")
+        for request in (store.list(""), store.get("a", max_size_bytes=9), store.head("a")):
+            with pytest.raises(StoreError, match="no longer the same folder") as raised:
+                await request
+            assert raised.value.reason is FailureReason.TRANSIENT
+        reader = open_store(f"{server.url}/run")
+        with pytest.raises(StoreError) as raised:
+            await reader.open(is_read_only=True)
+        assert raised.value.reason is FailureReason.NOT_FOUND
+        for each in (store, reader):
+            await each.close()
+
+    run(body())
+
+
+def test_what_dead_writers_left_is_removed_and_what_is_new_is_not(server: FileServer, run: Any) -> None:
+    own = server.folder / "runs" / "run" / OWN
+    own.mkdir(parents=True)
+    for name, age_s in (("old", 25 * 3600), ("new", 3600)):
+        (own / name).write_bytes(b"half of a shard")
+        os.utime(own / name, (time.time() - age_s,) * 2)
+
+    async def body() -> None:
+        store = open_store(f"{server.url}/run")
+        await store.open()
+        await store.close()
+
+    run(body())
+    assert [path.name for path in own.iterdir()] == ["new"]
+
+
+class OneByOne(LocalFileSystem):
+    """A file system that has nothing of its own but files: no rename, no copy."""
+
+    protocol = "onebyone"
+    mv = fsspec.AbstractFileSystem.mv
+    cp_file = fsspec.AbstractFileSystem.cp_file
+    local_file = False
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return "/" + path.removeprefix("onebyone://").strip("/")
+
+    @staticmethod
+    def _get_kwargs_from_urls(path: str) -> dict[str, Any]:
+        return {}
+
+
+class Spoiling(OneByOne):
+    """Another bit than the one that was sent, once something large was written."""
+
+    protocol = "onebyone"
+
+    def info(self, path: str, **options: Any) -> Any:
+        found = super().info(path, **options)
+        if found["size"] == 1000:
+            data = bytearray(Path(path).read_bytes())
+            data[500] ^= 1
+            Path(path).write_bytes(data)
+        return found
+
+
+class Forgetful(OneByOne):
+    protocol = "onebyone"
+
+    def ls(self, path: str, detail: bool = False, **options: Any) -> Any:
+        if path.endswith("/b"):
+            raise PermissionError(13, "not you", path)
+        return super().ls(path, detail=detail, **options)
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> Iterator[str]:
+    yield f"onebyone://{tmp_path}/run"
+    _registry.pop("onebyone", None)
+
+
+def opened(kind: type[LocalFileSystem], url: str) -> Any:
+    fsspec.register_implementation("onebyone", kind, clobber=True)
+    return open_store(url)
+
+
+def test_a_bit_that_was_stored_otherwise_is_found_by_reading_back(url: str, run: Any) -> None:
+    async def body() -> None:
+        store = opened(Spoiling, url)
+        await store.open()
+        data = bytes(1000)
+        with pytest.raises(IntegrityError, match="read back"):
+            await store.put("a", BytesBody(data), crc(data))
+        assert await names(store) == []
+        await put(store, "b", b"fine")
+        await store.close()
+
+    run(body())
+
+
+def test_a_folder_that_cannot_be_listed_fails_the_listing(url: str, run: Any) -> None:
+    """fsspec's own walk would pass over it, and half of a listing look like all there is (rule R8)."""
+
+    async def body() -> None:
+        store = opened(Forgetful, url)
+        await store.open()
+        await put(store, "a/1", b"1")
+        await put(store, "b/2", b"2")
+        assert [each.key for each in (await store.list("a/")).objects] == ["a/1"]
+        with pytest.raises(StoreError) as raised:
+            await store.list("")
+        assert raised.value.reason is FailureReason.AUTH
+        await store.close()
+
+    run(body())
+
+
+def test_a_file_system_without_rename_says_so_and_keeps_what_was_there(url: str, run: Any) -> None:
+    async def body() -> None:
+        store = opened(OneByOne, url)
+        await store.open()
+        assert any("half of it may be seen" in remark for remark in store.capabilities.remarks)
+        assert not store.capabilities.copies
+        await put(store, "a", b"old")
+        assert await names(store) == ["a"]
+        with pytest.raises(SourceError):
+            await store.put("b", ChangedBody(4 * MIB, MIB), crc(bytes(4 * MIB)))
+        assert "b" not in await names(store)
+        await store.close()
+
+    run(body())
