@@ -216,6 +216,8 @@ def test_other_loggers_files_are_plain_uploads(s3_url: str) -> None:
     run("10ba", callbacks=[saver_of(f"{s3_url}/run")], loggers=[uploads, log])
     uploads.download_file("run/logs/rank0.txt", "back.txt")
     assert Path("back.txt").read_text() == Path("run/logs/rank0.txt").read_text() != ""
+    uploads.download_file("run/checkpoints/latest-rank0.pt", "back.pt")  # only a pointer has this name
+    assert Path("back.pt").read_bytes() == Path("checkpoints/ep0-ba10-rank0.pt").read_bytes()
     assert restore.find(f"{s3_url}/run", step=10) is not None
 
 
