@@ -16,7 +16,7 @@ from ckpt_async.doctor.speed import SPEED_BYTES, measure, no_room
 from ckpt_async.errors import CkptAsyncError, FailureReason, IntegrityError, StoreError
 from ckpt_async.local.folder import Folder
 from ckpt_async.protocol.verify import find_unreadable
-from ckpt_async.stores import parse_url
+from ckpt_async.stores import makes_folder
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.interface import BytesBody, Store
 from ckpt_async.transfer import upload
@@ -90,8 +90,8 @@ class Trial:
 
     async def _reach(self) -> bool:
         """Whether anything else makes sense. Credentials that may not list may still be good for the rest."""
-        if parse_url(self._store.url).scheme == "file":
-            return True  # it need not be there yet
+        if makes_folder(self._store.url):
+            return True
         refusal: list[StoreError] = []
 
         async def listed() -> None:

@@ -35,6 +35,7 @@ __all__ = [
     "StoreOptions",
     "address_of",
     "check_key_length",
+    "makes_folder",
     "open_store",
     "options_of",
     "parse_url",
@@ -87,6 +88,11 @@ def options_of(address: RemoteAddress, *, profile: str | None = None) -> StoreOp
         addressing_style=address.addressing_style,
         put_args=address.put_args,
     )
+
+
+def makes_folder(url: str) -> bool:
+    """Whether the place need not be there yet: opening it for writing makes it."""
+    return backend_of(url).makes_folder
 
 
 def web_url(url: str, options: StoreOptions, *, env: Mapping[str, str]) -> str | None:

@@ -37,6 +37,7 @@ class Backend:
     schemes: ClassVar[tuple[str, ...]]
     example: ClassVar[str]  # of a URL, for messages
     credentials_hint: ClassVar[str] = "credentials come from the environment"
+    makes_folder: ClassVar[bool] = False  # what is not there yet is made when it is opened for writing
     max_key_bytes: ClassVar[int] = MAX_KEY_LENGTH  # of a whole key, the prefix in the bucket included
 
     def claims(self, url: str) -> bool:

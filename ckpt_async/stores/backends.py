@@ -32,6 +32,7 @@ _EXAMPLES = "s3://bucket/prefix or file:///folder"
 class FileBackend(Backend):
     schemes = ("file",)
     example = "file:///folder"
+    makes_folder = True
     max_key_bytes = 4095  # PATH_MAX of Linux, without the NUL
 
     def locate(self, url: str) -> Location:

@@ -323,6 +323,15 @@ def test_an_existing_folder_and_remote_are_unchanged(folder: Path, tmp_path: Pat
     assert (code, levels(found), tree(tmp_path)) == (0, {"remote": "warn"}, before)
 
 
+def test_what_an_sftp_server_does_not_promise_is_said(tmp_path: Path, sftp_url: str, call: Examine) -> None:
+    """Also of a folder that is not there yet."""
+    code, found = call(tmp_path, f"{sftp_url}/run")
+    assert (code, levels(found)) == (0, {"conditional writes": "warn", "store": "warn"})
+    assert "publish_copies is refused" in found["store"]["message"]  # the last of several
+    assert "read back" in found["checksums"]["message"]
+    assert stored(f"{sftp_url}/run") == ([], [])
+
+
 @pytest.mark.parametrize("at", ["/proc/nowhere", "/etc/passwd"])
 def test_an_unwritable_folder_or_remote_is_reported(at: str, call: Examine) -> None:
     code, found = call(at, f"file://{at}")

@@ -32,6 +32,7 @@ class FsspecBackend(Backend):
 
     schemes = ()  # fsspec's, whatever they are where this runs
     example = "sftp://host/folder"
+    makes_folder = True
     credentials_hint = (
         "they come from fsspec's own configuration, e.g. FSSPEC_SFTP_PASSWORD in the environment"
     )
