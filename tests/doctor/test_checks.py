@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ckpt_async import Uploader, cli
-from ckpt_async.cli.doctor import _size as size_argument
+from ckpt_async.cli.parsing import as_size as size_argument
 from ckpt_async.core import keys
 from ckpt_async.core.model import Checksum
 from ckpt_async.doctor import checks as doctor
