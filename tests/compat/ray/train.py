@@ -99,7 +99,8 @@ def main(steps: str, mode: str, node: str, remote: str) -> None:
     pointers = [each for each, _ in result.best_checkpoints or []]
     assert len(pointers) == KEEP
     kept = sorted(path.name for path in Path(node, "ray", "play").glob("checkpoint_*") if path.is_dir())
-    assert kept == sorted(Path(each.path).name for each in pointers), "Ray's retention and its folders differ"
+    # A worker that died just after the commit leaves a pointer that Ray was never told of.
+    assert {Path(each.path).name for each in pointers} <= set(kept), "Ray lost a pointer that it should keep"
     for pointer in pointers:
         found = checkpoint_of(pointer)
         report = restore.fetch(found, Path(node, "again", found.name))
