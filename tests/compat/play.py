@@ -140,7 +140,7 @@ class Job:
         self._kind = kind
         expected = self.start(command, "undisturbed", f"{self.remote}/undisturbed").finish()
         assert expected, "the script said no losses"
-        committed = -1
+        committed = 0  # resumed from step 0, a run looks like one that began afresh
         for count in range(kills):
             training = self.start(command, f"node-{count}")
             committed = self._kill_after_commit(training, committed)
