@@ -15,6 +15,7 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.registry import _registry
 
+from ckpt_async import restore
 from ckpt_async.errors import FailureReason, IntegrityError, ObjectNotFoundError, SourceError, StoreError
 from ckpt_async.stores import open_store
 from ckpt_async.stores.interface import BytesBody
@@ -109,8 +110,20 @@ def test_wrong_credentials_are_refused_as_such(
             await open_store(f"{server.url}/run").open()
         assert raised.value.reason is FailureReason.AUTH
         assert "not-the-secret" not in str(raised.value)
+        assert "FSSPEC_" in raised.value.hint
 
     run(body())
+
+
+def test_a_key_file_that_is_not_there_is_no_fresh_start(
+    server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {**fsspec.config.conf["sftp"], "key_filename": str(tmp_path / "none")}
+    monkeypatch.setitem(fsspec.config.conf, "sftp", options)
+    with pytest.raises(StoreError, match="No such file") as raised:
+        restore.find(f"{server.url}/run")
+    assert raised.value.reason is FailureReason.AUTH
+    assert "FSSPEC_" in raised.value.hint
 
 
 def test_a_folder_that_has_gone_is_not_an_empty_one(server: FileServer, run: Any) -> None:

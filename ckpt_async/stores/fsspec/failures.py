@@ -20,6 +20,9 @@ _STATUS = {
 }
 # Mistakes, here or in the file system: no other attempt will do better.
 _FINAL = (TypeError, ValueError, NotImplementedError, AttributeError, ImportError, IsADirectoryError)
+OPTIONS_HINT = (
+    "options and credentials come from fsspec's configuration, FSSPEC_<SCHEME>_<OPTION> in the environment"
+)
 
 
 @contextlib.contextmanager
@@ -36,7 +39,11 @@ def translating(operation: str, key: str) -> Iterator[None]:
         if reason is FailureReason.NOT_FOUND:
             raise ObjectNotFoundError(operation=operation, key=key) from error
         raise StoreError(
-            f"{type(error).__name__}: {error}", reason=reason, operation=operation, key=key, hint=_hint(error)
+            f"{type(error).__name__}: {error}",
+            reason=reason,
+            operation=operation,
+            key=key,
+            hint=_hint(error, reason, operation),
         ) from error
 
 
@@ -67,7 +74,9 @@ def _status(error: Exception) -> int | None:
     return None
 
 
-def _hint(error: Exception) -> str:
+def _hint(error: Exception, reason: FailureReason, operation: str) -> str:
+    if reason is FailureReason.AUTH and operation == "open":
+        return OPTIONS_HINT
     if isinstance(error, ImportError):
         return "install the package that fsspec needs for this kind of file system"
     return ""

@@ -28,7 +28,7 @@ from ckpt_async.errors import (
 from ckpt_async.stores.bodies import WriterCancelledError, send_in_thread
 from ckpt_async.stores.checks import check_key, check_prefix, check_size
 from ckpt_async.stores.checksums import checksum_of
-from ckpt_async.stores.fsspec.failures import translating
+from ckpt_async.stores.fsspec.failures import OPTIONS_HINT, translating
 from ckpt_async.stores.fsspec.files import ALGORITHM, Files, Manners, is_posix, probe
 from ckpt_async.stores.fsspec.lanes import FileSystem, Lanes, Pipe, PipeWriter
 from ckpt_async.stores.interface import (
@@ -119,7 +119,17 @@ class FsspecStore:
         options = kind._get_kwargs_from_urls(self._url)  # noqa: SLF001 - what fsspec's own url_to_fs calls
         if port := options.get("port"):
             options["port"] = int(port)
-        file_system = kind(skip_instance_cache=True, **options)
+        try:
+            file_system = kind(skip_instance_cache=True, **options)
+        except (FileNotFoundError, TypeError) as error:
+            # A key's file that is not there, an option that is missing: never "there is no run".
+            raise StoreError(
+                f"{type(error).__name__}: {error}",
+                reason=FailureReason.AUTH,
+                operation="open",
+                key=self._url,
+                hint=OPTIONS_HINT,
+            ) from error
         self._root = str(kind._strip_protocol(self._url)).rstrip("/")  # noqa: SLF001
         return file_system
 
