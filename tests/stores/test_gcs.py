@@ -522,6 +522,20 @@ def test_without_credentials_the_error_says_what_to_do(run, no_credentials):
     run(body())
 
 
+def test_a_reader_who_names_credentials_that_are_not_there_is_told(
+    run, no_credentials, monkeypatch, tmp_path
+):
+    """Not taken for one who needs none."""
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "none.json"))
+
+    async def body():
+        with pytest.raises(StoreError, match=r"none\.json") as raised:
+            await open_store("gs://ckpt/run").open(is_read_only=True)
+        assert raised.value.reason is FailureReason.AUTH
+
+    run(body())
+
+
 def test_a_reader_may_do_without_credentials(run, secure_peer, monkeypatch):
     """Public buckets are read by anybody; what is not public says so."""
     monkeypatch.delenv("GOOGLE_APPLICATION_CREDENTIALS")
@@ -662,5 +676,19 @@ def test_a_copy_may_take_several_requests(run, peer):
             await store.copy("a", source.etag, "b")
             assert peer.objects["run/b"].data == b"hello"
             assert len([each for each in peer.requests if "/rewriteTo/" in each.raw_path]) == 3
+
+    run(body())
+
+
+def test_a_reader_of_a_store_without_parts_finds_no_unfinished_upload(run, fake_gcs):
+    """A writer has found out that it has none; a reader has not asked."""
+
+    async def body():
+        store = open_store(f"gs://{fake_gcs.bucket}/run", StoreOptions(endpoint_url=fake_gcs.url))
+        await store.open(is_read_only=True)
+        try:
+            assert await store.list_multiparts("ckpt/") == []
+        finally:
+            await store.close()
 
     run(body())

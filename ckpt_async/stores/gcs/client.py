@@ -64,6 +64,7 @@ class GcsStore:
         self._multiparts = Multiparts(self._session)
         self._capabilities: Capabilities | None = None
         self.has_conditional_delete = True
+        self._is_probed = False
 
     @property
     def url(self) -> str:
@@ -83,6 +84,7 @@ class GcsStore:
             self._capabilities = replace(_CAPABILITIES, conditional_put=False)
             if not is_read_only:
                 found = await Probe(self, self._session).find_out()
+                self._is_probed = True
                 self.has_conditional_delete = found.has_conditional_delete
                 self._capabilities = replace(
                     _CAPABILITIES, conditional_put=found.has_conditional_put, multipart=found.has_multipart
@@ -258,7 +260,7 @@ class GcsStore:
         check_prefix(prefix, "list_multiparts")
         if not self.capabilities.multipart:
             return []
-        return await self._multiparts.uploads(prefix)
+        return await self._multiparts.uploads(prefix, may_have_none=not self._is_probed)
 
     async def _check_stored(
         self, info: ObjectInfo, size_bytes: int, checksum: Checksum, operation: str

@@ -58,7 +58,8 @@ class GcsSession:
                 try:
                     self.credentials = await GoogleCredentials.find()
                 except google.auth.exceptions.DefaultCredentialsError:
-                    if not is_read_only:  # public buckets are read by anybody
+                    # Public buckets are read by anybody; but who names credentials means them.
+                    if not is_read_only or os.environ.get("GOOGLE_APPLICATION_CREDENTIALS"):
                         raise
             self._connect()
 
