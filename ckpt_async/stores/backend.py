@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")  # a lone surrogate has no UTF-8
 
+_COLON_NO_PORT = re.compile(r":(?![0-9]+$)")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
 
 
@@ -55,10 +56,11 @@ class Backend:
         """Scheme, authority and path of a URL that holds neither credentials nor a query. Raises SettingsError."""
         scheme, _, rest = url.partition("://")
         authority, _, path = rest.partition("/")
-        if "@" in authority:
+        # A password may have a slash, which ends what is before the host.
+        if "@" in authority or (_COLON_NO_PORT.search(authority) and "@" in path):
             raise SettingsError(f"a {scheme}:// URL must not hold credentials", hint=self.credentials_hint)
-        if "?" in rest or "#" in rest:
-            raise SettingsError(f"{url!r} has a query or fragment", hint="use StoreOptions")
+        if "?" in rest or "#" in rest:  # a signature, it may be: not repeated
+            raise SettingsError(f"a {scheme}:// URL has no query or fragment", hint=self.credentials_hint)
         if UNPRINTABLE.search(rest) or "\\" in rest:
             raise SettingsError(f"{url!r} has a control character or backslash")
         path = path.removesuffix("/")

@@ -13,7 +13,7 @@ from ckpt_async.core.model import RemoteAddress
 from ckpt_async.errors import SettingsError
 from ckpt_async.stores.azure.backend import AzureBackend
 from ckpt_async.stores.backend import Backend, Location
-from ckpt_async.stores.fsspec.backend import FsspecBackend, has_fsspec
+from ckpt_async.stores.fsspec.backend import WELL_KNOWN, FsspecBackend, has_fsspec
 from ckpt_async.stores.gcs.backend import GcsBackend
 from ckpt_async.stores.meant import meant
 from ckpt_async.stores.options import StoreOptions
@@ -91,6 +91,8 @@ def backend_of(url: str) -> Backend:
         return registered
     if OTHERS.claims(url):
         return OTHERS
+    if scheme in WELL_KNOWN and not has_fsspec():
+        raise SettingsError(f"{scheme}:// needs the package fsspec", hint="pip install 'ckpt-async[fsspec]'")
     others = "what fsspec knows" if has_fsspec() else "with fsspec installed, what that knows"
     known = f"known are {', '.join(schemes)}; {others}"
     hint = f"did you mean {better}? {known}" if (better := meant(url, schemes)) else known

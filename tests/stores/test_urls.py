@@ -73,10 +73,41 @@ def test_invalid_urls_are_rejected(url):
         parse_url(url)
 
 
-def test_credentials_in_a_url_are_not_shown_in_the_message():
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://key:secret@bucket/run",
+        "s3://key:se/secret@bucket/run",
+        "s3://bucket/run?X-Amz-Signature=secret",
+        "gs://bucket/run?X-Goog-Signature=secret",
+        "https://bucket.s3.amazonaws.com/run?X-Amz-Signature=secret",
+        "https://host/run#secret",
+        "az://container/run#sig=secret",
+        "https://account.blob.core.windows.net/container/run#secret",
+        "abfss://container:secret@account.dfs.core.windows.net/run",
+        "sftp://me:se/secret@host/run",
+        "sftp://me:secret/run",
+    ],
+)
+def test_credentials_in_a_url_are_not_shown_in_the_message(url):
     with pytest.raises(SettingsError) as raised:
-        parse_url("s3://key:secret@bucket/run")
-    assert "secret" not in str(raised.value)
+        parse_url(url)
+    assert "secret" not in str(raised.value) + raised.value.hint
+
+
+def test_a_port_and_an_at_sign_are_no_credentials():
+    assert parse_url("https://host:8080/run@1/a").prefix == "run@1/a"
+    assert parse_url("sftp://me@host:2222/run@1").prefix == "run@1"
+    assert parse_url("sftp://me@[::1]:2222/run").bucket == "me@[::1]:2222"
+
+
+@pytest.mark.parametrize("scheme", ["sftp", "webdav", "hf"])
+def test_without_fsspec_it_is_asked_for(monkeypatch, scheme):
+    for module in ("backends", "fsspec.backend"):
+        monkeypatch.setattr(f"ckpt_async.stores.{module}.has_fsspec", lambda: False)
+    with pytest.raises(SettingsError, match="needs the package fsspec") as raised:
+        parse_url(f"{scheme}://host/run")
+    assert raised.value.hint == "pip install 'ckpt-async[fsspec]'"
 
 
 @pytest.mark.parametrize(

@@ -32,13 +32,15 @@ class AzureBackend(Backend):
     def locate(self, url: str) -> Location:
         """As promised. A signature in the URL is refused, and not repeated."""
         scheme, _, rest = url.partition("://")
-        if "?" in rest:
+        if "?" in rest or "#" in rest:
             raise SettingsError(
-                "an Azure URL must not hold a query or a signature",
+                "an Azure URL must not hold a query, a fragment or a signature",
                 hint="put the SAS into AZURE_STORAGE_SAS_TOKEN",
             )
         if scheme in _BY_HOST:
             container, _, rest = rest.partition("@")
+            if ":" in container:
+                raise SettingsError("an Azure URL must not hold credentials", hint=self.credentials_hint)
             path = rest.partition("/")[2]
             url = f"{scheme}://{container}/{path}"
         elif scheme in _WEB:

@@ -23,8 +23,10 @@ _NO_PLACE = frozenset(
     "async_wrapper asyncwrapper blockcache cached data dir filecache generic gist git github libarchive pyscript"
     " reference simplecache tar zip".split()
 )
+# What people ask for who have not installed fsspec, which would know them and more.
+WELL_KNOWN = frozenset("dbfs dropbox ftp hdfs hf oci sftp smb ssh webdav webhdfs".split())
 # A user's name is no secret, and `oci://bucket@namespace` has one sign for both.
-_AUTHORITY = re.compile(r"(?:[^@:]+@)?[^@]*")
+_AUTHORITY = re.compile(r"(?:[^@:]+@)?(?:[^@:]*|\[[0-9A-Fa-f:.]+\])(?::[0-9]*)?")
 
 
 class FsspecBackend(Backend):
@@ -49,7 +51,10 @@ class FsspecBackend(Backend):
         scheme, _, rest = url.partition("://")
         authority, _, path = rest.partition("/")
         if not _AUTHORITY.fullmatch(authority):
-            raise SettingsError(f"a {scheme}:// URL must not hold credentials", hint=self.credentials_hint)
+            raise SettingsError(
+                f"a {scheme}:// URL must not hold credentials, and its port is a number",
+                hint=self.credentials_hint,
+            )
         if "?" in rest or "#" in rest:
             raise SettingsError(f"a {scheme}:// URL has no query or fragment", hint=self.credentials_hint)
         if UNPRINTABLE.search(rest) or "\\" in rest:
