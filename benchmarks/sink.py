@@ -30,23 +30,48 @@ CACHE = (
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Since the sink started. Bytes are those of objects and parts, without any framing."""
+    """Since the sink started. Bytes are those of objects and parts, without framing; connections the most at once."""
 
     bytes_in: int
     bytes_out: int
     requests: int
+    connections: int = 0
 
     def __sub__(self, before: Stats) -> Stats:
         return Stats(
             self.bytes_in - before.bytes_in,
             self.bytes_out - before.bytes_out,
             self.requests - before.requests,
+            self.connections,
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What one connection moves and what all move together, how long an answer takes, how many connections there are
+    for one that moves a tenth, and how many requests a second are answered with anything but SlowDown. 0: no limit.
+    """
+
+    connection_mib_s: float = 0
+    total_mib_s: float = 0
+    delay_ms: int = 0
+    slow_every: int = 0
+    requests_per_s: int = 0
+
+    def options(self) -> list[str]:
+        limits = {
+            "rate": round(self.connection_mib_s * 1024),
+            "total": round(self.total_mib_s * 1024),
+            "delay": self.delay_ms,
+            "slow": self.slow_every,
+            "limit": self.requests_per_s,
+        }
+        return [f"{name}={value}" for name, value in limits.items() if value]
+
+
 class SinkServer:
-    """One sink process on a free port. A context manager. It sleeps `delay_ms` before every answer, writes the method
-    and target of every request to `log`, and keeps up to `keep_mib` of large bodies.
+    """One sink process on a free port. A context manager. It writes the method and target of every request to `log`,
+    and keeps up to `keep_mib` of large bodies. `link` is what lies between it and its clients.
     """
 
     def __init__(
@@ -55,12 +80,12 @@ class SinkServer:
         verify: bool = False,
         is_tls: bool = False,
         keep_mib: int = 0,
-        delay_ms: int = 0,
+        link: Link | None = None,
         log: Path | None = None,
     ) -> None:
         self._options = ["stdin", *(["verify"] if verify else [])]
         self._options += [f"keep={keep_mib}"] if keep_mib else []
-        self._options += [f"delay={delay_ms}"] if delay_ms else []
+        self._options += link.options() if link else []
         self._options += [f"log={log}"] if log else []
         self._certificate = certificate() if is_tls else None
         self._process: subprocess.Popen[str] | None = None
@@ -167,7 +192,7 @@ def main() -> None:
     parser.add_argument("--log", type=Path, help="a line for every request")
     parser.add_argument("--json", action="store_true", help="print the totals as JSON at the end")
     arguments = parser.parse_args()
-    options = {"is_tls": arguments.tls, "delay_ms": arguments.delay_ms, "log": arguments.log}
+    options = {"is_tls": arguments.tls, "link": Link(delay_ms=arguments.delay_ms), "log": arguments.log}
     with SinkServer(verify=arguments.verify, **options) as sink:
         try:
             for name, value in sink.environment().items():

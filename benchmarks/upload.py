@@ -20,6 +20,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import peers
@@ -30,6 +31,11 @@ from _compare import BUCKET, Clients, Server, compared, key_of, parser_of, real_
 SMALL_CHANGE_BYTES = 1 * MIB
 
 
+def _knobs(work: Work) -> dict[str, Any]:
+    """As settings of ours."""
+    return peers.given(work, "part_size_bytes", "num_concurrent_uploads")
+
+
 def prepare_transfer(work: Work, runner: asyncio.Runner | None = None) -> Callable[[], None]:
     from ckpt_async.core.model import FileIdentity
     from ckpt_async.core.settings import Settings
@@ -38,7 +44,7 @@ def prepare_transfer(work: Work, runner: asyncio.Runner | None = None) -> Callab
     from ckpt_async.transfer.patient import connect
     from ckpt_async.transfer.source import Source
 
-    settings = Settings(num_concurrent_uploads=work.concurrency, part_size_bytes=work.part_bytes)
+    settings = Settings(**_knobs(work))
     options = StoreOptions(endpoint_url=work.endpoint_url, max_connections=max(64, work.concurrency + 16))
     runner = runner or asyncio.Runner()
     store = connect(f"s3://{BUCKET}", options, settings)
@@ -53,7 +59,7 @@ def prepare_transfer(work: Work, runner: asyncio.Runner | None = None) -> Callab
             store,
             source,
             work.key,
-            smallest_part_bytes=work.part_bytes,
+            smallest_part_bytes=settings.part_size_bytes,
             resume=None,
             opened=lambda _: None,
             sent=lambda _: None,
@@ -91,8 +97,7 @@ def prepare_uploader(work: Work) -> Callable[[], None]:
         rank=0,
         world_size=1,
         store_options=StoreOptions(endpoint_url=work.endpoint_url),
-        num_concurrent_uploads=work.concurrency,
-        part_size_bytes=work.part_bytes,
+        **_knobs(work),
         latest_filename="",
     )
 

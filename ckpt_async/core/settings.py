@@ -45,8 +45,8 @@ class Settings:
         8, "initial number of concurrent requests that carry shard bytes, per engine", 1, 1024
     )
     max_concurrent_uploads: int = _setting(
-        32,
-        "upper bound for that number: it grows while uploads get faster, and is halved on SlowDown",
+        128,
+        "upper bound for that number: it grows until the link is full, and is halved on SlowDown",
         1,
         1024,
     )
@@ -71,7 +71,7 @@ class Settings:
         "files are also published under exact keys (`enqueue(publish_as=)`): opening tries whether the store can copy",
         choices=(False, True),
     )
-    max_inflight_bytes: int = _setting(1024 * MIB, "bytes of shards on the wire at once", MIB, 10**15)
+    max_inflight_bytes: int = _setting(4096 * MIB, "bytes of shards on the wire at once", MIB, 10**15)
     max_bytes_per_s: float = _setting(
         0.0, "upload bandwidth of one engine, so that training keeps the network; 0 for no cap", 0, 1e12
     )

@@ -81,6 +81,9 @@ class DirectoryStore:
     def capabilities(self) -> Capabilities:
         return self._capabilities
 
+    def moved(self) -> None:
+        pass
+
     async def open(self, *, is_read_only: bool = False) -> None:
         """Make the folder if it is missing and try one write, one hard link and one lock in it.
 

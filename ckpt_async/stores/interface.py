@@ -78,6 +78,16 @@ class MultipartInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class Moved:
+    """What has moved over a store's connections since it was opened, either way, as the other side has acknowledged it;
+    and how long that takes.
+    """
+
+    size_bytes: int
+    round_trip_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Create:
     """Condition: only if no object is at the key (`If-None-Match: *`)."""
 
@@ -173,6 +183,10 @@ class Store(Protocol):
     @property
     def capabilities(self) -> Capabilities:
         """Known after `open`. Only `trailing_checksums` may change."""
+        ...
+
+    def moved(self) -> Moved | None:
+        """What has moved since `open`; None where nobody counts: then nobody looks for a better concurrency."""
         ...
 
     async def open(self, *, is_read_only: bool = False) -> None:

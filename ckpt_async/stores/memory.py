@@ -107,6 +107,9 @@ class MemoryStore:
     def capabilities(self) -> Capabilities:
         return self._capabilities
 
+    def moved(self) -> None:
+        pass
+
     async def open(self, *, is_read_only: bool = False) -> None:  # noqa: ARG002
         await asyncio.sleep(0)
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Hashable
+from collections.abc import AsyncIterator, Callable, Hashable
 from contextlib import asynccontextmanager
 
 from ckpt_async.core.settings import Settings
+from ckpt_async.stores.interface import Moved
 from ckpt_async.transfer import concurrency
 from ckpt_async.transfer.concurrency import Concurrency
 
@@ -54,13 +55,19 @@ class Bandwidth:
             self._free = min(self._burst, self._free + size_bytes)
 
 
+# How often what has moved is looked at, while requests are under way.
+LOOK_S = 0.1
+
+
 class Lane:
-    """Admission by number. The number adapts (see `concurrency`); owners take turns, so that a rank with 10,000 shards
-    does not keep those that share its engine waiting.
+    """Admission by number. The number adapts to what `movers` tell (see `concurrency`); owners take turns, so that a
+    rank with 10,000 shards does not keep those that share its engine waiting.
     """
 
     def __init__(self, start: int, most: int) -> None:
         self.concurrency = Concurrency(limit=start, most=max(start, most))
+        self.movers: list[Callable[[], Moved | None]] = []  # of all stores whose requests it admits
+        self._next_look: asyncio.TimerHandle | None = None
         self._running = 0
         self._waiting: dict[Hashable, deque[asyncio.Future[None]]] = {}  # in the order of their turns
         self.have_more: set[Hashable] = set()  # owners that would ask for more if more were let in
@@ -81,17 +88,23 @@ class Lane:
         finally:
             self._leave()
 
-    def finished(self, size_bytes: int, began_s: float, now_s: float) -> None:
-        self.concurrency = concurrency.finished(
-            self.concurrency,
-            size_bytes=size_bytes,
-            is_waited_for=bool(self._waiting or self.have_more),
-            began_s=began_s,
-            now_s=now_s,
-        )
-
     def throttled(self, began_s: float, now_s: float) -> None:
         self.concurrency = concurrency.throttled(self.concurrency, began_s=began_s, now_s=now_s)
+
+    def _look(self) -> None:
+        self._next_look = None
+        moved = [each for mover in self.movers if (each := mover()) is not None]
+        if not moved or not self._running:
+            return
+        loop = asyncio.get_running_loop()
+        self.concurrency = concurrency.observed(
+            self.concurrency,
+            moved_bytes=sum(each.size_bytes for each in moved),
+            round_trip_s=max(each.round_trip_s for each in moved),
+            is_full=self._running >= self.concurrency.limit and bool(self._waiting or self.have_more),
+            now_s=loop.time(),
+        )
+        self._admit()
 
     def _leave(self) -> None:
         self._running -= 1
@@ -107,6 +120,8 @@ class Lane:
             if not turn.done():
                 self._running += 1
                 turn.set_result(None)
+        if self._next_look is None and self._running and self.movers:
+            self._next_look = asyncio.get_running_loop().call_later(LOOK_S, self._look)
 
 
 class ByteBudget:

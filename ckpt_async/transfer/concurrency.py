@@ -1,19 +1,28 @@
-"""How many requests should carry shard bytes at once: fewer when the store asks for it, more while that pays. Pure.
+"""How many requests should carry shard bytes at once: as many as fill the link. Pure; time comes in as an argument.
 
-Halved on 503 SlowDown, as every S3 SDK's adaptive mode and TCP do; grown step by step while the last step made it
-faster; taken back when it did not. Time comes in as an argument.
+Doubled while that pays in full, as TCP's slow start does; then what the rate that was found needs, at the rate that a
+connection has when the link is not full. Now and then a step more is tried: links change. Halved on 503 SlowDown, as
+every S3 SDK's adaptive mode does.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
-# A window is long enough to say something of the rate: this long, and as many requests as go at once.
-WINDOW_S = 1.0
-# What a step must gain to be kept: less is noise.
-GAIN = 1.05
+# How long connections that were just added take to reach their rate, and how long that is looked at: this, or so many
+# round trips of TCP (connecting, TLS, its own slow start).
+SETTLE_S, SETTLE_ROUND_TRIPS = 0.2, 10
+WINDOW_S, WINDOW_ROUND_TRIPS = 0.3, 3
+# A step has paid in full if it brought this part of what as much more of everything would have.
+FULL = 0.6
+# What a step must gain to be kept in part: less is noise.
+GAIN = 1.08
+# More than the rate needs, so that the link stays full between the requests of one connection.
+SLACK = 1.1
 # After a step that did not pay, and after the store said that it is too much: how long until the next one is tried.
-REST_S = 30.0
+# Twice as long each time in a row, up to the second.
+REST_S, LONGEST_REST_S = 2.0, 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,44 +31,63 @@ class Concurrency:
 
     limit: int
     most: int
-    window_began_s: float = 0.0
-    window_requests: int = 0
-    window_bytes: int = 0
-    was_full: bool = (
-        True  # whether requests waited all through the window: else the limit was not what bound them
-    )
+    is_searching: bool = True  # doubles
+    settles_until_s: float = 0.0
+    window: tuple[float, int] | None = None  # when it began, and what had moved by then
     before: tuple[int, float] | None = None  # limit and rate in bytes/s before the last step up
-    rests_until_s: float = 0.0
+    tries_at_s: float = 0.0
+    rest_s: float = REST_S
     reduced_at_s: float = float("-inf")
 
 
-def finished(
-    state: Concurrency, *, size_bytes: int, is_waited_for: bool, began_s: float, now_s: float
+def observed(
+    state: Concurrency, *, moved_bytes: int, round_trip_s: float, is_full: bool, now_s: float
 ) -> Concurrency:
-    """A request that began at `began_s` has carried `size_bytes`; `is_waited_for` says whether others wait to start."""
-    state = replace(
-        state,
-        window_requests=state.window_requests + 1,
-        window_bytes=state.window_bytes + size_bytes,
-        was_full=state.was_full and is_waited_for,
-        # An idle time before the window says nothing of the rate within it.
-        window_began_s=began_s if state.window_requests == 0 else state.window_began_s,
-    )
-    window_s = now_s - state.window_began_s
-    if window_s < WINDOW_S or state.window_requests < state.limit:
+    """So much has moved by now, in all. `is_full`: as many requests are under way as may be, and others wait; else it
+    is not the limit that bounds the rate, and nothing is learnt.
+    """
+    settle_s = max(SETTLE_S, SETTLE_ROUND_TRIPS * round_trip_s)
+    if not is_full:
+        return replace(state, window=None, settles_until_s=now_s + settle_s)
+    if state.window is None:
+        return state if now_s < state.settles_until_s else replace(state, window=(now_s, moved_bytes))
+    began_s, moved_before = state.window
+    if now_s - began_s < max(WINDOW_S, WINDOW_ROUND_TRIPS * round_trip_s):
         return state
-    rate, was_full = state.window_bytes / window_s, state.was_full
-    state = replace(state, window_requests=0, window_bytes=0, was_full=True)
-    if not was_full:
-        return replace(state, before=None)
-    if state.before is not None:
-        limit, rate_before = state.before
-        if rate < rate_before * GAIN:
-            return replace(state, limit=limit, before=None, rests_until_s=now_s + REST_S)
-    if state.limit == state.most or now_s < state.rests_until_s:
-        return replace(state, before=None)
+    state = replace(state, window=(now_s, moved_bytes))
+    rate = (moved_bytes - moved_before) / (now_s - began_s)
+    if state.before is None:
+        return _step_up(state, rate, now_s, settle_s) if now_s >= state.tries_at_s else state
+    limit, rate_before = state.before
+    if rate_before <= 0:
+        return replace(state, before=(limit, rate))
+    gain = rate / rate_before
+    if gain - 1 >= FULL * (state.limit / limit - 1):
+        return _step_up(replace(state, is_searching=True, rest_s=REST_S), rate, now_s, settle_s)
+    # What the rate needs, if a connection has the rate that it had before.
+    needed = limit if gain < GAIN else min(state.limit, math.ceil(limit * gain * SLACK))
     return replace(
-        state, limit=min(state.most, state.limit + max(1, state.limit // 4)), before=(state.limit, rate)
+        state,
+        limit=needed,
+        is_searching=False,
+        window=None,
+        settles_until_s=now_s + settle_s,
+        before=None,
+        tries_at_s=now_s + state.rest_s,
+        rest_s=min(LONGEST_REST_S, 2 * state.rest_s),
+    )
+
+
+def _step_up(state: Concurrency, rate: float, now_s: float, settle_s: float) -> Concurrency:
+    if state.limit == state.most:
+        return replace(state, before=None)
+    more = state.limit if state.is_searching else max(1, state.limit // 4)
+    return replace(
+        state,
+        limit=min(state.most, state.limit + more),
+        window=None,
+        settles_until_s=now_s + settle_s,
+        before=(state.limit, rate),
     )
 
 
@@ -70,10 +98,10 @@ def throttled(state: Concurrency, *, began_s: float, now_s: float) -> Concurrenc
     return replace(
         state,
         limit=max(1, state.limit // 2),
-        window_requests=0,
-        window_bytes=0,
-        was_full=True,
+        is_searching=False,
+        window=None,
         before=None,
-        rests_until_s=now_s + WINDOW_S,
+        tries_at_s=now_s + state.rest_s,
+        rest_s=min(LONGEST_REST_S, 2 * state.rest_s),
         reduced_at_s=now_s,
     )

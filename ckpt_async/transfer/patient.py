@@ -6,6 +6,7 @@ The SDK's own retries are off: two layers would multiply.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import math
@@ -71,7 +72,7 @@ def connect(
     `budgets` of its own if none are given. Raises SettingsError.
     """
     options = options or StoreOptions()
-    needed = settings.num_concurrent_uploads + CONTROL_REQUESTS
+    needed = max(settings.num_concurrent_uploads, settings.max_concurrent_uploads) + CONTROL_REQUESTS
     options = replace(options, max_connections=max(options.max_connections, needed))
     return PatientStore(
         open_store(url, options),
@@ -152,6 +153,7 @@ class PatientStore:
         """Open the store, waiting out an outage of `timeout_s`; what waiting cannot heal is raised at once. See
         `Store.open`.
         """
+        self._budgets.bulk.movers.append(self._store.moved)
         patient = {FailureReason.THROTTLED, FailureReason.TRANSIENT, FailureReason.TIMEOUT}
         deadline = time.monotonic() + timeout_s
         pause_s, has_warned = 0.2, False
@@ -178,6 +180,8 @@ class PatientStore:
 
     async def close(self) -> None:
         """Release connections. Idempotent."""
+        with contextlib.suppress(ValueError):
+            self._budgets.bulk.movers.remove(self._store.moved)
         await self._store.close()
 
     # --- small requests: see `Store` -----------------------------------------------------------------------
@@ -346,7 +350,6 @@ class PatientStore:
                 if error.reason is FailureReason.THROTTLED:
                     budgets.bulk.throttled(began, loop.time())
                 raise
-            budgets.bulk.finished(size_bytes, began, loop.time())
             return result
 
     async def _persist(

@@ -21,6 +21,7 @@ from typing import TypeVar
 from urllib.parse import SplitResult, urlsplit
 
 from ckpt_async.niceness import BulkThreads
+from ckpt_async.stores.http.traffic import Traffic
 from ckpt_async.threads import result_of
 
 # Below what servers and what is in between (NAT, load balancers) keep a silent connection for.
@@ -68,7 +69,7 @@ class CancelToken:
 
 class Connections:
     """Keep-alive connections and the threads that use them. Whoever asks for more than `max_connections` at once waits
-    for a thread. Bulk ones are as nice as the bytes that they carry (see `niceness`).
+    for a thread. Bulk ones are as nice as the bytes that they carry (see `niceness`). `traffic` counts what moves.
     """
 
     def __init__(
@@ -79,9 +80,10 @@ class Connections:
         read_timeout_s: float,
         ca_file: str | None,
         is_bulk: bool = True,
+        traffic: Traffic | None = None,
     ) -> None:
         self._connect_timeout_s, self._read_timeout_s = connect_timeout_s, read_timeout_s
-        self._ca_file = ca_file
+        self._ca_file, self._traffic = ca_file, traffic
         threads = BulkThreads if is_bulk else ThreadPoolExecutor
         self._threads: ThreadPoolExecutor = threads(max_connections, "ckpt-async-http")
         self._lock = threading.Lock()
@@ -149,6 +151,8 @@ class Connections:
         connected: socket.socket = connection.sock
         enable_keepalive(connected)
         let_block(connected, self._read_timeout_s)
+        if self._traffic is not None:
+            self._traffic.watch(connected)
         return connected
 
     def _put_back(self, connection: http.client.HTTPConnection) -> None:

@@ -30,6 +30,7 @@ from ckpt_async.stores.interface import (
     Enough,
     Listing,
     Match,
+    Moved,
     MultipartInfo,
     ObjectInfo,
     Sink,
@@ -76,6 +77,9 @@ class S3Store:
     def capabilities(self) -> Capabilities:
         assert self._capabilities is not None, "open() first"
         return replace(self._capabilities, trailing_checksums=self._sender.trails_parts)
+
+    def moved(self) -> Moved | None:
+        return self._session.traffic.read()
 
     async def open(self, *, is_read_only: bool = False) -> None:
         """Connect, then find out what the store enforces, as `Probe` does."""

@@ -28,6 +28,7 @@ from ckpt_async.stores.http.connections import enable_keepalive, has_proxy
 from ckpt_async.stores.http.downloads import Downloads
 from ckpt_async.stores.http.messages import MalformedResponseError
 from ckpt_async.stores.http.series import SmallUploads
+from ckpt_async.stores.http.traffic import Traffic
 from ckpt_async.stores.http.uploads import Uploads
 from ckpt_async.stores.interface import Body, BytesBody
 from ckpt_async.stores.options import StoreOptions
@@ -61,6 +62,7 @@ class S3Session:
         self.location, self.options = location, options
         self.client: Any = None
         self._credentials: Any = None
+        self.traffic = Traffic()  # of shard bytes
         self._exit_stack = contextlib.AsyncExitStack()
 
     async def open(self) -> None:
@@ -71,11 +73,11 @@ class S3Session:
             client = _create_client(session, self.options, self.location)
             self.client = await self._exit_stack.enter_async_context(client)
             self._credentials = await session.get_credentials()
-        connections = _connections(session, self.options)
+        connections = {**_connections(session, self.options), "traffic": self.traffic}
         self.downloads = Downloads(**connections)
         self.small_uploads = SmallUploads(**connections)
         self._uploads = Uploads(**connections)
-        self._records = Uploads(**connections, is_bulk=False)
+        self._records = Uploads(**{**connections, "traffic": None}, is_bulk=False)
         for each in (self.downloads, self.small_uploads, self._uploads, self._records):
             self._exit_stack.callback(each.close)
         events = self.client.meta.events

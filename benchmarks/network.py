@@ -1,0 +1,95 @@
+"""How fast is one shard on a link that behaves like S3's: slow connections, late answers, one cable for all?
+
+The sink models the link (`sink.Link`): what one connection moves, what all of them move together, how long each answer
+takes. Everybody sends, or gets, one shard through it; "default" with the client's own settings, else with as many parts
+in flight as the column says. A row's `link` is the share of what the link could have moved in the time that it took,
+`connections` how many were open at once. Each run has a sink of its own. Whoever the sink cannot serve any faster is
+bound by the machine: that is the row `ceiling`, with no link at all.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import download
+import peers
+import upload
+from _child import MIB, Measured, Work
+from _compare import BUCKET, Clients, Server, key_of, parser_of, real_file, report, scratch, spread, turns
+from sink import Link
+
+# What the issue of a real network looks like: (MiB/s of a connection, of all, ms to an answer).
+LINKS = {
+    "5 MiB/s each, 50 ms": Link(5, 0, 50),
+    "5 of 100 MiB/s, 50 ms": Link(5, 100, 50),
+    "20 of 400 MiB/s, 30 ms": Link(20, 400, 30),
+    "60 of 400 MiB/s, 30 ms": Link(60, 400, 30),
+    "60 of 400 MiB/s, 5 ms": Link(60, 400, 5),
+    "20 of 200 MiB/s, 100 ms": Link(20, 200, 100),
+}
+
+
+def one_run(
+    way: str, clients: Clients, client: str, number: int, link: Link, settings: Any, folder: Path
+) -> tuple[Measured, int]:
+    """One transfer through a sink of its own: what it took, and how many connections."""
+    size_bytes = settings.mib * MIB
+    place = folder / key_of(number, client)
+    path = real_file(place / "shard.bin", size_bytes, is_zero=True)
+    knobs = (settings.part_mib * MIB, settings.concurrency)
+    with Server(settings.server, folder, link=link) as server:
+        key = key_of(number, client)
+        if way == "down":
+            key = download.commit_one(place, path, server.url)
+            path = place / "got" / "file"
+            path.parent.mkdir()
+        before = server.stats()
+        work = Work(str(path), size_bytes, server.url, BUCKET, key, *knobs)
+        program = upload.__file__ if way == "up" else download.__file__
+        measured = clients.run(client, str(program), work)
+        after = server.stats()
+        moved = after.bytes_in - before.bytes_in if way == "up" else after.bytes_out - before.bytes_out
+        if moved < size_bytes:
+            raise RuntimeError(f"{client}: {moved} bytes of {size_bytes} passed the link")
+    path.unlink()
+    return measured, after.connections
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--way", choices=("up", "down"), default="up")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--mib", type=int, default=1024, help="size of the shard")
+    parser.add_argument("--part-mib", type=int, default=0, help="0: the client's default")
+    parser.add_argument("--concurrency", type=int, default=0, help="parts in flight; 0: the client's default")
+    parser.add_argument("--clients", nargs="+", default=["ours", "obstore", "boto3", "boto3+crt", "s5cmd"])
+    parser.add_argument("--links", nargs="+", choices=LINKS, default=list(LINKS))
+    parser.add_argument("--server", choices=("sink", "tls"), default="sink")
+    arguments = parser.parse_args()
+    clients = Clients(arguments.clients, peers.UPLOADS if arguments.way == "up" else peers.DOWNLOADS)
+    rows: dict[str, dict[str, Any]] = {}
+    for name in arguments.links:
+        link = LINKS[name]
+        runs: dict[str, list[tuple[Measured, int]]] = {client: [] for client in clients.names}
+        with scratch("/dev/shm") as folder:
+            for number, client in turns(clients.names, arguments.rounds):
+                runs[client].append(one_run(arguments.way, clients, client, number, link, arguments, folder))
+        ours = (
+            spread(arguments.mib / each.wall_s for each, _ in runs["ours"])["median"] if "ours" in runs else 0
+        )
+        for client, measured in runs.items():
+            rate = spread(arguments.mib / each.wall_s for each, _ in measured)
+            rows[f"{name}: {client}"] = {
+                "MiB/s": rate,
+                "link": rate["median"] / link.total_mib_s if link.total_mib_s else None,
+                "ours/it": ours / rate["median"] if ours else None,
+                "connections": max(connections for _, connections in measured),
+                "CPU s/GiB": spread(each.cpu_s * 1024 / arguments.mib for each, _ in measured),
+            }
+    how = f"{arguments.concurrency} in flight" if arguments.concurrency else "defaults"
+    report(arguments, f"{arguments.mib} MiB {arguments.way}, {how}, {arguments.rounds} rounds", rows)
+
+
+if __name__ == "__main__":
+    main()
