@@ -38,6 +38,9 @@ class Concurrency:
     tries_at_s: float = 0.0
     rest_s: float = REST_S
     reduced_at_s: float = float("-inf")
+    refused: tuple[int, float] | None = (
+        None  # a limit that was too much, and until when it is not tried again
+    )
 
 
 def observed(
@@ -63,7 +66,9 @@ def observed(
         return replace(state, before=(limit, rate))
     gain = rate / rate_before
     if gain - 1 >= FULL * (state.limit / limit - 1):
-        return _step_up(replace(state, is_searching=True, rest_s=REST_S), rate, now_s, settle_s)
+        if state.refused is None or state.limit >= state.refused[0]:
+            state = replace(state, is_searching=True, rest_s=REST_S, refused=None)
+        return _step_up(state, rate, now_s, settle_s)
     # What the rate needs, if a connection has the rate that it had before.
     needed = limit if gain < GAIN else min(state.limit, math.ceil(limit * gain * SLACK))
     return replace(
@@ -79,12 +84,15 @@ def observed(
 
 
 def _step_up(state: Concurrency, rate: float, now_s: float, settle_s: float) -> Concurrency:
-    if state.limit == state.most:
+    most = state.most
+    if state.refused is not None and now_s < state.refused[1]:
+        most = min(most, state.refused[0] - 1)
+    if state.limit >= most:
         return replace(state, before=None)
     more = state.limit if state.is_searching else max(1, state.limit // 4)
     return replace(
         state,
-        limit=min(state.most, state.limit + more),
+        limit=min(most, state.limit + more),
         window=None,
         settles_until_s=now_s + settle_s,
         before=(state.limit, rate),
@@ -101,7 +109,8 @@ def throttled(state: Concurrency, *, began_s: float, now_s: float) -> Concurrenc
         is_searching=False,
         window=None,
         before=None,
-        tries_at_s=now_s + state.rest_s,
+        tries_at_s=now_s + REST_S,
         rest_s=min(LONGEST_REST_S, 2 * state.rest_s),
         reduced_at_s=now_s,
+        refused=(state.limit, now_s + state.rest_s),
     )

@@ -94,6 +94,9 @@ class FaultyStore:
     def capabilities(self) -> Capabilities:
         return PARTS
 
+    def moved(self) -> None:
+        pass
+
     async def open(self, *, is_read_only: bool = False) -> None:
         await self._request("open", "", lambda: self._store.open(is_read_only=is_read_only))
 

@@ -1,48 +1,99 @@
-"""How many requests go at once: down when the store asks, up while that makes it faster."""
+"""How many requests go at once: as many as fill the link, found within seconds; fewer when the store asks."""
 
+from dataclasses import dataclass
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_async.transfer.concurrency import REST_S, Concurrency, finished, throttled
+from ckpt_async.transfer.concurrency import Concurrency, observed, throttled
 
 MIB = 1 << 20
+TICK_S = 0.1
 
 
-def play(state: Concurrency, link: float, per_request: float, duration_s: float, start_s: float = 0.0):
-    """Run requests of 1 MiB, `state.limit` at once, over a link of so many bytes/s, each of them at most `per_request`
-    bytes/s. Returns the state, and the limits it had.
-    """
-    now_s, limits = start_s, [state.limit]
-    while now_s < start_s + duration_s:
-        rate = min(per_request, link / state.limit)
-        began_s, now_s = now_s, now_s + MIB / rate
-        for _ in range(state.limit):
-            state = finished(state, size_bytes=MIB, is_waited_for=True, began_s=began_s, now_s=now_s)
-        limits.append(state.limit)
-    return state, limits
+@dataclass
+class Link:
+    """Moves `each` bytes/s for a connection, `together` for all; one that was just added takes `ramp_s` for that."""
+
+    each: float
+    together: float = 1e15
+    ramp_s: float = 0.05
+    round_trip_s: float = 0.0
+    now_s: float = 0.0
+    moved: float = 0.0
+
+    def play(
+        self, state: Concurrency, duration_s: float, *, is_full: bool = True
+    ) -> tuple[Concurrency, list[int]]:
+        """The state, and the limits that it had, one for each tick."""
+        limits, grown_at_s, slower = [], self.now_s, state.limit
+        for _ in range(round(duration_s / TICK_S)):
+            if limits and state.limit > limits[-1]:
+                grown_at_s, slower = self.now_s, limits[-1]
+            fast = state.limit if self.now_s - grown_at_s >= self.ramp_s else slower
+            self.moved += TICK_S * min(self.together, self.each * fast)
+            self.now_s += TICK_S
+            state = observed(
+                state,
+                moved_bytes=round(self.moved),
+                round_trip_s=self.round_trip_s,
+                is_full=is_full,
+                now_s=self.now_s,
+            )
+            limits.append(state.limit)
+        return state, limits
 
 
-def test_concurrency_converges_to_what_the_link_carries() -> None:
-    state, limits = play(Concurrency(limit=4, most=64), link=20 * MIB, per_request=MIB, duration_s=300)
-    assert 18 <= state.limit <= 26
-    assert max(limits) <= 32
+@pytest.mark.parametrize(("each", "together"), [(5, 100), (20, 400), (60, 400), (5, 300), (90, 10_000)])
+def test_a_link_is_full_from_the_third_second_on_and_not_by_too_many_connections(
+    each: int, together: int
+) -> None:
+    needed = together / each
+    _, limits = Link(each * MIB, together * MIB).play(Concurrency(limit=8, most=128), 60)
+    assert min(limits[30:]) >= needed
+    assert max(limits[30:]) <= max(8, 1.25 * 1.2 * needed)  # while it tries a step more
+    assert sorted(limits[30:])[len(limits[30:]) // 2] <= max(8, 1.2 * needed)
 
 
 def test_concurrency_does_not_grow_without_a_gain() -> None:
-    _, limits = play(Concurrency(limit=8, most=64), link=8 * MIB, per_request=8 * MIB, duration_s=20)
-    assert max(limits) == 10  # one step, taken back
+    """A core that is busy with checksums or encryption, say."""
+    _, limits = Link(1e9, 8 * MIB).play(Concurrency(limit=8, most=64), 300)
     assert limits[-1] == 8
+    assert sum(limit > 8 for limit in limits) * TICK_S <= 10  # ever more seldom
+
+
+def test_what_a_link_far_away_needs_is_found_though_its_connections_are_slow_to_start() -> None:
+    link = Link(5 * MIB, 200 * MIB, ramp_s=0.8, round_trip_s=0.1)
+    _, limits = link.play(Concurrency(limit=8, most=128), 30)
+    assert 40 <= limits[-1] <= 48
+
+
+def test_a_link_that_changes_is_found_again() -> None:
+    link = Link(10 * MIB, 100 * MIB)
+    state, _ = link.play(Concurrency(limit=8, most=128), 60)
+    link.together = 400 * MIB
+    _, limits = link.play(state, 90)
+    assert limits[-1] >= 40
 
 
 def test_concurrency_does_not_grow_while_nothing_waits() -> None:
-    state = Concurrency(limit=8, most=64)
-    for tick in range(100):
-        state = finished(state, size_bytes=MIB, is_waited_for=False, began_s=tick, now_s=tick + 1.0)
-    assert state.limit == 8
+    _, limits = Link(MIB).play(Concurrency(limit=8, most=64), 60, is_full=False)
+    assert set(limits) == {8}
+
+
+def test_a_pause_between_checkpoints_says_nothing_of_the_link() -> None:
+    link = Link(MIB, 32 * MIB)
+    state, _ = link.play(Concurrency(limit=8, most=64), 30)
+    paused, limits = link.play(state, 60, is_full=False)
+    assert set(limits) == {state.limit}
+    link.moved, link.now_s = link.moved + 1, link.now_s + 600
+    _, limits = link.play(paused, 5)
+    assert min(limits) >= 32
 
 
 def test_concurrency_never_exceeds_its_maximum() -> None:
-    _, limits = play(Concurrency(limit=4, most=6), link=1e12, per_request=MIB, duration_s=100)
+    _, limits = Link(MIB).play(Concurrency(limit=4, most=6), 30)
     assert max(limits) == 6
 
 
@@ -55,9 +106,24 @@ def test_slow_down_halves_once_for_all_requests_in_flight() -> None:
 
 
 def test_concurrency_recovers_after_a_slow_down() -> None:
-    state = throttled(Concurrency(limit=16, most=32), began_s=0.0, now_s=1.0)
-    state, _ = play(state, link=1e12, per_request=MIB, duration_s=4 * REST_S, start_s=1.0)
+    link = Link(MIB)
+    state, _ = link.play(Concurrency(limit=16, most=32), 10)
+    state = throttled(state, began_s=link.now_s, now_s=link.now_s)
+    assert state.limit == 16
+    state, _ = link.play(state, 30)
     assert state.limit == 32
+
+
+def test_a_store_that_goes_on_refusing_is_tried_ever_more_seldom() -> None:
+    """Or a tenth of all requests would be told to slow down, again and again."""
+    link, refused_at, state = Link(MIB), [], Concurrency(limit=8, most=128)
+    for _ in range(3000):
+        state, _ = link.play(state, TICK_S)
+        if state.limit > 8:
+            state = throttled(state, began_s=link.now_s, now_s=link.now_s)
+            refused_at.append(link.now_s)
+    assert len(refused_at) < 20
+    assert sum(at > 150 for at in refused_at) < 8
 
 
 @given(
@@ -66,13 +132,11 @@ def test_concurrency_recovers_after_a_slow_down() -> None:
     st.integers(1, 64),
 )
 def test_the_limit_stays_in_its_bounds(events, start: int, most: int) -> None:
-    state, now_s = Concurrency(limit=start, most=max(start, most)), 0.0
-    for is_throttled, took_s, size_bytes, is_waited_for in events:
-        began_s, now_s = now_s, now_s + took_s
+    state, now_s, moved = Concurrency(limit=start, most=max(start, most)), 0.0, 0
+    for is_throttled, took_s, size_bytes, is_full in events:
+        began_s, now_s, moved = now_s, now_s + took_s, moved + size_bytes
         if is_throttled:
             state = throttled(state, began_s=began_s, now_s=now_s)
         else:
-            state = finished(
-                state, size_bytes=size_bytes, is_waited_for=is_waited_for, began_s=began_s, now_s=now_s
-            )
+            state = observed(state, moved_bytes=moved, round_trip_s=0.01, is_full=is_full, now_s=now_s)
         assert 1 <= state.limit <= state.most

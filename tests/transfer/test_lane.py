@@ -4,8 +4,9 @@ import asyncio
 
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import FailureReason
+from ckpt_async.stores.interface import Moved
 from ckpt_async.stores.memory import MemoryStore
-from ckpt_async.transfer.budgets import Lane
+from ckpt_async.transfer.budgets import LOOK_S, Lane
 from ckpt_async.transfer.patient import PatientStore
 from tests.stores.misbehaving import trouble
 from tests.virtual_time import run
@@ -61,6 +62,36 @@ def test_a_waiter_cancelled_on_its_turn_passes_it_on() -> None:
             asyncio.get_running_loop().call_soon(first.cancel)  # in the same step in which it is admitted
         await asyncio.gather(first, second, return_exceptions=True)
         assert done == ["second"]
+
+    run(main())
+
+
+def test_concurrency_follows_what_the_stores_say_has_moved() -> None:
+    """Two share the lane, a third cannot tell."""
+
+    async def main() -> None:
+        lane, limits, looks = Lane(8, 64), [], []
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+
+        def moved() -> Moved:
+            looks.append(loop.time())
+            return Moved(round((loop.time() - began_s) * 1000 * min(lane.concurrency.limit, 40)), 0.0)
+
+        lane.movers += [moved, moved, lambda: None]
+
+        async def work() -> None:
+            async with lane.hold(0):
+                limits.append(lane.concurrency.limit)
+                await asyncio.sleep(1)
+
+        await asyncio.gather(*(work() for _ in range(400)))
+        assert limits[0] == 8
+        assert max(limits) > 32
+        num_looks = len(looks)
+        assert num_looks <= 2 * (loop.time() - began_s) / LOOK_S + 2
+        await asyncio.sleep(10)
+        assert len(looks) <= num_looks + 2  # an idle lane looks at nothing
 
     run(main())
 

@@ -42,6 +42,7 @@ from ckpt_async.stores.interface import (
     Enough,
     Listing,
     Match,
+    Moved,
     MultipartInfo,
     ObjectInfo,
     Sink,
@@ -90,6 +91,9 @@ class AzureStore:
     def capabilities(self) -> Capabilities:
         assert self._capabilities is not None, "open() first"
         return self._capabilities
+
+    def moved(self) -> Moved | None:
+        return self._session.pools.traffic.read()
 
     async def open(self, *, is_read_only: bool = False) -> None:
         """Connect, then find out what the store enforces, as `Probe` does."""
@@ -150,7 +154,7 @@ class AzureStore:
 
         url = self._session.url(key, "get_blob", grant := await self._session.access.grant())
         with telling_failures_of(sink) as guarded, translating("get_blob", key, self._location):
-            answer = await self._session.downloads.get_range(
+            answer = await self._session.pools.downloads.get_range(
                 url, offset, size_bytes, guarded, check, self._session.headers(grant)
             )
         if not found:
@@ -167,7 +171,7 @@ class AzureStore:
                 check_size(answers.info_of_range(get.key, answer, 0, get.size_bytes).size_bytes, get)
 
         with telling_failures_of(got) as guarded, translating("get_blob", "", self._location):
-            refused = await self._session.downloads.get_many(
+            refused = await self._session.pools.downloads.get_many(
                 asked,
                 check,
                 lambda number, data: guarded(gets[number], data),

@@ -84,7 +84,7 @@ class Sender:
                 stored(ObjectInfo(put.key, len(put.data), answers.etag(answer), told))
 
         with translating("put_blob", "", self._location):
-            refused = await self._session.small_uploads.put_many(
+            refused = await self._session.pools.small_uploads.put_many(
                 self._location.account.endpoint_url, requests(), answered
             )
         if refused is not None:

@@ -6,7 +6,6 @@ import contextlib
 import os
 import ssl
 from collections.abc import Mapping
-from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
 import aiohttp
@@ -18,11 +17,9 @@ from ckpt_async.stores.azure.access import VERSION, Access, Grant
 from ckpt_async.stores.azure.errors import AzureLocation, refusal, translating
 from ckpt_async.stores.checks import check_key
 from ckpt_async.stores.http.connections import has_proxy
-from ckpt_async.stores.http.downloads import Downloads
 from ckpt_async.stores.http.messages import MalformedResponseError, Response
-from ckpt_async.stores.http.series import SmallUploads
-from ckpt_async.stores.http.uploads import Uploads
-from ckpt_async.stores.interface import Body, BytesBody
+from ckpt_async.stores.http.pools import Pools
+from ckpt_async.stores.interface import Body
 from ckpt_async.stores.options import StoreOptions
 
 Query = Mapping[str, str]
@@ -32,10 +29,7 @@ NOTHING: Query = {}
 class AzureSession:
     """Belongs to the event loop that opened it."""
 
-    downloads: Downloads  # these are made by `open`
-    small_uploads: SmallUploads
-    _uploads: Uploads
-    _records: Uploads
+    pools: Pools  # made by `open`
     _client: aiohttp.ClientSession
 
     def __init__(self, location: AzureLocation, access: Access, options: StoreOptions) -> None:
@@ -54,18 +48,8 @@ class AzureSession:
             ca_file = os.environ.get("REQUESTS_CA_BUNDLE") or None
             await self.access.grant()  # want of credentials is told at once
             self._client = await self._exit_stack.enter_async_context(_client(self.options, ca_file))
-        connections: dict[str, Any] = {
-            "max_connections": self.options.max_connections,
-            "connect_timeout_s": self.options.connect_timeout_s,
-            "read_timeout_s": self.options.read_timeout_s,
-            "ca_file": ca_file,
-        }
-        self.downloads = Downloads(**connections)
-        self.small_uploads = SmallUploads(**connections)
-        self._uploads = Uploads(**connections)
-        self._records = Uploads(**connections, is_bulk=False)
-        for each in (self.downloads, self.small_uploads, self._uploads, self._records):
-            self._exit_stack.callback(each.close)
+        self.pools = Pools(self.options, ca_file)
+        self._exit_stack.callback(self.pools.close)
 
     async def close(self) -> None:
         await self._exit_stack.aclose()
@@ -100,7 +84,7 @@ class AzureSession:
         """
         url = self.url(key, operation, grant := await self.access.grant(), query)
         sent = {"Content-Length": str(body.size_bytes), "Content-Type": "application/octet-stream"}
-        uploads = self._records if isinstance(body, BytesBody) else self._uploads
+        uploads = self.pools.uploads_for(body)
         with translating(operation, key, self.location):
             answer = await uploads.put(url, self.headers(grant, {**sent, **headers}), body)
             return self.heeded(answer, operation, key, is_conditional=is_conditional)

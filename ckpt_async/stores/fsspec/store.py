@@ -81,6 +81,9 @@ class FsspecStore:
     def capabilities(self) -> Capabilities:
         return self._capabilities
 
+    def moved(self) -> None:
+        pass
+
     async def open(self, *, is_read_only: bool = False) -> None:
         """Connect. To write: make the folder if it is missing, and find out how the file system behaves by two small
         files, which are deleted again.

@@ -30,6 +30,7 @@ from ckpt_async.stores.interface import (
     Condition,
     Enough,
     Listing,
+    Moved,
     MultipartInfo,
     ObjectInfo,
     Sink,
@@ -75,6 +76,9 @@ class GcsStore:
         assert self._capabilities is not None, "open() first"
         trails = self._session.is_tls and self._multiparts.answers_checksums
         return replace(self._capabilities, trailing_checksums=trails)
+
+    def moved(self) -> Moved | None:
+        return self._session.pools.traffic.read()
 
     async def open(self, *, is_read_only: bool = False) -> None:
         """Find credentials, then find out what the store enforces, as `Probe` does."""

@@ -65,7 +65,7 @@ class Multiparts:
                 "content-length": str(body.size_bytes),
                 **told,
             }
-            answer = await self._session.uploads_for(body).put(url, headers, sent)
+            answer = await self._session.pools.uploads_for(body).put(url, headers, sent)
         if answer.status >= 300:
             raise self._session.refused(answer, "put_part", key)
         with translating("put_part", key, self._location):

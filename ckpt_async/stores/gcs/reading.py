@@ -48,7 +48,9 @@ class Reader:
 
         with telling_failures_of(sink) as guarded, translating("get", key, self._location):
             headers = await self._session.credentials.headers()
-            answer = await self._session.downloads.get_range(url, offset, size_bytes, guarded, check, headers)
+            answer = await self._session.pools.downloads.get_range(
+                url, offset, size_bytes, guarded, check, headers
+            )
         if not found:
             raise await self._refused(key, answer)
         return found[0]
@@ -63,7 +65,7 @@ class Reader:
 
         with telling_failures_of(got) as guarded, translating("get", "", self._location):
             headers = await self._session.credentials.headers()
-            refused = await self._session.downloads.get_many(
+            refused = await self._session.pools.downloads.get_many(
                 [(url, get.size_bytes) for url, get in zip(urls, gets, strict=True)],
                 check,
                 lambda number, data: guarded(gets[number], data),

@@ -44,7 +44,7 @@ class Sender:
         url = self._session.upload_url(fields=_FIELDS, **generation, **self._query)
         with translating("put", key, self._location):
             headers = self._headers(await self._session.credentials.headers(), related)
-            uploads = self._session.uploads_for(body)
+            uploads = self._session.pools.uploads_for(body)
             answer = await uploads.put(url, headers, related, method="POST")
         if answer.status >= 300:
             raise self._session.refused(answer, "put", key)
@@ -79,7 +79,7 @@ class Sender:
         with translating("put", "", self._location):
             credentials = await self._session.credentials.headers()
             try:
-                refused = await self._session.small_uploads.put_many(url, requests(), answered)
+                refused = await self._session.pools.small_uploads.put_many(url, requests(), answered)
             except _SpoiltError:
                 return spoilt[0]
         if refused is not None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping
-from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
 import aiohttp
@@ -19,21 +18,16 @@ from ckpt_async.stores.checks import check_key
 from ckpt_async.stores.gcs.credentials import Anonymous, Credentials, GoogleCredentials
 from ckpt_async.stores.gcs.errors import GcsLocation, refusal, translating
 from ckpt_async.stores.http.connections import has_proxy, trusting
-from ckpt_async.stores.http.downloads import NO_HEADERS, Downloads
+from ckpt_async.stores.http.downloads import NO_HEADERS
 from ckpt_async.stores.http.messages import Response
-from ckpt_async.stores.http.series import SmallUploads
-from ckpt_async.stores.http.uploads import Uploads
-from ckpt_async.stores.interface import Body, BytesBody
+from ckpt_async.stores.http.pools import Pools
 from ckpt_async.stores.options import StoreOptions
 
 
 class GcsSession:
     """Belongs to the event loop that opened it."""
 
-    downloads: Downloads  # these are made by `open`
-    small_uploads: SmallUploads
-    _uploads: Uploads
-    _records: Uploads
+    pools: Pools  # made by `open`
     _http: aiohttp.ClientSession
 
     def __init__(self, location: GcsLocation, options: StoreOptions) -> None:
@@ -65,18 +59,8 @@ class GcsSession:
 
     def _connect(self) -> None:
         ca_file = os.environ.get("REQUESTS_CA_BUNDLE") or None  # as google-auth does
-        connections: dict[str, Any] = {
-            "max_connections": self.options.max_connections,
-            "connect_timeout_s": self.options.connect_timeout_s,
-            "read_timeout_s": self.options.read_timeout_s,
-            "ca_file": ca_file,
-        }
-        self.downloads = Downloads(**connections)
-        self.small_uploads = SmallUploads(**connections)
-        self._uploads = Uploads(**connections)
-        self._records = Uploads(**connections, is_bulk=False)
-        for each in (self.downloads, self.small_uploads, self._uploads, self._records):
-            self._exit_stack.callback(each.close)
+        self.pools = Pools(self.options, ca_file)
+        self._exit_stack.callback(self.pools.close)
         timeout = aiohttp.ClientTimeout(
             total=None,
             sock_connect=self.options.connect_timeout_s,
@@ -94,10 +78,6 @@ class GcsSession:
 
     async def close(self) -> None:
         await self._exit_stack.aclose()
-
-    def uploads_for(self, body: Body) -> Uploads:
-        """A receipt or a decision does not queue behind shards."""
-        return self._records if isinstance(body, BytesBody) else self._uploads
 
     def name(self, key: str, operation: str) -> str:
         """Of an object in its bucket. Raises StoreError for a key that could lead out of the root."""

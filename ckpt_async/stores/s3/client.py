@@ -79,7 +79,7 @@ class S3Store:
         return replace(self._capabilities, trailing_checksums=self._sender.trails_parts)
 
     def moved(self) -> Moved | None:
-        return self._session.traffic.read()
+        return self._session.pools.traffic.read()
 
     async def open(self, *, is_read_only: bool = False) -> None:
         """Connect, then find out what the store enforces, as `Probe` does."""

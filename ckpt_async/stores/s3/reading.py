@@ -67,7 +67,9 @@ class Reader:
             found.append(answers.info_of_range(key, response, offset, size_bytes))
 
         with telling_failures_of(sink) as guarded, translating("get_object", key, self._location):
-            response = await self._session.downloads.get_range(signed.url, offset, size_bytes, guarded, check)
+            response = await self._session.pools.downloads.get_range(
+                signed.url, offset, size_bytes, guarded, check
+            )
         if not found:
             raise self._refused(key, response)
         return found[0]
@@ -87,7 +89,7 @@ class Reader:
                 check_size(total_of_range(response, 0, get.size_bytes), get)
 
         with telling_failures_of(got) as guarded, translating("get_object", "", self._location):
-            refused = await self._session.downloads.get_many(
+            refused = await self._session.pools.downloads.get_many(
                 [(each.url, get.size_bytes) for each, get in zip(signed, gets, strict=True)],
                 check,
                 lambda number, data: guarded(gets[number], data),

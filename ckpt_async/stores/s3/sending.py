@@ -62,7 +62,7 @@ class Sender:
             url, headers = template.request(
                 name, body.size_bytes, checksum, credentials, time.time(), put.query
             )
-            response = await self._session.uploads_for(body).put(url, headers, body)
+            response = await self._session.pools.uploads_for(body).put(url, headers, body)
         if response.status >= 300:
             raise self._refused(put, response)
         return self._parsed(put.operation, put.key, response)
@@ -87,7 +87,7 @@ class Sender:
             url, headers = template.request_with_trailer(
                 name, body.size_bytes, digest.algorithm, credentials, time.time(), put.query
             )
-            return await self._session.uploads_for(body).put(url, headers, AwsChunkedBody(body, digest))
+            return await self._session.pools.uploads_for(body).put(url, headers, AwsChunkedBody(body, digest))
 
     async def put_many(
         self, template: RequestTemplate, puts: Iterable[SmallPut], stored: Callable[[ObjectInfo], None]
@@ -106,7 +106,7 @@ class Sender:
 
         with translating("put_object", "", self._location):
             credentials = await self._session.credentials()
-            refused = await self._session.small_uploads.put_many(template.origin, requests(), answered)
+            refused = await self._session.pools.small_uploads.put_many(template.origin, requests(), answered)
         if refused is not None:
             request, response = refused
             raise self._refused(Put("put_object", request.key, {}), response)
@@ -128,7 +128,7 @@ class Sender:
     async def _put_by_sdk(self, put: Put, body: Body, checksum: Checksum) -> SdkResponse:
         async def send(url: str, headers: Mapping[str, str | bytes]) -> Response:
             self._learn(put, url, headers)
-            return await self._session.uploads_for(body).put(url, headers, body)
+            return await self._session.pools.uploads_for(body).put(url, headers, body)
 
         payload = SdkBody(body, send)
         try:

@@ -25,12 +25,8 @@ from botocore.loaders import Loader, create_loader
 
 from ckpt_async.stores.checks import check_key
 from ckpt_async.stores.http.connections import enable_keepalive, has_proxy
-from ckpt_async.stores.http.downloads import Downloads
 from ckpt_async.stores.http.messages import MalformedResponseError
-from ckpt_async.stores.http.series import SmallUploads
-from ckpt_async.stores.http.traffic import Traffic
-from ckpt_async.stores.http.uploads import Uploads
-from ckpt_async.stores.interface import Body, BytesBody
+from ckpt_async.stores.http.pools import Pools
 from ckpt_async.stores.options import StoreOptions
 from ckpt_async.stores.s3 import answers
 from ckpt_async.stores.s3.answers import SdkResponse
@@ -53,16 +49,12 @@ _UNMET = {
 class S3Session:
     """Belongs to the event loop that opened it."""
 
-    downloads: Downloads  # these are made with the client
-    small_uploads: SmallUploads
-    _uploads: Uploads
-    _records: Uploads
+    pools: Pools  # made with the client
 
     def __init__(self, location: S3Location, options: StoreOptions) -> None:
         self.location, self.options = location, options
         self.client: Any = None
         self._credentials: Any = None
-        self.traffic = Traffic()  # of shard bytes
         self._exit_stack = contextlib.AsyncExitStack()
 
     async def open(self) -> None:
@@ -73,13 +65,8 @@ class S3Session:
             client = _create_client(session, self.options, self.location)
             self.client = await self._exit_stack.enter_async_context(client)
             self._credentials = await session.get_credentials()
-        connections = {**_connections(session, self.options), "traffic": self.traffic}
-        self.downloads = Downloads(**connections)
-        self.small_uploads = SmallUploads(**connections)
-        self._uploads = Uploads(**connections)
-        self._records = Uploads(**{**connections, "traffic": None}, is_bulk=False)
-        for each in (self.downloads, self.small_uploads, self._uploads, self._records):
-            self._exit_stack.callback(each.close)
+        self.pools = Pools(self.options, _ca_file(session))
+        self._exit_stack.callback(self.pools.close)
         events = self.client.meta.events
         for operation in ("PutObject", "UploadPart"):
             events.register(f"before-send.s3.{operation}", _hand_over)
@@ -92,10 +79,6 @@ class S3Session:
     async def close(self) -> None:
         await self._exit_stack.aclose()
         self.client = None
-
-    def uploads_for(self, body: Body) -> Uploads:
-        """A receipt or a decision does not queue behind shards."""
-        return self._records if isinstance(body, BytesBody) else self._uploads
 
     async def credentials(self) -> Credentials:
         frozen: Credentials = await self._credentials.get_frozen_credentials()
@@ -154,14 +137,9 @@ def _create_client(session: AioSession, options: StoreOptions, location: S3Locat
     )
 
 
-def _connections(session: AioSession, options: StoreOptions) -> dict[str, Any]:
+def _ca_file(session: AioSession) -> str:
     ca_file = session.get_config_variable("ca_bundle") or os.environ.get("REQUESTS_CA_BUNDLE")
-    return {
-        "max_connections": options.max_connections,
-        "connect_timeout_s": options.connect_timeout_s,
-        "read_timeout_s": options.read_timeout_s,
-        "ca_file": ca_file or botocore.httpsession.where(),
-    }
+    return ca_file or str(botocore.httpsession.where())
 
 
 @functools.cache

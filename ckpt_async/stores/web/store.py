@@ -33,12 +33,14 @@ from ckpt_async.stores.http.connections import has_proxy
 from ckpt_async.stores.http.downloads import Downloads
 from ckpt_async.stores.http.failures import failure_of, reason_of_status, telling_failures_of
 from ckpt_async.stores.http.messages import OtherRangeError, Response, range_total, total_of_range
+from ckpt_async.stores.http.traffic import Traffic
 from ckpt_async.stores.interface import (
     Body,
     Capabilities,
     Condition,
     Enough,
     Listing,
+    Moved,
     MultipartInfo,
     ObjectInfo,
     Sink,
@@ -75,6 +77,7 @@ class WebStore:
         self._root = url.removesuffix("/") + "/"
         self._session: aiohttp.ClientSession | None = None
         self._downloads: Downloads | None = None
+        self._traffic = Traffic()
         self._led: dict[str, tuple[str, float]] = {}  # by key: where it is, and since when that is known
 
     @property
@@ -84,6 +87,9 @@ class WebStore:
     @property
     def capabilities(self) -> Capabilities:
         return _CAPABILITIES
+
+    def moved(self) -> Moved | None:
+        return self._traffic.read()
 
     async def open(self, *, is_read_only: bool = False) -> None:
         """See whether anybody answers, whatever the answer is. Raises SettingsError unless it is only to be read."""
@@ -106,6 +112,7 @@ class WebStore:
             connect_timeout_s=options.connect_timeout_s,
             read_timeout_s=options.read_timeout_s,
             ca_file=self._ca_file,
+            traffic=self._traffic,
         )
         with self._translating("open", ""):
             async with self._session.head(yarl.URL(self._root, encoded=True)):

@@ -1,0 +1,38 @@
+"""All connections of one store that carry bodies: large and small ones, up and down, and records apart from shards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ckpt_async.stores.http.downloads import Downloads
+from ckpt_async.stores.http.series import SmallUploads
+from ckpt_async.stores.http.traffic import Traffic
+from ckpt_async.stores.http.uploads import Uploads
+from ckpt_async.stores.interface import Body, BytesBody
+from ckpt_async.stores.options import StoreOptions
+
+
+class Pools:
+    """Each holds up to `options.max_connections`. `ca_file`: None for the system's certificates."""
+
+    def __init__(self, options: StoreOptions, ca_file: str | None) -> None:
+        shared: dict[str, Any] = {
+            "max_connections": options.max_connections,
+            "connect_timeout_s": options.connect_timeout_s,
+            "read_timeout_s": options.read_timeout_s,
+            "ca_file": ca_file,
+        }
+        self.traffic = Traffic()  # of shard bytes
+        self.downloads = Downloads(**shared, traffic=self.traffic)
+        self.small_uploads = SmallUploads(**shared, traffic=self.traffic)
+        self._uploads = Uploads(**shared, traffic=self.traffic)
+        self._records = Uploads(**shared, is_bulk=False)
+
+    def uploads_for(self, body: Body) -> Uploads:
+        """A receipt or a decision does not queue behind shards."""
+        return self._records if isinstance(body, BytesBody) else self._uploads
+
+    def close(self) -> None:
+        """Release connections; those in use when their requests end. Does not block."""
+        for each in (self.downloads, self.small_uploads, self._uploads, self._records):
+            each.close()
