@@ -26,6 +26,9 @@ class Meddled:
     def capabilities(self) -> Capabilities:
         return self._store.capabilities
 
+    def moved(self) -> None:
+        pass
+
     async def put_many(self, puts: Iterable[SmallPut], stored: Callable[[ObjectInfo], None]) -> None:
         whole: Any = self
         await put_one_by_one(whole, puts, stored)
