@@ -1,6 +1,7 @@
 """The last seconds before a node goes away: `flush`, and SIGTERM with a budget."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -298,6 +299,10 @@ class Started:
         """SIGTERM; returns how long it lived on."""
         started = time.monotonic()
         self.process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(
+                20
+            )  # `communicate` tells it at once that there is no more to read: it would close
         self.errors = self.process.communicate(timeout=30)[1]
         return time.monotonic() - started
 
