@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckpt_async.stores.interface import Capabilities
 from ckpt_async.transfer.concurrency import Concurrency, observed, throttled
+from ckpt_async.transfer.upload import part_size
 
 MIB = 1 << 20
 TICK_S = 0.1
@@ -140,3 +142,14 @@ def test_the_limit_stays_in_its_bounds(events, start: int, most: int) -> None:
         else:
             state = observed(state, moved_bytes=moved, round_trip_s=0.01, is_full=is_full, now_s=now_s)
         assert 1 <= state.limit <= state.most
+
+
+@pytest.mark.parametrize(
+    ("size_mib", "concurrency", "part_mib"),
+    [(1024, 8, 32), (1024, 64, 16), (8192, 8, 64), (8192, 128, 32), (100, 128, 16), (1 << 20, 128, 117)],
+)
+def test_a_shard_is_cut_so_that_all_connections_can_share_it(
+    size_mib: int, concurrency: int, part_mib: int
+) -> None:
+    capabilities = Capabilities(conditional_put=True, multipart=True, checksum_algorithm="crc64nvme")
+    assert part_size(size_mib * MIB, 16 * MIB, capabilities, concurrency) == part_mib * MIB
