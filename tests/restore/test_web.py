@@ -70,6 +70,18 @@ def test_a_run_is_found_by_its_pointer_and_fetched(run_: Run, served: str, tmp_p
     assert fetched(served + path, tmp_path / "out") == (2, names(files_of(2)))
 
 
+@pytest.mark.parametrize("written", ["my runs/größe/50%", "my%20runs/gr%C3%B6%C3%9Fe/50%25"])
+def test_a_url_may_have_its_escapes_or_not(folder: Path, served: str, tmp_path: Path, written: str) -> None:
+    """As in a browser. What was written raw went over the line raw, and was refused as no request."""
+    there = folder / "my runs/größe/50%/step5-unsharded"
+    there.mkdir(parents=True)
+    files = {"config.yaml": b"a: 1", "model.pt": b"model", "optim.pt": b"optim", "train.pt": b"train"}
+    for name, data in files.items():
+        (there / name).write_bytes(data)
+    assert fetched(f"{served}/{written}", tmp_path / "out", step=5) == (5, files)
+    assert read_range(f"{served}/{written}", "step5-unsharded/model.pt", 1, 3) == b"ode"
+
+
 def test_an_older_step_is_found_if_it_is_asked_for(run_: Run, served: str, tmp_path: Path) -> None:
     for generation, step in ((1, 1), (2, 2), (3, 3)):
         run_.commit(step, files_of(step), generation=generation)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import email.utils
+import re
 import ssl
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -67,6 +68,7 @@ _NO_RANGES = (
 )
 # Where a redirect has led to may be signed for minutes only.
 _LED_S, _MOST_LED = 60.0, 1000
+_NO_ESCAPE = re.compile(r"%(?![0-9A-Fa-f]{2})")
 
 
 class WebStore:
@@ -74,7 +76,7 @@ class WebStore:
 
     def __init__(self, url: str, options: StoreOptions, *, ca_file: str | None) -> None:
         self._url, self._options, self._ca_file = url, options, ca_file
-        self._root = url.removesuffix("/") + "/"
+        self._root = _sendable(url.removesuffix("/")) + "/"
         self._session: aiohttp.ClientSession | None = None
         self._downloads: Downloads | None = None
         self._traffic = Traffic()
@@ -323,6 +325,11 @@ class WebStore:
 
     def _refuse(self, operation: str, key: str, what: str = "a web server can only be read") -> NoReturn:
         raise StoreError(what, reason=FailureReason.AUTH, operation=operation, key=key)
+
+
+def _sendable(url: str) -> str:
+    """As it goes over the line: what a browser has escaped stays, and what it would escape is."""
+    return _NO_ESCAPE.sub("%25", quote(url, safe="/:@[]%!$&'()*+,;=~"))
 
 
 def _check_partial(status: int, length: str | None, key: str, offset: int, size_bytes: int) -> None:
