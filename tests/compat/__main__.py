@@ -79,10 +79,13 @@ def play(name: str, python: Path, options: list[str]) -> str:
     """Run the plays of a framework, and say how that went in a few words."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
-        pytest = [python, "-m", "pytest", "-c", HERE / "pytest.ini", f"--junitxml={report}"]
+        # Below the root, a folder is tests.compat.composer; below this one it would be composer, as the framework.
+        pytest = [python, "-m", "pytest", "--rootdir", ROOT, "-c", HERE / "pytest.ini"]
         # `weed` comes from the project's own environment, which PATH leads to already.
         env = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-        code = subprocess.call([*pytest, HERE / name, *options], cwd=ROOT, env=env, timeout=LIMIT_S)
+        code = subprocess.call(
+            [*pytest, f"--junitxml={report}", HERE / name, *options], cwd=ROOT, env=env, timeout=LIMIT_S
+        )
         return summary(report.read_text()) if report.exists() else f"failed: pytest ended with {code}"
 
 

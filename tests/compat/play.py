@@ -32,8 +32,13 @@ def say_loss(step: int, loss: float, to: str = "/dev/fd/1") -> None:
     Takes 20 ms, so that a step takes time, as real ones do.
     """
     time.sleep(0.02)
+    say(f"{_LOSS} {step} {float(loss).hex()}", to)
+
+
+def say(line: str, to: str = "/dev/fd/1") -> None:
+    """For training scripts: a line of their own, which `Training.said` will have."""
     with open(to, "wb", buffering=0) as pipe:
-        pipe.write(f"\n{_LOSS} {step} {float(loss).hex()}\n".encode())
+        pipe.write(f"\n{line}\n".encode())
 
 
 def ranks(count: int) -> list[str]:
@@ -49,6 +54,7 @@ class Training:
         self._mark = uuid.uuid4().hex
         self._log = log
         self.losses: dict[int, str] = {}
+        self.said: list[str] = []  # every other line
         with log.open("wb") as errors:
             self.process = subprocess.Popen(
                 [str(part) for part in command],
@@ -71,6 +77,8 @@ class Training:
                 if self.losses.setdefault(int(step), loss) != loss:
                     raise AssertionError(f"step {step} came twice, with different losses: {self.tail()}")
                 yield int(step)
+            else:
+                self.said.append(line.rstrip())
 
     def finish(self) -> dict[int, str]:
         """All losses of a run that must end well."""

@@ -1,6 +1,6 @@
 """Ray Train's `TorchTrainer` with 2 workers: the node is lost; one worker after the other is SIGKILLed.
 
-The number of workers killed is CKPT_ASYNC_PLAY_KILLS (3): 50 take the better part of an hour.
+The number of workers killed is CKPT_ASYNC_PLAY_KILLS (3).
 """
 
 import os
@@ -26,18 +26,21 @@ def ray_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with tempfile.TemporaryDirectory(prefix="ray") as folder:
         monkeypatch.setenv("RAY_PLAY_FOLDER", folder)
         monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        monkeypatch.setenv("RAY_worker_niceness", "0")  # or a busy machine has no time for them
         monkeypatch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")  # it takes one report per look
         yield
 
 
 def test_a_killed_run_goes_on_on_a_fresh_node(job: Job) -> None:
-    job.check_kill_and_resume([sys.executable, SCRIPT, "150", "SYNC"])
+    job.check_kill_and_resume([sys.executable, SCRIPT, "150", "SYNC", "0"])
 
 
 @pytest.mark.timeout(300 + 120 * KILLS)
 def test_killed_workers_never_leave_a_partial_checkpoint(job: Job) -> None:
-    """Ray's issue 41700. Each group resumes from a commit, and the losses say that no state was mixed."""
-    command = [sys.executable, SCRIPT, str(100 + 30 * KILLS), "ASYNC"]
+    """Ray's issue 41700: at each start all that Ray has registered is compared with what was written, by SHA-256; and
+    the losses say that no state was mixed. The group may fail as often as it was killed, and not once more.
+    """
+    command = [sys.executable, SCRIPT, str(100 + 30 * KILLS), "ASYNC", str(KILLS)]
     undisturbed = job.start(command, "undisturbed", f"{job.remote}/undisturbed").finish()
     training, num_killed, target = job.start(command, "killed"), 0, -1
     for step in training:
@@ -48,10 +51,15 @@ def test_killed_workers_never_leave_a_partial_checkpoint(job: Job) -> None:
             time.sleep(random.random() * 0.1)  # anywhere within a step, a save, a report
             os.kill(random.choice(workers), signal.SIGKILL)
             num_killed, target = num_killed + 1, -1
-            print(f"killed {num_killed} of {KILLS}, at step {step}")
+            print(f"killed {num_killed} of {KILLS}, at step {step}", file=sys.stderr, flush=True)
     assert training.process.wait(120) == 0, training.tail()
     assert num_killed == KILLS, training.tail()
     assert training.losses == undisturbed
+    checked = [int(line.split()[1]) for line in training.said if line.startswith("CHECKED ")]
+    print(f"{sum(checked)} checkpoints compared in {len(checked)} looks", file=sys.stderr)
+    assert len(checked) == KILLS + 2, "a look at every start, and at the end"
+    assert checked[-1] >= 2
+    assert sum(checked) >= KILLS
 
 
 def _is_worker(pid: int) -> bool:

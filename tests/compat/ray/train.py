@@ -1,7 +1,11 @@
 """A TorchTrainer with 2 workers, as docs/integrations.md shows it. Each worker has a state of its own, and the loss
 depends on both: a checkpoint made of two steps would show.
+
+Each worker notes the SHA-256 of every file before it reports it. At each start, and at the end, every checkpoint that
+Ray has registered is fetched from the store and compared.
 """
 
+import hashlib
 import os
 import sys
 import tempfile
@@ -15,6 +19,7 @@ from ray import train
 from ray.train import (
     Checkpoint,
     CheckpointConfig,
+    CheckpointConsistencyMode,
     CheckpointUploadMode,
     FailureConfig,
     RunConfig,
@@ -24,9 +29,25 @@ from ray.train.torch import TorchTrainer
 
 from ckpt_async import restore
 from ckpt_async.integrations.ray import checkpoint_of, newest_checkpoint, open_in_ray, upload_fn
-from tests.compat.play import say_loss
+from tests.compat.play import say, say_loss
 
-WIDTH, KEEP = 8, 2
+WIDTH, KEEP, WORKERS = 8, 2, 2
+
+
+def digest(path: Path, step: int) -> str:
+    return f"{step}-{path.name}-{hashlib.sha256(path.read_bytes()).hexdigest()}"
+
+
+def check(pointer: Checkpoint, written: str) -> None:
+    """Fails unless it leads to the files of all workers, of one step and one start, byte for byte as written."""
+    found = checkpoint_of(pointer)
+    with tempfile.TemporaryDirectory() as folder:
+        paths = restore.fetch(found, folder).paths.values()
+        digests = {digest(Path(path), found.step) for path in paths}
+        assert len(digests) == WORKERS, f"{pointer} leads to {digests}"
+        assert digests <= set(os.listdir(written)), f"{pointer} leads to bytes that nobody wrote: {digests}"
+        states = [torch.load(path, weights_only=True) for path in paths]
+    assert {(each["step"], each["generation"]) for each in states} == {(found.step, found.generation)}
 
 
 def train_func(config: dict[str, Any]) -> None:
@@ -36,8 +57,11 @@ def train_func(config: dict[str, Any]) -> None:
     model = train.torch.prepare_model(torch.nn.Linear(WIDTH, WIDTH))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     own, first = torch.full((1,), rank + 1.0), 0
-    if (reported := train.get_checkpoint()) is not None:  # what Ray knows of can be had
-        assert len(checkpoint_of(reported).files) == 2
+    if rank == 0:
+        registered = train.get_all_reported_checkpoints(CheckpointConsistencyMode.COMMITTED)
+        for each in registered:
+            check(each.checkpoint, config["written"])
+        say(f"CHECKED {len(registered)}", config["stdout"])
     if (newest := newest_checkpoint(folder, remote)) is not None:
         state = torch.load(Path(newest, f"rank-{rank}.pt"), weights_only=True)
         model.load_state_dict(state["model"])
@@ -60,9 +84,12 @@ def train_func(config: dict[str, Any]) -> None:
                     "optimizer": optimizer.state_dict(),
                     "own": own,
                     "step": step,
+                    "generation": uploader.generation,
                 }
                 saved = tempfile.mkdtemp(dir=folder)
-                torch.save(state, Path(saved, f"rank-{rank}.pt"))
+                path = Path(saved, f"rank-{rank}.pt")
+                torch.save(state, path)
+                Path(config["written"], digest(path, step)).touch()
                 metrics = {"step": step, "loss": both.item()}
                 train.report(
                     metrics,
@@ -72,40 +99,40 @@ def train_func(config: dict[str, Any]) -> None:
                 )
 
 
-def main(steps: str, mode: str, node: str, remote: str) -> None:
+def main(steps: str, mode: str, kills: str, node: str, remote: str) -> None:
     ray.init(
         num_cpus=4, include_dashboard=False, _temp_dir=os.environ["RAY_PLAY_FOLDER"], configure_logging=False
     )
-    folder = Path(node, "checkpoints")
+    folder, written = Path(node, "checkpoints"), Path(node).with_name("written")  # of all nodes
     folder.mkdir(exist_ok=True)
+    written.mkdir(exist_ok=True)
     trainer = TorchTrainer(
         train_func,
         train_loop_config={
             "folder": str(folder),
             "remote": remote,
+            "written": str(written),
             "steps": int(steps),
             "mode": mode,
             "stdout": f"/proc/{os.getpid()}/fd/1",
         },
-        scaling_config=ScalingConfig(num_workers=2, resources_per_worker={"CPU": 1}),
+        scaling_config=ScalingConfig(num_workers=WORKERS, resources_per_worker={"CPU": 1}),
         run_config=RunConfig(
             name="play",
             storage_path=f"{node}/ray",
-            failure_config=FailureConfig(max_failures=1000),
+            failure_config=FailureConfig(max_failures=int(kills)),
             checkpoint_config=CheckpointConfig(num_to_keep=KEEP),
         ),
     )
     result = trainer.fit()
     pointers = [each for each, _ in result.best_checkpoints or []]
     assert len(pointers) == KEEP
-    kept = sorted(path.name for path in Path(node, "ray", "play").glob("checkpoint_*") if path.is_dir())
-    # A worker that died just after the commit leaves a pointer that Ray was never told of.
-    assert {Path(each.path).name for each in pointers} <= set(kept), "Ray lost a pointer that it should keep"
-    for pointer in pointers:
-        found = checkpoint_of(pointer)
-        report = restore.fetch(found, Path(node, "again", found.name))
-        steps_of = {torch.load(path, weights_only=True)["step"] for path in report.paths.values()}
-        assert (len(report.paths), steps_of) == (2, {found.step})
+    storage = Path(node, "ray", "play")
+    kept = {path.parent.name for path in storage.glob("checkpoint_*/.metadata.json")}
+    assert {Path(each.path).name for each in pointers} <= kept, "Ray lost a pointer that it should keep"
+    for name in kept:  # also those that Ray was never told of: a worker died just after the commit
+        check(Checkpoint.from_directory(str(storage / name)), str(written))
+    say(f"CHECKED {len(kept)}")
     ray.shutdown()
 
 
