@@ -62,6 +62,24 @@ def read_range(url: str, key: str, offset: int, size_bytes: int) -> bytes:
     return asyncio.run(body(open_store(url)))
 
 
+def test_a_folder_is_no_object(folder: Path) -> None:
+    """Servers that show what is in one lead there from its name without a slash."""
+    (folder / "run").mkdir()
+
+    async def body(store: Store) -> None:
+        await store.open(is_read_only=True)
+        try:
+            with pytest.raises(ObjectNotFoundError, match="folder"):
+                await store.head("run")
+            with pytest.raises(ObjectNotFoundError, match="folder"):
+                await store.get("run", max_size_bytes=1000)
+        finally:
+            await store.close()
+
+    with serving_whole_files(folder) as url:
+        asyncio.run(body(open_store(url)))
+
+
 @pytest.mark.parametrize("path", ["", "/moved"])
 def test_a_run_is_found_by_its_pointer_and_fetched(run_: Run, served: str, tmp_path: Path, path: str) -> None:
     """Also where every request is redirected."""

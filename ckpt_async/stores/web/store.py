@@ -221,6 +221,8 @@ class WebStore:
             raise ObjectNotFoundError(operation=operation, key=key)
         if answer.status >= 300:
             raise self._refusal(answer.status, operation, key)
+        if answer.history and answer.url.path == f"{answer.history[0].url.path}/":
+            raise ObjectNotFoundError("is a folder", operation=operation, key=key)
         if answer.content_type == "text/html" and not key.endswith((".html", ".htm")):
             raise StoreError(
                 "the server answers with a web page",
