@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import asyncssh
 import fsspec
 import pytest
 from fsspec.implementations.local import LocalFileSystem
@@ -110,6 +111,26 @@ def test_wrong_credentials_are_refused_as_such(
             await open_store(f"{server.url}/run").open()
         assert raised.value.reason is FailureReason.AUTH
         assert "not-the-secret" not in str(raised.value)
+        assert "FSSPEC_" in raised.value.hint
+
+    run(body())
+
+
+@pytest.mark.parametrize("has_key", [False, True])
+def test_no_credentials_or_a_key_without_its_passphrase_are_not_tried_again(
+    server: FileServer, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_key: bool
+) -> None:
+    options: dict[str, object] = {"username": "ckpt", "allow_agent": False, "look_for_keys": False}
+    if has_key:
+        key = tmp_path / "key"
+        key.write_bytes(asyncssh.generate_private_key("ssh-ed25519").export_private_key(passphrase="words"))
+        options["key_filename"] = str(key)
+    monkeypatch.setitem(fsspec.config.conf, "sftp", options)
+
+    async def body() -> None:
+        with pytest.raises(StoreError) as raised:
+            await open_store(f"{server.url}/run").open()
+        assert raised.value.reason is FailureReason.AUTH
         assert "FSSPEC_" in raised.value.hint
 
     run(body())

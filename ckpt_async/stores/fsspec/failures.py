@@ -50,9 +50,7 @@ def translating(operation: str, key: str) -> Iterator[None]:
 def reason_of(error: Exception) -> FailureReason:
     """Of one attempt. What nobody knows is tried again, until it has taken too long."""
     name = type(error).__name__
-    if isinstance(error, PermissionError) or any(
-        word in name for word in ("Auth", "Forbidden", "Unauthorized", "PermissionDenied", "BadHostKey")
-    ):
+    if isinstance(error, PermissionError) or _is_refusal(error):
         return FailureReason.AUTH
     if isinstance(error, TimeoutError) or "Timeout" in name:
         return FailureReason.TIMEOUT
@@ -63,6 +61,15 @@ def reason_of(error: Exception) -> FailureReason:
             return _STATUS[status]
         return FailureReason.TRANSIENT if status >= 500 else FailureReason.OTHER
     return FailureReason.OTHER if isinstance(error, _FINAL) else FailureReason.TRANSIENT
+
+
+def _is_refusal(error: Exception) -> bool:
+    names = [
+        each.__name__ for each in type(error).__mro__
+    ]  # paramiko's for a key with a passphrase says it in its base
+    words = ("Auth", "Forbidden", "Unauthorized", "PermissionDenied", "BadHostKey")
+    # Paramiko has no class of its own for a login without any credentials.
+    return any(word in name for word in words for name in names) or "No authentication methods" in str(error)
 
 
 def _status(error: Exception) -> int | None:
