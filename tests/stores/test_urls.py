@@ -177,6 +177,14 @@ def test_put_args_that_the_store_cannot_take_are_rejected(put_args):
             refused("s3://bucket/run", options)
 
 
+@pytest.mark.parametrize("url", ["az://container/run", "sftp://host/run"])
+def test_put_args_are_not_left_out_in_silence(url):
+    """Somebody may have asked for encryption."""
+    options = StoreOptions(put_args={"ServerSideEncryption": "aws:kms"})
+    with pytest.raises(SettingsError, match="takes no put_args"):
+        open_store(url, options, env={"AZURE_STORAGE_ACCOUNT": "account"})
+
+
 def test_put_args_are_accepted():
     args = {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": "k", "Metadata": {"a": "b"}, "Tagging": "a=b"}
     assert address_of("s3://bucket/run", StoreOptions(put_args=args), env={}).put_args == args

@@ -50,6 +50,13 @@ class AzureBackend(Backend):
             raise SettingsError(f"{url!r} names no valid container", hint=f"{self.example}, in small letters")
         return Location(scheme, container, path)
 
+    def check_options(self, options: StoreOptions) -> None:
+        if options.put_args:  # perhaps encryption, which must not be left out in silence
+            raise SettingsError(
+                "an Azure store takes no put_args",
+                hint="encryption, access tier and tags are set for the account or the container",
+            )
+
     def account(self, url: str, options: StoreOptions, env: Mapping[str, str]) -> Account:
         scheme = url.partition("://")[0]
         host = ""

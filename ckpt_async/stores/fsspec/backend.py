@@ -66,6 +66,10 @@ class FsspecBackend(Backend):
             raise SettingsError(f"{url!r} names no folder", hint=f"{scheme}://{authority}/folder")
         return Location(scheme, authority, path)
 
+    def check_options(self, options: StoreOptions) -> None:
+        if options.put_args:
+            raise SettingsError("a store over fsspec takes no put_args", hint=self.credentials_hint)
+
     def address(self, url: str, options: StoreOptions, env: Mapping[str, str]) -> RemoteAddress:
         return RemoteAddress(url)
 
