@@ -190,10 +190,10 @@ class Files:
                 written += len(piece)
             if written != size_bytes or digest.checksum() != checksum:
                 raise IntegrityError("the bytes do not have the declared checksum", operation="put", key=key)
+            file.close()
         except BaseException:
             _discard(file)
             raise
-        file.close()
 
     def _read_back(self, at: str, size_bytes: int, checksum: Checksum, key: str) -> None:
         there = self.found(at)
@@ -339,11 +339,12 @@ def _overrides(file_system: FileSystem, *names: str) -> bool:
 def _discard(file: Any) -> None:
     """Let go of a file that is not whole. Closing it would make one of those that are sent when they are closed."""
     with contextlib.suppress(Exception):
-        if hasattr(file, "_upload_chunk"):  # fsspec's AbstractBufferedFile
-            file.discard()
-            file.closed = True  # or its finalizer would close it
-        else:
+        if not hasattr(file, "discard"):
             file.close()
+            return
+        file.discard()
+        if hasattr(file, "_upload_chunk"):  # fsspec's AbstractBufferedFile
+            file.closed = True  # or its finalizer would close it
 
 
 def _check_length(key: str, data: bytes, wanted: int) -> None:
