@@ -8,7 +8,6 @@ import os
 import shutil
 import tempfile
 import threading
-import time
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,7 +108,12 @@ class PlainUploader:
                 raise UploaderClosedError("the uploader of plain files is closed")
             self._num_staged += 1
             staged = _Staged(Path(self._staging.name, str(self._num_staged)), overwrite)
-        shutil.copyfile(path, staged.path)
+        try:
+            shutil.copyfile(path, staged.path)
+        except OSError as error:  # a full disk, say
+            staged.path.unlink(missing_ok=True)
+            self._failed(key, error)
+            return
         with self._changed:
             older = self._waiting.get(key)
             self._waiting[key] = staged
@@ -131,7 +135,7 @@ class PlainUploader:
             return
         self._is_closed = True
         for key in self.flush(timeout_s):
-            logger.error("plain_file_not_uploaded key=%s error=closed after %.0f s", key, timeout_s)
+            self._failed(key, TimeoutError(f"closed after {timeout_s:.0f} s"))
         self._stop()
 
     def __enter__(self) -> Self:
@@ -156,21 +160,18 @@ class PlainUploader:
     async def _send(self, key: str) -> None:
         """What waits under a key, one after the other: the newest is sent last."""
         while (staged := self._next(key)) is not None:
-            began = time.monotonic()
             try:
                 await self._send_one(key, staged)
             except (CkptAsyncError, OSError) as error:
-                self.failures[key] = error
-                logger.error(  # noqa: TRY400  the error says it all
-                    "plain_file_not_uploaded key=%s after_s=%.1f error=%s",
-                    key,
-                    time.monotonic() - began,
-                    error,
-                )
+                self._failed(key, error)
             else:
                 self.failures.pop(key, None)
             finally:
                 staged.path.unlink(missing_ok=True)
+
+    def _failed(self, key: str, error: Exception) -> None:
+        self.failures[key] = error
+        logger.error("plain_file_not_uploaded key=%s error=%s", key, error)
 
     async def _send_one(self, key: str, staged: _Staged) -> None:
         if not staged.may_replace and await self._is_there(key):

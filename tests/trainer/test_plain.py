@@ -79,6 +79,19 @@ def test_closing_says_which_files_are_lost(
     assert "plain_file_not_uploaded key=log.txt error=closed after" in caplog.text
 
 
+def test_a_disk_without_room_for_the_copy_raises_nothing(
+    tmp_path: Path, log: Path, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor does a folder for copies that somebody has removed: training goes on, and the file is told."""
+    staging = tmp_path / "staging"
+    staging.mkdir()
+    with PlainUploader(f"file://{folder}", staging_folder=staging) as files:
+        shutil.rmtree(staging)
+        files.put(log, "a.txt")
+        assert isinstance(files.failures["a.txt"], OSError)
+    assert "plain_file_not_uploaded key=a.txt" in caplog.text
+
+
 def test_without_overwrite_what_is_there_stays(
     log: Path, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -172,7 +172,7 @@ class RemoteUploaderDownloader(LoggerDestination):
             if self._plain is None:
                 raise SettingsError("no trainer has run the event INIT of this logger")
             self._plain.put(path, key, overwrite=overwrite)
-        except (CkptAsyncError, OSError) as error:
+        except CkptAsyncError as error:
             logger.error("plain_file_not_uploaded key=%s error=%s", key, error)  # noqa: TRY400  it says it all
 
     def _key(self, remote_file_name: str) -> str:

@@ -180,9 +180,8 @@ class Files:
         file = self._fs.open(self.path(at), "wb")
         try:
             if hasattr(file, "set_pipelined"):
-                file.set_pipelined(
-                    True
-                )  # paramiko: else each 32 KiB waits for those before; `close` has the errors
+                # paramiko: else each 32 KiB waits for those before; `close` has the errors
+                file.set_pipelined(True)
             digest, written = Digest(checksum.algorithm), 0
             for piece in pieces:
                 file.write(piece)
