@@ -55,6 +55,8 @@ def observed(
     if state.window is None:
         return state if now_s < state.settles_until_s else replace(state, window=(now_s, moved_bytes))
     began_s, moved_before = state.window
+    if moved_bytes < moved_before:  # a store that shared the limit has closed
+        return replace(state, window=(now_s, moved_bytes))
     if now_s - began_s < max(WINDOW_S, WINDOW_ROUND_TRIPS * round_trip_s):
         return state
     state = replace(state, window=(now_s, moved_bytes))

@@ -153,7 +153,8 @@ class PatientStore:
         """Open the store, waiting out an outage of `timeout_s`; what waiting cannot heal is raised at once. See
         `Store.open`.
         """
-        self._budgets.bulk.movers.append(self._store.moved)
+        if self._store.moved not in self._budgets.bulk.movers:  # else opened once more after a failure
+            self._budgets.bulk.movers.append(self._store.moved)
         patient = {FailureReason.THROTTLED, FailureReason.TRANSIENT, FailureReason.TIMEOUT}
         deadline = time.monotonic() + timeout_s
         pause_s, has_warned = 0.2, False

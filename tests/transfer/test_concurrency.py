@@ -94,6 +94,16 @@ def test_a_pause_between_checkpoints_says_nothing_of_the_link() -> None:
     assert min(limits) >= 32
 
 
+def test_a_store_that_closes_does_not_pass_for_a_slower_link() -> None:
+    """Ranks share a limit, and one ends: what it has moved is not counted any more."""
+    link = Link(5 * MIB, 300 * MIB)
+    state, _ = link.play(Concurrency(limit=8, most=128), 1)
+    link.moved = 0.0
+    _, limits = link.play(state, 3)
+    assert min(limits) >= state.limit
+    assert limits[-1] >= 60
+
+
 def test_concurrency_never_exceeds_its_maximum() -> None:
     _, limits = Link(MIB).play(Concurrency(limit=4, most=6), 30)
     assert max(limits) == 6
