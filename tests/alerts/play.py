@@ -305,14 +305,14 @@ class Prometheus:
         (folder / "rules.yaml").write_text(faster(RULES.read_text()))
         (folder / "prometheus.yaml").write_text(CONFIG)
         with socket.create_server(("127.0.0.1", 0)) as free:
-            self._port: int = free.getsockname()[1]
+            self.port: int = free.getsockname()[1]
         self._log = (folder / "log").open("w")
         self._process = subprocess.Popen(
             [
                 "prometheus",
                 f"--config.file={folder}/prometheus.yaml",
                 f"--storage.tsdb.path={folder}/data",
-                f"--web.listen-address=127.0.0.1:{self._port}",
+                f"--web.listen-address=127.0.0.1:{self.port}",
                 "--query.lookback-delta=1s",
             ],
             stdout=self._log,
@@ -329,7 +329,7 @@ class Prometheus:
         if self._process.poll() is not None:
             raise RuntimeError((self.folder / "log").read_text())
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self._port}/api/v1/alerts", timeout=10) as reply:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/api/v1/alerts", timeout=10) as reply:
                 told = json.load(reply)["data"]["alerts"]
         except OSError:
             return set()
@@ -340,7 +340,7 @@ class Prometheus:
         query = urllib.parse.urlencode({"query": "min(up) == 1 and count(up) > 10"})
         try:
             with urllib.request.urlopen(
-                f"http://127.0.0.1:{self._port}/api/v1/query?{query}", timeout=10
+                f"http://127.0.0.1:{self.port}/api/v1/query?{query}", timeout=10
             ) as reply:
                 return bool(json.load(reply)["data"]["result"])
         except OSError:
