@@ -28,6 +28,7 @@ from ckpt_async.stores.memory import MemoryBucket, MemoryStore
 from tests.faults.proxy import FaultProxy
 from tests.stores.azure_peer import AzurePeer
 from tests.stores.bodies import ChangedBody, ReusingBody, ShortBody, put
+from tests.stores.s3_peer import S3Peer
 
 MIB = 1 << 20
 UNSAFE_KEYS = ["", "/a", "a/", "a//b", "../a", "a/../b", "a/./b", ".", "a\\b", "a\nb", "a\0b"]
@@ -792,6 +793,19 @@ class TestS3Store(MultipartTests):
     @pytest.fixture
     def make_store(self, s3_url):
         return functools.partial(open_store, f"{s3_url}/run")
+
+
+class TestS3Express(MultipartTests):
+    """Against the tests' own peer: sessions, CRC32C only, listings of folders in no order."""
+
+    algorithm = "crc32c"
+
+    @pytest.fixture
+    def make_store(self, monkeypatch):
+        with S3Peer("ckpt--usw2-az1--x-s3") as peer:
+            for name, value in peer.environment().items():
+                monkeypatch.setenv(name, value)
+            yield functools.partial(open_store, f"s3://{peer.bucket}/run")
 
 
 class AzureTests(MultipartTests):

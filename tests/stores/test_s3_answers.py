@@ -218,10 +218,17 @@ def test_a_checksum_of_the_wrong_length_is_ignored():
     assert s3_answers.checksum(both) == Checksum("crc32c", "4xdqIQ==")
 
 
-def test_an_access_point_alias_may_echo_the_bucket_name():
+@pytest.mark.parametrize(
+    "point",
+    [
+        "point-abcdefghijklmnopqrstuvwxyz1a2b3c-s3alias",
+        "arn:aws:s3:us-west-2:123456789012:accesspoint/point",
+    ],
+)
+def test_an_access_point_may_echo_the_bucket_name(point: str) -> None:
     page = {"Name": "bucket", "Prefix": "run/", "IsTruncated": False}
     page["ResponseMetadata"] = {"HTTPHeaders": {}}
-    asked = {"Bucket": "point-abcdefghijklmnopqrstuvwxyz1a2b3c-s3alias", "Prefix": "run/"}
+    asked = {"Bucket": point, "Prefix": "run/"}
     assert s3_answers.next_page(s3_answers.OBJECTS, asked, page) is None
     with pytest.raises(MalformedResponseError):
         s3_answers.next_page(s3_answers.OBJECTS, asked | {"Bucket": "point"}, page)

@@ -430,20 +430,29 @@ def test_presigned_urls_name_the_region_and_use_signature_v4(
     KEYS,
     st.one_of(st.none(), TEXT),
     st.integers(1_767_225_600, 1_800_000_000),
-    st.sampled_from([{}, {"x-amz-request-payer": "requester"}]),
+    st.sampled_from([{}, {"x-id": "GetObject"}]),
+    st.sampled_from([{}, {"x-amz-request-payer": "requester"}, {"x-amz-b": "c+/=", "x-amz-a": "requester"}]),
 )
 def test_presigned_urls_match_the_sdks(
-    place: str, first: str, second: str, token: str | None, now: int, more: dict[str, str]
+    place: str,
+    first: str,
+    second: str,
+    token: str | None,
+    now: int,
+    more: dict[str, str],
+    headers: dict[str, str],
 ) -> None:
     def signed(key: str, credentials: Any, at: int) -> str:
-        request = AWSRequest("GET", address(place, key, more))
+        request = AWSRequest("GET", address(place, key, more), headers=dict(headers))
         moment = dt.datetime.fromtimestamp(at, dt.UTC)
         with mock.patch.object(botocore.auth, "get_current_datetime", return_value=moment):
             botocore.auth.S3SigV4QueryAuth(credentials, "s3", "eu-central-1", expires=3600).add_auth(request)
         return str(request.url)
 
-    pattern = UrlTemplate.of(signed(first, ReadOnlyCredentials("OLD", "older", "gone"), 1_767_225_600), first)
+    known = signed(first, ReadOnlyCredentials("OLD", "older", "gone"), 1_767_225_600)
+    pattern = UrlTemplate.of(known, first, headers)
     assert pattern is not None
+    assert UrlTemplate.of(known, first, {**headers, "x-amz-other": "1"}) is None
     credentials = ReadOnlyCredentials("AKID", "secret/+key", token)
     assert in_order(pattern.url(second, credentials, now + 0.5)) == in_order(signed(second, credentials, now))
 

@@ -19,6 +19,8 @@ from ckpt_async.stores.memory import MemoryStore, shared_bucket
 from ckpt_async.stores.s3.backend import find_endpoint
 from ckpt_async.stores.s3.probe import Probe
 
+ACCESS_POINT = "arn:aws:s3:us-west-2:123456789012:accesspoint/name"
+
 
 @pytest.mark.parametrize(
     ("url", "location"),
@@ -28,6 +30,10 @@ from ckpt_async.stores.s3.probe import Probe
         ("s3://my.bucket-1/a/b=1", Location("s3", "my.bucket-1", "a/b=1")),
         ("s3://bucket/a/", Location("s3", "bucket", "a")),
         ("r2://bucket/run", Location("r2", "bucket", "run")),
+        ("s3://b--usw2-az1--x-s3/run", Location("s3", "b--usw2-az1--x-s3", "run")),
+        (f"s3://{ACCESS_POINT}/a/b@1", Location("s3", ACCESS_POINT, "a/b@1")),
+        (f"s3://{ACCESS_POINT}", Location("s3", ACCESS_POINT, "")),
+        (f"s3://{ACCESS_POINT.replace('/', ':')}/a", Location("s3", ACCESS_POINT.replace("/", ":"), "a")),
         ("weka://bucket/run", Location("weka", "bucket", "run")),
         ("file:///data/run 1", Location("file", "", "/data/run 1")),
         ("memory://test/run", Location("memory", "test", "run")),
@@ -60,6 +66,9 @@ def test_urls_are_parsed(url, location):
         "s3://bucket/b#1",
         "s3://bucket/b\\c",
         "s3://bucket/b\n",
+        f"s3://{ACCESS_POINT}:8080/a",
+        f"s3://{ACCESS_POINT}/a/../b",
+        f"s3://{ACCESS_POINT}/a?x",
         "file://data/run",
         "file:///",
         "file:////run",
@@ -71,6 +80,22 @@ def test_urls_are_parsed(url, location):
 def test_invalid_urls_are_rejected(url):
     with pytest.raises(SettingsError):
         parse_url(url)
+
+
+@pytest.mark.parametrize(
+    "arn",
+    [
+        "arn:aws:s3:::bucket",
+        "arn:aws:s3::123456789012:accesspoint/name.mrap",
+        "arn:aws:s3-outposts:us-west-2:123456789012:outpost/op-1/accesspoint/name",
+        "arn:aws:s3-object-lambda:us-west-2:123456789012:accesspoint/name",
+        "arn:aws:s3:us-west-2:123456789012:job/name",
+    ],
+)
+def test_arns_of_other_things_than_access_points_are_refused(arn):
+    with pytest.raises(SettingsError, match="access points with a region") as refused:
+        parse_url(f"s3://{arn}/run")
+    assert "accesspoint/NAME/prefix" in refused.value.hint
 
 
 @pytest.mark.parametrize(
@@ -387,6 +412,17 @@ def test_a_web_server_is_named_without_credentials(url: str) -> None:
             "https://bucket.s3.dualstack.us-west-2.amazonaws.com/k",
         ),
         ("ap-x1-s3alias", {}, "https://ap-x1-s3alias.s3.us-west-2.amazonaws.com/k"),  # of an access point
+        (ACCESS_POINT, {}, "https://name-123456789012.s3-accesspoint.us-west-2.amazonaws.com/k"),
+        (
+            ACCESS_POINT.replace("us-west-2", "eu-central-1"),
+            {},
+            "https://name-123456789012.s3-accesspoint.eu-central-1.amazonaws.com/k",
+        ),
+        (
+            ACCESS_POINT,
+            {"AWS_USE_FIPS_ENDPOINT": "true", "AWS_USE_DUALSTACK_ENDPOINT": "true"},
+            "https://name-123456789012.s3-accesspoint-fips.dualstack.us-west-2.amazonaws.com/k",
+        ),
     ],
 )
 def test_where_the_sdk_sends_requests_to_aws(

@@ -64,7 +64,7 @@ _DOCUMENTS = {
 _ROOT = re.compile(
     rb"(?:\xef\xbb\xbf)?\s*(?:<\?.*?\?>\s*)*(?:<!--.*?-->\s*)*<(?:[\w.-]+:)?([\w.-]+)", re.DOTALL
 )
-# The alias of an access point stands for the bucket, and may not be what the bucket is called.
+# The alias or ARN of an access point stands for the bucket, and may not be what the bucket is called.
 _ALIAS = re.compile(r".*--?(s3alias|ol-s3|op-s3|xa-s3)")
 
 
@@ -144,7 +144,8 @@ def _check_echoes(pages: Pages, asked: Mapping[str, Any], page: SdkResponse) -> 
 def _is_same(parameter: str, asked: str, echo: str) -> bool:
     if parameter == "Bucket":
         # Ceph puts the tenant before it.
-        return echo.rpartition(":")[2].lower() in ("", asked.lower()) or bool(_ALIAS.fullmatch(asked))
+        is_bucket = not asked.startswith("arn:") and not _ALIAS.fullmatch(asked)
+        return not is_bucket or echo.rpartition(":")[2].lower() in ("", asked.lower())
     if parameter == "PartNumberMarker" and not asked:
         asked = "0"
         echo = echo or "0"

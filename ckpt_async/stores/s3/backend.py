@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ from ckpt_async.core.model import RemoteAddress
 from ckpt_async.errors import SettingsError
 from ckpt_async.stores.backend import Backend, Location
 from ckpt_async.stores.options import StoreOptions, check_endpoint
+from ckpt_async.stores.s3.standing import check_standing, find_standing
 
 if TYPE_CHECKING:
     from ckpt_async.stores.interface import Store
@@ -18,8 +20,8 @@ _ALIASES = ("b2", "ceph", "coreweave", "minio", "r2", "tigris", "wasabi", "weka"
 _GENERIC_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "S3_ENDPOINT_URL")
 _AWS = "https://s3.amazonaws.com"
 
-# Accepted by both PutObject and CreateMultipartUpload and needed by no other request (SSECustomerKey is missing because
-# every part and every read would need the key too).
+# Accepted by both PutObject and CreateMultipartUpload and needed by no other request (a key that every part
+# and every read needs too is in standing.py).
 _PUT_ARGS = frozenset(
     "ACL BucketKeyEnabled CacheControl ContentType GrantFullControl GrantRead GrantReadACP GrantWriteACP Metadata"
     " SSEKMSEncryptionContext SSEKMSKeyId ServerSideEncryption StorageClass Tagging".split()
@@ -27,11 +29,30 @@ _PUT_ARGS = frozenset(
 # Objects of these classes cannot be read at once, and neither could the decisions and receipts.
 _OFFLINE_CLASSES = frozenset({"GLACIER", "DEEP_ARCHIVE"})
 
+_ARN = re.compile(
+    r"(?P<arn>arn:[a-z-]+:(?P<service>[a-z0-9-]*):(?P<region>[a-z0-9-]*):[0-9]+:(?P<kind>[a-z]+)[:/][A-Za-z0-9._-]+)"
+    r"(?P<more>[:/].*)?"
+)
+_ARN_HINT = "s3://arn:aws:s3:REGION:ACCOUNT:accesspoint/NAME/prefix"
+
 
 class S3Backend(Backend):
     schemes = ("s3", *_ALIASES)
     example = "s3://bucket/prefix"
     credentials_hint = "use AWS_* variables or a profile"
+
+    def locate(self, url: str) -> Location:
+        if not url.startswith("s3://arn:"):
+            return super().locate(url)
+        found = _ARN.fullmatch(url.removeprefix("s3://"))
+        if found is None or (found["service"], found["kind"]) != ("s3", "accesspoint") or not found["region"]:
+            raise SettingsError(
+                "of ARNs, only those of access points with a region are taken: not of buckets (use their names),"
+                " of Outposts, of Object Lambda, nor of several regions, where two could win one conditional write",
+                hint=_ARN_HINT,
+            )
+        path = super().locate(f"s3://access-point{found['more'] or ''}").prefix
+        return Location("s3", found["arn"], path)
 
     def check_options(self, options: StoreOptions) -> None:
         if unknown := sorted(set(options.put_args) - _PUT_ARGS):
@@ -60,7 +81,11 @@ class S3Backend(Backend):
         from ckpt_async.stores.s3.client import S3Store
 
         endpoint_url = find_endpoint(location.scheme, options, env=env)
-        return S3Store(location.bucket, location.prefix, options, endpoint_url=endpoint_url, url=url)
+        standing = find_standing(env)
+        check_standing(standing, location.bucket, options.put_args, endpoint_url)
+        return S3Store(
+            location.bucket, location.prefix, options, endpoint_url=endpoint_url, url=url, standing=standing
+        )
 
 
 def find_endpoint(scheme: str, options: StoreOptions, env: Mapping[str, str]) -> str | None:

@@ -12,8 +12,7 @@ conditional delete, is repeated once by aiohttp when its connection breaks befor
 from __future__ import annotations
 
 import contextlib
-import itertools
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -43,10 +42,12 @@ from ckpt_async.stores.options import StoreOptions
 from ckpt_async.stores.s3 import answers
 from ckpt_async.stores.s3.answers import Pages, SdkResponse
 from ckpt_async.stores.s3.errors import S3Location, hint_for, reason_of, translating
+from ckpt_async.stores.s3.listing import are_first, listed_prefix, server_start
 from ckpt_async.stores.s3.probe import Probe
 from ckpt_async.stores.s3.reading import Reader
 from ckpt_async.stores.s3.sending import Put, Sender, checksum_parameters
 from ckpt_async.stores.s3.session import S3Session
+from ckpt_async.stores.s3.standing import NOTHING
 
 # CopyObject takes these from its source, unless told to replace all of them.
 _COPIED_ALONG = frozenset({"CacheControl", "ContentType", "Metadata", "Tagging"})
@@ -60,12 +61,19 @@ class S3Store:
     """
 
     def __init__(
-        self, bucket: str, prefix: str, options: StoreOptions, *, endpoint_url: str | None, url: str
+        self,
+        bucket: str,
+        prefix: str,
+        options: StoreOptions,
+        *,
+        endpoint_url: str | None,
+        url: str,
+        standing: Mapping[str, str] = NOTHING,
     ) -> None:
         self._root = f"{prefix}/" if prefix else ""
         self._location = S3Location(bucket, self._root, endpoint_url)
         self._options, self._url = options, url
-        self._session = S3Session(self._location, options)
+        self._session = S3Session(self._location, options, standing)
         self._sender, self._reader = Sender(self._session), Reader(self._session)
         self._capabilities: Capabilities | None = None
 
@@ -133,8 +141,9 @@ class S3Store:
 
     async def list(self, prefix: str, *, start_after: str = "", enough: Enough | None = None) -> Listing:
         check_prefix(prefix, "list_objects_v2")
-        asked = {"Prefix": self._root + prefix}
-        if start := _server_start(prefix, start_after):
+        bucket, whole = self._location.bucket, self._root + prefix
+        asked = {"Prefix": listed_prefix(bucket, whole)}
+        if start := server_start(bucket, prefix, start_after):
             asked["StartAfter"] = self._root + start
         found: dict[str, ObjectInfo] = {}
         server_time, is_whole = 0.0, False
@@ -144,13 +153,17 @@ class S3Store:
                 server_time = server_time or answers.server_time(page)
                 for each in answers.objects(page, asked["Prefix"]):
                     key = each.key.removeprefix(self._root)
+                    if not each.key.startswith(whole):
+                        continue
                     if key in found:
                         raise MalformedResponseError(f"the listing has {key!r} twice")
                     found[key] = replace(each, key=key)
             is_whole = not page["IsTruncated"]
-            if not is_whole and enough is not None and _is_in_order(found) and enough(tuple(found.values())):
+            if is_whole or enough is None or not are_first(bucket, found):
+                continue
+            if enough(tuple(found.values())):
                 break
-        # The order and the start are ours to keep: see _server_start.
+        # The order and the start are ours to keep: see server_start.
         return Listing(tuple(found[key] for key in sorted(found) if key > start_after), server_time, is_whole)
 
     async def delete(self, keys: Sequence[str]) -> None:
@@ -285,11 +298,16 @@ class S3Store:
     async def list_multiparts(self, prefix: str) -> Sequence[MultipartInfo]:
         check_prefix(prefix, "list_multipart_uploads")
         uploads: list[MultipartInfo] = []
-        asked = {"Prefix": self._root + prefix}
+        whole = self._root + prefix
+        asked = {"Prefix": listed_prefix(self._location.bucket, whole)}
         async for page in self._pages(answers.UPLOADS, **asked):
             with self._reading(answers.UPLOADS, prefix):
                 found = answers.uploads(page, asked["Prefix"])
-                uploads += [replace(each, key=each.key.removeprefix(self._root)) for each in found]
+                uploads += [
+                    replace(each, key=each.key.removeprefix(self._root))
+                    for each in found
+                    if each.key.startswith(whole)
+                ]
         return uploads
 
     async def _pages(self, pages: Pages, key: str | None = None, **asked: Any) -> AsyncIterator[SdkResponse]:
@@ -321,24 +339,3 @@ def _condition_parameters(condition: Condition) -> dict[str, str]:
 def _part_parameters(part: StoredPart) -> dict[str, Any]:
     checksum = checksum_parameters(part.checksum) if part.checksum is not None else {}
     return {"PartNumber": part.number, "ETag": part.etag, **checksum}
-
-
-def _is_in_order(keys: Iterable[str]) -> bool:
-    """Directory buckets list in no order: S3 user guide, "Differences for directory buckets"."""
-    return all(one < other for one, other in itertools.pairwise(keys))
-
-
-def _server_start(prefix: str, start_after: str) -> str:
-    """How far a server may be asked to skip, so that it skips no key beyond `start_after`.
-
-    SeaweedFS 4.48 orders folder by folder, as if "/" came before all other characters ("a/z/1" before
-    "a/z-1"), and skips a folder of just the name it starts after. So the start ends before the first
-    character below "/", and then where the next one is above it.
-    """
-    if not start_after.startswith(prefix):
-        return ""
-    low = (i for i in range(len(prefix), len(start_after)) if start_after[i] < "/")
-    end = next(low, len(start_after)) - 1
-    while end > len(prefix) and start_after[end] == "/":
-        end -= 1
-    return start_after[:end] if end > len(prefix) else ""

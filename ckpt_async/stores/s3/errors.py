@@ -20,6 +20,7 @@ from ckpt_async.stores.http.failures import (
 )
 from ckpt_async.stores.http.location import BucketLocation, legible
 from ckpt_async.stores.http.messages import MalformedResponseError, OtherRangeError
+from ckpt_async.stores.s3.standing import KEY, KEY_FILE
 
 
 class S3Location(BucketLocation):
@@ -70,6 +71,11 @@ def refusal(
     message = f"{status} {code}: {said.get('Message', '')}"
     if operation == "head_object" and status == 400:
         code = "ExpiredToken"  # a HEAD answer has no body; S3 gives 400 for an expired token
+        message += f" (or: {_NEEDS_KEY})"
+    elif status == 400 and "Server Side Encryption" in message:
+        return location.error(
+            message, reason=FailureReason.AUTH, operation=operation, key=key, hint=_NEEDS_KEY
+        )
     reason = reason_of(code, status)
     if status == 404 and operation != "head_object" and (not code or code.isdecimal()):
         # S3 says what is not there. Something else has answered, which knows nothing of our objects.
@@ -141,6 +147,7 @@ _REASONS = {
     "InvalidObjectState": FailureReason.OTHER,  # with 403, but it is about the storage class
 }
 
+_NEEDS_KEY = f"if it was stored with a customer's key (SSE-C), set {KEY} or {KEY_FILE}"
 _HINTS = {
     "ExpiredToken": "the session token has expired: renew the credentials",
     "ExpiredTokenException": "the session token has expired: renew the credentials",

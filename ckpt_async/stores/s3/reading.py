@@ -17,10 +17,13 @@ from ckpt_async.stores.s3 import answers
 from ckpt_async.stores.s3.errors import refusal, translating
 from ckpt_async.stores.s3.session import S3Session
 from ckpt_async.stores.s3.signing import UrlTemplate
+from ckpt_async.stores.s3.standing import headers_to_read
 from ckpt_async.threads import in_thread
 
 # A signed URL is good for an hour, unless the credentials are not.
 _SIGNED_S, _MAX_SIGNED = 60.0, 256
+# One that only the SDK can sign: a session of S3 Express, which the SDK renews 45 s before its end.
+_SIGNED_BY_SDK_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,7 @@ class Reader:
 
     def __init__(self, session: S3Session) -> None:
         self._session, self._location = session, session.location
+        self._headers = headers_to_read(session.standing)  # they are signed too
         self._template: UrlTemplate | None = None
         self._is_proxied = False  # whoever follows that template
         self._urls: dict[str, SignedUrl] = {}  # by key
@@ -68,7 +72,7 @@ class Reader:
 
         with telling_failures_of(sink) as guarded, translating("get_object", key, self._location):
             response = await self._session.pools.downloads.get_range(
-                signed.url, offset, size_bytes, guarded, check
+                signed.url, offset, size_bytes, guarded, check, self._headers
             )
         if not found:
             raise self._refused(key, response)
@@ -93,6 +97,7 @@ class Reader:
                 [(each.url, get.size_bytes) for each, get in zip(signed, gets, strict=True)],
                 check,
                 lambda number, data: guarded(gets[number], data),
+                self._headers,
             )
         if refused is not None:
             number, response = refused
@@ -101,7 +106,8 @@ class Reader:
     async def _signed(self, key: str) -> SignedUrl:
         """Once for all ranges of an object: it takes as much CPU as receiving 2 MiB."""
         found = self._urls.get(key)
-        if found is None or time.monotonic() >= found.signed_at + _SIGNED_S:
+        good_s = _SIGNED_BY_SDK_S if self._template is None else _SIGNED_S
+        if found is None or time.monotonic() >= found.signed_at + good_s:
             name = self._session.name(key, "get_object")
             with translating("get_object", key, self._location):
                 found = await self._sign(name)
@@ -115,7 +121,7 @@ class Reader:
             url: str = await self._session.client.generate_presigned_url(
                 "get_object", {"Bucket": self._location.bucket, "Key": name}
             )
-            self._template, self._is_proxied = UrlTemplate.of(url, name), has_proxy(url)
+            self._template, self._is_proxied = UrlTemplate.of(url, name, self._headers), has_proxy(url)
         else:
             url = self._template.url(name, await self._session.credentials(), time.time())
         return SignedUrl(url, self._is_proxied, time.monotonic())

@@ -10,6 +10,7 @@ import re
 import socket
 import ssl
 from base64 import b64encode
+from collections.abc import Mapping
 from typing import Any
 
 import botocore.exceptions
@@ -33,6 +34,7 @@ from ckpt_async.stores.s3.answers import SdkResponse
 from ckpt_async.stores.s3.errors import S3Location, translating
 from ckpt_async.stores.s3.payload import SdkBody
 from ckpt_async.stores.s3.signing import Credentials
+from ckpt_async.stores.s3.standing import AddStanding
 
 # A bucket that can be part of a host name, also under a certificate for one level.
 _HOST_NAME = re.compile(r"[a-z0-9][a-z0-9-]{1,61}[a-z0-9]")
@@ -51,8 +53,8 @@ class S3Session:
 
     pools: Pools  # made with the client
 
-    def __init__(self, location: S3Location, options: StoreOptions) -> None:
-        self.location, self.options = location, options
+    def __init__(self, location: S3Location, options: StoreOptions, standing: Mapping[str, str]) -> None:
+        self.location, self.options, self.standing = location, options, standing
         self.client: Any = None
         self._credentials: Any = None
         self._exit_stack = contextlib.AsyncExitStack()
@@ -68,6 +70,7 @@ class S3Session:
         self.pools = Pools(self.options, _ca_file(session))
         self._exit_stack.callback(self.pools.close)
         events = self.client.meta.events
+        events.register("provide-client-params.s3", AddStanding(self.standing))
         for operation in ("PutObject", "UploadPart"):
             events.register(f"before-send.s3.{operation}", _hand_over)
         # The SDK waits for "100 Continue" without any timeout (rule R14), and a body sent in vain is cheaper
@@ -112,7 +115,9 @@ async def _hand_over(request: AWSPreparedRequest, **_: object) -> AWSResponse | 
 
 def _create_client(session: AioSession, options: StoreOptions, location: S3Location) -> Any:
     style = options.addressing_style
-    if style == "auto" and location.endpoint_url is not None:
+    if style == "auto" and location.bucket.startswith("arn:"):
+        style = "virtual"  # an access point is part of the host's name
+    elif style == "auto" and location.endpoint_url is not None:
         style = "path"
     elif style == "auto" and _HOST_NAME.fullmatch(location.bucket):
         style = "virtual"  # as "auto", but URLs that are signed for reading name the region too

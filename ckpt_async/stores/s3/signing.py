@@ -150,21 +150,28 @@ class UrlTemplate:
     base_path: str  # up to the key
     region: str
     query: tuple[tuple[str, str], ...]  # besides what tells who signed it, and when
+    headers: tuple[
+        tuple[str, str], ...
+    ] = ()  # that go along and are signed, besides the host; names in order
 
     @classmethod
-    def of(cls, url: str, key: str) -> Self | None:
-        """The pattern of a URL that the SDK signs for `key`; None if it is not ours to repeat."""
+    def of(cls, url: str, key: str, headers: Mapping[str, str] = NO_QUERY) -> Self | None:
+        """The pattern of a URL that the SDK signs for `key`, to be sent with `headers` (in lower case); None
+        if it is not ours to repeat.
+        """
         parts = urlsplit(url)
         asked = dict(parse_qsl(parts.query, keep_blank_values=True))
         _, *scope = asked.get("X-Amz-Credential", "").split("/")
-        is_ours = asked.get("X-Amz-Algorithm") == _ALGORITHM and asked.get("X-Amz-SignedHeaders") == "host"
+        told = tuple(sorted(headers.items()))
+        is_ours = asked.get("X-Amz-Algorithm") == _ALGORITHM
+        is_ours = is_ours and asked.get("X-Amz-SignedHeaders") == _signed_names(told)
         is_ours = is_ours and len(scope) == 4 and scope[2:] == ["s3", "aws4_request"]
         is_ours = is_ours and not any(name.lower() in _NOT_OURS for name in asked)  # S3 Express
         if not is_ours or not parts.path.endswith(f"/{_quoted(key)}"):
             return None
         kept = tuple((name, value) for name, value in asked.items() if name not in _SIGNERS)
         origin = f"{parts.scheme}://{parts.netloc}"
-        return cls(origin, parts.path.removesuffix(_quoted(key)), scope[1], kept)
+        return cls(origin, parts.path.removesuffix(_quoted(key)), scope[1], kept, told)
 
     def url(self, key: str, credentials: Credentials, now: float) -> str:
         """Signed at `now`, for as long as the first one."""
@@ -191,16 +198,22 @@ def _signed_query(
         "X-Amz-Algorithm": _ALGORITHM,
         "X-Amz-Credential": f"{access_key}/{scope}",
         "X-Amz-Date": stamp,
-        "X-Amz-SignedHeaders": "host",
+        "X-Amz-SignedHeaders": _signed_names(pattern.headers),
     }
     if token:
         asked["X-Amz-Security-Token"] = token
     return (
         urlencode(sorted(asked.items()), quote_via=quote, safe="~"),
-        f"\nhost:{host_of(urlsplit(pattern.origin))}\n\nhost\n{_UNSIGNED}",
+        f"\nhost:{host_of(urlsplit(pattern.origin))}\n"
+        + "".join(f"{name}:{value}\n" for name, value in pattern.headers)
+        + f"\n{_signed_names(pattern.headers)}\n{_UNSIGNED}",
         f"{_ALGORITHM}\n{stamp}\n{scope}\n",
         _signing_key(secret_key, stamp[:8], pattern.region),
     )
+
+
+def _signed_names(headers: tuple[tuple[str, str], ...]) -> str:
+    return ";".join(["host", *(name for name, _ in headers)])  # all others of ours come after "host"
 
 
 def _frozen(credentials: Credentials) -> tuple[str, str, str]:

@@ -1,0 +1,42 @@
+"""How a prefix is asked for: S3 lists any, directory buckets (S3 Express One Zone) only folders, in no order.
+
+https://docs.aws.amazon.com/AmazonS3/latest/userguide/s3-express-differences.html. Pure.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+# Of the bucket, and of its access points.
+_DIRECTORY_BUCKETS = ("--x-s3", "--xa-s3")
+
+
+def is_directory_bucket(bucket: str) -> bool:
+    return bucket.endswith(_DIRECTORY_BUCKETS)
+
+
+def listed_prefix(bucket: str, prefix: str) -> str:
+    """What to list so that nothing with `prefix` is missing: the caller leaves out what else comes."""
+    return prefix[: prefix.rfind("/") + 1] if is_directory_bucket(bucket) else prefix
+
+
+def server_start(bucket: str, prefix: str, start_after: str) -> str:
+    """How far a server may be asked to skip, so that it skips no key beyond `start_after`; "" for not at all.
+
+    SeaweedFS 4.48 orders folder by folder, as if "/" came before all other characters ("a/z/1" before
+    "a/z-1"), and skips a folder of just the name it starts after. So the start ends before the first
+    character below "/", and then where the next one is above it.
+    """
+    if is_directory_bucket(bucket) or not start_after.startswith(prefix):
+        return ""
+    low = (i for i in range(len(prefix), len(start_after)) if start_after[i] < "/")
+    end = next(low, len(start_after)) - 1
+    while end > len(prefix) and start_after[end] == "/":
+        end -= 1
+    return start_after[:end] if end > len(prefix) else ""
+
+
+def are_first(bucket: str, keys: Iterable[str]) -> bool:
+    """Whether a page of these keys has all keys up to its last one."""
+    return not is_directory_bucket(bucket) and all(one < other for one, other in itertools.pairwise(keys))
