@@ -172,11 +172,14 @@ def verify(options: argparse.Namespace) -> Exit:
                 {**id_json(each.checkpoint), "reason": each.reason, "is_sound": each.is_sound}
                 for each in result.marks
             ],
+            "not_looked_at": result.not_looked_at,
         }
         print(json.dumps(fields))
         return code
     for each in result.findings:
         print(f"{'leftover' if each.is_leftover else 'VIOLATION'} {each}")
+    for what in result.not_looked_at:
+        print(f"not looked at: {what}")
     for mark in result.marks:
         print(f"MARKED {mark.checkpoint}: {mark.reason}")
         if mark.is_sound:

@@ -7,15 +7,16 @@ to it; the sweeper removes it). The oracle of the fault tests, and `ckpt-async v
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ckpt_async.core import keys, records
 from ckpt_async.core.decide import obstacle
 from ckpt_async.core.model import CheckpointId, Decision, Outcome, StoredShard
-from ckpt_async.errors import InvalidRecordError, ObjectNotFoundError
+from ckpt_async.errors import FailureReason, InvalidRecordError, ObjectNotFoundError, StoreError
 from ckpt_async.protocol import steps, sweep_plan
 from ckpt_async.protocol.cas import read_record
+from ckpt_async.stores.interface import MultipartInfo
 from ckpt_async.transfer.patient import PatientStore
 from ckpt_async.transfer.together import all_or_none
 from ckpt_async.transfer.upload import read_back
@@ -63,6 +64,7 @@ class Verification:
     num_shards_read: int = 0
     findings: list[Finding] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
+    not_looked_at: list[str] = field(default_factory=list)  # for want of permission; for people
 
     @property
     def violations(self) -> list[Finding]:
@@ -308,12 +310,23 @@ async def _check_strays(
         if decision is not None and decision.outcome in final:
             result.findings.append(_stray(each.key, f"its checkpoint is decided: {decision.outcome.value}"))
     if store.capabilities.multipart:
-        for upload in await store.list_multiparts(keys.DATA):
+        for upload in await _unfinished_uploads(store, result):
             parsed = keys.parse_data_key(upload.key)
             if parsed and parsed[0] in decisions:
                 result.findings.append(
                     _stray(upload.key, "an unfinished multipart upload of a decided checkpoint")
                 )
+
+
+async def _unfinished_uploads(store: PatientStore, result: Verification) -> Sequence[MultipartInfo]:
+    """Only leftovers can be among them: whoever may not list them is told, and nothing else is lost."""
+    try:
+        return await store.list_multiparts(keys.DATA)
+    except StoreError as error:
+        if error.reason is not FailureReason.AUTH:
+            raise
+        result.not_looked_at.append(f"unfinished uploads: {error}")
+        return ()
 
 
 def _stray(key: str, message: str) -> Finding:

@@ -464,6 +464,7 @@ def test_verify_reports_a_sound_run(
         "violations": [],
         "leftovers": [],
         "marked": [],
+        "not_looked_at": [],
     }
     assert call("verify", remote, "--step", 2, "--read-data", 100)[1]["shards_read"] == 1
     assert call("verify", remote, "--step", 7)[0] == Exit.NOT_FOUND

@@ -7,10 +7,14 @@ import pytest
 from ckpt_async.core import keys, records
 from ckpt_async.core.model import CheckpointId, Latest, Outcome
 from ckpt_async.core.retention import KeepLast
+from ckpt_async.core.settings import Settings
+from ckpt_async.errors import FailureReason, StoreError
 from ckpt_async.protocol import steps
 from ckpt_async.protocol.verify import verify
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.interface import ObjectInfo
+from ckpt_async.transfer.patient import PatientStore
+from tests.stores.misbehaving import Meddled, trouble
 from tests.sweep.world import Counted, World, replaced
 
 ID = CheckpointId(1, 5)
@@ -186,5 +190,30 @@ def test_pruning_during_verify_is_not_damage(run: Any) -> None:
         assert await world.outcome(CheckpointId(1, 4)) is Outcome.PRUNED
         assert result.violations == []
         assert result.num_committed == 1
+
+    run(main())
+
+
+class _ForbidsUploads(Meddled):
+    """The policy of a reader, as many write it: objects may be listed and read, and nothing else."""
+
+    async def before(self, operation: str, key: str) -> None:
+        if operation == "list_multiparts":
+            raise trouble(self.reason)
+
+    reason = FailureReason.AUTH
+
+
+def test_uploads_that_may_not_be_listed_are_named_and_nothing_else_is_lost(run: Any) -> None:
+    async def main() -> None:
+        world = await _world()
+        store = _ForbidsUploads(world.bucket)
+        result = await verify(PatientStore(store, Settings(), is_patient=False))
+        assert (result.findings, result.num_committed, result.num_shards) == ([], 2, 4)
+        [said] = result.not_looked_at
+        assert "unfinished uploads" in said
+        store.reason = FailureReason.OTHER
+        with pytest.raises(StoreError):
+            await verify(PatientStore(store, Settings(), is_patient=False))
 
     run(main())
