@@ -45,6 +45,13 @@ class Rejected:
         return f"step {self.id.step} ({self.name}, generation {self.id.generation}): {self.reason}"
 
 
+def why_passed_over(passing_over: Collection[CheckpointId], id_: CheckpointId) -> str:
+    """As the caller has said it, if it is a mapping; "" for one that is not among them."""
+    if id_ not in passing_over:
+        return ""
+    return str(passing_over[id_]) if isinstance(passing_over, Mapping) else "the caller passes it over"
+
+
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """A complete checkpoint in the store. A plain value: may be pickled and broadcast to other ranks.

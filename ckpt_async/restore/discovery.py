@@ -26,7 +26,7 @@ from ckpt_async.errors import (
 from ckpt_async.protocol import steps
 from ckpt_async.protocol.cas import if_readable
 from ckpt_async.protocol.kinds import check_known
-from ckpt_async.restore.checkpoint import Checkpoint, Rejected, checkpoint_of
+from ckpt_async.restore.checkpoint import Checkpoint, Rejected, checkpoint_of, why_passed_over
 from ckpt_async.restore.foreign import find_foreign
 from ckpt_async.restore.freshness import check_fresh, check_nowhere, known_in
 from ckpt_async.restore.proof import sure
@@ -62,8 +62,8 @@ def find(
     A committed checkpoint is marked as damaged and skipped if its receipts are not those that were decided on, or if a
     shard is missing or has another size; it then appears in `rejected` of the result. Checksums are compared when the
     bytes are read. With `step`, only that step is considered, in its newest generation (or in `generation`), marked or
-    not. List checkpoints that you could not use in `passing_over`. In a run of several ranks call it on one of them and
-    broadcast the result: it is a plain value.
+    not. List checkpoints that you could not use in `passing_over`, or map them to the reasons, which `rejected` then
+    has. In a run of several ranks call it on one of them and broadcast the result: it is a plain value.
 
     The newest checkpoint is often the one that was still uploading when the trainer died: with `folder` and
     `drain_timeout_s`, what a dead trainer left on this node is finished first. (With an open `Uploader`, call its
@@ -175,7 +175,7 @@ async def _find(
         if step not in (None, id_.step) or generation not in (None, id_.generation):
             continue
         name = f"step-{id_.step}"
-        reason = "the caller could not use it" if id_ in passing_over else marks.get(id_)
+        reason = why_passed_over(passing_over, id_) or marks.get(id_)
         if reason is not None and step is None:
             rejected.append(Rejected(id_, name, reason))
             continue

@@ -211,7 +211,7 @@ def use_newest(
     """`use` what `newest` finds, and with it the next older one, passing over those that turn out damaged or gone while
     they are used. None if there is none.
     """
-    bad: set[CheckpointId] = set()
+    bad: dict[CheckpointId, str] = {}  # and why
     while (checkpoint := newest(bad)) is not None:
         try:
             return checkpoint, use(checkpoint)
@@ -219,7 +219,7 @@ def use_newest(
             if not may_pass_over:
                 raise
             logger.warning("checkpoint_passed_over %s error=%s", checkpoint.id, error)
-            bad.add(checkpoint.id)
+            bad[checkpoint.id] = str(error)
     return None
 
 

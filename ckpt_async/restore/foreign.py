@@ -34,7 +34,14 @@ from ckpt_async.core.model import CheckpointId
 from ckpt_async.core.naming import check_relative
 from ckpt_async.errors import InvalidNameError, InvalidRecordError, UnsafePickleError
 from ckpt_async.protocol.cas import read
-from ckpt_async.restore.checkpoint import METADATA, Checkpoint, Rejected, RemoteFile, is_metadata
+from ckpt_async.restore.checkpoint import (
+    METADATA,
+    Checkpoint,
+    Rejected,
+    RemoteFile,
+    is_metadata,
+    why_passed_over,
+)
 from ckpt_async.restore.dcp_files import (
     FLASHPOINT_HEAD_BYTES,
     FLASHPOINT_PREFIX_BYTES,
@@ -259,8 +266,8 @@ async def find_foreign(
             if each.by_rank:  # it may be whole, and another world size asked for: no fresh start
                 rejected.append(Rejected(id_, name, each.reason))
             continue
-        if id_ in passing_over:
-            rejected.append(Rejected(id_, name, "the caller could not use it"))
+        if reason := why_passed_over(passing_over, id_):
+            rejected.append(Rejected(id_, name, reason))
             continue
         try:
             files = _files(objects, each)

@@ -39,6 +39,7 @@ class Backend:
     example: ClassVar[str]  # of a URL, for messages
     credentials_hint: ClassVar[str] = "credentials come from the environment"
     makes_folder: ClassVar[bool] = False  # what is not there yet is made when it is opened for writing
+    put_args_hint: ClassVar[str] = "leave them out"
     max_key_bytes: ClassVar[int] = MAX_KEY_LENGTH  # of a whole key, the prefix in the bucket included
 
     def claims(self, url: str) -> bool:
@@ -69,7 +70,13 @@ class Backend:
         return scheme, authority, path
 
     def check_options(self, options: StoreOptions) -> None:
-        """Raise SettingsError for options that this kind of store cannot take."""
+        """Raise SettingsError for options that this kind of store cannot take. Here, `put_args`: they may ask for
+        encryption, which must not be left out in silence.
+        """
+        if options.put_args:
+            raise SettingsError(
+                f"{self.example.partition('/')[0]}// takes no put_args", hint=self.put_args_hint
+            )
 
     def address(self, url: str, options: StoreOptions, env: Mapping[str, str]) -> RemoteAddress:
         """What another process needs to reach the same store with credentials of its own. Raises SettingsError."""

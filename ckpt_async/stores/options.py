@@ -13,7 +13,8 @@ from ckpt_async.errors import SettingsError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreOptions:
-    """How to connect to a store. A backend ignores what means nothing to it; `file://` ignores all of it.
+    """How to connect to a store. A backend ignores what means nothing to it, but refuses `put_args` that it
+    cannot take.
 
     Args:
         endpoint_url: Endpoint of an S3-compatible store or an emulator. Default: from the environment, else the

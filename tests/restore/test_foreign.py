@@ -340,10 +340,22 @@ def test_an_unreadable_foreign_checkpoint_falls_back(run_: Run, tmp_path: Path) 
     gone.unlink()
     with pytest.raises(restore.DamagedCheckpointError):
         restore.fetch(checkpoint, tmp_path / "there")
-    second = restore.find(run_.url, passing_over=[checkpoint.id])
+    second = restore.find(run_.url, passing_over={checkpoint.id: "it has no a.pt"})
     assert second is not None
-    assert second.step == 10
+    assert (second.step, [each.reason for each in second.rejected]) == (10, ["it has no a.pt"])
     assert not (gone.parent.parent / ".ckpt_async" / "damaged").exists()
+
+
+def test_the_last_one_that_cannot_be_read_says_why(run_: Run, tmp_path: Path) -> None:
+    """Not only that the caller, which was ourselves, could not use it."""
+    _put(run_, "step20/config.yaml", "step20/a.pt")
+
+    def lose(_: object) -> Path:
+        (Path(run_.url.removeprefix("file://")) / "step20" / "a.pt").unlink(missing_ok=True)
+        return tmp_path / "there"
+
+    with pytest.raises(restore.NoUsableCheckpointError, match=r"a\.pt"):
+        restore.fetch_latest(run_.url, lose)
 
 
 def test_a_local_file_of_the_same_size_is_not_used(run_: Run, tmp_path: Path) -> None:

@@ -910,8 +910,9 @@ class TestGcsEmulator(StoreTests):
         return functools.partial(open_store, url, StoreOptions(endpoint_url=fake_gcs.url))
 
     @with_store
-    async def test_it_has_no_multipart_uploads(self, store):
+    async def test_it_has_no_multipart_uploads_and_says_so(self, store):
         assert not store.capabilities.multipart
+        assert any("no parts" in remark for remark in store.capabilities.remarks)
 
 
 @pytest.fixture(scope="module")

@@ -202,7 +202,9 @@ def test_put_args_that_the_store_cannot_take_are_rejected(put_args):
             refused("s3://bucket/run", options)
 
 
-@pytest.mark.parametrize("url", ["az://container/run", "sftp://host/run"])
+@pytest.mark.parametrize(
+    "url", ["az://container/run", "sftp://host/run", "file:///data/run", "memory://name/run"]
+)
 def test_put_args_are_not_left_out_in_silence(url):
     """Somebody may have asked for encryption."""
     options = StoreOptions(put_args={"ServerSideEncryption": "aws:kms"})

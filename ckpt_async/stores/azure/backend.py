@@ -23,6 +23,7 @@ _CONTAINER = re.compile(r"(?!.*--)[a-z0-9][a-z0-9-]{1,61}[a-z0-9]|\$root|\$web")
 class AzureBackend(Backend):
     schemes = (*_BY_NAME, *_BY_HOST)
     example = "az://container/prefix"
+    put_args_hint = "encryption, access tier and tags are set for the account or the container"
     credentials_hint = "use AZURE_STORAGE_* variables, a managed identity or `az login`"
 
     def claims(self, url: str) -> bool:
@@ -49,13 +50,6 @@ class AzureBackend(Backend):
         if not _CONTAINER.fullmatch(container):
             raise SettingsError(f"{url!r} names no valid container", hint=f"{self.example}, in small letters")
         return Location(scheme, container, path)
-
-    def check_options(self, options: StoreOptions) -> None:
-        if options.put_args:  # perhaps encryption, which must not be left out in silence
-            raise SettingsError(
-                "an Azure store takes no put_args",
-                hint="encryption, access tier and tags are set for the account or the container",
-            )
 
     def account(self, url: str, options: StoreOptions, env: Mapping[str, str]) -> Account:
         scheme = url.partition("://")[0]

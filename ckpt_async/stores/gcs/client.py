@@ -91,7 +91,10 @@ class GcsStore:
                 self._is_probed = True
                 self.has_conditional_delete = found.has_conditional_delete
                 self._capabilities = replace(
-                    _CAPABILITIES, conditional_put=found.has_conditional_put, multipart=found.has_multipart
+                    _CAPABILITIES,
+                    conditional_put=found.has_conditional_put,
+                    multipart=found.has_multipart,
+                    remarks=tuple(found.remarks()),
                 )
         except BaseException:
             await self.close()

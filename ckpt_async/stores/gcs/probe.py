@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -31,6 +31,13 @@ class Found:
     has_conditional_put: bool
     has_conditional_delete: bool
     has_multipart: bool
+
+    def remarks(self) -> Iterator[str]:
+        """Of an emulator; Google does it all."""
+        if not self.has_multipart:
+            yield "no parts: an interrupted shard is sent again from its beginning"
+        if not self.has_conditional_delete:
+            yield "conditions of deletes are ignored: the generation is compared just before"
 
 
 class Probe:

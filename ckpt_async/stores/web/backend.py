@@ -30,6 +30,9 @@ class WebBackend(Backend):
             raise SettingsError(f"{url!r} names no web server", hint=self.example)
         return Location(scheme, host, path)
 
+    def check_options(self, options: StoreOptions) -> None:
+        """Nothing is put."""
+
     def address(self, url: str, options: StoreOptions, env: Mapping[str, str]) -> RemoteAddress:
         """Only who writes asks for it."""
         raise refused(url)
