@@ -28,7 +28,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("doctor",),
     ("trainer", "restore"),
     ("sweep", "runners"),
-    ("engine",),
+    ("engine", "page"),
     ("protocol", "monitor"),
     ("transfer",),
     ("stores", "local"),

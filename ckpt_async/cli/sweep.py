@@ -21,7 +21,7 @@ from ckpt_async.core.settings import Settings
 from ckpt_async.core.units import counted, in_units
 from ckpt_async.errors import SettingsError
 from ckpt_async.local.settings_file import load_settings
-from ckpt_async.monitor.server import serve
+from ckpt_async.page.server import serve
 from ckpt_async.protocol import sweep_plan
 from ckpt_async.sweep.remote import Done, RemoteReport
 from ckpt_async.sweep.sweeper import FolderReport, Sweeper, SweepReport

@@ -39,7 +39,7 @@ class Observer:
     def checkpoint_committed(self, step: int, latency_s: float, at: float) -> None:
         """A checkpoint was seen committed, `latency_s` after its first shard was enqueued here."""
 
-    def checkpoint_aborted(self) -> None:
+    def checkpoint_aborted(self, step: int, reason: str) -> None:
         """A checkpoint was seen given up."""
 
     def checkpoint_pruned(self, location: str) -> None:

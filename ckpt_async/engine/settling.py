@@ -214,7 +214,7 @@ def _learn(state: State, checkpoint: LocalCheckpoint, decision: Decision) -> Non
 
 def _count(state: State, checkpoint: LocalCheckpoint, decision: Decision) -> None:
     if decision.outcome is Outcome.ABORT:
-        state.observer.checkpoint_aborted()
+        state.observer.checkpoint_aborted(checkpoint.id.step, decision.reason)
         return
     now = state.clock()
     first = min((each.enqueued_at for each in checkpoint.shards.values()), default=checkpoint.sealed_at)

@@ -14,22 +14,22 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from ckpt_async.core.local_state import Local, fold
 from ckpt_async.core.model import CheckpointId
 from ckpt_async.core.observe import Observer
-from ckpt_async.errors import CkptAsyncError, FailureReason, NoJournalError
-from ckpt_async.local import journals
+from ckpt_async.core.units import age, counted
+from ckpt_async.errors import CkptAsyncError, FailureReason
 from ckpt_async.local.folder import Folder
 from ckpt_async.monitor import holdings
 from ckpt_async.monitor.counters import Counters, Key
 from ckpt_async.monitor.definitions import DEFINITIONS, SAVES, SWEEPER_DEFINITIONS
 from ckpt_async.monitor.holdings import Holdings
+from ckpt_async.monitor.recent import Recent
+from ckpt_async.monitor.replay import REPLAY_SHARE, Replay
 
 logger = logging.getLogger(__name__)
 
-# Of one core, spent on replaying the whole journal: a checkpoint of 10,000 shards takes a third of a second of
-# the trainer's GIL. Rows that were added since are folded in at every scrape all the same.
-REPLAY_SHARE = 0.01
+# Less is no event.
+BLOCKED_S = 0.1
 
 
 class Metrics(Counters, Observer):
@@ -42,13 +42,12 @@ class Metrics(Counters, Observer):
     def __init__(self, run: str, folder: Folder, *, clock: Callable[[], float] = time.perf_counter) -> None:
         self._run = _printable(run)
         super().__init__(DEFINITIONS, run=self._run)
-        self._folder, self._clock = folder, clock
+        self._folder = folder
+        self.recent = Recent()
         self._is_fenced = False
         self._num_uploads = 0
         self._replay_lock = threading.Lock()
-        self._replay_due_at = float("-inf")
-        self._locals: dict[int, Local] = {}
-        self._places: dict[int, journals.Place] = {}
+        self._replay = Replay(folder.path, folder.kind, clock=clock)
         self._newest_enqueued: tuple[CheckpointId, float] | None = None
         self._save_interval_s: float | None = None
 
@@ -57,6 +56,12 @@ class Metrics(Counters, Observer):
         """Checkpoints this process has seen committed."""
         return int(self._counts["ckpt_async_checkpoints_committed_total", (self._run,)])
 
+    def total(self, name: str) -> dict[str, float]:
+        """What a counter says now, by its last label."""
+        with self._lock:
+            found = [(labels, value) for (each, labels), value in self._counts.items() if each == name]
+        return {labels[-1] if labels else "": value for labels, value in found}
+
     # --- Observer ------------------------------------------------------------------------------------------
 
     def shards_enqueued(self, num_shards: int, duration_s: float) -> None:
@@ -64,6 +69,8 @@ class Metrics(Counters, Observer):
         self._observe("ckpt_async_enqueue_duration_seconds", duration_s)
 
     def trainer_blocked(self, duration_s: float) -> None:
+        if duration_s >= BLOCKED_S:
+            self.recent.add("warn", "blocked", "training is held up: uploads are behind, or the disk is low")
         self._add("ckpt_async_trainer_blocked_seconds_total", self._run, amount=duration_s)
 
     def uploads_started(self, num_shards: int) -> None:
@@ -79,6 +86,9 @@ class Metrics(Counters, Observer):
 
     def attempt_failed(self, reason: FailureReason) -> None:
         self._add("ckpt_async_upload_attempt_failures_total", self._run, reason.value)
+        self.recent.add(
+            "warn", f"attempt {reason.value}", f"an attempt failed ({reason.value}); it is retried"
+        )
 
     def bytes_uploaded(self, size_bytes: int) -> None:
         self._add("ckpt_async_upload_bytes_total", self._run, amount=size_bytes)
@@ -87,13 +97,21 @@ class Metrics(Counters, Observer):
         self._add("ckpt_async_uploads_total", self._run, result, amount=num_shards)
         if result == "ok":
             self._observe("ckpt_async_upload_duration_seconds", *itertools.repeat(duration_s, num_shards))
+        else:
+            what = {"failed": "not uploaded in time, and retried", "superseded": "dropped by policy"}
+            told = what.get(result, f"lost: {result.replace('_', ' ')}")
+            level = "warn" if result in what else "bad"
+            self.recent.add(level, f"shards {result}", f"{counted(num_shards, 'shard')} {told}")
 
     def checkpoint_committed(self, step: int, latency_s: float, at: float) -> None:  # noqa: ARG002  in the journal
         self._add("ckpt_async_checkpoints_committed_total", self._run)
         self._observe("ckpt_async_commit_latency_seconds", latency_s)
+        text = f"committed, {age(latency_s)} after its first shard was enqueued"
+        self.recent.add("good", "committed", text, step=step)
 
-    def checkpoint_aborted(self) -> None:
+    def checkpoint_aborted(self, step: int, reason: str) -> None:
         self._add("ckpt_async_checkpoints_aborted_total", self._run)
+        self.recent.add("bad", "aborted", f"given up: {reason}", step=step)
 
     def checkpoint_pruned(self, location: str) -> None:
         self._add("ckpt_async_pruned_checkpoints_total", self._run, location)
@@ -103,9 +121,11 @@ class Metrics(Counters, Observer):
 
     def fenced(self) -> None:
         self._is_fenced = True
+        self.recent.add("bad", "fenced", "a newer start of the run has superseded this one")
 
     def engine_restarted(self) -> None:
         self._add("ckpt_async_engine_restarts_total")
+        self.recent.add("bad", "restarted", "the engine crashed and was started again; the log says why")
 
     # --- of a saver ----------------------------------------------------------------------------------------
 
@@ -118,6 +138,8 @@ class Metrics(Counters, Observer):
     def save_finished(self, result: str) -> None:
         """This rank has written a checkpoint and handed it over (ok), or could not (failed)."""
         self._add("ckpt_async_saves_total", self._run, result)
+        if result != "ok":
+            self.recent.add("bad", "save", "a save failed on this rank; the log says why")
 
     def save_blocked(self, duration_s: float) -> None:
         """The trainer was held up by a save."""
@@ -153,33 +175,14 @@ class Metrics(Counters, Observer):
 
     def _view(self) -> Holdings:
         """What the journals say now. Raises JournalError."""
-        progress = self._replay()
+        self._replay.look()
         view = Holdings(enqueued=self._newest_enqueued)
-        for rank, local in self._locals.items():
-            view.add(local, {key for key, sent_bytes in progress[rank].items() if sent_bytes})
+        for rank, local in self._replay.locals.items():
+            progress = self._replay.progress[rank]
+            view.add(local, {key for key, sent_bytes in progress.items() if sent_bytes})
         # The rows of the newest one may be gone with its files (`num_checkpoints_to_keep=0`).
         self._newest_enqueued = view.enqueued
         return view
-
-    def _replay(self) -> dict[int, dict[tuple[CheckpointId, str], int]]:
-        """Fold in what was appended, and return the progress; now and then begin again, because rows also vanish
-        (`Journal.forget`) and nothing tells of it. Only decided checkpoints vanish, so the queue is never wrong.
-        """
-        started = self._clock()
-        is_due = started >= self._replay_due_at
-        found: dict[int, journals.Reading] = {}
-        with contextlib.suppress(NoJournalError):  # before the first of the node has opened
-            places = {} if is_due else self._places
-            found = journals.read(self._folder.path, kind=self._folder.kind, after=places)
-        self._locals = {
-            rank: reading.local() if reading.is_whole else fold(reading.rows, self._locals[rank])
-            for rank, reading in found.items()
-        }
-        self._places = {rank: reading.place for rank, reading in found.items()}
-        if is_due:
-            ended = self._clock()
-            self._replay_due_at = ended + (ended - started) / REPLAY_SHARE
-        return {rank: reading.progress for rank, reading in found.items()}
 
 
 class SweeperMetrics(Counters):

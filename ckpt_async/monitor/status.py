@@ -38,6 +38,14 @@ class CheckpointStatus:
     size_bytes: int
     uploaded_bytes: int
     failure: str = ""
+    begun_at: float | None = None  # Unix time at which the first shard was enqueued here
+    decided_at: float | None = None  # at which this node learned of the decision
+    is_delivered: bool = False  # every rank here that holds something of it has handed in its receipt
+
+    @property
+    def is_at_risk(self) -> bool:
+        """Whether it would be lost with this node, and is not lost already."""
+        return self.state in ("open", "uploading", "waiting") and not self.is_delivered
 
     @property
     def is_pending(self) -> bool:
@@ -66,6 +74,11 @@ class Status:
     @property
     def pending(self) -> tuple[CheckpointStatus, ...]:
         return tuple(each for each in self.checkpoints if each.is_pending)
+
+    @property
+    def at_risk(self) -> tuple[CheckpointStatus, ...]:
+        """What would be lost if this node died now, with its disk."""
+        return tuple(each for each in self.checkpoints if each.is_at_risk)
 
     @property
     def summary(self) -> str:
@@ -159,6 +172,9 @@ def _merge(
         size_bytes=sum(part.size_bytes for _, part in parts),
         uploaded_bytes=uploaded_bytes,
         failure=failure,
+        begun_at=min((each.enqueued_at for _, part in parts for each in part.shards.values()), default=None),
+        decided_at=min((part.decided_at for _, part in parts if part.decision is not None), default=None),
+        is_delivered=all(part.has_receipt for _, part in parts),
     )
 
 

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ckpt_async.core import backlog
 from ckpt_async.core.local_state import Local
 from ckpt_async.core.model import CheckpointId, Decided
 from ckpt_async.core.observe import Observer
@@ -20,6 +21,9 @@ REPORT_S = 0.25
 # What fits into one packet for certain.
 MAX_FACTS, MAX_DECIDED, MAX_FAILURES, MAX_FORGOTTEN = 200, 50, 20, 500
 MAX_MISSING = 100
+MAX_REASON = 120
+# Of so many checkpoints the ranks that they wait for are told to those who only look.
+MAX_WAITING = 3
 
 
 class Reports:
@@ -98,7 +102,7 @@ class Reports:
             "absent_ranks": engine.absent_ranks and engine.absent_ranks[:MAX_MISSING],
             "num_due": engine.num_due,
             "last_seen_wake": self._last_seen_wake,
-            "missing": self._missing(engine) if self.is_hurried else [],
+            "missing": self._missing(engine),
         }
         while True:
             parts = {name: list(itertools.islice(queue, most)) for name, queue, most in queues}
@@ -112,10 +116,13 @@ class Reports:
                 return
 
     def _missing(self, engine: Engine) -> list[tuple[CheckpointId, list[int]]]:
-        waiting = (id_ for id_, each in engine.local.checkpoints.items() if each.decision is None)
-        found = (
-            (id_, engine.missing_ranks(id_)[:MAX_MISSING]) for id_ in itertools.islice(waiting, MAX_MISSING)
+        most = MAX_MISSING if self.is_hurried else MAX_WAITING
+        waiting = (
+            id_
+            for id_, each in engine.local.checkpoints.items()
+            if (each.decision is None if self.is_hurried else backlog.waits_for_ranks(each))
         )
+        found = ((id_, engine.missing_ranks(id_)[:MAX_MISSING]) for id_ in itertools.islice(waiting, most))
         return [(id_, ranks) for id_, ranks in found if ranks]
 
 
@@ -151,8 +158,8 @@ class _Facts(Observer):
     def checkpoint_committed(self, step: int, latency_s: float, at: float) -> None:
         self._note("checkpoint_committed", step, latency_s, at)
 
-    def checkpoint_aborted(self) -> None:
-        self._note("checkpoint_aborted")
+    def checkpoint_aborted(self, step: int, reason: str) -> None:
+        self._note("checkpoint_aborted", step, reason[:MAX_REASON])
 
     def checkpoint_pruned(self, location: str) -> None:
         self._note("checkpoint_pruned", location)

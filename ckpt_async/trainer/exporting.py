@@ -1,27 +1,50 @@
-"""The port on which an uploader's metrics are found: one for all kinds of checkpoints of a rank."""
+"""The port on which an uploader's metrics and its page are found: one for all kinds of checkpoints of a rank."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
+from ckpt_async.core.model import CheckpointId, Outcome
 from ckpt_async.core.settings import Settings
+from ckpt_async.errors import UploaderClosedError
+from ckpt_async.local.folder import Folder
 from ckpt_async.monitor.metrics import Metrics
-from ckpt_async.monitor.server import serve
+from ckpt_async.monitor.report import FolderWatch, id_json
+from ckpt_async.page.board import Board, look_at
+from ckpt_async.page.server import serve
+from ckpt_async.trainer.handle import EngineHandle
+
+# Of the checkpoints that this process saw decided, the newest are told even when no journal has them any more.
+MAX_EARLIER = 30
 
 
 class Exporter:
-    """Serves metrics on the port that the settings name, or adds them to those of a companion that has this port."""
+    """Serves metrics and the page on the port that the settings name, or adds them to those of a companion that has
+    this port.
+    """
 
-    def __init__(self, metrics: Metrics, settings: Settings, companions: Iterable[Exporter]) -> None:
-        self.metrics = metrics
+    def __init__(
+        self,
+        metrics: Metrics,
+        settings: Settings,
+        companions: Iterable[Exporter],
+        engine: EngineHandle,
+        folder: Folder,
+        rank: int,
+    ) -> None:
+        self.metrics, self.engine, self.kind, self.rank = metrics, engine, folder.kind, rank
         self._place = settings.metrics_port, settings.metrics_address
+        self._watch = FolderWatch(folder.path)
+        self._others: set[Exporter] = set()
         self._host = next((each for each in companions if each.is_serving(*self._place)), None)
         self._server = None
         if self._host is not None:
-            self._host.metrics.add(metrics)
+            self._host.add(self)
         else:
-            self._server = serve(metrics.registry, *self._place, os.environ)
+            board = Board(self._look, self._health)
+            self._server = serve(metrics.registry, *self._place, os.environ, board)
 
     def is_serving(self, port: int, address: str) -> bool:
         return self._server is not None and port > 0 and self._place == (port, address)
@@ -33,9 +56,107 @@ class Exporter:
             return self._host.url
         return self._server.url if self._server is not None else None
 
+    @property
+    def page_url(self) -> str | None:
+        """Where people find the page."""
+        if self._host is not None:
+            return self._host.page_url
+        return self._server.page_url if self._server is not None else None
+
+    def add(self, companion: Exporter) -> None:
+        """Tell of another kind's uploader, too."""
+        self.metrics.add(companion.metrics)
+        self._others.add(companion)
+
+    def discard(self, companion: Exporter) -> None:
+        self.metrics.discard(companion.metrics)
+        self._others.discard(companion)
+
     def close(self) -> None:
         """Free the port; companions that were added are not found any more either. Idempotent."""
         if self._host is not None:
-            self._host.metrics.discard(self.metrics)
+            self._host.discard(self)
         if self._server is not None:
             self._server.close()
+
+    # --- the page: on the server's threads ---------------------------------------------------------------------
+
+    @property
+    def _all(self) -> list[Exporter]:
+        return sorted((self, *list(self._others)), key=lambda each: each.kind)
+
+    def _health(self) -> str:
+        return next(filter(None, (each.problem for each in self._all)), "")
+
+    @property
+    def problem(self) -> str:
+        """Why this uploader does not go on, in one line; nothing while it does. What heals by itself, as a store that
+        is away does, is no reason to start training again.
+        """
+        if self.engine.has_ended:
+            return ""
+        if (death := self.engine.runner.death) is not None:
+            return f"the engine has died: {death!r}"
+        if (fenced_by := self._fenced_by) is not None:
+            ours = self.engine.generation
+            return f"fenced: generation {fenced_by} of this run has started, this is generation {ours}"
+        return ""
+
+    @property
+    def _fenced_by(self) -> int | None:
+        try:
+            return self.engine.view().fenced_by
+        except UploaderClosedError:
+            return None
+
+    def _look(self) -> dict[str, Any]:
+        told = look_at(self._watch, self._missing)
+        events = [
+            {**event, "kind": each.kind or None} for each in self._all for event in each.metrics.recent.told()
+        ]
+        return {
+            "role": "uploader",
+            "folders": [told],
+            "remotes": [],
+            "engines": [each.engine_json() for each in self._all],
+            "events": sorted(events, key=lambda event: float(event["at"]), reverse=True),
+        }
+
+    def _missing(self, kind: str, id_: CheckpointId) -> Sequence[int]:
+        for each in self._all:
+            if each.kind == kind:
+                try:
+                    return each.engine.view().missing_ranks(id_)
+                except UploaderClosedError:
+                    return ()
+        return ()
+
+    def engine_json(self) -> dict[str, Any]:
+        """What is known here and in no journal."""
+        failures = self.metrics.total("ckpt_async_upload_attempt_failures_total")
+        return {
+            "kind": self.kind or None,
+            "rank": self.rank,
+            "generation": self.engine.generation,
+            "problem": self.problem or None,
+            "attempt_failures": {reason: int(count) for reason, count in failures.items()},
+            "restarts": int(self.metrics.total("ckpt_async_engine_restarts_total").get("", 0)),
+            "earlier": self._earlier(),
+        }
+
+    def _earlier(self) -> list[dict[str, Any]]:
+        try:
+            outcomes = list(self.engine.view().outcomes.values())
+        except (UploaderClosedError, RuntimeError):  # one was added just now
+            return []
+        at = {each["step"]: each["at"] for each in self.metrics.recent.told() if each["step"] is not None}
+        return [
+            {
+                **id_json(each.checkpoint),
+                "name": each.name,
+                "state": "aborted" if each.outcome is Outcome.ABORT else "committed",
+                "decided_at": at.get(each.checkpoint.step),
+                "failure": each.reason or None,
+            }
+            for each in sorted(outcomes, key=lambda each: each.checkpoint)[-MAX_EARLIER:]
+        ]

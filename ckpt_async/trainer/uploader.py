@@ -110,7 +110,9 @@ class Uploader:
         self.metrics = Metrics(self.remote.rstrip("/"), self._folder)
         self._engine = EngineHandle(start, self._folder, self.metrics)
         self.generation = self._engine.generation
-        self.exporter = Exporter(self.metrics, self.settings, at_exit.exporters(start))
+        self.exporter = Exporter(
+            self.metrics, self.settings, at_exit.exporters(start), self._engine, self._folder, self.rank
+        )
         at_exit.add(self)
         self._undo_sigterm: Callable[[], None] | None = None
         if self.settings.sigterm_flush_s:
@@ -124,6 +126,11 @@ class Uploader:
     def metrics_url(self) -> str | None:
         """Where Prometheus finds this process, or None if it serves no metrics."""
         return self.exporter.url
+
+    @property
+    def page_url(self) -> str | None:
+        """Where a browser finds the live page of this process, or None if it serves none."""
+        return self.exporter.page_url
 
     # --- the trainer's calls -------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from typing import Any
 
 from ckpt_async import Sweeper, Uploader
 from ckpt_async.errors import CkptAsyncError
-from ckpt_async.monitor.server import MetricsServer, serve
+from ckpt_async.page.server import MetricsServer, serve
 
 ROOT = Path(__file__).resolve().parents[2]
 RULES = ROOT / "deploy/prometheus/alerts.yaml"

@@ -136,8 +136,20 @@ def test_status_as_json_has_the_documented_fields(
     found = json_of(capsys, "status", folder)
     documented = (ROOT / "docs/cli.md").read_text()
     assert found.keys() == {
-        *("folder", "remote", "summary", "last_committed", "queue", "ranks", "checkpoints", "kinds")
+        *(
+            "folder",
+            "remote",
+            "summary",
+            "last_committed",
+            "would_lose",
+            "queue",
+            "ranks",
+            "checkpoints",
+            "kinds",
+        ),
+        *("bytes_per_s", "eta_s", "idle_s"),
     }
+    assert found["would_lose"] == {"steps": [], "size_bytes": 0}
     assert found["last_committed"].keys() == {"generation", "step", "committed_at", "age_s"}
     assert found["queue"] == {
         state: {"shards": 0, "bytes": 0} for state in ("queued", "uploading", "retrying", "failed")
@@ -431,7 +443,7 @@ def test_a_bug_is_one_line_unless_debugging_is_on(
     def broken(*_: object) -> None:
         raise ZeroDivisionError("oh")
 
-    monkeypatch.setattr("ckpt_async.cli.status.load", broken)
+    monkeypatch.setattr("ckpt_async.cli.status.FolderWatch", broken)
     assert cli.main(["status", str(tmp_path)]) == 1
     assert capsys.readouterr().err == (
         "ckpt-async: this is a bug: ZeroDivisionError('oh') (CKPT_ASYNC_DEBUG=1 shows where)\n"

@@ -44,8 +44,9 @@ from ckpt_async.local import journals
 from ckpt_async.local.folder import Folder
 from ckpt_async.monitor import definitions
 from ckpt_async.monitor.definitions import DEFINITIONS
-from ckpt_async.monitor.metrics import REPLAY_SHARE, Metrics, SweeperMetrics
-from ckpt_async.monitor.server import serve
+from ckpt_async.monitor.metrics import Metrics, SweeperMetrics
+from ckpt_async.monitor.replay import REPLAY_SHARE
+from ckpt_async.page.server import serve
 from ckpt_async.protocol import sweep_plan
 from ckpt_async.protocol.verify import Finding
 from ckpt_async.sweep import sweeper as sweeper_module
@@ -163,7 +164,7 @@ def report_everything(metrics: Metrics, reasons: Iterable[FailureReason] = Failu
     for result in definitions.RESULTS:
         metrics.shards_finished(result, 1, 12.0)
     metrics.checkpoint_committed(300, 40.0, 1.7e9)
-    metrics.checkpoint_aborted()
+    metrics.checkpoint_aborted(200, "rank 1 died")
     for location in definitions.LOCATIONS:
         metrics.checkpoint_pruned(location)
     metrics.fenced()

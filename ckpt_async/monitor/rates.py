@@ -1,0 +1,47 @@
+"""How fast something grows, from looks at it at different times."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Mapping
+from typing import Generic, TypeVar
+
+# Progress is noted once a second: less than that shows its jumps, more of it hides that the link has changed.
+WINDOW_S = 15.0
+# Two looks that are closer than this tell nothing.
+CLOSE_S = 0.5
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+class Rates(Generic[Key]):
+    """Of each thing its size at the last looks. Pure: the time is told."""
+
+    def __init__(self) -> None:
+        self._seen: dict[Key, deque[tuple[float, int]]] = {}
+        self._moved_at_s: float | None = None
+
+    def idle_s(self, now_s: float) -> float | None:
+        """How long nothing has moved, as far as it was looked at; None if there is nothing to move."""
+        return None if self._moved_at_s is None else max(0.0, now_s - self._moved_at_s)
+
+    def look(self, now_s: float, sizes: Mapping[Key, int]) -> dict[Key, float]:
+        """Bytes per second of each that was seen before; what is not in `sizes` is forgotten."""
+        before = {key: seen[-1][1] for key, seen in self._seen.items() if seen}
+        if not sizes:
+            self._moved_at_s = None
+        elif self._moved_at_s is None or any(before.get(key) != size for key, size in sizes.items()):
+            self._moved_at_s = now_s
+        self._seen = {key: self._seen.get(key, deque()) for key in sizes}
+        return {key: rate for key, size in sizes.items() if (rate := self._of(key, now_s, size)) is not None}
+
+    def _of(self, key: Key, now_s: float, size: int) -> float | None:
+        seen = self._seen[key]
+        if seen and size < seen[-1][1]:
+            seen.clear()  # it was begun anew
+        while len(seen) > 1 and now_s - seen[1][0] >= WINDOW_S:
+            seen.popleft()
+        if not seen or now_s - seen[-1][0] >= CLOSE_S:
+            seen.append((now_s, size))
+        begin_s, begin = seen[0]
+        return (size - begin) / (now_s - begin_s) if now_s - begin_s >= CLOSE_S else None

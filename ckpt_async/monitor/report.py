@@ -1,0 +1,185 @@
+"""What `status` says of a folder, as JSON: one shape for `ckpt-async status --json` and the page."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckpt_async.core.local_state import Local
+from ckpt_async.core.model import CheckpointId
+from ckpt_async.errors import NoJournalError
+from ckpt_async.local import journals
+from ckpt_async.monitor.rates import Rates
+from ckpt_async.monitor.replay import Replay
+from ckpt_async.monitor.status import CheckpointStatus, Status, has_owner, view
+
+Json = dict[str, Any]
+
+# Of the ranks that a checkpoint waits for, so many are named.
+MAX_RANKS = 100
+
+Missing = Callable[[str, CheckpointId], Sequence[int]]
+
+
+def _nobody(kind: str, id_: CheckpointId) -> Sequence[int]:  # noqa: ARG001
+    return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """One kind of checkpoints of a folder, at one look. `owned` are the ranks that a live process holds; the rates are
+    known from the second look on.
+    """
+
+    status: Status
+    owned: Collection[int] = ()
+    bytes_per_s: Mapping[CheckpointId, float] = field(default_factory=dict)
+    missing: Mapping[CheckpointId, Sequence[int]] = field(default_factory=dict)
+    idle_s: float | None = None  # how long no byte of what is to be sent has moved
+
+
+class FolderWatch:
+    """Looks at a folder's journals again and again, also beside live trainers: makes nothing, sends nothing. For one
+    thread at a time.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = os.path.realpath(folder)
+        self._replays: dict[str, Replay] = {}
+        self._rates: dict[str, Rates[CheckpointId]] = {}
+
+    def look(self, missing: Missing = _nobody, *, now: float | None = None) -> dict[str, Seen]:
+        """What is there now, by kind of checkpoints. `missing` tells which ranks one of them waits for.
+
+        Raises NoJournalError if there is no journal, JournalError if one cannot be read.
+        """
+        now = time.time() if now is None else now
+        found: dict[str, Seen] = {}
+        for kind in journals.kinds(self.folder):
+            replay = self._replays.setdefault(kind, Replay(self.folder, kind))
+            replay.look()
+            locals_ = [each for each in replay.locals.values() if each.sequence]
+            if replay.is_there:
+                found[kind] = self._seen(kind, locals_, missing, now)
+        if not found:
+            raise NoJournalError(
+                f"there is no journal in {self.folder!r}",
+                hint="use the folder that the uploader was opened with",
+            )
+        return found
+
+    def _seen(self, kind: str, locals_: Sequence[Local], missing: Missing, now: float) -> Seen:
+        progress = {
+            (rank, id_, shard): sent
+            for rank, of_rank in self._replays[kind].progress.items()
+            for (id_, shard), sent in of_rank.items()
+        }
+        status = view(locals_, progress, now)
+        rates = self._rates.setdefault(kind, Rates())
+        unfinished = {each.id: each.uploaded_bytes for each in status.pending if each.state != "waiting"}
+        return Seen(
+            status,
+            {rank for rank in status.ranks if has_owner(self.folder, rank, kind)},
+            rates.look(now, unfinished),
+            {each.id: missing(kind, each.id) for each in status.pending if each.state == "waiting"},
+            rates.idle_s(now),
+        )
+
+
+# --- as JSON -----------------------------------------------------------------------------------------------
+
+
+def folder_json(folder: str, by_kind: Mapping[str, Seen], now: float) -> Json:
+    """What it says of the run itself, and `kinds`."""
+    own = by_kind.get("", Seen(view([], {}, now)))
+    return {
+        "folder": os.path.realpath(folder),
+        **_kind_json(folder, own),
+        "kinds": {kind: _kind_json(folder, each) for kind, each in by_kind.items() if kind},
+    }
+
+
+def _kind_json(folder: str, seen: Seen) -> Json:
+    found = seen.status
+    committed = found.last_committed
+    at_risk = found.at_risk
+    return {
+        "remote": found.remote,
+        "summary": found.summary,
+        "last_committed": None
+        if committed is None
+        else {
+            **id_json(committed),
+            "committed_at": found.last_committed_at,
+            "age_s": max(0.0, found.now - found.last_committed_at),
+        },
+        "would_lose": {
+            "steps": [each.id.step for each in at_risk],
+            "size_bytes": sum(each.size_bytes for each in at_risk),
+        },
+        "queue": {
+            state: {"shards": count, "bytes": size_bytes}
+            for state, (count, size_bytes) in found.queue.items()
+        },
+        **_speed_json(
+            sum(seen.bytes_per_s.values()) if seen.bytes_per_s else None,
+            sum(each.size_bytes - each.uploaded_bytes for each in found.pending),
+        ),
+        "idle_s": None if seen.idle_s is None else round(seen.idle_s, 1),
+        "ranks": [{"rank": rank, "is_running": rank in seen.owned} for rank in found.ranks],
+        "checkpoints": [
+            {**_checkpoint_json(each, seen), "hint": hint_for(each, seen.owned, folder) or None}
+            for each in found.checkpoints
+        ],
+    }
+
+
+def id_json(checkpoint: CheckpointId) -> Json:
+    return {"generation": checkpoint.generation, "step": checkpoint.step}
+
+
+def _speed_json(bytes_per_s: float | None, left_bytes: int) -> Json:
+    is_known = bytes_per_s is not None and bytes_per_s > 0 and left_bytes > 0
+    return {
+        "bytes_per_s": None if bytes_per_s is None else round(bytes_per_s),
+        "eta_s": round(left_bytes / bytes_per_s, 1) if is_known and bytes_per_s else None,
+    }
+
+
+def _checkpoint_json(each: CheckpointStatus, seen: Seen) -> Json:
+    missing = seen.missing.get(each.id, ())
+    return {
+        **id_json(each.id),
+        "name": each.name,
+        "state": each.state,
+        "ranks": list(each.ranks),
+        "world_size": each.world_size,
+        "missing_ranks": list(missing[:MAX_RANKS]),
+        "shards": each.num_shards,
+        "shards_verified": each.num_verified,
+        "size_bytes": each.size_bytes,
+        "uploaded_bytes": each.uploaded_bytes,
+        "percent": each.percent,
+        **_speed_json(seen.bytes_per_s.get(each.id), each.size_bytes - each.uploaded_bytes),
+        "begun_at": each.begun_at,
+        "decided_at": each.decided_at,
+        "failure": each.failure or None,
+    }
+
+
+def hint_for(each: CheckpointStatus, owned: Collection[int], folder: str) -> str:
+    """What to do about a checkpoint with a failure. There is no command to retry one: what may still be sent is, and an
+    abort is never taken back (rule R4).
+    """
+    match each.state:
+        case "lost" | "aborted":
+            return "given up for good, on all ranks; to keep it, save it again as another step, or after a restart"
+        case "uploading" | "open" if each.failure and {*owned}.intersection(each.ranks):
+            return "failed uploads are retried every half minute"
+        case "uploading" | "open" if each.failure:
+            return f"`ckpt-async drain {folder}` retries now"
+        case _:
+            return ""

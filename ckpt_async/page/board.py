@@ -1,0 +1,83 @@
+"""What the page shows, computed when somebody looks, and seldom enough to cost training next to nothing."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ckpt_async.errors import CkptAsyncError
+from ckpt_async.monitor.report import FolderWatch, Missing, folder_json
+
+logger = logging.getLogger(__name__)
+
+Json = dict[str, Any]
+
+# However many look, and however often.
+AT_MOST_EVERY_S = 1.0
+# Of one core: what a look has cost decides how long it must do.
+SHARE = 0.02
+
+
+class Board:
+    """`look` says what there is, `health` in one line why the process does not go on, or nothing. From any thread."""
+
+    def __init__(
+        self,
+        look: Callable[[], Json],
+        health: Callable[[], str] = str,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._look, self.health, self._clock = look, health, clock
+        self._lock = threading.Lock()
+        self._due_at = float("-inf")
+        self._body: bytes | None = None
+        self._has_failed = False
+
+    def status(self) -> bytes | None:
+        """What is served as `/status.json`; who asks while somebody looks waits for that, and has the same. None if it
+        could not be told, which is a bug, and logged once.
+        """
+        with self._lock:
+            if (started := self._clock()) >= self._due_at:
+                self._body = self._told_or_none()
+                ended = self._clock()
+                self._due_at = max(started + AT_MOST_EVERY_S, ended + (ended - started) / SHARE)
+            return self._body
+
+    def _told_or_none(self) -> bytes | None:
+        try:
+            return json.dumps(self._told(), separators=(",", ":")).encode()
+        except Exception:
+            if not self._has_failed:
+                logger.exception("page_failed; the page shows nothing, work continues")
+            self._has_failed = True
+            return None
+
+    def _told(self) -> Json:
+        problem = self.health() or None
+        return {
+            "now": time.time(),
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "problem": problem,
+            **self._look(),
+        }
+
+
+def look_at(watch: FolderWatch, missing: Missing | None = None) -> Json:
+    """What a folder holds, or `error`: why that cannot be told now."""
+    now = time.time()
+    try:
+        by_kind = watch.look(missing, now=now) if missing else watch.look(now=now)
+    except (CkptAsyncError, OSError) as error:
+        logger.debug("page_without_journal folder=%s error=%s", watch.folder, error)
+        text = error.without_hint if isinstance(error, CkptAsyncError) else str(error)
+        return {"folder": watch.folder, "error": text}
+    return folder_json(watch.folder, by_kind, now)

@@ -1,0 +1,295 @@
+"""The port of an uploader: metrics as before, and beside them a page, its data and a probe that change nothing."""
+
+import gzip
+import http.client
+import json
+import os
+import re
+import socket
+import threading
+import urllib.parse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.openmetrics import parser as openmetrics
+
+from ckpt_async import Uploader, cli
+from ckpt_async.page import server as page_server
+from ckpt_async.page.board import Board
+from ckpt_async.page.server import MetricsServer, serve
+
+STATIC = Path(page_server.__file__).parent / "static"
+Reply = tuple[int, http.client.HTTPMessage, bytes]
+
+
+def ask(url: str, path: str = "/", method: str = "GET", **headers: str) -> Reply:
+    place = urllib.parse.urlsplit(url)
+    connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=30)
+    try:
+        connection.request(
+            method, path, headers={key.replace("_", "-"): each for key, each in headers.items()}
+        )
+        reply = connection.getresponse()
+        return reply.status, reply.headers, reply.read()
+    finally:
+        connection.close()
+
+
+class Told:
+    """What a board is told, and how often it was asked."""
+
+    def __init__(self) -> None:
+        self.problem, self.num_looks, self.now_s = "", 0, 0.0
+        self.cost_s, self.is_broken = 0.0, False
+
+    def look(self) -> dict[str, Any]:
+        self.num_looks += 1
+        if self.is_broken:
+            raise ZeroDivisionError
+        self.now_s += self.cost_s
+        return {"folders": [], "look": self.num_looks}
+
+
+@pytest.fixture
+def told() -> Told:
+    return Told()
+
+
+@pytest.fixture
+def served(told: Told) -> Iterator[MetricsServer]:
+    board = Board(told.look, lambda: told.problem, clock=lambda: told.now_s)
+    server = serve(CollectorRegistry(), 0, "127.0.0.1", {}, board)
+    assert server is not None
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def uploader(tmp_path: Path) -> Iterator[Uploader]:
+    remote = f"file://{tmp_path}/store/run-a"
+    with Uploader(tmp_path / "folder", remote, rank=0, world_size=1, metrics_port=0) as opened:
+        path = opened.folder / "step-100" / "rank-0.pt"
+        path.parent.mkdir()
+        path.write_bytes(os.urandom(1000))
+        opened.enqueue(path, 100)
+        opened.seal(100)
+        opened.wait(100, 60)
+        yield opened
+
+
+def test_metrics_are_served_as_prometheus_asks_for_them(uploader: Uploader) -> None:
+    """Content negotiation, gzip, `name[]` and HEAD."""
+    assert uploader.metrics_url is not None
+    status, headers, body = ask(uploader.metrics_url, "/metrics")
+    assert (status, headers["Content-Type"].split(";")[0]) == (200, "text/plain")
+    assert b"ckpt_async_checkpoints_committed_total{" in body
+    _, headers, body = ask(
+        uploader.metrics_url, "/metrics", Accept="application/openmetrics-text;version=1.0.0"
+    )
+    assert headers["Content-Type"].startswith("application/openmetrics-text")
+    assert [*openmetrics.text_string_to_metric_families(body.decode())]
+    _, headers, body = ask(uploader.metrics_url, "/metrics", Accept_Encoding="gzip")
+    assert headers["Content-Encoding"] == "gzip"
+    assert b"ckpt_async_fenced" in gzip.decompress(body)
+    _, _, body = ask(uploader.metrics_url, "/metrics?name[]=ckpt_async_fenced")
+    assert {line.split("{")[0] for line in body.decode().splitlines() if line[0] != "#"} == {
+        "ckpt_async_fenced"
+    }
+    status, headers, body = ask(uploader.metrics_url, "/metrics", "HEAD")
+    assert (status, body) == (200, b"")
+    assert int(headers["Content-Length"]) > 100
+
+
+@pytest.mark.parametrize("path", ["/", "/status.json", "/metrics", "/healthz", "/page.js"])
+def test_it_only_looks(served: MetricsServer, path: str) -> None:
+    for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS"):
+        status, headers, _ = ask(served.url, path, method)
+        assert (status, headers["Allow"]) == (405, "GET, HEAD")
+    status, headers, body = ask(served.url, path, "HEAD")
+    assert (status, body) == (200, b"")
+    assert headers["Content-Length"] == str(len(ask(served.url, path)[2]))
+
+
+def test_nothing_foreign_runs_on_the_page(served: MetricsServer) -> None:
+    """Script and style are files of their own, and nothing else is allowed: no inline, no eval, no other host."""
+    for path in ("/", "/status.json", "/page.js", "/page.css", "/icon.svg", "/nowhere"):
+        _, headers, _ = ask(served.url, path)
+        policy = dict(each.split(maxsplit=1) for each in headers["Content-Security-Policy"].split("; "))
+        assert policy["default-src"] == "'none'"
+        assert policy["script-src"] == policy["style-src"] == policy["connect-src"] == "'self'"
+        assert policy["require-trusted-types-for"] == "'script'"
+        assert headers["X-Content-Type-Options"] == "nosniff"
+        assert headers["Cache-Control"] == "no-store"
+    html = (STATIC / "index.html").read_text()
+    assert not re.search(r"<script(?![^>]* src=)|\son\w+=|style=|https?://", html)
+    for name in ("page.js", "page.css"):
+        text = (STATIC / name).read_text()
+        assert not re.search(
+            r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|https?://|@import", text
+        )
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "localhost.evil.example"]
+)
+def test_a_page_of_elsewhere_cannot_read_what_is_for_this_machine(served: MetricsServer, host: str) -> None:
+    """DNS rebinding: its own name means 127.0.0.1 all of a sudden."""
+    for path in ("/", "/status.json"):
+        status, _, body = ask(served.url, path, Host=host)
+        assert status == 421
+        assert b"metrics_address" in body
+    assert ask(served.url, "/metrics", Host=host)[0] == 200
+    assert ask(served.url, "/healthz", Host=host)[0] == 200
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost", "localhost:9", "run.localhost:80", "127.0.0.1:1", "[::1]:8000", "10.1.2.3", ""]
+)
+def test_a_tunnel_to_it_works(served: MetricsServer, host: str) -> None:
+    assert ask(served.url, "/status.json", Host=host)[0] == 200
+
+
+def test_where_others_may_connect_any_name_will_do(told: Told) -> None:
+    server = serve(CollectorRegistry(), 0, "0.0.0.0", {}, Board(told.look))
+    assert server is not None
+    try:
+        port = urllib.parse.urlsplit(server.url).port
+        assert ask(f"http://127.0.0.1:{port}", "/status.json", Host="node-7.cluster:9400")[0] == 200
+    finally:
+        server.close()
+
+
+def test_the_probe_says_in_one_line_why_it_does_not_go_on(served: MetricsServer, told: Told) -> None:
+    assert ask(served.url, "/healthz")[::2] == (200, b"ok\n")
+    told.problem = "the engine has died:\nRuntimeError"
+    assert ask(served.url, "/healthz")[::2] == (503, b"the engine has died: RuntimeError\n")
+    assert json.loads(ask(served.url, "/status.json")[2])["problem"] == told.problem
+
+
+def test_many_who_look_cost_no_more_than_one(served: MetricsServer, told: Told) -> None:
+    """At most once a second, and a look that is dear is followed by a long pause."""
+    for _ in range(5):
+        assert json.loads(ask(served.url, "/status.json")[2])["look"] == 1
+    told.now_s, told.cost_s = 1.0, 0.5
+    assert json.loads(ask(served.url, "/status.json")[2])["look"] == 2
+    told.now_s = 26.0
+    ask(served.url, "/status.json")
+    assert told.num_looks == 2
+    told.now_s = 26.6
+    ask(served.url, "/status.json")
+    assert told.num_looks == 3
+
+
+def test_a_bug_of_the_page_is_told_once_and_training_goes_on(
+    served: MetricsServer, told: Told, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    told.is_broken = True
+    for told.now_s in (1.0, 2.0, 3.0):
+        assert ask(served.url, "/status.json")[0] == 500
+    assert [each.levelname for each in caplog.records] == ["ERROR"]
+    assert capfd.readouterr().err == ""
+    assert ask(served.url, "/healthz")[0] == 200
+
+
+def test_a_client_that_says_nothing_holds_up_nobody(
+    served: MetricsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is hung up on, and does not keep the port from being closed."""
+    monkeypatch.setattr(page_server._Handler, "timeout", 0.2)
+    place = urllib.parse.urlsplit(served.url)
+    with socket.create_connection((place.hostname, place.port), timeout=30) as silent:
+        assert ask(served.url, "/healthz")[0] == 200
+        assert silent.recv(1) == b""
+    assert threading.active_count() < 50
+
+
+def test_without_a_board_there_are_metrics_only(told: Told) -> None:
+    server = serve(CollectorRegistry(), 0, "127.0.0.1", {})
+    assert server is not None
+    try:
+        assert ask(server.url, "/metrics")[0] == 200
+        assert ask(server.url, "/status.json")[0] == 404
+    finally:
+        server.close()
+
+
+# --- what an uploader tells --------------------------------------------------------------------------------
+
+
+def test_the_page_and_the_command_tell_the_same(
+    uploader: Uploader, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert uploader.page_url is not None
+    told = json.loads(ask(uploader.page_url, "/status.json")[2])
+    assert cli.main(["status", str(uploader.folder), "--json"]) == 0
+    command = json.loads(capsys.readouterr().out)
+    (folder,) = told["folders"]
+    for each in (command, folder):
+        each["last_committed"].pop("age_s")
+        each.pop("summary")
+    assert folder == command
+    assert (told["role"], told["problem"], told["remotes"]) == ("uploader", None, [])
+    (event,) = told["events"]
+    assert (event["step"], event["level"]) == (100, "good")
+
+
+def test_an_uploader_answers_the_probe_until_a_newer_start_fences_it(uploader: Uploader) -> None:
+    assert uploader.page_url is not None
+    assert ask(uploader.page_url, "/healthz")[::2] == (200, b"ok\n")
+    with Uploader(uploader.folder.parent / "other", uploader.remote, rank=0, world_size=1):
+        uploader.enqueue(uploader.folder / "step-100", 101)
+        uploader.seal(101)
+        while (answer := ask(uploader.page_url, "/healthz"))[0] == 200:
+            threading.Event().wait(0.05)
+    assert answer[2] == b"fenced: generation 2 of this run has started, this is generation 1\n"
+
+
+@pytest.mark.parametrize("runner", ["thread", "process"])
+def test_a_checkpoint_says_which_ranks_it_waits_for_wherever_the_engine_runs(
+    tmp_path: Path, runner: str
+) -> None:
+    """And whatever its name is, it is text."""
+    uploader = Uploader(
+        *(tmp_path / "folder", f"file://{tmp_path}/store"),
+        rank=0,
+        world_size=3,
+        launch_id="a",
+        metrics_port=0,
+        runner=runner,
+        close_grace_s=0,
+        on_error="warn",
+    )
+    try:
+        path = uploader.folder / "rank-0.pt"
+        path.write_bytes(b"x")
+        uploader.enqueue(path, 7)
+        uploader.seal(7)
+        assert uploader.page_url is not None
+        while True:
+            body = ask(uploader.page_url, "/status.json")[2]
+            (found,) = json.loads(body)["folders"][0]["checkpoints"]
+            if found["missing_ranks"]:
+                break
+            threading.Event().wait(0.1)
+        assert (found["state"], found["missing_ranks"]) == ("waiting", [1, 2])
+        assert json.loads(body)["folders"][0]["would_lose"]["steps"] == []
+    finally:
+        uploader.close(timeout_s=0)
+
+
+def test_kinds_on_one_port_share_the_page(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    start: dict[str, Any] = {"rank": 0, "world_size": 1, "metrics_port": port}
+    with (
+        Uploader(tmp_path / "a", f"file://{tmp_path}/s", **start) as full,
+        Uploader(tmp_path / "a", f"file://{tmp_path}/s", kind="weights", **start) as weights,
+    ):
+        assert full.page_url == weights.page_url is not None
+        told = json.loads(ask(full.page_url, "/status.json")[2])
+        assert [each["kind"] for each in told["engines"]] == [None, "weights"]
+        assert set(told["folders"][0]["kinds"]) == {"weights"}
