@@ -124,12 +124,17 @@ ROWS: dict[str, tuple[Graph, ...]] = {
     ),
     "Commits": (
         Graph(
-            "Age of the newest commit",
-            "A saw: each commit brings it down. A line that only rises is a run that commits nothing.",
+            "Age of the newest commit, and of the newest save",
+            "Saws: each one brings its line down. A save comes down and the commit does not: nothing is committed.",
             "s",
             (
                 Query(
-                    f"time() - max by (run) (ckpt_async_last_committed_timestamp_seconds{{{RUN}}})", "{{run}}"
+                    f"time() - max by (run) (ckpt_async_last_committed_timestamp_seconds{{{RUN}}})",
+                    "committed {{run}}",
+                ),
+                Query(
+                    f"time() - max by (run) (ckpt_async_last_enqueued_timestamp_seconds{{{RUN}}})",
+                    "saved {{run}}",
                 ),
             ),
             warn=1800,
