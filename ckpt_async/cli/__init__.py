@@ -24,7 +24,9 @@ from ckpt_async.cli.parsing import Parser
 # The module of each command: `name` in it runs, `name_arguments` says what it takes.
 _COMMANDS = (
     ("status", "status", "show what this node holds, and what would be lost if it died now"),
-    ("ls", "ls", "list the committed checkpoints of a run"),
+    ("ls", "ls", "list the committed checkpoints of a run, or the runs below a prefix"),
+    ("du", "du", "show what a run takes in the store"),
+    ("diff", "diff", "compare two checkpoints: files, sizes, checksums, tensors"),
     ("drain", "drain", "finish what a trainer that has ended left on this node"),
     ("sweep", "sweep", "finish what dead trainers left, and clean up remotely"),
     ("prune", "sweep", "remove committed checkpoints that a policy does not keep"),
@@ -84,7 +86,7 @@ def _parser() -> Parser:
         prog="ckpt-async",
         description="Inspect, finish, clean up and fetch checkpoints uploaded by ckpt_async.",
         epilog="exit codes: 0 ok, 1 error, 2 usage, 3 not found, 4 incomplete, 5 try again later,"
-        " 6 not drained in time, 7 data corrupted in transit, 130 interrupted, 141 output closed",
+        " 6 not drained in time, 7 data corrupted in transit, 8 different, 130 interrupted, 141 output closed",
     )
     parser.add_argument("--version", action="version", version=f"ckpt-async {__version__}")
     common = Parser(add_help=False)

@@ -1,93 +1,102 @@
-"""A run's checkpoints: `ls`."""
+"""A run's checkpoints and their files, or the runs below a prefix: `ls`."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 from ckpt_async import threads
-from ckpt_async.cli.output import (
-    Exit,
-    Json,
-    id_json,
-    print_json,
-    print_table,
-    store_options,
-    telling_of_silence,
-)
-from ckpt_async.cli.parsing import WHERE, add_kind, add_store_options
-from ckpt_async.core import keys
+from ckpt_async.cli.looking import Found, Run, is_wanted, look, size_bytes
+from ckpt_async.cli.output import Exit, Json, id_json, print_json, print_table
+from ckpt_async.cli.parsing import WHERE, add_generation, add_kind, add_store_options, as_which
 from ckpt_async.core.model import CheckpointId, Decision, Outcome
-from ckpt_async.core.settings import Settings
 from ckpt_async.core.units import age, in_units
 from ckpt_async.errors import InvalidRecordError, ObjectNotFoundError
-from ckpt_async.protocol import steps, sweep_plan
-from ckpt_async.protocol.kinds import check_known, kinds_below
-from ckpt_async.transfer.patient import PatientStore, connect
-from ckpt_async.transfer.together import all_or_none
+from ckpt_async.restore.checkpoint import RemoteFile, files_of
 
-T = TypeVar("T")
-
-# How long a store that fails is tried, and the longest pause in between: someone is waiting.
-LS_TIMEOUT_S, LS_PAUSE_S = 20.0, 2.0
+Shown = tuple[Found, Decision]
 
 
 def ls_arguments(parser: argparse.ArgumentParser) -> None:
     add_store_options(parser)
-    parser.add_argument("remote", metavar="REMOTE", help=WHERE)
+    parser.add_argument("remote", metavar="REMOTE", help=f"{WHERE}, or a prefix that has runs below it")
+    parser.add_argument(
+        "checkpoint",
+        metavar="STEP|STEP@gN|NAME",
+        nargs="?",
+        type=as_which,
+        help="only this checkpoint; 100@g2 is step 100 of generation 2",
+    )
     add_kind(parser)
+    add_generation(parser)
     parser.add_argument(
         "--all", action="store_true", help="also list checkpoints that were given up or pruned"
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """What was decided of the run itself, or of a `kind`, oldest first, without what the boundary voids; the store's
-    time; and what cannot be read.
-    """
-
-    kind: str
-    decisions: list[Decision]
-    server_time: float
-    unreadable: list[InvalidRecordError]
-
-    @property
-    def newest(self) -> CheckpointId | None:
-        committed = (each.checkpoint for each in self.decisions if each.outcome is Outcome.COMMIT)
-        return max(committed, default=None)
+    parser.add_argument(
+        "-l", "--long", action="store_true", help="list every file with its ranks, size and checksum"
+    )
 
 
 def ls(options: argparse.Namespace) -> Exit:
-    """What is committed in a remote, of all kinds or one; INCOMPLETE if a record cannot be read."""
-    url, found = threads.run(_look(options))
-    unreadable = [error for of_kind in found for error in of_kind.unreadable]
-    code = Exit.INCOMPLETE if unreadable else Exit.OK
+    """What is committed in a remote, of all kinds or one, or in the runs below; INCOMPLETE if a record cannot be
+    read.
+    """
+    wanted = partial(is_wanted, which=options.checkpoint, generation=options.generation)
+    url, runs = threads.run(look(options, wanted if options.long else None))
+    if [run.url for run in runs] != [url]:
+        return _runs(options, url, runs)
+    (run,) = runs
+    code = Exit.INCOMPLETE if run.unreadable else Exit.OK
     shown = [
         (of_kind, each)
-        for of_kind in found
+        for of_kind in run.kinds
         for each in of_kind.decisions
-        if options.all or each.outcome is Outcome.COMMIT
+        if (options.all or each.outcome is Outcome.COMMIT) and wanted(each)
     ]
+    if not shown and (options.checkpoint or options.generation) and not run.unreadable:
+        raise ObjectNotFoundError(f"{url} has no committed checkpoint{_which(options)}")
     if options.json:
-        print_json(_json(url, found, shown, unreadable))
+        print_json(_json(run, shown, is_long=options.long))
         return code
-    for error in unreadable:
-        print(f"cannot be read: {error}", file=sys.stderr)
-    num_given_up = sum(each.outcome is Outcome.ABORT for of_kind in found for each in of_kind.decisions)
+    _tell_unreadable(run.unreadable)
+    num_given_up = sum(each.outcome is Outcome.ABORT for of_kind in run.kinds for each in of_kind.decisions)
     if num_given_up and not options.all:
         print(f"{num_given_up} given up; `ckpt-async ls {url} --all` shows why", file=sys.stderr)
     if not shown:
-        if not unreadable:
+        if not run.unreadable:
             print("no checkpoint is committed yet")
         return code
-    titles: tuple[str, ...] = ("STEP", "NAME", "GENERATION", "RANKS", "SHARDS", "SIZE", "AGE", "")
-    rows: list[tuple[str, ...]] = [
+    titles, rows = (FILE, _file_rows(shown)) if options.long else (CHECKPOINT, _checkpoint_rows(shown))
+    first = (
+        0 if any(of_kind.kind for of_kind in run.kinds) else 1
+    )  # no column for the kind where there are none
+    print_table(titles[first:], [row[first:] for row in rows])
+    return code
+
+
+def _which(options: argparse.Namespace) -> str:
+    step = f" with the step or name {options.checkpoint.text!r}" if options.checkpoint else ""
+    return step + (f" of generation {options.generation}" if options.generation else "")
+
+
+def _tell_unreadable(unreadable: Sequence[InvalidRecordError]) -> None:
+    for error in unreadable:
+        print(f"cannot be read: {error}", file=sys.stderr)
+
+
+# --- a run ---------------------------------------------------------------------------------------------------
+
+
+CHECKPOINT = ("KIND", "STEP", "NAME", "GENERATION", "RANKS", "SHARDS", "SIZE", "AGE", "")
+FILE = ("KIND", "STEP", "GENERATION", "RANK", "SIZE", "CHECKSUM", "KEY")
+
+
+def _checkpoint_rows(shown: Sequence[Shown]) -> list[tuple[str, ...]]:
+    return [
         (
+            of_kind.kind or "-",
             str(each.checkpoint.step),
             each.name,
             str(each.checkpoint.generation),
@@ -99,91 +108,45 @@ def ls(options: argparse.Namespace) -> Exit:
         )
         for of_kind, each in shown
     ]
-    if any(of_kind.kind for of_kind in found):
-        titles = ("KIND", *titles)
-        rows = [(of_kind.kind or "-", *row) for (of_kind, _), row in zip(shown, rows, strict=True)]
-    print_table(titles, rows)
-    return code
 
 
-async def _look(options: argparse.Namespace) -> tuple[str, list[_Found]]:
-    """The run's URL, and what is there of each kind.
-
-    Only reads: it needs no right to write. Raises ObjectNotFoundError if no run was ever here, UnknownKindError if none
-    of the kind that was asked for was.
-    """
-    async with _opened(options.remote, options) as (run, heard):
-        found = [] if options.kind else [await _decisions(run, "", heard)]
-        kinds = await kinds_below(run)
-        heard()
-        if options.kind is not None and options.kind not in kinds:
-            await check_known(run, options.kind)
-            raise ObjectNotFoundError(f"{run.url} holds no checkpoints of kind {options.kind!r}")
-        if not kinds and found == [None]:
-            raise ObjectNotFoundError(f"{run.url} holds no run of ckpt_async")
-    for kind in kinds:
-        if options.kind in (None, kind):
-            async with _opened(keys.kind_remote(run.url, kind), options) as (store, heard):
-                found.append(await _decisions(store, kind, heard))
-    return run.url, [each for each in found if each is not None]
-
-
-@contextlib.asynccontextmanager
-async def _opened(
-    url: str, options: argparse.Namespace
-) -> AsyncIterator[tuple[PatientStore, Callable[[], None]]]:
-    """The store, and what to call once it has answered."""
-    settings = Settings(upload_timeout_s=LS_TIMEOUT_S, retry_max_s=LS_PAUSE_S)
-    store = connect(url, store_options(options), settings, is_patient=False)
-    try:
-        with telling_of_silence(store.url, patience_s=LS_TIMEOUT_S) as heard:
-            await store.open(is_read_only=True)
-            yield store, heard
-    finally:
-        await store.close()
-
-
-async def _decisions(store: PatientStore, kind: str, heard: Callable[[], None]) -> _Found | None:
-    """None if no run was ever here."""
-    listing = await store.list(keys.DECISIONS)
-    heard()
-    if not listing.objects and not (await store.list(keys.GENERATIONS)).objects:
-        return None
-    unreadable: list[InvalidRecordError] = []
-    boundary = await _or_note(steps.read_boundary(store), unreadable)
-    checkpoints = filter(None, (keys.parse_decision_key(each.key) for each in listing.objects))
-    found = await all_or_none(_or_note(steps.read_decision(store, each), unreadable) for each in checkpoints)
-    decisions = [
-        each for each in found if each is not None and not sweep_plan.is_void(each.checkpoint, boundary)
+def _file_rows(shown: Sequence[Shown]) -> list[tuple[str, ...]]:
+    return [
+        (
+            of_kind.kind or "-",
+            str(each.checkpoint.step),
+            str(each.checkpoint.generation),
+            ",".join(map(str, file.ranks)),
+            in_units(file.size_bytes),
+            f"{file.checksum.algorithm}:{file.checksum.value}" if file.checksum else "",
+            file.key,
+        )
+        for of_kind, each in shown
+        for file in _files_of(of_kind, each)
     ]
-    return _Found(kind, sorted(decisions, key=lambda each: each.checkpoint), listing.server_time, unreadable)
 
 
-def _json(
-    url: str,
-    found: Sequence[_Found],
-    shown: Sequence[tuple[_Found, Decision]],
-    unreadable: Sequence[InvalidRecordError],
-) -> Json:
-    newest = {of_kind.kind: of_kind.newest and id_json(of_kind.newest) for of_kind in found}
+def _files_of(of_kind: Found, decision: Decision) -> list[RemoteFile]:
+    files = files_of(of_kind.receipts.get(decision.checkpoint, ()))
+    return [files[name] for name in sorted(files)]
+
+
+def _json(run: Run, shown: Sequence[Shown], *, is_long: bool) -> Json:
+    newest = {of_kind.kind: of_kind.newest and id_json(of_kind.newest) for of_kind in run.kinds}
     return {
-        "remote": url,
+        "remote": run.url,
         "latest": newest.pop("", None),
         "kinds": {kind: {"latest": latest} for kind, latest in newest.items()},
         "checkpoints": [
-            {"kind": of_kind.kind or None, **_decision_json(each, of_kind.newest, of_kind.server_time)}
+            {
+                "kind": of_kind.kind or None,
+                **_decision_json(each, of_kind.newest, of_kind.server_time),
+                **({"files": [_file_json(file) for file in _files_of(of_kind, each)]} if is_long else {}),
+            }
             for of_kind, each in shown
         ],
-        "unreadable": [error.key for error in unreadable],
+        "unreadable": [error.key for error in run.unreadable],
     }
-
-
-async def _or_note(reading: Awaitable[T], unreadable: list[InvalidRecordError]) -> T | None:
-    try:
-        return await reading
-    except InvalidRecordError as error:
-        unreadable.append(error)
-        return None
 
 
 def _decision_json(each: Decision, newest: CheckpointId | None, server_time: float) -> Json:
@@ -203,6 +166,17 @@ def _decision_json(each: Decision, newest: CheckpointId | None, server_time: flo
     }
 
 
+def _file_json(file: RemoteFile) -> Json:
+    checksum = file.checksum and {"algorithm": file.checksum.algorithm, "value": file.checksum.value}
+    return {
+        "name": file.name,
+        "key": file.key,
+        "ranks": list(file.ranks),
+        "size_bytes": file.size_bytes,
+        "checksum": checksum,
+    }
+
+
 def _remarks(each: Decision, newest: CheckpointId | None) -> Iterator[str]:
     if each.checkpoint == newest:
         yield "latest"
@@ -211,3 +185,47 @@ def _remarks(each: Decision, newest: CheckpointId | None) -> Iterator[str]:
     said = {"abort": "given up", "pruning": "being pruned", "pruned": "pruned"}.get(each.outcome.value)
     if said:
         yield f"{said}: {each.reason}" if each.reason else said
+
+
+# --- runs below a prefix -------------------------------------------------------------------------------------
+
+
+def _runs(options: argparse.Namespace, url: str, runs: Sequence[Run]) -> Exit:
+    if options.checkpoint or options.long or options.all or options.generation:
+        raise ObjectNotFoundError(f"{url} holds no run of ckpt_async itself, only runs below it: name one")
+    unreadable = [error for run in runs for error in run.unreadable]
+    if options.json:
+        print_json({"remote": url, "runs": [_run_json(run) for run in runs]})
+    else:
+        _tell_unreadable(unreadable)
+        rows = [_run_row(run) for run in runs]
+        print_table(("RUN", "CHECKPOINTS", "STEP", "SIZE", "AGE", "KINDS"), rows)
+    return Exit.INCOMPLETE if unreadable else Exit.OK
+
+
+def _run_row(run: Run) -> tuple[str, ...]:
+    told = _run_json(run)
+    newest = told["latest"] or {}
+    return (
+        run.url,
+        str(told["checkpoints"]),
+        str(newest.get("step", "-")),
+        in_units(told["size_bytes"]),
+        "-" if told["age_s"] is None else age(told["age_s"]),
+        ", ".join(told["kinds"]),
+    )
+
+
+def _run_json(run: Run) -> Json:
+    """`latest` and the age are of the newest commit of any kind."""
+    committed = [(each, of_kind) for of_kind in run.kinds for each in of_kind.committed]
+    newest = max(committed, key=lambda each: each[0].checkpoint, default=None)
+    return {
+        "remote": run.url,
+        "latest": newest and id_json(newest[0].checkpoint),
+        "age_s": newest and max(0.0, newest[1].server_time - newest[0].decided_at),
+        "checkpoints": len(committed),
+        "size_bytes": size_bytes(each for each, _ in committed),
+        "kinds": [of_kind.kind for of_kind in run.kinds if of_kind.kind],
+        "unreadable": [error.key for error in run.unreadable],
+    }

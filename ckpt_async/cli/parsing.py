@@ -71,6 +71,28 @@ def add_kind(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_generation(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--generation",
+        metavar="N",
+        type=as_generation,
+        help="only checkpoints of this generation, which is one start of the run",
+    )
+
+
+def as_generation(text: str) -> int:
+    if text.isascii() and text.isdecimal() and 1 <= int(text) <= keys.MAX_GENERATION:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a generation: a whole number from 1 on")
+
+
+def generation_of(which: Which, generation: int | None) -> int | None:
+    """What `100@g2` and `--generation` say together. Raises UsageError if they contradict each other."""
+    if generation is None or which.generation in (None, generation):
+        return which.generation if generation is None else generation
+    raise UsageError(f"{which.text} is not of generation {generation}", "ckpt-async")
+
+
 def as_kind(text: str) -> str:
     if keys.is_kind(text):
         return text

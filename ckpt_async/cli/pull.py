@@ -9,7 +9,16 @@ import time
 
 from ckpt_async import restore
 from ckpt_async.cli.output import ANY, Exit, Json, print_json, store_options, telling_of_silence
-from ckpt_async.cli.parsing import WHERE, add_kind, add_store_options, as_folder, as_path, as_step
+from ckpt_async.cli.parsing import (
+    WHERE,
+    add_generation,
+    add_kind,
+    add_store_options,
+    as_folder,
+    as_path,
+    as_step,
+    generation_of,
+)
 from ckpt_async.core import keys
 from ckpt_async.core.units import counted, in_units
 from ckpt_async.errors import ObjectNotFoundError
@@ -36,6 +45,7 @@ def pull_arguments(parser: argparse.ArgumentParser) -> None:
         default=ANY,
         help="fetch this step instead of the newest complete checkpoint (100@g2: of generation 2)",
     )
+    add_generation(parser)
     parser.add_argument(
         "--only", metavar="GLOB", action="append", help="fetch only files whose names match; repeatable"
     )
@@ -85,7 +95,7 @@ def pull(options: argparse.Namespace) -> Exit:
                 files=options.only,
                 folder=options.folder,
                 step=options.step.step,
-                generation=options.step.generation,
+                generation=generation_of(options.step, options.generation),
                 world_size=options.world_size,
                 store_options=store_options(options),
                 verify=options.verify,
@@ -137,7 +147,7 @@ def _plan(options: argparse.Namespace) -> Exit:
             options.url,
             kind=options.kind,
             step=options.step.step,
-            generation=options.step.generation,
+            generation=generation_of(options.step, options.generation),
             world_size=options.world_size,
             store_options=store_options(options),
         )
@@ -168,6 +178,7 @@ def _plan(options: argparse.Namespace) -> Exit:
 def _none(options: argparse.Namespace) -> ObjectNotFoundError:
     which = "no checkpoint" if options.step.step is None else f"no checkpoint of step {options.step.text}"
     of_kind = f" of kind {options.kind}" if options.kind else ""
+    of_kind += f" of generation {options.generation}" if options.generation else ""
     return ObjectNotFoundError(f"{options.url} has {which}{of_kind} that is complete")
 
 

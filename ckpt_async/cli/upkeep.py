@@ -11,7 +11,15 @@ from typing import Any, TypeVar
 
 from ckpt_async import threads
 from ckpt_async.cli.output import ANY, Exit, Json, Which, id_json, store_options, telling_of_silence
-from ckpt_async.cli.parsing import WHERE, add_kind, add_store_options, as_step, as_which
+from ckpt_async.cli.parsing import (
+    WHERE,
+    add_generation,
+    add_kind,
+    add_store_options,
+    as_step,
+    as_which,
+    generation_of,
+)
 from ckpt_async.core import keys
 from ckpt_async.core.model import CheckpointId, Decision, Outcome
 from ckpt_async.core.settings import Settings
@@ -134,6 +142,7 @@ def verify_arguments(parser: argparse.ArgumentParser) -> None:
         default=ANY,
         help="verify only checkpoints of this step (and generation)",
     )
+    add_generation(parser)
     parser.add_argument(
         "--read-data",
         metavar="PERCENT",
@@ -146,19 +155,22 @@ def verify_arguments(parser: argparse.ArgumentParser) -> None:
 
 def verify(options: argparse.Namespace) -> Exit:
     """Check a remote; INCOMPLETE if a violation was found."""
+    generation = generation_of(options.step, options.generation)
 
     async def work(store: PatientStore) -> Any:
         return await verification.verify(
             store,
             step=options.step.step,
-            generation=options.step.generation,
+            generation=generation,
             read_percent=options.read_data,
             seed=options.seed,
         )
 
     result = with_store(options, work, is_read_only=True)
-    if options.step.step is not None and not result.num_committed and not result.findings:
-        raise ObjectNotFoundError(f"no committed checkpoint has step {options.step.text}: nothing to verify")
+    is_for_some = options.step.step is not None or generation is not None
+    if is_for_some and not result.num_committed and not result.findings:
+        step = f" has step {options.step.text}" if options.step.text else f" is of generation {generation}"
+        raise ObjectNotFoundError(f"no committed checkpoint{step}: nothing to verify")
     code = Exit.INCOMPLETE if result.violations else Exit.OK
     if options.json:
         fields = {

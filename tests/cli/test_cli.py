@@ -375,7 +375,7 @@ def test_waiting_for_an_unresponsive_store_is_reported_on_stderr(
     assert f"after {SILENCE_S:.0f} s a message on stderr says so" in (ROOT / "docs/cli.md").read_text()
     assert SILENCE_S == 5
     monkeypatch.setattr("ckpt_async.cli.output.SILENCE_S", 0.01)
-    for place in ("cli.ls.LS_TIMEOUT_S", "cli.upkeep.COMMAND_TIMEOUT_S", "restore.session.PATIENCE_S"):
+    for place in ("cli.looking.LS_TIMEOUT_S", "cli.upkeep.COMMAND_TIMEOUT_S", "restore.session.PATIENCE_S"):
         monkeypatch.setattr(f"ckpt_async.{place}", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -581,9 +581,9 @@ def test_the_documentation_names_every_exit_code_and_command() -> None:
         int(code) for code in cli.Exit
     }
     helped = shell("--help").stdout
-    for name in ("doctor", "status", "ls", "drain", "version"):
+    for name in ("doctor", "status", "ls", "du", "diff", "drain", "version"):
         assert f"`{name}" in text
         assert name in helped
-    for name in ("doctor", "status", "ls", "drain", "version"):
+    for name in ("doctor", "status", "ls", "du", "diff", "drain", "version"):
         flags = set(re.findall(r"--[a-z][a-z-]+", shell(name, "--help").stdout)) - {"--help"}
         assert {flag for flag in flags if f"`{flag}" not in text} == set()

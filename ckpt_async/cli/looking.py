@@ -1,0 +1,159 @@
+"""What commands that only look find in a remote: the run's checkpoints of all kinds, or the runs below a prefix."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from ckpt_async.cli.output import Which, store_options, telling_of_silence
+from ckpt_async.core import keys
+from ckpt_async.core.model import CheckpointId, Decision, Outcome, Receipt
+from ckpt_async.core.settings import Settings
+from ckpt_async.errors import InvalidRecordError, ObjectNotFoundError
+from ckpt_async.protocol import steps, sweep_plan
+from ckpt_async.protocol.kinds import check_known, kinds_below
+from ckpt_async.protocol.runs import runs_below
+from ckpt_async.transfer.patient import PatientStore, connect
+from ckpt_async.transfer.together import all_or_none
+
+T = TypeVar("T")
+
+# How long a store that fails is tried, and the longest pause in between: someone is waiting.
+LS_TIMEOUT_S, LS_PAUSE_S = 20.0, 2.0
+NUM_RUNS_AT_ONCE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What was decided of the run itself, or of a `kind`, oldest first, without what the boundary voids; the store's
+    time; and what cannot be read. `receipts` are those that were asked for.
+    """
+
+    kind: str
+    decisions: list[Decision]
+    server_time: float
+    unreadable: list[InvalidRecordError]
+    receipts: dict[CheckpointId, list[Receipt]] = field(default_factory=dict)
+
+    @property
+    def newest(self) -> CheckpointId | None:
+        committed = (each.checkpoint for each in self.decisions if each.outcome is Outcome.COMMIT)
+        return max(committed, default=None)
+
+    @property
+    def committed(self) -> list[Decision]:
+        return [each for each in self.decisions if each.outcome is Outcome.COMMIT]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run and what was found of each kind; nothing, if nobody ever opened it."""
+
+    url: str
+    kinds: list[Found]
+
+    @property
+    def unreadable(self) -> list[InvalidRecordError]:
+        return [error for of_kind in self.kinds for error in of_kind.unreadable]
+
+
+@contextlib.asynccontextmanager
+async def opened(
+    url: str, options: argparse.Namespace
+) -> AsyncIterator[tuple[PatientStore, Callable[[], None]]]:
+    """The store, and what to call once it has answered."""
+    settings = Settings(upload_timeout_s=LS_TIMEOUT_S, retry_max_s=LS_PAUSE_S)
+    store = connect(url, store_options(options), settings, is_patient=False)
+    try:
+        with telling_of_silence(store.url, patience_s=LS_TIMEOUT_S) as heard:
+            await store.open(is_read_only=True)
+            yield store, heard
+    finally:
+        await store.close()
+
+
+async def look(
+    options: argparse.Namespace, wanted: Callable[[Decision], bool] | None = None
+) -> tuple[str, list[Run]]:
+    """The URL, and the run that is there, or those below it. With `wanted`, also the receipts of such checkpoints.
+
+    Only reads: it needs no right to write. Raises ObjectNotFoundError if no run was ever here or below,
+    UnknownKindError if none of the kind that was asked for was.
+    """
+    run = await _look_at(options.remote, options, wanted)
+    if run.kinds:
+        return run.url, [run]
+    async with opened(options.remote, options) as (store, _):
+        below = [] if options.kind else await runs_below(store)
+    if not below:
+        raise ObjectNotFoundError(f"{run.url} holds no run of ckpt_async, and there is none below it")
+    at_once = asyncio.Semaphore(NUM_RUNS_AT_ONCE)
+
+    async def one(place: str) -> Run:
+        async with at_once:
+            return await _look_at(f"{run.url.removesuffix('/')}/{place}", options, None)
+
+    return run.url, await all_or_none(one(place) for place in below)
+
+
+async def _look_at(url: str, options: argparse.Namespace, wanted: Callable[[Decision], bool] | None) -> Run:
+    async with opened(url, options) as (run, heard):
+        found = [] if options.kind else [await _decisions(run, "", heard, wanted)]
+        kinds = await kinds_below(run)
+        heard()
+        if options.kind is not None and options.kind not in kinds:
+            await check_known(run, options.kind)
+            raise ObjectNotFoundError(f"{run.url} holds no checkpoints of kind {options.kind!r}")
+    for kind in kinds:
+        if options.kind in (None, kind):
+            async with opened(keys.kind_remote(run.url, kind), options) as (store, heard):
+                found.append(await _decisions(store, kind, heard, wanted))
+    return Run(run.url, [each for each in found if each is not None])
+
+
+async def _decisions(
+    store: PatientStore, kind: str, heard: Callable[[], None], wanted: Callable[[Decision], bool] | None
+) -> Found | None:
+    """None if no run was ever here."""
+    listing = await store.list(keys.DECISIONS)
+    heard()
+    if not listing.objects and not (await store.list(keys.GENERATIONS)).objects:
+        return None
+    unreadable: list[InvalidRecordError] = []
+    boundary = await _or_note(steps.read_boundary(store), unreadable)
+    checkpoints = filter(None, (keys.parse_decision_key(each.key) for each in listing.objects))
+    read = await all_or_none(_or_note(steps.read_decision(store, each), unreadable) for each in checkpoints)
+    valid = (each for each in read if each is not None and not sweep_plan.is_void(each.checkpoint, boundary))
+    decisions = sorted(valid, key=lambda each: each.checkpoint)
+    found = Found(kind, decisions, listing.server_time, unreadable)
+    for each in found.committed if wanted is not None else ():
+        if wanted is not None and wanted(each):
+            receipts = await all_or_none(
+                _or_note(steps.bound_receipt(store, each, rank), unreadable)
+                for rank in range(each.world_size)
+            )
+            found.receipts[each.checkpoint] = [receipt for receipt in receipts if receipt is not None]
+    return found
+
+
+async def _or_note(reading: Awaitable[T], unreadable: list[InvalidRecordError]) -> T | None:
+    try:
+        return await reading
+    except InvalidRecordError as error:
+        unreadable.append(error)
+        return None
+
+
+def is_wanted(each: Decision, which: Which | None, generation: int | None) -> bool:
+    """Whether a checkpoint is of this step or name and of this generation, where those are given. Pure."""
+    if generation not in (None, each.checkpoint.generation):
+        return False
+    return which is None or which.is_of(each.checkpoint) or which.text == each.name
+
+
+def size_bytes(decisions: Iterable[Decision]) -> int:
+    return sum(each.size_bytes for each in decisions)

@@ -1,0 +1,232 @@
+"""`ls -l`, `ls` of a prefix, `du`, `diff` and `--generation` as a shell sees them."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_async import Uploader, cli
+
+Json = dict[str, Any]
+Call = Callable[..., tuple[int, Json]]
+
+
+@pytest.fixture
+def remote(tmp_path: Path) -> str:
+    return f"file://{tmp_path}/store/team/run"
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Call:
+    """Run a command with --json and return its exit code and its object."""
+
+    def call(*arguments: object) -> tuple[int, Json]:
+        code = cli.main([*map(str, arguments), "--json"])
+        return code, json.loads(capsys.readouterr().out)
+
+    return call
+
+
+@pytest.fixture
+def text(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    def text(*arguments: object) -> tuple[int, str]:
+        code = cli.main([*map(str, arguments)])
+        return code, capsys.readouterr().out
+
+    return text
+
+
+def save(folder: Path, remote: str, step: int, files: dict[str, bytes], **more: Any) -> None:
+    """One checkpoint of these files, committed by a start of its own."""
+    with Uploader(folder, remote, rank=0, world_size=1, **more) as uploader:
+        for name, data in files.items():
+            path = folder / f"step-{step}-{more.get('generation', 0)}" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+            uploader.enqueue(path, step)
+        uploader.seal(step)
+        uploader.wait(step, timeout_s=60)
+
+
+# --- ls ----------------------------------------------------------------------------------------------------
+
+
+def test_ls_long_shows_every_file_with_its_checksum(
+    tmp_path: Path, remote: str, call: Call, text: Any
+) -> None:
+    save(tmp_path / "f", remote, 1, {"a.bin": b"a" * 10, "b.bin": b"b" * 2048})
+    save(tmp_path / "f", remote, 2, {"a.bin": b"a" * 10})
+    code, told = call("ls", "-l", remote)
+    assert code == 0
+    assert [[file["name"] for file in each["files"]] for each in told["checkpoints"]] == [
+        ["a.bin", "b.bin"],
+        ["a.bin"],
+    ]
+    first, second = (each["files"][0] for each in told["checkpoints"])
+    assert (first["size_bytes"], first["ranks"], first["checksum"]) == (10, [0], second["checksum"])
+    assert first["checksum"]["value"]
+    assert first["key"] == "ckpt/step-1.g1/a.bin"
+    _, shown = text("ls", "--long", remote, "1")
+    assert [line.split()[0] for line in shown.splitlines()] == ["STEP", "1", "1"]
+    assert "2.0 KiB" in shown
+    assert "ckpt/step-1.g1/b.bin" in shown
+    assert "files" not in call("ls", remote)[1]["checkpoints"][0]
+
+
+def test_ls_long_names_receipts_that_are_gone(tmp_path: Path, remote: str, call: Call) -> None:
+    save(tmp_path / "f", remote, 1, {"a.bin": b"a"})
+    (receipt,) = (tmp_path / "store/team/run/.ckpt_async/receipts").rglob("*.json")
+    receipt.unlink()
+    assert call("ls", remote)[0] == 0
+    code, told = call("ls", "-l", remote)
+    assert (code, told["checkpoints"][0]["files"]) == (4, [])
+    assert told["unreadable"] == [str(receipt.relative_to(tmp_path / "store/team/run"))]
+
+
+def test_generation_and_step_select(tmp_path: Path, remote: str, call: Call) -> None:
+    for generation in (1, 2):
+        save(tmp_path / f"f{generation}", remote, 1, {"a.bin": b"a"}, generation=generation)
+
+    def listed(*more: object) -> list[int]:
+        return [each["generation"] for each in call("ls", remote, *more)[1]["checkpoints"]]
+
+    assert listed() == listed("1") == [1, 2]
+    assert listed("--generation", "1") == listed("1@g1") == [1]
+    code, told = call("ls", remote, "--generation", "3")
+    assert (code, told["error"]["kind"]) == (3, "ObjectNotFoundError")
+    assert call("ls", remote, "7")[0] == 3
+    _, pulled = call("pull", remote, tmp_path / "here", "--generation", "1", "--dry-run")
+    assert pulled["generation"] == 1
+    assert call("pull", remote, tmp_path / "here", "--generation", "3", "--dry-run")[0] == 3
+    assert call("verify", remote, "--generation", "2")[1]["committed"] == 1
+    assert call("verify", remote, "--generation", "3")[0] == 3
+    assert call("pull", remote, tmp_path / "here", "--step", "1@g2", "--generation", "1")[0] == 2
+    assert call("ls", remote, "--generation", "0")[0] == 2
+
+
+def test_ls_of_a_prefix_lists_the_runs_below(tmp_path: Path, remote: str, call: Call, text: Any) -> None:
+    save(tmp_path / "a", remote, 3, {"a.bin": b"a" * 100})
+    save(tmp_path / "b", f"{remote}-b", 1, {"a.bin": b"a"}, kind="weights")
+    (tmp_path / "store/notes.txt").write_text("of somebody else")
+    prefix = f"file://{tmp_path}/store"
+    for where in (prefix, f"{prefix}/team/"):
+        code, told = call("ls", where)
+        assert code == 0
+        assert [each["remote"] for each in told["runs"]] == [remote, f"{remote}-b"]
+    first, second = told["runs"]
+    assert (first["checkpoints"], first["latest"]["step"], first["size_bytes"]) == (1, 3, 100)
+    assert (second["kinds"], second["checkpoints"]) == (["weights"], 1)
+    assert remote in text("ls", prefix)[1]
+    assert call("ls", prefix, "-l")[0] == call("ls", f"{prefix}/nobody")[0] == 3
+    assert call("ls", remote)[1]["latest"]["step"] == 3
+
+
+# --- du ----------------------------------------------------------------------------------------------------
+
+
+def test_du_accounts_for_every_object(tmp_path: Path, remote: str, call: Call, text: Any) -> None:
+    save(tmp_path / "f", remote, 1, {"a.bin": b"a" * 1000, "b.bin": b"b" * 500})
+    save(tmp_path / "w", remote, 1, {"a.bin": b"w" * 70}, kind="weights")
+    store = tmp_path / "store/team/run"
+    (store / "ckpt/step-9.g1").mkdir()
+    (store / "ckpt/step-9.g1/late.bin").write_bytes(b"x" * 30)
+    (store / "exact.pt").write_bytes(b"x" * 7)
+    code, told = call("du", remote)
+    assert code == 0
+    (run,) = told["runs"]
+    sizes = {(each["what"], each["kind"], each.get("step"), each.get("state")): each for each in run["used"]}
+    assert sizes["checkpoint", None, 1, "committed"]["size_bytes"] == 1500
+    assert sizes["checkpoint", "weights", 1, "committed"]["size_bytes"] == 70
+    assert sizes["checkpoint", None, 9, "not committed"]["objects"] == 1
+    assert sizes["others", None, None, None]["size_bytes"] == 7
+    lock = store / ".ckpt_async/tmp/lock"  # of the store itself
+    files = [each for each in store.rglob("*") if each.is_file() and each != lock]
+    assert told["size_bytes"] == sum(each.stat().st_size for each in files)
+    assert sum(each["objects"] for each in run["used"]) == len(files)
+    shown = text("du", remote)[1]
+    assert "step-9.g1" in shown
+    assert "not committed" in shown
+    weights = call("du", remote, "--kind", "weights")[1]["runs"][0]["used"]
+    assert [each["size_bytes"] for each in weights if each["what"] == "checkpoint"] == [70]
+
+
+def test_du_of_a_prefix_sums_its_runs(tmp_path: Path, remote: str, call: Call, text: Any) -> None:
+    for name in ("a", "b"):
+        save(tmp_path / name, f"{remote}-{name}", 1, {"a.bin": b"a" * 1000})
+    prefix = remote.rpartition("/")[0]
+    told = call("du", prefix)[1]
+    assert [each["remote"] for each in told["runs"]] == [f"{remote}-a", f"{remote}-b"]
+    assert told["size_bytes"] > 2000
+    lines = text("du", prefix)[1].splitlines()
+    assert [line.split()[-1] for line in lines] == ["RUN", f"{remote}-a", f"{remote}-b", prefix]
+
+
+# --- diff --------------------------------------------------------------------------------------------------
+
+
+def test_diff_compares_files_by_their_receipts(tmp_path: Path, remote: str, call: Call, text: Any) -> None:
+    save(tmp_path / "f", remote, 1, {"same": b"s", "gone": b"g", "longer": b"1", "other": b"1"})
+    save(tmp_path / "f", remote, 2, {"same": b"s", "new": b"n", "longer": b"12", "other": b"2"})
+    code, told = call("diff", f"{remote}#1", "2")
+    assert (code, told["is_same"]) == (8, False)
+    files = told["files"]
+    assert (list(files["only_in_a"]), list(files["only_in_b"])) == (["gone"], ["new"])
+    assert (list(files["changed"]), files["same"]) == (["longer", "other"], 1)
+    assert files["changed"]["longer"]["b"]["size_bytes"] == 2
+    assert call("diff", remote, remote)[0] == call("diff", f"{remote}#1@g1", "1")[0] == 0
+    assert call("diff", f"{remote}#1", f"{remote}")[1]["b"]["step"] == 2
+    assert call("diff", f"{remote}#1", "7")[0] == 3
+    shown = text("diff", f"{remote}#1", "2")[1]
+    assert "- gone" in shown
+    assert "~ longer  1 B -> 2 B" in shown
+    assert "~ other  1 B, another content" in shown
+    for wrong in (["here", "1"], [remote, "there"]):
+        assert call("diff", *wrong)[0] == 2
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_diff_of_tensors_reads_no_data(tmp_path: Path, remote: str, call: Call, text: Any) -> None:
+    import safetensors.torch
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    def files(extra: dict[str, Any], dtype: torch.dtype) -> dict[str, bytes]:
+        folder = tmp_path / f"made-{len(extra)}"
+        dcp.save(
+            {"model": {"w": torch.zeros(3, 4, dtype=dtype), "b": torch.zeros(3), **extra}, "step": 3},
+            checkpoint_id=folder / "dcp",
+            no_dist=True,
+        )
+        weights = safetensors.torch.save({"head": torch.zeros(2, dtype=dtype), "norm": torch.zeros(1, 2)})
+        found = {path.name: path.read_bytes() for path in (folder / "dcp").iterdir()}
+        return {**found, "model.safetensors": weights, "rest.pt": b"pickled"}
+
+    save(tmp_path / "f", remote, 1, files({}, torch.float32))
+    save(tmp_path / "f", remote, 2, files({"new": torch.zeros(5, dtype=torch.int64)}, torch.bfloat16))
+    code, told = call("diff", "--tensors", f"{remote}#1", "2")
+    assert code == 8
+    tensors = told["tensors"]
+    assert tensors["only_in_b"] == {"model.new": {"dtype": "int64", "shape": [5]}}
+    assert list(tensors["changed"]) == ["head", "model.w"]
+    assert tensors["changed"]["head"]["b"] == {"dtype": "bfloat16", "shape": [2]}
+    assert tensors["changed"]["model.w"]["a"] == {"dtype": "float32", "shape": [3, 4]}
+    assert (tensors["same"], tensors["only_in_a"], told["silent_files"]) == (2, {}, ["rest.pt"])
+    shown = text("diff", "--tensors", f"{remote}#1", "2")[1]
+    assert "~ model.w  float32[3, 4] -> bfloat16[3, 4]" in shown
+    assert "the tensors of 1 file are not known: rest.pt" in shown
+    same = call("diff", "--tensors", f"{remote}#1", f"{remote}#1")[1]
+    assert same["is_same"]
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"\xff" * 8, (2).to_bytes(8, "little") + b"[]", (9).to_bytes(8, "little") + b'{"a": {}}']
+)
+def test_diff_refuses_a_file_that_is_no_safetensors(
+    tmp_path: Path, remote: str, call: Call, data: bytes
+) -> None:
+    save(tmp_path / "f", remote, 1, {"model.safetensors": data})
+    code, told = call("diff", "--tensors", remote, remote)
+    assert (code, told["error"]["kind"]) == (1, "FormatError")
+    assert "model.safetensors" in told["error"]["message"]
