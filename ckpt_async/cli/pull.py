@@ -22,7 +22,7 @@ from ckpt_async.cli.parsing import (
 from ckpt_async.core import keys
 from ckpt_async.core.units import counted, in_units
 from ckpt_async.errors import ObjectNotFoundError
-from ckpt_async.restore.session import PATIENCE_S
+from ckpt_async.restore.session import MAX_CONCURRENT_READS, PATIENCE_S
 
 BAR_WIDTH = 30
 BAR_EVERY_S = 0.1
@@ -69,7 +69,11 @@ def pull_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--overwrite", action="store_true", help="replace different files of the same names")
     parser.add_argument(
-        "--concurrency", metavar="N", type=_reads, default=8, help="concurrent reads (default: 8)"
+        "--concurrency",
+        metavar="N",
+        type=_reads,
+        default=MAX_CONCURRENT_READS,
+        help="most reads at once (default: %(default)s, of which as many as the link takes)",
     )
     parser.add_argument("--dry-run", action="store_true", help="only print what would be pulled")
 

@@ -8,7 +8,7 @@ import itertools
 import logging
 import os
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import TypeVar
 from ckpt_async import threads
 from ckpt_async.core.model import CheckpointId, Checksum
 from ckpt_async.errors import (
+    CapabilityError,
     CheckpointGoneError,
     CkptAsyncError,
     DamagedCheckpointError,
@@ -27,15 +28,23 @@ from ckpt_async.local.folder import is_disk_full
 from ckpt_async.restore import discovery
 from ckpt_async.restore.checkpoint import Checkpoint, RemoteFile, check_found
 from ckpt_async.restore.destination import Destination
-from ckpt_async.restore.lanes import REQUEST_BYTES
 from ckpt_async.restore.partial import PartialFile, discard, locked, locked_now
 from ckpt_async.restore.peers import Peer, Peers, PeerSource
-from ckpt_async.restore.session import HeldLease, Session, damaged, leased, session, unreliable
-from ckpt_async.restore.sources import FileSource, LocalCopies, LocalSource, StoreSource
+from ckpt_async.restore.session import (
+    MAX_CONCURRENT_READS,
+    HeldLease,
+    Session,
+    damaged,
+    leased,
+    session,
+    unreliable,
+)
+from ckpt_async.restore.sources import FileSource, LocalCopies, LocalSource, StoreSource, Turn
 from ckpt_async.stores import StoreOptions
-from ckpt_async.stores.checksums import Digest, checksum_of
-from ckpt_async.stores.interface import Sink, SmallGet
+from ckpt_async.stores.checksums import checksum_of
+from ckpt_async.stores.interface import SmallGet
 from ckpt_async.threads import in_thread
+from ckpt_async.transfer.patient import PatientStore
 from ckpt_async.transfer.together import all_or_none
 from ckpt_async.transfer.upload import SERIES_SHARDS, SMALL_BYTES
 
@@ -43,6 +52,8 @@ logger = logging.getLogger(__name__)
 
 # Each is an open file, of which a process may have 1024, or 256, for all that it does.
 LOCKS_AT_ONCE = 128
+# So few small ones need not share a connection.
+FEW_FILES = 8
 # Of one file from the store, before it is said that no two of them agree.
 MAX_READINGS = 3
 
@@ -64,7 +75,7 @@ class FetchOptions:
     peers: Collection[Peer] = ()
     verify: bool = True
     overwrite: bool = False
-    num_concurrent_reads: int = 8
+    num_concurrent_reads: int = MAX_CONCURRENT_READS
     on_progress: OnProgress | None = None
 
     def where(self, checkpoint: Checkpoint) -> str | os.PathLike[str]:
@@ -97,7 +108,7 @@ def fetch(
     peers: Collection[Peer] = (),
     verify: bool = True,
     overwrite: bool = False,
-    num_concurrent_reads: int = 8,
+    num_concurrent_reads: int = MAX_CONCURRENT_READS,
     on_progress: OnProgress | None = None,
 ) -> FetchReport:
     """Fetch the files of these `ranks` that match one of the globs `files` (default: all) into `destination`, under
@@ -111,9 +122,9 @@ def fetch(
     rename, and are durable on return. If killed, call it again with the same destination and it resumes. Several
     processes may fetch the same files: each file is fetched once, the others wait for it.
 
-    Blocks; `on_progress(done_bytes, total_bytes)` is called from time to time. Memory: 512 KiB for each of
-    `num_concurrent_reads`; fewer run while the cores, not the network, are the bottleneck. A reader's lease holds off
-    retention meanwhile.
+    Blocks; `on_progress(done_bytes, total_bytes)` is called from time to time. `num_concurrent_reads`
+    is the most requests at once, 512 KiB of memory each: as many are made as the link is seen to take. A reader's lease
+    holds off retention meanwhile.
 
     Raises NoSpaceError before anything is fetched if it would not fit; DestinationError if a different file is in the
     way (`overwrite` replaces it); DamagedCheckpointError if the store does not have what was committed (then call
@@ -167,7 +178,7 @@ def fetch_latest(
     store_options: StoreOptions | None = None,
     verify: bool = True,
     overwrite: bool = False,
-    num_concurrent_reads: int = 8,
+    num_concurrent_reads: int = MAX_CONCURRENT_READS,
     on_progress: OnProgress | None = None,
 ) -> tuple[Checkpoint, FetchReport] | None:
     """`find` and `fetch`; a checkpoint that turns out damaged while it is read is replaced by the next older one. None
@@ -237,6 +248,7 @@ class _Fetching:
         )
         self._total_bytes = 0
         self._bytes_from: Counter[str] = Counter()
+        self._asked_bytes = 0  # on their way
 
     async def run(self, files: list[RemoteFile]) -> FetchReport:
         began = time.monotonic()
@@ -268,41 +280,47 @@ class _Fetching:
         return is_there
 
     async def _bring_all(self, files: list[RemoteFile], lease: HeldLease) -> None:
-        series = await in_thread(self._series, files)
-        together = {file.name for each in series for file in each}
+        small = await in_thread(lambda: [file for file in files if self._is_small(file)])
+        small = small if len(small) > FEW_FILES else []
+        together = {file.name for file in small}
         single = (file for file in files if file.name not in together)
+        left = deque(small)
         await all_or_none(
             itertools.chain(
-                (self._bring_many(each, lease) for each in series),
+                (self._bring_small(left, lease) for _ in range(min(len(small), self._num_at_once))),
                 (self._bring(file, lease) for file in single),
             )
         )
 
     # --- many small files ----------------------------------------------------------------------------------
 
-    def _series(self, files: list[RemoteFile]) -> list[list[RemoteFile]]:
-        """Those for `_bring_many`: long enough to share what a series costs by itself, short enough that all end at the
+    async def _bring_small(self, left: deque[RemoteFile], lease: HeldLease) -> None:
+        """Take series from `left`: long enough to share what a series costs by itself, short enough that all end at the
         same time.
         """
-        small = [file for file in files if self._is_small(file)]
-        share = min(SERIES_SHARDS, LOCKS_AT_ONCE // self._num_at_once, -(-len(small) // self._num_at_once))
-        return [small[at : at + share] for at in range(0, len(small), share)] if share > 1 else []
+        again: list[RemoteFile] = []
+        while left:
+            async with self._opened.bulk.turn() as store:
+                share = min(SERIES_SHARDS, LOCKS_AT_ONCE // store.concurrency, len(left) // store.concurrency)
+                files = [left.popleft() for _ in range(min(len(left), max(1, share)))]
+                again += await self._bring_many(files, store, lease)
+        await all_or_none(self._bring(file, lease) for file in again)
 
     def _is_small(self, file: RemoteFile) -> bool:
         """Whether the store alone has it, and a checksum says whether it is right."""
         is_small = file.checksum is not None and 0 < file.size_bytes <= SMALL_BYTES
         return is_small and not self._local.find(file) and not self._peers.sources(file)
 
-    async def _bring_many(self, files: list[RemoteFile], lease: HeldLease) -> None:
-        """One after the other by one thread; what cannot be had so is brought by itself, which says what is wrong."""
+    async def _bring_many(
+        self, files: list[RemoteFile], store: PatientStore, lease: HeldLease
+    ) -> list[RemoteFile]:
+        """One after the other by one thread. Those that cannot be had so: `_bring` will say why."""
         done: set[str] = set()
 
         def begin() -> Callable[[SmallGet, memoryview], None]:
             lease.check()
-            brought = self._opened.lanes.watch()
 
             def got(get: SmallGet, data: memoryview) -> None:
-                brought(len(data) + REQUEST_BYTES)
                 file, partial = wanted[get]
                 if file.checksum == checksum_of(data, partial.algorithm):
                     partial.prepare()
@@ -315,14 +333,13 @@ class _Fetching:
 
             return got
 
-        async with self._at_once, self._opened.lanes.one():
-            with contextlib.ExitStack() as locks, contextlib.suppress(CkptAsyncError, OSError):
-                wanted = await in_thread(self._lock, files, locks)
-                await self._opened.bulk.get_many(list(wanted), begin)
+        with contextlib.ExitStack() as locks, contextlib.suppress(CkptAsyncError, OSError):
+            wanted = await in_thread(self._lock, files, locks)
+            await store.get_many(list(wanted), begin)
         for file in files:
             if file.name in done:
                 self._note("remote", file.size_bytes)
-        await all_or_none(self._bring(file, lease) for file in files if file.name not in done)
+        return [file for file in files if file.name not in done]
 
     def _lock(
         self, files: list[RemoteFile], locks: contextlib.ExitStack
@@ -445,26 +462,34 @@ class _Fetching:
             self._begin_again(partial, file, remote, got)
 
     async def _fill_from(self, source: FileSource, partial: PartialFile, got: Counter[str]) -> None:
-        async def get(offset: int, size_bytes: int) -> None:
-            digest = Digest(partial.algorithm)
+        missing = deque(partial.missing)
 
-            def begin() -> Sink:
-                nonlocal digest
-                digest, position = Digest(partial.algorithm), offset
+        async def get_some() -> None:
+            while missing:
+                async with source.turn() as turn:
+                    ranges = _next(missing, turn.request_bytes(self._left_bytes()))
+                    if ranges:
+                        await get(turn, ranges)
 
-                def sink(piece: memoryview) -> None:
-                    nonlocal position
-                    digest.update(piece)
-                    partial.write(piece, position)
-                    position += len(piece)
-
-                return sink
-
-            await source.get_range(offset, size_bytes, begin)
-            partial.finished(offset, digest.checksum())
+        async def get(turn: Turn, ranges: list[tuple[int, int]]) -> None:
+            size_bytes = sum(size for _, size in ranges)
+            self._asked_bytes += size_bytes
+            try:
+                await turn.get_range(ranges[0][0], size_bytes, lambda: partial.sink(ranges))
+            finally:
+                self._asked_bytes -= size_bytes
             self._note(source.kind, size_bytes, got)
 
-        await all_or_none(get(offset, size_bytes) for offset, size_bytes in partial.missing)
+        try:
+            await all_or_none(get_some() for _ in range(min(len(missing), self._num_at_once)))
+        except CapabilityError:  # a server that knows no ranges
+            partial.forget()
+            async with source.turn() as turn:
+                await get(turn, partial.missing)
+
+    def _left_bytes(self) -> int:
+        """What nobody has asked for yet."""
+        return self._total_bytes - self._bytes_from.total() - self._asked_bytes
 
     def _note(self, kind: str, size_bytes: int, got: Counter[str] | None = None) -> None:
         if size_bytes:
@@ -473,6 +498,18 @@ class _Fetching:
                 got[kind] += size_bytes
             if self._on_progress is not None:
                 self._on_progress(self._bytes_from.total(), self._total_bytes)
+
+
+def _next(missing: deque[tuple[int, int]], most_bytes: int) -> list[tuple[int, int]]:
+    """Take ranges that follow one another: at least one, if there is one."""
+    ranges: list[tuple[int, int]] = []
+    size_bytes = 0
+    while missing and (
+        not ranges or (missing[0][0] == sum(ranges[-1]) and size_bytes + missing[0][1] <= most_bytes)
+    ):
+        ranges.append(missing.popleft())
+        size_bytes += ranges[-1][1]
+    return ranges
 
 
 def _tell(source: FileSource, file: RemoteFile, why: object) -> None:

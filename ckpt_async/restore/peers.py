@@ -29,7 +29,7 @@ from urllib.parse import quote
 from ckpt_async.errors import FailureReason, StoreError
 from ckpt_async.restore.addresses import in_url, own_addresses
 from ckpt_async.restore.checkpoint import RemoteFile
-from ckpt_async.restore.sources import SinkFactory
+from ckpt_async.restore.sources import AnyTime, SinkFactory
 from ckpt_async.stores.http.downloads import Check, Downloads
 from ckpt_async.stores.http.messages import Response
 
@@ -39,6 +39,8 @@ CONNECT_TIMEOUT_S = 5.0
 READ_TIMEOUT_S = 20.0
 MINIMUM_RATE_BYTES_PER_S = 1 << 20
 MAX_FAILURES = 3
+# They are near: a few fill the network of this node.
+MOST_AT_ONCE = 8
 # In the one line about peers that have failed.
 MOST_TOLD = 5
 _RANGE = re.compile(r"bytes=([0-9]{1,18})-([0-9]{1,18})")
@@ -177,6 +179,7 @@ class Peers:
     """
 
     def __init__(self, peers: Collection[Peer], num_concurrent_reads: int) -> None:
+        num_at_once = min(num_concurrent_reads, MOST_AT_ONCE)
         self._peers = list(peers)
         self._num_failures: Counter[str] = Counter()  # by address
         self._urls = {peer.url: [peer.url, *peer.more_urls] for peer in peers}  # those that may still answer
@@ -184,12 +187,12 @@ class Peers:
         self._told: dict[Peer, str] = {}
         self._instead_bytes = 0
         self._downloads = Downloads(
-            max_connections=num_concurrent_reads,
+            max_connections=num_at_once,
             connect_timeout_s=CONNECT_TIMEOUT_S,
             read_timeout_s=READ_TIMEOUT_S,
             ca_file=None,
         )
-        self._at_once = asyncio.Semaphore(num_concurrent_reads)
+        self._at_once = asyncio.Semaphore(num_at_once)
 
     def sources(self, file: RemoteFile) -> list[PeerSource]:
         """Those that have the file, in an order of chance, so that many readers spread over them."""
@@ -254,7 +257,7 @@ class Peers:
         return True
 
 
-class PeerSource:
+class PeerSource(AnyTime):
     """One file of one peer."""
 
     kind = "peer"

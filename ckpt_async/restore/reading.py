@@ -18,7 +18,7 @@ from ckpt_async.errors import CheckpointGoneError, CkptAsyncError, InvalidNameEr
 from ckpt_async.restore.checkpoint import Checkpoint, RemoteFile, check_found
 from ckpt_async.restore.partial import checksum_of_file
 from ckpt_async.restore.peers import Peer, Peers, PeerSource
-from ckpt_async.restore.session import damaged, leased, session
+from ckpt_async.restore.session import MAX_CONCURRENT_READS, damaged, leased, session
 from ckpt_async.restore.sources import FileSource, LocalCopies, LocalSource, StoreSource
 from ckpt_async.stores.interface import Sink
 from ckpt_async.transfer.together import all_or_none
@@ -261,7 +261,8 @@ class Reader:
         sources = await self._sources_of(file)
         for source in sources:
             try:
-                await source.get_range(run.offset, run.size_bytes, lambda: scatter(run))
+                async with source.turn() as turn:
+                    await turn.get_range(run.offset, run.size_bytes, lambda: scatter(run))
             except (CkptAsyncError, OSError) as error:
                 if source is sources[-1]:
                     raise
@@ -306,7 +307,7 @@ def open_reader(
     folder: str | os.PathLike[str] | None = None,
     peers: Collection[Peer] = (),
     local_cache: str | os.PathLike[str] | None = None,
-    num_concurrent_reads: int = 8,
+    num_concurrent_reads: int = MAX_CONCURRENT_READS,
 ) -> Reader:
     """Open a checkpoint for reading in parts, under a lease that is renewed until `close` or the end of the `with`.
 

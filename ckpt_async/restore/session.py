@@ -29,14 +29,17 @@ from ckpt_async.errors import (
 from ckpt_async.protocol import steps
 from ckpt_async.protocol.cas import read
 from ckpt_async.restore.checkpoint import OWN_FORMAT, Checkpoint
-from ckpt_async.restore.lanes import Lanes
+from ckpt_async.restore.lanes import Pace, num_of_cores
 from ckpt_async.stores import StoreOptions
+from ckpt_async.transfer.budgets import Budgets
 from ckpt_async.transfer.patient import PatientStore, connect
 
 logger = logging.getLogger(__name__)
 
 # Long enough that a renewal may fail for minutes, short enough that a killed reader does not keep data for long.
 LEASE_TTL_S = 900.0
+# Of requests that carry bytes, where the link takes so many: S3 gives each some 50 to 90 MB/s.
+CONCURRENT_READS_AT_FIRST, MAX_CONCURRENT_READS = 8, 64
 # A lease expires by itself, so nobody waits long for its end.
 DROP_TIMEOUT_S = 5.0
 # Someone waits for the answer: a store that is away for longer is an error to be told.
@@ -47,31 +50,32 @@ PATIENCE_S = 60.0
 class Session:
     """The store at `remote`, opened for reading: `store` answers within PATIENCE_S or raises. `bulk`, of the same one,
     goes on as long as a long transfer may take, past outages and credentials that are being rotated, until nothing has
-    come for PATIENCE_S. `lanes` admit ranges to `bulk`.
+    come for PATIENCE_S, with as many requests at once as the link takes.
     """
 
     remote: str
     options: StoreOptions | None
     store: PatientStore
     bulk: PatientStore
-    lanes: Lanes
+    pace: Pace
 
 
 @contextlib.asynccontextmanager
 async def session(
-    remote: str, options: StoreOptions | None, *, num_concurrent_reads: int = 8
+    remote: str, options: StoreOptions | None, *, num_concurrent_reads: int = MAX_CONCURRENT_READS
 ) -> AsyncIterator[Session]:
     """Open `remote` read-only for as long as the block lasts. An answer that again and again does not have the checksum
     that the store sends with it ends the block as UnreliableReadError.
     """
+    at_first = min(CONCURRENT_READS_AT_FIRST, num_concurrent_reads)
     settings: Settings = load(
-        {"num_concurrent_uploads": num_concurrent_reads, "max_concurrent_uploads": num_concurrent_reads},
-        os.environ,
+        {"num_concurrent_uploads": at_first, "max_concurrent_uploads": num_concurrent_reads}, os.environ
     )
-    bulk = connect(remote, options, settings, silence_s=PATIENCE_S)
+    budgets = Budgets(settings, few=num_of_cores() + 1)
+    bulk = connect(remote, options, settings, silence_s=PATIENCE_S, budgets=budgets)
     try:
         await bulk.open(is_read_only=True)
-        yield Session(remote, options, bulk.answering_within(PATIENCE_S), bulk, Lanes(num_concurrent_reads))
+        yield Session(remote, options, bulk.answering_within(PATIENCE_S), bulk, Pace())
     except IntegrityError as error:
         raise unreliable(str(error)) from error
     finally:

@@ -6,18 +6,21 @@ import contextlib
 import errno
 import os
 import stat
+import time
 from collections.abc import AsyncIterator, Iterable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, Self
 
 from ckpt_async.core import keys
 from ckpt_async.errors import CkptAsyncError, FailureReason, ObjectNotFoundError, StoreError
 from ckpt_async.local import journals
 from ckpt_async.restore.checkpoint import Checkpoint, RemoteFile
-from ckpt_async.restore.lanes import REQUEST_BYTES
+from ckpt_async.restore.lanes import MAX_REQUEST_BYTES, Pace
 from ckpt_async.restore.session import HeldLease, Session, damaged
 from ckpt_async.stores.interface import Sink
 from ckpt_async.threads import in_thread
+from ckpt_async.transfer.patient import PatientStore
 
 # Which a store gives by itself, but so does much that answers in its place.
 _REFUSALS = (FailureReason.OTHER, FailureReason.NOT_FOUND)
@@ -31,6 +34,18 @@ class FileSource(Protocol):
     @property
     def kind(self) -> str:
         """local | peer | remote: for reports."""
+        ...
+
+    def turn(self) -> AbstractAsyncContextManager[Turn]:
+        """Wait until a range may be asked for."""
+        ...
+
+
+class Turn(Protocol):
+    """A place among the reads of a source: for one after the other."""
+
+    def request_bytes(self, left_bytes: int) -> int:
+        """How much it should ask for, if so much has not been asked for yet by anybody."""
         ...
 
     async def get_range(self, offset: int, size_bytes: int, sink: SinkFactory) -> None:
@@ -56,28 +71,23 @@ class StoreSource:
     def __init__(self, opened: Session, lease: HeldLease, checkpoint: Checkpoint, file: RemoteFile) -> None:
         self._opened, self._lease, self._checkpoint, self._file = opened, lease, checkpoint, file
 
-    async def get_range(self, offset: int, size_bytes: int, sink: SinkFactory) -> None:
+    @contextlib.asynccontextmanager
+    async def turn(self) -> AsyncIterator[Turn]:
+        async with self._opened.bulk.turn() as store:
+            yield _StoreTurn(self, store, self._opened.pace)
+
+    async def get_range(self, store: PatientStore, offset: int, size_bytes: int, sink: SinkFactory) -> None:
         @contextlib.asynccontextmanager
         async def receive() -> AsyncIterator[Sink]:
             self._lease.check()
-            inner, brought = sink(), self._opened.lanes.watch()
-
-            def told(piece: memoryview) -> None:
-                inner(piece)
-                brought(len(piece))
-
             try:
-                yield told
-                brought(REQUEST_BYTES)
+                yield sink()
             except StoreError as error:
                 await self._check_meant(error)
                 raise
-            finally:
-                brought(0, is_last=True)  # what failed has waited for the network all the same
 
         try:
-            async with self._opened.lanes.one():  # outside: who waits for it has not stalled
-                await self._opened.bulk.get_range(self._file.key, offset, size_bytes, receive)
+            await store.get_range(self._file.key, offset, size_bytes, receive)
         except StoreError as error:
             if reason := await self._damage(error):
                 raise await damaged(self._opened, self._checkpoint, reason) from error
@@ -108,7 +118,30 @@ class StoreSource:
         return f"{key} has {there.size_bytes} bytes instead of {self._file.size_bytes}"
 
 
-class LocalSource:
+class _StoreTurn:
+    def __init__(self, source: StoreSource, store: PatientStore, pace: Pace) -> None:
+        self._source, self._store, self._pace = source, store, pace
+
+    def request_bytes(self, left_bytes: int) -> int:
+        return self._pace.request_bytes(left_bytes, self._store.concurrency)
+
+    async def get_range(self, offset: int, size_bytes: int, sink: SinkFactory) -> None:
+        began = time.monotonic()
+        await self._source.get_range(self._store, offset, size_bytes, sink)
+        self._pace.took(size_bytes, time.monotonic() - began)
+
+
+class AnyTime:
+    """Of a source whose reads wait for nothing but itself, if at all: it is always their turn."""
+
+    def turn(self) -> AbstractAsyncContextManager[Self]:
+        return contextlib.nullcontext(self)
+
+    def request_bytes(self, left_bytes: int) -> int:
+        return min(left_bytes, MAX_REQUEST_BYTES)
+
+
+class LocalSource(AnyTime):
     """A file of this node that has the right size, and, if `facts` are given, has not changed since."""
 
     kind = "local"

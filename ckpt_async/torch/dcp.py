@@ -35,6 +35,7 @@ from ckpt_async.errors import (
 )
 from ckpt_async.restore import Checkpoint, Peer
 from ckpt_async.restore.fetching import use_newest
+from ckpt_async.restore.session import MAX_CONCURRENT_READS
 from ckpt_async.torch.agreement import run_on_one, sendable
 from ckpt_async.torch.dcp_reader import CkptAsyncReader
 from ckpt_async.torch.dcp_writer import FolderWriter, discard, files_of_rank, hand_over, there
@@ -200,7 +201,7 @@ def load_latest(
     allow: Allow = (),
     ignore_keys: Sequence[str] = (),
     check_nan: bool = False,
-    num_concurrent_reads: int = 8,
+    num_concurrent_reads: int = MAX_CONCURRENT_READS,
 ) -> Checkpoint | None:
     """Load the newest complete checkpoint of a run (of a `kind`), or that of `step`, into the state, in place, on
     whatever ranks there are now. None, with the state as it was, if there is none. The run may be of another tool

@@ -37,7 +37,7 @@ from ckpt_async.restore.dcp_files import (
     FLASHPOINT_PREFIX_BYTES,
     flashpoint_is_optimised,
 )
-from ckpt_async.restore.session import unreliable
+from ckpt_async.restore.session import MAX_CONCURRENT_READS, unreliable
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.torch import flashpoint
 from ckpt_async.torch.agreement import agree, sendable
@@ -104,7 +104,7 @@ class CkptAsyncReader(StorageReader):
         allow: Allow = (),
         ignore_keys: Sequence[str] = (),
         check_nan: bool = False,
-        num_concurrent_reads: int = 8,
+        num_concurrent_reads: int = MAX_CONCURRENT_READS,
     ) -> None:
         super().__init__()
         self.checkpoint = checkpoint

@@ -25,6 +25,7 @@ from ckpt_async.core.model import CheckpointId
 from ckpt_async.errors import CheckpointGoneError, DamagedCheckpointError, ResumeError
 from ckpt_async.restore import addresses
 from ckpt_async.restore.fetching import FetchOptions, Where, fetch_as, use_newest
+from ckpt_async.restore.session import MAX_CONCURRENT_READS
 from ckpt_async.restore.sources import LocalCopies
 from ckpt_async.stores import StoreOptions
 
@@ -75,7 +76,7 @@ def fetch_together(
     drain_timeout_s: float = 0.0,
     store_options: StoreOptions | None = None,
     overwrite: bool = False,
-    num_concurrent_reads: int = 8,
+    num_concurrent_reads: int = MAX_CONCURRENT_READS,
 ) -> tuple[restore.Checkpoint, restore.FetchReport] | None:
     """`restore.find` and `restore.fetch` on all ranks of a process group at once; without a group there is one rank.
     None on all of them if there is no checkpoint (of this `kind`). `ranks` and `files` say what *this* rank needs

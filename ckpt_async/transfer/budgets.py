@@ -19,11 +19,11 @@ CONTROL_REQUESTS = 16
 
 
 class Budgets:
-    """The limits of one store's requests, shared by all who use it on one event loop."""
+    """The limits of one store's requests, shared by all who use it on one event loop. `few`: see `Concurrency`."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, few: int = 0) -> None:
         self.control = asyncio.Semaphore(CONTROL_REQUESTS)
-        self.bulk = Lane(settings.num_concurrent_uploads, settings.max_concurrent_uploads)
+        self.bulk = Lane(settings.num_concurrent_uploads, settings.max_concurrent_uploads, few)
         self.bytes = ByteBudget(settings.max_inflight_bytes)
         self.bandwidth = Bandwidth(settings.max_bytes_per_s)
 
@@ -55,8 +55,8 @@ class Bandwidth:
             self._free = min(self._burst, self._free + size_bytes)
 
 
-# How often what has moved is looked at, while requests are under way.
-LOOK_S = 0.1
+# How often what has moved is looked at, while requests are under way: to find the link, and once it is found.
+LOOK_S, SELDOM_S = 0.05, 0.2
 
 
 class Lane:
@@ -64,8 +64,8 @@ class Lane:
     rank with 10,000 shards does not keep those that share its engine waiting.
     """
 
-    def __init__(self, start: int, most: int) -> None:
-        self.concurrency = Concurrency(limit=start, most=max(start, most))
+    def __init__(self, start: int, most: int, few: int = 0) -> None:
+        self.concurrency = Concurrency(limit=start, most=max(start, most), few=few)
         self.movers: list[Callable[[], Moved | None]] = []  # of all stores whose requests it admits
         self._next_look: asyncio.TimerHandle | None = None
         self._running = 0
@@ -121,7 +121,9 @@ class Lane:
                 self._running += 1
                 turn.set_result(None)
         if self._next_look is None and self._running and self.movers:
-            self._next_look = asyncio.get_running_loop().call_later(LOOK_S, self._look)
+            is_finding = self.concurrency.is_searching or self.concurrency.before is not None
+            pause_s = LOOK_S if is_finding else SELDOM_S
+            self._next_look = asyncio.get_running_loop().call_later(pause_s, self._look)
 
 
 class ByteBudget:

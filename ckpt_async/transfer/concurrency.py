@@ -1,8 +1,8 @@
 """How many requests should carry shard bytes at once: as many as fill the link. Pure; time comes in as an argument.
 
-Doubled while that pays in full, as TCP's slow start does; then what the rate that was found needs, at the rate that a
-connection has when the link is not full. Now and then a step more is tried: links change. Halved on 503 SlowDown, as
-every S3 SDK's adaptive mode does.
+Doubled while that pays in full, as TCP's slow start does, or four times as many where each is slow; then what the rate
+that was found needs, at the rate that a connection has when the link is not full. Now and then a step more is tried:
+links change. Halved on 503 SlowDown, as every S3 SDK's adaptive mode does.
 """
 
 from __future__ import annotations
@@ -13,7 +13,13 @@ from dataclasses import dataclass, replace
 # How long connections that were just added take to reach their rate, and how long that is looked at: this, or so many
 # round trips of TCP (connecting, TLS, its own slow start).
 SETTLE_S, SETTLE_ROUND_TRIPS = 0.2, 10
-WINDOW_S, WINDOW_ROUND_TRIPS = 0.3, 3
+WINDOW_S, WINDOW_ROUND_TRIPS = 0.2, 3
+# The first look is at connections that have all just begun: soon enough to lose little by too few of them.
+FIRST_WINDOW_S = 0.05
+# A link that gives one connection less than this takes many.
+SLOW_BYTES_PER_S = 10 << 20
+# Where a core's worth of connections brings more than this, it is not the link that bounds them.
+CORE_BYTES_PER_S = 200 << 20
 # A step has paid in full if it brought this part of what as much more of everything would have.
 FULL = 0.6
 # What a step must gain to be kept in part: less is noise.
@@ -31,6 +37,7 @@ class Concurrency:
 
     limit: int
     most: int
+    few: int = 0  # as many load all cores: tried next where the first look says that these bound the rate
     is_searching: bool = True  # doubles
     settles_until_s: float = 0.0
     window: tuple[float, int] | None = None  # when it began, and what had moved by then
@@ -55,12 +62,17 @@ def observed(
     if state.window is None:
         return state if now_s < state.settles_until_s else replace(state, window=(now_s, moved_bytes))
     began_s, moved_before = state.window
-    if moved_bytes < moved_before:  # a store that shared the limit has closed
+    is_first = state.is_searching and state.before is None
+    if moved_bytes < moved_before or (is_first and moved_bytes == moved_before):
+        # A store that shared the limit has closed; no answer has come yet.
         return replace(state, window=(now_s, moved_bytes))
-    if now_s - began_s < max(WINDOW_S, WINDOW_ROUND_TRIPS * round_trip_s):
+    if now_s - began_s < max(FIRST_WINDOW_S if is_first else WINDOW_S, WINDOW_ROUND_TRIPS * round_trip_s):
         return state
     state = replace(state, window=(now_s, moved_bytes))
     rate = (moved_bytes - moved_before) / (now_s - began_s)
+    few, state = state.few, replace(state, few=0)
+    if state.limit > few and rate > few * CORE_BYTES_PER_S > 0:
+        return replace(state, limit=few, window=None, settles_until_s=now_s + settle_s)
     if state.before is None:
         return _step_up(state, rate, now_s, settle_s) if now_s >= state.tries_at_s else state
     limit, rate_before = state.before
@@ -90,8 +102,11 @@ def _step_up(state: Concurrency, rate: float, now_s: float, settle_s: float) -> 
     if state.refused is not None and now_s < state.refused[1]:
         most = min(most, state.refused[0] - 1)
     if state.limit >= most:
-        return replace(state, before=None)
-    more = state.limit if state.is_searching else max(1, state.limit // 4)
+        return replace(state, is_searching=False, before=None)
+    if not state.is_searching:
+        more = max(1, state.limit // 4)
+    else:
+        more = state.limit * (3 if rate < state.limit * SLOW_BYTES_PER_S else 1)
     return replace(
         state,
         limit=min(most, state.limit + more),

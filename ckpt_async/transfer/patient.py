@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import functools
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Hashable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import TypeVar
@@ -53,6 +54,7 @@ QUIET_OUTAGE_S = 5.0
 # Keys per request, so that the deadline of an attempt covers one request of S3.
 DELETE_BATCH = 1000
 
+Place = Callable[[], AbstractAsyncContextManager[None]]
 Receiver = Callable[[], AbstractAsyncContextManager[Sink]]
 # Begins a series of reads and returns what takes each object.
 ManyReceiver = Callable[[], Callable[[SmallGet, memoryview], None]]
@@ -107,6 +109,7 @@ class PatientStore:
         self._store, self._settings, self._observer = store, settings, observer or Observer()
         self._is_patient, self._silence_s = is_patient, silence_s
         self._budgets, self._owner = budgets or Budgets(settings), owner
+        self._place: Place = functools.partial(self._budgets.bulk.hold, owner)
         self._health = _Health(store.url)
 
     # The same store within the same budgets, used otherwise.
@@ -262,6 +265,16 @@ class PatientStore:
         else:
             self._budgets.bulk.have_more.discard(self._owner)
 
+    @contextlib.asynccontextmanager
+    async def turn(self) -> AsyncIterator[PatientStore]:
+        """A place among the requests that carry shard bytes, for one after the other by the store that this gives:
+        what they ask for can be decided when it is their turn.
+        """
+        async with self._place():
+            admitted = copy.copy(self)
+            admitted._place = contextlib.nullcontext  # noqa: SLF001  our own
+            yield admitted
+
     async def get_range(self, key: str, offset: int, size_bytes: int, receive: Receiver) -> ObjectInfo:
         """Read a range. Each attempt enters a new `receive()` and hands slices to it as `Store.get_range` does; the
         receiver sees why an attempt failed, and may raise something else.
@@ -338,7 +351,7 @@ class PatientStore:
         self, size_bytes: int, attempt: Callable[[Progress], Awaitable[T]], num_requests: int = 1
     ) -> T:
         settings, budgets, loop = self._settings, self._budgets, asyncio.get_running_loop()
-        async with budgets.bulk.hold(self._owner), budgets.bytes.hold(size_bytes):
+        async with self._place(), budgets.bytes.hold(size_bytes):
             began = loop.time()
             deadline = began + num_requests * settings.request_timeout_s
             deadline += size_bytes / settings.minimum_rate_bytes_per_s

@@ -79,17 +79,13 @@ def fetches_by_pieces(
     async def counted(self: DirectoryStore, key: str, offset: int, size_bytes: int, sink: Any) -> Any:
         def cut(piece: memoryview) -> None:
             nonlocal left
-            with lock:
-                left -= 1
-                if left < 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
-            half = len(piece) // 2  # so that it also dies between two pieces of one range
-            sink(piece[:half])
-            with lock:
-                left -= 1
-                if left < 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
-            sink(piece[half:])
+            half = range_bytes // 2  # so that it also dies between two pieces of one range
+            for start in range(0, len(piece), half):
+                with lock:
+                    left -= 1
+                    if left < 0:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                sink(piece[start : start + half])
 
         with lock:
             pipe.send((key, offset, size_bytes))

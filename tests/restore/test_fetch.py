@@ -19,7 +19,7 @@ from ckpt_async.core.model import CheckpointId
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import FailureReason, InvalidNameError, NoSpaceError, SettingsError, StoreError
 from ckpt_async.restore import destination, partial, sources
-from ckpt_async.restore.lanes import Lanes
+from ckpt_async.restore.lanes import Pace
 from ckpt_async.restore.session import Session
 from ckpt_async.stores.directory import DirectoryStore
 from ckpt_async.stores.memory import MemoryStore
@@ -443,12 +443,13 @@ def test_every_slice_is_reported_to_the_watchdog(run: Any, monkeypatch: pytest.M
     async def main() -> None:
         store = PatientStore(Trickle(), Settings())
         source: Any = sources.StoreSource(
-            Session("memory://test", None, store, store, Lanes(1)),
+            Session("memory://test", None, store, store, Pace()),
             SimpleNamespace(check=lambda: None),  # type: ignore[arg-type]
             SimpleNamespace(),  # type: ignore[arg-type]
             SimpleNamespace(key="a"),  # type: ignore[arg-type]
         )
-        await source.get_range(0, 3, lambda: lambda _: events.append("taken"))
+        async with source.turn() as turn:
+            await turn.get_range(0, 3, lambda: lambda _: events.append("taken"))
 
     run(main())
     assert events == ["taken", "told"] * 3

@@ -1,11 +1,9 @@
-"""Ranges of a fetch: few at once while the cores bound them, as many as are allowed while they wait for the network."""
+"""How much a reader asks for at once, and by how many requests: little until it is known what the link takes."""
 
 import asyncio
 import contextlib
 import os
-import threading
-import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,178 +12,130 @@ import pytest
 from ckpt_async import restore
 from ckpt_async.restore import lanes as lanes_module
 from ckpt_async.restore import partial
-from ckpt_async.restore.lanes import LOOK_S, SLOW_BYTES_PER_S, Lanes
+from ckpt_async.restore.fetching import LOCKS_AT_ONCE
+from ckpt_async.restore.lanes import MAX_REQUEST_BYTES, MIB, Pace
+from ckpt_async.restore.session import CONCURRENT_READS_AT_FIRST
 from ckpt_async.stores.directory import DirectoryStore
+from ckpt_async.stores.interface import Moved
 from tests.restore.runs import Run, content, is_whole
 
-NUM_CORES = 2
-PATIENCE_S = 30.0
-FAST, SLOW = 2 * SLOW_BYTES_PER_S, SLOW_BYTES_PER_S // 2
+RANGE_BYTES = 1 << 10
 
 
-@pytest.fixture(autouse=True)
-def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lanes_module, "_num_cores", lambda: NUM_CORES)
+def test_requests_are_small_until_a_connection_is_known() -> None:
+    pace = Pace()
+    assert pace.request_bytes(1 << 40, 8) == 0
+    pace.took(4 * MIB, 0.8)
+    assert pace.request_bytes(1 << 40, 8) == 5 * MIB
 
 
-def _noted(lanes: Lanes, bytes_per_s: int, took_s: float) -> int:
-    lanes.note(int(bytes_per_s * took_s), took_s)
-    return lanes.limit
+def test_requests_take_about_a_second_and_are_never_larger_than_32_mib() -> None:
+    pace = Pace()
+    pace.took(4 * MIB, 0.2)
+    assert pace.request_bytes(1 << 40, 8) == 20 * MIB
+    for _ in range(20):
+        pace.took(20 * MIB, 0.1)
+    assert pace.request_bytes(1 << 40, 8) == MAX_REQUEST_BYTES
 
 
-def test_lanes_grow_up_to_the_limit_while_they_wait_for_the_network(run: Any) -> None:
-    async def main() -> None:
-        lanes = Lanes(8)
-        assert lanes.limit == NUM_CORES + 1
-        assert [_noted(lanes, SLOW, LOOK_S) for _ in range(3)] == [6, 8, 8]
-        assert Lanes(2).limit == 2
-
-    run(main())
+def test_the_last_requests_are_small_so_that_all_end_together() -> None:
+    pace = Pace()
+    pace.took(MIB, 0.001)
+    assert [pace.request_bytes(left * MIB, 8) // MIB for left in (1024, 256, 32)] == [32, 16, 2]
 
 
-def test_lanes_stay_few_while_they_are_fast(run: Any) -> None:
-    """And so do those of which too little is known; what was known before they became more is forgotten."""
-
-    async def main() -> None:
-        lanes = Lanes(16)
-        assert _noted(lanes, FAST, 10 * LOOK_S) == 3
-        assert [_noted(lanes, SLOW, LOOK_S / 2), _noted(lanes, 2 * FAST, LOOK_S / 2)] == [3, 3]
-        assert [_noted(lanes, SLOW, LOOK_S), _noted(lanes, SLOW, LOOK_S / 2)] == [6, 6]
-
-    run(main())
-
-
-def test_a_lane_reports_its_bytes(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From its own thread; also the rest, and what is too short to be told by itself."""
-    noted: list[tuple[int, float]] = []
-    now_s = 100.0
-    monkeypatch.setattr(lanes_module.time, "monotonic", lambda: now_s)
-
-    async def main() -> None:
-        nonlocal now_s
-        lanes = Lanes(8)
-        monkeypatch.setattr(lanes, "note", lambda *what: noted.append(what))
-        brought = lanes.watch()
-        for size_bytes, at_s in ((1, 100.001), (2, 101.0), (4, 101.001), (8, 102.0)):
-            now_s = at_s
-            await asyncio.to_thread(brought, size_bytes)
-        now_s = 102.001
-        brought(16, is_last=True)
-        await asyncio.sleep(0)
-
-    monkeypatch.setattr(asyncio.BaseEventLoop, "time", lambda _: time.perf_counter())
-    run(main())
-    assert [size_bytes for size_bytes, _ in noted] == [3, 12, 16]
-    assert [took_s for _, took_s in noted] == pytest.approx([1.0, 1.0, 0.001])
-
-
-@pytest.fixture
-def fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], int]:
-    """Fetches a file of eight ranges, all slow or none, and tells how many were on their way at once, at most."""
-    monkeypatch.setattr(partial, "RANGE_BYTES", 1 << 10)
-    files = {0: {"a": content(10, "a", 8 << 10)}}
-    run_ = Run(f"file://{tmp_path / 'remote'}")
-    run_.commit(10, files)
-
-    def fetch(is_slow: bool) -> int:
-        at_once = most = 0
-        get_range = DirectoryStore.get_range
-
-        async def noted(self: Any, key: str, offset: int, size_bytes: int, sink: Any) -> Any:
-            nonlocal at_once, most
-            at_once += 1
-            most = max(most, at_once)
-            arrived: list[bytes] = []
-            found = await get_range(self, key, offset, size_bytes, lambda piece: arrived.append(bytes(piece)))
-            data = memoryview(b"".join(arrived))
-            give_up_at = time.monotonic() + PATIENCE_S
-            # As over a slow link: a byte now and then, until all that may be are on their way.
-            while is_slow and most < 8 and len(data) > 1 and time.monotonic() < give_up_at:
-                await asyncio.to_thread(sink, data[:1])
-                data = data[1:]
-                await asyncio.sleep(lanes_module.TELL_S)
-            await asyncio.to_thread(sink, data)
-            at_once -= 1
-            return found
-
-        with monkeypatch.context() as patched:
-            patched.setattr(DirectoryStore, "get_range", noted)
-            if not is_slow:
-                patched.setattr(lanes_module, "SLOW_BYTES_PER_S", 0)
-            found = restore.fetch_latest(run_.url, tmp_path / f"there-{is_slow}")
-        assert found is not None
-        assert is_whole(found[1], files)
-        return most
-
-    return fetch
-
-
-def test_a_fetch_begins_with_few_concurrent_ranges(fetched: Callable[[bool], int]) -> None:
-    assert fetched(False) == NUM_CORES + 1
-
-
-def test_a_network_bound_fetch_uses_the_full_concurrency(fetched: Callable[[bool], int]) -> None:
-    assert fetched(True) == 8
-
-
-@pytest.mark.parametrize("is_slow", [False, True])
-def test_series_of_small_files_share_the_lanes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_slow: bool
-) -> None:
-    files = {0: {f"{number:03}": content(10, str(number), 10) for number in range(8 * 16)}}
-    run_ = Run(f"file://{tmp_path / 'remote'}")
-    run_.commit(10, files)
-    at_once = most = 0
-    are_all_there = threading.Event()
-    get_many = DirectoryStore.get_many
-
-    async def noted(self: Any, gets: Any, got: Callable[..., None]) -> None:
-        nonlocal at_once, most
-        at_once += 1
-        most = max(most, at_once)
-        if most == 8:
-            are_all_there.set()
-
-        def late(*what: Any) -> None:
-            if is_slow:
-                are_all_there.wait(20 * lanes_module.TELL_S)
-            got(*what)
-
-        await get_many(self, gets, late)
-        at_once -= 1
-
-    monkeypatch.setattr(DirectoryStore, "get_many", noted)
-    if not is_slow:
-        monkeypatch.setattr(lanes_module, "SLOW_BYTES_PER_S", 0)
-    found = restore.fetch_latest(run_.url, tmp_path / "there")
-    assert found is not None
-    assert is_whole(found[1], files)
-    assert most == (8 if is_slow else NUM_CORES + 1)
-
-
-def test_a_cancelled_reader_frees_its_lane(run: Any) -> None:
-    async def main() -> None:
-        lanes = Lanes(1)
-        entered = asyncio.Event()
-
-        async def stay() -> None:
-            async with lanes.one():
-                entered.set()
-                await asyncio.Event().wait()
-
-        staying = asyncio.ensure_future(stay())
-        await entered.wait()
-        staying.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await staying
-        async with asyncio.timeout(PATIENCE_S), lanes.one():
-            pass
-
-    run(main())
+def test_one_odd_request_says_little_of_the_link() -> None:
+    pace = Pace()
+    for size_bytes in (8, 8, 80):
+        pace.took(size_bytes * MIB, 1.0)
+    assert pace.request_bytes(1 << 40, 8) == 26 * MIB
 
 
 def test_cores_are_counted_by_the_cpu_affinity(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    assert lanes_module._num_cores() == len(os.sched_getaffinity(0))
+    assert lanes_module.num_of_cores() == len(os.sched_getaffinity(0))
     monkeypatch.delattr(os, "sched_getaffinity")
-    assert lanes_module._num_cores() == os.cpu_count()
+    assert lanes_module.num_of_cores() == os.cpu_count()
+
+
+class Slow:
+    """A store in a folder whose connections bring little each; `most` were under way at once."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.most = self._at_once = self._moved_bytes = 0
+        self.series: list[int] = []
+        get_range, get_many, slow = DirectoryStore.get_range, DirectoryStore.get_many, self
+
+        async def trickling(store: Any, key: str, offset: int, size_bytes: int, sink: Any) -> Any:
+            arrived: list[bytes] = []
+            found = await get_range(
+                store, key, offset, size_bytes, lambda piece: arrived.append(bytes(piece))
+            )
+            data = memoryview(b"".join(arrived))
+            with slow._under_way():
+                for at in range(0, len(data), 256):
+                    await slow._moves(256)
+                    await asyncio.to_thread(sink, data[at : at + 256])
+            return found
+
+        async def one_by_one(store: Any, gets: Any, got: Any) -> None:
+            slow.series.append(len(gets))
+            with slow._under_way():
+                for get in gets:
+                    await slow._moves(get.size_bytes)
+                    await get_many(store, [get], got)
+
+        monkeypatch.setattr(DirectoryStore, "get_range", trickling)
+        monkeypatch.setattr(DirectoryStore, "get_many", one_by_one)
+        monkeypatch.setattr(DirectoryStore, "moved", lambda _: Moved(slow._moved_bytes, 0.0))
+
+    async def _moves(self, size_bytes: int) -> None:
+        await asyncio.sleep(0.01)
+        self._moved_bytes += size_bytes
+
+    @contextlib.contextmanager
+    def _under_way(self) -> Iterator[None]:
+        self._at_once += 1
+        self.most = max(self.most, self._at_once)
+        try:
+            yield
+        finally:
+            self._at_once -= 1
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Slow:
+    monkeypatch.setattr(partial, "RANGE_BYTES", RANGE_BYTES)
+    return Slow(monkeypatch)
+
+
+def _committed(tmp_path: Path, files: dict[int, dict[str, bytes]]) -> restore.Checkpoint:
+    run = Run(f"file://{tmp_path / 'remote'}")
+    run.commit(10, files)
+    checkpoint = restore.find(run.url)
+    assert checkpoint is not None
+    return checkpoint
+
+
+def test_a_fetch_over_slow_connections_uses_many(slow: Slow, tmp_path: Path) -> None:
+    files = {0: {"a": content(10, "a", 500 * RANGE_BYTES)}}
+    assert is_whole(restore.fetch(_committed(tmp_path, files), tmp_path / "there"), files)
+    assert slow.most > 2 * CONCURRENT_READS_AT_FIRST
+
+
+def test_series_of_small_files_become_more_and_shorter(slow: Slow, tmp_path: Path) -> None:
+    files = {0: {f"{number:04}": content(10, str(number), 10) for number in range(1000)}}
+    assert is_whole(restore.fetch(_committed(tmp_path, files), tmp_path / "there"), files)
+    assert slow.most > 2 * CONCURRENT_READS_AT_FIRST
+    assert sum(slow.series) == 1000
+    assert max(slow.series) == LOCKS_AT_ONCE // CONCURRENT_READS_AT_FIRST
+    assert slow.series[-1] <= 2
+
+
+@pytest.mark.parametrize("most", [1, 3])
+def test_no_more_requests_are_made_at_once_than_the_caller_allows(
+    slow: Slow, tmp_path: Path, most: int
+) -> None:
+    files = {rank: {f"{rank}": content(10, str(rank), 40 * RANGE_BYTES)} for rank in range(3)}
+    report = restore.fetch(_committed(tmp_path, files), tmp_path / "there", num_concurrent_reads=most)
+    assert is_whole(report, files)
+    assert slow.most == most

@@ -71,6 +71,32 @@ def test_what_a_link_far_away_needs_is_found_though_its_connections_are_slow_to_
     assert 40 <= limits[-1] <= 48
 
 
+def test_slow_connections_are_made_more_at_once() -> None:
+    """Four times as many where each is slow; twice as many, as the link needs few, where each is fast."""
+    _, slow = Link(5 * MIB).play(Concurrency(limit=8, most=128), 3)
+    _, fast = Link(60 * MIB).play(Concurrency(limit=8, most=128), 3)
+    assert sorted(set(slow)) == [8, 32, 128]
+    assert sorted(set(fast)) == [8, 16, 32, 64, 128]
+
+
+def test_a_first_look_that_sees_the_cores_at_their_limit_goes_back_to_as_few_as_load_them() -> None:
+    """And searches from there: it may have been a fast link."""
+    _, loopback = Link(400 * MIB, 1200 * MIB).play(Concurrency(limit=8, most=64, few=3), 3)
+    assert loopback[3] == 3
+    assert loopback[-1] <= 4
+    _, fast = Link(100 * MIB).play(Concurrency(limit=8, most=64, few=3), 6)
+    assert 3 in fast
+    assert fast[-1] == 64
+    _, many_cores = Link(400 * MIB, 1200 * MIB).play(Concurrency(limit=8, most=64, few=17), 3)
+    assert min(many_cores) == 8
+
+
+def test_nothing_is_learnt_before_the_first_answer() -> None:
+    state, limits = Link(0.0).play(Concurrency(limit=8, most=64), 3)
+    assert set(limits) == {8}
+    assert state.before is None
+
+
 def test_a_link_that_changes_is_found_again() -> None:
     link = Link(10 * MIB, 100 * MIB)
     state, _ = link.play(Concurrency(limit=8, most=128), 60)
@@ -97,7 +123,7 @@ def test_a_pause_between_checkpoints_says_nothing_of_the_link() -> None:
 def test_a_store_that_closes_does_not_pass_for_a_slower_link() -> None:
     """Ranks share a limit, and one ends: what it has moved is not counted any more."""
     link = Link(5 * MIB, 300 * MIB)
-    state, _ = link.play(Concurrency(limit=8, most=128), 1)
+    state, _ = link.play(Concurrency(limit=8, most=128), 3)
     link.moved = 0.0
     _, limits = link.play(state, 3)
     assert min(limits) >= state.limit

@@ -63,9 +63,6 @@ _CAPABILITIES = Capabilities(
 )
 # As stored, not as some cache or the server's own compression would have it.
 _HEADERS = {"Accept-Encoding": "identity", "Cache-Control": "no-cache", "User-Agent": "ckpt-async"}
-_NO_RANGES = (
-    "this server does not serve ranges (Accept-Ranges): only files that are read in one go can be had"
-)
 # Where a redirect has led to may be signed for minutes only.
 _LED_S, _MOST_LED = 60.0, 1000
 _NO_ESCAPE = re.compile(r"%(?![0-9A-Fa-f]{2})")
