@@ -11,7 +11,6 @@ What is weaker than S3: a compare-and-swap excludes other writers by flock, whic
 host. Create-once is a hard link, atomic on POSIX file systems and NFS (open(2), O_EXCL).
 """
 
-# ruff: noqa: ARG002 - the multipart methods take what the protocol says, and refuse
 from __future__ import annotations
 
 import contextlib
@@ -20,7 +19,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
 
 from ckpt_async.core.model import Checksum
 from ckpt_async.errors import (
@@ -41,15 +39,14 @@ from ckpt_async.stores.interface import (
     Enough,
     Listing,
     Match,
-    MultipartInfo,
     ObjectInfo,
     Sink,
     SmallGet,
     SmallPut,
-    StoredPart,
     put_one_by_one,
 )
 from ckpt_async.stores.tree import OWN, Tree, sync_folder, translating, unlink_if_there
+from ckpt_async.stores.whole import WholeObjects
 from ckpt_async.threads import in_thread
 
 _ALGORITHM = "crc64nvme"
@@ -60,11 +57,13 @@ _SLICE_BYTES = 4 << 20
 _AT_A_TIME = 8
 
 
-class DirectoryStore:
+class DirectoryStore(WholeObjects):
     """Objects as files below `root`. Blocking calls run in the loop's default executor.
 
     A cancelled call returns only when its running disk operation has: buffer and descriptor are in use.
     """
+
+    no_parts = "a folder has no multipart uploads"
 
     def __init__(self, root: Path | str, *, url: str = "") -> None:
         self._tree = Tree(Path(root))
@@ -142,7 +141,7 @@ class DirectoryStore:
         with translating("head", key):
             return await in_thread(self._read_back, key)
 
-    async def list(self, prefix: str, *, start_after: str = "", enough: Enough | None = None) -> Listing:
+    async def list(self, prefix: str, *, start_after: str = "", enough: Enough | None = None) -> Listing:  # noqa: ARG002 - all at once
         check_prefix(prefix, "list")
         with translating("list", prefix):
             return await in_thread(self._walk, prefix, start_after)
@@ -165,35 +164,6 @@ class DirectoryStore:
         self._check_key(key, "copy")
         with translating("copy", source):
             await in_thread(self._copy, source, etag, key)
-
-    async def copy_part(
-        self, source: str, etag: str, key: str, upload_id: str, number: int, offset: int, size_bytes: int
-    ) -> StoredPart:
-        _refuse_multipart("copy_part", key)
-
-    async def create_multipart(self, key: str) -> str:
-        _refuse_multipart("create_multipart", key)
-
-    async def put_part(
-        self, key: str, upload_id: str, number: int, body: Body, checksum: Checksum | None
-    ) -> StoredPart:
-        _refuse_multipart("put_part", key)
-
-    async def list_parts(self, key: str, upload_id: str) -> Sequence[StoredPart]:
-        _refuse_multipart("list_parts", key)
-
-    async def complete_multipart(
-        self, key: str, upload_id: str, parts: Sequence[StoredPart], checksum: Checksum, size_bytes: int
-    ) -> ObjectInfo:
-        _refuse_multipart("complete_multipart", key)
-
-    async def abort_multipart(self, key: str, upload_id: str) -> None:
-        _refuse_multipart("abort_multipart", key)
-
-    async def list_multiparts(self, prefix: str) -> Sequence[MultipartInfo]:
-        """None: there are no multipart uploads here."""
-        check_prefix(prefix, "list_multiparts")
-        return []
 
     # --- names; everything below blocks and runs in a worker thread ----------------------------------------
 
@@ -387,9 +357,3 @@ def _info(key: str, status: os.stat_result, checksum: Checksum | None = None) ->
 def _etag(status: os.stat_result) -> str:
     """Of one version of a file, without reading it."""
     return f'"{status.st_ino:x}-{status.st_mtime_ns:x}-{status.st_size:x}"'
-
-
-def _refuse_multipart(operation: str, key: str) -> NoReturn:
-    raise StoreError(
-        "a folder has no multipart uploads", reason=FailureReason.OTHER, operation=operation, key=key
-    )

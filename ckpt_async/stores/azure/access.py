@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
 import time
 from base64 import b64decode, b64encode
 from collections.abc import Mapping
@@ -17,16 +18,20 @@ from urllib.parse import urlencode
 
 from ckpt_async.errors import FailureReason, StoreError
 from ckpt_async.stores.azure.account import KEY_NAMES, SAS_NAMES, Account, connection_string, first_of
+from ckpt_async.stores.quiet import say_once
 
 VERSION = "2023-11-03"
 _SCOPE = "https://storage.azure.com/.default"
 _SIGNED_S, _RENEW_S = 3600.0, 1800.0
 # A token that is about to expire may do so on its way.
 _MARGIN_S = 120.0
+_KEYS = "set AZURE_STORAGE_KEY, AZURE_STORAGE_SAS_TOKEN or AZURE_STORAGE_CONNECTION_STRING"
 _NO_CREDENTIALS = (
-    "set AZURE_STORAGE_KEY, AZURE_STORAGE_SAS_TOKEN or AZURE_STORAGE_CONNECTION_STRING;"
-    " for a managed identity, workload identity or `az login`: pip install 'ckpt-async[azure]'"
+    f"{_KEYS}; for a managed identity, workload identity or `az login`: pip install 'ckpt-async[azure]'"
 )
+_NO_IDENTITY = f"{_KEYS}, or give this machine an identity: `az login`, AZURE_CLIENT_*, a managed identity"
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +81,16 @@ class Access:
             from azure.identity import DefaultAzureCredential
         except ImportError:
             raise _refused("there are no credentials", _NO_CREDENTIALS) from None
+        say_once("azure")
         try:
             self._identity = self._identity or DefaultAzureCredential()
             token = self._identity.get_token(_SCOPE)
         except Exception as error:
             # Its message lists what was tried, over many lines.
+            logger.debug("azure_identity_failed error=%s", error)
             what = str(error).partition("\n")[0]
             raise _refused(
-                f"no identity gives a token: {type(error).__name__}: {what}", _NO_CREDENTIALS
+                f"no identity gives a token: {type(error).__name__}: {what}", _NO_IDENTITY
             ) from error
         headers = {"Authorization": f"Bearer {token.token}"}
         return Grant(headers=headers), max(time.time(), token.expires_on - _MARGIN_S)

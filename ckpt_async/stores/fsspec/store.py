@@ -6,7 +6,6 @@ no parts, so an interrupted shard is sent again. Every write goes to a temporary
 the file system renames.
 """
 
-# ruff: noqa: ARG002 - the multipart methods take what the protocol says, and refuse
 from __future__ import annotations
 
 import asyncio
@@ -15,7 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 from ckpt_async.core.model import Checksum
 from ckpt_async.errors import (
@@ -39,15 +38,15 @@ from ckpt_async.stores.interface import (
     Enough,
     Listing,
     Match,
-    MultipartInfo,
     ObjectInfo,
     Sink,
     SmallGet,
     SmallPut,
-    StoredPart,
     put_one_by_one,
 )
+from ckpt_async.stores.quiet import say_once
 from ckpt_async.stores.tree import OWN
+from ckpt_async.stores.whole import WholeObjects
 from ckpt_async.threads import in_thread
 
 logger = logging.getLogger(__name__)
@@ -59,8 +58,10 @@ _MOST_LANES = 8
 _LEFT_OVER_AGE_S = 24 * 3600.0
 
 
-class FsspecStore:
+class FsspecStore(WholeObjects):
     """Objects as files below what `url` names. A cancelled call returns at once, whatever the file system does."""
+
+    no_parts = "a file system has no multipart uploads"
 
     def __init__(self, url: str, scheme: str, *, max_connections: int) -> None:
         self._url, self._scheme = url, scheme
@@ -118,6 +119,7 @@ class FsspecStore:
         """In the thread of a lane. Options and credentials come from fsspec's own configuration."""
         import fsspec
 
+        say_once("paramiko")
         kind = fsspec.get_filesystem_class(self._scheme)
         options = kind._get_kwargs_from_urls(self._url)  # noqa: SLF001 - what fsspec's own url_to_fs calls
         if port := options.get("port"):
@@ -245,7 +247,7 @@ class FsspecStore:
 
         return await self._do("head", key, read)
 
-    async def list(self, prefix: str, *, start_after: str = "", enough: Enough | None = None) -> Listing:
+    async def list(self, prefix: str, *, start_after: str = "", enough: Enough | None = None) -> Listing:  # noqa: ARG002 - all at once
         check_prefix(prefix, "list")
         folder = prefix.rpartition("/")[0]
 
@@ -290,35 +292,6 @@ class FsspecStore:
         if (await self._found(source, "copy")).etag != etag:
             raise PreconditionFailedError(operation="copy", key=source)
         await self._do("copy", source, lambda files: files.copy(source, key))
-
-    async def copy_part(
-        self, source: str, etag: str, key: str, upload_id: str, number: int, offset: int, size_bytes: int
-    ) -> StoredPart:
-        _refuse_multipart("copy_part", key)
-
-    async def create_multipart(self, key: str) -> str:
-        _refuse_multipart("create_multipart", key)
-
-    async def put_part(
-        self, key: str, upload_id: str, number: int, body: Body, checksum: Checksum | None
-    ) -> StoredPart:
-        _refuse_multipart("put_part", key)
-
-    async def list_parts(self, key: str, upload_id: str) -> Sequence[StoredPart]:
-        _refuse_multipart("list_parts", key)
-
-    async def complete_multipart(
-        self, key: str, upload_id: str, parts: Sequence[StoredPart], checksum: Checksum, size_bytes: int
-    ) -> ObjectInfo:
-        _refuse_multipart("complete_multipart", key)
-
-    async def abort_multipart(self, key: str, upload_id: str) -> None:
-        _refuse_multipart("abort_multipart", key)
-
-    async def list_multiparts(self, prefix: str) -> Sequence[MultipartInfo]:
-        """None: there are no multipart uploads here."""
-        check_prefix(prefix, "list_multiparts")
-        return []
 
     # --- one call in a lane --------------------------------------------------------------------------------
 
@@ -404,9 +377,3 @@ def _remarks(manners: Manners) -> Iterable[str]:
         yield "no copies within the store: publish_copies is refused"
     if not manners.has_times:
         yield "files have no times: readers' leases never expire"
-
-
-def _refuse_multipart(operation: str, key: str) -> NoReturn:
-    raise StoreError(
-        "a file system has no multipart uploads", reason=FailureReason.OTHER, operation=operation, key=key
-    )

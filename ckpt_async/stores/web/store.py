@@ -47,10 +47,10 @@ from ckpt_async.stores.interface import (
     Sink,
     SmallGet,
     SmallPut,
-    StoredPart,
 )
 from ckpt_async.stores.options import StoreOptions
 from ckpt_async.stores.web.backend import refused
+from ckpt_async.stores.whole import WholeObjects
 from ckpt_async.threads import in_thread
 
 _CAPABILITIES = Capabilities(
@@ -68,8 +68,11 @@ _LED_S, _MOST_LED = 60.0, 1000
 _NO_ESCAPE = re.compile(r"%(?![0-9A-Fa-f]{2})")
 
 
-class WebStore:
+class WebStore(WholeObjects):
     """Files below one URL. Belongs to the event loop that opened it."""
+
+    no_parts = "a web server can only be read"
+    no_parts_reason = FailureReason.AUTH
 
     def __init__(self, url: str, options: StoreOptions, *, ca_file: str | None) -> None:
         self._url, self._options, self._ca_file = url, options, ca_file
@@ -294,30 +297,6 @@ class WebStore:
 
     async def copy(self, source: str, etag: str, key: str) -> None:
         self._refuse("copy", key)
-
-    async def copy_part(
-        self, source: str, etag: str, key: str, upload_id: str, number: int, offset: int, size_bytes: int
-    ) -> StoredPart:
-        self._refuse("copy_part", key)
-
-    async def create_multipart(self, key: str) -> str:
-        self._refuse("create_multipart", key)
-
-    async def put_part(
-        self, key: str, upload_id: str, number: int, body: Body, checksum: Checksum | None
-    ) -> StoredPart:
-        self._refuse("put_part", key)
-
-    async def list_parts(self, key: str, upload_id: str) -> Sequence[StoredPart]:
-        self._refuse("list_parts", key)
-
-    async def complete_multipart(
-        self, key: str, upload_id: str, parts: Sequence[StoredPart], checksum: Checksum, size_bytes: int
-    ) -> ObjectInfo:
-        self._refuse("complete_multipart", key)
-
-    async def abort_multipart(self, key: str, upload_id: str) -> None:
-        self._refuse("abort_multipart", key)
 
     async def list_multiparts(self, prefix: str) -> Sequence[MultipartInfo]:
         self._refuse("list_multiparts", prefix, "a web server has no listings")

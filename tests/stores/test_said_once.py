@@ -1,0 +1,39 @@
+"""What a newcomer sees whose credentials are wrong: our sentence, not what a library prints before it raises."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from ckpt_async.cli.output import Exit
+from tests.file_servers import FileServer
+
+
+def said(url: str, **environment: str) -> list[str]:
+    """The lines of `ckpt-async ls`, in a process of its own: here pytest has set up logging."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("AZURE", "FSSPEC"))}
+    command = [sys.executable, "-m", "ckpt_async", "ls", url]
+    done = subprocess.run(command, env=kept | environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode in (Exit.ERROR, Exit.TEMPORARY)
+    return done.stderr.splitlines()
+
+
+def test_of_an_identity_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    [line] = said(
+        "az://container/run", AZURE_STORAGE_ACCOUNT="nobody", AZURE_TOKEN_CREDENTIALS="EnvironmentCredential"
+    )
+    assert "no identity gives a token" in line
+    assert "AZURE_STORAGE_KEY" in line
+
+
+def test_of_a_login_that_is_refused(sftp_server: FileServer) -> None:
+    [line] = said(sftp_server.url, **sftp_server.environment() | {"FSSPEC_SFTP_PASSWORD": "wrong"})
+    assert "Authentication failed" in line
+
+
+def test_of_a_server_that_does_not_speak_ssh(webdav_server: FileServer) -> None:
+    """Paramiko's thread would print its traceback."""
+    port = webdav_server.port
+    [line] = said(f"sftp://127.0.0.1:{port}/run", FSSPEC_SFTP_USERNAME="me", FSSPEC_SFTP_PASSWORD="mine")
+    assert "SSH protocol banner" in line
