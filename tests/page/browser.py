@@ -103,7 +103,7 @@ class Browser:
     def until(self, expression: str, limit_s: float = LIMIT_S) -> None:
         """Wait until it is true."""
         deadline = time.monotonic() + limit_s
-        while not self.ask(f"!!({expression})"):
+        while not self.ask(f"!!document.body && !!({expression})"):
             text = self.ask("document.body && document.body.innerText")
             assert time.monotonic() < deadline, (
                 f"never {expression}; the page says:\n{text}\n{self.complaints}"

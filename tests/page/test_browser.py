@@ -1,0 +1,136 @@
+"""The page in a real browser: a run that goes on, one that is stalled, and names that mean ill."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from ckpt_async import Uploader
+from ckpt_async.page.board import Board
+from ckpt_async.page.server import serve
+from tests.page.browser import Browser, find
+from tests.page.scenes import HOSTILE, Run, going_on
+from tests.seaweed import SeaweedServer
+
+pytestmark = pytest.mark.skipif(find() is None, reason="no Chromium: ./dev page gets it and runs these")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedServer]:
+    """Of its own, for it is taken away."""
+    with SeaweedServer(tmp_path_factory.mktemp("seaweed")) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def run(server: SeaweedServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    with going_on(server, tmp_path_factory.mktemp("run"), "llama-7b") as started:
+        yield started
+
+
+@pytest.fixture
+def browser() -> Iterator[Browser]:
+    program = find()
+    assert program is not None
+    with Browser(program) as opened:
+        opened.look(390, 844)
+        yield opened
+
+
+def says(text: str) -> str:
+    return f"document.body.innerText.includes({json.dumps(text)})"
+
+
+def test_a_run_that_goes_on_a_store_that_goes_away_and_a_process_that_ends(
+    run: Run, server: SeaweedServer, browser: Browser
+) -> None:
+    browser.go(run.url)
+    browser.until(says("waits for rank 3"))
+    browser.until("document.querySelector('.uploading progress')")
+    browser.until(says("MiB/s"))
+    text = browser.text
+    assert "Steps 1300, 1400 would be lost" in text
+    assert "training would go back to step 1100" in text
+    assert [*browser.ask("[...document.querySelectorAll('.line b')].map((each) => each.textContent)")] == [
+        f"Step {step}" for step in (1400, 1300, 1200, 1100, 1000)
+    ]
+    assert browser.ask("document.documentElement.scrollWidth <= innerWidth")  # of a phone
+    before = browser.ask("document.querySelector('.uploading progress').value")
+    browser.until(f"document.querySelector('.uploading progress').value > {before}")  # without a reload
+    assert (browser.complaints, browser.violations) == ([], [])
+
+    server.kill()
+    browser.until("document.querySelector('.stalled')")
+    assert "Uploads do not get through" in browser.text
+    assert browser.ask("document.getElementById('link').textContent") == "live"
+    assert (browser.complaints, browser.violations) == ([], [])
+
+    run.close()
+    browser.until(says("connection lost"))
+    browser.until("/No answer for [1-9]/.test(document.body.innerText)")
+    assert "Step 1100" in browser.text
+
+
+def test_what_means_ill_is_text(tmp_path: Path, browser: Browser) -> None:
+    """The names of a folder and a remote, and why a checkpoint was given up."""
+    remote = f"file://{tmp_path}/{HOSTILE}"
+    with Uploader(
+        tmp_path / HOSTILE, remote, rank=0, world_size=1, metrics_port=0, on_error="warn"
+    ) as uploader:
+        uploader.give_up(5, HOSTILE)
+        assert uploader.page_url is not None
+        browser.go(uploader.page_url)
+        browser.until(says("given up: ") + " && " + "document.querySelector('.aborted')")
+        assert browser.text.count(HOSTILE) >= 3
+        check_harmless(browser)
+
+
+def test_every_field_may_mean_ill(tmp_path: Path, browser: Browser) -> None:
+    """Also those that cannot hold such a text today."""
+    with Uploader(tmp_path / "a", f"file://{tmp_path}/b", rank=0, world_size=1, metrics_port=0) as uploader:
+        (tmp_path / "a/x").write_bytes(b"x")
+        uploader.enqueue(tmp_path / "a/x", 1)
+        uploader.seal(1)
+        uploader.wait(1, 60)
+        (told,) = (each._look() for each in [uploader.exporter])
+    (folder,) = told["folders"]
+    told["remotes"] = [
+        {"remote": HOSTILE, "newest_committed": None, "checkpoints": folder["checkpoints"], "error": HOSTILE}
+    ]
+    server = serve(CollectorRegistry(), 0, "127.0.0.1", {}, Board(lambda: hostile(told), lambda: HOSTILE))
+    assert server is not None
+    try:
+        browser.go(server.page_url)
+        browser.until(f"document.body.innerText.split({json.dumps(HOSTILE)}).length > 10")
+        check_harmless(browser)
+    finally:
+        server.close()
+
+
+def hostile(told: Any) -> Any:
+    """Each text of it, and each name within, but those that a program reads."""
+    match told:
+        case dict():
+            kept = ("state", "role", "level", "kind")
+            return {key: each if key in kept and each else hostile(each) for key, each in told.items()}
+        case list():
+            return [hostile(each) for each in told]
+        case str():
+            return HOSTILE
+    return told
+
+
+def check_harmless(browser: Browser) -> None:
+    assert browser.ask(
+        "window.hacked === undefined && !document.querySelector('main img, main script, main svg')"
+    )
+    assert (browser.complaints, browser.violations) == ([], [])
+    # And if the page's own script were ever careless, the browser would still refuse.
+    refused = (
+        "(() => { try { document.body.innerHTML = '<b>x</b>'; return false; } catch { return true; } })()"
+    )
+    assert browser.ask(refused)
+    browser.until("window.violations.length > 0")
