@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         UploaderClosedError,
         UploadFailedError,
     )
+    from ckpt_async.events import Event
     from ckpt_async.stores import StoreOptions
     from ckpt_async.sweep.sweeper import Sweeper
     from ckpt_async.trainer.plain import PlainUploader
@@ -52,6 +53,7 @@ __all__ = [
     "CheckpointAbortedError",
     "CkptAsyncError",
     "CommitTimeoutError",
+    "Event",
     "FencedError",
     "InvalidNameError",
     "InvalidShardError",
@@ -69,6 +71,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Event": "events",
     "PlainUploader": "trainer.plain",
     "Uploader": "trainer.uploader",
     "Settings": "core.settings",

@@ -28,7 +28,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("doctor",),
     ("trainer", "restore"),
     ("sweep", "runners"),
-    ("engine", "page"),
+    ("engine", "events", "page"),
     ("protocol", "monitor"),
     ("transfer",),
     ("stores", "local"),

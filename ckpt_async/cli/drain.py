@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from ckpt_async import threads
+from ckpt_async.cli.events import add_events, event_settings
 from ckpt_async.cli.output import Exit, Json, id_json, print_json
 from ckpt_async.cli.parsing import add_store_options, as_folder, as_seconds
 from ckpt_async.core.model import RemoteAddress
@@ -41,11 +42,12 @@ def drain_arguments(parser: argparse.ArgumentParser) -> None:
         type=as_seconds,
         help="once this folder is uploaded, wait this long for ranks on other nodes (default: close_grace_s)",
     )
+    add_events(parser)
 
 
 def drain(options: argparse.Namespace) -> Exit:
     """Finish what a trainer left in a folder."""
-    settings = load_settings({}, os.environ)
+    settings = event_settings(options, load_settings({}, os.environ))
     report = threads.run(
         work.drain(
             options.folder,

@@ -13,8 +13,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ckpt_async import threads
+from ckpt_async.cli.events import add_events, event_settings
 from ckpt_async.cli.output import Exit, Json, id_json, store_options
-from ckpt_async.cli.parsing import WHERE, add_kind, add_store_options, as_folder, as_seconds
+from ckpt_async.cli.parsing import WHERE, add_kind, add_store_options, as_folder, as_path, as_seconds
 from ckpt_async.cli.upkeep import finding_json, with_store
 from ckpt_async.core import keys, retention
 from ckpt_async.core.settings import Settings
@@ -69,10 +70,21 @@ def sweep_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--metrics-port", metavar="P", type=_port, default=-1, help="Prometheus port (0: any free one)"
     )
+    _add_sweep_events(parser)
     how_often = parser.add_mutually_exclusive_group()
     how_often.add_argument("--once", action="store_true", help="sweep once (the default)")
     how_often.add_argument(
         "--interval", metavar="S", type=_pause, help="sweep every S seconds, until SIGTERM"
+    )
+
+
+def _add_sweep_events(parser: argparse.ArgumentParser) -> None:
+    add_events(parser)
+    parser.add_argument(
+        "--events-dir",
+        metavar="DIR",
+        type=as_path,
+        help="where events of remotes wait to be delivered, on a local disk (default: the user's state directory)",
     )
 
 
@@ -92,7 +104,10 @@ def _sweep(options: argparse.Namespace, settings: Settings) -> Exit:
     sweeper = Sweeper(
         options.folders,
         options.remote,
-        settings=replace(settings, remote_retention=kept.pop("", settings.remote_retention)),
+        events_folder=options.events_dir,
+        settings=replace(
+            event_settings(options, settings), remote_retention=kept.pop("", settings.remote_retention)
+        ),
         kind_retention=kept,
         store_options=store_options(options),
         verifies=options.verify,
@@ -302,6 +317,7 @@ def prune_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--keep", metavar="POLICY", help=f"what to keep (default: the setting remote_retention): {POLICIES}"
     )
+    _add_sweep_events(parser)
     prune_how = parser.add_mutually_exclusive_group()
     prune_how.add_argument("--dry-run", action="store_true", help="only print the plan (the default)")
     prune_how.add_argument("--yes", action="store_true", help="do it")

@@ -20,6 +20,8 @@ ENVIRONMENT_PREFIX = "CKPT_ASYNC_"
 INHERITED = ("num_checkpoints_to_keep", "local_retention", "latest_filename", "composer_symlink")
 # So is this, for the sweeper: what each kind of checkpoints is to keep remotely.
 RECORDED = (*INHERITED, "remote_retention")
+# And under this name, who wants to hear of which events; never where they live: a webhook's URL may be a secret.
+EVENTS = "events"
 
 
 def _setting(
@@ -174,6 +176,38 @@ class Settings:
     )
     close_grace_s: float = _setting(
         30.0, "how long close() waits for other ranks once this rank's shards are uploaded", 0, 86_400
+    )
+
+    event_exec: str = _setting(
+        "", "command to run for events, without a shell, e.g. evaluate --step {step} {url}; see events.md"
+    )
+    event_exec_kinds: str = _setting(
+        "committed", "kinds of events to run it for, joined by commas; empty for all"
+    )
+    event_exec_timeout_s: float = _setting(
+        600.0, "how long one run of the command may take until it is ended", 1, 86_400
+    )
+    event_webhook: str = _setting("", "URL that events are posted to, as JSON; see events.md")
+    event_webhook_kinds: str = _setting(
+        "", "kinds of events to post, joined by commas: committed, given_up, fenced, …; empty for all"
+    )
+    event_webhook_secret_file: str = _setting(
+        "", "file with the secret that signs them; else the variable CKPT_ASYNC_WEBHOOK_SECRET"
+    )
+    event_backlog_checkpoints: int = _setting(
+        3, "sealed checkpoints that wait before a `backlog` event says so; 0 for never", 0, 10**6
+    )
+    event_stall_s: float = _setting(
+        600.0,
+        "how long nothing may move while something waits before an event says so; 0 for never",
+        0,
+        604_800,
+    )
+    event_grace_s: float = _setting(
+        10.0,
+        "how long close() waits for events to be delivered; what is left waits for the next start or `drain`",
+        0,
+        3600,
     )
 
     def __post_init__(self) -> None:

@@ -68,6 +68,8 @@ async def remove(state: State, action: decide.Remove) -> None:
                 source, identity = each.shard.source, each.shard.identity
                 if not state.folder.remove_source(source, identity, keeps_folders=is_ahead):
                     logger.info("local_file_kept path=%s; it is another file by now", each.shard.source)
+            # First: nobody comes back to what is forgotten.
+            state.record(notices=state.teller.removed_locally(checkpoint.id, checkpoint.name, action.reason))
             if checkpoint.to_copy:  # within the store, which needs none of these files
                 state.record(Removed(action.checkpoint))
             else:

@@ -123,6 +123,7 @@ async def look_for_successor(state: State) -> None:
         if newest > own:
             state.fenced_by = newest
             state.observer.fenced()
+            state.record(notices=state.teller.fenced(own, newest))
             logger.error("fenced generation=%d by=%d; no new checkpoint is taken", own, newest)
     state.remote = decide.has_looked_for_successor(state.local, state.remote, state.now())
 
@@ -193,7 +194,7 @@ def _learn(state: State, checkpoint: LocalCheckpoint, decision: Decision) -> Non
     """Record a decision that was read back from the store."""
     event = Decided(checkpoint.id, decision.outcome, decision.name, decision.reason, decision.is_superseded)
     _count(state, checkpoint, decision)  # first: who waits for the decision finds it counted
-    state.record(event)
+    state.record(event, notices=state.teller.decided(decision))
     state.outcomes[checkpoint.id] = event
     while len(state.outcomes) > MAX_OUTCOMES:
         state.outcomes.pop(next(iter(state.outcomes)))

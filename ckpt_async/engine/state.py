@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ckpt_async.core import decide, keys, retention
 from ckpt_async.core.failures import Failure
 from ckpt_async.core.local_state import Local, LocalCheckpoint, LocalShard, fold
 from ckpt_async.core.model import CheckpointId, Decided, Event, Failed
+from ckpt_async.core.notices import Notice, Teller
 from ckpt_async.core.observe import Observer
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import CkptAsyncError
@@ -41,9 +42,11 @@ class State:
         observer: Observer,
         clock: Callable[[], float],
         is_trainer: bool = True,
+        teller: Teller | None = None,
     ) -> None:
         self.rank, self.folder, self.journal, self.store = rank, folder, journal, store
         self.settings, self.observer, self.clock, self.is_trainer = settings, observer, clock, is_trainer
+        self.teller = teller or Teller()
         self.loop = asyncio.get_running_loop()
         has_conditional_put = store.capabilities.conditional_put
         self.policy = decide.Policy(
@@ -93,9 +96,10 @@ class State:
     def refresh(self) -> None:
         self.local = self.fresh_local()
 
-    def record(self, *events: Event) -> None:
-        """Append to the journal; the next round takes note."""
-        self.journal.append(events)
+    def record(self, *events: Event, notices: Sequence[Notice] = ()) -> None:
+        """Append to the journal, with what is to be told of it; the next round takes note."""
+        if events or notices:
+            self.journal.append(events, notices)
 
     def fail(self, id_: CheckpointId, failed: list[Failed]) -> None:
         """Shards reached an end that is not the store: recorded, counted, logged, and handed to the trainer that saved

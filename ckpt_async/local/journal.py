@@ -18,15 +18,16 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar, Protocol, Self
 
 from ckpt_async.core import keys
 from ckpt_async.core.local_state import Local, fold
 from ckpt_async.core.model import CheckpointId, Event, Forgotten, JournalRow, Opened
+from ckpt_async.core.notices import Notice
 from ckpt_async.errors import FolderInUseError, JournalDamagedError, JournalError
-from ckpt_async.local import database, journal_rows, shared_journal
+from ckpt_async.local import database, journal_rows, outbox, shared_journal
 from ckpt_async.local.durable import FsyncError, fsync_descriptor, fsync_path
 from ckpt_async.local.folder import Folder
 from ckpt_async.local.journal_rows import FORMAT_VERSION
@@ -149,18 +150,27 @@ class Journal:
 
     # --- writing -------------------------------------------------------------------------------------------
 
-    def append(self, events: Iterable[Event]) -> None:
-        """Write events in one transaction: all or none. On return they survive SIGKILL.
+    def append(self, events: Iterable[Event], notices: Sequence[Notice] = ()) -> None:
+        """Write events, and what is to be told of them, in one transaction: all or none. On return they survive
+        SIGKILL.
 
         Raises NoSpaceError if the disk is full, JournalError for other trouble; then nothing was written.
         """
         rows = self._rows_of(events)
         with self._in_use():
-            if len(rows) == 1:  # one statement is a transaction of its own, and the trainer waits for it
+            if (
+                len(rows) == 1 and not notices
+            ):  # one statement is a transaction of its own, and the trainer waits for it
                 database.patiently(self._connection, _INSERT, rows[0])
                 return
             with database.transaction(self._connection):
                 self._connection.executemany(_INSERT, rows)
+                if notices:
+                    outbox.put(self._connection, notices, self._clock())
+
+    def outbox(self) -> outbox.Outbox:
+        """The notices that were written here, to be delivered."""
+        return outbox.Outbox(self._connected)
 
     def _rows_of(self, events: Iterable[Event]) -> list[tuple[int, int, float, str, str]]:
         now = self._clock()
@@ -298,6 +308,11 @@ class Journal:
         self._refuse_fork()
         with database.translated(self._path), self._lock:
             yield
+
+    @contextlib.contextmanager
+    def _connected(self) -> Iterator[sqlite3.Connection]:
+        with self._in_use():
+            yield self._connection
 
     @contextlib.contextmanager
     def _on_disk(self) -> Iterator[None]:

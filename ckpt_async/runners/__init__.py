@@ -37,6 +37,7 @@ class Start:
         default_factory=lambda: uuid.uuid4().hex
     )  # by which a rank's place is known as its own
     kind: str = ""  # of the checkpoints; `address` is that of the kind
+    wants: str = ""  # which sinks want which events: see `events.telling`
     is_again: bool = False  # whether a process that died on the way may have agreed on the generation
     # Set when it follows an engine that died: this start's generation, which was agreed by that one.
     generation: int | None = None

@@ -16,10 +16,12 @@ from ckpt_async.core import backlog, keys
 from ckpt_async.core.local_state import Local
 from ckpt_async.core.model import Forgotten, Opened
 from ckpt_async.core.observe import Observer
-from ckpt_async.core.settings import RECORDED
+from ckpt_async.core.settings import EVENTS, RECORDED
 from ckpt_async.engine.loop import Engine
 from ckpt_async.engine.state import State
 from ckpt_async.errors import JournalError, SettingsError
+from ckpt_async.events.of_run import RunEvents
+from ckpt_async.events.telling import parse_wants
 from ckpt_async.local.folder import Folder, boot_id
 from ckpt_async.local.journal import Journal
 from ckpt_async.protocol import copies
@@ -99,6 +101,7 @@ class Host:
         backends: Backends,
     ) -> None:
         self.engine: Engine | None = None
+        self._events: RunEvents | None = None
         self._beating: asyncio.Future[None] | None = None
         self._is_stopping = False
         self.is_end_expected = False  # then a crash is raised: there is no time left to hide it in
@@ -115,6 +118,10 @@ class Host:
             if generation is None:
                 generation = await self._agree(store, local)
             self._beating = asyncio.ensure_future(self._beat(store, generation))
+            wants = parse_wants(self._start.wants)
+            events = self._events = RunEvents(
+                self._start.address.url, self._journal, self._start.settings, wants
+            )
             try:
                 self.engine = self._new_engine(store)
                 # Not again: the trainer is alive, and what it is just linking would look left behind.
@@ -126,6 +133,7 @@ class Host:
                 self.stop_beating()
                 with contextlib.suppress(asyncio.CancelledError):
                     await self._beating
+                await asyncio.to_thread(events.close)
 
     async def _work(self, store: PatientStore, engine: Engine) -> None:
         while True:
@@ -205,6 +213,8 @@ class Host:
         if is_of_another:  # not before this one was there to be opened: its URL may be a mistake
             await asyncio.to_thread(self._forget_all, local)
         recorded = tuple((name, getattr(start.settings, name)) for name in RECORDED)
+        if start.wants:
+            recorded += ((EVENTS, start.wants),)
         opened = Opened(generation, start.world_size, start.address, recorded, boot_id())
         self._journal.open_rank(opened)
         return generation
@@ -230,5 +240,23 @@ class Host:
             settings=self._start.settings,
             observer=self._observer,
             clock=time.time,
+            teller=self._events.teller if self._events else None,
         )
-        return Engine(state, self._on_change)
+        return Engine(state, self._changed)
+
+    def _changed(self) -> None:
+        """The engine has made a round."""
+        self._on_change()
+        engine, events = self.engine, self._events
+        if engine is None or events is None:
+            return
+
+        def missing() -> list[int]:
+            waiting = sorted(id_ for id_, each in engine.local.checkpoints.items() if each.decision is None)
+            return engine.missing_ranks(waiting[0]) if waiting else []
+
+        sent_bytes = sum(engine.state.sent_bytes.values())
+        try:
+            events.look(engine.local.generation, engine.local, sent_bytes, missing)
+        except JournalError as error:  # a full disk, say
+            logger.warning("backlog_not_told error=%s", error)

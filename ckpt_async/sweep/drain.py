@@ -20,7 +20,7 @@ from ckpt_async.core import backlog, keys
 from ckpt_async.core.local_state import LocalCheckpoint
 from ckpt_async.core.model import CheckpointId, Outcome, RemoteAddress
 from ckpt_async.core.observe import Observer
-from ckpt_async.core.settings import INHERITED, Settings
+from ckpt_async.core.settings import EVENTS, INHERITED, Settings
 from ckpt_async.engine.loop import Engine
 from ckpt_async.engine.state import State
 from ckpt_async.errors import (
@@ -31,6 +31,9 @@ from ckpt_async.errors import (
     SettingsError,
     StoreError,
 )
+from ckpt_async.events.of_run import RunEvents
+from ckpt_async.events.sinks import wants_of
+from ckpt_async.events.telling import parse_wants
 from ckpt_async.local import journals, shared_journal
 from ckpt_async.local.folder import Folder, spooled_ranks
 from ckpt_async.local.journal import Journal, RankLock
@@ -131,7 +134,7 @@ async def drain(
     with contextlib.ExitStack() as held:
         for kind in journals.kinds(path):
             opened = Folder(path, kind=kind)
-            adopted, others = await _adopt(opened, held)
+            adopted, others = await _adopt(opened, held, settings or Settings())
             await asyncio.to_thread(shared_journal.leave_damaged, opened.private)
             reports += others
             for address, ranks in _by_remote(adopted, _change_of_kind(change, kind)):
@@ -162,7 +165,9 @@ def _change_of_kind(change: Change | None, kind: str) -> Change | None:
     return changed
 
 
-async def _adopt(folder: Folder, held: contextlib.ExitStack) -> tuple[list[_Adopted], list[RankReport]]:
+async def _adopt(
+    folder: Folder, held: contextlib.ExitStack, settings: Settings
+) -> tuple[list[_Adopted], list[RankReport]]:
     """Every rank with something to finish whose lock is free, `held` from now on; and what to report of the others."""
     reports: list[RankReport] = []
     adopted: list[_Adopted] = []
@@ -190,6 +195,7 @@ async def _adopt(folder: Folder, held: contextlib.ExitStack) -> tuple[list[_Adop
         if each.before.checkpoints or rank in spooled:
             adopted.append(each)
         else:
+            await asyncio.to_thread(each.tell_what_waits, settings)
             reports.append(RankReport(rank, folder.kind))
             each.release()  # others may take long: its trainer must not wait for them
     return adopted, reports
@@ -238,6 +244,19 @@ class _Adopted:
         self.observer = _Counter()
         self.engine: Engine | None = None
         self.task: asyncio.Task[None] | None = None
+        self.events: RunEvents | None = None
+
+    def begin_to_tell(self, run: str, settings: Settings) -> RunEvents:
+        """As its trainer would have, and whom the settings name besides. Raises SettingsError, JournalError."""
+        recorded = dict(self.before.opened.settings) if self.before.opened else {}
+        wants = {**parse_wants(str(recorded.get(EVENTS, ""))), **wants_of(settings)}
+        self.events = RunEvents(run, self.journal, settings, wants)
+        return self.events
+
+    def tell_what_waits(self, settings: Settings) -> None:
+        """Nothing else is left of it. Takes as long as the receivers."""
+        if wants_of(settings) and self.before.remote is not None:
+            self.begin_to_tell(self.before.remote.url, settings).close(settings.event_grace_s)
 
     def release(self) -> None:
         """Note what is left, and give it back. Idempotent."""
@@ -324,6 +343,7 @@ class _Adoption:
 
     async def _start(self, each: _Adopted) -> None:
         recorded = each.before.opened.settings if each.before.opened else ()
+        events = await asyncio.to_thread(each.begin_to_tell, self.address.url, self._settings)
         inherited: dict[str, Any] = {name: value for name, value in recorded if name in INHERITED}
         state = State(
             rank=each.before.rank,
@@ -334,8 +354,14 @@ class _Adoption:
             observer=each.observer,
             clock=time.time,
             is_trainer=False,
+            teller=events.teller,
         )
-        each.engine = engine = Engine(state, self._changed.set)
+
+        def changed() -> None:
+            self._changed.set()
+            events.notify()
+
+        each.engine = engine = Engine(state, changed)
         await engine.recover(each.before.opened)
         each.task = asyncio.create_task(engine.run(), name=f"drain-rank-{state.rank}")
         each.task.add_done_callback(lambda _: self._changed.set())
@@ -370,6 +396,8 @@ class _Adoption:
                 each.engine.stop()
             if each.task is not None:
                 await asyncio.gather(each.task, return_exceptions=True)
+            if each.events is not None:
+                await asyncio.to_thread(each.events.close)
             each.release()
 
     async def _stop(self) -> None:
@@ -378,6 +406,10 @@ class _Adoption:
             if each.engine is not None:
                 each.engine.stop()
         await asyncio.gather(*tasks, return_exceptions=True)
+        telling = [each.events for each in self._ranks if each.events is not None]
+        await asyncio.gather(
+            *(asyncio.to_thread(each.close, self._settings.event_grace_s) for each in telling)
+        )
 
 
 async def _within(timeout_s: float, waiting: Awaitable[object]) -> None:

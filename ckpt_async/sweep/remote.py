@@ -79,6 +79,7 @@ class RemoteSweep:
     clock: Callable[[], float]
     known: dict[str, tuple[str, Decision]] = field(default_factory=dict)
     unreadable: dict[str, Finding] = field(default_factory=dict)
+    on_done: Callable[[Done], Awaitable[None]] | None = None  # told of what has succeeded, at once
 
     async def run(self, *, is_dry_run: bool) -> RemoteReport:
         """Sweep once, in as many passes as it takes. A failure of one action is reported and does not stop the
@@ -110,7 +111,10 @@ class RemoteSweep:
             logger.warning("sweep_action_failed action=%s error=%s", action, error)
             return Done(action, str(error))
         logger.info("swept action=%s", action)
-        return Done(action, outcome=outcome)
+        done = Done(action, outcome=outcome)
+        if self.on_done is not None:
+            await self.on_done(done)
+        return done
 
     # --- look ----------------------------------------------------------------------------------------------
 

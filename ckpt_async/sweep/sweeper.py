@@ -13,12 +13,15 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 
 from ckpt_async.core import keys, naming, retention
 from ckpt_async.core.local_state import Local
 from ckpt_async.core.model import Decision, Outcome, RemoteAddress
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import CkptAsyncError, NoJournalError, ObjectNotFoundError, SettingsError
+from ckpt_async.events.sinks import check
 from ckpt_async.local import journals
 from ckpt_async.monitor.metrics import SweeperMetrics
 from ckpt_async.protocol import sweep_plan
@@ -27,6 +30,7 @@ from ckpt_async.protocol.verify import verify
 from ckpt_async.stores import StoreOptions, address_of, options_of
 from ckpt_async.sweep.drain import DrainReport, drain
 from ckpt_async.sweep.remote import Done, RemoteReport, RemoteSweep, open_run
+from ckpt_async.sweep.telling import RemoteEvents, default_folder, remote_events
 from ckpt_async.transfer.patient import connect
 
 logger = logging.getLogger(__name__)
@@ -85,7 +89,8 @@ class Sweeper:
     Uploader was opened with if that was on this node, else all. The kinds of a given remote are found below it. With
     `verifies`, every committed checkpoint is also verified, as by
     `ckpt-async verify`: one HEAD per shard. With `is_for_folders_only` it finishes what dead trainers left, which takes
-    a trainer's rights, and leaves the remotes to another one. `metrics.registry` can be exported.
+    a trainer's rights, and leaves the remotes to another one. `metrics.registry` can be exported. Events (settings
+    `event_…`) of remotes wait in `events_folder`, on a local disk, until they are delivered; None: the user's state.
     """
 
     def __init__(
@@ -99,6 +104,7 @@ class Sweeper:
         adoption_timeout_s: float = 3600.0,
         verifies: bool = False,
         is_for_folders_only: bool = False,
+        events_folder: str | os.PathLike[str] | None = None,
     ) -> None:
         self._folders = [os.fspath(folder) for folder in naming.several(folders, "folders")]
         self._settings = settings or Settings()
@@ -114,6 +120,9 @@ class Sweeper:
             )
         }
         self._adoption_timeout_s = adoption_timeout_s
+        check(self._settings)
+        self._events_folder = Path(events_folder) if events_folder else default_folder(os.environ)
+        self._events: RemoteEvents | None = None
         self._verifies, self._is_for_folders_only = verifies, is_for_folders_only
         if is_for_folders_only and (remotes or verifies):
             raise SettingsError("a folders-only sweep neither changes nor verifies a remote")
@@ -133,8 +142,10 @@ class Sweeper:
             return await self._sweep(is_dry_run=True)
         started, report = time.monotonic(), None
         try:
-            report = await self._sweep(is_dry_run=False)
+            async with remote_events(self._settings, self._events_folder) as self._events:
+                report = await self._sweep(is_dry_run=False)
         finally:
+            self._events = None
             self.metrics.swept(
                 time.monotonic() - started,
                 is_clean=report is not None and report.is_clean,
@@ -217,11 +228,16 @@ class Sweeper:
                     return RemoteReport(address.url), kinds
                 sweep = RemoteSweep(store, target.policy, self._ages, time.time)
                 sweep.known = self._known.setdefault(address.url, {})
+                if (told := self._events) is not None:
+                    sweep.on_done = partial(told.done, store)
                 report = await sweep.run(is_dry_run=is_dry_run)
                 if self._verifies:
                     found = (await verify(store)).violations
                     known = {each.key for each in found}
                     report.violations = [each for each in report.violations if each.key not in known] + found
+                if told is not None:
+                    names = {each.checkpoint: each.name for _, each in sweep.known.values()}
+                    await told.damage(store, report.violations, names)
                 return report, kinds
             finally:
                 await store.close()

@@ -40,6 +40,7 @@ class EngineHandle:
         self._num_waiting = self._num_flushing = 0
         self._is_strict = start.settings.on_error == "raise"
         self.has_ended = False
+        self.on_change: Callable[[], None] = lambda: None  # besides; must not block
         self.told: set[CheckpointId] = set()  # given up, as who waited for them was told
         self._rank_lock = RankLock(folder, start.rank)
         with contextlib.ExitStack() as undo:
@@ -112,14 +113,16 @@ class EngineHandle:
 
     # --- waiting -------------------------------------------------------------------------------------------
 
-    def wait_until(self, is_over: Callable[[EngineView], bool], deadline: float) -> None:
-        """Until it is, or the deadline, or the engine's death."""
+    def wait_until(
+        self, is_over: Callable[[EngineView], bool], deadline: float, *, poll_s: float = threading.TIMEOUT_MAX
+    ) -> None:
+        """Until it is, or the deadline, or the engine's death. `poll_s`: for what no change of the engine tells of."""
         with self.changed:
             while self.runner.death is None and not is_over(self.view()):
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
                     return
-                self.changed.wait(left_s)
+                self.changed.wait(min(left_s, poll_s))
 
     @contextlib.contextmanager
     def hurried(self) -> Iterator[None]:
@@ -155,3 +158,4 @@ class EngineHandle:
     def _notify(self) -> None:
         with self.changed:
             self.changed.notify_all()
+        self.on_change()

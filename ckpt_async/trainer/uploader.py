@@ -21,6 +21,7 @@ from ckpt_async.errors import (
     SealedError,
     UploaderClosedError,
 )
+from ckpt_async.events import Event
 from ckpt_async.local.folder import Folder
 from ckpt_async.monitor.metrics import Metrics
 from ckpt_async.runners import EngineView
@@ -30,6 +31,7 @@ from ckpt_async.trainer.backlog import make_room
 from ckpt_async.trainer.checkpoints import Checkpoints, OpenCheckpoint, exact_keys, metric_values
 from ckpt_async.trainer.closing import FlushReport
 from ckpt_async.trainer.commits import is_committed, wait_for_commit
+from ckpt_async.trainer.events import Events
 from ckpt_async.trainer.exporting import Exporter
 from ckpt_async.trainer.handle import EngineHandle, deadline_in
 from ckpt_async.trainer.preemption import flush_on_sigterm
@@ -62,6 +64,10 @@ class Uploader:
             for example a random string that one rank broadcast.
         store_options: Endpoint, region, SSE, storage class, tags, …
         settings_file: TOML file with settings; keyword arguments and CKPT_ASYNC_* take precedence over it.
+        on_event: Called on rank 0 with a `ckpt_async.Event` when a checkpoint was committed, given up or removed
+            here, this start was fenced, or uploads fall behind; also with those of earlier starts that nobody was told
+            of. On a thread of its own, one after the other: while it blocks, only later events wait. What it raises is
+            logged. At least once each: what was told just before a kill is told again, with the same `id`.
         settings: Any field of `ckpt_async.Settings`, e.g. `num_checkpoints_to_keep=3`.
 
     Opening blocks until the store was reached and the generation agreed. It raises at once, with nothing
@@ -81,6 +87,7 @@ class Uploader:
         launch_id: str | None = None,
         store_options: StoreOptions | None = None,
         settings_file: str | os.PathLike[str] | None = None,
+        on_event: Callable[[Event], object] | None = None,
         **settings: Any,
     ) -> None:
         self._opened_at = time.time()  # on the clock of the folder's file system, which is local
@@ -95,6 +102,7 @@ class Uploader:
             store_options=store_options,
             settings_file=settings_file,
             settings=settings,
+            on_event=on_event,
         )
         self.rank, self.world_size, self.settings = start.rank, start.world_size, start.settings
         self.remote, self.kind = start.address.url, start.kind
@@ -109,6 +117,7 @@ class Uploader:
         self._is_closed = False
         self.metrics = Metrics(self.remote.rstrip("/"), self._folder)
         self._engine = EngineHandle(start, self._folder, self.metrics)
+        self._events = Events(self._engine, start, on_event)
         self.generation = self._engine.generation
         self.exporter = Exporter(
             self.metrics, self.settings, at_exit.exporters(start), self._engine, self._folder, self.rank
@@ -349,10 +358,12 @@ class Uploader:
                 closing.drain(self._engine, deadline, grace_s=self.settings.close_grace_s)
                 closing.log_what_is_left(self._engine.view().fresh_local())
                 never = closing.why_nothing_will_commit(self._engine, deadline)
+                self._events.wait(deadline)
         finally:
             if self._undo_sigterm is not None:
                 self._undo_sigterm()
             self._engine.end()
+            self._events.close()
             try:
                 failed = self._engine.take_failure()
             finally:

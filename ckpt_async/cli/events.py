@@ -1,0 +1,54 @@
+"""Who is told of events, for every command that runs an engine or a sweep."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from typing import Any
+
+from ckpt_async.cli.parsing import as_path
+from ckpt_async.core.settings import Settings
+from ckpt_async.events.sinks import check
+
+# Option -> setting.
+_SETTINGS = {
+    "exec": "event_exec",
+    "exec_on": "event_exec_kinds",
+    "webhook": "event_webhook",
+    "webhook_on": "event_webhook_kinds",
+    "webhook_secret_file": "event_webhook_secret_file",
+}
+
+
+def add_events(parser: argparse.ArgumentParser) -> None:
+    """`--exec`, `--webhook` and what belongs to them."""
+    parser.add_argument(
+        "--exec", metavar="CMD", help="run this for events, without a shell, e.g. 'evaluate {step} {url}'"
+    )
+    parser.add_argument(
+        "--exec-on", metavar="KINDS", help="for these kinds of events, joined by commas (default: committed)"
+    )
+    parser.add_argument(
+        "--webhook", metavar="URL", help="post events there as JSON; others see it in the list of processes"
+    )
+    parser.add_argument(
+        "--webhook-on", metavar="KINDS", help="only these kinds of events, joined by commas (default: all)"
+    )
+    parser.add_argument(
+        "--webhook-secret-file",
+        metavar="FILE",
+        type=as_path,
+        help="secret that signs them (default: CKPT_ASYNC_WEBHOOK_SECRET)",
+    )
+
+
+def event_settings(options: argparse.Namespace, settings: Settings) -> Settings:
+    """The settings, with what these options say. Raises SettingsError if something of it is wrong."""
+    given: dict[str, Any] = {
+        setting: value
+        for option, setting in _SETTINGS.items()
+        if (value := getattr(options, option)) is not None
+    }
+    settings = replace(settings, **given)
+    check(settings)
+    return settings

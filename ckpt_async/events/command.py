@@ -1,0 +1,167 @@
+"""Events told by running a command. No shell: the template is split once, and each value stays within its argument."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import select
+import shlex
+import signal
+import subprocess
+import time
+import weakref
+from collections.abc import Mapping
+
+from ckpt_async.errors import SettingsError
+from ckpt_async.events.couriers import DeliveryError
+from ckpt_async.events.event import Event
+
+logger = logging.getLogger(__name__)
+
+NUM_PARALLEL = 4
+MAX_ATTEMPTS = 5
+# Between SIGTERM and SIGKILL.
+TERM_S = 2.0
+OUTPUT_BYTES = 8192
+OUR_PREFIX = "CKPT_ASYNC_EVENT"
+SECRET = "CKPT_ASYNC_WEBHOOK_SECRET"  # noqa: S105  the name of the variable
+
+_FIELDS = ("kind", "id", "run", "url", "generation", "step", "name", "time", "json")
+_PLACE = re.compile(r"\{([A-Za-z_]\w*)\}")
+
+
+def parse(template: str, where: str) -> list[str]:
+    """The arguments of a command, with their places for values. Raises SettingsError."""
+    try:
+        parts = shlex.split(template)
+    except ValueError as error:
+        raise SettingsError(f"{where} is not a command line: {error}") from None
+    if not parts:
+        raise SettingsError(f"{where} names no command")
+    for name in (match[1] for part in parts for match in _PLACE.finditer(part)):
+        if name not in _FIELDS:
+            known = ", ".join(f"{{{each}}}" for each in _FIELDS)
+            raise SettingsError(
+                f"{where} has {{{name}}}, which is no value of an event", hint=f"there are {known}"
+            )
+    if _PLACE.search(parts[0]):
+        raise SettingsError(f"{where} begins with a value: the command itself must be fixed")
+    return parts
+
+
+def arguments(parts: list[str], event: Event) -> list[str]:
+    """With the values put in."""
+    values = values_of(event)
+    return [_PLACE.sub(lambda match: values[match[1]], part) for part in parts]
+
+
+def values_of(event: Event) -> dict[str, str]:
+    values = {name: getattr(event, name) for name in _FIELDS if name != "json"}
+    return {name: "" if value is None else str(value) for name, value in values.items()} | {
+        "json": event.to_json()
+    }
+
+
+def environment(event: Event, inherited: Mapping[str, str]) -> dict[str, str]:
+    """CKPT_ASYNC_EVENT is the kind, CKPT_ASYNC_EVENT_STEP the step, …. Without our own settings of events and the
+    secret: a command that runs ckpt_async itself must not tell of its own work.
+    """
+    kept = {
+        name: value
+        for name, value in inherited.items()
+        if not name.startswith(f"{OUR_PREFIX}_") and name != SECRET
+    }
+    values = values_of(event)
+    return (
+        kept
+        | {OUR_PREFIX: event.kind}
+        | {f"{OUR_PREFIX}_{name.upper()}": values[name] for name in _FIELDS[1:]}
+    )
+
+
+class Command:
+    """Runs a command for each event, up to `NUM_PARALLEL` at once. It has taken the event if it ends with 0 in time."""
+
+    name = "exec"
+    num_parallel = NUM_PARALLEL
+    max_attempts = MAX_ATTEMPTS
+
+    def __init__(self, template: str, timeout_s: float, where: str = "event_exec") -> None:
+        self._parts, self._timeout_s = parse(template, where), timeout_s
+        self._stopping = os.eventfd(0)
+        weakref.finalize(self, os.close, self._stopping)
+
+    def deliver(self, event: Event) -> None:
+        try:
+            process = subprocess.Popen(
+                arguments(self._parts, event),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=environment(event, os.environ),
+                start_new_session=True,
+            )
+        except (OSError, ValueError) as error:
+            raise DeliveryError(f"{self._parts[0]} cannot be started: {error}") from None
+        with process:
+            try:
+                output, is_in_time = self._follow(process)
+            finally:
+                _end(process)
+        text = output.decode(errors="replace").strip()
+        if text:
+            logger.info("event_exec_output kind=%s id=%s text=%s", event.kind, event.id, text)
+        if not is_in_time:
+            raise DeliveryError(
+                f"{self._parts[0]} was ended after {self._timeout_s:.0f} s, or with its trainer"
+            )
+        if process.returncode:
+            raise DeliveryError(f"{self._parts[0]} ended with {process.returncode}: {text[-500:]!r}")
+
+    def _follow(self, process: subprocess.Popen[bytes]) -> tuple[bytes, bool]:
+        """The end of its output, and whether it ended by itself in time. What it left running is not waited for."""
+        assert process.stdout is not None
+        output, reading = b"", process.stdout.fileno()
+        os.set_blocking(reading, False)
+        deadline = time.monotonic() + self._timeout_s
+        pidfd = os.pidfd_open(process.pid)
+        try:
+            watched = [reading, pidfd, self._stopping]
+            while True:
+                ready, _, _ = select.select(watched, [], [], max(0.0, deadline - time.monotonic()))
+                if reading in ready:
+                    chunk = os.read(reading, 65_536)
+                    output = (output + chunk)[-OUTPUT_BYTES:]
+                    if not chunk:
+                        watched.remove(reading)
+                if pidfd in ready:
+                    return (output + _rest(reading))[-OUTPUT_BYTES:], True
+                if not ready or self._stopping in ready:
+                    return output, False
+        finally:
+            os.close(pidfd)
+
+    def stop(self) -> None:
+        """Ends what runs, with all of its process group."""
+        os.eventfd_write(self._stopping, 1)  # nobody reads it: all who watch it see it
+
+
+def _rest(descriptor: int) -> bytes:
+    """What is there now: of what the command left running in the background more may come."""
+    try:
+        return os.read(descriptor, OUTPUT_BYTES)
+    except BlockingIOError:
+        return b""
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """SIGTERM for the group, then SIGKILL, if it still runs."""
+    if process.poll() is not None:
+        return
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(TERM_S)
+        os.killpg(process.pid, signal.SIGKILL)

@@ -1,0 +1,177 @@
+"""Bring what waits in an outbox to its sinks, on threads of their own: nobody ever waits for a receiver."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Iterable
+from typing import Protocol
+
+from ckpt_async.errors import CkptAsyncError
+from ckpt_async.events.event import Event
+from ckpt_async.local.outbox import Outbox, Waiting
+
+logger = logging.getLogger(__name__)
+
+# What another process has put into the same box is found by looking.
+POLL_S = 1.0
+# A receiver that is away is asked again after 1 s, 2 s, 4 s … and then once an hour, less up to a half.
+RETRY_MAX_S = 3600.0
+MAX_AGE_S = 72 * 3600.0
+# For what is cut short to end, once its time is over.
+STOP_S = 4.0
+TIDY_EVERY = 500
+
+
+class DeliveryError(Exception):
+    """This attempt failed; the message says why, without anything secret."""
+
+
+class Sink(Protocol):
+    """Somebody who wants to hear of events."""
+
+    name: str
+    num_parallel: int
+
+    @property
+    def max_attempts(self) -> int | None:
+        """None: until the event is too old."""
+
+    def deliver(self, event: Event) -> None:
+        """Returns once the receiver has taken it. Raises DeliveryError. May block."""
+
+    def stop(self) -> None:
+        """Cut short what is being delivered now."""
+
+
+class Courier:
+    """Delivers to one sink until it is closed. What could not be delivered stays in the box, for the next one."""
+
+    def __init__(self, outbox: Outbox, sink: Sink) -> None:
+        self._outbox, self._sink = outbox, sink
+        self._bell, self._lock = threading.Event(), threading.Lock()
+        self._busy: set[int] = set()
+        self._ends_at: float | None = None  # once it is closing: what is not due by then is left
+        self._is_over = False
+        self._num_taken = 0
+        self._threads = [
+            threading.Thread(target=self._work, name=f"ckpt-async-{sink.name}-{number}", daemon=True)
+            for number in range(sink.num_parallel)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def notify(self) -> None:
+        """There is something new. Any thread; never blocks."""
+        self._bell.set()
+
+    def close(self, grace_s: float) -> None:
+        """Deliver what is, or becomes, due within `grace_s`, then cut short what is under way. Idempotent."""
+        deadline = time.monotonic() + grace_s
+        self._ends_at = time.time() + grace_s
+        self._bell.set()
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        self._is_over = True
+        self._sink.stop()
+        deadline = time.monotonic() + STOP_S
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    # --- on its threads ------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        try:
+            while (taken := self._take()) is not None:
+                try:
+                    self._deliver(taken)
+                finally:
+                    with self._lock:
+                        self._busy.discard(taken.sequence)
+        except CkptAsyncError as error:  # the journal: it was closed, or deleted beneath us
+            if not self._is_over:
+                logger.error("events_stopped sink=%s error=%s", self._sink.name, error)  # noqa: TRY400  no bug
+        except Exception:
+            logger.exception("events_stopped sink=%s; the next start delivers what waits", self._sink.name)
+
+    def _take(self) -> Waiting | None:
+        """The next one that is due; None at the end."""
+        while not self._is_over:
+            self._bell.clear()  # first: what is put after we have looked rings again
+            with self._lock:
+                waiting = self._outbox.waiting(self._sink.name)
+                free = [each for each in waiting if each.sequence not in self._busy]
+                now = time.time()
+                due = next((each for each in free if each.next_at <= now), None)
+                if due is not None:
+                    self._busy.add(due.sequence)
+                    if len(free) > 1:
+                        self._bell.set()
+                    self._tidy()
+                    return due
+            ends_at = self._ends_at
+            if ends_at is not None and not any(each.next_at < ends_at for each in free):
+                return None
+            self._bell.wait(min([POLL_S, *(each.next_at - now for each in free)]))
+        return None
+
+    def _tidy(self) -> None:
+        self._num_taken += 1
+        if self._num_taken % TIDY_EVERY == 1 and (num := self._outbox.tidy(self._sink.name)):
+            logger.error("events_dropped sink=%s num=%d: too many wait to be delivered", self._sink.name, num)
+
+    def _deliver(self, waiting: Waiting) -> None:
+        try:
+            event = Event.from_json(waiting.body)
+        except ValueError:
+            logger.exception("event_unreadable sink=%s", self._sink.name)
+            return self._outbox.dropped(waiting.sequence)
+        told = f"sink={self._sink.name} kind={event.kind} id={event.id}"
+        try:
+            self._sink.deliver(event)
+        except DeliveryError as error:
+            if not self._is_over:  # else we have cut it short ourselves
+                self._failed(waiting, told, str(error))
+            return None
+        except Exception as error:
+            logger.exception("event_sink_failed %s", told)
+            return self._failed(waiting, told, repr(error))
+        self._outbox.delivered(waiting.sequence)
+        logger.info("event_delivered %s", told)
+        return None
+
+    def _failed(self, waiting: Waiting, told: str, why: str) -> None:
+        num_attempts, now = waiting.num_attempts + 1, time.time()
+        is_last = self._sink.max_attempts is not None and num_attempts >= self._sink.max_attempts
+        if is_last or now - waiting.made_at > MAX_AGE_S:
+            self._outbox.dropped(waiting.sequence)
+            logger.error("event_dropped %s attempts=%d error=%s", told, num_attempts, why)
+            return
+        pause_s = min(RETRY_MAX_S, 2.0 ** min(waiting.num_attempts, 20)) * random.uniform(0.5, 1.0)
+        self._outbox.failed(waiting.sequence, now + pause_s)
+        log = logger.warning if num_attempts in (1, 5) or num_attempts % 25 == 0 else logger.info
+        log("event_not_delivered %s attempts=%d retry_in_s=%.1f error=%s", told, num_attempts, pause_s, why)
+
+
+class Couriers:
+    """One for each sink."""
+
+    def __init__(self, outbox: Outbox, sinks: Iterable[Sink]) -> None:
+        self._couriers = [Courier(outbox, sink) for sink in sinks]
+
+    def notify(self) -> None:
+        for each in self._couriers:
+            each.notify()
+
+    def close(self, grace_s: float) -> None:
+        """All at once; see `Courier.close`. Blocks for at most `grace_s` and a few seconds more."""
+        closing = [
+            threading.Thread(target=each.close, args=(grace_s,), name="ckpt-async-closing", daemon=True)
+            for each in self._couriers
+        ]
+        for thread in closing:
+            thread.start()
+        for thread in closing:
+            thread.join()

@@ -1,0 +1,82 @@
+"""The events of one rank's engine, wherever it runs: what it tells, the watch over its backlog, the couriers."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+
+from ckpt_async.core.local_state import Local
+from ckpt_async.core.notices import Teller
+from ckpt_async.core.settings import Settings
+from ckpt_async.events.backlog import View, Watch
+from ckpt_async.events.couriers import Couriers
+from ckpt_async.events.sinks import sinks_of
+from ckpt_async.events.telling import RunTeller, Wants
+from ckpt_async.local.journal import Journal
+
+# The journal of 10,000 shards is not to be added up at every change.
+LOOK_S = 1.0
+# Rank 0 speaks for all: one event for the run, not one for each rank.
+SPEAKER = 0
+# What is not delivered by then waits for the next start.
+CLOSE_S = 1.5
+
+
+class RunEvents:
+    """Of a rank that does not speak, and where nobody wants to hear, it does nothing.
+
+    Raises SettingsError, JournalError.
+    """
+
+    def __init__(
+        self,
+        run: str,
+        journal: Journal,
+        settings: Settings,
+        wants: Wants,
+        environment: Mapping[str, str] = os.environ,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.teller: Teller = Teller()
+        self._couriers: Couriers | None = None
+        self._tells: RunTeller | None = None
+        self._clock, self._look_at = clock, 0.0
+        self._journal = journal
+        sinks = sinks_of(settings, environment) if journal.rank == SPEAKER else []
+        if journal.rank != SPEAKER or not (wants or sinks):
+            return
+        self._tells = self.teller = RunTeller(run, wants)
+        self._watch = Watch(settings.event_backlog_checkpoints, settings.event_stall_s)
+        self._couriers = Couriers(journal.outbox(), sinks)
+
+    def look(self, generation: int, local: Local, sent_bytes: int, missing: Callable[[], list[int]]) -> None:
+        """The engine has made a round. `missing`: the ranks that the oldest checkpoint waits for."""
+        if self._tells is None or self._couriers is None:
+            return
+        self._couriers.notify()
+        now = self._clock()
+        if now < self._look_at:
+            return
+        self._look_at = now + LOOK_S
+        view = View.of(local, sent_bytes)
+        for state in self._watch.look(view, now):
+            details = {
+                "num_checkpoints": view.num_checkpoints,
+                "size_bytes": view.size_bytes,
+                "oldest_step": view.oldest.step if view.oldest else None,
+                "missing_ranks": missing()[:100],
+            }
+            self._journal.append((), self._tells.backlog(generation, state, **details))
+            self._couriers.notify()
+
+    def notify(self) -> None:
+        """Something may have been written that is to be told. Any thread; never blocks."""
+        if self._couriers is not None:
+            self._couriers.notify()
+
+    def close(self, grace_s: float = CLOSE_S) -> None:
+        """Blocks for at most `grace_s` and a few seconds more."""
+        if self._couriers is not None:
+            self._couriers.close(grace_s)

@@ -1,0 +1,67 @@
+"""Who wants to hear of events, as the settings say."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+
+from ckpt_async.core.settings import Settings
+from ckpt_async.errors import SettingsError
+from ckpt_async.events import command, webhook
+from ckpt_async.events.couriers import Sink
+from ckpt_async.events.telling import Wants, parse_kinds
+
+logger = logging.getLogger(__name__)
+
+
+def wants_of(settings: Settings, *, has_callback: bool = False) -> Wants:
+    """Which sinks there are, and what they want. Raises SettingsError if one is set up wrongly: before any work."""
+    check(settings)
+    wants = {}
+    if has_callback:
+        wants["callback"] = parse_kinds("", "")
+    if settings.event_exec:
+        wants["exec"] = parse_kinds(settings.event_exec_kinds, "event_exec_kinds")
+    if settings.event_webhook:
+        wants["webhook"] = parse_kinds(settings.event_webhook_kinds, "event_webhook_kinds")
+    return wants
+
+
+def check(settings: Settings) -> None:
+    """Raise SettingsError if something of it is wrong."""
+    if settings.event_exec:
+        command.parse(settings.event_exec, "event_exec")
+    if settings.event_webhook:
+        webhook.host_of(settings.event_webhook, "event_webhook")
+        _secret(settings, os.environ)
+
+
+def sinks_of(settings: Settings, environment: Mapping[str, str]) -> list[Sink]:
+    """Those that any process can serve. Raises SettingsError."""
+    sinks: list[Sink] = []
+    if settings.event_exec:
+        sinks.append(command.Command(settings.event_exec, settings.event_exec_timeout_s))
+    if settings.event_webhook:
+        secret = _secret(settings, environment)
+        hook = webhook.Webhook(settings.event_webhook, secret)
+        if not secret:
+            logger.warning(
+                "webhook_unsigned host=%s; set %s or event_webhook_secret_file", hook.host, command.SECRET
+            )
+        sinks.append(hook)
+    return sinks
+
+
+def _secret(settings: Settings, environment: Mapping[str, str]) -> bytes:
+    path = settings.event_webhook_secret_file
+    if not path:
+        return environment.get(command.SECRET, "").encode(errors="surrogateescape")
+    try:
+        with open(path, "rb") as file:
+            secret = file.read(4096).strip()
+    except OSError as error:
+        raise SettingsError(f"event_webhook_secret_file {path!r} cannot be read: {error.strerror}") from None
+    if not secret:
+        raise SettingsError(f"event_webhook_secret_file {path!r} is empty")
+    return secret

@@ -1,0 +1,94 @@
+"""Events told by HTTP POST. TLS is verified, redirects are not followed, and of the URL only the host is ever logged:
+the rest may be a secret.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from urllib.parse import urlsplit
+
+from ckpt_async.errors import SettingsError
+from ckpt_async.events import signing
+from ckpt_async.events.couriers import DeliveryError
+from ckpt_async.events.event import Event
+
+TIMEOUT_S = 10.0
+
+
+class Webhook:
+    """Posts the JSON form of an event. It has arrived if the answer is of the 200s within `timeout_s` in all."""
+
+    name = "webhook"
+    num_parallel = 1
+    max_attempts = None
+
+    def __init__(
+        self, url: str, secret: bytes = b"", *, timeout_s: float = TIMEOUT_S, where: str = "event_webhook"
+    ) -> None:
+        self._url, self._secret, self._timeout_s = url, secret, timeout_s
+        self.host = host_of(url, where)
+        self._posting: tuple[asyncio.AbstractEventLoop, asyncio.Task[None]] | None = None
+
+    def deliver(self, event: Event) -> None:
+        asyncio.run(self._deliver(event))
+
+    async def _deliver(self, event: Event) -> None:
+        import aiohttp
+
+        loop, task = asyncio.get_running_loop(), asyncio.ensure_future(self._post(event))
+        self._posting = loop, task
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await task
+        except TimeoutError:
+            raise DeliveryError(f"{self.host} has not answered within {self._timeout_s:.0f} s") from None
+        except asyncio.CancelledError:
+            raise DeliveryError("cut short") from None
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            # Texts of these errors may hold the URL.
+            cause = getattr(error, "os_error", None) or getattr(error, "certificate_error", None)
+            what = type(error).__name__ + (f": {cause}" if cause else "")
+            raise DeliveryError(f"{self.host} cannot be reached: {what}") from None
+        finally:
+            self._posting = None
+
+    async def _post(self, event: Event) -> None:
+        import aiohttp
+
+        body = event.to_json().encode()
+        headers = {
+            "Content-Type": "application/json",
+            "User-Agent": "ckpt-async",
+            "Idempotency-Key": event.id,
+            "Ckpt-Async-Event": event.kind,
+        }
+        if self._secret:
+            headers[signing.HEADER] = signing.signature(body, self._secret, time.time())
+        async with (
+            aiohttp.ClientSession(trust_env=True) as session,
+            session.post(self._url, data=body, headers=headers, allow_redirects=False) as response,
+        ):
+            if response.status // 100 == 3:
+                raise DeliveryError(f"{self.host} answered {response.status}: redirects are not followed")
+            if response.status // 100 != 2:
+                raise DeliveryError(f"{self.host} answered {response.status}")
+
+    def stop(self) -> None:
+        if (posting := self._posting) is not None:
+            loop, task = posting
+            with contextlib.suppress(RuntimeError):  # it has just ended
+                loop.call_soon_threadsafe(task.cancel)
+
+
+def host_of(url: str, where: str) -> str:
+    """What may be logged of it. Raises SettingsError, which does not show it either."""
+    try:
+        parts = urlsplit(url)
+        port = f":{parts.port}" if parts.port else ""
+    except ValueError:
+        raise SettingsError(f"{where} is not a URL") from None
+    if parts.scheme not in ("http", "https") or not parts.hostname or not url.isprintable() or " " in url:
+        raise SettingsError(f"{where} is not a URL such as https://example.com/hook")
+    return f"{parts.scheme}://{parts.hostname}{port}"

@@ -1,0 +1,171 @@
+"""Notices that wait to be delivered, and those that were: a table in the same database file as the facts they tell of,
+so that fact and notice are one transaction.
+
+A notice leaves only by `delivered`, `dropped`, or because the box is full. What was delivered is remembered for a while
+by its id, so that a fact that is learned again is not told again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import sqlite3
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpt_async.core.notices import Notice
+from ckpt_async.errors import FolderInUseError, JournalError
+from ckpt_async.local import database
+from ckpt_async.local.filesystems import check_local, filesystem_of
+
+# Of one sink. A receiver that is away for days must not fill the disk: the oldest go first, and the log says so.
+MAX_WAITING = 10_000
+MAX_REMEMBERED = 2_000
+
+_TABLE = """
+CREATE TABLE IF NOT EXISTS outbox (
+    sequence INTEGER PRIMARY KEY AUTOINCREMENT,
+    id TEXT NOT NULL,
+    sink TEXT NOT NULL,
+    body TEXT NOT NULL,
+    made_at REAL NOT NULL,
+    num_attempts INTEGER NOT NULL DEFAULT 0,
+    next_at REAL NOT NULL DEFAULT 0,
+    is_done INTEGER NOT NULL DEFAULT 0,
+    UNIQUE (id, sink)
+)
+"""
+
+
+def put(connection: sqlite3.Connection, notices: Iterable[Notice], now: float) -> None:
+    """Within the caller's transaction. Those that are known by their id change nothing."""
+    connection.execute(_TABLE)
+    connection.executemany(
+        "INSERT INTO outbox (id, sink, body, made_at) VALUES (?, ?, ?, ?)"
+        # Remembered for as long as it is told again and again.
+        " ON CONFLICT (id, sink) DO UPDATE SET made_at = excluded.made_at WHERE is_done",
+        [(each.id, each.sink, each.body, now) for each in notices],
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A notice that is to be delivered; `num_attempts` have failed."""
+
+    sequence: int
+    body: str
+    made_at: float
+    num_attempts: int
+    next_at: float
+
+
+class Outbox:
+    """The notices in one database. From any thread; every call takes well under a millisecond.
+
+    `using` opens the way to the connection, for one thread at a time. Raises JournalError.
+    """
+
+    def __init__(self, using: Callable[[], AbstractContextManager[sqlite3.Connection]]) -> None:
+        self._using = using
+        with self._using() as connection:
+            database.patiently(connection, _TABLE)
+
+    def put(self, notices: Iterable[Notice], now: float) -> None:
+        """On return they survive SIGKILL."""
+        with self._using() as connection, database.transaction(connection):
+            put(connection, notices, now)
+
+    def waiting(self, sink: str, limit: int = 100) -> list[Waiting]:
+        """What one sink is to be told, that which is due first before all else."""
+        with self._using() as connection:
+            rows = connection.execute(
+                "SELECT sequence, body, made_at, num_attempts, next_at FROM outbox"
+                " WHERE sink = ? AND NOT is_done ORDER BY next_at, sequence LIMIT ?",
+                (sink, limit),
+            ).fetchall()
+        return [Waiting(*row) for row in rows]
+
+    def num_due(self, sinks: Iterable[str], before: float) -> int:
+        """How many notices for these sinks are to be delivered, or tried again, before that time."""
+        names = list(sinks)
+        with self._using() as connection:
+            marks = ",".join("?" * len(names))
+            [(found,)] = connection.execute(
+                f"SELECT count(*) FROM outbox WHERE NOT is_done AND next_at < ? AND sink IN ({marks})",  # noqa: S608
+                [before, *names],
+            ).fetchall()
+        return int(found)
+
+    def delivered(self, sequence: int) -> None:
+        """It is remembered by its id, and never delivered again."""
+        self._write("UPDATE outbox SET is_done = 1 WHERE sequence = ?", sequence)
+
+    dropped = delivered  # for good: it is not to come again either
+
+    def failed(self, sequence: int, next_at: float) -> None:
+        """One attempt failed; the next one not before `next_at`."""
+        self._write(
+            "UPDATE outbox SET num_attempts = num_attempts + 1, next_at = ? WHERE sequence = ?",
+            next_at,
+            sequence,
+        )
+
+    def tidy(self, sink: str) -> int:
+        """Forget the oldest beyond the bounds. Returns how many of them had not been delivered."""
+        excess = (
+            "DELETE FROM outbox WHERE sequence IN (SELECT sequence FROM outbox WHERE sink = ? AND is_done = ?"
+            " ORDER BY made_at DESC, sequence DESC LIMIT -1 OFFSET ?)"
+        )
+        with self._using() as connection, database.transaction(connection):
+            connection.execute(_TABLE)
+            connection.execute(excess, (sink, 1, MAX_REMEMBERED))
+            return connection.execute(excess, (sink, 0, MAX_WAITING)).rowcount
+
+    def _write(self, statement: str, *values: object) -> None:
+        with self._using() as connection:
+            database.patiently(connection, statement, values)
+
+
+class OwnOutbox(Outbox):
+    """A box in a file of its own, for a process that has no journal. One process at a time.
+
+    Raises FolderInUseError if another has it, JournalError if the folder cannot be used.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._lock = threading.Lock()
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            check_local(folder, filesystem_of(str(folder.resolve()), Path("/proc/self/mountinfo")))
+            self._descriptor = os.open(folder / "events.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise JournalError(
+                f"the queue of events cannot be kept in {str(folder)!r}: {error.strerror or error}",
+                hint="name a folder that can be written to, on a local disk",
+            ) from error
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._descriptor)
+            raise FolderInUseError(
+                f"the queue of events in {str(folder)!r} is in use by another process",
+                hint="give each of them a folder of its own",
+            ) from None
+        self._path = folder / "events.sqlite"
+        with database.translated(self._path):
+            self._connection = database.connect(self._path)
+        super().__init__(self._connected)
+
+    @contextlib.contextmanager
+    def _connected(self) -> Iterator[sqlite3.Connection]:
+        with database.translated(self._path), self._lock:
+            yield self._connection
+
+    def close(self) -> None:
+        with self._lock:
+            self._connection.close()
+            os.close(self._descriptor)

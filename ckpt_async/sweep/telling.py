@@ -1,0 +1,116 @@
+"""What a sweep of a remote tells of: what it decided there itself, and damage that it or a reader has found.
+
+What it finishes in a folder is told from that folder's journal, as beside a trainer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from ckpt_async.core import keys
+from ckpt_async.core.model import CheckpointId, Outcome
+from ckpt_async.core.settings import Settings
+from ckpt_async.errors import CkptAsyncError, JournalError
+from ckpt_async.events import event as events
+from ckpt_async.events import telling
+from ckpt_async.events.couriers import Couriers
+from ckpt_async.events.event import Event
+from ckpt_async.events.sinks import sinks_of, wants_of
+from ckpt_async.local.outbox import OwnOutbox
+from ckpt_async.protocol import steps, sweep_plan
+from ckpt_async.protocol.verify import Finding
+from ckpt_async.sweep.remote import Done
+from ckpt_async.transfer.patient import PatientStore
+
+logger = logging.getLogger(__name__)
+
+
+def default_folder(environment: Mapping[str, str]) -> Path:
+    """Where a process without a journal keeps its events: systemd's StateDirectory, else the user's state."""
+    if place := environment.get("STATE_DIRECTORY", "").partition(":")[0]:
+        return Path(place) / "events"
+    home = environment.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+    return Path(home) / "ckpt-async" / "events"
+
+
+class RemoteEvents:
+    """Events of the remotes that one sweep goes through."""
+
+    def __init__(self, outbox: OwnOutbox, wants: telling.Wants, couriers: Couriers) -> None:
+        self._outbox, self._wants, self._couriers = outbox, wants, couriers
+
+    async def done(self, store: PatientStore, done: Done) -> None:
+        """An action of the sweep has succeeded."""
+        if done.outcome not in (Outcome.COMMIT, Outcome.ABORT, Outcome.PRUNED):
+            return
+        assert isinstance(done.action, sweep_plan.Settle | sweep_plan.GiveUp | sweep_plan.FinishPrune)
+        id_ = done.action.checkpoint
+        try:
+            decision = await steps.read_decision(store, id_)
+        except CkptAsyncError as error:
+            logger.error("event_not_made %s error=%s", id_, error)  # noqa: TRY400  no bug of ours
+            return
+        if decision is None:
+            return
+        event = telling.of_decision(store.url, decision, time.time())
+        if event.kind == "pruned":
+            event = replace(event, details={**event.details, "reason": done.action.reason})
+        self._tell([event])
+
+    async def damage(
+        self, store: PatientStore, violations: Iterable[Finding], names: Mapping[CheckpointId, str]
+    ) -> None:
+        """Look what readers have marked, and tell it with what was found to violate a rule."""
+        now, run = time.time(), store.url
+        found = [_of_finding(run, each, names, now) for each in violations]
+        for id_, reason in (await steps.read_damages(store)).items():
+            if id_ in names:
+                key = keys.damage_key(id_)
+                found.append(telling.damaged(run, id_, names[id_], reason, now, key=key))
+        self._tell(found)
+
+    def _tell(self, found: Iterable[Event]) -> None:
+        notices = [notice for event in found for notice in telling.notices_of(event, self._wants)]
+        if notices:
+            self._outbox.put(notices, time.time())
+            self._couriers.notify()
+
+
+def _of_finding(run: str, each: Finding, names: Mapping[CheckpointId, str], now: float) -> Event:
+    data, receipt = keys.parse_data_key(each.key), keys.parse_receipt_key(each.key)
+    id_ = data[0] if data else receipt[0] if receipt else keys.parse_decision_key(each.key)
+    if id_ is None:
+        return events.of_run("damaged", run, 0, now, about=each.key, reason=each.message, key=each.key)
+    return telling.damaged(run, id_, names.get(id_, ""), each.message, now, key=each.key)
+
+
+@contextlib.asynccontextmanager
+async def remote_events(settings: Settings, folder: Path) -> AsyncIterator[RemoteEvents | None]:
+    """For one sweep; at its end what is due is delivered, for `event_grace_s` at most, and the rest by the next. None
+    if nobody wants to hear, or if they cannot be kept: no sweep fails for that. Raises SettingsError.
+    """
+    wants = wants_of(settings)
+    if not wants:
+        yield None
+        return
+    try:
+        outbox = await asyncio.to_thread(OwnOutbox, folder)
+    except JournalError as error:
+        logger.error("events_not_told error=%s", error)  # noqa: TRY400  no bug of ours
+        yield None
+        return
+    try:
+        couriers = Couriers(outbox, sinks_of(settings, os.environ))
+        try:
+            yield RemoteEvents(outbox, wants, couriers)
+        finally:
+            await asyncio.to_thread(couriers.close, settings.event_grace_s)
+    finally:
+        outbox.close()

@@ -1,0 +1,45 @@
+"""The trainer's part in events: its own function is told here, and `close` leaves the others a moment."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from ckpt_async.events.callback import Callback
+from ckpt_async.events.couriers import Courier
+from ckpt_async.events.event import Event
+from ckpt_async.events.telling import parse_wants
+from ckpt_async.runners import Start
+from ckpt_async.trainer.handle import EngineHandle
+
+POLL_S = 0.05
+
+
+class Events:
+    """Tells `on_event`, from the journal, whatever process the engine is in. Only on the rank that speaks."""
+
+    def __init__(
+        self, engine: EngineHandle, start: Start, on_event: Callable[[Event], object] | None
+    ) -> None:
+        self._engine, self._grace_s = engine, start.settings.event_grace_s
+        self._sinks = list(parse_wants(start.wants))
+        self._courier: Courier | None = None
+        if on_event is not None and self._sinks:
+            self._courier = Courier(engine.journal.outbox(), Callback(on_event))
+            engine.on_change = self._courier.notify
+
+    def wait(self, deadline: float) -> None:
+        """Until all that can be delivered in this time is, for `event_grace_s` at most."""
+        if not self._sinks:
+            return
+        outbox = self._engine.journal.outbox()
+        left_s = max(0.0, min(deadline - time.monotonic(), self._grace_s))
+        before = time.time() + left_s
+        self._engine.wait_until(
+            lambda _: not outbox.num_due(self._sinks, before), time.monotonic() + left_s, poll_s=POLL_S
+        )
+
+    def close(self) -> None:
+        """A function that still runs is left to itself."""
+        if self._courier is not None:
+            self._courier.close(0.0)
