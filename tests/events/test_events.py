@@ -18,21 +18,12 @@ from ckpt_async.core import keys
 from ckpt_async.errors import SettingsError
 from ckpt_async.events import is_signed
 from tests.events.receiver import free_port, receiving, wait_until
+from tests.events.saves import QUICK, save
 from tests.sweep.trainers import Trainers
-
-QUICK = {"decision_poll_s": 0.02, "decision_poll_max_s": 0.1, "close_grace_s": 0.0, "event_grace_s": 5.0}
 
 
 def opened(tmp_path: Path, **more: Any) -> Uploader:
     return Uploader(tmp_path / "folder", f"file://{tmp_path}/run", **QUICK | more)
-
-
-def save(uploader: Uploader, *steps: int, **more: Any) -> None:
-    for step in steps:
-        path = uploader.folder / f"step-{step}-{uploader.rank}.pt"
-        path.write_bytes(b"x" * 100)
-        uploader.enqueue(path, step)
-        uploader.seal(step, **more)
 
 
 @pytest.mark.parametrize("runner", ["thread", "process"])

@@ -1,0 +1,85 @@
+"""Events of the sweeper and of `prune`: what they did to a remote themselves, and damage."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from ckpt_async import Uploader, restore
+from ckpt_async.cli import main
+from ckpt_async.core import keys
+from ckpt_async.core.model import CheckpointId
+from tests.events.receiver import Receiver, free_port, receiving
+from tests.events.saves import QUICK, save
+
+
+@pytest.fixture
+def remote(tmp_path: Path) -> str:
+    """A run with checkpoints 1, 2 and 3."""
+    with Uploader(tmp_path / "folder", f"file://{tmp_path}/run", **QUICK) as uploader:
+        for step in (1, 2, 3):
+            save(uploader, step)
+            uploader.wait(step)
+    return f"file://{tmp_path}/run"
+
+
+def hook(receiver: Receiver, tmp_path: Path) -> list[str]:
+    return ["--webhook", receiver.url, "--events-dir", str(tmp_path / "events")]
+
+
+def test_what_prune_removed_is_told_also_by_the_next_one_if_the_receiver_was_away(
+    tmp_path: Path, remote: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = free_port()
+    away = ["--webhook", f"http://127.0.0.1:{port}/hook", "--events-dir", str(tmp_path / "events")]
+    monkeypatch.setenv("CKPT_ASYNC_EVENT_GRACE_S", "0.2")
+    assert main(["prune", remote, "--keep", "last=2", "--yes", *away]) == 0
+    monkeypatch.setenv("CKPT_ASYNC_EVENT_GRACE_S", "10")
+    with receiving(port=port) as receiver:
+        assert main(["sweep", "--remote", remote, "--keep", "last=1", *hook(receiver, tmp_path)]) == 0
+        assert sorted(receiver.kinds()) == [("pruned", 1), ("pruned", 2)]
+        assert {each["details"]["location"] for each in receiver.bodies} == {"remote"}
+        assert main(["sweep", "--remote", remote, "--keep", "last=1", *hook(receiver, tmp_path)]) == 0
+    assert len(receiver.bodies) == 2
+
+
+def test_a_dry_run_tells_nothing(tmp_path: Path, remote: str) -> None:
+    with receiving() as receiver:
+        assert main(["prune", remote, "--keep", "last=1", *hook(receiver, tmp_path)]) == 0
+    assert receiver.raw == []
+
+
+def test_damage_is_told_once_whether_a_reader_marked_it_or_verify_found_it(
+    tmp_path: Path, remote: str
+) -> None:
+    run = Path(remote.removeprefix("file://"))
+    for step in (2, 3):
+        [shard] = (run / keys.data_prefix(f"step-{step}", 1)).iterdir()
+        os.unlink(shard)
+        if step == 3:
+            found = restore.find(remote)  # marks it
+            assert found is not None
+            assert found.rejected
+            assert (run / keys.damage_key(CheckpointId(1, 3))).exists()
+    with receiving() as receiver:
+        for _ in range(2):
+            assert main(["sweep", "--remote", remote, "--verify", *hook(receiver, tmp_path)]) == 1
+    told = {(each["kind"], each["step"]) for each in receiver.bodies}
+    assert told == {("damaged", 2), ("damaged", 3)}
+    assert len(receiver.bodies) == len({each["id"] for each in receiver.bodies})
+    assert all(each["details"]["key"] and each["details"]["reason"] for each in receiver.bodies)
+
+
+def test_a_second_sweeper_with_the_same_queue_still_sweeps_and_says_that_it_does_not_tell(
+    tmp_path: Path, remote: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from ckpt_async.local.outbox import OwnOutbox
+
+    first = OwnOutbox(tmp_path / "events")
+    try:
+        with receiving() as receiver:
+            assert main(["prune", remote, "--keep", "last=1", "--yes", *hook(receiver, tmp_path)]) == 0
+    finally:
+        first.close()
+    assert receiver.raw == []
+    assert "events_not_told" in capsys.readouterr().err
