@@ -27,7 +27,7 @@ def completion(options: argparse.Namespace) -> Exit:
 
 
 def bash(program: Command) -> str:
-    """Options where a word begins with '-', else commands or choices, and where there are none, bash's own files. Pure."""
+    """Options where a word begins with '-', else commands or choices; where there are none, bash's own files. Pure."""
     names = " ".join(command.name for command in program.commands)
     cases = "\n".join(
         f"    {each.name}) options={_words(each.options)} taking={_taking(each.options)}"
