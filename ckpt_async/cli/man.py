@@ -69,12 +69,12 @@ def _body(command: Command, program: Command) -> Iterator[str]:
             yield from (".TP", f".BR {_text(_title(each.name))} (1)", _text(each.summary))
     if command.positionals:
         yield ".SH ARGUMENTS"
-        for each in command.positionals:
-            yield from (".TP", f".I {_text(each.value)}", _text(each.help) or "\\&")
+        for argument in command.positionals:
+            yield from (".TP", f".I {_text(argument.value)}", _text(argument.help) or "\\&")
     yield ".SH OPTIONS"
-    for each in command.options:
-        yield from (".TP", ", ".join(f"\\fB{_text(name)}\\fR{_value(each)}" for name in each.names))
-        yield _text(each.help) or "\\&"
+    for option in command.options:
+        yield from (".TP", ", ".join(f"\\fB{_text(name)}\\fR{_value(option)}" for name in option.names))
+        yield _text(option.help) or "\\&"
     if program.epilog:
         kind, _, codes = program.epilog.partition(": ")
         yield from (f".SH {_text(kind.upper())}", _text(codes))
