@@ -24,6 +24,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ckpt_async.core.json_log import JsonFormatter
     from ckpt_async.core.settings import Settings
     from ckpt_async.errors import (
         BacklogError,
@@ -57,6 +58,7 @@ __all__ = [
     "FencedError",
     "InvalidNameError",
     "InvalidShardError",
+    "JsonFormatter",
     "NoSpaceError",
     "PlainUploader",
     "SealedError",
@@ -72,6 +74,7 @@ __all__ = [
 
 _HOMES = {
     "Event": "events",
+    "JsonFormatter": "core.json_log",
     "PlainUploader": "trainer.plain",
     "Uploader": "trainer.uploader",
     "Settings": "core.settings",

@@ -20,6 +20,8 @@ from ckpt_async import __version__
 from ckpt_async.cli.failures import tell
 from ckpt_async.cli.output import Exit
 from ckpt_async.cli.parsing import Parser
+from ckpt_async.cli.stderr import say, set_form
+from ckpt_async.core.json_log import JsonFormatter
 
 # The module of each command: `name` in it runs, `name_arguments` says what it takes.
 _COMMANDS = (
@@ -48,10 +50,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     is_json = "--json" in arguments
     _prepare_streams()
+    set_form(arguments)
     try:
         try:
             options = _parser().parse_args(arguments)
-            with _logging(options.verbose):
+            with _logging(options.verbose, options.log_format):
                 code = int(options.run(options))
         except SystemExit as ended:  # --help and --version
             code = int(ended.code or 0)
@@ -65,7 +68,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:  # of stdout itself: all else is told already
         code = Exit.BROKEN_PIPE  # whoever read us has seen enough
         if not isinstance(error, BrokenPipeError):
-            print(f"ckpt-async: the output cannot be written: {error.strerror}", file=sys.stderr)
+            say(
+                f"ckpt-async: the output cannot be written: {error.strerror}",
+                "output_failed",
+                level=logging.ERROR,
+            )
             code = Exit.ERROR
         # What Python flushes at exit must not complain again.
         with contextlib.suppress(OSError, ValueError):
@@ -97,6 +104,12 @@ def _parser() -> Parser:
     common.add_argument(
         "-v", "--verbose", action="count", default=0, help="log to stderr; -vv logs every shard"
     )
+    common.add_argument(
+        "--log-format",
+        choices=("text", "json"),
+        default="text",
+        help="of the log and of errors on stderr; json: one object a line",
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     parser.commands = commands.choices
     for name, module, help_ in _COMMANDS:
@@ -117,10 +130,11 @@ def _define(module_name: str, name: str, parser: argparse.ArgumentParser) -> Non
 
 
 @contextlib.contextmanager
-def _logging(verbosity: int) -> Iterator[None]:
+def _logging(verbosity: int, log_format: str) -> Iterator[None]:
     """Our own log to stderr while a command runs: warnings, with -v what happens, with -vv everything."""
     logger, handler = logging.getLogger("ckpt_async"), logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
+    as_text = logging.Formatter("%(levelname)s %(message)s")
+    handler.setFormatter(JsonFormatter() if log_format == "json" else as_text)
     before = logger.level
     logger.addHandler(handler)
     logger.setLevel((logging.WARNING, logging.INFO, logging.DEBUG)[min(verbosity, 2)])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
-import sys
 import traceback
 
 from ckpt_async.cli.output import Exit, print_json
 from ckpt_async.cli.parsing import UsageError
+from ckpt_async.cli.stderr import say
 from ckpt_async.errors import (
     CkptAsyncError,
     DamagedCheckpointError,
@@ -31,7 +32,8 @@ def tell(error: Exception, *, is_json: bool) -> Exit:
         traceback.print_exception(error)
     code, message, hint = _explain(error)
     told = " ".join(f"{message} ({hint})".split() if hint else message.split())
-    print(f"ckpt-async: {told}", file=sys.stderr)
+    name = type(error).__name__
+    say(f"ckpt-async: {told}", "command_failed", level=logging.ERROR, error=name, exit_code=int(code))
     if is_json:
         kind = type(error).__name__
         print_json(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 
@@ -11,6 +10,7 @@ from ckpt_async import threads
 from ckpt_async.cli.looking import Found, Run, is_wanted, look, size_bytes
 from ckpt_async.cli.output import Exit, Json, id_json, print_json, print_table
 from ckpt_async.cli.parsing import WHERE, add_generation, add_kind, add_store_options, as_which
+from ckpt_async.cli.stderr import say
 from ckpt_async.core.model import CheckpointId, Decision, Outcome
 from ckpt_async.core.units import age, in_units
 from ckpt_async.errors import InvalidRecordError, ObjectNotFoundError
@@ -63,7 +63,7 @@ def ls(options: argparse.Namespace) -> Exit:
     _tell_unreadable(run.unreadable)
     num_given_up = sum(each.outcome is Outcome.ABORT for of_kind in run.kinds for each in of_kind.decisions)
     if num_given_up and not options.all:
-        print(f"{num_given_up} given up; `ckpt-async ls {url} --all` shows why", file=sys.stderr)
+        say(f"{num_given_up} given up; `ckpt-async ls {url} --all` shows why", "given_up", num=num_given_up)
     if not shown:
         if not run.unreadable:
             print("no checkpoint is committed yet")
@@ -83,7 +83,7 @@ def _which(options: argparse.Namespace) -> str:
 
 def _tell_unreadable(unreadable: Sequence[InvalidRecordError]) -> None:
     for error in unreadable:
-        print(f"cannot be read: {error}", file=sys.stderr)
+        say(f"cannot be read: {error}", "record_unreadable", key=error.key)
 
 
 # --- a run ---------------------------------------------------------------------------------------------------

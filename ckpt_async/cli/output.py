@@ -6,11 +6,12 @@ import argparse
 import contextlib
 import enum
 import json
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from ckpt_async.cli.stderr import say
 
 if TYPE_CHECKING:
     from ckpt_async.core.model import CheckpointId
@@ -65,10 +66,10 @@ def telling_of_silence(url: str, *, patience_s: float) -> Iterator[Callable[[], 
     """Say on stderr that a store has not answered yet, unless the block ends, or what it yields is called, at once."""
 
     def tell() -> None:
-        print(
+        say(
             f"ckpt-async: no answer yet from {url}; retrying for up to {patience_s:.0f} s",
-            file=sys.stderr,
-            flush=True,
+            "no_answer_yet",
+            url=url,
         )
 
     timer = threading.Timer(SILENCE_S, tell)

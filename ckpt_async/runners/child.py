@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import contextvars
 import faulthandler
+import json
 import logging
 import os
 import signal
@@ -19,7 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ckpt_async import niceness
-from ckpt_async.core import backlog
+from ckpt_async.core import backlog, json_log
 from ckpt_async.core.settings import Settings
 from ckpt_async.engine.loop import Engine
 from ckpt_async.errors import RunnerError
@@ -299,9 +300,14 @@ class _Rank:
 
     # --- what the trainer is told --------------------------------------------------------------------------
 
-    def log(self, level: int, name: str, text: str) -> bool:
+    def log(self, record: logging.LogRecord, text: str) -> bool:
         """Any thread. False if the trainer cannot be told."""
-        return self._has_trainer and self._send("log", level, name, text)
+        fields = json_log.event_and_fields(record)
+        if len(json.dumps(fields, default=str)) > wire.MAX_TEXT:
+            fields = None
+        return self._has_trainer and self._send(
+            "log", record.levelno, record.name, text[: wire.MAX_TEXT], fields
+        )
 
     @property
     def _has_trainer(self) -> bool:
@@ -334,5 +340,5 @@ class _Forward(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         rank = _rank.get(None)
         text = self.format(record)
-        if rank is None or not rank.log(record.levelno, record.name, text[: wire.MAX_TEXT]):
+        if rank is None or not rank.log(record, text):
             logging.getLogger().handle(record)

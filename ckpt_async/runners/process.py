@@ -23,6 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ckpt_async.core import json_log
 from ckpt_async.core.observe import Observer
 from ckpt_async.errors import CkptAsyncError, RunnerError, SettingsError
 from ckpt_async.local.folder import Folder
@@ -214,8 +215,8 @@ class ProcessRunner:
                         refusal = wire.error_from(fields)  # raised once it has let go of the lock
                     case ["report", dict(report)]:
                         self._view.take(report)
-                    case ["log", int(level), str(name), str(text)]:
-                        logging.getLogger(name).log(level, "%s", text)
+                    case ["log", int(level), str(name), str(text), fields]:
+                        logging.getLogger(name).log(level, "%s", text, extra={json_log.FIELDS: fields})
                     case ["died", str(text)]:
                         self.death = CkptAsyncError(text)
                         logger.critical("uploader_died error=%s", text)

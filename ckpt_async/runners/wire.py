@@ -3,7 +3,7 @@
 Trainer: `start` (with the rank's lock as a descriptor), `wake` N, `hurry` B, `newest_first` B, `look_for_members`,
 `expect_end`, `stop`, `join` (with a connection of another kind's as a descriptor); who only asks whether it answers:
 `ping`.
-Runner: `here` PID, `started` GENERATION, `refused` ERROR, `report` FACTS, `log` LEVEL LOGGER TEXT, `died` TEXT.
+Runner: `here` PID, `started` GENERATION, `refused` ERROR, `report` FACTS, `log` LEVEL LOGGER TEXT FIELDS, `died` TEXT.
 """
 
 from __future__ import annotations

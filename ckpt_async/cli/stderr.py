@@ -1,0 +1,30 @@
+"""What a command says beside its results and its log, on stderr: a line of text, or with `--log-format json` an object
+like those of the log.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import sys
+from collections.abc import Sequence
+
+_is_json = False  # one command runs in a process at a time
+
+
+def set_form(arguments: Sequence[str]) -> None:
+    """As the command line says, also one that makes no sense otherwise."""
+    global _is_json  # noqa: PLW0603
+    pairs = itertools.pairwise(arguments)
+    _is_json = "--log-format=json" in arguments or ("--log-format", "json") in pairs
+
+
+def say(text: str, event: str, *, level: int = logging.WARNING, **fields: str | int) -> None:
+    """One line, at once."""
+    if _is_json:
+        from ckpt_async.core.json_log import FIELDS, JsonFormatter
+
+        record = logging.LogRecord("ckpt_async.cli", level, "", 0, text, None, None)
+        setattr(record, FIELDS, (event, fields))
+        text = JsonFormatter().format(record)
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,45 @@
+"""`--log-format json`: every line of stderr is an object."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_async.cli import main
+from tests.sweep.trainers import Trainers
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+
+
+def test_what_drain_does_is_told_as_objects(
+    tmp_path: Path, trainers: Trainers, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainers.die(tmp_path / "folder", f"file://{tmp_path}/run", 1, 2)
+    capsys.readouterr()
+    assert main(["drain", str(tmp_path / "folder"), "--log-format", "json", "-v"]) == 0
+    told = {each["fields"]["step"] for each in said(capsys) if each.get("event") == "checkpoint_committed"}
+    assert told == {1, 2}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exit_code", "error"),
+    [
+        (["drain", "/nowhere"], 3, "NoJournalError"),
+        (["drain"], 2, "UsageError"),
+        (["nonsense"], 2, "UsageError"),
+    ],
+)
+def test_errors_are_objects_too(
+    arguments: list[str], exit_code: int, error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for form in (["--log-format", "json"], ["--log-format=json"]):
+        assert main([*arguments, *form]) == exit_code
+        [line] = said(capsys)
+        assert line["event"] == "command_failed"
+        assert line["fields"] == {"error": error, "exit_code": exit_code}
+        assert line["level"] == "error"
+    main(arguments)
+    assert capsys.readouterr().err.startswith("ckpt-async: ")
