@@ -65,7 +65,7 @@ def _fields(template: str, args: object) -> dict[str, Any]:
             fields[key] = (
                 repr(value) if conversion == "r" and not isinstance(value, str) else _plain(value, flags)
             )
-        elif hasattr(value, "generation") and hasattr(value, "step"):
+        elif value is not None and hasattr(value, "generation") and hasattr(value, "step"):
             fields |= {"generation": value.generation, "step": value.step}
     return fields
 
