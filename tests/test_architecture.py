@@ -22,7 +22,7 @@ HERE = "tests/test_architecture.py"
 ROOMS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
     ("integrations", "cli"),
-    ("saver",),
+    ("watch", "saver"),
     ("torch",),
     ("__init__",),  # the public names, `ckpt_async` itself
     ("doctor",),

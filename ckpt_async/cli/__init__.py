@@ -29,6 +29,8 @@ _COMMANDS = (
     ("ls", "ls", "list the committed checkpoints of a run, or the runs below a prefix"),
     ("du", "du", "show what a run takes in the store"),
     ("diff", "diff", "compare two checkpoints: files, sizes, checksums, tensors"),
+    ("watch", "watch", "upload the checkpoints of a trainer that knows nothing of this package"),
+    ("run", "watch", "run a command, and upload the checkpoints that it writes"),
     ("drain", "drain", "finish what a trainer that has ended left on this node"),
     ("sweep", "sweep", "finish what dead trainers left, and clean up remotely"),
     ("prune", "sweep", "remove committed checkpoints that a policy does not keep"),
@@ -48,12 +50,18 @@ _COMMANDS = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Prints nothing but results to stdout."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    # What `run` is to run: nothing of it is ours to parse.
+    command: list[str] = []
+    if arguments[:1] == ["run"] and "--" in arguments:
+        at = arguments.index("--")
+        arguments, command = arguments[:at], arguments[at + 1 :]
     is_json = "--json" in arguments
     _prepare_streams()
     set_form(arguments)
     try:
         try:
             options = _parser().parse_args(arguments)
+            options.argv = command
             with _logging(options.verbose, options.log_format):
                 code = int(options.run(options))
         except SystemExit as ended:  # --help and --version

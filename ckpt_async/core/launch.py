@@ -21,6 +21,14 @@ _TORCH = ("RANK", "WORLD_SIZE")
 # their processes have the one that it gave to them.
 _LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 
+# Where one says which node this is, and how many there are: torchrun's own, what Kubeflow and others give to it, Slurm.
+_NODES = (
+    ("GROUP_RANK", "GROUP_WORLD_SIZE"),
+    ("PET_NODE_RANK", "PET_NNODES"),
+    ("NODE_RANK", "NNODES"),
+    ("SLURM_NODEID", "SLURM_JOB_NUM_NODES"),
+)
+
 _LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE")
 
 
@@ -120,6 +128,23 @@ def placement(environment: Environment, rank: int, world_size: int) -> Placement
 def local_rank(environment: Environment) -> int | None:
     """Which process of its node this is; None if nothing says so."""
     return _first(environment, _LOCAL_RANKS)
+
+
+def node(environment: Environment) -> tuple[int, int]:
+    """Which node this is, of how many; (0, 1) where nothing says both. Raises SettingsError for what cannot be."""
+    for names in _NODES:
+        if all(environment.get(name, "").isdecimal() for name in names):
+            index, count = (int(environment[name]) for name in names)
+            if not 0 <= index < count:
+                raise SettingsError(f"{names[0]}={index} in the environment is not below {names[1]}={count}")
+            return index, count
+    return 0, 1
+
+
+def without_rank(environment: Environment) -> dict[str, str]:
+    """For a process that is none of the launcher's ranks, though it was started as one."""
+    ranks = {*_TORCH, *_MPI, *_PMI, *_SLURM, *_LOCAL_RANKS, *_LOCAL_SIZES}
+    return {name: value for name, value in environment.items() if name not in ranks}
 
 
 def _first(environment: Environment, variables: Iterable[str]) -> int | None:

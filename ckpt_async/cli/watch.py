@@ -1,0 +1,340 @@
+"""Checkpoints of trainers that know nothing of this package: `watch`, `run`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import re
+import signal
+import sys
+import threading
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ckpt_async.cli.output import Exit, Json, store_options
+from ckpt_async.cli.parsing import WHERE, add_kind, add_store_options, as_folder, as_seconds
+from ckpt_async.core import launch
+from ckpt_async.core.settings import Settings
+from ckpt_async.core.units import counted, in_units
+from ckpt_async.errors import SettingsError
+from ckpt_async.local.filesystems import LOCAL_FILESYSTEMS, filesystem_of
+from ckpt_async.watch.beside import run_beside
+from ckpt_async.watch.formats import FORMATS, Rules
+from ckpt_async.watch.watcher import Options, Report, Told, Watcher
+
+# What a watcher decides by itself, or has a flag of another name for.
+_OURS = frozenset(
+    "num_checkpoints_to_keep local_retention on_error latest_filename composer_symlink publish_copies sigterm_flush_s"
+    # What waits is links, not the uploader's: nothing to hold up or to drop.
+    " num_concurrent_uploads on_backlog on_disk_low max_backlog_checkpoints max_backlog_bytes min_free_bytes"
+    " block_timeout_s abandon_after_s abandon_newest_after_s linger_s node_shared".split()
+)
+
+
+def watch_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "folder",
+        metavar="FOLDER",
+        type=as_folder("give the folder first, then the remote"),
+        help="where the trainer writes its checkpoints; it may not be there yet",
+    )
+    parser.add_argument("remote", metavar="REMOTE", help=WHERE)
+    parser.add_argument(
+        "--once",
+        action="store_true",
+        help="adopt what is complete now, oldest first, and end when it is committed; run it again to go on",
+    )
+    _add_common(parser)
+
+
+def run_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("remote", metavar="REMOTE", help=WHERE)
+    parser.add_argument(
+        "--folder",
+        metavar="FOLDER",
+        default=".",
+        type=as_folder("the remote comes first"),
+        help="where the command writes its checkpoints (default: the working directory)",
+    )
+    _add_common(parser)
+    parser.epilog = "after `--` comes the command: ckpt-async run s3://bucket/run-a -- torchrun train.py"
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    add_store_options(parser)
+    add_kind(parser)
+    how = parser.add_argument_group(
+        "which checkpoints are complete (default: every known format, by its own mark)"
+    )
+    how.add_argument(
+        "--format", choices=FORMATS, action="append", default=[], help="only this format; repeatable"
+    )
+    how.add_argument("--done", metavar="FILE", type=_as_name, help="folders that have a file of this name")
+    how.add_argument(
+        "--pattern",
+        metavar="GLOB",
+        default="",
+        help="files or folders with such a path, which get it by renaming",
+    )
+    how.add_argument(
+        "--quiet-s",
+        metavar="S",
+        type=as_seconds,
+        default=0.0,
+        help="what nothing was written to for S seconds: half a checkpoint, if its writer only paused",
+    )
+    how.add_argument(
+        "--ranks",
+        metavar="N",
+        type=_as_count,
+        default=0,
+        help="trainer processes, where a format does not tell",
+    )
+    how.add_argument(
+        "--ignore-times", action="store_true", help="of a folder that was copied without its files' times"
+    )
+    where = parser.add_argument_group("where")
+    where.add_argument(
+        "--node",
+        metavar="I/N",
+        type=_as_node,
+        help="this is node I of N, each with a folder of its own (default: as torchrun or Slurm say; 0/1 where the"
+        " folder is on a file system that nodes share)",
+    )
+    where.add_argument(
+        "--state",
+        metavar="DIR",
+        type=Path,
+        help="links and journal, on a local disk (default: beside the folder)",
+    )
+    where.add_argument(
+        "--keep-local",
+        metavar="N",
+        type=_as_count,
+        help="delete the trainer's committed checkpoints but for the newest N (default: touch nothing)",
+    )
+    when = parser.add_argument_group("when")
+    when.add_argument(
+        "--interval",
+        metavar="S",
+        type=as_seconds,
+        default=5.0,
+        help="look at least this often (5); inotify wakes earlier",
+    )
+    when.add_argument(
+        "--settle-s",
+        metavar="S",
+        type=as_seconds,
+        default=1.0,
+        help="a complete checkpoint is linked at once and handed in when it has not changed for so long (1)",
+    )
+    when.add_argument(
+        "--drain-timeout",
+        metavar="S",
+        type=as_seconds,
+        default=3600.0,
+        help="at the end, time for what was saved to be committed (3600)",
+    )
+    settings = parser.add_argument_group("settings (docs/settings.md)")
+    settings.add_argument("--settings-file", metavar="FILE", help="TOML file with settings")
+    settings.add_argument(
+        "--uploads", metavar="N", type=_as_count, help="initial number of concurrent uploads (8)"
+    )
+    for each in dataclasses.fields(Settings):
+        if each.name not in _OURS:
+            _add_setting(settings, each)
+
+
+def _add_setting(group: Any, setting: dataclasses.Field[Any]) -> None:
+    flag, help_ = f"--{setting.name.replace('_', '-')}", setting.metadata["help"].replace("%", "%%")
+    if setting.type == "bool":
+        group.add_argument(flag, action="store_const", const=True, help=help_)
+        return
+    of_type = {"int": int, "float": float}.get(str(setting.type), str)
+    group.add_argument(
+        flag,
+        metavar="X",
+        type=of_type,
+        choices=setting.metadata.get("choices"),
+        help=f"{help_} ({setting.default})",
+    )
+
+
+def watch(options: argparse.Namespace) -> Exit:
+    """Watch a folder until SIGTERM or SIGINT, or, with --once, until what is complete is committed."""
+    if options.once and not os.path.isdir(options.folder):
+        raise SettingsError(f"there is no folder {options.folder!r}")
+    stopping = threading.Event()
+    watcher = _watcher(options, dict(os.environ))
+
+    def stop(*_: object) -> None:
+        if stopping.is_set():
+            raise KeyboardInterrupt
+        stopping.set()
+        watcher.waker.wake()
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        report = watcher.run(stopping)
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+    if options.once and report.is_empty:
+        print(f"ckpt-async: {options.folder} has no checkpoint of a known format", file=sys.stderr)
+        if options.json:
+            print(json.dumps(_json(report, Exit.NOT_FOUND)))
+        return Exit.NOT_FOUND
+    return _end(report, options, is_once=options.once)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run a command with a watcher beside it. Returns the command's own status; that of the watcher if that is 0."""
+    if not options.argv:
+        raise SettingsError("no command is given", hint="ckpt-async run REMOTE -- python train.py")
+    options.once = False
+    environment = dict(os.environ)
+    new_watcher = partial(_watcher, options, environment)
+    try:
+        status, report, error = run_beside(options.argv, environment, new_watcher)
+    except OSError as problem:
+        raise SettingsError(f"{options.argv[0]!r} cannot be started: {problem.strerror}") from None
+    if report is not None:
+        code: int = _end(report, options, is_once=False)
+    else:
+        print(f"ckpt-async: checkpoints may not be in the store: {error}", file=sys.stderr)
+        code = Exit.NOT_DRAINED
+    return status or code
+
+
+def _watcher(options: argparse.Namespace, environment: dict[str, str]) -> Watcher:
+    return Watcher(_options(options, environment), partial(_tell, options))
+
+
+def _options(options: argparse.Namespace, environment: dict[str, str]) -> Options:
+    folder = Path(os.path.realpath(options.folder))
+    kind = f".{options.kind}" if options.kind else ""
+    beside = folder.parent / f".{folder.name}.ckpt_async"
+    is_shared = filesystem_of(str(folder), Path("/proc/self/mountinfo")) not in LOCAL_FILESYSTEMS
+    node, num_nodes = options.node or ((0, 1) if is_shared else launch.node(environment))
+    state = Path(os.path.realpath(options.state)) if options.state else beside
+    if state == folder or folder in state.parents:
+        raise SettingsError(
+            f"--state {options.state} is in the watched folder",
+            hint="take a folder beside it, on the same disk",
+        )
+    # The watcher is none of the trainer's ranks, though it was started as one.
+    for name in environment.keys() - launch.without_rank(environment).keys():
+        os.environ.pop(name, None)
+    settings = {
+        each.name: value
+        for each in dataclasses.fields(Settings)
+        if (value := getattr(options, each.name, None)) is not None
+    }
+    if options.uploads:
+        settings["num_concurrent_uploads"] = options.uploads
+    return Options(
+        folder,
+        options.remote,
+        state,
+        folder.parent / f".{folder.name}{kind}.ckpt_async.lock",
+        Rules(
+            tuple(options.format),
+            options.done,
+            options.pattern,
+            options.quiet_s,
+            options.ignore_times,
+            options.ranks,
+        ),
+        kind=options.kind,
+        node=node,
+        num_nodes=num_nodes,
+        launch_id=environment.get("CKPT_ASYNC_LAUNCH_ID", f"watch-{num_nodes}"),
+        interval_s=options.interval,
+        settle_s=options.settle_s,
+        keep_local=options.keep_local,
+        is_once=options.once,
+        drain_timeout_s=options.drain_timeout,
+        store_options=store_options(options),
+        settings=settings,
+        settings_file=options.settings_file,
+    )
+
+
+# --- telling -----------------------------------------------------------------------------------------------
+
+
+def _tell(options: argparse.Namespace, told: Told) -> None:
+    if options.json:
+        print(json.dumps({**dataclasses.asdict(told), "reason": told.reason or None}), flush=True)
+        return
+    is_problem = told.event in ("refused", "changed", "incomplete")
+    text = {
+        "committed": f"committed ({told.format}, {in_units(told.size_bytes)})",
+        "there": "is in the store already",
+        "refused": f"REFUSED: {told.reason}",
+        "changed": f"CHANGED: {told.reason}",
+        "incomplete": f"is not complete: {told.reason}",
+    }[told.event]
+    # Of `run`, stdout is the command's own.
+    is_ours = options.command == "watch" and not is_problem
+    print(f"{told.path}: step {told.step} {text}", file=sys.stdout if is_ours else sys.stderr, flush=True)
+
+
+def _end(report: Report, options: argparse.Namespace, *, is_once: bool) -> Exit:
+    code = _code(report)
+    if options.json:
+        print(json.dumps(_json(report, code)), flush=True)
+        return code
+    stream = sys.stdout if options.command == "watch" else sys.stderr
+    if is_once or not report.stood_by:
+        for path, reason in report.incomplete.items():
+            print(f"{path}: is not complete: {reason}", file=stream)
+        for path in report.unfinished:
+            print(f"{path}: is not committed yet; the next start goes on with it", file=stream)
+        there = f", {report.num_there} in the store already" if report.num_there else ""
+        print(f"{counted(report.num_committed, 'checkpoint')} committed{there}", file=stream, flush=True)
+    return code
+
+
+def _code(report: Report) -> Exit:
+    if report.refused:
+        return Exit.ERROR
+    return Exit.NOT_DRAINED if report.unfinished else Exit.OK
+
+
+def _json(report: Report, code: Exit) -> Json:
+    return {
+        "event": "ended",
+        "exit_code": int(code),
+        "committed": report.num_committed,
+        "there": report.num_there,
+        "refused": dict(report.refused),
+        "incomplete": dict(report.incomplete),
+        "unfinished": list(report.unfinished),
+        "stood_by": report.stood_by,
+    }
+
+
+# --- arguments ---------------------------------------------------------------------------------------------
+
+
+def _as_node(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"([0-9]{1,5})/([0-9]{1,5})", text)
+    if match and int(match[1]) < int(match[2]):
+        return int(match[1]), int(match[2])
+    raise argparse.ArgumentTypeError(f"{text!r} is not a node such as 0/2, which is the first of two")
+
+
+def _as_count(text: str) -> int:
+    if text.isdecimal() and int(text) <= 10**6:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to 1000000")
+
+
+def _as_name(text: str) -> str:
+    if text and "/" not in text:
+        return text
+    raise argparse.ArgumentTypeError(f"{text!r} is not the name of a file")

@@ -1,0 +1,276 @@
+"""What a watcher remembers: one small file for each version of a checkpoint that it has seen complete, and the links
+that hold its bytes until they are in the store. Blocking calls.
+
+    <place>/of.json                   of which folder and remote
+    <place>/entries/<number>.json     what was found, and what became of it
+    <place>/staged/<number>/<shard>   hard links (copies, from another disk)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import errno
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from ckpt_async.errors import CkptAsyncError, SettingsError
+from ckpt_async.local.durable import write_durably
+from ckpt_async.watch.disk import identity_of
+from ckpt_async.watch.formats import Found
+from ckpt_async.watch.tree import Identity, Tree
+
+
+class State(enum.Enum):
+    """staged → handed → committed | refused. Handed again in a new generation if nobody had sealed it."""
+
+    STAGED = "staged"
+    HANDED = "handed"
+    COMMITTED = "committed"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One version of one checkpoint. `files` are by their paths in the watched folder, `shards` their names in the
+    checkpoint. `expected` names every file that the mark names, on whichever node; it is empty where that is not this
+    node's to say.
+    """
+
+    number: int
+    format: str
+    path: str
+    step: int
+    name: str
+    files: Mapping[str, Identity]
+    shards: Mapping[str, str]
+    mark: str = ""
+    expected: tuple[str, ...] = ()
+    staged_ns: int = 0
+    state: State = State.STAGED
+    generation: int = 0  # in which it was handed in
+    reason: str = ""  # why it was refused
+    is_copied: bool = False
+
+    @property
+    def is_settled(self) -> bool:
+        return self.state in (State.COMMITTED, State.REFUSED)
+
+    @property
+    def begun_ns(self) -> int:
+        return min((each.mtime_ns for each in self.files.values()), default=0)
+
+    @property
+    def written_ns(self) -> int:
+        return max((each.mtime_ns for each in self.files.values()), default=0)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(each.size_bytes for each in self.files.values())
+
+    def is_of(self, files: Mapping[str, Identity]) -> bool:
+        """Whether these are its files, or those of them that a rotation has left."""
+        return bool(files) and files.items() <= self.files.items()
+
+
+def entry_of(found: Found, tree: Tree, number: int, *, expected: tuple[str, ...] = ()) -> Entry:
+    return Entry(
+        number,
+        found.format,
+        found.path,
+        found.step,
+        found.name,
+        {path: tree.files[path] for path in found.files},
+        {path: found.shard(path) for path in found.files},
+        found.mark,
+        expected,
+        tree.now_ns,
+    )
+
+
+class VanishedError(Exception):
+    """A file went away or changed while it was linked: the next look decides."""
+
+
+@dataclass(slots=True)
+class Entries:
+    """Those of one folder and remote, at a `place` of their own. Not thread-safe."""
+
+    source: Path
+    place: Path
+    remote: str
+    all: dict[int, Entry] = field(default_factory=dict)
+
+    def load(self) -> None:
+        """Read them, and finish or undo what a kill has cut short."""
+        for place in (self._entries, self._staged):
+            place.mkdir(parents=True, exist_ok=True)
+        self._check_place()
+        for path in sorted(self._entries.glob("*.json")):
+            try:
+                entry = _decode(json.loads(path.read_bytes()))
+            except (ValueError, LookupError, TypeError) as error:
+                raise CkptAsyncError(
+                    f"{str(path)!r} cannot be read: {error}",
+                    hint="move it away; what it says is found out again",
+                ) from None
+            self.all[entry.number] = entry
+        for folder in self._staged.iterdir():
+            number, _, suffix = folder.name.partition(".")
+            entry_ = self.all.get(int(number)) if number.isdecimal() else None
+            if entry_ is None or entry_.is_settled:
+                shutil.rmtree(folder)
+            elif suffix:  # the entry was written, so all links are there
+                folder.rename(self._staged / number)
+        for entry in list(self.all.values()):
+            if entry.state is State.STAGED and not self.staged(entry).is_dir():
+                self.drop(entry)
+
+    def _check_place(self) -> None:
+        of = self.place / "of.json"
+        if of.exists() and (theirs := json.loads(of.read_bytes())) != self._of:
+            raise SettingsError(
+                f"{str(self.place)!r} is what a watcher remembers of {theirs['folder']} for {theirs['remote']}",
+                hint="take another folder with --state DIR, or delete it, if you want none of it any more",
+            )
+
+    def bind(self) -> None:
+        """From now on the place is of this folder and remote only."""
+        write_durably(self.place / "of.json", json.dumps(self._of).encode())
+
+    @property
+    def _of(self) -> dict[str, str]:
+        return {"folder": str(self.source), "remote": self.remote.rstrip("/")}
+
+    @property
+    def _entries(self) -> Path:
+        return self.place / "entries"
+
+    @property
+    def _staged(self) -> Path:
+        return self.place / "staged"
+
+    def staged(self, entry: Entry) -> Path:
+        return self._staged / f"{entry.number:08d}"
+
+    def next_number(self) -> int:
+        return max(self.all, default=0) + 1
+
+    def of_path(self, path: str) -> list[Entry]:
+        return [each for each in self.all.values() if each.path == path]
+
+    def stage(self, entry: Entry) -> Entry:
+        """Link every file of it; from then on the trainer may delete them. Raises VanishedError, and then nothing is
+        left; OSError if the disk is full.
+        """
+        place = self._staged / f"{entry.number:08d}.tmp"
+        shutil.rmtree(place, ignore_errors=True)
+        is_copied = False
+        try:
+            for path, shard in entry.shards.items():
+                target = place / shard
+                target.parent.mkdir(parents=True, exist_ok=True)
+                is_copied |= _link_or_copy(self.source / path, target, entry.files[path])
+            place.mkdir(exist_ok=True)
+            entry = replace(entry, is_copied=is_copied)
+            self.put(entry)
+            place.rename(self.staged(entry))
+        except BaseException:
+            shutil.rmtree(place, ignore_errors=True)
+            self.drop(entry)
+            raise
+        return entry
+
+    def put(self, entry: Entry) -> None:
+        """Durable on return."""
+        write_durably(self._entries / f"{entry.number:08d}.json", json.dumps(_encode(entry)).encode())
+        self.all[entry.number] = entry
+
+    def settle(self, entry: Entry, state: State, reason: str = "") -> Entry:
+        settled = replace(entry, state=state, reason=reason)
+        self.put(settled)
+        shutil.rmtree(self.staged(entry), ignore_errors=True)
+        return settled
+
+    def drop(self, entry: Entry) -> None:
+        """As if it had never been seen."""
+        self.all.pop(entry.number, None)
+        (self._entries / f"{entry.number:08d}.json").unlink(missing_ok=True)
+        shutil.rmtree(self.staged(entry), ignore_errors=True)
+
+    def is_intact(self, entry: Entry) -> bool:
+        """Whether what was staged is still as it was found."""
+        for path, shard in entry.shards.items():
+            try:
+                facts = identity_of((self.staged(entry) / shard).lstat())
+            except OSError:
+                return False
+            wanted = entry.files[path]
+            if facts.size_bytes != wanted.size_bytes or (not entry.is_copied and facts != wanted):
+                return False
+        return True
+
+    def forget_gone(self, tree: Tree, *, num_kept: int = 1000) -> None:
+        """Drop what is settled and of which the folder has nothing any more, but for the newest."""
+        gone = [
+            each
+            for each in sorted(self.all.values(), key=lambda each: each.number)
+            if each.is_settled and not any(tree.files.get(path) == was for path, was in each.files.items())
+        ]
+        for entry in gone[:-num_kept]:
+            self.drop(entry)
+
+
+def _link_or_copy(source: Path, target: Path, wanted: Identity) -> bool:
+    """Whether it had to be copied."""
+    try:
+        try:
+            os.link(source, target, follow_symlinks=False)
+            is_copied = False
+        except OSError as error:
+            if error.errno not in (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK):
+                raise
+            shutil.copyfile(source, target, follow_symlinks=False)
+            is_copied = True
+        facts = (source if is_copied else target).lstat()
+    except FileNotFoundError as error:
+        raise VanishedError(f"{source} is gone") from error
+    if identity_of(facts) != wanted:
+        raise VanishedError(f"{source} has changed")
+    return is_copied
+
+
+def _encode(entry: Entry) -> dict[str, object]:
+    return asdict(entry) | {"state": entry.state.value}
+
+
+def _decode(fields: dict[str, object]) -> Entry:
+    files = fields["files"]
+    if not isinstance(files, dict):
+        raise TypeError("files")
+    return Entry(
+        **{  # type: ignore[arg-type]
+            **fields,
+            "files": {path: Identity(*each) for path, each in files.items()},
+            "expected": tuple(fields["expected"]),  # type: ignore[arg-type]
+            "state": State(fields["state"]),
+        }
+    )
+
+
+def remove_files(source: Path, entry: Entry) -> None:
+    """Delete a trainer's checkpoint that is committed, its mark first, if each file is still the one that was sent."""
+    paths = sorted(entry.files, key=lambda path: (path != entry.mark, path))
+    for path in paths:
+        with contextlib.suppress(OSError):
+            if identity_of((source / path).lstat()) == entry.files[path]:
+                (source / path).unlink()
+    folders = {str(parent) for path in paths for parent in Path(path).parents if str(parent) != "."}
+    for folder in sorted(folders, key=len, reverse=True):
+        if entry.path and (folder == entry.path or folder.startswith(f"{entry.path}/")):
+            with contextlib.suppress(OSError):
+                (source / folder).rmdir()

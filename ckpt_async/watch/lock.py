@@ -1,0 +1,57 @@
+"""One watcher works on a folder, the others stand by: a lock beside the folder, which dies with its holder."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+from pathlib import Path
+
+from ckpt_async.errors import JournalError
+
+
+class FolderLock:
+    """An flock: of the machine on a local file system, of all of them on NFS and Lustre (mounted with `-o flock`)."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._descriptor = -1
+
+    def try_take(self) -> bool:
+        """Whether it is ours. Raises JournalError where there can be none."""
+        if self._descriptor >= 0:
+            return True
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise JournalError(
+                f"{str(self.path)!r} cannot be made: {error.strerror}",
+                hint="--state DIR is where the watcher may write: a local disk, best that of the folder",
+            ) from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            return False
+        except OSError as error:
+            os.close(descriptor)
+            raise JournalError(
+                f"{str(self.path)!r} cannot be locked: {error.strerror}",
+                hint="with --state DIR on a local disk the lock is there: then run one watcher of a shared folder only",
+            ) from error
+        os.truncate(descriptor, 0)
+        os.pwrite(descriptor, f"{socket.gethostname()} pid {os.getpid()}\n".encode(), 0)
+        self._descriptor = descriptor
+        return True
+
+    def holder(self) -> str:
+        with contextlib.suppress(OSError):
+            return self.path.read_text(errors="replace").strip()
+        return "somebody"
+
+    def release(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1

@@ -1,0 +1,100 @@
+"""What is to be done about what was found: which checkpoints are taken, which are refused, and in which start of the
+run they belong. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from ckpt_async.watch.entries import Entry, State
+from ckpt_async.watch.formats import Found
+from ckpt_async.watch.tree import Identity, Tree
+
+# Formats without a mark of their own beside the bytes: a file that is written again in place has no end that proves
+# that it is whole.
+MARKLESS = ("pattern", "quiet")
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Of one checkpoint of the folder: take it, or why not. `is_in_place`: it was handed in before and then changed."""
+
+    found: Found
+    take: bool = False
+    reason: str = ""
+    is_in_place: bool = False
+
+
+def judge(found: Found, tree: Tree, known: Iterable[Entry], *, num_nodes: int) -> Verdict | None:
+    """None: it is known already, as it is."""
+    files = {path: tree.files[path] for path in found.files}
+    entries = sorted(known, key=lambda each: each.number)
+    if any(each.is_of(files) for each in entries):
+        return None
+    if found.reason:
+        return Verdict(found, reason=found.reason)
+    if found.missing and num_nodes == 1:
+        return Verdict(found, reason=lacking(found.missing))
+    if entries and (found.is_file or found.format in MARKLESS):
+        changed = changed_in_place(entries[-1], tree.files)
+        if changed:
+            reason = (
+                f"{changed} was written in place after it had been handed in, so nothing tells when it is whole:"
+                " have the trainer write to another name and rename it"
+            )
+            return Verdict(found, reason=reason, is_in_place=True)
+    return Verdict(found, take=True)
+
+
+def lacking(missing: tuple[str, ...]) -> str:
+    some = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+    return f"its mark names files that are not here: {some} (on another node? see --node)"
+
+
+def changed_in_place(entry: Entry, files: Mapping[str, Identity]) -> str:
+    """A file of it that has the same inode and another size or time; "" if there is none."""
+    for path, was in entry.files.items():
+        now = files.get(path)
+        if now is not None and now != was and now.inode == was.inode:
+            return path
+    return ""
+
+
+def needs_new_generation(entry: Entry, known: Iterable[Entry], generation: int) -> bool:
+    """Whether the trainer has gone back: the step was handed in before in this generation, or a higher one, and this
+    one was begun when that was complete. Then what comes is newer than what was, whatever its step.
+    """
+    handed = [each for each in known if each.generation == generation and each.number != entry.number]
+    if any(each.step == entry.step for each in handed):
+        return True
+    higher = [each for each in handed if each.step > entry.step]
+    return any(entry.begun_ns > each.written_ns for each in higher)
+
+
+def passed_over(entry: Entry, known: Iterable[Entry], generation: int) -> str:
+    """Why it would wrongly become the newest: it is older than what an earlier start of the watcher has committed. ""
+    if it would not.
+    """
+    for each in known:
+        is_earlier = each.state is State.COMMITTED and 0 < each.generation < generation
+        if is_earlier and each.step > entry.step and entry.begun_ns <= each.written_ns:
+            return (
+                f"it is older than step {each.step}, which an earlier start has committed, and would become the"
+                " newest: adopt it with --kind, or into another remote"
+            )
+    return ""
+
+
+def due(entries: Iterable[Entry], now_ns: int, settle_s: float) -> list[Entry]:
+    """What is staged and has settled, oldest first: by step, then as it was found."""
+    staged = [each for each in entries if each.state is State.STAGED]
+    ready = [each for each in staged if now_ns - each.staged_ns >= settle_s * 1e9]
+    return sorted(ready, key=lambda each: (each.step, each.number))
+
+
+def to_remove(entries: Iterable[Entry], num_kept: int) -> list[Entry]:
+    """Committed ones beyond the newest `num_kept`, by the order in which they were found."""
+    committed = [each for each in entries if each.state is State.COMMITTED]
+    newest = sorted(committed, key=lambda each: (each.written_ns, each.number))
+    return newest[: max(0, len(newest) - num_kept)]

@@ -1,0 +1,93 @@
+"""What a watcher asks the store by itself, beside its uploader: what is decided, and what nodes tell each other.
+Blocking calls from one thread, over one connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from typing import Any, TypeVar
+
+from ckpt_async.core import keys
+from ckpt_async.core.model import CheckpointId, Decision, Outcome
+from ckpt_async.core.settings import Settings
+from ckpt_async.errors import InvalidRecordError
+from ckpt_async.protocol import steps, sweep_plan
+from ckpt_async.protocol.cas import if_readable
+from ckpt_async.restore.checkpoint import RemoteFile, files_of
+from ckpt_async.stores import StoreOptions
+from ckpt_async.transfer.patient import PatientStore, connect
+from ckpt_async.transfer.together import all_or_none
+
+T = TypeVar("T")
+
+# Asked in every round of a watcher, which tries again in the next.
+ANSWER_TIMEOUT_S = 60.0
+
+
+class Remote:
+    """A run in the store. Opening raises what keeps it from being read."""
+
+    def __init__(self, url: str, options: StoreOptions | None, settings: Settings, *, writes: bool) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="ckpt-async-watch", daemon=True)
+        self._thread.start()
+        self._bulk = connect(url, options, settings)
+        try:
+            self.call(lambda _: self._bulk.open(is_read_only=not writes))
+        except BaseException:
+            self._stop()
+            raise
+
+    def call(self, work: Callable[[PatientStore], Coroutine[Any, Any, T]]) -> T:
+        """Run a coroutine with the store and wait for its end."""
+        store = self._bulk.answering_within(ANSWER_TIMEOUT_S)
+        return asyncio.run_coroutine_threadsafe(work(store), self._loop).result()
+
+    def close(self) -> None:
+        self.call(lambda _: self._bulk.close())
+        self._stop()
+
+    def _stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    # --- questions -----------------------------------------------------------------------------------------
+
+    def committed(self) -> list[Decision]:
+        """Every committed checkpoint, oldest first. A decision that cannot be read is left out."""
+
+        async def work(store: PatientStore) -> list[Decision]:
+            listing = await store.list(keys.DECISIONS)
+            boundary = await if_readable(steps.read_boundary(store))
+            ids = filter(None, (keys.parse_decision_key(each.key) for each in listing.objects))
+            found = await all_or_none(if_readable(steps.read_decision(store, each)) for each in ids)
+            there = [each for each in found if each is not None and each.outcome is Outcome.COMMIT]
+            valid = [each for each in there if not sweep_plan.is_void(each.checkpoint, boundary)]
+            return sorted(valid, key=lambda each: each.checkpoint)
+
+        return self.call(work)
+
+    def decisions(self, ids: Iterable[CheckpointId]) -> Mapping[CheckpointId, Decision]:
+        """Of those of these that are decided."""
+
+        async def work(store: PatientStore) -> dict[CheckpointId, Decision]:
+            asked = list(ids)
+            found = await all_or_none(steps.read_settled(store, each) for each in asked)
+            return {id_: each for id_, each in zip(asked, found, strict=True) if each is not None}
+
+        return self.call(work)
+
+    def files(self, decision: Decision) -> Mapping[str, RemoteFile]:
+        """What a committed checkpoint has, by name; nothing if its receipts cannot be read."""
+
+        async def work(store: PatientStore) -> Mapping[str, RemoteFile]:
+            ranks = range(decision.world_size)
+            return files_of(await all_or_none(steps.bound_receipt(store, decision, rank) for rank in ranks))
+
+        try:
+            return self.call(work)
+        except InvalidRecordError:
+            return {}

@@ -1,0 +1,123 @@
+"""What a folder looks like, as one value: the files with their identities, and small parts of what is in them. Pure."""
+
+from __future__ import annotations
+
+import bisect
+import json
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+# The end of a zip file, with the longest comment that the format allows.
+_ZIP_TAIL_BYTES = 22 + 65_535
+_MAX_SAFETENSORS_HEADER_BYTES = 100_000_000
+
+
+class Identity(NamedTuple):
+    """What tells one version of a file from another."""
+
+    inode: int
+    size_bytes: int
+    mtime_ns: int
+
+
+# A part of a file: path, offset (from the end if negative), size. b"" if it is gone.
+Read = Callable[[str, int, int], bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """The regular files below a folder, by their paths in it. `root` is the folder's own name; `changed_ns` says when
+    something was last made, renamed or removed right in a folder.
+    """
+
+    files: Mapping[str, Identity]
+    read: Read
+    root: str = ""
+    now_ns: int = 0
+    changed_ns: Mapping[str, int] = field(default_factory=dict)
+    _folders: dict[str, tuple[set[str], set[str]]] = field(default_factory=dict)
+    _sorted: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._sorted.extend(sorted(self.files))
+        self._folders[""] = (set(), set())
+        for path in self.files:
+            parts = path.split("/")
+            for depth in range(1, len(parts)):
+                above, here = "/".join(parts[: depth - 1]), "/".join(parts[:depth])
+                self._folders.setdefault(above, (set(), set()))[1].add(parts[depth - 1])
+                self._folders.setdefault(here, (set(), set()))
+            self._folders["/".join(parts[:-1])][0].add(parts[-1])
+
+    @property
+    def folders(self) -> list[str]:
+        return sorted(self._folders)
+
+    def names(self, folder: str) -> set[str]:
+        """Of the files right in a folder."""
+        return self._folders.get(folder, (set(), set()))[0]
+
+    def parts(self, folder: str) -> set[str]:
+        """Names of the folders right in a folder."""
+        return self._folders.get(folder, (set(), set()))[1]
+
+    def below(self, folder: str) -> list[str]:
+        """Every file below a folder, by its path."""
+        if not folder:
+            return list(self._sorted)
+        start, end = (
+            bisect.bisect_left(self._sorted, f"{folder}{mark}") for mark in "/0"
+        )  # "0" comes after "/"
+        return self._sorted[start:end]
+
+    def folders_below(self, folder: str) -> list[str]:
+        """Itself and every folder below it that has files."""
+        above = {path.rpartition("/")[0] for path in self.below(folder)}
+        return sorted({folder, *above})
+
+    def text(self, path: str, most_bytes: int = 1 << 16) -> str:
+        """A small file; "" if it is gone or no text."""
+        return self.read(path, 0, most_bytes).decode("utf-8", "replace") if path in self.files else ""
+
+    def whole(self, path: str, most_bytes: int) -> bytes:
+        return self.read(path, 0, min(self.files[path].size_bytes, most_bytes))
+
+    def is_whole(self, path: str) -> bool:
+        """Whether a file has its end, as far as its own format tells: torch.save's zip files, and safetensors. True for
+        every other.
+        """
+        size_bytes = self.files[path].size_bytes
+        if path.endswith(".safetensors"):
+            return _is_whole_safetensors(self.read(path, 0, 8), lambda n: self.read(path, 8, n), size_bytes)
+        if self.read(path, 0, 4) == b"PK\x03\x04":
+            return _is_whole_zip(self.read(path, -_ZIP_TAIL_BYTES, _ZIP_TAIL_BYTES), size_bytes)
+        return size_bytes > 0 or not path.endswith((".pt", ".pth", ".bin", ".ckpt", ".distcp"))
+
+
+def _is_whole_zip(tail: bytes, size_bytes: int) -> bool:
+    """Its directory comes last, and says where it begins."""
+    at = tail.rfind(b"PK\x05\x06")
+    if at < 0 or len(tail) - at < 22:
+        return False
+    directory_bytes, offset, comment_bytes = struct.unpack_from("<IIH", tail, at + 12)
+    if at + 22 + comment_bytes != len(tail):
+        return False
+    end = size_bytes - len(tail) + at
+    is_zip64 = 0xFFFFFFFF in (directory_bytes, offset)
+    return is_zip64 or offset + directory_bytes <= end
+
+
+def _is_whole_safetensors(length: bytes, header: Callable[[int], bytes], size_bytes: int) -> bool:
+    if len(length) < 8:
+        return False
+    (header_bytes,) = struct.unpack("<Q", length)
+    if header_bytes > min(size_bytes, _MAX_SAFETENSORS_HEADER_BYTES):
+        return False
+    try:
+        told = json.loads(header(header_bytes))
+        ends = [each["data_offsets"][1] for name, each in told.items() if name != "__metadata__"]
+        return bool(size_bytes >= 8 + header_bytes + max(ends, default=0))
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return False

@@ -1,0 +1,232 @@
+"""What each format's mark says, at every moment of a save."""
+
+import json
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from ckpt_async.watch.formats import Found, Rules, find
+from tests.watch.trees import SECOND, START, safetensors, torch_zip, tree_of
+
+TABLE = Rules()
+
+
+@pytest.fixture(scope="module")
+def metadata(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, bytes]:
+    """What `dcp.save` writes."""
+    folder = tmp_path_factory.mktemp("dcp")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is no process group
+        dcp.save({"w": torch.ones(100)}, checkpoint_id=folder, no_dist=True)
+    return {name: (folder / name).read_bytes() for name in ("__0_0.distcp", ".metadata")}
+
+
+def transformers(step: int) -> dict[str, bytes]:
+    here = f"checkpoint-{step}"
+    return {
+        f"{here}/model.safetensors": safetensors(),
+        f"{here}/optimizer.pt": torch_zip(lr=1),
+        f"{here}/rng_state.pth": torch_zip(x=1),
+        f"{here}/trainer_state.json": json.dumps({"global_step": step}).encode(),
+    }
+
+
+def deepspeed(step: int, ranks: int = 2) -> dict[str, bytes]:
+    here = f"global_step{step}"
+    optims = {
+        f"{here}/zero_pp_rank_{rank}_mp_rank_00_optim_states.pt": torch_zip(x=rank) for rank in range(ranks)
+    }
+    model = {f"{here}/mp_rank_00_model_states.pt": torch_zip(module={}, dp_world_size=ranks, mp_world_size=1)}
+    return {**model, **optims, "latest": here.encode()}
+
+
+def complete(written: Mapping[str, bytes], **more: Any) -> list[Found]:
+    return [each for each in find(tree_of(written, **more)) if not each.reason and not each.missing]
+
+
+def reasons(written: Mapping[str, bytes], rules: Rules = TABLE, **more: Any) -> str:
+    found = find(tree_of(written, **more), rules)
+    return "; ".join(
+        each.reason or f"missing {', '.join(each.missing)}" for each in found if each.reason or each.missing
+    )
+
+
+def check_only_the_whole_is_complete(written: Mapping[str, bytes], format_: str, step: int) -> None:
+    """At no moment of its save, with no file half-written, is it complete; at the end it is."""
+    paths = list(written)
+    for count in range(len(paths)):
+        begun = {path: written[path] for path in paths[:count]}
+        assert not complete(begun), paths[:count]
+        if len(written[paths[count]]) > 1:  # the next file is half there
+            half = written[paths[count]][: len(written[paths[count]]) // 2]
+            assert not complete({**begun, paths[count]: half}), paths[: count + 1]
+    (found,) = complete(written)
+    assert (found.format, found.step) == (format_, step)
+
+
+def test_dcp_is_complete_with_its_metadata_and_every_file_that_it_names(
+    metadata: Mapping[str, bytes],
+) -> None:
+    written = {f"step-70/{name}": data for name, data in metadata.items()}
+    check_only_the_whole_is_complete(written, "dcp", 70)
+    short = {"step-70/__0_0.distcp": b"1", "step-70/.metadata": metadata[".metadata"]}
+    assert "is shorter than step-70/.metadata says" in reasons(short)
+
+
+def test_dcp_right_in_the_folder_is_named_after_it_and_numbered_by_its_time(
+    metadata: Mapping[str, bytes],
+) -> None:
+    (found,) = complete(metadata, root="last")
+    assert (found.path, found.name, found.step) == ("", "last", START // SECOND + 2)
+
+
+def test_dcp_of_several_nodes_says_what_is_elsewhere(metadata: Mapping[str, bytes]) -> None:
+    (found,) = find(tree_of({"step-70/.metadata": metadata[".metadata"]}))
+    assert (found.missing, found.inner) == (("__0_0.distcp",), (".metadata",))
+
+
+def test_transformers_writes_trainer_state_last() -> None:
+    check_only_the_whole_is_complete(transformers(40), "transformers", 40)
+
+
+def test_transformers_ranks_without_their_random_state_are_missed() -> None:
+    written = {path: data for path, data in transformers(40).items() if "rng" not in path}
+    written = {"checkpoint-40/rng_state_1.pth": torch_zip(x=1), **written}
+    assert reasons(written) == "missing rng_state_0.pth"
+    written = {"checkpoint-40/rng_state_0.pth": torch_zip(x=1), **written}
+    assert complete(written)
+    assert reasons(written, Rules(ranks=3)) == "missing rng_state_2.pth"
+    late = dict(written)
+    late["checkpoint-40/rng_state_1.pth"] = late.pop("checkpoint-40/rng_state_1.pth")
+    assert complete(late), "another rank may be done after rank 0"
+
+
+def test_transformers_shards_that_the_index_names_are_missed() -> None:
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    written = {
+        "checkpoint-40/model-00001-of-00002.safetensors": safetensors(),
+        "checkpoint-40/model.safetensors.index.json": json.dumps(index).encode(),
+        "checkpoint-40/trainer_state.json": b'{"global_step": 40}',
+    }
+    assert reasons(written) == "missing model-00002-of-00002.safetensors"
+
+
+def test_a_mark_that_is_older_than_a_file_is_of_an_earlier_save() -> None:
+    written = transformers(40)
+    written["checkpoint-40/model.safetensors"] = written.pop("checkpoint-40/model.safetensors")
+    assert "is newer than its mark checkpoint-40/trainer_state.json" in reasons(written)
+    assert not reasons(written, Rules(ignores_times=True))
+
+
+def test_what_a_rotation_has_left_is_not_taken_for_a_checkpoint() -> None:
+    written = transformers(40)
+    del written["checkpoint-40/model.safetensors"]
+    assert complete(written), "the test would show nothing"
+    later = {"checkpoint-40": START + 60 * SECOND}
+    assert "something was removed from checkpoint-40" in reasons(written, changed_ns=later)
+
+
+def test_deepspeed_needs_latest_and_the_files_of_every_rank() -> None:
+    check_only_the_whole_is_complete(deepspeed(30), "deepspeed", 30)
+    late = deepspeed(30)
+    latest = late.pop("latest")
+    rank_1 = late.pop("global_step30/zero_pp_rank_1_mp_rank_00_optim_states.pt")
+    late = {**late, "latest": latest}
+    assert reasons(late) == "missing zero_pp_rank_1_mp_rank_00_optim_states.pt", (
+        "`latest` comes before rank 1 is done"
+    )
+    assert complete({**late, "global_step30/zero_pp_rank_1_mp_rank_00_optim_states.pt": rank_1})
+
+
+def test_deepspeed_that_does_not_say_its_ranks_wants_to_be_told() -> None:
+    written = deepspeed(30) | {"global_step30/mp_rank_00_model_states.pt": torch_zip(module={})}
+    written["latest"] = written.pop("latest")
+    assert "give --ranks" in reasons(written)
+    assert not reasons(written, Rules(ranks=2))
+
+
+def test_megatron_is_complete_when_the_tracker_names_it(metadata: Mapping[str, bytes]) -> None:
+    here = {"iter_0000100/mp_rank_00/model_optim_rng.pt": torch_zip(x=1)}
+    assert "there is no latest_checkpointed_iteration.txt" in reasons(here)
+    (found,) = complete({**here, "latest_checkpointed_iteration.txt": b"100\n"})
+    assert (found.format, found.step, found.name) == ("megatron", 100, "iter_0000100")
+    assert "says 50" in reasons({**here, "latest_checkpointed_iteration.txt": b"50"})
+    assert "whether this one was is unknown" in reasons({**here, "latest_checkpointed_iteration.txt": b"200"})
+    sharded = {f"iter_0000100/{name}": data for name, data in metadata.items()}
+    assert complete({**sharded, "latest_checkpointed_iteration.txt": b"200"}), (
+        "DCP's mark speaks for an older one"
+    )
+
+
+def test_a_file_of_torch_is_complete_when_its_zip_has_its_end() -> None:
+    check_only_the_whole_is_complete(
+        {"lightning_logs/epoch=1-step=300.ckpt": torch_zip(x=1)}, "lightning", 300
+    )
+    check_only_the_whole_is_complete({"ep0-ba20-rank0.pt": torch_zip(x=1)}, "composer", 20)
+    assert "one file for each rank" in reasons({"ep0-ba20-rank1.pt": torch_zip(x=1)})
+
+
+def test_a_file_without_a_step_in_its_name_says_it_within() -> None:
+    (found,) = complete({"last.ckpt": torch_zip(epoch=1, global_step=1234, state_dict={})})
+    assert found.step == 1234
+    (found,) = complete({"epoch=0-step=12-v1.ckpt": torch_zip(x=1)})
+    assert found.step == 12
+
+
+def test_a_lightning_folder_needs_meta_pt(metadata: Mapping[str, bytes]) -> None:
+    written = {f"epoch=0-step=9.ckpt/{name}": data for name, data in metadata.items()}
+    check_only_the_whole_is_complete(
+        {**written, "epoch=0-step=9.ckpt/meta.pt": torch_zip(x=1)}, "lightning", 9
+    )
+
+
+def test_olmo_core_olmo_and_their_temporary_folders(metadata: Mapping[str, bytes]) -> None:
+    sharded = {f"step50/model_and_optim/{name}": data for name, data in metadata.items()}
+    check_only_the_whole_is_complete(
+        {"step50/train/rank0.pt": torch_zip(x=1), **sharded, "step50/.metadata.json": b"{}"}, "olmo-core", 50
+    )
+    check_only_the_whole_is_complete(
+        {"step50-unsharded/model.pt": torch_zip(x=1), "step50-unsharded/config.yaml": b"a"}, "olmo", 50
+    )
+    assert "renamed" in reasons({"step50-tmp/model.pt": torch_zip(x=1), "step50-tmp/config.yaml": b"a"})
+
+
+def test_orbax_is_complete_when_it_was_renamed_or_has_commit_success() -> None:
+    assert complete({"50/_CHECKPOINT_METADATA": b"{}", "50/default/d/0": b"x"})[0].step == 50
+    assert complete({"50/default/d/0": b"x", "50/commit_success.txt": b"y"})[0].format == "orbax"
+    assert "renamed" in reasons({"50.orbax-checkpoint-tmp-1/_CHECKPOINT_METADATA": b"{}"})
+
+
+def test_ml_flashpoint_has_no_unfinished_beside_it() -> None:
+    written = {"step-5_ckpt/common.pt": torch_zip(x=1), "step-5_ckpt/src0.pt": torch_zip(x=1)}
+    assert complete(written)[0].format == "ml-flashpoint"
+    assert "unfinished" in reasons({**written, "step-5_ckpt__0__unfinished": b""})
+
+
+def test_nemo_has_no_unfinished_beside_it(metadata: Mapping[str, bytes]) -> None:
+    written = {f"m--step=5-last/weights/{name}": data for name, data in metadata.items()}
+    assert (complete(written)[0].format, complete(written)[0].step) == ("nemo", 5)
+    assert "unfinished" in reasons({**written, "m--step=5-last-unfinished": b""})
+
+
+def test_ones_own_rules_replace_the_table() -> None:
+    written = {"a-1/x": b"1", "a-1/DONE": b"", "a-2/x": b"1", **transformers(40)}
+    assert [each.path for each in find(tree_of(written), Rules(done="DONE"))] == ["a-1"]
+    assert [each.path for each in find(tree_of(written), Rules(pattern="a-*"))] == ["a-1", "a-2"]
+    assert [each.path for each in find(tree_of({"m-7.pt": torch_zip(x=1)}), Rules(pattern="m-*.pt"))] == [
+        "m-7.pt"
+    ]
+    assert "changed within" in reasons(written, Rules(pattern="a-*", quiet_s=60))
+    assert not reasons(written, Rules(pattern="a-*", quiet_s=60), now_s=61)
+
+
+def test_only_the_formats_that_are_asked_for() -> None:
+    written = {**transformers(40), "x.ckpt": torch_zip(global_step=4)}
+    assert [each.format for each in find(tree_of(written), Rules(formats=("transformers",)))] == [
+        "transformers"
+    ]
+    assert [each.path for each in find(tree_of(written), Rules(formats=("torch-file",)))] == ["x.ckpt"]

@@ -1,0 +1,95 @@
+"""What is done about what was found."""
+
+from dataclasses import replace
+
+from ckpt_async.watch import plan
+from ckpt_async.watch.entries import Entry, State, entry_of
+from ckpt_async.watch.formats import Found, find
+from ckpt_async.watch.tree import Identity, Tree
+from tests.watch.trees import SECOND, torch_zip, tree_of
+
+
+def one(path: str = "last.ckpt", **state: int) -> tuple[Found, Tree]:
+    tree = tree_of({path: torch_zip(**({"global_step": 10} | state))})
+    return find(tree)[0], tree
+
+
+def entry(
+    number: int, step: int, *, written_s: int, state: State = State.HANDED, generation: int = 1
+) -> Entry:
+    files = {f"step-{step}": Identity(number, 1, written_s * SECOND)}
+    shards = {f"step-{step}": f"step-{step}"}
+    return Entry(
+        number, "dcp", f"step-{step}", step, f"step-{step}", files, shards, state=state, generation=generation
+    )
+
+
+def test_what_is_known_as_it_is_is_left_alone_also_when_a_rotation_has_begun() -> None:
+    tree = tree_of({"step1/model.pt": torch_zip(x=1), "step1/config.yaml": b"a"})
+    (found,) = find(tree)
+    known = entry_of(found, tree, 1)
+    assert plan.judge(found, tree, [known], num_nodes=1) is None
+    rest = Tree({"step1/config.yaml": tree.files["step1/config.yaml"]}, tree.read, "run", tree.now_ns)
+    assert plan.judge(find(rest)[0], rest, [known], num_nodes=1) is None
+
+
+def test_a_file_of_the_same_name_is_new_if_it_was_renamed_there_and_refused_if_it_was_written_in_place() -> (
+    None
+):
+    found, tree = one()
+    known = entry_of(found, tree, 1)
+    was = tree.files["last.ckpt"]
+    renamed = Tree({"last.ckpt": was._replace(inode=99)}, tree.read)
+    verdict = plan.judge(found, renamed, [known], num_nodes=1)
+    assert verdict
+    assert verdict.take
+    in_place = Tree({"last.ckpt": was._replace(mtime_ns=was.mtime_ns + 1)}, tree.read)
+    verdict = plan.judge(found, in_place, [known], num_nodes=1)
+    assert verdict
+    assert (verdict.take, verdict.is_in_place) == (False, True)
+    assert "written in place" in verdict.reason
+
+
+def test_files_on_another_node_are_missed_on_one_node_only() -> None:
+    found, tree = one()
+    found = replace(found, missing=("a", "b", "c", "d"))
+    alone = plan.judge(found, tree, [], num_nodes=1)
+    assert alone
+    assert alone.reason.startswith("its mark names files that are not here: a, b, c and 1 more")
+    several = plan.judge(found, tree, [], num_nodes=2)
+    assert several
+    assert several.take
+
+
+def test_a_trainer_that_goes_back_begins_a_new_generation() -> None:
+    known = [entry(1, 100, written_s=10), entry(2, 200, written_s=20)]
+    assert not plan.needs_new_generation(entry(3, 300, written_s=30), known, 1)
+    assert plan.needs_new_generation(entry(3, 200, written_s=30), known, 1), "the same step once more"
+    assert plan.needs_new_generation(entry(3, 150, written_s=30), known, 1), "from step 100"
+    assert not plan.needs_new_generation(entry(3, 150, written_s=15), known, 1), "it was only late"
+    assert not plan.needs_new_generation(entry(3, 150, written_s=30), known, 2), "a new start already"
+
+
+def test_what_is_older_than_an_earlier_start_s_newest_never_becomes_the_newest() -> None:
+    known = [entry(1, 200, written_s=20, state=State.COMMITTED)]
+    assert plan.passed_over(entry(2, 100, written_s=10), known, 2)
+    assert not plan.passed_over(entry(2, 100, written_s=30), known, 2), "the trainer has gone back"
+    assert not plan.passed_over(entry(2, 100, written_s=10), known, 1), (
+        "of this start: latest does not go back"
+    )
+    assert not plan.passed_over(entry(2, 300, written_s=10), known, 2)
+
+
+def test_what_has_settled_is_handed_in_by_step() -> None:
+    staged = [
+        replace(entry(n, step, written_s=1), state=State.STAGED) for n, step in ((1, 30), (2, 10), (3, 20))
+    ]
+    staged[2] = replace(staged[2], staged_ns=5 * SECOND)
+    assert [each.step for each in plan.due(staged, 5 * SECOND, 1.0)] == [10, 30]
+
+
+def test_local_retention_keeps_the_newest_committed() -> None:
+    known = [entry(n, step, written_s=n, state=State.COMMITTED) for n, step in ((1, 30), (2, 10), (3, 20))]
+    known.append(entry(4, 5, written_s=0, state=State.REFUSED))
+    assert [each.step for each in plan.to_remove(known, 1)] == [30, 10]
+    assert len(plan.to_remove(known, 0)) == 3

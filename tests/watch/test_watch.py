@@ -1,0 +1,219 @@
+"""`ckpt-async watch` beside a trainer that writes files: what is sent, what is not, and what it leaves alone."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckpt_async import Uploader
+from ckpt_async.monitor import status
+from tests.watch.conftest import Place, hashes
+from tests.watch.trees import safetensors, torch_zip
+
+pytestmark = pytest.mark.timeout(90)
+
+
+def save(place: Place, step: int, *, size_bytes: int = 64) -> dict[str, str]:
+    """A checkpoint as transformers writes it, and its SHA-256s."""
+    here = place.out / f"checkpoint-{step}"
+    here.mkdir()
+    (here / "model.safetensors").write_bytes(safetensors(size_bytes))
+    (here / "optimizer.pt").write_bytes(torch_zip(step=step))
+    (here / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+    return hashes(here)
+
+
+def test_once_adopts_what_is_complete_and_says_what_is_not(place: Place) -> None:
+    saved = {step: save(place, step) for step in (20, 3)}
+    (place.out / "checkpoint-30").mkdir()
+    (place.out / "checkpoint-30/model.safetensors").write_bytes(safetensors())
+    before = {path: path.stat() for path in place.out.rglob("*")}
+    code, ended = place.once()
+    assert (code, ended["committed"], ended["unfinished"]) == (0, 2, [])
+    assert list(ended["incomplete"]) == ["checkpoint-30"]
+    assert {step: place.committed(step) for step in saved} == saved
+    assert place.newest() == 20, "oldest first"
+    after = {path: path.stat() for path in place.out.rglob("*")}
+    assert [(path, facts.st_mtime_ns, facts.st_nlink) for path, facts in after.items()] == [
+        (path, facts.st_mtime_ns, facts.st_nlink) for path, facts in before.items()
+    ], "the trainer's files are as they were, and nothing holds them"
+
+
+def test_once_again_sends_nothing_and_another_watcher_finds_it_by_its_checksums(place: Place) -> None:
+    save(place, 10)
+    assert place.once()[1]["committed"] == 1
+    assert place.once()[1] | {"incomplete": {}} == {
+        "event": "ended",
+        "exit_code": 0,
+        "committed": 0,
+        "there": 0,
+        "refused": {},
+        "incomplete": {},
+        "unfinished": [],
+        "stood_by": False,
+    }
+    code, ended = place.once("--state", place.here / "other")
+    assert (code, ended["committed"], ended["there"]) == (0, 0, 1)
+    (place.out / "checkpoint-10/optimizer.pt").write_bytes(torch_zip(step=11))
+    (place.out / "checkpoint-10/trainer_state.json").write_text('{"global_step": 10}')
+    assert place.once("--state", place.here / "third")[1]["committed"] == 1, (
+        "of the same size and other content"
+    )
+
+
+def test_nothing_to_find_is_not_found(place: Place) -> None:
+    assert place.once()[0] == 3
+    missing = subprocess.run(
+        [sys.executable, "-m", "ckpt_async", "watch", place.here / "nowhere", place.remote, "--once"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (missing.returncode, "there is no folder" in missing.stderr) == (2, True)
+
+
+def test_a_state_of_another_remote_is_refused(place: Place) -> None:
+    save(place, 10)
+    place.once()
+    place.remote = f"file://{place.here}/another"
+    assert place.once()[1]["error"]["exit_code"] == 2
+
+
+def test_a_rotation_while_it_is_uploaded_loses_nothing(place: Place) -> None:
+    watching = place.watch("--max-bytes-per-s", "20e6", "-v")
+    saved = save(place, 10, size_bytes=20_000_000)
+    watching.until_logged("complete path=checkpoint-10")
+    shutil.rmtree(place.out / "checkpoint-10")
+    watching.until("committed", 10)
+    assert place.committed(10) == saved
+    assert watching.end() == 0
+
+
+def test_a_file_that_is_renamed_over_itself_is_a_new_checkpoint_each_time(place: Place) -> None:
+    watching = place.watch()
+    sums = {}
+    for step in (10, 20):
+        new = place.here / "new.ckpt"
+        new.write_bytes(torch_zip(global_step=step))
+        os.replace(new, place.out / "last.ckpt")
+        watching.until("committed", step)
+        sums[step] = hashes(place.out)
+    assert {step: place.committed(step) for step in sums} == sums
+    assert watching.end() == 0
+
+
+def test_a_file_that_is_written_in_place_is_refused(place: Place) -> None:
+    watching = place.watch()
+    (place.out / "last.ckpt").write_bytes(torch_zip(global_step=10))
+    was = hashes(place.out)
+    watching.until("committed", 10)
+    (place.out / "last.ckpt").write_bytes(torch_zip(global_step=20))
+    told = watching.until("refused")
+    assert "written in place" in told["reason"]
+    assert watching.end() == 1
+    assert (place.newest(), place.committed(10)) == (10, was)
+
+
+def test_what_changes_in_place_while_it_is_uploaded_is_never_committed(place: Place) -> None:
+    watching = place.watch("--max-bytes-per-s", "5e6", "-v")
+    save(place, 10, size_bytes=20_000_000)
+    watching.until_logged("complete path=checkpoint-10")
+    saved = save(place, 20)
+    watching.until("committed", 20)  # so 10 is being uploaded
+    with (place.out / "checkpoint-10/model.safetensors").open("r+b") as file:
+        file.seek(10_000_000)
+        file.write(b"other bytes")
+    told = [watching.until("changed", 10), watching.until("refused", 10)]
+    assert "model.safetensors" in told[0]["reason"]
+    assert watching.end() == 1
+    assert (place.committed(10), place.committed(20)) == (None, saved)
+
+
+def test_a_trainer_that_goes_back_is_newer_whatever_its_steps(place: Place) -> None:
+    watching = place.watch()
+    for step in (10, 20):
+        save(place, step)
+        watching.until("committed", step)
+    shutil.rmtree(place.out / "checkpoint-20")
+    saved = save(place, 20, size_bytes=99)
+    watching.until("committed", 20)
+    assert place.committed(20) == saved
+    save(place, 15)
+    watching.until("committed", 15)
+    assert place.newest() == 15, "begun when 20 was complete, so from 10"
+    assert watching.end() == 0
+
+
+def test_one_of_two_watchers_stands_by_and_takes_over(place: Place) -> None:
+    first = place.watch()
+    save(place, 10)
+    first.until("committed", 10)
+    second = place.watch()
+    second.until_logged("standing by")
+    assert place.watch("--once").process.wait(60) == 5
+    first.kill()
+    saved = save(place, 20)
+    second.until("committed", 20)
+    assert place.committed(20) == saved
+    assert second.end() == 0
+
+
+def test_what_is_committed_is_deleted_only_if_that_is_asked_for(place: Place) -> None:
+    for step in (10, 20, 30):
+        save(place, step)
+    (place.out / "checkpoint-30/trainer_state.json").unlink()
+    assert place.once("--keep-local", "1")[0] == 0
+    assert sorted(path.name for path in place.out.iterdir()) == ["checkpoint-20", "checkpoint-30"]
+
+
+def test_what_a_dead_watcher_had_in_hand_is_in_the_state_s_journal(place: Place) -> None:
+    """`drain` and a trainer's own Uploader work on it like on any other folder."""
+    saved = save(place, 10, size_bytes=20_000_000)
+    watching = place.watch("--max-bytes-per-s", "5e6", "-v")
+    watching.until_logged("complete path=checkpoint-10")
+    while [each.state for each in status.load(place.state)[""].checkpoints] != ["uploading"]:
+        pass
+    watching.kill()
+    Uploader(place.state, place.remote).close(60)
+    assert place.committed(10) == saved
+    assert place.once()[1]["committed"] == 1, "it learns of that"
+
+
+def test_run_passes_the_status_and_signals_through_and_finishes_what_was_saved(place: Place) -> None:
+    script = Path(place.here / "train.py")
+    script.write_text(
+        "import json, os, signal, sys\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (save(20), sys.exit(7)))\n"
+        "def save(step):\n"
+        "    here = f'out/checkpoint-{step}'\n"
+        "    os.mkdir(here)\n"
+        "    open(f'{here}/model.bin', 'w').write('x')\n"
+        "    open(f'{here}/trainer_state.json', 'w').write(json.dumps({'global_step': step}))\n"
+        "save(10)\n"
+        "print(json.dumps({'event': 'saved', 'args': sys.argv[1:]}), flush=True)\n"
+        "while True: signal.pause()\n"
+    )
+    os.chdir(place.here)
+    watching = place.watch("--", sys.executable, script, "--json", "--folder", command="run")
+    assert watching.until("saved")["args"] == ["--json", "--folder"]
+    watching.process.send_signal(signal.SIGTERM)
+    ended = watching.until("ended")
+    assert (watching.process.wait(60), ended["committed"], ended["unfinished"]) == (7, 2, [])
+    assert place.newest() == 20
+
+
+def test_run_says_what_it_could_not_finish(place: Place) -> None:
+    command = [sys.executable, "-c", "pass"]
+    place.remote = "file:///proc/nowhere"
+    watching = place.watch("--", *command, command="run")
+    assert watching.process.wait(60) == 6
+    assert "checkpoints may not be in the store" in watching.errors()
+    place.remote = f"file://{place.here}/remote"
+    assert place.watch("--", *command, command="run").process.wait(60) == 0
+    assert place.watch("--", "/nonexistent", command="run").process.wait(60) == 2
+    assert place.watch("--", "sh", "-c", "kill -9 $$", command="run").process.wait(60) == 137
