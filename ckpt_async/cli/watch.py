@@ -96,6 +96,18 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--ignore-times", action="store_true", help="of a folder that was copied without its files' times"
     )
+    _add_where_and_when(parser)
+    settings = parser.add_argument_group("settings (docs/settings.md)")
+    settings.add_argument("--settings-file", metavar="FILE", help="TOML file with settings")
+    settings.add_argument(
+        "--uploads", metavar="N", type=_as_count, help="initial number of concurrent uploads (8)"
+    )
+    for each in dataclasses.fields(Settings):
+        if each.name not in _OURS:
+            _add_setting(settings, each)
+
+
+def _add_where_and_when(parser: argparse.ArgumentParser) -> None:
     where = parser.add_argument_group("where")
     where.add_argument(
         "--node",
@@ -138,14 +150,6 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         default=3600.0,
         help="at the end, time for what was saved to be committed (3600)",
     )
-    settings = parser.add_argument_group("settings (docs/settings.md)")
-    settings.add_argument("--settings-file", metavar="FILE", help="TOML file with settings")
-    settings.add_argument(
-        "--uploads", metavar="N", type=_as_count, help="initial number of concurrent uploads (8)"
-    )
-    for each in dataclasses.fields(Settings):
-        if each.name not in _OURS:
-            _add_setting(settings, each)
 
 
 def _add_setting(group: Any, setting: dataclasses.Field[Any]) -> None:

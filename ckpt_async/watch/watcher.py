@@ -164,7 +164,8 @@ class Watcher:
             **{
                 **options.settings,
                 "on_error": "warn",
-                "num_checkpoints_to_keep": 0,  # of our own links: the trainer's files are not the uploader's
+                # What is staged goes when its entry is settled; the trainer's files are not the uploader's.
+                "num_checkpoints_to_keep": -1,
                 "latest_filename": "",
             },
         )
