@@ -22,6 +22,7 @@ from ckpt_async.core.settings import Settings
 from ckpt_async.core.units import counted, in_units
 from ckpt_async.errors import SettingsError
 from ckpt_async.local.settings_file import load_settings
+from ckpt_async.page.board import Board
 from ckpt_async.page.server import serve
 from ckpt_async.protocol import sweep_plan
 from ckpt_async.sweep.remote import Done, RemoteReport
@@ -68,7 +69,11 @@ def sweep_arguments(parser: argparse.ArgumentParser) -> None:
         " sweeper",
     )
     parser.add_argument(
-        "--metrics-port", metavar="P", type=_port, default=-1, help="Prometheus port (0: any free one)"
+        "--metrics-port",
+        metavar="P",
+        type=_port,
+        default=-1,
+        help="port for Prometheus, and for a page for people (0: any free one)",
     )
     _add_sweep_events(parser)
     how_often = parser.add_mutually_exclusive_group()
@@ -113,7 +118,8 @@ def _sweep(options: argparse.Namespace, settings: Settings) -> Exit:
         verifies=options.verify,
         is_for_folders_only=options.folders_only,
     )
-    server = serve(sweeper.metrics.registry, options.metrics_port, settings.metrics_address, {})
+    board = Board(sweeper.showing.look)
+    server = serve(sweeper.metrics.registry, options.metrics_port, settings.metrics_address, {}, board)
     try:
         if options.interval is None:
             report = threads.run(sweeper.sweep(is_dry_run=options.dry_run))

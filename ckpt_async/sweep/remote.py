@@ -16,6 +16,7 @@ from ckpt_async.core.retention import RetentionPolicy
 from ckpt_async.errors import CkptAsyncError, FailureReason, InvalidRecordError, StoreError
 from ckpt_async.protocol import steps, sweep_plan
 from ckpt_async.protocol.cas import read_record
+from ckpt_async.protocol.overview import Overview, overview
 from ckpt_async.protocol.verify import Finding
 from ckpt_async.stores.interface import Listing, MultipartInfo, ObjectInfo
 from ckpt_async.transfer.patient import PatientStore
@@ -57,6 +58,7 @@ class RemoteReport:
     stock: list[sweep_plan.Stock] = field(
         default_factory=list
     )  # of a dry run: what would stay and what would go
+    overview: Overview | None = None  # what was there, at the last look
 
     @property
     def has_failed(self) -> bool:
@@ -102,6 +104,7 @@ class RemoteSweep:
                 report.done += [Done(action) for action in planned if isinstance(action, sweep_plan.Wait)]
                 break
         report.violations = list(self.unreadable.values())
+        report.overview = overview(self.store.url, view, [each.key for each in report.violations])
         return report
 
     async def _attempt(self, action: sweep_plan.Planned) -> Done:

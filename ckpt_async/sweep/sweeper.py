@@ -30,6 +30,7 @@ from ckpt_async.protocol.verify import verify
 from ckpt_async.stores import StoreOptions, address_of, options_of
 from ckpt_async.sweep.drain import DrainReport, drain
 from ckpt_async.sweep.remote import Done, RemoteReport, RemoteSweep, open_run
+from ckpt_async.sweep.showing import Showing
 from ckpt_async.sweep.telling import RemoteEvents, default_folder, remote_events
 from ckpt_async.transfer.patient import connect
 
@@ -89,8 +90,9 @@ class Sweeper:
     Uploader was opened with if that was on this node, else all. The kinds of a given remote are found below it. With
     `verifies`, every committed checkpoint is also verified, as by
     `ckpt-async verify`: one HEAD per shard. With `is_for_folders_only` it finishes what dead trainers left, which takes
-    a trainer's rights, and leaves the remotes to another one. `metrics.registry` can be exported. Events (settings
-    `event_…`) of remotes wait in `events_folder`, on a local disk, until they are delivered; None: the user's state.
+    a trainer's rights, and leaves the remotes to another one. `metrics.registry` can be exported, and `showing` tells the
+    page what there is. Events (settings `event_…`) of remotes wait in `events_folder`, on a local disk, until they are
+    delivered; None: the user's state.
     """
 
     def __init__(
@@ -131,6 +133,7 @@ class Sweeper:
         )
         self._known: dict[str, dict[str, tuple[str, Decision]]] = {}  # decisions already read, by remote
         self.metrics = SweeperMetrics(self._found_folders)
+        self.showing = Showing(self._found_folders)
 
     async def sweep(self, *, is_dry_run: bool = False) -> SweepReport:
         """Sweep once. A folder or remote that fails is reported and does not stop the others; a dry run adopts
@@ -152,6 +155,11 @@ class Sweeper:
                 failing=None if report is None else report.failing,
             )
         _count(report, self.metrics)
+        for each in report.folders:
+            self.showing.folder_swept(each.folder, each.drained, each.error)
+        for remote in report.remotes:
+            self.showing.remote_swept(remote)
+        self.showing.swept(is_clean=report.is_clean, failing=report.failing)
         return report
 
     async def _sweep(self, *, is_dry_run: bool) -> SweepReport:

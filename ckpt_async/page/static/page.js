@@ -67,8 +67,8 @@ const ranksOf = (list) => `rank${list.length > 1 ? "s" : ""} ${few(list)}`;
 // --- one run ------------------------------------------------------------------------------------------------
 
 function stateOf(each) {
-  if (each.damage) return "damaged";
-  if (each.state === "in_flight") return each.missing_ranks.length && each.ranks.length ? "waiting" : "uploading";
+  if (each.is_damaged) return "damaged";
+  if (each.state === "in_flight") return "waiting";
   if (each.state === "pruning") return "pruned";
   if ((each.state === "uploading" || each.state === "open") && !each.uploaded_bytes && !each.bytes_per_s) return "queued";
   if (each.state !== "open" && each.state !== "uploading") return each.state;
@@ -83,15 +83,19 @@ function detailOf(each, state) {
     return dots(state === "queued" ? size(each.size_bytes) : done, speed, left, each.state === "open" ? "not sealed yet" : "");
   }
   if (state === "waiting") {
-    const missing = each.missing_ranks || [];
-    return dots(missing.length ? `waits for ${ranksOf(missing)}` : "this node has delivered its part", each.num_missing > missing.length ? `${each.num_missing} in all` : "");
+    const missing = each.missing_ranks || [], ranks = each.world_size;
+    if (each.state === "in_flight")
+      return dots(`${each.ranks.length} of ${ranks === null ? "?" : ranks} ranks have delivered`, missing.length ? `waits for ${ranksOf(missing)}` : "",
+        each.size_bytes ? `${size(each.size_bytes)} there` : "", each.changed_at ? `last change ${ago(each.changed_at)}` : "");
+    return dots(missing.length ? `waits for ${ranksOf(missing)}` : "this node has delivered its part");
   }
   return dots(ago(each.decided_at), each.size_bytes ? size(each.size_bytes) : "", each.is_pinned ? "pinned" : "");
 }
 
 function checkpoint(each) {
   const state = stateOf(each);
-  const failure = each.failure || each.damage || "";
+  const failure = each.is_damaged ? "a reader could not read it as it was committed" : each.failure || "";
+  const isCalm = state === "pruned" || state === "waiting";
   const usual = `step-${each.step}`;
   return el("li", { cls: state },
     el("div", { cls: "row" },
@@ -100,7 +104,7 @@ function checkpoint(each) {
     (state === "uploading" || state === "stalled") && each.percent !== undefined
       ? el("progress", { max: 100, value: each.percent, "aria-label": `Step ${each.step}, uploaded` }) : null,
     el("p", { cls: "detail" }, detailOf(each, state)),
-    failure ? el("p", { cls: "failure" }, failure) : null,
+    failure ? el("p", { cls: isCalm ? "detail" : "failure" }, failure) : null,
     each.hint ? el("p", { cls: "detail" }, each.hint) : null);
 }
 
@@ -165,7 +169,7 @@ function run(folder, kind, found, engine) {
     el("div", { cls: "run" },
       el("h2", {}, remote.replace(/\/+$/, "").split("/").at(-1) || folder),
       kind ? el("span", { cls: "badge" }, kind) : null,
-      el("span", { cls: "path" }, remote)),
+      el("span", { cls: "path" }, data.folders.length > 1 ? folder : remote)),
     el("p", { cls: `headline ${mood}` }, title), el("p", { cls: "sub" }, sub),
     stopped.length && found.would_lose.steps.length
       ? el("p", { cls: "failure" }, `No uploader is running for ${ranksOf(stopped)}: ckpt-async drain finishes what was sealed.`) : null,
@@ -188,9 +192,16 @@ function remote(each) {
   return el("section", { cls: "card" },
     el("div", { cls: "run" }, el("h2", {}, each.remote.replace(/\/+$/, "").split("/").at(-1)), el("span", { cls: "path" }, each.remote)),
     el("p", { cls: `headline ${newest ? "good" : ""}` }, newest ? `Step ${newest.step} is the newest checkpoint` : "Nothing is committed yet"),
-    el("p", { cls: "sub" }, dots(newest ? `committed ${ago(newest.decided_at)}` : "", `seen ${ago(each.seen_at)}`, each.world_size ? some(each.world_size, "rank") : "")),
+    el("p", { cls: "sub" }, dots(newest ? `committed ${ago(newest.decided_at)}` : "", each.seen_at ? `looked at ${ago(each.seen_at)}` : "", each.world_size ? some(each.world_size, "rank") : "")),
     each.error ? el("p", { cls: "failure" }, each.error) : null,
     timeline(each.checkpoints, "In the store"));
+}
+
+function sweep(each) {
+  if (each === undefined) return null;
+  const title = each === null ? "The first sweep is under way" : each.is_clean ? `Swept ${ago(each.completed_at)}` : `Swept ${ago(each.completed_at)}, and not all went well`;
+  return el("section", { cls: "card" }, el("p", { cls: `headline ${each && !each.is_clean ? "warn" : ""}` }, title),
+    each && each.failing.length ? el("p", { cls: "sub" }, `failing: ${few(each.failing, 20)}`) : null);
 }
 
 function events(list) {
@@ -217,7 +228,7 @@ function draw() {
     isLost ? el("p", { cls: "card alert" }, el("strong", {}, "No answer"),
       ` for ${span(silent)}. The process has ended, or cannot be reached; below is what it said last.`) : null,
     data.problem ? el("p", { cls: "card alert" }, el("strong", {}, "This uploader does not go on. "), data.problem) : null,
-    ...(data.folders || []).flatMap(folder), ...(data.remotes || []).map(remote), events(data.events || []),
+    sweep(data.sweep), ...(data.folders || []).flatMap(folder), ...(data.remotes || []).map(remote), events(data.events || []),
   ].filter(Boolean));
   fill(document.getElementById("foot"), [
     el("span", {}, `process ${data.pid}`), ...(data.folders || []).map((each) => el("span", {}, each.folder)),

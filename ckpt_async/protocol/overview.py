@@ -1,0 +1,239 @@
+"""A run as its remote tells it, for people: what is committed, and of what is in flight, whose receipts are there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt_async.core import keys, records
+from ckpt_async.core.model import CheckpointId, Decision, Outcome
+from ckpt_async.errors import InvalidRecordError
+from ckpt_async.protocol import steps, sweep_plan
+from ckpt_async.protocol.cas import if_readable, read_record
+from ckpt_async.stores.interface import Listing, ObjectInfo
+from ckpt_async.transfer.patient import PatientStore
+from ckpt_async.transfer.together import all_or_none
+
+# Of the data so many objects are listed, five requests on S3: beyond that, what no rank has finished is not seen.
+MAX_LISTED = 5000
+# Of the ranks that a checkpoint waits for, so many are named.
+MAX_RANKS = 100
+STATES = {
+    Outcome.COMMIT: "committed",
+    Outcome.ABORT: "aborted",
+    Outcome.PRUNING: "pruning",
+    Outcome.PRUNED: "pruned",
+}
+
+Known = dict[str, tuple[str, Decision]]  # decisions by key, with their ETag
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One checkpoint. `state`: in_flight, committed, aborted, pruning or pruned. `ranks` have handed in receipts of
+    one that is in flight; `at` is when it was decided, or when something of it last arrived.
+    """
+
+    id: CheckpointId
+    name: str
+    state: str
+    world_size: int | None
+    ranks: tuple[int, ...] = ()
+    num_shards: int = 0
+    size_bytes: int = 0
+    at: float | None = None
+    reason: str = ""
+    is_pinned: bool = False
+    is_damaged: bool = False
+
+    @property
+    def missing_ranks(self) -> list[int]:
+        """Whose receipt is not there, of one in flight."""
+        if self.state != "in_flight" or self.world_size is None:
+            return []
+        return sorted({*range(self.world_size)} - {*self.ranks})
+
+
+@dataclass(frozen=True, slots=True)
+class Overview:
+    """A run, or a kind of checkpoints of one, by the store's clock. `generation` is the newest start."""
+
+    url: str
+    seen_at: float
+    generation: int
+    world_size: int | None
+    items: tuple[Item, ...]
+    unreadable: tuple[str, ...] = ()
+
+    @property
+    def newest_committed(self) -> Item | None:
+        return max(
+            (each for each in self.items if each.state == "committed" and not each.is_damaged),
+            key=lambda each: each.id,
+            default=None,
+        )
+
+    @property
+    def in_flight(self) -> tuple[Item, ...]:
+        return tuple(each for each in self.items if each.state == "in_flight")
+
+
+def overview(url: str, view: sweep_plan.View, unreadable: Sequence[str] = ()) -> Overview:
+    """What a look at the store amounts to. Pure."""
+    decided = [
+        Item(
+            id_,
+            each.name,
+            STATES[each.outcome],
+            each.world_size,
+            num_shards=each.num_shards,
+            size_bytes=each.size_bytes,
+            at=each.decided_at,
+            reason=each.reason,
+            is_pinned=each.is_pinned,
+            is_damaged=id_ in view.damaged and each.outcome is Outcome.COMMIT,
+        )
+        for id_, each in view.decisions.items()
+        if not sweep_plan.is_void(id_, view.boundary)
+    ]
+    open_ = {*view.receipts, *view.data} - view.decisions.keys() - view.unreadable
+    flying = [_flying(id_, view) for id_ in open_ if not sweep_plan.is_void(id_, view.boundary)]
+    newest = view.newest_generation
+    items = tuple(sorted([*decided, *flying], key=lambda each: each.id))
+    return Overview(url, view.server_time, newest, view.world_sizes.get(newest), items, tuple(unreadable))
+
+
+def _flying(id_: CheckpointId, view: sweep_plan.View) -> Item:
+    receipts, data = view.receipts.get(id_, {}), view.data.get(id_, ())
+    times = [each.last_modified for each in (*receipts.values(), *data) if each.last_modified is not None]
+    return Item(
+        id_,
+        view.names.get(id_, f"step-{id_.step}"),
+        "in_flight",
+        view.world_sizes.get(id_.generation),
+        ranks=tuple(sorted(receipts)),
+        num_shards=len(data),
+        size_bytes=sum(each.size_bytes for each in data),
+        at=max(times, default=None),
+        reason="left by an earlier start of the run" if id_.generation < view.newest_generation else "",
+    )
+
+
+def overview_json(found: Overview) -> dict[str, Any]:
+    """As `ckpt-async status REMOTE --json` prints it and a sweeper's page shows it."""
+    newest = found.newest_committed
+    return {
+        "remote": found.url,
+        "seen_at": found.seen_at,
+        "generation": found.generation,
+        "world_size": found.world_size,
+        "newest_committed": newest
+        and {
+            "generation": newest.id.generation,
+            "step": newest.id.step,
+            "decided_at": newest.at,
+            "age_s": max(0.0, found.seen_at - (newest.at or 0.0)),
+        },
+        "checkpoints": [_item_json(each) for each in found.items],
+        "unreadable": list(found.unreadable),
+    }
+
+
+def _item_json(each: Item) -> dict[str, Any]:
+    missing, is_flying = each.missing_ranks, each.state == "in_flight"
+    return {
+        "generation": each.id.generation,
+        "step": each.id.step,
+        "name": each.name,
+        "state": each.state,
+        "world_size": each.world_size,
+        "ranks": list(each.ranks),
+        "missing_ranks": missing[:MAX_RANKS],
+        "num_missing": len(missing),
+        "shards": each.num_shards,
+        "size_bytes": each.size_bytes,
+        "changed_at" if is_flying else "decided_at": each.at,
+        "failure": each.reason or None,
+        "is_pinned": each.is_pinned,
+        "is_damaged": each.is_damaged,
+    }
+
+
+# --- looking -----------------------------------------------------------------------------------------------
+
+
+async def look(store: PatientStore, known: Known) -> Overview | None:
+    """Look at a run: four listings, a part of one more, and each decision that is not in `known` yet, which is kept up
+    to date. None if no run was ever here. Only reads.
+    """
+    generations, decisions, receipts, damages, data = await all_or_none(
+        [
+            store.list(keys.GENERATIONS),
+            store.list(keys.DECISIONS),
+            store.list(keys.RECEIPTS),
+            store.list(keys.DAMAGED),
+            store.list(keys.DATA, enough=lambda found: len(found) >= MAX_LISTED),
+        ]
+    )
+    if not generations.objects and not decisions.objects:
+        return None
+    unreadable: list[str] = []
+    await _read_decisions(store, decisions, known, unreadable)
+    by_rank: dict[CheckpointId, dict[int, ObjectInfo]] = {}
+    for each in receipts.objects:
+        if parsed := keys.parse_receipt_key(each.key):
+            by_rank.setdefault(parsed[0], {})[parsed[1]] = each
+    shards: dict[CheckpointId, list[ObjectInfo]] = {}
+    names: dict[CheckpointId, str] = {}
+    for each in data.objects:
+        if named := keys.parse_data_key(each.key):
+            shards.setdefault(named[0], []).append(each)
+            names[named[0]] = named[1]
+    decided = {decision.checkpoint: decision for _, decision in known.values()}
+    numbers = {number for each in generations.objects if (number := keys.parse_generation_key(each.key))}
+    newest = max(numbers, default=0)
+    wanted = {newest, *(id_.generation for id_ in {*by_rank, *shards} - decided.keys())} & numbers
+    sizes = await all_or_none(_world_size(store, number) for number in sorted(wanted))
+    view = sweep_plan.View(
+        server_time=max(each.server_time for each in (generations, decisions, receipts, data)),
+        newest_generation=newest,
+        world_sizes={number: size for number, size in zip(sorted(wanted), sizes, strict=True) if size},
+        decisions=decided,
+        decided_at={},
+        receipts=by_rank,
+        data={id_: tuple(each) for id_, each in shards.items()},
+        names=names,
+        damaged=frozenset(filter(None, (keys.parse_damage_key(each.key) for each in damages.objects))),
+        boundary=await if_readable(steps.read_boundary(store)),
+        unreadable=frozenset(filter(None, map(keys.parse_decision_key, unreadable))),
+    )
+    return overview(store.url, view, unreadable)
+
+
+async def _read_decisions(store: PatientStore, listing: Listing, known: Known, unreadable: list[str]) -> None:
+    fresh = [each for each in listing.objects if known.get(each.key, ("",))[0] != each.etag or not each.etag]
+
+    async def one(each: ObjectInfo) -> None:
+        id_ = keys.parse_decision_key(each.key)
+        if id_ is None:
+            return
+        try:
+            there = await read_record(store, each.key, lambda data: records.decode_decision(data, id_))
+        except InvalidRecordError:
+            unreadable.append(each.key)
+            return
+        if there is not None:
+            known[each.key] = there[1], there[0]
+
+    await all_or_none(one(each) for each in fresh)
+    for gone in known.keys() - {each.key for each in listing.objects}:
+        del known[gone]
+
+
+async def _world_size(store: PatientStore, generation: int) -> int | None:
+    key = keys.generation_key(generation)
+    there = await if_readable(
+        read_record(store, key, lambda data: records.decode_generation(data, generation))
+    )
+    return there[0].world_size if there else None
