@@ -90,9 +90,9 @@ class Sweeper:
     Uploader was opened with if that was on this node, else all. The kinds of a given remote are found below it. With
     `verifies`, every committed checkpoint is also verified, as by
     `ckpt-async verify`: one HEAD per shard. With `is_for_folders_only` it finishes what dead trainers left, which takes
-    a trainer's rights, and leaves the remotes to another one. `metrics.registry` can be exported, and `showing` tells the
-    page what there is. Events (settings `event_…`) of remotes wait in `events_folder`, on a local disk, until they are
-    delivered; None: the user's state.
+    a trainer's rights, and leaves the remotes to another one. `metrics.registry` can be exported, and `showing` tells
+    the page what there is. Events (settings `event_…`) of remotes wait in `events_folder`, on a local disk, until they
+    are delivered; None: the user's state.
     """
 
     def __init__(
