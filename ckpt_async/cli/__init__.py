@@ -18,6 +18,7 @@ from functools import partial
 
 from ckpt_async import __version__
 from ckpt_async.cli.failures import tell
+from ckpt_async.cli.metrics_file import measuring
 from ckpt_async.cli.output import Exit
 from ckpt_async.cli.parsing import Parser
 from ckpt_async.cli.stderr import say, set_form
@@ -62,8 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             options = _parser().parse_args(arguments)
             options.argv = command
-            with _logging(options.verbose, options.log_format):
-                code = int(options.run(options))
+            with _logging(options.verbose, options.log_format), measuring(options) as tally:
+                tally.code = code = int(options.run(options))
         except SystemExit as ended:  # --help and --version
             code = int(ended.code or 0)
         except KeyboardInterrupt:

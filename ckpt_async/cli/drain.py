@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from ckpt_async import threads
 from ckpt_async.cli.events import add_events, event_settings
+from ckpt_async.cli.metrics_file import add_metrics_file, tally_of
 from ckpt_async.cli.output import Exit, Json, id_json, print_json
 from ckpt_async.cli.parsing import add_store_options, as_folder, as_seconds
 from ckpt_async.core.model import RemoteAddress
@@ -43,6 +44,7 @@ def drain_arguments(parser: argparse.ArgumentParser) -> None:
         help="once this folder is uploaded, wait this long for ranks on other nodes (default: close_grace_s)",
     )
     add_events(parser)
+    add_metrics_file(parser, "folder")
 
 
 def drain(options: argparse.Namespace) -> Exit:
@@ -59,6 +61,12 @@ def drain(options: argparse.Namespace) -> Exit:
         )
     )
     code = _drain_code(report)
+    tally = tally_of(options)
+    tally.size_bytes = report.uploaded_bytes
+    for fate in ("committed", "aborted", "waiting", "left"):
+        tally.checkpoints[fate] = len(
+            {(rank.kind, each.checkpoint) for rank in report.ranks for each in getattr(rank, fate)}
+        )
     if options.json:
         print_json(_drain_json(report, code))
         return code

@@ -42,6 +42,11 @@ def tell(error: Exception, *, is_json: bool) -> Exit:
     return code
 
 
+def code_of(error: Exception) -> Exit:
+    """Of a command that ends with it."""
+    return _explain(error)[0]
+
+
 def _explain(error: Exception) -> tuple[Exit, str, str]:
     """Exit code, message and hint."""
     if isinstance(error, UsageError):

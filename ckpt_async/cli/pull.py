@@ -8,6 +8,7 @@ import sys
 import time
 
 from ckpt_async import restore
+from ckpt_async.cli.metrics_file import add_metrics_file, tally_of
 from ckpt_async.cli.output import ANY, Exit, Json, print_json, store_options, telling_of_silence
 from ckpt_async.cli.parsing import (
     WHERE,
@@ -75,6 +76,7 @@ def pull_arguments(parser: argparse.ArgumentParser) -> None:
         default=MAX_CONCURRENT_READS,
         help="most reads at once (default: %(default)s, of which as many as the link takes)",
     )
+    add_metrics_file(parser, "url")
     parser.add_argument("--dry-run", action="store_true", help="only print what would be pulled")
 
 
@@ -113,6 +115,8 @@ def pull(options: argparse.Namespace) -> Exit:
     if found is None:
         raise _none(options)
     checkpoint, report = found
+    tally = tally_of(options)
+    tally.checkpoints["fetched"], tally.size_bytes = 1, report.size_bytes
     if options.json:
         print_json(
             {

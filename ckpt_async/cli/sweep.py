@@ -14,10 +14,12 @@ from dataclasses import replace
 
 from ckpt_async import threads
 from ckpt_async.cli.events import add_events, event_settings
+from ckpt_async.cli.metrics_file import Tally, add_metrics_file, tally_of
 from ckpt_async.cli.output import Exit, Json, id_json, store_options
 from ckpt_async.cli.parsing import WHERE, add_kind, add_store_options, as_folder, as_path, as_seconds
 from ckpt_async.cli.upkeep import finding_json, with_store
 from ckpt_async.core import keys, retention
+from ckpt_async.core.model import Outcome
 from ckpt_async.core.settings import Settings
 from ckpt_async.core.units import counted, in_units
 from ckpt_async.errors import SettingsError
@@ -76,6 +78,7 @@ def sweep_arguments(parser: argparse.ArgumentParser) -> None:
         help="port for Prometheus, and for a page for people (0: any free one)",
     )
     _add_sweep_events(parser)
+    add_metrics_file(parser, "targets")
     how_often = parser.add_mutually_exclusive_group()
     how_often.add_argument("--once", action="store_true", help="sweep once (the default)")
     how_often.add_argument(
@@ -95,12 +98,17 @@ def _add_sweep_events(parser: argparse.ArgumentParser) -> None:
 
 def sweep(options: argparse.Namespace) -> Exit:
     """Sweep once, or every `--interval` seconds until SIGTERM."""
+    options.targets = [*options.folders, *options.remote]
     return _sweep(options, load_settings({}, os.environ))
 
 
 def _sweep(options: argparse.Namespace, settings: Settings) -> Exit:
     if not options.folders and not options.remote:
         raise SettingsError("nothing to sweep", hint="give a folder, or --remote URL")
+    if options.metrics_file and options.interval is not None:
+        raise SettingsError(
+            "--metrics-file is for a sweep that ends", hint="with --interval use --metrics-port"
+        )
     kept = dict(options.keep)
     if kept and options.folders_only:
         raise SettingsError("--folders-only prunes nothing", hint="leave out --keep")
@@ -124,12 +132,25 @@ def _sweep(options: argparse.Namespace, settings: Settings) -> Exit:
         if options.interval is None:
             report = threads.run(sweeper.sweep(is_dry_run=options.dry_run))
             _print_sweep(report, options)
+            if not options.dry_run:
+                _tally(report, tally_of(options))
             return Exit.OK if report.is_clean else Exit.ERROR
         threads.run(_sweep_until_stopped(options, sweeper))
         return Exit.OK
     finally:
         if server is not None:
             server.close()
+
+
+def _tally(report: SweepReport, tally: Tally) -> None:
+    ranks = [rank for each in report.folders if each.drained for rank in each.drained.ranks]
+    done = [done.outcome for each in report.remotes for done in each.done]
+    for fate, outcome in (("committed", Outcome.COMMIT), ("aborted", Outcome.ABORT)):
+        drained = {(rank.kind, each.checkpoint) for rank in ranks for each in getattr(rank, fate)}
+        tally.checkpoints[fate] = len(drained) + done.count(outcome)
+    tally.checkpoints["pruned"] = done.count(Outcome.PRUNED)
+    tally.size_bytes = sum(rank.uploaded_bytes for rank in ranks)
+    tally.violations = sum(len(each.violations) for each in report.remotes)
 
 
 async def _sweep_until_stopped(options: argparse.Namespace, sweeper: Sweeper) -> None:
@@ -324,6 +345,7 @@ def prune_arguments(parser: argparse.ArgumentParser) -> None:
         "--keep", metavar="POLICY", help=f"what to keep (default: the setting remote_retention): {POLICIES}"
     )
     _add_sweep_events(parser)
+    add_metrics_file(parser, "url")
     prune_how = parser.add_mutually_exclusive_group()
     prune_how.add_argument("--dry-run", action="store_true", help="only print the plan (the default)")
     prune_how.add_argument("--yes", action="store_true", help="do it")

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Collection
 from typing import Any, TypeVar
 
 from ckpt_async import threads
+from ckpt_async.cli.metrics_file import add_metrics_file, tally_of
 from ckpt_async.cli.output import ANY, Exit, Json, Which, id_json, store_options, telling_of_silence
 from ckpt_async.cli.parsing import (
     WHERE,
@@ -150,6 +151,7 @@ def verify_arguments(parser: argparse.ArgumentParser) -> None:
         default=0.0,
         help="read this share of the shards completely",
     )
+    add_metrics_file(parser, "url")
     parser.add_argument("--seed", type=int, default=0, help="seed that selects which shards are read")
 
 
@@ -172,6 +174,9 @@ def verify(options: argparse.Namespace) -> Exit:
         step = f" has step {options.step.text}" if options.step.text else f" is of generation {generation}"
         raise ObjectNotFoundError(f"no committed checkpoint{step}: nothing to verify")
     code = Exit.INCOMPLETE if result.violations else Exit.OK
+    tally = tally_of(options)
+    tally.checkpoints["checked"] = result.num_committed
+    tally.size_bytes, tally.violations = result.size_bytes, len(result.violations)
     if options.json:
         fields = {
             "committed": result.num_committed,

@@ -17,6 +17,8 @@ SWEEPS = ("ok", "failed")
 SWEEP_SCOPES = ("folder", "remote", "action")
 ENDS = ("committed", "aborted", "pruned")
 ORPHANS = ("partial_checkpoint", "multipart", "lease", "member", "probe", "damage", "decision")
+COMMANDS = ("drain", "sweep", "prune", "verify", "pull")
+FATES = ("committed", "aborted", "pruned", "waiting", "left", "checked", "fetched")
 VERIFY_KINDS = ("missing", "size", "checksum", "record")
 
 
@@ -275,4 +277,29 @@ SWEEPER_DEFINITIONS = (
         is_sparse=True,
     ),
     DEFINITIONS[-1],
+)
+
+_COMMAND: Mapping[str, tuple[str, ...]] = {"command": COMMANDS, "target": ()}
+
+# Of commands that end; each file of a node's collector has other values of `command` and `target`.
+COMMAND_DEFINITIONS = (
+    _gauge(
+        "ckpt_async_command_completed_timestamp_seconds",
+        "Unix time at which the command ended, well or not.",
+        labels=_COMMAND,
+    ),
+    _gauge("ckpt_async_command_duration_seconds", "Time it took.", labels=_COMMAND),
+    _gauge("ckpt_async_command_exit_code", "Its exit code: 0 if all is well.", labels=_COMMAND),
+    _gauge(
+        "ckpt_async_command_checkpoints",
+        "Checkpoints by what became of them: `waiting` ones wait for other ranks, `left` ones are not uploaded,"
+        " `checked` ones were verified. Absent for what the command does not do, or if it failed before it could tell.",
+        labels={**_COMMAND, "fate": FATES},
+    ),
+    _gauge(
+        "ckpt_async_command_bytes",
+        "Bytes that `drain` and `sweep` uploaded, `pull` fetched, or of what `verify` checked.",
+        labels=_COMMAND,
+    ),
+    _gauge("ckpt_async_command_violations", "What `verify` or `sweep` found to be damaged.", labels=_COMMAND),
 )

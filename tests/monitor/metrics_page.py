@@ -2,7 +2,12 @@
 
 from collections.abc import Iterable
 
-from ckpt_async.monitor.definitions import DEFINITIONS, SWEEPER_DEFINITIONS, Definition
+from ckpt_async.monitor.definitions import (
+    COMMAND_DEFINITIONS,
+    DEFINITIONS,
+    SWEEPER_DEFINITIONS,
+    Definition,
+)
 
 _NOTES = """\
 # Metrics
@@ -37,9 +42,21 @@ from the journals of its folders, with a delay of at most a hundred times the ti
 """
 
 
+_COMMANDS = """
+## Commands
+
+`drain`, `verify`, `pull`, `prune` and `sweep --once` write a file for the textfile collector of node_exporter with
+`--metrics-file /var/lib/node_exporter/ckpt_async_drain.prom`: at their end, well or not, and as a whole. `target` is
+the folder or the remote. Give each command and target a file of its own. What is in a file is exported until the next
+run: alert on `time() - ckpt_async_command_completed_timestamp_seconds` and on `ckpt_async_command_exit_code != 0`.
+
+"""
+
+
 def describe() -> str:
     """The text of `docs/metrics.md`."""
-    return _NOTES + _table(DEFINITIONS) + _AFTERWORD + _table(SWEEPER_DEFINITIONS)
+    own = _table(DEFINITIONS) + _AFTERWORD + _table(SWEEPER_DEFINITIONS)
+    return _NOTES + own + _COMMANDS + _table(COMMAND_DEFINITIONS)
 
 
 def _table(definitions: Iterable[Definition]) -> str:

@@ -1,0 +1,78 @@
+"""`--metrics-file`: what a command did, as a file for node_exporter's textfile collector."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from ckpt_async.cli.failures import code_of
+from ckpt_async.cli.output import Exit
+from ckpt_async.cli.parsing import as_path
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Tally:
+    """What a command did, for whoever counts; a command fills in what it knows."""
+
+    checkpoints: dict[str, int] = field(default_factory=dict)  # by their fate
+    size_bytes: int | None = None
+    violations: int | None = None
+    code: int = Exit.ERROR
+
+
+def add_metrics_file(parser: argparse.ArgumentParser, target: str) -> None:
+    """`target` names the argument that is the label of that name."""
+    parser.add_argument(
+        "--metrics-file",
+        metavar="FILE",
+        type=as_path,
+        help="write metrics there at the end, for node_exporter's textfile collector (FILE ends in .prom)",
+    )
+    parser.set_defaults(metrics_target=target)
+
+
+def tally_of(options: argparse.Namespace) -> Tally:
+    """Where the command notes what it did."""
+    if not hasattr(options, "tally"):
+        options.tally = Tally()
+    tally: Tally = options.tally
+    return tally
+
+
+@contextlib.contextmanager
+def measuring(options: argparse.Namespace) -> Iterator[Tally]:
+    """Writes the file at the end of the block, however it ends, if there is to be one. One that cannot be written is a
+    warning: the command has done its work.
+    """
+    tally = tally_of(options)
+    started = time.monotonic()
+    try:
+        yield tally
+    except KeyboardInterrupt:
+        tally.code = Exit.INTERRUPTED
+        raise
+    except Exception as error:
+        tally.code = code_of(error)
+        raise
+    finally:
+        if getattr(options, "metrics_file", None):
+            _write(options, tally, time.monotonic() - started)
+
+
+def _write(options: argparse.Namespace, tally: Tally, duration_s: float) -> None:
+    from ckpt_async.monitor.textfile import CommandMetrics, write
+
+    target = getattr(options, options.metrics_target)
+    metrics = CommandMetrics(options.command, target if isinstance(target, str) else " ".join(target))
+    metrics.ended(time.time(), duration_s, int(tally.code))
+    metrics.did(tally.checkpoints, tally.size_bytes, tally.violations)
+    try:
+        write(options.metrics_file, metrics.registry)
+    except OSError as error:
+        logger.warning("metrics_not_written path=%s error=%s", options.metrics_file, error)

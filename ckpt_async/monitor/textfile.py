@@ -1,0 +1,58 @@
+"""Metrics of a command that ends, as a file for node_exporter's textfile collector: there is nobody left to scrape."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+
+from prometheus_client import CollectorRegistry, generate_latest
+
+from ckpt_async.monitor.counters import Counters, Key
+from ckpt_async.monitor.definitions import COMMAND_DEFINITIONS
+
+
+class CommandMetrics(Counters):
+    """What one command did, as gauges. No series that two commands of a node would both have: the collector refuses
+    those.
+    """
+
+    def __init__(self, command: str, target: str) -> None:
+        self._labels = command, target.encode(errors="replace").decode()
+        self._values: dict[Key, float] = {}
+        super().__init__(COMMAND_DEFINITIONS)
+
+    def ended(self, at: float, duration_s: float, exit_code: int) -> None:
+        """`at` is Unix time."""
+        self._set("ckpt_async_command_completed_timestamp_seconds", at)
+        self._set("ckpt_async_command_duration_seconds", duration_s)
+        self._set("ckpt_async_command_exit_code", exit_code)
+
+    def did(self, checkpoints: Mapping[str, int], size_bytes: int | None, violations: int | None) -> None:
+        """Checkpoints by their fate; None for what the command does not do."""
+        for fate, num in checkpoints.items():
+            self._set("ckpt_async_command_checkpoints", num, fate)
+        if size_bytes is not None:
+            self._set("ckpt_async_command_bytes", size_bytes)
+        if violations is not None:
+            self._set("ckpt_async_command_violations", violations)
+
+    def _set(self, name: str, value: float, *labels: str) -> None:
+        self._values[name, (*self._labels, *labels)] = value
+
+    def _gauges(self) -> dict[Key, float]:
+        return self._values
+
+
+def write(path: str, registry: CollectorRegistry) -> None:
+    """Replace the file as a whole: whoever reads it sees the old one or the new one. Raises OSError."""
+    temporary = f"{path}.{os.getpid()}.tmp"  # the collector reads what ends in .prom
+    try:
+        with open(temporary, "wb") as file:
+            os.fchmod(file.fileno(), 0o644)  # it runs as another user
+            file.write(generate_latest(registry))
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise

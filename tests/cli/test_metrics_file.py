@@ -1,0 +1,82 @@
+"""`--metrics-file`: read back by Prometheus' own parser, whatever became of the command."""
+
+import os
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from ckpt_async import Uploader
+from ckpt_async.cli import main
+from tests.events.saves import QUICK, save
+from tests.sweep.trainers import Trainers
+
+
+def read(*paths: Path) -> dict[str, float]:
+    """Values of all series, `name{label values}`; a series in two files would be refused by the collector."""
+    found: dict[str, float] = {}
+    for path in paths:
+        for family in text_string_to_metric_families(path.read_text()):
+            for each in family.samples:
+                fate = [each.labels[label] for label in ("command", "target", "fate") if label in each.labels]
+                key = f"{each.name.removeprefix('ckpt_async_')}{fate}"
+                assert key not in found
+                found[key] = each.value
+    return found
+
+
+@pytest.fixture
+def remote(tmp_path: Path) -> str:
+    with Uploader(tmp_path / "saved", f"file://{tmp_path}/saved-run", **QUICK) as uploader:
+        for step in (1, 2, 3):
+            save(uploader, step)
+            uploader.wait(step)
+    return f"file://{tmp_path}/saved-run"
+
+
+def test_each_command_says_what_it_did_and_how_it_ended(
+    tmp_path: Path, trainers: Trainers, remote: str
+) -> None:
+    folder, out = tmp_path / "folder", tmp_path / "out"
+    out.mkdir()
+    trainers.die(folder, f"file://{tmp_path}/run", 1, 2)
+    files = {name: out / f"{name}.prom" for name in ("drain", "verify", "pull", "prune", "sweep")}
+
+    def run(name: str, *arguments: str) -> int:
+        return main([name, *arguments, "--metrics-file", str(files[name])])
+
+    assert run("drain", str(folder)) == 0
+    assert run("verify", remote) == 0
+    assert run("pull", remote, str(tmp_path / "pulled")) == 0
+    assert run("prune", remote, "--keep", "last=1", "--yes") == 0
+    [shard] = (tmp_path / "saved-run" / "ckpt" / "step-3.g1").iterdir()
+    shard.unlink()
+    assert run("sweep", "--remote", f"file://{tmp_path}/run", "--verify") == 0
+    values = read(*files.values())
+    assert values[f"command_checkpoints['drain', '{folder}', 'committed']"] == 2
+    assert values[f"command_checkpoints['drain', '{folder}', 'left']"] == 0
+    assert values[f"command_bytes['drain', '{folder}']"] > 0
+    assert values[f"command_checkpoints['verify', '{remote}', 'checked']"] == 3
+    assert values[f"command_violations['verify', '{remote}']"] == 0
+    assert values[f"command_bytes['pull', '{remote}']"] == 100
+    assert values[f"command_checkpoints['prune', '{remote}', 'pruned']"] == 2
+    assert all(value == 0 for key, value in values.items() if key.startswith("command_exit_code"))
+    assert run("verify", remote) == 4
+    values = read(files["verify"])
+    assert values[f"command_exit_code['verify', '{remote}']"] == 4
+    assert values[f"command_violations['verify', '{remote}']"] == 1
+    assert sorted(os.listdir(out)) == sorted(path.name for path in files.values())
+    assert {path.stat().st_mode & 0o777 for path in files.values()} == {0o644}
+
+
+def test_a_command_that_fails_says_so_and_a_file_that_cannot_be_written_changes_no_exit_code(
+    tmp_path: Path, remote: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "x.prom"
+    assert main(["verify", f"file://{tmp_path}/nothing", "--metrics-file", str(file)]) == 3
+    values = read(file)
+    assert values[f"command_exit_code['verify', 'file://{tmp_path}/nothing']"] == 3
+    assert not any(key.startswith("command_checkpoints") for key in values)
+    assert main(["verify", remote, "--metrics-file", str(tmp_path / "nowhere" / "x.prom")]) == 0
+    assert "metrics_not_written" in capsys.readouterr().err
+    assert main(["sweep", "--remote", remote, "--interval", "1", "--metrics-file", str(file)]) == 2
