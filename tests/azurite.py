@@ -13,15 +13,15 @@ import http.client
 import os
 import random
 import shutil
-import signal
 import socket
+import ssl
 import subprocess
 import sys
-import time
 from base64 import b64decode, b64encode
 from email.utils import formatdate
 from pathlib import Path
-from typing import Self
+
+from tests.server_process import ServerProcess
 
 VERSION = "3.35.0"
 
@@ -30,11 +30,13 @@ _PORTS = range(22_000, 32_000)  # below what Linux gives to clients, above tests
 _INSTALL_S = 300.0
 
 
-class AzuriteServer:
+class AzuriteServer(ServerProcess):
     """One Azurite in `folder`, on a port of its own, with one container. Also a context manager.
 
     Its index is written to disk every few seconds: what was stored just before `kill` may be gone after `start`.
     """
+
+    name = "azurite"
 
     def __init__(
         self,
@@ -43,32 +45,24 @@ class AzuriteServer:
         container: str = "ckpt",
         account: str = "ckptdemo",
         key: str | None = None,
+        tls: tuple[Path, Path] | None = None,
     ) -> None:
-        self._folder = Path(folder)
+        """`tls`: certificate and key, in PEM. Then it speaks HTTPS, and whoever asks must trust them."""
+        super().__init__(folder)
         self.account, self.container = account, container
         self.key = key or b64encode(b"ckpt-demo-secret" * 4).decode()
+        self._tls = tls
         self._port = _free_port()
-        self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def url(self) -> str:
         """The endpoint of the account."""
-        return f"http://{_HOST}:{self._port}/{self.account}"
-
-    @property
-    def pid(self) -> int | None:
-        """The server's process while it runs."""
-        return self._process.pid if self._process is not None else None
-
-    @property
-    def log(self) -> Path:
-        """What the server printed."""
-        return self._folder / "azurite.log"
+        return f"http{'s' if self._tls else ''}://{_HOST}:{self._port}/{self.account}"
 
     def environment(self) -> dict[str, str]:
         """The variable that makes a client find this server."""
         fields = {
-            "DefaultEndpointsProtocol": "http",
+            "DefaultEndpointsProtocol": "https" if self._tls else "http",
             "AccountName": self.account,
             "AccountKey": self.key,
             "BlobEndpoint": self.url,
@@ -77,65 +71,18 @@ class AzuriteServer:
             "AZURE_STORAGE_CONNECTION_STRING": ";".join(f"{name}={value}" for name, value in fields.items())
         }
 
-    def start(self, timeout_s: float = 60.0) -> None:
-        """Start the server, also again after `kill`, and return once its container is there.
+    def command(self, data: Path) -> tuple[list[str], dict[str, str]]:
+        flags = ["--blobHost", _HOST, "--blobPort", str(self._port), "--location", str(data)]
+        flags += ["--silent", "--disableTelemetry", "--skipApiVersionCheck"]
+        if self._tls:
+            flags += ["--cert", str(self._tls[0]), "--key", str(self._tls[1])]
+        return [*find_azurite(), *flags], {**os.environ, "AZURITE_ACCOUNTS": f"{self.account}:{self.key}"}
 
-        Raises RuntimeError with the end of its log.
-        """
-        if self._process is not None:
-            raise RuntimeError("the server is running already")
-        data = self._folder / "data"
-        data.mkdir(parents=True, exist_ok=True)
-        program = find_azurite()
-        with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [
-                    *program,
-                    *("--blobHost", _HOST, "--blobPort", str(self._port), "--location", str(data)),
-                    *("--silent", "--disableTelemetry", "--skipApiVersionCheck"),
-                ],
-                cwd=self._folder,
-                env={**os.environ, "AZURITE_ACCOUNTS": f"{self.account}:{self.key}"},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
-        try:
-            self._wait_for_container(timeout_s)
-        except BaseException:
-            self.kill()
-            raise
+    def probe(self) -> str:
+        return self.create_container(self.container)
 
-    def kill(self) -> None:
-        """SIGKILL, as a crash would. Idempotent."""
-        self._end(signal.SIGKILL, timeout_s=10.0)
-
-    def stop(self, timeout_s: float = 10.0) -> None:
-        """SIGTERM, and SIGKILL if that takes longer than `timeout_s`. Idempotent."""
-        self._end(signal.SIGTERM, timeout_s)
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def _wait_for_container(self, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        while True:
-            assert self._process is not None
-            if self._process.poll() is not None:
-                raise RuntimeError(f"azurite ended with {self._process.returncode}:\n{self._log_tail()}")
-            try:
-                status = self.create_container(self.container)
-            except OSError as error:
-                status = repr(error)
-            if status in ("201", "409"):  # 409: it is there from before a `kill`
-                return
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"azurite makes no container ({status}):\n{self._log_tail()}")
-            time.sleep(0.1)
+    def is_ready(self, status: str) -> bool:
+        return status in ("201", "409")  # 409: it is there from before a `kill`
 
     def create_container(self, container: str) -> str:
         """PUT it, signed by hand (Shared Key), and return the HTTP status."""
@@ -146,27 +93,15 @@ class AzuriteServer:
         signature = b64encode(hmac.digest(b64decode(self.key), text.encode(), "sha256")).decode()
         headers["Authorization"] = f"SharedKey {self.account}:{signature}"
         connection = http.client.HTTPConnection(_HOST, self._port, timeout=10)
+        if self._tls:
+            trusting = ssl.create_default_context()
+            trusting.check_hostname, trusting.verify_mode = False, ssl.CERT_NONE
+            connection = http.client.HTTPSConnection(_HOST, self._port, timeout=10, context=trusting)
         try:
             connection.request("PUT", f"{path}?restype=container", headers=headers)
             return str(connection.getresponse().status)
-        except http.client.HTTPException as error:
-            return repr(error)
         finally:
             connection.close()
-
-    def _end(self, number: signal.Signals, timeout_s: float) -> None:
-        process, self._process = self._process, None
-        if process is None:
-            return
-        process.send_signal(number)
-        try:
-            process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-    def _log_tail(self) -> str:
-        return self.log.read_text(errors="replace")[-2000:]
 
 
 def find_azurite() -> list[str]:

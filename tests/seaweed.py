@@ -12,13 +12,11 @@ import http.client
 import os
 import random
 import shutil
-import signal
 import socket
-import subprocess
 import sys
-import time
 from pathlib import Path
-from typing import Self
+
+from tests.server_process import ServerProcess
 
 _HOST = "127.0.0.1"
 _REGION = "us-east-1"
@@ -27,11 +25,13 @@ _GRPC_OFFSET = 10_000
 _PORTS = range(11_000, 22_000)
 
 
-class SeaweedServer:
+class SeaweedServer(ServerProcess):
     """One SeaweedFS in `folder`, on ports of its own, with one bucket. Also a context manager.
 
     Everything listens on the loopback address only. Objects survive `kill` and `start`.
     """
+
+    name = "weed"
 
     def __init__(
         self,
@@ -41,27 +41,16 @@ class SeaweedServer:
         access_key: str = "ckpt-demo",
         secret_key: str = "ckpt-demo-secret",
     ) -> None:
-        self._folder = Path(folder)
+        super().__init__(folder)
         self._access_key = access_key
         self._secret_key = secret_key
         self._ports = dict(zip(("s3", "filer", "master", "volume", "admin"), _free_ports(5), strict=True))
-        self._process: subprocess.Popen[bytes] | None = None
         self.bucket = bucket
 
     @property
     def url(self) -> str:
         """The S3 endpoint."""
         return f"http://{_HOST}:{self._ports['s3']}"
-
-    @property
-    def pid(self) -> int | None:
-        """The server's process while it runs."""
-        return self._process.pid if self._process is not None else None
-
-    @property
-    def log(self) -> Path:
-        """What the server printed."""
-        return self._folder / "weed.log"
 
     def environment(self) -> dict[str, str]:
         """The variables that make an S3 client find this server."""
@@ -73,45 +62,13 @@ class SeaweedServer:
             "AWS_EC2_METADATA_DISABLED": "true",
         }
 
-    def start(self, timeout_s: float = 60.0) -> None:
-        """Start the server, also again after `kill`, and return once its bucket accepts a write.
+    def command(self, data: Path) -> tuple[list[str], dict[str, str]]:
+        # It also leaves logs in the folder for temporary files.
+        environment = {**os.environ, **self.environment(), "TMPDIR": str(self._folder)}
+        return [find_weed(), *self._flags(data)], environment
 
-        Raises RuntimeError with the end of its log.
-        """
-        if self._process is not None:
-            raise RuntimeError("the server is running already")
-        data = self._folder / "data"
-        data.mkdir(parents=True, exist_ok=True)
-        with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [find_weed(), *self._flags(data)],
-                cwd=self._folder,
-                # It also leaves logs in the folder for temporary files.
-                env={**os.environ, **self.environment(), "TMPDIR": str(self._folder)},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
-        try:
-            self._wait_until_writable(timeout_s)
-        except BaseException:
-            self.kill()
-            raise
-
-    def kill(self) -> None:
-        """SIGKILL, as a crash would. Idempotent."""
-        self._end(signal.SIGKILL, timeout_s=10.0)
-
-    def stop(self, timeout_s: float = 10.0) -> None:
-        """SIGTERM, and SIGKILL if that takes longer than `timeout_s`. Idempotent."""
-        self._end(signal.SIGTERM, timeout_s)
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
+    def is_ready(self, status: str) -> bool:
+        return status == "200"
 
     def _flags(self, data: Path) -> list[str]:
         ports = (
@@ -136,23 +93,7 @@ class SeaweedServer:
             f"-filer.localSocket={data / 'filer.sock'}",
         ]
 
-    def _wait_until_writable(self, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        while True:
-            assert self._process is not None
-            if self._process.poll() is not None:
-                raise RuntimeError(f"weed ended with {self._process.returncode}:\n{self._log_tail()}")
-            try:
-                status = self._put_probe()
-            except OSError as error:
-                status = repr(error)
-            if status == "200":
-                return
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"weed accepts no write ({status}):\n{self._log_tail()}")
-            time.sleep(0.1)
-
-    def _put_probe(self) -> str:
+    def probe(self) -> str:
         """PUT one small object, signed by hand (AWS Signature Version 4), and return the HTTP status."""
         path = f"/{self.bucket}/.ready"
         now = dt.datetime.now(dt.UTC).strftime("%Y%m%dT%H%M%SZ")
@@ -177,24 +118,8 @@ class SeaweedServer:
         try:
             connection.request("PUT", path, b"ready", headers)
             return str(connection.getresponse().status)
-        except http.client.HTTPException as error:
-            return repr(error)
         finally:
             connection.close()
-
-    def _end(self, number: signal.Signals, timeout_s: float) -> None:
-        process, self._process = self._process, None
-        if process is None:
-            return
-        process.send_signal(number)
-        try:
-            process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-    def _log_tail(self) -> str:
-        return self.log.read_text(errors="replace")[-2000:]
 
 
 def find_weed() -> str:

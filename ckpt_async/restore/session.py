@@ -74,7 +74,7 @@ async def session(
     budgets = Budgets(settings, few=num_of_cores() + 1)
     bulk = connect(remote, options, settings, silence_s=PATIENCE_S, budgets=budgets)
     try:
-        await bulk.open(is_read_only=True)
+        await bulk.open(PATIENCE_S, is_read_only=True)
         yield Session(remote, options, bulk.answering_within(PATIENCE_S), bulk, Pace())
     except IntegrityError as error:
         raise unreliable(str(error)) from error

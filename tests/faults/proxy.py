@@ -36,7 +36,8 @@ class Fault:
 
     `drop_reply`: forward it, then close without an answer. `cut_reply`: the same after `after_bytes` of the answer.
     `spoil_reply`: with an ETag and checksums that are not the object's. `flip_reply`: with one bit of a good
-    answer's body changed, any, or always the same one of the byte at `after_bytes`.
+    answer's body changed, any, or always the same one of the byte at `after_bytes`. `flip_request`: forward it with the
+    last bit of the byte at `after_bytes` changed.
     `unavailable`, `too_many`, `denied`, `expired`, `too_large`: 503 SlowDown, 429, 403 and 400 ExpiredToken, 400
     EntityTooLarge (which no other attempt heals), not forwarded. `reset`: break the
     connection after `after_bytes` of its body; `stall`: read no more after them. `silent`: accept, never read or
@@ -248,6 +249,12 @@ class FaultProxy:
                 data = await reader.read(wanted)
                 if not data:
                     return False
+                if (
+                    fault
+                    and kind == "flip_request"
+                    and 0 <= (at := fault.after_bytes - seen["body"]) < len(data)
+                ):
+                    data = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
                 seen["body"] += len(data)
                 up_writer.write(data)
                 await up_writer.drain()

@@ -25,6 +25,7 @@ from tests.faults.oracle import Oracle
 from tests.faults.processes import SOAK, Nursery
 from tests.faults.proxy import Fault, FaultProxy
 from tests.faults.saves import QUICK, SHARDS, save
+from tests.stores.azure_peer import ACCOUNT, AzurePeer
 
 MIB = 1 << 20
 PART = 5 * MIB
@@ -206,6 +207,59 @@ def test_a_download_that_is_cut_short_or_changed_on_the_way_is_done_again(
     report = restore.fetch(checkpoint, tmp_path / "restored")
     assert len(report.paths) == 2
     assert [fault.num_hits for fault in faults] == [1, 1]
+
+
+@pytest.mark.parametrize(("query", "num_parts"), [("^(?!comp)", 0), (BLOCKS, 3)], ids=["blob", "blocks"])
+def test_a_bit_that_is_changed_on_its_way_to_the_service_is_refused_and_sent_again(
+    azure_proxy: FaultProxy, azure_url: str, tmp_path: Path, query: str, num_parts: int
+) -> None:
+    """The service compares what arrived with the checksum that came along."""
+    size_bytes = num_parts * PART + 5000
+    with Uploader(tmp_path / "folder", f"{azure_url}/run", **QUICK | {"part_size_bytes": PART}) as uploader:
+        times = 2 if num_parts else 1  # block 0 has one byte, and no bit to lose there
+        fault = azure_proxy.add(Fault("flip_request", "PUT", SHARDS, query, times=times, after_bytes=3000))
+        save(uploader, 1, num_shards=1, size_bytes=size_bytes)
+        uploader.wait(1, timeout_s=60)
+    assert fault.num_hits == times
+    answered = [each.upstream_status for each in azure_proxy.exchanges if each.fault == "flip_request"]
+    assert answered == [201] * (times - 1) + [400]
+    assert Oracle(f"{azure_url}/run", 1, num_shards=1, size_bytes=size_bytes).look() == {CheckpointId(1, 1)}
+
+
+def test_an_upload_whose_blocks_the_service_has_forgotten_begins_anew(
+    nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a week uncommitted blocks are gone; a trainer that was away for longer sends all of the shard again."""
+    with AzurePeer() as peer, FaultProxy(peer.url) as proxy:
+        given = peer.environment()["AZURE_STORAGE_CONNECTION_STRING"]
+        monkeypatch.setenv(
+            "AZURE_STORAGE_CONNECTION_STRING", given.replace(peer.url, f"{proxy.url}/{ACCOUNT}")
+        )
+        remote, size_bytes = "az://ckpt/run", 4 * PART + 12345
+        arguments: dict[str, Any] = {
+            "folder": str(tmp_path / "folder"),
+            "remote": remote,
+            "rank": 0,
+            "world_size": 1,
+            "num_shards": 1,
+            "size_bytes": size_bytes,
+            "settings": QUICK | {"part_size_bytes": PART, "num_concurrent_uploads": 1},
+        }
+        held = proxy.add(Fault("hold", "PUT", SHARDS, "comp=blocklist"))
+        trainer = nursery.start("saves", steps=[1], **arguments)
+        trainer.expect("saved")
+        proxy.wait_for(lambda: held.num_hits == 1)
+        trainer.kill()
+        proxy.heal()
+        assert peer.account.blocks
+        peer.forget_blocks()
+        again = nursery.start("saves", steps=[], **arguments)
+        again.expect("saved")
+        again.tell("stop")
+        assert again.finish() == 0, again.log.read_text()
+        assert Oracle(remote, 1, num_shards=1, size_bytes=size_bytes).look() == {CheckpointId(1, 1)}
+        blocks = {part: n for (_, part), n in proxy.sent(SHARDS).items() if part}
+        assert blocks == dict.fromkeys(range(1, 6), 2)
 
 
 @pytest.mark.parametrize("what", ["credentials", "container", "nobody there", "nothing given"])

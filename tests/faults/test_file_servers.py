@@ -1,11 +1,21 @@
-"""Ranks that are killed again and again, and keep their checkpoints on a real SFTP server."""
+"""SFTP, WebDAV and web servers that break off, answer wrongly or not at all; ranks that are killed before one."""
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
+import fsspec.config
+import pytest
+
+from ckpt_async import StoreOptions, Uploader, restore
 from ckpt_async.core.model import CheckpointId
+from tests.faults.cutter import Cutter
 from tests.faults.oracle import Oracle, heard
 from tests.faults.processes import Nursery, Trainer
+from tests.faults.proxy import Fault, FaultProxy
+from tests.faults.saves import QUICK, SHARDS, save
+from tests.file_servers import FileServer
+from tests.web_servers import serving_ranges
 
 WORLD_SIZE = 2
 SETTINGS = {
@@ -15,6 +25,16 @@ SETTINGS = {
     "retry_max_s": 0.1,
     "num_checkpoints_to_keep": 1,
 }
+
+
+@pytest.fixture
+def webdav_proxy(
+    webdav_server: FileServer, webdav_url: str, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> Iterator[FaultProxy]:
+    """In front of the session's server, and in fsspec's configuration instead of it."""
+    with FaultProxy(f"http://127.0.0.1:{webdav_server.port}", seed) as proxy:
+        monkeypatch.setitem(fsspec.config.conf, "webdav", {"base_url": f"{proxy.url}/"})
+        yield proxy
 
 
 def test_ranks_that_are_killed_lose_nothing_on_an_sftp_server(
@@ -67,3 +87,85 @@ def test_ranks_that_are_killed_lose_nothing_on_an_sftp_server(
         trainer.tell("stop")
         assert trainer.finish() == 0, trainer.log.read_text()
     assert oracle.latest == max(oracle.committed)
+
+
+# Paramiko's thread that reads ahead ends with the connection, and with a traceback.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_sftp_connection_that_breaks_anywhere_loses_and_doubles_nothing(
+    sftp_server: FileServer, sftp_url: str, tmp_path: Path, seed: int
+) -> None:
+    """On the way there a body is cut short, on the way back an answer is lost: nobody knows what was done."""
+    random_ = random.Random(seed)
+    with Cutter(sftp_server.port) as cutter:
+        remote = sftp_url.replace(f":{sftp_server.port}/", f":{cutter.port}/") + "/run"
+        with Uploader(tmp_path / "folder", remote, **QUICK) as uploader:
+            for step in range(1, 9):
+                way, most = ("up", 40_000) if step % 2 else ("down", 20_000)
+                cutter.cut(way, random_.randrange(most))
+                save(uploader, step)
+                uploader.wait(step, timeout_s=60)
+        assert cutter.num_cut >= 6
+        oracle = Oracle(f"{sftp_url}/run", 1)
+        assert oracle.look() == {CheckpointId(1, step) for step in range(1, 9)}
+        for number in range(4):  # while it is opened, listed or read
+            cutter.cut("down", random_.randrange(30_000))
+            assert restore.fetch_latest(remote, tmp_path / f"restored-{number}") is not None
+
+
+@pytest.mark.parametrize("method", ["PUT", "MOVE", "MKCOL", "PROPFIND", "GET", ""])
+def test_a_lost_reply_of_a_webdav_server_is_survived(
+    webdav_proxy: FaultProxy, webdav_url: str, tmp_path: Path, method: str
+) -> None:
+    """What it did, it has done: a file is there by its temporary name, or moved already. Or of one request in six."""
+    with Uploader(tmp_path / "folder", f"{webdav_url}/run", **QUICK) as uploader:
+        how = {"times": 4} if method else {"probability": 1 / 6}
+        fault = webdav_proxy.add(Fault("drop_reply", method, **how))
+        for step in (1, 2):
+            save(uploader, step)
+            uploader.wait(step, timeout_s=60)
+        assert fault.num_hits >= (1 if method in ("MKCOL", "GET") else 2)
+        webdav_proxy.heal()
+    oracle = Oracle(f"{webdav_url}/run", 1)
+    assert oracle.look() == {CheckpointId(1, 1), CheckpointId(1, 2)}
+    assert oracle.latest == CheckpointId(1, 2)
+
+
+@pytest.mark.parametrize("kind", ["cut_reply", "flip_reply", "flip_request", "reset", "stall"])
+def test_bytes_that_a_webdav_server_gets_or_gives_wrong_do_not_count(
+    webdav_proxy: FaultProxy, webdav_url: str, tmp_path: Path, kind: str
+) -> None:
+    """It compares nothing; reading back finds out."""
+    is_request = kind in ("flip_request", "reset", "stall")
+    size_bytes = 1 << 20
+    with Uploader(tmp_path / "folder", f"{webdav_url}/run", **QUICK) as uploader:
+        method, key = ("PUT", r"/tmp/") if is_request else ("GET", r"/tmp/|step-")
+        fault = webdav_proxy.add(Fault(kind, method, key, times=1, after_bytes=300_000))
+        save(uploader, 1, num_shards=1, size_bytes=size_bytes)
+        uploader.wait(1, timeout_s=60)
+    assert fault.num_hits == 1
+    assert Oracle(f"{webdav_url}/run", 1, num_shards=1, size_bytes=size_bytes).look() == {CheckpointId(1, 1)}
+
+
+@pytest.mark.parametrize(
+    "kind", ["drop_reply", "cut_reply", "flip_reply", "unavailable", "too_many", "stall"]
+)
+def test_a_web_server_that_answers_badly_is_asked_again(tmp_path: Path, kind: str) -> None:
+    folder = tmp_path / "served"
+    with Uploader(tmp_path / "folder", f"file://{folder}/run", **QUICK) as uploader:
+        save(uploader, 1, num_shards=2, size_bytes=1 << 20)
+        uploader.wait(1, timeout_s=30)
+    with serving_ranges(folder) as url, FaultProxy(url) as proxy:
+        kind_there = "silent" if kind == "stall" else kind
+        faults = [
+            proxy.add(Fault(kind_there, "GET", SHARDS, times=1, after_bytes=300_000)),
+            proxy.add(
+                Fault("drop_reply" if kind == "flip_reply" else kind_there, "GET", "latest|receipts", times=1)
+            ),
+        ]
+        options = StoreOptions(read_timeout_s=1.0)
+        found = restore.fetch_latest(f"{proxy.url}/run", tmp_path / "restored", store_options=options)
+    assert found is not None
+    assert [fault.num_hits for fault in faults] == [1, 1]
+    for name in found[1].paths:
+        there = [each for each in folder.rglob(Path(name).name) if "ckpt/step-" in str(each)]
+        assert there[0].read_bytes() == (tmp_path / "restored" / name).read_bytes()

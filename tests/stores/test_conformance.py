@@ -25,6 +25,7 @@ from ckpt_async.stores import StoreOptions, open_store
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.interface import BytesBody, Create, Match, SmallGet, SmallPut
 from ckpt_async.stores.memory import MemoryBucket, MemoryStore
+from tests.azurite import AzuriteServer
 from tests.faults.proxy import FaultProxy
 from tests.stores.azure_peer import AzurePeer
 from tests.stores.bodies import ChangedBody, ReusingBody, ShortBody, put
@@ -875,6 +876,56 @@ class TestAzureAsDocumented(AzureTests):
     def make_store(self):
         with AzurePeer() as peer:
             yield functools.partial(open_store, "az://ckpt/run", env=peer.environment())
+
+
+@pytest.fixture(scope="module")
+def azurite_over_tls(authority, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("azurite-tls")
+    issued = authority.issue_cert("127.0.0.1")
+    issued.private_key_pem.write_to_path(folder / "key.pem")
+    for each in issued.cert_chain_pems:
+        each.write_to_path(folder / "cert.pem", append=True)
+    with AzuriteServer(folder, tls=(folder / "cert.pem", folder / "key.pem")) as server:
+        yield server
+
+
+class TestAzureOverTls:
+    """Azurite with a certificate of the tests' authority: the same bytes through the other kind of socket."""
+
+    algorithm, crc, odd_key = "crc64nvme", StoreTests.crc, ODD_KEY
+    BIG, SMALL = MultipartTests.BIG, MultipartTests.SMALL
+    put_parts, whole = MultipartTests.put_parts, MultipartTests.whole
+    test_objects_read_back_as_written = StoreTests.test_objects_read_back_as_written
+    test_a_body_may_reuse_one_buffer_for_its_slices = (
+        StoreTests.test_a_body_may_reuse_one_buffer_for_its_slices
+    )
+    test_ranged_reads = StoreTests.test_ranged_reads
+    test_a_copy_has_the_bytes_and_the_checksum_of_its_source = (
+        StoreTests.test_a_copy_has_the_bytes_and_the_checksum_of_its_source
+    )
+    test_failed_conditions_are_reported = StoreTests.test_failed_conditions_are_reported
+    test_wrong_checksum_is_refused = StoreTests.test_wrong_checksum_is_refused
+    test_life_of_a_multipart_upload = MultipartTests.test_life_of_a_multipart_upload
+    test_a_part_with_a_wrong_checksum_is_rejected = (
+        MultipartTests.test_a_part_with_a_wrong_checksum_is_rejected
+    )
+
+    @pytest.fixture
+    def make_store(self, azurite_over_tls, ca_file, monkeypatch):
+        monkeypatch.setenv("REQUESTS_CA_BUNDLE", ca_file)
+        url = f"az://{azurite_over_tls.container}/{uuid.uuid4().hex}"
+        return functools.partial(open_store, url, env=azurite_over_tls.environment())
+
+    def test_an_untrusted_certificate_is_rejected(self, azurite_over_tls, run):
+        async def body():
+            store = open_store(f"az://{azurite_over_tls.container}/run", env=azurite_over_tls.environment())
+            try:
+                with pytest.raises(StoreError, match="certificate"):
+                    await store.open()
+            finally:
+                await store.close()
+
+        run(body())
 
 
 class TestGcsStore(MultipartTests):

@@ -37,3 +37,13 @@ def test_of_a_server_that_does_not_speak_ssh(webdav_server: FileServer) -> None:
     port = webdav_server.port
     [line] = said(f"sftp://127.0.0.1:{port}/run", FSSPEC_SFTP_USERNAME="me", FSSPEC_SFTP_PASSWORD="mine")
     assert "SSH protocol banner" in line
+
+
+def test_of_an_option_that_is_missing() -> None:
+    [line] = said("webdav:///run")
+    assert "the option base_url is missing (set FSSPEC_WEBDAV_BASE_URL)" in line
+
+
+def test_of_a_server_that_is_not_there() -> None:
+    [line] = said("webdav:///run", FSSPEC_WEBDAV_BASE_URL="http://127.0.0.1:1/")
+    assert "is webdav:///run right, and reachable from here?" in line

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import re
 from collections.abc import Iterator
 
 from ckpt_async.errors import CkptAsyncError, FailureReason, ObjectNotFoundError, StoreError
@@ -20,9 +21,7 @@ _STATUS = {
 }
 # Mistakes, here or in the file system: no other attempt will do better.
 _FINAL = (TypeError, ValueError, NotImplementedError, AttributeError, ImportError, IsADirectoryError)
-OPTIONS_HINT = (
-    "options and credentials come from fsspec's configuration, FSSPEC_<SCHEME>_<OPTION> in the environment"
-)
+_MISSING = re.compile(r"missing \d+ required [a-z-]+ arguments?: '(\w+)'")
 
 
 @contextlib.contextmanager
@@ -43,7 +42,7 @@ def translating(operation: str, key: str) -> Iterator[None]:
             reason=reason,
             operation=operation,
             key=key,
-            hint=_hint(error, reason, operation),
+            hint=_hint(error, reason, operation, key),
         ) from error
 
 
@@ -81,9 +80,24 @@ def _status(error: Exception) -> int | None:
     return None
 
 
-def _hint(error: Exception, reason: FailureReason, operation: str) -> str:
+def missing_option(error: Exception) -> str:
+    """The name of one that a file system cannot be made without; "" if it is not that."""
+    found = _MISSING.search(str(error)) if isinstance(error, TypeError) else None
+    return found[1] if found is not None else ""
+
+
+def options_hint(url: str, option: str = "") -> str:
+    scheme = url.partition("://")[0].upper()
+    if option:
+        return f"set FSSPEC_{scheme}_{option.upper()}"
+    return f"options and credentials come from fsspec's configuration: FSSPEC_{scheme}_<OPTION> in the environment"
+
+
+def _hint(error: Exception, reason: FailureReason, operation: str, key: str) -> str:
     if reason is FailureReason.AUTH and operation == "open":
-        return OPTIONS_HINT
+        return options_hint(key)
+    if operation == "open" and reason in (FailureReason.TRANSIENT, FailureReason.TIMEOUT):
+        return f"is {key} right, and reachable from here?"
     if isinstance(error, ImportError):
         return "install the package that fsspec needs for this kind of file system"
     return ""

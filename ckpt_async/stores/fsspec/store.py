@@ -27,7 +27,7 @@ from ckpt_async.errors import (
 from ckpt_async.stores.bodies import WriterCancelledError, send_in_thread
 from ckpt_async.stores.checks import check_key, check_prefix, check_size
 from ckpt_async.stores.checksums import checksum_of
-from ckpt_async.stores.fsspec.failures import OPTIONS_HINT, translating
+from ckpt_async.stores.fsspec.failures import missing_option, options_hint, translating
 from ckpt_async.stores.fsspec.files import ALGORITHM, Files, Manners, is_posix, probe
 from ckpt_async.stores.fsspec.lanes import FileSystem, Lanes, Pipe, PipeWriter
 from ckpt_async.stores.interface import (
@@ -128,12 +128,13 @@ class FsspecStore(WholeObjects):
             file_system = kind(skip_instance_cache=True, **options)
         except (FileNotFoundError, TypeError) as error:
             # A key's file that is not there, an option that is missing: never "there is no run".
+            option = missing_option(error)
             raise StoreError(
-                f"{type(error).__name__}: {error}",
+                f"the option {option} is missing" if option else f"{type(error).__name__}: {error}",
                 reason=FailureReason.AUTH,
                 operation="open",
                 key=self._url,
-                hint=OPTIONS_HINT,
+                hint=options_hint(self._url, option),
             ) from error
         self._root = str(kind._strip_protocol(self._url)).rstrip("/")  # noqa: SLF001
         return file_system
@@ -306,7 +307,7 @@ class FsspecStore(WholeObjects):
                 self._check_there(files, operation, key)
                 raise
 
-        with translating(operation, key):
+        with translating(operation, key or self._url):
             return await self._lanes.call(in_lane)
 
     async def _found(self, key: str, operation: str) -> ObjectInfo:

@@ -61,6 +61,7 @@ _CAPABILITIES = Capabilities(
     lists=False,
     remarks=("read-only", "nothing can be listed: only what has a known name is found"),
 )
+_NO_LISTINGS = "a web server has no listings: `ckpt-async pull` finds a checkpoint there by its known names"
 # As stored, not as some cache or the server's own compression would have it.
 _HEADERS = {"Accept-Encoding": "identity", "Cache-Control": "no-cache", "User-Agent": "ckpt-async"}
 # Where a redirect has led to may be signed for minutes only.
@@ -279,7 +280,7 @@ class WebStore(WholeObjects):
     # --- what a web server does not do: refused as to somebody without the right -----------------------------
 
     async def list(self, prefix: str, *, start_after: str = "", enough: Enough | None = None) -> Listing:
-        self._refuse("list", prefix, "a web server has no listings")
+        self._refuse("list", prefix, _NO_LISTINGS)
 
     async def put(
         self, key: str, body: Body, checksum: Checksum, *, condition: Condition = None
@@ -299,7 +300,7 @@ class WebStore(WholeObjects):
         self._refuse("copy", key)
 
     async def list_multiparts(self, prefix: str) -> Sequence[MultipartInfo]:
-        self._refuse("list_multiparts", prefix, "a web server has no listings")
+        self._refuse("list_multiparts", prefix, _NO_LISTINGS)
 
     def _refuse(self, operation: str, key: str, what: str = "a web server can only be read") -> NoReturn:
         raise StoreError(what, reason=FailureReason.AUTH, operation=operation, key=key)

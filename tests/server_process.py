@@ -1,0 +1,113 @@
+"""A server of the tests as a process of its own: started until it answers, killed, stopped. Standard library only."""
+
+from __future__ import annotations
+
+import http.client
+import signal
+import subprocess
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Self
+
+
+class ServerProcess(ABC):
+    """Runs in `folder`, and logs there. Also a context manager."""
+
+    name: str
+
+    def __init__(self, folder: Path | str) -> None:
+        self._folder = Path(folder)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @abstractmethod
+    def command(self, data: Path) -> tuple[Sequence[str], Mapping[str, str]]:
+        """What to run on the folder `data`, and in which environment."""
+
+    @abstractmethod
+    def probe(self) -> str:
+        """Ask whether it serves; what it answered. Raises OSError or HTTPException."""
+
+    @abstractmethod
+    def is_ready(self, status: str) -> bool:
+        """Whether `probe` says so."""
+
+    @property
+    def pid(self) -> int | None:
+        """The server's process while it runs."""
+        return self._process.pid if self._process is not None else None
+
+    @property
+    def log(self) -> Path:
+        """What the server printed."""
+        return self._folder / f"{self.name}.log"
+
+    def start(self, timeout_s: float = 60.0) -> None:
+        """Start the server, also again after `kill`, and return once it serves. Raises RuntimeError with the end of its
+        log.
+        """
+        if self._process is not None:
+            raise RuntimeError("the server is running already")
+        data = self._folder / "data"
+        data.mkdir(parents=True, exist_ok=True)
+        command, environment = self.command(data)
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                command,
+                cwd=self._folder,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+        try:
+            self._wait_until_ready(timeout_s)
+        except BaseException:
+            self.kill()
+            raise
+
+    def kill(self) -> None:
+        """SIGKILL, as a crash would. Idempotent."""
+        self._end(signal.SIGKILL, timeout_s=10.0)
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """SIGTERM, and SIGKILL if that takes longer than `timeout_s`. Idempotent."""
+        self._end(signal.SIGTERM, timeout_s)
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _wait_until_ready(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            assert self._process is not None
+            if self._process.poll() is not None:
+                raise RuntimeError(f"{self.name} ended with {self._process.returncode}:\n{self._log_tail()}")
+            try:
+                status = self.probe()
+            except (OSError, http.client.HTTPException) as error:
+                status = repr(error)
+            if self.is_ready(status):
+                return
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{self.name} does not serve ({status}):\n{self._log_tail()}")
+            time.sleep(0.1)
+
+    def _end(self, number: signal.Signals, timeout_s: float) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.send_signal(number)
+        try:
+            process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def _log_tail(self) -> str:
+        return self.log.read_text(errors="replace")[-2000:]
