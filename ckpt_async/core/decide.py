@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from ckpt_async.core.local_state import Local, LocalCheckpoint
 from ckpt_async.core.model import CheckpointId, Latest, Outcome, Receipt
 from ckpt_async.core.retention import Candidate, KeepLocal
+from ckpt_async.core.units import few
 
 # --- what is known of the store ----------------------------------------------------------------------------
 
@@ -480,6 +481,15 @@ def obstacle(checkpoint: CheckpointId, receipts: Iterable[Receipt]) -> str | Non
             rank, other = owners.setdefault(shard.key, (receipt.rank, content))
             if other != content:
                 return f"ranks {rank} and {receipt.rank} both wrote {shard.key}, with different content"
+    return _lacking(by_rank)
+
+
+def _lacking(receipts: Iterable[Receipt]) -> str | None:
+    """That a file which some rank expects is nobody's."""
+    there = {shard.name for receipt in receipts for shard in receipt.shards}
+    for receipt in receipts:
+        if lacking := sorted({*receipt.expected} - there):
+            return f"rank {receipt.rank} expects {few(lacking)}, which no rank has"
     return None
 
 

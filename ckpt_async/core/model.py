@@ -84,6 +84,9 @@ class Receipt:
     world_size: int
     shards: tuple[StoredShard, ...]
     metrics: tuple[tuple[str, float], ...] = ()
+    expected: tuple[
+        str, ...
+    ] = ()  # shards, of whichever rank, without which the checkpoint is not whole (R5)
 
     @property
     def size_bytes(self) -> int:
@@ -274,6 +277,7 @@ class Sealed:
     world_size: int
     metrics: tuple[tuple[str, float], ...] = ()
     sealed_at: float | None = None  # None: when the row was written
+    expected: tuple[str, ...] = ()  # as in `Receipt`
 
 
 @dataclass(frozen=True, slots=True)

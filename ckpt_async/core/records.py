@@ -61,6 +61,7 @@ def encode_receipt(receipt: Receipt) -> bytes:
                 | _publish_fields(shard)
                 for shard in receipt.shards
             ],
+            **_expected_fields(receipt),
         },
     )
 
@@ -78,6 +79,7 @@ def decode_receipt(data: bytes, expected: CheckpointId, rank: int) -> Receipt:
         world_size=_int(fields, "world_size", 1, keys.MAX_RANK + 1),
         shards=_stored_shards(_list(fields, "shards"), keys.data_prefix(name, expected.generation)),
         metrics=_metrics(fields),
+        expected=_expected(fields),
     )
     if (receipt.checkpoint, receipt.rank) != (expected, rank):
         raise InvalidRecordError(
@@ -105,6 +107,16 @@ def _stored_shards(items: Iterable[object], prefix: str) -> tuple[StoredShard, .
 def _publish_fields(shard: Shard | StoredShard) -> Json:
     """Nothing where nothing is to be published: as earlier versions wrote it, who read it without this field."""
     return {"publish_as": shard.publish_as} if shard.publish_as else {}
+
+
+def _expected_fields(of: Receipt | Sealed) -> Json:
+    """As with what is published."""
+    return {"expected": list(of.expected)} if of.expected else {}
+
+
+def _expected(fields: Mapping[str, Any]) -> tuple[str, ...]:
+    names = _list(fields, "expected") if "expected" in fields else []
+    return tuple(_relative({"expected": name}, "expected") for name in names)
 
 
 def _publish_as(fields: Mapping[str, Any]) -> str:
@@ -313,6 +325,7 @@ def encode_manifest(
             "metrics": dict(sealed.metrics) if sealed else {},
             **({} if sealed is None or sealed.sealed_at is None else {"sealed_at": sealed.sealed_at}),
             "shards": [_shard_fields(shard) for shard in shards],
+            **({} if sealed is None else _expected_fields(sealed)),
         },
     )
 
@@ -327,7 +340,7 @@ def decode_manifest(data: bytes, expected: CheckpointId) -> tuple[list[Enqueued]
         return enqueued, None
     world_size = _int(fields, "world_size", 1, keys.MAX_RANK + 1)
     sealed_at = _float(fields, "sealed_at") if "sealed_at" in fields else None
-    return enqueued, Sealed(checkpoint, name, world_size, _metrics(fields), sealed_at)
+    return enqueued, Sealed(checkpoint, name, world_size, _metrics(fields), sealed_at, _expected(fields))
 
 
 def _shard_fields(shard: Shard) -> Json:

@@ -36,6 +36,6 @@ def named(what: str, numbers: Sequence[int]) -> str:
     return f"{what}{'s' * (len(numbers) > 1)} {few(numbers)}"
 
 
-def few(numbers: Sequence[int]) -> str:
+def few(numbers: Sequence[object]) -> str:
     """The first of them: 3, 4, 5 …"""
     return ", ".join(map(str, numbers[:MAX_SHOWN])) + (" …" if numbers[MAX_SHOWN:] else "")

@@ -37,6 +37,7 @@ async def store_receipt(state: State, action: decide.StoreReceipt) -> None:
             if each.stored is not None
         ),
         checkpoint.sealed.metrics,
+        checkpoint.sealed.expected,
     )
     key, data = keys.receipt_key(checkpoint.id, state.rank), records.encode_receipt(receipt)
     there = await cas.create_once(state.store, key, data)

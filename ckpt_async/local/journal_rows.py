@@ -24,6 +24,7 @@ from ckpt_async.core.model import (
     Opened,
     Outcome,
     RemoteAddress,
+    Sealed,
     Shard,
     StoredShard,
     Verified,
@@ -126,7 +127,9 @@ def _fields(value: Any) -> Any:
     """Of an event or what is in it: `dataclasses.asdict` without the copies, for which the trainer would wait."""
     if isinstance(value, enum.Enum):
         return value.value
-    return {name: getattr(value, name) for name in value.__slots__}
+    # Where nothing is expected: as earlier versions wrote it, who know no such field.
+    left_out = "expected" if isinstance(value, Sealed) and not value.expected else ""
+    return {name: getattr(value, name) for name in value.__slots__ if name != left_out}
 
 
 _ENCODER = json.JSONEncoder(separators=(",", ":"), default=_fields)
@@ -177,6 +180,7 @@ def _event(kind: str, fields: dict[str, Any]) -> Event:
             fields["shard"] = Shard(**shard)
         case "Sealed":
             fields["metrics"] = tuple((name, value) for name, value in fields["metrics"])
+            fields["expected"] = tuple(fields.get("expected", ()))
         case "MadeDurable" | "Copied":
             fields["shards"] = tuple(fields["shards"])
         case "Verified":  # of version 1

@@ -239,19 +239,32 @@ class Uploader:
             self._engine.record(Growing(id_, full_name, name, source))
         return writer
 
-    def seal(self, step: int, *, name: str | None = None, metrics: Mapping[str, float] | None = None) -> None:
+    def seal(
+        self,
+        step: int,
+        *,
+        name: str | None = None,
+        metrics: Mapping[str, float] | None = None,
+        expected: Collection[str] = (),
+    ) -> None:
         """Declare that this rank has no more shards for `step`. Returns at once; survives SIGKILL.
 
         The last rank to finish commits the checkpoint, once every rank has sealed it and all shards are verified. If no
         rank has any shard, it is given up. A rank without shards must seal too. `metrics` (a loss, for example) are
         stored with the commit, for retention by value; values that are not finite are left out.
+
+        `expected` names shards, of whichever ranks: if no rank has one of them, the checkpoint is given up. For a rank
+        that knows what the whole is made of, but not who has it.
         """
         self._check_usable()
         id_ = self._checkpoint(step)
         values = metric_values(metrics or {}, id_.step)
+        wanted = naming.several(expected, "expected")
+        whole = tuple(sorted(naming.check_relative(each, "expected shard") for each in wanted))
         with self._lock:
             checkpoint = self._checkpoints.to_seal(id_, name)
-            self._engine.journal.append([Sealed(id_, checkpoint.name, self.world_size, values)])
+            sealed = Sealed(id_, checkpoint.name, self.world_size, values, expected=whole)
+            self._engine.journal.append([sealed])
             self._checkpoints.seal(id_.step)
         self._engine.view().wake()
 

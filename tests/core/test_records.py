@@ -58,7 +58,10 @@ def receipts(draw: st.DrawFn) -> Receipt:
         )
         for each in names
     )
-    return Receipt(id_, name, draw(st.integers(0, world_size - 1)), world_size, shards, draw(metrics))
+    expected = tuple(each.name for each in shards) if draw(st.booleans()) else ()
+    return Receipt(
+        id_, name, draw(st.integers(0, world_size - 1)), world_size, shards, draw(metrics), expected
+    )
 
 
 @st.composite
@@ -126,7 +129,7 @@ def test_manifest_round_trips(
         )
         for each in names
     ]
-    sealed = Sealed(id_, name, 3, values) if is_sealed else None
+    sealed = Sealed(id_, name, 3, values, expected=tuple(names)) if is_sealed else None
     enqueued, also_sealed = records.decode_manifest(records.encode_manifest(id_, name, shards, sealed), id_)
     assert ([Enqueued(id_, name, shard) for shard in shards], sealed) == (enqueued, also_sealed)
 
@@ -134,6 +137,7 @@ def test_manifest_round_trips(
 def test_records_where_nothing_is_published_are_as_earlier_versions_write_them() -> None:
     """Two ranks of different versions must not write different receipts; and neither reads the other's any worse."""
     assert b"publish_as" not in records.encode_receipt(RECEIPT)
+    assert b"expected" not in records.encode_receipt(RECEIPT) + records.encode_manifest(ID, "x-300", [], None)
     assert b"publish_as" not in records.encode_manifest(ID, "step-300", [SHARD], None)
     published = replace(RECEIPT, shards=(replace(RECEIPT.shards[0], publish_as="exact/b"),))
     fields = json.loads(records.encode_receipt(published))

@@ -63,6 +63,7 @@ EVENTS: list[Event] = [
     ),
     Enqueued(ID, "ep1-ba300", Shard("a/b", "x/a/b", FileIdentity(1, 1 << 60, 3, 1 << 62), is_linked=True)),
     Sealed(ID, "ep1-ba300", 4, (("loss", 0.1), ("é", -1.0))),
+    Sealed(ID, "ep1-ba300", 4, expected=("a", "b/c")),
     MadeDurable(ID, ("a/b", "c"), is_sealed=True),
     Superseded(ID, "uploads fell behind"),
     MultipartOpened(ID, "a/b", "upload\n'\"", 5),

@@ -58,8 +58,9 @@ class Protocol(RuleBasedStateMachine):
         who=st.integers(0, 5),
         num_shards=st.sampled_from([1, 2, 0]),
         what=st.sampled_from(["sealed", "open", "skipped"]),
+        expects_all=st.booleans(),
     )
-    def save(self, who: int, num_shards: int, what: str) -> None:
+    def save(self, who: int, num_shards: int, what: str, expects_all: bool) -> None:
         """One rank alone, perhaps without sealing it, perhaps not at all."""
         host = self._pick([host for host in self.world.hosts if self._may_save(host)], who)
         if host is None:
@@ -67,7 +68,7 @@ class Protocol(RuleBasedStateMachine):
         if what == "skipped":
             host.next_step += 1
         else:
-            self.world.save(host, num_shards=num_shards, is_sealed=what == "sealed")
+            self.world.save(host, num_shards=num_shards, is_sealed=what == "sealed", expects_all=expects_all)
 
     @rule(num_shards=st.sampled_from([1, 2]))
     def save_everywhere(self, num_shards: int) -> None:

@@ -38,6 +38,11 @@ def commits_what_has_no_shards() -> contextlib.AbstractContextManager[None]:
     return patched((decide, "obstacle", obstacle))
 
 
+def commits_without_what_is_expected() -> contextlib.AbstractContextManager[None]:
+    """R5: a file that the writer's mark names is on a node that nobody looked at."""
+    return patched((decide, "_lacking", lambda *_: None))
+
+
 def commits_without_all_receipts() -> contextlib.AbstractContextManager[None]:
     """R1: whoever is first commits what is there."""
 
@@ -340,6 +345,7 @@ def the_last_to_come_has_the_key() -> contextlib.AbstractContextManager[None]:
 
 MUTANTS = [
     (commits_what_has_no_shards, Protocol, "I1"),
+    (commits_without_what_is_expected, Protocol, "I1"),
     (commits_without_all_receipts, Protocol, "I1"),
     (commits_before_uploads, Protocol, "I1|I4|I6"),
     (mixes_generations, Protocol, "R5|R4|I6|I1|R3"),

@@ -456,6 +456,7 @@ class Truth:
     is_sealed: bool = False
     is_promised: bool = True  # no fault has happened to it that it need not survive
     is_acknowledged: bool = False  # made durable, seal and all: it survives power loss
+    expected: tuple[str, ...] = ()  # shards of whichever ranks
 
 
 class World:
@@ -593,7 +594,15 @@ class World:
         recovery.rebuild(known)
         host.engine._begin()
 
-    def save(self, host: Host, *, num_shards: int, is_sealed: bool, name: str | None = None) -> None:
+    def save(
+        self,
+        host: Host,
+        *,
+        num_shards: int,
+        is_sealed: bool,
+        name: str | None = None,
+        expects_all: bool = False,
+    ) -> None:
         """The trainer's `enqueue` and `seal` of its next step."""
         id_ = CheckpointId(host.generation, host.next_step)
         truth = self.truths.setdefault((id_, host.rank), Truth())
@@ -612,8 +621,10 @@ class World:
         if events:
             host.journal.append(events)
         if is_sealed:
-            host.journal.append([Sealed(id_, full_name, self.world_sizes[host.generation])])
-            truth.is_sealed = True
+            world_size = self.world_sizes[host.generation]
+            expected = tuple(f"r{rank}-0" for rank in range(world_size)) if expects_all else ()
+            host.journal.append([Sealed(id_, full_name, world_size, expected=expected)])
+            truth.is_sealed, truth.expected = True, expected
             host.next_step += 1
 
     def _exact_key(self, id_: CheckpointId, rank: int, number: int) -> str:
@@ -873,7 +884,8 @@ class World:
             return
         rank = int(decision.decided_by.split()[1])
         truth = self.truths[id_, rank]
-        if truth.is_sealed and truth.is_promised and self._has_shards(id_):
+        is_all_there = self._lacks(id_) is None
+        if truth.is_sealed and truth.is_promised and self._has_shards(id_) and is_all_there:
             raise ViolationError(f"I4: rank {rank} gave up {id_}, which it had promised: {decision.reason}")
 
     def _has_shards(self, id_: CheckpointId) -> bool:
@@ -900,6 +912,14 @@ class World:
             stored = {each.name: self.bucket.objects.get(each.key) for each in receipt.shards}
             if {name: each and each.data for name, each in stored.items()} != truth.shards:
                 raise ViolationError(f"I1: {id_} committed, rank {rank} has {stored}, not {truth.shards}")
+        if (lacking := self._lacks(id_)) is not None:
+            raise ViolationError(f"I1: {id_} committed without {lacking}, which is expected")
+
+    def _lacks(self, id_: CheckpointId) -> str | None:
+        """A shard that some rank expects and none has."""
+        truths = [truth for (each, _), truth in self.truths.items() if each == id_]
+        there = {name for truth in truths for name in truth.shards}
+        return next((name for truth in truths for name in truth.expected if name not in there), None)
 
     def _check_deleted(self, key: str) -> None:
         decision = keys.parse_decision_key(key)

@@ -62,6 +62,22 @@ def test_a_checkpoint_without_shards_is_never_committed(opened: Open) -> None:
     assert {id_.step: outcome for id_, outcome in decisions(store).items()} == {1: "commit", 2: "abort"}
 
 
+def test_a_checkpoint_that_lacks_what_is_expected_is_never_committed(opened: Open) -> None:
+    """Whoever knows what the whole is made of does not know who has it."""
+    store = Meddled()
+    with opened(store, on_error="warn") as uploader:
+        for step in (1, 2):
+            uploader.enqueue(write(uploader, f"step-{step}/a.pt", b"x"), step)
+        uploader.seal(1, expected=["a.pt"])
+        uploader.seal(2, expected=["b.pt", "a.pt"])
+        uploader.wait(1, timeout_s=10)
+        with pytest.raises(CheckpointAbortedError, match=r"rank 0 expects b\.pt, which no rank has"):
+            uploader.wait(2, timeout_s=10)
+        with pytest.raises(InvalidNameError, match="must be a collection of names"):
+            uploader.seal(3, expected="a.pt")
+    assert {id_.step: outcome for id_, outcome in decisions(store).items()} == {1: "commit", 2: "abort"}
+
+
 def test_numbers_of_other_libraries_are_accepted_and_non_finite_metrics_rejected(
     opened: Open, caplog: pytest.LogCaptureFixture
 ) -> None:
