@@ -282,7 +282,7 @@ class ListJournal:
         self._rank = rank
         self._rows: list[JournalRow] = []
 
-    def append(self, events: Iterable[Event]) -> None:
+    def append(self, events: Iterable[Event], _notices: object = ()) -> None:
         for event in events:
             self._rows.append(JournalRow(len(self._rows) + 1, self._rank, 0.0, event))
 

@@ -394,7 +394,7 @@ class Journal:
             rows.append(JournalRow(self.sequence, self.rank, self.world.now, event))
         self.states.append(tuple(rows))
 
-    def append(self, events: Iterable[Event]) -> None:
+    def append(self, events: Iterable[Event], _notices: object = ()) -> None:
         events = list(events)
         for event in events:
             self.world.on_event(self.rank, event)

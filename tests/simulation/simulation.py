@@ -18,7 +18,7 @@ import shutil
 import tempfile
 import types
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -38,6 +38,7 @@ from ckpt_async.core.model import (
     Superseded,
 )
 from ckpt_async.core.naming import checkpoint_name
+from ckpt_async.core.notices import Notice
 from ckpt_async.core.observe import Observer
 from ckpt_async.core.retention import KeepLast
 from ckpt_async.core.settings import INHERITED, Settings
@@ -90,12 +91,12 @@ class SimulatedJournal(Journal):
         super().__init__(folder, rank, clock=lambda: self.world.clock_of(process))
         process.hold(self.close)
 
-    def append(self, events: Iterable[Event]) -> None:
+    def append(self, events: Iterable[Event], notices: Sequence[Notice] = ()) -> None:
         self._process.check_alive()
         events = list(events)
         for event in events:
             self.world.on_event(self.rank, event)
-        super().append(events)
+        super().append(events, notices)
 
 
 class SimulatedFolder(Folder):
