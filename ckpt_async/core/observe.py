@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ckpt_async.errors import FailureReason
 
@@ -31,9 +31,12 @@ class Observer:
     def bytes_uploaded(self, size_bytes: int) -> None:
         """The store acknowledged this many bytes of shards."""
 
-    def shards_finished(self, result: str, num_shards: int, duration_s: float) -> None:
+    def shards_finished(
+        self, result: str, num_shards: int, duration_s: float, step: int | None = None, at: float = 0.0
+    ) -> None:
         """Shards are verified (ok), gave up for now (failed), or can never be sent (source_changed,
-        source_missing, superseded), each after `duration_s`.
+        source_missing, superseded), each after `duration_s`. If they are of one checkpoint and were sent: of which
+        step, and when that ended.
         """
 
     def checkpoint_committed(self, step: int, latency_s: float, at: float) -> None:
@@ -53,3 +56,22 @@ class Observer:
 
     def engine_restarted(self) -> None:
         """The engine died of a bug and was started again."""
+
+
+class Observers(Observer):
+    """Tells several."""
+
+    def __init__(self, *observers: Observer) -> None:
+        self._observers = observers
+
+
+def _to_all(name: str) -> Callable[..., None]:
+    def tell(self: Observers, *facts: object) -> None:
+        for each in self._observers:
+            getattr(each, name)(*facts)
+
+    return tell
+
+
+for _name in [name for name in vars(Observer) if not name.startswith("_")]:
+    setattr(Observers, _name, _to_all(_name))

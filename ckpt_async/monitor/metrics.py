@@ -93,7 +93,14 @@ class Metrics(Counters, Observer):
     def bytes_uploaded(self, size_bytes: int) -> None:
         self._add("ckpt_async_upload_bytes_total", self._run, amount=size_bytes)
 
-    def shards_finished(self, result: str, num_shards: int, duration_s: float) -> None:
+    def shards_finished(
+        self,
+        result: str,
+        num_shards: int,
+        duration_s: float,
+        step: int | None = None,  # noqa: ARG002  too many series
+        at: float = 0.0,  # noqa: ARG002
+    ) -> None:
         self._add("ckpt_async_uploads_total", self._run, result, amount=num_shards)
         if result == "ok":
             self._observe("ckpt_async_upload_duration_seconds", *itertools.repeat(duration_s, num_shards))

@@ -10,6 +10,7 @@ from ckpt_async.core.model import CheckpointId, Outcome
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import UploaderClosedError
 from ckpt_async.local.folder import Folder
+from ckpt_async.monitor import otel
 from ckpt_async.monitor.metrics import Metrics
 from ckpt_async.monitor.report import FolderWatch, id_json
 from ckpt_async.page.board import Board, look_at
@@ -40,6 +41,7 @@ class Exporter:
         self._others: set[Exporter] = set()
         self._host = next((each for each in companions if each.is_serving(*self._place)), None)
         self._server = None
+        self._unexport = otel.export(metrics)
         if self._host is not None:
             self._host.add(self)
         else:
@@ -74,6 +76,7 @@ class Exporter:
 
     def close(self) -> None:
         """Free the port; companions that were added are not found any more either. Idempotent."""
+        self._unexport()
         if self._host is not None:
             self._host.discard(self)
         if self._server is not None:

@@ -14,6 +14,7 @@ from typing import Any, NoReturn, Self
 
 from ckpt_async.core import arguments, backlog, keys, naming
 from ckpt_async.core.model import CheckpointId, Enqueued, Failed, Growing, Sealed, Shard
+from ckpt_async.core.observe import Observers
 from ckpt_async.errors import (
     CkptAsyncError,
     FailureReason,
@@ -23,6 +24,7 @@ from ckpt_async.errors import (
 )
 from ckpt_async.events import Event
 from ckpt_async.local.folder import Folder
+from ckpt_async.monitor import otel
 from ckpt_async.monitor.metrics import Metrics
 from ckpt_async.runners import EngineView
 from ckpt_async.stores import StoreOptions, check_key_length
@@ -116,7 +118,9 @@ class Uploader:
         self._checkpoints = Checkpoints()
         self._is_closed = False
         self.metrics = Metrics(self.remote.rstrip("/"), self._folder)
-        self._engine = EngineHandle(start, self._folder, self.metrics)
+        spans = otel.tracing(self.remote, self.rank)
+        observer = Observers(self.metrics, spans) if spans is not None else self.metrics
+        self._engine = EngineHandle(start, self._folder, observer)
         self._events = Events(self._engine, start, on_event)
         self.generation = self._engine.generation
         self.exporter = Exporter(

@@ -53,10 +53,25 @@ run: alert on `time() - ckpt_async_command_completed_timestamp_seconds` and on `
 """
 
 
+_OTEL = """
+## OpenTelemetry
+
+Where `opentelemetry-api` is installed (extra `opentelemetry`) and your process has set up an SDK before it opens the
+`Uploader`, all metrics of an uploader go there too, under these names; histograms with the same buckets. Without the
+API nothing of it is imported, and without an SDK it does nothing. The sweeper has no part in it.
+
+Traces, on each rank: a span `ckpt_async.checkpoint` from the first shard's `enqueue` to the commit as this rank saw it,
+with `ckpt_async.run`, `ckpt_async.rank`, `ckpt_async.step` and `ckpt_async.outcome` (`committed`, or `given_up` with
+the reason as the error), and in it a span `ckpt_async.upload` for each shard, or each series of small ones
+(`ckpt_async.shards` of them), up to the last 200. They are roots of their own, made when the checkpoint is decided.
+What waits for ranks that never come has no span; a shard that failed has none.
+"""
+
+
 def describe() -> str:
     """The text of `docs/metrics.md`."""
     own = _table(DEFINITIONS) + _AFTERWORD + _table(SWEEPER_DEFINITIONS)
-    return _NOTES + own + _COMMANDS + _table(COMMAND_DEFINITIONS)
+    return _NOTES + own + _COMMANDS + _table(COMMAND_DEFINITIONS) + _OTEL
 
 
 def _table(definitions: Iterable[Definition]) -> str:
