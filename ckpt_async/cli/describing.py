@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ckpt_async.cli.parsing import Parser
 
 # Placeholders that stand for something on this node.
-_FOLDERS = frozenset({"FOLDER", "DEST", "F"})
+_FOLDERS = frozenset({"FOLDER", "FOLDER|REMOTE", "DEST", "F"})
 _FILES = frozenset({"FILE", "SOURCE", "DESTINATION"})
 
 

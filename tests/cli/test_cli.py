@@ -395,11 +395,8 @@ def test_waiting_for_an_unresponsive_store_is_reported_on_stderr(
         (["sweep", "x", "--dry"], 2, "unrecognized arguments: --dry (did you mean --dry-run?)"),
         (["drain", "x", "--time=5"], 2, "unrecognized arguments: --time=5 (did you mean --timeout?)"),
         (["ls", "file:///a/b", "--jsno"], 2, "(did you mean --json?)"),
-        (
-            ["status", "s3://b/run"],
-            2,
-            "s3://b/run is a remote, not a folder of this node: `ckpt-async ls s3://b/run`",
-        ),
+        (["status", "file:///nonexistent/run"], 3, "open '/nonexistent/run': no such folder"),
+        (["status", "x", "--interval", "0"], 2, "0 would look without a pause"),
         (["drain", "s3://b/run"], 2, "`--remote s3://b/run`"),
         (["sweep", "s3://b/run"], 2, "use `--remote s3://b/run`"),
         (["pull", "/data/run", "s3://b/run"], 2, "give the remote first, then the destination folder"),

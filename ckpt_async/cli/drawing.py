@@ -1,0 +1,173 @@
+"""Text for a terminal: as wide as it is, coloured if that is wanted, drawn again in place. With rich, where that is
+installed, tables fit themselves; without it they lose columns.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+# By what a thing is called: state or mood.
+COLOURS = {
+    "good": "32", "committed": "32", "uploading": "34", "open": "34", "waiting": "33", "in_flight": "33", "warn": "33",
+    "bad": "31", "lost": "31", "aborted": "31", "damaged": "31", "quiet": "2", "pruned": "2", "strong": "1",
+}  # fmt: skip
+_RICH = {"1": "bold", "2": "dim", "31": "red", "32": "green", "33": "yellow", "34": "blue"}
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows, each with what its mood is. `spare` are columns that a narrow terminal may do without, first the first."""
+
+    titles: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+    moods: Sequence[str] = ()
+    mood_column: int = -1  # which one is coloured
+    spare: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Lines, each with its mood, and perhaps a table below."""
+
+    lines: Sequence[tuple[str, str]]
+    table: Table | None = None
+    after: Sequence[tuple[str, str]] = field(default_factory=tuple)
+
+
+@dataclass(frozen=True, slots=True)
+class Terminal:
+    """What is written to. `width` and `height` are None where nobody looks: then nothing is cut."""
+
+    width: int | None = None
+    height: int | None = None
+    is_coloured: bool = False
+    has_rich: bool = False
+
+
+def terminal(environment: Mapping[str, str]) -> Terminal:
+    """That of stdout. NO_COLOR (no-color.org) and TERM=dumb take the colours away."""
+    if not sys.stdout.isatty():
+        return Terminal()
+    size = shutil.get_terminal_size()
+    is_coloured = not environment.get("NO_COLOR") and environment.get("TERM", "dumb") != "dumb"
+    has_rich = environment.get("TERM", "dumb") != "dumb" and importlib.util.find_spec("rich") is not None
+    return Terminal(max(20, size.columns), max(5, size.lines), is_coloured, has_rich)
+
+
+def drawn(blocks: Sequence[Block], on: Terminal) -> list[str]:
+    """The lines, none wider than the terminal."""
+    lines: list[str] = []
+    for number, block in enumerate(blocks):
+        if number:
+            lines.append("")
+        lines += [part for mood, text in block.lines for part in _wrapped(text, mood, on)]
+        if block.table is not None and block.table.rows:
+            lines += ["", *(_by_rich(block.table, on) if on.has_rich else _plain(block.table, on))]
+        lines += [part for mood, text in block.after for part in _wrapped(text, mood, on)]
+    return lines
+
+
+class Screen:
+    """A part of the terminal that is drawn again and again."""
+
+    def __init__(self) -> None:
+        self._num_lines = 0
+
+    def show(self, lines: Sequence[str], on: Terminal) -> None:
+        """In place of what was shown before; what does not fit is counted."""
+        if on.height is not None and len(lines) >= on.height:
+            left = len(lines) - on.height + 2
+            lines = [*lines[: on.height - 2], f"… {left} more lines"]
+        back = f"\x1b[{self._num_lines}F" if self._num_lines else ""
+        sys.stdout.write(f"{back}\x1b[J" + "".join(f"{line}\n" for line in lines))
+        sys.stdout.flush()
+        self._num_lines = len(lines)
+
+
+# --- within ------------------------------------------------------------------------------------------------
+
+
+def _wrapped(text: str, mood: str, on: Terminal) -> list[str]:
+    if on.width is None:
+        return [text]
+    parts, line = [], ""
+    for word in text.split(" "):
+        while len(word) > on.width:  # a path
+            if line:
+                parts.append(line)
+                line = ""
+            parts.append(word[: on.width])
+            word = word[on.width :]  # noqa: PLW2901  what is left of it
+        if line and len(line) + 1 + len(word) > on.width:
+            parts.append(line)
+            line = word
+        else:
+            line = f"{line} {word}" if line else word
+    return [_coloured(part, mood, on) for part in [*parts, line]]
+
+
+def _coloured(text: str, mood: str, on: Terminal) -> str:
+    code = COLOURS.get(mood, "") if on.is_coloured else ""
+    return f"\x1b[{code}m{text}\x1b[0m" if code and text else text
+
+
+def _plain(table: Table, on: Terminal) -> list[str]:
+    """Columns as wide as their widest cell; numbers to the right."""
+    shown = list(range(len(table.titles)))
+    widths = [max(len(row[column]) for row in (table.titles, *table.rows)) for column in shown]
+    if on.width is not None:
+        for title in table.spare:
+            if sum(widths[column] + 2 for column in shown) - 2 <= on.width:
+                break
+            shown.remove(table.titles.index(title))
+    is_number = [all(row[column][:1].isdigit() for row in table.rows) for column in range(len(widths))]
+    lines = []
+    for number, row in enumerate((table.titles, *table.rows)):
+        mood = table.moods[number - 1] if number and table.moods else ""
+        line, left = "", on.width
+        for column in shown:
+            cell = (
+                row[column].rjust(widths[column]) if is_number[column] else row[column].ljust(widths[column])
+            )
+            cell = cell if left is None else cell[: max(0, left)]
+            line += _coloured(cell, mood, on) if column == table.mood_column and number else cell
+            line += "  " if left is None or left > len(cell) + 2 else ""
+            left = None if left is None else left - len(cell) - 2
+        lines.append(line.rstrip())
+    return lines
+
+
+def _by_rich(table: Table, on: Terminal) -> list[str]:
+    import io
+
+    from rich.console import Console
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    out = io.StringIO()
+    console = Console(
+        file=out,
+        width=on.width,
+        force_terminal=on.is_coloured,
+        color_system="standard" if on.is_coloured else None,
+        highlight=False,
+    )
+    drawn_ = RichTable(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    is_wide = on.width is None or on.width >= 100
+    left_out = () if is_wide else table.spare[:2] if (on.width or 0) >= 70 else table.spare
+    shown = [column for column, title in enumerate(table.titles) if title not in left_out]
+    for column in shown:
+        is_number = all(row[column][:1].isdigit() for row in table.rows)
+        drawn_.add_column(
+            table.titles[column], justify="right" if is_number else "left", no_wrap=bool(table.titles[column])
+        )
+    for number, row in enumerate(table.rows):
+        style = _RICH.get(COLOURS.get(table.moods[number] if table.moods else "", ""), "")
+        cells = [Text(row[column], style=style if column == table.mood_column else "") for column in shown]
+        drawn_.add_row(*cells)
+    console.print(drawn_)
+    return [line.rstrip() for line in out.getvalue().splitlines()]
