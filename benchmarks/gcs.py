@@ -9,25 +9,18 @@ obstore sends no checksum and compares none; Google's transfer manager runs with
 
 from __future__ import annotations
 
-import asyncio
-import json
+import contextlib
 import os
-import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO
 
 import peers
-from _child import MIB, Measured, Work, child_main
-from _compare import BUCKET, Clients, compared, key_of, parser_of, real_file, report, scratch, turns
+from _child import MIB
+from _cloud import Cloud, sink_of
+from _compare import BUCKET
 
-ROOT = Path(__file__).resolve().parent.parent
-RUN = "run"
 STATS = "/__stats"
-
-
-# --- the sink, in a process of its own ---------------------------------------------------------------------
 
 
 def serve() -> None:
@@ -62,7 +55,7 @@ def serve() -> None:
         def serve(self, request: Request) -> Answer:
             query = request.query
             if request.raw_path == STATS:
-                return gcs_peer.as_json(200, [self.bytes_in, self.bytes_out])
+                return Answer(200, f"{self.bytes_in} {self.bytes_out}".encode())
             if request.is_part:
                 hole = Hole()
                 hole.size_bytes = int(query["size"])
@@ -118,150 +111,21 @@ def serve() -> None:
     sink.serve_forever()
 
 
-class Server:
-    """The sink's process; a context manager."""
-
-    def __enter__(self) -> Self:
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, "--serve"], stdout=subprocess.PIPE, text=True, env=environment("")
-        )
-        assert self._process.stdout is not None
-        self.url = self._process.stdout.readline().strip()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.wait()
-
-    def moved(self) -> tuple[int, int]:
-        import urllib.request
-
-        with urllib.request.urlopen(f"{self.url}{STATS}") as answer:
-            bytes_in, bytes_out = json.loads(answer.read())
-        return bytes_in, bytes_out
-
-
-def environment(url: str) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), "STORAGE_EMULATOR_HOST": url}
-
-
-# --- ours --------------------------------------------------------------------------------------------------
-
-
-def put_ours(work: Work) -> Callable[[], None]:
-    from ckpt_async.core.model import FileIdentity
-    from ckpt_async.core.settings import Settings
-    from ckpt_async.stores import StoreOptions
-    from ckpt_async.transfer import upload
-    from ckpt_async.transfer.patient import connect
-    from ckpt_async.transfer.source import Source
-
-    settings = Settings(num_concurrent_uploads=work.concurrency, part_size_bytes=work.part_bytes)
-    runner = asyncio.Runner()
-    store = connect(f"gs://{work.bucket}", StoreOptions(endpoint_url=work.endpoint_url), settings)
-    runner.run(store.open())
-
-    async def send() -> None:
-        descriptor = os.open(work.path, os.O_RDONLY)
-        facts = os.fstat(descriptor)
-        identity = FileIdentity(facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns)
-        await upload.upload(
-            store,
-            Source(descriptor, identity, work.path),
-            work.key,
-            smallest_part_bytes=work.part_bytes,
-            resume=None,
-            opened=lambda _: None,
-            sent=lambda _: None,
-        )
-
-    return lambda: runner.run(send())
-
-
-def get_ours(work: Work) -> Callable[[], None]:
-    from ckpt_async import restore
-    from ckpt_async.stores import StoreOptions
-
-    options = StoreOptions(endpoint_url=work.endpoint_url)
-    checkpoint = restore.find(f"gs://{work.bucket}/{RUN}", store_options=options)
-    assert checkpoint is not None
-    path = Path(work.path)
-
-    def run() -> None:
-        fetched = restore.fetch(checkpoint, path.parent, num_concurrent_reads=work.concurrency)
-        os.rename(fetched.paths["shard.bin"], path)
-
-    return run
-
-
-OURS = {"put ours": put_ours, "get ours": get_ours}
-
-
-def commit_one(folder: Path, path: Path, url: str) -> str:
-    from ckpt_async import Uploader
-    from ckpt_async.stores import StoreOptions
-
-    options = StoreOptions(endpoint_url=url)
-    with Uploader(folder, f"gs://{BUCKET}/{RUN}", rank=0, world_size=1, store_options=options) as uploader:
-        uploader.enqueue(path, step=1, name="step")
-        uploader.seal(1)
-        uploader.wait(1, timeout_s=600)
-        return f"{RUN}/ckpt/step-1.g{uploader.generation}/shard.bin"
-
-
-def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--mib", type=int, default=1024, help="size of the file")
-    parser.add_argument("--part-mib", type=int, default=16)
-    parser.add_argument("--concurrency", type=int, default=8, help="parts or ranges in flight")
-    parser.add_argument("--direction", choices=("put", "get"), default="put")
-    parser.add_argument("--clients", nargs="+", default=["ours", *peers.GCS_UPLOADS])
-    arguments = parser.parse_args()
-    verb, is_put = arguments.direction, arguments.direction == "put"
-    table = peers.GCS_UPLOADS if is_put else peers.GCS_DOWNLOADS
-    clients = Clients(arguments.clients, table)
-    runs: dict[str, list[Measured]] = {name: [] for name in clients.names}
-    with scratch() as folder, scratch(None if is_put else "/dev/shm") as destination, Server() as server:
-        size_bytes = arguments.mib * MIB
-        path = real_file(folder / "run" / "shard.bin", size_bytes, is_zero=not is_put)
-        os.environ |= environment(server.url)
-        key = "" if is_put else commit_one(folder / "run", path, server.url)
-        for number, client in turns(clients.names, arguments.rounds):
-            target = path
-            if not is_put:
-                target = destination / key_of(number, client) / "file"
-                target.parent.mkdir()
-            work = Work(
-                str(target),
-                size_bytes,
-                server.url,
-                BUCKET,
-                key or key_of(number, client),
-                arguments.part_mib * MIB,
-                arguments.concurrency,
-            )
-            before = server.moved()[not is_put]
-            name = f"{verb} ours" if client == "ours" else client
-            measured = clients.run(name, __file__, work)
-            moved = server.moved()[not is_put] - before
-            if moved != size_bytes or target.stat().st_size != size_bytes:
-                raise RuntimeError(f"{client}: {moved} bytes of {size_bytes}")
-            runs[client].append(measured)
-            if not is_put:
-                target.unlink()
-    rows: dict[str, dict[str, Any]] = compared(runs, arguments.mib, "ours")
-    title = (
-        f"{verb} {arguments.mib} MiB, parts of {arguments.part_mib} MiB, {arguments.concurrency} in flight,"
-        f" {arguments.rounds} rounds, Google Cloud Storage's API on loopback"
-    )
-    report(arguments, title, rows)
+@contextlib.contextmanager
+def sink(_: Path) -> Iterator[str]:
+    with sink_of(__file__) as (url,):
+        os.environ["STORAGE_EMULATOR_HOST"] = url
+        yield url
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--child"]:
-        child_main(OURS)
-    elif sys.argv[1:2] == ["--serve"]:
-        serve()
-    else:
-        main()
+    Cloud(
+        name="Google Cloud Storage",
+        remote=f"gs://{BUCKET}",
+        program=__file__,
+        servers={"sink": sink},
+        stats=STATS,
+        uploads=peers.GCS_UPLOADS,
+        downloads=peers.GCS_DOWNLOADS,
+        serve=serve,
+    ).main(__doc__)
