@@ -19,8 +19,8 @@ from ckpt_async.local.journal import Journal
 LOOK_S = 1.0
 # Rank 0 speaks for all: one event for the run, not one for each rank.
 SPEAKER = 0
-# What is not delivered by then waits for the next start.
-CLOSE_S = 1.5
+# The trainer has waited for what is due; what is not delivered by then waits for the next start.
+CLOSE_S = 0.5
 
 
 class RunEvents:

@@ -20,7 +20,7 @@ from ckpt_async.core.settings import EVENTS, RECORDED
 from ckpt_async.engine.loop import Engine
 from ckpt_async.engine.state import State
 from ckpt_async.errors import JournalError, SettingsError
-from ckpt_async.events.of_run import RunEvents
+from ckpt_async.events.of_run import CLOSE_S, RunEvents
 from ckpt_async.events.telling import parse_wants
 from ckpt_async.local.folder import Folder, boot_id
 from ckpt_async.local.journal import Journal
@@ -102,6 +102,7 @@ class Host:
     ) -> None:
         self.engine: Engine | None = None
         self._events: RunEvents | None = None
+        self.tells_for_s = CLOSE_S  # at the end, of what is to be told
         self._beating: asyncio.Future[None] | None = None
         self._is_stopping = False
         self.is_end_expected = False  # then a crash is raised: there is no time left to hide it in
@@ -133,7 +134,7 @@ class Host:
                 self.stop_beating()
                 with contextlib.suppress(asyncio.CancelledError):
                     await self._beating
-                await asyncio.to_thread(events.close)
+                await asyncio.to_thread(events.close, self.tells_for_s)
 
     async def _work(self, store: PatientStore, engine: Engine) -> None:
         while True:

@@ -236,6 +236,22 @@ def test_a_kill_between_delivery_and_its_mark_delivers_twice_with_one_id(tmp_pat
     assert len({each["id"] for each in receiver.bodies}) == 1
 
 
+def test_a_runner_process_tells_of_what_it_finishes_when_its_trainer_is_dead(tmp_path: Path) -> None:
+    with receiving() as receiver:
+        receiver.says = [503]
+        text = KILLED.replace("uploader.wait(1)", "os.kill(os.getpid(), signal.SIGKILL)")
+        told = {
+            "folder": str(tmp_path / "folder"),
+            "remote": f"file://{tmp_path}/run",
+            "when": "",
+            "settings": QUICK | {"runner": "process", "event_webhook": receiver.url},
+        }
+        ran = subprocess.run([sys.executable, "-c", text, json.dumps(told)], timeout=60, capture_output=True)
+        assert ran.returncode == -signal.SIGKILL
+        (body,) = receiver.wait_for(1)
+    assert (body["kind"], body["step"]) == ("committed", 1)
+
+
 def test_drain_tells_in_the_place_of_a_dead_trainer(
     tmp_path: Path, trainers: Trainers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
