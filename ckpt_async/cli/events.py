@@ -11,7 +11,7 @@ from ckpt_async.core.settings import Settings
 from ckpt_async.events.sinks import check
 
 # Option -> setting.
-_SETTINGS = {
+OPTIONS = {
     "exec": "event_exec",
     "exec_on": "event_exec_kinds",
     "webhook": "event_webhook",
@@ -20,7 +20,7 @@ _SETTINGS = {
 }
 
 
-def add_events(parser: argparse.ArgumentParser) -> None:
+def add_events(parser: argparse._ActionsContainer) -> None:
     """`--exec`, `--webhook` and what belongs to them."""
     parser.add_argument(
         "--exec", metavar="CMD", help="run this for events, without a shell, e.g. 'evaluate {step} {url}'"
@@ -42,13 +42,17 @@ def add_events(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def event_settings(options: argparse.Namespace, settings: Settings) -> Settings:
-    """The settings, with what these options say. Raises SettingsError if something of it is wrong."""
-    given: dict[str, Any] = {
+def given(options: argparse.Namespace) -> dict[str, Any]:
+    """The settings that these options say."""
+    return {
         setting: value
-        for option, setting in _SETTINGS.items()
+        for option, setting in OPTIONS.items()
         if (value := getattr(options, option)) is not None
     }
-    settings = replace(settings, **given)
+
+
+def event_settings(options: argparse.Namespace, settings: Settings) -> Settings:
+    """The settings, with what these options say. Raises SettingsError if something of it is wrong."""
+    settings = replace(settings, **given(options))
     check(settings)
     return settings

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ckpt_async.cli.events import OPTIONS, add_events, given
 from ckpt_async.cli.output import Exit, Json, store_options
 from ckpt_async.cli.parsing import WHERE, add_kind, add_store_options, as_folder, as_seconds
 from ckpt_async.core import launch
@@ -97,13 +98,14 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         "--ignore-times", action="store_true", help="of a folder that was copied without its files' times"
     )
     _add_where_and_when(parser)
+    add_events(parser.add_argument_group("events (docs/events.md)"))
     settings = parser.add_argument_group("settings (docs/settings.md)")
     settings.add_argument("--settings-file", metavar="FILE", help="TOML file with settings")
     settings.add_argument(
         "--uploads", metavar="N", type=_as_count, help="initial number of concurrent uploads (8)"
     )
     for each in dataclasses.fields(Settings):
-        if each.name not in _OURS:
+        if each.name not in _OURS and each.name not in OPTIONS.values():
             _add_setting(settings, each)
 
 
@@ -237,6 +239,7 @@ def _options(options: argparse.Namespace, environment: dict[str, str]) -> Option
         for each in dataclasses.fields(Settings)
         if (value := getattr(options, each.name, None)) is not None
     }
+    settings |= given(options)
     if options.uploads:
         settings["num_concurrent_uploads"] = options.uploads
     return Options(

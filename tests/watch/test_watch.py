@@ -217,3 +217,13 @@ def test_run_says_what_it_could_not_finish(place: Place) -> None:
     assert place.watch("--", *command, command="run").process.wait(60) == 0
     assert place.watch("--", "/nonexistent", command="run").process.wait(60) == 2
     assert place.watch("--", "sh", "-c", "kill -9 $$", command="run").process.wait(60) == 137
+
+
+def test_a_command_is_run_for_each_checkpoint_that_is_committed(place: Place) -> None:
+    """The adopted run of an unmodified trainer; docs/events.md has the rest."""
+    save(place, 10)
+    script = place.here / "told.py"
+    script.write_text(f"import sys; open({str(place.here / 'told')!r}, 'a').write(' '.join(sys.argv[1:]))\n")
+    code, ended = place.once("--exec", f"{sys.executable} {script} {{step}} {{kind}}")
+    assert (code, ended["committed"]) == (0, 1)
+    assert (place.here / "told").read_text() == "10 committed"
