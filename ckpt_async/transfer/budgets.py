@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Hashable
 from contextlib import asynccontextmanager
@@ -68,6 +69,7 @@ class Lane:
         self.concurrency = Concurrency(limit=start, most=max(start, most), few=few)
         self.movers: list[Callable[[], Moved | None]] = []  # of all stores whose requests it admits
         self._next_look: asyncio.TimerHandle | None = None
+        self._looked = (0.0, 0.0)  # when, and how much CPU this process had taken by then
         self._running = 0
         self._waiting: dict[Hashable, deque[asyncio.Future[None]]] = {}  # in the order of their turns
         self.have_more: set[Hashable] = set()  # owners that would ask for more if more were let in
@@ -97,12 +99,14 @@ class Lane:
         if not moved or not self._running:
             return
         loop = asyncio.get_running_loop()
+        (looked_s, cpu_s), self._looked = self._looked, (loop.time(), time.process_time())
         self.concurrency = concurrency.observed(
             self.concurrency,
             moved_bytes=sum(each.size_bytes for each in moved),
             round_trip_s=max(each.round_trip_s for each in moved),
             is_full=self._running >= self.concurrency.limit and bool(self._waiting or self.have_more),
             now_s=loop.time(),
+            busy_cores=(self._looked[1] - cpu_s) / max(self._looked[0] - looked_s, 1e-6),
         )
         self._admit()
 

@@ -18,8 +18,8 @@ WINDOW_S, WINDOW_ROUND_TRIPS = 0.2, 3
 FIRST_WINDOW_S = 0.05
 # A link that gives one connection less than this takes many.
 SLOW_BYTES_PER_S = 10 << 20
-# Where a core's worth of connections brings more than this, it is not the link that bounds them.
-CORE_BYTES_PER_S = 200 << 20
+# A process that keeps as many cores at work as this is bound by them, or by Python's lock, rather than by the link.
+BUSY_CORES = 0.7
 # A step has paid in full if it brought this part of what as much more of everything would have.
 FULL = 0.6
 # What a step must gain to be kept in part: less is noise.
@@ -51,10 +51,16 @@ class Concurrency:
 
 
 def observed(
-    state: Concurrency, *, moved_bytes: int, round_trip_s: float, is_full: bool, now_s: float
+    state: Concurrency,
+    *,
+    moved_bytes: int,
+    round_trip_s: float,
+    is_full: bool,
+    now_s: float,
+    busy_cores: float = 0.0,
 ) -> Concurrency:
     """So much has moved by now, in all. `is_full`: as many requests are under way as may be, and others wait; else it
-    is not the limit that bounds the rate, and nothing is learnt.
+    is not the limit that bounds the rate, and nothing is learnt. `busy_cores`: how many this process has kept at work.
     """
     settle_s = max(SETTLE_S, SETTLE_ROUND_TRIPS * round_trip_s)
     if not is_full:
@@ -71,7 +77,7 @@ def observed(
     state = replace(state, window=(now_s, moved_bytes))
     rate = (moved_bytes - moved_before) / (now_s - began_s)
     few, state = state.few, replace(state, few=0)
-    if state.limit > few and rate > few * CORE_BYTES_PER_S > 0:
+    if state.limit > few > 0 and busy_cores > BUSY_CORES:
         return replace(state, limit=few, window=None, settles_until_s=now_s + settle_s)
     if state.before is None:
         return _step_up(state, rate, now_s, settle_s) if now_s >= state.tries_at_s else state

@@ -26,7 +26,7 @@ class Link:
     moved: float = 0.0
 
     def play(
-        self, state: Concurrency, duration_s: float, *, is_full: bool = True
+        self, state: Concurrency, duration_s: float, *, is_full: bool = True, busy_cores: float = 0.0
     ) -> tuple[Concurrency, list[int]]:
         """The state, and the limits that it had, one for each tick."""
         limits, grown_at_s, slower = [], self.now_s, state.limit
@@ -42,6 +42,7 @@ class Link:
                 round_trip_s=self.round_trip_s,
                 is_full=is_full,
                 now_s=self.now_s,
+                busy_cores=busy_cores,
             )
             limits.append(state.limit)
         return state, limits
@@ -81,13 +82,15 @@ def test_slow_connections_are_made_more_at_once() -> None:
 
 def test_a_first_look_that_sees_the_cores_at_their_limit_goes_back_to_as_few_as_load_them() -> None:
     """And searches from there: it may have been a fast link."""
-    _, loopback = Link(400 * MIB, 1200 * MIB).play(Concurrency(limit=8, most=64, few=3), 3)
+    _, loopback = Link(400 * MIB, 1200 * MIB).play(Concurrency(limit=8, most=64, few=3), 3, busy_cores=1.1)
     assert loopback[3] == 3
     assert loopback[-1] <= 4
-    _, fast = Link(100 * MIB).play(Concurrency(limit=8, most=64, few=3), 6)
-    assert 3 in fast
-    assert fast[-1] == 64
-    _, many_cores = Link(400 * MIB, 1200 * MIB).play(Concurrency(limit=8, most=64, few=17), 3)
+    _, beside_training = Link(100 * MIB).play(Concurrency(limit=8, most=64, few=3), 6, busy_cores=1.1)
+    assert 3 in beside_training
+    assert beside_training[-1] == 64
+    _, idle = Link(100 * MIB).play(Concurrency(limit=8, most=64, few=3), 6, busy_cores=0.5)
+    assert min(idle) == 8
+    _, many_cores = Link(400 * MIB, 1200 * MIB).play(Concurrency(limit=8, most=64, few=17), 3, busy_cores=1.1)
     assert min(many_cores) == 8
 
 
