@@ -9,6 +9,7 @@ bound by the machine: that is the row `ceiling`, with no link at all.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,27 +34,37 @@ LINKS = {
 def one_run(
     way: str, clients: Clients, client: str, number: int, link: Link, settings: Any, folder: Path
 ) -> tuple[Measured, int]:
-    """One transfer through a sink of its own: what it took, and how many connections."""
+    """One transfer, or several processes' at once, through a sink of its own: what it took until the last had ended,
+    and how many connections.
+    """
     size_bytes = settings.mib * MIB
-    place = folder / key_of(number, client)
-    path = real_file(place / "shard.bin", size_bytes, is_zero=True)
     knobs = (settings.part_mib * MIB, settings.concurrency)
+    program = str(upload.__file__ if way == "up" else download.__file__)
     with Server(settings.server, folder, link=link) as server:
-        key = key_of(number, client)
-        if way == "down":
-            key = download.commit_one(place, path, server.url)
-            path = place / "got" / "file"
-            path.parent.mkdir()
+        works = []
+        for engine in range(settings.engines):
+            place, key = folder / key_of(number, client) / str(engine), f"{engine}-{key_of(number, client)}"
+            path = real_file(place / "shard.bin", size_bytes, is_zero=True)
+            if way == "down":
+                key = download.commit_one(place, path, server.url)
+                path = place / "got" / "file"
+                path.parent.mkdir()
+            works.append(Work(str(path), size_bytes, server.url, BUCKET, key, *knobs))
         before = server.stats()
-        work = Work(str(path), size_bytes, server.url, BUCKET, key, *knobs)
-        program = upload.__file__ if way == "up" else download.__file__
-        measured = clients.run(client, str(program), work)
+        with ThreadPoolExecutor(settings.engines) as engines:
+            measured = list(engines.map(lambda work: clients.run(client, program, work), works))
         after = server.stats()
         moved = after.bytes_in - before.bytes_in if way == "up" else after.bytes_out - before.bytes_out
-        if moved < size_bytes:
-            raise RuntimeError(f"{client}: {moved} bytes of {size_bytes} passed the link")
-    path.unlink()
-    return measured, after.connections
+        if moved < size_bytes * settings.engines:
+            raise RuntimeError(f"{client}: {moved} bytes of {size_bytes * settings.engines} passed the link")
+    for work in works:
+        Path(work.path).unlink()
+    together = Measured(
+        max(each.wall_s for each in measured),
+        sum(each.cpu_s for each in measured) / settings.engines,
+        sum(each.anonymous_bytes for each in measured),
+    )
+    return together, after.connections
 
 
 def main() -> None:
@@ -61,6 +72,7 @@ def main() -> None:
     parser.add_argument("--way", choices=("up", "down"), default="up")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--mib", type=int, default=1024, help="size of the shard")
+    parser.add_argument("--engines", type=int, default=1, help="processes at once, with a shard each")
     parser.add_argument("--part-mib", type=int, default=0, help="0: the client's default")
     parser.add_argument("--concurrency", type=int, default=0, help="parts in flight; 0: the client's default")
     parser.add_argument("--clients", nargs="+", default=["ours", "obstore", "boto3", "boto3+crt", "s5cmd"])
@@ -69,17 +81,16 @@ def main() -> None:
     arguments = parser.parse_args()
     clients = Clients(arguments.clients, peers.UPLOADS if arguments.way == "up" else peers.DOWNLOADS)
     rows: dict[str, dict[str, Any]] = {}
+    mib = arguments.mib * arguments.engines
     for name in arguments.links:
         link = LINKS[name]
         runs: dict[str, list[tuple[Measured, int]]] = {client: [] for client in clients.names}
         with scratch("/dev/shm") as folder:
             for number, client in turns(clients.names, arguments.rounds):
                 runs[client].append(one_run(arguments.way, clients, client, number, link, arguments, folder))
-        ours = (
-            spread(arguments.mib / each.wall_s for each, _ in runs["ours"])["median"] if "ours" in runs else 0
-        )
+        ours = spread(mib / each.wall_s for each, _ in runs["ours"])["median"] if "ours" in runs else 0
         for client, measured in runs.items():
-            rate = spread(arguments.mib / each.wall_s for each, _ in measured)
+            rate = spread(mib / each.wall_s for each, _ in measured)
             rows[f"{name}: {client}"] = {
                 "MiB/s": rate,
                 "link": rate["median"] / link.total_mib_s if link.total_mib_s else None,
@@ -88,7 +99,11 @@ def main() -> None:
                 "CPU s/GiB": spread(each.cpu_s * 1024 / arguments.mib for each, _ in measured),
             }
     how = f"{arguments.concurrency} in flight" if arguments.concurrency else "defaults"
-    report(arguments, f"{arguments.mib} MiB {arguments.way}, {how}, {arguments.rounds} rounds", rows)
+    report(
+        arguments,
+        f"{arguments.engines} x {arguments.mib} MiB {arguments.way}, {how}, {arguments.rounds} rounds",
+        rows,
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """What every folder of tests may use: a way to run coroutines, and a real S3 server."""
 
 import asyncio
+import os
 import signal
+import tempfile
 import uuid
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
@@ -48,6 +50,12 @@ LONGEST = (
     "stores/test_differential.py",
 )
 TESTS = Path(__file__).resolve().parent
+
+# Tests that run beside each other would judge the link by what the others move (`ckpt_async.transfer.node`).
+_link = tempfile.TemporaryDirectory(
+    prefix="ckpt-link-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None
+)
+os.environ["XDG_RUNTIME_DIR"] = _link.name
 
 # In the background SIGINT is ignored, and processes inherit that: tests of Ctrl-C would wait for ever.
 signal.signal(signal.SIGINT, signal.default_int_handler)

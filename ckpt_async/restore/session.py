@@ -71,7 +71,7 @@ async def session(
     settings: Settings = load(
         {"num_concurrent_uploads": at_first, "max_concurrent_uploads": num_concurrent_reads}, os.environ
     )
-    budgets = Budgets(settings, few=num_of_cores() + 1)
+    budgets = Budgets(settings, few=num_of_cores() + 1, direction="down")
     bulk = connect(remote, options, settings, silence_s=PATIENCE_S, budgets=budgets)
     try:
         await bulk.open(PATIENCE_S, is_read_only=True)

@@ -13,6 +13,7 @@ from ckpt_async.core.settings import Settings
 from ckpt_async.stores.interface import Moved
 from ckpt_async.transfer import concurrency
 from ckpt_async.transfer.concurrency import Concurrency
+from ckpt_async.transfer.node import Direction, Node
 
 # Receipts, decisions and latest never queue behind shards: a lane of their own (restic exempts its lock
 # files from the connection limit for the same reason).
@@ -20,11 +21,15 @@ CONTROL_REQUESTS = 16
 
 
 class Budgets:
-    """The limits of one store's requests, shared by all who use it on one event loop. `few`: see `Concurrency`."""
+    """The limits of one store's requests, shared by all who use it on one event loop. `few`: see `Concurrency`;
+    `direction`: of the bytes, for the node's account of its link.
+    """
 
-    def __init__(self, settings: Settings, few: int = 0) -> None:
+    def __init__(self, settings: Settings, few: int = 0, direction: Direction = "up") -> None:
         self.control = asyncio.Semaphore(CONTROL_REQUESTS)
-        self.bulk = Lane(settings.num_concurrent_uploads, settings.max_concurrent_uploads, few)
+        self.bulk = Lane(
+            settings.num_concurrent_uploads, settings.max_concurrent_uploads, few, Node(direction)
+        )
         self.bytes = ByteBudget(settings.max_inflight_bytes)
         self.bandwidth = Bandwidth(settings.max_bytes_per_s)
 
@@ -58,6 +63,8 @@ class Bandwidth:
 
 # How often what has moved is looked at, while requests are under way: to find the link, and once it is found.
 LOOK_S, SELDOM_S = 0.05, 0.2
+# The other side's kernel acknowledges what its program has not read yet.
+SEND_BUFFERS_FILL_S = 0.15
 
 
 class Lane:
@@ -65,9 +72,11 @@ class Lane:
     rank with 10,000 shards does not keep those that share its engine waiting.
     """
 
-    def __init__(self, start: int, most: int, few: int = 0) -> None:
-        self.concurrency = Concurrency(limit=start, most=max(start, most), few=few)
+    def __init__(self, start: int, most: int, few: int = 0, node: Node | None = None) -> None:
+        fills_s = 0.0 if few else SEND_BUFFERS_FILL_S
+        self.concurrency = Concurrency(limit=start, most=max(start, most), few=few, fills_s=fills_s)
         self.movers: list[Callable[[], Moved | None]] = []  # of all stores whose requests it admits
+        self._node = node
         self._next_look: asyncio.TimerHandle | None = None
         self._looked = (0.0, 0.0)  # when, and how much CPU this process had taken by then
         self._running = 0
@@ -100,13 +109,17 @@ class Lane:
             return
         loop = asyncio.get_running_loop()
         (looked_s, cpu_s), self._looked = self._looked, (loop.time(), time.process_time())
+        moved_bytes, others = sum(each.size_bytes for each in moved), list[int]()
+        if self._node is not None:
+            moved_bytes, others = self._node.tell(moved_bytes, self._running, time.monotonic())
         self.concurrency = concurrency.observed(
             self.concurrency,
-            moved_bytes=sum(each.size_bytes for each in moved),
+            moved_bytes=moved_bytes,
             round_trip_s=max(each.round_trip_s for each in moved),
-            is_full=self._running >= self.concurrency.limit and bool(self._waiting or self.have_more),
+            is_full=self._running == self.concurrency.limit and bool(self._waiting or self.have_more),
             now_s=loop.time(),
             busy_cores=(self._looked[1] - cpu_s) / max(self._looked[0] - looked_s, 1e-6),
+            others=others,
         )
         self._admit()
 

@@ -3,11 +3,15 @@
 Doubled while that pays in full, as TCP's slow start does, or four times as many where each is slow; then what the rate
 that was found needs, at the rate that a connection has when the link is not full. Now and then a step more is tried:
 links change. Halved on 503 SlowDown, as every S3 SDK's adaptive mode does.
+
+The link is the node's: where several processes use it, what counts is what all of them move. Judged by its own rate,
+each would grow for ever, for on a full link more connections are a larger share.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 # How long connections that were just added take to reach their rate, and how long that is looked at: this, or so many
@@ -24,6 +28,8 @@ BUSY_CORES = 0.7
 FULL = 0.6
 # What a step must gain to be kept in part: less is noise.
 GAIN = 1.08
+# So many times the average of all processes on a link, or as much less, is not fair.
+FAIR = 1.25
 # More than the rate needs, so that the link stays full between the requests of one connection.
 SLACK = 1.1
 # After a step that did not pay, and after the store said that it is too much: how long until the next one is tried.
@@ -37,11 +43,17 @@ class Concurrency:
 
     limit: int
     most: int
+    fills_s: float = (
+        0.0  # how long buffers beyond the link may fill, faster than it is, before the first look
+    )
     few: int = 0  # as many load all cores: tried next where the first look says that these bound the rate
     is_searching: bool = True  # doubles
     settles_until_s: float = 0.0
     window: tuple[float, int] | None = None  # when it began, and what had moved by then
-    before: tuple[int, float] | None = None  # limit and rate in bytes/s before the last step up
+    before: tuple[int, int, float] | None = (
+        None  # limit, all on the link, and rate in bytes/s before the last step
+    )
+    connection_bytes_per_s: float = 0.0  # as last seen; 0: not known yet
     tries_at_s: float = 0.0
     rest_s: float = REST_S
     reduced_at_s: float = float("-inf")
@@ -58,9 +70,11 @@ def observed(
     is_full: bool,
     now_s: float,
     busy_cores: float = 0.0,
+    others: Sequence[int] = (),
 ) -> Concurrency:
-    """So much has moved by now, in all. `is_full`: as many requests are under way as may be, and others wait; else it
-    is not the limit that bounds the rate, and nothing is learnt. `busy_cores`: how many this process has kept at work.
+    """So much has moved by now, over all of the link. `is_full`: as many requests are under way as may be, and more
+    wait; else it is not the limit that bounds the rate, and nothing is learnt. `busy_cores`: how many this process has
+    kept at work. `others`: the requests under way of each other process on the link.
     """
     settle_s = max(SETTLE_S, SETTLE_ROUND_TRIPS * round_trip_s)
     if not is_full:
@@ -72,25 +86,33 @@ def observed(
     if moved_bytes < moved_before or (is_first and moved_bytes == moved_before):
         # A store that shared the limit has closed; no answer has come yet.
         return replace(state, window=(now_s, moved_bytes))
+    if state.fills_s:
+        return replace(state, window=None, settles_until_s=now_s + state.fills_s, fills_s=0.0)
     if now_s - began_s < max(FIRST_WINDOW_S if is_first else WINDOW_S, WINDOW_ROUND_TRIPS * round_trip_s):
         return state
     state = replace(state, window=(now_s, moved_bytes))
     rate = (moved_bytes - moved_before) / (now_s - began_s)
-    few, state = state.few, replace(state, few=0)
+    in_all = state.limit + sum(others)
+    few, state = state.few, replace(state, few=0, connection_bytes_per_s=rate / in_all)
     if state.limit > few > 0 and busy_cores > BUSY_CORES:
         return replace(state, limit=few, window=None, settles_until_s=now_s + settle_s)
-    if state.before is None:
-        return _step_up(state, rate, now_s, settle_s) if now_s >= state.tries_at_s else state
-    limit, rate_before = state.before
-    if rate_before <= 0:
-        return replace(state, before=(limit, rate))
+    if state.before is None and now_s < state.tries_at_s:
+        return state
+    if state.before is None and not state.is_searching and (fair := _fair(state.limit, others)):
+        return replace(
+            state, limit=fair, window=None, settles_until_s=now_s + settle_s, tries_at_s=now_s + REST_S
+        )
+    if state.before is None or state.before[2] <= 0 or in_all <= state.before[1]:
+        return _step_up(state, in_all, rate, now_s, settle_s)
+    limit, in_all_before, rate_before = state.before
     gain = rate / rate_before
-    if gain - 1 >= FULL * (state.limit / limit - 1):
+    if gain - 1 >= FULL * (in_all / in_all_before - 1):
         if state.refused is None or state.limit >= state.refused[0]:
-            state = replace(state, is_searching=True, rest_s=REST_S, refused=None)
-        return _step_up(state, rate, now_s, settle_s)
-    # What the rate needs, if a connection has the rate that it had before.
-    needed = limit if gain < GAIN else min(state.limit, math.ceil(limit * gain * SLACK))
+            state = replace(state, rest_s=REST_S, refused=None)
+        return _step_up(state, in_all, rate, now_s, settle_s)
+    # Its share of what the rate needs, if a connection has the rate that it had before.
+    share = math.ceil(in_all_before * gain * SLACK * state.limit / in_all)
+    needed = limit if gain < GAIN else min(state.limit, max(1, share))
     return replace(
         state,
         limit=needed,
@@ -103,7 +125,17 @@ def observed(
     )
 
 
-def _step_up(state: Concurrency, rate: float, now_s: float, settle_s: float) -> Concurrency:
+def _fair(limit: int, others: Sequence[int]) -> int:
+    """A step towards what each has on average; 0 if it is near."""
+    mean = (limit + sum(others)) / (1 + len(others))
+    if limit > FAIR * mean:
+        return max(math.ceil(mean), limit * 3 // 4)
+    if limit * FAIR < mean:
+        return min(math.floor(mean), limit + max(1, limit // 4))
+    return 0
+
+
+def _step_up(state: Concurrency, in_all: int, rate: float, now_s: float, settle_s: float) -> Concurrency:
     most = state.most
     if state.refused is not None and now_s < state.refused[1]:
         most = min(most, state.refused[0] - 1)
@@ -112,13 +144,13 @@ def _step_up(state: Concurrency, rate: float, now_s: float, settle_s: float) -> 
     if not state.is_searching:
         more = max(1, state.limit // 4)
     else:
-        more = state.limit * (3 if rate < state.limit * SLOW_BYTES_PER_S else 1)
+        more = state.limit * (3 if rate < in_all * SLOW_BYTES_PER_S else 1)
     return replace(
         state,
         limit=min(most, state.limit + more),
         window=None,
         settles_until_s=now_s + settle_s,
-        before=(state.limit, rate),
+        before=(state.limit, in_all, rate),
     )
 
 

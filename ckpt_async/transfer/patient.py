@@ -39,6 +39,7 @@ from ckpt_async.stores.interface import (
     StoredPart,
 )
 from ckpt_async.transfer.budgets import CONTROL_REQUESTS, Budgets
+from ckpt_async.transfer.concurrency import Concurrency
 from ckpt_async.transfer.progress import Progress, Series, Silence
 
 logger = logging.getLogger(__name__)
@@ -257,6 +258,11 @@ class PatientStore:
     def concurrency(self) -> int:
         """How many requests may carry shard bytes at once, now."""
         return self._budgets.bulk.concurrency.limit
+
+    @property
+    def link(self) -> Concurrency:
+        """What is known of the link."""
+        return self._budgets.bulk.concurrency
 
     def has_more(self, has_more: bool) -> None:
         """Whether the owner would make more requests at once: only then is `concurrency` what bounds the rate."""

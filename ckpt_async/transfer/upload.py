@@ -12,6 +12,7 @@ from ckpt_async.core.model import Checksum
 from ckpt_async.errors import IntegrityError, ObjectNotFoundError, SourceError, StoreError
 from ckpt_async.stores.checksums import Digest, checksum_of, combine
 from ckpt_async.stores.interface import Capabilities, ObjectInfo, Sink, SmallPut, Store, StoredPart
+from ckpt_async.transfer.concurrency import Concurrency
 from ckpt_async.transfer.patient import PatientStore
 from ckpt_async.transfer.progress import Progress, Series
 from ckpt_async.transfer.source import FileBody, Source
@@ -39,13 +40,26 @@ def plan_parts(size_bytes: int, part_size_bytes: int) -> list[PlannedPart]:
     ]
 
 
-def part_size(size_bytes: int, smallest_bytes: int, capabilities: Capabilities, concurrency: int = 1) -> int:
+# A part that is lost costs so much time, and so long may the last one take when all others have arrived.
+PART_S = 5.0
+MAX_PART_BYTES = 64 * MIB
+# As many connections may want a part before anybody has seen the link.
+LIKELY_CONCURRENCY = 32
+
+
+def part_size(
+    size_bytes: int, smallest_bytes: int, capabilities: Capabilities, link: Concurrency | None = None
+) -> int:
     """The part size for a file, in whole MiB: a 32nd of it, for a request costs about 2 ms of CPU whatever it
-    carries, or less on a link where that would not be two parts for each of `concurrency` connections; not less than
-    `smallest_bytes`, nor more than 64 MiB, for that much is sent again when one fails; but as much as keeps the store's
-    limit on the number of parts with a tenth to spare.
+    carries, or less on a link where that would not be two parts for each connection; not less than `smallest_bytes`,
+    nor more than a connection sends in PART_S; but as much as keeps the store's limit on the number of parts with a
+    tenth to spare.
     """
-    few = min(-(-size_bytes // max(32, 2 * concurrency)), 64 * MIB)
+    link = link or Concurrency(limit=1, most=1, is_searching=False)
+    at_once = max(link.limit, LIKELY_CONCURRENCY) if link.is_searching else link.limit
+    few = min(-(-size_bytes // max(32, 2 * at_once)), MAX_PART_BYTES)
+    if link.connection_bytes_per_s:
+        few = min(few, int(PART_S * link.connection_bytes_per_s))
     needed = max(few, -(-size_bytes // (capabilities.max_parts * 9 // 10)))
     return max(smallest_bytes, capabilities.min_part_size_bytes, -(-needed // MIB) * MIB)
 
@@ -147,7 +161,7 @@ async def _multipart(
             resume = None  # completed or aborted meanwhile; sending again is always right
     if resume is None:
         upload_id = await store.create_multipart(key)
-        size = part_size(source.size_bytes, smallest_part_bytes, store.capabilities, store.concurrency)
+        size = part_size(source.size_bytes, smallest_part_bytes, store.capabilities, store.link)
         resume = Resume(upload_id, size)
         opened(resume)
 

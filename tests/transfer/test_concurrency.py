@@ -1,5 +1,6 @@
 """How many requests go at once: as many as fill the link, found within seconds; fewer when the store asks."""
 
+import random
 from dataclasses import dataclass
 
 import pytest
@@ -94,10 +95,53 @@ def test_a_first_look_that_sees_the_cores_at_their_limit_goes_back_to_as_few_as_
     assert min(many_cores) == 8
 
 
+def test_what_fills_buffers_at_first_does_not_pass_for_the_rate_of_the_link() -> None:
+    link = Link(5 * MIB)
+    state = Concurrency(limit=8, most=128, fills_s=0.15)
+    link.moved = 8 * MIB
+    state, limits = link.play(state, 0.2)
+    assert set(limits) == {8}
+    _, limits = link.play(state, 2)
+    assert sorted(set(limits)) == [8, 32, 128]
+
+
 def test_nothing_is_learnt_before_the_first_answer() -> None:
     state, limits = Link(0.0).play(Concurrency(limit=8, most=64), 3)
     assert set(limits) == {8}
     assert state.before is None
+
+
+@pytest.mark.parametrize("began_within_s", [0.0, 2.0, 20.0])
+@pytest.mark.parametrize(("each", "together"), [(20, 400), (5, 400), (60, 100), (5, 2000)])
+def test_eight_engines_on_a_link_share_it_and_none_grows_at_the_others_expense(
+    each: int, together: int, began_within_s: float
+) -> None:
+    """By their own rates alone they would have 128 each: on a full link, more connections are a larger share."""
+    chance = random.Random(1)
+    states = [Concurrency(limit=8, most=128) for _ in range(8)]
+    begin_s = [chance.random() * began_within_s for _ in states]
+    now_s = moved = 0.0
+    sums: list[int] = []
+    while now_s < 60:
+        now_s += TICK_S
+        there = [number for number in range(8) if begin_s[number] <= now_s]
+        limits = {number: states[number].limit for number in there}
+        moved += TICK_S * MIB * min(together, each * sum(limits.values())) * chance.gauss(1, 0.03)
+        for number in there:
+            states[number] = observed(
+                states[number],
+                moved_bytes=round(moved),
+                round_trip_s=0.01,
+                is_full=True,
+                now_s=now_s,
+                others=[limit for other, limit in limits.items() if other != number],
+            )
+        sums.append(sum(state.limit for state in states))
+    settled = sums[len(sums) // 2 :]
+    assert min(settled) * each >= min(0.9 * together, 8 * each * 8)
+    assert max(settled) <= 4 * max(64, together / each)
+    limits = sorted(state.limit for state in states)
+    assert limits[-1] <= 2.5 * limits[0]
 
 
 def test_a_link_that_changes_is_found_again() -> None:
@@ -183,6 +227,13 @@ def test_the_limit_stays_in_its_bounds(events, start: int, most: int) -> None:
         assert 1 <= state.limit <= state.most
 
 
+def _part_mib(size_mib: int, link: Concurrency | None) -> int:
+    capabilities = Capabilities(conditional_put=True, multipart=True, checksum_algorithm="crc64nvme")
+    size_bytes = part_size(size_mib * MIB, 16 * MIB, capabilities, link)
+    assert size_bytes % MIB == 0
+    return size_bytes // MIB
+
+
 @pytest.mark.parametrize(
     ("size_mib", "concurrency", "part_mib"),
     [(1024, 8, 32), (1024, 64, 16), (8192, 8, 64), (8192, 128, 32), (100, 128, 16), (1 << 20, 128, 117)],
@@ -190,5 +241,18 @@ def test_the_limit_stays_in_its_bounds(events, start: int, most: int) -> None:
 def test_a_shard_is_cut_so_that_all_connections_can_share_it(
     size_mib: int, concurrency: int, part_mib: int
 ) -> None:
-    capabilities = Capabilities(conditional_put=True, multipart=True, checksum_algorithm="crc64nvme")
-    assert part_size(size_mib * MIB, 16 * MIB, capabilities, concurrency) == part_mib * MIB
+    link = Concurrency(limit=concurrency, most=128, is_searching=False)
+    assert _part_mib(size_mib, link) == part_mib
+
+
+def test_a_shard_can_fill_64_connections_before_anybody_has_seen_the_link() -> None:
+    assert [_part_mib(1024, link) for link in (Concurrency(limit=8, most=128), None)] == [16, 32]
+
+
+def test_a_part_takes_no_longer_than_a_few_seconds() -> None:
+    """Whatever a connection was seen to bring; but the setting and the store's limits come first."""
+    slow, fast = Link(5 * MIB, 50 * MIB), Link(60 * MIB, 300 * MIB)
+    found = [link.play(Concurrency(limit=8, most=128), 20)[0] for link in (slow, fast)]
+    assert 20 <= _part_mib(8192, found[0]) <= 25
+    assert _part_mib(8192, found[1]) == 64
+    assert _part_mib(1 << 20, found[0]) == 117

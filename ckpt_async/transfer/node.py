@@ -1,0 +1,90 @@
+"""What all processes of this user on this node move over its link, so that none takes a larger share for a gain.
+
+A page of memory that they share, with a slot for each. It is advice: who cannot have it, or reads half a number, looks
+at what he moves himself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import math
+import mmap
+import os
+import stat
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+logger = logging.getLogger(__name__)
+
+Direction = Literal["up", "down"]
+
+# When it was last written (CLOCK_MONOTONIC, which is the node's), requests under way, bytes moved so far.
+_SLOT = struct.Struct("=dQQ")
+_NUM_SLOTS = 4096 // _SLOT.size
+# Who moves bytes tells several times a second; whose slot is older than that may be taken over, with what it has moved.
+BUSY_S, ABANDONED_S = 1.0, 60.0
+
+
+class Node:
+    """One process's place on the link, taken when it first moves something. Used on one event loop."""
+
+    def __init__(self, direction: Direction, environment: Mapping[str, str] = os.environ) -> None:
+        folder = Path(environment.get("XDG_RUNTIME_DIR") or "/dev/shm")  # noqa: S108  who it belongs to is looked at
+        self._path = folder / f"ckpt-async-{os.getuid()}-{direction}"
+        self._page: mmap.mmap | None = None
+        self._slot = self._base_bytes = 0
+        self._is_alone = False
+
+    def tell(self, moved_bytes: int, num_requests: int, now_s: float) -> tuple[int, list[int]]:
+        """What this process has moved, and has under way, at this time. What all have moved, and the requests of each
+        other process that moves something now.
+        """
+        if self._page is None and not self._is_alone:
+            try:
+                self._join(now_s)
+            except BlockingIOError:
+                pass  # somebody else joins in this moment: at the next look
+            except (OSError, ValueError, struct.error) as error:
+                self._is_alone = True
+                logger.debug("link_not_shared path=%s error=%s", self._path, error)
+        if self._page is None:
+            return moved_bytes, []
+        _SLOT.pack_into(
+            self._page, self._slot * _SLOT.size, now_s, num_requests, self._base_bytes + moved_bytes
+        )
+        slots = [_SLOT.unpack_from(self._page, number * _SLOT.size) for number in range(_NUM_SLOTS)]
+        others = [
+            under_way
+            for number, (told_s, under_way, _) in enumerate(slots)
+            if number != self._slot and abs(now_s - told_s) < BUSY_S and under_way
+        ]
+        return sum(moved for _, _, moved in slots), others
+
+    def __del__(self) -> None:
+        if self._page is not None:
+            moved_bytes = _SLOT.unpack_from(self._page, self._slot * _SLOT.size)[2]
+            _SLOT.pack_into(self._page, self._slot * _SLOT.size, -math.inf, 0, moved_bytes)
+
+    def _join(self, now_s: float) -> None:
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        with contextlib.ExitStack() as opened:
+            opened.callback(os.close, descriptor)
+            facts = os.fstat(descriptor)
+            if facts.st_uid != os.getuid() or not stat.S_ISREG(facts.st_mode):
+                raise OSError("it is somebody else's")
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            opened.callback(fcntl.flock, descriptor, fcntl.LOCK_UN)  # the page keeps a descriptor of its own
+            os.ftruncate(descriptor, _NUM_SLOTS * _SLOT.size)
+            page = mmap.mmap(descriptor, _NUM_SLOTS * _SLOT.size)
+            for number in range(_NUM_SLOTS):
+                told_s, _, moved_bytes = _SLOT.unpack_from(page, number * _SLOT.size)
+                if abs(now_s - told_s) > ABANDONED_S:
+                    _SLOT.pack_into(page, number * _SLOT.size, now_s, 0, moved_bytes)
+                    self._page, self._slot, self._base_bytes = page, number, moved_bytes
+                    return
+            page.close()
+            raise OSError("all its places are taken")

@@ -1,0 +1,81 @@
+"""The page in which the processes of a node tell each other what they move over the link."""
+
+import fcntl
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckpt_async.transfer.node import ABANDONED_S, BUSY_S, Node
+
+NOW_S = 1000.0
+
+
+@pytest.fixture
+def there(tmp_path: Path) -> dict[str, str]:
+    return {"XDG_RUNTIME_DIR": str(tmp_path)}
+
+
+def test_each_is_told_what_all_have_moved_and_what_the_others_have_under_way(there: dict[str, str]) -> None:
+    a, b, down = Node("up", there), Node("up", there), Node("down", there)
+    assert a.tell(10, 8, NOW_S) == (10, [])
+    assert b.tell(5, 3, NOW_S) == (15, [8])
+    assert a.tell(20, 7, NOW_S) == (25, [3])
+    assert down.tell(1, 1, NOW_S) == (1, [])
+
+
+def test_another_process_is_seen(there: dict[str, str]) -> None:
+    program = (
+        "import os; from ckpt_async.transfer.node import Node; "
+        f"node = Node('up'); node.tell(7, 2, {NOW_S}); os._exit(0)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, env={**os.environ, **there})
+    assert Node("up", there).tell(1, 1, NOW_S) == (8, [2])
+
+
+def test_who_has_nothing_under_way_or_has_not_told_for_a_while_is_not_among_the_others(
+    there: dict[str, str],
+) -> None:
+    a, b, c = (Node("up", there) for _ in range(3))
+    a.tell(10, 0, NOW_S)
+    b.tell(10, 8, NOW_S - 2 * BUSY_S)
+    assert c.tell(1, 1, NOW_S) == (21, [])
+
+
+def test_what_has_moved_never_becomes_less_when_processes_come_and_go(there: dict[str, str]) -> None:
+    killed = Node("up", there)
+    killed.tell(100, 8, NOW_S)
+    page = killed._page
+    killed._page = None  # as after SIGKILL: it takes no leave
+    assert page is not None
+    later_s = NOW_S + 2 * ABANDONED_S
+    nodes = [Node("up", there) for _ in range(400)]
+    totals = [node.tell(1, 1, later_s)[0] for node in nodes[:150]]
+    assert totals == [100 + number for number in range(1, 151)]
+    assert nodes[300].tell(0, 1, later_s)[0] == 250
+    del nodes
+    assert Node("up", there).tell(0, 1, later_s)[0] == 250
+
+
+def test_without_a_place_of_its_own_each_looks_at_itself(there: dict[str, str], tmp_path: Path) -> None:
+    """All taken; no such folder; another kind of file, as somebody else may have put there."""
+    held = [Node("up", there) for _ in range(171)]
+    assert [node.tell(1, 1, NOW_S)[0] for node in held][-2:] == [170, 1]
+    assert Node("up", {"XDG_RUNTIME_DIR": str(tmp_path / "none")}).tell(3, 1, NOW_S) == (3, [])
+    (tmp_path / "mine").write_bytes(b"mine")
+    (tmp_path / f"ckpt-async-{os.getuid()}-down").symlink_to(tmp_path / "mine")
+    assert Node("down", there).tell(3, 1, NOW_S) == (3, [])
+    assert (tmp_path / "mine").read_bytes() == b"mine"
+
+
+def test_nobody_waits_for_a_process_that_stopped_while_it_joined(
+    there: dict[str, str], tmp_path: Path
+) -> None:
+    with (tmp_path / f"ckpt-async-{os.getuid()}-up").open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        node = Node("up", there)
+        assert node.tell(3, 1, NOW_S) == (3, [])
+    assert node.tell(3, 1, NOW_S) == (3, [])
+    assert Node("up", there).tell(1, 1, NOW_S) == (4, [1])
