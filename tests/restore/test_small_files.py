@@ -135,7 +135,7 @@ def _spoil(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """One byte of it, the first time, on the wire."""
     is_first, get_many = True, Downloads.get_many
 
-    async def spoilt(self: Downloads, gets: Any, check: Any, got: Any) -> Any:
+    async def spoilt(self: Downloads, gets: Any, check: Any, got: Any, *more: Any) -> Any:
         def told(number: int, data: memoryview) -> None:
             nonlocal is_first
             if f"/{name}?" in gets[number][0] and is_first:
@@ -143,7 +143,7 @@ def _spoil(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
                 data[1000] ^= 1
             got(number, data)
 
-        return await get_many(self, gets, check, told)
+        return await get_many(self, gets, check, told, *more)
 
     monkeypatch.setattr(Downloads, "get_many", spoilt)
 
