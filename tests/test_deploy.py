@@ -34,6 +34,7 @@ DEPLOY = ROOT / "deploy"
 UNIT = DEPLOY / "systemd/ckpt-async-sweeper.service"
 ENVIRONMENT = DEPLOY / "systemd/sweeper.env"
 MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
+BATCHES = sorted((DEPLOY / "slurm").glob("*.sbatch"))
 ALERTS = DEPLOY / "prometheus/alerts.yaml"
 ALERTS_TEST = DEPLOY / "prometheus/alerts_test.yaml"
 OPERATIONS = ROOT / "docs/operations.md"
@@ -54,6 +55,9 @@ def command_lines() -> Iterator[tuple[str, list[str]]]:
             yield path.name, json.loads(arguments)
         for command in re.findall(r"while ckpt-async ([^;]*);", path.read_text()):
             yield path.name, shlex.split(command)
+    for path in BATCHES:
+        for command in re.findall(r" ckpt-async (.*)$", path.read_text(), re.MULTILINE):
+            yield path.name, shlex.split(command)
     for command in re.findall(r"^(?:\$ )?ckpt-async (.*)$", OPERATIONS.read_text(), re.MULTILINE):
         yield OPERATIONS.name, shlex.split(command, comments=True)
 
@@ -65,7 +69,8 @@ def test_command_lines_parse() -> None:
             cli._parser().parse_args(arguments)
         except UsageError as error:
             pytest.fail(f"{where}: ckpt-async {shlex.join(arguments)}: {error}")
-    assert {where for where, _ in found} == {UNIT.name, OPERATIONS.name, *(path.name for path in MANIFESTS)}
+    files = (*MANIFESTS, *BATCHES)
+    assert {where for where, _ in found} == {UNIT.name, OPERATIONS.name, *(path.name for path in files)}
     assert {arguments[0] for _, arguments in found} >= {"sweep", "drain", "verify", "prune", "status"}
 
 
@@ -102,6 +107,20 @@ def test_manifests_are_complete() -> None:
         for line in text.splitlines():
             assert "\t" not in line
             assert (len(line) - len(line.lstrip())) % 2 == 0, line
+
+
+def test_batch_scripts_end_within_the_time_that_slurm_leaves_them() -> None:
+    """Flush, wait and drain must fit between the signal and the end. They run under a real Slurm by `./dev slurm`."""
+    assert [path.name for path in BATCHES] == ["multi-node.sbatch", "single-node.sbatch"]
+    for path in BATCHES:
+        text = path.read_text()
+        assert subprocess.run(["bash", "-n", path], timeout=60).returncode == 0
+        (left_s,) = map(int, re.findall(r"^#SBATCH --signal=TERM@(\d+)$", text, re.MULTILINE))
+        (flush_s,) = map(int, re.findall(r"SIGTERM_FLUSH_S:-(\d+)", text))
+        (drain_s,) = map(int, re.findall(r"ckpt-async drain .*--timeout (\d+)", text))
+        (wait_s,) = map(int, re.findall(r"--wait=(\d+)", text) or [flush_s])
+        assert flush_s <= wait_s
+        assert flush_s + wait_s + drain_s < left_s
 
 
 def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
