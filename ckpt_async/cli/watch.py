@@ -225,6 +225,11 @@ def _options(options: argparse.Namespace, environment: dict[str, str]) -> Option
     beside = folder.parent / f".{folder.name}.ckpt_async"
     is_shared = filesystem_of(str(folder), Path("/proc/self/mountinfo")) not in LOCAL_FILESYSTEMS
     node, num_nodes = options.node or ((0, 1) if is_shared else launch.node(environment))
+    if options.once and num_nodes > 1:
+        raise SettingsError(
+            "--once works for one node: the others would not know when it is over",
+            hint="watch on all nodes without it, or --node 0/1",
+        )
     state = Path(os.path.realpath(options.state)) if options.state else beside
     if state == folder or folder in state.parents:
         raise SettingsError(
@@ -249,11 +254,12 @@ def _options(options: argparse.Namespace, environment: dict[str, str]) -> Option
         folder.parent / f".{folder.name}{kind}.ckpt_async.lock",
         Rules(
             tuple(options.format),
-            options.done,
+            options.done or "",
             options.pattern,
             options.quiet_s,
             options.ignore_times,
             options.ranks,
+            num_nodes,
         ),
         kind=options.kind,
         node=node,

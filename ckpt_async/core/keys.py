@@ -6,6 +6,8 @@ Remote, relative to the run's root (`s3://bucket/prefix/run-a`):
     .ckpt_async/generations/<g:06d>.json                     create-once
     .ckpt_async/members/<g:06d>/<rank:05d>.json              create-once: which process is rank r of it
     .ckpt_async/members/<g:06d>/alive.json                   counted up until all are there
+    .ckpt_async/members/<g:06d>/announced-<step:012d>.json   create-once: watchers tell each other what is complete
+    .ckpt_async/members/<g:06d>/ended-<rank:05d>.json        this watcher announces nothing more
     .ckpt_async/receipts/<g:06d>-<step:012d>/<rank:05d>.json
     .ckpt_async/decisions/<g:06d>-<step:012d>.json           LIST order is checkpoint order
     .ckpt_async/latest.json
@@ -65,6 +67,8 @@ _DAMAGE = re.compile(re.escape(DAMAGED) + _CHECKPOINT.pattern + r"\.json")
 _LEASE = re.compile(re.escape(LEASES) + _CHECKPOINT.pattern + r"/[^/]+\.json")
 _MEMBER = re.compile(re.escape(MEMBERS) + r"([0-9]{6})/([0-9]{5})\.json")
 _BEAT = re.compile(re.escape(MEMBERS) + r"([0-9]{6})/alive\.json")
+_ANNOUNCED = re.compile(re.escape(MEMBERS) + r"([0-9]{6})/announced-([0-9]{12})\.json")
+_ENDED = re.compile(re.escape(MEMBERS) + r"([0-9]{6})/ended-([0-9]{5})\.json")
 _DATA = re.compile(re.escape(DATA) + r"([^/]+)\.g([0-9]{1,6})/.+")
 _JOURNAL = re.compile(r"journal-([0-9]{5})\.sqlite")
 _KIND = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}")
@@ -180,6 +184,28 @@ def beat_key(generation: int) -> str:
 def parse_beat_key(key: str) -> int | None:
     match = _BEAT.fullmatch(key)
     return int(match[1]) if match else None
+
+
+def announcements_prefix(generation: int) -> str:
+    return f"{members_prefix(generation)}announced-"
+
+
+def announcement_key(checkpoint: CheckpointId) -> str:
+    return f"{announcements_prefix(checkpoint.generation)}{checkpoint.step:012d}.json"
+
+
+def parse_announcement_key(key: str) -> CheckpointId | None:
+    match = _ANNOUNCED.fullmatch(key)
+    return CheckpointId(int(match[1]), int(match[2])) if match else None
+
+
+def ended_key(generation: int, rank: int) -> str:
+    return f"{members_prefix(generation)}ended-{rank:05d}.json"
+
+
+def parse_ended_key(key: str) -> tuple[int, int] | None:
+    match = _ENDED.fullmatch(key)
+    return (int(match[1]), int(match[2])) if match else None
 
 
 def receipts_prefix(checkpoint: CheckpointId) -> str:

@@ -325,6 +325,8 @@ async def open_run(store: PatientStore, *, is_read_only: bool, timeout_s: float)
 
 
 def _generation_of(key: str) -> int | None:
-    """Whose member, or beat, this is."""
-    member = keys.parse_member_key(key)
+    """Whose member, or beat, this is; or what watchers of it have told each other."""
+    if (announced := keys.parse_announcement_key(key)) is not None:
+        return announced.generation
+    member = keys.parse_member_key(key) or keys.parse_ended_key(key)
     return member[0] if member is not None else keys.parse_beat_key(key)

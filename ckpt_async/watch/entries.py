@@ -55,6 +55,7 @@ class Entry:
     generation: int = 0  # in which it was handed in
     reason: str = ""  # why it was refused
     is_copied: bool = False
+    is_followed: bool = False  # another node has announced it
 
     @property
     def is_settled(self) -> bool:

@@ -58,6 +58,7 @@ class Rules:
     quiet_s: float = 0.0  # complete when nothing of it has changed for so long
     ignores_times: bool = False
     ranks: int = 0  # trainer processes on all nodes, where the format does not tell; 0: unknown
+    num_nodes: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +217,10 @@ def transformers(tree: Tree, folder: str, rules: Rules) -> Found | None:
     if step != int(match[1]):
         return replace(found, reason="its trainer_state.json is not whole, or of another step")
     ranks = {int(number[1] or number[2]) for each in found.inner if (number := _RNG.fullmatch(each))}
+    if ranks and rules.num_nodes > 1 and not rules.ranks:
+        return replace(
+            found, reason="of several nodes it does not say how many ranks there were: give --ranks"
+        )
     count = rules.ranks or max(ranks, default=-1) + 1
     lacking = [f"rng_state_{rank}.pth" for rank in range(count) if ranks and rank not in ranks]
     named = set(re.findall(r'"([^"/]+\.(?:safetensors|bin))"', "".join(_indexes(tree, folder))))

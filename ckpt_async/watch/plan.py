@@ -88,7 +88,7 @@ def passed_over(entry: Entry, known: Iterable[Entry], generation: int) -> str:
 
 def due(entries: Iterable[Entry], now_ns: int, settle_s: float) -> list[Entry]:
     """What is staged and has settled, oldest first: by step, then as it was found."""
-    staged = [each for each in entries if each.state is State.STAGED]
+    staged = [each for each in entries if each.state is State.STAGED and not each.is_followed]
     ready = [each for each in staged if now_ns - each.staged_ns >= settle_s * 1e9]
     return sorted(ready, key=lambda each: (each.step, each.number))
 

@@ -14,11 +14,13 @@ from ckpt_async.core.model import CheckpointId, Decision, Outcome
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import InvalidRecordError
 from ckpt_async.protocol import steps, sweep_plan
-from ckpt_async.protocol.cas import if_readable
+from ckpt_async.protocol.cas import create_once, if_readable, read
+from ckpt_async.protocol.generation import newest_generation
 from ckpt_async.restore.checkpoint import RemoteFile, files_of
 from ckpt_async.stores import StoreOptions
 from ckpt_async.transfer.patient import PatientStore, connect
 from ckpt_async.transfer.together import all_or_none
+from ckpt_async.watch.announcement import Announcement
 
 T = TypeVar("T")
 
@@ -53,6 +55,51 @@ class Remote:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+    # --- between nodes -------------------------------------------------------------------------------------
+
+    def announce(self, announced: Announcement) -> Announcement:
+        """Tell the other nodes that a checkpoint is complete. Returns what they are told: of several nodes that see
+        its mark, the first one speaks.
+        """
+        key = keys.announcement_key(announced.checkpoint)
+        there = self.call(lambda store: create_once(store, key, announced.encode()))
+        return Announcement.decode(there, announced.checkpoint)
+
+    def announced(self, generation: int, after: int) -> list[Announcement]:
+        """What is complete in this generation, past a step, by step."""
+
+        async def work(store: PatientStore) -> list[Announcement]:
+            start = keys.announcement_key(CheckpointId(generation, after)) if after >= 0 else ""
+            listing = await store.list(keys.announcements_prefix(generation), start_after=start)
+            ids = [
+                id_ for each in listing.objects if (id_ := keys.parse_announcement_key(each.key)) is not None
+            ]
+            found = await all_or_none(read(store, keys.announcement_key(id_)) for id_ in ids)
+            return [
+                Announcement.decode(each[0], id_)
+                for id_, each in zip(ids, found, strict=True)
+                if each is not None
+            ]
+
+        return self.call(work)
+
+    def newest_generation(self, generation: int) -> int:
+        return self.call(lambda store: newest_generation(store, after=generation))
+
+    def say_ended(self, generation: int, node: int) -> None:
+        """Tell the other nodes that this one announces nothing more."""
+        self.call(lambda store: create_once(store, keys.ended_key(generation, node), b"{}\n"))
+
+    def ended(self, generation: int) -> set[int]:
+        """Which nodes have said so."""
+
+        async def work(store: PatientStore) -> set[int]:
+            listing = await store.list(f"{keys.members_prefix(generation)}ended-")
+            found = (keys.parse_ended_key(each.key) for each in listing.objects)
+            return {each[1] for each in found if each is not None}
+
+        return self.call(work)
 
     # --- questions -----------------------------------------------------------------------------------------
 

@@ -27,10 +27,12 @@ from ckpt_async.errors import (
 from ckpt_async.monitor import status
 from ckpt_async.restore.partial import checksum_of_file
 from ckpt_async.watch import plan
+from ckpt_async.watch.announcement import Announcement
 from ckpt_async.watch.disk import Disk
 from ckpt_async.watch.entries import Entries, Entry, State, VanishedError, entry_of, remove_files
 from ckpt_async.watch.formats import Found, Rules, find
 from ckpt_async.watch.lock import FolderLock
+from ckpt_async.watch.nodes import Nodes
 from ckpt_async.watch.remote import Remote
 from ckpt_async.watch.tree import Tree
 from ckpt_async.watch.wake import Waker
@@ -42,7 +44,9 @@ MAX_OPEN = 4
 # Copies take the disk's space twice.
 MAX_COPIED = 2
 # How often one is handed in again that nobody could finish, though its bytes are still there.
-MAX_ATTEMPTS = 3
+MAX_ATTEMPTS = 20
+# What several nodes had sealed before one of them was started again: time for its commit. Later it is done again.
+PREDECESSOR_S = 15.0
 # Before another start is begun, for what the uploader has in its hands; the journal has the rest.
 REOPEN_S = 5.0
 STANDBY_S = 2.0
@@ -118,6 +122,8 @@ class Watcher:
         self._disk = Disk(options.folder)
         self._uploader: Uploader | None = None
         self._remote: Remote | None = None
+        self._nodes: Nodes | None = None
+        self._opened_at = 0.0
         self._sealed_before: frozenset[CheckpointId] = frozenset()
         self._before: list[Decision] | None = None
 
@@ -172,6 +178,11 @@ class Watcher:
         self._remote = Remote(
             self._uploader.remote, options.store_options, self._uploader.settings, writes=world_size > 1
         )
+        self._nodes = Nodes(
+            *(options.node, options.num_nodes, self.entries, self._uploader, self._remote),
+            settle_s=options.settle_s,
+        )
+        self._opened_at = time.monotonic()
         logger.info(
             "watching folder=%s remote=%s state=%s generation=%d",
             *(options.folder, self._uploader.remote, options.state, self._uploader.generation),
@@ -218,7 +229,7 @@ class Watcher:
             except (StoreError, NoSpaceError) as error:
                 self._say("trouble", str(error), f"{error}; trying again")
             is_idle = is_whole and not self._open_entries()
-            if is_idle and (was_stopping or self.options.is_once):
+            if is_idle and (was_stopping or self.options.is_once) and self._nodes_are_done():
                 return
             if deadline is not None and time.monotonic() >= deadline:
                 return
@@ -231,8 +242,11 @@ class Watcher:
         self.waker.follow(self.options.folder, tree.folders)
         self._review(tree)
         self._take(tree)
-        self._hand_over(tree)
         self._learn()
+        assert self._nodes is not None
+        self._nodes.listen()
+        self._hand_over(tree)
+        self._nodes.follow(tree, self._hand_in, self._cannot_follow)
         self._retire()
         self.entries.forget_gone(tree)
 
@@ -327,30 +341,47 @@ class Watcher:
             if reason := plan.passed_over(entry, known, generation):
                 self._settle_refused(entry, reason)
                 continue
-            self._hand_in(replace(entry, state=State.HANDED, generation=generation))
+            assert self._nodes is not None
+            ours = self._nodes.announce(entry)
+            self._hand_in(replace(ours, state=State.HANDED, generation=generation))
 
     def _hand_in(self, entry: Entry) -> None:
         """First it is written down: after a kill, the journal tells whether it was sealed."""
         assert self._uploader is not None
         self.entries.put(entry)
+        shards = sorted(entry.shards.values())
         try:
-            self._uploader.enqueue(self.entries.staged(entry), entry.step, entry.name)
-            self._uploader.seal(entry.step, name=entry.name)
+            if shards:
+                self._uploader.enqueue(self.entries.staged(entry), entry.step, entry.name, files=shards)
+            self._uploader.seal(entry.step, name=entry.name, expected=entry.expected)
         except (InvalidNameError, InvalidShardError) as error:
             self._settle_refused(entry, str(error))
         except (NoSpaceError, FencedError):
             self.entries.put(replace(entry, state=State.STAGED, generation=0))
             raise
 
+    def _cannot_follow(self, announced: Announcement, reason: str) -> None:
+        assert self._uploader is not None
+        self._uploader.give_up(announced.checkpoint.step, reason, name=announced.name)
+        self._refused[announced.path or "."] = reason
+
+    def _nodes_are_done(self) -> bool:
+        assert self._nodes is not None
+        try:
+            return self._nodes.is_over()
+        except FencedError:
+            return False
+
     # --- what became of it ---------------------------------------------------------------------------------
 
     def _learn(self) -> None:
         assert self._uploader is not None
         assert self._remote is not None
-        handed = [each for each in self._open_entries() if each.state is State.HANDED]
-        earlier = [each for each in handed if each.generation != self._uploader.generation]
+        ours = self._uploader.generation
+        handed = [each for each in self._open_entries() if each.generation]
+        earlier = [each for each in handed if each.generation != ours]
         for entry in handed:
-            if entry in earlier:
+            if entry.generation != ours or entry.state is not State.HANDED:
                 continue
             try:
                 if self._uploader.is_committed(entry.step):
@@ -364,14 +395,22 @@ class Watcher:
             decision = decided.get(id_)
             if decision is not None and decision.outcome is not Outcome.ABORT:
                 self._settle_committed(entry)
-            elif decision is not None or id_ not in self._sealed_before:
+            elif entry.state is State.STAGED:
+                continue  # it is handed in again when its turn comes
+            elif decision is not None or id_ not in self._sealed_before or self._is_left_alone():
                 self._given_up(entry, decision.reason if decision else "it was not sealed", may_repeat=True)
+
+    def _is_left_alone(self) -> bool:
+        """Whether other nodes had the time to finish what this one had sealed in an earlier start."""
+        return self.options.num_nodes > 1 and time.monotonic() - self._opened_at > PREDECESSOR_S
 
     def _given_up(self, entry: Entry, reason: str, *, may_repeat: bool = False) -> None:
         """Hand it in again if that can help: its bytes are still here, and a kill was in the way."""
         self._attempts[entry.number] += 1
         if may_repeat and self._attempts[entry.number] <= MAX_ATTEMPTS and self.entries.is_intact(entry):
-            self.entries.put(replace(entry, state=State.STAGED, generation=0))
+            self.entries.put(
+                replace(entry, state=State.STAGED)
+            )  # its generation stays: others may finish it yet
         else:
             self._settle_refused(entry, reason)
 

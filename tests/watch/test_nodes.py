@@ -1,0 +1,117 @@
+"""Nodes with a folder of their own each: `dcp.save` of two gloo ranks, and a watcher for each node."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckpt_async import restore
+from ckpt_async.torch import load_latest
+from tests.ranks import run_ranks
+from tests.watch.conftest import Watching, hashes
+
+pytestmark = pytest.mark.timeout(150)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the ranks have written, a folder for each node."""
+    folder = tmp_path_factory.mktemp("saved")
+    run_ranks(Path(__file__).with_name("dcp_ranks.py"), 2, folder)
+    return folder
+
+
+class Nodes:
+    """Two of them, with folders of their own, and a watcher on each."""
+
+    def __init__(self, folder: Path, saved: Path) -> None:
+        self.folder, self._saved = folder, saved
+        self.remote = f"file://{folder}/remote"
+        self.watching: dict[int, Watching] = {}
+        self._all: list[Watching] = []
+        for node in range(2):
+            (folder / f"node-{node}/out").mkdir(parents=True)
+
+    def watch(self, node: int, *more: str) -> Watching:
+        args = ("watch", self.folder / f"node-{node}/out", self.remote, "--node", f"{node}/2", "--json")
+        self._all.append(Watching(*args, "--settle-s", "0.2", "--interval", "0.5", *more))
+        self.watching[node] = self._all[-1]
+        return self._all[-1]
+
+    def save(self, step: int) -> None:
+        """As the ranks did, the mark last, at the time it is now."""
+        for name in ("__1_0.distcp", "__0_0.distcp", ".metadata"):
+            node = int(name[2] == "1")
+            here = self.folder / f"node-{node}/out/step-{step}"
+            here.mkdir(exist_ok=True)
+            shutil.copyfile(self._saved / f"node-{node}/step-{step}/{name}", here / f"{name}.tmp")
+            (here / f"{name}.tmp").replace(here / name)
+
+    def written(self, step: int) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for node in range(2):
+            found |= hashes(self.folder / f"node-{node}/out/step-{step}")
+        return found
+
+    def fetched(self, step: int) -> dict[str, str]:
+        found = restore.find(self.remote, step=step)
+        assert found is not None
+        destination = self.folder / f"fetched-{step}"
+        restore.fetch(found, destination, overwrite=True)
+        return hashes(destination)
+
+    def end(self) -> None:
+        for each in self._all:
+            each.kill()
+
+
+@pytest.fixture
+def nodes(tmp_path: Path, saved: Path) -> Iterator[Nodes]:
+    made = Nodes(tmp_path, saved)
+    yield made
+    made.end()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_each_node_sends_what_it_has_and_the_commit_needs_all_that_the_mark_names(nodes: Nodes) -> None:
+    first, second = nodes.watch(0), nodes.watch(1)
+    for step in (10, 20):
+        nodes.save(step)
+        first.until("committed", step)
+        second.until("committed", step)
+        assert len(nodes.written(step)) == 3, "the test would show nothing"
+        assert nodes.fetched(step) == nodes.written(step)
+    state = {"w": torch.zeros(64, 8), "step": 0}
+    load_latest(state, nodes.remote)
+    assert (state["step"], bool((state["w"] == 20).all())) == (20, True)
+    first.process.terminate()
+    assert (second.end(), first.process.wait(60)) == (0, 0)
+
+
+def test_a_file_that_no_node_has_is_named_and_nothing_is_committed(nodes: Nodes) -> None:
+    nodes.save(10)
+    (nodes.folder / "node-1/out/step-10/__1_0.distcp").unlink()
+    first = nodes.watch(0)
+    nodes.watch(1)
+    told = first.until("refused", 10)
+    assert "rank 0 expects __1_0.distcp, which no rank has" in told["reason"]
+    assert restore.find(nodes.remote) is None
+
+
+def test_a_node_whose_watcher_was_killed_comes_back_and_nothing_is_lost(nodes: Nodes) -> None:
+    first, second = nodes.watch(0), nodes.watch(1)
+    nodes.save(10)
+    second.until("committed", 10)
+    second.kill()
+    nodes.save(20)
+    nodes.save(30)
+    nodes.watch(1)
+    first.until("committed", 30)
+    assert {step: nodes.fetched(step) for step in (10, 20, 30)} == {
+        step: nodes.written(step) for step in (10, 20, 30)
+    }
+    found = restore.find(nodes.remote)
+    assert found is not None
+    assert found.step == 30
