@@ -37,7 +37,9 @@ from ckpt_async.transfer.budgets import CONTROL_REQUESTS
 
 PACKAGES = ("ckpt-async", "aiobotocore", "botocore", "aiohttp", "awscrt", "uvloop", "torch")
 # Variables of ours that are no settings.
-OTHER_VARIABLES = frozenset({"DEBUG", "LAUNCH_ID", "SETTINGS_FILE"})
+OTHER_VARIABLES = frozenset(
+    {"DEBUG", "LAUNCH_ID", "SETTINGS_FILE", "S3_REQUEST_PAYER", "S3_SSE_C_KEY", "S3_SSE_C_KEY_FILE"}
+)
 
 
 def examine(

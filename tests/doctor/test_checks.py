@@ -369,6 +369,7 @@ def test_a_damaged_or_newer_journal_is_reported(folder: Path, call: Examine) -> 
 def test_variables_without_effect_are_named(call: Examine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPT_ASYNC_NUM_CONCURRENT_UPLOADS", "4")
     monkeypatch.setenv("CKPT_ASYNC_LAUNCH_ID", "a")
+    monkeypatch.setenv("CKPT_ASYNC_S3_SSE_C_KEY_FILE", "/a")
     code, found = call()
     assert (code, levels(found)) == (0, {})
     assert found["settings"]["message"] == "CKPT_ASYNC_NUM_CONCURRENT_UPLOADS"

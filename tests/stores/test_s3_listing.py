@@ -3,6 +3,8 @@
 import pytest
 
 from ckpt_async.stores import open_store
+from ckpt_async.stores.checksums import checksum_of
+from ckpt_async.stores.interface import BytesBody
 from ckpt_async.stores.s3.listing import are_first, listed_prefix, server_start
 from tests.stores import s3_peer
 from tests.stores.bodies import put
@@ -29,6 +31,26 @@ def test_a_page_of_a_directory_bucket_is_never_enough():
     assert are_first("bucket", ["a", "b"])
     assert not are_first("bucket", ["b", "a"])
     assert not are_first(DIRECTORY, ["a", "b"])
+
+
+def test_a_reader_leaves_its_lease_in_a_directory_bucket(run, monkeypatch):
+    """Nothing was probed then, and CRC64NVME would be refused."""
+
+    async def body(peer):
+        for name, value in peer.environment().items():
+            monkeypatch.setenv(name, value)
+        store = open_store(f"s3://{peer.bucket}/run")
+        await store.open(is_read_only=True)
+        try:
+            data = b"lease"
+            checksum = checksum_of(data, store.capabilities.checksum_algorithm)
+            await store.put("lease", BytesBody(data), checksum)
+            assert (await store.head("lease")).checksum == checksum
+        finally:
+            await store.close()
+
+    with s3_peer.S3Peer(DIRECTORY) as peer:
+        run(body(peer))
 
 
 def test_all_pages_of_a_directory_bucket_are_read_and_sorted(run, monkeypatch):

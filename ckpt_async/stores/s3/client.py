@@ -93,9 +93,10 @@ class S3Store:
         """Connect, then find out what the store enforces, as `Probe` does."""
         await self._session.open()
         if is_read_only:
-            # Not probed: what a writer would have to rely on is not claimed.
+            # Not probed: what a writer would have to rely on is not claimed. A lease goes with the checksum that more
+            # stores know: directory buckets, and what is older than 2025.
             self._capabilities = Capabilities(
-                conditional_put=False, multipart=True, checksum_algorithm="crc64nvme"
+                conditional_put=False, multipart=True, checksum_algorithm="crc32c"
             )
             return
         try:

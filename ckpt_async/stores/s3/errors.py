@@ -74,7 +74,7 @@ def refusal(
         message += f" (or: {_NEEDS_KEY})"
     elif status == 400 and "Server Side Encryption" in message:
         return location.error(
-            message, reason=FailureReason.AUTH, operation=operation, key=key, hint=_NEEDS_KEY
+            message, reason=FailureReason.OTHER, operation=operation, key=key, hint=_NEEDS_KEY
         )
     reason = reason_of(code, status)
     if status == 404 and operation != "head_object" and (not code or code.isdecimal()):
