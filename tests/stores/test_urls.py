@@ -404,6 +404,11 @@ def test_a_web_server_is_named_without_credentials(url: str) -> None:
 @pytest.mark.parametrize(
     ("bucket", "env", "address"),
     [
+        (
+            ACCESS_POINT,  # through PrivateLink
+            {"AWS_ENDPOINT_URL_S3": "https://accesspoint.vpce-1a2b.s3.us-west-2.vpce.amazonaws.com"},
+            "https://name-123456789012.accesspoint.vpce-1a2b.s3.us-west-2.vpce.amazonaws.com/k",
+        ),
         ("bucket", {}, "https://bucket.s3.us-west-2.amazonaws.com/k"),
         # A certificate for *.s3.… holds for one label only.
         ("my.bucket", {}, "https://s3.us-west-2.amazonaws.com/my.bucket/k"),
@@ -434,7 +439,7 @@ def test_where_the_sdk_sends_requests_to_aws(
         monkeypatch.setenv(name, value)
 
     async def body() -> str:
-        store: Any = open_store(f"s3://{bucket}/run", StoreOptions(region="us-west-2"), env={})
+        store: Any = open_store(f"s3://{bucket}/run", StoreOptions(region="us-west-2"), env=env)
         await store.open(is_read_only=True)
         try:
             url: str = await store._session.client.generate_presigned_url(

@@ -147,6 +147,7 @@ _REASONS = {
     "InvalidObjectState": FailureReason.OTHER,  # with 403, but it is about the storage class
 }
 
+_AWS_REACHABLE = "is AWS reachable from here, and the region (AWS_REGION) that of the bucket?"
 _NEEDS_KEY = f"if it was stored with a customer's key (SSE-C), set {KEY} or {KEY_FILE}"
 _HINTS = {
     "ExpiredToken": "the session token has expired: renew the credentials",
@@ -182,7 +183,7 @@ def reason_of(code: str, status: int) -> FailureReason:
 
 def _failure(error: Exception, location: S3Location) -> tuple[FailureReason, str]:
     """Why a request got no answer, and what to do about it."""
-    reachable = reachable_hint(location.endpoint_url or "AWS")
+    reachable = reachable_hint(location.endpoint_url) if location.endpoint_url else _AWS_REACHABLE
     match error:
         case botocore.exceptions.ConnectTimeoutError():
             return FailureReason.TIMEOUT, reachable

@@ -115,9 +115,7 @@ async def _hand_over(request: AWSPreparedRequest, **_: object) -> AWSResponse | 
 
 def _create_client(session: AioSession, options: StoreOptions, location: S3Location) -> Any:
     style = options.addressing_style
-    if style == "auto" and location.bucket.startswith("arn:"):
-        style = "virtual"  # an access point is part of the host's name
-    elif style == "auto" and location.endpoint_url is not None:
+    if style == "auto" and location.endpoint_url is not None:
         style = "path"
     elif style == "auto" and _HOST_NAME.fullmatch(location.bucket):
         style = "virtual"  # as "auto", but URLs that are signed for reading name the region too
