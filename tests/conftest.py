@@ -33,6 +33,9 @@ settings.load_profile("ci")
 # Files that take longest, longest first: with two at a time, one of them at the end would leave a core idle.
 LONGEST = (
     "saver/test_kill.py",
+    "watch/test_watch.py",
+    "watch/test_nodes.py",
+    "watch/test_trainers.py",
     "simulation/test_simulation.py",
     "torch_side/test_dcp_ranks.py",
     "runners/test_runner.py",

@@ -62,6 +62,10 @@ class Entry:
         return self.state in (State.COMMITTED, State.REFUSED)
 
     @property
+    def is_alive(self) -> bool:
+        return self.state is not State.REFUSED
+
+    @property
     def begun_ns(self) -> int:
         return min((each.mtime_ns for each in self.files.values()), default=0)
 

@@ -14,6 +14,8 @@ from ckpt_async.watch.tree import Identity, Tree
 # Formats without a mark of their own beside the bytes: a file that is written again in place has no end that proves
 # that it is whole.
 MARKLESS = ("pattern", "quiet")
+# Two files of one step that were written so close are of one save: Lightning's `last.ckpt` and `epoch=…-step=….ckpt`.
+TWIN_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +31,9 @@ class Verdict:
 def judge(found: Found, tree: Tree, known: Iterable[Entry], *, num_nodes: int) -> Verdict | None:
     """None: it is known already, as it is."""
     files = {path: tree.files[path] for path in found.files}
-    entries = sorted(known, key=lambda each: each.number)
-    if any(each.is_of(files) for each in entries):
+    everything = sorted(known, key=lambda each: each.number)
+    entries = [each for each in everything if each.path == found.path]
+    if any(each.is_of(files) for each in entries) or is_twin(found, tree, everything):
         return None
     if found.reason:
         return Verdict(found, reason=found.reason)
@@ -45,6 +48,15 @@ def judge(found: Found, tree: Tree, known: Iterable[Entry], *, num_nodes: int) -
             )
             return Verdict(found, reason=reason, is_in_place=True)
     return Verdict(found, take=True)
+
+
+def is_twin(found: Found, tree: Tree, known: Iterable[Entry]) -> bool:
+    """Whether a file has another name for a step that is taken: what its trainer saved then is there."""
+    if not found.is_file or found.format in MARKLESS:
+        return False
+    written_ns = tree.files[found.path].mtime_ns
+    others = (each for each in known if each.step == found.step and each.path != found.path)
+    return any(abs(each.written_ns - written_ns) < TWIN_S * 1e9 for each in others if each.is_alive)
 
 
 def lacking(missing: tuple[str, ...]) -> str:

@@ -264,9 +264,7 @@ class Watcher:
     def _take(self, tree: Tree) -> None:
         incomplete: dict[str, str] = {}
         for found in find(tree, self.options.rules):
-            verdict = plan.judge(
-                found, tree, self.entries.of_path(found.path), num_nodes=self.options.num_nodes
-            )
+            verdict = plan.judge(found, tree, self.entries.all.values(), num_nodes=self.options.num_nodes)
             if verdict is None:
                 continue
             if not verdict.take:

@@ -19,7 +19,7 @@ from botocore.session import get_session
 
 from tests.seaweed import SeaweedServer
 
-NUM_KILLS = int(os.environ.get("CKPT_ASYNC_WATCH_KILLS", "6"))
+NUM_KILLS = int(os.environ.get("CKPT_ASYNC_WATCH_KILLS", "4"))
 pytestmark = pytest.mark.timeout(120 + 12 * NUM_KILLS)
 
 Sums = dict[str, str]

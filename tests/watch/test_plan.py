@@ -50,6 +50,16 @@ def test_a_file_of_the_same_name_is_new_if_it_was_renamed_there_and_refused_if_i
     assert "written in place" in verdict.reason
 
 
+def test_a_file_with_another_name_for_a_step_that_is_taken_is_not_sent_again() -> None:
+    tree = tree_of({"epoch=0-step=10.ckpt": torch_zip(x=1), "last.ckpt": torch_zip(global_step=10)})
+    first, last = find(tree)
+    known = entry_of(first, tree, 1)
+    assert plan.judge(last, tree, [known], num_nodes=1) is None
+    assert plan.judge(last, tree, [replace(known, state=State.REFUSED)], num_nodes=1), "that is not there"
+    long_ago = {path: was._replace(mtime_ns=was.mtime_ns - 100 * SECOND) for path, was in known.files.items()}
+    assert plan.judge(last, tree, [replace(known, files=long_ago)], num_nodes=1), "the trainer has gone back"
+
+
 def test_files_on_another_node_are_missed_on_one_node_only() -> None:
     found, tree = one()
     found = replace(found, missing=("a", "b", "c", "d"))
