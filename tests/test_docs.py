@@ -21,3 +21,11 @@ def test_drawing_of_the_architecture_has_the_floors_of_the_code() -> None:
     drawing = page[page.index("+---") : page.rindex("---+")]
     floors = [re.findall(r"\w+", line[8:51]) for line in drawing.splitlines() if "|" in line[8:51]]
     assert [set(rooms) for rooms in floors] == [set(rooms) for rooms in ROOMS]
+
+
+def test_every_page_is_on_the_site() -> None:
+    """./dev docs builds it; this is what breaks first, when a page is added."""
+    (nav,) = re.findall(r"(?ms)^nav:\n(.*)\Z", (ROOT / "site/mkdocs.yml").read_text(encoding="utf-8"))
+    named = re.findall(r"([a-z]+\.md)$", nav, re.MULTILINE)
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")}
+    assert sorted(named) == sorted(pages | {"index.md", "changelog.md", "deploy.md"})
