@@ -53,18 +53,42 @@ class Told:
         return {"folders": [], "look": self.num_looks}
 
 
+@pytest.fixture(scope="module")
+def shared() -> Iterator[tuple[dict[str, Told], MetricsServer]]:
+    """Closing a server takes half a second: one for all, whose board is another one for each test."""
+    now: dict[str, Told] = {}
+    boards: dict[Told, Board] = {}
+
+    def board() -> Board:
+        told = now["told"]
+        made = Board(told.look, lambda: told.problem, clock=lambda: told.now_s)
+        return boards.setdefault(told, made)
+
+    class Shared(Board):
+        def __init__(self) -> None:
+            """Has nothing of its own."""
+
+        def status(self) -> bytes | None:
+            return board().status()
+
+        def health(self) -> str:
+            return board().health()
+
+    server = serve(CollectorRegistry(), 0, "127.0.0.1", {}, Shared())
+    assert server is not None
+    yield now, server
+    server.close()
+
+
 @pytest.fixture
 def told() -> Told:
     return Told()
 
 
 @pytest.fixture
-def served(told: Told) -> Iterator[MetricsServer]:
-    board = Board(told.look, lambda: told.problem, clock=lambda: told.now_s)
-    server = serve(CollectorRegistry(), 0, "127.0.0.1", {}, board)
-    assert server is not None
-    yield server
-    server.close()
+def served(told: Told, shared: tuple[dict[str, Told], MetricsServer]) -> MetricsServer:
+    shared[0]["told"] = told
+    return shared[1]
 
 
 @pytest.fixture
