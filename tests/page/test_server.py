@@ -7,6 +7,7 @@ import os
 import re
 import socket
 import threading
+import time
 import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,6 +37,15 @@ def ask(url: str, path: str = "/", method: str = "GET", **headers: str) -> Reply
         return reply.status, reply.headers, reply.read()
     finally:
         connection.close()
+
+
+def tries(limit_s: float = 30.0) -> Iterator[None]:
+    """Again and again, until it is clear that it does not come."""
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        yield
+        threading.Event().wait(0.05)
+    pytest.fail("it has not come")
 
 
 class Told:
@@ -266,8 +276,9 @@ def test_an_uploader_answers_the_probe_until_a_newer_start_fences_it(uploader: U
     with Uploader(uploader.folder.parent / "other", uploader.remote, rank=0, world_size=1):
         uploader.enqueue(uploader.folder / "step-100", 101)
         uploader.seal(101)
-        while (answer := ask(uploader.page_url, "/healthz"))[0] == 200:
-            threading.Event().wait(0.05)
+        for _ in tries():
+            if (answer := ask(uploader.page_url, "/healthz"))[0] != 200:
+                break
     assert answer[2] == b"fenced: generation 2 of this run has started, this is generation 1\n"
 
 
@@ -292,12 +303,11 @@ def test_a_checkpoint_says_which_ranks_it_waits_for_wherever_the_engine_runs(
         uploader.enqueue(path, 7)
         uploader.seal(7)
         assert uploader.page_url is not None
-        while True:
+        for _ in tries():
             body = ask(uploader.page_url, "/status.json")[2]
             (found,) = json.loads(body)["folders"][0]["checkpoints"]
             if found["missing_ranks"]:
                 break
-            threading.Event().wait(0.1)
         assert (found["state"], found["missing_ranks"]) == ("waiting", [1, 2])
         assert json.loads(body)["folders"][0]["would_lose"]["steps"] == []
     finally:
