@@ -309,3 +309,30 @@ def test_prometheus_falls_back_to_debians_package(
     assert module.has_prometheus() is is_had
     assert any("update" in each for each in commands.seen) == (has_apt and fails != "nothing")
     assert not list(module.VENV.rglob("*.deb"))
+
+
+def test_chromium_comes_with_what_it_needs_and_this_machine_lacks(
+    tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = load(tree)
+    (tree / ".venv").mkdir()
+    seen: list[tuple[str, ...]] = []
+
+    def run_(command: tuple[str, ...], **options: object) -> subprocess.CompletedProcess[str]:
+        seen.append(tuple(command))
+        if "download" in command:
+            for name in ("chromium", "libnss3"):
+                (module.CHROMIUM / f"{name}_1_amd64.deb").touch()
+        plan = "Inst libnss3 (2:3.87 Debian)\nInst chromium (156 Debian)\nConf chromium (156 Debian)\n"
+        return subprocess.CompletedProcess(command, 0, plan if "install" in command else "", "")
+
+    monkeypatch.setattr(module.subprocess, "run", run_)
+    monkeypatch.setattr(
+        module.shutil, "which", lambda name, path=None: name if name in ("apt-get", "dpkg-deb") else None
+    )
+    assert module.has_chromium()
+    assert ("apt-get", "-q", "download", "libnss3", "chromium") in seen
+    program = module.CHROMIUM / "usr/bin/chromium"
+    assert os.access(program, os.X_OK)
+    assert f'exec "{module.CHROMIUM}/usr/lib/chromium/chromium" "$@"' in program.read_text()
+    assert not list(module.VENV.rglob("*.deb"))

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any, Self
 
-LIMIT_S = 60.0
+LIMIT_S = 30.0
 # Told to the page before its own script: what its policy refuses is remembered.
 WATCH = """
 window.violations = [];
