@@ -98,8 +98,10 @@ class State:
 
     def record(self, *events: Event, notices: Sequence[Notice] = ()) -> None:
         """Append to the journal, with what is to be told of it; the next round takes note."""
-        if events or notices:
+        if notices:
             self.journal.append(events, notices)
+        elif events:
+            self.journal.append(events)
 
     def fail(self, id_: CheckpointId, failed: list[Failed]) -> None:
         """Shards reached an end that is not the store: recorded, counted, logged, and handed to the trainer that saved

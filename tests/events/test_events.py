@@ -188,6 +188,9 @@ from ckpt_async.events.couriers import Courier
 told = json.loads(sys.argv[1])
 if told["when"] == "before":  # delivery, but after the commit
     Courier._deliver = lambda self, waiting: os.kill(os.getpid(), signal.SIGKILL)
+if told["when"] == "within":  # the transaction that has the decision
+    from ckpt_async.local import outbox
+    outbox.put = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 uploader = Uploader(told["folder"], told["remote"], **told["settings"])
 shard = uploader.folder / "a.pt"
 shard.write_text("x")
@@ -207,9 +210,10 @@ def die(tmp_path: Path, when: str, **settings: Any) -> None:
     assert subprocess.run(command, timeout=60, capture_output=True).returncode == -signal.SIGKILL
 
 
-def test_a_kill_between_commit_and_delivery_loses_no_event(tmp_path: Path) -> None:
+@pytest.mark.parametrize("when", ["within", "before"])
+def test_a_kill_between_commit_and_delivery_loses_no_event(tmp_path: Path, when: str) -> None:
     with receiving() as receiver:
-        die(tmp_path, "before", event_webhook=receiver.url)
+        die(tmp_path, when, event_webhook=receiver.url)
         assert receiver.raw == []
         seen: list[Event] = []
         with opened(tmp_path, event_webhook=receiver.url, on_event=seen.append):
