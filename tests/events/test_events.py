@@ -261,7 +261,9 @@ def test_drain_tells_in_the_place_of_a_dead_trainer(
 ) -> None:
     folder, remote = tmp_path / "folder", f"file://{tmp_path}/run"
     with receiving() as receiver:
-        trainers.die(folder, remote, 1, 2, event_webhook="http://127.0.0.1:9/hook")
+        # Keeping nothing: in the end there is nothing in the journal but what is to be told.
+        away = {"event_webhook": "http://127.0.0.1:9/hook", "num_checkpoints_to_keep": 0}
+        trainers.die(folder, remote, 1, 2, **away)
         # Whoever drains without a receiver leaves the events to who has one.
         assert main(["drain", str(folder)]) == 0
         assert receiver.raw == []
@@ -387,6 +389,20 @@ def test_a_command_that_takes_too_long_is_ended_with_its_group_and_run_again(
         wait_until(lambda: len((tmp_path / "pids").read_text().split()) == 2)
     for pid in (tmp_path / "pids").read_text().split():  # the second one ended with the uploader
         wait_until(lambda pid=pid: not _is_running(int(pid)))
+
+
+def test_a_command_that_still_runs_at_close_is_ended_and_run_by_the_next_start(tmp_path: Path) -> None:
+    script = tmp_path / "slow.sh"
+    script.write_text(f"echo $$ >> {tmp_path}/pids; exec sleep 60\n")
+    uploader = opened(tmp_path, event_exec=f"sh {script}", event_grace_s=0.0)
+    save(uploader, 1)
+    wait_until((tmp_path / "pids").exists)
+    uploader.close()
+    assert not _is_running(int((tmp_path / "pids").read_text()))
+    script.write_text(f"echo $CKPT_ASYNC_EVENT_STEP > {tmp_path}/told\n")
+    with opened(tmp_path, event_exec=f"sh {script}"):
+        pass
+    assert (tmp_path / "told").read_text() == "1\n"
 
 
 def _is_running(pid: int) -> bool:
