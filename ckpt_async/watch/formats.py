@@ -36,6 +36,7 @@ _FLASHPOINT = re.compile(r"step-([0-9]{1,12})_ckpt")
 _ORBAX = re.compile(r"(?:[a-z_]*_)?([0-9]{1,12})")
 _DEEPSPEED_MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _DEEPSPEED_OPTIM = re.compile(r"((?:bf16_|fp16_)?zero_pp_rank_)(\d+)(_mp_rank_(\d+)_optim_states\.pt)")
+_DEEPSPEED_RANK = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_\d+_(?:model|optim)_states\.pt")
 _COMPOSER = re.compile(r"ep[0-9]+-ba([0-9]{1,12})(?:-rank([0-9]+))?\.pt")
 _RNG = re.compile(r"rng_state_([0-9]+)\.pth|random_states_([0-9]+)\.pkl")
 # How much of a pickle is searched for a number that it says. DeepSpeed's comes after the names of all tensors.
@@ -402,11 +403,10 @@ def _changed_later(tree: Tree, found: Found, marked_ns: int) -> str | None:
 
 
 def _is_free(found: Found, path: str) -> bool:
-    """Whether another rank may write it after the mark: nothing that has an end of its own proves more."""
-    name = found.shard(path)
-    if found.format == "deepspeed":
-        return name.endswith("_states.pt")  # `latest` is written before the last barrier
-    return found.format == "transformers" and _RNG.fullmatch(name) is not None
+    """Whether another rank than the one that writes the mark may write it later: no barrier is between them."""
+    of_rank = {"deepspeed": _DEEPSPEED_RANK, "transformers": _RNG}.get(found.format)
+    match = of_rank.fullmatch(found.shard(path)) if of_rank else None
+    return match is not None and int(next(filter(None, match.groups()))) > 0
 
 
 def _with_named(tree: Tree, found: Found) -> Found:

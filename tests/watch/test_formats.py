@@ -139,7 +139,11 @@ def test_deepspeed_needs_latest_and_the_files_of_every_rank() -> None:
     assert reasons(late) == "missing zero_pp_rank_1_mp_rank_00_optim_states.pt", (
         "`latest` comes before rank 1 is done"
     )
-    assert complete({**late, "global_step30/zero_pp_rank_1_mp_rank_00_optim_states.pt": rank_1})
+    late["global_step30/zero_pp_rank_1_mp_rank_00_optim_states.pt"] = rank_1
+    assert complete(late)
+    late["global_step30/mp_rank_00_model_states.pt"] = late.pop("global_step30/mp_rank_00_model_states.pt")
+    assert "is newer than its mark latest" in reasons(late), "rank 0 is saving the step again"
+    assert "`latest` names global_step40" in reasons(deepspeed(30) | {"latest": b"global_step40"})
 
 
 def test_deepspeed_that_does_not_say_its_ranks_wants_to_be_told() -> None:
