@@ -673,3 +673,18 @@ def test_the_probe_detects_what_the_store_enforces(run, kept, conditional, check
         assert peer.requests[-1].body.count(b"<Key>run/.ckpt_async/probe/") == 3
 
     run(body())
+
+
+def test_a_store_that_takes_no_checksum_is_told_by_name(run):
+    """As Backblaze B2 has refused them."""
+
+    async def body():
+        said = "Unsupported header 'x-amz-checksum-crc32c' received for this API call."
+        refused = f"<Error><Code>InvalidArgument</Code><Message>{said}</Message></Error>".encode()
+        async with Peer(lambda _: answer(400, body=refused)).serve() as url:
+            with pytest.raises(StoreError, match="Unsupported header") as raised:
+                await open_store("s3://bucket/run", StoreOptions(endpoint_url=url)).open()
+            assert "neither CRC64NVME nor CRC32C" in str(raised.value)
+            assert raised.value.reason is FailureReason.OTHER
+
+    run(body())

@@ -20,6 +20,8 @@ from ckpt_async.stores.s3.signing import RequestTemplate
 
 T = TypeVar("T")
 
+_NO_CHECKSUMS = "this store takes neither CRC64NVME nor CRC32C, without which nobody compares what arrives: it cannot be used"
+
 
 class Probe:
     """Seven requests on two objects; over TLS three more on a third one at the same time. All are deleted again."""
@@ -116,6 +118,8 @@ class Probe:
             else:
                 accepted = accepted or (written, algorithm, False)
         if accepted is None:
+            if "checksum" in str(refusal) and isinstance(refusal, StoreError):
+                raise StoreError(str(refusal), reason=refusal.reason, hint=_NO_CHECKSUMS) from refusal
             raise refusal
         return accepted
 
