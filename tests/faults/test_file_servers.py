@@ -89,8 +89,6 @@ def test_ranks_that_are_killed_lose_nothing_on_an_sftp_server(
     assert oracle.latest == max(oracle.committed)
 
 
-# Paramiko's thread that reads ahead ends with the connection, and with a traceback.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_an_sftp_connection_that_breaks_anywhere_loses_and_doubles_nothing(
     sftp_server: FileServer, sftp_url: str, tmp_path: Path, seed: int
 ) -> None:

@@ -129,6 +129,8 @@ class Files:
             ahead = getattr(file, "readv", None)  # paramiko: else each 32 KiB waits for those before
             if ahead is None:
                 file.seek(offset)
+            else:
+                _say_once(file)
             while offset < end:
                 count = min(end - offset, _SLICE_BYTES)
                 data = b"".join(ahead([(offset, count)])) if ahead else file.read(count)
@@ -344,6 +346,20 @@ def _discard(file: Any) -> None:
         file.discard()
         if hasattr(file, "_upload_chunk"):  # fsspec's AbstractBufferedFile
             file.closed = True  # or its finalizer would close it
+
+
+def _say_once(file: Any) -> None:
+    """Paramiko asks ahead in a thread of its own, which ends with a traceback on stderr when the connection breaks.
+    Whoever reads is told of that by an exception.
+    """
+    asks = getattr(file, "_prefetch_thread", None)
+    if asks is not None:
+
+        def ask(*arguments: Any) -> None:
+            with contextlib.suppress(EOFError, OSError):
+                asks(*arguments)
+
+        file._prefetch_thread = ask  # noqa: SLF001
 
 
 def _check_length(key: str, data: bytes, wanted: int) -> None:

@@ -20,7 +20,9 @@ from ckpt_async.stores.s3.signing import RequestTemplate
 
 T = TypeVar("T")
 
-_NO_CHECKSUMS = "this store takes neither CRC64NVME nor CRC32C, without which nobody compares what arrives: it cannot be used"
+_NO_CHECKSUMS = (
+    "this store takes neither CRC64NVME nor CRC32C: nobody would compare what arrives, so it is not used"
+)
 
 
 class Probe:
