@@ -267,11 +267,12 @@ def test_drain_tells_in_the_place_of_a_dead_trainer(
         # Whoever drains without a receiver leaves the events to who has one.
         assert main(["drain", str(folder)]) == 0
         assert receiver.raw == []
-        hook = ["--webhook", receiver.url, "--webhook-on", "committed"]
+        hook = ["--webhook", receiver.url]
         assert main(["drain", str(folder), *hook]) == 0
-        assert sorted(receiver.kinds()) == [("committed", 1), ("committed", 2)]
+        told = sorted(receiver.kinds())
+        assert told == [("committed", 1), ("committed", 2), ("pruned", 1), ("pruned", 2)]
         assert main(["drain", str(folder), *hook]) == 0
-    assert len(receiver.bodies) == 2
+    assert len(receiver.bodies) == 4
 
 
 def test_one_event_for_a_checkpoint_of_two_ranks_whoever_commits(tmp_path: Path) -> None:
