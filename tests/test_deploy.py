@@ -1,5 +1,5 @@
 """The files of deploy/ and docs/operations.md cannot rot: their command lines, settings, metrics and rights are those
-of the code. Each is read as far as that needs, and no further: there is no YAML parser among our dependencies.
+of the code, and Kubernetes takes its own.
 """
 
 import json
@@ -13,7 +13,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import pytest
+import yaml
 
 from ckpt_async import Uploader, cli, restore
 from ckpt_async.cli.parsing import UsageError
@@ -93,7 +95,7 @@ def test_environment_files_set_known_settings() -> None:
 
 
 def test_manifests_are_complete() -> None:
-    assert len(MANIFESTS) == 3
+    assert len(MANIFESTS) == 4
     for path in MANIFESTS:
         text = path.read_text()
         assert re.findall(r"^(apiVersion|kind|metadata|spec):", text, re.MULTILINE) == [
@@ -107,6 +109,70 @@ def test_manifests_are_complete() -> None:
         for line in text.splitlines():
             assert "\t" not in line
             assert (len(line) - len(line.lstrip())) % 2 == 0, line
+
+
+# What our JobSet says of itself: its CRD has 800 kB. By hand, the file was held against that, too.
+OF_JOBSET = {"failurePolicy": {"maxRestarts"}, "replicatedJobs": {"name", "replicas", "template"}}
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
+def test_manifests_follow_the_schemas_of_kubernetes(path: Path) -> None:
+    """Unknown fields count: a misspelt one is left out in silence."""
+    manifest = yaml.safe_load(path.read_text())
+    if manifest["kind"] == "JobSet":
+        spec = manifest["spec"]
+        assert manifest["apiVersion"] == "jobset.x-k8s.io/v1alpha2"
+        assert spec.keys() == OF_JOBSET.keys()
+        assert spec["failurePolicy"].keys() == OF_JOBSET["failurePolicy"]
+        (group,) = spec["replicatedJobs"]
+        assert group.keys() == OF_JOBSET["replicatedJobs"]
+        manifest = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, **group["template"]}
+    kubernetes_validate.validate(manifest, kubernetes_validate.latest_version(), strict=True)
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(
+            {**manifest, "spec": {**manifest["spec"], "misspelt": 1}}, "1.33.0", strict=True
+        )
+
+
+def containers() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every container of the manifests, with the file it is in."""
+
+    def below(node: Any) -> Iterator[dict[str, Any]]:
+        if isinstance(node, dict):
+            for name, value in node.items():
+                if name in ("containers", "initContainers"):
+                    yield from value
+                else:
+                    yield from below(value)
+        elif isinstance(node, list):
+            for each in node:
+                yield from below(each)
+
+    for path in MANIFESTS:
+        for each in below(yaml.safe_load(path.read_text())):
+            yield path.name, each
+
+
+def test_probes_ask_the_page_and_not_the_store() -> None:
+    """A liveness probe that depends on the store would end training whenever that is away."""
+    probes = {}
+    for where, each in containers():
+        ports = {port["name"]: port["containerPort"] for port in each.get("ports", ())}
+        for name in ("livenessProbe", "startupProbe", "readinessProbe"):
+            if probe := each.get(name):
+                probes[where, name] = probe["httpGet"]["path"]
+                assert probe["httpGet"]["port"] in ports, where
+                assert str(ports[probe["httpGet"]["port"]]) in (each.get("args") or ["9400"]), where
+    assert probes.keys() >= {("jobset.yaml", "livenessProbe"), ("daemonset.yaml", "livenessProbe")}
+    assert set(probes.values()) == {"/healthz"}
+
+
+def test_a_jobset_has_as_many_nodes_for_torchrun_as_pods() -> None:
+    text = (DEPLOY / "kubernetes/jobset.yaml").read_text()
+    assert {*re.findall(r"(?:parallelism: |completions: |--nnodes=)(\d+)", text)} == {"2"}
+    (name,) = re.findall(r"(?m)^metadata:\n  name: (\w+)", text)
+    (group,) = re.findall(r"(?m)^    - name: (\w+)\n      replicas", text)
+    assert f"--rdzv-endpoint={name}-{group}-0-0.{name}:" in text
 
 
 def test_batch_scripts_end_within_the_time_that_slurm_leaves_them() -> None:
