@@ -8,10 +8,12 @@ import fcntl
 import os
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ckpt_async.core.model import Checksum
 from ckpt_async.local.durable import FsyncError, fsync_descriptor
+from ckpt_async.restore.lanes import num_of_cores
 from ckpt_async.stores.checksums import Digest, combine
 from ckpt_async.stores.interface import Sink
 
@@ -20,6 +22,7 @@ from ckpt_async.stores.interface import Sink
 RANGE_BYTES = 4 << 20
 MAX_RANGES = 10_000
 READ_BYTES = 1 << 20
+SHARE_BYTES = 64 << 20
 LOCK_POLL_S = 0.05
 
 
@@ -203,10 +206,16 @@ def _is_at(path: Path, descriptor: int) -> bool:
 
 
 def checksum_of_file(path: Path, algorithm: str) -> Checksum:
-    """Of a regular file. Raises OSError."""
+    """Of a regular file; a large one by all cores. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        return _digest(descriptor, 0, os.fstat(descriptor).st_size, algorithm)
+        size_bytes = os.fstat(descriptor).st_size
+        if size_bytes <= SHARE_BYTES:
+            return _digest(descriptor, 0, size_bytes, algorithm)
+        sizes = {at: min(SHARE_BYTES, size_bytes - at) for at in range(0, size_bytes, SHARE_BYTES)}
+        with ThreadPoolExecutor(min(num_of_cores(), len(sizes)), "ckpt-async-checksum") as threads:
+            shares = threads.map(lambda at: _digest(descriptor, at, sizes[at], algorithm), sizes)
+            return combine(list(zip(shares, sizes.values(), strict=True)), algorithm)
     finally:
         os.close(descriptor)
 

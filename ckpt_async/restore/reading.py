@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 # A request costs about as long as half a MiB takes; but what is read in vain stays below a twentieth of what is wanted.
 MAX_GAP_BYTES = 512 << 10
 WASTE_DIVISOR = 20
-MAX_RUN_BYTES = 32 << 20
+MIN_RUN_BYTES, MAX_RUN_BYTES = 4 << 20, 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +49,14 @@ class Run:
     wants: tuple[tuple[int, memoryview], ...]  # by offset in the file
 
 
-def coalesce(wants: Collection[tuple[int, memoryview]]) -> list[Run]:
+def coalesce(wants: Collection[tuple[int, memoryview]], most_bytes: int = MAX_RUN_BYTES) -> list[Run]:
     """Few requests for many small reads of one file: neighbours are read together as long as the gaps between them stay
     below a twentieth of what is wanted. A large read is split, so that its parts go in parallel. Pure.
     """
     pieces = [
-        (offset + start, buffer[start : start + MAX_RUN_BYTES])
+        (offset + start, buffer[start : start + most_bytes])
         for offset, buffer in wants
-        for start in range(0, len(buffer), MAX_RUN_BYTES)
+        for start in range(0, len(buffer), most_bytes)
     ]
     pieces.sort(key=lambda piece: piece[0])
     runs: list[Run] = []
@@ -66,7 +66,7 @@ def coalesce(wants: Collection[tuple[int, memoryview]]) -> list[Run]:
         far = max(end, offset + len(buffer))
         gap, new = max(0, offset - end), far - max(end, offset)
         is_near = gap <= MAX_GAP_BYTES and (waste + gap) * WASTE_DIVISOR <= wanted + new
-        if group and not (is_near and far - start <= MAX_RUN_BYTES):
+        if group and not (is_near and far - start <= most_bytes):
             runs.append(Run(start, end - start, tuple(group)))
             group = []
         if not group:
@@ -124,6 +124,7 @@ class Reader:
         self._peers = Peers(peers, num_concurrent_reads)
         self._num_concurrent_reads = num_concurrent_reads
         self._sources: dict[str, asyncio.Future[list[FileSource]]] = {}
+        self._verified: set[str] = set()
         self._reads: set[asyncio.Task[object]] = set()
         self._closing = threading.Lock()
         self._is_closed = False
@@ -173,6 +174,10 @@ class Reader:
         data = bytearray(size_bytes)
         self.read_into([ReadInto(name, offset, memoryview(data))])
         return bytes(data)
+
+    def is_verified(self, name: str) -> bool:
+        """Whether all that was read of this file so far came from a local copy that has the receipt's checksum."""
+        return name in self._verified
 
     def damaged(self, reason: str) -> CkptAsyncError:
         """What to raise when bytes that the store gave are wrong beyond doubt. Later readers are told."""
@@ -254,7 +259,12 @@ class Reader:
             async with at_once:
                 await self._read_run(file, run)
 
-        runs = [(self.files[name], run) for name, wants in by_file.items() for run in coalesce(wants)]
+        size_bytes = sum(len(buffer) for wants in by_file.values() for _, buffer in wants)
+        most_bytes = self._opened.pace.request_bytes(size_bytes, self._opened.bulk.concurrency)
+        most_bytes = max(MIN_RUN_BYTES, min(most_bytes, MAX_RUN_BYTES))
+        runs = [
+            (self.files[name], run) for name, wants in by_file.items() for run in coalesce(wants, most_bytes)
+        ]
         await all_or_none(read(file, run) for file, run in runs)
 
     async def _read_run(self, file: RemoteFile, run: Run) -> None:
@@ -271,6 +281,8 @@ class Reader:
                 else:
                     logger.warning("source_failed file=%s from=%s error=%s", file.name, source.kind, error)
                 continue
+            if source is not sources[0]:
+                self._verified.discard(file.name)
             if isinstance(sources[0], PeerSource) and source is sources[-1]:
                 self._peers.instead(run.size_bytes)
             self._bytes_from[source.kind] = self._bytes_from.get(source.kind, 0) + run.size_bytes
@@ -287,6 +299,8 @@ class Reader:
         remote = StoreSource(self._opened, self._lease, self.checkpoint, file)
         for path in self._local.find(file):
             if (facts := await asyncio.to_thread(_facts_if_right, path, file)) is not None:
+                if file.checksum is not None:
+                    self._verified.add(file.name)
                 return [LocalSource(path, facts), remote]
         return [*self._peers.sources(file), remote]
 

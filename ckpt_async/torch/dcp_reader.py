@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import os
 import weakref
 import zipfile
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import IO, Any, Self
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,7 @@ from ckpt_async.errors import (
     FormatError,
     InvalidNameError,
     StateMismatchError,
+    UnsafePickleError,
 )
 from ckpt_async.restore import Checkpoint, Peer, Reader, ReadInto, RemoteFile
 from ckpt_async.restore.checkpoint import METADATA
@@ -41,30 +43,19 @@ from ckpt_async.restore.session import MAX_CONCURRENT_READS, unreliable
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.torch import flashpoint
 from ckpt_async.torch.agreement import agree, sendable
+from ckpt_async.torch.batches import BATCHES_AHEAD, Piece, Views, batched, read_ahead
 from ckpt_async.torch.plain import Allow, allowed
 from ckpt_async.torch.states import matching
 from ckpt_async.torch.tensors import flashpoint_tensor
-from ckpt_async.torch.torchfile import read_state
+from ckpt_async.torch.torchfile import in_memory, read_state
 from ckpt_async.torch.unpickle import load_metadata
 from ckpt_async.torch.validation import ValidationFunction, validate, validation_function
 
 NOT_TORCH = "not what torch saves"
-# One batch is read while the one before is put into its tensors: memory for two, besides the state itself. What
-# was saved as one piece is read as one, so a larger piece makes a larger batch.
-BATCH_BYTES = 256 << 20
+# From here on a tensor is used where it was read; a smaller one is copied sooner than it is looked at.
+LARGE_BYTES = 1 << 20
 # Between replicas.
 CHUNK_BYTES = 16 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A stretch of a file that was saved as one tensor or object, and all that this rank takes from it."""
-
-    file: str
-    offset: int
-    size_bytes: int
-    items: tuple[ReadItem, ...]
-    is_optimised: bool = False  # in ML Flashpoint's form, without any checksum
 
 
 class CkptAsyncReader(StorageReader):
@@ -212,21 +203,17 @@ class CkptAsyncReader(StorageReader):
             what = [(piece.file, piece.offset, piece.size_bytes) for piece in pieces]
             digest = hashlib.sha256(repr(what).encode()).hexdigest()
             agree(digest, what="what to load, so they are no replicas of each other", group=self._replicas)
-        batches = list(batched(pieces))
         failure: Exception | None = None
-        with ThreadPoolExecutor(1, thread_name_prefix="ckpt-async-load") as ahead:
-            reading = [ahead.submit(self._read, reader, batch) for batch in batches[:1]]
-            for number, batch in enumerate(batches):
-                streams = reading.pop().result()
-                if number + 1 < len(batches):
-                    reading.append(ahead.submit(self._read, reader, batches[number + 1]))
-                try:
-                    for piece in batch if failure is None else ():
-                        self._put(piece, streams.pop(0), planner)
-                except Exception as error:
-                    if self._replicas is None:
-                        raise
-                    failure = error  # after the last batch: the others would wait for this rank
+        # Replicas must ask each other in one order.
+        num_ahead = 1 if self._replicas is not None else BATCHES_AHEAD
+        for batch, views in read_ahead(batched(pieces), partial(self._read, reader), num_ahead):
+            try:
+                for piece, view in zip(batch, views, strict=True) if failure is None else ():
+                    self._put(piece, view, planner)
+            except Exception as error:
+                if self._replicas is None:
+                    raise
+                failure = error  # after the last batch: the others would wait for this rank
         if failure is not None:
             raise failure
         for name, target in targets.items():
@@ -325,41 +312,35 @@ class CkptAsyncReader(StorageReader):
             self._signatures[name] = flashpoint_is_optimised(head)
         return self._signatures[name]
 
-    def _read(self, reader: Reader, pieces: Sequence[Piece]) -> list[io.BytesIO]:
+    def _read(self, reader: Reader, pieces: Sequence[Piece], views: Views) -> Views:
         """What is in these pieces: read, or received from the replica that reads."""
         if self._replicas is None:
-            return self._read_self(reader, pieces)
+            return self._read_self(reader, pieces, views)
         first = dist.get_global_rank(self._replicas, 0)
-        streams: list[io.BytesIO] = []
         told: list[Exception | None] = [None]
         if dist.get_rank() == first:
             try:
-                streams = self._read_self(reader, pieces)
+                views = self._read_self(reader, pieces, views)
             except Exception as error:  # noqa: BLE001  raised below, on every replica
                 told = [sendable(error)]
         dist.broadcast_object_list(told, src=first, group=self._replicas)
         if told[0] is not None:
             raise told[0]
-        streams = streams or [io.BytesIO(bytes(piece.size_bytes)) for piece in pieces]
-        for stream in streams:
-            whole = torch.frombuffer(stream.getbuffer(), dtype=torch.uint8)
+        for view in filter(None, views):
+            whole = torch.frombuffer(view, dtype=torch.uint8)
             for at in range(0, len(whole), CHUNK_BYTES):
                 dist.broadcast(whole[at : at + CHUNK_BYTES], src=first, group=self._replicas)
-        return streams
+        return views
 
-    def _read_self(self, reader: Reader, pieces: Sequence[Piece]) -> list[io.BytesIO]:
-        streams = [io.BytesIO(bytes(piece.size_bytes)) for piece in pieces]
-        views = [stream.getbuffer() for stream in streams]
+    def _read_self(self, reader: Reader, pieces: Sequence[Piece], views: Views) -> Views:
         reader.read_into(
             [ReadInto(piece.file, piece.offset, view) for piece, view in zip(pieces, views, strict=True)]
         )
-        for view in views:
-            view.release()
         return [
-            self._read_again(piece.file, piece.offset, piece.size_bytes, damage_of)
-            if not piece.is_optimised and damage_of(stream)
-            else stream
-            for piece, stream in zip(pieces, streams, strict=True)
+            self._read_again(piece.file, piece.offset, piece.size_bytes, damage_of).getbuffer()
+            if not (piece.is_optimised or reader.is_verified(piece.file)) and damage_of(in_memory(view))
+            else view
+            for piece, view in zip(pieces, views, strict=True)
         ]
 
     def _read_again(
@@ -380,12 +361,12 @@ class CkptAsyncReader(StorageReader):
                 before = stream.getvalue()
         raise unreliable(f"{self.checkpoint.name}: {file}: {told}, and other ones when they are read again")
 
-    def _put(self, piece: Piece, stream: io.BytesIO, planner: LoadPlanner) -> None:
+    def _put(self, piece: Piece, view: memoryview, planner: LoadPlanner) -> None:
         objects = [item for item in piece.items if item.type is LoadItemType.BYTE_IO]
         if objects:
-            content = self._object(piece, stream)
+            content = self._object(piece, io.BytesIO(view))
         if len(objects) < len(piece.items):
-            saved = self._tensor(piece, stream)
+            saved = self._tensor(piece, view)
         for item in piece.items:
             self.loaded.add(item.dest_index.fqn)
             if item.type is LoadItemType.BYTE_IO:
@@ -401,15 +382,18 @@ class CkptAsyncReader(StorageReader):
                 target.copy_(part)
                 planner.commit_tensor(item, target)
 
-    def _tensor(self, piece: Piece, stream: io.BytesIO) -> torch.Tensor:
-        if piece.is_optimised and not stream.getvalue().startswith(
-            b"PK\x03\x04"
-        ):  # as its own reader knows torch's
+    def _tensor(self, piece: Piece, view: memoryview) -> torch.Tensor:
+        if piece.is_optimised and bytes(view[:4]) != b"PK\x03\x04":  # as its own reader knows torch's
             try:
-                return flashpoint_tensor(stream.getvalue())
+                return flashpoint_tensor(bytes(view))
             except FormatError as error:
                 raise self._damage(piece.file, f"bytes {piece.offset}+{piece.size_bytes}: {error}") from error
-        found: torch.Tensor = torch.load(stream, map_location="cpu", weights_only=True)
+        found: torch.Tensor
+        if piece.size_bytes >= LARGE_BYTES:
+            with contextlib.suppress(FormatError, UnsafePickleError):  # torch may know what we do not
+                if isinstance(there := read_state(in_memory(view), piece.file), torch.Tensor):
+                    return there
+        found = torch.load(io.BytesIO(view), map_location="cpu", weights_only=True)
         return found
 
     def _object(self, piece: Piece, stream: io.BytesIO) -> bytes:
@@ -462,21 +446,7 @@ def narrowed(saved: torch.Tensor, item: ReadItem) -> torch.Tensor:
     return saved
 
 
-def batched(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """As many together as fit into BATCH_BYTES, and at least one."""
-    batch: list[Piece] = []
-    size_bytes = 0
-    for piece in pieces:
-        if batch and size_bytes + piece.size_bytes > BATCH_BYTES:
-            yield batch
-            batch, size_bytes = [], 0
-        batch.append(piece)
-        size_bytes += piece.size_bytes
-    if batch:
-        yield batch
-
-
-def damage_of(stream: io.BytesIO) -> str:
+def damage_of(stream: IO[bytes]) -> str:
     """Why these are not the bytes that torch.save wrote, or "". torch itself does not look at their CRC-32."""
     try:
         # As torch tells it from older forms, for which there is no safe reader before torch 2.6; `zipfile` would take

@@ -7,6 +7,7 @@ and no byte of the file belongs to two records: memory is taken in proportion to
 
 from __future__ import annotations
 
+import io
 import re
 import struct
 import sys
@@ -148,6 +149,41 @@ def _address(storage: torch.UntypedStorage) -> int:
     return address
 
 
+class _MemoryFile(io.RawIOBase):
+    """See `in_memory`."""
+
+    def __init__(self, view: memoryview) -> None:
+        self.view = view
+        self._at = 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        at = offset + (0, self._at, len(self.view))[whence]
+        if at < 0:
+            raise ValueError(f"negative seek position {at}")
+        self._at = at
+        return at
+
+    def readinto(self, buffer: Any) -> int:
+        found = self.view[self._at : self._at + len(buffer)]
+        buffer[: len(found)] = found
+        self._at += len(found)
+        return len(found)
+
+
+def in_memory(view: memoryview) -> IO[bytes]:
+    """A file that is there: tensors that are read from it are views of it."""
+    return cast(IO[bytes], _MemoryFile(view))
+
+
 class Records:
     """The archive's records, by their names below its one folder. Each is stored as it is, apart from the others."""
 
@@ -211,11 +247,13 @@ class Records:
     def crc32(self, name: str) -> int:
         return self._infos[name].CRC
 
-    def read(self, name: str) -> bytearray:
+    def read(self, name: str) -> bytearray | memoryview:
         start, size_bytes = self.place(name)
         return self.read_at(start, size_bytes)
 
-    def read_at(self, start: int, size_bytes: int) -> bytearray:
+    def read_at(self, start: int, size_bytes: int) -> bytearray | memoryview:
+        if isinstance(self._file, _MemoryFile):
+            return self._file.view[start : start + size_bytes]
         data = bytearray(size_bytes)
         self._file.seek(start)
         if cast(Any, self._file).readinto(data) != size_bytes:

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ckpt_async.stores.directory
 import ckpt_async.stores.s3.client  # noqa: F401  before the ranks are forked
 from ckpt_async import Uploader, restore
-from ckpt_async.torch import dcp, dcp_reader, load, model_state, run_on_one
+from ckpt_async.torch import batches, dcp, dcp_reader, load, model_state, run_on_one
 from ckpt_async.torch.dcp_reader import CkptAsyncReader
 from ckpt_async.torch.dcp_writer import CkptAsyncWriter
 
@@ -204,7 +204,7 @@ class Rank:
             options["planner"] = FailingLoadPlanner(failing_rank)
         if by_replicas:
             options["replicas"] = self._replicas
-            dcp_reader.BATCH_BYTES, dcp_reader.CHUNK_BYTES = 4000, 1000  # many of them
+            batches.BATCH_BYTES, dcp_reader.CHUNK_BYTES = 4000, 1000  # many of them
         checkpoint = dcp.load_latest(state, remote, **options)
         if checkpoint is None:
             return None

@@ -25,7 +25,7 @@ from ckpt_async import Uploader, errors, restore
 from ckpt_async.errors import FailureReason, InvalidNameError, SettingsError
 from ckpt_async.restore import PeerServer
 from ckpt_async.stores.directory import DirectoryStore
-from ckpt_async.torch import CkptAsyncReader, CkptAsyncWriter, dcp_reader
+from ckpt_async.torch import CkptAsyncReader, CkptAsyncWriter, batches
 from tests.restore.relay import Relay
 from tests.restore.runs import Run, shard_key
 from tests.torch_side.states import Progress, Stage
@@ -80,7 +80,7 @@ def failure_of(error: CheckpointException) -> BaseException:
 def test_a_state_loads_in_batches_of_any_size(
     tmp_path: Path, run_: Run, monkeypatch: pytest.MonkeyPatch, batch_bytes: int
 ) -> None:
-    monkeypatch.setattr(dcp_reader, "BATCH_BYTES", batch_bytes)
+    monkeypatch.setattr(batches, "BATCH_BYTES", batch_bytes)
     state = state_of(12)
     run_.commit(1, {0: saved(state, tmp_path / "saved", thread_count=2)})
     loaded = empty(state)
@@ -215,7 +215,7 @@ def test_corruption_in_transit_is_not_marked(
 
 def test_two_checkpoints_are_never_mixed(tmp_path: Path, run_: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the newest had loaded before it turned out damaged must come from the older one too."""
-    monkeypatch.setattr(dcp_reader, "BATCH_BYTES", 1)
+    monkeypatch.setattr(batches, "BATCH_BYTES", 1)
     small, large = state_of(2), state_of(4)
     run_.commit(1, {0: saved(small, tmp_path / "one")})
     files = saved(large, tmp_path / "two")

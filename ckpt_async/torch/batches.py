@@ -1,0 +1,99 @@
+"""What a load reads, in batches: some are read while the one before them is put into its tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from torch.distributed.checkpoint.planner import ReadItem
+
+# Memory for one batch more than are read ahead, besides the state itself. What was saved as one piece is read as one,
+# so a larger piece makes a larger batch.
+BATCH_BYTES = 64 << 20
+BATCHES_AHEAD = 3
+# As torch aligns tensors within what it saves.
+_ALIGNMENT_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A stretch of a file that was saved as one tensor or object, and all that this rank takes from it."""
+
+    file: str
+    offset: int
+    size_bytes: int
+    items: tuple[ReadItem, ...]
+    is_optimised: bool = False  # in ML Flashpoint's form, without any checksum
+
+
+def batched(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """As many together as fit into BATCH_BYTES, and at least one."""
+    batch: list[Piece] = []
+    size_bytes = 0
+    for piece in pieces:
+        if batch and size_bytes + _room(piece) > BATCH_BYTES:
+            yield batch
+            batch, size_bytes = [], 0
+        batch.append(piece)
+        size_bytes += _room(piece)
+    if batch:
+        yield batch
+
+
+Views = Sequence[memoryview]
+
+
+def read_ahead(
+    batches: Iterable[Sequence[Piece]], read: Callable[[Sequence[Piece], Views], Views], num_ahead: int
+) -> Iterator[tuple[Sequence[Piece], Views]]:
+    """Each batch with what is in its pieces, valid until the next one is asked for. `read` fills views, or gives others
+    in their place; it is called in threads, in order, up to `num_ahead` at once.
+    """
+    waiting, reading = deque(batches), deque[tuple[Sequence[Piece], mmap.mmap, Future[Views]]]()
+    free: list[mmap.mmap] = []
+
+    def begin(threads: ThreadPoolExecutor) -> None:
+        batch = waiting.popleft()
+        size_bytes = max(BATCH_BYTES, sum(map(_room, batch)))
+        memory = next((each for each in free if len(each) >= size_bytes), None)
+        if memory is None:
+            memory = _memory(size_bytes)
+        else:
+            free.remove(memory)
+        reading.append((batch, memory, threads.submit(read, batch, _cut(memory, batch))))
+
+    with ThreadPoolExecutor(num_ahead, thread_name_prefix="ckpt-async-load") as threads:
+        while waiting or reading:
+            while waiting and len(reading) < num_ahead:
+                begin(threads)
+            batch, memory, filled = reading.popleft()
+            views = filled.result()
+            if waiting:
+                begin(threads)
+            yield batch, views
+            free.append(memory)
+
+
+def _memory(size_bytes: int) -> mmap.mmap:
+    """To be used again: what is touched for the first time costs more than what is read into it."""
+    memory = mmap.mmap(-1, size_bytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+def _cut(memory: mmap.mmap, batch: Sequence[Piece]) -> list[memoryview]:
+    views, at = [], 0
+    for piece in batch:
+        views.append(memoryview(memory)[at : at + piece.size_bytes])
+        at += _room(piece)
+    return views
+
+
+def _room(piece: Piece) -> int:
+    return -(-piece.size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
