@@ -1,6 +1,10 @@
 """Events of the sweeper and of `prune`: what they did to a remote themselves, and damage."""
 
 import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +15,8 @@ from ckpt_async.core import keys
 from ckpt_async.core.model import CheckpointId
 from tests.events.receiver import Receiver, free_port, receiving
 from tests.events.saves import QUICK, save
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -83,3 +89,38 @@ def test_a_second_sweeper_with_the_same_queue_still_sweeps_and_says_that_it_does
         first.close()
     assert receiver.raw == []
     assert "events_not_told" in capsys.readouterr().err
+
+
+HALF = """
+import os, signal, sys
+from ckpt_async import Uploader
+from ckpt_async.engine import settling
+from ckpt_async.protocol import steps
+from tests.events.saves import QUICK, save
+
+async def die(*_, **__):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+steps.settle = die  # its receipt is in the store
+uploader = Uploader(sys.argv[1] + "/half", "file://" + sys.argv[1] + "/half-run", **QUICK)
+save(uploader, 1)
+uploader.wait(1)
+"""
+
+
+def test_a_commit_in_the_place_of_a_lost_node_is_told(tmp_path: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", HALF, str(tmp_path)], cwd=ROOT, capture_output=True, timeout=60
+    )
+    assert ran.returncode == -signal.SIGKILL
+    long_ago = time.time() - 3600
+    for path in (tmp_path / "half-run").rglob("*"):
+        os.utime(path, (long_ago, long_ago))
+    with receiving() as receiver:
+        assert main(["sweep", "--remote", f"file://{tmp_path}/half-run", *hook(receiver, tmp_path)]) == 0
+        assert receiver.kinds() == [("committed", 1)]
+        told = receiver.bodies[0]["id"]
+        # The node was not lost after all: its rank 0 learns of it, and tells the same.
+        with Uploader(tmp_path / "half", f"file://{tmp_path}/half-run", **QUICK, event_webhook=receiver.url):
+            receiver.wait_for(2)
+    assert receiver.bodies[1]["id"] == told
