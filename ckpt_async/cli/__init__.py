@@ -20,7 +20,7 @@ from ckpt_async import __version__
 from ckpt_async.cli.failures import tell
 from ckpt_async.cli.metrics_file import measuring
 from ckpt_async.cli.output import Exit
-from ckpt_async.cli.parsing import Parser
+from ckpt_async.cli.parsing import Parser, split_command
 from ckpt_async.cli.stderr import say, set_form
 from ckpt_async.core.json_log import JsonFormatter
 
@@ -51,18 +51,13 @@ _COMMANDS = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Prints nothing but results to stdout."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    # What `run` is to run: nothing of it is ours to parse.
-    command: list[str] = []
-    if arguments[:1] == ["run"] and "--" in arguments:
-        at = arguments.index("--")
-        arguments, command = arguments[:at], arguments[at + 1 :]
-    is_json = "--json" in arguments
+    ours, _ = split_command(arguments)
+    is_json = "--json" in ours
     _prepare_streams()
-    set_form(arguments)
+    set_form(ours)
     try:
         try:
             options = _parser().parse_args(arguments)
-            options.argv = command
             with _logging(options.verbose, options.log_format), measuring(options) as tally:
                 tally.code = code = int(options.run(options))
         except SystemExit as ended:  # --help and --version

@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import difflib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 from ckpt_async.cli.output import Which
@@ -50,11 +50,22 @@ class Parser(argparse.ArgumentParser):
         if self.commands and args and not args[0].startswith("-") and args[0] not in self.commands:
             meant = _similar(args[0], self.commands)
             raise UsageError(f"there is no command {args[0]!r}", self.prog, meant=meant)
-        found, unknown = super().parse_known_args(args, namespace)
+        ours, argv = split_command(args) if self.commands and args else (args, [])
+        found, unknown = super().parse_known_args(ours, namespace)
+        if argv:
+            found.argv = argv
         if unknown:
             meant = _similar(unknown[0].partition("=")[0], self._option_string_actions)
             raise UsageError(f"unrecognized arguments: {' '.join(unknown)}", self.prog, meant=meant)
         return found, unknown
+
+
+def split_command(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Our own arguments, and what `run` is to run: nothing of that is ours to parse."""
+    if list(arguments[:1]) != ["run"] or "--" not in arguments:
+        return list(arguments), []
+    at = list(arguments).index("--")
+    return list(arguments[:at]), list(arguments[at + 1 :])
 
 
 def _similar(word: str, known: Iterable[str]) -> str:

@@ -61,6 +61,7 @@ def run_arguments(parser: argparse.ArgumentParser) -> None:
         help="where the command writes its checkpoints (default: the working directory)",
     )
     _add_common(parser)
+    parser.set_defaults(argv=[])
     parser.epilog = "after `--` comes the command: ckpt-async run s3://bucket/run-a -- torchrun train.py"
 
 
