@@ -6,7 +6,6 @@ import abc
 import argparse
 import json
 import os
-import sys
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -17,6 +16,7 @@ from ckpt_async.cli.drawing import Block
 from ckpt_async.cli.failures import code_of
 from ckpt_async.cli.output import Exit, Json, print_json
 from ckpt_async.cli.parsing import add_store_options, as_path, as_seconds
+from ckpt_async.cli.stderr import say
 from ckpt_async.core import keys
 from ckpt_async.errors import CkptAsyncError, ObjectNotFoundError
 from ckpt_async.monitor.report import FolderWatch, Seen, folder_json
@@ -67,7 +67,7 @@ def status(options: argparse.Namespace) -> Exit:
 def _print_errors(sights: Sequence[_Sight]) -> None:
     for sight in sights:
         if sight.error is not None:
-            print(f"ckpt-async: {sight.target}: {_one_line(sight.error)}", file=sys.stderr)
+            say(f"ckpt-async: {sight.target}: {_one_line(sight.error)}", "not_seen", target=sight.target)
 
 
 def _one_line(error: Exception) -> str:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import logging
 import os
 import re
 import signal
-import sys
 import threading
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 from ckpt_async.cli.events import OPTIONS, add_events, given
 from ckpt_async.cli.output import Exit, Json, store_options
 from ckpt_async.cli.parsing import WHERE, add_kind, add_store_options, as_folder, as_seconds
+from ckpt_async.cli.stderr import say
 from ckpt_async.core import launch
 from ckpt_async.core.settings import Settings
 from ckpt_async.core.units import counted, in_units
@@ -190,7 +191,7 @@ def watch(options: argparse.Namespace) -> Exit:
         for number, old in before.items():
             signal.signal(number, old)
     if options.once and report.is_empty:
-        print(f"ckpt-async: {options.folder} has no checkpoint of a known format", file=sys.stderr)
+        say(f"ckpt-async: {options.folder} has no checkpoint of a known format", "nothing_found")
         if options.json:
             print(json.dumps(_json(report, Exit.NOT_FOUND)))
         return Exit.NOT_FOUND
@@ -211,7 +212,7 @@ def run(options: argparse.Namespace) -> int:
     if report is not None:
         code: int = _end(report, options, is_once=False)
     else:
-        print(f"ckpt-async: checkpoints may not be in the store: {error}", file=sys.stderr)
+        say(f"ckpt-async: checkpoints may not be in the store: {error}", "watch_failed", level=logging.ERROR)
         code = Exit.NOT_DRAINED
     return status or code
 
@@ -294,7 +295,12 @@ def _tell(options: argparse.Namespace, told: Told) -> None:
     }[told.event]
     # Of `run`, stdout is the command's own.
     is_ours = options.command == "watch" and not is_problem
-    print(f"{told.path}: step {told.step} {text}", file=sys.stdout if is_ours else sys.stderr, flush=True)
+    line = f"{told.path}: step {told.step} {text}"
+    if is_ours:
+        print(line, flush=True)
+        return
+    level = logging.WARNING if is_problem else logging.INFO
+    say(line, f"watch_{told.event}", level=level, path=str(told.path), step=told.step)
 
 
 def _end(report: Report, options: argparse.Namespace, *, is_once: bool) -> Exit:
@@ -302,15 +308,21 @@ def _end(report: Report, options: argparse.Namespace, *, is_once: bool) -> Exit:
     if options.json:
         print(json.dumps(_json(report, code)), flush=True)
         return code
-    stream = sys.stdout if options.command == "watch" else sys.stderr
     if is_once or not report.stood_by:
         for path, reason in report.incomplete.items():
-            print(f"{path}: is not complete: {reason}", file=stream)
+            _say_at_the_end(options, f"{path}: is not complete: {reason}")
         for path in report.unfinished:
-            print(f"{path}: is not committed yet; the next start goes on with it", file=stream)
+            _say_at_the_end(options, f"{path}: is not committed yet; the next start goes on with it")
         there = f", {report.num_there} in the store already" if report.num_there else ""
-        print(f"{counted(report.num_committed, 'checkpoint')} committed{there}", file=stream, flush=True)
+        _say_at_the_end(options, f"{counted(report.num_committed, 'checkpoint')} committed{there}")
     return code
+
+
+def _say_at_the_end(options: argparse.Namespace, text: str) -> None:
+    if options.command == "watch":
+        print(text, flush=True)
+    else:
+        say(text, "watch_ended", level=logging.INFO)
 
 
 def _code(report: Report) -> Exit:
