@@ -37,6 +37,7 @@ UNIT = DEPLOY / "systemd/ckpt-async-sweeper.service"
 ENVIRONMENT = DEPLOY / "systemd/sweeper.env"
 MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
 BATCHES = sorted((DEPLOY / "slurm").glob("*.sbatch"))
+SCRIPTS = [*BATCHES, DEPLOY / "torchrun/node.sh"]
 ALERTS = DEPLOY / "prometheus/alerts.yaml"
 ALERTS_TEST = DEPLOY / "prometheus/alerts_test.yaml"
 OPERATIONS = ROOT / "docs/operations.md"
@@ -57,7 +58,7 @@ def command_lines() -> Iterator[tuple[str, list[str]]]:
             yield path.name, json.loads(arguments)
         for command in re.findall(r"while ckpt-async ([^;]*);", path.read_text()):
             yield path.name, shlex.split(command)
-    for path in BATCHES:
+    for path in SCRIPTS:
         for command in re.findall(r" ckpt-async (.*)$", path.read_text(), re.MULTILINE):
             yield path.name, shlex.split(command)
     for command in re.findall(r"^(?:\$ )?ckpt-async (.*)$", OPERATIONS.read_text(), re.MULTILINE):
@@ -71,7 +72,7 @@ def test_command_lines_parse() -> None:
             cli._parser().parse_args(arguments)
         except UsageError as error:
             pytest.fail(f"{where}: ckpt-async {shlex.join(arguments)}: {error}")
-    files = (*MANIFESTS, *BATCHES)
+    files = (*MANIFESTS, *SCRIPTS)
     assert {where for where, _ in found} == {UNIT.name, OPERATIONS.name, *(path.name for path in files)}
     assert {arguments[0] for _, arguments in found} >= {"sweep", "drain", "verify", "prune", "status"}
 
@@ -175,12 +176,20 @@ def test_a_jobset_has_as_many_nodes_for_torchrun_as_pods() -> None:
     assert f"--rdzv-endpoint={name}-{group}-0-0.{name}:" in text
 
 
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_scripts_are_bash_and_say_how_they_are_called(path: Path) -> None:
+    """Under a real Slurm and torchrun they run by `./dev slurm` and `./dev elastic`."""
+    assert subprocess.run(["bash", "-n", path], timeout=60).returncode == 0
+    done = subprocess.run(["bash", path], capture_output=True, text=True, timeout=60, env={})
+    assert done.returncode
+    assert f"usage: {'sbatch ' if path in BATCHES else ''}{path.name} FOLDER" in done.stderr
+
+
 def test_batch_scripts_end_within_the_time_that_slurm_leaves_them() -> None:
     """Flush, wait and drain must fit between the signal and the end. They run under a real Slurm by `./dev slurm`."""
     assert [path.name for path in BATCHES] == ["multi-node.sbatch", "single-node.sbatch"]
     for path in BATCHES:
         text = path.read_text()
-        assert subprocess.run(["bash", "-n", path], timeout=60).returncode == 0
         (left_s,) = map(int, re.findall(r"^#SBATCH --signal=TERM@(\d+)$", text, re.MULTILINE))
         (flush_s,) = map(int, re.findall(r"SIGTERM_FLUSH_S:-(\d+)", text))
         (drain_s,) = map(int, re.findall(r"ckpt-async drain .*--timeout (\d+)", text))
