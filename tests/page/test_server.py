@@ -282,6 +282,39 @@ def test_an_uploader_answers_the_probe_until_a_newer_start_fences_it(uploader: U
     assert answer[2] == b"fenced: generation 2 of this run has started, this is generation 1\n"
 
 
+def test_a_dead_engine_fails_the_probe(uploader: Uploader, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For good, that is: one that is started again never gets here."""
+    assert uploader.page_url is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(uploader._engine.runner, "death", RuntimeError("a bug"))
+        answer = ask(uploader.page_url, "/healthz")
+        assert answer[::2] == (503, b"the engine has died: RuntimeError('a bug')\n")
+        (engine,) = json.loads(ask(uploader.page_url, "/status.json")[2])["engines"]
+        assert engine["problem"].startswith("the engine has died")
+
+
+def test_a_store_that_is_away_does_not_fail_the_probe(tmp_path: Path) -> None:
+    """Or a liveness probe would start training again for nothing."""
+    settings: dict[str, Any] = {"on_error": "warn", "close_grace_s": 0, "retry_max_s": 0.3, "metrics_port": 0}
+    uploader = Uploader(tmp_path / "a", f"file://{tmp_path}/store/run", rank=0, world_size=1, **settings)
+    try:
+        (tmp_path / "store").rename(tmp_path / "away")
+        (tmp_path / "store").write_text("no folder")
+        (uploader.folder / "x").write_bytes(b"x")
+        uploader.enqueue(uploader.folder / "x", 1)
+        uploader.seal(1)
+        assert uploader.page_url is not None
+        for _ in tries():
+            told = json.loads(ask(uploader.page_url, "/status.json")[2])
+            if told["engines"][0]["attempt_failures"]:
+                break
+        assert ask(uploader.page_url, "/healthz")[::2] == (200, b"ok\n")
+        assert told["folders"][0]["would_lose"]["steps"] == [1]
+        assert told["events"][0]["level"] == "warn"
+    finally:
+        uploader.close(timeout_s=0)
+
+
 @pytest.mark.parametrize("runner", ["thread", "process"])
 def test_a_checkpoint_says_which_ranks_it_waits_for_wherever_the_engine_runs(
     tmp_path: Path, runner: str
