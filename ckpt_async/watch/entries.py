@@ -56,6 +56,7 @@ class Entry:
     reason: str = ""  # why it was refused
     is_copied: bool = False
     is_followed: bool = False  # another node has announced it
+    is_doubtful: bool = False  # a watcher whose memory is lost may have sent it
 
     @property
     def is_settled(self) -> bool:

@@ -13,7 +13,7 @@ from ckpt_async.core import keys
 from ckpt_async.core.model import CheckpointId, Decision, Outcome
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import InvalidRecordError
-from ckpt_async.protocol import steps, sweep_plan
+from ckpt_async.protocol import steps
 from ckpt_async.protocol.cas import create_once, if_readable, read
 from ckpt_async.protocol.generation import newest_generation
 from ckpt_async.restore.checkpoint import RemoteFile, files_of
@@ -103,17 +103,15 @@ class Remote:
 
     # --- questions -----------------------------------------------------------------------------------------
 
-    def committed(self) -> list[Decision]:
-        """Every committed checkpoint, oldest first. A decision that cannot be read is left out."""
+    def committed_as(self, name: str) -> list[Decision]:
+        """Every committed checkpoint of this name that can be read."""
 
         async def work(store: PatientStore) -> list[Decision]:
-            listing = await store.list(keys.DECISIONS)
-            boundary = await if_readable(steps.read_boundary(store))
-            ids = filter(None, (keys.parse_decision_key(each.key) for each in listing.objects))
-            found = await all_or_none(if_readable(steps.read_decision(store, each)) for each in ids)
-            there = [each for each in found if each is not None and each.outcome is Outcome.COMMIT]
-            valid = [each for each in there if not sweep_plan.is_void(each.checkpoint, boundary)]
-            return sorted(valid, key=lambda each: each.checkpoint)
+            listing = await store.list(f"{keys.DATA}{name}.g")
+            places = {keys.parse_data_key(each.key) for each in listing.objects}
+            ids = sorted(each[0] for each in places if each is not None and each[1] == name)
+            found = await all_or_none(if_readable(steps.read_settled(store, each)) for each in ids)
+            return [each for each in found if each is not None and each.outcome is Outcome.COMMIT]
 
         return self.call(work)
 

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -125,7 +126,7 @@ class Watcher:
         self._nodes: Nodes | None = None
         self._opened_at = 0.0
         self._sealed_before: frozenset[CheckpointId] = frozenset()
-        self._before: list[Decision] | None = None
+        self._has_looked = False
 
     def run(self, stopping: threading.Event) -> Report:
         """Watch until `stopping` is set (with `is_once`: until all that is complete is committed), then finish what was
@@ -142,7 +143,7 @@ class Watcher:
                 self.waker.wait(STANDBY_S)
             self.entries.load()
             try:
-                self._open()
+                self._open_while_linking()
                 self.entries.bind()
                 self._work(stopping)
             finally:
@@ -152,6 +153,20 @@ class Watcher:
             lock.release()
 
     # --- a start of the run --------------------------------------------------------------------------------
+
+    def _open_while_linking(self) -> None:
+        """The store may take its time, or be away; the trainer rotates all the same."""
+        opening = ThreadPoolExecutor(1, thread_name_prefix="ckpt-async-open")
+        opened = opening.submit(self._open)
+        try:
+            while not wait({opened}, timeout=0.0).done:
+                tree = self._disk.look()
+                self.waker.follow(self.options.folder, tree.folders)
+                self._take(tree)
+                wait({opened}, timeout=min(1.0, self.options.interval_s))
+            opened.result()
+        finally:
+            opening.shutdown()
 
     def _open(self) -> None:
         """Begin a new generation of the run; what earlier ones had sealed is finished by it."""
@@ -276,7 +291,7 @@ class Watcher:
                         self._tell("incomplete", found, verdict.reason)
             elif not self._is_too_much_copied():
                 self._stage(found, tree)
-        self._incomplete = incomplete
+        self._incomplete, self._has_looked = incomplete, True
 
     def _is_too_much_copied(self) -> bool:
         return sum(each.is_copied for each in self._open_entries()) >= MAX_COPIED
@@ -284,31 +299,25 @@ class Watcher:
     def _stage(self, found: Found, tree: Tree) -> None:
         expected = tuple(sorted({*found.inner, *found.missing})) if self.options.num_nodes > 1 else ()
         try:
-            entry = self.entries.stage(entry_of(found, tree, self.entries.next_number(), expected=expected))
+            entry = entry_of(found, tree, self.entries.next_number(), expected=expected)
+            entry = self.entries.stage(replace(entry, is_doubtful=not self._has_looked))
         except VanishedError as error:
             logger.info("vanished path=%s: %s", found.path, error)
             return
         except OSError as error:
             self._say("cannot_link", found.path, f"{found.path} cannot be linked: {error}; trying again")
             return
-        if (decision := self._there(entry)) is not None:
-            self._counts["there"] += 1
-            there = replace(entry, generation=decision.checkpoint.generation)
-            self._tell("there", self.entries.settle(there, State.COMMITTED))
-        else:
-            logger.info("complete path=%s step=%d format=%s", entry.path, entry.step, entry.format)
+        logger.info("complete path=%s step=%d format=%s", entry.path, entry.step, entry.format)
 
     def _there(self, entry: Entry) -> Decision | None:
         """Its commit by a watcher whose memory is lost, or of another node, if the store has it: by every checksum."""
         assert self._remote is not None
-        if self._before is None:
-            self._before = self._remote.committed()
         known = self.entries.all.values()
         handed = {CheckpointId(each.generation, each.step) for each in known if each.generation}
         name = naming.checkpoint_name(entry.name, entry.step)
         here = self.entries.staged(entry)
-        for decision in self._before:
-            if decision.name != name or decision.checkpoint in handed:
+        for decision in self._remote.committed_as(name):
+            if decision.checkpoint in handed:
                 continue
             files = self._remote.files(decision)
             sizes = {shard: entry.files[path].size_bytes for path, shard in entry.shards.items()}
@@ -330,6 +339,11 @@ class Watcher:
                 return
             if not self.entries.is_intact(entry):
                 self.entries.drop(entry)
+                continue
+            if entry.is_doubtful and (decision := self._there(entry)) is not None:
+                self._counts["there"] += 1
+                there = replace(entry, generation=decision.checkpoint.generation)
+                self._tell("there", self.entries.settle(there, State.COMMITTED))
                 continue
             known = self.entries.all.values()
             if plan.needs_new_generation(entry, known, self._uploader.generation):

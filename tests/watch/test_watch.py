@@ -175,7 +175,7 @@ def test_what_a_dead_watcher_had_in_hand_is_in_the_state_s_journal(place: Place)
     """`drain` and a trainer's own Uploader work on it like on any other folder."""
     saved = save(place, 10, size_bytes=20_000_000)
     watching = place.watch("--max-bytes-per-s", "5e6", "-v")
-    watching.until_logged("complete path=checkpoint-10")
+    watching.until_logged("watching folder")
     while [each.state for each in status.load(place.state)[""].checkpoints] != ["uploading"]:
         pass
     watching.kill()
