@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_async import StoreOptions, Uploader
-from ckpt_async.core import keys, naming
+from ckpt_async.core import keys
 from ckpt_async.core.model import CheckpointId, Decision, Outcome
 from ckpt_async.errors import (
     CheckpointAbortedError,
@@ -26,7 +26,6 @@ from ckpt_async.errors import (
     StoreError,
 )
 from ckpt_async.monitor import status
-from ckpt_async.restore.partial import checksum_of_file
 from ckpt_async.watch import plan
 from ckpt_async.watch.announcement import Announcement
 from ckpt_async.watch.disk import Disk
@@ -34,6 +33,7 @@ from ckpt_async.watch.entries import Entries, Entry, State, VanishedError, entry
 from ckpt_async.watch.formats import Found, Rules, find
 from ckpt_async.watch.lock import FolderLock
 from ckpt_async.watch.nodes import Nodes
+from ckpt_async.watch.recognise import same_in_store
 from ckpt_async.watch.remote import Remote
 from ckpt_async.watch.tree import Tree
 from ckpt_async.watch.wake import Waker
@@ -310,26 +310,9 @@ class Watcher:
         logger.info("complete path=%s step=%d format=%s", entry.path, entry.step, entry.format)
 
     def _there(self, entry: Entry) -> Decision | None:
-        """Its commit by a watcher whose memory is lost, or of another node, if the store has it: by every checksum."""
         assert self._remote is not None
-        known = self.entries.all.values()
-        handed = {CheckpointId(each.generation, each.step) for each in known if each.generation}
-        name = naming.checkpoint_name(entry.name, entry.step)
-        here = self.entries.staged(entry)
-        for decision in self._remote.committed_as(name):
-            if decision.checkpoint in handed:
-                continue
-            files = self._remote.files(decision)
-            sizes = {shard: entry.files[path].size_bytes for path, shard in entry.shards.items()}
-            if sizes != {each.name: each.size_bytes for each in files.values()}:
-                continue
-            sums = ((shard, each.checksum) for shard, each in files.items())
-            if all(
-                wanted and checksum_of_file(here / shard, wanted.algorithm) == wanted
-                for shard, wanted in sums
-            ):
-                return decision
-        return None
+        ours = {CheckpointId(each.generation, each.step) for each in self.entries.all.values()}
+        return same_in_store(self._remote, entry, self.entries.staged(entry), ours)
 
     def _hand_over(self, tree: Tree) -> None:
         assert self._uploader is not None

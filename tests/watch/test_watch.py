@@ -94,6 +94,19 @@ def test_a_rotation_while_it_is_uploaded_loses_nothing(place: Place) -> None:
     assert watching.end() == 0
 
 
+def test_what_is_complete_is_linked_also_while_the_store_is_away(place: Place) -> None:
+    remote, place.remote = place.remote, "s3://bucket/run"
+    away = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x"}
+    watching = place.watch("--endpoint-url", "http://127.0.0.1:1", "-v", **away)
+    saved = save(place, 10)
+    watching.until_logged("complete path=checkpoint-10")
+    shutil.rmtree(place.out / "checkpoint-10")
+    watching.kill()
+    place.remote = remote
+    assert place.once()[1]["committed"] == 1
+    assert place.committed(10) == saved
+
+
 def test_a_file_that_is_renamed_over_itself_is_a_new_checkpoint_each_time(place: Place) -> None:
     watching = place.watch()
     sums = {}
