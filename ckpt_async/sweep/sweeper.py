@@ -123,7 +123,9 @@ class Sweeper:
         }
         self._adoption_timeout_s = adoption_timeout_s
         check(self._settings)
-        self._events_folder = Path(events_folder) if events_folder else default_folder(os.environ)
+        self._events_folder = None
+        if not is_for_folders_only:
+            self._events_folder = Path(events_folder) if events_folder else default_folder(os.environ)
         self._events: RemoteEvents | None = None
         self._verifies, self._is_for_folders_only = verifies, is_for_folders_only
         if is_for_folders_only and (remotes or verifies):

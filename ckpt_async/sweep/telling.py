@@ -92,18 +92,19 @@ def _of_finding(run: str, each: Finding, names: Mapping[CheckpointId, str], now:
 
 
 @contextlib.asynccontextmanager
-async def remote_events(settings: Settings, folder: Path) -> AsyncIterator[RemoteEvents | None]:
-    """For one sweep; at its end what is due is delivered, for `event_grace_s` at most, and the rest by the next. None
-    if nobody wants to hear, or if they cannot be kept: no sweep fails for that. Raises SettingsError.
+async def remote_events(settings: Settings, folder: Path | None) -> AsyncIterator[RemoteEvents | None]:
+    """For one sweep; at its end what is due is delivered, for `event_grace_s` at most, and the rest by the next. They
+    are kept in `folder`. None if that is None (no remote is swept), if nobody wants to hear, or if they cannot be kept:
+    no sweep fails for that. Raises SettingsError.
     """
     wants = wants_of(settings)
-    if not wants:
+    if not wants or folder is None:
         yield None
         return
     try:
         outbox = await asyncio.to_thread(OwnOutbox, folder)
     except JournalError as error:
-        logger.error("events_not_told error=%s", error)  # noqa: TRY400  no bug of ours
+        logger.error("events_not_told error=%s; those of remotes are lost", error)  # noqa: TRY400  no bug of ours
         yield None
         return
     try:
