@@ -26,7 +26,10 @@ _NODES = (
     ("GROUP_RANK", "GROUP_WORLD_SIZE"),
     ("PET_NODE_RANK", "PET_NNODES"),
     ("NODE_RANK", "NNODES"),
-    ("SLURM_NODEID", "SLURM_JOB_NUM_NODES"),
+    (
+        "SLURM_NODEID",
+        "SLURM_STEP_NUM_NODES",
+    ),  # not of the job: a batch script, which is one process, has that
 )
 
 _LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE")

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import socket
 from pathlib import Path
 
 from ckpt_async.errors import JournalError
 
+logger = logging.getLogger(__name__)
+
 
 class FolderLock:
-    """An flock: of the machine on a local file system, of all of them on NFS and Lustre (mounted with `-o flock`)."""
+    """An flock: of the machine on a local file system, of all of them on NFS and Lustre (mounted with `-o flock`).
+    Where there can be none, it is at `otherwise`, and keeps apart only the watchers of one machine.
+    """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, otherwise: Path) -> None:
         self.path = path
+        self._otherwise = otherwise
         self._descriptor = -1
 
     def try_take(self) -> bool:
@@ -23,12 +29,22 @@ class FolderLock:
         if self._descriptor >= 0:
             return True
         try:
+            return self._try_take()
+        except JournalError as error:
+            if self.path == self._otherwise:
+                raise
+            logger.warning("%s; locking %s: run one watcher of this folder only", error, self._otherwise)
+            self.path = self._otherwise
+            return self._try_take()
+
+    def _try_take(self) -> bool:
+        try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise JournalError(
                 f"{str(self.path)!r} cannot be made: {error.strerror}",
-                hint="--state DIR is where the watcher may write: a local disk, best that of the folder",
+                hint="the watcher needs a place of its own: --state DIR on a local disk, best that of the folder",
             ) from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -37,10 +53,7 @@ class FolderLock:
             return False
         except OSError as error:
             os.close(descriptor)
-            raise JournalError(
-                f"{str(self.path)!r} cannot be locked: {error.strerror}",
-                hint="with --state DIR on a local disk the lock is there: then run one watcher of a shared folder only",
-            ) from error
+            raise JournalError(f"{str(self.path)!r} cannot be locked: {error.strerror}") from error
         os.truncate(descriptor, 0)
         os.pwrite(descriptor, f"{socket.gethostname()} pid {os.getpid()}\n".encode(), 0)
         self._descriptor = descriptor

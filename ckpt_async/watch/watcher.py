@@ -132,7 +132,7 @@ class Watcher:
         """Watch until `stopping` is set (with `is_once`: until all that is complete is committed), then finish what was
         handed in. Raises what keeps it from working: nothing is lost then, the next start goes on.
         """
-        lock = FolderLock(self.options.lock)
+        lock = FolderLock(self.options.lock, otherwise=self.options.state / "watch.lock")
         try:
             while not lock.try_take():
                 if self.options.is_once:

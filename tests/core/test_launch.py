@@ -195,3 +195,34 @@ def test_a_blank_launch_id_is_rejected(launch_id: str) -> None:
     """Of a variable that was not set, say. The launcher's word for it would be another one than was meant."""
     with pytest.raises(SettingsError, match="CKPT_ASYNC_LAUNCH_ID"):
         key({**ONE_NODE, "CKPT_ASYNC_LAUNCH_ID": launch_id})
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, (0, 1)),
+        (
+            {"GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2", "SLURM_NODEID": "0", "SLURM_STEP_NUM_NODES": "4"},
+            (1, 2),
+        ),
+        ({"PET_NODE_RANK": "3", "PET_NNODES": "4"}, (3, 4)),
+        (
+            {"PET_NODE_RANK": "3", "PET_NNODES": "1:4", "SLURM_NODEID": "1", "SLURM_STEP_NUM_NODES": "2"},
+            (1, 2),
+        ),
+        ({"SLURM_NODEID": "0", "SLURM_JOB_NUM_NODES": "2"}, (0, 1)),  # a batch script
+    ],
+)
+def test_the_node_is_what_the_launcher_says(environment: dict[str, str], expected: tuple[int, int]) -> None:
+    assert launch.node(environment) == expected
+
+
+def test_a_node_that_cannot_be_is_refused() -> None:
+    with pytest.raises(SettingsError, match="NODE_RANK=2 in the environment is not below NNODES=2"):
+        launch.node({"NODE_RANK": "2", "NNODES": "2"})
+
+
+def test_a_process_that_is_no_rank_has_none_of_their_variables() -> None:
+    """`Uploader(rank=0, world_size=1)` is refused where the launcher says otherwise."""
+    environment = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "SLURM_PROCID": "1", "HOME": "/x"}
+    assert launch.without_rank(environment) == {"HOME": "/x"}

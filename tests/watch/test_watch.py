@@ -66,6 +66,14 @@ def test_once_again_sends_nothing_and_another_watcher_finds_it_by_its_checksums(
     )
 
 
+def test_where_nothing_can_be_locked_beside_the_folder_a_warning_says_so(place: Place) -> None:
+    save(place, 10)
+    (place.here / ".out.ckpt_async.lock").mkdir()
+    watching = place.watch("--once")
+    output, errors = watching.process.communicate(timeout=60)
+    assert ("run one watcher of this folder only" in errors, '"committed": 1' in output) == (True, True)
+
+
 def test_nothing_to_find_is_not_found(place: Place) -> None:
     assert place.once()[0] == 3
     missing = subprocess.run(
