@@ -49,7 +49,10 @@ class RunEvents:
             return
         self._tells = self.teller = RunTeller(run, wants)
         self._watch = Watch(settings.event_backlog_checkpoints, settings.event_stall_s)
-        self._couriers = Couriers(journal.outbox(), sinks)
+        outbox = journal.outbox()
+        for sink in sinks:
+            outbox.retry_now(sink.name)
+        self._couriers = Couriers(outbox, sinks)
 
     def look(self, generation: int, local: Local, sent_bytes: int, missing: Callable[[], list[int]]) -> None:
         """The engine has made a round. `missing`: the ranks that the oldest checkpoint waits for."""

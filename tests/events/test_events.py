@@ -1,8 +1,10 @@
 """Events of a trainer: to a function, a command and a webhook, across kills, with receivers that fail."""
 
+import contextlib
 import json
 import logging
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -137,6 +139,18 @@ def test_a_receiver_that_is_down_delays_neither_enqueue_nor_commit_nor_close(tmp
         told = {each["step"] for each in receiver.wait_for(20)}
     assert told == set(range(1, 21))
     assert len(receiver.bodies) == 20
+
+
+def test_a_new_start_does_not_wait_for_the_pause_that_the_last_one_had_come_to(tmp_path: Path) -> None:
+    url = f"http://127.0.0.1:{free_port()}/hook"
+    with opened(tmp_path, event_webhook=url, event_grace_s=0.0) as uploader:
+        save(uploader, 1)
+        uploader.wait(1)
+    journal = tmp_path / "folder" / keys.PRIVATE / keys.journal_name(0)
+    with contextlib.closing(sqlite3.connect(journal)) as connection, connection:
+        assert connection.execute("UPDATE outbox SET next_at = ?", (time.time() + 3600,)).rowcount == 1
+    with receiving() as receiver, opened(tmp_path, event_webhook=receiver.url):
+        receiver.wait_for(1)
 
 
 def test_bodies_are_signed_and_the_secret_is_nowhere_in_log_or_folder(
