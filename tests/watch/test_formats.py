@@ -93,6 +93,15 @@ def test_transformers_writes_trainer_state_last() -> None:
     check_only_the_whole_is_complete(transformers(40), "transformers", 40)
 
 
+def test_transformers_state_is_of_this_step_and_its_tensors_have_their_end() -> None:
+    written = transformers(40)
+    assert "of another step" in reasons(
+        written | {"checkpoint-40/trainer_state.json": b'{"global_step": 30}'}
+    )
+    cut = {"checkpoint-40/model.safetensors": safetensors()[:-1]}
+    assert "model.safetensors has no end yet" in reasons(written | cut)
+
+
 def test_transformers_ranks_without_their_random_state_are_missed() -> None:
     written = {path: data for path, data in transformers(40).items() if "rng" not in path}
     written = {"checkpoint-40/rng_state_1.pth": torch_zip(x=1), **written}
