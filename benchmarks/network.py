@@ -28,6 +28,7 @@ LINKS = {
     "60 of 400 MiB/s, 30 ms": Link(60, 400, 30),
     "60 of 400 MiB/s, 5 ms": Link(60, 400, 5),
     "20 of 200 MiB/s, 100 ms": Link(20, 200, 100),
+    "20 of 400 MiB/s, 30 ms, one of 8 slow": Link(20, 400, 30, slow_every=8),
 }
 
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Hashable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Hashable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Protocol
 
 from ckpt_async.core.settings import Settings
 from ckpt_async.stores.interface import Moved
 from ckpt_async.transfer import concurrency
-from ckpt_async.transfer.concurrency import Concurrency
+from ckpt_async.transfer.concurrency import Concurrency, Request
 from ckpt_async.transfer.node import Direction, Node
+
+logger = logging.getLogger(__name__)
 
 # Receipts, decisions and latest never queue behind shards: a lane of their own (restic exempts its lock
 # files from the connection limit for the same reason).
@@ -41,6 +45,7 @@ class Bandwidth:
 
     def __init__(self, bytes_per_s: float) -> None:
         self._bytes_per_s = bytes_per_s  # 0: no cap
+        self.is_capped = bytes_per_s > 0
         self._free = self._burst = bytes_per_s / 10
         self._counted_at = float("-inf")
         self._lock = threading.Lock()
@@ -59,6 +64,15 @@ class Bandwidth:
         """What was reserved is not sent after all."""
         with self._lock:
             self._free = min(self._burst, self._free + size_bytes)
+
+
+class Watched(Protocol):
+    """An attempt that says how much it has moved since when, by the loop's clock, and can be told to begin again."""
+
+    moved_bytes: int
+    began_s: float
+
+    def begin_again(self) -> None: ...
 
 
 # How often what has moved is looked at, while requests are under way: to find the link, and once it is found.
@@ -80,6 +94,7 @@ class Lane:
         self._next_look: asyncio.TimerHandle | None = None
         self._looked = (0.0, 0.0)  # when, and how much CPU this process had taken by then
         self._running = 0
+        self._watched: dict[Watched, int] = {}
         self._waiting: dict[Hashable, deque[asyncio.Future[None]]] = {}  # in the order of their turns
         self.have_more: set[Hashable] = set()  # owners that would ask for more if more were let in
 
@@ -98,6 +113,16 @@ class Lane:
             yield
         finally:
             self._leave()
+
+    @contextmanager
+    def watching(self, progress: Watched, size_bytes: int) -> Iterator[None]:
+        """A request that is to begin again if its connection is a slow one; of 0 bytes: it is not."""
+        if size_bytes:
+            self._watched[progress] = size_bytes
+        try:
+            yield
+        finally:
+            self._watched.pop(progress, None)
 
     def throttled(self, began_s: float, now_s: float) -> None:
         self.concurrency = concurrency.throttled(self.concurrency, began_s=began_s, now_s=now_s)
@@ -121,7 +146,18 @@ class Lane:
             busy_cores=(self._looked[1] - cpu_s) / max(self._looked[0] - looked_s, 1e-6),
             others=others,
         )
+        self._look_for_stragglers(loop.time())
         self._admit()
+
+    def _look_for_stragglers(self, now_s: float) -> None:
+        watched = list(self._watched.items())
+        requests = [Request(size, each.moved_bytes, now_s - each.began_s) for each, size in watched]
+        for number in concurrency.stragglers(requests, self.concurrency.connection_bytes_per_s):
+            slow = requests[number]
+            logger.info(
+                "connection_slow moved_bytes=%d in_s=%.1f; beginning again", slow.moved_bytes, slow.took_s
+            )
+            watched[number][0].begin_again()
 
     def _leave(self) -> None:
         self._running -= 1

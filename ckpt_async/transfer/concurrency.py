@@ -30,6 +30,10 @@ FULL = 0.6
 GAIN = 1.08
 # So many times the average of all processes on a link, or as much less, is not fair.
 FAIR = 1.25
+# What a request may take beyond what is usual, before its connection is a slow one.
+SLOW_AFTER_S = 1.0
+# More than this part of all, if these are not the last few, are not slow by chance.
+MOST_SLOW, FEW = 0.25, 3
 # More than the rate needs, so that the link stays full between the requests of one connection.
 SLACK = 1.1
 # After a step that did not pay, and after the store said that it is too much: how long until the next one is tried.
@@ -123,6 +127,38 @@ def observed(
         tries_at_s=now_s + state.rest_s,
         rest_s=min(LONGEST_REST_S, 2 * state.rest_s),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One that is under way."""
+
+    size_bytes: int
+    moved_bytes: int
+    took_s: float
+
+
+def stragglers(requests: Sequence[Request], connection_bytes_per_s: float) -> list[int]:
+    """Which of them, by number, would end sooner if they began again on other connections: those that are a small
+    fraction as fast as a connection was seen to be, or that take far longer than others do (what buffers on the way
+    have swallowed counts as moved). None if they are many: then it is the link, or the store.
+    """
+    if not connection_bytes_per_s:
+        return []
+    found = [
+        number
+        for number, each in enumerate(requests)
+        if _is_straggler(each, each.size_bytes / connection_bytes_per_s)
+    ]
+    return found if len(found) <= max(FEW, len(requests) * MOST_SLOW) else []
+
+
+def _is_straggler(request: Request, usual_s: float) -> bool:
+    if request.took_s < SLOW_AFTER_S + 2 * usual_s:
+        left_bytes = request.size_bytes - request.moved_bytes
+        left_s = left_bytes / max(request.moved_bytes / max(request.took_s, 1e-6), 1.0)
+        return request.took_s >= SLOW_AFTER_S and left_s > SLOW_AFTER_S + 3 * usual_s
+    return True
 
 
 def _fair(limit: int, others: Sequence[int]) -> int:

@@ -50,6 +50,8 @@ T = TypeVar("T")
 MAX_CHECKSUM_ATTEMPTS = 5
 # A probe is a handful of small requests; without a deadline a peer that falls silent holds them for ever (rule R14).
 OPEN_ATTEMPT_S = 30.0
+# One request is not begun again for ever because others are faster.
+MAX_SLOW_CONNECTIONS = 2
 # A store that fails for less than this is not worth a line in the log.
 QUIET_OUTAGE_S = 5.0
 # Keys per request, so that the deadline of an attempt covers one request of S3.
@@ -291,6 +293,7 @@ class PatientStore:
 
                 def told(piece: memoryview) -> None:
                     sink(piece)
+                    progress.moved_bytes += len(piece)
                     progress.moved_in_thread()
 
                 return await once.get_range(key, offset, size_bytes, told)
@@ -357,20 +360,27 @@ class PatientStore:
         self, size_bytes: int, attempt: Callable[[Progress], Awaitable[T]], num_requests: int = 1
     ) -> T:
         settings, budgets, loop = self._settings, self._budgets, asyncio.get_running_loop()
+        num_slow = 0
         async with self._place(), budgets.bytes.hold(size_bytes):
-            began = loop.time()
-            deadline = began + num_requests * settings.request_timeout_s
-            deadline += size_bytes / settings.minimum_rate_bytes_per_s
-            try:
-                async with asyncio.timeout_at(min(deadline, began + settings.stall_timeout_s)) as scope:
-                    progress = Progress(scope, deadline, settings.stall_timeout_s, budgets.bandwidth)
-                    with progress:
-                        result = await attempt(progress)
-            except StoreError as error:
-                if error.reason is FailureReason.THROTTLED:
-                    budgets.bulk.throttled(began, loop.time())
-                raise
-            return result
+            while True:
+                began = loop.time()
+                deadline = began + num_requests * settings.request_timeout_s
+                deadline += size_bytes / settings.minimum_rate_bytes_per_s
+                may_begin_again = num_requests == 1 and num_slow < MAX_SLOW_CONNECTIONS
+                may_begin_again &= not budgets.bandwidth.is_capped  # else it may be ours to make it slow
+                try:
+                    async with asyncio.timeout_at(min(deadline, began + settings.stall_timeout_s)) as scope:
+                        progress = Progress(scope, deadline, settings.stall_timeout_s, budgets.bandwidth)
+                        with progress, budgets.bulk.watching(progress, size_bytes if may_begin_again else 0):
+                            return await attempt(progress)
+                except TimeoutError:
+                    if not progress.is_too_slow:
+                        raise
+                    num_slow += 1
+                except StoreError as error:
+                    if error.reason is FailureReason.THROTTLED:
+                        budgets.bulk.throttled(began, loop.time())
+                    raise
 
     async def _persist(
         self, operation: str, once: Callable[[], Awaitable[T]], silence: Silence | None = None

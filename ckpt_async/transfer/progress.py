@@ -26,6 +26,9 @@ class Progress:
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self.moved_at: float | None = None
+        self.moved_bytes = 0  # to or from the kernel
+        self.began_s = self._loop.time()
+        self.is_too_slow = False
         self._scope, self._deadline, self._stall_timeout_s = scope, deadline, stall_timeout_s
         self._bandwidth, self._is_over = bandwidth, False
         self._tell_every_s = min(TELL_S, stall_timeout_s / 4)
@@ -50,6 +53,7 @@ class Progress:
 
     def may_send_in_thread(self, size_bytes: int, wait: Callable[[float], None]) -> None:
         """`may_send`, for a worker thread that waits by `wait`."""
+        self.moved_bytes += size_bytes
         held_s = self._bandwidth.reserve(size_bytes, self._loop.time())
         if held_s > 0:
             self._loop.call_soon_threadsafe(self._held, held_s)
@@ -61,6 +65,7 @@ class Progress:
 
     def not_sent(self, size_bytes: int) -> None:
         """So much less than `may_send` allowed."""
+        self.moved_bytes -= size_bytes
         self._bandwidth.give_back(size_bytes)
 
     def _held(self, held_s: float) -> None:
@@ -81,6 +86,11 @@ class Progress:
         self.moved_at = self._loop.time()
         stalled_at = self.moved_at + self._stall_timeout_s
         self._reschedule(self._deadline if is_last else min(self._deadline, stalled_at))
+
+    def begin_again(self) -> None:
+        """End the attempt, for another connection will be faster."""
+        self.is_too_slow = True
+        self._reschedule(self._loop.time())
 
     def _reschedule(self, at: float) -> None:
         if not self._is_over and not self._scope.expired():

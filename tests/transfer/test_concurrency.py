@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_async.stores.interface import Capabilities
-from ckpt_async.transfer.concurrency import Concurrency, observed, throttled
+from ckpt_async.transfer.concurrency import Concurrency, Request, observed, stragglers, throttled
 from ckpt_async.transfer.upload import part_size
 
 MIB = 1 << 20
@@ -225,6 +225,36 @@ def test_the_limit_stays_in_its_bounds(events, start: int, most: int) -> None:
         else:
             state = observed(state, moved_bytes=moved, round_trip_s=0.01, is_full=is_full, now_s=now_s)
         assert 1 <= state.limit <= state.most
+
+
+def _request(rate_mib_s: float, took_s: float, size_mib: int = 32) -> Request:
+    return Request(size_mib * MIB, int(rate_mib_s * took_s * MIB), took_s)
+
+
+def test_a_connection_far_slower_than_usual_is_told_from_the_others() -> None:
+    others = [_request(5, 2) for _ in range(8)]
+    assert stragglers([*others, _request(0.5, 2)], 5 * MIB) == [8]
+    assert stragglers([_request(0.5, 2)] * 3, 5 * MIB) == [0, 1, 2]  # the last ones of a shard
+    assert stragglers([*others, _request(3, 2)], 5 * MIB) == []
+    assert stragglers([*others, _request(0.5, 0.9)], 5 * MIB) == []  # it has only begun
+    assert stragglers([*others, _request(0.0, 30)], 5 * MIB) == [8]
+    assert stragglers([_request(0.5, 2)], 0.0) == []  # nobody knows what is usual
+
+
+def test_a_request_that_buffers_have_swallowed_is_slow_if_its_answer_does_not_come() -> None:
+    others = [_request(20, 0.5) for _ in range(8)]
+    swallowed = [Request(16 * MIB, 16 * MIB, took_s) for took_s in (2.0, 3.0)]
+    assert [stragglers([*others, each], 20 * MIB) for each in swallowed] == [[], [8]]
+
+
+def test_a_request_that_would_not_end_sooner_goes_on() -> None:
+    nearly_there = Request(4 * MIB, 3 * MIB, 2.0)
+    assert stragglers([nearly_there], 5 * MIB) == []
+
+
+def test_a_link_or_a_store_that_has_become_slow_makes_no_stragglers() -> None:
+    assert stragglers([_request(0.5, 3) for _ in range(8)], 5 * MIB) == []
+    assert stragglers([Request(16 * MIB, 16 * MIB, 9.0)] * 8, 20 * MIB) == []
 
 
 def _part_mib(size_mib: int, link: Concurrency | None) -> int:

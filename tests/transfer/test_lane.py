@@ -1,13 +1,16 @@
 """Admission of requests that carry bytes: adaptive, and fair between those who share it."""
 
 import asyncio
+from collections import Counter
 
+from ckpt_async.core.observe import Observer
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import FailureReason
-from ckpt_async.stores.interface import Moved
+from ckpt_async.stores.interface import Moved, Store
 from ckpt_async.stores.memory import MemoryStore
 from ckpt_async.transfer.budgets import LOOK_S, Lane
 from ckpt_async.transfer.patient import PatientStore
+from ckpt_async.transfer.progress import Progress
 from tests.stores.misbehaving import trouble
 from tests.virtual_time import run
 
@@ -125,5 +128,36 @@ def test_slow_down_halves_the_concurrency() -> None:
         await asyncio.sleep(1)
         assert (now, store.concurrency) == (8, 8)
         await asyncio.gather(*tasks)
+
+    run(main())
+
+
+def test_a_request_on_a_slow_connection_begins_again_and_no_other_does() -> None:
+    """At once, and twice at most; it is no attempt that failed."""
+
+    async def main() -> None:
+        failed: list[FailureReason] = []
+        observer, settings = Observer(), Settings(num_concurrent_uploads=9, max_concurrent_uploads=9)
+        observer.attempt_failed = failed.append  # type: ignore[method-assign]
+        store, moved, attempts = PatientStore(MemoryStore(), settings, observer), 0, Counter[int]()
+        store._budgets.bulk.movers.append(lambda: Moved(moved, 0.0))
+        store._budgets.bulk._node = None  # whose clock is not the test's
+
+        async def request(number: int) -> None:
+            async def attempt(_: Store, progress: Progress) -> None:
+                nonlocal moved
+                attempts[number] += 1
+                is_slow = number == 3 and attempts[number] == 1
+                rate = 80_000 if is_slow or number == 5 else 400_000
+                while progress.moved_bytes < 2_000_000:
+                    await asyncio.sleep(0.1)
+                    moved, progress.moved_bytes = moved + rate // 10, progress.moved_bytes + rate // 10
+                    progress.moved()
+
+            await store.bulk("upload_part", 2_000_000, attempt)
+
+        await asyncio.gather(*(request(number) for number in range(27)))
+        assert attempts == Counter({**dict.fromkeys(range(27), 1), 3: 2, 5: 3})
+        assert failed == []
 
     run(main())

@@ -26,6 +26,8 @@ from ckpt_async.threads import result_of
 
 # Below what servers and what is in between (NAT, load balancers) keep a silent connection for.
 MAX_IDLE_S = 30.0
+# Of so many bytes and more, the time says how fast a connection is; a slow one has this part of the usual rate.
+TELLING_BYTES, SLOW = 1 << 20, 0.25
 # A call on a blocking socket returns after this long at the latest, so that somebody looks at the clock.
 BLOCK_S = 1.0
 # What such a call raises then: on a plain socket, on TLS.
@@ -89,6 +91,7 @@ class Connections:
         self._lock = threading.Lock()
         self._idle: list[tuple[http.client.HTTPConnection, float]] = []  # and since when
         self._is_closed = False
+        self._usual_bytes_per_s = 0.0  # 0: not known yet
 
     def close(self) -> None:
         """Release connections; those in use when their requests end. Does not block."""
@@ -155,9 +158,19 @@ class Connections:
             self._traffic.watch(connected)
         return connected
 
-    def _put_back(self, connection: http.client.HTTPConnection) -> None:
+    def _put_back(
+        self, connection: http.client.HTTPConnection, moved_bytes: int = 0, took_s: float = 1.0
+    ) -> None:
+        """Keep it for the next request, unless it was far slower than usual with these bytes: the last one to come
+        back is the first to be taken.
+        """
+        rate = moved_bytes / max(took_s, 1e-6) if moved_bytes >= TELLING_BYTES else 0.0
         with self._lock:
-            if not self._is_closed and connection.sock is not None:
+            usual = self._usual_bytes_per_s
+            is_slow = 0 < rate < SLOW * usual
+            if rate:
+                self._usual_bytes_per_s = usual + (rate - usual) / 8 if usual else rate
+            if not self._is_closed and connection.sock is not None and not is_slow:
                 self._idle.append((connection, time.monotonic()))
                 return
         connection.close()

@@ -109,6 +109,7 @@ class Downloads(Connections):
         check: Check,
         lines: str,
     ) -> Response:
+        began = time.monotonic()
         connection, is_fresh = self._take(url)
         asked = f"{lines}Range: bytes={offset}-{offset + size_bytes - 1}\r\n"
         try:
@@ -134,7 +135,7 @@ class Downloads(Connections):
             self._receive(connected, content[:size_bytes], size_bytes, sink)
             token.uses(None)
             if keeps_connection(head, answer) and len(content) <= size_bytes:
-                self._put_back(connection)
+                self._put_back(connection, size_bytes, time.monotonic() - began)
             else:
                 connection.close()
             return answer

@@ -57,6 +57,7 @@ class Uploads(Connections):
     # --- in a worker thread --------------------------------------------------------------------------------
 
     def _put(self, token: CancelToken, head: bytes, url: SplitResult, body: Body) -> Response:
+        began = time.monotonic()
         connection, is_fresh = self._take(url)  # a body is not sent twice in one attempt
         try:
             connected = self._dial(connection) if is_fresh else connection.sock
@@ -69,7 +70,7 @@ class Uploads(Connections):
         if is_last:
             connection.close()
         else:
-            self._put_back(connection)
+            self._put_back(connection, body.size_bytes, time.monotonic() - began)
         return answer
 
 
