@@ -127,6 +127,7 @@ class Watcher:
         self._opened_at = 0.0
         self._sealed_before: frozenset[CheckpointId] = frozenset()
         self._has_looked = False
+        self._num_left = 0  # complete, and not taken yet
 
     def run(self, stopping: threading.Event) -> Report:
         """Watch until `stopping` is set (with `is_once`: until all that is complete is committed), then finish what was
@@ -243,7 +244,7 @@ class Watcher:
                 continue
             except (StoreError, NoSpaceError) as error:
                 self._say("trouble", str(error), f"{error}; trying again")
-            is_idle = is_whole and not self._open_entries()
+            is_idle = is_whole and not self._open_entries() and not self._num_left
             if is_idle and (was_stopping or self.options.is_once) and self._nodes_are_done():
                 return
             if deadline is not None and time.monotonic() >= deadline:
@@ -278,6 +279,7 @@ class Watcher:
 
     def _take(self, tree: Tree) -> None:
         incomplete: dict[str, str] = {}
+        self._num_left = 0
         for found in find(tree, self.options.rules):
             verdict = plan.judge(found, tree, self.entries.all.values(), num_nodes=self.options.num_nodes)
             if verdict is None:
@@ -289,7 +291,9 @@ class Watcher:
                     incomplete[found.path or "."] = verdict.reason
                     if _is_stale(found, tree):
                         self._tell("incomplete", found, verdict.reason)
-            elif not self._is_too_much_copied():
+            elif self._is_too_much_copied():
+                self._num_left += 1
+            else:
                 self._stage(found, tree)
         self._incomplete, self._has_looked = incomplete, True
 
@@ -302,10 +306,16 @@ class Watcher:
             entry = entry_of(found, tree, self.entries.next_number(), expected=expected)
             entry = self.entries.stage(replace(entry, is_doubtful=not self._has_looked))
         except VanishedError as error:
+            self._num_left += 1
             logger.info("vanished path=%s: %s", found.path, error)
             return
         except OSError as error:
-            self._say("cannot_link", found.path, f"{found.path} cannot be linked: {error}; trying again")
+            reason = f"it can be neither linked nor copied: {error}"
+            if self._open_entries():  # whose end may free space
+                self._num_left += 1
+                self._say("cannot_link", found.path, f"{found.path}: {reason}; trying again")
+            else:
+                self._refuse(found, reason)  # for now: the next round tries again
             return
         logger.info("complete path=%s step=%d format=%s", entry.path, entry.step, entry.format)
 

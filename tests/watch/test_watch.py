@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,30 @@ def test_where_nothing_can_be_locked_beside_the_folder_a_warning_says_so(place: 
     watching = place.watch("--once")
     output, errors = watching.process.communicate(timeout=60)
     assert ("run one watcher of this folder only" in errors, '"committed": 1' in output) == (True, True)
+
+
+def test_files_on_another_disk_are_copied(place: Place) -> None:
+    place.out.rmdir()
+    place.out = Path(tempfile.mkdtemp(dir="/dev/shm"))
+    try:
+        saved = {step: save(place, step) for step in (10, 20, 30)}
+        code, ended = place.once("--state", place.here / "state")
+        assert (code, ended["committed"]) == (0, 3)
+        assert {step: place.committed(step) for step in saved} == saved
+        assert not list((place.here / "state/run/staged").iterdir()), "the copies are gone"
+    finally:
+        shutil.rmtree(place.out)
+        Path(f"{place.out.parent}/.{place.out.name}.ckpt_async.lock").unlink(missing_ok=True)
+
+
+def test_a_name_that_not_every_store_takes_is_refused_and_the_others_are_sent(place: Place) -> None:
+    saved = save(place, 10)
+    save(place, 20)
+    (place.out / "checkpoint-20/model.safetensors").rename(place.out / "checkpoint-20/my model.safetensors")
+    code, ended = place.once()
+    assert (code, list(ended["refused"]), place.committed(10)) == (1, ["checkpoint-20"], saved)
+    assert "'my model.safetensors' has a character" in ended["refused"]["checkpoint-20"]
+    assert place.newest() == 10
 
 
 def test_nothing_to_find_is_not_found(place: Place) -> None:
