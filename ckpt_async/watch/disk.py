@@ -7,6 +7,7 @@ import os
 import stat
 import time
 from pathlib import Path
+from typing import Any
 
 from ckpt_async.watch.tree import Identity, Tree
 
@@ -27,6 +28,7 @@ class Disk:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._known: dict[tuple[str, int, int, Identity], bytes] = {}
+        self._memo: dict[tuple[str, str, Identity], Any] = {}
 
     def look(self) -> Tree:
         files: dict[str, Identity] = {}
@@ -51,7 +53,8 @@ class Disk:
         def read(path: str, offset: int, size_bytes: int) -> bytes:
             return self._read(path, offset, size_bytes, files[path])
 
-        return Tree(files, read, self.folder.name, now_ns, changed_ns)
+        self._memo = {key: each for key, each in self._memo.items() if files.get(key[1]) == key[2]}
+        return Tree(files, read, self.folder.name, now_ns, changed_ns, self._memo)
 
     def _read(self, path: str, offset: int, size_bytes: int, identity: Identity) -> bytes:
         place = (path, offset, size_bytes, identity)

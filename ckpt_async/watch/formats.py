@@ -415,10 +415,9 @@ def _with_named(tree: Tree, found: Found) -> Found:
     missing = list(found.missing)
     for mark in marks:
         folder = mark.rpartition("/")[0]
-        try:
-            named = named_files(tree.whole(mark, MAX_METADATA_BYTES))
-        except UnsafePickleError as error:
-            return replace(found, reason=f"{mark} cannot be read: {error.without_hint}")
+        named = tree.once("named", mark, functools.partial(_named, tree, mark))
+        if isinstance(named, str):
+            return replace(found, reason=f"{mark} cannot be read: {named}")
         for name, least_bytes in named.items():
             path = _join(folder, name)
             if path not in tree.files:
@@ -426,6 +425,14 @@ def _with_named(tree: Tree, found: Found) -> Found:
             elif tree.files[path].size_bytes < least_bytes:
                 return replace(found, reason=f"{path} is shorter than {mark} says")
     return replace(found, missing=tuple(sorted({*missing})))
+
+
+def _named(tree: Tree, mark: str) -> dict[str, int] | str:
+    """What a `.metadata` names, or why it cannot be read."""
+    try:
+        return named_files(tree.whole(mark, MAX_METADATA_BYTES))
+    except UnsafePickleError as error:
+        return error.without_hint
 
 
 # --- values ------------------------------------------------------------------------------------------------
@@ -466,10 +473,11 @@ def _written_s(tree: Tree, path: str) -> int:
 
 def _said(tree: Tree, path: str, keys: tuple[str, ...]) -> dict[str, int]:
     """Whole numbers that the state in a file of torch.save's says under these keys, first come; nothing is run."""
-    return _said_in(tree.read(path, 0, _SEARCHED_BYTES), keys)
+    if path not in tree.files:
+        return {}
+    return tree.once("says", path, lambda: _said_in(tree.read(path, 0, _SEARCHED_BYTES), keys))
 
 
-@functools.lru_cache(maxsize=16)
 def _said_in(data: bytes, keys: tuple[str, ...]) -> dict[str, int]:
     found: dict[str, int] = {}
     if data[:4] != b"PK\x03\x04" or len(data) < 30:

@@ -7,7 +7,9 @@ import json
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+T = TypeVar("T")
 
 # The end of a zip file, with the longest comment that the format allows.
 _ZIP_TAIL_BYTES = 22 + 65_535
@@ -37,6 +39,8 @@ class Tree:
     root: str = ""
     now_ns: int = 0
     changed_ns: Mapping[str, int] = field(default_factory=dict)
+    # What was made of a file's content, from one look to the next: a `.metadata` may have a gigabyte.
+    memo: dict[tuple[str, str, Identity], Any] = field(default_factory=dict)
     _folders: dict[str, tuple[set[str], set[str]]] = field(default_factory=dict)
     _sorted: list[str] = field(default_factory=list)
 
@@ -76,6 +80,19 @@ class Tree:
         """Itself and every folder below it that has files."""
         above = {path.rpartition("/")[0] for path in self.below(folder)}
         return sorted({folder, *above})
+
+    def once(self, what: str, path: str, make: Callable[[], T]) -> T:
+        """What `make` finds in a file, made once for each version of it. Where it finds nothing, or says why not, it is
+        asked again: the read may have failed.
+        """
+        key = (what, path, self.files[path])
+        if key in self.memo:
+            known: T = self.memo[key]
+            return known
+        found = make()
+        if found and not isinstance(found, str):
+            self.memo[key] = found
+        return found
 
     def text(self, path: str, most_bytes: int = 1 << 16) -> str:
         """A small file; "" if it is gone or no text."""

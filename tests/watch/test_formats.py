@@ -3,12 +3,14 @@
 import json
 import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from ckpt_async.watch.disk import Disk
 from ckpt_async.watch.formats import Found, Rules, find
 from tests.watch.trees import SECOND, START, safetensors, torch_zip, tree_of
 
@@ -243,3 +245,19 @@ def test_only_the_formats_that_are_asked_for() -> None:
         "transformers"
     ]
     assert [each.path for each in find(tree_of(written), Rules(formats=("torch-file",)))] == ["x.ckpt"]
+
+
+def test_a_mark_is_read_once_for_each_version_of_it(metadata: Mapping[str, bytes], tmp_path: Path) -> None:
+    """It may have a gigabyte, and the folder is looked at every few seconds."""
+    for name, data in metadata.items():
+        (tmp_path / name).write_bytes(data)
+    disk = Disk(tmp_path)
+    first = disk.look()
+    assert not find(first)[0].missing
+    again = disk.look()
+    (_, named) = next((key, each) for key, each in again.memo.items() if key[0] == "named")
+    assert named == {"__0_0.distcp": len(metadata["__0_0.distcp"])}
+    named["another"] = 1
+    assert find(again)[0].missing == ("another",), "what was found is used again"
+    (tmp_path / ".metadata").write_bytes(metadata[".metadata"] + b" ")
+    assert not find(disk.look())[0].missing
