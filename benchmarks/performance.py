@@ -4,6 +4,9 @@ it.
 `./dev bench performance --run` runs every benchmark with the arguments below and saves one file each to `--from`,
 which takes an hour on two cores; names select some of them. Without `--run` it uses the saved results. A benchmark
 without saved results keeps its previous table; text outside the markers is left unchanged.
+
+`--quick` is for your machine: one round of most, ten minutes in all, and the page is written beside the results, with
+their tables only.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
@@ -37,12 +40,37 @@ class Part:
     command: str
     title: str
     counted: str  # what keeps it honest
+    quick: str | None = None  # what to add to the command for a rough answer; None: it takes too long
 
 
 SINK = "bytes counted by a sink that reads all of them before it answers"
+LINK = "bytes counted by a sink that models the link"
+GRID = "network --clients ours obstore s5cmd boto3+crt"
+QUICK = "--rounds 1"
+FEW = "--mib 256 --clients ours obstore boto3+crt"
 PARTS = [
-    Part("upload", "upload", "Upload of 1 GiB, plain HTTP", SINK),
-    Part("upload-tls", "upload --server tls", "Upload of 1 GiB, TLS", SINK),
+    Part(
+        "network-up",
+        f"{GRID} --way up",
+        "Up a link that behaves like S3",
+        LINK,
+        "--mib 256 --clients ours obstore boto3+crt",
+    ),
+    Part(
+        "network-down",
+        f"{GRID} --way down",
+        "Down such a link",
+        LINK,
+        "--mib 256 --clients ours obstore boto3+crt",
+    ),
+    Part(
+        "network-engines",
+        "network --clients ours obstore --mib 128 --engines 8",
+        "Eight processes on one link",
+        LINK,
+    ),
+    Part("upload", "upload", "Upload of 1 GiB, plain HTTP", SINK, QUICK),
+    Part("upload-tls", "upload --server tls", "Upload of 1 GiB, TLS", SINK, QUICK),
     Part(
         "upload-seaweed",
         "upload --server seaweed",
@@ -54,16 +82,25 @@ PARTS = [
         "download",
         "Download of 1 GiB to a file",
         "size of the file, and bytes that left the sink",
+        QUICK,
     ),
-    Part("download-tls", "download --server tls", "Download of 1 GiB, TLS", "the same"),
-    Part("resume", "resume", "Resume", SINK),
-    Part("end_to_end", "end_to_end", "End to end: blocked, and until durable", SINK),
+    Part("download-tls", "download --server tls", "Download of 1 GiB, TLS", "the same", QUICK),
+    Part("resume", "resume", "Resume", SINK, QUICK),
+    Part("end_to_end", "end_to_end", "End to end: blocked, and until durable", SINK, f"{QUICK} --mib 256"),
     Part("save", "save --rounds 3 --saves 2", "What a save costs training", SINK),
     Part("overlap", "overlap", "Sent while it is written", SINK),
-    Part("interference", "interference", "What training loses per GiB uploaded", SINK),
-    Part("enqueue", "enqueue", "`enqueue`, while shards are written beside it", SINK),
+    Part(
+        "interference",
+        "interference",
+        "What training loses per GiB uploaded",
+        SINK,
+        f"{QUICK} --windows 1 --mib 512 --clients thread process obstore",
+    ),
+    Part("enqueue", "enqueue", "`enqueue`, while shards are written beside it", SINK, "--total 160"),
     Part("enqueue-quiet", "enqueue --quiet", "`enqueue`, nothing written beside it", SINK),
-    Part("small_shards", "small_shards", "2,000 shards of 64 KiB", "one PUT for each by the sink's log"),
+    Part(
+        "small_shards", "small_shards", "2,000 shards of 64 KiB", "one PUT for each by the sink's log", QUICK
+    ),
     Part(
         "small_shards-10000", "small_shards --shards 10000 --rounds 3", "10,000 shards of 64 KiB", "the same"
     ),
@@ -72,9 +109,10 @@ PARTS = [
         "small_files",
         "2,000 files of 64 KiB come back",
         "one GET for each by the sink's log, every byte compared",
+        QUICK,
     ),
-    Part("commit", "commit", "From the last seal to the commit", "requests by the sink's log"),
-    Part("memory", "memory", "Memory of an upload", SINK),
+    Part("commit", "commit", "From the last seal to the commit", "requests by the sink's log", QUICK),
+    Part("memory", "memory", "Memory of an upload", SINK, QUICK),
     Part("growth", "growth", "10 to 10,000 checkpoints", "decisions counted in the store"),
     Part(
         "scale_model",
@@ -223,6 +261,15 @@ def write(saved: Mapping[str, Mapping[str, Any]]) -> None:
     CHART.write_text(chart(saved), encoding="utf-8")
 
 
+def write_quick(parts: Iterable[Part], saved: Mapping[str, Mapping[str, Any]], page: Path) -> None:
+    lines = ["# Performance of this machine", ""]
+    lines += machine_lines(each["machine"] for each in saved.values())
+    for part in parts:
+        if part.name in saved:
+            lines += ["", f"## {part.title}", "", *section(part, saved[part.name])]
+    page.write_text("\n".join([*lines, ""]), encoding="utf-8")
+
+
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument(
@@ -230,11 +277,17 @@ def main() -> None:
     )
     parser.add_argument("--run", action="store_true", help="run them first")
     parser.add_argument("--from", dest="folder", type=Path, default=SAVED, help="where the results are")
+    parser.add_argument("--quick", action="store_true", help="a rough answer for this machine in ten minutes")
     arguments: argparse.Namespace = parser.parse_args()
     unknown = set(arguments.names) - {each.name for each in PARTS}
     if unknown:
         parser.error(f"no such result: {', '.join(sorted(unknown))}")
     wanted = [each for each in PARTS if not arguments.names or each.name in arguments.names]
+    if arguments.quick:
+        arguments.run, arguments.folder = True, arguments.folder / "quick"
+        wanted = [
+            replace(each, command=f"{each.command} {each.quick}") for each in wanted if each.quick is not None
+        ]
     arguments.folder.mkdir(parents=True, exist_ok=True)
     failed = [each.name for each in wanted if arguments.run and not run(each, arguments.folder)]
     saved = {}
@@ -244,6 +297,11 @@ def main() -> None:
             saved[part.name] = json.loads(path.read_text(encoding="utf-8"))
     if not saved:
         sys.exit(f"benchmarks: no results in {arguments.folder}: --run makes them")
+    if arguments.quick:
+        page = arguments.folder / "performance.md"
+        write_quick(wanted, saved, page)
+        print(page.read_text(encoding="utf-8") if not arguments.json else json.dumps(saved))
+        return
     write(saved)
     if arguments.json:
         print(json.dumps(saved))
