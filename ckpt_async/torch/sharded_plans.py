@@ -36,6 +36,7 @@ from ckpt_async.torch.torchfile import Layout, read_layout, read_state
 from ckpt_async.torch.unpickle import load_metadata
 
 _RANK_FILE = re.compile(r"rank([0-9]{1,6})\.pt")
+_DEEPSPEED_FILE = re.compile(r"(?:.*/)?\w*mp_rank_[0-9]+_(?:model|optim)_states\.pt")
 _WORLD_SIZE = re.compile(r"^world_size: *([0-9]{1,6})\s*$", re.MULTILINE)
 _WRAPPED = "_fsdp_wrapped_module."
 _MAX_SMALL_BYTES = 1 << 20
@@ -127,9 +128,12 @@ class Planner:
         if len(known) == 1:
             return known[0]
         told = ", ".join(sorted(known or self._names)[:10])
+        hint = "name one file, or load them with ckpt_async.torch.load and write them with `dump`"
+        if any(_DEEPSPEED_FILE.fullmatch(name) for name in known):
+            hint = "this is DeepSpeed's: fetch it, and let DeepSpeed's own zero_to_fp32 write it as a whole"
         raise FormatError(
             f"{self._reader.checkpoint.name} has {len(known)} files of torch's or safetensors: {told}",
-            hint="name one file, or load them with ckpt_async.torch.load and write them with `dump`",
+            hint=hint,
         )
 
     # --- DCP -----------------------------------------------------------------------------------------------

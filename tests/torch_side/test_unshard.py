@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckpt_async.torch as ckpt
-from ckpt_async import restore
+from ckpt_async import Uploader, restore
 from ckpt_async.errors import (
     DamagedCheckpointError,
     DestinationError,
@@ -454,5 +454,17 @@ def test_destinations_and_arguments_are_checked_first(tmp_path: Path) -> None:
     (tmp_path / "several").mkdir()
     for rank in (0, 1):
         torch.save({}, tmp_path / "several" / f"ba1-ws2-rank{rank}.pt")
-    with pytest.raises(FormatError, match=r"has 2 files of torch's or safetensors"):
+    with pytest.raises(FormatError, match=r"has 2 files of torch's or safetensors.*name one file"):
         ckpt.unshard(found(tmp_path / "several"), tmp_path / "other.pt")
+
+
+def test_deepspeeds_files_are_left_to_deepspeed(tmp_path: Path) -> None:
+    (folder := tmp_path / "checkpoints" / "step-4").mkdir(parents=True)
+    optimizers = [f"zero_pp_rank_{rank}_mp_rank_00_optim_states" for rank in (0, 1)]
+    for name in ("mp_rank_00_model_states", *optimizers):
+        torch.save({}, folder / f"{name}.pt")
+    with Uploader(folder.parent, f"file://{tmp_path}/run", rank=0, world_size=1) as uploader:
+        uploader.enqueue(folder, 4)
+        uploader.seal(4)
+    with pytest.raises(FormatError, match=r"has 3 files.*zero_to_fp32"):
+        ckpt.unshard(found(tmp_path / "run"), tmp_path / "whole.pt")
