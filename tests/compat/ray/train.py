@@ -32,6 +32,7 @@ from ckpt_async.integrations.ray import checkpoint_of, newest_checkpoint, open_i
 from tests.compat.play import say, say_loss
 
 WIDTH, KEEP, WORKERS = 8, 2, 2
+BALLAST_BYTES, MAX_BYTES_PER_S = 512 << 10, 1 << 20  # an upload takes 0.5 s: time to kill a worker in
 
 
 def digest(path: Path, step: int) -> str:
@@ -62,12 +63,14 @@ def train_func(config: dict[str, Any]) -> None:
         for each in registered:
             check(each.checkpoint, config["written"])
         say(f"CHECKED {len(registered)}", config["stdout"])
+    dist.barrier()  # before newest_checkpoint uploads what was left here: that would hide what was not committed
     if (newest := newest_checkpoint(folder, remote)) is not None:
         state = torch.load(Path(newest, f"rank-{rank}.pt"), weights_only=True)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         own, first = state["own"], state["step"] + 1
-    with open_in_ray(folder, remote, num_checkpoints_to_keep=2) as uploader:
+    settings = {"num_checkpoints_to_keep": 2, "max_bytes_per_s": MAX_BYTES_PER_S}
+    with open_in_ray(folder, remote, **settings) as uploader:
         for step in range(first, config["steps"]):
             optimizer.zero_grad()
             own = own * 1.01
@@ -85,6 +88,7 @@ def train_func(config: dict[str, Any]) -> None:
                     "own": own,
                     "step": step,
                     "generation": uploader.generation,
+                    "ballast": torch.rand(BALLAST_BYTES // 4),
                 }
                 saved = tempfile.mkdtemp(dir=folder)
                 path = Path(saved, f"rank-{rank}.pt")
