@@ -67,8 +67,10 @@ class Entry:
         return self.state is not State.REFUSED
 
     @property
-    def begun_ns(self) -> int:
-        return min((each.mtime_ns for each in self.files.values()), default=0)
+    def marked_ns(self) -> int:
+        """When it was complete. The oldest of its files tells nothing: a `config.json` may be copied with its time."""
+        mark = self.files.get(self.mark)
+        return mark.mtime_ns if mark else self.written_ns
 
     @property
     def written_ns(self) -> int:

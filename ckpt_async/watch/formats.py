@@ -37,6 +37,8 @@ _ORBAX = re.compile(r"(?:[a-z_]*_)?([0-9]{1,12})")
 _DEEPSPEED_MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _DEEPSPEED_OPTIM = re.compile(r"((?:bf16_|fp16_)?zero_pp_rank_)(\d+)(_mp_rank_(\d+)_optim_states\.pt)")
 _DEEPSPEED_RANK = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_\d+_(?:model|optim)_states\.pt")
+# Lightning's names have metrics too (`val_loss=0.29`, `train_loss_step=0.29`), and versions (`-v1`).
+_LIGHTNING_STEP = re.compile(r"(?<![A-Za-z_])(?:global_)?step=([0-9]{1,12})(?!\.?[0-9])")
 _COMPOSER = re.compile(r"ep[0-9]+-ba([0-9]{1,12})(?:-rank([0-9]+))?\.pt")
 _RNG = re.compile(r"rng_state_([0-9]+)\.pth|random_states_([0-9]+)\.pkl")
 # How much of a pickle is searched for a number that it says. DeepSpeed's comes after the names of all tensors.
@@ -45,6 +47,8 @@ _MAX_JSON_BYTES = 1 << 26
 _NS = 1_000_000_000
 # Between the last byte of a file and what its writer then does to the folder: a rename.
 _TOLERANCE_NS = _NS
+# Formats of Lightning, and the file of a folder that says the step where its name does not.
+_SAYS_STEP = {"lightning": "meta.pt", "nemo": "weights/common.pt"}
 # Whose marks name every file, so that one that was deleted is missed.
 _NAMING = frozenset({"dcp", "lightning", "nemo", "deepspeed", "composer"})
 
@@ -444,14 +448,16 @@ def _of_folder(tree: Tree, format_: str, folder: str, *, mark: str = "", reason:
         files = sorted(tree.names(""))  # what is beside its mark; other folders are others
     files = [each for each in files if not each.endswith(".tmp")]
     name = _last(folder) or tree.root
-    step = _step_of(name)
+    step = _step_of(name, format_)
+    if step is None and format_ in _SAYS_STEP:
+        step = _said(tree, _join(folder, _SAYS_STEP[format_]), ("global_step",)).get("global_step")
     if step is None:
         step = _written_s(tree, mark or max(files, key=lambda each: tree.files[each].mtime_ns, default=""))
     return Found(format_, folder, step, name, tuple(files), mark, (), reason)
 
 
 def _one_file(tree: Tree, format_: str, path: str) -> Found:
-    step = _step_of(_last(path))
+    step = _step_of(_last(path), format_)
     if step is None:
         step = _said(tree, path, ("global_step",)).get("global_step")
     if step is None:
@@ -459,7 +465,10 @@ def _one_file(tree: Tree, format_: str, path: str) -> Found:
     return Found(format_, path, step, _last(path), (path,))
 
 
-def _step_of(name: str) -> int | None:
+def _step_of(name: str, format_: str) -> int | None:
+    if format_ in _SAYS_STEP:
+        told = _LIGHTNING_STEP.search(name)
+        return int(told[1]) if told else None
     if match := _NAMED_STEP.search(name):
         return int(match[1])
     numbers = _NUMBER.findall(name.removesuffix(".safetensors"))

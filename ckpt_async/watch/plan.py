@@ -75,13 +75,13 @@ def changed_in_place(entry: Entry, files: Mapping[str, Identity]) -> str:
 
 def needs_new_generation(entry: Entry, known: Iterable[Entry], generation: int) -> bool:
     """Whether the trainer has gone back: the step was handed in before in this generation, or a higher one, and this
-    one was begun when that was complete. Then what comes is newer than what was, whatever its step.
+    one was complete after that. Then what comes is newer than what was, whatever its step.
     """
     handed = [each for each in known if each.generation == generation and each.number != entry.number]
     if any(each.step == entry.step for each in handed):
         return True
     higher = [each for each in handed if each.step > entry.step]
-    return any(entry.begun_ns > each.written_ns for each in higher)
+    return any(entry.marked_ns > each.written_ns for each in higher)
 
 
 def passed_over(entry: Entry, known: Iterable[Entry], generation: int) -> str:
@@ -90,7 +90,7 @@ def passed_over(entry: Entry, known: Iterable[Entry], generation: int) -> str:
     """
     for each in known:
         is_earlier = each.state is State.COMMITTED and 0 < each.generation < generation
-        if is_earlier and each.step > entry.step and entry.begun_ns <= each.written_ns:
+        if is_earlier and each.step > entry.step and entry.marked_ns <= each.written_ns:
             return (
                 f"it is older than step {each.step}, which an earlier start has committed, and would become the"
                 " newest: adopt it with --kind, or into another remote"

@@ -43,6 +43,7 @@ class Tree:
     memo: dict[tuple[str, str, Identity], Any] = field(default_factory=dict)
     _folders: dict[str, tuple[set[str], set[str]]] = field(default_factory=dict)
     _sorted: list[str] = field(default_factory=list)
+    _all_folders: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._sorted.extend(sorted(self.files))
@@ -54,6 +55,7 @@ class Tree:
                 self._folders.setdefault(above, (set(), set()))[1].add(parts[depth - 1])
                 self._folders.setdefault(here, (set(), set()))
             self._folders["/".join(parts[:-1])][0].add(parts[-1])
+        self._all_folders.extend(sorted({*self._folders, *self.changed_ns}))
 
     @property
     def folders(self) -> list[str]:
@@ -77,9 +79,11 @@ class Tree:
         return self._sorted[start:end]
 
     def folders_below(self, folder: str) -> list[str]:
-        """Itself and every folder below it that has files."""
-        above = {path.rpartition("/")[0] for path in self.below(folder)}
-        return sorted({folder, *above})
+        """Itself and every folder below it, also those without files."""
+        if not folder:
+            return list(self._all_folders)
+        start, end = (bisect.bisect_left(self._all_folders, f"{folder}{mark}") for mark in "/0")
+        return [folder, *self._all_folders[start:end]]
 
     def once(self, what: str, path: str, make: Callable[[], T]) -> T:
         """What `make` finds in a file, made once for each version of it. Where it finds nothing, or says why not, it is

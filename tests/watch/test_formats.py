@@ -141,6 +141,14 @@ def test_what_a_rotation_has_left_is_not_taken_for_a_checkpoint() -> None:
     assert "something was removed from checkpoint-40" in reasons(written, changed_ns=later)
 
 
+@pytest.mark.parametrize("changed", ["save_1/sub", "save_1/sub/emptied"])
+def test_what_was_removed_at_any_depth_after_the_mark_is_missed(changed: str) -> None:
+    written = {"save_1/sub/b/3.bin": b"x", "save_1/OK": b"x"}
+    assert not reasons(written, Rules(done="OK"), changed_ns={changed: START})
+    later = {changed: START + 60 * SECOND}
+    assert f"something was removed from {changed}" in reasons(written, Rules(done="OK"), changed_ns=later)
+
+
 def test_deepspeed_needs_latest_and_the_files_of_every_rank() -> None:
     check_only_the_whole_is_complete(deepspeed(30), "deepspeed", 30)
     late = deepspeed(30)
@@ -190,6 +198,24 @@ def test_a_file_without_a_step_in_its_name_says_it_within() -> None:
     assert found.step == 1234
     (found,) = complete({"epoch=0-step=12-v1.ckpt": torch_zip(x=1)})
     assert found.step == 12
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        ("epoch=02-val_loss=0.29.ckpt", 1234),
+        ("epoch=02-train_loss_step=0.29.ckpt", 1234),
+        ("last-v1.ckpt", 1234),
+        ("epoch=02-global_step=70-val_loss=0.29-v2.ckpt", 70),
+    ],
+)
+def test_a_metric_or_version_in_lightning_s_name_is_no_step(
+    name: str, step: int, metadata: Mapping[str, bytes]
+) -> None:
+    assert [each.step for each in complete({name: torch_zip(global_step=1234)})] == [step]
+    folder = {f"{name}/{each}": data for each, data in metadata.items()}
+    folder[f"{name}/meta.pt"] = torch_zip(global_step=1234)
+    assert [each.step for each in complete(folder)] == [step]
 
 
 def test_a_lightning_folder_needs_meta_pt(metadata: Mapping[str, bytes]) -> None:

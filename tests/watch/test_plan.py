@@ -80,6 +80,14 @@ def test_a_trainer_that_goes_back_begins_a_new_generation() -> None:
     assert not plan.needs_new_generation(entry(3, 150, written_s=30), known, 2), "a new start already"
 
 
+def test_a_file_that_was_copied_with_its_time_makes_no_checkpoint_old() -> None:
+    earlier = entry(1, 200, written_s=20, state=State.COMMITTED)
+    files = {"step-150/config.json": Identity(8, 1, SECOND), "step-150/mark": Identity(9, 1, 30 * SECOND)}
+    copied = replace(entry(2, 150, written_s=30), files=files, mark="step-150/mark")
+    assert plan.needs_new_generation(copied, [earlier], 1)
+    assert not plan.passed_over(copied, [earlier], 2)
+
+
 def test_what_is_older_than_an_earlier_start_s_newest_never_becomes_the_newest() -> None:
     known = [entry(1, 200, written_s=20, state=State.COMMITTED)]
     assert plan.passed_over(entry(2, 100, written_s=10), known, 2)
