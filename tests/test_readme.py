@@ -63,7 +63,7 @@ def test_the_readme_works_as_written(tmp_path: Path) -> None:
             made[made.index("--interval") :] = ["--once"]
         ran[arguments[0]] = run(sys.executable, "-m", "ckpt_async", *made)
     assert ran.keys() == {"doctor", "status", "ls", "drain", "pull", "convert", "sweep"}
-    assert "last committed step 300" in ran["status"]
+    assert "newest committed step 300" in ran["status"]
     pulled = torch.load(tmp_path / "resume" / "ep0-ba300-rank0.pt", weights_only=False)
     assert pulled["batch"] == 300
 

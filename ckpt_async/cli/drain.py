@@ -13,7 +13,7 @@ from ckpt_async.cli.metrics_file import add_metrics_file, tally_of
 from ckpt_async.cli.output import Exit, Json, id_json, print_json
 from ckpt_async.cli.parsing import add_store_options, as_folder, as_seconds
 from ckpt_async.core.model import RemoteAddress
-from ckpt_async.core.units import in_units, named
+from ckpt_async.core.units import in_units, named, one_line
 from ckpt_async.errors import SettingsError
 from ckpt_async.local.settings_file import load_settings
 from ckpt_async.stores import StoreOptions, address_of
@@ -131,6 +131,7 @@ def _drain_json(report: DrainReport, code: Exit) -> Json:
                 "waiting": [_fate_json(fate) for fate in each.waiting],
                 "left": [_fate_json(fate) for fate in each.left],
                 "uploaded_bytes": each.uploaded_bytes,
+                "num_untold_events": each.num_untold_events,
                 "error": each.error or None,
             }
             for each in report.ranks
@@ -154,11 +155,14 @@ def _rank_lines(each: RankReport) -> Iterator[str]:
     for fate in each.committed:
         yield f"{rank} step {fate.checkpoint.step} is committed"
     for fate in each.aborted:
-        yield f"{rank} step {fate.checkpoint.step} was given up: {fate.reason}"
+        yield f"{rank} step {fate.checkpoint.step} was given up: {one_line(fate.reason)}"
     for fate in each.waiting:
         missing = named("rank", fate.missing_ranks) if fate.missing_ranks else "other nodes"
         yield f"{rank} step {fate.checkpoint.step} is uploaded and waits for {missing}"
     for fate in each.left:
         yield f"{rank} step {fate.checkpoint.step} is not uploaded: {fate.reason}"
+    if each.num_untold_events:
+        events = "event is" if each.num_untold_events == 1 else "events are"
+        yield f"{rank} {each.num_untold_events} {events} not delivered yet: drain again, with the same receivers"
     if each.error:
         yield f"{rank} failed: {each.error}"

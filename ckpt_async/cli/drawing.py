@@ -115,8 +115,8 @@ def _coloured(text: str, mood: str, on: Terminal) -> str:
     return f"\x1b[{code}m{text}\x1b[0m" if code and text else text
 
 
-def _plain(table: Table, on: Terminal) -> list[str]:
-    """Columns as wide as their widest cell; numbers to the right."""
+def _fitting(table: Table, on: Terminal) -> tuple[list[int], list[int]]:
+    """The columns that there is room for, and how wide each of all is."""
     shown = list(range(len(table.titles)))
     widths = [max(len(row[column]) for row in (table.titles, *table.rows)) for column in shown]
     if on.width is not None:
@@ -124,6 +124,12 @@ def _plain(table: Table, on: Terminal) -> list[str]:
             if sum(widths[column] + 2 for column in shown) - 2 <= on.width:
                 break
             shown.remove(table.titles.index(title))
+    return shown, widths
+
+
+def _plain(table: Table, on: Terminal) -> list[str]:
+    """Columns as wide as their widest cell; numbers to the right."""
+    shown, widths = _fitting(table, on)
     is_number = [all(row[column][:1].isdigit() for row in table.rows) for column in range(len(widths))]
     lines = []
     for number, row in enumerate((table.titles, *table.rows)):
@@ -157,9 +163,7 @@ def _by_rich(table: Table, on: Terminal) -> list[str]:
         highlight=False,
     )
     drawn_ = RichTable(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-    is_wide = on.width is None or on.width >= 100
-    left_out = () if is_wide else table.spare[:2] if (on.width or 0) >= 70 else table.spare
-    shown = [column for column, title in enumerate(table.titles) if title not in left_out]
+    shown, _ = _fitting(table, on)
     for column in shown:
         is_number = all(row[column][:1].isdigit() for row in table.rows)
         drawn_.add_column(

@@ -40,6 +40,11 @@ class Found:
     receipts: dict[CheckpointId, list[Receipt]] = field(default_factory=dict)
 
     @property
+    def prefix(self) -> str:
+        """Of its keys in the run."""
+        return f"{keys.kind_place(self.kind)}/" if self.kind else ""
+
+    @property
     def newest(self) -> CheckpointId | None:
         committed = (each.checkpoint for each in self.decisions if each.outcome is Outcome.COMMIT)
         return max(committed, default=None)

@@ -12,7 +12,7 @@ from ckpt_async.cli.output import Exit, Json, id_json, print_json, print_table
 from ckpt_async.cli.parsing import WHERE, add_generation, add_kind, add_store_options, as_which
 from ckpt_async.cli.stderr import say
 from ckpt_async.core.model import CheckpointId, Decision, Outcome
-from ckpt_async.core.units import age, in_units
+from ckpt_async.core.units import age, in_units, one_line
 from ckpt_async.errors import InvalidRecordError, ObjectNotFoundError
 from ckpt_async.restore.checkpoint import RemoteFile, files_of
 
@@ -119,7 +119,7 @@ def _file_rows(shown: Sequence[Shown]) -> list[tuple[str, ...]]:
             ",".join(map(str, file.ranks)),
             in_units(file.size_bytes),
             f"{file.checksum.algorithm}:{file.checksum.value}" if file.checksum else "",
-            file.key,
+            of_kind.prefix + file.key,
         )
         for of_kind, each in shown
         for file in _files_of(of_kind, each)
@@ -141,7 +141,11 @@ def _json(run: Run, shown: Sequence[Shown], *, is_long: bool) -> Json:
             {
                 "kind": of_kind.kind or None,
                 **_decision_json(each, of_kind.newest, of_kind.server_time),
-                **({"files": [_file_json(file) for file in _files_of(of_kind, each)]} if is_long else {}),
+                **(
+                    {"files": [_file_json(file, of_kind.prefix) for file in _files_of(of_kind, each)]}
+                    if is_long
+                    else {}
+                ),
             }
             for of_kind, each in shown
         ],
@@ -166,11 +170,11 @@ def _decision_json(each: Decision, newest: CheckpointId | None, server_time: flo
     }
 
 
-def _file_json(file: RemoteFile) -> Json:
+def _file_json(file: RemoteFile, prefix: str) -> Json:
     checksum = file.checksum and {"algorithm": file.checksum.algorithm, "value": file.checksum.value}
     return {
         "name": file.name,
-        "key": file.key,
+        "key": prefix + file.key,
         "ranks": list(file.ranks),
         "size_bytes": file.size_bytes,
         "checksum": checksum,
@@ -184,7 +188,7 @@ def _remarks(each: Decision, newest: CheckpointId | None) -> Iterator[str]:
         yield "pinned"
     said = {"abort": "given up", "pruning": "being pruned", "pruned": "pruned"}.get(each.outcome.value)
     if said:
-        yield f"{said}: {each.reason}" if each.reason else said
+        yield f"{said}: {one_line(each.reason)}" if each.reason else said
 
 
 # --- runs below a prefix -------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from ckpt_async.cli.drawing import Block, Table
-from ckpt_async.core.units import age, few, in_units, named
+from ckpt_async.core.units import age, few, in_units, named, one_line
 from ckpt_async.monitor.report import Seen, hint_for
 from ckpt_async.monitor.status import CheckpointStatus
 
@@ -132,7 +132,7 @@ def _waiting(each: Item, now: float) -> str:
     if each.world_size is None:
         whom = "of how many is not known"
     last = f", last change {age(now - each.at)} ago" if each.at else ""
-    left = f" ({each.reason})" if each.reason else ""
+    left = f" ({one_line(each.reason)})" if each.reason else ""
     delivered = f"{len(each.ranks)} of {each.world_size or '?'} ranks have delivered"
     return f"step {each.id.step}{left}: {delivered}, {whom}{last}"
 
@@ -149,7 +149,7 @@ def _remarks(each: Item, newest: Item | None) -> Iterator[str]:
     if each.missing_ranks:
         yield f"without {few(each.missing_ranks)}"
     if each.reason:
-        yield each.reason
+        yield one_line(each.reason)
 
 
 # --- what has changed --------------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ def remote_states(found: Overview) -> dict[str, str]:
     return {
         f"{found.url} step {each.id.step}@g{each.id.generation}": _state(each)
         + (f", {len(each.ranks)} of {each.world_size or '?'} ranks" if each.state == "in_flight" else "")
-        + (f": {each.reason}" if each.reason else "")
+        + (f": {one_line(each.reason)}" if each.reason else "")
         for each in found.items
     }
 

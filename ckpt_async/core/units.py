@@ -26,6 +26,11 @@ def age(duration_s: float) -> str:
     return f"{seconds // 3600} h" if seconds < 172_800 else f"{seconds // 86_400} days"
 
 
+def one_line(text: str) -> str:
+    """What somebody has written, so that it can neither begin a line of its own nor speak to a terminal."""
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
+
+
 def counted(count: int, noun: str) -> str:
     """That many: 1 file; 2 files."""
     return f"{count} {noun}{'s' * (count != 1)}"

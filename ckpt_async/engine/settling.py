@@ -13,6 +13,7 @@ from ckpt_async.core import backlog, decide, keys, records
 from ckpt_async.core.failures import Failure
 from ckpt_async.core.local_state import LocalCheckpoint
 from ckpt_async.core.model import CheckpointId, Decided, Decision, Outcome, Receipt, ReceiptStored
+from ckpt_async.core.units import one_line
 from ckpt_async.engine.state import MAX_OUTCOMES, State
 from ckpt_async.errors import CkptAsyncError
 from ckpt_async.protocol import cas, steps
@@ -202,7 +203,7 @@ def _learn(state: State, checkpoint: LocalCheckpoint, decision: Decision) -> Non
     watches = {id_: each for id_, each in state.remote.watches.items() if id_ != checkpoint.id}
     state.remote = replace(state.remote, watches=watches)
     if decision.outcome is Outcome.ABORT:
-        logger.error("checkpoint_aborted %s reason=%s", checkpoint.id, decision.reason)
+        logger.error("checkpoint_aborted %s reason=%s", checkpoint.id, one_line(decision.reason))
         is_known = decision.is_superseded or checkpoint.loss is not None
         is_known = is_known or any(each.failure for each in checkpoint.shards.values())
         if checkpoint.sealed and not is_known and not state.is_left_over(checkpoint.id):

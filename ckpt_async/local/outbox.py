@@ -100,6 +100,14 @@ class Outbox:
             ).fetchall()
         return int(found)
 
+    def num_waiting(self, but: str) -> int:
+        """How many notices are to be delivered, to all sinks but one."""
+        with self._using() as connection:
+            [(found,)] = connection.execute(
+                "SELECT count(*) FROM outbox WHERE NOT is_done AND sink != ?", (but,)
+            ).fetchall()
+        return int(found)
+
     def delivered(self, sequence: int) -> None:
         """It is remembered by its id, and never delivered again."""
         self._write("UPDATE outbox SET is_done = 1 WHERE sequence = ?", sequence)

@@ -80,6 +80,7 @@ async def session(
         raise unreliable(str(error)) from error
     finally:
         await bulk.close()
+        budgets.close()
 
 
 class HeldLease:

@@ -31,6 +31,7 @@ from ckpt_async.errors import (
     SettingsError,
     StoreError,
 )
+from ckpt_async.events.callback import Callback
 from ckpt_async.events.of_run import RunEvents
 from ckpt_async.events.sinks import wants_of
 from ckpt_async.events.telling import parse_wants
@@ -87,6 +88,7 @@ class RankReport:
     uploaded_shards: int = 0
     uploaded_bytes: int = 0
     error: str = ""  # the engine itself failed
+    num_untold_events: int = 0  # for commands and webhooks; `drain` with the same ones tries again
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,8 +198,8 @@ async def _adopt(
             adopted.append(each)
         else:
             await asyncio.to_thread(each.tell_what_waits, settings)
-            reports.append(RankReport(rank, folder.kind))
             each.release()  # others may take long: its trainer must not wait for them
+            reports.append(RankReport(rank, folder.kind, num_untold_events=each.num_untold))
     return adopted, reports
 
 
@@ -245,6 +247,7 @@ class _Adopted:
         self.engine: Engine | None = None
         self.task: asyncio.Task[None] | None = None
         self.events: RunEvents | None = None
+        self.num_untold = 0  # once it is released
 
     def begin_to_tell(self, run: str, settings: Settings) -> RunEvents:
         """As its trainer would have, and whom the settings name besides. Raises SettingsError, JournalError."""
@@ -260,9 +263,12 @@ class _Adopted:
 
     def release(self) -> None:
         """Note what is left, and give it back. Idempotent."""
-        if self.engine is not None and self.lock.is_held:
+        if self.lock.is_held:
             with contextlib.suppress(JournalError):
-                self.after = self.engine.fresh_local()
+                if self.engine is not None:
+                    self.after = self.engine.fresh_local()
+                # But for a function, which dies with its trainer: the next one calls it.
+                self.num_untold = self.journal.outbox().num_waiting(but=Callback.name)
         self.journal.close()
         self.lock.release()
 
@@ -448,6 +454,7 @@ def _report(adopted: _Adopted) -> RankReport:
         ),
         uploaded_shards=adopted.observer.uploaded_shards,
         uploaded_bytes=adopted.observer.uploaded_bytes,
+        num_untold_events=adopted.num_untold,
         error=repr(crash) if crash is not None else "",
     )
 

@@ -37,6 +37,10 @@ class Budgets:
         self.bytes = ByteBudget(settings.max_inflight_bytes)
         self.bandwidth = Bandwidth(settings.max_bytes_per_s)
 
+    def close(self) -> None:
+        """Who made them needs them no more. Idempotent."""
+        self.bulk.close()
+
 
 class Bandwidth:
     """A token bucket that may go into debt: whoever takes more than is there waits until it is paid back, so one
@@ -113,6 +117,10 @@ class Lane:
             yield
         finally:
             self._leave()
+
+    def close(self) -> None:
+        if self._node is not None:
+            self._node.close()
 
     @contextmanager
     def watching(self, progress: Watched, size_bytes: int) -> Iterator[None]:

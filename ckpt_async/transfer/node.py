@@ -64,10 +64,17 @@ class Node:
         ]
         return sum(moved for _, _, moved in slots), others
 
-    def __del__(self) -> None:
+    def close(self) -> None:
+        """Leave the place to others. Idempotent."""
+        self._is_alone = True
         if self._page is not None:
             moved_bytes = _SLOT.unpack_from(self._page, self._slot * _SLOT.size)[2]
             _SLOT.pack_into(self._page, self._slot * _SLOT.size, -math.inf, 0, moved_bytes)
+            self._page.close()
+            self._page = None
+
+    def __del__(self) -> None:
+        self.close()
 
     def _join(self, now_s: float) -> None:
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

@@ -75,6 +75,31 @@ def test_ls_long_shows_every_file_with_its_checksum(
     assert "files" not in call("ls", remote)[1]["checkpoints"][0]
 
 
+def test_ls_long_gives_the_keys_of_a_kind_below_the_run(
+    tmp_path: Path, remote: str, call: Call, text: Any
+) -> None:
+    save(tmp_path / "f", remote, 1, {"a.bin": b"run"})
+    save(tmp_path / "w", remote, 1, {"a.bin": b"kind"}, kind="weights")
+    checkpoints = call("ls", "-l", remote)[1]["checkpoints"]
+    found = {each["kind"]: each["files"][0]["key"] for each in checkpoints}
+    assert found == {None: "ckpt/step-1.g1/a.bin", "weights": "kinds/weights/ckpt/step-1.g1/a.bin"}
+    assert "kinds/weights/ckpt/step-1.g1/a.bin" in text("ls", "-l", remote)[1]
+
+
+def test_what_somebody_has_written_as_a_reason_cannot_speak_to_a_terminal(
+    tmp_path: Path, remote: str, text: Any
+) -> None:
+    with Uploader(tmp_path / "f", remote, rank=0, world_size=1, on_error="warn") as uploader:
+        (tmp_path / "f" / "a.bin").write_bytes(b"a")
+        uploader.enqueue(tmp_path / "f" / "a.bin", 1)
+        uploader.give_up(1, "line two\n\x1b[31mred")
+        uploader.flush(timeout_s=30)
+    for command in (("ls", "--all", remote), ("status", remote)):
+        shown = text(*command)[1]
+        assert "\x1b" not in shown
+        assert r"line two\n\x1b[31mred" in shown
+
+
 def test_ls_long_names_receipts_that_are_gone(tmp_path: Path, remote: str, call: Call) -> None:
     save(tmp_path / "f", remote, 1, {"a.bin": b"a"})
     (receipt,) = (tmp_path / "store/team/run/.ckpt_async/receipts").rglob("*.json")

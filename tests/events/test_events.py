@@ -58,19 +58,20 @@ def test_a_function_and_a_webhook_are_told_once_of_each_checkpoint(tmp_path: Pat
     assert threads == {"ckpt-async-callback-0"}
 
 
+@pytest.mark.parametrize("raised", [ZeroDivisionError("mine"), SystemExit("mine")])
 def test_what_a_function_raises_is_logged_and_the_next_event_comes(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, raised: BaseException
 ) -> None:
     seen: list[int | None] = []
 
     def on_event(event: Event) -> None:
         seen.append(event.step)
-        raise ZeroDivisionError("mine")
+        raise raised
 
     with opened(tmp_path, on_event=on_event) as uploader:
         save(uploader, 1, 2)
     assert sorted(seen) == [1, 2]
-    assert caplog.text.count("ZeroDivisionError: mine") == 2
+    assert caplog.text.count(f"{type(raised).__name__}: mine") == 2
     assert caplog.text.count("on_event_failed") == 2
 
 
@@ -272,7 +273,7 @@ def test_a_runner_process_tells_of_what_it_finishes_when_its_trainer_is_dead(tmp
 
 
 def test_drain_tells_in_the_place_of_a_dead_trainer(
-    tmp_path: Path, trainers: Trainers, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, trainers: Trainers, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, remote = tmp_path / "folder", f"file://{tmp_path}/run"
     with receiving() as receiver:
@@ -282,6 +283,7 @@ def test_drain_tells_in_the_place_of_a_dead_trainer(
         # Whoever drains without a receiver leaves the events to who has one.
         assert main(["drain", str(folder)]) == 0
         assert receiver.raw == []
+        assert "rank 0: 4 events are not delivered yet" in capsys.readouterr().out
         hook = ["--webhook", receiver.url]
         assert main(["drain", str(folder), *hook]) == 0
         told = sorted(receiver.kinds())

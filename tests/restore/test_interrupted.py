@@ -118,7 +118,7 @@ def test_a_fetch_from_s3_killed_repeatedly_resumes(
         ):
             plays.told(pipe)
             pipe.send("go")
-            relay.wait_for_bytes(chance.randrange(1, 40) * MIB)
+            relay.wait_for_bytes(chance.randrange(1, 24) * MIB)
             process.kill()
             process.join(plays.PATIENCE_S)
         assert recorded.isdisjoint(_ranges(relay.asked("big.pt")[start:]))

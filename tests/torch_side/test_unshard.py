@@ -324,7 +324,7 @@ def test_memory_stays_within_the_bound_however_large_the_state(tmp_path: Path, f
         check=True,
         timeout=100,
     )
-    assert json.loads(told.stdout) < most + (8 << 20)
+    assert json.loads(told.stdout) < most + (12 << 20)  # and half a MiB for each read that is under way
     tensors = ckpt.load(tmp_path / name, mmap=True)
     tensors = tensors.get("model", tensors)
     assert all(torch.equal(tensors[key], each) for key, each in state["model"].items())
