@@ -35,6 +35,9 @@ _OURS = frozenset(
     " block_timeout_s abandon_after_s abandon_newest_after_s linger_s node_shared".split()
 )
 
+# What a shell says of a command that it cannot start.
+NOT_THERE, NOT_EXECUTABLE = 127, 126
+
 
 def watch_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
@@ -184,7 +187,9 @@ def watch(options: argparse.Namespace) -> Exit:
         stopping.set()
         watcher.waker.wake()
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    # A shell's job in the background ignores SIGINT.
+    taken = [each for each in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(each) != signal.SIG_IGN]
+    before = {number: signal.signal(number, stop) for number in taken}
     try:
         report = watcher.run(stopping)
     finally:
@@ -208,7 +213,9 @@ def run(options: argparse.Namespace) -> int:
     try:
         status, report, error = run_beside(options.argv, environment, new_watcher)
     except OSError as problem:
-        raise SettingsError(f"{options.argv[0]!r} cannot be started: {problem.strerror}") from None
+        text = f"ckpt-async: {options.argv[0]!r} cannot be started: {problem.strerror}"
+        say(text, "not_started", level=logging.ERROR)
+        return NOT_THERE if isinstance(problem, FileNotFoundError) else NOT_EXECUTABLE
     if report is not None:
         code: int = _end(report, options, is_once=False)
     else:

@@ -7,7 +7,6 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
@@ -16,9 +15,9 @@ from ckpt_async.watch.watcher import Report, Watcher
 
 logger = logging.getLogger(__name__)
 
-# Passed on to the command. A terminal sends SIGINT and SIGQUIT to both of us.
-PASSED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
-BY_TERMINAL = (signal.SIGINT, signal.SIGQUIT)
+# Passed on to the command, which gets the last three from its terminal too, if it has one.
+PASSED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
+BY_TERMINAL = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)
 # A watcher that cannot work (wrong credentials, no store) is started again for as long as the command runs.
 AGAIN_S = 10.0
 
@@ -33,7 +32,8 @@ def run_beside(
     """
     ended, watchers = threading.Event(), [new_watcher()]
     with _passing_on() as children:
-        child = subprocess.Popen(command, env=dict(environment))
+        # What we have opened ourselves is closed on exec; what we were given (`<(…)`, a pipe) is the command's.
+        child = subprocess.Popen(command, env=dict(environment), close_fds=False)
         children.append(child)
 
         def wait_for_child() -> None:
@@ -64,22 +64,60 @@ def _status(returncode: int) -> int:
     return returncode if returncode >= 0 else 128 - returncode
 
 
+class _Terminal:
+    """The terminal that this process was started from, if there is one."""
+
+    def __init__(self) -> None:
+        self._descriptor = -1
+        with contextlib.suppress(OSError):
+            self._descriptor = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)
+        self._was_in_front = False
+        self._is_in_front()
+
+    def sent_to_all(self, number: int) -> bool:
+        """Whether such a signal came to the whole foreground group, so that the command has it already."""
+        if number not in BY_TERMINAL:
+            return False
+        if number == signal.SIGHUP and os.getsid(0) == os.getpid():
+            return False  # a terminal that closes tells the session's leader alone
+        return self._is_in_front()
+
+    def _is_in_front(self) -> bool:
+        was_in_front, self._was_in_front = self._was_in_front, False
+        if self._descriptor < 0:
+            return False
+        try:
+            self._was_in_front = os.tcgetpgrp(self._descriptor) == os.getpgrp()
+        except OSError:  # it has just been closed
+            return was_in_front
+        return self._was_in_front
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+
+
 @contextlib.contextmanager
 def _passing_on() -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Send to the command what is sent to us, until the block ends."""
+    """Send to the command what is sent to us, until the block ends; but not what the caller ignores (nohup, a job
+    in the background), which the command ignores as well.
+    """
     children: list[subprocess.Popen[bytes]] = []
+    terminal = _Terminal()
 
     def handle(number: int, _: FrameType | None) -> None:
-        if number in BY_TERMINAL and sys.stdin is not None and sys.stdin.isatty():
+        if terminal.sent_to_all(number):
             return
         for child in children:
             with contextlib.suppress(ProcessLookupError):
                 if child.returncode is None:
                     os.kill(child.pid, number)
 
-    before = {number: signal.signal(number, handle) for number in (*PASSED_ON, *BY_TERMINAL)}
+    taken = [each for each in (*PASSED_ON, *BY_TERMINAL) if signal.getsignal(each) != signal.SIG_IGN]
+    before = {number: signal.signal(number, handle) for number in taken}
     try:
         yield children
     finally:
         for number, old in before.items():
             signal.signal(number, old)
+        terminal.close()

@@ -261,7 +261,8 @@ def test_run_says_what_it_could_not_finish(place: Place) -> None:
     assert "checkpoints may not be in the store" in watching.errors()
     place.remote = f"file://{place.here}/remote"
     assert place.watch("--", *command, command="run").process.wait(60) == 0
-    assert place.watch("--", "/nonexistent", command="run").process.wait(60) == 2
+    assert place.watch("--", "/nonexistent", command="run").process.wait(60) == 127
+    assert place.watch("--", "/etc/passwd", command="run").process.wait(60) == 126
     assert place.watch("--", "sh", "-c", "kill -9 $$", command="run").process.wait(60) == 137
 
 

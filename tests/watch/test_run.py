@@ -1,0 +1,94 @@
+"""`ckpt-async run` stands between a command and its caller: descriptors and signals arrive as without it."""
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+# Says which signals it gets, until SIGTERM; and whose child it is.
+TRAINER = """
+import os, signal, sys
+def tell(number, _=None):
+    os.write(said, f"{signal.Signals(number).name}\\n".encode())
+    if number == signal.SIGTERM:
+        os._exit(0)
+said = os.open(sys.argv[1], os.O_WRONLY)
+for each in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+    if signal.getsignal(each) != signal.SIG_IGN:
+        signal.signal(each, tell)
+os.write(said, f"{os.getppid()}\\n".encode())
+while True:
+    signal.pause()
+"""
+
+
+def command(folder: Path, *argv: str) -> list[str]:
+    (folder / "out").mkdir(exist_ok=True)
+    us = [sys.executable, "-m", "ckpt_async", "run", f"file://{folder}/remote", "--folder", f"{folder}/out"]
+    return [*us, "--", *argv]
+
+
+def trainer(folder: Path) -> list[str]:
+    os.mkfifo(folder / "said")
+    return command(folder, sys.executable, "-c", TRAINER, f"{folder}/said")
+
+
+def after(first: list[signal.Signals], folder: Path, interrupt: Callable[[int], None]) -> list[str]:
+    """What the trainer said until SIGTERM, which is sent to `run` after what `interrupt` does to it."""
+    with (folder / "said").open() as said:
+        run = int(said.readline())
+        interrupt(run)
+        heard = [said.readline().strip() for _ in first]
+        os.kill(run, signal.SIGTERM)
+        return heard + [line.strip() for line in said]
+
+
+def test_the_command_has_the_descriptors_that_its_caller_gave(tmp_path: Path) -> None:
+    read, write = os.pipe()
+    os.write(write, b"config")
+    os.close(write)
+    ended = subprocess.run(
+        command(tmp_path, "cat", f"/dev/fd/{read}"), pass_fds=[read], capture_output=True, timeout=60
+    )
+    os.close(read)
+    assert (ended.returncode, ended.stdout) == (0, b"config")
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
+def test_what_the_caller_ignores_does_not_reach_the_command(tmp_path: Path, number: int) -> None:
+    argv = ["sh", "-c", f'trap "" {number}; exec "$@"', "sh", *trainer(tmp_path)]
+    with subprocess.Popen(argv) as process:
+        assert after([], tmp_path, lambda run: os.kill(run, number)) == ["SIGTERM"]
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize("stdin", ["/dev/tty", "/dev/null"])
+def test_a_terminal_s_ctrl_c_comes_once(tmp_path: Path, stdin: str) -> None:
+    """The terminal sends it to the command too."""
+    pid, terminal = in_terminal('exec "$@" < ' + stdin, trainer(tmp_path))
+    assert after([signal.SIGINT], tmp_path, lambda _: write(terminal, b"\x03")) == ["SIGINT", "SIGTERM"]
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    os.close(terminal)
+
+
+def test_the_closing_of_the_terminal_comes_once(tmp_path: Path) -> None:
+    """To the shell, and when that has ended to the foreground group."""
+    pid, terminal = in_terminal('"$@"; true', trainer(tmp_path))
+    assert after([signal.SIGHUP], tmp_path, lambda _: os.close(terminal)) == ["SIGHUP", "SIGTERM"]
+    os.waitpid(pid, 0)
+
+
+def in_terminal(script: str, argv: list[str]) -> tuple[int, int]:
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv("/bin/sh", ["sh", "-c", script, "sh", *argv])
+    return pid, terminal
+
+
+def write(descriptor: int, data: bytes) -> None:
+    os.write(descriptor, data)
