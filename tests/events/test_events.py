@@ -39,10 +39,18 @@ def test_a_function_and_a_webhook_are_told_once_of_each_checkpoint(tmp_path: Pat
 
     with (
         receiving() as receiver,
-        opened(tmp_path, runner=runner, on_event=on_event, event_webhook=receiver.url) as uploader,
+        opened(
+            tmp_path,
+            runner=runner,
+            on_event=on_event,
+            event_webhook=receiver.url,
+            event_backlog_checkpoints=0,
+            event_grace_s=60,
+        ) as uploader,
     ):
         save(uploader, 1, metrics={"loss": 0.5})
         save(uploader, 2)
+        uploader.wait(2, timeout_s=60)
         uploader.give_up(3, "the disk was full")
     told = [(each.kind, each.step) for each in seen]
     assert sorted(told) == [("committed", 1), ("committed", 2), ("given_up", 3)]
@@ -70,6 +78,7 @@ def test_what_a_function_raises_is_logged_and_the_next_event_comes(
 
     with opened(tmp_path, on_event=on_event) as uploader:
         save(uploader, 1, 2)
+        uploader.wait(2, timeout_s=60)
     assert sorted(seen) == [1, 2]
     assert caplog.text.count(f"{type(raised).__name__}: mine") == 2
     assert caplog.text.count("on_event_failed") == 2
