@@ -33,6 +33,7 @@ class Disk:
     def look(self) -> Tree:
         files: dict[str, Identity] = {}
         changed_ns: dict[str, int] = {}
+        links: list[str] = []
         now_ns = time.time_ns()
         waiting = [""]
         while waiting:
@@ -47,6 +48,8 @@ class Disk:
                         facts = entry.stat(follow_symlinks=False)
                         if stat.S_ISREG(facts.st_mode):
                             files[path] = identity_of(facts)
+                        elif stat.S_ISLNK(facts.st_mode):
+                            links.append(path)
                         elif stat.S_ISDIR(facts.st_mode) and not _is_skipped(entry.name):
                             waiting.append(path)
 
@@ -54,7 +57,7 @@ class Disk:
             return self._read(path, offset, size_bytes, files[path])
 
         self._memo = {key: each for key, each in self._memo.items() if files.get(key[1]) == key[2]}
-        return Tree(files, read, self.folder.name, now_ns, changed_ns, self._memo)
+        return Tree(files, read, self.folder.name, now_ns, changed_ns, tuple(sorted(links)), self._memo)
 
     def _read(self, path: str, offset: int, size_bytes: int, identity: Identity) -> bytes:
         place = (path, offset, size_bytes, identity)

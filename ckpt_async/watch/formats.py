@@ -39,6 +39,8 @@ _DEEPSPEED_OPTIM = re.compile(r"((?:bf16_|fp16_)?zero_pp_rank_)(\d+)(_mp_rank_(\
 _DEEPSPEED_RANK = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_\d+_(?:model|optim)_states\.pt")
 # Lightning's names have metrics too (`val_loss=0.29`, `train_loss_step=0.29`), and versions (`-v1`).
 _LIGHTNING_STEP = re.compile(r"(?<![A-Za-z_])(?:global_)?step=([0-9]{1,12})(?!\.?[0-9])")
+# Written by other ranks than 0, after `latest` too, and no file says how many there are: pipeline stages, experts.
+_DEEPSPEED_UNCOUNTED = re.compile(r"(?:layer_|expert_|(?:bf16_|fp16_)?expp_rank_)\d+[-_].*_states\.pt")
 _COMPOSER = re.compile(r"ep[0-9]+-ba([0-9]{1,12})(?:-rank([0-9]+))?\.pt")
 _RNG = re.compile(r"rng_state_([0-9]+)\.pth|random_states_([0-9]+)\.pkl")
 # How much of a pickle is searched for a number that it says. DeepSpeed's comes after the names of all tensors.
@@ -49,6 +51,8 @@ _NS = 1_000_000_000
 _TOLERANCE_NS = _NS
 # Formats of Lightning, and the file of a folder that says the step where its name does not.
 _SAYS_STEP = {"lightning": "meta.pt", "nemo": "weights/common.pt"}
+# How long nothing may have changed where it is unknown how many ranks write.
+UNCOUNTED_S = 30.0
 # Whose marks name every file, so that one that was deleted is missed.
 _NAMING = frozenset({"dcp", "lightning", "nemo", "deepspeed", "composer"})
 
@@ -69,7 +73,8 @@ class Rules:
 @dataclass(frozen=True, slots=True)
 class Found:
     """One checkpoint. `files` are those here, by their paths in the folder; `missing` those that its mark names and
-    that are not here (on one node: it is incomplete). `reason` says why it is not complete, "" if it is.
+    that are not here (on one node: it is incomplete). `reason` says why it is not complete, "" if it is. `is_waiting`:
+    time alone will tell. `is_refused`: it will never be complete as it is.
     """
 
     format: str
@@ -80,6 +85,8 @@ class Found:
     mark: str = ""  # the file that says so; "" where the name does
     missing: tuple[str, ...] = ()
     reason: str = ""
+    is_waiting: bool = False
+    is_refused: bool = False
 
     @property
     def is_file(self) -> bool:
@@ -226,10 +233,11 @@ def transformers(tree: Tree, folder: str, rules: Rules) -> Found | None:
         return replace(
             found, reason="of several nodes it does not say how many ranks there were: give --ranks"
         )
-    count = rules.ranks or max(ranks, default=-1) + 1
+    count = rules.ranks or max(*ranks, 1, 1) + 1  # one process alone has no number in the name
     lacking = [f"rng_state_{rank}.pth" for rank in range(count) if ranks and rank not in ranks]
     named = set(re.findall(r'"([^"/]+\.(?:safetensors|bin))"', "".join(_indexes(tree, folder))))
-    return replace(found, missing=tuple(sorted({*lacking} | (named - tree.names(folder)))))
+    found = replace(found, missing=tuple(sorted({*lacking} | (named - tree.names(folder)))))
+    return _settled(tree, found) if ranks and not rules.ranks else found
 
 
 def _indexes(tree: Tree, folder: str) -> Iterator[str]:
@@ -295,7 +303,8 @@ def deepspeed(tree: Tree, folder: str, rules: Rules) -> Found | None:
             wanted.add(f"mp_rank_{rank:02d}_model_states.pt")
         for optim in optims[:1]:
             wanted |= {f"{optim[1]}{each}_mp_rank_{rank:02d}_optim_states.pt" for each in range(dp)}
-    return replace(found, missing=tuple(sorted(wanted - names)), mark=latest)
+    found = replace(found, missing=tuple(sorted(wanted - names)), mark=latest)
+    return _settled(tree, found) if any(_DEEPSPEED_UNCOUNTED.fullmatch(each) for each in names) else found
 
 
 def lightning(tree: Tree, folder: str, _: Rules) -> Found | None:
@@ -355,6 +364,15 @@ def torch_file(tree: Tree, path: str) -> Found | None:
     return found
 
 
+def _settled(tree: Tree, found: Found) -> Found:
+    """Not complete while ranks that nobody has counted may still be writing."""
+    newest_ns = max(tree.files[each].mtime_ns for each in found.files)
+    if found.missing or abs(tree.now_ns - newest_ns) >= UNCOUNTED_S * _NS:
+        return found
+    reason = f"how many ranks write to it is unknown, and it changed within the last {UNCOUNTED_S:g} s"
+    return replace(found, reason=reason, is_waiting=True)
+
+
 # --- what is checked of every mark -------------------------------------------------------------------------
 
 
@@ -365,6 +383,9 @@ def _checked(tree: Tree, found: Found, rules: Rules) -> Found:
         return found
     if not found.files:
         return replace(found, reason="it has no files yet")
+    if link := _link_in(tree, found):
+        reason = f"{link} is a symbolic link, which is not followed: have the trainer write the file itself"
+        return replace(found, reason=reason, is_refused=True)
     for path in found.files:
         if not tree.is_whole(path):
             return replace(found, reason=f"{path} has no end yet")
@@ -389,6 +410,16 @@ def _checked(tree: Tree, found: Found, rules: Rules) -> Found:
     return found
 
 
+def _link_in(tree: Tree, found: Found) -> str:
+    """A symbolic link in its folder; "" if there is none. What DCP's mark right in the watched folder names is missed
+    where it is a link, and other links beside it are none of its own.
+    """
+    if found.is_file or (found.format == "dcp" and not found.path):
+        return ""
+    here = f"{found.path}/" if found.path else ""
+    return next((each for each in tree.links if each.startswith(here)), "")
+
+
 def _is_json(tree: Tree, path: str) -> bool:
     try:
         json.loads(tree.whole(path, _MAX_JSON_BYTES))
@@ -408,6 +439,8 @@ def _changed_later(tree: Tree, found: Found, marked_ns: int) -> str | None:
 
 def _is_free(found: Found, path: str) -> bool:
     """Whether another rank than the one that writes the mark may write it later: no barrier is between them."""
+    if found.format == "deepspeed" and _DEEPSPEED_UNCOUNTED.fullmatch(found.shard(path)):
+        return True
     of_rank = {"deepspeed": _DEEPSPEED_RANK, "transformers": _RNG}.get(found.format)
     match = of_rank.fullmatch(found.shard(path)) if of_rank else None
     return match is not None and int(next(filter(None, match.groups()))) > 0

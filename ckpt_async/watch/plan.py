@@ -16,16 +16,21 @@ from ckpt_async.watch.tree import Identity, Tree
 MARKLESS = ("pattern", "quiet")
 # Two files of one step that were written so close are of one save: Lightning's `last.ckpt` and `epoch=…-step=….ckpt`.
 TWIN_S = 60.0
+TWIN_SIZES = 64  # their sizes differ by less than a part in so many
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Of one checkpoint of the folder: take it, or why not. `is_in_place`: it was handed in before and then changed."""
+    """Of one checkpoint of the folder: take it, or why not. `is_refused`: it was handed in before and then changed, or
+    can never be taken as it is. `is_waiting`: it wants only time. `is_twin`: it has the step of one that is taken.
+    """
 
     found: Found
     take: bool = False
     reason: str = ""
-    is_in_place: bool = False
+    is_refused: bool = False
+    is_waiting: bool = False
+    is_twin: bool = False
 
 
 def judge(found: Found, tree: Tree, known: Iterable[Entry], *, num_nodes: int) -> Verdict | None:
@@ -33,10 +38,12 @@ def judge(found: Found, tree: Tree, known: Iterable[Entry], *, num_nodes: int) -
     files = {path: tree.files[path] for path in found.files}
     everything = sorted(known, key=lambda each: each.number)
     entries = [each for each in everything if each.path == found.path]
-    if any(each.is_of(files) for each in entries) or is_twin(found, tree, everything):
+    if any(each.is_of(files) for each in entries):
         return None
+    if (twin := twin_of(found, tree, everything)) is not None:
+        return _of_twin(found, tree, twin)
     if found.reason:
-        return Verdict(found, reason=found.reason)
+        return Verdict(found, reason=found.reason, is_refused=found.is_refused, is_waiting=found.is_waiting)
     if found.missing and num_nodes == 1:
         return Verdict(found, reason=lacking(found.missing))
     if entries and (found.is_file or found.format in MARKLESS):
@@ -46,17 +53,31 @@ def judge(found: Found, tree: Tree, known: Iterable[Entry], *, num_nodes: int) -
                 f"{changed} was written in place after it had been handed in, so nothing tells when it is whole:"
                 " have the trainer write to another name and rename it"
             )
-            return Verdict(found, reason=reason, is_in_place=True)
+            return Verdict(found, reason=reason, is_refused=True)
     return Verdict(found, take=True)
 
 
-def is_twin(found: Found, tree: Tree, known: Iterable[Entry]) -> bool:
-    """Whether a file has another name for a step that is taken: what its trainer saved then is there."""
+def twin_of(found: Found, tree: Tree, known: Iterable[Entry]) -> Entry | None:
+    """The one that is taken, if a file is of the same step and time: what its trainer saved then is there."""
     if not found.is_file or found.format in MARKLESS:
-        return False
+        return None
     written_ns = tree.files[found.path].mtime_ns
     others = (each for each in known if each.step == found.step and each.path != found.path)
-    return any(abs(each.written_ns - written_ns) < TWIN_S * 1e9 for each in others if each.is_alive)
+    near = (each for each in others if each.is_alive and abs(each.written_ns - written_ns) < TWIN_S * 1e9)
+    return next(near, None)
+
+
+def _of_twin(found: Found, tree: Tree, twin: Entry) -> Verdict | None:
+    """None where it is surely the same: in one folder, and about as long (`last.ckpt` has a path or two more in it)."""
+    is_beside = twin.path.rpartition("/")[0] == found.path.rpartition("/")[0]
+    size_bytes = tree.files[found.path].size_bytes
+    if is_beside and abs(size_bytes - twin.size_bytes) * TWIN_SIZES <= twin.size_bytes:
+        return None
+    reason = (
+        f"{found.path} is not uploaded: {twin.path} is, of the same step {found.step} and minute. If they differ, watch"
+        " its folder by itself with another --kind, or take both by --pattern"
+    )
+    return Verdict(found, reason=reason, is_twin=True)
 
 
 def lacking(missing: tuple[str, ...]) -> str:

@@ -31,7 +31,7 @@ Read = Callable[[str, int, int], bytes]
 @dataclass(frozen=True, slots=True)
 class Tree:
     """The regular files below a folder, by their paths in it. `root` is the folder's own name; `changed_ns` says when
-    something was last made, renamed or removed right in a folder.
+    something was last made, renamed or removed right in a folder; `links` are the symbolic links, not followed.
     """
 
     files: Mapping[str, Identity]
@@ -39,6 +39,7 @@ class Tree:
     root: str = ""
     now_ns: int = 0
     changed_ns: Mapping[str, int] = field(default_factory=dict)
+    links: tuple[str, ...] = ()
     # What was made of a file's content, from one look to the next: a `.metadata` may have a gigabyte.
     memo: dict[tuple[str, str, Identity], Any] = field(default_factory=dict)
     _folders: dict[str, tuple[set[str], set[str]]] = field(default_factory=dict)

@@ -278,27 +278,25 @@ class Watcher:
                 self._tell("changed", entry, reason)
 
     def _take(self, tree: Tree) -> None:
-        incomplete: dict[str, str] = {}
-        self._num_left = 0
+        self._incomplete, self._num_left = {}, 0
         for found in find(tree, self.options.rules):
             verdict = plan.judge(found, tree, self.entries.all.values(), num_nodes=self.options.num_nodes)
             if verdict is None:
                 continue
-            if not verdict.take:
-                if verdict.is_in_place:
-                    self._refuse(found, verdict.reason)
-                else:
-                    incomplete[found.path or "."] = verdict.reason
-                    if _is_stale(found, tree):
-                        self._tell("incomplete", found, verdict.reason)
-            elif self._is_too_much_copied():
+            if verdict.is_refused:
+                self._refuse(found, verdict.reason)
+            elif verdict.is_twin:
+                self._say("twin", verdict.reason, verdict.reason)
+            elif not verdict.take:
+                self._num_left += verdict.is_waiting
+                self._incomplete[found.path or "."] = verdict.reason
+                if _is_stale(found, tree):
+                    self._tell("incomplete", found, verdict.reason)
+            elif sum(each.is_copied for each in self._open_entries()) >= MAX_COPIED:
                 self._num_left += 1
             else:
                 self._stage(found, tree)
-        self._incomplete, self._has_looked = incomplete, True
-
-    def _is_too_much_copied(self) -> bool:
-        return sum(each.is_copied for each in self._open_entries()) >= MAX_COPIED
+        self._has_looked = True
 
     def _stage(self, found: Found, tree: Tree) -> None:
         expected = tuple(sorted({*found.inner, *found.missing})) if self.options.num_nodes > 1 else ()

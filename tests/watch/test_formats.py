@@ -108,12 +108,18 @@ def test_transformers_ranks_without_their_random_state_are_missed() -> None:
     written = {path: data for path, data in transformers(40).items() if "rng" not in path}
     written = {"checkpoint-40/rng_state_1.pth": torch_zip(x=1), **written}
     assert reasons(written) == "missing rng_state_0.pth"
+    one = {path: data for path, data in transformers(40).items() if "rng" not in path}
+    one = {"checkpoint-40/rng_state_0.pth": torch_zip(x=1), **one}
+    assert reasons(one, now_s=60) == "missing rng_state_1.pth", "one process alone has no number"
     written = {"checkpoint-40/rng_state_0.pth": torch_zip(x=1), **written}
-    assert complete(written)
+    assert "how many ranks write to it is unknown" in reasons(written)
+    assert find(tree_of(written))[0].is_waiting
+    assert complete(written, now_s=31)
+    assert not reasons(written, Rules(ranks=2))
     assert reasons(written, Rules(ranks=3)) == "missing rng_state_2.pth"
     late = dict(written)
     late["checkpoint-40/rng_state_1.pth"] = late.pop("checkpoint-40/rng_state_1.pth")
-    assert complete(late), "another rank may be done after rank 0"
+    assert complete(late, now_s=31), "another rank may be done after rank 0"
 
 
 def test_transformers_shards_that_the_index_names_are_missed() -> None:
@@ -163,6 +169,34 @@ def test_deepspeed_needs_latest_and_the_files_of_every_rank() -> None:
     late["global_step30/mp_rank_00_model_states.pt"] = late.pop("global_step30/mp_rank_00_model_states.pt")
     assert "is newer than its mark latest" in reasons(late), "rank 0 is saving the step again"
     assert "`latest` names global_step40" in reasons(deepspeed(30) | {"latest": b"global_step40"})
+
+
+@pytest.mark.parametrize(
+    "late",
+    [
+        "layer_01-model_00-model_states.pt",
+        "layer_0_expert_1_mp_rank_00_model_states.pt",
+        "expp_rank_1_mp_rank_00_optim_states.pt",
+    ],
+)
+def test_deepspeed_s_stages_and_experts_may_come_after_latest_and_are_waited_for(late: str) -> None:
+    here = "global_step30"
+    written = {f"{here}/{late.replace('1', '0', 1)}": torch_zip(x=1), **deepspeed(30)}
+    assert "how many ranks write to it is unknown" in reasons(written)
+    assert complete(written, now_s=31)
+    written[f"{here}/{late}"] = torch_zip(x=1)
+    assert not complete(written)
+    assert complete(written, now_s=31)
+
+
+def test_a_symbolic_link_in_a_checkpoint_is_refused_and_named(tmp_path: Path) -> None:
+    written = {"1/x": b"1", "1/DONE": b""}
+    (found,) = find(tree_of(written, links=("1/sub/y",)), Rules(done="DONE"))
+    assert "1/sub/y is a symbolic link" in found.reason
+    assert found.is_refused
+    assert not reasons(written, Rules(done="DONE"), links=("latest", "10/y"))
+    (tmp_path / "link").symlink_to("elsewhere")
+    assert Disk(tmp_path).look().links == ("link",)
 
 
 def test_deepspeed_that_does_not_say_its_ranks_wants_to_be_told() -> None:

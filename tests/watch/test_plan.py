@@ -46,7 +46,7 @@ def test_a_file_of_the_same_name_is_new_if_it_was_renamed_there_and_refused_if_i
     in_place = Tree({"last.ckpt": was._replace(mtime_ns=was.mtime_ns + 1)}, tree.read)
     verdict = plan.judge(found, in_place, [known], num_nodes=1)
     assert verdict
-    assert (verdict.take, verdict.is_in_place) == (False, True)
+    assert (verdict.take, verdict.is_refused) == (False, True)
     assert "written in place" in verdict.reason
 
 
@@ -58,6 +58,18 @@ def test_a_file_with_another_name_for_a_step_that_is_taken_is_not_sent_again() -
     assert plan.judge(last, tree, [replace(known, state=State.REFUSED)], num_nodes=1), "that is not there"
     long_ago = {path: was._replace(mtime_ns=was.mtime_ns - 100 * SECOND) for path, was in known.files.items()}
     assert plan.judge(last, tree, [replace(known, files=long_ago)], num_nodes=1), "the trainer has gone back"
+
+
+def test_a_twin_in_another_folder_or_of_another_size_is_named() -> None:
+    tree = tree_of({"a/step=10.ckpt": torch_zip(x=1), "b/step=10.ckpt": torch_zip(x=1)})
+    first, other = find(tree)
+    verdict = plan.judge(other, tree, [entry_of(first, tree, 1)], num_nodes=1)
+    assert verdict
+    assert (verdict.take, verdict.is_twin) == (False, True)
+    assert "b/step=10.ckpt is not uploaded: a/step=10.ckpt is" in verdict.reason
+    tree = tree_of({"a/step=10.ckpt": torch_zip(x=1), "a/weights-step=10.ckpt": torch_zip(x="1" * 99)})
+    first, other = find(tree)
+    assert plan.judge(other, tree, [entry_of(first, tree, 1)], num_nodes=1)
 
 
 def test_files_on_another_node_are_missed_on_one_node_only() -> None:

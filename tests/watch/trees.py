@@ -19,6 +19,7 @@ def tree_of(
     root: str = "run",
     changed_ns: Mapping[str, int] | None = None,
     now_s: float = 0,
+    links: tuple[str, ...] = (),
 ) -> Tree:
     """Files in the order in which they were written, a second each."""
     files = {
@@ -32,7 +33,7 @@ def tree_of(
         return data[start : start + size_bytes]
 
     now_ns = int(START + (len(written) + now_s) * SECOND)
-    return Tree(files, read, root, now_ns, changed_ns or {})
+    return Tree(files, read, root, now_ns, changed_ns or {}, links)
 
 
 def torch_zip(**state: Any) -> bytes:
