@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import signal
+import sys
 import threading
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from ckpt_async.errors import SettingsError
 from ckpt_async.local.filesystems import LOCAL_FILESYSTEMS, filesystem_of
 from ckpt_async.watch.beside import run_beside
 from ckpt_async.watch.formats import FORMATS, Rules
+from ckpt_async.watch.meanwhile import Stop
 from ckpt_async.watch.watcher import Options, Report, Told, Watcher
 
 # What a watcher decides by itself, or has a flag of another name for.
@@ -178,7 +180,7 @@ def watch(options: argparse.Namespace) -> Exit:
     """Watch a folder until SIGTERM or SIGINT, or, with --once, until what is complete is committed."""
     if options.once and not os.path.isdir(options.folder):
         raise SettingsError(f"there is no folder {options.folder!r}")
-    stopping = threading.Event()
+    stopping = Stop()
     watcher = _watcher(options, dict(os.environ))
 
     def stop(*_: object) -> None:
@@ -192,15 +194,21 @@ def watch(options: argparse.Namespace) -> Exit:
     before = {number: signal.signal(number, stop) for number in taken}
     try:
         report = watcher.run(stopping)
+    except KeyboardInterrupt:
+        _leave_at_once(Exit.INTERRUPTED)
+        raise
     finally:
         for number, old in before.items():
             signal.signal(number, old)
-    if options.once and report.is_empty:
+    if options.once and report.is_empty and not report.is_cut_short:
         say(f"ckpt-async: {options.folder} has no checkpoint of a known format", "nothing_found")
         if options.json:
             print(json.dumps(_json(report, Exit.NOT_FOUND)))
         return Exit.NOT_FOUND
-    return _end(report, options, is_once=options.once)
+    code = _end(report, options, is_once=options.once)
+    if report.is_cut_short:
+        _leave_at_once(code)
+    return code
 
 
 def run(options: argparse.Namespace) -> int:
@@ -221,7 +229,22 @@ def run(options: argparse.Namespace) -> int:
     else:
         say(f"ckpt-async: checkpoints may not be in the store: {error}", "watch_failed", level=logging.ERROR)
         code = Exit.NOT_DRAINED
+    if report is not None and report.is_cut_short:
+        _leave_at_once(status or code)
     return status or code
+
+
+def _leave_at_once(code: int) -> None:
+    """When this process ends: threads that wait for the store, and that Python would wait for, must not hold it up."""
+
+    def leave() -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+    register = getattr(threading, "_register_atexit", None)  # before threads are joined, unlike `atexit`
+    if register is not None:
+        register(leave)
 
 
 def _watcher(options: argparse.Namespace, environment: dict[str, str]) -> Watcher:
@@ -312,6 +335,10 @@ def _tell(options: argparse.Namespace, told: Told) -> None:
 
 def _end(report: Report, options: argparse.Namespace, *, is_once: bool) -> Exit:
     code = _code(report)
+    if report.is_cut_short:
+        text = f"told to end before all was finished (--drain-timeout {options.drain_timeout:g})"
+        text = f"ckpt-async: checkpoints may not be in the store: {text}"
+        say(text, "not_drained", level=logging.ERROR)
     if options.json:
         print(json.dumps(_json(report, code)), flush=True)
         return code
@@ -335,7 +362,7 @@ def _say_at_the_end(options: argparse.Namespace, text: str) -> None:
 def _code(report: Report) -> Exit:
     if report.refused:
         return Exit.ERROR
-    return Exit.NOT_DRAINED if report.unfinished else Exit.OK
+    return Exit.NOT_DRAINED if report.unfinished or report.is_cut_short else Exit.OK
 
 
 def _json(report: Report, code: Exit) -> Json:
@@ -348,6 +375,7 @@ def _json(report: Report, code: Exit) -> Json:
         "incomplete": dict(report.incomplete),
         "unfinished": list(report.unfinished),
         "stood_by": report.stood_by,
+        "cut_short": report.is_cut_short,
     }
 
 

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 
+from ckpt_async.watch.meanwhile import Stop
 from ckpt_async.watch.watcher import Report, Watcher
 
 logger = logging.getLogger(__name__)
@@ -30,7 +31,7 @@ def run_beside(
 
     Raises OSError if the command cannot be started.
     """
-    ended, watchers = threading.Event(), [new_watcher()]
+    ended, watchers = Stop(), [new_watcher()]
     with _passing_on() as children:
         # What we have opened ourselves is closed on exec; what we were given (`<(…)`, a pipe) is the command's.
         child = subprocess.Popen(command, env=dict(environment), close_fds=False)

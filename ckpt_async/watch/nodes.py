@@ -47,6 +47,11 @@ class Nodes:
     def generation(self) -> int:
         return self._uploader.generation
 
+    @property
+    def has_heard(self) -> bool:
+        """Of a checkpoint of which this node has not handed in its part yet."""
+        return bool(self._heard)
+
     def listen(self) -> None:
         """Hear what is new. Raises FencedError if another node has begun a new start, which this one has to join."""
         if self._num_nodes == 1:
@@ -61,7 +66,7 @@ class Nodes:
         for each in self._remote.announced(self.generation, self._heard_upto):
             self._heard_upto = max(self._heard_upto, each.checkpoint.step)
             if each.node != self._node:
-                self._heard[each.checkpoint.step] = each, now
+                self._heard[each.checkpoint.step] = each, time.monotonic()
 
     def announce(self, entry: Entry) -> Entry:
         """Tell the others that it is complete. Returns what this node is to send of it: all that it has, unless another

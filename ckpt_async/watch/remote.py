@@ -21,6 +21,7 @@ from ckpt_async.stores import StoreOptions
 from ckpt_async.transfer.patient import PatientStore, connect
 from ckpt_async.transfer.together import all_or_none
 from ckpt_async.watch.announcement import Announcement
+from ckpt_async.watch.meanwhile import attend
 
 T = TypeVar("T")
 
@@ -35,6 +36,7 @@ class Remote:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="ckpt-async-watch", daemon=True)
         self._thread.start()
+        self.meanwhile: Callable[[], None] = lambda: None  # done now and then while an answer is waited for
         self._bulk = connect(url, options, settings)
         try:
             self.call(lambda _: self._bulk.open(is_read_only=not writes))
@@ -45,9 +47,15 @@ class Remote:
     def call(self, work: Callable[[PatientStore], Coroutine[Any, Any, T]]) -> T:
         """Run a coroutine with the store and wait for its end."""
         store = self._bulk.answering_within(ANSWER_TIMEOUT_S)
-        return asyncio.run_coroutine_threadsafe(work(store), self._loop).result()
+        answer = asyncio.run_coroutine_threadsafe(work(store), self._loop)
+        try:
+            return attend(answer, self.meanwhile)
+        except BaseException:
+            answer.cancel()
+            raise
 
     def close(self) -> None:
+        self.meanwhile = lambda: None
         self.call(lambda _: self._bulk.close())
         self._stop()
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +30,7 @@ from ckpt_async.watch.disk import Disk
 from ckpt_async.watch.entries import Entries, Entry, State, VanishedError, entry_of, remove_files
 from ckpt_async.watch.formats import Found, Rules, find
 from ckpt_async.watch.lock import FolderLock
+from ckpt_async.watch.meanwhile import OutOfTimeError, Stop, attend, begin
 from ckpt_async.watch.nodes import Nodes
 from ckpt_async.watch.recognise import same_in_store
 from ckpt_async.watch.remote import Remote
@@ -94,7 +93,8 @@ class Told:
 @dataclass(frozen=True, slots=True)
 class Report:
     """What a watcher has done when it ends. `unfinished` were handed in and are not decided: the next start, or
-    `ckpt-async drain STATE`, finishes them. `incomplete` have no mark yet, by their paths, and why.
+    `ckpt-async drain STATE`, finishes them. `incomplete` have no mark yet, by their paths, and why. `is_cut_short`: the
+    time to finish was over before the store, or the other nodes, had answered.
     """
 
     num_committed: int
@@ -103,6 +103,7 @@ class Report:
     incomplete: Mapping[str, str]
     unfinished: tuple[str, ...]
     stood_by: bool = False
+    is_cut_short: bool = False
     is_empty: bool = False  # nothing was ever found, complete or not
 
 
@@ -128,11 +129,15 @@ class Watcher:
         self._sealed_before: frozenset[CheckpointId] = frozenset()
         self._has_looked = False
         self._num_left = 0  # complete, and not taken yet
+        self._tree: Tree  # the newest look
+        self._stopping = Stop()
+        self._is_cut_short = False
 
-    def run(self, stopping: threading.Event) -> Report:
+    def run(self, stopping: Stop) -> Report:
         """Watch until `stopping` is set (with `is_once`: until all that is complete is committed), then finish what was
         handed in. Raises what keeps it from working: nothing is lost then, the next start goes on.
         """
+        self._stopping = stopping
         lock = FolderLock(self.options.lock, otherwise=self.options.state / "watch.lock")
         try:
             while not lock.try_take():
@@ -146,7 +151,9 @@ class Watcher:
             try:
                 self._open_while_linking()
                 self.entries.bind()
-                self._work(stopping)
+                self._work()
+            except OutOfTimeError:
+                self._is_cut_short = True
             finally:
                 self._close(REOPEN_S)
             return self._report()
@@ -156,23 +163,29 @@ class Watcher:
     # --- a start of the run --------------------------------------------------------------------------------
 
     def _open_while_linking(self) -> None:
-        """The store may take its time, or be away; the trainer rotates all the same."""
-        opening = ThreadPoolExecutor(1, thread_name_prefix="ckpt-async-open")
-        opened = opening.submit(self._open)
-        try:
-            while not wait({opened}, timeout=0.0).done:
-                tree = self._disk.look()
-                self.waker.follow(self.options.folder, tree.folders)
-                self._take(tree)
-                wait({opened}, timeout=min(1.0, self.options.interval_s))
-            opened.result()
-        finally:
-            opening.shutdown()
+        """The store may take its time, or be away."""
+        opened = begin(self._open, "ckpt-async-open")
+        self._look_and_take()
+        attend(opened, self._go_on)
+        assert self._remote is not None
+        self._remote.meanwhile = self._go_on
+
+    def _go_on(self) -> None:
+        """What cannot wait for the store. Raises OutOfTimeError when waiting is over, too."""
+        self._look_and_take()
+        has_nothing = self._nodes is None and not self._num_left and not self._open_entries()
+        if (has_nothing and self._stopping.is_set()) or self._stopping.is_over(self.options.drain_timeout_s):
+            raise OutOfTimeError
+
+    def _look_and_take(self) -> None:
+        self._tree = self._disk.look()
+        self.waker.follow(self.options.folder, self._tree.folders)
+        self._take(self._tree)
 
     def _open(self) -> None:
         """Begin a new generation of the run; what earlier ones had sealed is finished by it."""
         options = self.options
-        self._sealed_before = self._sealed()
+        self._sealed_before = _sealed(options)
         rank, world_size = options.node, options.num_nodes
         self._uploader = Uploader(
             options.state,
@@ -204,15 +217,6 @@ class Watcher:
             *(options.folder, self._uploader.remote, options.state, self._uploader.generation),
         )
 
-    def _sealed(self) -> frozenset[CheckpointId]:
-        """What earlier starts had sealed and nobody has decided, as the journal has it."""
-        try:
-            found = status.load(self.options.state).get(self.options.kind or "")
-        except NoJournalError:
-            return frozenset()
-        open_ = [each for each in found.checkpoints if each.state != "open"] if found else []
-        return frozenset(each.id for each in open_)
-
     def _close(self, timeout_s: float) -> None:
         uploader, remote = self._uploader, self._remote
         self._uploader = self._remote = None
@@ -223,16 +227,13 @@ class Watcher:
 
     def _reopen(self) -> None:
         self._close(REOPEN_S)
-        self._open()
+        self._open_while_linking()
 
     # --- rounds --------------------------------------------------------------------------------------------
 
-    def _work(self, stopping: threading.Event) -> None:
-        deadline: float | None = None
+    def _work(self) -> None:
         while True:
-            if deadline is None and stopping.is_set():
-                deadline = time.monotonic() + self.options.drain_timeout_s
-            was_stopping, is_whole = deadline is not None, False
+            was_stopping, is_whole = self._stopping.is_set(), False
             try:
                 self._round()
                 is_whole = True
@@ -247,24 +248,26 @@ class Watcher:
             is_idle = is_whole and not self._open_entries() and not self._num_left
             if is_idle and (was_stopping or self.options.is_once) and self._nodes_are_done():
                 return
-            if deadline is not None and time.monotonic() >= deadline:
+            if self._stopping.is_over(self.options.drain_timeout_s):
+                assert self._nodes is not None
+                self._is_cut_short = not is_idle or self._nodes.has_heard
                 return
             soon_s = max(0.1, self.options.settle_s / 2)
-            pause_s = self.options.interval_s if is_idle and deadline is None else soon_s
+            pause_s = self.options.interval_s if is_idle and not was_stopping else soon_s
             self.waker.wait(min(pause_s, self.options.interval_s))
 
     def _round(self) -> None:
-        tree = self._disk.look()
-        self.waker.follow(self.options.folder, tree.folders)
-        self._review(tree)
-        self._take(tree)
+        self._tree = self._disk.look()
+        self.waker.follow(self.options.folder, self._tree.folders)
+        self._review(self._tree)
+        self._take(self._tree)
         self._learn()
         assert self._nodes is not None
         self._nodes.listen()
-        self._hand_over(tree)
-        self._nodes.follow(tree, self._hand_in, self._cannot_follow)
-        self._retire()
-        self.entries.forget_gone(tree)
+        self._hand_over()
+        self._nodes.follow(self._tree, self._hand_in, self._cannot_follow)
+        _retire(self.options, self.entries)
+        self.entries.forget_gone(self._tree)
 
     def _review(self, tree: Tree) -> None:
         """Of what waits or is under way: has somebody changed it?"""
@@ -322,9 +325,9 @@ class Watcher:
         ours = {CheckpointId(each.generation, each.step) for each in self.entries.all.values()}
         return same_in_store(self._remote, entry, self.entries.staged(entry), ours)
 
-    def _hand_over(self, tree: Tree) -> None:
+    def _hand_over(self) -> None:
         assert self._uploader is not None
-        for entry in plan.due(self.entries.all.values(), tree.now_ns, self.options.settle_s):
+        for entry in plan.due(self.entries.all.values(), self._tree.now_ns, self.options.settle_s):
             num_open = sum(each.state is State.HANDED for each in self._open_entries())
             if num_open >= MAX_OPEN:
                 return
@@ -373,6 +376,9 @@ class Watcher:
         try:
             return self._nodes.is_over()
         except FencedError:
+            return False
+        except StoreError as error:
+            self._say("trouble", str(error), f"{error}; trying again")
             return False
 
     # --- what became of it ---------------------------------------------------------------------------------
@@ -431,13 +437,6 @@ class Watcher:
         self._refused[found.path or "."] = reason
         self._tell("refused", found, reason)
 
-    def _retire(self) -> None:
-        """Delete the trainer's older checkpoints, if that was asked for: only what is committed and has not changed."""
-        if self.options.keep_local is None:
-            return
-        for entry in plan.to_remove(self.entries.all.values(), self.options.keep_local):
-            remove_files(self.options.folder, entry)
-
     # --- telling -------------------------------------------------------------------------------------------
 
     def _open_entries(self) -> list[Entry]:
@@ -465,6 +464,7 @@ class Watcher:
             dict(self._refused),
             dict(self._incomplete),
             tuple(each.path or "." for each in self._open_entries()),
+            is_cut_short=self._is_cut_short,
             is_empty=not (self.entries.all or self._incomplete or self._refused),
         )
 
@@ -472,3 +472,20 @@ class Watcher:
 def _is_stale(found: Found, tree: Tree) -> bool:
     newest_ns = max((tree.files[path].mtime_ns for path in found.files), default=tree.now_ns)
     return tree.now_ns - newest_ns > STALE_S * 1e9
+
+
+def _sealed(options: Options) -> frozenset[CheckpointId]:
+    """What earlier starts had sealed and nobody has decided, as the journal has it."""
+    try:
+        found = status.load(options.state).get(options.kind or "")
+    except NoJournalError:
+        return frozenset()
+    open_ = [each for each in found.checkpoints if each.state != "open"] if found else []
+    return frozenset(each.id for each in open_)
+
+
+def _retire(options: Options, entries: Entries) -> None:
+    """Delete the trainer's older checkpoints, if that was asked for: only what is committed and has not changed."""
+    if options.keep_local is not None:
+        for entry in plan.to_remove(entries.all.values(), options.keep_local):
+            remove_files(options.folder, entry)

@@ -10,6 +10,7 @@ import torch
 from ckpt_async import restore
 from ckpt_async.torch import load_latest
 from tests.ranks import run_ranks
+from tests.seaweed import SeaweedServer
 from tests.watch.conftest import Watching, hashes
 
 pytestmark = pytest.mark.timeout(150)
@@ -29,6 +30,7 @@ class Nodes:
     def __init__(self, folder: Path, saved: Path) -> None:
         self.folder, self._saved = folder, saved
         self.remote = f"file://{folder}/remote"
+        self.environment: dict[str, str] = {}
         self.watching: dict[int, Watching] = {}
         self._all: list[Watching] = []
         for node in range(2):
@@ -36,7 +38,7 @@ class Nodes:
 
     def watch(self, node: int, *more: str) -> Watching:
         args = ("watch", self.folder / f"node-{node}/out", self.remote, "--node", f"{node}/2", "--json")
-        self._all.append(Watching(*args, "--settle-s", "0.2", "--interval", "0.5", *more))
+        self._all.append(Watching(*args, "--settle-s", "0.2", "--interval", "0.5", *more, **self.environment))
         self.watching[node] = self._all[-1]
         return self._all[-1]
 
@@ -115,3 +117,27 @@ def test_a_node_whose_watcher_was_killed_comes_back_and_nothing_is_lost(nodes: N
     found = restore.find(nodes.remote)
     assert found is not None
     assert found.step == 30
+
+
+def test_while_the_store_is_away_checkpoints_are_linked_and_no_end_is_a_success(
+    nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with SeaweedServer(tmp_path / "seaweed") as server:
+        nodes.environment = server.environment()
+        for name, value in nodes.environment.items():
+            monkeypatch.setenv(name, value)
+        nodes.remote = f"s3://{server.bucket}/run"
+        watching = [nodes.watch(node, "-v", "--drain-timeout", "1") for node in range(2)]
+        for each in watching:
+            each.until_logged("watching folder")
+        server.kill()
+        nodes.save(10)
+        watching[0].until_logged("complete path=step-10")
+        saved = nodes.written(10)
+        (nodes.folder / "node-0/out/step-10").rename(nodes.folder / "rotated")
+        assert [each.end() for each in watching] == [6, 6]
+        server.start()
+        for node in range(2):
+            nodes.watch(node)
+        nodes.watching[0].until("committed", 10)
+        assert nodes.fetched(10) == saved

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -264,6 +265,25 @@ def test_run_says_what_it_could_not_finish(place: Place) -> None:
     assert place.watch("--", "/nonexistent", command="run").process.wait(60) == 127
     assert place.watch("--", "/etc/passwd", command="run").process.wait(60) == 126
     assert place.watch("--", "sh", "-c", "kill -9 $$", command="run").process.wait(60) == 137
+
+
+@pytest.mark.parametrize("command", ["run", "watch", "watch --once"])
+def test_a_store_that_does_not_answer_is_given_up_in_time(place: Place, command: str) -> None:
+    """A socket that listens, and never speaks. Opening would try for 100 s."""
+    save(place, 10)
+    place.remote = "s3://bucket/run"
+    keys = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_REGION": "us-east-1"}
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        command, *once = command.split()
+        ours = ["-v", "--drain-timeout", "1", "--endpoint-url", endpoint, *once]
+        theirs = ["--", "sleep", "3"] if command == "run" else []
+        watching = place.watch(*ours, *theirs, command=command, **keys)
+        watching.until_logged("complete path=checkpoint-10")
+        if command == "watch":
+            watching.process.terminate()
+        assert watching.process.wait(20) == 6
+    assert "checkpoints may not be in the store" in watching.errors()
 
 
 def test_a_command_is_run_for_each_checkpoint_that_is_committed(place: Place) -> None:

@@ -1,0 +1,56 @@
+"""Waiting for the store, and going on meanwhile: the trainer rotates its checkpoints whether it answers or not."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from typing import TypeVar
+
+T = TypeVar("T")
+
+# How often what cannot wait is done while the store is waited for.
+EVERY_S = 0.5
+
+
+class OutOfTimeError(Exception):
+    """The watcher was told to end, and the time for finishing is over."""
+
+
+class Stop(threading.Event):
+    """Set when a watcher is to end, with the time since."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._since_s: float | None = None
+
+    def set(self) -> None:
+        if self._since_s is None:
+            self._since_s = time.monotonic()
+        super().set()
+
+    def is_over(self, timeout_s: float) -> bool:
+        """Whether it was set so long ago."""
+        return self._since_s is not None and time.monotonic() - self._since_s >= timeout_s
+
+
+def attend(future: Future[T], do: Callable[[], None]) -> T:
+    """Wait for it, and `do` something now and then. What that raises ends the waiting."""
+    while not wait({future}, timeout=EVERY_S).done:
+        do()
+    return future.result()
+
+
+def begin(work: Callable[[], T], name: str) -> Future[T]:
+    """Work on a thread of its own, which nobody has to wait for, not even the process at its end."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001  raised where it is waited for
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
