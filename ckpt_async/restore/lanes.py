@@ -8,6 +8,8 @@ MIB = 1 << 20
 # What a request should take: more would be lost with a connection, or come after all others; less would be lost on the
 # way to the store and back.
 REQUEST_S = 1.0
+# So long may the last one run alone: less is lost so than by many small requests on a fast link.
+LAST_S = 0.1
 # On a fast link it is the requests that cost: with 16 MiB, a tenth of the throughput on loopback.
 MAX_REQUEST_BYTES = 32 * MIB
 # What the newest request says of the link, against what those before have said.
@@ -24,7 +26,7 @@ class Pace:
         """How much to ask for next, of what nobody has asked for yet, while so many requests are made at once: as
         little as can be while nothing is known.
         """
-        share = left_bytes // (2 * num_at_once)
+        share = max(left_bytes // (2 * num_at_once), int(self._bytes_per_s * LAST_S))
         return min(int(self._bytes_per_s * REQUEST_S), share, MAX_REQUEST_BYTES)
 
     def took(self, size_bytes: int, took_s: float) -> None:

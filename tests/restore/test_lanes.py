@@ -40,8 +40,14 @@ def test_requests_take_about_a_second_and_are_never_larger_than_32_mib() -> None
 
 def test_the_last_requests_are_small_so_that_all_end_together() -> None:
     pace = Pace()
-    pace.took(MIB, 0.001)
-    assert [pace.request_bytes(left * MIB, 8) // MIB for left in (1024, 256, 32)] == [32, 16, 2]
+    pace.took(40 * MIB, 1.0)
+    assert [pace.request_bytes(left * MIB, 8) // MIB for left in (1024, 256, 64, 16)] == [32, 16, 4, 4]
+
+
+def test_the_last_requests_are_not_so_small_that_a_fast_connection_would_wait_for_answers() -> None:
+    pace = Pace()
+    pace.took(200 * MIB, 1.0)
+    assert pace.request_bytes(16 * MIB, 8) == 20 * MIB
 
 
 def test_one_odd_request_says_little_of_the_link() -> None:
