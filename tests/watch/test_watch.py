@@ -58,6 +58,7 @@ def test_once_again_sends_nothing_and_another_watcher_finds_it_by_its_checksums(
         "incomplete": {},
         "unfinished": [],
         "stood_by": False,
+        "cut_short": False,
     }
     code, ended = place.once("--state", place.here / "other")
     assert (code, ended["committed"], ended["there"]) == (0, 0, 1)
