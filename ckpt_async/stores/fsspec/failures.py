@@ -63,6 +63,8 @@ def reason_of(error: Exception) -> FailureReason:
 
 
 def _is_refusal(error: Exception) -> bool:
+    if "transport shut down" in str(error):  # paramiko's for a connection that broke while it logged in
+        return False
     names = [
         each.__name__ for each in type(error).__mro__
     ]  # paramiko's for a key with a passphrase says it in its base
