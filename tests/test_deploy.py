@@ -8,7 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ from ckpt_async.monitor.definitions import DEFINITIONS, SWEEPER_DEFINITIONS, Def
 from ckpt_async.protocol.sweep_plan import Ages
 from ckpt_async.stores.memory import MemoryStore
 from ckpt_async.transfer.patient import PatientStore
+from tests.kustomize import build
+from tests.kustomize import containers as containers_of
 from tests.stores.misbehaving import Meddled
 from tests.sweep.trainers import Trainers
 from tests.sweep.world import World
@@ -35,7 +37,9 @@ ROOT = Path(__file__).resolve().parents[1]
 DEPLOY = ROOT / "deploy"
 UNIT = DEPLOY / "systemd/ckpt-async-sweeper.service"
 ENVIRONMENT = DEPLOY / "systemd/sweeper.env"
-MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
+KUBERNETES = DEPLOY / "kubernetes"
+OVERLAYS = sorted((KUBERNETES / "overlays").iterdir())
+APPLIED = [*OVERLAYS, KUBERNETES / "node-sweeper"]
 BATCHES = sorted((DEPLOY / "slurm").glob("*.sbatch"))
 SCRIPTS = [*BATCHES, DEPLOY / "torchrun/node.sh"]
 ALERTS = DEPLOY / "prometheus/alerts.yaml"
@@ -53,11 +57,18 @@ def command_lines() -> Iterator[tuple[str, list[str]]]:
     (started,) = re.findall(r"^ExecStart=\S+/ckpt-async (.*)$", UNIT.read_text(), re.MULTILINE)
     folders = environment_of(ENVIRONMENT)["SWEEP_FOLDERS"]
     yield UNIT.name, shlex.split(started.replace("$SWEEP_FOLDERS", folders))
-    for path in MANIFESTS:
-        for arguments in re.findall(r"^ *args: (\[.*\])$", path.read_text(), re.MULTILINE):
-            yield path.name, json.loads(arguments)
-        for command in re.findall(r"while ckpt-async ([^;]*);", path.read_text()):
-            yield path.name, shlex.split(command)
+    for where, each in containers():
+        if each["image"].startswith("registry.example.com/ckpt-async:"):
+            shells = [
+                each.get("command", ()),
+                *(hook["exec"]["command"] for hook in each.get("lifecycle", {}).values()),
+            ]
+            for command in re.findall(
+                r"(?:while|exec) ckpt-async ([^;]*)", "\n".join(line[-1] for line in shells if line)
+            ):
+                yield where, shlex.split(command)
+            if not each.get("command"):
+                yield where, each["args"]
     for path in SCRIPTS:
         for command in re.findall(r" ckpt-async (.*)$", path.read_text(), re.MULTILINE):
             yield path.name, shlex.split(command)
@@ -72,19 +83,29 @@ def test_command_lines_parse() -> None:
             cli._parser().parse_args(arguments)
         except UsageError as error:
             pytest.fail(f"{where}: ckpt-async {shlex.join(arguments)}: {error}")
-    files = (*MANIFESTS, *SCRIPTS)
+    files = (*APPLIED, *SCRIPTS)
     assert {where for where, _ in found} == {UNIT.name, OPERATIONS.name, *(path.name for path in files)}
-    assert {arguments[0] for _, arguments in found} >= {"sweep", "drain", "verify", "prune", "status"}
+    assert {arguments[0] for _, arguments in found} >= {
+        "sweep",
+        "drain",
+        "verify",
+        "prune",
+        "status",
+        "watch",
+    }
 
 
 def test_environment_files_set_known_settings() -> None:
     """A variable that nobody reads looks like a setting that is made."""
     given = environment_of(ENVIRONMENT)
-    manifests = [
-        dict(re.findall(r'\{name: (CKPT_ASYNC_\w+), value: "([^"]*)"\}', path.read_text()))
-        for path in MANIFESTS
+    written = [
+        {one["name"]: one["value"] for one in each.get("env", ()) if one["name"].startswith("CKPT_")}
+        for _, each in containers()
     ]
-    for each in (given, *manifests):
+    maps = [each["data"] for path in OVERLAYS for each in build(path) if each["kind"] == "ConfigMap"]
+    assert len(maps) == len(OVERLAYS)
+    assert all(each.pop("REMOTE") for each in maps)
+    for each in (given, *maps, *filter(None, written)):
         assert each
         ours = {name for name in each if name.startswith(settings.ENVIRONMENT_PREFIX)}
         known = {
@@ -95,63 +116,104 @@ def test_environment_files_set_known_settings() -> None:
     assert settings.load({}, given).remote_retention
 
 
-def test_manifests_are_complete() -> None:
-    assert len(MANIFESTS) == 4
-    for path in MANIFESTS:
-        text = path.read_text()
-        assert re.findall(r"^(apiVersion|kind|metadata|spec):", text, re.MULTILINE) == [
-            "apiVersion",
-            "kind",
-            "metadata",
-            "spec",
-        ]
-        volumes = set(re.findall(r"- name: (\w+)\n +(?:hostPath|emptyDir)", text))
-        assert set(re.findall(r"\{name: (\w+), mountPath:", text)) == volumes
-        for line in text.splitlines():
-            assert "\t" not in line
-            assert (len(line) - len(line.lstrip())) % 2 == 0, line
+@pytest.mark.parametrize("path", APPLIED, ids=lambda path: path.name)
+def test_what_is_applied_fits_together(path: Path) -> None:
+    """What a pod refers to by its name is applied with it, and no placeholder is left."""
+    objects = build(path)
+    names = {(each["kind"], each["metadata"]["name"]) for each in objects}
+    assert len(names) == len(objects)
+    assert {each["metadata"]["namespace"] for each in objects} == {"training"}
+    assert not re.search(r"BUCKET|PREFIX", json.dumps(objects))
+    for pod in pods(objects):
+        volumes = {each["name"] for each in pod.get("volumes", ())}
+        assert ("ServiceAccount", pod["serviceAccountName"]) in names
+        for each in containers_of(pod):
+            assert ":" in each["image"]
+            assert {mount["name"] for mount in each.get("volumeMounts", ())} <= volumes
+            assert {("ConfigMap", one["configMapRef"]["name"]) for one in each.get("envFrom", ())} <= names
+            used = set(re.findall(r"\$\(?([A-Z]+)\b", json.dumps([each.get("command"), each.get("args")])))
+            env = {one["name"] for one in each.get("env", ())}
+            assert used <= (env | {"REMOTE"} if each.get("envFrom") else env)
+
+
+def test_kubectl_builds_what_these_tests_look_at() -> None:
+    """What they look at is built by tests/kustomize.py, which is held against the real one wherever there is one."""
+    kubectl = shutil.which("kubectl")
+    for path in [*APPLIED, KUBERNETES / "base"] if kubectl else []:
+        done = subprocess.run([str(kubectl), "kustomize", path], capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stderr) == (0, ""), path  # what is deprecated is said there
+
+        def named(objects: Iterable[dict[str, Any]]) -> dict[tuple[str, str], dict[str, Any]]:
+            return {(each["kind"], each["metadata"]["name"]): each for each in objects}
+
+        assert named(yaml.safe_load_all(done.stdout)) == named(build(path)), path
+
+
+def test_every_manifest_belongs_to_something_that_is_applied(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: set[Path] = set()
+    read_text = Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda path: read.add(path.resolve()) or read_text(path))
+    for path in APPLIED:
+        build(path)
+    assert read == set(KUBERNETES.rglob("*.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "other"),
+    [
+        ("base/kustomization.yaml", "resources:", "bases:"),
+        ("overlays/job/kustomization.yaml", "images:", "imagez:"),
+    ],
+)
+def test_a_field_that_the_loader_does_not_know_is_refused(
+    tmp_path: Path, file: str, text: str, other: str
+) -> None:
+    shutil.copytree(KUBERNETES, tmp_path, dirs_exist_ok=True)
+    (tmp_path / file).write_text((tmp_path / file).read_text().replace(text, other))
+    with pytest.raises(KeyError, match=other.strip(":")):
+        build(tmp_path / "overlays/job")
 
 
 # What our JobSet says of itself: its CRD has 800 kB. By hand, the file was held against that, too.
 OF_JOBSET = {"failurePolicy": {"maxRestarts"}, "replicatedJobs": {"name", "replicas", "template"}}
 
 
-@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", APPLIED, ids=lambda path: path.name)
 def test_manifests_follow_the_schemas_of_kubernetes(path: Path) -> None:
     """Unknown fields count: a misspelt one is left out in silence."""
-    manifest = yaml.safe_load(path.read_text())
-    if manifest["kind"] == "JobSet":
-        spec = manifest["spec"]
-        assert manifest["apiVersion"] == "jobset.x-k8s.io/v1alpha2"
-        assert spec.keys() == OF_JOBSET.keys()
-        assert spec["failurePolicy"].keys() == OF_JOBSET["failurePolicy"]
-        (group,) = spec["replicatedJobs"]
-        assert group.keys() == OF_JOBSET["replicatedJobs"]
-        manifest = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, **group["template"]}
-    kubernetes_validate.validate(manifest, kubernetes_validate.latest_version(), strict=True)
-    with pytest.raises(kubernetes_validate.ValidationError):
-        kubernetes_validate.validate(
-            {**manifest, "spec": {**manifest["spec"], "misspelt": 1}}, "1.33.0", strict=True
-        )
+    for each in build(path):
+        manifest = of_jobset(each) if each["kind"] == "JobSet" else each
+        kubernetes_validate.validate(manifest, kubernetes_validate.latest_version(), strict=True)
+        part = "spec" if "spec" in manifest else "metadata"
+        with pytest.raises(kubernetes_validate.ValidationError):
+            kubernetes_validate.validate(
+                {**manifest, part: {**manifest[part], "misspelt": 1}}, "1.33.0", strict=True
+            )
+
+
+def of_jobset(manifest: dict[str, Any]) -> dict[str, Any]:
+    """The Job that it makes."""
+    spec = manifest["spec"]
+    assert manifest["apiVersion"] == "jobset.x-k8s.io/v1alpha2"
+    assert spec.keys() == OF_JOBSET.keys()
+    assert spec["failurePolicy"].keys() == OF_JOBSET["failurePolicy"]
+    (group,) = spec["replicatedJobs"]
+    assert group.keys() == OF_JOBSET["replicatedJobs"]
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, **group["template"]}
+
+
+def pods(node: Any) -> Iterator[dict[str, Any]]:
+    """The specification of every pod in there."""
+    below = node if isinstance(node, list) else node.values() if isinstance(node, dict) else ()
+    if isinstance(node, dict) and "containers" in node:
+        yield node
+    for each in below:
+        yield from pods(each)
 
 
 def containers() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every container of the manifests, with the file it is in."""
-
-    def below(node: Any) -> Iterator[dict[str, Any]]:
-        if isinstance(node, dict):
-            for name, value in node.items():
-                if name in ("containers", "initContainers"):
-                    yield from value
-                else:
-                    yield from below(value)
-        elif isinstance(node, list):
-            for each in node:
-                yield from below(each)
-
-    for path in MANIFESTS:
-        for each in below(yaml.safe_load(path.read_text())):
-            yield path.name, each
+    """Every container that is applied, with the folder it is in."""
+    return ((path.name, each) for path in APPLIED for each in containers_of(build(path)))
 
 
 def test_probes_ask_the_page_and_not_the_store() -> None:
@@ -161,19 +223,28 @@ def test_probes_ask_the_page_and_not_the_store() -> None:
         ports = {port["name"]: port["containerPort"] for port in each.get("ports", ())}
         for name in ("livenessProbe", "startupProbe", "readinessProbe"):
             if probe := each.get(name):
-                probes[where, name] = probe["httpGet"]["path"]
+                probes[where, each["name"], name] = probe["httpGet"]["path"]
                 assert probe["httpGet"]["port"] in ports, where
                 assert str(ports[probe["httpGet"]["port"]]) in (each.get("args") or ["9400"]), where
-    assert probes.keys() >= {("jobset.yaml", "livenessProbe"), ("daemonset.yaml", "livenessProbe")}
+    assert probes.keys() == {
+        ("jobset", "trainer", "livenessProbe"),
+        ("jobset", "trainer", "startupProbe"),
+        ("jobset", "sweeper", "livenessProbe"),
+        ("job", "sweeper", "livenessProbe"),
+        ("node-sweeper", "sweeper", "livenessProbe"),
+    }
     assert set(probes.values()) == {"/healthz"}
 
 
 def test_a_jobset_has_as_many_nodes_for_torchrun_as_pods() -> None:
-    text = (DEPLOY / "kubernetes/jobset.yaml").read_text()
-    assert {*re.findall(r"(?:parallelism: |completions: |--nnodes=)(\d+)", text)} == {"2"}
-    (name,) = re.findall(r"(?m)^metadata:\n  name: (\w+)", text)
-    (group,) = re.findall(r"(?m)^    - name: (\w+)\n      replicas", text)
-    assert f"--rdzv-endpoint={name}-{group}-0-0.{name}:" in text
+    (jobset,) = (each for each in build(KUBERNETES / "overlays/jobset") if each["kind"] == "JobSet")
+    job = of_jobset(jobset)["spec"]
+    (trainer,) = job["template"]["spec"]["containers"]
+    (nodes,) = (each["value"] for each in trainer["env"] if each["name"] == "NODES")
+    assert job["parallelism"] == job["completions"] == int(nodes)
+    assert "--nnodes=$(NODES)" in trainer["command"]
+    (group,) = jobset["spec"]["replicatedJobs"]
+    assert f"--rdzv-endpoint=$(JOBSET)-{group['name']}-0-0.$(JOBSET):29400" in trainer["command"]
 
 
 @pytest.mark.parametrize("path", [*SCRIPTS, DEPLOY / "ray/submit.sh"], ids=lambda path: path.name)
@@ -400,7 +471,11 @@ def test_a_sidecar_needs_only_a_trainers_permissions(
     store = Recorded()
     monkeypatch.setattr("ckpt_async.transfer.patient.open_store", lambda *_, **__: store)
     monkeypatch.setenv("CKPT_ASYNC_REMOTE_RETENTION", "last=1")  # the trainer's
-    (arguments,) = (each for path, each in command_lines() if path == "sidecar.yaml" and each[0] == "sweep")
+    (arguments,) = (
+        each
+        for path, each in command_lines()
+        if path == "job" and "/checkpoints" in each[:2] and each[0] == "sweep"
+    )
     assert arguments[1:4] == ["/checkpoints", "--interval", "60"]
     once = ["sweep", str(folder), *arguments[4 : arguments.index("--metrics-port")]]
     assert cli.main(once) == 0
