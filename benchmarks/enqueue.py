@@ -9,6 +9,8 @@ real data for each instead. What is not uploaded at the end is counted and left.
 Times are in ms, of the calling thread. "core" is time during which the thread was ready to run but had no core (from
 the kernel's schedstat): with more processes than cores that is due to the machine, not the code. "held" is the time
 beyond CPU and "core": locks, the disk, the GIL. Operations are timed by wrapping the functions that are called.
+"floor" is a call of its own, half a pause later, without this package: a folder, a link and a write of 200 bytes,
+the least that survives SIGKILL and the deletion of the file.
 """
 
 from __future__ import annotations
@@ -68,6 +70,16 @@ def waited_for_core_s() -> float:
     return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
 
 
+def floor_s(path: Path, notes: int) -> float:
+    """What the file system alone asks of a thread that keeps a file and notes that it did."""
+    kept = path.with_suffix(".kept")
+    started = time.perf_counter()
+    kept.mkdir()
+    os.link(path, kept / "0")
+    os.write(notes, bytes(200))
+    return time.perf_counter() - started
+
+
 def rank_main(settings: dict[str, Any]) -> None:
     from ckpt_async import Uploader
 
@@ -85,6 +97,7 @@ def rank_main(settings: dict[str, Any]) -> None:
     print("ready", flush=True)
     sys.stdin.readline()
     block = os.urandom(MIB)
+    notes = os.open(folder / f"notes-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     samples = []
     for step in range(1, settings["count"] + 1):
         path = folder / f"step-{step}" / f"rank-{rank}.bin"
@@ -100,11 +113,11 @@ def rank_main(settings: dict[str, Any]) -> None:
         uploader.enqueue(path, step=step)
         wall = time.perf_counter() - started
         cpu, core = time.thread_time() - cpu, waited_for_core_s() - core
-        samples.append(
-            {"wall": wall, "cpu": cpu, "core": core, "held": max(0.0, wall - cpu - core), **clock.spent}
-        )
+        sample = {"wall": wall, "cpu": cpu, "core": core, "held": max(0.0, wall - cpu - core), **clock.spent}
         uploader.seal(step)
-        time.sleep(settings["pause_s"])
+        time.sleep(settings["pause_s"] / 2)
+        samples.append({**sample, "floor": floor_s(path, notes)})
+        time.sleep(settings["pause_s"] / 2)
     print(json.dumps(samples), flush=True)
     os._exit(0)  # what is not uploaded yet is of no interest
 

@@ -16,8 +16,8 @@
  * DeleteObject(s), ListObjectsV2, CreateMultipartUpload, UploadPart, ListParts, CompleteMultipartUpload,
  * AbortMultipartUpload, ListMultipartUploads, HeadBucket, Expect: 100-continue, chunked and aws-chunked bodies
  * and the one inside the other.
- * GET /__stats answers "bytes_in bytes_out requests connections" since the start: bytes of objects and parts, without
- * framing; the most connections that were open at once.
+ * GET /__stats answers "bytes_in bytes_out requests connections": bytes of objects and parts, without framing, and
+ * requests, since the start; the most connections that were open at once since the last such question.
  * `delay` sleeps before every answer, as a far store would; `log` gets a line for every request: method and target.
  * A link: `rate` is what one connection moves, `total` what all move together, in KiB/s each way; of N connections
  * one is `slow` and moves a tenth of its rate; beyond `limit` requests a second the answer is 503 SlowDown.
@@ -640,7 +640,7 @@ static int serve_one(struct conn *c) {
     snprintf(r.path, sizeof r.path, "%s", target);
     decode(r.path);
     if (!strcmp(r.path, "/__stats")) {
-        char text[128]; int n = snprintf(text, sizeof text, "%lld %lld %lld %d\n", atomic_load(&bytes_in), atomic_load(&bytes_out), atomic_load(&requests), atomic_load(&most_open));
+        char text[128]; int n = snprintf(text, sizeof text, "%lld %lld %lld %d\n", atomic_load(&bytes_in), atomic_load(&bytes_out), atomic_load(&requests), atomic_exchange(&most_open, atomic_load(&num_open)));
         bad = reply(c, "200 OK", "Content-Type: text/plain\r\n", text, n);
     } else {
         atomic_fetch_add(&requests, 1);

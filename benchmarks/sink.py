@@ -30,7 +30,9 @@ CACHE = (
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Since the sink started. Bytes are those of objects and parts, without framing; connections the most at once."""
+    """Since the sink started. Bytes are those of objects and parts, without framing. Connections are the most at once
+    since these were last asked for.
+    """
 
     bytes_in: int
     bytes_out: int
