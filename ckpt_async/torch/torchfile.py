@@ -276,6 +276,17 @@ class _Storage:
         self.dtype = dtype
 
 
+class _Version(str):
+    """In place of `torch.__version__`'s class, which Composer saves: makes plain text, and of text only."""
+
+    __slots__ = ()
+
+    def __new__(cls, *told: object) -> str:  # type: ignore[misc]
+        if len(told) != 1 or type(told[0]) is not str:
+            refuse("it has a version of torch that is not text")
+        return told[0]
+
+
 class StateRules(PlainRules):
     what = "tensors and plain data"
     internal = PlainRules.internal | {_Storage}
@@ -323,6 +334,7 @@ class StateRules(PlainRules):
             ("torch._tensor", "_rebuild_from_type_v2"): Function(self._from_type),
             ("torch", "Size"): Function(self._size),
             ("torch", "device"): Function(_device),
+            ("torch.torch_version", "TorchVersion"): Class(_Version),
             ("torch.serialization", "_get_layout"): Function(_layout),
         }
 

@@ -76,6 +76,13 @@ def test_paths_of_other_systems_load_as_pure_ones(tmp_path: Path) -> None:
         assert (type(found), found) == (type(expected), expected)
 
 
+@pytest.mark.parametrize("protocol", [2, 5])
+def test_the_version_of_torch_loads_as_text(tmp_path: Path, protocol: int) -> None:
+    """Composer saves it."""
+    found = load(written(tmp_path, dumped({"version": torch.__version__}, protocol)))["version"]
+    assert (type(found), found) == (str, str(torch.__version__))
+
+
 def test_tensors_that_share_memory_still_do(tmp_path: Path) -> None:
     whole = torch.arange(4.0)
     found = load(written(tmp_path, dumped({"a": whole, "b": whole[1:], "c": whole})))
@@ -303,6 +310,16 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     ),
     "storage nowhere": (storage(where="os.system('x')"), "a storage on"),
     "storage that is not there": (storage(key="../../x"), "no record"),
+    "version of data": (named("torch.torch_version", "TorchVersion") + b"]\x85\x81", "not text"),
+    "version by a call": (named("torch.torch_version", "TorchVersion") + b"C\x01a\x85R", "not text"),
+    "version as a codec": (
+        named("torch.torch_version", "TorchVersion") + b"C\x01a" + text("utf-8") + b"\x86R",
+        "not text",
+    ),
+    "state of a version": (
+        named("torch.torch_version", "TorchVersion") + text("2") + b"\x85\x81}b",
+        "gives a state to a str",
+    ),
     # memory that is not the tensor's
     "more than its storage": (tensor(size=b"K\x11\x85"), "larger than its storage"),
     "beyond its storage": (tensor(offset=1), "larger than its storage"),

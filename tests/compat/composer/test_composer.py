@@ -23,6 +23,7 @@ from composer.loggers import FileLogger
 from ckpt_async import restore
 from ckpt_async.errors import SettingsError, UploadFailedError
 from ckpt_async.integrations.composer import CheckpointSaver, RemoteUploaderDownloader
+from ckpt_async.torch import load, unshard
 from tests.compat.composer import train
 from tests.compat.play import Job
 from tests.seaweed import SeaweedServer
@@ -99,6 +100,19 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
 @pytest.mark.parametrize("script", [SCRIPT, SHARDED], ids=["ddp", "sharded"])
 def test_a_killed_run_on_2_ranks_goes_on_on_a_fresh_node(job: Job, script: Path) -> None:
     job.check_kill_and_resume([sys.executable, "-m", "composer.cli.launcher", "-n", "2", script])
+    wholes = [
+        whole_of(f"{job.remote}/{name}", Path(f"{name}.safetensors")) for name in ("run", "undisturbed")
+    ]
+    assert {value.shape for value in wholes[0].values()} >= {(train.WIDTH, train.WIDTH), (train.WIDTH,)}
+    assert_same(*wholes)
+
+
+def whole_of(remote: str, path: Path) -> dict[str, torch.Tensor]:
+    found = restore.find(remote)
+    assert found is not None
+    unshard(found, path)
+    weights: dict[str, torch.Tensor] = load(path)
+    return weights
 
 
 def test_a_run_that_is_killed_again_and_again_loses_no_loss(job: Job) -> None:
