@@ -29,6 +29,7 @@ def completion(options: argparse.Namespace) -> Exit:
 def bash(program: Command) -> str:
     """Options where a word begins with '-', else commands or choices; where there are none, bash's own files. Pure."""
     names = " ".join(command.name for command in program.commands)
+    others = _others(program)
     cases = "\n".join(
         f"    {each.name}) options={_words(each.options)} taking={_taking(each.options)}"
         f" choices={shlex.quote(' '.join(choice for one in each.positionals for choice in one.choices))} ;;"
@@ -40,14 +41,26 @@ _ckpt_async() {{
   local current=${{COMP_WORDS[COMP_CWORD]}} before=${{COMP_WORDS[COMP_CWORD-1]}} command= word options taking choices
   COMPREPLY=()
   for word in "${{COMP_WORDS[@]:1:COMP_CWORD-1}}"; do
-    case $word in -*) ;; *) command=$word; break ;; esac
+    case $command:$word in
+      {others}:--)
+        [[ $before == -- ]] && COMPREPLY=($(compgen -c -- "$current"))
+        return ;;
+      *:-*) ;;
+      :*) command=$word ;;
+    esac
   done
+  # What bash breaks --option=value into.
+  [[ $before == = ]] && before=${{COMP_WORDS[COMP_CWORD-2]}}
+  [[ $current == = ]] && current=
   case $command in
     '') options={_words(program.options)} taking='' choices={shlex.quote(names)} ;;
 {cases}
     *) return ;;
   esac
-  case " $taking " in *" $before "*) return ;; esac
+  case $command:$before in
+{_bash_values(program)}
+    *) case " $taking " in *" $before "*) return ;; esac ;;
+  esac
   case $current in
     -*) COMPREPLY=($(compgen -W "$options" -- "$current")) ;;
     *) COMPREPLY=($(compgen -W "$choices" -- "$current")) ;;
@@ -55,6 +68,27 @@ _ckpt_async() {{
 }}
 complete -o default -F _ckpt_async {PROGRAM}
 """
+
+
+def _others(program: Command) -> str:
+    """The commands that run another one, as a shell's pattern."""
+    return "|".join(command.name for command in program.commands if command.runs_another)
+
+
+def _bash_values(program: Command) -> str:
+    """What options offer, with the commands that have them."""
+    of: dict[str, list[str]] = {}
+    for command in program.commands:
+        for option in command.options:
+            if option.choices:
+                of.setdefault(" ".join(option.choices), []).extend(
+                    f"{command.name}:{name}" for name in option.names
+                )
+    return "\n".join(
+        f"    {'|'.join(places)})\n"
+        f'      COMPREPLY=($(compgen -W {shlex.quote(choices)} -- "$current")); return ;;'
+        for choices, places in of.items()
+    )
 
 
 def _words(options: Iterable[Argument]) -> str:
@@ -70,6 +104,7 @@ def _taking(options: Iterable[Argument]) -> str:
 
 def zsh(program: Command) -> str:
     """For `_arguments`. Pure."""
+    others = _others(program)
     described_ = "\n".join(f"    {_zsh(f'{each.name}:{each.summary}')}" for each in program.commands)
     cases = "\n".join(
         f"    {each.name}) _arguments -S {_joined(_zsh_arguments(each))} ;;" for each in program.commands
@@ -79,7 +114,13 @@ def zsh(program: Command) -> str:
 #compdef {PROGRAM}
 # zsh completion of {PROGRAM}: put it into a folder of $fpath as _{PROGRAM}, or source it after compinit
 _ckpt_async() {{
-  local curcontext=$curcontext state line
+  local curcontext=$curcontext state line at=${{words[(i)--]}}
+  if [[ $words[2] == ({others}) ]] && (( at < CURRENT )); then  # what that is to run is not ours
+    shift $at words
+    (( CURRENT -= at ))
+    _normal
+    return
+  fi
   local -a commands=(
 {described_}
   )
@@ -134,12 +175,18 @@ def _zsh_action(argument: Argument) -> str:
 def fish(program: Command) -> str:
     """One `complete` for each word. Pure."""
     lines = [f"# fish completion of {PROGRAM}: put it into ~/.config/fish/completions/{PROGRAM}.fish"]
-    lines.append(f"complete -c {PROGRAM} -f")
+    lines += [
+        "function __ckpt_async_of  # a command of ours, and not yet the one that it is to run",
+        "    not contains -- -- (commandline -opc); and __fish_seen_subcommand_from $argv",
+        "end",
+        f"complete -c {PROGRAM} -f -n 'not contains -- -- (commandline -opc)'",
+        f"complete -c {PROGRAM} -n 'test (commandline -opc)[-1] = --' -a '(__fish_complete_command)'",
+    ]
     first = f"complete -c {PROGRAM} -n __fish_use_subcommand"
     lines += [f"{first}{_fish_option(option)}" for option in program.options]
     for command in program.commands:
         lines.append(f"{first} -a {command.name} -d {_fish(command.summary)}")
-        when = f"complete -c {PROGRAM} -n '__fish_seen_subcommand_from {command.name}'"
+        when = f"complete -c {PROGRAM} -n '__ckpt_async_of {command.name}'"
         lines += [f"{when}{_fish_option(option)}" for option in command.options]
         for each in command.positionals:
             if each.choices:

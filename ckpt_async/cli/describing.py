@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
-from ckpt_async.cli.parsing import Parser
+from ckpt_async.cli.parsing import RUNS_ANOTHER, Parser
 
 # Placeholders that stand for something on this node.
 _FOLDERS = frozenset({"FOLDER", "FOLDER|REMOTE", "DEST", "F"})
@@ -42,6 +42,11 @@ class Command:
     positionals: tuple[Argument, ...]
     commands: tuple[Command, ...] = ()
     epilog: str = ""
+
+    @property
+    def runs_another(self) -> bool:
+        """Whether what comes after `--` is a command of somebody else."""
+        return self.name == RUNS_ANOTHER
 
 
 def described(parser: Parser, name: str = "", summary: str = "") -> Command:

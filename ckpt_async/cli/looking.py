@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from ckpt_async.cli.output import Which, store_options, telling_of_silence
+from ckpt_async.cli.output import Which, saying_later, store_options, telling_of_silence
 from ckpt_async.core import keys
 from ckpt_async.core.model import CheckpointId, Decision, Outcome, Receipt
 from ckpt_async.core.settings import Settings
@@ -92,8 +92,10 @@ async def look(
     run = await _look_at(options.remote, options, wanted)
     if run.kinds:
         return run.url, [run]
-    async with opened(options.remote, options) as (store, _):
-        below = [] if options.kind else await runs_below(store)
+    async with opened(options.remote, options) as (store, heard):
+        heard()  # it has answered, or we would not be here
+        with saying_later(f"still looking for runs below {store.url}", "still_looking", url=store.url):
+            below = [] if options.kind else await runs_below(store)
     if not below:
         raise ObjectNotFoundError(f"{run.url} holds no run of ckpt_async, and there is none below it")
     at_once = asyncio.Semaphore(NUM_RUNS_AT_ONCE)

@@ -61,18 +61,18 @@ def store_options(options: argparse.Namespace) -> StoreOptions:
     return StoreOptions(endpoint_url=options.endpoint_url, region=options.region, profile=options.profile)
 
 
-@contextlib.contextmanager
-def telling_of_silence(url: str, *, patience_s: float) -> Iterator[Callable[[], None]]:
+def telling_of_silence(
+    url: str, *, patience_s: float
+) -> contextlib.AbstractContextManager[Callable[[], None]]:
     """Say on stderr that a store has not answered yet, unless the block ends, or what it yields is called, at once."""
+    text = f"no answer yet from {url}; retrying for up to {patience_s:.0f} s"
+    return saying_later(text, "no_answer_yet", url=url)
 
-    def tell() -> None:
-        say(
-            f"ckpt-async: no answer yet from {url}; retrying for up to {patience_s:.0f} s",
-            "no_answer_yet",
-            url=url,
-        )
 
-    timer = threading.Timer(SILENCE_S, tell)
+@contextlib.contextmanager
+def saying_later(text: str, event: str, *, url: str) -> Iterator[Callable[[], None]]:
+    """Say on stderr why somebody waits, unless the block ends, or what it yields is called, at once."""
+    timer = threading.Timer(SILENCE_S, lambda: say(f"ckpt-async: {text}", event, url=url))
     timer.daemon = True
     timer.start()
     try:

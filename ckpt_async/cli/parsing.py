@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import difflib
 import re
+import shlex
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
@@ -50,6 +51,8 @@ class Parser(argparse.ArgumentParser):
         if self.commands and args and not args[0].startswith("-") and args[0] not in self.commands:
             meant = _similar(args[0], self.commands)
             raise UsageError(f"there is no command {args[0]!r}", self.prog, meant=meant)
+        if self.commands and args:
+            self._check_order(args)
         ours, argv = split_command(args) if self.commands and args else (args, [])
         found, unknown = super().parse_known_args(ours, namespace)
         if argv:
@@ -59,10 +62,22 @@ class Parser(argparse.ArgumentParser):
             raise UsageError(f"unrecognized arguments: {' '.join(unknown)}", self.prog, meant=meant)
         return found, unknown
 
+    def _check_order(self, args: Sequence[str]) -> None:
+        """Options that commands have in common belong behind the command."""
+        at = next((at for at, each in enumerate(args) if each in self.commands), 0)
+        option = args[0].partition("=")[0]
+        if at and option.startswith("-") and option not in self._option_string_actions:
+            meant = shlex.join([self.prog, args[at], *args[:at], *args[at + 1 :]])
+            raise UsageError(f"{option} comes after the command", self.prog, meant=f"`{meant}`")
+
+
+# The command that runs another one, which begins after `--`.
+RUNS_ANOTHER = "run"
+
 
 def split_command(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Our own arguments, and what `run` is to run: nothing of that is ours to parse."""
-    if list(arguments[:1]) != ["run"] or "--" not in arguments:
+    if list(arguments[:1]) != [RUNS_ANOTHER] or "--" not in arguments:
         return list(arguments), []
     at = list(arguments).index("--")
     return list(arguments[:at]), list(arguments[at + 1 :])

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from ckpt_async.core import backlog, keys
 from ckpt_async.core.local_state import Local, LocalCheckpoint
 from ckpt_async.core.model import CheckpointId, Outcome
-from ckpt_async.core.units import age
+from ckpt_async.core.units import age, named
 from ckpt_async.local import journals
 from ckpt_async.monitor import holdings
 from ckpt_async.monitor.holdings import QUEUE_STATES, Progress
@@ -202,9 +202,10 @@ def _newest(checkpoint: CheckpointStatus, ranks_here: tuple[int, ...]) -> str:
             return f"{step} is given up for a newer one"
         case "waiting" if checkpoint.world_size == len(checkpoint.ranks):
             return f"{step} is uploaded and about to be committed"
-        case "waiting" if others := sorted(set(ranks_here) - {*checkpoint.ranks})[:1]:
-            # It never saved this one, or has seen it decided.
-            return f"{step} is uploaded, but rank {others[0]} of this node has nothing of it"
+        case "waiting" if others := sorted(set(ranks_here) - {*checkpoint.ranks}):
+            # They never saved this one, or have seen it decided.
+            have = "has" if len(others) == 1 else "have"
+            return f"{step} is uploaded, but {named('rank', others)} of this node {have} nothing of it"
         case "waiting":
             return f"{step} is uploaded and waits for other nodes"
         case "open":

@@ -55,6 +55,8 @@ _SLICE_BYTES = 4 << 20
 # Small objects that are read in one go: a thread hop for each would take a third of the throughput, and whoever cancels
 # waits for all of them.
 _AT_A_TIME = 8
+# Of a listing that may end early. Large, for the next page reads the folders that lead there anew.
+PAGE_KEYS = 20_000
 
 
 class DirectoryStore(WholeObjects):
@@ -141,10 +143,10 @@ class DirectoryStore(WholeObjects):
         with translating("head", key):
             return await in_thread(self._read_back, key)
 
-    async def list(self, prefix: str, *, start_after: str = "", enough: Enough | None = None) -> Listing:  # noqa: ARG002 - all at once
+    async def list(self, prefix: str, *, start_after: str = "", enough: Enough | None = None) -> Listing:
         check_prefix(prefix, "list")
         with translating("list", prefix):
-            return await in_thread(self._walk, prefix, start_after)
+            return await in_thread(self._walk, prefix, start_after, enough)
 
     async def delete(self, keys: Sequence[str]) -> None:
         for key in keys:
@@ -317,17 +319,22 @@ class DirectoryStore(WholeObjects):
         finally:
             os.close(descriptor)
 
-    def _walk(self, prefix: str, start_after: str) -> Listing:
+    def _walk(self, prefix: str, start_after: str, enough: Enough | None) -> Listing:
         self._tree.check_there("list", prefix)
         now = self._tree.now()
         start = prefix.rpartition("/")[0]
         found: list[ObjectInfo] = []
-        for key, entry in self._tree.files(f"{start}/" if start else "", now):
-            if key.startswith(prefix) and key > start_after:
-                with contextlib.suppress(FileNotFoundError):  # deleted since its folder was read
-                    found.append(_info(key, entry.stat(follow_symlinks=False)))
+        is_whole = True
+        for key, entry in self._tree.files(f"{start}/" if start else "", now, start_after):
+            if not key.startswith(prefix):
+                continue
+            if enough is not None and found and len(found) % PAGE_KEYS == 0 and enough(found):
+                is_whole = False
+                break
+            with contextlib.suppress(FileNotFoundError):  # deleted since its folder was read
+                found.append(_info(key, entry.stat(follow_symlinks=False)))
         self._tree.check_there("list", prefix)
-        return Listing(tuple(sorted(found, key=lambda info: info.key)), now)
+        return Listing(tuple(found), now, is_whole)
 
 
 def _write_all(descriptor: int, data: memoryview) -> None:

@@ -199,8 +199,10 @@ class Tree:
         finally:
             os.close(descriptor)
 
-    def files(self, folder: str, now: float) -> Iterator[tuple[str, os.DirEntry[str]]]:
-        """Every regular file below `folder` ("" or ending in '/'), in no order; links are not followed."""
+    def files(self, folder: str, now: float, start_after: str = "") -> Iterator[tuple[str, os.DirEntry[str]]]:
+        """Every regular file below `folder` ("" or ending in '/') past `start_after`, in the order of keys; links are
+        not followed. Folders are read when it is their turn, and those before `start_after` not at all.
+        """
         path = self.path(folder) if folder else self.root
         try:
             entries = list(os.scandir(path))
@@ -208,12 +210,14 @@ class Tree:
             return  # deleted since its parent was read
         if not entries and self._may_write and folder.startswith((DATA, f"{PRIVATE}/")):
             _remove_left_behind(path, now)
-        for entry in entries:
+        # A folder's keys go on with '/': "a-b" comes before all of "a".
+        below = {entry.name: entry.is_dir(follow_symlinks=False) for entry in entries}
+        for entry in sorted(entries, key=lambda each: f"{each.name}/" if below[each.name] else each.name):
             key = folder + entry.name
-            if entry.is_dir(follow_symlinks=False):
-                if key != OWN:
-                    yield from self.files(f"{key}/", now)
-            elif entry.is_file(follow_symlinks=False):
+            if below[entry.name]:
+                if key != OWN and (f"{key}/" > start_after or start_after.startswith(f"{key}/")):
+                    yield from self.files(f"{key}/", now, start_after)
+            elif key > start_after and entry.is_file(follow_symlinks=False):
                 yield key, entry
 
 

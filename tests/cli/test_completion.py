@@ -47,6 +47,13 @@ TYPED = [
     ("ls --g", {"--generation"}, {"--verbose", "ls"}),
     ("completion ", {"bash", "zsh", "fish"}, {"status"}),
     ("--v", {"--version"}, {"verify"}),
+    ("status --log-format ", {"text", "json"}, {"status"}),
+    ("status --log-format j", {"json"}, {"text"}),
+    ("status --log-format json x --i", {"--interval"}, {"json"}),
+    ("watch out s3://b/r --format light", {"lightning"}, {"dcp"}),
+    ("run s3://b/r --folder x --fo", {"--format"}, {"--all"}),
+    ("run s3://b/r -- tru", {"true"}, {"--folder"}),
+    ("run s3://b/r -- true --fo", set(), {"--format", "--folder"}),
 ]
 
 
@@ -105,6 +112,9 @@ def test_zsh_completes(script: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
         assert "status" in asked(terminal, "ckpt-async st\t", "status ")
         assert "--generation" in asked(terminal, "\x15ckpt-async ls --gen\t", "--generation ")
         assert "sweeper" not in asked(terminal, "\x15ckpt-async completion f\t", "fish ")
+        assert "text" in asked(terminal, "\x15ckpt-async ls --log-format t\t", "text ")
+        assert asked(terminal, "\x15ckpt-async run s3://b/r -- whoam\t", "whoami ")
+        assert "--format" not in asked(terminal, "--form\tzz", "zz")
         (tmp_path / "checkpoints").mkdir()
         assert "checkpoints/" in asked(terminal, "\x15ckpt-async status ch\t", "checkpoints/")
     finally:

@@ -43,3 +43,23 @@ def test_errors_are_objects_too(
         assert line["level"] == "error"
     main(arguments)
     assert capsys.readouterr().err.startswith("ckpt-async: ")
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        (["--log-format", "json", "status", "x"], "status --log-format json x"),
+        (["--log-format=json", "-v", "drain", "x"], "drain --log-format=json -v x"),
+        (
+            ["--log-format", "json", "run", "s3://b/r", "--", "ls", "-l"],
+            "run --log-format json s3://b/r -- ls -l",
+        ),
+    ],
+)
+def test_an_option_before_the_command_is_told_where_it_belongs(
+    typed: list[str], meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(typed) == 2
+    [line] = said(capsys)
+    told = f"ckpt-async: {typed[0].partition('=')[0]} comes after the command (did you mean `ckpt-async {meant}`?)"
+    assert line["message"] == told

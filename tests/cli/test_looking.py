@@ -1,6 +1,8 @@
 """`ls -l`, `ls` of a prefix, `du`, `diff` and `--generation` as a shell sees them."""
 
+import asyncio
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +10,8 @@ from typing import Any
 import pytest
 
 from ckpt_async import Uploader, cli
+from ckpt_async.cli import looking
+from ckpt_async.transfer.patient import PatientStore
 
 Json = dict[str, Any]
 Call = Callable[..., tuple[int, Json]]
@@ -51,6 +55,31 @@ def save(folder: Path, remote: str, step: int, files: dict[str, bytes], **more: 
 
 
 # --- ls ----------------------------------------------------------------------------------------------------
+
+
+def test_a_long_search_for_runs_is_no_store_that_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`ls` of a huge folder."""
+    said: list[str] = []
+    is_told = threading.Event()
+    search = looking.runs_below
+
+    def say(text: str, event: str, **_: str) -> None:
+        said.append(text)
+        if event == "still_looking":
+            is_told.set()
+
+    async def slowly(store: PatientStore) -> list[str]:
+        said.clear()
+        assert await asyncio.to_thread(is_told.wait, 30)
+        return await search(store)
+
+    monkeypatch.setattr(looking, "runs_below", slowly)
+    monkeypatch.setattr("ckpt_async.cli.output.say", say)
+    monkeypatch.setattr("ckpt_async.cli.output.SILENCE_S", 0.05)
+    assert cli.main(["ls", f"file://{tmp_path}"]) == 3
+    assert said == [f"ckpt-async: still looking for runs below file://{tmp_path}"]
 
 
 def test_ls_long_shows_every_file_with_its_checksum(

@@ -127,11 +127,13 @@ def test_summary_in_every_other_case(events: list[Event | list[Event]], expected
     assert summary(local(Opened(1, 1), *events)) == expected
 
 
-def test_a_local_rank_that_saved_nothing_is_named() -> None:
-    """It was killed before it saved: no other node is to blame."""
-    saved = local(Opened(1, 2), enqueued(1, 10), sealed(1, 2), verified(1, "f0", 10), ReceiptStored(id_(1)))
-    expected = "nothing committed yet; step 1 is uploaded, but rank 1 of this node has nothing of it"
-    assert summary(saved, local(Opened(1, 2), rank=1)) == expected
+def test_local_ranks_that_saved_nothing_are_all_named() -> None:
+    """They were killed before they saved: no other node is to blame."""
+    saved = local(Opened(1, 3), enqueued(1, 10), sealed(1, 3), verified(1, "f0", 10), ReceiptStored(id_(1)))
+    one, two = local(Opened(1, 3), rank=1), local(Opened(1, 3), rank=2)
+    said = "nothing committed yet; step 1 is uploaded, but {} of this node {} nothing of it"
+    assert summary(saved, one) == said.format("rank 1", "has")
+    assert summary(saved, one, two) == said.format("ranks 1, 2", "have")
 
 
 def test_a_checkpoint_is_counted_over_all_ranks_of_the_node() -> None:

@@ -394,3 +394,31 @@ def test_a_folder_left_empty_by_a_kill_is_removed(store, tmp_path, run):
     run(store.list(""))
     assert {each.name for each in (root / "ckpt").iterdir()} == {"step-2.g1"}
     assert (root / "notes").is_dir()
+
+
+def test_a_listing_reads_no_further_than_is_enough_and_goes_on_from_there(store, tmp_path, run, monkeypatch):
+    """Who looks for runs below a prefix must not walk through all their files: `-` and `.` come before `/`."""
+    monkeypatch.setattr("ckpt_async.stores.directory.PAGE_KEYS", 2)
+    names = ["a-b", "a.c", "a/1", "a/2/x", "a/2-x", "a0", "b/1", "b/2", "c"]
+    for name in names:
+        path = tmp_path / "run" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"x")
+    read = []
+    scandir = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: read.append(Path(path).name) or scandir(path))
+
+    def page(start_after, prefix=""):
+        read.clear()
+        listing = run(store.list(prefix, start_after=start_after, enough=lambda found: len(found) >= 2))
+        return [each.key for each in listing.objects], listing.is_whole
+
+    assert page("") == (["a-b", "a.c"], False)
+    assert "b" not in read
+    assert page("a.c") == (["a/1", "a/2-x"], False)
+    assert page("a/2-x") == (["a/2/x", "a0"], False)
+    assert page("a0") == (["b/1", "b/2"], False)
+    assert "a" not in read, "what is before it is not looked at again"
+    assert page("b/2") == (["c"], True)
+    assert page("", "b/") == (["b/1", "b/2"], True)
+    assert [each.key for each in run(store.list("")).objects] == sorted(names)
