@@ -63,6 +63,41 @@ class Waiting:
     next_at: float
 
 
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A notice, whether it was delivered or not."""
+
+    sink: str
+    body: str
+
+
+@dataclass(frozen=True, slots=True)
+class Untold:
+    """What waits for one sink; `num_attempts` of that which was tried most often."""
+
+    sink: str
+    waiting: int
+    oldest_at: float
+    attempts: int
+
+
+def look(path: Path, most: int) -> tuple[list[Told], list[Untold]]:
+    """The newest notices of a database, newest first, and what waits, also beside those who write it. Makes nothing,
+    takes no lock. Raises JournalError.
+    """
+
+    def ask(connection: sqlite3.Connection, _: int) -> tuple[list[Told], list[Untold]]:
+        if not database.patiently(connection, "SELECT 1 FROM sqlite_master WHERE name = 'outbox'").fetchall():
+            return [], []
+        newest = "SELECT sink, body FROM outbox ORDER BY sequence DESC LIMIT ?"
+        waiting = "SELECT sink, count(*), min(made_at), max(num_attempts) FROM outbox WHERE NOT is_done GROUP BY sink"
+        told = database.patiently(connection, newest, (most,)).fetchall()
+        untold = database.patiently(connection, waiting).fetchall()
+        return [Told(*row) for row in told], [Untold(*row) for row in untold]
+
+    return database.look(path, ask) or ([], [])
+
+
 class Outbox:
     """The notices in one database. From any thread; every call takes well under a millisecond.
 

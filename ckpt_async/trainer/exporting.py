@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from typing import Any
 
+from ckpt_async.core.keys import journal_name
 from ckpt_async.core.model import CheckpointId, Outcome
 from ckpt_async.core.settings import Settings
-from ckpt_async.errors import UploaderClosedError
+from ckpt_async.errors import JournalError, UploaderClosedError
+from ckpt_async.events.of_run import SPEAKER
+from ckpt_async.events.showing import happenings
+from ckpt_async.local import journals
 from ckpt_async.local.folder import Folder
+from ckpt_async.local.outbox import Told, Untold, look
 from ckpt_async.monitor import otel
 from ckpt_async.monitor.metrics import Metrics
+from ckpt_async.monitor.recent import MOST
 from ckpt_async.monitor.report import FolderWatch, id_json
 from ckpt_async.page.board import Board, look_at
 from ckpt_async.page.server import serve
 from ckpt_async.trainer.handle import EngineHandle
+
+logger = logging.getLogger(__name__)
 
 # Of the checkpoints that this process saw decided, the newest are told even when no journal has them any more.
 MAX_EARLIER = 30
@@ -114,14 +124,20 @@ class Exporter:
 
     def _look(self) -> dict[str, Any]:
         told = look_at(self._watch, self._missing)
+        boxes = {each: each.outbox() for each in self._all}
         events = [
-            {**event, "kind": each.kind or None} for each in self._all for event in each.metrics.recent.told()
+            {**event, "kind": each.kind or None}
+            for each, (notices, _) in boxes.items()
+            for event in (*each.metrics.recent.told(), *map(asdict, happenings(notices)))
         ]
         return {
             "role": "uploader",
             "folders": [told],
             "remotes": [],
-            "engines": [each.engine_json() for each in self._all],
+            "engines": [
+                {**each.engine_json(), "untold": list(map(asdict, untold))}
+                for each, (_, untold) in boxes.items()
+            ],
             "events": sorted(events, key=lambda event: float(event["at"]), reverse=True),
         }
 
@@ -133,6 +149,16 @@ class Exporter:
                 except UploaderClosedError:
                     return ()
         return ()
+
+    def outbox(self) -> tuple[list[Told], list[Untold]]:
+        """The events of the rank that speaks."""
+        if self.rank != SPEAKER:
+            return [], []
+        try:
+            return look(journals.private_of(self._watch.folder, self.kind) / journal_name(self.rank), MOST)
+        except JournalError as error:  # the folder's own part of the page says so too
+            logger.debug("page_without_events error=%s", error)
+            return [], []
 
     def engine_json(self) -> dict[str, Any]:
         """What is known here and in no journal."""

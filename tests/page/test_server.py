@@ -4,6 +4,7 @@ import gzip
 import http.client
 import json
 import os
+import queue
 import re
 import socket
 import threading
@@ -313,6 +314,71 @@ def test_a_store_that_is_away_does_not_fail_the_probe(tmp_path: Path) -> None:
         assert told["events"][0]["level"] == "warn"
     finally:
         uploader.close(timeout_s=0)
+
+
+def test_what_events_tell_is_shown_and_who_could_not_be_told(tmp_path: Path) -> None:
+    """The backlog and what was removed here, which no metric has with its step; each once, whoever heard of it."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        nobody = f"http://127.0.0.1:{taken.getsockname()[1]}/hook"
+    told: queue.Queue[str] = queue.Queue()
+    start: dict[str, Any] = {"world_size": 2, "launch_id": "a", "close_grace_s": 0, "on_error": "warn"}
+    settings: dict[str, Any] = {"event_backlog_checkpoints": 1, "num_checkpoints_to_keep": 1}
+    first, second = (
+        Uploader(
+            tmp_path / f"node-{rank}",
+            f"file://{tmp_path}/store",
+            rank=rank,
+            metrics_port=0,
+            event_webhook=nobody,
+            on_event=lambda event: told.put(event.kind),
+            event_grace_s=0,
+            decision_poll_s=0.02,
+            **start,
+            **settings,
+        )
+        for rank in (0, 1)
+    )
+
+    def save(uploader: Uploader, step: int) -> None:
+        path = uploader.folder / f"{step}-{uploader.rank}.pt"
+        path.write_bytes(b"x" * 1000)
+        uploader.enqueue(path, step)
+        uploader.seal(step)
+
+    def has_told(*kinds: str) -> None:
+        missing = {*kinds}
+        while missing:
+            missing.discard(told.get(timeout=30))
+
+    def look(uploader: Uploader) -> dict[str, Any]:
+        assert uploader.page_url is not None
+        found: dict[str, Any] = json.loads(ask(uploader.page_url, "/status.json")[2])
+        return found
+
+    try:
+        save(first, 1)
+        has_told("backlog")
+        save(second, 1)
+        has_told("committed", "backlog")
+        save(first, 2)
+        save(second, 2)
+        has_told("pruned")
+        for _ in tries():
+            page = look(first)
+            (engine,) = page["engines"]
+            if any(each["attempts"] for each in engine["untold"]):
+                break
+        assert [each["sink"] for each in engine["untold"]] == ["webhook"]
+        assert engine["untold"][0]["waiting"] >= 5, "two commits, a pruned one, two of the backlog"
+        shown = [(each["what"], each["level"], each["step"]) for each in reversed(page["events"])]
+        assert [each for each in shown if each[0] in ("backlog", "pruned")].count(("pruned", "note", 1)) == 1
+        assert [each[1] for each in shown if each[0] == "backlog"][:2] == ["warn", "good"]
+        assert "waits for rank 1" in next(each["text"] for each in page["events"] if each["level"] == "warn")
+        (silent,) = look(second)["engines"]
+        assert silent["untold"] == []
+    finally:
+        for each in (first, second):
+            each.close(timeout_s=0)
 
 
 @pytest.mark.parametrize("runner", ["thread", "process"])

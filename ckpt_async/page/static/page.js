@@ -174,6 +174,8 @@ function run(folder, kind, found, engine) {
     stopped.length && found.would_lose.steps.length
       ? el("p", { cls: "failure" }, `No uploader is running for ${ranksOf(stopped)}: ckpt-async drain finishes what was sealed.`) : null,
     stalled ? el("p", { cls: "failure" }, stalled) : null,
+    (engine ? engine.untold : []).filter((each) => each.attempts).map((each) => el("p", { cls: "failure" },
+      `${some(each.waiting, "event")} not delivered to the ${each.sink}, in ${some(each.attempts, "attempt")} since ${span(now() - each.oldest_at)}. They are tried again.`)),
     tiles(found, engine, stalled),
     timeline([...found.checkpoints.map((each) => (stalled ? { ...each, is_stalled: true, bytes_per_s: null, eta_s: null } : each)), ...earlier]));
 }
