@@ -196,6 +196,21 @@ def test_a_failing_check_does_not_hide_the_others(
     assert (out, err.splitlines()[-1]) == ("", "dev: FAILED: ruff check, ruff format, mypy")
 
 
+def test_what_python_compiles_is_kept_even_where_it_may_not_lie_beside_the_sources(
+    tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every start would compile torch anew."""
+    module = load(tree)
+    monkeypatch.delenv("PYTHONPYCACHEPREFIX", raising=False)
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+    assert not {"PYTHONPYCACHEPREFIX", "PYTHONDONTWRITEBYTECODE"} & module.environment().keys()
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    (tree / "imported.py").touch()
+    subprocess.run([sys.executable, "-c", "import imported"], cwd=tree, env=module.environment(), check=True)
+    assert [*(tree / ".venv").rglob("imported.*.pyc")]
+    assert not [*tree.glob("__pycache__")]
+
+
 def test_bench_lists_the_benchmarks(tree: Path) -> None:
     (tree / "benchmarks").mkdir()
     (tree / "benchmarks" / "upload.py").write_text('"""How fast parts move.\n\nMore.\n"""\n')

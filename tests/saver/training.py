@@ -12,7 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # optimizers import it at their first step: so it is here before the trainers are forked
 
+import ckpt_async.runners.thread
+import ckpt_async.stores.directory  # noqa: F401  likewise
 import ckpt_async.torch as ckpt
 from ckpt_async.saver import CheckpointSaver, SavedCheckpoint
 
