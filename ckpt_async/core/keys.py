@@ -25,6 +25,7 @@ Local, relative to the folder:
     .ckpt_async/journal-<rank:05d>.sqlite.damaged-<when>     moved aside; nobody reads it again
     .ckpt_async/journal.sqlite                               of all ranks, by earlier versions
     .ckpt_async/rank-<rank:05d>.lock                         flock; never replaced
+    .ckpt_async/link-<up or down>.json                       what was found out about the link to the store
     .ckpt_async/spool/rank-<rank:05d>/<g:06d>-<step:012d>/<shard>       hard links
     .ckpt_async/spool/rank-<rank:05d>/<g:06d>-<step:012d>.json          what was enqueued and sealed (rule R10)
     .ckpt_async/kinds/<kind>/                                all of this once more

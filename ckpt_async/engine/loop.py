@@ -290,6 +290,7 @@ class Engine:
 
     def _keep_house(self) -> None:
         self.state.folder.tend()
+        self.state.note_link()
         self.state.journal.compact()
 
     # --- actions -------------------------------------------------------------------------------------------

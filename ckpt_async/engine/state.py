@@ -15,8 +15,10 @@ from ckpt_async.core.notices import Notice, Teller
 from ckpt_async.core.observe import Observer
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import CkptAsyncError
+from ckpt_async.local import known_link
 from ckpt_async.local.folder import Folder
 from ckpt_async.local.journal import Journal
+from ckpt_async.local.known_link import KnownLink
 from ckpt_async.transfer.patient import PatientStore
 from ckpt_async.transfer.upload import Resume
 
@@ -68,6 +70,7 @@ class State:
         self.sent_ahead: dict[tuple[CheckpointId, str], Resume] = {}  # before they were enqueued
         self.sent_bytes: dict[decide.Upload, int] = {}
         self.is_progress_new = False
+        self._noted_link: KnownLink | None = None
         self.is_hurried = False
         self.is_stopping = False
 
@@ -85,6 +88,15 @@ class State:
     def is_left_over(self, id_: CheckpointId) -> bool:
         """Whether an earlier start left it behind: nobody here waits for it."""
         return not self.is_trainer or id_.generation < self.local.generation
+
+    def note_link(self) -> None:
+        """What was found out about the link, for the next process. Any thread. Raises OSError."""
+        link = self.store.link
+        known = KnownLink(link.limit, link.connection_bytes_per_s)
+        if link.is_found and known != self._noted_link:
+            path = self.folder.private / known_link.file_name("up")
+            known_link.note(path, self.store.url, known, self.clock())
+            self._noted_link = known
 
     # --- the journal ---------------------------------------------------------------------------------------
 

@@ -155,7 +155,10 @@ def fetch_as(checkpoint: Checkpoint, options: FetchOptions) -> FetchReport:
         wanted = checkpoint.select(options.ranks, options.files)
         num_at_once = options.num_concurrent_reads
         async with session(
-            checkpoint.remote, checkpoint.store_options, num_concurrent_reads=num_at_once
+            checkpoint.remote,
+            checkpoint.store_options,
+            num_concurrent_reads=num_at_once,
+            folder=options.folder,
         ) as opened:
             with contextlib.closing(Peers(options.peers, num_at_once)) as connected:
                 return await _Fetching(opened, checkpoint, connected, options).run(wanted)

@@ -120,7 +120,7 @@ class Reader:
     ) -> None:
         check_found(checkpoint)
         self.checkpoint = checkpoint
-        self._local = LocalCopies(folder, checkpoint, local_cache)
+        self._folder, self._local = folder, LocalCopies(folder, checkpoint, local_cache)
         self._peers = Peers(peers, num_concurrent_reads)
         self._num_concurrent_reads = num_concurrent_reads
         self._sources: dict[str, asyncio.Future[list[FileSource]]] = {}
@@ -239,6 +239,7 @@ class Reader:
                     checkpoint.remote,
                     checkpoint.store_options,
                     num_concurrent_reads=self._num_concurrent_reads,
+                    folder=self._folder,
                 ) as self._opened,
                 leased(self._opened, checkpoint) as self._lease,
             ):

@@ -12,6 +12,7 @@ import socket
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from ckpt_async.core import keys, records
 from ckpt_async.core.model import CheckpointId, Damage, Lease, Outcome
@@ -26,11 +27,14 @@ from ckpt_async.errors import (
     StoreError,
     UnreliableReadError,
 )
+from ckpt_async.local import known_link
+from ckpt_async.local.known_link import KnownLink
 from ckpt_async.protocol import steps
 from ckpt_async.protocol.cas import read
 from ckpt_async.restore.checkpoint import OWN_FORMAT, Checkpoint
 from ckpt_async.restore.lanes import Pace, num_of_cores
 from ckpt_async.stores import StoreOptions
+from ckpt_async.threads import in_thread
 from ckpt_async.transfer.budgets import Budgets
 from ckpt_async.transfer.patient import PatientStore, connect
 
@@ -62,16 +66,23 @@ class Session:
 
 @contextlib.asynccontextmanager
 async def session(
-    remote: str, options: StoreOptions | None, *, num_concurrent_reads: int = MAX_CONCURRENT_READS
+    remote: str,
+    options: StoreOptions | None,
+    *,
+    num_concurrent_reads: int = MAX_CONCURRENT_READS,
+    folder: str | os.PathLike[str] | None = None,
 ) -> AsyncIterator[Session]:
     """Open `remote` read-only for as long as the block lasts. An answer that again and again does not have the checksum
-    that the store sends with it ends the block as UnreliableReadError.
+    that the store sends with it ends the block as UnreliableReadError. The trainer's `folder` knows of the link what
+    earlier readers have found.
     """
     at_first = min(CONCURRENT_READS_AT_FIRST, num_concurrent_reads)
     settings: Settings = load(
         {"num_concurrent_uploads": at_first, "max_concurrent_uploads": num_concurrent_reads}, os.environ
     )
-    budgets = Budgets(settings, few=num_of_cores() + 1, direction="down")
+    path = Path(folder) / keys.PRIVATE / known_link.file_name("down") if folder is not None else None
+    known = await in_thread(known_link.recall, path, remote, time.time()) if path is not None else None
+    budgets = Budgets(settings, few=num_of_cores() + 1, direction="down", known=known)
     bulk = connect(remote, options, settings, silence_s=PATIENCE_S, budgets=budgets)
     try:
         await bulk.open(PATIENCE_S, is_read_only=True)
@@ -81,6 +92,10 @@ async def session(
     finally:
         await bulk.close()
         budgets.close()
+        if path is not None and bulk.link.is_found:
+            with contextlib.suppress(OSError):  # it may be read-only, and the next one finds out by itself
+                found = KnownLink(bulk.link.limit, bulk.link.connection_bytes_per_s)
+                await in_thread(known_link.note, path, remote, found, time.time())
 
 
 class HeldLease:

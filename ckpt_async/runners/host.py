@@ -22,8 +22,10 @@ from ckpt_async.engine.state import State
 from ckpt_async.errors import JournalError, SettingsError
 from ckpt_async.events.of_run import CLOSE_S, RunEvents
 from ckpt_async.events.telling import parse_wants
+from ckpt_async.local import known_link
 from ckpt_async.local.folder import Folder, boot_id
 from ckpt_async.local.journal import Journal
+from ckpt_async.local.known_link import KnownLink
 from ckpt_async.protocol import copies
 from ckpt_async.protocol import generation as generations
 from ckpt_async.runners import Start
@@ -48,12 +50,16 @@ class Backends:
         self._budgets: WeakValueDictionary[str, Budgets] = WeakValueDictionary()
 
     @contextlib.asynccontextmanager
-    async def use(self, start: Start, observer: Observer) -> AsyncIterator[PatientStore]:
-        """Raises SettingsError or StoreError if the store cannot be opened."""
+    async def use(
+        self, start: Start, observer: Observer, known: KnownLink | None
+    ) -> AsyncIterator[PatientStore]:
+        """`known`: of its link, from an earlier process. Raises SettingsError or StoreError if the store cannot be
+        opened.
+        """
         key = repr((start.address, start.options))
         backend = self._open.get(key)
         if backend is None:
-            backend = self._open[key] = _Backend(start, observer, self._budgets_of(start))
+            backend = self._open[key] = _Backend(start, observer, self._budgets_of(start, known))
         backend.num_users += 1
         try:
             async with backend.opening:
@@ -70,12 +76,12 @@ class Backends:
                 self._open.pop(key, None)
                 await backend.store.close()
 
-    def _budgets_of(self, start: Start) -> Budgets:
+    def _budgets_of(self, start: Start, known: KnownLink | None) -> Budgets:
         run = replace(start.address, url=keys.run_remote(start.address.url, start.kind))
         key = repr((run, start.options))
         budgets = self._budgets.get(key)
         if budgets is None:
-            budgets = self._budgets[key] = Budgets(start.settings)
+            budgets = self._budgets[key] = Budgets(start.settings, known=known)
         return budgets
 
 
@@ -114,7 +120,8 @@ class Host:
         wants to know. Raises what keeps the engine from starting, and a crash once the end is expected.
         """
         local = await asyncio.to_thread(self._earlier)
-        async with self._backends.use(self._start, self._observer) as store:
+        known = await asyncio.to_thread(self._known_link)
+        async with self._backends.use(self._start, self._observer, known) as store:
             generation = self._start.generation
             if generation is None:
                 generation = await self._agree(store, local)
@@ -192,6 +199,10 @@ class Host:
                 hint="finish it with `ckpt-async drain`, or use another folder",
             )
         return local
+
+    def _known_link(self) -> KnownLink | None:
+        path = self._folder.private / known_link.file_name("up")
+        return known_link.recall(path, self._start.address.url, time.time())
 
     async def _agree(self, store: PatientStore, local: Local) -> int:
         start = self._start

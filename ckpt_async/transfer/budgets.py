@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import Protocol
 
 from ckpt_async.core.settings import Settings
+from ckpt_async.local.known_link import KnownLink
 from ckpt_async.stores.interface import Moved
 from ckpt_async.transfer import concurrency
 from ckpt_async.transfer.concurrency import Concurrency, Request
@@ -26,14 +27,20 @@ CONTROL_REQUESTS = 16
 
 class Budgets:
     """The limits of one store's requests, shared by all who use it on one event loop. `few`: see `Concurrency`;
-    `direction`: of the bytes, for the node's account of its link.
+    `direction`: of the bytes, for the node's account of its link; `known`: what an earlier process has found.
     """
 
-    def __init__(self, settings: Settings, few: int = 0, direction: Direction = "up") -> None:
+    def __init__(
+        self, settings: Settings, few: int = 0, direction: Direction = "up", known: KnownLink | None = None
+    ) -> None:
         self.control = asyncio.Semaphore(CONTROL_REQUESTS)
         self.bulk = Lane(
             settings.num_concurrent_uploads, settings.max_concurrent_uploads, few, Node(direction)
         )
+        if known is not None:
+            self.bulk.concurrency = concurrency.remembered(
+                self.bulk.concurrency, known.num_connections, known.connection_bytes_per_s
+            )
         self.bytes = ByteBudget(settings.max_inflight_bytes)
         self.bandwidth = Bandwidth(settings.max_bytes_per_s)
 
@@ -79,6 +86,21 @@ class Watched(Protocol):
     def begin_again(self) -> None: ...
 
 
+class _Moving:
+    """What was seen of a request, at an age between a quarter and a half of what it has now."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self._size_bytes = size_bytes
+        self._earlier = self._later = (0.0, 0)
+
+    def look(self, moved_bytes: int, took_s: float) -> Request:
+        if took_s >= 2 * self._later[0]:
+            self._earlier, self._later = self._later, (took_s, moved_bytes)
+        earlier_s, earlier_bytes = self._earlier
+        late_bytes_per_s = (moved_bytes - earlier_bytes) / max(took_s - earlier_s, 1e-6)
+        return Request(self._size_bytes, moved_bytes, took_s, late_bytes_per_s)
+
+
 # How often what has moved is looked at, while requests are under way: to find the link, and once it is found.
 LOOK_S, SELDOM_S = 0.05, 0.2
 # The other side's kernel acknowledges what its program has not read yet.
@@ -98,7 +120,7 @@ class Lane:
         self._next_look: asyncio.TimerHandle | None = None
         self._looked = (0.0, 0.0)  # when, and how much CPU this process had taken by then
         self._running = 0
-        self._watched: dict[Watched, int] = {}
+        self._watched: dict[Watched, _Moving] = {}
         self._waiting: dict[Hashable, deque[asyncio.Future[None]]] = {}  # in the order of their turns
         self.have_more: set[Hashable] = set()  # owners that would ask for more if more were let in
 
@@ -126,7 +148,7 @@ class Lane:
     def watching(self, progress: Watched, size_bytes: int) -> Iterator[None]:
         """A request that is to begin again if its connection is a slow one; of 0 bytes: it is not."""
         if size_bytes:
-            self._watched[progress] = size_bytes
+            self._watched[progress] = _Moving(size_bytes)
         try:
             yield
         finally:
@@ -159,7 +181,7 @@ class Lane:
 
     def _look_for_stragglers(self, now_s: float) -> None:
         watched = list(self._watched.items())
-        requests = [Request(size, each.moved_bytes, now_s - each.began_s) for each, size in watched]
+        requests = [seen.look(each.moved_bytes, now_s - each.began_s) for each, seen in watched]
         for number in concurrency.stragglers(requests, self.concurrency.connection_bytes_per_s):
             slow = requests[number]
             logger.info(

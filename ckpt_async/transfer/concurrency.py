@@ -2,7 +2,8 @@
 
 Doubled while that pays in full, as TCP's slow start does, or four times as many where each is slow; then what the rate
 that was found needs, at the rate that a connection has when the link is not full. Now and then a step more is tried:
-links change. Halved on 503 SlowDown, as every S3 SDK's adaptive mode does.
+links change. Halved on 503 SlowDown, as every S3 SDK's adaptive mode does. A process begins with what the one before it
+has learnt, if a first look at the rate confirms it.
 
 The link is the node's: where several processes use it, what counts is what all of them move. Judged by its own rate,
 each would grow for ever, for on a full link more connections are a larger share.
@@ -30,6 +31,9 @@ FULL = 0.6
 GAIN = 1.08
 # So many times the average of all processes on a link, or as much less, is not fair.
 FAIR = 1.25
+# A connection with this part of the rate that an earlier process has seen is on the same link; one with so many times
+# as much is on a wider one.
+SAME, WIDER = 0.7, 1.25
 # What a request may take beyond what is usual, before its connection is a slow one.
 SLOW_AFTER_S = 1.0
 # More than this part of all, if these are not the last few, are not slow by chance.
@@ -64,6 +68,27 @@ class Concurrency:
     refused: tuple[int, float] | None = (
         None  # a limit that was too much, and until when it is not tried again
     )
+    unconfirmed: tuple[int, float] | None = (
+        None  # the limit if it is another link than an earlier process has seen, and a connection's rate on that
+    )
+
+    @property
+    def is_found(self) -> bool:
+        """Whether the limit is what the link needs, rather than a step of the search or what others have said."""
+        is_settled = not self.is_searching and self.before is None and self.unconfirmed is None
+        return is_settled and self.connection_bytes_per_s > 0
+
+
+def remembered(state: Concurrency, limit: int, connection_bytes_per_s: float) -> Concurrency:
+    """Begin with what an earlier process has found."""
+    return replace(
+        state,
+        limit=min(limit, state.most),
+        fills_s=SETTLE_S,
+        is_searching=False,
+        connection_bytes_per_s=connection_bytes_per_s,
+        unconfirmed=(state.limit, connection_bytes_per_s),
+    )
 
 
 def observed(
@@ -86,17 +111,21 @@ def observed(
     if state.window is None:
         return state if now_s < state.settles_until_s else replace(state, window=(now_s, moved_bytes))
     began_s, moved_before = state.window
-    is_first = state.is_searching and state.before is None
+    is_first = state.before is None and (state.is_searching or state.unconfirmed is not None)
     if moved_bytes < moved_before or (is_first and moved_bytes == moved_before):
         # A store that shared the limit has closed; no answer has come yet.
         return replace(state, window=(now_s, moved_bytes))
     if state.fills_s:
-        return replace(state, window=None, settles_until_s=now_s + state.fills_s, fills_s=0.0)
-    if now_s - began_s < max(FIRST_WINDOW_S if is_first else WINDOW_S, WINDOW_ROUND_TRIPS * round_trip_s):
+        pause_s = state.fills_s if state.unconfirmed is None else settle_s
+        return replace(state, window=None, settles_until_s=now_s + pause_s, fills_s=0.0)
+    window_s = FIRST_WINDOW_S if is_first and state.is_searching else WINDOW_S
+    if now_s - began_s < max(window_s, WINDOW_ROUND_TRIPS * round_trip_s):
         return state
     state = replace(state, window=(now_s, moved_bytes))
     rate = (moved_bytes - moved_before) / (now_s - began_s)
     in_all = state.limit + sum(others)
+    if state.unconfirmed is not None:
+        return _confirmed(state, *state.unconfirmed, rate / in_all, now_s, settle_s)
     few, state = state.few, replace(state, few=0, connection_bytes_per_s=rate / in_all)
     if state.limit > few > 0 and busy_cores > BUSY_CORES:
         return replace(state, limit=few, window=None, settles_until_s=now_s + settle_s)
@@ -108,24 +137,63 @@ def observed(
         )
     if state.before is None or state.before[2] <= 0 or in_all <= state.before[1]:
         return _step_up(state, in_all, rate, now_s, settle_s)
-    limit, in_all_before, rate_before = state.before
-    gain = rate / rate_before
-    if gain - 1 >= FULL * (in_all / in_all_before - 1):
+    _, in_all_before, rate_before = state.before
+    if rate / rate_before - 1 >= FULL * (in_all / in_all_before - 1):
         if state.refused is None or state.limit >= state.refused[0]:
             state = replace(state, rest_s=REST_S, refused=None)
         return _step_up(state, in_all, rate, now_s, settle_s)
+    return _step_back(state, in_all, rate, now_s, settle_s)
+
+
+def _step_back(state: Concurrency, in_all: int, rate: float, now_s: float, settle_s: float) -> Concurrency:
+    """The step before has not paid in full."""
+    assert state.before is not None
+    limit, in_all_before, rate_before = state.before
+    gain = rate / rate_before
     # Its share of what the rate needs, if a connection has the rate that it had before.
     share = math.ceil(in_all_before * gain * SLACK * state.limit / in_all)
     needed = limit if gain < GAIN else min(state.limit, max(1, share))
     return replace(
         state,
         limit=needed,
+        connection_bytes_per_s=min(rate_before / in_all_before, rate / (in_all - state.limit + needed)),
         is_searching=False,
         window=None,
         settles_until_s=now_s + settle_s,
         before=None,
         tries_at_s=now_s + state.rest_s,
         rest_s=min(LONGEST_REST_S, 2 * state.rest_s),
+    )
+
+
+def _confirmed(
+    state: Concurrency,
+    start: int,
+    expected_bytes_per_s: float,
+    each_bytes_per_s: float,
+    now_s: float,
+    settle_s: float,
+) -> Concurrency:
+    """What an earlier process has found, after the first look at it: where a connection has less now, the link, or who
+    else is on it, is not what it was.
+    """
+    if each_bytes_per_s < SAME * expected_bytes_per_s:
+        return replace(
+            state,
+            limit=start,
+            connection_bytes_per_s=each_bytes_per_s,
+            is_searching=True,
+            window=None,
+            settles_until_s=now_s + settle_s,
+            unconfirmed=None,
+        )
+    is_wider = each_bytes_per_s > WIDER * expected_bytes_per_s
+    return replace(
+        state,
+        connection_bytes_per_s=each_bytes_per_s,
+        is_searching=is_wider,
+        tries_at_s=now_s if is_wider else now_s + REST_S,
+        unconfirmed=None,
     )
 
 
@@ -136,6 +204,7 @@ class Request:
     size_bytes: int
     moved_bytes: int
     took_s: float
+    late_bytes_per_s: float  # over half of its time or more: at first, buffers on the way swallow it at once
 
 
 def stragglers(requests: Sequence[Request], connection_bytes_per_s: float) -> list[int]:
@@ -154,11 +223,10 @@ def stragglers(requests: Sequence[Request], connection_bytes_per_s: float) -> li
 
 
 def _is_straggler(request: Request, usual_s: float) -> bool:
-    if request.took_s < SLOW_AFTER_S + 2 * usual_s:
-        left_bytes = request.size_bytes - request.moved_bytes
-        left_s = left_bytes / max(request.moved_bytes / max(request.took_s, 1e-6), 1.0)
-        return request.took_s >= SLOW_AFTER_S and left_s > SLOW_AFTER_S + 3 * usual_s
-    return True
+    too_long_s = SLOW_AFTER_S + 2 * usual_s
+    left_s = (request.size_bytes - request.moved_bytes) / max(request.late_bytes_per_s, 1.0)
+    is_seen = request.took_s >= max(SLOW_AFTER_S, usual_s / 2)
+    return request.took_s >= too_long_s or (is_seen and left_s > too_long_s)
 
 
 def _fair(limit: int, others: Sequence[int]) -> int:
@@ -198,6 +266,7 @@ def throttled(state: Concurrency, *, began_s: float, now_s: float) -> Concurrenc
         state,
         limit=max(1, state.limit // 2),
         is_searching=False,
+        unconfirmed=None,
         window=None,
         before=None,
         tries_at_s=now_s + REST_S,

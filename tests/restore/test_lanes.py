@@ -12,6 +12,7 @@ import pytest
 from ckpt_async import restore
 from ckpt_async.restore import lanes as lanes_module
 from ckpt_async.restore import partial
+from ckpt_async.restore import session as session_module
 from ckpt_async.restore.fetching import LOCKS_AT_ONCE
 from ckpt_async.restore.lanes import MAX_REQUEST_BYTES, MIB, Pace
 from ckpt_async.restore.session import CONCURRENT_READS_AT_FIRST
@@ -126,6 +127,28 @@ def test_a_fetch_over_slow_connections_uses_many(slow: Slow, tmp_path: Path) -> 
     files = {0: {"a": content(10, "a", 500 * RANGE_BYTES)}}
     assert is_whole(restore.fetch(_committed(tmp_path, files), tmp_path / "there"), files)
     assert slow.most > 2 * CONCURRENT_READS_AT_FIRST
+
+
+def test_the_next_fetch_begins_with_what_the_last_one_has_found(
+    slow: Slow, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the folder is known."""
+    files = {0: {"a": content(10, "a", 500 * RANGE_BYTES)}}
+    checkpoint = _committed(tmp_path, files)
+    begun: list[int] = []
+    opened = session_module.Session
+
+    def session(*values: Any) -> session_module.Session:
+        begun.append(opened(*values).bulk.concurrency)
+        return opened(*values)
+
+    monkeypatch.setattr(session_module, "Session", session)
+    (tmp_path / "folder" / ".ckpt_async").mkdir(parents=True)
+    for number in range(2):
+        restore.fetch(checkpoint, tmp_path / f"{number}", folder=tmp_path / "folder")
+    restore.fetch(checkpoint, tmp_path / "other")
+    assert begun[0] == begun[2] == CONCURRENT_READS_AT_FIRST
+    assert begun[1] > 2 * CONCURRENT_READS_AT_FIRST
 
 
 def test_series_of_small_files_become_more_and_shorter(slow: Slow, tmp_path: Path) -> None:

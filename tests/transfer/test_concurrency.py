@@ -8,7 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_async.stores.interface import Capabilities
-from ckpt_async.transfer.concurrency import Concurrency, Request, observed, stragglers, throttled
+from ckpt_async.transfer.concurrency import (
+    Concurrency,
+    Request,
+    observed,
+    remembered,
+    stragglers,
+    throttled,
+)
 from ckpt_async.transfer.upload import part_size
 
 MIB = 1 << 20
@@ -152,6 +159,47 @@ def test_a_link_that_changes_is_found_again() -> None:
     assert limits[-1] >= 40
 
 
+def _found(link: Link) -> Concurrency:
+    """What a process has found out about a link, as the next one begins."""
+    before, _ = link.play(Concurrency(limit=8, most=128), 20)
+    assert before.is_found
+    return remembered(Concurrency(limit=8, most=128), before.limit, before.connection_bytes_per_s)
+
+
+@pytest.mark.parametrize(("each", "together"), [(5, 100), (5, 400), (60, 400), (20, 10_000)])
+def test_the_next_process_fills_the_link_from_the_beginning(each: int, together: int) -> None:
+    link = Link(each * MIB, together * MIB)
+    begun, needed = _found(link), min(together / each, 128)
+    state, limits = link.play(begun, 2)  # then it tries a step more, as always
+    assert [min(limits), max(limits)] == [begun.limit] * 2
+    assert needed <= begun.limit <= max(8, 1.2 * needed)
+    assert state.is_found
+
+
+def test_a_link_that_has_become_narrower_between_two_processes_is_found_from_the_beginning() -> None:
+    link = Link(5 * MIB, 400 * MIB)
+    begun = _found(link)
+    link.together = 50 * MIB
+    _, limits = link.play(begun, 20)
+    assert limits[10] <= 32
+    assert limits[-1] <= 12
+
+
+def test_a_link_that_has_become_wider_between_two_processes_is_found_at_once() -> None:
+    """Or fewer processes share it now."""
+    begun = _found(Link(5 * MIB, 20 * MIB))
+    _, limits = Link(5 * MIB, 400 * MIB).play(begun, 4)
+    assert begun.limit == 8
+    assert limits[-1] >= 80
+
+
+def test_what_is_remembered_is_within_the_limits_of_this_process_and_gives_way_to_slow_down() -> None:
+    begun = remembered(Concurrency(limit=8, most=16), 100, 5e6)
+    assert begun.limit == 16
+    halved = throttled(begun, began_s=1.0, now_s=1.0)
+    assert Link(MIB).play(halved, 0.5)[0].limit == 8
+
+
 def test_concurrency_does_not_grow_while_nothing_waits() -> None:
     _, limits = Link(MIB).play(Concurrency(limit=8, most=64), 60, is_full=False)
     assert set(limits) == {8}
@@ -228,33 +276,39 @@ def test_the_limit_stays_in_its_bounds(events, start: int, most: int) -> None:
 
 
 def _request(rate_mib_s: float, took_s: float, size_mib: int = 32) -> Request:
-    return Request(size_mib * MIB, int(rate_mib_s * took_s * MIB), took_s)
+    return Request(size_mib * MIB, int(rate_mib_s * took_s * MIB), took_s, rate_mib_s * MIB)
 
 
 def test_a_connection_far_slower_than_usual_is_told_from_the_others() -> None:
-    others = [_request(5, 2) for _ in range(8)]
-    assert stragglers([*others, _request(0.5, 2)], 5 * MIB) == [8]
-    assert stragglers([_request(0.5, 2)] * 3, 5 * MIB) == [0, 1, 2]  # the last ones of a shard
-    assert stragglers([*others, _request(3, 2)], 5 * MIB) == []
-    assert stragglers([*others, _request(0.5, 0.9)], 5 * MIB) == []  # it has only begun
-    assert stragglers([*others, _request(0.0, 30)], 5 * MIB) == [8]
-    assert stragglers([_request(0.5, 2)], 0.0) == []  # nobody knows what is usual
+    others = [_request(10, 2) for _ in range(8)]
+    assert stragglers([*others, _request(1, 2)], 10 * MIB) == [8]
+    assert stragglers([_request(1, 2)] * 3, 10 * MIB) == [0, 1, 2]  # the last ones of a shard
+    assert stragglers([*others, _request(6, 2)], 10 * MIB) == []
+    assert stragglers([*others, _request(1, 1.5)], 10 * MIB) == []  # it has only begun
+    assert stragglers([*others, _request(0.0, 30)], 10 * MIB) == [8]
+    assert stragglers([_request(1, 2)], 0.0) == []  # nobody knows what is usual
+
+
+def test_a_slow_connection_is_seen_though_buffers_have_swallowed_much_at_once() -> None:
+    others = [_request(20, 0.7, 16) for _ in range(8)]
+    swallowed = Request(16 * MIB, 7 * MIB, 1.0, 2 * MIB)
+    assert stragglers([*others, swallowed], 20 * MIB) == [8]
 
 
 def test_a_request_that_buffers_have_swallowed_is_slow_if_its_answer_does_not_come() -> None:
     others = [_request(20, 0.5) for _ in range(8)]
-    swallowed = [Request(16 * MIB, 16 * MIB, took_s) for took_s in (2.0, 3.0)]
+    swallowed = [Request(16 * MIB, 16 * MIB, took_s, 0.0) for took_s in (2.0, 3.0)]
     assert [stragglers([*others, each], 20 * MIB) for each in swallowed] == [[], [8]]
 
 
 def test_a_request_that_would_not_end_sooner_goes_on() -> None:
-    nearly_there = Request(4 * MIB, 3 * MIB, 2.0)
+    nearly_there = Request(4 * MIB, 3 * MIB, 2.0, MIB)
     assert stragglers([nearly_there], 5 * MIB) == []
 
 
 def test_a_link_or_a_store_that_has_become_slow_makes_no_stragglers() -> None:
-    assert stragglers([_request(0.5, 3) for _ in range(8)], 5 * MIB) == []
-    assert stragglers([Request(16 * MIB, 16 * MIB, 9.0)] * 8, 20 * MIB) == []
+    assert stragglers([_request(0.5, 30) for _ in range(8)], 5 * MIB) == []
+    assert stragglers([Request(16 * MIB, 16 * MIB, 9.0, 0.0)] * 8, 20 * MIB) == []
 
 
 def _part_mib(size_mib: int, link: Concurrency | None) -> int:

@@ -1,0 +1,50 @@
+"""What one process has found out about the link, for the next: advice that may be missing, old or broken."""
+
+from pathlib import Path
+
+import pytest
+
+from ckpt_async.local.known_link import GOOD_FOR_S, KnownLink, note, recall
+
+REMOTE, NOW_S = "s3://bucket/run", 1e9
+KNOWN = KnownLink(22, 4.5e6)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "link-up.json"
+
+
+def test_the_newest_is_recalled(path: Path) -> None:
+    note(path, REMOTE, KnownLink(1000, 123456789.0), NOW_S)
+    note(path, REMOTE, KNOWN, NOW_S)
+    assert recall(path, REMOTE, NOW_S + 60) == KNOWN
+
+
+def test_what_is_of_another_remote_or_time_is_not(path: Path) -> None:
+    assert recall(path, REMOTE, NOW_S) is None
+    note(path, REMOTE, KNOWN, NOW_S)
+    assert recall(path, "s3://bucket/other", NOW_S) is None
+    assert recall(path, REMOTE, NOW_S + GOOD_FOR_S) is None
+    assert recall(path, REMOTE, NOW_S - 1) is None
+
+
+def test_what_cannot_be_understood_is_not(path: Path) -> None:
+    note(path, REMOTE, KNOWN, NOW_S)
+    whole = path.read_text()
+    for data in (
+        *(whole[:length] for length in range(len(whole))),
+        *(whole.replace("22", each) for each in ("0", "null", "1e999", '"x"')),
+        *(whole.replace("4500000.0", each) for each in ("0", "-1", "NaN", "Infinity")),
+        "[" * 4000,
+        "[1]",
+    ):
+        path.write_text(data)
+        assert recall(path, REMOTE, NOW_S) is None, data
+
+
+def test_a_link_in_its_place_is_not_followed(path: Path, tmp_path: Path) -> None:
+    path.symlink_to(tmp_path / "mine")
+    with pytest.raises(OSError, match="symbolic link"):
+        note(path, REMOTE, KNOWN, NOW_S)
+    assert not (tmp_path / "mine").exists()
