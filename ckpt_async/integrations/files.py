@@ -10,7 +10,7 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 # How frameworks put a rank into the names of what each rank writes: DCP; transformers; accelerate, and its FSDP;
-# DeepSpeed; torch_xla, OLMo. What has no rank in its name is rank 0's.
+# DeepSpeed; torch_xla, OLMo; OLMo-core 0.1. What has no rank in its name is rank 0's.
 _RANK = re.compile(
     r"__(\d+)_.*"
     r"|rng_state_(\d+)\.pth"
@@ -18,6 +18,7 @@ _RANK = re.compile(
     r"|(?:pytorch_model_fsdp|optimizer)(?:_\d+)?_rank(\d+)\.bin"
     r"|(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_.*"
     r"|rank(\d+)(?:-of-\d+-.*|\.pt)"
+    r"|rank_(\d+)\.safetensors"
 )
 
 

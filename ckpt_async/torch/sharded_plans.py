@@ -4,6 +4,7 @@ DCP                  every `.metadata` says it: DCP's own, OLMo's `torch_new`, O
 OLMo `torch_legacy`  rank<N>.pt: model and optimizer of ShardedTensors, and the trainer's state
 OLMo `local`         model/rank<N>.pt and optim/rank<N>.pt: the ranks' parts of flat parameters; metadata.yaml says
                      of how many ranks (olmo/checkpoint.py, LocalShardedCheckpointer)
+OLMo `olmo_core`     `olmo_core_files` says what it is
 whole files          a state that one rank wrote for all; OLMo's model.pt, optim.pt and train.pt
 """
 
@@ -30,6 +31,7 @@ from ckpt_async.restore.dcp_files import (
 from ckpt_async.torch import flashpoint
 from ckpt_async.torch.assembly import Box, CheckpointFile, Part, Whole, part_of
 from ckpt_async.torch.codecs import SAFETENSORS_SUFFIX, TORCH_SUFFIXES
+from ckpt_async.torch.olmo_core_files import MARK, OlmoCoreFiles
 from ckpt_async.torch.sharded_rules import CLASSES, ShardedRules, Shards
 from ckpt_async.torch.tensors import safetensors_places
 from ckpt_async.torch.torchfile import Layout, read_layout, read_state
@@ -94,6 +96,8 @@ class Planner:
             self.plan.state = {folder: self._dcp(folder) for folder in folders}
         elif "metadata.yaml" in names and "model/rank0.pt" in names:
             self.plan.state = self._local()
+        elif MARK in names:
+            self.plan.state = OlmoCoreFiles(self._reader, self.plan, self._allow).read()
         elif any(_RANK_FILE.fullmatch(name) for name in names):
             return self._with(self._legacy())
         elif any(f"model{suffix}" in names for suffix in (SAFETENSORS_SUFFIX, ".pt")):

@@ -25,7 +25,7 @@ _TORCH_DTYPES = {
 
 _MAX_DIMENSIONS = 64  # torch's own limit
 _MAX_HEADER_BYTES = 100 << 20  # safetensors' own limit
-_DTYPES = {
+DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
     "U16": torch.uint16,
@@ -46,7 +46,7 @@ _DTYPES = {
     "F64": torch.float64,
     "C64": torch.complex64,
 }
-_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def load_safetensors(path: Path, map_location: object) -> dict[str, torch.Tensor]:
@@ -78,7 +78,7 @@ def _places(file: IO[bytes], what: str) -> dict[str, tuple[_Place, int]]:
         header, start = _read_header(file)
         header.pop("__metadata__", None)
         places = {
-            name: _Place(_DTYPES[entry["dtype"]], entry["shape"], *entry["data_offsets"])
+            name: _Place(DTYPES[entry["dtype"]], entry["shape"], *entry["data_offsets"])
             for name, entry in header.items()
         }
         _check_apart(places.values())

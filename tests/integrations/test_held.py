@@ -40,6 +40,7 @@ def test_every_file_belongs_to_one_rank(tmp_path: Path, caplog: pytest.LogCaptur
         "pytorch_model_fsdp_0_rank1.bin",
         "pytorch_model_fsdp_rank1.bin",
         "random_states_1.pkl",
+        "model/rank_1.safetensors",
         "rank1-of-2-optimizer.pt",
         "rng_state_1.pth",
         "train/rank1.pt",

@@ -1,11 +1,13 @@
 """Ranks under FSDP that write one state in the ways of OLMo 0.6's sharded checkpointers, each by the calls of torch
-that olmo/checkpoint.py makes: `python -m tests.torch_side.fsdp_ranks FOLDER`. OLMo itself refuses `local` with torch
-2.3 and newer; what it saves of a flat parameter is there all the same. Beside it the state in full, as torch makes it
-of the DCP checkpoint (what FSDP gathers of AdamW's `exp_avg` on the CPU is not what it saves), and the model as FSDP
-gathers it.
+that olmo/checkpoint.py makes, and `olmo_core` as OLMo-core 0.1 does: `python -m tests.torch_side.fsdp_ranks
+FOLDER`. OLMo itself refuses `local` with torch 2.3 and newer; what it saves of a flat parameter is there all the
+same. Beside it the state in full, as torch makes it of the DCP checkpoint (what FSDP gathers of AdamW's `exp_avg`
+on the CPU is not what it saves), and the model as FSDP gathers it.
 """
 
+import json
 import multiprocessing
+import pickle
 import random
 import sys
 import warnings
@@ -15,6 +17,7 @@ from typing import Any
 import torch
 import torch._dynamo  # optimizers import it at their first step: so it is here before the ranks are forked
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -56,6 +59,68 @@ def flat_state(fsdp: FSDP) -> dict[str, Any]:
     return {"modules": modules}
 
 
+def save_as_olmo_core_0_1(fsdp: FSDP, optimizer: torch.optim.Optimizer, folder: Path, rank: int) -> None:
+    """`save_model_and_optim_state`: stretches of the flattened parameters, in safetensors."""
+    stretches = {}
+    for module in FSDP.fsdp_modules(fsdp):
+        flat: Any = module._handle.flat_param
+        for parameter, shape, info in zip(flat._params, flat._shapes, flat._shard_param_infos, strict=True):
+            begin, last = info.intra_param_start_idx, info.intra_param_end_idx
+            stretches[parameter] = (tuple(shape), (begin, last + 1) if info.in_shard else (0, 0))
+    names = {each: name.replace("_fsdp_wrapped_module.", "") for name, each in fsdp.named_parameters()}
+    groups = optimizer.state_dict()["param_groups"]
+    groups = [{**group, "_param_names": list(names.values())} for group in groups]
+    model = {names[each]: (each.detach(), *stretches[each]) for each in names}
+    optim = {
+        "num_param_groups": torch.tensor(len(groups)),
+        "state_keys": pickled(["exp_avg", "exp_avg_sq", "step"]),
+    }
+    optim |= {f"param_group{number}": pickled(group) for number, group in enumerate(groups)}
+    step = next(iter(optimizer.state.values()))[
+        "step"
+    ]  # a rank that has nothing of a parameter has no state of it
+    for each, name in names.items():
+        optim[f"state.{name}.__step"] = step
+        for key in ("exp_avg", "exp_avg_sq"):
+            moment = optimizer.state[each][key] if each in optimizer.state else torch.zeros(0)
+            optim[f"state.{name}.__{key}"] = (moment, *stretches[each])
+    for part, state in (("model", model), ("optim", optim)):
+        (folder / part).mkdir(parents=True, exist_ok=True)
+        save_parts(state, folder / part, rank)
+
+
+def pickled(value: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+
+
+def save_parts(state: dict[str, Any], folder: Path, rank: int) -> None:
+    own, told = {}, {}
+    for name, value in state.items():
+        tensor, shape, stretch = value if isinstance(value, tuple) else (value, tuple(value.shape), None)
+        if stretch is not None or rank == 0:
+            own[name] = tensor.reshape(-1).contiguous().clone()
+        every: list[Any] = [None] * WORLD_SIZE
+        dist.all_gather_object(every, stretch)
+        specs = {
+            f"rank_{number}.safetensors": {
+                "flattened_offsets": [each],
+                "local_shape": None,
+                "global_offset": None,
+            }
+            for number, each in enumerate([(0, tensor.numel())] if stretch is None else every)
+        }
+        dtype = {torch.float32: "F32", torch.int64: "I64", torch.uint8: "U8"}[tensor.dtype]
+        told[name] = {
+            "shape": shape,
+            "is_sharded": stretch is not None,
+            "dtype": dtype,
+            "shard_spec_per_file": specs,
+        }
+    save_file(own, folder / f"rank_{rank}.safetensors")
+    if rank == 0:
+        (folder / "metadata.json").write_text(json.dumps({"tensors": told}))
+
+
 def run(rank: int, folder: Path) -> None:
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=WORLD_SIZE)
@@ -84,6 +149,8 @@ def run(rank: int, folder: Path) -> None:
     saved(flat_state(fsdp), f"local/step5/model/rank{rank}.pt")
     saved(optimizer.state_dict(), f"local/step5/optim/rank{rank}.pt")
     saved({**trainer, **rng}, f"local/step5/train/rank{rank}.pt")
+    save_as_olmo_core_0_1(fsdp, optimizer, folder / "olmo_core" / "step5", rank)
+    saved({**trainer, **rng}, f"olmo_core/step5/train/rank{rank}.pt")
     with FSDP.state_dict_type(fsdp, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=True)):
         gathered = fsdp.state_dict()
     mesh = init_device_mesh("cpu", (2, 2))
@@ -98,7 +165,7 @@ def run(rank: int, folder: Path) -> None:
         saved(gathered, "gathered.pt")
         dcp_to_torch_save(folder / "new" / "step5" / "model_and_optim", folder / "whole.pt")
         (folder / "local" / "step5" / "metadata.yaml").write_text(f"world_size: {WORLD_SIZE}\n")
-        for kind in ("legacy", "new", "local"):
+        for kind in ("legacy", "new", "local", "olmo_core"):
             (folder / kind / "step5" / "config.yaml").write_text("model: {}\n")
     dist.barrier()
     dist.destroy_process_group()

@@ -72,7 +72,7 @@ def loaded(path: Path) -> Any:
 
 
 @pytest.mark.parametrize("max_memory_bytes", [1 << 20, 256 << 20])
-@pytest.mark.parametrize("kind", ["new", "legacy", "local"])
+@pytest.mark.parametrize("kind", ["new", "legacy", "local", "olmo_core"])
 def test_olmo_checkpoints_become_the_whole_that_torch_makes(
     olmo: Path, tmp_path: Path, kind: str, max_memory_bytes: int
 ) -> None:
@@ -82,10 +82,11 @@ def test_olmo_checkpoints_become_the_whole_that_torch_makes(
     gathered = torch.load(olmo / "gathered.pt", weights_only=True)
     assert state["model"].keys() == gathered.keys()
     assert all(torch.equal(state["model"][name], gathered[name]) for name in gathered)
-    names = state["optim"]["param_groups"][0]["param_names"] if kind == "local" else list(whole["model"])
+    numbered = ("local", "olmo_core")
+    names = state["optim"]["param_groups"][0]["param_names"] if kind in numbered else list(whole["model"])
     assert sorted(names) == sorted(whole["model"])
     for number, name in enumerate(names):
-        moments = state["optim"]["state"][number if kind == "local" else name]
+        moments = state["optim"]["state"][number if kind in numbered else name]
         wanted = whole["optim"]["state"][name]
         assert moments.keys() == wanted.keys()
         assert all(torch.equal(moments[key], each) for key, each in wanted.items())
@@ -95,7 +96,7 @@ def test_olmo_checkpoints_become_the_whole_that_torch_makes(
     assert report.size_bytes == (tmp_path / "whole.pt").stat().st_size
 
 
-@pytest.mark.parametrize("kind", ["new", "legacy", "local"])
+@pytest.mark.parametrize("kind", ["new", "legacy", "local", "olmo_core"])
 def test_a_safetensors_file_has_the_model_and_a_folder_everything(
     olmo: Path, tmp_path: Path, kind: str
 ) -> None:
@@ -371,6 +372,7 @@ def test_a_missing_rank_or_part_is_damage(olmo: Path, tmp_path: Path) -> None:
         ("legacy", "rank1.pt", "files of 3 ranks up to 3: at least one is missing"),
         ("legacy", "rank3.pt", "are not all of it, or overlap"),
         ("local", "model/rank3.pt", r"model/rank3\.pt is missing"),
+        ("olmo_core", "model/rank_2.safetensors", "'model/rank_2.safetensors', which is not there"),
         ("local", "optim/rank0.pt", r"optim/rank1\.pt|optim/rank0\.pt"),
     ):
         folder = tmp_path / name.replace("/", "-")
