@@ -1,0 +1,74 @@
+"""Which checkpoints are in a folder, and which of them are complete: one table of predicates over a listing. Pure.
+
+`marks` has what each format's mark says, `checks` what is checked of every mark, `found` what is found.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ckpt_async.watch.formats.checks import checked
+from ckpt_async.watch.formats.found import Found, Rules, join, of_folder, one_file
+from ckpt_async.watch.formats.marks import FORMATS, TABLE, torch_file
+from ckpt_async.watch.tree import Tree
+
+__all__ = ["FORMATS", "Found", "Rules", "find"]
+
+_NS = 1_000_000_000
+
+
+_TABLE_ONLY = Rules()
+
+
+def find(tree: Tree, rules: Rules = _TABLE_ONLY) -> list[Found]:
+    """Every checkpoint of the folder that is there or on its way, by step."""
+    recognise = _by_rules if rules.done or rules.pattern or rules.quiet_s else _by_table
+    found = [each if each.reason else checked(tree, each, rules) for each in recognise(tree, rules, set())]
+    return sorted(found, key=lambda each: (each.step, each.path))
+
+
+def _by_table(tree: Tree, rules: Rules, taken: set[str]) -> Iterator[Found]:
+    table = [each for name, each in TABLE.items() if not rules.formats or name in rules.formats]
+    for folder in tree.folders:
+        if _is_within(folder, taken):
+            continue
+        for mark_of in table:
+            if (found := mark_of(tree, folder, rules)) is not None:
+                if found.path or folder == "":
+                    taken.add(folder if not found.is_file else found.path)
+                yield found
+                break
+    if not rules.formats or "torch-file" in rules.formats:
+        for path in sorted(tree.files):
+            if not _is_within(path, taken) and (found := torch_file(tree, path)) is not None:
+                yield found
+
+
+def _is_within(path: str, taken: set[str]) -> bool:
+    parts = path.split("/")
+    return any("/".join(parts[:depth]) in taken for depth in range(1, len(parts) + 1)) or (
+        "" in taken and path == ""
+    )
+
+
+def _by_rules(tree: Tree, rules: Rules, taken: set[str]) -> Iterator[Found]:
+    """What the user's own rules say. A pattern alone trusts that names are given by renaming."""
+    if rules.done:
+        for folder in tree.folders:
+            if not _is_within(folder, taken) and rules.done in tree.names(folder):
+                taken.add(folder)
+                yield of_folder(tree, "done", folder, mark=join(folder, rules.done))
+        return
+    for path in [*tree.folders[1:], *sorted(tree.files)]:
+        is_wanted = fnmatch.fnmatchcase(path, rules.pattern) if rules.pattern else "/" not in path
+        if not is_wanted or _is_within(path, taken):
+            continue
+        taken.add(path)
+        kind = "quiet" if rules.quiet_s else "pattern"
+        found = one_file(tree, kind, path) if path in tree.files else of_folder(tree, kind, path)
+        newest_ns = max((tree.files[each].mtime_ns for each in found.files), default=tree.now_ns)
+        if rules.quiet_s and tree.now_ns - newest_ns < rules.quiet_s * _NS:
+            found = replace(found, reason=f"it changed within the last {rules.quiet_s:g} s", is_waiting=True)
+        yield found

@@ -1,0 +1,124 @@
+"""What is checked of every mark, whatever its format. Pure.
+
+A mark is older than no file that it stands for. Where one is, the mark is of an earlier save to the same place, and the
+checkpoint is being written anew. (Copies that did not keep times look like that: `Rules.ignores_times`.)
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from dataclasses import replace
+
+from ckpt_async.errors import UnsafePickleError
+from ckpt_async.restore.dcp_files import MAX_METADATA_BYTES, named_files
+from ckpt_async.watch.formats.found import METADATA, Found, Rules, join, last
+from ckpt_async.watch.tree import Tree
+
+_DEEPSPEED_RANK = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_\d+_(?:model|optim)_states\.pt")
+# Written by other ranks than 0, after `latest` too, and no file says how many there are: pipeline stages, experts.
+DEEPSPEED_UNCOUNTED = re.compile(r"(?:layer_|expert_|(?:bf16_|fp16_)?expp_rank_)\d+[-_].*_states\.pt")
+RNG = re.compile(r"rng_state_([0-9]+)\.pth|random_states_([0-9]+)\.pkl")
+MAX_JSON_BYTES = 1 << 26
+_NS = 1_000_000_000
+# Between the last byte of a file and what its writer then does to the folder: a rename.
+_TOLERANCE_NS = _NS
+# Whose marks name every file, so that one that was deleted is missed.
+_NAMING = frozenset({"dcp", "lightning", "nemo", "deepspeed", "composer"})
+
+
+def checked(tree: Tree, found: Found, rules: Rules) -> Found:
+    """The same with a reason, if a file that is here breaks the promise."""
+    found = _with_named(tree, found)
+    if found.reason:
+        return found
+    if not found.files:
+        return replace(found, reason="it has no files yet")
+    if link := _link_in(tree, found):
+        reason = f"{link} is a symbolic link, which is not followed: have the trainer write the file itself"
+        return replace(found, reason=reason, is_refused=True)
+    for path in found.files:
+        if not tree.is_whole(path):
+            return replace(found, reason=f"{path} has no end yet")
+    if found.mark.endswith(".json") and not _is_json(tree, found.mark):
+        return replace(found, reason=f"{found.mark} has no end yet")
+    if found.mark and not rules.ignores_times:
+        marked_ns = tree.files[found.mark].mtime_ns
+        newer = [path for path in found.files if tree.files[path].mtime_ns > marked_ns]
+        newer = [path for path in newer if not is_free(found, path)]
+        if newer:
+            return replace(
+                found,
+                reason=f"{newer[0]} is newer than its mark {found.mark}: it is being written anew, or was copied"
+                " without its times (--ignore-times)",
+            )
+        if found.format not in _NAMING and (changed := _changed_later(tree, found, marked_ns)) is not None:
+            return replace(
+                found,
+                reason=f"something was removed from {changed or 'it'} after its mark {found.mark} was written, or it"
+                " was copied without its times (--ignore-times)",
+            )
+    return found
+
+
+def _link_in(tree: Tree, found: Found) -> str:
+    """A symbolic link in its folder; "" if there is none. What DCP's mark right in the watched folder names is missed
+    where it is a link, and other links beside it are none of its own.
+    """
+    if found.is_file or (found.format == "dcp" and not found.path):
+        return ""
+    here = f"{found.path}/" if found.path else ""
+    return next((each for each in tree.links if each.startswith(here)), "")
+
+
+def _is_json(tree: Tree, path: str) -> bool:
+    try:
+        json.loads(tree.whole(path, MAX_JSON_BYTES))
+        return True
+    except (ValueError, RecursionError):
+        return False
+
+
+def _changed_later(tree: Tree, found: Found, marked_ns: int) -> str | None:
+    """The folder from which something seems to have been deleted since, as a rotation does that was cut short."""
+    for folder in tree.folders_below(found.path):
+        newest_ns = max((tree.files[join(folder, each)].mtime_ns for each in tree.names(folder)), default=0)
+        if tree.changed_ns.get(folder, 0) > max(marked_ns, newest_ns) + _TOLERANCE_NS:
+            return folder
+    return None
+
+
+def is_free(found: Found, path: str) -> bool:
+    """Whether another rank than the one that writes the mark may write it later: no barrier is between them."""
+    if found.format == "deepspeed" and DEEPSPEED_UNCOUNTED.fullmatch(found.shard(path)):
+        return True
+    of_rank = {"deepspeed": _DEEPSPEED_RANK, "transformers": RNG}.get(found.format)
+    match = of_rank.fullmatch(found.shard(path)) if of_rank else None
+    return match is not None and int(next(filter(None, match.groups()))) > 0
+
+
+def _with_named(tree: Tree, found: Found) -> Found:
+    """With what the `.metadata` files in it name and is not here; or with the reason why one cannot be read."""
+    marks = [path for path in found.files if last(path) == METADATA]
+    missing = list(found.missing)
+    for mark in marks:
+        folder = mark.rpartition("/")[0]
+        named = tree.once("named", mark, functools.partial(_named, tree, mark))
+        if isinstance(named, str):
+            return replace(found, reason=f"{mark} cannot be read: {named}")
+        for name, least_bytes in named.items():
+            path = join(folder, name)
+            if path not in tree.files:
+                missing.append(found.shard(path))
+            elif tree.files[path].size_bytes < least_bytes:
+                return replace(found, reason=f"{path} is shorter than {mark} says")
+    return replace(found, missing=tuple(sorted({*missing})))
+
+
+def _named(tree: Tree, mark: str) -> dict[str, int] | str:
+    """What a `.metadata` names, or why it cannot be read."""
+    try:
+        return named_files(tree.whole(mark, MAX_METADATA_BYTES))
+    except UnsafePickleError as error:
+        return error.without_hint

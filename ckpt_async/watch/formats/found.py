@@ -1,0 +1,137 @@
+"""What was found in a folder: a checkpoint, whole or not, its name and its step. Pure."""
+
+from __future__ import annotations
+
+import pickletools
+import re
+import struct
+from contextlib import suppress
+from dataclasses import dataclass
+
+from ckpt_async.watch.tree import Tree
+
+METADATA = ".metadata"
+_NUMBER = re.compile(r"[0-9]{1,12}")
+_NAMED_STEP = re.compile(r"(?:step=?[-_]?|iter[-_]?|ba|checkpoint-)([0-9]{1,12})")
+# Lightning's names have metrics too (`val_loss=0.29`, `train_loss_step=0.29`), and versions (`-v1`).
+_LIGHTNING_STEP = re.compile(r"(?<![A-Za-z_])(?:global_)?step=([0-9]{1,12})(?!\.?[0-9])")
+# How much of a pickle is searched for a number that it says. DeepSpeed's comes after the names of all tensors.
+_SEARCHED_BYTES = 1 << 22
+_NS = 1_000_000_000
+# Formats of Lightning, and the file of a folder that says the step where its name does not.
+_SAYS_STEP = {"lightning": "meta.pt", "nemo": "weights/common.pt"}
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What the user said about how checkpoints are told. `done`, `pattern` and `quiet_s` replace the table."""
+
+    formats: tuple[str, ...] = ()  # only these of the table
+    done: str = ""  # a folder is complete once it has a file of this name
+    pattern: str = ""  # what has such a path was renamed to it when it was complete
+    quiet_s: float = 0.0  # complete when nothing of it has changed for so long
+    ignores_times: bool = False
+    ranks: int = 0  # trainer processes on all nodes, where the format does not tell; 0: unknown
+    num_nodes: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """One checkpoint. `files` are those here, by their paths in the folder; `missing` those that its mark names and
+    that are not here (on one node: it is incomplete). `reason` says why it is not complete, "" if it is. `is_waiting`:
+    time alone will tell. `is_refused`: it will never be complete as it is.
+    """
+
+    format: str
+    path: str  # of its folder ("": the watched folder itself), or its one file
+    step: int
+    name: str
+    files: tuple[str, ...]
+    mark: str = ""  # the file that says so; "" where the name does
+    missing: tuple[str, ...] = ()
+    reason: str = ""
+    is_waiting: bool = False
+    is_refused: bool = False
+
+    @property
+    def is_file(self) -> bool:
+        return self.files == (self.path,)
+
+    def shard(self, path: str) -> str:
+        """The name of a file of it within the checkpoint."""
+        return path.rpartition("/")[2] if self.is_file else path[len(self.path) + 1 if self.path else 0 :]
+
+    @property
+    def inner(self) -> tuple[str, ...]:
+        return tuple(self.shard(each) for each in self.files)
+
+
+def of_folder(tree: Tree, format_: str, folder: str, *, mark: str = "", reason: str = "") -> Found:
+    files = [] if not folder and format_ == "dcp" else tree.below(folder)
+    if not folder and format_ == "dcp":
+        files = sorted(tree.names(""))  # what is beside its mark; other folders are others
+    files = [each for each in files if not each.endswith(".tmp")]
+    name = last(folder) or tree.root
+    step = _step_of(name, format_)
+    if step is None and format_ in _SAYS_STEP:
+        step = said(tree, join(folder, _SAYS_STEP[format_]), ("global_step",)).get("global_step")
+    if step is None:
+        step = _written_s(tree, mark or max(files, key=lambda each: tree.files[each].mtime_ns, default=""))
+    return Found(format_, folder, step, name, tuple(files), mark, (), reason)
+
+
+def one_file(tree: Tree, format_: str, path: str) -> Found:
+    step = _step_of(last(path), format_)
+    if step is None:
+        step = said(tree, path, ("global_step",)).get("global_step")
+    if step is None:
+        step = _written_s(tree, path)
+    return Found(format_, path, step, last(path), (path,))
+
+
+def _step_of(name: str, format_: str) -> int | None:
+    if format_ in _SAYS_STEP:
+        told = _LIGHTNING_STEP.search(name)
+        return int(told[1]) if told else None
+    if match := _NAMED_STEP.search(name):
+        return int(match[1])
+    numbers = _NUMBER.findall(name.removesuffix(".safetensors"))
+    return int(numbers[-1]) if numbers else None
+
+
+def _written_s(tree: Tree, path: str) -> int:
+    """Where nothing tells a step: later ones are higher."""
+    return tree.files[path].mtime_ns // _NS if path in tree.files else 0
+
+
+def said(tree: Tree, path: str, keys: tuple[str, ...]) -> dict[str, int]:
+    """Whole numbers that the state in a file of torch.save's says under these keys, first come; nothing is run."""
+    if path not in tree.files:
+        return {}
+    return tree.once("says", path, lambda: said_in(tree.read(path, 0, _SEARCHED_BYTES), keys))
+
+
+def said_in(data: bytes, keys: tuple[str, ...]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    if data[:4] != b"PK\x03\x04" or len(data) < 30:
+        return found
+    name_bytes, more_bytes = struct.unpack_from("<HH", data, 26)
+    key = ""
+    with suppress(ValueError, IndexError, struct.error, UnicodeDecodeError):
+        for opcode, argument, _ in pickletools.genops(data[30 + name_bytes + more_bytes :]):
+            if opcode.name in ("MEMOIZE", "BINPUT", "LONG_BINPUT"):
+                continue
+            if key and isinstance(argument, int) and "INT" in opcode.name:
+                found.setdefault(key, argument)
+            key = argument if argument in keys else ""
+            if len(found) == len(keys):
+                break
+    return found
+
+
+def last(path: str) -> str:
+    return path.rpartition("/")[2]
+
+
+def join(folder: str, name: str) -> str:
+    return f"{folder}/{name}" if folder else name

@@ -1,0 +1,254 @@
+"""What each format's mark says, by what its own writer leaves last; docs/watch.md has the table. Pure."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from ckpt_async.watch.formats.checks import DEEPSPEED_UNCOUNTED, MAX_JSON_BYTES, RNG
+from ckpt_async.watch.formats.found import METADATA, Found, Rules, join, last, of_folder, one_file, said
+from ckpt_async.watch.tree import Tree
+
+# Folders that hold a DCP checkpoint as a part of another one: OLMo-core's, NeMo's, what transformers and accelerate
+# write of FSDP, OLMo's.
+_PARTS = ("model_and_optim", "weights", "pytorch_model_fsdp_0", "optimizer_0", "model", "optim", "train")
+_TRANSFORMERS = re.compile(r"checkpoint-([0-9]{1,12})")
+_OLMO = re.compile(r"step([0-9]{1,12})(-unsharded)?(-tmp)?")
+_MEGATRON = re.compile(r"iter_([0-9]{1,12})")
+_MEGATRON_TRACKER = "latest_checkpointed_iteration.txt"
+_FLASHPOINT = re.compile(r"step-([0-9]{1,12})_ckpt")
+_ORBAX = re.compile(r"(?:[a-z_]*_)?([0-9]{1,12})")
+_DEEPSPEED_MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+_DEEPSPEED_OPTIM = re.compile(r"((?:bf16_|fp16_)?zero_pp_rank_)(\d+)(_mp_rank_(\d+)_optim_states\.pt)")
+_COMPOSER = re.compile(r"ep[0-9]+-ba([0-9]{1,12})(?:-rank([0-9]+))?\.pt")
+# How long nothing may have changed where it is unknown how many ranks write.
+UNCOUNTED_S = 30.0
+_NS = 1_000_000_000
+
+
+def orbax(tree: Tree, folder: str, _: Rules) -> Found | None:
+    """`commit_success.txt`, or a folder that was renamed into place, with `_CHECKPOINT_METADATA`."""
+    name = last(folder)
+    if ".orbax-checkpoint-tmp" in name:
+        return of_folder(tree, "orbax", folder, reason="Orbax has not renamed it into place")
+    marks = tree.names(folder) & {"commit_success.txt", "_CHECKPOINT_METADATA"}
+    if not (_ORBAX.fullmatch(name) and marks):
+        return None
+    if "commit_success.txt" in marks:
+        return of_folder(tree, "orbax", folder, mark=join(folder, "commit_success.txt"))
+    metadata = join(folder, "_CHECKPOINT_METADATA")
+    try:  # the time of the commit is written into it last of all, before the renaming; older Orbax did not
+        is_last = json.loads(tree.whole(metadata, MAX_JSON_BYTES))["commit_timestamp_nsecs"] is not None
+    except (ValueError, LookupError, TypeError, RecursionError):
+        is_last = False
+    return of_folder(tree, "orbax", folder, mark=metadata if is_last else "")
+
+
+def flashpoint(tree: Tree, folder: str, _: Rules) -> Found | None:
+    """No `…unfinished` beside it: made before the folder, removed when all ranks are done."""
+    if not _FLASHPOINT.fullmatch(last(folder)):
+        return None
+    above = folder.rpartition("/")[0]
+    beside = [each for each in tree.names(above) | tree.parts(above) if each.endswith("unfinished")]
+    is_unfinished = any(each.startswith(last(folder)) for each in beside)
+    reason = "an …unfinished mark is beside it" if is_unfinished else ""
+    return of_folder(tree, "ml-flashpoint", folder, reason=reason)
+
+
+def nemo(tree: Tree, folder: str, _: Rules) -> Found | None:
+    """`weights/.metadata` in it, and no `<name>-unfinished` beside it."""
+    weights = tree.names(join(folder, "weights")) if folder else set()
+    if METADATA not in weights:
+        is_begun = any(each.endswith(".distcp") for each in weights)
+        reason = "it has no weights/.metadata, which is written last"
+        return of_folder(tree, "nemo", folder, reason=reason) if is_begun else None
+    above, name = folder.rpartition("/")[0], last(folder)
+    reason = f"{name}-unfinished is beside it" if f"{name}-unfinished" in tree.names(above) else ""
+    return of_folder(tree, "nemo", folder, reason=reason)
+
+
+def olmo(tree: Tree, folder: str, _: Rules) -> Found | None:
+    """OLMo-core's `.metadata.json`, or OLMo's `config.yaml` in a folder that is not called `…-tmp`."""
+    name, names = last(folder), tree.names(folder)
+    match = _OLMO.fullmatch(name)
+    if not folder:
+        return None
+    if ".metadata.json" in names and not (match and match[3]):
+        return of_folder(tree, "olmo-core", folder, mark=join(folder, ".metadata.json"))
+    if match and match[3]:
+        return of_folder(tree, "olmo", folder, reason="OLMo has not renamed it into place")
+    if match and "config.yaml" in names:
+        return of_folder(tree, "olmo", folder, mark=join(folder, "config.yaml"))
+    if match and tree.parts(folder) & {"model_and_optim", "train"}:
+        reason = "it has neither .metadata.json nor config.yaml, which OLMo-core and OLMo write last"
+        return of_folder(tree, "olmo-core", folder, reason=reason)
+    return None
+
+
+def transformers(tree: Tree, folder: str, rules: Rules) -> Found | None:
+    """`trainer_state.json`, which rank 0 writes last; of other ranks it says nothing, so their files are counted."""
+    match = _TRANSFORMERS.fullmatch(last(folder))
+    if not match:
+        return None
+    mark = join(folder, "trainer_state.json")
+    if mark not in tree.files:
+        return of_folder(
+            tree, "transformers", folder, reason="it has no trainer_state.json, which is written last"
+        )
+    try:
+        step = json.loads(tree.whole(mark, MAX_JSON_BYTES))["global_step"]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        step = None
+    found = of_folder(tree, "transformers", folder, mark=mark)
+    if step != int(match[1]):
+        return replace(found, reason="its trainer_state.json is not whole, or of another step")
+    ranks = {int(number[1] or number[2]) for each in found.inner if (number := RNG.fullmatch(each))}
+    num_ranks = rules.ranks or _world_size(tree, folder, ranks)
+    if ranks and rules.num_nodes > 1 and not num_ranks:
+        return replace(
+            found, reason="of several nodes it does not say how many ranks there were: give --ranks"
+        )
+    count = num_ranks or max(*ranks, 1, 1) + 1  # one process alone has no number in the name
+    lacking = [f"rng_state_{rank}.pth" for rank in range(count) if ranks and rank not in ranks]
+    named = set(re.findall(r'"([^"/]+\.(?:safetensors|bin))"', "".join(_indexes(tree, folder))))
+    found = replace(found, missing=tuple(sorted({*lacking} | (named - tree.names(folder)))))
+    return _settled(tree, found) if ranks and not num_ranks else found
+
+
+def _world_size(tree: Tree, folder: str, ranks: set[int]) -> int:
+    """How many processes there were, as the pickled arguments say; 0 if they do not, or not of these ranks."""
+    told = said(tree, join(folder, "training_args.bin"), ("num_processes",)).get("num_processes", 0)
+    return told if told > max(ranks, default=0) else 0
+
+
+def _indexes(tree: Tree, folder: str) -> Iterator[str]:
+    for name in sorted(tree.names(folder)):
+        if name.endswith(".index.json"):
+            yield tree.text(join(folder, name), MAX_JSON_BYTES)
+
+
+def megatron(tree: Tree, folder: str, _: Rules) -> Found | None:
+    """`latest_checkpointed_iteration.txt`, written after a barrier, names it or a later one."""
+    match = _MEGATRON.fullmatch(last(folder))
+    above = folder.rpartition("/")[0]
+    if not match:
+        return None
+    tracker = join(above, _MEGATRON_TRACKER)
+    if tracker not in tree.files:
+        if METADATA in tree.names(folder):
+            return None  # megatron-core without Megatron-LM: DCP's mark
+        return of_folder(tree, "megatron", folder, reason=f"there is no {_MEGATRON_TRACKER} yet")
+    told = tree.text(tracker).strip()
+    if not told.isdecimal() and told != "release":
+        return of_folder(tree, "megatron", folder, reason=f"{_MEGATRON_TRACKER} is not whole")
+    found = of_folder(tree, "megatron", folder)
+    if told.isdecimal() and int(told) == int(match[1]):
+        return replace(found, mark=tracker)
+    later = told.isdecimal() and int(told) > int(match[1])
+    written_ns = max((tree.files[each].mtime_ns for each in found.files), default=0)
+    if not later or written_ns > tree.files[tracker].mtime_ns:
+        return replace(found, reason=f"{_MEGATRON_TRACKER} says {told}")
+    if METADATA in tree.names(folder):
+        return replace(found, mark=join(folder, METADATA))
+    return replace(found, reason=f"{_MEGATRON_TRACKER} says {told} already: whether this one was is unknown")
+
+
+def deepspeed(tree: Tree, folder: str, rules: Rules) -> Found | None:
+    """`latest` names it; rank 0 writes that before the other ranks are done, so their files are counted too."""
+    names = tree.names(folder)
+    models = [match for each in names if (match := _DEEPSPEED_MODEL.fullmatch(each))]
+    optims = [match for each in names if (match := _DEEPSPEED_OPTIM.fullmatch(each))]
+    if not (models or optims) or not folder:
+        return None
+    found = of_folder(tree, "deepspeed", folder)
+    latest = join(folder.rpartition("/")[0], "latest")
+    told = tree.text(latest).strip()
+    if not told:
+        return replace(found, reason="there is no `latest` that names it yet")
+    if told != last(folder):
+        return replace(found, reason=f"`latest` names {told}")
+    world_sizes = [
+        said(tree, join(folder, each[0]), ("dp_world_size", "mp_world_size")) for each in models[:1]
+    ]
+    if not world_sizes:
+        return replace(found, reason="it has no …model_states.pt yet", mark=latest)
+    mp = world_sizes[0].get("mp_world_size", 1)
+    dp = world_sizes[0].get("dp_world_size", rules.ranks // mp)
+    if not dp:
+        return replace(found, reason="its model states do not say how many ranks there were: give --ranks")
+    wanted = set()
+    for rank in range(mp):
+        if any(each[1] is not None for each in models):  # ZeRO 3: each rank has its part of the model
+            wanted |= {f"zero_pp_rank_{each}_mp_rank_{rank:02d}_model_states.pt" for each in range(dp)}
+        else:
+            wanted.add(f"mp_rank_{rank:02d}_model_states.pt")
+        for optim in optims[:1]:
+            wanted |= {f"{optim[1]}{each}_mp_rank_{rank:02d}_optim_states.pt" for each in range(dp)}
+    found = replace(found, missing=tuple(sorted(wanted - names)), mark=latest)
+    return _settled(tree, found) if any(DEEPSPEED_UNCOUNTED.fullmatch(each) for each in names) else found
+
+
+def lightning(tree: Tree, folder: str, _: Rules) -> Found | None:
+    """A `.ckpt` folder: DCP, and `meta.pt`, which rank 0 writes after `.metadata`."""
+    if not folder.endswith(".ckpt") or not folder:
+        return None
+    if METADATA not in tree.names(folder) or "meta.pt" not in tree.names(folder):
+        return of_folder(tree, "lightning", folder, reason="it has no meta.pt, which Lightning writes last")
+    return of_folder(tree, "lightning", folder, mark=join(folder, "meta.pt"))
+
+
+def dcp(tree: Tree, folder: str, _: Rules) -> Found | None:
+    """`.metadata`, written last and renamed, and every file that it names."""
+    names = tree.names(folder)
+    if METADATA not in names:
+        is_begun = any(each.endswith(".distcp") for each in names)
+        reason = "it has no .metadata, which is written last"
+        return (
+            of_folder(tree, "dcp", folder, reason=reason) if is_begun and last(folder) not in _PARTS else None
+        )
+    if "common.pt" in names and "metadata.json" not in names:
+        return of_folder(
+            tree, "dcp", folder, reason="it has no metadata.json, which megatron-core writes last"
+        )
+    mark = "metadata.json" if "common.pt" in names else METADATA
+    return of_folder(tree, "dcp", folder, mark=join(folder, mark))
+
+
+# In this order: what is in a folder that one of them recognises is part of that.
+TABLE: dict[str, Callable[[Tree, str, Rules], Found | None]] = {
+    "orbax": orbax,
+    "ml-flashpoint": flashpoint,
+    "olmo": olmo,
+    "transformers": transformers,
+    "megatron": megatron,
+    "deepspeed": deepspeed,
+    "lightning": lightning,
+    "nemo": nemo,
+    "dcp": dcp,
+}
+FORMATS = (*TABLE, "torch-file")
+
+
+def torch_file(tree: Tree, path: str) -> Found | None:
+    """One file, as Lightning (`.ckpt`) and Composer (`ep…-ba…-rank0.pt`) write it: the directory that ends its zip."""
+    composer = _COMPOSER.fullmatch(last(path))
+    if not path.endswith(".ckpt") and not composer:
+        return None
+    found = one_file(tree, "composer" if composer else "lightning", path)
+    if composer and composer[2] not in (None, "0"):
+        reason = "one file for each rank has no mark that says whether all are there: hand them in by --done"
+        return replace(found, reason=reason)
+    if tree.read(path, 0, 2) != b"PK":
+        return replace(found, reason="it is not one of torch.save's zip files yet")
+    return found
+
+
+def _settled(tree: Tree, found: Found) -> Found:
+    """Not complete while ranks that nobody has counted may still be writing."""
+    newest_ns = max(tree.files[each].mtime_ns for each in found.files)
+    if found.missing or abs(tree.now_ns - newest_ns) >= UNCOUNTED_S * _NS:
+        return found
+    reason = f"how many ranks write to it is unknown, and it changed within the last {UNCOUNTED_S:g} s"
+    return replace(found, reason=reason, is_waiting=True)
