@@ -23,7 +23,10 @@ OPTIONS = {
 def add_events(parser: argparse._ActionsContainer) -> None:
     """`--exec`, `--webhook` and what belongs to them."""
     parser.add_argument(
-        "--exec", metavar="CMD", help="run this for events, without a shell, e.g. 'evaluate {step} {url}'"
+        "--exec",
+        metavar="CMD",
+        type=_as_command,
+        help="run this for events, without a shell, e.g. 'evaluate {step} {url}'",
     )
     parser.add_argument(
         "--exec-on", metavar="KINDS", help="for these kinds of events, joined by commas (default: committed)"
@@ -40,6 +43,12 @@ def add_events(parser: argparse._ActionsContainer) -> None:
         type=as_path,
         help="secret that signs them (default: CKPT_ASYNC_WEBHOOK_SECRET)",
     )
+
+
+def _as_command(text: str) -> str:
+    if text.strip():
+        return text
+    raise argparse.ArgumentTypeError("it is empty: give a command, or leave it out")
 
 
 def given(options: argparse.Namespace) -> dict[str, Any]:

@@ -27,7 +27,9 @@ from ckpt_async.local.filesystems import LOCAL_FILESYSTEMS, filesystem_of
 from ckpt_async.watch.beside import run_beside
 from ckpt_async.watch.formats import FORMATS, Rules
 from ckpt_async.watch.meanwhile import Stop
-from ckpt_async.watch.watcher import Options, Report, Told, Watcher
+from ckpt_async.watch.options import Options
+from ckpt_async.watch.telling import Report, Told
+from ckpt_async.watch.watcher import Watcher
 
 # What a watcher decides by itself, or has a flag of another name for.
 _OURS = frozenset(
@@ -229,7 +231,7 @@ def run(options: argparse.Namespace) -> int:
     else:
         say(f"ckpt-async: checkpoints may not be in the store: {error}", "watch_failed", level=logging.ERROR)
         code = Exit.NOT_DRAINED
-    if report is not None and report.is_cut_short:
+    if isinstance(error, KeyboardInterrupt) or (report is not None and report.is_cut_short):
         _leave_at_once(status or code)
     return status or code
 
@@ -336,7 +338,7 @@ def _tell(options: argparse.Namespace, told: Told) -> None:
 def _end(report: Report, options: argparse.Namespace, *, is_once: bool) -> Exit:
     code = _code(report)
     if report.is_cut_short:
-        text = f"told to end before all was finished (--drain-timeout {options.drain_timeout:g})"
+        text = f"told to end before all was finished (--drain-timeout {options.drain_timeout:g}, or a signal)"
         text = f"ckpt-async: checkpoints may not be in the store: {text}"
         say(text, "not_drained", level=logging.ERROR)
     if options.json:

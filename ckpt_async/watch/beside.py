@@ -12,27 +12,44 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 
 from ckpt_async.watch.meanwhile import Stop
-from ckpt_async.watch.watcher import Report, Watcher
+from ckpt_async.watch.telling import Report
+from ckpt_async.watch.watcher import Watcher
 
 logger = logging.getLogger(__name__)
 
 # Passed on to the command, which gets the last three from its terminal too, if it has one.
 PASSED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
 BY_TERMINAL = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)
+ENDING = (signal.SIGTERM, *BY_TERMINAL)
 # A watcher that cannot work (wrong credentials, no store) is started again for as long as the command runs.
 AGAIN_S = 10.0
+# Told to end when the command has ended: time for what is under way.
+GRACE_S = 10.0
+# What ended the command may have been sent to us as well: by a terminal, by Slurm.
+SAME_S = 1.0
 
 
 def run_beside(
     command: Sequence[str], environment: Mapping[str, str], new_watcher: Callable[[], Watcher]
-) -> tuple[int, Report | None, Exception | None]:
+) -> tuple[int, Report | None, BaseException | None]:
     """Run a command to its end and watch meanwhile; then finish what it saved. Returns the command's exit status as a
     shell would (128 + the signal that ended it), what the watcher did, and why it could not, if it failed at last.
+    A signal after the command's end leaves GRACE_S to finish; after a second one the reason is KeyboardInterrupt.
 
     Raises OSError if the command cannot be started.
     """
     ended, watchers = Stop(), [new_watcher()]
-    with _passing_on() as children:
+
+    def hurry() -> None:
+        """Told to end, and the command has ended."""
+        if not ended.is_over(SAME_S):
+            return
+        if ended.is_shortened:
+            raise KeyboardInterrupt("told twice to end before all was finished")
+        ended.shorten(GRACE_S)
+        watchers[-1].waker.wake()
+
+    with _passing_on(hurry) as children:
         # What we have opened ourselves is closed on exec; what we were given (`<(…)`, a pipe) is the command's.
         child = subprocess.Popen(command, env=dict(environment), close_fds=False)
         children.append(child)
@@ -47,11 +64,14 @@ def run_beside(
         waiting.start()
         while True:
             was_ended = ended.is_set()
+            report: Report | None = None
+            error: BaseException | None = None
             try:
-                report: Report | None = watchers[-1].run(ended)
-                error = None
+                report = watchers[-1].run(ended)
+            except KeyboardInterrupt as told:
+                error, was_ended = told, True
             except Exception as problem:  # noqa: BLE001  the command must not end for it
-                report, error = None, problem
+                error = problem
                 logger.warning("watching_failed error=%s; trying again: %s", problem, not was_ended)
             if error is None or was_ended:
                 break
@@ -99,14 +119,18 @@ class _Terminal:
 
 
 @contextlib.contextmanager
-def _passing_on() -> Iterator[list[subprocess.Popen[bytes]]]:
+def _passing_on(hurry: Callable[[], None]) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Send to the command what is sent to us, until the block ends; but not what the caller ignores (nohup, a job
-    in the background), which the command ignores as well.
+    in the background), which the command ignores as well. What ends a process makes us `hurry` when it has ended.
     """
     children: list[subprocess.Popen[bytes]] = []
     terminal = _Terminal()
 
     def handle(number: int, _: FrameType | None) -> None:
+        if children and all(child.returncode is not None for child in children):
+            if number in ENDING:
+                hurry()
+            return
         if terminal.sent_to_all(number):
             return
         for child in children:

@@ -56,6 +56,7 @@ class Entry:
     reason: str = ""  # why it was refused
     is_copied: bool = False
     is_followed: bool = False  # another node has announced it
+    told_ns: int = 0  # and of which time that said its mark is
     is_doubtful: bool = False  # a watcher whose memory is lost may have sent it
 
     @property
@@ -168,12 +169,15 @@ class Entries:
     def next_number(self) -> int:
         return max(self.all, default=0) + 1
 
+    def open(self) -> list[Entry]:
+        return [each for each in self.all.values() if not each.is_settled]
+
     def of_path(self, path: str) -> list[Entry]:
         return [each for each in self.all.values() if each.path == path]
 
-    def stage(self, entry: Entry) -> Entry:
-        """Link every file of it; from then on the trainer may delete them. Raises VanishedError, and then nothing is
-        left; OSError if the disk is full.
+    def stage(self, entry: Entry, source: Path) -> Entry:
+        """Link every file of it, which are below `source`: then the trainer may delete them. Raises VanishedError, and
+        then nothing is left; OSError if the disk is full.
         """
         place = self._staged / f"{entry.number:08d}.tmp"
         shutil.rmtree(place, ignore_errors=True)
@@ -182,7 +186,7 @@ class Entries:
             for path, shard in entry.shards.items():
                 target = place / shard
                 target.parent.mkdir(parents=True, exist_ok=True)
-                is_copied |= _link_or_copy(self.source / path, target, entry.files[path])
+                is_copied |= _link_or_copy(source / path, target, entry.files[path])
             place.mkdir(exist_ok=True)
             entry = replace(entry, is_copied=is_copied)
             self.put(entry)

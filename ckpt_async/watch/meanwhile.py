@@ -24,15 +24,26 @@ class Stop(threading.Event):
     def __init__(self) -> None:
         super().__init__()
         self._since_s: float | None = None
+        self._until_s: float | None = None
 
     def set(self) -> None:
         if self._since_s is None:
             self._since_s = time.monotonic()
         super().set()
 
+    def shorten(self, timeout_s: float) -> None:
+        """It is over after so long from now, at the latest."""
+        self._until_s = time.monotonic() + timeout_s
+
+    @property
+    def is_shortened(self) -> bool:
+        return self._until_s is not None
+
     def is_over(self, timeout_s: float) -> bool:
         """Whether it was set so long ago."""
-        return self._since_s is not None and time.monotonic() - self._since_s >= timeout_s
+        now = time.monotonic()
+        has_passed = self._until_s is not None and now >= self._until_s
+        return self._since_s is not None and (has_passed or now - self._since_s >= timeout_s)
 
 
 def attend(future: Future[T], do: Callable[[], None]) -> T:

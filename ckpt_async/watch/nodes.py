@@ -1,14 +1,16 @@
 """Several nodes, each with a folder of its own: the one that sees a mark tells the others, who send what they have.
 
-The commit needs every file that the mark names (`Uploader.seal(expected=…)`), whoever has it.
+The commit needs every file that the mark names (`Uploader.seal(expected=…)`), whoever has it. A node sends what it saw
+at or after the time of the mark: from its folder, or from links, if its trainer has rotated it away or written it anew.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from ckpt_async import Uploader
 from ckpt_async.core import keys
@@ -16,8 +18,11 @@ from ckpt_async.core.model import CheckpointId
 from ckpt_async.errors import FencedError
 from ckpt_async.watch.announcement import Announcement
 from ckpt_async.watch.entries import Entries, Entry, State, VanishedError
+from ckpt_async.watch.formats.checks import is_free
+from ckpt_async.watch.holds import Holds, is_same_version
+from ckpt_async.watch.options import Options
 from ckpt_async.watch.remote import Remote
-from ckpt_async.watch.tree import Tree
+from ckpt_async.watch.tree import Identity, Tree
 
 logger = logging.getLogger(__name__)
 
@@ -27,17 +32,20 @@ LOOKS_PER_S = 100
 WHOLE_S = 60.0
 # At the end, for the others to say that they announce nothing more.
 FAREWELL_S = 60.0
+# By how much nodes' clocks may differ.
+CLOCKS_S = 5.0
 
 
 class Nodes:
     """What this node has heard from the others in one start of the run, and tells them. Of a single node: nothing."""
 
     def __init__(
-        self, node: int, num_nodes: int, entries: Entries, uploader: Uploader, remote: Remote, settle_s: float
+        self, options: Options, entries: Entries, holds: Holds, uploader: Uploader, remote: Remote
     ) -> None:
-        self._node, self._num_nodes = node, num_nodes
-        self._entries, self._uploader, self._remote = entries, uploader, remote
-        self._settle_s = settle_s
+        self._node, self._num_nodes = options.node, options.num_nodes
+        self._entries, self._holds, self._uploader, self._remote = entries, holds, uploader, remote
+        self._settle_s = options.settle_s
+        self._has_times = not options.rules.ignores_times
         self._heard: dict[int, tuple[Announcement, float]] = {}  # by step: and when, not handed in yet
         self._heard_upto = -1
         self._next_look_at = 0.0
@@ -82,6 +90,7 @@ class Nodes:
             entry.name,
             tuple(sorted(entry.shards.values())),
             entry.expected,
+            _marked_ns(entry) if self._has_times else 0,
         )
         there = self._remote.announce(ours)
         return entry if there.node == self._node else _rest(entry, there)
@@ -101,48 +110,94 @@ class Nodes:
             if waited_s < self._settle_s:
                 continue
             entry = self._staged(announced)
-            if entry is None:
-                paths = _paths_here(announced, tree)
-                unfinished = [path for path in paths if not tree.is_whole(path)]
+            version = self._version(announced, tree) if entry is None else None
+            if isinstance(version, str):
+                give_up(announced, version)
+                del self._heard[step]
+            elif version is not None:
+                unfinished = [path for path in version.shards if not version.tree.is_whole(path)]
                 if unfinished and waited_s < WHOLE_S:
                     continue
                 if unfinished:
                     give_up(announced, f"{unfinished[0]} has no end on node {self._node}")
                     del self._heard[step]
                     continue
-                entry = self._stage(announced, paths, tree)
+                entry = self._stage(announced, version)
             if entry is not None:
                 del self._heard[step]
                 hand_in(replace(entry, state=State.HANDED, generation=self.generation))
+                self._drop_earlier(announced, tree)
 
     def _staged(self, announced: Announcement) -> Entry | None:
         """What was staged for an earlier start, or because this node has the mark too."""
-        for entry in self._entries.of_path(announced.path):
-            same = entry.state is State.STAGED and (entry.step, entry.name) == (
+        for entry in reversed(self._entries.of_path(announced.path)):
+            is_same = entry.state is State.STAGED and (entry.step, entry.name) == (
                 announced.checkpoint.step,
                 announced.name,
             )
-            if same and self._entries.is_intact(entry):
+            if entry.is_followed:
+                is_same = is_same and entry.told_ns == announced.marked_ns
+            else:
+                is_same = is_same and not _later(entry.files, entry.shards, announced)
+            if is_same and self._entries.is_intact(entry):
                 return _rest(entry, announced)
         return None
 
-    def _stage(self, announced: Announcement, paths: dict[str, str], tree: Tree) -> Entry | None:
+    def _version(self, announced: Announcement, tree: Tree) -> _Version | str:
+        """What this node has of it: the earliest that was there when it was marked, or later. Or why there is none."""
+        files = _files_of(announced.path, tree)
+        gone = {each.number for each in self._holds.gone(tree)}
+        held = [each for each in self._holds.of_path(announced.path) if each.number in gone]
+        if not announced.marked_ns:  # times tell nothing: the latest
+            held = [] if files else held[-1:]
+        for hold in held:
+            links = self._holds.tree(hold, tree) if hold.seen_ns >= announced.marked_ns else None
+            if links is not None:
+                here = _paths_here(announced, links)
+                return self._fitting(_Version(here, links, self._holds.folder(hold)), announced)
+        is_rest = (
+            bool(held) and is_same_version(files, held[-1].files) and held[-1].files.keys() - files.keys()
+        )
+        if is_rest or (held and not files):
+            return (
+                f"what node {self._node} had of it was removed, and was last seen before its mark was written"
+            )
+        return self._fitting(_Version(_paths_here(announced, tree), tree, self._entries.source), announced)
+
+    def _fitting(self, version: _Version, announced: Announcement) -> _Version | str:
+        if later := _later(version.tree.files, version.shards, announced):
+            late_s = (version.tree.files[later].mtime_ns - announced.marked_ns) / 1e9
+            return (
+                f"{later} on node {self._node} is {late_s:.0f} s newer than the mark: it was saved again, or the clocks"
+                " of the nodes differ (--ignore-times)"
+            )
+        return version
+
+    def _stage(self, announced: Announcement, version: _Version) -> Entry | None:
         entry = Entry(
             self._entries.next_number(),
             announced.format,
             announced.path,
             announced.checkpoint.step,
             announced.name,
-            {path: tree.files[path] for path in paths},
-            paths,
+            _files_of(announced.path, version.tree),
+            version.shards,
             is_followed=True,
-            staged_ns=tree.now_ns,
+            told_ns=announced.marked_ns,
+            staged_ns=version.tree.now_ns,
         )
         try:
-            return self._entries.stage(entry)
+            return self._entries.stage(entry, version.source)
         except VanishedError as error:
             logger.info("vanished path=%s: %s; looking again", announced.path, error)
             return None
+
+    def _drop_earlier(self, announced: Announcement, tree: Tree) -> None:
+        """What was held and is gone since before this mark: nobody will tell of it any more."""
+        awaited = {each.path for each, _ in self._heard.values()}
+        for hold in self._holds.gone(tree):
+            if hold.seen_ns < announced.marked_ns and hold.path not in awaited:
+                self._holds.drop(hold)
 
     def is_over(self) -> bool:
         """Whether no node will announce anything more, as this one will not."""
@@ -165,7 +220,11 @@ def _rest(entry: Entry, announced: Announcement) -> Entry:
     """Without what the announcing node sends."""
     theirs = set(announced.here)
     shards = {path: shard for path, shard in entry.shards.items() if shard not in theirs}
-    return replace(entry, shards=shards, expected=(), is_followed=True)
+    return replace(entry, shards=shards, expected=(), is_followed=True, told_ns=announced.marked_ns)
+
+
+def _files_of(path: str, tree: Tree) -> dict[str, Identity]:
+    return {each: tree.files[each] for each in (tree.below(path) if path else sorted(tree.names("")))}
 
 
 def _paths_here(announced: Announcement, tree: Tree) -> dict[str, str]:
@@ -177,3 +236,26 @@ def _paths_here(announced: Announcement, tree: Tree) -> dict[str, str]:
         below = [path for path in tree.below("") if path in announced.expected]
     named = {path: path.removeprefix(prefix) for path in below if not path.endswith(".tmp")}
     return {path: shard for path, shard in named.items() if shard not in announced.here}
+
+
+@dataclass(frozen=True, slots=True)
+class _Version:
+    """Of an announced checkpoint: its files by their paths, with their names in it, and where they are."""
+
+    shards: dict[str, str]
+    tree: Tree
+    source: Path
+
+
+def _marked_ns(entry: Entry) -> int:
+    """When it was complete, or seen to be, where a name says so and no file."""
+    return entry.marked_ns if entry.mark in entry.files else entry.staged_ns
+
+
+def _later(files: Mapping[str, Identity], shards: Mapping[str, str], announced: Announcement) -> str:
+    """A file of it that was written after its mark; "" if there is none, or times tell nothing."""
+    if not announced.marked_ns:
+        return ""
+    limit_ns = announced.marked_ns + CLOCKS_S * 1e9
+    late = (path for path, shard in shards.items() if files[path].mtime_ns > limit_ns)
+    return next((path for path in late if not is_free(announced.format, shards[path])), "")

@@ -4,6 +4,7 @@ run they belong. Pure.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -55,6 +56,35 @@ def judge(found: Found, tree: Tree, known: Iterable[Entry], *, num_nodes: int) -
             )
             return Verdict(found, reason=reason, is_refused=True)
     return Verdict(found, take=True)
+
+
+def is_held(found: Found, num_nodes: int) -> bool:
+    """Whether it may become a checkpoint after its trainer has deleted it: by what another node tells, or because its
+    mark is there and only time is wanting. Whoever guesses by time alone (`--quiet-s`) has no mark.
+    """
+    if found.is_file or found.is_refused or not found.files:
+        return False
+    return num_nodes > 1 or (found.is_waiting and bool(found.mark))
+
+
+def has_peer(found: Found, tree: Tree, known: Iterable[Entry]) -> bool:
+    """Whether a later one of the same trainer, seen to its end, has files of the same names. Of one that was deleted
+    before it had been quiet for long enough, this says that no rank's file was missed.
+    """
+    names, written_ns = (
+        _numberless(found.inner, found.step),
+        max(tree.files[each].mtime_ns for each in found.files),
+    )
+    place = found.path.rpartition("/")[0]
+    for each in known:
+        is_akin = each.format == found.format and each.path.rpartition("/")[0] == place
+        if is_akin and each.written_ns > written_ns and _numberless(each.shards.values(), each.step) == names:
+            return True
+    return False
+
+
+def _numberless(names: Iterable[str], step: int) -> set[str]:
+    return {re.sub(rf"(?<![0-9]){step}(?![0-9])", "STEP", each) for each in names}
 
 
 def twin_of(found: Found, tree: Tree, known: Iterable[Entry]) -> Entry | None:

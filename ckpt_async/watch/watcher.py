@@ -5,12 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
 
-from ckpt_async import StoreOptions, Uploader
+from ckpt_async import Uploader
 from ckpt_async.core import keys
 from ckpt_async.core.model import CheckpointId, Decision, Outcome
 from ckpt_async.errors import (
@@ -26,23 +24,22 @@ from ckpt_async.errors import (
 from ckpt_async.monitor import status
 from ckpt_async.watch import plan
 from ckpt_async.watch.announcement import Announcement
-from ckpt_async.watch.disk import Disk
-from ckpt_async.watch.entries import Entries, Entry, State, VanishedError, entry_of, remove_files
-from ckpt_async.watch.formats import Found, Rules, find
+from ckpt_async.watch.entries import Entries, Entry, State, remove_files
+from ckpt_async.watch.holds import Holds
 from ckpt_async.watch.lock import FolderLock
+from ckpt_async.watch.lookout import Lookout
 from ckpt_async.watch.meanwhile import OutOfTimeError, Stop, attend, begin
 from ckpt_async.watch.nodes import Nodes
+from ckpt_async.watch.options import Options
 from ckpt_async.watch.recognise import same_in_store
 from ckpt_async.watch.remote import Remote
-from ckpt_async.watch.tree import Tree
+from ckpt_async.watch.telling import Report, Teller, Told
 from ckpt_async.watch.wake import Waker
 
 logger = logging.getLogger(__name__)
 
 # So many are in the uploader's hands at once: what was not begun need not be given up when the watcher is killed.
 MAX_OPEN = 4
-# Copies take the disk's space twice.
-MAX_COPIED = 2
 # How often one is handed in again that nobody could finish, though its bytes are still there.
 MAX_ATTEMPTS = 20
 # What several nodes had sealed before one of them was started again: time for its commit. Later it is done again.
@@ -50,61 +47,6 @@ PREDECESSOR_S = 15.0
 # Before another start is begun, for what the uploader has in its hands; the journal has the rest.
 REOPEN_S = 5.0
 STANDBY_S = 2.0
-# Of what nothing was written for so long its mark may never come.
-STALE_S = 600.0
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What a watcher is to do. `state`: where its links and journal are, on a local disk."""
-
-    folder: Path
-    remote: str
-    state: Path
-    lock: Path
-    rules: Rules = field(default_factory=Rules)
-    kind: str | None = None
-    node: int = 0
-    num_nodes: int = 1
-    launch_id: str | None = None
-    interval_s: float = 5.0
-    settle_s: float = 1.0
-    keep_local: int | None = None  # None: the trainer's files are left alone
-    is_once: bool = False
-    drain_timeout_s: float = 3600.0
-    store_options: StoreOptions | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    settings_file: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Told:
-    """Something that a person or a script wants to know. `event`: committed, there, refused, incomplete, changed."""
-
-    event: str
-    path: str
-    step: int
-    name: str
-    format: str
-    reason: str = ""
-    size_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """What a watcher has done when it ends. `unfinished` were handed in and are not decided: the next start, or
-    `ckpt-async drain STATE`, finishes them. `incomplete` have no mark yet, by their paths, and why. `is_cut_short`: the
-    time to finish was over before the store, or the other nodes, had answered.
-    """
-
-    num_committed: int
-    num_there: int
-    refused: Mapping[str, str]
-    incomplete: Mapping[str, str]
-    unfinished: tuple[str, ...]
-    stood_by: bool = False
-    is_cut_short: bool = False
-    is_empty: bool = False  # nothing was ever found, complete or not
 
 
 class Watcher:
@@ -115,23 +57,18 @@ class Watcher:
         place = options.state / (f"kinds/{options.kind}" if options.kind else "run")
         self.entries = Entries(options.folder, place, keys.kind_remote(options.remote, options.kind or ""))
         self.waker = Waker()
-        self._tell_ = tell
-        self._said: set[tuple[str, str]] = set()
-        self._counts: Counter[str] = Counter()
-        self._refused: dict[str, str] = {}
-        self._incomplete: dict[str, str] = {}
+        self._teller = Teller(tell)
+        self._holds = Holds(options.folder, place / "held")
+        self._lookout = Lookout(options, self.entries, self._holds, self._teller, self.waker)
         self._attempts: Counter[int] = Counter()
-        self._disk = Disk(options.folder)
         self._uploader: Uploader | None = None
         self._remote: Remote | None = None
         self._nodes: Nodes | None = None
         self._opened_at = 0.0
         self._sealed_before: frozenset[CheckpointId] = frozenset()
-        self._has_looked = False
-        self._num_left = 0  # complete, and not taken yet
-        self._tree: Tree  # the newest look
         self._stopping = Stop()
         self._is_cut_short = False
+        self._were_committed: frozenset[int] = frozenset()
 
     def run(self, stopping: Stop) -> Report:
         """Watch until `stopping` is set (with `is_once`: until all that is complete is committed), then finish what was
@@ -143,19 +80,29 @@ class Watcher:
             while not lock.try_take():
                 if self.options.is_once:
                     raise FolderInUseError(f"{self.options.folder} is watched by {lock.holder()}")
-                self._say("standing_by", lock.holder(), f"standing by: {lock.holder()} works on the folder")
+                self._teller.say(
+                    "standing_by", lock.holder(), f"standing by: {lock.holder()} works on the folder"
+                )
                 if stopping.is_set():
                     return replace(self._report(), stood_by=True)
                 self.waker.wait(STANDBY_S)
             self.entries.load()
+            self._holds.load()
+            known = self.entries.all.values()
+            self._were_committed = frozenset(each.number for each in known if each.state is State.COMMITTED)
+            close_s = REOPEN_S
             try:
                 self._open_while_linking()
                 self.entries.bind()
                 self._work()
             except OutOfTimeError:
-                self._is_cut_short = True
+                # With nothing to finish no answer is missed, but those of other nodes.
+                self._is_cut_short = self.options.num_nodes > 1 or self._has_left()
+            except KeyboardInterrupt:
+                close_s = 0.0
+                raise
             finally:
-                self._close(REOPEN_S)
+                self._close(close_s)
             return self._report()
         finally:
             lock.release()
@@ -173,14 +120,16 @@ class Watcher:
     def _go_on(self) -> None:
         """What cannot wait for the store. Raises OutOfTimeError when waiting is over, too."""
         self._look_and_take()
-        has_nothing = self._nodes is None and not self._num_left and not self._open_entries()
+        has_nothing = self._nodes is None and not self._has_left()
         if (has_nothing and self._stopping.is_set()) or self._stopping.is_over(self.options.drain_timeout_s):
             raise OutOfTimeError
 
+    def _has_left(self) -> bool:
+        return bool(self._lookout.num_left or self.entries.open())
+
     def _look_and_take(self) -> None:
-        self._tree = self._disk.look()
-        self.waker.follow(self.options.folder, self._tree.folders)
-        self._take(self._tree)
+        self._lookout.look()
+        self._lookout.take()
 
     def _open(self) -> None:
         """Begin a new generation of the run; what earlier ones had sealed is finished by it."""
@@ -207,10 +156,7 @@ class Watcher:
         self._remote = Remote(
             self._uploader.remote, options.store_options, self._uploader.settings, writes=world_size > 1
         )
-        self._nodes = Nodes(
-            *(options.node, options.num_nodes, self.entries, self._uploader, self._remote),
-            settle_s=options.settle_s,
-        )
+        self._nodes = Nodes(*(options, self.entries, self._holds, self._uploader, self._remote))
         self._opened_at = time.monotonic()
         logger.info(
             "watching folder=%s remote=%s state=%s generation=%d",
@@ -244,8 +190,8 @@ class Watcher:
                 self._reopen()
                 continue
             except (StoreError, NoSpaceError) as error:
-                self._say("trouble", str(error), f"{error}; trying again")
-            is_idle = is_whole and not self._open_entries() and not self._num_left
+                self._teller.say("trouble", str(error), f"{error}; trying again")
+            is_idle = is_whole and not self.entries.open() and not self._lookout.num_left
             if is_idle and (was_stopping or self.options.is_once) and self._nodes_are_done():
                 return
             if self._stopping.is_over(self.options.drain_timeout_s):
@@ -257,68 +203,16 @@ class Watcher:
             self.waker.wait(min(pause_s, self.options.interval_s))
 
     def _round(self) -> None:
-        self._tree = self._disk.look()
-        self.waker.follow(self.options.folder, self._tree.folders)
-        self._review(self._tree)
-        self._take(self._tree)
+        self._lookout.look()
+        self._lookout.review()
+        self._lookout.take()
         self._learn()
         assert self._nodes is not None
         self._nodes.listen()
         self._hand_over()
-        self._nodes.follow(self._tree, self._hand_in, self._cannot_follow)
+        self._nodes.follow(self._lookout.tree, self._hand_in, self._cannot_follow)
         _retire(self.options, self.entries)
-        self.entries.forget_gone(self._tree)
-
-    def _review(self, tree: Tree) -> None:
-        """Of what waits or is under way: has somebody changed it?"""
-        for entry in self._open_entries():
-            changed = plan.changed_in_place(entry, tree.files)
-            if entry.state is State.STAGED and not self.entries.is_intact(entry):
-                self.entries.drop(entry)  # it is looked at anew
-                logger.info("changed_while_settling path=%s", entry.path)
-            elif changed and entry.state is State.HANDED:
-                reason = f"{changed} was changed in place after its checkpoint was complete"
-                self._tell("changed", entry, reason)
-
-    def _take(self, tree: Tree) -> None:
-        self._incomplete, self._num_left = {}, 0
-        for found in find(tree, self.options.rules):
-            verdict = plan.judge(found, tree, self.entries.all.values(), num_nodes=self.options.num_nodes)
-            if verdict is None:
-                continue
-            if verdict.is_refused:
-                self._refuse(found, verdict.reason)
-            elif verdict.is_twin:
-                self._say("twin", verdict.reason, verdict.reason)
-            elif not verdict.take:
-                self._num_left += verdict.is_waiting
-                self._incomplete[found.path or "."] = verdict.reason
-                if _is_stale(found, tree):
-                    self._tell("incomplete", found, verdict.reason)
-            elif sum(each.is_copied for each in self._open_entries()) >= MAX_COPIED:
-                self._num_left += 1
-            else:
-                self._stage(found, tree)
-        self._has_looked = True
-
-    def _stage(self, found: Found, tree: Tree) -> None:
-        expected = tuple(sorted({*found.inner, *found.missing})) if self.options.num_nodes > 1 else ()
-        try:
-            entry = entry_of(found, tree, self.entries.next_number(), expected=expected)
-            entry = self.entries.stage(replace(entry, is_doubtful=not self._has_looked))
-        except VanishedError as error:
-            self._num_left += 1
-            logger.info("vanished path=%s: %s", found.path, error)
-            return
-        except OSError as error:
-            reason = f"it can be neither linked nor copied: {error}"
-            if self._open_entries():  # whose end may free space
-                self._num_left += 1
-                self._say("cannot_link", found.path, f"{found.path}: {reason}; trying again")
-            else:
-                self._refuse(found, reason)  # for now: the next round tries again
-            return
-        logger.info("complete path=%s step=%d format=%s", entry.path, entry.step, entry.format)
+        self.entries.forget_gone(self._lookout.tree)
 
     def _there(self, entry: Entry) -> Decision | None:
         assert self._remote is not None
@@ -327,17 +221,17 @@ class Watcher:
 
     def _hand_over(self) -> None:
         assert self._uploader is not None
-        for entry in plan.due(self.entries.all.values(), self._tree.now_ns, self.options.settle_s):
-            num_open = sum(each.state is State.HANDED for each in self._open_entries())
+        for entry in plan.due(self.entries.all.values(), self._lookout.tree.now_ns, self.options.settle_s):
+            num_open = sum(each.state is State.HANDED for each in self.entries.open())
             if num_open >= MAX_OPEN:
                 return
             if not self.entries.is_intact(entry):
                 self.entries.drop(entry)
                 continue
             if entry.is_doubtful and (decision := self._there(entry)) is not None:
-                self._counts["there"] += 1
+                self._teller.counts["there"] += 1
                 there = replace(entry, generation=decision.checkpoint.generation)
-                self._tell("there", self.entries.settle(there, State.COMMITTED))
+                self._teller.tell("there", self.entries.settle(there, State.COMMITTED))
                 continue
             known = self.entries.all.values()
             if plan.needs_new_generation(entry, known, self._uploader.generation):
@@ -369,7 +263,7 @@ class Watcher:
     def _cannot_follow(self, announced: Announcement, reason: str) -> None:
         assert self._uploader is not None
         self._uploader.give_up(announced.checkpoint.step, reason, name=announced.name)
-        self._refused[announced.path or "."] = reason
+        self._teller.refused[announced.path or "."] = reason
 
     def _nodes_are_done(self) -> bool:
         assert self._nodes is not None
@@ -378,7 +272,7 @@ class Watcher:
         except FencedError:
             return False
         except StoreError as error:
-            self._say("trouble", str(error), f"{error}; trying again")
+            self._teller.say("trouble", str(error), f"{error}; trying again")
             return False
 
     # --- what became of it ---------------------------------------------------------------------------------
@@ -387,7 +281,7 @@ class Watcher:
         assert self._uploader is not None
         assert self._remote is not None
         ours = self._uploader.generation
-        handed = [each for each in self._open_entries() if each.generation]
+        handed = [each for each in self.entries.open() if each.generation]
         earlier = [each for each in handed if each.generation != ours]
         for entry in handed:
             if entry.generation != ours or entry.state is not State.HANDED:
@@ -424,54 +318,30 @@ class Watcher:
             self._settle_refused(entry, reason)
 
     def _settle_committed(self, entry: Entry) -> None:
-        self._counts["committed"] += 1
+        self._teller.counts["committed"] += 1
         self.entries.settle(entry, State.COMMITTED)
-        self._tell("committed", entry)
+        self._teller.tell("committed", entry)
 
     def _settle_refused(self, entry: Entry, reason: str) -> None:
         self.entries.settle(entry, State.REFUSED, reason)
-        self._refused[entry.path or "."] = reason
-        self._tell("refused", entry, reason)
+        self._teller.refuse(entry, reason)
 
-    def _refuse(self, found: Found, reason: str) -> None:
-        self._refused[found.path or "."] = reason
-        self._tell("refused", found, reason)
-
-    # --- telling -------------------------------------------------------------------------------------------
-
-    def _open_entries(self) -> list[Entry]:
-        return [each for each in self.entries.all.values() if not each.is_settled]
-
-    def _tell(self, event: str, what: Entry | Found, reason: str = "") -> None:
-        """Once for each thing and reason."""
-        path = what.path or "."
-        number = str(what.number) if isinstance(what, Entry) else ""
-        if (path, event + number + reason) in self._said:
-            return
-        self._said.add((path, event + number + reason))
-        size_bytes = what.size_bytes if isinstance(what, Entry) else 0
-        self._tell_(Told(event, path, what.step, what.name, what.format, reason, size_bytes))
-
-    def _say(self, kind: str, what: str, message: str) -> None:
-        if (kind, what) not in self._said:
-            self._said.add((kind, what))
-            logger.warning(message)
+    def _there_before(self) -> list[Entry]:
+        """What an earlier start has committed, and is in the folder."""
+        files = self._lookout.tree.files
+        known = [each for each in self.entries.all.values() if each.number in self._were_committed]
+        return [each for each in known if each.files.items() & files.items()]
 
     def _report(self) -> Report:
         return Report(
-            self._counts["committed"],
-            self._counts["there"],
-            dict(self._refused),
-            dict(self._incomplete),
-            tuple(each.path or "." for each in self._open_entries()),
+            self._teller.counts["committed"],
+            self._teller.counts["there"] + (len(self._there_before()) if self.options.is_once else 0),
+            dict(self._teller.refused),
+            dict(self._teller.incomplete),
+            tuple(each.path or "." for each in self.entries.open()),
             is_cut_short=self._is_cut_short,
-            is_empty=not (self.entries.all or self._incomplete or self._refused),
+            is_empty=not (self.entries.all or self._teller.incomplete or self._teller.refused),
         )
-
-
-def _is_stale(found: Found, tree: Tree) -> bool:
-    newest_ns = max((tree.files[path].mtime_ns for path in found.files), default=tree.now_ns)
-    return tree.now_ns - newest_ns > STALE_S * 1e9
 
 
 def _sealed(options: Options) -> frozenset[CheckpointId]:

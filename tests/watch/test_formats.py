@@ -122,6 +122,20 @@ def test_transformers_ranks_without_their_random_state_are_missed() -> None:
     assert complete(late, now_s=31), "another rank may be done after rank 0"
 
 
+def test_transformers_arguments_say_how_many_ranks_there_were() -> None:
+    """Pickled by torch.save; nothing of it is run."""
+    written = {f"checkpoint-40/rng_state_{rank}.pth": torch_zip(x=1) for rank in range(2)}
+    written = {"checkpoint-40/training_args.bin": torch_zip(state={"num_processes": 3}), **written}
+    written["checkpoint-40/trainer_state.json"] = b'{"global_step": 40}'
+    for rules in (TABLE, Rules(num_nodes=2)):
+        assert reasons(written, rules) == "missing rng_state_2.pth"
+        assert not reasons({"checkpoint-40/rng_state_2.pth": torch_zip(x=1), **written}, rules)
+    more = {"checkpoint-40/rng_state_3.pth": torch_zip(x=1), **written}
+    assert "missing rng_state_2.pth" in reasons(more), (
+        "it is of another start: they are counted, and waited for"
+    )
+
+
 def test_transformers_shards_that_the_index_names_are_missed() -> None:
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
     written = {
@@ -273,6 +287,14 @@ def test_olmo_core_olmo_and_their_temporary_folders(metadata: Mapping[str, bytes
 def test_orbax_is_complete_when_it_was_renamed_or_has_commit_success() -> None:
     assert complete({"50/_CHECKPOINT_METADATA": b"{}", "50/default/d/0": b"x"})[0].step == 50
     assert complete({"50/default/d/0": b"x", "50/commit_success.txt": b"y"})[0].format == "orbax"
+    committed = {"50/_CHECKPOINT_METADATA": b'{"commit_timestamp_nsecs": 1}', "50/default/d/0": b"x"}
+    assert "is newer than its mark" in reasons(committed), "written last of all"
+    committed = dict(reversed(committed.items()))
+    assert complete(committed)
+    later = {"50/default": START + 60 * SECOND}
+    assert "something was removed from 50/default" in reasons(committed, changed_ns=later)
+    uncommitted = {"50/default/d/0": b"x", "50/_CHECKPOINT_METADATA": b'{"commit_timestamp_nsecs": null}'}
+    assert complete(uncommitted, changed_ns=later), "older Orbax: when it was committed is unknown"
     assert "renamed" in reasons({"50.orbax-checkpoint-tmp-1/_CHECKPOINT_METADATA": b"{}"})
 
 
@@ -286,6 +308,7 @@ def test_nemo_has_no_unfinished_beside_it(metadata: Mapping[str, bytes]) -> None
     written = {f"m--step=5-last/weights/{name}": data for name, data in metadata.items()}
     assert (complete(written)[0].format, complete(written)[0].step) == ("nemo", 5)
     assert "unfinished" in reasons({**written, "m--step=5-last-unfinished": b""})
+    assert "no weights/.metadata" in reasons({"m--step=5-last/weights/__0_0.distcp": b"x"})
 
 
 def test_ones_own_rules_replace_the_table() -> None:

@@ -51,6 +51,16 @@ class Nodes:
             shutil.copyfile(self._saved / f"node-{node}/step-{step}/{name}", here / f"{name}.tmp")
             (here / f"{name}.tmp").replace(here / name)
 
+    def until_seen(self, node: int, step: int) -> None:
+        """Until the node without the mark has looked after it was written."""
+        mark = (self.folder / f"node-0/out/step-{step}/.metadata").stat().st_mtime_ns
+        held = self.folder / f"node-{node}/.out.ckpt_async/run/held"
+        while not any(
+            f"step-{step}/" in path.read_text() and path.stat().st_mtime_ns >= mark
+            for path in held.glob("*.json")
+        ):
+            pass
+
     def written(self, step: int) -> dict[str, str]:
         found: dict[str, str] = {}
         for node in range(2):
@@ -119,7 +129,7 @@ def test_a_node_whose_watcher_was_killed_comes_back_and_nothing_is_lost(nodes: N
     assert found.step == 30
 
 
-def test_while_the_store_is_away_checkpoints_are_linked_and_no_end_is_a_success(
+def test_while_the_store_is_away_trainers_rotate_and_write_anew_and_no_end_is_a_success(
     nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with SeaweedServer(tmp_path / "seaweed") as server:
@@ -132,12 +142,58 @@ def test_while_the_store_is_away_checkpoints_are_linked_and_no_end_is_a_success(
             each.until_logged("watching folder")
         server.kill()
         nodes.save(10)
-        watching[0].until_logged("complete path=step-10")
-        saved = nodes.written(10)
-        (nodes.folder / "node-0/out/step-10").rename(nodes.folder / "rotated")
+        nodes.save(20)
+        saved = {}
+        for step in (10, 20):
+            watching[0].until_logged(f"complete path=step-{step}")
+            nodes.until_seen(1, step)
+            saved[step] = nodes.written(step)
+            for node in range(2):
+                shutil.rmtree(nodes.folder / f"node-{node}/out/step-{step}")
+        again = nodes.folder / "node-1/out/step-20"  # the trainer has gone back
+        again.mkdir()
+        (again / "__1_0.distcp").write_bytes(b"1" * 10_000)
         assert [each.end() for each in watching] == [6, 6]
         server.start()
         for node in range(2):
             nodes.watch(node)
-        nodes.watching[0].until("committed", 10)
-        assert nodes.fetched(10) == saved
+        for step in (10, 20):
+            nodes.watching[0].until("committed", step)
+            assert nodes.fetched(step) == saved[step]
+
+
+def test_what_was_last_seen_before_the_mark_is_not_sent(nodes: Nodes) -> None:
+    """It may be of an earlier save to the same place, that has never become a checkpoint."""
+    second = nodes.watch(1, "-v")
+    second.until_logged("watching folder")
+    early = nodes.folder / "node-1/out/step-10"
+    early.mkdir()
+    (early / "__1_0.distcp").write_bytes(b"1" * 10_000)
+    while not list((nodes.folder / "node-1/.out.ckpt_async/run/held").glob("*.json")):
+        pass
+    second.kill()
+    nodes.save(10)
+    shutil.rmtree(early)
+    first = nodes.watch(0)
+    nodes.watch(1)
+    told = first.until("refused", 10)
+    assert "was last seen before its mark was written" in told["reason"]
+    assert restore.find(nodes.remote) is None
+
+
+def test_a_node_that_is_dead_for_good_takes_with_it_only_what_it_alone_had(nodes: Nodes) -> None:
+    first, second = nodes.watch(0), nodes.watch(1)
+    nodes.save(10)
+    first.until("committed", 10)
+    second.kill()
+    nodes.save(20)
+    shutil.rmtree(nodes.folder / "node-1")
+    (nodes.folder / "node-1/out").mkdir(parents=True)
+    replacement = nodes.watch(1)
+    told = first.until("refused", 20)
+    assert "__1_0.distcp, which no rank has" in told["reason"]
+    nodes.save(30)
+    first.until("committed", 30)
+    assert (nodes.fetched(30), restore.find(nodes.remote, step=20)) == (nodes.written(30), None)
+    first.process.terminate()
+    assert (replacement.end(), first.process.wait(60)) == (1, 1), "one was given up"

@@ -83,6 +83,26 @@ def test_the_closing_of_the_terminal_comes_once(tmp_path: Path) -> None:
     os.waitpid(pid, 0)
 
 
+def test_ctrl_z_stops_both_and_fg_lets_both_go_on(tmp_path: Path) -> None:
+    pid, terminal = in_terminal('set -m; "$@"; read line; fg', trainer(tmp_path))
+    with (tmp_path / "said").open() as said:
+        run = int(said.readline())
+        children = Path(f"/proc/{run}/task/{run}/children").read_text().split()
+        write(terminal, b"\x1a")
+        for each in (run, *children):
+            while state_of(each) != "T":
+                pass
+        os.kill(run, signal.SIGTERM)
+        write(terminal, b"\n")
+        assert [line.strip() for line in said] == ["SIGTERM"]
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    os.close(terminal)
+
+
+def state_of(pid: int | str) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
 def in_terminal(script: str, argv: list[str]) -> tuple[int, int]:
     pid, terminal = pty.fork()
     if pid == 0:

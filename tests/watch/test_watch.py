@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -53,7 +54,7 @@ def test_once_again_sends_nothing_and_another_watcher_finds_it_by_its_checksums(
         "event": "ended",
         "exit_code": 0,
         "committed": 0,
-        "there": 0,
+        "there": 1,
         "refused": {},
         "incomplete": {},
         "unfinished": [],
@@ -197,6 +198,46 @@ def test_a_trainer_that_goes_back_is_newer_whatever_its_steps(place: Place) -> N
     assert watching.end() == 0
 
 
+def test_what_is_rotated_away_while_it_must_be_quiet_is_taken_if_a_later_one_proves_that_it_is_whole(
+    place: Place,
+) -> None:
+    """How many ranks there were is not said; 15 lacks the file of one that was later than the rotation."""
+
+    def save_of_ranks(step: int, *ranks: int) -> dict[str, str]:
+        new = place.here / "new"
+        new.mkdir()
+        for name in ("model.bin", *(f"rng_state_{rank}.pth" for rank in ranks)):
+            (new / name).write_bytes(b"x" * step)
+        (new / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+        written_s = time.time() - 27 + step / 10
+        for path in [*new.iterdir(), new]:
+            os.utime(path, (written_s, written_s))
+        saved = hashes(new)
+        new.rename(place.out / f"checkpoint-{step}")
+        return saved
+
+    watching = place.watch()
+    held = place.state / "run/held"
+    saved = {}
+    for step, ranks in ((10, (0, 1, 2)), (15, (0, 1))):
+        saved[step] = save_of_ranks(step, *ranks)
+        while not any(f"checkpoint-{step}/" in path.read_text() for path in held.glob("*.json")):
+            pass
+        shutil.rmtree(place.out / f"checkpoint-{step}")
+    saved[20] = save_of_ranks(20, 0, 1, 2)
+    watching.until("committed", 20)
+    watching.process.terminate()
+    ended = watching.until("ended")
+    assert (ended["committed"], list(ended["incomplete"])) == (2, ["checkpoint-15"])
+    assert [place.committed(step) for step in (10, 15, 20)] == [saved[10], None, saved[20]]
+
+
+def test_once_waits_until_it_has_been_quiet(place: Place) -> None:
+    saved = save(place, 10)
+    code, ended = place.once("--quiet-s", "2")
+    assert (code, ended["committed"], place.committed(10)) == (0, 1, saved)
+
+
 def test_one_of_two_watchers_stands_by_and_takes_over(place: Place) -> None:
     first = place.watch()
     save(place, 10)
@@ -285,6 +326,35 @@ def test_a_store_that_does_not_answer_is_given_up_in_time(place: Place, command:
             watching.process.terminate()
         assert watching.process.wait(20) == 6
     assert "checkpoints may not be in the store" in watching.errors()
+
+
+def test_after_the_command_s_end_a_second_signal_ends_run_at_once(place: Place) -> None:
+    save(place, 10)
+    place.remote = "s3://bucket/run"
+    keys = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_REGION": "us-east-1"}
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        watching = place.watch("-v", "--endpoint-url", endpoint, "--", "true", command="run", **keys)
+        watching.until_logged("complete path=checkpoint-10")
+        assert not has_ended_within(watching.process, 2), "it would finish for an hour"
+        watching.process.terminate()
+        assert not has_ended_within(watching.process, 1), "10 s more"
+        watching.process.terminate()
+        assert watching.process.wait(5) == 6
+    assert "checkpoints may not be in the store: told twice to end" in watching.errors()
+
+
+def has_ended_within(process: "subprocess.Popen[str]", timeout_s: float) -> bool:
+    try:
+        process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+def test_an_empty_command_for_events_is_refused(place: Place) -> None:
+    watching = place.watch("--exec", "")
+    assert (watching.process.wait(60), "--exec: it is empty" in watching.errors()) == (2, True)
 
 
 def test_a_command_is_run_for_each_checkpoint_that_is_committed(place: Place) -> None:

@@ -46,7 +46,7 @@ def checked(tree: Tree, found: Found, rules: Rules) -> Found:
     if found.mark and not rules.ignores_times:
         marked_ns = tree.files[found.mark].mtime_ns
         newer = [path for path in found.files if tree.files[path].mtime_ns > marked_ns]
-        newer = [path for path in newer if not is_free(found, path)]
+        newer = [path for path in newer if not is_free(found.format, found.shard(path))]
         if newer:
             return replace(
                 found,
@@ -89,12 +89,12 @@ def _changed_later(tree: Tree, found: Found, marked_ns: int) -> str | None:
     return None
 
 
-def is_free(found: Found, path: str) -> bool:
+def is_free(format_: str, shard: str) -> bool:
     """Whether another rank than the one that writes the mark may write it later: no barrier is between them."""
-    if found.format == "deepspeed" and DEEPSPEED_UNCOUNTED.fullmatch(found.shard(path)):
+    if format_ == "deepspeed" and DEEPSPEED_UNCOUNTED.fullmatch(shard):
         return True
-    of_rank = {"deepspeed": _DEEPSPEED_RANK, "transformers": RNG}.get(found.format)
-    match = of_rank.fullmatch(found.shard(path)) if of_rank else None
+    of_rank = {"deepspeed": _DEEPSPEED_RANK, "transformers": RNG}.get(format_)
+    match = of_rank.fullmatch(shard) if of_rank else None
     return match is not None and int(next(filter(None, match.groups()))) > 0
 
 

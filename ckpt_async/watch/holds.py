@@ -1,0 +1,190 @@
+"""Links of what may become a checkpoint: its trainer may rotate it away before anybody knows that it is one.
+
+    <place>/<number>/<path>   hard links, by the paths in the watched folder; of a mark beside the checkpoint, a copy
+    <place>/<number>.json     the look that they are of; the file's time is when the folder was last seen like that
+
+The record is written when every file of a look is linked, so it is a whole listing; links without it are nothing.
+Blocking calls.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from ckpt_async.watch.disk import Disk, identity_of
+from ckpt_async.watch.formats import Found
+from ckpt_async.watch.tree import Identity, Tree
+
+logger = logging.getLogger(__name__)
+
+# The newest: what was rotated away takes space for as long as it is held.
+MAX_HELD = 8
+_NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK)
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """One version of a candidate: the folder had exactly these files at `seen_ns`. `beside` is its mark, where that is
+    not among them. `is_waiting`: the mark was there, and only time was wanting.
+    """
+
+    number: int
+    path: str
+    files: Mapping[str, Identity]
+    beside: Mapping[str, Identity]
+    changed_ns: Mapping[str, int]
+    is_waiting: bool = False
+    seen_ns: int = 0
+
+    @property
+    def written_ns(self) -> int:
+        return max((each.mtime_ns for each in self.files.values()), default=0)
+
+
+def is_same_version(files: Mapping[str, Identity], others: Mapping[str, Identity]) -> bool:
+    """Whether they are of one save: files come and grow, and none has become another one."""
+    common = files.keys() & others.keys()
+    return bool(common) and all(files[path].inode == others[path].inode for path in common)
+
+
+@dataclass(slots=True)
+class Holds:
+    """Those of one folder, at a `place` of their own. Not thread-safe."""
+
+    source: Path
+    place: Path
+    all: dict[int, Hold] = field(default_factory=dict)
+    is_possible: bool = True  # False once the disk has refused a link
+
+    def load(self) -> None:
+        """Read them, and drop what a kill has cut short."""
+        self.place.mkdir(parents=True, exist_ok=True)
+        for path in sorted(self.place.glob("*.json")):
+            try:
+                hold = _decode(json.loads(path.read_bytes()), path.stat().st_mtime_ns)
+                self.all[hold.number] = hold
+            except (ValueError, LookupError, TypeError) as error:
+                logger.warning("links of a look are dropped: %s cannot be read: %s", path, error)
+                path.unlink()
+        for folder in self.place.iterdir():
+            if folder.is_dir() and int(folder.name) not in self.all:
+                shutil.rmtree(folder)
+
+    def of_path(self, path: str) -> list[Hold]:
+        """Oldest first."""
+        return [each for _, each in sorted(self.all.items()) if each.path == path]
+
+    def gone(self, tree: Tree) -> list[Hold]:
+        """What the folder has no more as it was: rotated away, begun to be, or written anew. Oldest first."""
+        return [each for _, each in sorted(self.all.items()) if each.seen_ns != tree.now_ns]
+
+    def folder(self, hold: Hold) -> Path:
+        return self.place / f"{hold.number:08d}"
+
+    def see(self, found: Found, tree: Tree) -> None:
+        """Link what the folder has of a candidate now."""
+        last = next(reversed(self.of_path(found.path)), None)
+        now = _seen(found, tree, max(self.all, default=0) + 1)
+        if last is not None and is_same_version(now.files, last.files):
+            if now.files.keys() < last.files.keys() or (last.beside and not now.beside):
+                return  # a rotation has begun, or its mark speaks of another: it stays as it was seen
+            now = replace(now, number=last.number)
+        else:
+            last = None
+        try:
+            self._link(now, last)
+        except FileNotFoundError:
+            return  # the next look sees what has become of it
+        except OSError as error:
+            self.is_possible = error.errno not in _NO_LINKS
+            logger.warning("path=%s is not linked before it is complete: %s", found.path, error)
+            return
+        self._record(now, last)
+        for oldest in sorted(self.all.values(), key=lambda each: each.written_ns)[:-MAX_HELD]:
+            self.drop(oldest)
+
+    def _link(self, hold: Hold, last: Hold | None) -> None:
+        folder = self.folder(hold)
+        folder.mkdir(exist_ok=True)
+        for path, wanted in hold.files.items():
+            if last is not None and path in last.files:
+                continue
+            target = folder / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.unlink(missing_ok=True)
+            os.link(self.source / path, target, follow_symlinks=False)
+            if target.lstat().st_ino != wanted.inode:
+                target.unlink()
+                raise FileNotFoundError(f"{path} is another file by now")
+        for path, wanted in hold.beside.items():
+            if last is None or last.beside.get(path) != wanted:
+                data = (self.source / path).read_bytes()
+                if identity_of((self.source / path).lstat()) != wanted:
+                    raise FileNotFoundError(f"{path} has changed")
+                (folder / path).parent.mkdir(parents=True, exist_ok=True)
+                (folder / path).write_bytes(data)
+
+    def _record(self, hold: Hold, last: Hold | None) -> None:
+        """Not made durable: after a power loss, links without it are dropped."""
+        path = self.place / f"{hold.number:08d}.json"
+        if last is None or replace(last, seen_ns=hold.seen_ns) != hold:
+            new = path.with_suffix(".new")
+            new.write_text(json.dumps(_encode(hold)))
+            os.utime(new, ns=(hold.seen_ns, hold.seen_ns))
+            new.rename(path)
+        else:
+            os.utime(path, ns=(hold.seen_ns, hold.seen_ns))
+        self.all[hold.number] = hold
+
+    def tree(self, hold: Hold, tree: Tree) -> Tree | None:
+        """What it holds, as a look at the watched folder; None if something has written to it since it was seen."""
+        links = Disk(self.folder(hold)).look()
+        if any(links.files.get(path) != was for path, was in hold.files.items()):
+            return None
+        return Tree({**hold.files, **hold.beside}, links.read, tree.root, tree.now_ns, hold.changed_ns)
+
+    def drop(self, hold: Hold) -> None:
+        self.all.pop(hold.number, None)
+        (self.place / f"{hold.number:08d}.json").unlink(missing_ok=True)
+        shutil.rmtree(self.folder(hold), ignore_errors=True)
+
+    def drop_version(self, path: str, files: Mapping[str, Identity]) -> None:
+        """What has been staged, whole."""
+        for hold in self.of_path(path):
+            if is_same_version(hold.files, files):
+                self.drop(hold)
+
+
+def _seen(found: Found, tree: Tree, number: int) -> Hold:
+    beside = {found.mark} - {*found.files, ""}
+    return Hold(
+        number,
+        found.path,
+        {path: tree.files[path] for path in found.files},
+        {path: tree.files[path] for path in beside},
+        {folder: tree.changed_ns.get(folder, 0) for folder in tree.folders_below(found.path)},
+        found.is_waiting,
+        tree.now_ns,
+    )
+
+
+def _encode(hold: Hold) -> dict[str, object]:
+    fields = asdict(hold)
+    del fields["seen_ns"]
+    return fields
+
+
+def _decode(fields: dict[str, object], seen_ns: int) -> Hold:
+    files, beside = fields["files"], fields["beside"]
+    if not (isinstance(files, dict) and isinstance(beside, dict)):
+        raise TypeError("files")
+    named = {path: Identity(*each) for path, each in files.items()}
+    marks = {path: Identity(*each) for path, each in beside.items()}
+    return Hold(**{**fields, "files": named, "beside": marks, "seen_ns": seen_ns})  # type: ignore[arg-type]

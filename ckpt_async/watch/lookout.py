@@ -1,0 +1,130 @@
+"""Looks at the folder: what is complete is staged, and what may become so is held. It never waits for the store."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+from ckpt_async.watch import plan
+from ckpt_async.watch.disk import Disk
+from ckpt_async.watch.entries import Entries, State, VanishedError, entry_of
+from ckpt_async.watch.formats import Found, find
+from ckpt_async.watch.holds import Hold, Holds
+from ckpt_async.watch.options import Options
+from ckpt_async.watch.telling import Teller
+from ckpt_async.watch.tree import Tree
+from ckpt_async.watch.wake import Waker
+
+logger = logging.getLogger(__name__)
+
+# Copies take the disk's space twice.
+MAX_COPIED = 2
+# Of what nothing was written for so long its mark may never come.
+STALE_S = 600.0
+
+
+class Lookout:
+    """One folder. Blocking calls, not thread-safe. `num_left`: complete, or nearly, and not staged yet."""
+
+    def __init__(
+        self, options: Options, entries: Entries, holds: Holds, teller: Teller, waker: Waker
+    ) -> None:
+        self._options, self._entries, self._holds = options, entries, holds
+        self._teller, self._waker = teller, waker
+        self._disk = Disk(options.folder)
+        self._has_looked = False
+        self.num_left = 0
+        self.tree = Tree({}, lambda *_: b"")  # the newest look
+
+    def look(self) -> None:
+        self.tree = self._disk.look()
+        self._waker.follow(self._options.folder, self.tree.folders)
+
+    def review(self) -> None:
+        """Of what waits or is under way: has somebody changed it?"""
+        for entry in self._entries.open():
+            changed = plan.changed_in_place(entry, self.tree.files)
+            if entry.state is State.STAGED and not self._entries.is_intact(entry):
+                self._entries.drop(entry)  # it is looked at anew
+                logger.info("changed_while_settling path=%s", entry.path)
+            elif changed and entry.state is State.HANDED:
+                reason = f"{changed} was changed in place after its checkpoint was complete"
+                self._teller.tell("changed", entry, reason)
+
+    def take(self) -> None:
+        """Stage what is complete; hold what is not, where it may become so after it was rotated away."""
+        self._teller.incomplete, self.num_left = {}, 0
+        for found in find(self.tree, self._options.rules):
+            verdict = self._judge(found, self.tree)
+            if verdict is None:
+                continue
+            if verdict.is_refused:
+                self._teller.refuse(found, verdict.reason)
+            elif verdict.is_twin:
+                self._teller.say("twin", verdict.reason, verdict.reason)
+            elif verdict.take:
+                self._stage(found, self.tree, self._options.folder)
+            else:
+                self.num_left += verdict.is_waiting
+                self._teller.incomplete[found.path or "."] = verdict.reason
+                if _is_stale(found, self.tree):
+                    self._teller.tell("incomplete", found, verdict.reason)
+                if plan.is_held(found, self._options.num_nodes) and self._holds.is_possible:
+                    self._holds.see(found, self.tree)
+        self._has_looked = True
+        for hold in self._holds.gone(self.tree):
+            self._take_held(hold)
+
+    def _judge(self, found: Found, tree: Tree) -> plan.Verdict | None:
+        return plan.judge(found, tree, self._entries.all.values(), num_nodes=self._options.num_nodes)
+
+    def _take_held(self, hold: Hold) -> None:
+        """What the folder has no more: the same rules judge its links. Without a mark, only other nodes can tell."""
+        if not hold.is_waiting:
+            return
+        tree = self._holds.tree(hold, self.tree)
+        candidates = find(tree, self._options.rules) if tree is not None else []
+        found = next((each for each in candidates if each.path == hold.path), None)
+        verdict = self._judge(found, tree) if found is not None and tree is not None else None
+        if found is None or tree is None or verdict is None or not (verdict.take or verdict.is_waiting):
+            self._holds.drop(hold)
+        elif verdict.is_waiting:
+            self.num_left += 1
+        elif not plan.has_peer(found, tree, self._entries.all.values()):
+            reason = (
+                "it was removed before it had been quiet for long enough, and no later one has the same files"
+            )
+            self._teller.incomplete.setdefault(found.path or ".", reason)
+        else:
+            self._stage(found, tree, self._holds.folder(hold))
+
+    def _stage(self, found: Found, tree: Tree, source: Path) -> None:
+        if sum(each.is_copied for each in self._entries.open()) >= MAX_COPIED:
+            self.num_left += 1
+            return
+        expected = tuple(sorted({*found.inner, *found.missing})) if self._options.num_nodes > 1 else ()
+        try:
+            entry = entry_of(found, tree, self._entries.next_number(), expected=expected)
+            entry = self._entries.stage(replace(entry, is_doubtful=not self._has_looked), source)
+        except VanishedError as error:
+            self.num_left += 1
+            logger.info("vanished path=%s: %s", found.path, error)
+            return
+        except OSError as error:
+            self._cannot_link(found, f"it can be neither linked nor copied: {error}")
+            return
+        self._holds.drop_version(entry.path, entry.files)
+        logger.info("complete path=%s step=%d format=%s", entry.path, entry.step, entry.format)
+
+    def _cannot_link(self, found: Found, reason: str) -> None:
+        if self._entries.open():  # whose end may free space
+            self.num_left += 1
+            self._teller.say("cannot_link", found.path, f"{found.path}: {reason}; trying again")
+        else:
+            self._teller.refuse(found, reason)  # for now: the next round tries again
+
+
+def _is_stale(found: Found, tree: Tree) -> bool:
+    newest_ns = max((tree.files[path].mtime_ns for path in found.files), default=tree.now_ns)
+    return tree.now_ns - newest_ns > STALE_S * 1e9
