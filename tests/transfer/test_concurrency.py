@@ -162,7 +162,7 @@ def test_a_link_that_changes_is_found_again() -> None:
 def _found(link: Link) -> Concurrency:
     """What a process has found out about a link, as the next one begins."""
     before, _ = link.play(Concurrency(limit=8, most=128), 20)
-    assert before.is_found
+    assert before.is_known
     return remembered(Concurrency(limit=8, most=128), before.limit, before.connection_bytes_per_s)
 
 
@@ -173,7 +173,18 @@ def test_the_next_process_fills_the_link_from_the_beginning(each: int, together:
     state, limits = link.play(begun, 2)  # then it tries a step more, as always
     assert [min(limits), max(limits)] == [begun.limit] * 2
     assert needed <= begun.limit <= max(8, 1.2 * needed)
-    assert state.is_found
+    assert state.is_known
+
+
+def test_the_next_process_goes_on_where_the_requests_of_a_search_ran_out() -> None:
+    """One shard of few parts does not fill what is tried."""
+    link = Link(5 * MIB)
+    state, _ = link.play(Concurrency(limit=8, most=128), 0.5)
+    state, _ = link.play(state, 1, is_full=False)
+    assert (state.limit, state.is_known) == (32, True)
+    begun = remembered(Concurrency(limit=8, most=128), state.limit, state.connection_bytes_per_s)
+    assert not begun.is_known  # an old file would be renewed for ever
+    assert min(link.play(begun, 2)[1]) == 32
 
 
 def test_a_link_that_has_become_narrower_between_two_processes_is_found_from_the_beginning() -> None:
