@@ -13,7 +13,6 @@ import http.client
 import os
 import random
 import shutil
-import socket
 import ssl
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from base64 import b64decode, b64encode
 from email.utils import formatdate
 from pathlib import Path
 
-from tests.server_process import ServerProcess
+from tests.server_process import ServerProcess, is_free
 
 VERSION = "3.35.0"
 
@@ -139,11 +138,4 @@ def _alone(path: Path):
 
 def _free_port() -> int:
     """Random, so that test sessions side by side rarely meet."""
-    for port in random.sample(_PORTS, len(_PORTS)):
-        with socket.socket() as probe:
-            # A port in TIME_WAIT counts as free, as it does for the server.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            with contextlib.suppress(OSError):
-                probe.bind((_HOST, port))
-                return port
-    raise RuntimeError("no free port")
+    return next(port for port in random.sample(_PORTS, len(_PORTS)) if is_free(_HOST, port))

@@ -12,11 +12,10 @@ import http.client
 import os
 import random
 import shutil
-import socket
 import sys
 from pathlib import Path
 
-from tests.server_process import ServerProcess
+from tests.server_process import ServerProcess, is_free
 
 _HOST = "127.0.0.1"
 _REGION = "us-east-1"
@@ -139,19 +138,8 @@ def _free_ports(count: int) -> list[int]:
     """
     found: list[int] = []
     for port in random.sample(_PORTS, len(_PORTS)):
-        if _is_free(port) and _is_free(port + _GRPC_OFFSET):
+        if is_free(_HOST, port) and is_free(_HOST, port + _GRPC_OFFSET):
             found.append(port)
             if len(found) == count:
                 return found
     raise RuntimeError("no free ports")
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        # A port in TIME_WAIT counts as free, as it does for the server.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((_HOST, port))
-        except OSError:
-            return False
-        return True

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import http.client
 import signal
+import socket
 import subprocess
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
+
+
+def is_free(host: str, port: int) -> bool:
+    with socket.socket() as probe:
+        # A port in TIME_WAIT counts as free, as it does for the server.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+        return True
 
 
 class ServerProcess(ABC):

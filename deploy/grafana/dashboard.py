@@ -89,6 +89,11 @@ class Number(Graph):
     """The newest value, large, with a name beside it where there are several."""
 
 
+def mean_time(title: str, meaning: str, histogram: str, by: str) -> Graph:
+    """A line for each `by`."""
+    return Graph(title, meaning, "s", (Query(mean(histogram, by), f"{{{{{by}}}}}"),))
+
+
 ROWS: dict[str, tuple[Graph, ...]] = {
     "Is all well?": (
         Number(
@@ -140,11 +145,11 @@ ROWS: dict[str, tuple[Graph, ...]] = {
             warn=1800,
             alarm=3600,
         ),
-        Graph(
+        mean_time(
             "Commit latency",
             "Mean time from a rank's first shard to the commit, over all runs.",
-            "s",
-            (Query(mean("ckpt_async_commit_latency_seconds", "job"), "{{job}}"),),
+            "ckpt_async_commit_latency_seconds",
+            "job",
         ),
         Graph(
             "Commits within a minute, and within ten",
@@ -325,11 +330,11 @@ ROWS: dict[str, tuple[Graph, ...]] = {
             (Query(f"max by (run) ({rate('ckpt_async_save_blocked_seconds_total')})", "{{run}}"),),
             warn=0.05,
         ),
-        Graph(
+        mean_time(
             "Time inside enqueue",
             "Mean, over all runs.",
-            "s",
-            (Query(mean("ckpt_async_enqueue_duration_seconds", "job"), "{{job}}"),),
+            "ckpt_async_enqueue_duration_seconds",
+            "job",
         ),
     ),
     "Disk and retention": (
@@ -378,11 +383,11 @@ ROWS: dict[str, tuple[Graph, ...]] = {
             ),
             alarm=21600,
         ),
-        Graph(
+        mean_time(
             "Time of a sweep",
             "Mean, uploads for dead owners included.",
-            "s",
-            (Query(mean("ckpt_async_sweep_duration_seconds", "instance"), "{{instance}}"),),
+            "ckpt_async_sweep_duration_seconds",
+            "instance",
         ),
         Graph(
             "What fails, and since when",

@@ -1,7 +1,6 @@
 """`ls -l`, `ls` of a prefix, `du`, `diff` and `--generation` as a shell sees them."""
 
 import asyncio
-import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -20,17 +19,6 @@ Call = Callable[..., tuple[int, Json]]
 @pytest.fixture
 def remote(tmp_path: Path) -> str:
     return f"file://{tmp_path}/store/team/run"
-
-
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Call:
-    """Run a command with --json and return its exit code and its object."""
-
-    def call(*arguments: object) -> tuple[int, Json]:
-        code = cli.main([*map(str, arguments), "--json"])
-        return code, json.loads(capsys.readouterr().out)
-
-    return call
 
 
 @pytest.fixture

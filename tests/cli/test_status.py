@@ -8,7 +8,6 @@ import select
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,19 +16,9 @@ import pytest
 
 from ckpt_async import Uploader, cli
 from ckpt_async.cli.drawing import Block, Table, Terminal, drawn
-from ckpt_async.core import keys
-from ckpt_async.core.model import CheckpointId
+from tests.missing_ranks import lacking_ranks, save
 
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-
-
-def save(uploader: Uploader, *steps: int) -> None:
-    for step in steps:
-        path = uploader.folder / f"{uploader.kind}step-{step}" / f"rank-{uploader.rank}.bin"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(b"x" * 1000)
-        uploader.enqueue(path, step)
-        uploader.seal(step)
 
 
 @pytest.fixture
@@ -38,22 +27,10 @@ def remote(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def ranks(tmp_path: Path, remote: str) -> Iterator[list[Uploader]]:
+def ranks(tmp_path: Path) -> Iterator[list[Uploader]]:
     """Three ranks on two nodes: step 1 is committed, and of step 2 rank 1 and rank 2 are missing."""
-    start: dict[str, Any] = {"world_size": 3, "launch_id": "a", "close_grace_s": 0, "on_error": "warn"}
-    opened = [Uploader(tmp_path / f"node-{rank // 2}", remote, rank=rank, **start) for rank in range(3)]
-    for each in opened:
-        save(each, 1)
-    for each in opened:
-        each.wait(1, 60)
-    save(opened[0], 2)
-    receipt = tmp_path / "store/run-a" / keys.receipt_key(CheckpointId(1, 2), 0)
-    deadline = time.monotonic() + 60
-    while not receipt.exists() and time.monotonic() < deadline:
-        select.select([], [], [], 0.02)
-    yield opened
-    for each in opened:
-        each.close(timeout_s=0)
+    with lacking_ranks(tmp_path, tmp_path / "store/run-a", (0, 0, 1), (1,)) as opened:
+        yield opened
 
 
 def told(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -> Any:

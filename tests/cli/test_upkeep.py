@@ -45,17 +45,6 @@ def remote(stored: Path) -> str:
     return f"file://{stored}"
 
 
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Call:
-    """Run a command with --json and return its exit code and its object."""
-
-    def call(*arguments: object) -> tuple[int, Json]:
-        code = cli.main([*map(str, arguments), "--json"])
-        return code, json.loads(capsys.readouterr().out)
-
-    return call
-
-
 def train(folder: Path, remote: str, *steps: int) -> None:
     with Uploader(folder, remote, rank=0, world_size=1) as uploader:
         for step in steps:

@@ -2,17 +2,16 @@
 
 import asyncio
 import contextlib
-import threading
-from typing import Self
+
+from tests.loop_server import LoopServer
 
 
-class Cutter:
+class Cutter(LoopServer):
     """Context manager. `url_port` goes to clients instead of the server's port."""
 
     def __init__(self, port: int) -> None:
+        super().__init__("cutter")
         self._upstream = port
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="cutter", daemon=True)
         self._tasks: set[asyncio.Task[None]] = set()
         self._left: dict[str, int | None] = {"up": None, "down": None}
         self.num_cut = 0
@@ -21,20 +20,6 @@ class Cutter:
     def cut(self, way: str, after_bytes: int) -> None:
         """Once, all connections: when so many more bytes went `up` to the server, or came `down` from it."""
         self._loop.call_soon_threadsafe(self._left.__setitem__, way, after_bytes)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        self._do(self._start())
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._do(self._stop())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-    def _do(self, coroutine: object) -> None:
-        asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(30)  # type: ignore[arg-type]
 
     async def _start(self) -> None:
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)

@@ -17,8 +17,9 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Self
 from urllib.parse import parse_qs, unquote, urlsplit
+
+from tests.loop_server import LoopServer
 
 _REFUSALS = {
     "unavailable": (503, "SlowDown"),
@@ -72,21 +73,20 @@ class Exchange:
     upstream_status: int = 0
 
 
-class FaultProxy:
+class FaultProxy(LoopServer):
     """Context manager; `url` goes to clients instead of the server's."""
 
     def __init__(
         self, upstream_url: str, seed: int = 0, tls: ssl.SSLContext | None = None, secret_key: str = ""
     ) -> None:
         """With `tls`, clients speak HTTPS to it. `secret_key` is what `unconditional` signs with."""
+        super().__init__("fault-proxy")
         self._secret_key = secret_key
         parts = urlsplit(upstream_url)
         assert parts.hostname
         self._upstream = (parts.hostname, parts.port or 80)
         self._random = random.Random(seed)
         self._tls = tls
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="fault-proxy", daemon=True)
         self._changed = threading.Condition()
         self._faults: list[Fault] = []
         self._connections: set[asyncio.Task[None]] = set()
@@ -137,20 +137,6 @@ class FaultProxy:
         """How often each object or part was stored with success, whether or not the answer went back."""
         found = [each for each in list(self.exchanges) if each.method == method and re.search(key, each.key)]
         return Counter((each.key, each.part) for each in found if each.upstream_status // 100 == 2)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        self._do(self._start())
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._do(self._stop())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-    def _do(self, coroutine: object) -> None:
-        asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(30)  # type: ignore[arg-type]
 
     # --- on the loop -----------------------------------------------------------------------------------------
 

@@ -16,17 +16,16 @@ import json
 import re
 import socket
 import ssl
-import sys
 import threading
 from base64 import b64encode
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import IO, Self
-from urllib.parse import parse_qs, quote, unquote, urlsplit
+from typing import IO
+from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
 from ckpt_async.stores.checksums import checksum_of
+from tests.stores.threaded_peer import PeerHandler, ThreadedPeer
 
 MIB = 1 << 20
 MIN_PART_BYTES = 5 * MIB
@@ -103,10 +102,11 @@ def as_xml(root: str, inner: str) -> Answer:
 Meddle = Callable[[Request, Callable[[], Answer]], Answer]
 
 
-class GcsPeer:
+class GcsPeer(ThreadedPeer):
     """Serves `bucket`; a context manager. With `tls` it wants one of `tokens`, which `/token` hands out."""
 
     def __init__(self, bucket: str = "ckpt", *, port: int = 0, tls: ssl.SSLContext | None = None) -> None:
+        super().__init__(_handler(self), port=port, tls=tls)
         self.bucket = bucket
         self.objects: dict[str, StoredObject] = {}
         self.uploads: dict[str, Upload] = {}
@@ -118,24 +118,10 @@ class GcsPeer:
         self.closing = threading.Event()
         self._lock, self._num = threading.Lock(), 0
         self._wants_tokens = tls is not None
-        self._server = ThreadingHTTPServer(("127.0.0.1", port), _handler(self))
-        self._server.daemon_threads = True
-        if tls is not None:
-            self._server.socket = tls.wrap_socket(
-                self._server.socket, server_side=True, do_handshake_on_connect=False
-            )
-        self.url = f"http{'s' if tls else ''}://127.0.0.1:{self._server.server_address[1]}"
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.closing.set()
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        super().__exit__()
 
     def serve_forever(self) -> None:
         self._server.serve_forever()
@@ -398,13 +384,9 @@ _ROUTES = [
 ]
 
 
-def _handler(peer: GcsPeer) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-        disable_nagle_algorithm = True
-        timeout = 60
-
-        def _serve(self) -> None:
+def _handler(peer: GcsPeer) -> type[PeerHandler]:
+    class Handler(PeerHandler):
+        def serve(self) -> None:
             parts = urlsplit(self.path)
             query = {
                 name: values[0] for name, values in parse_qs(parts.query, keep_blank_values=True).items()
@@ -436,23 +418,4 @@ def _handler(peer: GcsPeer) -> type[BaseHTTPRequestHandler]:
                 with contextlib.suppress(OSError):
                     self.connection.shutdown(socket.SHUT_RDWR)
 
-        do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = _serve  # noqa: N815
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-        def handle(self) -> None:
-            with contextlib.suppress(ConnectionError, TimeoutError, ssl.SSLError):
-                super().handle()
-
     return Handler
-
-
-def object_path(name: str) -> str:
-    return quote(name, safe="")
-
-
-if __name__ == "__main__":
-    peer = GcsPeer(sys.argv[2], port=int(sys.argv[1]))
-    print(peer.url, flush=True)
-    peer.serve_forever()

@@ -14,18 +14,16 @@ import email.utils
 import hashlib
 import hmac
 import re
-import socket
 import ssl
 import threading
 from base64 import b64decode, b64encode
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Self
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
 from xml.etree import ElementTree as ET
 from xml.sax.saxutils import escape
 
 from ckpt_async.stores.checksums import checksum_of
+from tests.stores.threaded_peer import PeerHandler, ThreadedPeer
 
 MIB = 1 << 20
 PAGE = 1000
@@ -108,12 +106,13 @@ def iso(at: dt.datetime) -> str:
     return f"{at:%Y-%m-%dT%H:%M:%S}.000Z"
 
 
-class S3Peer:
+class S3Peer(ThreadedPeer):
     """Serves `bucket`; a context manager. `wants_payer`: who does not pay is refused."""
 
     def __init__(
         self, bucket: str = "ckpt", *, tls: ssl.SSLContext | None = None, wants_payer: bool = False
     ) -> None:
+        super().__init__(_handler(self), tls=tls)
         self.bucket, self.wants_payer = bucket, wants_payer
         self.is_directory = bucket.endswith("--x-s3")
         self.objects: dict[str, Stored] = {}
@@ -122,14 +121,6 @@ class S3Peer:
         self.session_s = 300.0
         self.requests: list[Request] = []
         self._lock, self._number = threading.Lock(), 0
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
-        self._server.daemon_threads = True
-        if tls is not None:
-            self._server.socket = tls.wrap_socket(
-                self._server.socket, server_side=True, do_handshake_on_connect=False
-            )
-        self.url = f"http{'s' if tls else ''}://127.0.0.1:{self._server.server_address[1]}"
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
 
     def environment(self) -> dict[str, str]:
         return {
@@ -139,15 +130,6 @@ class S3Peer:
             "AWS_ENDPOINT_URL_S3": self.url,
             "AWS_EC2_METADATA_DISABLED": "true",
         }
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
 
     def number(self) -> str:
         self._number += 1
@@ -480,13 +462,9 @@ def _unchunked(data: bytes) -> tuple[bytes, dict[str, str]]:
         data = data[size_bytes + 2 :]
 
 
-def _handler(peer: S3Peer) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-        disable_nagle_algorithm = True
-        timeout = 60
-
-        def _serve(self) -> None:
+def _handler(peer: S3Peer) -> type[PeerHandler]:
+    class Handler(PeerHandler):
+        def serve(self) -> None:
             parts = urlsplit(self.path)
             headers = {name.lower(): value for name, value in self.headers.items()}
             size_bytes = int(headers.get("content-length", 0))
@@ -506,14 +484,5 @@ def _handler(peer: S3Peer) -> type[BaseHTTPRequestHandler]:
                 self.wfile.write(f"HTTP/1.1 {answer.status} X\r\n{head}\r\n".encode())
                 if self.command != "HEAD":
                     self.wfile.write(answer.body)
-
-        do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = _serve  # noqa: N815
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-        def handle(self) -> None:
-            with contextlib.suppress(ConnectionError, TimeoutError, socket.timeout, ssl.SSLError):
-                super().handle()
 
     return Handler

@@ -2,11 +2,9 @@
 
 import asyncio
 import json
-import threading
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,15 +14,7 @@ from ckpt_async.core.model import CheckpointId, Damage
 from ckpt_async.page.board import Board
 from ckpt_async.page.server import serve
 from ckpt_async.transfer.patient import connect
-
-
-def save(uploader: Uploader, *steps: int) -> None:
-    for step in steps:
-        path = uploader.folder / f"step-{step}" / f"rank-{uploader.rank}.bin"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(b"x" * 1000)
-        uploader.enqueue(path, step)
-        uploader.seal(step)
+from tests.missing_ranks import lacking_ranks
 
 
 @pytest.fixture
@@ -33,21 +23,10 @@ def remote(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def ranks(tmp_path: Path, remote: str) -> Iterator[list[Uploader]]:
+def ranks(tmp_path: Path) -> Iterator[list[Uploader]]:
     """Two ranks on two nodes: three checkpoints are committed, and one lacks rank 1."""
-    start: dict[str, Any] = {"world_size": 2, "launch_id": "a", "close_grace_s": 0, "on_error": "warn"}
-    opened = [Uploader(tmp_path / f"node-{rank}", remote, rank=rank, **start) for rank in range(2)]
-    for each in opened:
-        save(each, 1, 2, 3)
-    for each in opened:
-        each.wait(3, 60)
-    save(opened[0], 4)
-    receipt = tmp_path / "store/run-a" / keys.receipt_key(CheckpointId(1, 4), 0)
-    while not receipt.exists():
-        threading.Event().wait(0.02)
-    yield opened
-    for each in opened:
-        each.close(timeout_s=0)
+    with lacking_ranks(tmp_path, tmp_path / "store/run-a", (0, 1), (1, 2, 3)) as opened:
+        yield opened
 
 
 def test_it_tells_what_is_committed_pruned_damaged_and_waited_for(

@@ -1,0 +1,56 @@
+"""What the scripted stores have in common: an HTTP server of a thread for each connection, on loopback."""
+
+import contextlib
+import ssl
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Self
+
+
+class ThreadedPeer:
+    """Context manager; with `tls` it speaks HTTPS."""
+
+    def __init__(
+        self, handler: type[BaseHTTPRequestHandler], *, port: int = 0, tls: ssl.SSLContext | None = None
+    ) -> None:
+        self._server = ThreadingHTTPServer(("127.0.0.1", port), handler)
+        self._server.daemon_threads = True
+        if tls is not None:
+            self._server.socket = tls.wrap_socket(
+                self._server.socket, server_side=True, do_handshake_on_connect=False
+            )
+        self.url = f"http{'s' if tls else ''}://127.0.0.1:{self._server.server_address[1]}"
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class PeerHandler(BaseHTTPRequestHandler):
+    """Every method is one; clients that go away are no news."""
+
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    timeout = 60
+
+    def serve(self) -> None:
+        """Read the request, and answer it."""
+        raise NotImplementedError
+
+    def do_GET(self) -> None:
+        self.serve()
+
+    do_HEAD = do_POST = do_PUT = do_DELETE = do_GET  # noqa: N815
+
+    def log_message(self, *_: object) -> None:
+        """Requests are not logged."""
+
+    def handle(self) -> None:
+        with contextlib.suppress(ConnectionError, TimeoutError, ssl.SSLError):
+            super().handle()
