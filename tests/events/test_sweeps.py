@@ -1,5 +1,6 @@
 """Events of the sweeper and of `prune`: what they did to a remote themselves, and damage."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -9,12 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_async import Uploader, restore
+from ckpt_async import Event, Sweeper, Uploader, restore
 from ckpt_async.cli import main
 from ckpt_async.core import keys
 from ckpt_async.core.model import CheckpointId
+from ckpt_async.core.settings import Settings
+from ckpt_async.errors import SettingsError
 from tests.events.receiver import Receiver, free_port, receiving
 from tests.events.saves import QUICK, save
+from tests.sweep.trainers import Trainers
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -47,6 +51,30 @@ def test_what_prune_removed_is_told_also_by_the_next_one_if_the_receiver_was_awa
         assert {each["details"]["location"] for each in receiver.bodies} == {"remote"}
         assert main(["sweep", "--remote", remote, "--keep", "last=1", *hook(receiver, tmp_path)]) == 0
     assert len(receiver.bodies) == 2
+
+
+def test_a_sweepers_function_is_told_of_remotes_and_of_folders_that_it_finishes(
+    tmp_path: Path, remote: str, trainers: Trainers
+) -> None:
+    """Once, however often it sweeps."""
+    told: list[tuple[str, str, int | None]] = []
+
+    def on_event(event: Event) -> None:
+        told.append((event.run.rpartition("/")[2], event.kind, event.step))
+
+    trainers.die(tmp_path / "dead", f"file://{tmp_path}/dead-run", 1)
+    sweeper = Sweeper(
+        [tmp_path / "dead"],
+        [remote],
+        settings=Settings(remote_retention="last=2", event_grace_s=30),
+        events_folder=tmp_path / "events",
+        on_event=on_event,
+    )
+    for _ in range(2):
+        assert asyncio.run(sweeper.sweep()).is_clean
+    assert sorted(told) == [("dead-run", "committed", 1), ("run", "pruned", 1)]
+    with pytest.raises(SettingsError, match="on_event=7 cannot be called"):
+        Sweeper([], [remote], on_event=7)  # type: ignore[arg-type]
 
 
 def test_a_dry_run_tells_nothing(tmp_path: Path, remote: str) -> None:
@@ -97,6 +125,7 @@ from ckpt_async import Uploader
 from ckpt_async.engine import settling
 from ckpt_async.protocol import steps
 from tests.events.saves import QUICK, save
+from tests.sweep.trainers import Trainers
 
 async def die(*_, **__):
     os.kill(os.getpid(), signal.SIGKILL)
