@@ -1,15 +1,11 @@
-"""Events told to a function of the process."""
+"""Events told to a function of the trainer."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
 
-from ckpt_async.core.arguments import shown
-from ckpt_async.errors import SettingsError
 from ckpt_async.events.event import Event
-
-OnEvent = Callable[[Event], object]
 
 logger = logging.getLogger(__name__)
 
@@ -17,13 +13,12 @@ logger = logging.getLogger(__name__)
 class Callback:
     """Calls it once for each event, one after the other. An exception in it is logged, and the event counts as told."""
 
-    # A sweeper's function is another one: what it was told a trainer's is told all the same.
-    of_trainer, of_sweeper = "callback", "sweeper"
+    name = "callback"
     num_parallel = 1
     max_attempts = 1
 
-    def __init__(self, function: OnEvent, name: str = of_trainer) -> None:
-        self._function, self.name = function, name
+    def __init__(self, function: Callable[[Event], object]) -> None:
+        self._function = function
 
     def deliver(self, event: Event) -> None:
         try:
@@ -33,9 +28,3 @@ class Callback:
 
     def stop(self) -> None:
         """A function cannot be cut short: its thread is left to itself."""
-
-
-def check_callable(on_event: object) -> None:
-    """Raise SettingsError unless it is a function, or None."""
-    if on_event is not None and not callable(on_event):
-        raise SettingsError(f"on_event={shown(on_event)} cannot be called")

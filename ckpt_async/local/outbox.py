@@ -12,7 +12,7 @@ import fcntl
 import os
 import sqlite3
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,13 +135,11 @@ class Outbox:
             ).fetchall()
         return int(found)
 
-    def num_waiting(self, but: Sequence[str]) -> int:
-        """How many notices are to be delivered, to all sinks but these."""
-        marks = ",".join("?" * len(but))
+    def num_waiting(self, but: str) -> int:
+        """How many notices are to be delivered, to all sinks but one."""
         with self._using() as connection:
             [(found,)] = connection.execute(
-                f"SELECT count(*) FROM outbox WHERE NOT is_done AND sink NOT IN ({marks})",  # noqa: S608
-                tuple(but),
+                "SELECT count(*) FROM outbox WHERE NOT is_done AND sink != ?", (but,)
             ).fetchall()
         return int(found)
 

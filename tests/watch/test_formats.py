@@ -57,16 +57,18 @@ def reasons(written: Mapping[str, bytes], rules: Rules = TABLE, **more: Any) -> 
     )
 
 
-def check_only_the_whole_is_complete(written: Mapping[str, bytes], format_: str, step: int) -> None:
+def check_only_the_whole_is_complete(
+    written: Mapping[str, bytes], format_: str, step: int, now_s: float = 0
+) -> None:
     """At no moment of its save, with no file half-written, is it complete; at the end it is."""
     paths = list(written)
     for count in range(len(paths)):
         begun = {path: written[path] for path in paths[:count]}
-        assert not complete(begun), paths[:count]
+        assert not complete(begun, now_s=now_s), paths[:count]
         if len(written[paths[count]]) > 1:  # the next file is half there
             half = written[paths[count]][: len(written[paths[count]]) // 2]
-            assert not complete({**begun, paths[count]: half}), paths[: count + 1]
-    (found,) = complete(written)
+            assert not complete({**begun, paths[count]: half}, now_s=now_s), paths[: count + 1]
+    (found,) = complete(written, now_s=now_s)
     assert (found.format, found.step) == (format_, step)
 
 
@@ -231,6 +233,10 @@ def test_megatron_is_complete_when_the_tracker_names_it(metadata: Mapping[str, b
     assert complete({**sharded, "latest_checkpointed_iteration.txt": b"200"}), (
         "DCP's mark speaks for an older one"
     )
+    core = {"iter_0000100/common.pt": torch_zip(x=1), **sharded}
+    tracker = {"latest_checkpointed_iteration.txt": b"200"}
+    assert "has no metadata.json" in reasons({**core, **tracker})
+    assert complete({**core, "iter_0000100/metadata.json": b"{}", **tracker}), "which comes after .metadata"
 
 
 def test_a_file_of_torch_is_complete_when_its_zip_has_its_end() -> None:
@@ -273,11 +279,43 @@ def test_a_lightning_folder_needs_meta_pt(metadata: Mapping[str, bytes]) -> None
     )
 
 
-def test_olmo_core_olmo_and_their_temporary_folders(metadata: Mapping[str, bytes]) -> None:
+def olmo_core(metadata: Mapping[str, bytes]) -> dict[str, bytes]:
+    """As its Checkpointer writes it, without what callbacks add."""
     sharded = {f"step50/model_and_optim/{name}": data for name, data in metadata.items()}
-    check_only_the_whole_is_complete(
-        {"step50/train/rank0.pt": torch_zip(x=1), **sharded, "step50/.metadata.json": b"{}"}, "olmo-core", 50
+    return {"step50/train/rank0.pt": torch_zip(x=1), **sharded, "step50/.metadata.json": b"{}"}
+
+
+def test_olmo_core_s_callbacks_write_a_configuration_after_its_mark(metadata: Mapping[str, bytes]) -> None:
+    begun = olmo_core(metadata)
+    assert "may be yet to come" in reasons(begun, now_s=29)
+    assert find(tree_of(begun))[0].is_waiting
+    assert complete(begun, now_s=30)[0].format == "olmo-core", "not all have such a callback"
+    configured = {**begun, "step50/config.json": b"{}"}
+    (found,) = complete(configured, now_s=2)
+    assert (found.format, found.step, "config.json" in found.inner) == ("olmo-core", 50, True)
+    assert "may be yet to come" in reasons({**configured, "step50/tmp0a_b1c2d": b""}, now_s=2)
+    (found,) = complete({**configured, "step50/tmp0a_b1c2d": b""}, now_s=30)
+    assert "tmp0a_b1c2d" not in found.inner, "its writer was killed"
+    paths = {**configured, "step50/data_paths.txt": b"a"}
+    assert "data_paths.txt" in complete(paths, now_s=2)[0].inner
+    late = {"step50": START + 40 * SECOND}
+    assert complete(configured, now_s=60, changed_ns=late), "renamed when it was on the disk"
+
+
+def test_olmo_core_is_never_complete_in_part(metadata: Mapping[str, bytes]) -> None:
+    check_only_the_whole_is_complete(olmo_core(metadata), "olmo-core", 50, now_s=60)
+    assert "is newer than its mark" in reasons(
+        {**olmo_core(metadata), "step50/train/rank1.pt": torch_zip(x=1)}, now_s=60
     )
+
+
+def test_olmo_s_other_ranks_may_write_after_its_config_and_before_the_renaming() -> None:
+    written = {"step50/config.yaml": b"a", "step50/train/rank1.pt": torch_zip(x=1)}
+    assert complete(written)[0].format == "olmo"
+    assert "is newer than its mark" in reasons({**written, "step50/train/rank0.pt": torch_zip(x=1)})
+
+
+def test_olmo_and_temporary_folders() -> None:
     check_only_the_whole_is_complete(
         {"step50-unsharded/model.pt": torch_zip(x=1), "step50-unsharded/config.yaml": b"a"}, "olmo", 50
     )
@@ -285,29 +323,44 @@ def test_olmo_core_olmo_and_their_temporary_folders(metadata: Mapping[str, bytes
 
 
 def test_orbax_is_complete_when_it_was_renamed_or_has_commit_success() -> None:
-    assert complete({"50/_CHECKPOINT_METADATA": b"{}", "50/default/d/0": b"x"})[0].step == 50
-    assert complete({"50/default/d/0": b"x", "50/commit_success.txt": b"y"})[0].format == "orbax"
-    committed = {"50/_CHECKPOINT_METADATA": b'{"commit_timestamp_nsecs": 1}', "50/default/d/0": b"x"}
-    assert "is newer than its mark" in reasons(committed), "written last of all"
-    committed = dict(reversed(committed.items()))
-    assert complete(committed)
+    begun, committed = (
+        json.dumps({"init_timestamp_nsecs": 1, "commit_timestamp_nsecs": each}).encode() for each in (None, 2)
+    )
+    data = {"50/default/d/0": b"x"}
+    # In place, as on object stores: `_CHECKPOINT_METADATA` is there from the beginning, and then written anew.
+    assert "no time of the commit" in reasons({"50/_CHECKPOINT_METADATA": begun, **data})
+    assert "not whole" in reasons({**data, "50/_CHECKPOINT_METADATA": committed[:9]})
+    written = {**data, "50/_CHECKPOINT_METADATA": committed}
+    assert "may be yet to come" in reasons(written)
+    assert complete(written, now_s=2)[0].step == 50, "before 0.12.8 a folder that was renamed has no more"
+    (found,) = complete({**written, "50/commit_success.txt": b"y"})
+    assert (found.format, "commit_success.txt" in found.inner) == ("orbax", True)
     later = {"50/default": START + 60 * SECOND}
-    assert "something was removed from 50/default" in reasons(committed, changed_ns=later)
-    uncommitted = {"50/default/d/0": b"x", "50/_CHECKPOINT_METADATA": b'{"commit_timestamp_nsecs": null}'}
-    assert complete(uncommitted, changed_ns=later), "older Orbax: when it was committed is unknown"
-    assert "renamed" in reasons({"50.orbax-checkpoint-tmp-1/_CHECKPOINT_METADATA": b"{}"})
+    assert "something was removed from 50/default" in reasons(written, now_s=99, changed_ns=later)
+    assert complete({**data, "50/_CHECKPOINT_METADATA": b"{}"}, now_s=2)
+    assert "renamed" in reasons({"50.orbax-checkpoint-tmp-1/_CHECKPOINT_METADATA": committed})
 
 
-def test_ml_flashpoint_has_no_unfinished_beside_it() -> None:
-    written = {"step-5_ckpt/common.pt": torch_zip(x=1), "step-5_ckpt/src0.pt": torch_zip(x=1)}
-    assert complete(written)[0].format == "ml-flashpoint"
-    assert "unfinished" in reasons({**written, "step-5_ckpt__0__unfinished": b""})
+def test_ml_flashpoint_has_its_metadata_and_no_unfinished_beside_it(metadata: Mapping[str, bytes]) -> None:
+    # As 0.0.10 writes it: common.pt, the mark of each rank, data, `.metadata`; then the marks are removed.
+    begun = {"step-5_ckpt/common.pt": torch_zip(x=1)}
+    assert "no .metadata" in reasons(begun), "before the first mark"
+    written = {**begun, **{f"step-5_ckpt/{name}": data for name, data in metadata.items()}}
+    marked = {"step-5_ckpt__0__unfinished": b""}
+    assert "unfinished" in reasons({**begun, **marked})
+    assert "unfinished" in reasons({**written, **marked})
+    (found,) = complete({**written, "step-50_ckpt__0__unfinished": b""})
+    assert (found.format, found.step) == ("ml-flashpoint", 5)
+    assert "missing __0_0.distcp" in reasons({**begun, "step-5_ckpt/.metadata": metadata[".metadata"]})
 
 
 def test_nemo_has_no_unfinished_beside_it(metadata: Mapping[str, bytes]) -> None:
     written = {f"m--step=5-last/weights/{name}": data for name, data in metadata.items()}
     assert (complete(written)[0].format, complete(written)[0].step) == ("nemo", 5)
-    assert "unfinished" in reasons({**written, "m--step=5-last-unfinished": b""})
+    unfinished = {"m--step=5-last-unfinished": b""}
+    assert "unfinished" in reasons({**written, **unfinished})
+    averaged = {path.replace("last", "last-EMA"): data for path, data in written.items()}
+    assert "unfinished" in reasons({**averaged, **unfinished}), "one mark for both"
     assert "no weights/.metadata" in reasons({"m--step=5-last/weights/__0_0.distcp": b"x"})
 
 

@@ -20,10 +20,14 @@ _DEEPSPEED_RANK = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_\d+_(?
 # Written by other ranks than 0, after `latest` too, and no file says how many there are: pipeline stages, experts.
 DEEPSPEED_UNCOUNTED = re.compile(r"(?:layer_|expert_|(?:bf16_|fp16_)?expp_rank_)\d+[-_].*_states\.pt")
 RNG = re.compile(r"rng_state_([0-9]+)\.pth|random_states_([0-9]+)\.pkl")
+_OLMO_RANK = re.compile(r"(?:.*/)?rank([0-9]+)\.pt")
+# What OLMo-core's callbacks write after its mark, and the names that it first gives to such files.
+OLMO_CORE_LATE = re.compile(r"config\.json|data_paths\.txt|tmp[a-z0-9_]{8}")
 MAX_JSON_BYTES = 1 << 26
 _NS = 1_000_000_000
-# Between the last byte of a file and what its writer then does to the folder: a rename.
-_TOLERANCE_NS = _NS
+# Between the last byte of a file and what its writer then does to the folder: a rename. OLMo-core has the file on the
+# disk first, behind all else that is on its way there.
+_TOLERANCE_NS, _SYNCED_TOLERANCE_NS = _NS, 60 * _NS
 # Whose marks name every file, so that one that was deleted is missed.
 _NAMING = frozenset({"dcp", "lightning", "nemo", "deepspeed", "composer"})
 
@@ -82,18 +86,21 @@ def _is_json(tree: Tree, path: str) -> bool:
 
 def _changed_later(tree: Tree, found: Found, marked_ns: int) -> str | None:
     """The folder from which something seems to have been deleted since, as a rotation does that was cut short."""
+    tolerance_ns = _SYNCED_TOLERANCE_NS if found.format == "olmo-core" else _TOLERANCE_NS
     for folder in tree.folders_below(found.path):
         newest_ns = max((tree.files[join(folder, each)].mtime_ns for each in tree.names(folder)), default=0)
-        if tree.changed_ns.get(folder, 0) > max(marked_ns, newest_ns) + _TOLERANCE_NS:
+        if tree.changed_ns.get(folder, 0) > max(marked_ns, newest_ns) + tolerance_ns:
             return folder
     return None
 
 
 def is_free(format_: str, shard: str) -> bool:
-    """Whether another rank than the one that writes the mark may write it later: no barrier is between them."""
+    """Whether it may be written after the mark: by another rank, with no barrier between them, or by a callback."""
+    if format_ == "olmo-core":
+        return OLMO_CORE_LATE.fullmatch(shard) is not None
     if format_ == "deepspeed" and DEEPSPEED_UNCOUNTED.fullmatch(shard):
         return True
-    of_rank = {"deepspeed": _DEEPSPEED_RANK, "transformers": RNG}.get(format_)
+    of_rank = {"deepspeed": _DEEPSPEED_RANK, "transformers": RNG, "olmo": _OLMO_RANK}.get(format_)
     match = of_rank.fullmatch(shard) if of_rank else None
     return match is not None and int(next(filter(None, match.groups()))) > 0
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from ckpt_async.watch.formats.checks import DEEPSPEED_UNCOUNTED, MAX_JSON_BYTES, RNG
+from ckpt_async.watch.formats.checks import DEEPSPEED_UNCOUNTED, MAX_JSON_BYTES, OLMO_CORE_LATE, RNG
 from ckpt_async.watch.formats.found import METADATA, Found, Rules, join, last, of_folder, one_file, said
 from ckpt_async.watch.tree import Tree
 
@@ -25,6 +25,8 @@ _DEEPSPEED_OPTIM = re.compile(r"((?:bf16_|fp16_)?zero_pp_rank_)(\d+)(_mp_rank_(\
 _COMPOSER = re.compile(r"ep[0-9]+-ba([0-9]{1,12})(?:-rank([0-9]+))?\.pt")
 # How long nothing may have changed where it is unknown how many ranks write.
 UNCOUNTED_S = 30.0
+# Between two small files that a writer leaves one after the other.
+NEXT_FILE_S = 2.0
 _NS = 1_000_000_000
 
 
@@ -38,22 +40,33 @@ def orbax(tree: Tree, folder: str, _: Rules) -> Found | None:
         return None
     if "commit_success.txt" in marks:
         return of_folder(tree, "orbax", folder, mark=join(folder, "commit_success.txt"))
-    metadata = join(folder, "_CHECKPOINT_METADATA")
-    try:  # the time of the commit is written into it last of all, before the renaming; older Orbax did not
-        is_last = json.loads(tree.whole(metadata, MAX_JSON_BYTES))["commit_timestamp_nsecs"] is not None
-    except (ValueError, LookupError, TypeError, RecursionError):
-        is_last = False
-    return of_folder(tree, "orbax", folder, mark=metadata if is_last else "")
+    mark = join(folder, "_CHECKPOINT_METADATA")
+    try:  # the time of the commit is written into it last of all, and then the folder is renamed; or, without renaming,
+        # commit_success.txt is written
+        committed = json.loads(tree.whole(mark, MAX_JSON_BYTES)).get("commit_timestamp_nsecs", "unknown")
+    except (ValueError, AttributeError, RecursionError):
+        return of_folder(tree, "orbax", folder, reason="its _CHECKPOINT_METADATA is not whole")
+    found = of_folder(tree, "orbax", folder, mark="" if committed == "unknown" else mark)
+    if committed is None:
+        return replace(found, reason="its _CHECKPOINT_METADATA has no time of the commit yet")
+    if abs(tree.now_ns - tree.files[mark].mtime_ns) < NEXT_FILE_S * _NS:
+        return replace(found, reason="its commit_success.txt may be yet to come", is_waiting=True)
+    return found
 
 
 def flashpoint(tree: Tree, folder: str, _: Rules) -> Found | None:
-    """No `…unfinished` beside it: made before the folder, removed when all ranks are done."""
+    """`.metadata`, and no `…unfinished` beside it: each rank removes its own when it is done, after `.metadata`.
+
+    `common.pt` is there before the first of them is made.
+    """
     if not _FLASHPOINT.fullmatch(last(folder)):
         return None
     above = folder.rpartition("/")[0]
     beside = [each for each in tree.names(above) | tree.parts(above) if each.endswith("unfinished")]
     is_unfinished = any(each.startswith(last(folder)) for each in beside)
     reason = "an …unfinished mark is beside it" if is_unfinished else ""
+    if METADATA not in tree.names(folder):
+        reason = reason or "it has no .metadata yet"
     return of_folder(tree, "ml-flashpoint", folder, reason=reason)
 
 
@@ -64,19 +77,19 @@ def nemo(tree: Tree, folder: str, _: Rules) -> Found | None:
         is_begun = any(each.endswith(".distcp") for each in weights)
         reason = "it has no weights/.metadata, which is written last"
         return of_folder(tree, "nemo", folder, reason=reason) if is_begun else None
-    above, name = folder.rpartition("/")[0], last(folder)
+    above, name = folder.rpartition("/")[0], last(folder).removesuffix("-EMA")
     reason = f"{name}-unfinished is beside it" if f"{name}-unfinished" in tree.names(above) else ""
     return of_folder(tree, "nemo", folder, reason=reason)
 
 
 def olmo(tree: Tree, folder: str, _: Rules) -> Found | None:
-    """OLMo-core's `.metadata.json`, or OLMo's `config.yaml` in a folder that is not called `…-tmp`."""
+    """OLMo-core's `.metadata.json`, or OLMo's `config.yaml` in a folder that was renamed from `…-tmp`."""
     name, names = last(folder), tree.names(folder)
     match = _OLMO.fullmatch(name)
     if not folder:
         return None
     if ".metadata.json" in names and not (match and match[3]):
-        return of_folder(tree, "olmo-core", folder, mark=join(folder, ".metadata.json"))
+        return _olmo_core(tree, folder)
     if match and match[3]:
         return of_folder(tree, "olmo", folder, reason="OLMo has not renamed it into place")
     if match and "config.yaml" in names:
@@ -85,6 +98,19 @@ def olmo(tree: Tree, folder: str, _: Rules) -> Found | None:
         reason = "it has neither .metadata.json nor config.yaml, which OLMo-core and OLMo write last"
         return of_folder(tree, "olmo-core", folder, reason=reason)
     return None
+
+
+def _olmo_core(tree: Tree, folder: str) -> Found:
+    """After its mark, callbacks write a configuration, too: each file under another name, and then renamed."""
+    found = of_folder(tree, "olmo-core", folder, mark=join(folder, ".metadata.json"))
+    late = [path for path in found.files if OLMO_CORE_LATE.fullmatch(found.shard(path))]
+    unnamed = {path for path in late if not path.endswith((".json", ".txt"))}
+    found = replace(found, files=tuple(path for path in found.files if path not in unnamed))
+    is_whole = join(folder, "config.json") in late and not unnamed
+    newest_ns = max(tree.files[path].mtime_ns for path in (found.mark, *late))
+    if abs(tree.now_ns - newest_ns) >= (NEXT_FILE_S if is_whole else UNCOUNTED_S) * _NS:
+        return found
+    return replace(found, reason="its config.json and data_paths.txt may be yet to come", is_waiting=True)
 
 
 def transformers(tree: Tree, folder: str, rules: Rules) -> Found | None:
@@ -150,8 +176,8 @@ def megatron(tree: Tree, folder: str, _: Rules) -> Found | None:
     written_ns = max((tree.files[each].mtime_ns for each in found.files), default=0)
     if not later or written_ns > tree.files[tracker].mtime_ns:
         return replace(found, reason=f"{_MEGATRON_TRACKER} says {told}")
-    if METADATA in tree.names(folder):
-        return replace(found, mark=join(folder, METADATA))
+    if METADATA in tree.names(folder) and (core := dcp(tree, folder, _)) is not None:
+        return replace(found, mark=core.mark, reason=core.reason)
     return replace(found, reason=f"{_MEGATRON_TRACKER} says {told} already: whether this one was is unknown")
 
 
