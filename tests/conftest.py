@@ -32,11 +32,10 @@ settings.load_profile("ci")
 
 # Files that take longest, longest first: with two at a time, one of them at the end would leave a core idle.
 LONGEST = (
-    "saver/test_kill.py",
+    "simulation/test_simulation.py",
     "watch/test_watch.py",
     "watch/test_nodes.py",
     "watch/test_trainers.py",
-    "simulation/test_simulation.py",
     "torch_side/test_dcp_ranks.py",
     "runners/test_runner.py",
     "faults/test_syscalls.py",
@@ -45,6 +44,7 @@ LONGEST = (
     "test_demo.py",
     "faults/test_hostile_network.py",
     "faults/test_kill.py",
+    "saver/test_kill.py",
     "integrations/test_transformers.py",
     "faults/test_power_cut.py",
     "model/test_protocol_model.py",
