@@ -29,7 +29,7 @@ def completion(options: argparse.Namespace) -> Exit:
 def bash(program: Command) -> str:
     """Options where a word begins with '-', else commands or choices; where there are none, bash's own files. Pure."""
     names = " ".join(command.name for command in program.commands)
-    others = _others(program)
+    others = "|".join(f"{name}:--" for name in _others(program))
     cases = "\n".join(
         f"    {each.name}) options={_words(each.options)} taking={_taking(each.options)}"
         f" choices={shlex.quote(' '.join(choice for one in each.positionals for choice in one.choices))} ;;"
@@ -42,7 +42,7 @@ _ckpt_async() {{
   COMPREPLY=()
   for word in "${{COMP_WORDS[@]:1:COMP_CWORD-1}}"; do
     case $command:$word in
-      {others}:--)
+      {others})
         [[ $before == -- ]] && COMPREPLY=($(compgen -c -- "$current"))
         return ;;
       *:-*) ;;
@@ -70,9 +70,9 @@ complete -o default -F _ckpt_async {PROGRAM}
 """
 
 
-def _others(program: Command) -> str:
-    """The commands that run another one, as a shell's pattern."""
-    return "|".join(command.name for command in program.commands if command.runs_another)
+def _others(program: Command) -> list[str]:
+    """The commands that run another one."""
+    return [command.name for command in program.commands if command.runs_another]
 
 
 def _bash_values(program: Command) -> str:
@@ -104,7 +104,7 @@ def _taking(options: Iterable[Argument]) -> str:
 
 def zsh(program: Command) -> str:
     """For `_arguments`. Pure."""
-    others = _others(program)
+    others = "|".join(_others(program))
     described_ = "\n".join(f"    {_zsh(f'{each.name}:{each.summary}')}" for each in program.commands)
     cases = "\n".join(
         f"    {each.name}) _arguments -S {_joined(_zsh_arguments(each))} ;;" for each in program.commands

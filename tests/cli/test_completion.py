@@ -57,7 +57,14 @@ TYPED = [
 ]
 
 
-@pytest.mark.parametrize(("typed", "offered", "not_offered"), TYPED)
+# Where bash breaks words.
+BY_BASH = [
+    ("status --log-format = ", {"text", "json"}, {"status"}),
+    ("ls --log-format = j", {"json"}, {"text"}),
+]
+
+
+@pytest.mark.parametrize(("typed", "offered", "not_offered"), [*TYPED, *BY_BASH])
 def test_bash_completes(
     typed: str, offered: set[str], not_offered: set[str], script: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,4 +1,4 @@
-"""Thousands of schedules, each made from one number: no invariant breaks, nothing hangs, nothing is left.
+"""Hundreds of schedules, each made from one number: no invariant breaks, nothing hangs, nothing is left.
 
 A failure names its seed: `CKPT_ASYNC_SEED=<seed> ./dev test tests/simulation -k schedules` plays it again, alone.
 """
@@ -24,54 +24,54 @@ from tests.model.world import ViolationError
 from tests.simulation.faults import KINDS, REASONS
 from tests.simulation.simulation import simulate
 
-NUM_SEEDS = 500
-SEEDS_PER_TEST = 500
+# As many as find every mistake of `test_simulated_mutants`. The soak plays others for as long as it is told to.
+NUM_SEEDS = 250
 # This test's part of the soak: the other soak tests share the minutes.
 SOAK_SHARE = 0.5
 SHORT_S = 1.0
 
-# What must have happened in every block of seeds, and how often at least (about a third of what was seen): or the
+# What must have happened, and how often at least (about a third of what was seen): or the
 # simulation has silently stopped testing it.
 WANTED = {
-    **{f"fault {kind}": 8 for kind in (*KINDS, *REASONS)},
-    "multipart resumed": 2,
-    "crash of a trainer": 230,
-    "crash of a sweeper": 120,
-    "crash of a reader": 80,
-    "crash before the effect of a request": 300,
-    "crash after the effect of a request": 100,
-    "crash in agree": 100,
-    "crash in Engine.recover": 4,
-    "crash in Simulation._save": 25,
-    "crash in MakeDurable": 25,
-    "crash in Upload": 50,
-    "crash in StoreReceipt": 13,
-    "crash in Look": 30,
-    "crash in Commit": 8,
-    "crash in MoveLatest": 7,
-    "crash in MoveLocalLatest": 4,
-    "crash in Release": 3,
-    "crash in RemoteSweep.observe": 40,
-    "crash in take_lease": 35,
-    "journal lost": 9,
-    "fenced": 5,
+    **{f"fault {kind}": 9 for kind in (*KINDS, *REASONS)},
+    "multipart resumed": 1,
+    "crash of a trainer": 111,
+    "crash of a sweeper": 57,
+    "crash of a reader": 41,
+    "crash before the effect of a request": 152,
+    "crash after the effect of a request": 58,
+    "crash in agree": 54,
+    "crash in Engine.recover": 7,
+    "crash in Simulation._save": 8,
+    "crash in MakeDurable": 15,
+    "crash in Upload": 16,
+    "crash in StoreReceipt": 8,
+    "crash in Look": 13,
+    "crash in Commit": 5,
+    "crash in MoveLatest": 3,
+    "crash in MoveLocalLatest": 2,
+    "crash in Release": 1,
+    "crash in RemoteSweep.observe": 14,
+    "crash in take_lease": 18,
+    "journal lost": 5,
+    "fenced": 9,
     "superseded": 1,
-    "lease held": 300,
-    "adopted": 250,
-    "whole": 180,
-    "outcome commit": 110,
-    "outcome abort": 80,
-    "outcome pruned": 23,
-    "superseded generation committed": 60,
-    "removed locally": 60,
-    "sweep GiveUp done": 4,
+    "lease held": 119,
+    "adopted": 125,
+    "whole": 73,
+    "outcome commit": 51,
+    "outcome abort": 50,
+    "outcome pruned": 10,
+    "superseded generation committed": 29,
+    "removed locally": 29,
+    "sweep GiveUp done": 3,
     "sweep MoveLatest done": 2,
-    "sweep BeginPrune done": 18,
-    "sweep FinishPrune done": 17,
-    "sweep AbortMultipart done": 4,
-    "sweep Delete done": 90,
+    "sweep BeginPrune done": 8,
+    "sweep FinishPrune done": 6,
+    "sweep AbortMultipart done": 2,
+    "sweep Delete done": 59,
     "sweep CollectDecisions done": 2,
-    "sweep Wait done": 130,
+    "sweep Wait done": 72,
 }
 
 
@@ -90,13 +90,12 @@ def play(seeds: Iterable[int]) -> Counter[str]:
     return counts
 
 
-@pytest.mark.parametrize("first", range(0, NUM_SEEDS, SEEDS_PER_TEST))
-def test_no_simulated_schedule_breaks_an_invariant(first: int) -> None:
+def test_no_simulated_schedule_breaks_an_invariant() -> None:
     """I1-I8 and I10 after every effect, and that everything is finished, and nothing left, when it is quiet again."""
     if replayed := os.environ.get("CKPT_ASYNC_SEED"):
         play([int(replayed)])
         return
-    counts = play(range(first, first + SEEDS_PER_TEST))
+    counts = play(range(NUM_SEEDS))
     assert {what: counts[what] for what, least in WANTED.items() if counts[what] < least} == {}
 
 
