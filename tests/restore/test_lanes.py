@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from ckpt_async import restore
+from ckpt_async.local import known_link
 from ckpt_async.restore import lanes as lanes_module
 from ckpt_async.restore import partial
 from ckpt_async.restore import session as session_module
@@ -129,11 +131,10 @@ def test_a_fetch_over_slow_connections_uses_many(slow: Slow, tmp_path: Path) -> 
     assert slow.most > 2 * CONCURRENT_READS_AT_FIRST
 
 
-def test_the_next_fetch_begins_with_what_the_last_one_has_found(
+def test_a_fetch_notes_in_the_folder_what_it_has_found_and_begins_with_what_is_noted(
     slow: Slow, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the folder is known."""
-    files = {0: {"a": content(10, "a", 500 * RANGE_BYTES)}}
+    files = {0: {"a": content(10, "a", 300 * RANGE_BYTES)}}
     checkpoint = _committed(tmp_path, files)
     begun: list[int] = []
     opened = session_module.Session
@@ -143,12 +144,15 @@ def test_the_next_fetch_begins_with_what_the_last_one_has_found(
         return opened(*values)
 
     monkeypatch.setattr(session_module, "Session", session)
-    (tmp_path / "folder" / ".ckpt_async").mkdir(parents=True)
-    for number in range(2):
-        restore.fetch(checkpoint, tmp_path / f"{number}", folder=tmp_path / "folder")
-    restore.fetch(checkpoint, tmp_path / "other")
-    assert begun[0] == begun[2] == CONCURRENT_READS_AT_FIRST
-    assert begun[1] > 2 * CONCURRENT_READS_AT_FIRST
+    folder = tmp_path / "folder"
+    noted = folder / ".ckpt_async" / "link-down.json"
+    noted.parent.mkdir(parents=True)
+    restore.fetch(checkpoint, tmp_path / "first", folder=folder)
+    assert known_link.recall(noted, checkpoint.remote, time.time()) is not None
+    known_link.note(noted, checkpoint.remote, known_link.KnownLink(24, 1e4), time.time())
+    restore.fetch(checkpoint, tmp_path / "second", folder=folder)
+    restore.fetch(checkpoint, tmp_path / "third")
+    assert begun == [CONCURRENT_READS_AT_FIRST, 24, CONCURRENT_READS_AT_FIRST]
 
 
 def test_series_of_small_files_become_more_and_shorter(slow: Slow, tmp_path: Path) -> None:
