@@ -369,7 +369,7 @@ class PatientStore:
                 may_begin_again = num_requests == 1 and num_slow < MAX_SLOW_CONNECTIONS
                 may_begin_again &= not budgets.bandwidth.is_capped  # else it may be ours to make it slow
                 try:
-                    async with asyncio.timeout_at(min(deadline, began + settings.stall_timeout_s)) as scope:
+                    async with asyncio.timeout(None) as scope:
                         progress = Progress(scope, deadline, settings.stall_timeout_s, budgets.bandwidth)
                         with progress, budgets.bulk.watching(progress, size_bytes if may_begin_again else 0):
                             return await attempt(progress)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
@@ -25,6 +26,11 @@ class Progress:
         self, scope: asyncio.Timeout, deadline: float, stall_timeout_s: float, bandwidth: Bandwidth
     ) -> None:
         self._loop = asyncio.get_running_loop()
+        # When to end; and a timer of that time or earlier. A new one for every byte that moves would cost more than the
+        # bytes.
+        self._ends_at = min(deadline, self._loop.time() + stall_timeout_s)
+        self._timer: asyncio.TimerHandle | None = None
+        self._rings_at = math.inf
         self.moved_at: float | None = None
         self.moved_bytes = 0  # to or from the kernel
         self.began_s = self._loop.time()
@@ -35,10 +41,12 @@ class Progress:
         self._tell_at = time.monotonic() + self._tell_every_s
 
     def __enter__(self) -> None:
-        pass
+        self._set_timer()
 
     def __exit__(self, *_: object) -> None:
         self._is_over = True
+        if self._timer is not None:
+            self._timer.cancel()
 
     async def may_send(self, size_bytes: int) -> None:
         """Wait until the bandwidth cap lets this many more bytes go. Being held back is not a stall."""
@@ -90,11 +98,28 @@ class Progress:
     def begin_again(self) -> None:
         """End the attempt, for another connection will be faster."""
         self.is_too_slow = True
-        self._reschedule(self._loop.time())
+        self._end()
 
     def _reschedule(self, at: float) -> None:
+        self._ends_at = at
+        if at < self._rings_at:
+            self._set_timer()
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if not self._is_over:
+            self._rings_at, self._timer = self._ends_at, self._loop.call_at(self._ends_at, self._ring)
+
+    def _ring(self) -> None:
+        if self._ends_at > self._rings_at:
+            self._set_timer()
+        else:
+            self._end()
+
+    def _end(self) -> None:
         if not self._is_over and not self._scope.expired():
-            self._scope.reschedule(at)
+            self._scope.reschedule(self._loop.time())
 
 
 class Silence:

@@ -380,6 +380,30 @@ def test_slow_but_steady_transfers_may_use_the_whole_deadline() -> None:
     run(main())
 
 
+def test_bytes_that_move_set_no_timers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes the interpreter's lock from training, and the stall deadline moves with every slice."""
+
+    async def main() -> None:
+        store, loop = make(stall_timeout_s=20, upload_timeout_s=1), asyncio.get_running_loop()
+        call_at, timers = loop.call_at, list[float]()
+
+        def counted(at: float, *more: Any, **context: Any) -> asyncio.TimerHandle:
+            timers.append(at)
+            return call_at(at, *more, **context)
+
+        monkeypatch.setattr(loop, "call_at", counted)
+
+        async def attempt(_: Store, progress: Progress) -> str:
+            for _ in range(1000):
+                progress.moved()
+            return "sent"
+
+        assert await store.bulk("put", MIB, attempt) == "sent"
+        assert len(timers) == 1
+
+    run(main())
+
+
 def test_the_store_has_time_to_respond_after_the_last_byte() -> None:
     """A store that checksums a large body takes a while; only the deadline counts then."""
 

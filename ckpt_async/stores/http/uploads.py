@@ -37,6 +37,8 @@ from ckpt_async.stores.interface import Body
 _UNREACHABLE = frozenset(
     {errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOTCONN}
 )
+# Between two looks whether the store has answered amid a body; it has time until nothing more can be sent.
+LISTEN_S = 0.1
 _MAX_POLL_S = 60.0  # poll(2) takes milliseconds, and not too many of them
 
 
@@ -83,6 +85,7 @@ class Exchange:
         self._head = b""  # not sent yet
         self._sent_bytes = 0  # of the body
         self._received = b""
+        self._listen_at = 0.0
 
     def make(self, head: bytes, body: Body) -> tuple[Response, bool]:
         """The answer, and whether it is the connection's last."""
@@ -117,7 +120,7 @@ class Exchange:
                 head, piece = head[sent:], piece[max(0, sent - len(head)) :]
             self._send_all(memoryview(head))
         else:
-            self._listen()
+            self._listen_now_and_then()
         self._send_all(piece)
 
     def send_file(self, descriptor: int, offset: int, size_bytes: int) -> int:
@@ -125,7 +128,7 @@ class Exchange:
             head, self._head = self._head, b""
             self._send_all(memoryview(head), socket.MSG_MORE if hasattr(socket, "MSG_MORE") else 0)
         else:
-            self._listen()
+            self._listen_now_and_then()
         connected = self._socket.fileno()
         count = self._until_some(lambda: os.sendfile(connected, descriptor, offset, size_bytes))
         self._sent_bytes += count
@@ -160,6 +163,12 @@ class Exchange:
             self._listen()
             if time.monotonic() >= give_up_at:
                 raise TimeoutError(f"the store accepted no data for {self._timeout_s:g} s")
+
+    def _listen_now_and_then(self) -> None:
+        now = time.monotonic()
+        if now >= self._listen_at:
+            self._listen_at = now + LISTEN_S
+            self._listen()
 
     def _listen(self) -> None:
         """Raise _AnsweredError if the store has answered before it has the body: it may never read the rest."""
