@@ -12,9 +12,11 @@ import subprocess
 import sys
 import tarfile
 import textwrap
+import threading
+import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import pytest
 import safetensors.torch
@@ -24,7 +26,7 @@ from hypothesis import strategies as st
 
 from ckpt_async import Uploader, restore
 from ckpt_async.errors import DestinationError, FormatError, InvalidNameError, SettingsError
-from ckpt_async.torch import check_writable, deepspeed_filename, dump, load, load_into, load_remote
+from ckpt_async.torch import check_writable, deepspeed_filename, dump, dumping, load, load_into, load_remote
 from tests.faults.small_disk import on_small_disk
 
 # All that Composer's CheckpointSaver documents, a name without a suffix as in its example, and some of our own.
@@ -524,38 +526,44 @@ def test_a_full_disk_is_said_and_leaves_what_was_there(tmp_path: Path, is_namele
     assert done.stdout == "".join(expected), done.stderr
 
 
+def stall(path: Path, writing: int, *, is_nameless: bool) -> NoReturn:
+    """Write a file, and wait in the middle of it, having said so, until the end."""
+    try:
+        torch.set_num_threads(1)
+        if not is_nameless:
+            os.O_TMPFILE = os.O_DIRECTORY
+        write = dumping._Sink.write
+
+        def stalling(self: Any, data: Any) -> Any:
+            if self._stream is not None and self.size_bytes > 3_000_000:
+                os.write(writing, b"x")
+                threading.Event().wait()
+            return write(self, data)
+
+        dumping._Sink.write = stalling  # type: ignore[method-assign]
+        dump({"a": torch.randn(1 << 20), "b": torch.randn(1 << 20)}, path, overwrite=True)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+
 @pytest.mark.parametrize(("suffix", "is_nameless"), [(".pt.gz", True), (".tar", False)])
 def test_killed_in_the_middle_it_leaves_the_old_file_or_none(
     tmp_path: Path, suffix: str, is_nameless: bool
 ) -> None:
     old, new = tmp_path / f"old{suffix}", tmp_path / f"new{suffix}"
     dump({"w": torch.ones(3)}, old)
-    script = """
-        import os, sys, torch
-        from ckpt_async.torch import dump
-        if sys.argv[2] == "False":
-            os.O_TMPFILE = os.O_DIRECTORY
-        from ckpt_async.torch import dumping
-        write = dumping._Sink.write
-        def stalling(self, data):
-            if self._stream is not None and self.size_bytes > 3_000_000:
-                print("here", flush=True)
-                sys.stdin.read()
-            return write(self, data)
-        dumping._Sink.write = stalling
-        dump({"a": torch.randn(1 << 20), "b": torch.randn(1 << 20)}, sys.argv[1], overwrite=True)
-    """
     for path in (old, new):
-        with subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(script), str(path), str(is_nameless)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-        ) as process:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "here\n"
-            process.send_signal(signal.SIGKILL)
+        reading, writing = os.pipe()
+        pid = os.fork()  # which has torch loaded already
+        if pid == 0:
+            stall(path, writing, is_nameless=is_nameless)
+        os.close(writing)
+        with os.fdopen(reading, "rb") as said:
+            assert said.read(1) == b"x"
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
     assert load(old)["w"].tolist() == [1.0, 1.0, 1.0]
     left = {each.name for each in tmp_path.iterdir()} - {old.name}
     assert new.name not in left
