@@ -24,8 +24,9 @@ from ckpt_async.watch.tree import Identity, Tree
 
 logger = logging.getLogger(__name__)
 
-# The newest: what was rotated away takes space for as long as it is held.
-MAX_HELD = 8
+# The newest: what was rotated away takes space for as long as it is held. Fewer where less of the disk is free.
+MAX_HELD, MAX_HELD_LOW = 32, 2
+MIN_FREE = 0.05
 _NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK)
 
 
@@ -62,6 +63,7 @@ class Holds:
     place: Path
     all: dict[int, Hold] = field(default_factory=dict)
     is_possible: bool = True  # False once the disk has refused a link
+    min_free: float = MIN_FREE
 
     def load(self) -> None:
         """Read them, and drop what a kill has cut short."""
@@ -107,7 +109,9 @@ class Holds:
             logger.warning("path=%s is not linked before it is complete: %s", found.path, error)
             return
         self._record(now, last)
-        for oldest in sorted(self.all.values(), key=lambda each: each.written_ns)[:-MAX_HELD]:
+        disk = shutil.disk_usage(self.place)
+        most = MAX_HELD if disk.free >= self.min_free * disk.total else MAX_HELD_LOW
+        for oldest in sorted(self.all.values(), key=lambda each: each.written_ns)[:-most]:
             self.drop(oldest)
 
     def _link(self, hold: Hold, last: Hold | None) -> None:

@@ -28,12 +28,15 @@ logger = logging.getLogger(__name__)
 
 # All nodes together look so often.
 LOOKS_PER_S = 100
+# One that was complete later than so many of higher steps is not heard of any more.
+NUM_LATE = 16
 # How long a file that is announced may be without its end here, before the checkpoint is given up.
 WHOLE_S = 60.0
 # At the end, for the others to say that they announce nothing more.
 FAREWELL_S = 60.0
-# By how much nodes' clocks may differ.
-CLOCKS_S = 5.0
+# By how much the clocks of nodes may differ. A step that is saved again so soon may be taken for the earlier one: a
+# trainer needs longer to start.
+CLOCKS_S = 1.0
 
 
 class Nodes:
@@ -47,7 +50,7 @@ class Nodes:
         self._settle_s = options.settle_s
         self._has_times = not options.rules.ignores_times
         self._heard: dict[int, tuple[Announcement, float]] = {}  # by step: and when, not handed in yet
-        self._heard_upto = -1
+        self._known: set[int] = set()  # every step that was announced
         self._next_look_at = 0.0
         self._ended_at: float | None = None
 
@@ -71,8 +74,9 @@ class Nodes:
         self._next_look_at = now + self._num_nodes / LOOKS_PER_S
         if (newest := self._remote.newest_generation(self.generation)) > self.generation:
             raise FencedError(f"another node has begun generation {newest}")
-        for each in self._remote.announced(self.generation, self._heard_upto):
-            self._heard_upto = max(self._heard_upto, each.checkpoint.step)
+        after = min(sorted(self._known)[-NUM_LATE:], default=0) - 1
+        for each in self._remote.announced(self.generation, after, self._known):
+            self._known.add(each.checkpoint.step)
             if each.node != self._node:
                 self._heard[each.checkpoint.step] = each, time.monotonic()
 

@@ -135,6 +135,16 @@ def needs_new_generation(entry: Entry, known: Iterable[Entry], generation: int) 
     return any(entry.marked_ns > each.written_ns for each in higher)
 
 
+def is_early(entry: Entry, known: Iterable[Entry], generation: int) -> bool:
+    """Whether it has to wait for one that was saved before it and is not decided: its trainer has gone back, and that
+    one, handed in again in a later start, would be the newest.
+    """
+    earlier = [each for each in known if each.state is State.HANDED and each.number < entry.number]
+    if any(each.generation != generation and each.step >= entry.step for each in earlier):
+        return True
+    return needs_new_generation(entry, earlier, generation)
+
+
 def passed_over(entry: Entry, known: Iterable[Entry], generation: int) -> str:
     """Why it would wrongly become the newest: it is older than what an earlier start of the watcher has committed. ""
     if it would not.
@@ -150,10 +160,10 @@ def passed_over(entry: Entry, known: Iterable[Entry], generation: int) -> str:
 
 
 def due(entries: Iterable[Entry], now_ns: int, settle_s: float) -> list[Entry]:
-    """What is staged and has settled, oldest first: by step, then as it was found."""
+    """What is staged and has settled, as it was found: of one look by step, and a trainer that goes back is newer."""
     staged = [each for each in entries if each.state is State.STAGED and not each.is_followed]
     ready = [each for each in staged if now_ns - each.staged_ns >= settle_s * 1e9]
-    return sorted(ready, key=lambda each: (each.step, each.number))
+    return sorted(ready, key=lambda each: each.number)
 
 
 def to_remove(entries: Iterable[Entry], num_kept: int) -> list[Entry]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
 from typing import Any, TypeVar
 
 from ckpt_async.core import keys
@@ -74,15 +74,14 @@ class Remote:
         there = self.call(lambda store: create_once(store, key, announced.encode()))
         return Announcement.decode(there, announced.checkpoint)
 
-    def announced(self, generation: int, after: int) -> list[Announcement]:
-        """What is complete in this generation, past a step, by step."""
+    def announced(self, generation: int, after: int, known: Collection[int]) -> list[Announcement]:
+        """What is complete in this generation, past a step, by step; but for these steps."""
 
         async def work(store: PatientStore) -> list[Announcement]:
             start = keys.announcement_key(CheckpointId(generation, after)) if after >= 0 else ""
             listing = await store.list(keys.announcements_prefix(generation), start_after=start)
-            ids = [
-                id_ for each in listing.objects if (id_ := keys.parse_announcement_key(each.key)) is not None
-            ]
+            named = (keys.parse_announcement_key(each.key) for each in listing.objects)
+            ids = [each for each in named if each is not None and each.step not in known]
             found = await all_or_none(read(store, keys.announcement_key(id_)) for id_ in ids)
             return [
                 Announcement.decode(each[0], id_)

@@ -120,6 +120,10 @@ def test_only_the_newest_are_held(place: Place) -> None:
         shutil.rmtree(place.out / f"step-{step}")
     assert [each.path for each in place.holds.all.values()] == [f"step-{n}" for n in range(3, MAX_HELD + 3)]
     assert len(list(place.state.iterdir())) == 2 * MAX_HELD
+    place.holds.min_free = 1.1  # as if the disk were full
+    place.write("a", "x", 1000)
+    place.look()
+    assert [each.path for each in place.holds.all.values()] == [f"step-{MAX_HELD + 2}", "step-1000"]
 
 
 def test_on_another_disk_nothing_is_held(place: Place) -> None:

@@ -110,12 +110,23 @@ def test_what_is_older_than_an_earlier_start_s_newest_never_becomes_the_newest()
     assert not plan.passed_over(entry(2, 300, written_s=10), known, 2)
 
 
-def test_what_has_settled_is_handed_in_by_step() -> None:
+def test_what_has_settled_is_handed_in_as_it_was_found() -> None:
+    """A trainer that goes back while the store is away."""
     staged = [
-        replace(entry(n, step, written_s=1), state=State.STAGED) for n, step in ((1, 30), (2, 10), (3, 20))
+        replace(entry(n, step, written_s=n), state=State.STAGED) for n, step in ((1, 30), (2, 10), (3, 20))
     ]
     staged[2] = replace(staged[2], staged_ns=5 * SECOND)
-    assert [each.step for each in plan.due(staged, 5 * SECOND, 1.0)] == [10, 30]
+    assert [each.step for each in plan.due(staged, 5 * SECOND, 1.0)] == [30, 10]
+
+
+def test_after_a_trainer_has_gone_back_what_it_saved_before_is_decided_first() -> None:
+    """Else, handed in again in another start, that would be the newest."""
+    again = entry(3, 20, written_s=30, state=State.STAGED)
+    assert plan.is_early(again, [entry(1, 20, written_s=10)], 1)
+    assert plan.is_early(again, [entry(1, 20, written_s=10)], 2), "of an earlier start, and not decided"
+    assert not plan.is_early(again, [entry(1, 20, written_s=10, state=State.COMMITTED)], 1)
+    assert not plan.is_early(again, [entry(1, 10, written_s=10)], 1)
+    assert not plan.is_early(again, [entry(1, 10, written_s=10)], 2)
 
 
 def test_local_retention_keeps_the_newest_committed() -> None:

@@ -1,0 +1,59 @@
+"""A script that saves to a folder on each of two nodes, as transformers with a sharded model does: each node its shard,
+the first the index and, last, `trainer_state.json`. It rotates on both, and resumes, sometimes a save further back.
+"""
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import sys
+import time
+from pathlib import Path
+
+SHARDS = ("model-00001-of-00002.bin", "model-00002-of-00002.bin")
+
+
+def say(*words: object) -> None:
+    os.write(1, f"{' '.join(map(str, words))}\n".encode())
+
+
+def save(nodes: list[Path], step: int) -> None:
+    sums = {}
+    for node, out in reversed([*enumerate(nodes)]):
+        here = out / f"checkpoint-{step}"
+        shutil.rmtree(here, ignore_errors=True)
+        here.mkdir()
+        content = os.urandom(random.choice([10, 100_000, 300_000]))
+        sums[SHARDS[node]] = hashlib.sha256(content).hexdigest()
+        with (here / SHARDS[node]).open("wb") as file:
+            for start in range(0, len(content), 100_000):
+                file.write(content[start : start + 100_000])
+                file.flush()
+                say("writing", step)
+                time.sleep(0.03)  # real ones take time too
+    here = nodes[0] / f"checkpoint-{step}"
+    for name, value in (
+        ("model.safetensors.index.json", {"weight_map": dict(zip("ab", SHARDS, strict=True))}),
+        ("trainer_state.json", {"global_step": step, "random": random.random()}),
+    ):
+        text = json.dumps(value)
+        sums[name] = hashlib.sha256(text.encode()).hexdigest()
+        if name == "trainer_state.json":
+            say("intends", step, json.dumps(sums))
+        (here / name).write_text(text)
+    say("saved", step)
+
+
+def main(nodes: list[Path], first: int, last: int, num_kept: int) -> None:
+    time.sleep(1.1)  # real ones take longer to start, and to save the same step again
+    for step in range(first, last + 1, 10):
+        time.sleep(0.3)
+        save(nodes, step)
+        for out in reversed(nodes):
+            for old in sorted(out.iterdir(), key=lambda path: int(path.name.rpartition("-")[2]))[:-num_kept]:
+                shutil.rmtree(old)
+
+
+if __name__ == "__main__":
+    main([Path(sys.argv[1]), Path(sys.argv[2])], *map(int, sys.argv[3:]))
