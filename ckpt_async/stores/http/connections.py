@@ -26,8 +26,9 @@ from ckpt_async.threads import result_of
 
 # Below what servers and what is in between (NAT, load balancers) keep a silent connection for.
 MAX_IDLE_S = 30.0
-# Of so many bytes and more, the time says how fast a connection is; a slow one has this part of the usual rate.
-TELLING_BYTES, SLOW = 1 << 20, 0.25
+# Of so many bytes and more, the time says how fast a connection is; a slow one has this part of what is usual, which
+# takes so many requests to know.
+TELLING_BYTES, SLOW, TELLING_REQUESTS = 1 << 20, 0.25, 8
 # A call on a blocking socket returns after this long at the latest, so that somebody looks at the clock.
 BLOCK_S = 1.0
 # What such a call raises then: on a plain socket, on TLS.
@@ -91,7 +92,7 @@ class Connections:
         self._lock = threading.Lock()
         self._idle: list[tuple[http.client.HTTPConnection, float]] = []  # and since when
         self._is_closed = False
-        self._usual_bytes_per_s = 0.0  # 0: not known yet
+        self._usual_bytes_per_s, self._num_told = 0.0, 0
 
     def close(self) -> None:
         """Release connections; those in use when their requests end. Does not block."""
@@ -167,8 +168,9 @@ class Connections:
         rate = moved_bytes / max(took_s, 1e-6) if moved_bytes >= TELLING_BYTES else 0.0
         with self._lock:
             usual = self._usual_bytes_per_s
-            is_slow = 0 < rate < SLOW * usual
+            is_slow = 0 < rate < SLOW * usual and self._num_told >= TELLING_REQUESTS
             if rate:
+                self._num_told += 1
                 self._usual_bytes_per_s = usual + (rate - usual) / 8 if usual else rate
             if not self._is_closed and connection.sock is not None and not is_slow:
                 self._idle.append((connection, time.monotonic()))
