@@ -32,6 +32,7 @@ class Destination:
         self._published: list[Path] = []
         self._made: set[Path] = set()
         self._targets: dict[str, Path] = {}
+        self._partial_paths: dict[str, Path] = {}
 
     def make(self) -> None:
         self._new = [each for each in (self.path, *self.path.parents) if not each.exists()]
@@ -49,8 +50,11 @@ class Destination:
 
     def partial_path(self, file: RemoteFile) -> Path:
         """Its own for every content, so that what an earlier fetch of another checkpoint left does not mix in."""
-        told = f"{self._checkpoint.remote}\n{file.key}\n{file.size_bytes}\n{file.checksum}\n{file.name}"
-        return self._partials / hashlib.sha256(told.encode()).hexdigest()[:32]
+        if (path := self._partial_paths.get(file.name)) is None:
+            told = f"{self._checkpoint.remote}\n{file.key}\n{file.size_bytes}\n{file.checksum}\n{file.name}"
+            path = self._partials / hashlib.sha256(told.encode()).hexdigest()[:32]
+            self._partial_paths[file.name] = path
+        return path
 
     def is_taken(self, file: RemoteFile) -> bool:
         """Whether there is anything under its name."""
@@ -80,13 +84,15 @@ class Destination:
 
     def check_space(self, files: list[RemoteFile]) -> None:
         """Raises NoSpaceError."""
-        needed_bytes = 0
-        for file in files:
-            try:
-                allocated_bytes = os.stat(self.partial_path(file)).st_blocks * 512
-            except OSError:
-                allocated_bytes = 0
-            needed_bytes += max(0, file.size_bytes - allocated_bytes)
+        begun: set[str] = set()
+        with contextlib.suppress(FileNotFoundError):  # whoever finished last has removed it
+            begun.update(os.listdir(self._partials))
+        needed_bytes = sum(file.size_bytes for file in files)
+        for file in files if begun else ():
+            path = self.partial_path(file)
+            if path.name in begun:
+                with contextlib.suppress(OSError):
+                    needed_bytes -= min(file.size_bytes, os.stat(path).st_blocks * 512)
         facts = os.statvfs(self.path)
         free_bytes = facts.f_bavail * facts.f_frsize
         if needed_bytes > free_bytes:
