@@ -4,6 +4,7 @@ import contextlib
 import re
 import socket
 import threading
+from collections.abc import Callable, Iterator
 from typing import Self
 from urllib.parse import unquote, urlsplit
 
@@ -24,6 +25,7 @@ class Relay:
         self._ends: set[socket.socket] = set()
         self.ranges: list[tuple[str, int, int]] = []  # key, offset, size
         self.bytes_back = 0
+        self._most_back: int | None = None
         self.num_connections = 0
 
     def __enter__(self) -> Self:
@@ -52,9 +54,28 @@ class Relay:
 
     def wait_for_bytes(self, more: int, timeout_s: float = 30.0) -> None:
         """Wait until this many more have come back."""
+        self._wait_until_back(self.bytes_back + more, timeout_s)
+
+    def _wait_until_back(self, wanted: int, timeout_s: float = 30.0) -> None:
         with self._changed:
-            wanted = self.bytes_back + more
             assert self._changed.wait_for(lambda: self.bytes_back >= wanted, timeout_s)
+
+    @contextlib.contextmanager
+    def holding_after(self, more: int) -> Iterator[Callable[[], None]]:
+        """After this many more bytes nothing comes back for as long as the block lasts, but those under way. What it
+        yields waits until they have come.
+        """
+        with self._changed:
+            most = self._most_back = self.bytes_back + more
+        try:
+            yield lambda: self._wait_until_back(most)
+        finally:
+            with self._changed:
+                self._most_back = None
+                self._changed.notify_all()
+
+    def _may_pass(self) -> bool:
+        return self._most_back is None or self.bytes_back < self._most_back
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
@@ -82,6 +103,7 @@ class Relay:
             while data := source.recv(1 << 18):
                 with self._changed:
                     if is_back:
+                        self._changed.wait_for(self._may_pass)
                         self.bytes_back += len(data)
                     else:
                         told += data

@@ -110,22 +110,24 @@ def test_a_fetch_from_s3_killed_repeatedly_resumes(
     data = os.urandom(24 * partial.RANGE_BYTES + 5)
     checkpoint = _committed(counted_run, {0: {"big.pt": data}})
     there, recorded = tmp_path / "there", set()
-    for _ in range(4):
+    # Twice as much at last as is under way at once: some of it is on record.
+    for size_bytes in (*(chance.randrange(1, 24) * MIB for _ in range(3)), 4 * partial.RANGE_BYTES):
         start = len(relay.asked("big.pt"))
-        with plays.playing(plays.fetches, checkpoint, str(there), {"num_concurrent_reads": 2}) as (
-            process,
-            pipe,
+        with (
+            plays.playing(plays.fetches, checkpoint, str(there), {"num_concurrent_reads": 2}) as (
+                process,
+                pipe,
+            ),
+            relay.holding_after(size_bytes) as wait,
         ):
             plays.told(pipe)
             pipe.send("go")
-            relay.wait_for_bytes(chance.randrange(1, 24) * MIB)
+            wait()
             process.kill()
             process.join(plays.PATIENCE_S)
         assert recorded.isdisjoint(_ranges(relay.asked("big.pt")[start:]))
         for record in (there / PARTIAL_FOLDER).glob("*.ranges"):
             recorded |= {int(line.split()[0]) for line in record.read_text().splitlines()}
-        if (there / "big.pt").exists():
-            break
     start = len(relay.asked("big.pt"))
     report = restore.fetch(checkpoint, there)
     assert recorded
