@@ -32,6 +32,7 @@ settings.load_profile("ci")
 
 # Files that take longest, longest first: with two at a time, one of them at the end would leave a core idle.
 LONGEST = (
+    "stores/test_conformance.py",
     "simulation/test_simulation.py",
     "watch/test_watch.py",
     "watch/test_nodes.py",
