@@ -209,14 +209,15 @@ def test_what_is_rotated_away_while_it_must_be_quiet_is_taken_if_a_later_one_pro
         for name in ("model.bin", *(f"rng_state_{rank}.pth" for rank in ranks)):
             (new / name).write_bytes(b"x" * step)
         (new / "trainer_state.json").write_text(json.dumps({"global_step": step}))
-        written_s = time.time() - 27 + step / 10
+        written_s = time.time() - 22 + step / 10  # of the 30 s that it must be quiet
         for path in [*new.iterdir(), new]:
             os.utime(path, (written_s, written_s))
         saved = hashes(new)
         new.rename(place.out / f"checkpoint-{step}")
         return saved
 
-    watching = place.watch()
+    watching = place.watch("-v")
+    watching.until_logged("watching folder")
     held = place.state / "run/held"
     saved = {}
     for step, ranks in ((10, (0, 1, 2)), (15, (0, 1))):
