@@ -132,10 +132,8 @@ def test_transformers_arguments_say_how_many_ranks_there_were() -> None:
     for rules in (TABLE, Rules(num_nodes=2)):
         assert reasons(written, rules) == "missing rng_state_2.pth"
         assert not reasons({"checkpoint-40/rng_state_2.pth": torch_zip(x=1), **written}, rules)
-    more = {"checkpoint-40/rng_state_3.pth": torch_zip(x=1), **written}
-    assert "missing rng_state_2.pth" in reasons(more), (
-        "it is of another start: they are counted, and waited for"
-    )
+    more = {f"checkpoint-40/rng_state_{rank}.pth": torch_zip(x=1) for rank in (2, 3)}
+    assert "is unknown" in reasons({**more, **written}), "of another start: they are counted, and waited for"
 
 
 def test_transformers_shards_that_the_index_names_are_missed() -> None:
