@@ -131,12 +131,17 @@ class Job:
 
     def start(self, command: Sequence[str | Path], name: str, remote: str | None = None) -> Training:
         """Start it on the node of this name: the folder is new unless the name was used before."""
-        node = self._folder / name
-        node.mkdir(exist_ok=True)
+        node = self.node(name)
         log = self._folder / f"{name}-{len(self._started)}.log"
         training = Training([*command, node, remote or f"{self.remote}/run"], node, log)
         self._started.append(training)
         return training
+
+    def node(self, name: str) -> Path:
+        """The folder of a node."""
+        node = self._folder / name
+        node.mkdir(exist_ok=True)
+        return node
 
     def check_kill_and_resume(
         self, command: Sequence[str | Path], kills: int = 1, *, kind: str | None = None

@@ -80,20 +80,9 @@ class Losses(Callback):
             self.say(step, metrics["train/CE loss"])
 
 
-def train(
-    node: str,
-    remote: str,
-    say: Any,
-    *,
-    steps: int = STEPS,
-    save_async: bool = True,
-    others: dict[str, Callback] | None = None,
-    close_timeout_s: float = 60,
-    **settings: Any,
-) -> dict[str, Any]:
-    prepare_training_environment(backend="cpu:gloo", shared_filesystem=True)
+def trainer_of(node: str, steps: int, checkpointer: CheckpointerCallback) -> Trainer:
+    """On each rank, in `prepare_training_environment`. Saves below NODE/checkpoints."""
     torch.manual_seed(1)
-    save_folder = str(Path(node, "checkpoints"))
     model = TransformerConfig.llama_like(
         d_model=32,
         n_layers=1,
@@ -119,23 +108,38 @@ def train(
     )
     trainer = (
         TrainerConfig(
-            save_folder=save_folder,
+            save_folder=str(Path(node, "checkpoints")),
+            save_overwrite=True,
             work_dir=str(Path(node, "work")),
             max_duration=Duration.steps(steps),
             metrics_collect_interval=1,
         )
-        .with_callback(
-            "checkpointer", CheckpointerCallback(save_interval=SAVE_INTERVAL, save_async=save_async)
-        )
+        .with_callback("checkpointer", checkpointer)
         .with_callback("config_saver", ConfigSaverCallback())
-        .with_callback("ckpt_async", CkptAsyncCallback(remote, settings, close_timeout_s))
-        .with_callback("losses", Losses(say))
         .build(train_module, data)
     )
     trainer.callbacks["config_saver"].config = {"model": "tiny"}
-    for name, callback in (others or {}).items():
+    return trainer
+
+
+def train(
+    node: str,
+    remote: str,
+    say: Any,
+    *,
+    steps: int = STEPS,
+    save_async: bool = True,
+    others: dict[str, Callback] | None = None,
+    close_timeout_s: float = 60,
+    **settings: Any,
+) -> dict[str, Any]:
+    prepare_training_environment(backend="cpu:gloo", shared_filesystem=True)
+    checkpointer = CheckpointerCallback(save_interval=SAVE_INTERVAL, save_async=save_async)
+    trainer = trainer_of(node, steps, checkpointer)
+    ours = {"ckpt_async": CkptAsyncCallback(remote, settings, close_timeout_s), "losses": Losses(say)}
+    for name, callback in {**ours, **(others or {})}.items():
         trainer.add_callback(name, callback)
-    resumed_from = newest_checkpoint(save_folder, remote)
+    resumed_from = newest_checkpoint(str(trainer.save_folder), remote)
     trainer.fit()
     teardown_training_environment()
     return {

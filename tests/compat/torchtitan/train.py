@@ -3,7 +3,6 @@ optimizers and schedulers. The Trainer itself needs an accelerator: where torch 
 """
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,7 +30,8 @@ class TrainState:
         self.step = int(state["step"])
 
 
-def main(mode: str, node: str, remote: str) -> None:
+def train(config: Any, node: str, num_steps: int, say: Any, begun: Any = None, saved: Any = None) -> None:
+    """`config` is that of a CheckpointManager. `begun` is told the step, `saved` the manager and each step."""
     dist.init_process_group("gloo")
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
@@ -39,18 +39,9 @@ def main(mode: str, node: str, remote: str) -> None:
         fully_shard(layer)
     optimizers = default_adamw(lr=0.01).build(model_parts=[model])
     schedulers = LRSchedulersContainer.Config(warmup_steps=2).build(
-        optimizers=optimizers, training_steps=STEPS
+        optimizers=optimizers, training_steps=num_steps
     )
     state = TrainState()
-    config = CkptAsyncManager.Config(
-        enable=True,
-        folder="checkpoint",
-        interval=10,
-        keep_latest_k=2,
-        async_mode=mode,
-        last_save_model_only=False,
-        remote=remote,
-    )
     checkpointer = config.build(
         dataloader=None,
         model_parts=[model],
@@ -58,10 +49,12 @@ def main(mode: str, node: str, remote: str) -> None:
         lr_schedulers=schedulers,
         states={"train_state": state},
         sd_adapter=None,
-        base_folder=str(Path(node, "outputs")),
+        base_folder=node,
     )
     checkpointer.load(step=-1)
-    while state.step < STEPS:
+    if begun is not None:
+        begun(state.step)
+    while state.step < num_steps:
         state.step += 1
         optimizers.zero_grad()
         loss = model(torch.full((4, WIDTH), float(state.step % 7 + dist.get_rank()))).square().mean()
@@ -72,10 +65,25 @@ def main(mode: str, node: str, remote: str) -> None:
         whole = loss.detach().clone()
         dist.all_reduce(whole)
         if dist.get_rank() == 0:
-            say_loss(state.step, whole.item())
-        checkpointer.save(state.step, last_step=state.step == STEPS)
+            say(state.step, whole.item())
+        checkpointer.save(state.step, last_step=state.step == num_steps)
+        if saved is not None:
+            saved(checkpointer, state.step)
     checkpointer.close()
     dist.destroy_process_group()
+
+
+def main(mode: str, node: str, remote: str) -> None:
+    config = CkptAsyncManager.Config(
+        enable=True,
+        folder="outputs/checkpoint",
+        interval=10,
+        keep_latest_k=2,
+        async_mode=mode,
+        last_save_model_only=False,
+        remote=remote,
+    )
+    train(config, node, STEPS, say_loss)
 
 
 if __name__ == "__main__":

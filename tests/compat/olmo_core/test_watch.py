@@ -1,0 +1,16 @@
+"""`ckpt-async watch` beside OLMo-core's Trainer, synchronous and asynchronous; both are killed."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.compat.beside import check_watched
+from tests.compat.olmo_core.train_plain import STEPS
+from tests.compat.play import Job, ranks
+
+SCRIPT = Path(__file__).with_name("train_plain.py")
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_what_the_trainer_saved_is_in_the_store(job: Job, mode: str) -> None:
+    check_watched(job, [*ranks(2), SCRIPT, mode], num_steps=STEPS)
