@@ -30,6 +30,10 @@ class _Inert:
     """Stands for an object of any class of DCP's: its fields are kept, and nobody's code is called."""
 
 
+# They are called with their value. megatron-core keeps the plans of all ranks in its metadata.
+_ENUMS = frozenset({"_MEM_FORMAT_ENCODING", "WriteItemType", "LoadItemType"})
+
+
 class _PlacesRules(Rules):
     what = "DCP's metadata"
 
@@ -37,7 +41,7 @@ class _PlacesRules(Rules):
         """Classes by their module, so that one that a newer torch adds is no obstacle. All else is a value, or a call
         that does nothing.
         """
-        if f"{module}.".startswith(_PACKAGE) and name != "_MEM_FORMAT_ENCODING":
+        if f"{module}.".startswith(_PACKAGE) and name not in _ENUMS:
             return Class(_Inert)
         if (module, name) in (OLMO_CORE_STORAGE, _OLD_PROPERTIES):
             return Class(_Inert)

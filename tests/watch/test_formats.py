@@ -1,6 +1,7 @@
 """What each format's mark says, at every moment of a save."""
 
 import json
+import pickle
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from ckpt_async.watch.disk import Disk
 from ckpt_async.watch.formats import Found, Rules, find
@@ -235,6 +237,15 @@ def test_megatron_is_complete_when_the_tracker_names_it(metadata: Mapping[str, b
     tracker = {"latest_checkpointed_iteration.txt": b"200"}
     assert "has no metadata.json" in reasons({**core, **tracker})
     assert complete({**core, "iter_0000100/metadata.json": b"{}", **tracker}), "which comes after .metadata"
+
+
+def test_megatron_core_keeps_the_plans_of_all_ranks_in_its_metadata(metadata: Mapping[str, bytes]) -> None:
+    told = pickle.loads(metadata[".metadata"])
+    item = WriteItem(next(iter(told.storage_data)), WriteItemType.SHARD)
+    told.all_local_plans = [SavePlan([item])]
+    written = {"step-5/common.pt": torch_zip(x=1), "step-5/__0_0.distcp": metadata["__0_0.distcp"]}
+    written |= {"step-5/.metadata": pickle.dumps(told), "step-5/metadata.json": b"{}"}
+    assert complete(written)[0].step == 5
 
 
 def test_a_file_of_torch_is_complete_when_its_zip_has_its_end() -> None:
