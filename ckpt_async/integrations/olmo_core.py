@@ -17,8 +17,16 @@ from ckpt_async.integrations.files import files_of_rank
 from ckpt_async.integrations.held import CLOSE_TIMEOUT_S, HeldUploader, fetch_newest
 
 try:
-    from olmo_core.distributed.utils import barrier, get_rank, get_world_size
+    from olmo_core.distributed.utils import (
+        OLMO_FS_LOCAL_RANK_ENV_VAR,
+        barrier,
+        broadcast_object,
+        get_local_rank,
+        get_rank,
+        get_world_size,
+    )
     from olmo_core.io import is_url
+    from olmo_core.train import Trainer
     from olmo_core.train.callbacks import Callback
 except ImportError as error:
     raise ImportError(
@@ -111,11 +119,10 @@ class CkptAsyncCallback(Callback):
         # The checkpointer has waited for the last save, but not for the callbacks that it calls. And a callback before
         # us that raised there, which OLMo-core only logs, has kept it from us.
         barrier()
-        for path in Path(self.trainer.save_folder).glob("step*"):
-            step = _step_of(path)
-            is_ours = step is not None and self._first_step < step <= self.step
-            if is_ours and self.trainer.checkpointer.dir_is_checkpoint(path):
-                self._hand_over(path)
+        folder = Path(self.trainer.save_folder)
+        for name in broadcast_object(self._finished() if get_rank() == 0 else []):
+            if (folder / name).is_dir():
+                self._hand_over(folder / name)
         self._raise_failure()
 
     def close(self) -> None:
@@ -123,6 +130,16 @@ class CkptAsyncCallback(Callback):
         with self._lock:
             self._is_open = False
         self._uploads.close()
+
+    def _finished(self) -> list[str]:
+        """The checkpoints of this training that are complete here; only rank 0's node need have all marks."""
+        found = []
+        for path in Path(self.trainer.save_folder).glob("step*"):
+            step = _step_of(path)
+            is_ours = step is not None and self._first_step < step <= self.step
+            if is_ours and self.trainer.checkpointer.dir_is_checkpoint(path):
+                found.append(path.name)
+        return found
 
     def _hand_over(self, path: Path) -> None:
         """In any thread; once for each checkpoint. Raises nothing: nobody would hear it."""
@@ -164,6 +181,21 @@ class CkptAsyncCallback(Callback):
             if failure is not None:
                 self._failure = None
                 raise SaveFailedError(f"a checkpoint was not handed over: {failure}") from failure
+
+
+def use_node_folders(trainer: Trainer) -> None:
+    """Let each node have a `save_folder` and a `work_dir` of its own, at the same path on all. OLMo-core makes a
+    trainer only where all ranks share them: call this on every rank once it is made, before anything is loaded.
+
+    From here on ranks count by node (the environment's FS_LOCAL_RANK is LOCAL_RANK). The trainer must not look for a
+    checkpoint itself (`load_strategy=LoadStrategy.never`): it would look on the node of rank 0 only, where one that
+    the other nodes have lost looks complete. Load what `newest_checkpoint` returns by `trainer.load_checkpoint`.
+    """
+    local_rank = get_local_rank()
+    os.environ[OLMO_FS_LOCAL_RANK_ENV_VAR] = str(local_rank)
+    trainer.data_loader.fs_local_rank = local_rank
+    for folder in (trainer.save_folder, trainer.work_dir, trainer.checkpointer.work_dir):
+        Path(folder).mkdir(parents=True, exist_ok=True)
 
 
 def newest_checkpoint(

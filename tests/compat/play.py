@@ -53,6 +53,7 @@ class Training:
     def __init__(self, command: Sequence[str | Path], node: Path, log: Path) -> None:
         self._mark = uuid.uuid4().hex
         self._log = log
+        self.node = node
         self.losses: dict[int, str] = {}
         self.said: list[str] = []  # every other line
         with log.open("wb") as errors:

@@ -14,6 +14,7 @@ from olmo_core.nn.transformer import TransformerConfig
 from olmo_core.optim import AdamWConfig
 from olmo_core.train import (
     Duration,
+    LoadStrategy,
     Trainer,
     TrainerConfig,
     prepare_training_environment,
@@ -25,7 +26,7 @@ from olmo_core.train.train_module.transformer import (
     TransformerTrainModule,
 )
 
-from ckpt_async.integrations.olmo_core import CkptAsyncCallback, newest_checkpoint
+from ckpt_async.integrations.olmo_core import CkptAsyncCallback, newest_checkpoint, use_node_folders
 
 STEPS, SAVE_INTERVAL, VOCABULARY, LENGTH = 100, 10, 64, 16
 
@@ -131,6 +132,7 @@ def train(
     save_async: bool = True,
     others: dict[str, Callback] | None = None,
     close_timeout_s: float = 60,
+    has_node_folders: bool = False,
     **settings: Any,
 ) -> dict[str, Any]:
     prepare_training_environment(backend="cpu:gloo", shared_filesystem=True)
@@ -139,7 +141,12 @@ def train(
     ours = {"ckpt_async": CkptAsyncCallback(remote, settings, close_timeout_s), "losses": Losses(say)}
     for name, callback in {**ours, **(others or {})}.items():
         trainer.add_callback(name, callback)
+    if has_node_folders:
+        trainer.load_strategy = LoadStrategy.never
+        use_node_folders(trainer)
     resumed_from = newest_checkpoint(str(trainer.save_folder), remote)
+    if has_node_folders and resumed_from is not None:
+        trainer.load_checkpoint(resumed_from)
     trainer.fit()
     teardown_training_environment()
     return {
