@@ -42,6 +42,12 @@ _SCARCE = {
     errno.ENOMEM: "too little memory",
     errno.EAGAIN: "too little memory or too few threads",
 }
+_WRONG_PLACE = {
+    errno.ENOTDIR: "a part of the path is a file, and no folder: check the URL",
+    errno.ELOOP: "symbolic links lead in a circle, or out of the folder: check the URL",
+    errno.ENAMETOOLONG: "the path is too long: check the URL",
+    errno.ENOLINK: "is it mounted?",
+}
 _AUTH = {
     errno.EACCES: "this user may not: check owner and mode",
     errno.EPERM: "this user may not: check owner and mode",
@@ -57,10 +63,15 @@ class Tree:
         self._may_write = self._has_own = False
 
     def open_to_read(self) -> None:
-        if not self.root.is_dir():
+        try:
+            is_folder = stat.S_ISDIR(os.stat(self.root).st_mode)
+        except FileNotFoundError:
+            check_no_dangling_link(self.root)
             raise StoreError(
                 "no such folder", reason=FailureReason.NOT_FOUND, operation="open", key=str(self.root)
-            )
+            ) from None
+        if not is_folder:
+            raise NotADirectoryError(errno.ENOTDIR, "it is a file, not a folder", str(self.root))
         self._has_own = self._own.is_dir()
 
     def open_to_write(self) -> bool:
@@ -221,6 +232,14 @@ class Tree:
                 yield key, entry
 
 
+def check_no_dangling_link(path: Path) -> None:
+    """Raise OSError if a link on the way leads nowhere: a disk that is not mounted, and no place for a first start."""
+    while not os.path.lexists(path):
+        path = path.parent
+    if not path.exists():
+        raise OSError(errno.ENOLINK, "a symbolic link on the way leads to nothing", str(path))
+
+
 def _remove_left_behind(folder: Path, now: float) -> None:
     """An empty folder, unless it was just made: who deletes a last file may die before he deletes its folder."""
     with contextlib.suppress(OSError):
@@ -282,5 +301,5 @@ def translating(operation: str, key: str) -> Iterator[None]:
         elif isinstance(error, TimeoutError):
             reason, hint = FailureReason.TIMEOUT, "is a writer suspended, or does the file system hang?"
         else:
-            reason, hint = FailureReason.OTHER, ""
+            reason, hint = FailureReason.OTHER, _WRONG_PLACE.get(number, "")
         raise StoreError(str(error), reason=reason, operation=operation, key=key, hint=hint) from error

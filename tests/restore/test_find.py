@@ -30,6 +30,21 @@ def test_an_empty_remote_is_a_fresh_start(any_run: Run) -> None:
     assert restore.find(any_run.url) is None
 
 
+@pytest.mark.parametrize("place", ["file", "file/run", "circle", "circle/run", "unmounted", "unmounted/run"])
+def test_a_place_where_no_run_can_be_is_not_a_fresh_start(tmp_path: Path, place: str) -> None:
+    """Only what is missing is "nothing there": a file instead of a folder, or links that lead nowhere, are mistakes."""
+    (tmp_path / "file").write_bytes(b"1")
+    (tmp_path / "circle").symlink_to("circle")
+    (tmp_path / "unmounted").symlink_to(tmp_path / "disk" / "runs")
+    with pytest.raises(StoreError) as raised:
+        restore.find(f"file://{tmp_path / place}")
+    assert raised.value.reason is FailureReason.OTHER
+    assert place.partition("/")[0] in str(raised.value)
+    assert raised.value.hint
+    (tmp_path / "disk" / "runs").mkdir(parents=True)
+    assert restore.find(f"file://{tmp_path}/unmounted/run") is None
+
+
 def test_a_run_that_left_traces_is_not_a_fresh_start(any_run: Run) -> None:
     """The store lists no decision (any more, or yet again), but what it was asked by name is there."""
     id_ = any_run.commit(100)

@@ -169,6 +169,18 @@ def test_a_folder_that_has_gone_is_not_an_empty_one(server: FileServer, run: Any
     run(body())
 
 
+def test_a_file_instead_of_a_folder_is_no_fresh_start(server: FileServer) -> None:
+    (server.folder / "runs").mkdir(exist_ok=True)
+    (server.folder / "runs" / "file").write_bytes(b"1")
+    # WebDAV says 404 of it, as of what is missing.
+    below = ["file/run"] if server.url.startswith("sftp") else []
+    for name in ("file", *below):
+        with pytest.raises(StoreError, match="a file instead of a folder") as raised:
+            restore.find(f"{server.url}/{name}")
+        assert raised.value.reason is FailureReason.OTHER
+    assert restore.find(f"{server.url}/none") is None
+
+
 def test_what_dead_writers_left_is_removed_and_what_is_new_is_not(server: FileServer, run: Any) -> None:
     own = server.folder / "runs" / "run" / OWN
     own.mkdir(parents=True)

@@ -87,6 +87,31 @@ class Files:
         except FileNotFoundError:
             return False
 
+    def is_root_there(self) -> bool:
+        """Whether the root is a folder. Raises StoreError if a file is there instead, or above it where folders are
+        folders: a wrong place, and no first start.
+        """
+        self._fs.invalidate_cache()
+        path = self._root
+        while path.strip("/"):
+            try:
+                kind = self._fs.info(path).get("type")
+            except FileNotFoundError:
+                if not self._manners.is_posix:
+                    return False  # nor would an object above it matter
+                path = path.rstrip("/").rpartition("/")[0]
+                continue
+            if kind == "directory":
+                return path == self._root
+            raise StoreError(
+                "there is a file instead of a folder",
+                reason=FailureReason.OTHER,
+                operation="open",
+                key=path,
+                hint="check the URL",
+            )
+        return path == self._root and self.is_folder("")
+
     def walk(self, folder: str, prefix: str) -> Iterator[tuple[str, Found]]:
         """Every file below `folder` ("" or ending in "/") whose key starts with `prefix`, in no order. Links are not
         followed. An error is raised: half a listing would pass for all there is.

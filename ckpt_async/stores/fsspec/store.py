@@ -108,7 +108,7 @@ class FsspecStore(WholeObjects):
         assert self._lanes is not None
         self._manners = await self._lanes.call(lambda fs: Manners(is_posix=is_posix(fs)))
         is_there, self._has_own = await self._do(
-            "open", "", lambda files: (files.is_folder(""), files.is_folder(OWN))
+            "open", "", lambda files: (files.is_root_there(), files.is_folder(OWN))
         )
         if not is_there:
             raise StoreError(
