@@ -12,8 +12,9 @@
     Orbax            <N>/commit_success.txt, or <N>/_CHECKPOINT_METADATA in a folder that was renamed into place
 
 A mark is a promise, and copied, pruned or badly synchronised checkpoints break it: what can be checked of it is. Every
-file that a `.metadata` in it names must be there and long enough, and every item that Orbax names. What has a mark and
-does not keep its promise is damaged; what has no mark yet was not finished, and is passed over.
+file that a `.metadata` in it names must be there and long enough, and every item that Orbax names; OLMo's model and the
+files of all of its ranks; `.metadata` and `common.pt` of ML Flashpoint. What has a mark and does not keep its promise
+is damaged; what has no mark yet was not finished, and is passed over.
 
 None of them keeps checksums: what is read can be compared by size only.
 """
@@ -34,6 +35,7 @@ from ckpt_async.core.model import CheckpointId
 from ckpt_async.core.naming import check_relative
 from ckpt_async.errors import InvalidNameError, InvalidRecordError, UnsafePickleError
 from ckpt_async.protocol.cas import read
+from ckpt_async.restore import olmo_files
 from ckpt_async.restore.checkpoint import (
     METADATA,
     Checkpoint,
@@ -59,6 +61,7 @@ logger = logging.getLogger(__name__)
 # A pointer is a name; whatever is larger is a file that happens to be called so.
 MAX_POINTER_BYTES = 4096
 MAX_POINTERS = 100
+MAX_YAML_BYTES = 64 << 10
 
 _LAST_NUMBER = re.compile(r"([0-9]{1,12})[^0-9]*$")
 _FLASHPOINT = re.compile(r"step-([0-9]{1,12})_ckpt")
@@ -335,9 +338,15 @@ async def _check_promise(opened: Session, found: Found, files: Mapping[str, Remo
         raise InvalidRecordError("there is nothing of it but its mark")
     if found.format == "olmo-core" and f"{_OLMO_DCP}/{METADATA}" not in files:
         raise InvalidRecordError(f"it has no {_OLMO_DCP}/{METADATA}")
+    if found.format == "olmo":
+        told = files.get(olmo_files.METADATA_YAML)
+        content = await _content(opened, told) if told and told.size_bytes <= MAX_YAML_BYTES else b""
+        if reason := olmo_files.lacking(files.keys(), content):
+            raise InvalidRecordError(reason)
     is_flashpoint = found.format == "ml-flashpoint"
-    if is_flashpoint and METADATA in files and _FLASHPOINT_COMMON not in files:
-        raise InvalidRecordError(f"it has no {_FLASHPOINT_COMMON}, which every node of ML Flashpoint reads")
+    for name in (METADATA, _FLASHPOINT_COMMON) if is_flashpoint else ():
+        if name not in files:
+            raise InvalidRecordError(f"it has no {name}, which every node of ML Flashpoint reads")
     if found.format == "orbax" and (mark := files.get(_ORBAX_METADATA)) is not None:
         for item in _orbax_items(await _content(opened, mark)):
             if not any(name.startswith(f"{item}/") for name in files):

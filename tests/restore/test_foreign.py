@@ -112,11 +112,17 @@ LAYOUTS = {
         ("composer", 20, "ckpts/ep1-ba20-rank0.pt"),
     ),
     "ml-flashpoint": (
-        ["c/step-20_ckpt/data.pt", "c/step-30_ckpt/data.pt", "c/step-30_ckpt__0__unfinished"],
+        [
+            *("c/step-20_ckpt/.metadata", "c/step-20_ckpt/src0.distcp", "c/step-20_ckpt/common.pt"),
+            *("c/step-30_ckpt/data.pt", "c/step-30_ckpt__0__unfinished"),
+        ],
         ("ml-flashpoint", 20, "c/step-20_ckpt"),
     ),
     "ml-flashpoint, marks with something in them": (
-        ["c/step-20_ckpt/data.pt", "c/step-25_ckpt__0__unfinished/step-25/.metadata"],
+        [
+            *("c/step-20_ckpt/.metadata", "c/step-20_ckpt/src0.distcp", "c/step-20_ckpt/common.pt"),
+            "c/step-25_ckpt__0__unfinished/step-25/.metadata",
+        ],
         ("ml-flashpoint", 20, "c/step-20_ckpt"),
     ),
     "orbax commit file": (
@@ -402,6 +408,37 @@ BROKEN = {
         ["step-20_ckpt/.metadata", "step-20_ckpt/src0.distcp", "step-20_ckpt/common.pt"],
         "step-20_ckpt/src0.distcp",
         None,
+    ),
+    "ml-flashpoint, only what is for all": (
+        ["step-20_ckpt/.metadata", "step-20_ckpt/common.pt"],
+        "step-20_ckpt/.metadata",
+        None,
+    ),
+    "olmo unsharded, no model": (
+        [f"step20-unsharded/{name}" for name in ("config.yaml", "model.safetensors", "optim.pt", "train.pt")],
+        "step20-unsharded/model.safetensors",
+        None,
+    ),
+    "olmo, a rank in the middle": (
+        ["step20/config.yaml", *(f"step20/rank{rank}.pt" for rank in range(4))],
+        "step20/rank1.pt",
+        None,
+    ),
+    "olmo local, the last rank": (
+        [
+            *("step20/config.yaml", "step20/metadata.yaml"),
+            *(f"step20/{part}/rank{rank}.pt" for part in ("model", "optim", "train") for rank in range(4)),
+        ],
+        "step20/train/rank3.pt",
+        None,
+    ),
+    "olmo local, all of the last rank": (
+        [
+            *("step20/config.yaml", "step20/metadata.yaml"),
+            *(f"step20/{part}/rank{rank}.pt" for part in ("model", "optim", "train") for rank in range(2)),
+        ],
+        "step20/metadata.yaml",
+        b"flat_param: true\nworld_size: 4\n",
     ),
     "orbax": (["20/_CHECKPOINT_METADATA", "20/state/d/x", "20/meta/y"], "20/state/d/x", None),
     "orbax, nothing": (["20/commit_success.txt", "20/d/x"], "20/d/x", None),

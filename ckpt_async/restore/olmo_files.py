@@ -1,0 +1,45 @@
+"""What an OLMo checkpoint must have, by the names of its files. Pure.
+
+unsharded        model.pt or model.safetensors
+torch_legacy     rank<N>.pt of every rank
+local            model/rank<N>.pt, optim/rank<N>.pt and train/rank<N>.pt of every rank; how many there are is in
+                 metadata.yaml
+olmo_core 0.1    model/rank_<N>.safetensors, the same of optim
+torch_new        model_and_optim, whose `.metadata` names its files
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+
+METADATA_YAML = "metadata.yaml"
+
+_RANK_FILE = re.compile(r"((?:model/|optim/|train/)?)rank_?([0-9]{1,6})\.(?:pt|safetensors)")
+_NOT_THE_MODEL = re.compile(
+    r"(?:config|metadata)\.yaml|\.metadata\.json|config\.json|(?:train|optim|other)(?:/.*|\.(?:pt|safetensors))"
+)
+_WORLD_SIZE = re.compile(rb"^world_size: *([1-9][0-9]{0,5})\s*$", re.MULTILINE)
+
+
+def lacking(names: Collection[str], metadata_yaml: bytes = b"") -> str:
+    """Why these cannot be all of its files; "" if they may be. Without `metadata.yaml` nothing says that the last rank
+    is missing.
+    """
+    if all(_NOT_THE_MODEL.fullmatch(name) for name in names):
+        return "it has no model"
+    ranks: dict[str, set[int]] = {}
+    for name in names:
+        if match := _RANK_FILE.fullmatch(name):
+            ranks.setdefault(match[1], set()).add(int(match[2]))
+    is_local = METADATA_YAML in names and "model/" in ranks
+    if not is_local:
+        ranks.pop("train/", None)  # a rank that finds none of its own takes that of rank 0
+    told = _WORLD_SIZE.search(metadata_yaml) if is_local else None
+    most = int(told[1]) if told else 1 + max((max(each) for each in ranks.values()), default=-1)
+    for folder, each in sorted(ranks.items()):
+        if missing := set(range(most)) - each:
+            return (
+                f"it has no file of rank {min(missing)}{f' in {folder}' if folder else ''}, and {most} ranks"
+            )
+    return ""
