@@ -3,8 +3,8 @@
 The sink models the link (`sink.Link`): what one connection moves, what all of them move together, how long each answer
 takes. Everybody sends, or gets, one shard through it; "default" with the client's own settings, else with as many parts
 in flight as the column says. A row's `link` is the share of what the link could have moved in the time that it took,
-`connections` how many were open at once. Each run has a sink of its own. Whoever the sink cannot serve any faster is
-bound by the machine: that is the row `ceiling`, with no link at all.
+`connections` how many were open at once. Each run has a sink of its own. What machine and sink can without any link is
+the row `ceiling`. `cable.sh` puts a real bottleneck of the kernel's below it all.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ LINKS = {
     "60 of 400 MiB/s, 5 ms": Link(60, 400, 5),
     "20 of 200 MiB/s, 100 ms": Link(20, 200, 100),
     "20 of 400 MiB/s, 30 ms, one of 8 slow": Link(20, 400, 30, slow_every=8),
+    "ceiling": Link(),  # of the machine with the sink on it
 }
 
 
