@@ -21,8 +21,9 @@
  * `delay` sleeps before every answer, as a far store would; `log` gets a line for every request: method and target.
  * A link: `rate` is what one connection moves, `total` what all move together, in KiB/s each way; of N connections
  * one is `slow` and moves a tenth of its rate; beyond `limit` requests a second the answer is 503 SlowDown.
- * `tls` speaks TLS only, with certificate and key from one file. `stdin` ends it when its standard input does: with
- * whoever started it, however that ended. */
+ * `tls` speaks TLS only, with certificate and key from one file, and AES-128-GCM with everybody: left to the clients,
+ * OpenSSL's would take AES-256 and pay for it. `stdin` ends it when its standard input does: with whoever started it,
+ * however that ended. */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
 #include <netinet/tcp.h>
@@ -692,7 +693,8 @@ int main(int argc, char **argv) {
         else if (!strncmp(argv[i], "log=", 4) && (log_file = fopen(argv[i] + 4, "w"))) setlinebuf(log_file);
 #ifdef TLS
         else if (!strncmp(argv[i], "tls=", 4) && (tls = SSL_CTX_new(TLS_server_method())) &&
-                 SSL_CTX_use_certificate_chain_file(tls, argv[i] + 4) == 1 && SSL_CTX_use_PrivateKey_file(tls, argv[i] + 4, SSL_FILETYPE_PEM) == 1) {}
+                 SSL_CTX_use_certificate_chain_file(tls, argv[i] + 4) == 1 && SSL_CTX_use_PrivateKey_file(tls, argv[i] + 4, SSL_FILETYPE_PEM) == 1 &&
+                 SSL_CTX_set_ciphersuites(tls, "TLS_AES_128_GCM_SHA256") == 1 && SSL_CTX_set_cipher_list(tls, "ECDHE+AES128+AESGCM") == 1) {}
 #endif
         else { fprintf(stderr, "sink: cannot use %s\n", argv[i]); return 2; }
     }
