@@ -243,6 +243,8 @@ def report(
 
 def _cell(value: Any) -> str:
     if isinstance(value, Mapping):
+        if value["low"] == value["high"]:  # one round
+            return _cell(value["median"])
         return f"{_cell(value['median'])} ({_cell(value['low'])} … {_cell(value['high'])})"
     if isinstance(value, float):
         return f"{value:.{0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2 if abs(value) >= 0.1 else 4}f}"
