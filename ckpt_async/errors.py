@@ -241,7 +241,8 @@ class CheckpointRefusedError(CkptAsyncError, ValueError):
 
 class UploadFailedError(CkptAsyncError):
     """Shards could not be uploaded within `upload_timeout_s`. They stay in the spool, and the next start,
-    `ckpt-async drain` or the sweeper tries again. Also: a start committed nothing because ranks of it never came.
+    `ckpt-async drain` or the sweeper tries again. Also: a start committed nothing because ranks of it never came; the
+    adapter of a framework could not get its newest checkpoint committed by the end of training.
     """
 
 

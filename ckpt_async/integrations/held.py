@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ckpt_async import StoreOptions, Uploader, restore
-from ckpt_async.errors import CkptAsyncError, SealedError, SettingsError
+from ckpt_async.errors import CheckpointAbortedError, CkptAsyncError, SealedError, SettingsError, UploadFailedError
 from ckpt_async.torch import fetch_together, launch_id
 
 logger = logging.getLogger(__name__)
@@ -26,7 +27,8 @@ class HeldUploader:
     """The uploader of one trainer: its own, opened when training starts and closed when it ends, or one that was lent.
 
     Its own one is opened with `on_error="warn"`, unless told otherwise: then nothing that fails after the start reaches
-    the training loop, but the log and the metrics.
+    the training loop, but the log and the metrics. Its end does: with either `on_error` it raises, unless training has
+    failed, if the newest checkpoint is not committed by then.
     """
 
     def __init__(
@@ -46,12 +48,16 @@ class HeldUploader:
         self._is_lent = uploader is not None
         self._settings = {"on_error": "warn", **settings}
         self._close_timeout_s = close_timeout_s
+        self.newest_step: int | None = None  # the last that this start handed over
+        self._not_handed_over: CkptAsyncError | None = None  # why that was not
+        self._has_raised = False
 
     def open(self, folder: str | os.PathLike[str] | None, rank: int, world_size: int) -> Uploader:
         """Open it for a start of training, or check that the lent one fits. Of several ranks all must call it."""
         if self.now is None:
             assert self.remote is not None
             assert folder is not None
+            self.newest_step, self._not_handed_over, self._has_raised = None, None, False
             self.now = Uploader(
                 folder,
                 self.remote,
@@ -80,28 +86,68 @@ class HeldUploader:
     ) -> None:
         """Enqueue what this rank has of a checkpoint, and seal. One that is sealed already stays as it is.
 
-        In warn mode nothing is raised: a checkpoint that could not be handed over is in the log, and never committed.
+        In warn mode nothing is raised: a checkpoint that could not be handed over is in the log, given up on all ranks,
+        and never committed.
         """
         uploader = self.now
         assert uploader is not None
+        self.newest_step, self._not_handed_over, self._has_raised = step, None, False
         try:
             if files is None or files or uploader.rank == 0:  # without rank 0's files there is no checkpoint
                 uploader.enqueue(path, step, name, files=files, publish_as=publish_as)
             uploader.seal(step, name=name, metrics=metrics)
         except SealedError:
             logger.info("step_is_uploaded_already step=%d path=%s", step, path)
-        except CkptAsyncError:
+        except CkptAsyncError as error:
             if uploader.settings.on_error == "raise":
+                self._has_raised = True
                 raise
             logger.exception("checkpoint_not_handed_over step=%d path=%s", step, path)
+            self._not_handed_over = error
+            give_up(uploader, step, name, error)
+
+    def wait_for_newest(self) -> None:
+        """Block until the newest checkpoint is committed, with all ranks, within `close_timeout_s`.
+
+        Raises UploadFailedError, with either `on_error`, if it is not: training is over, so that stops nothing.
+        """
+        uploader, step = self.now, self.newest_step
+        if uploader is None or step is None or self._has_raised:
+            return
+        if (why := self._not_handed_over) is None:
+            try:
+                uploader.wait(step, self._close_timeout_s)
+            except CkptAsyncError as error:
+                why = error
+            else:
+                return
+        self._has_raised = True
+        is_lost = self._not_handed_over is not None or isinstance(why, CheckpointAbortedError)
+        raise UploadFailedError(
+            f"the newest checkpoint, step {step}, is not committed to {self.remote}: {why.without_hint}",
+            hint="see the log"
+            if is_lost
+            else "see the log; `ckpt-async drain` or the next start on this node uploads what is left",
+        ) from why
 
     def close(self) -> None:
-        """Finish what was handed over, within the bound. A lent uploader stays open."""
+        """Finish what was handed over, within the bound, and raise what `wait_for_newest` does. A lent uploader stays
+        open, and its owner hears of failures when closing it.
+        """
         uploader = self.now
         if uploader is None:
             return
         is_failing = sys.exc_info()[0] is not None  # the frameworks clean up inside their `except`
-        timeout_s = min(CLOSE_AFTER_ERROR_S, self._close_timeout_s) if is_failing else self._close_timeout_s
+        is_brief = is_failing or self._has_raised
+        timeout_s = min(CLOSE_AFTER_ERROR_S, self._close_timeout_s) if is_brief else self._close_timeout_s
+        deadline = time.monotonic() + timeout_s
+        try:
+            if not self._is_lent and not is_failing:
+                self.wait_for_newest()
+        finally:
+            self._close(uploader, max(0.0, deadline - time.monotonic()), is_failing=is_failing)
+
+    def _close(self, uploader: Uploader, timeout_s: float, *, is_failing: bool) -> None:
         try:
             if not self._is_lent:
                 self.now = None
@@ -112,6 +158,14 @@ class HeldUploader:
             if uploader.settings.on_error == "raise" and not is_failing:
                 raise
             logger.exception("close_failed folder=%s", uploader.folder)
+
+
+def give_up(uploader: Uploader, step: int, name: str, why: Exception) -> None:
+    """So that the other ranks need not wait for this one, and the checkpoint is counted as aborted."""
+    try:
+        uploader.give_up(step, str(why), name=name)
+    except CkptAsyncError as error:
+        logger.warning("not_given_up step=%d error=%s", step, error)
 
 
 def fetch_newest(

@@ -104,12 +104,12 @@ def _held(
 
 
 def close_uploads() -> None:
-    """Finish what was handed over, for at most 600 s, and close the uploaders; the rest stays in the journal.
-    `Trainer.close` calls it. Raises what failed if they were opened with `on_error="raise"`.
+    """Finish what was handed over, for at most 600 s each, and close the uploaders; the rest stays in the journal.
+    `Trainer.close` calls it. Raises UploadFailedError if the newest checkpoint of one is not committed by then.
     """
-    while _open:
-        _, held = _open.popitem()
-        held.close()
+    with contextlib.ExitStack() as closing:  # all, and then it raises
+        while _open:
+            closing.callback(_open.popitem()[1].close)
 
 
 class _Uploading(theirs.Checkpointer):

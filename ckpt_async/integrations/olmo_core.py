@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ckpt_async import StoreOptions, Uploader
-from ckpt_async.errors import CkptAsyncError, SaveFailedError, SettingsError
+from ckpt_async.errors import SaveFailedError, SettingsError
 from ckpt_async.integrations.files import files_of_rank
-from ckpt_async.integrations.held import CLOSE_TIMEOUT_S, HeldUploader, fetch_newest
+from ckpt_async.integrations.held import CLOSE_TIMEOUT_S, HeldUploader, fetch_newest, give_up
 
 try:
     from olmo_core.distributed.utils import (
@@ -151,6 +151,7 @@ class CkptAsyncCallback(Callback):
         try:
             if uploader is None or step is None:
                 raise SaveFailedError(f"{path} was saved, but is not a checkpoint of the training that runs")
+            self._uploads.newest_step = step
             if uploader.rank == 0 and not self.trainer.checkpointer.dir_is_checkpoint(path):
                 raise SaveFailedError(f"OLMo-core did not finish {path}: its .metadata.json is missing")
             files = files_of_rank(path, uploader.rank, uploader.world_size)
@@ -164,14 +165,7 @@ class CkptAsyncCallback(Callback):
             self._failure = error
             logger.exception("checkpoint_not_handed_over path=%s", path)
             if uploader is not None and step is not None:
-                self._give_up(uploader, step, path.name, error)
-
-    def _give_up(self, uploader: Uploader, step: int, name: str, why: Exception) -> None:
-        """So that the other ranks need not wait for this one, and the checkpoint is counted as aborted."""
-        try:
-            uploader.give_up(step, str(why), name=name)
-        except CkptAsyncError as error:
-            logger.warning("not_given_up step=%d error=%s", step, error)
+                give_up(uploader, step, path.name, error)
 
     def _raise_failure(self) -> None:
         """On the training thread, if the uploader was opened to raise."""

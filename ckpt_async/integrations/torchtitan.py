@@ -76,7 +76,9 @@ class CkptAsyncManager(CheckpointManager):  # type: ignore[misc]  # where torcht
         **options: Any,
     ) -> Any:
         uploader = self._held.open(self.folder, dist.get_rank(), dist.get_world_size())
-        writer = CkptAsyncWriter(uploader, int(checkpoint_id.rpartition("-")[2]))
+        step = int(checkpoint_id.rpartition("-")[2])
+        writer = CkptAsyncWriter(uploader, step)
+        self._held.newest_step = step
         if async_mode == AsyncMode.DISABLED:
             return state_dict_saver.save(state_dict, storage_writer=writer)
         how: dict[str, Any] = {}

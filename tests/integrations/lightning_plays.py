@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 import ckpt_async.stores.directory
 import ckpt_async.stores.s3.client  # noqa: F401
+from ckpt_async.errors import CkptAsyncError
 from tests.integrations.stage import PATIENCE_S, tell
 
 WIDTH = 8
@@ -123,7 +124,7 @@ def train(
     failure = ""
     try:
         trainer.fit(model, _data(), ckpt_path=ckpt_path or newest_checkpoint(folder, remote))
-    except RuntimeError as error:
+    except (RuntimeError, CkptAsyncError) as error:
         failure = str(error)
     return {
         "started_at": started_at[0],

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_async import SettingsError, Uploader, restore
-from ckpt_async.errors import InvalidNameError, InvalidShardError
+from ckpt_async.errors import InvalidNameError, InvalidShardError, UploadFailedError
 from ckpt_async.integrations import held as held_module
 from ckpt_async.integrations.files import files_of_rank
 from ckpt_async.integrations.held import HeldUploader, fetch_newest
@@ -78,6 +78,25 @@ def test_a_failed_enqueue_is_logged_and_the_next_one_works(
     checkpoint = restore.find(remote)
     assert checkpoint is not None
     assert (checkpoint.step, list(checkpoint.files), checkpoint.metrics) == (2, ["b/a"], {"loss": 0.5})
+
+
+def test_the_end_says_that_the_newest_checkpoint_was_not_handed_over(tmp_path: Path, remote: str) -> None:
+    with_file = written(tmp_path / "folder" / "step-1", "a")
+    ranks = [HeldUploader(remote, None, CLOSE_TIMEOUT_S, {"generation": 1}) for _ in range(2)]
+    for rank, held in enumerate(ranks):
+        held.open(tmp_path / "folder", rank, 2)
+        held.hand_over(with_file, 1, "step-1", files=["a"] if rank == 0 else [])
+    ranks[0].hand_over(written(tmp_path / "folder" / "step-2", "a"), 2, "step-2")
+    ranks[1].hand_over(written(tmp_path / "other", "a"), 2, "step-2")
+    with pytest.raises(UploadFailedError, match=r"step 2, is not committed .*: .*other"):
+        ranks[1].close()
+    with pytest.raises(UploadFailedError, match=r"step 2, is not committed .*: .*given up: .*other"):
+        ranks[0].close()  # at once: it need not wait for the other
+    assert committed_steps(remote) == [1]
+
+
+def committed_steps(remote: str) -> list[int]:
+    return [step for step in (1, 2) if restore.find(remote, step=step) is not None]
 
 
 def test_files_of_a_folder_are_within_it(tmp_path: Path, remote: str) -> None:
@@ -151,7 +170,10 @@ def test_closing_is_bounded_and_brief_after_a_training_failure(
         except RuntimeError:
             held.close()
     else:
-        held.close()
+        with pytest.raises(UploadFailedError, match="the newest checkpoint, step 1, is not committed"):
+            held.close()
+    assert held.now is None
+    held.close()
     assert "closed_with_unfinished steps=[1]" in caplog.text
 
 

@@ -95,6 +95,17 @@ def test_a_checkpoint_made_on_sigterm_is_uploaded(stage: Stage, tmp_path: Path, 
     assert restore.find(remote, step=1) is None  # it was there before
 
 
+def test_a_training_that_committed_nothing_ends_with_an_error(
+    stage: Stage, tmp_path: Path, remote: str
+) -> None:
+    ended = stage.start(
+        "train", folder=f"{tmp_path}/a", remote=remote, num_steps=2, has_store=False, close_timeout_s=1
+    )
+    with pytest.raises(AssertionError, match=r"UploadFailedError: the newest checkpoint, step 2, is not"):
+        ended.hear()
+    assert "train_loss" in ended.log()  # training itself went on to its end
+
+
 def test_the_accelerate_recipe_of_the_docs_works(stage: Stage, tmp_path: Path, remote: str) -> None:
     def start(folder: str, num_steps: int, remote: str = remote) -> list[Trainer]:
         return stage.start_ranks(

@@ -58,6 +58,7 @@ def train(
     world_size: int = 1,
     waits_at: int | None = None,
     sigterm_at: int | None = None,
+    has_store: bool = True,
     arguments: dict[str, Any] | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
@@ -84,6 +85,10 @@ def train(
     class Script(transformers.TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             started_at.append(state.global_step)
+
+            if not has_store:
+                Path(remote.removeprefix("file://")).rename(f"{folder}.away")
+                Path(remote.removeprefix("file://")).write_text("not a folder any more")
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if state.global_step == sigterm_at:

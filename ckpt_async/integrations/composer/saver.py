@@ -13,6 +13,7 @@ from ckpt_async.integrations.composer.uploads import DRAIN_TIMEOUT_S, SaverUploa
 from ckpt_async.integrations.held import CLOSE_TIMEOUT_S
 
 from composer.callbacks import CheckpointSaver as ComposersSaver  # isort: skip  uploads says what to install
+from composer.utils import PartialFilePath, dist  # isort: skip
 from composer.utils.checkpoint import get_save_filename  # isort: skip
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ class CheckpointSaver(ComposersSaver):
             upload_timeout_in_seconds=upload_timeout_in_seconds,
         )
         self.uploads: SaverUploads | None = None
+        self._has_no_pointer = False
         if remote is None:
             if settings or kind is not None:
                 raise SettingsError(
@@ -91,6 +93,8 @@ class CheckpointSaver(ComposersSaver):
             return
         if self.remote_uploader is not None:
             logger.warning("uploads_twice folder=%s remote=%s; give a local folder", folder, remote)
+        self._has_no_pointer = self.latest_remote_file_name is None
+        self._name_a_pointer()
         self.uploads = SaverUploads(
             self,
             remote,
@@ -105,8 +109,15 @@ class CheckpointSaver(ComposersSaver):
         """The open uploader, for its metrics or `wait`; None while it is closed, and where rank 0 has all files."""
         return None if self.uploads is None else self.uploads.uploader
 
+    def _name_a_pointer(self) -> None:
+        """With `autoresume`, which then looks at the local link, the Trainer asserts that there is a remote name."""
+        if self._has_no_pointer and self.latest_filename is not None:
+            self.latest_remote_file_name = PartialFilePath(self.latest_filename.filename)
+
     def init(self, state: State, logger: Logger) -> None:
         super().init(state, logger)
+        if self._has_no_pointer:  # the Trainer has read it
+            self.latest_remote_file_name = None
         if self.uploads is not None:
             self.uploads.open(state)
 
@@ -125,6 +136,7 @@ class CheckpointSaver(ComposersSaver):
             super().post_close()
         finally:
             if self.uploads is not None:
+                self._name_a_pointer()  # for the next Trainer
                 self.uploads.close()
 
     def _save_checkpoint(self, state: State, logger: Logger) -> None:
@@ -132,8 +144,10 @@ class CheckpointSaver(ComposersSaver):
             super()._save_checkpoint(state, logger)
             return
         # Composer would write into the very file that may still be on its way to the store under this name.
-        path = get_save_filename(state, self.filename.format(state, keep_placeholders=True))
-        Path(path).unlink(missing_ok=True)
+        # Only the rank that writes may unlink: another one, coming late, would delete what that has written.
+        if state.fsdp_sharded_state_dict_enabled or dist.get_global_rank() == 0:
+            path = get_save_filename(state, self.filename.format(state, keep_placeholders=True))
+            Path(path).unlink(missing_ok=True)
         before = len(self.saved_checkpoints)
         super()._save_checkpoint(state, logger)
         is_writer = len(self.saved_checkpoints) > before

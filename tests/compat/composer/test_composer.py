@@ -305,7 +305,7 @@ def test_a_run_that_committed_nothing_does_not_end_well(
                     server.kill()
 
         saver = saver_of(f"s3://{server.bucket}/run", close_timeout_s=1.0)
-        with pytest.raises(UploadFailedError, match="nothing that this start has saved is committed"):
+        with pytest.raises(UploadFailedError, match="the newest checkpoint, step 5, is not committed"):
             run("5ba", callbacks=[saver, Outage()])
 
 
