@@ -13,7 +13,13 @@ from typing import Any
 import torch.distributed as dist
 
 from ckpt_async import StoreOptions, Uploader, restore
-from ckpt_async.errors import CheckpointAbortedError, CkptAsyncError, SealedError, SettingsError, UploadFailedError
+from ckpt_async.errors import (
+    CheckpointAbortedError,
+    CkptAsyncError,
+    SealedError,
+    SettingsError,
+    UploadFailedError,
+)
 from ckpt_async.torch import fetch_together, launch_id
 
 logger = logging.getLogger(__name__)

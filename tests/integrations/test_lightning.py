@@ -116,7 +116,9 @@ def test_a_state_written_twice_is_uploaded_once(stage: Stage, tmp_path: Path, re
     assert trainer.log().count("step_is_uploaded_already") == 1
 
 
-def test_training_continues_without_the_store_and_its_end_says_so(stage: Stage, tmp_path: Path, remote: str) -> None:
+def test_training_continues_without_the_store_and_its_end_says_so(
+    stage: Stage, tmp_path: Path, remote: str
+) -> None:
     trainer = stage.start(
         "train",
         folder=f"{tmp_path}/a",

@@ -68,6 +68,12 @@ def test_a_checkpoint_that_another_callback_kept_from_us_is_uploaded_in_the_end(
     assert checkpoint.world_size == 2
 
 
+def what_it_ends_with(trainer: Any) -> Any:
+    while isinstance(said := trainer.hear(), int):
+        pass
+    return said
+
+
 def test_without_a_store_training_goes_on_its_end_says_so_and_what_is_left_arrives_later(
     stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,8 +87,7 @@ def test_without_a_store_training_goes_on_its_end_says_so_and_what_is_left_arriv
         server.kill()
         for each in trainers:
             with pytest.raises(AssertionError, match=r"UploadFailedError: .*step 30, is not committed"):
-                while isinstance(each.hear(), int):
-                    pass
+                what_it_ends_with(each)
         server.start()
         restore.drain_predecessor(tmp_path / "checkpoints", 60)
         newest = restore.find(remote)
