@@ -70,6 +70,7 @@ _MEMBER = re.compile(re.escape(MEMBERS) + r"([0-9]{6})/([0-9]{5})\.json")
 _BEAT = re.compile(re.escape(MEMBERS) + r"([0-9]{6})/alive\.json")
 _ANNOUNCED = re.compile(re.escape(MEMBERS) + r"([0-9]{6})/announced-([0-9]{12})\.json")
 _ENDED = re.compile(re.escape(MEMBERS) + r"([0-9]{6})/ended-([0-9]{5})\.json")
+_TOLD_ALL = re.compile(re.escape(MEMBERS) + r"([0-9]{6})/told-all-([0-9]{5})\.json")
 _DATA = re.compile(re.escape(DATA) + r"([^/]+)\.g([0-9]{1,6})/.+")
 _JOURNAL = re.compile(r"journal-([0-9]{5})\.sqlite")
 _KIND = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}")
@@ -206,6 +207,15 @@ def ended_key(generation: int, rank: int) -> str:
 
 def parse_ended_key(key: str) -> tuple[int, int] | None:
     match = _ENDED.fullmatch(key)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def told_all_key(generation: int, rank: int) -> str:
+    return f"{members_prefix(generation)}told-all-{rank:05d}.json"
+
+
+def parse_told_all_key(key: str) -> tuple[int, int] | None:
+    match = _TOLD_ALL.fullmatch(key)
     return (int(match[1]), int(match[2])) if match else None
 
 

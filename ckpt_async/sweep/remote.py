@@ -328,5 +328,5 @@ def _generation_of(key: str) -> int | None:
     """Whose member, or beat, this is; or what watchers of it have told each other."""
     if (announced := keys.parse_announcement_key(key)) is not None:
         return announced.generation
-    member = keys.parse_member_key(key) or keys.parse_ended_key(key)
+    member = keys.parse_member_key(key) or keys.parse_ended_key(key) or keys.parse_told_all_key(key)
     return member[0] if member is not None else keys.parse_beat_key(key)

@@ -81,7 +81,8 @@ class Holds:
 
     def of_path(self, path: str) -> list[Hold]:
         """Oldest first."""
-        return [each for _, each in sorted(self.all.items()) if each.path == path]
+        held = [each for each in self.all.values() if each.path == path]
+        return sorted(held, key=lambda each: (each.seen_ns, each.number))
 
     def gone(self, tree: Tree) -> list[Hold]:
         """What the folder has no more as it was: rotated away, begun to be, or written anew. Oldest first."""
@@ -134,6 +135,19 @@ class Holds:
                     raise FileNotFoundError(f"{path} has changed")
                 (folder / path).parent.mkdir(parents=True, exist_ok=True)
                 (folder / path).write_bytes(data)
+
+    def take_back(
+        self, path: str, files: Mapping[str, Identity], links: Mapping[str, Path], seen_ns: int
+    ) -> None:
+        """Hold what was handed over to be sent and will not be: it may be announced once more. `links` by path."""
+        if not files or any(files.items() <= each.files.items() for each in self.of_path(path)):
+            return
+        hold = Hold(max(self.all, default=0) + 1, path, files, {}, {}, seen_ns=seen_ns)
+        for each, link in links.items():
+            target = self.folder(hold) / each
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.link(link, target, follow_symlinks=False)
+        self._record(hold, None)
 
     def _record(self, hold: Hold, last: Hold | None) -> None:
         """Not made durable: after a power loss, links without it are dropped."""

@@ -14,8 +14,9 @@ from pathlib import Path
 
 from ckpt_async import Uploader
 from ckpt_async.core import keys
-from ckpt_async.core.model import CheckpointId
+from ckpt_async.core.model import CheckpointId, Outcome
 from ckpt_async.errors import FencedError
+from ckpt_async.watch import plan
 from ckpt_async.watch.announcement import Announcement
 from ckpt_async.watch.entries import Entries, Entry, State, VanishedError
 from ckpt_async.watch.formats.checks import is_free
@@ -51,7 +52,9 @@ class Nodes:
         self._has_times = not options.rules.ignores_times
         self._heard: dict[int, tuple[Announcement, float]] = {}  # by step: and when, not handed in yet
         self._known: set[int] = set()  # every step that was announced
-        self._next_look_at = 0.0
+        self._next_look_at = self._next_roll_at = 0.0
+        self._last_before: int | None = None  # the newest entry that was there when this start began
+        self._has_told_all = False
         self._ended_at: float | None = None
 
     @property
@@ -72,13 +75,19 @@ class Nodes:
         if now < self._next_look_at:
             return
         self._next_look_at = now + self._num_nodes / LOOKS_PER_S
-        if (newest := self._remote.newest_generation(self.generation)) > self.generation:
-            raise FencedError(f"another node has begun generation {newest}")
+        self.check_newest()
         after = min(sorted(self._known)[-NUM_LATE:], default=0) - 1
         for each in self._remote.announced(self.generation, after, self._known):
             self._known.add(each.checkpoint.step)
             if each.node != self._node:
                 self._heard[each.checkpoint.step] = each, time.monotonic()
+
+    def check_newest(self) -> None:
+        """Raises FencedError if another node has begun a new start."""
+        if self._num_nodes == 1:
+            return
+        if (newest := self._remote.newest_generation(self.generation)) > self.generation:
+            raise FencedError(f"another node has begun generation {newest}")
 
     def announce(self, entry: Entry) -> Entry:
         """Tell the others that it is complete. Returns what this node is to send of it: all that it has, unless another
@@ -128,14 +137,14 @@ class Nodes:
                     continue
                 entry = self._stage(announced, version)
             if entry is not None:
-                del self._heard[step]
                 hand_in(replace(entry, state=State.HANDED, generation=self.generation))
+                del self._heard[step]
                 self._drop_earlier(announced, tree)
 
     def _staged(self, announced: Announcement) -> Entry | None:
-        """What was staged for an earlier start, or because this node has the mark too."""
+        """What was staged or handed in in an earlier start, or staged because this node has the mark too."""
         for entry in reversed(self._entries.of_path(announced.path)):
-            is_same = entry.state is State.STAGED and (entry.step, entry.name) == (
+            is_same = not entry.is_settled and (entry.step, entry.name) == (
                 announced.checkpoint.step,
                 announced.name,
             )
@@ -202,6 +211,50 @@ class Nodes:
         for hold in self._holds.gone(tree):
             if hold.seen_ns < announced.marked_ns and hold.path not in awaited:
                 self._holds.drop(hold)
+
+    def settle_earlier(self, refuse: Callable[[Entry, str], None]) -> None:
+        """Say when this node has announced all that it knew of before this start; and when all others have, let go of
+        what one of them had announced in an earlier start and none has in this one.
+        """
+        if self._num_nodes == 1:
+            return
+        if self._last_before is None:
+            self._last_before = max(self._entries.all, default=0)
+        known = self._entries.all.values()
+        if not self._has_told_all and plan.has_told_all(known, self.generation, self._last_before):
+            self._remote.say_told_all(self.generation, self._node)
+            self._has_told_all = True
+        now = time.monotonic()
+        if now < self._next_roll_at or not any(plan.awaits_others(each) for each in known):
+            return
+        self._next_roll_at = now + self._num_nodes / LOOKS_PER_S
+        if len(self._remote.told_all(self.generation) - {self._node}) < self._num_nodes - 1:
+            return
+        self._next_look_at = 0.0
+        self.listen()  # what was announced before the last of them had said so
+        heard = {(each.path, each.checkpoint.step, each.marked_ns) for each, _ in self._heard.values()}
+        left = [each for each in self._entries.open() if plan.awaits_others(each)]
+        left = [each for each in left if (each.path, each.step, each.told_ns) not in heard]
+        decided = self._remote.decisions(
+            CheckpointId(each.generation, each.step) for each in left if each.generation
+        )
+        for entry in left:
+            decision = decided.get(CheckpointId(entry.generation, entry.step))
+            if decision is None or decision.outcome is Outcome.ABORT:
+                self._let_go(entry, refuse)
+
+    def _let_go(self, entry: Entry, refuse: Callable[[Entry, str], None]) -> None:
+        staged = self._entries.staged(entry)
+        files = {path: entry.files[path] for path in entry.shards}
+        links = {path: staged / shard for path, shard in entry.shards.items()}
+        if not entry.is_copied and self._entries.is_intact(entry):
+            self._holds.take_back(entry.path, files, links, entry.staged_ns)
+        self._entries.drop(entry)
+        logger.info("not_announced_again path=%s step=%d", entry.path, entry.step)
+        if not any(plan.stands_for(each, entry) for each in self._entries.all.values()):
+            refuse(
+                entry, "no node announces it any more: the one that had its mark gave it up, or was replaced"
+            )
 
     def is_over(self) -> bool:
         """Whether no node will announce anything more, as this one will not."""

@@ -166,6 +166,25 @@ def due(entries: Iterable[Entry], now_ns: int, settle_s: float) -> list[Entry]:
     return sorted(ready, key=lambda each: each.number)
 
 
+def has_told_all(known: Iterable[Entry], generation: int, last_number: int) -> bool:
+    """Whether what this node had found, up to `last_number`, is decided or was announced in this start."""
+    ours = (
+        each for each in known if not (each.is_followed or each.is_settled) and each.number <= last_number
+    )
+    return all(each.generation == generation for each in ours)
+
+
+def awaits_others(entry: Entry) -> bool:
+    """Whether nothing is to be done with it until another node has announced it, again."""
+    return entry.is_followed and entry.state is State.STAGED
+
+
+def stands_for(other: Entry, entry: Entry) -> bool:
+    """Whether `other` is the same checkpoint, handed in again, of which nothing was refused."""
+    is_same = (other.path, other.step, other.told_ns) == (entry.path, entry.step, entry.told_ns)
+    return is_same and other.number != entry.number and other.is_alive
+
+
 def to_remove(entries: Iterable[Entry], num_kept: int) -> list[Entry]:
     """Committed ones beyond the newest `num_kept`, by the order in which they were found."""
     committed = [each for each in entries if each.state is State.COMMITTED]

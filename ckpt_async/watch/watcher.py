@@ -191,7 +191,9 @@ class Watcher:
                 continue
             except (StoreError, NoSpaceError) as error:
                 self._teller.say("trouble", str(error), f"{error}; trying again")
-            is_idle = is_whole and not self.entries.open() and not self._lookout.num_left
+            # At the end, what only another node can go on with is left to the next start.
+            left = [each for each in self.entries.open() if not (was_stopping and plan.awaits_others(each))]
+            is_idle = is_whole and not left and not self._lookout.num_left
             if is_idle and (was_stopping or self.options.is_once) and self._nodes_are_done():
                 return
             if self._stopping.is_over(self.options.drain_timeout_s):
@@ -211,6 +213,7 @@ class Watcher:
         self._nodes.listen()
         self._hand_over()
         self._nodes.follow(self._lookout.tree, self._hand_in, self._cannot_follow)
+        self._nodes.settle_earlier(self._teller.refuse)
         _retire(self.options, self.entries)
         self.entries.forget_gone(self._lookout.tree)
 
@@ -282,6 +285,7 @@ class Watcher:
     def _learn(self) -> None:
         assert self._uploader is not None
         assert self._remote is not None
+        assert self._nodes is not None
         ours = self._uploader.generation
         handed = [each for each in self.entries.open() if each.generation]
         earlier = [each for each in handed if each.generation != ours]
@@ -292,6 +296,7 @@ class Watcher:
                 if self._uploader.is_committed(entry.step):
                     self._settle_committed(entry)
             except CheckpointAbortedError as error:
+                self._nodes.check_newest()  # which has given up what was not sealed, and in which it comes again
                 self._given_up(entry, str(error))
         ids = [CheckpointId(each.generation, each.step) for each in earlier]
         decided = self._remote.decisions(ids) if ids else {}

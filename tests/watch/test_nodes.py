@@ -1,14 +1,21 @@
 """Nodes with a folder of their own each: `dcp.save` of two gloo ranks, and a watcher for each node."""
 
 import shutil
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from ckpt_async import restore
+from ckpt_async.core import keys
+from ckpt_async.core.model import CheckpointId
 from ckpt_async.torch import load_latest
+from ckpt_async.watch.announcement import Announcement
+from ckpt_async.watch.disk import identity_of
+from ckpt_async.watch.entries import Entries, Entry
 from tests.ranks import run_ranks
 from tests.seaweed import SeaweedServer
 from tests.watch.conftest import Watching, hashes
@@ -60,6 +67,24 @@ class Nodes:
             for path in held.glob("*.json")
         ):
             pass
+
+    def put(self, key: str, data: bytes) -> None:
+        """In the store, as a node would."""
+        path = Path(self.remote.removeprefix("file://")) / key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+
+    def was_announced_earlier(self, step: int) -> None:
+        """Node 1 has taken its part of what node 0 had announced, and both were killed."""
+        place = self.folder / "node-1/.out.ckpt_async/run"
+        entries = Entries(self.folder / "node-1/out", place, self.remote)
+        entries.load()
+        entries.bind()
+        name, path = f"step-{step}", f"step-{step}/__1_0.distcp"
+        files = {path: identity_of((entries.source / path).lstat())}
+        mark_ns = (self.folder / f"node-0/out/{name}/.metadata").stat().st_mtime_ns
+        entry = Entry(1, "dcp", name, step, name, files, {path: "__1_0.distcp"}, is_followed=True)
+        entries.stage(replace(entry, told_ns=mark_ns, staged_ns=time.time_ns()), entries.source)
 
     def written(self, step: int) -> dict[str, str]:
         found: dict[str, str] = {}
@@ -197,3 +222,49 @@ def test_a_node_that_is_dead_for_good_takes_with_it_only_what_it_alone_had(nodes
     assert (nodes.fetched(30), restore.find(nodes.remote, step=20)) == (nodes.written(30), None)
     first.process.terminate()
     assert (replacement.end(), first.process.wait(60)) == (1, 1), "one was given up"
+
+
+def test_what_was_handed_in_in_an_earlier_start_is_there_when_it_is_announced_again(nodes: Nodes) -> None:
+    """Its trainer has rotated it away meanwhile, and the node with the mark comes back first."""
+    nodes.save(10)
+    second = nodes.watch(1, "-v")
+    second.until_logged("generation=1")
+    here, theirs = (".metadata", "__0_0.distcp"), ("__1_0.distcp",)
+    mark = (nodes.folder / "node-0/out/step-10/.metadata").stat().st_mtime_ns
+    told = Announcement(CheckpointId(1, 10), 0, "dcp", "step-10", "step-10", here, (*here, *theirs), mark)
+    nodes.put(keys.announcement_key(told.checkpoint), told.encode())
+    entries = nodes.folder / "node-1/.out.ckpt_async/run/entries"
+    while not any('"handed"' in path.read_text() for path in entries.glob("*.json")):
+        pass
+    second.kill()
+    saved = nodes.written(10)
+    shutil.rmtree(nodes.folder / "node-1/out/step-10")
+    shutil.rmtree(nodes.folder / "node-1/.out.ckpt_async/run/held")
+    nodes.watch(1, "-v").until_logged("generation=2")
+    nodes.watch(0).until("committed", 10)
+    assert nodes.fetched(10) == saved
+
+
+def test_what_no_node_announces_any_more_holds_up_no_end_and_is_let_go_when_all_have_said_so(
+    nodes: Nodes,
+) -> None:
+    nodes.save(10)
+    saved = nodes.written(10)
+    nodes.was_announced_earlier(10)
+    for node in range(2):
+        (nodes.folder / f"node-{node}/out/step-10").rename(nodes.folder / f"node-{node}/gone")
+    second = nodes.watch(1, "-v")
+    second.until_logged("generation=1")
+    nodes.put(keys.ended_key(1, 0), b"{}\n")
+    second.process.terminate()
+    assert second.until("ended")["unfinished"] == ["step-10"]
+    assert second.process.wait(60) == 6
+
+    second = nodes.watch(1)
+    first = nodes.watch(0)
+    assert "no node announces it any more" in second.until("refused", 10)["reason"]
+    (nodes.folder / "node-0/gone").rename(nodes.folder / "node-0/out/step-10")
+    first.until("committed", 10)
+    assert nodes.fetched(10) == saved, "its links were kept"
+    first.process.terminate()
+    assert (second.end(), first.process.wait(60)) == (1, 0)
