@@ -248,6 +248,15 @@ def test_megatron_core_keeps_the_plans_of_all_ranks_in_its_metadata(metadata: Ma
     assert complete(written)[0].step == 5
 
 
+def test_megatron_core_without_its_common_state_is_half_deleted(metadata: Mapping[str, bytes]) -> None:
+    left = {f"step-5/{name}": data for name, data in metadata.items()}
+    assert complete({"step-5/metadata.json": b'{"mine": 1}', **left}), "somebody's own file"
+    left["step-5/metadata.json"] = b'{"sharded_backend": "torch_dist", "common_backend": "torch"}'
+    tracker = {"latest_checkpointed_iteration.txt": b"200"}
+    of_lm = {path.replace("step-5", "iter_0000100"): data for path, data in left.items()} | tracker
+    assert reasons(left) == reasons(of_lm) == "missing common.pt"
+
+
 def test_a_file_of_torch_is_complete_when_its_zip_has_its_end() -> None:
     check_only_the_whole_is_complete(
         {"lightning_logs/epoch=1-step=300.ckpt": torch_zip(x=1)}, "lightning", 300

@@ -177,7 +177,7 @@ def megatron(tree: Tree, folder: str, _: Rules) -> Found | None:
     if not later or written_ns > tree.files[tracker].mtime_ns:
         return replace(found, reason=f"{_MEGATRON_TRACKER} says {told}")
     if METADATA in tree.names(folder) and (core := dcp(tree, folder, _)) is not None:
-        return replace(found, mark=core.mark, reason=core.reason)
+        return replace(found, mark=core.mark, missing=core.missing, reason=core.reason)
     return replace(found, reason=f"{_MEGATRON_TRACKER} says {told} already: whether this one was is unknown")
 
 
@@ -238,8 +238,11 @@ def dcp(tree: Tree, folder: str, _: Rules) -> Found | None:
         return of_folder(
             tree, "dcp", folder, reason="it has no metadata.json, which megatron-core writes last"
         )
-    mark = "metadata.json" if "common.pt" in names else METADATA
-    return of_folder(tree, "dcp", folder, mark=join(folder, mark))
+    core = join(folder, "metadata.json")
+    if "common.pt" not in names and '"sharded_backend"' not in tree.text(core, MAX_JSON_BYTES):
+        return of_folder(tree, "dcp", folder, mark=join(folder, METADATA))
+    # megatron-core's, which .metadata names only in part: a rotation that was cut short may have begun with the rest.
+    return replace(of_folder(tree, "dcp", folder, mark=core), missing=tuple(sorted({"common.pt"} - names)))
 
 
 # In this order: what is in a folder that one of them recognises is part of that.
