@@ -6,6 +6,7 @@ import contextlib
 import os
 import stat
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,20 @@ _SKIPPED = frozenset({"__pycache__", "node_modules", "site-packages"})
 # What is remembered of files' contents: marks, and ends of files. A `.metadata` of 5 million shards is not.
 _MAX_REMEMBERED_BYTES = 1 << 20
 _MAX_REMEMBERED = 20_000
+# How often everything is read while folders change under the reading.
+_MAX_READ_ANEW = 3
 
 
 def identity_of(facts: os.stat_result) -> Identity:
     return Identity(facts.st_ino, facts.st_size, facts.st_mtime_ns)
+
+
+@dataclass(slots=True)
+class _Listing:
+    files: dict[str, Identity] = field(default_factory=dict)
+    ctime_ns: dict[str, int] = field(default_factory=dict)
+    folders: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+    links: list[str] = field(default_factory=list)
 
 
 class Disk:
@@ -31,33 +42,50 @@ class Disk:
         self._memo: dict[tuple[str, str, Identity], Any] = {}
 
     def look(self) -> Tree:
-        files: dict[str, Identity] = {}
-        changed_ns: dict[str, int] = {}
-        links: list[str] = []
+        """What was there all at once: no folder was changed while it was read, or its time says so."""
         now_ns = time.time_ns()
-        waiting = [""]
-        while waiting:
-            here = waiting.pop()
-            with contextlib.suppress(OSError), os.scandir(self.folder / here) as entries:
-                changed_ns[here] = (
-                    (self.folder / here).stat().st_mtime_ns
-                )  # first: it may change while it is read
-                for entry in entries:
-                    path = f"{here}/{entry.name}" if here else entry.name
-                    with contextlib.suppress(OSError):
-                        facts = entry.stat(follow_symlinks=False)
-                        if stat.S_ISREG(facts.st_mode):
-                            files[path] = identity_of(facts)
-                        elif stat.S_ISLNK(facts.st_mode):
-                            links.append(path)
-                        elif stat.S_ISDIR(facts.st_mode) and not _is_skipped(entry.name):
-                            waiting.append(path)
+        for _ in range(_MAX_READ_ANEW):
+            found = self._walk()
+            changed = [each for each, was in found.folders.items() if self._time_of(each) != was]
+            if not changed:
+                break
+        changed_ns = {folder: mtime_ns for folder, (_, mtime_ns, _) in found.folders.items()}
+        changed_ns |= dict.fromkeys(changed, time.time_ns())
+        files, links = found.files, tuple(sorted(found.links))
 
         def read(path: str, offset: int, size_bytes: int) -> bytes:
             return self._read(path, offset, size_bytes, files[path])
 
         self._memo = {key: each for key, each in self._memo.items() if files.get(key[1]) == key[2]}
-        return Tree(files, read, self.folder.name, now_ns, changed_ns, tuple(sorted(links)), self._memo)
+        return Tree(
+            files, read, self.folder.name, now_ns, changed_ns, links, self._memo, ctime_ns=found.ctime_ns
+        )
+
+    def _walk(self) -> _Listing:
+        found, waiting = _Listing(), [""]
+        while waiting:
+            here = waiting.pop()
+            found.folders[here] = self._time_of(here)
+            with contextlib.suppress(OSError), os.scandir(self.folder / here) as entries:
+                for entry in entries:
+                    path = f"{here}/{entry.name}" if here else entry.name
+                    with contextlib.suppress(OSError):
+                        facts = entry.stat(follow_symlinks=False)
+                        if stat.S_ISREG(facts.st_mode):
+                            found.files[path] = identity_of(facts)
+                            found.ctime_ns[path] = facts.st_ctime_ns
+                        elif stat.S_ISLNK(facts.st_mode):
+                            found.links.append(path)
+                        elif stat.S_ISDIR(facts.st_mode) and not _is_skipped(entry.name):
+                            waiting.append(path)
+        return found
+
+    def _time_of(self, folder: str) -> tuple[int, int, int]:
+        """Its inode and when it was changed; zeros if it is gone."""
+        with contextlib.suppress(OSError):
+            facts = (self.folder / folder).stat()
+            return facts.st_ino, facts.st_mtime_ns, facts.st_ctime_ns
+        return 0, 0, 0
 
     def _read(self, path: str, offset: int, size_bytes: int, identity: Identity) -> bytes:
         place = (path, offset, size_bytes, identity)

@@ -166,7 +166,14 @@ class Holds:
         links = Disk(self.folder(hold)).look()
         if any(links.files.get(path) != was for path, was in hold.files.items()):
             return None
-        return Tree({**hold.files, **hold.beside}, links.read, tree.root, tree.now_ns, hold.changed_ns)
+        return Tree(
+            {**hold.files, **hold.beside},
+            links.read,
+            tree.root,
+            tree.now_ns,
+            hold.changed_ns,
+            ctime_ns=links.ctime_ns,
+        )
 
     def drop(self, hold: Hold) -> None:
         self.all.pop(hold.number, None)

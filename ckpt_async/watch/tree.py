@@ -31,7 +31,8 @@ Read = Callable[[str, int, int], bytes]
 @dataclass(frozen=True, slots=True)
 class Tree:
     """The regular files below a folder, by their paths in it. `root` is the folder's own name; `changed_ns` says when
-    something was last made, renamed or removed right in a folder; `links` are the symbolic links, not followed.
+    something was last made, renamed or removed right in a folder; `ctime_ns` when a file was written, renamed or
+    linked; `links` are the symbolic links, not followed.
     """
 
     files: Mapping[str, Identity]
@@ -42,6 +43,7 @@ class Tree:
     links: tuple[str, ...] = ()
     # What was made of a file's content, from one look to the next: a `.metadata` may have a gigabyte.
     memo: dict[tuple[str, str, Identity], Any] = field(default_factory=dict)
+    ctime_ns: Mapping[str, int] = field(default_factory=dict)
     _folders: dict[str, tuple[set[str], set[str]]] = field(default_factory=dict)
     _sorted: list[str] = field(default_factory=list)
     _all_folders: list[str] = field(default_factory=list)

@@ -1,6 +1,7 @@
 """What each format's mark says, at every moment of a save."""
 
 import json
+import os
 import pickle
 import warnings
 from collections.abc import Mapping
@@ -163,6 +164,41 @@ def test_what_a_rotation_has_left_is_not_taken_for_a_checkpoint() -> None:
     assert "something was removed from checkpoint-40" in reasons(written, changed_ns=later)
 
 
+def test_a_rotation_that_begins_right_after_the_mark_is_seen_and_a_mark_that_is_renamed_is_none() -> None:
+    written = {"save_1/a.bin": b"x", "save_1/OK": b"x"}
+    late_ns = START + 2 * SECOND + SECOND // 3
+    late = {"save_1": late_ns}
+    assert "something was removed" in reasons(written, Rules(done="OK"), changed_ns=late)
+    assert not reasons(written, Rules(done="OK"), changed_ns=late, ctime_ns={"save_1/OK": late_ns})
+    now = len(transformers(40)) * SECOND + SECOND // 3
+    late = {"checkpoint-40": START + now}
+    everywhere = dict.fromkeys(transformers(40), START + now)
+    assert "something was removed" in reasons(transformers(40), changed_ns=late, ctime_ns=everywhere)
+    uncounted = transformers(40) | {f"checkpoint-40/rng_state_{rank}.pth": torch_zip(x=1) for rank in (0, 1)}
+    late = {"checkpoint-40": START + 9 * SECOND}
+    assert not find(tree_of(uncounted, changed_ns=late))[0].is_waiting, "its links would hold what was left"
+
+
+def test_a_rotation_while_a_folder_is_listed_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a", "b", "OK"):
+        (tmp_path / "save_1").mkdir(exist_ok=True)
+        (tmp_path / f"save_1/{name}").write_text("x")
+    for path in [*tmp_path.rglob("*"), tmp_path]:
+        os.utime(path, (1e9, 1e9))
+    scandir, doomed = os.scandir, ["b", "a"]
+
+    def rotated(path: Path) -> object:
+        """Something is removed each time that the checkpoint's folder is about to be read."""
+        if path.name == "save_1" and doomed:
+            (tmp_path / "save_1" / doomed.pop(0)).unlink()
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", rotated)
+    disk = Disk(tmp_path)
+    for _ in range(3):
+        assert "something was removed" in find(disk.look(), Rules(done="OK"))[0].reason
+
+
 @pytest.mark.parametrize("changed", ["save_1/sub", "save_1/sub/emptied"])
 def test_what_was_removed_at_any_depth_after_the_mark_is_missed(changed: str) -> None:
     written = {"save_1/sub/b/3.bin": b"x", "save_1/OK": b"x"}
@@ -317,7 +353,11 @@ def test_olmo_core_s_callbacks_write_a_configuration_after_its_mark(metadata: Ma
     paths = {**configured, "step50/data_paths.txt": b"a"}
     assert "data_paths.txt" in complete(paths, now_s=2)[0].inner
     late = {"step50": START + 40 * SECOND}
-    assert complete(configured, now_s=60, changed_ns=late), "renamed when it was on the disk"
+    renamed = {"step50/config.json": START + 40 * SECOND}
+    assert complete(configured, now_s=60, changed_ns=late, ctime_ns=renamed), (
+        "renamed when it was on the disk"
+    )
+    assert "something was removed" in reasons(configured, now_s=60, changed_ns=late)
 
 
 def test_olmo_core_is_never_complete_in_part(metadata: Mapping[str, bytes]) -> None:

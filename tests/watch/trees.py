@@ -20,6 +20,7 @@ def tree_of(
     changed_ns: Mapping[str, int] | None = None,
     now_s: float = 0,
     links: tuple[str, ...] = (),
+    ctime_ns: Mapping[str, int] | None = None,
 ) -> Tree:
     """Files in the order in which they were written, a second each."""
     files = {
@@ -33,7 +34,7 @@ def tree_of(
         return data[start : start + size_bytes]
 
     now_ns = int(START + (len(written) + now_s) * SECOND)
-    return Tree(files, read, root, now_ns, changed_ns or {}, links)
+    return Tree(files, read, root, now_ns, changed_ns or {}, links, ctime_ns=ctime_ns or {})
 
 
 def torch_zip(**state: Any) -> bytes:

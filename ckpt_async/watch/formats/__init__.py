@@ -9,7 +9,7 @@ import fnmatch
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ckpt_async.watch.formats.checks import checked
+from ckpt_async.watch.formats.checks import checked, unrotated
 from ckpt_async.watch.formats.found import Found, Rules, join, of_folder, one_file
 from ckpt_async.watch.formats.marks import FORMATS, TABLE, torch_file
 from ckpt_async.watch.tree import Tree
@@ -25,8 +25,14 @@ _TABLE_ONLY = Rules()
 def find(tree: Tree, rules: Rules = _TABLE_ONLY) -> list[Found]:
     """Every checkpoint of the folder that is there or on its way, by step."""
     recognise = _by_rules if rules.done or rules.pattern or rules.quiet_s else _by_table
-    found = [each if each.reason else checked(tree, each, rules) for each in recognise(tree, rules, set())]
+    found = [_checked(tree, each, rules) for each in recognise(tree, rules, set())]
     return sorted(found, key=lambda each: (each.step, each.path))
+
+
+def _checked(tree: Tree, found: Found, rules: Rules) -> Found:
+    if found.is_waiting:
+        return unrotated(tree, found, rules)
+    return found if found.reason else checked(tree, found, rules)
 
 
 def _by_table(tree: Tree, rules: Rules, taken: set[str]) -> Iterator[Found]:

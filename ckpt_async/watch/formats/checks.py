@@ -25,9 +25,11 @@ _OLMO_RANK = re.compile(r"(?:.*/)?rank([0-9]+)\.pt")
 OLMO_CORE_LATE = re.compile(r"config\.json|data_paths\.txt|tmp[a-z0-9_]{8}")
 MAX_JSON_BYTES = 1 << 26
 _NS = 1_000_000_000
-# Between the last byte of a file and what its writer then does to the folder: a rename. OLMo-core has the file on the
-# disk first, behind all else that is on its way there.
-_TOLERANCE_NS, _SYNCED_TOLERANCE_NS = _NS, 60 * _NS
+# Two times that the kernel takes one after the other may differ by a tick of its clock.
+_TICK_NS = 20_000_000
+# Whose mark, or what comes after it, may be renamed into place: how long after its last byte. OLMo-core has the file on
+# the disk first, behind all else that is on its way there. All others write their marks in place.
+_RENAMED_NS = {"olmo-core": 60 * _NS, "orbax": _NS, "megatron": _NS, "done": _NS}
 # Whose marks name every file, so that one that was deleted is missed.
 _NAMING = frozenset({"dcp", "lightning", "nemo", "deepspeed", "composer"})
 
@@ -57,13 +59,21 @@ def checked(tree: Tree, found: Found, rules: Rules) -> Found:
                 reason=f"{newer[0]} is newer than its mark {found.mark}: it is being written anew, or was copied"
                 " without its times (--ignore-times)",
             )
-        if found.format not in _NAMING and (changed := _changed_later(tree, found, marked_ns)) is not None:
-            return replace(
-                found,
-                reason=f"something was removed from {changed or 'it'} after its mark {found.mark} was written, or it"
-                " was copied without its times (--ignore-times)",
-            )
-    return found
+    return unrotated(tree, found, rules)
+
+
+def unrotated(tree: Tree, found: Found, rules: Rules) -> Found:
+    """The same with a reason, if something seems to have been deleted from it and its mark cannot tell."""
+    if not found.mark or rules.ignores_times or found.format in _NAMING:
+        return found
+    changed = _changed_later(tree, found, tree.files[found.mark].mtime_ns)
+    if changed is None:
+        return found
+    reason = (
+        f"something was removed from {changed or 'it'} after its mark {found.mark} was written, or it was copied"
+        " without its times (--ignore-times)"
+    )
+    return replace(found, reason=reason, is_waiting=False)
 
 
 def _link_in(tree: Tree, found: Found) -> str:
@@ -85,11 +95,15 @@ def _is_json(tree: Tree, path: str) -> bool:
 
 
 def _changed_later(tree: Tree, found: Found, marked_ns: int) -> str | None:
-    """The folder from which something seems to have been deleted since, as a rotation does that was cut short."""
-    tolerance_ns = _SYNCED_TOLERANCE_NS if found.format == "olmo-core" else _TOLERANCE_NS
+    """The folder from which something seems to have been deleted since, as a rotation does that has begun. What was
+    renamed into it was changed itself then, as its ctime says.
+    """
     for folder in tree.folders_below(found.path):
-        newest_ns = max((tree.files[join(folder, each)].mtime_ns for each in tree.names(folder)), default=0)
-        if tree.changed_ns.get(folder, 0) > max(marked_ns, newest_ns) + tolerance_ns:
+        files = [join(folder, each) for each in tree.names(folder)]
+        written_ns = max(marked_ns, *(tree.files[each].mtime_ns for each in files), 0)
+        renamed_ns = max((tree.ctime_ns.get(each, 0) for each in files), default=0)
+        renamed_ns = min(renamed_ns, written_ns + _RENAMED_NS.get(found.format, 0))
+        if tree.changed_ns.get(folder, 0) > max(written_ns, renamed_ns) + _TICK_NS:
             return folder
     return None
 
