@@ -47,6 +47,9 @@ logger = logging.getLogger(__name__)
 
 Group = dist.ProcessGroup | None
 # What an older checkpoint may be taken for instead.
+# How torch's planners say that a checkpoint does not fit the state.
+_NO_KEY = "Missing key in checkpoint state_dict: "
+_TORCH_SAYS = (_NO_KEY, "Size mismatch between saved ")
 UNUSABLE = (DamagedCheckpointError, CheckpointGoneError)
 
 
@@ -213,9 +216,10 @@ def load_latest(
     `uploader.wait_for_predecessor` on all ranks first. For the other arguments see `CkptAsyncReader`.
 
     Raises on all ranks InvalidNameError for what torch.distributed.checkpoint has not saved; RankFailedError, whose
-    cause is what `restore.find` raised (without a process group, that), and CheckpointException of torch, a
-    BaseException that has every rank's failure: another model, a refused validation, a store that does not answer. The
-    state is undefined then.
+    cause is what `restore.find` raised (without a process group, that); StateMismatchError that names the key or the
+    shape if the checkpoint does not fit the state, or has NaN; and CheckpointException of torch, a BaseException that
+    has every rank's failure: a refused validation, a store that does not answer. (The StateMismatchError is one, too.)
+    The state is undefined then.
     """
     reader_of = partial(
         CkptAsyncReader,
@@ -287,9 +291,37 @@ def _load(
         # Every rank has the same failures before it, so all go on or none.
         is_unusable = any(isinstance(each, UNUSABLE) for each, _ in error.failures.values())
         if not may_pass_over or not is_unusable:
+            if (mismatch := _mismatch(reader.checkpoint.name, error)) is not None:
+                raise mismatch from error
             raise
         told = (f"rank {rank}: {each}" for rank, (each, _) in sorted(error.failures.items()))
         raise DamagedCheckpointError("; ".join(told)) from error
+
+
+class _OtherStateError(StateMismatchError, CheckpointException):
+    """One sentence instead of every rank's traceback; also what torch raises, for callers that catch that."""
+
+    def __init__(self, message: str, failures: dict[int, Any], *, hint: str) -> None:
+        super().__init__(message, hint=hint)
+        self._failures = failures
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+def _mismatch(name: str, error: CheckpointException) -> _OtherStateError | None:
+    """If all that failed is that the checkpoint has another state: which key, or which shape, first."""
+    told = [(each, str(each)) for _, (each, _) in sorted(error.failures.items())]
+    if not all(isinstance(each, StateMismatchError) or text.startswith(_TORCH_SAYS) for each, text in told):
+        return None
+    first, text = told[0]
+    if isinstance(first, StateMismatchError):
+        return _OtherStateError(first.without_hint, error.failures, hint=first.hint)
+    what, hint = text, "was the model changed?"
+    if text.startswith(_NO_KEY):
+        key = text.removeprefix(_NO_KEY).removesuffix(".")
+        what, hint = f"the checkpoint has no {key!r}", "name it in ignore_keys if the state may keep its own"
+    return _OtherStateError(f"{name} does not fit the state: {what}", error.failures, hint=hint)
 
 
 def _on_all(work: Callable[[], object], process_group: Group) -> None:

@@ -376,6 +376,21 @@ def test_a_shape_mismatch_is_not_damage(tmp_path: Path, run_: Run) -> None:
     assert not isinstance(failure_of(caught.value), errors.DamagedCheckpointError)
 
 
+def test_a_state_that_does_not_fit_is_told_in_one_sentence(tmp_path: Path, run_: Run) -> None:
+    """By an error of this package, which callers that catch torch's get too."""
+    run_.commit(1, {0: saved(state_of(3), tmp_path / "one")})
+    for state, complaint in (
+        ({"layer.0": torch.zeros(51, 7)}, r"\[51, 7\]\) for layer\.0"),
+        ({"layer.9": torch.zeros(3)}, r"the checkpoint has no 'layer\.9' \(name it in ignore_keys"),
+    ):
+        with pytest.raises(errors.StateMismatchError, match=f"^step-1 does not fit.*{complaint}") as caught:
+            ckpt_async.torch.load_latest(state, run_.url)
+        assert "\n" not in str(caught.value)
+        assert isinstance(caught.value, CheckpointException)
+        assert caught.value.failures.keys() == {0}
+        assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
 # --- validation --------------------------------------------------------------------------------------------
 
 asked: list[tuple[str, Any]] = []

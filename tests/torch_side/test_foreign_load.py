@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,25 @@ def test_metadata_of_torch_before_2_3_is_read(tmp_path: Path) -> None:
     state = zeros()
     assert ckpt.load_latest(state, f"file://{tmp_path}/run") is not None
     assert same(state, trained(20))
+
+
+def test_a_damaged_size_in_an_archives_directory_is_damage(tmp_path: Path) -> None:
+    """Its CRC-32 is right: of all that is read, only the two sizes of a record differ."""
+    for step in (10, 20):
+        foreign_files.dcp(tmp_path / f"run/step{step}", trained(step))
+    path = tmp_path / "run/step20/__0_0.distcp"
+    good = path.read_bytes()
+    entries = [each.start() for each in re.finditer(rb"PK\x01\x02.{42}[a-z_0-9]+/byteorder", good, re.DOTALL)]
+    assert len(entries) == 4
+    for entry in entries:
+        damaged = bytearray(good)
+        damaged[entry + 26] ^= 1  # the third byte of the size that it has unpacked
+        path.write_bytes(damaged)
+        state = zeros()
+        found = ckpt.load_latest(state, f"file://{tmp_path}/run")
+        assert found is not None
+        assert found.step == 10
+        assert same(state, trained(10))
 
 
 # --- ML Flashpoint -----------------------------------------------------------------------------------------
