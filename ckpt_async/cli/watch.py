@@ -48,7 +48,7 @@ def watch_arguments(parser: argparse.ArgumentParser) -> None:
         "folder",
         metavar="FOLDER",
         type=as_folder("give the folder first, then the remote"),
-        help="where the trainer writes its checkpoints; it may not be there yet",
+        help="where the trainer writes its checkpoints; it may not be there yet, except with --once",
     )
     parser.add_argument("remote", metavar="REMOTE", help=WHERE)
     parser.add_argument(

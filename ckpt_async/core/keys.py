@@ -97,6 +97,13 @@ def run_remote(remote: str, kind: str) -> str:
     return remote.removesuffix("/").removesuffix(f"/{kind_place(kind)}") if kind else remote
 
 
+def path_in(url: str) -> str:
+    """What follows the bucket or host of a store's URL; of `file://` the folder, whose name may have `#` or `?`. No
+    store's URL has a query.
+    """
+    return url.partition("://")[2].partition("/")[2].strip("/")
+
+
 def parse_kind_key(key: str) -> tuple[str, str] | None:
     """The kind that an object of the run belongs to, and its key there."""
     kind, slash, rest = key.removeprefix(KINDS).partition("/")

@@ -8,9 +8,8 @@ import asyncio
 import logging
 from collections.abc import Iterable
 from dataclasses import replace
-from urllib.parse import urlsplit
 
-from ckpt_async.core import decide, naming, pointers
+from ckpt_async.core import decide, keys, naming, pointers
 from ckpt_async.core.local_state import LocalCheckpoint
 from ckpt_async.core.model import CheckpointId, Copied, Decision, Outcome, StoredShard
 from ckpt_async.engine.state import State
@@ -104,7 +103,7 @@ async def move_pointer(state: State, action: decide.MovePointer) -> None:
                 has_own=naming.fill(template, rank=0) != naming.fill(template, rank=1),
             )
             if target is not None:
-                root = urlsplit(state.store.url).path.strip("/")
+                root = keys.path_in(state.store.url)
                 named = f"{root}/{target}".strip("/")
                 await state.store.put(naming.fill(template, rank=state.rank), named.encode())
     state.remote = replace(state.remote, pointed_at=action.checkpoint)

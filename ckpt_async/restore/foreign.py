@@ -28,7 +28,6 @@ import re
 from collections.abc import AsyncIterator, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
-from urllib.parse import urlsplit
 
 from ckpt_async.core import keys
 from ckpt_async.core.model import CheckpointId
@@ -258,7 +257,7 @@ async def find_foreign(
     else:
         objects = await objects_by_name(opened, step)
     rejected: list[Rejected] = []
-    root = urlsplit(opened.remote).path.strip("/").rpartition("/")[2]
+    root = keys.path_in(opened.remote).rpartition("/")[2]
     for each in recognise(objects, await _read_pointers(opened, objects), root, world_size):
         name = each.path.rpartition("/")[2] or root
         if step is not None and each.step != step:
@@ -405,7 +404,7 @@ async def _content(opened: Session, file: RemoteFile) -> bytes:
 
 async def _read_pointers(opened: Session, objects: Mapping[str, ObjectInfo]) -> dict[str, str]:
     """What Composer's pointers name, made relative to the remote: they hold object names without the bucket."""
-    root = urlsplit(opened.remote).path.strip("/")
+    root = keys.path_in(opened.remote)
     found: dict[str, str] = {}
     pointers = [
         each

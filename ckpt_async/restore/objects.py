@@ -96,7 +96,7 @@ async def _target(opened: Session, base: str, text: bytes, what: str) -> str:
     """Relative to the pointer's place; else, as Composer has it, by the object's whole name in the bucket."""
     path = pointed(text.decode("utf-8", "replace"), what)
     split = urlsplit(base)
-    own = split.path.strip("/")
+    own = keys.path_in(base)
     if own and path.startswith(f"{own}/"):
         return f"{base}/{path.removeprefix(f'{own}/')}"
     if split.scheme == "file" or await _is_there(opened, path):

@@ -39,6 +39,7 @@ class Backend:
     example: ClassVar[str]  # of a URL, for messages
     credentials_hint: ClassVar[str] = "credentials come from the environment"
     makes_folder: ClassVar[bool] = False  # what is not there yet is made when it is opened for writing
+    path_is_literal: ClassVar[bool] = False  # `?` and `#` are characters of it, as `%` is everywhere
     put_args_hint: ClassVar[str] = "leave them out"
     max_key_bytes: ClassVar[int] = MAX_KEY_LENGTH  # of a whole key, the prefix in the bucket included
 
@@ -60,7 +61,7 @@ class Backend:
         # A password may have a slash, which ends what is before the host.
         if "@" in authority or (_COLON_NO_PORT.search(authority) and "@" in path):
             raise SettingsError(f"a {scheme}:// URL must not hold credentials", hint=self.credentials_hint)
-        if "?" in rest or "#" in rest:  # a signature, it may be: not repeated
+        if ("?" in rest or "#" in rest) and not self.path_is_literal:  # a signature, it may be: not repeated
             raise SettingsError(f"a {scheme}:// URL has no query or fragment", hint=self.credentials_hint)
         if UNPRINTABLE.search(rest) or "\\" in rest:
             raise SettingsError(f"{url!r} has a control character or backslash")

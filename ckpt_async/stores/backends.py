@@ -33,6 +33,7 @@ class FileBackend(Backend):
     schemes = ("file",)
     example = "file:///folder"
     makes_folder = True
+    path_is_literal = True
     max_key_bytes = 4095  # PATH_MAX of Linux, without the NUL
 
     def locate(self, url: str) -> Location:

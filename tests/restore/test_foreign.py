@@ -492,7 +492,8 @@ def test_part_of_an_unfinished_checkpoint_is_not_a_checkpoint(
 
 def test_dcp_checkpoint_at_the_root_of_the_remote(tmp_path: Path) -> None:
     """The remote is the checkpoint's own folder; what is below it is none of its business."""
-    run = Run(f"file://{tmp_path}/step-20")
+    root = tmp_path / "lr=3#2?%41" / "step-20"
+    run = Run(f"file://{root}")
     names = [".metadata", "__0_0.distcp", "__1_0.distcp"]
     _put(run, *names, "tensorboard/events", "older/step-7/.metadata")
     checkpoint = restore.find(run.url)
@@ -501,7 +502,7 @@ def test_dcp_checkpoint_at_the_root_of_the_remote(tmp_path: Path) -> None:
     report = restore.fetch(checkpoint, tmp_path / "there")
     assert left_in(tmp_path / "there") == sorted(names)
     assert report.paths["__1_0.distcp"].read_bytes() == b"__1_0.distcp"
-    (tmp_path / "step-20" / "__1_0.distcp").unlink()
+    (root / "__1_0.distcp").unlink()
     older = restore.find(run.url)
     assert older is not None
     assert (older.step, [each.name for each in older.rejected]) == (7, ["step-20"])

@@ -36,6 +36,7 @@ ACCESS_POINT = "arn:aws:s3:us-west-2:123456789012:accesspoint/name"
         (f"s3://{ACCESS_POINT.replace('/', ':')}/a", Location("s3", ACCESS_POINT.replace("/", ":"), "a")),
         ("weka://bucket/run", Location("weka", "bucket", "run")),
         ("file:///data/run 1", Location("file", "", "/data/run 1")),
+        ("file:///data/lr=3#2?/a%23b", Location("file", "", "/data/lr=3#2?/a%23b")),  # no escapes
         ("memory://test/run", Location("memory", "test", "run")),
     ],
 )
