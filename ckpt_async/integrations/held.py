@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
+import inspect
 import logging
 import os
 import sys
@@ -12,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ckpt_async import StoreOptions, Uploader, restore
+from ckpt_async import Settings, StoreOptions, Uploader, restore
 from ckpt_async.errors import (
     CheckpointAbortedError,
     CkptAsyncError,
@@ -48,6 +51,7 @@ class HeldUploader:
             raise SettingsError("pass either folder and remote, or an uploader")
         if uploader is not None and settings:
             raise SettingsError(f"pass these settings where the uploader is opened: {', '.join(settings)}")
+        _refuse_unknown(settings)
         self.remote = uploader.remote if uploader is not None else remote
         self.now = uploader  # None while it is not open
         self.store_options: StoreOptions | None = settings.get("store_options")
@@ -164,6 +168,18 @@ class HeldUploader:
             if uploader.settings.on_error == "raise" and not is_failing:
                 raise
             logger.exception("close_failed folder=%s", uploader.folder)
+
+
+def _refuse_unknown(settings: Mapping[str, Any]) -> None:
+    """Raise SettingsError for what `Uploader` will not take: some frameworks open it long after this."""
+    known = {*inspect.signature(Uploader).parameters, *(each.name for each in dataclasses.fields(Settings))}
+    for name in settings:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            raise SettingsError(
+                f"unknown setting {name!r}",
+                hint=f"did you mean {near[0]!r}?" if near else "see docs/settings.md",
+            )
 
 
 def give_up(uploader: Uploader, step: int, name: str, why: Exception) -> None:

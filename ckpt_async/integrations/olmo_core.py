@@ -200,7 +200,8 @@ def newest_checkpoint(
     store_options: StoreOptions | None = None,
 ) -> str | None:
     """Fetch the newest usable checkpoint to `<save_folder>/step<N>` and return that path, or None for a fresh start.
-    Call it on all ranks before `trainer.fit()`, which looks into its `save_folder` first and resumes from there.
+    Call it on all ranks, then `trainer.load_checkpoint(path)` and `trainer.fit()`, with `load_strategy` at `never`:
+    left to itself the trainer takes the local folder of the highest step, also one that was never committed.
 
     All ranks get the same checkpoint. Whatever a killed trainer left on this node is uploaded first, for at most
     `drain_timeout_s`. A local file is reused if its checksum matches, else replaced. Every byte is verified. Blocks.
@@ -214,6 +215,12 @@ def newest_checkpoint(
         drain_timeout_s,
         store_options,
     )
+    newest = -1 if found is None else found[0].step
+    for path in Path(save_folder).glob("step*"):
+        if (_step_of(path) or 0) > newest:
+            logger.warning(
+                "never_committed path=%s: load what is returned; the trainer would load this", path
+            )
     return None if found is None else os.path.join(save_folder, found[0].name)
 
 

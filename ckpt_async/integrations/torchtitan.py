@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_saver
 
+from ckpt_async import Uploader
 from ckpt_async.errors import SettingsError
 from ckpt_async.integrations.held import CLOSE_TIMEOUT_S, HeldUploader
 from ckpt_async.torch import CkptAsyncWriter, fetch_together
@@ -30,7 +31,10 @@ class CkptAsyncManager(CheckpointManager):  # type: ignore[misc]  # where torcht
     Writes to the local `folder` as torchtitan does, in all its async modes. Each rank hands over its own files as soon
     as they are written, rank 0 also `.metadata`; the rank that finishes last commits. `load` fetches the newest
     committed checkpoint (or the one at `load_step`), the same on all ranks, and never takes a local folder that was not
-    committed. `keep_latest_k` is about local folders. Closing waits for uploads, for 10 s if training has failed.
+    committed: it raises FileNotFoundError if the store has no such step. It opens the uploader: invalid
+    settings, credentials and buckets raise before training. `keep_latest_k` is about local folders. Closing waits for
+    uploads, for 10 s if training has failed, and else raises UploadFailedError if the newest checkpoint is not
+    committed by then.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -61,8 +65,19 @@ class CkptAsyncManager(CheckpointManager):  # type: ignore[misc]  # where torcht
             store_options=self._held.store_options,
             overwrite=True,
         )
+        if found is None and step != -1:
+            raise FileNotFoundError(
+                f"load_step={step}: no committed checkpoint of this step is in {self._held.remote};"
+                f" a local folder in {self.folder} that was never committed is not loaded"
+            )
         self._newest = -1 if found is None else found[0].step
-        return bool(super()._load(step))
+        is_loaded = bool(super()._load(step))
+        if not self.load_only:
+            self._open()
+        return is_loaded
+
+    def _open(self) -> Uploader:
+        return self._held.open(self.folder, dist.get_rank(), dist.get_world_size())
 
     def _find_load_step(self, folder: str = "") -> int:
         return self._newest if folder in ("", self.folder) else int(super()._find_load_step(folder))
@@ -75,9 +90,8 @@ class CkptAsyncManager(CheckpointManager):  # type: ignore[misc]  # where torcht
         *args: Any,
         **options: Any,
     ) -> Any:
-        uploader = self._held.open(self.folder, dist.get_rank(), dist.get_world_size())
         step = int(checkpoint_id.rpartition("-")[2])
-        writer = CkptAsyncWriter(uploader, step)
+        writer = CkptAsyncWriter(self._open(), step)
         self._held.newest_step = step
         if async_mode == AsyncMode.DISABLED:
             return state_dict_saver.save(state_dict, storage_writer=writer)

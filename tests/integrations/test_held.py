@@ -142,6 +142,13 @@ def test_a_users_own_uploader_is_flushed_and_stays_open(tmp_path: Path, remote: 
             held.open(None, 1, 2)
 
 
+def test_a_misspelt_setting_is_refused_before_anything_is_opened(remote: str) -> None:
+    with pytest.raises(
+        SettingsError, match=r"'num_checkpoints_to_kep'.*did you mean 'num_checkpoints_to_keep'"
+    ):
+        HeldUploader(remote, None, CLOSE_TIMEOUT_S, {"num_checkpoints_to_kep": 3})
+
+
 def test_conflicting_arguments_are_rejected(tmp_path: Path, remote: str) -> None:
     with pytest.raises(SettingsError):
         HeldUploader(None, None, CLOSE_TIMEOUT_S, {})

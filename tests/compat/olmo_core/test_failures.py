@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from ckpt_async import restore
+from ckpt_async import Uploader, restore
+from ckpt_async.integrations.olmo_core import newest_checkpoint
 from tests.integrations.stage import Stage
 from tests.seaweed import SeaweedServer
 
@@ -93,3 +94,18 @@ def test_without_a_store_training_goes_on_its_end_says_so_and_what_is_left_arriv
         newest = restore.find(remote)
         assert newest is not None
         assert newest.step == 30
+
+
+def test_local_folders_that_were_never_committed_are_warned_about(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, remote = tmp_path / "checkpoints", f"file://{tmp_path}/store"
+    for step in (10, 20):
+        (folder / f"step{step}").mkdir(parents=True)
+        (folder / f"step{step}" / ".metadata.json").write_text("{}")
+    with Uploader(folder, remote) as uploader:
+        uploader.enqueue(folder / "step10", 10, "step10")
+        uploader.seal(10)
+    assert newest_checkpoint(folder, remote) == str(folder / "step10")
+    assert f"never_committed path={folder}/step20" in caplog.text
+    assert f"never_committed path={folder}/step10" not in caplog.text
