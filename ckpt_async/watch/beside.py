@@ -49,10 +49,12 @@ def run_beside(
         ended.shorten(GRACE_S)
         watchers[-1].waker.wake()
 
-    with _passing_on(hurry) as children:
+    with _passing_on(hurry) as (children, early):
         # What we have opened ourselves is closed on exec; what we were given (`<(…)`, a pipe) is the command's.
         child = subprocess.Popen(command, env=dict(environment), close_fds=False)
         children.append(child)
+        for number in early:  # it came while there was no command yet
+            os.kill(child.pid, number)
 
         def wait_for_child() -> None:
             child.wait()
@@ -119,11 +121,13 @@ class _Terminal:
 
 
 @contextlib.contextmanager
-def _passing_on(hurry: Callable[[], None]) -> Iterator[list[subprocess.Popen[bytes]]]:
+def _passing_on(hurry: Callable[[], None]) -> Iterator[tuple[list[subprocess.Popen[bytes]], list[int]]]:
     """Send to the command what is sent to us, until the block ends; but not what the caller ignores (nohup, a job
-    in the background), which the command ignores as well. What ends a process makes us `hurry` when it has ended.
+    in the background), which the command ignores as well. What ends a process makes us `hurry` when it has ended. What
+    comes before there is a command is in the second list.
     """
     children: list[subprocess.Popen[bytes]] = []
+    early: list[int] = []
     terminal = _Terminal()
 
     def handle(number: int, _: FrameType | None) -> None:
@@ -131,7 +135,9 @@ def _passing_on(hurry: Callable[[], None]) -> Iterator[list[subprocess.Popen[byt
             if number in ENDING:
                 hurry()
             return
-        if terminal.sent_to_all(number):
+        if not children:
+            early.append(number)
+        elif terminal.sent_to_all(number):
             return
         for child in children:
             with contextlib.suppress(ProcessLookupError):
@@ -141,7 +147,7 @@ def _passing_on(hurry: Callable[[], None]) -> Iterator[list[subprocess.Popen[byt
     taken = [each for each in (*PASSED_ON, *BY_TERMINAL) if signal.getsignal(each) != signal.SIG_IGN]
     before = {number: signal.signal(number, handle) for number in taken}
     try:
-        yield children
+        yield children, early
     finally:
         for number, old in before.items():
             signal.signal(number, old)

@@ -5,10 +5,14 @@ import pty
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from ckpt_async.watch.beside import run_beside
+from ckpt_async.watch.options import Options
+from ckpt_async.watch.watcher import Watcher
 
 # Says which signals it gets, until SIGTERM; and whose child it is.
 TRAINER = """
@@ -97,6 +101,24 @@ def test_ctrl_z_stops_both_and_fg_lets_both_go_on(tmp_path: Path) -> None:
         assert [line.strip() for line in said] == ["SIGTERM"]
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     os.close(terminal)
+
+
+def test_a_signal_that_comes_while_the_command_is_started_reaches_it(tmp_path: Path) -> None:
+    class Environment(dict[str, str]):
+        """Read when the signals are ours and the command is not there yet."""
+
+        def __iter__(self) -> Iterator[str]:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return iter(dict(os.environ))
+
+        keys = __iter__  # type: ignore[assignment]
+
+        def __getitem__(self, name: str) -> str:
+            return os.environ[name]
+
+    (tmp_path / "out").mkdir()
+    options = Options(tmp_path / "out", f"file://{tmp_path}/remote", tmp_path / "state", tmp_path / "lock")
+    assert run_beside(["sleep", "20"], Environment(), lambda: Watcher(options))[0] == 128 + signal.SIGTERM
 
 
 def state_of(pid: int | str) -> str:
