@@ -39,7 +39,7 @@ class Lookout:
 
     def look(self) -> None:
         self.tree = self._disk.look()
-        self._waker.follow(self._options.folder, self.tree.folders)
+        self._waker.follow(self._options.folder, self.tree.folders_below(""))
 
     def review(self) -> None:
         """Of what waits or is under way: has somebody changed it?"""

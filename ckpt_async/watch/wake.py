@@ -6,15 +6,13 @@ import contextlib
 import ctypes
 import os
 import select
-import struct
 from pathlib import Path
 
 # inotify(7): files closed after writing, renamed into place, made; folders made.
-_CLOSE_WRITE, _MOVED_TO, _CREATE, _ISDIR = 0x8, 0x80, 0x100, 0x40000000
+_CLOSE_WRITE, _MOVED_TO, _CREATE = 0x8, 0x80, 0x100
 _MASK = _CLOSE_WRITE | _MOVED_TO | _CREATE
 # A folder of datasets must not take every watch of the machine.
 _MAX_WATCHED = 4096
-_EVENT = struct.Struct("iIII")
 
 
 class Waker:
@@ -23,23 +21,28 @@ class Waker:
     def __init__(self) -> None:
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
-        self._watched: set[str] = set()
+        self._watched: dict[str, int] = {}  # the kernel's number of each folder's watch
+        self._is_new = False  # a folder is followed that nobody has looked at since
         self._inotify = -1
         with contextlib.suppress(OSError, AttributeError):
             libc = ctypes.CDLL(None, use_errno=True)
-            self._add = libc.inotify_add_watch
+            self._add, self._remove = libc.inotify_add_watch, libc.inotify_rm_watch
             self._inotify = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def follow(self, root: Path, folders: list[str]) -> None:
-        """Also be woken by what happens right in these. A folder that was deleted leaves by itself."""
+        """Also be woken by what happens right in these. Where one is new, of whatever name, the next
+        `wait` returns at once: something may have been written to it between its listing and now.
+        """
         if self._inotify < 0:
             return
-        for folder in folders:
-            if len(self._watched) < _MAX_WATCHED and folder not in self._watched:
-                path = os.fsencode(root / folder)
-                if self._add(self._inotify, path, _MASK) >= 0:
-                    self._watched.add(folder)
-        self._watched &= {*folders}
+        before, self._watched = self._watched, {}
+        for folder in folders[:_MAX_WATCHED]:  # a watch is the folder's, not its name's
+            number = self._add(self._inotify, os.fsencode(root / folder), _MASK)
+            if number >= 0:
+                self._watched[folder] = number
+        self._is_new |= not {*self._watched.values()} <= {*before.values()}
+        for number in {*before.values()} - {*self._watched.values()}:
+            self._remove(self._inotify, number)
 
     def wake(self) -> None:
         """From a signal handler or another thread."""
@@ -47,6 +50,9 @@ class Waker:
             os.write(self._write, b"x")
 
     def wait(self, timeout_s: float) -> None:
+        if self._is_new:
+            self._is_new = False
+            return
         watched = [self._read, *([self._inotify] if self._inotify >= 0 else [])]
         ready, _, _ = select.select(watched, [], [], max(0.0, timeout_s))
         for descriptor in ready:

@@ -1,0 +1,59 @@
+"""What wakes a watcher."""
+
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from ckpt_async.watch.disk import Disk
+from ckpt_async.watch.wake import Waker
+
+LONG_S = 10.0
+
+
+def is_woken(waker: Waker) -> bool:
+    began_s = time.monotonic()
+    waker.wait(LONG_S)
+    return time.monotonic() - began_s < LONG_S / 2
+
+
+def follow(waker: Waker, folder: Path) -> None:
+    waker.follow(folder, Disk(folder).look().folders_below(""))
+
+
+def settle(waker: Waker) -> None:
+    """What has happened until now is known."""
+    for _ in range(2):
+        waker.wait(0)
+
+
+@pytest.mark.parametrize("is_moved", [False, True])
+def test_a_folder_that_is_made_again_under_its_name_wakes_too(tmp_path: Path, is_moved: bool) -> None:
+    waker, folder = Waker(), tmp_path / "out"
+    (folder / "latest").mkdir(parents=True)
+    follow(waker, folder)
+    settle(waker)
+    if is_moved:
+        (folder / "latest").rename(tmp_path / "old")
+    else:
+        shutil.rmtree(folder / "latest")
+    (folder / "latest").mkdir()
+    follow(waker, folder)
+    settle(waker)
+    (folder / "latest/DONE").touch()
+    assert is_woken(waker)
+    waker.close()
+
+
+def test_a_new_folder_is_looked_at_once_more(tmp_path: Path) -> None:
+    waker = Waker()
+    follow(waker, tmp_path)
+    settle(waker)
+    (tmp_path / "new").mkdir()
+    tree = Disk(tmp_path).look()
+    (tmp_path / "new/DONE").touch()
+    settle(waker)
+    waker.follow(tmp_path, tree.folders_below(""))
+    assert is_woken(waker)
+    waker.close()
