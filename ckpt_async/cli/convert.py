@@ -38,7 +38,7 @@ def convert_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DESTINATION",
         type=_destination,
         help="a new file, .safetensors (the model's tensors) or .pt (the whole state), or a new folder"
-        " (model.safetensors or model.pt, optim.pt, train.pt)",
+        " (model.pt, optim.pt, train.pt)",
     )
     add_kind(parser)
     parser.add_argument(

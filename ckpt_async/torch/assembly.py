@@ -358,8 +358,15 @@ class CheckpointFile(io.RawIOBase):
         self._prefetched: dict[int, bytes] = {}
 
     def prefetch(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Read these (offset, size) at once; they are remembered."""
-        inside = [(at, min(size, self._size_bytes - at)) for at, size in ranges if 0 <= at < self._size_bytes]
+        """Read what is not known of these (offset, size) at once; it is remembered."""
+        inside = [
+            (at, count)
+            for at, size in ranges
+            if 0 <= at < self._size_bytes
+            and self._remembered(at, count := min(size, self._size_bytes - at)) is None
+        ]
+        if not inside:
+            return
         buffers = [bytearray(size) for _, size in inside]
         self._reader.read_into(
             [
@@ -397,18 +404,23 @@ class CheckpointFile(io.RawIOBase):
         return size
 
     def _get(self, at: int, size: int) -> bytes:
-        found = self._prefetched.get(at, b"")
-        if len(found) >= size:
-            return found[:size]
-        for start, data in self._windows:
-            if start <= at and at + size <= start + len(data):
-                return data[at - start : at - start + size]
+        if (found := self._remembered(at, size)) is not None:
+            return found
         # Around it, for an archive's directory is at its end and is read backwards.
         start = max(0, min(at, self._size_bytes - _WINDOW_BYTES))
         end = min(self._size_bytes, max(at + size, start + _WINDOW_BYTES))
         data = self._reader.read(self._name, self._start + start, end - start)
         self._windows = [*self._windows[-1:], (start, data)]
         return data[at - start : at - start + size]
+
+    def _remembered(self, at: int, size: int) -> bytes | None:
+        found = self._prefetched.get(at, b"")
+        if len(found) >= size:
+            return found[:size]
+        for start, data in self._windows:
+            if start <= at and at + size <= start + len(data):
+                return data[at - start : at - start + size]
+        return None
 
 
 def part_of(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import IO, Any, cast
@@ -28,7 +28,7 @@ from ckpt_async.restore.dcp_files import (
     FLASHPOINT_PREFIX_BYTES,
     flashpoint_is_optimised,
 )
-from ckpt_async.torch import flashpoint
+from ckpt_async.torch import flashpoint, olmo_keys
 from ckpt_async.torch.assembly import Box, CheckpointFile, Part, Whole, part_of
 from ckpt_async.torch.codecs import SAFETENSORS_SUFFIX, TORCH_SUFFIXES
 from ckpt_async.torch.olmo_core_files import MARK, OlmoCoreFiles
@@ -43,7 +43,37 @@ _WORLD_SIZE = re.compile(r"^world_size: *([0-9]{1,6})\s*$", re.MULTILINE)
 _WRAPPED = "_fsdp_wrapped_module."
 _MAX_SMALL_BYTES = 1 << 20
 
+# Whoever goes through a state calls itself for each level.
+_MAX_DEPTH = 100
+
 Allow = Mapping[tuple[str, str], type]
+WholeOf = Callable[[torch.Tensor, str], Whole]
+
+
+class _Visits:
+    """Of a state's containers, each of which is planned once, however often it is in the state."""
+
+    def __init__(self) -> None:
+        # By `id`: the container, so that no other gets this `id`, and what has become of it; None until that is known.
+        self._found: dict[int, tuple[Any, Any]] = {}
+        self._depth = 0
+
+    def once(self, value: Any, name: str, plan: Callable[[], Any]) -> Any:
+        if id(value) in self._found:
+            found = self._found[id(value)][1]
+            if found is None:
+                raise FormatError(
+                    f"the state holds itself at {name[:200]!r}: it cannot be written as a whole"
+                )
+            return found
+        if self._depth == _MAX_DEPTH:
+            raise FormatError(f"the state has more than {_MAX_DEPTH} containers within each other")
+        self._found[id(value)] = (value, None)
+        self._depth += 1
+        found = plan()
+        self._depth -= 1
+        self._found[id(value)] = (value, found)
+        return found
 
 
 @dataclass(slots=True)
@@ -54,22 +84,37 @@ class Plan:
     wholes: dict[int, Whole] = field(default_factory=dict)
 
     def whole(self, name: str, shape: Sequence[int], dtype: torch.dtype, box: Box | None = None) -> Whole:
+        are_sizes = all(type(each) is int and each >= 0 for each in shape)
+        # Also beside a 0: torch computes the strides of that, too.
+        if not are_sizes or math.prod(each or 1 for each in shape) * dtype.itemsize >= 1 << 63:
+            raise DamagedCheckpointError(
+                f"{name[:200]!r} has a shape that no tensor can have, {tuple(shape)!s:.200}"
+            )
         stand_in = torch.empty(tuple(shape), dtype=dtype, device="meta")
         made = Whole(name, stand_in, tuple(shape) if box is None else box)
         self.wholes[id(stand_in)] = made
         return made
 
-    def planned(self, value: Any, name: str, whole_of: Any) -> Any:
+    def planned(self, value: Any, name: str, whole_of: WholeOf) -> Any:
         """The value with stand-ins in place of its tensors: `whole_of(tensor, name)` says what each is."""
+        return self._planned(value, name, whole_of, _Visits())
+
+    def _planned(self, value: Any, name: str, whole_of: WholeOf, visits: _Visits) -> Any:
         if isinstance(value, torch.Tensor):
             return whole_of(value, name).stand_in
+        if isinstance(value, dict | list) or type(value) is tuple:
+            return visits.once(value, name, lambda: self._planned_items(value, name, whole_of, visits))
+        return value
+
+    def _planned_items(self, value: Any, name: str, whole_of: WholeOf, visits: _Visits) -> Any:
         if isinstance(value, dict):
             for key in value:
-                value[key] = self.planned(value[key], f"{name}/{key}", whole_of)
-        elif isinstance(value, list):
-            value[:] = [self.planned(each, f"{name}/{at}", whole_of) for at, each in enumerate(value)]
-        elif type(value) is tuple:
-            return tuple(self.planned(each, f"{name}/{at}", whole_of) for at, each in enumerate(value))
+                value[key] = self._planned(value[key], f"{name}/{key}", whole_of, visits)
+            return value
+        found = [self._planned(each, f"{name}/{at}", whole_of, visits) for at, each in enumerate(value)]
+        if type(value) is tuple:
+            return tuple(found)
+        value[:] = found
         return value
 
     def in_memory(self, tensor: torch.Tensor, name: str) -> Whole:
@@ -223,13 +268,19 @@ class Planner:
         return self.plan.planned(layout.state, "", whole_of)
 
     def _safetensors(self, name: str) -> dict[str, Any]:
-        state: dict[str, Any] = {}
+        state: dict[str, torch.Tensor] = {}
         file = cast(IO[bytes], CheckpointFile(self._reader, name))
-        for key, (dtype, shape, offset) in safetensors_places(file, name).items():
+        places = safetensors_places(file, name)
+        for key, (dtype, shape, offset) in places.items():
             whole = self.plan.whole(key, shape, dtype)
             whole.parts.append(Part((0,) * len(shape), shape, name, offset))
             state[key] = whole.stand_in
-        return state
+
+        def bytes_of(key: str) -> bytes:
+            dtype, shape, offset = places[key]
+            return bytes(self._reader.read(name, offset, math.prod(shape) * dtype.itemsize))
+
+        return olmo_keys.nested(state, bytes_of, name, self._allow)
 
     # --- OLMo's torch_legacy -------------------------------------------------------------------------------
 
@@ -246,59 +297,8 @@ class Planner:
             if not isinstance(layout.state, dict):
                 raise FormatError(f"{name} is not what OLMo's ranks write")
             layout.state.pop("rng", None)  # is each rank's own
-            state = self._merged(state, layout.state, layout, name, "", is_first=rank == 0)
+            state = _Merging(self.plan, layout, name, is_first=rank == 0).merged(state, layout.state, "")
         return cast(dict[str, Any], state)
-
-    def _merged(self, base: Any, own: Any, layout: Layout, file: str, key: str, *, is_first: bool) -> Any:
-        """What is known of a value with what this rank's file adds. What is no part of anything must be the same."""
-        if isinstance(own, Shards):
-            return self._add_shards(base, own, layout, file, key, is_first=is_first)
-        if isinstance(own, dict):
-            if not is_first and (not isinstance(base, dict) or base.keys() != own.keys()):
-                raise _differs(file, key)
-            found = own if is_first else base
-            for name in own:
-                below = None if is_first else base[name]
-                found[name] = self._merged(below, own[name], layout, file, f"{key}/{name}", is_first=is_first)
-            return found
-        if isinstance(own, list):
-            if not is_first and (not isinstance(base, list) or len(base) != len(own)):
-                raise _differs(file, key)
-            return [
-                self._merged(
-                    None if is_first else base[at], each, layout, file, f"{key}/{at}", is_first=is_first
-                )
-                for at, each in enumerate(own)
-            ]
-        if isinstance(own, torch.Tensor):
-            whole = None if is_first else self.plan.wholes.get(id(base))
-            part = part_of(own, layout.record_of(own), file)
-            if whole is None:
-                whole = self.plan.whole(key, own.shape, own.dtype)
-                whole.parts.append(part)
-            elif not is_first and not _is_same_tensor(whole, own, part):
-                raise _differs(file, key)
-            return whole.stand_in
-        if not is_first and not _is_equal(base, own):
-            raise _differs(file, key)
-        return own if is_first else base
-
-    def _add_shards(
-        self, base: Any, own: Shards, layout: Layout, file: str, key: str, *, is_first: bool
-    ) -> Any:
-        whole = None if is_first else self.plan.wholes.get(id(base))
-        if whole is None:
-            dtype = own.parts[0][1].dtype if own.parts else None
-            if dtype is None:
-                raise FormatError(f"{file}: {key!r} has no part here, so its type is not known")
-            whole = self.plan.whole(key, own.size, dtype)
-        if tuple(whole.stand_in.shape) != own.size:
-            raise _differs(file, key)
-        for starts, tensor in own.parts:
-            if tensor.dtype != whole.dtype:
-                raise _differs(file, key)
-            whole.parts.append(part_of(tensor, layout.record_of(tensor), file, starts))
-        return whole.stand_in
 
     # --- OLMo's local --------------------------------------------------------------------------------------
 
@@ -403,6 +403,61 @@ class Planner:
             state[key] = whole.stand_in
 
 
+class _Merging:
+    """What one rank's file of `torch_legacy` adds to what is known."""
+
+    def __init__(self, plan: Plan, layout: Layout, file: str, *, is_first: bool) -> None:
+        self._plan, self._layout, self._file, self._is_first = plan, layout, file, is_first
+        self._visits = _Visits()
+
+    def merged(self, base: Any, own: Any, key: str) -> Any:
+        """What is known of a value with what this file has of it. What is no part of anything must be the same."""
+        if isinstance(own, dict | list) or type(own) is tuple:
+            return self._visits.once(own, key, lambda: self._merged_items(base, own, key))
+        if isinstance(own, Shards):
+            return self._add_shards(base, own, key)
+        if isinstance(own, torch.Tensor):
+            whole = None if self._is_first else self._plan.wholes.get(id(base))
+            part = part_of(own, self._layout.record_of(own), self._file)
+            if whole is None:
+                whole = self._plan.whole(key, own.shape, own.dtype)
+                whole.parts.append(part)
+            elif not _is_same_tensor(whole, own, part):
+                raise _differs(self._file, key)
+            return whole.stand_in
+        if not self._is_first and not _is_equal(base, own):
+            raise _differs(self._file, key)
+        return own if self._is_first else base
+
+    def _merged_items(self, base: Any, own: Any, key: str) -> Any:
+        if isinstance(own, tuple):
+            return tuple(self._merged_items(list(base) if isinstance(base, tuple) else base, list(own), key))
+        keys = own.keys() if isinstance(own, dict) else range(len(own))
+        if self._is_first:
+            base = own
+        elif not _is_like(base, own):
+            raise _differs(self._file, key)
+        for name in keys:
+            below: Any = base
+            below[name] = self.merged(below[name], own[name], f"{key}/{name}")
+        return base
+
+    def _add_shards(self, base: Any, own: Shards, key: str) -> Any:
+        whole = None if self._is_first else self._plan.wholes.get(id(base))
+        if whole is None:
+            dtype = own.parts[0][1].dtype if own.parts else None
+            if dtype is None:
+                raise FormatError(f"{self._file}: {key!r} has no part here, so its type is not known")
+            whole = self._plan.whole(key, own.size, dtype)
+        if tuple(whole.stand_in.shape) != own.size:
+            raise _differs(self._file, key)
+        for starts, tensor in own.parts:
+            if tensor.dtype != whole.dtype:
+                raise _differs(self._file, key)
+            whole.parts.append(part_of(tensor, self._layout.record_of(tensor), self._file, starts))
+        return whole.stand_in
+
+
 def _stretches(handle: Mapping[str, Any]) -> Iterable[tuple[int, int, int, int]]:
     """Of each parameter that has any: its number, where it is in this rank's flat one, where that is in the parameter,
     and how many elements.
@@ -437,6 +492,13 @@ def _is_same_tensor(whole: Whole, tensor: torch.Tensor, part: Part) -> bool:
     return first.size_bytes != part.record.size_bytes or first.crc32 == part.record.crc32
 
 
+def _is_like(a: Any, b: Any) -> bool:
+    """Whether both are dicts with the same keys, or lists of one length."""
+    if isinstance(b, dict):
+        return isinstance(a, dict) and a.keys() == b.keys()
+    return isinstance(a, list) and len(a) == len(b)
+
+
 def _is_equal(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
@@ -454,18 +516,33 @@ class _Nested(dict[Any, Any]):
 
 def _nest(state: _Nested, path: Sequence[Any], value: Any) -> None:
     """DCP's path of keys; of lists, by position."""
+    if not 0 < len(path) <= _MAX_DEPTH:
+        raise DamagedCheckpointError(f".metadata has a path of {len(path)} keys")
     at: Any = state
     for key in path[:-1]:
         at = at.setdefault(key, _Nested())
         if not isinstance(at, _Nested):
-            raise DamagedCheckpointError(f".metadata has {'/'.join(map(str, path))!r} below a value")
+            raise DamagedCheckpointError(f".metadata has {_told(path)} below a value")
+    if path[-1] in at:
+        raise DamagedCheckpointError(f".metadata has two values at {_told(path)}")
     at[path[-1]] = value
 
 
-def _with_lists(value: Any) -> Any:
+def _with_lists(value: Any, path: tuple[Any, ...] = ()) -> Any:
     if not isinstance(value, _Nested):
         return value
-    found = {key: _with_lists(each) for key, each in value.items()}
-    if found and all(type(key) is int for key in found):
-        return [found[key] for key in sorted(found)]
-    return found
+    found = {key: _with_lists(each, (*path, key)) for key, each in value.items()}
+    if not found or any(type(key) is not int for key in found):
+        return found
+    places = sorted(found)
+    if places != list(range(len(places))):
+        missing = next((at for at, place in enumerate(places) if at != place))
+        raise FormatError(
+            f"the list at {_told(path)} has nothing at position {missing}: torch's DCP does not save an empty dict",
+            hint="load it with ckpt_async.torch.load_latest, or torch's dcp.load, into a state of this structure",
+        )
+    return [found[place] for place in places]
+
+
+def _told(path: Sequence[Any]) -> str:
+    return repr("/".join(map(str, path))[:200])

@@ -16,7 +16,7 @@ from typing import IO, Any, cast
 import torch
 
 from ckpt_async.errors import FormatError, UnsafePickleError
-from ckpt_async.torch import flashpoint
+from ckpt_async.torch import flashpoint, olmo_keys
 
 # By torch's own names: a name from a file is never looked up in a module.
 _TORCH_DTYPES = {
@@ -49,17 +49,25 @@ DTYPES = {
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-def load_safetensors(path: Path, map_location: object) -> dict[str, torch.Tensor]:
+def load_safetensors(path: Path, map_location: object) -> dict[str, Any]:
+    """The tensors by their names; as OLMo nests them, if it has named them."""
     if not isinstance(map_location, (str, torch.device, type(None))):
         raise FormatError(
             f"{path}: a safetensors file goes to one device", hint="map_location='cpu', 'cuda:0', …"
         )
     with path.open("rb") as file:
         tensors = {}
-        for name, (place, start) in _places(file, str(path)).items():
+        places = _places(file, str(path))
+        for name, (place, start) in places.items():
             file.seek(start + place.begin)
             tensors[name] = place.read(file, f"{path}: {name[:200]!r}").to(map_location)
-    return tensors
+
+        def bytes_of(name: str) -> bytes:
+            place, start = places[name]
+            file.seek(start + place.begin)
+            return file.read(place.end - place.begin)
+
+        return olmo_keys.nested(tensors, bytes_of, str(path))
 
 
 def safetensors_places(file: IO[bytes], what: str) -> dict[str, tuple[torch.dtype, tuple[int, ...], int]]:

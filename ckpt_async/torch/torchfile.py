@@ -53,7 +53,10 @@ _STORAGES = {("torch", f"{name}Storage"): dtype for name, dtype in _NAMED.items(
 # What torch calls the storage of a dtype; others have none of their own.
 STORAGE_NAMES = {dtype: f"{name}Storage" for name, dtype in _NAMED.items()}
 _STORAGES |= {(module, "UntypedStorage"): torch.uint8 for module in ("torch", "torch.storage")}
-_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format, torch.qscheme)
+_CONSTANT_TYPES = (torch.dtype, torch.layout, torch.memory_format, torch.qscheme)
+_CONSTANTS: Names = {
+    ("torch", name): each for name, each in vars(torch).items() if isinstance(each, _CONSTANT_TYPES)
+}
 _torch: Any = torch  # what its annotations do not know
 _LAYOUTS = {str(each): each for each in vars(torch).values() if isinstance(each, torch.layout)}
 
@@ -310,7 +313,7 @@ class StateRules(PlainRules):
 
     def names(self) -> Names:
         found = super().names()
-        found |= {("torch", name): each for name, each in vars(torch).items() if isinstance(each, _CONSTANTS)}
+        found |= _CONSTANTS
         found |= {place: Class(torch.UntypedStorage) for place in _STORAGES}
         self._storage_dtypes = {id(found[place]): dtype for place, dtype in _STORAGES.items()}
         tensor_types = {

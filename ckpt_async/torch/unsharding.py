@@ -26,7 +26,7 @@ from ckpt_async.torch.assembly import Assembler, Whole
 from ckpt_async.torch.codecs import SAFETENSORS_SUFFIX, TORCH_SUFFIXES
 from ckpt_async.torch.plain import Allow, allowed
 from ckpt_async.torch.sharded_plans import Plan, Planner
-from ckpt_async.torch.states import IgnoreKeys, checked_keys, drop, model_state
+from ckpt_async.torch.states import IgnoreKeys, checked_keys, drop, model_path, model_state
 from ckpt_async.torch.tensors import flattened
 from ckpt_async.torch.whole_files import write_safetensors, write_torch
 
@@ -67,8 +67,8 @@ def unshard(
 
     - `….pt` (`.pth`, `.bin`, `.ckpt`): the whole state; of OLMo's, rank 0's trainer state is in it as `train`;
     - `….safetensors`: the model's tensors (see `model_state`), or all of a state that has nothing else;
-    - another name: a new folder, as OLMo's own unsharding leaves it: `model.safetensors`, or `model.pt` where a value
-      is no tensor; `optim.pt`; `train.pt` with the rest; and its `config.yaml`.
+    - another name: a new folder, as OLMo's own unsharding leaves it: `model.pt`, `optim.pt`, `train.pt` with the rest;
+      and its `config.yaml`.
 
     Memory: `max_memory_bytes` (and what `.metadata` or the ranks' pickles take), however large the state; a part that
     was saved in another order of dimensions is read whole. The CRC-32 that torch saved with each part is compared, and
@@ -87,7 +87,11 @@ def unshard(
     if type(max_memory_bytes) is not int or max_memory_bytes < 1 << 20:
         raise SettingsError(f"max_memory_bytes={max_memory_bytes!r} is not a number of at least 1 MiB")
     if os.path.lexists(target) and (is_folder or not overwrite):
-        hint = "use another folder" if is_folder else "use another name, or pass overwrite=True"
+        hint = (
+            "use another folder"
+            if is_folder
+            else "use another name, or overwrite it (overwrite=True, --overwrite)"
+        )
         raise DestinationError(f"{str(target)!r} already exists: it was left alone", hint=hint)
     with restore.open(checkpoint, num_concurrent_reads=num_concurrent_reads, **open_options) as reader:
         plan = Planner(reader, classes).make(subfolder)
@@ -158,7 +162,10 @@ class _Writing:
         hidden = target.absolute().with_name(f".ckpt_async-{secrets.token_hex(8)}.tmp")
         hidden.mkdir()
         try:
-            names = [self._part(hidden, name, state) for name, state in self._parts().items()]
+            parts = self._parts()
+            for name, state in parts.items():
+                self.file(hidden / name, state)
+            names = list(parts)
             if _CONFIG in self._reader.files:
                 with new_file(hidden / _CONFIG, overwrite=False) as file:
                     file.write(self._reader.read(_CONFIG))
@@ -181,28 +188,18 @@ class _Writing:
         try:
             model = model_state(state)
         except FormatError:
-            return {"model": state}
+            return {"model.pt": state}
         if model is state or not isinstance(state, dict):
-            return {"model": state}
-        parts: dict[str, Any] = {"model": model}
-        rest = {key: value for key, value in state.items() if value is not model}
+            return {"model.pt": state}
+        parts: dict[str, Any] = {"model.pt": model}
+        path = model_path(state)
+        rest = {key: value for key, value in state.items() if (key,) != path}
         if "optim" in rest:
-            parts["optim"] = rest.pop("optim")
+            parts["optim.pt"] = rest.pop("optim")
         train = rest.pop("train", None)
         if rest or train is not None:
-            parts["train"] = train if not rest else rest if train is None else {**rest, "train": train}
+            parts["train.pt"] = train if not rest else rest if train is None else {**rest, "train": train}
         return parts
-
-    def _part(self, folder: Path, name: str, state: Any) -> str:
-        """safetensors first, where it can hold all values of the model."""
-        if name == "model":
-            with contextlib.suppress(FormatError):
-                flattened(state, name, are_stand_ins=True)
-                name += SAFETENSORS_SUFFIX
-        if not name.endswith(SAFETENSORS_SUFFIX):
-            name += ".pt"
-        self.file(folder / name, state)
-        return name
 
 
 class _Written:

@@ -86,7 +86,7 @@ def _pickled(state: Any, wholes: Wholes, order: dict[int, Whole], what: str) -> 
     pickler = _Pickler(data, wholes, order)
     try:
         pickler.dump(state)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
+    except (pickle.PicklingError, AttributeError, RecursionError, TypeError) as error:
         raise FormatError(f"{what}: a part of the state cannot be saved: {str(error)[:500]}") from error
     return data.getvalue()
 

@@ -55,7 +55,7 @@ def test_json_says_what_was_written(run: Path, tmp_path: Path, capsys: pytest.Ca
     assert cli.main(arguments) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["format"], told["step"], told["name"], told["tensors"]) == ("olmo-core", 10, "step10", 1)
-    assert told["files"] == [str(tmp_path / "whole" / name) for name in ("model.safetensors", "train.pt")]
+    assert told["files"] == [str(tmp_path / "whole" / name) for name in ("model.pt", "train.pt")]
     assert told["size_bytes"] == sum(Path(each).stat().st_size for each in told["files"])
 
 
@@ -81,7 +81,7 @@ def test_our_own_run_is_converted(tmp_path: Path, capsys: pytest.CaptureFixture[
         (["{run}", "x.pt", "--max-memory", "much"], 2, "is not a size"),
         (["{run}/step10/train", "x.pt"], 3, "has no checkpoint that is complete; a single file is given"),
         (["{run}/step10/.metadata.json", "x.pt"], 1, "has 0 files of torch's or safetensors"),
-        (["{run}", "{run}/taken.pt"], 1, "already exists"),
+        (["{run}", "{run}/taken.pt"], 1, "--overwrite"),
     ],
 )
 def test_errors_are_one_sentence(

@@ -1,5 +1,7 @@
 """Whole files out of sharded checkpoints: what torch itself would make of them, in little memory, or nothing."""
 
+import base64
+import contextlib
 import json
 import math
 import os
@@ -8,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -104,10 +106,10 @@ def test_a_safetensors_file_has_the_model_and_a_folder_everything(
     gathered = torch.load(olmo / "gathered.pt", weights_only=True)
     ckpt.unshard(found(olmo / kind), tmp_path / "model.safetensors")
     report = ckpt.unshard(found(olmo / kind), tmp_path / "step5-unsharded")
-    names = ["model.safetensors", "optim.pt", "train.pt", "config.yaml"]
+    names = ["model.pt", "optim.pt", "train.pt", "config.yaml"]
     assert [path.name for path in report.paths] == names
     assert sorted(os.listdir(tmp_path)) == ["model.safetensors", "step5-unsharded"]
-    for path in (tmp_path / "model.safetensors", tmp_path / "step5-unsharded" / "model.safetensors"):
+    for path in (tmp_path / "model.safetensors", tmp_path / "step5-unsharded" / "model.pt"):
         tensors = ckpt.load(path)
         assert tensors.keys() == gathered.keys()
         assert all(torch.equal(tensors[name], gathered[name]) for name in gathered)
@@ -275,6 +277,105 @@ def test_tied_weights_stay_one_and_ignored_keys_are_left_out(tmp_path: Path) -> 
     assert all(torch.equal(each, weight) for each in ckpt.load(report.paths[0]).values())
 
 
+@pytest.mark.parametrize("name", ["ba1-rank0.pt", "step1/rank0.pt"])
+def test_what_is_twice_in_a_state_is_twice_in_the_file(tmp_path: Path, name: str) -> None:
+    """One dict or list for both, as torch.load reads it."""
+    weights, both = {"w": torch.randn(3, 2)}, [torch.ones(2), (torch.zeros(1), 1)]
+    state = {"model": weights, "ema": weights, "a": both, "b": {"c": both}}
+    path = tmp_path / "run" / name
+    path.parent.mkdir(parents=True)
+    torch.save(state, path)
+    (path.parent / "config.yaml").write_text("")
+    ckpt.unshard(found(tmp_path / "run"), tmp_path / "whole.pt")
+    read = loaded(tmp_path / "whole.pt")
+    assert same(read, state)
+    assert read["model"] is read["ema"]
+    ckpt.unshard(found(tmp_path / "run"), tmp_path / "there")
+    assert loaded(tmp_path / "there" / "train.pt").keys() == {"ema", "a", "b"}
+
+
+@pytest.mark.parametrize("is_deep", [False, True])
+def test_a_state_that_holds_itself_or_has_no_end_is_refused(tmp_path: Path, is_deep: bool) -> None:
+    state: dict[str, Any] = {"model": {"w": torch.ones(2)}}
+    if is_deep:
+        for _ in range(150):
+            state = {"below": state}
+    else:
+        state["model"]["again"] = state
+    torch.save(state, tmp_path / "ba1-rank0.pt")
+    with pytest.raises(
+        FormatError, match="containers within" if is_deep else "holds itself at '/model/again'"
+    ):
+        ckpt.unshard(found(tmp_path), tmp_path / "whole.pt")
+
+
+def test_a_list_that_lost_an_empty_dict_is_refused(tmp_path: Path) -> None:
+    """DCP does not save it; what is behind it would move up."""
+    foreign_files.dcp(tmp_path / "run" / "step-20", {"l": [{}, torch.ones(4), [], torch.ones(5)]})
+    with pytest.raises(FormatError, match="list at 'l' has nothing at position 0"):
+        ckpt.unshard(found(tmp_path / "run"), tmp_path / "whole.pt")
+
+
+def olmo_names(state: dict[str, Any], *above: Any) -> dict[str, torch.Tensor]:
+    """As olmo/safetensors_util.py names what it writes."""
+    tensors: dict[str, torch.Tensor] = {}
+    for key, value in state.items():
+        if isinstance(value, dict):
+            tensors |= olmo_names(value, *above, key)
+            continue
+        is_pickled = not isinstance(value, torch.Tensor)
+        name = base64.urlsafe_b64encode(pickle.dumps(((*above, key), is_pickled))).decode()
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8) if is_pickled else value
+        tensors[name] = data
+    return tensors
+
+
+def test_olmo_s_safetensors_are_read_as_olmo_reads_them(tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "step10-unsharded"
+    folder.mkdir(parents=True)
+    model = {"transformer.wte.weight": torch.randn(4, 3), "gAbout": torch.ones(2)}
+    optim = {"state": {0: {"m": torch.randn(4, 3)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+    ckpt.dump(olmo_names(model), folder / "model.safetensors")
+    ckpt.dump(olmo_names(optim), folder / "optim.safetensors")
+    (folder / "config.yaml").write_text("a: 1\n")
+    assert same(ckpt.load(folder / "model.safetensors"), dict(sorted(model.items())))
+    assert equal(ckpt.load(folder / "optim.safetensors"), optim)
+    ckpt.unshard(found(tmp_path / "run"), tmp_path / "whole.pt")
+    assert equal(loaded(tmp_path / "whole.pt"), {"model": model, "optim": optim})
+    ckpt.unshard(found(tmp_path / "run"), tmp_path / "model.safetensors")
+    assert equal(ckpt.load(tmp_path / "model.safetensors"), model)
+
+
+def test_names_that_are_other_pickles_are_refused_and_names_alike_kept(tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "step1-unsharded"
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text("")
+
+    def written(*told: Any) -> Path:
+        names = [base64.urlsafe_b64encode(pickle.dumps(each)).decode() for each in told]
+        ckpt.dump(dict.fromkeys(names, torch.ones(2)), folder / "model.safetensors", overwrite=True)
+        return folder / "model.safetensors"
+
+    for told in (
+        Touch(tmp_path / "touched"),
+        ({"a": 1}, False),
+        ((), False),
+        ((("a",),), False),
+        (("a",), 1),
+    ):
+        with pytest.raises(UnsafePickleError, match="a tensor's name"):
+            ckpt.load(written(told))
+    written(Touch(tmp_path / "touched"))
+    with pytest.raises(UnsafePickleError, match="a tensor's name"):
+        ckpt.unshard(found(tmp_path / "run"), tmp_path / "whole.pt")
+    assert not (tmp_path / "touched").exists()
+    for twice in ([(("a",), False), (("a", "b"), False)], [(("a", 1), False), (["a", 1], False)]):
+        with pytest.raises((FormatError, UnsafePickleError)):
+            ckpt.load(written(*twice))
+    ckpt.dump({"gASVplain": torch.ones(2), "w": torch.ones(2)}, tmp_path / "plain.safetensors")
+    assert ckpt.load(tmp_path / "plain.safetensors").keys() == {"gASVplain", "w"}
+
+
 def test_a_model_with_more_than_tensors_goes_into_a_pt_file(tmp_path: Path) -> None:
     foreign_files.dcp(tmp_path / "run" / "step-20", {"model": {"w": torch.ones(3), "extra": b"x"}, "lr": 0.1})
     with pytest.raises(FormatError, match="'extra' is not a tensor"):
@@ -386,6 +487,41 @@ def test_a_missing_rank_or_part_is_damage(olmo: Path, tmp_path: Path) -> None:
     path.write_bytes(pickle.dumps(metadata))
     with pytest.raises(DamagedCheckpointError, match="the parts of 'w' that were saved are not all of it"):
         ckpt.unshard(found(tmp_path / "run"), tmp_path / "whole.pt")
+
+
+@pytest.mark.parametrize("shape", [(1 << 62,), ((1 << 63) - 1,), (2,) * 64, (0, 1 << 62, 1 << 62)])
+def test_a_shape_that_no_tensor_has_is_damage(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    with _metadata(tmp_path) as metadata:
+        metadata.state_dict_metadata["model.w"].size = torch.Size(shape)
+        metadata.state_dict_metadata["model.w"].chunks.clear()
+    with pytest.raises(DamagedCheckpointError, match="shape that no tensor can have"):
+        ckpt.unshard(found(tmp_path), tmp_path / "whole.pt")
+
+
+@pytest.mark.parametrize(
+    ("path", "complaint"),
+    [
+        (("a",) * 5000, "a path of 5000 keys"),
+        ((), "a path of 0 keys"),
+        (("model", "b"), "two values at 'model/b'"),
+        (("model",), "two values at 'model'|below a value"),
+    ],
+)
+def test_a_path_that_no_state_has_is_damage(tmp_path: Path, path: tuple[str, ...], complaint: str) -> None:
+    with _metadata(tmp_path) as metadata:
+        metadata.planner_data["model.w"] = path
+    with pytest.raises(DamagedCheckpointError, match=complaint):
+        ckpt.unshard(found(tmp_path), tmp_path / "whole.pt")
+
+
+@contextlib.contextmanager
+def _metadata(folder: Path) -> Iterator[Any]:
+    """That of a checkpoint in this folder, to be changed."""
+    foreign_files.dcp(folder / "step-20", {"model": {"w": torch.ones(30, 7), "b": torch.ones(7)}})
+    path = folder / "step-20" / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    yield metadata
+    path.write_bytes(pickle.dumps(metadata))
 
 
 def test_ranks_of_different_checkpoints_are_not_mixed(olmo: Path, tmp_path: Path) -> None:
