@@ -135,12 +135,13 @@ def needs_new_generation(entry: Entry, known: Iterable[Entry], generation: int) 
     return any(entry.marked_ns > each.written_ns for each in higher)
 
 
-def is_early(entry: Entry, known: Iterable[Entry], generation: int) -> bool:
+def is_early(entry: Entry, known: Iterable[Entry], generation: int, *, num_nodes: int) -> bool:
     """Whether it has to wait for one that was saved before it and is not decided: its trainer has gone back, and that
-    one, handed in again in a later start, would be the newest.
+    one, handed in again in a later start, would be the newest. Of several nodes, one that was killed may not have sealed
+    its part of what an earlier start has handed in: that comes again, and before this one, or it would be passed over.
     """
     earlier = [each for each in known if each.state is State.HANDED and each.number < entry.number]
-    if any(each.generation != generation and each.step >= entry.step for each in earlier):
+    if any(each.generation != generation and (num_nodes > 1 or each.step >= entry.step) for each in earlier):
         return True
     return needs_new_generation(entry, earlier, generation)
 

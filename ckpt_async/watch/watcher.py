@@ -237,7 +237,7 @@ class Watcher:
                 self._teller.tell("there", self.entries.settle(there, State.COMMITTED))
                 continue
             known = self.entries.all.values()
-            if plan.is_early(entry, known, self._uploader.generation):
+            if plan.is_early(entry, known, self._uploader.generation, num_nodes=self.options.num_nodes):
                 return
             if plan.needs_new_generation(entry, known, self._uploader.generation):
                 logger.info("the trainer has gone back to step %d: beginning a new generation", entry.step)
