@@ -137,8 +137,8 @@ def needs_new_generation(entry: Entry, known: Iterable[Entry], generation: int) 
 
 def is_early(entry: Entry, known: Iterable[Entry], generation: int, *, num_nodes: int) -> bool:
     """Whether it has to wait for one that was saved before it and is not decided: its trainer has gone back, and that
-    one, handed in again in a later start, would be the newest. Of several nodes, one that was killed may not have sealed
-    its part of what an earlier start has handed in: that comes again, and before this one, or it would be passed over.
+    one, handed in again in a later start, would be the newest. Of several nodes, one that was killed may not have
+    sealed its part of what an earlier start has handed in: that comes again, and first, or it would be passed over.
     """
     earlier = [each for each in known if each.state is State.HANDED and each.number < entry.number]
     if any(each.generation != generation and (num_nodes > 1 or each.step >= entry.step) for each in earlier):

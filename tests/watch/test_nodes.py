@@ -233,8 +233,7 @@ def test_what_was_handed_in_in_an_earlier_start_is_there_when_it_is_announced_ag
     mark = (nodes.folder / "node-0/out/step-10/.metadata").stat().st_mtime_ns
     told = Announcement(CheckpointId(1, 10), 0, "dcp", "step-10", "step-10", here, (*here, *theirs), mark)
     nodes.put(keys.announcement_key(told.checkpoint), told.encode())
-    entries = nodes.folder / "node-1/.out.ckpt_async/run/entries"
-    while not any('"handed"' in path.read_text() for path in entries.glob("*.json")):
+    while not (Path(nodes.remote.removeprefix("file://")) / keys.receipt_key(told.checkpoint, 1)).exists():
         pass
     second.kill()
     saved = nodes.written(10)
