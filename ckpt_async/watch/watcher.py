@@ -43,7 +43,8 @@ MAX_OPEN = 4
 # How often one is handed in again that nobody could finish, though its bytes are still there.
 MAX_ATTEMPTS = 20
 # What several nodes had sealed before one of them was started again: time for its commit. Later it is done again.
-PREDECESSOR_S = 15.0
+# What is new waits for that, and the other nodes hold only so many of those that were rotated away.
+PREDECESSOR_S = 5.0
 # Before another start is begun, for what the uploader has in its hands; the journal has the rest.
 REOPEN_S = 5.0
 STANDBY_S = 2.0
