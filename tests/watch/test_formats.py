@@ -199,6 +199,19 @@ def test_a_rotation_while_a_folder_is_listed_is_seen(tmp_path: Path, monkeypatch
         assert "something was removed" in find(disk.look(), Rules(done="OK"))[0].reason
 
 
+def test_what_is_copied_with_its_times_kept_is_not_quiet_before_all_of_it_is() -> None:
+    quiet = Rules(quiet_s=60)
+    written = {"step7/a.bin": b"x", "step7/sub/b.bin": b"x"}
+    late_ns = START + 100 * SECOND
+    for late in ({"changed_ns": {"step7/sub": late_ns}}, {"ctime_ns": {"step7/a.bin": late_ns}}):
+        assert "changed within the last 60 s" in reasons(written, quiet, now_s=157, **late)
+        assert not reasons(written, quiet, now_s=159, **late)
+    uncounted = deepspeed(30) | {"global_step30/layer_00-model_states.pt": torch_zip(x=1)}
+    for now_s, is_waiting in ((120, True), (130, False)):
+        (found,) = find(tree_of(uncounted, changed_ns={"global_step30": late_ns}, now_s=now_s))
+        assert found.is_waiting is is_waiting
+
+
 @pytest.mark.parametrize("changed", ["save_1/sub", "save_1/sub/emptied"])
 def test_what_was_removed_at_any_depth_after_the_mark_is_missed(changed: str) -> None:
     written = {"save_1/sub/b/3.bin": b"x", "save_1/OK": b"x"}

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ckpt_async.watch.formats.checks import checked, unrotated
-from ckpt_async.watch.formats.found import Found, Rules, join, of_folder, one_file
+from ckpt_async.watch.formats.found import Found, Rules, changed_ns, join, of_folder, one_file
 from ckpt_async.watch.formats.marks import FORMATS, TABLE, torch_file
 from ckpt_async.watch.tree import Tree
 
@@ -74,7 +74,8 @@ def _by_rules(tree: Tree, rules: Rules, taken: set[str]) -> Iterator[Found]:
         taken.add(path)
         kind = "quiet" if rules.quiet_s else "pattern"
         found = one_file(tree, kind, path) if path in tree.files else of_folder(tree, kind, path)
-        newest_ns = max((tree.files[each].mtime_ns for each in found.files), default=tree.now_ns)
+        # The ctime, which nobody can set back, is also that of a link: where there is a mark, that would be our own.
+        newest_ns = max(changed_ns(tree, found), *(tree.ctime_ns.get(each, 0) for each in found.files), 0)
         if rules.quiet_s and tree.now_ns - newest_ns < rules.quiet_s * _NS:
             found = replace(found, reason=f"it changed within the last {rules.quiet_s:g} s", is_waiting=True)
         yield found

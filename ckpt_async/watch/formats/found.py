@@ -104,6 +104,17 @@ def _written_s(tree: Tree, path: str) -> int:
     return tree.files[path].mtime_ns // _NS if path in tree.files else 0
 
 
+def changed_ns(tree: Tree, found: Found) -> int:
+    """When something was last written to it, made in it or removed from it. Copies that keep times set back those of
+    files, and of a folder when all of it is there.
+    """
+    of_files = (tree.files[each].mtime_ns for each in found.files)
+    of_folders = (
+        () if found.is_file else (tree.changed_ns.get(each, 0) for each in tree.folders_below(found.path))
+    )
+    return max((*of_files, *of_folders), default=0)
+
+
 def said(tree: Tree, path: str, keys: tuple[str, ...]) -> dict[str, int]:
     """Whole numbers that the state in a file of torch.save's says under these keys, first come; nothing is run."""
     if path not in tree.files:

@@ -8,7 +8,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from ckpt_async.watch.formats.checks import DEEPSPEED_UNCOUNTED, MAX_JSON_BYTES, OLMO_CORE_LATE, RNG
-from ckpt_async.watch.formats.found import METADATA, Found, Rules, join, last, of_folder, one_file, said
+from ckpt_async.watch.formats.found import (
+    METADATA,
+    Found,
+    Rules,
+    changed_ns,
+    join,
+    last,
+    of_folder,
+    one_file,
+    said,
+)
 from ckpt_async.watch.tree import Tree
 
 # Folders that hold a DCP checkpoint as a part of another one: OLMo-core's, NeMo's, what transformers and accelerate
@@ -276,8 +286,7 @@ def torch_file(tree: Tree, path: str) -> Found | None:
 
 def _settled(tree: Tree, found: Found) -> Found:
     """Not complete while ranks that nobody has counted may still be writing."""
-    newest_ns = max(tree.files[each].mtime_ns for each in found.files)
-    if found.missing or abs(tree.now_ns - newest_ns) >= UNCOUNTED_S * _NS:
+    if found.missing or abs(tree.now_ns - changed_ns(tree, found)) >= UNCOUNTED_S * _NS:
         return found
     reason = f"how many ranks write to it is unknown, and it changed within the last {UNCOUNTED_S:g} s"
     return replace(found, reason=reason, is_waiting=True)
