@@ -451,7 +451,8 @@ def test_only_the_formats_that_are_asked_for() -> None:
     assert [each.format for each in find(tree_of(written), Rules(formats=("transformers",)))] == [
         "transformers"
     ]
-    assert [each.path for each in find(tree_of(written), Rules(formats=("torch-file",)))] == ["x.ckpt"]
+    for format_ in ("torch-file", "lightning"):
+        assert [each.path for each in find(tree_of(written), Rules(formats=(format_,)))] == ["x.ckpt"]
 
 
 def test_a_mark_is_read_once_for_each_version_of_it(metadata: Mapping[str, bytes], tmp_path: Path) -> None:

@@ -46,9 +46,9 @@ def _by_table(tree: Tree, rules: Rules, taken: set[str]) -> Iterator[Found]:
                     taken.add(folder if not found.is_file else found.path)
                 yield found
                 break
-    if not rules.formats or "torch-file" in rules.formats:
-        for path in sorted(tree.files):
-            if not _is_within(path, taken) and (found := torch_file(tree, path)) is not None:
+    for path in sorted(tree.files):
+        if not _is_within(path, taken) and (found := torch_file(tree, path)) is not None:
+            if not rules.formats or {"torch-file", found.format} & {*rules.formats}:
                 yield found
 
 
