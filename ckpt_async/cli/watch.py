@@ -94,7 +94,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         type=as_seconds,
         default=0.0,
-        help="what nothing was written to for S seconds: half a checkpoint, if its writer only paused",
+        help="folders that nothing was written to for S seconds: half a checkpoint, if its writer only paused",
     )
     how.add_argument(
         "--ranks",

@@ -444,6 +444,9 @@ def test_ones_own_rules_replace_the_table() -> None:
     ]
     assert "changed within" in reasons(written, Rules(pattern="a-*", quiet_s=60))
     assert not reasons(written, Rules(pattern="a-*", quiet_s=60), now_s=61)
+    logged = {"a-1/x": b"1", "train.log": b"1"}
+    assert [each.path for each in find(tree_of(logged), Rules(quiet_s=60))] == ["a-1"]
+    assert len(find(tree_of(logged), Rules(quiet_s=60, pattern="*"))) == 2
 
 
 def test_only_the_formats_that_are_asked_for() -> None:

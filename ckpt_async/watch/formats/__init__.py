@@ -47,9 +47,9 @@ def _by_table(tree: Tree, rules: Rules, taken: set[str]) -> Iterator[Found]:
                 yield found
                 break
     for path in sorted(tree.files):
-        if not _is_within(path, taken) and (found := torch_file(tree, path)) is not None:
-            if not rules.formats or {"torch-file", found.format} & {*rules.formats}:
-                yield found
+        found = torch_file(tree, path) if not _is_within(path, taken) else None
+        if found is not None and (not rules.formats or {"torch-file", found.format} & {*rules.formats}):
+            yield found
 
 
 def _is_within(path: str, taken: set[str]) -> bool:
@@ -60,7 +60,9 @@ def _is_within(path: str, taken: set[str]) -> bool:
 
 
 def _by_rules(tree: Tree, rules: Rules, taken: set[str]) -> Iterator[Found]:
-    """What the user's own rules say. A pattern alone trusts that names are given by renaming."""
+    """What the user's own rules say. A pattern alone trusts that names are given by renaming; without one a file may be
+    a log, which is no checkpoint.
+    """
     if rules.done:
         for folder in tree.folders:
             if not _is_within(folder, taken) and rules.done in tree.names(folder):
@@ -68,7 +70,8 @@ def _by_rules(tree: Tree, rules: Rules, taken: set[str]) -> Iterator[Found]:
                 yield of_folder(tree, "done", folder, mark=join(folder, rules.done))
         return
     for path in [*tree.folders[1:], *sorted(tree.files)]:
-        is_wanted = fnmatch.fnmatchcase(path, rules.pattern) if rules.pattern else "/" not in path
+        is_top = "/" not in path and path not in tree.files
+        is_wanted = fnmatch.fnmatchcase(path, rules.pattern) if rules.pattern else is_top
         if not is_wanted or _is_within(path, taken):
             continue
         taken.add(path)
