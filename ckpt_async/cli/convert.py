@@ -14,6 +14,7 @@ from ckpt_async.restore.objects import look
 from ckpt_async.restore.session import PATIENCE_S
 
 _DEFAULT_MEMORY = "256MiB"
+_DEEPSPEED_FILE = "*mp_rank_*_model_states.pt"
 
 
 def convert_arguments(parser: argparse.ArgumentParser) -> None:
@@ -122,11 +123,20 @@ def _found(options: argparse.Namespace) -> restore.Checkpoint:
             store_options=stores,
         )
     if found is None:
+        if "://" not in options.source and _is_deepspeed(Path(options.source)):
+            raise ObjectNotFoundError(
+                f"{options.source} has DeepSpeed's ZeRO parts, which its own zero_to_fp32 writes as a whole"
+            )
         which = "" if options.step.step is None else f" of step {options.step.text}"
         raise ObjectNotFoundError(
             f"{options.source} has no checkpoint{which} that is complete; a single file is given by its name"
         )
     return found
+
+
+def _is_deepspeed(folder: Path) -> bool:
+    """Whether it is a checkpoint of DeepSpeed's, or has one."""
+    return any(any(folder.glob(f"{below}{_DEEPSPEED_FILE}")) for below in ("", "*/"))
 
 
 def _destination(text: str) -> str:

@@ -82,12 +82,15 @@ def test_our_own_run_is_converted(tmp_path: Path, capsys: pytest.CaptureFixture[
         (["{run}/step10/train", "x.pt"], 3, "has no checkpoint that is complete; a single file is given"),
         (["{run}/step10/.metadata.json", "x.pt"], 1, "has 0 files of torch's or safetensors"),
         (["{run}", "{run}/taken.pt"], 1, "--overwrite"),
+        (["{run}/zero", "x.pt"], 3, "zero_to_fp32"),
     ],
 )
 def test_errors_are_one_sentence(
     run: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, message: str
 ) -> None:
     (run / "taken.pt").write_text("mine")
+    (run / "zero" / "global_step5").mkdir(parents=True)
+    (run / "zero" / "global_step5" / "mp_rank_00_model_states.pt").touch()
     assert cli.main(["convert", *(each.format(run=run) for each in arguments)]) == code
     told = capsys.readouterr().err
     assert message in told
