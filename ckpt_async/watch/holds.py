@@ -14,7 +14,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -64,6 +64,7 @@ class Holds:
     all: dict[int, Hold] = field(default_factory=dict)
     is_possible: bool = True  # False once the disk has refused a link
     min_free: float = MIN_FREE
+    dropping: Callable[[Hold], None] = lambda _: None  # told of what is dropped because too many are held
 
     def load(self) -> None:
         """Read them, and drop what a kill has cut short."""
@@ -113,6 +114,7 @@ class Holds:
         disk = shutil.disk_usage(self.place)
         most = MAX_HELD if disk.free >= self.min_free * disk.total else MAX_HELD_LOW
         for oldest in sorted(self.all.values(), key=lambda each: each.written_ns)[:-most]:
+            self.dropping(oldest)
             self.drop(oldest)
 
     def _link(self, hold: Hold, last: Hold | None) -> None:

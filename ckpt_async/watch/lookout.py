@@ -33,6 +33,7 @@ class Lookout:
         self._options, self._entries, self._holds = options, entries, holds
         self._teller, self._waker = teller, waker
         self._disk = Disk(options.folder)
+        holds.dropping = self._give_up
         self._has_looked = False
         self.num_left = 0
         self.tree = Tree({}, lambda *_: b"")  # the newest look
@@ -83,9 +84,7 @@ class Lookout:
         """What the folder has no more: the same rules judge its links. Without a mark, only other nodes can tell."""
         if not hold.is_waiting:
             return
-        tree = self._holds.tree(hold, self.tree)
-        candidates = find(tree, self._options.rules) if tree is not None else []
-        found = next((each for each in candidates if each.path == hold.path), None)
+        tree, found = self._held(hold)
         verdict = self._judge(found, tree) if found is not None and tree is not None else None
         if found is None or tree is None or verdict is None or not (verdict.take or verdict.is_waiting):
             self._holds.drop(hold)
@@ -98,6 +97,21 @@ class Lookout:
             self._teller.incomplete.setdefault(found.path or ".", reason)
         else:
             self._stage(found, tree, self._holds.folder(hold))
+
+    def _held(self, hold: Hold) -> tuple[Tree | None, Found | None]:
+        tree = self._holds.tree(hold, self.tree)
+        candidates = find(tree, self._options.rules) if tree is not None else []
+        return tree, next((each for each in candidates if each.path == hold.path), None)
+
+    def _give_up(self, hold: Hold) -> None:
+        """It is dropped because too many are held. Where the folder has it still, nothing is lost."""
+        is_here = any(self.tree.files.get(path) == was for path, was in hold.files.items())
+        tree, found = self._held(hold)
+        if not hold.is_waiting or is_here or found is None or tree is None:
+            return
+        if (verdict := self._judge(found, tree)) is not None and not verdict.is_refused:
+            reason = "it was removed before it had been quiet for long enough, and too many later ones wait for that"
+            self._teller.refuse(found, reason)
 
     def _stage(self, found: Found, tree: Tree, source: Path) -> None:
         if sum(each.is_copied for each in self._entries.open()) >= MAX_COPIED:
