@@ -51,8 +51,9 @@ def judge(found: Found, tree: Tree, known: Iterable[Entry], *, num_nodes: int) -
         changed = changed_in_place(entries[-1], tree.files)
         if changed:
             reason = (
-                f"{changed} was written in place after it had been handed in, so nothing tells when it is whole:"
-                " have the trainer write to another name and rename it"
+                f"{changed} was written in place (or removed and made anew, with the same inode) after it had been"
+                " handed in, so nothing tells when it is whole: have the trainer write under another name while the"
+                " earlier one is there, and then rename it"
             )
             return Verdict(found, reason=reason, is_refused=True)
     return Verdict(found, take=True)
