@@ -93,7 +93,7 @@ class State:
         """What was found out about the link, for the next process. Any thread. Raises OSError."""
         link = self.store.link
         known = KnownLink(link.limit, link.connection_bytes_per_s)
-        if link.is_found and known != self._noted_link:
+        if link.is_known and known != self._noted_link:
             path = self.folder.private / known_link.file_name("up")
             known_link.note(path, self.store.url, known, self.clock())
             self._noted_link = known

@@ -1,11 +1,15 @@
-"""Events told to a function of the trainer."""
+"""Events told to a function of the process."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
 
+from ckpt_async.core.arguments import shown
+from ckpt_async.errors import SettingsError
 from ckpt_async.events.event import Event
+
+OnEvent = Callable[[Event], object]
 
 logger = logging.getLogger(__name__)
 
@@ -13,12 +17,13 @@ logger = logging.getLogger(__name__)
 class Callback:
     """Calls it once for each event, one after the other. An exception in it is logged, and the event counts as told."""
 
-    name = "callback"
+    # A sweeper's function is another one: what it was told a trainer's is told all the same.
+    of_trainer, of_sweeper = "callback", "sweeper"
     num_parallel = 1
     max_attempts = 1
 
-    def __init__(self, function: Callable[[Event], object]) -> None:
-        self._function = function
+    def __init__(self, function: OnEvent, name: str = of_trainer) -> None:
+        self._function, self.name = function, name
 
     def deliver(self, event: Event) -> None:
         try:
@@ -28,3 +33,9 @@ class Callback:
 
     def stop(self) -> None:
         """A function cannot be cut short: its thread is left to itself."""
+
+
+def check_callable(on_event: object) -> None:
+    """Raise SettingsError unless it is a function, or None."""
+    if on_event is not None and not callable(on_event):
+        raise SettingsError(f"on_event={shown(on_event)} cannot be called")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from ckpt_async.core.local_state import Local
 from ckpt_async.core.notices import Teller
 from ckpt_async.core.settings import Settings
 from ckpt_async.events.backlog import View, Watch
-from ckpt_async.events.couriers import Couriers
+from ckpt_async.events.couriers import Couriers, Sink
 from ckpt_async.events.sinks import sinks_of
 from ckpt_async.events.telling import RunTeller, Wants
 from ckpt_async.local.journal import Journal
@@ -24,7 +24,8 @@ CLOSE_S = 0.5
 
 
 class RunEvents:
-    """Of a rank that does not speak, and where nobody wants to hear, it does nothing.
+    """Of a rank that does not speak, and where nobody wants to hear, it does nothing. `sinks`: besides those of the
+    settings.
 
     Raises SettingsError, JournalError.
     """
@@ -37,6 +38,7 @@ class RunEvents:
         wants: Wants,
         environment: Mapping[str, str] = os.environ,
         *,
+        sinks: Sequence[Sink] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.teller: Teller = Teller()
@@ -44,7 +46,7 @@ class RunEvents:
         self._tells: RunTeller | None = None
         self._clock, self._look_at = clock, 0.0
         self._journal = journal
-        sinks = sinks_of(settings, environment) if journal.rank == SPEAKER else []
+        sinks = [*sinks, *sinks_of(settings, environment)] if journal.rank == SPEAKER else []
         if journal.rank != SPEAKER or not (wants or sinks):
             return
         self._tells = self.teller = RunTeller(run, wants)

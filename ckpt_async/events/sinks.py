@@ -15,12 +15,14 @@ from ckpt_async.events.telling import Wants, parse_kinds
 logger = logging.getLogger(__name__)
 
 
-def wants_of(settings: Settings, *, has_callback: bool = False) -> Wants:
-    """Which sinks there are, and what they want. Raises SettingsError if one is set up wrongly: before any work."""
+def wants_of(settings: Settings, *, callback: str = "") -> Wants:
+    """Which sinks there are, and what they want; `callback`: the name of a function's, which wants all. Raises
+    SettingsError if one is set up wrongly: before any work.
+    """
     check(settings)
     wants = {}
-    if has_callback:
-        wants["callback"] = parse_kinds("", "")
+    if callback:
+        wants[callback] = parse_kinds("", "")
     if settings.event_exec:
         wants["exec"] = parse_kinds(settings.event_exec_kinds, "event_exec_kinds")
     if settings.event_webhook:

@@ -12,7 +12,7 @@ import fcntl
 import os
 import sqlite3
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,11 +135,13 @@ class Outbox:
             ).fetchall()
         return int(found)
 
-    def num_waiting(self, but: str) -> int:
-        """How many notices are to be delivered, to all sinks but one."""
+    def num_waiting(self, but: Sequence[str]) -> int:
+        """How many notices are to be delivered, to all sinks but these."""
+        marks = ",".join("?" * len(but))
         with self._using() as connection:
             [(found,)] = connection.execute(
-                "SELECT count(*) FROM outbox WHERE NOT is_done AND sink != ?", (but,)
+                f"SELECT count(*) FROM outbox WHERE NOT is_done AND sink NOT IN ({marks})",  # noqa: S608
+                tuple(but),
             ).fetchall()
         return int(found)
 

@@ -180,20 +180,11 @@ async def look(store: PatientStore, known: Known) -> Overview | None:
         return None
     unreadable: list[str] = []
     await _read_decisions(store, decisions, known, unreadable)
-    by_rank: dict[CheckpointId, dict[int, ObjectInfo]] = {}
-    for each in receipts.objects:
-        if parsed := keys.parse_receipt_key(each.key):
-            by_rank.setdefault(parsed[0], {})[parsed[1]] = each
-    shards: dict[CheckpointId, list[ObjectInfo]] = {}
-    names: dict[CheckpointId, str] = {}
-    for each in data.objects:
-        if named := keys.parse_data_key(each.key):
-            shards.setdefault(named[0], []).append(each)
-            names[named[0]] = named[1]
+    there = sweep_plan.stored(receipts.objects, data.objects)
     decided = {decision.checkpoint: decision for _, decision in known.values()}
     numbers = {number for each in generations.objects if (number := keys.parse_generation_key(each.key))}
     newest = max(numbers, default=0)
-    wanted = {newest, *(id_.generation for id_ in {*by_rank, *shards} - decided.keys())} & numbers
+    wanted = {newest, *(id_.generation for id_ in {*there.receipts, *there.data} - decided.keys())} & numbers
     sizes = await all_or_none(_world_size(store, number) for number in sorted(wanted))
     view = sweep_plan.View(
         server_time=max(each.server_time for each in (generations, decisions, receipts, data)),
@@ -201,9 +192,9 @@ async def look(store: PatientStore, known: Known) -> Overview | None:
         world_sizes={number: size for number, size in zip(sorted(wanted), sizes, strict=True) if size},
         decisions=decided,
         decided_at={},
-        receipts=by_rank,
-        data={id_: tuple(each) for id_, each in shards.items()},
-        names=names,
+        receipts=there.receipts,
+        data=there.data,
+        names=there.names,
         damaged=frozenset(filter(None, (keys.parse_damage_key(each.key) for each in damages.objects))),
         boundary=await if_readable(steps.read_boundary(store)),
         unreadable=frozenset(filter(None, map(keys.parse_decision_key, unreadable))),

@@ -61,6 +61,30 @@ class View:
     is_boundary_readable: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What is stored of each checkpoint: its receipts by rank, its data, and the name that this has."""
+
+    receipts: dict[CheckpointId, dict[int, ObjectInfo]] = field(default_factory=dict)
+    data: dict[CheckpointId, tuple[ObjectInfo, ...]] = field(default_factory=dict)
+    names: dict[CheckpointId, str] = field(default_factory=dict)
+
+
+def stored(receipts: Iterable[ObjectInfo], data: Iterable[ObjectInfo]) -> Stored:
+    """Two listings, by checkpoint. What is not ours is left out."""
+    found = Stored()
+    for each in receipts:
+        if of_rank := keys.parse_receipt_key(each.key):
+            found.receipts.setdefault(of_rank[0], {})[of_rank[1]] = each
+    shards: dict[CheckpointId, list[ObjectInfo]] = {}
+    for each in data:
+        if named := keys.parse_data_key(each.key):
+            shards.setdefault(named[0], []).append(each)
+            found.names[named[0]] = named[1]
+    found.data.update((id_, tuple(each)) for id_, each in shards.items())
+    return found
+
+
 # --- actions: each carries what it is about and why ---------------------------------------------------------
 
 

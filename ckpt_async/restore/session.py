@@ -92,7 +92,7 @@ async def session(
     finally:
         await bulk.close()
         budgets.close()
-        if path is not None and bulk.link.is_found:
+        if path is not None and bulk.link.is_known:
             with contextlib.suppress(OSError):  # it may be read-only, and the next one finds out by itself
                 found = KnownLink(bulk.link.limit, bulk.link.connection_bytes_per_s)
                 await in_thread(known_link.note, path, remote, found, time.time())

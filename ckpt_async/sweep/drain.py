@@ -31,10 +31,10 @@ from ckpt_async.errors import (
     SettingsError,
     StoreError,
 )
-from ckpt_async.events.callback import Callback
+from ckpt_async.events.callback import Callback, OnEvent
 from ckpt_async.events.of_run import RunEvents
 from ckpt_async.events.sinks import wants_of
-from ckpt_async.events.telling import parse_wants
+from ckpt_async.events.telling import Wants, parse_wants
 from ckpt_async.local import journals, shared_journal
 from ckpt_async.local.folder import Folder, spooled_ranks
 from ckpt_async.local.journal import Journal, RankLock
@@ -115,13 +115,15 @@ async def drain(
     settings: Settings | None = None,
     change: Change | None = None,
     profile: str | None = None,
+    on_event: OnEvent | None = None,
 ) -> DrainReport:
     """Finish what dead owners left in a folder: upload, commit, move latest, clean up, within `timeout_s`. Of all kinds
     of checkpoints.
 
     Once all of this folder is in the store, other ranks are waited for up to `grace_s`. What is left then is
     still in the journal; calling again continues. `change` makes the remote from the one that was recorded
-    (None: none was), for a server that has moved or a journal that was lost.
+    (None: none was), for a server that has moved or a journal that was lost. `on_event` is told what becomes of
+    checkpoints, as a sweeper's.
 
     Raises NoJournalError, SettingsError if the remote is not known, StoreError if it cannot be opened.
     """
@@ -136,7 +138,7 @@ async def drain(
     with contextlib.ExitStack() as held:
         for kind in journals.kinds(path):
             opened = Folder(path, kind=kind)
-            adopted, others = await _adopt(opened, held, settings or Settings())
+            adopted, others = await _adopt(opened, held, settings or Settings(), on_event)
             await asyncio.to_thread(shared_journal.leave_damaged, opened.private)
             reports += others
             for address, ranks in _by_remote(adopted, _change_of_kind(change, kind)):
@@ -168,7 +170,7 @@ def _change_of_kind(change: Change | None, kind: str) -> Change | None:
 
 
 async def _adopt(
-    folder: Folder, held: contextlib.ExitStack, settings: Settings
+    folder: Folder, held: contextlib.ExitStack, settings: Settings, on_event: OnEvent | None
 ) -> tuple[list[_Adopted], list[RankReport]]:
     """Every rank with something to finish whose lock is free, `held` from now on; and what to report of the others."""
     reports: list[RankReport] = []
@@ -187,7 +189,7 @@ async def _adopt(
             lock.release()
             continue
         try:
-            each = await asyncio.to_thread(_Adopted, folder, lock)
+            each = await asyncio.to_thread(_Adopted, folder, lock, on_event)
         except JournalError as error:  # of this rank alone
             logger.warning("drain_failed rank=%d error=%s", rank, error)
             reports.append(RankReport(rank, folder.kind, error=str(error)))
@@ -238,7 +240,7 @@ def _by_remote(
 class _Adopted:
     """One rank while it is ours: its lock, and its journal. Raises JournalError if that cannot be used."""
 
-    def __init__(self, folder: Folder, lock: RankLock) -> None:
+    def __init__(self, folder: Folder, lock: RankLock, on_event: OnEvent | None) -> None:
         self.lock, self.kind = lock, folder.kind
         self.journal = Journal(folder, lock.rank)
         self.before = self.after = self.journal.local()
@@ -248,17 +250,22 @@ class _Adopted:
         self.task: asyncio.Task[None] | None = None
         self.events: RunEvents | None = None
         self.num_untold = 0  # once it is released
+        self._on_event = on_event
 
     def begin_to_tell(self, run: str, settings: Settings) -> RunEvents:
         """As its trainer would have, and whom the settings name besides. Raises SettingsError, JournalError."""
         recorded = dict(self.before.opened.settings) if self.before.opened else {}
-        wants = {**parse_wants(str(recorded.get(EVENTS, ""))), **wants_of(settings)}
-        self.events = RunEvents(run, self.journal, settings, wants)
+        wants = {**parse_wants(str(recorded.get(EVENTS, ""))), **self._wants(settings)}
+        sinks = [] if self._on_event is None else [Callback(self._on_event, Callback.of_sweeper)]
+        self.events = RunEvents(run, self.journal, settings, wants, sinks=sinks)
         return self.events
+
+    def _wants(self, settings: Settings) -> Wants:
+        return wants_of(settings, callback=Callback.of_sweeper if self._on_event is not None else "")
 
     def tell_what_waits(self, settings: Settings) -> None:
         """Nothing else is left of it. Takes as long as the receivers."""
-        if wants_of(settings) and self.before.remote is not None:
+        if self._wants(settings) and self.before.remote is not None:
             self.begin_to_tell(self.before.remote.url, settings).close(settings.event_grace_s)
 
     def release(self) -> None:
@@ -267,8 +274,9 @@ class _Adopted:
             with contextlib.suppress(JournalError):
                 if self.engine is not None:
                     self.after = self.engine.fresh_local()
-                # But for a function, which dies with its trainer: the next one calls it.
-                self.num_untold = self.journal.outbox().num_waiting(but=Callback.name)
+                # But for functions, which die with their process: the next one calls them.
+                functions = (Callback.of_trainer, Callback.of_sweeper)
+                self.num_untold = self.journal.outbox().num_waiting(but=functions)
         self.journal.close()
         self.lock.release()
 

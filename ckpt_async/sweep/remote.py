@@ -138,18 +138,9 @@ class RemoteSweep:
         latest = await steps.read_latest(self.store)
         boundary = await self._readable("R4", steps.read_boundary(self.store))
         numbers = [keys.parse_generation_key(each.key) for each in generations.objects]
-        by_rank: dict[CheckpointId, dict[int, ObjectInfo]] = {}
-        for each in receipts.objects:
-            if parsed := keys.parse_receipt_key(each.key):
-                by_rank.setdefault(parsed[0], {})[parsed[1]] = each
-        shards: dict[CheckpointId, list[ObjectInfo]] = {}
-        names: dict[CheckpointId, str] = {}
-        for each in data.objects:
-            if named := keys.parse_data_key(each.key):
-                shards.setdefault(named[0], []).append(each)
-                names[named[0]] = named[1]
+        there = sweep_plan.stored(receipts.objects, data.objects)
         decoded = await self._read_decisions(decisions)
-        undecided = {*by_rank, *shards} - decoded.keys()
+        undecided = {*there.receipts, *there.data} - decoded.keys()
         world_sizes = await self._world_sizes(
             {id_.generation for id_ in undecided} & {number for number in numbers if number}
         )
@@ -164,9 +155,9 @@ class RemoteSweep:
                 for each in decisions.objects
                 if (id_ := keys.parse_decision_key(each.key)) is not None
             },
-            receipts=by_rank,
-            data={id_: tuple(each) for id_, each in shards.items()},
-            names=names,
+            receipts=there.receipts,
+            data=there.data,
+            names=there.names,
             multiparts=await self._multiparts(),
             leases=await self._read_leases(leases),
             members={key: number for key, number in member_keys.items() if number is not None},

@@ -11,7 +11,7 @@ import glob
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,8 @@ from ckpt_async.core.local_state import Local
 from ckpt_async.core.model import Decision, Outcome, RemoteAddress
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import CkptAsyncError, NoJournalError, ObjectNotFoundError, SettingsError
+from ckpt_async.events.callback import check_callable
+from ckpt_async.events.event import Event
 from ckpt_async.events.sinks import check
 from ckpt_async.local import journals
 from ckpt_async.monitor.metrics import SweeperMetrics
@@ -92,7 +94,9 @@ class Sweeper:
     `ckpt-async verify`: one HEAD per shard. With `is_for_folders_only` it finishes what dead trainers left, which takes
     a trainer's rights, and leaves the remotes to another one. `metrics.registry` can be exported, and `showing` tells
     the page what there is. Events (settings `event_…`) of remotes wait in `events_folder`, on a local disk, until they
-    are delivered; None: the user's state.
+    are delivered; None: the user's state. `on_event` is called with each (`ckpt_async.Event`), also with those of
+    folders that are finished, on a thread of its own and one after the other; a sweep waits for it at its end, for
+    `event_grace_s` at most. What it raises is logged, and it is not called again with that event.
     """
 
     def __init__(
@@ -107,6 +111,7 @@ class Sweeper:
         verifies: bool = False,
         is_for_folders_only: bool = False,
         events_folder: str | os.PathLike[str] | None = None,
+        on_event: Callable[[Event], object] | None = None,
     ) -> None:
         self._folders = [os.fspath(folder) for folder in naming.several(folders, "folders")]
         self._settings = settings or Settings()
@@ -123,6 +128,8 @@ class Sweeper:
         }
         self._adoption_timeout_s = adoption_timeout_s
         check(self._settings)
+        check_callable(on_event)
+        self._on_event = on_event
         self._events_folder = None
         if not is_for_folders_only:
             self._events_folder = Path(events_folder) if events_folder else default_folder(os.environ)
@@ -147,7 +154,7 @@ class Sweeper:
             return await self._sweep(is_dry_run=True)
         started, report = time.monotonic(), None
         try:
-            async with remote_events(self._settings, self._events_folder) as self._events:
+            async with remote_events(self._settings, self._events_folder, self._on_event) as self._events:
                 report = await self._sweep(is_dry_run=False)
         finally:
             self._events = None
@@ -213,6 +220,7 @@ class Sweeper:
                 grace_s=ADOPTION_GRACE_S,
                 settings=self._settings,
                 profile=self._profile,
+                on_event=self._on_event,
             )
         except NoJournalError:
             return FolderReport(folder)  # no trainer has run here yet

@@ -20,6 +20,7 @@ from ckpt_async.core.settings import Settings
 from ckpt_async.errors import CkptAsyncError, JournalError
 from ckpt_async.events import event as events
 from ckpt_async.events import telling
+from ckpt_async.events.callback import Callback, OnEvent
 from ckpt_async.events.couriers import Couriers
 from ckpt_async.events.event import Event
 from ckpt_async.events.sinks import sinks_of, wants_of
@@ -92,12 +93,15 @@ def _of_finding(run: str, each: Finding, names: Mapping[CheckpointId, str], now:
 
 
 @contextlib.asynccontextmanager
-async def remote_events(settings: Settings, folder: Path | None) -> AsyncIterator[RemoteEvents | None]:
+async def remote_events(
+    settings: Settings, folder: Path | None, on_event: OnEvent | None = None
+) -> AsyncIterator[RemoteEvents | None]:
     """For one sweep; at its end what is due is delivered, for `event_grace_s` at most, and the rest by the next. They
     are kept in `folder`. None if that is None (no remote is swept), if nobody wants to hear, or if they cannot be kept:
     no sweep fails for that. Raises SettingsError.
     """
-    wants = wants_of(settings)
+    functions = [] if on_event is None else [Callback(on_event, Callback.of_sweeper)]
+    wants = wants_of(settings, callback=Callback.of_sweeper if functions else "")
     if not wants or folder is None:
         yield None
         return
@@ -108,7 +112,7 @@ async def remote_events(settings: Settings, folder: Path | None) -> AsyncIterato
         yield None
         return
     try:
-        couriers = Couriers(outbox, sinks_of(settings, os.environ))
+        couriers = Couriers(outbox, [*functions, *sinks_of(settings, os.environ)])
         try:
             yield RemoteEvents(outbox, wants, couriers)
         finally:

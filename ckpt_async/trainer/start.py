@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_async.core import arguments, keys, launch, naming
-from ckpt_async.core.arguments import shown
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import SettingsError
+from ckpt_async.events.callback import Callback, check_callable
 from ckpt_async.events.of_run import SPEAKER
 from ckpt_async.events.sinks import wants_of
 from ckpt_async.events.telling import format_wants
@@ -52,9 +52,8 @@ def start_of(
     if kind and loaded.latest_filename == Settings().latest_filename:  # which is the run's own
         loaded = replace(loaded, latest_filename=f"latest-{kind}-rank{{rank}}")
     naming.fill(loaded.latest_filename, rank=rank)
-    if on_event is not None and not callable(on_event):
-        raise SettingsError(f"on_event={shown(on_event)} cannot be called")
-    wants = format_wants(wants_of(loaded, has_callback=on_event is not None))
+    check_callable(on_event)
+    wants = format_wants(wants_of(loaded, callback=Callback.of_trainer if on_event is not None else ""))
     if loaded.sigterm_flush_s and threading.current_thread() is not threading.main_thread():
         raise SettingsError(
             "sigterm_flush_s needs the uploader to be opened in the main thread: only it may set signal handlers"

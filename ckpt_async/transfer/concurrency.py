@@ -73,10 +73,12 @@ class Concurrency:
     )
 
     @property
-    def is_found(self) -> bool:
-        """Whether the limit is what the link needs, rather than a step of the search or what others have said."""
-        is_settled = not self.is_searching and self.before is None and self.unconfirmed is None
-        return is_settled and self.connection_bytes_per_s > 0
+    def is_known(self) -> bool:
+        """Whether the next checkpoint would begin with this limit: not with a step that is only tried now and then, nor
+        with what only others have said. A search that ran out of requests goes on there.
+        """
+        is_kept = self.is_searching or self.before is None
+        return is_kept and self.unconfirmed is None and self.connection_bytes_per_s > 0
 
 
 def remembered(state: Concurrency, limit: int, connection_bytes_per_s: float) -> Concurrency:
