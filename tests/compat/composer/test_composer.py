@@ -55,6 +55,28 @@ trainer.fit()
 """
 
 
+# On 2 ranks, of which the second comes late to each save, with names that are the same on both.
+LATE = """
+import sys, time
+from composer.core import Callback
+from composer.utils import dist
+from ckpt_async.integrations.composer import CheckpointSaver
+from tests.compat.composer.train import Model, trainer_of
+
+class Late(Callback):
+    def batch_end(self, state, logger):
+        if dist.get_global_rank() == 1:
+            time.sleep(2)
+
+saver = CheckpointSaver(
+    "checkpoints", "ep{epoch}-ba{batch}.pt", None, "latest.pt", None, "2ba", remote=sys.argv[1], weights_only=True
+)
+trainer = trainer_of(Model(), "2ba", run_name="run", callbacks=[Late(), saver])
+trainer.fit()
+trainer.close()
+"""
+
+
 @pytest.fixture(autouse=True)
 def on_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Composer's folders are relative; a fresh node is an empty one."""
@@ -157,6 +179,15 @@ def test_a_run_that_does_not_resume_does_not_bury_its_newest_checkpoint(s3_url: 
         run("10ba", callbacks=[saver_of(s3_url)], autoresume=False)
 
 
+def test_a_late_rank_leaves_what_the_first_has_written(tmp_path: Path) -> None:
+    remote = f"file://{tmp_path}/store"
+    Path("late.py").write_text(LATE)
+    env = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    launch = [sys.executable, "-m", "composer.cli.launcher", "-n", "2", "late.py", remote]
+    subprocess.run(launch, env=env, timeout=300, check=True)
+    assert restore.find(remote, step=2) is not None
+
+
 # --- getting back ------------------------------------------------------------------------------------------
 
 
@@ -203,6 +234,26 @@ def test_load_path_finds_composers_names(s3_url: str, on_a_node: Path, name: str
             options["loggers"] = [downloader]
     loaded = run("10ba", fits=False, **options)
     assert loaded.state.timestamp.batch == (5 if "ba5" in name else 10)
+
+
+def test_autoresume_needs_no_remote_pointer(tmp_path: Path) -> None:
+    remote = f"file://{tmp_path}/store"
+    for duration in ("5ba", "10ba"):
+        saver = saver_of(remote, latest_remote_file_name=None)
+        assert run(duration, callbacks=[saver]).state.timestamp.batch == int(duration[:-2])
+    assert not list((tmp_path / "store").rglob("*.symlink"))
+
+
+def test_the_recipe_of_the_docs_runs_as_printed(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "integrations.md").read_text()
+    recipe = page.partition("## Composer")[2].partition("```python")[2].partition("```")[0]
+    store = tmp_path / "store"
+    store.mkdir()
+    for printed, here in (("s3://bucket", f"file://{store}"), ("500ba", "5ba"), ("10ep", "5ba")):
+        assert printed in recipe
+        recipe = recipe.replace(printed, here)
+    exec(recipe, {"model": train.Model(), "loader": train.loader()})
+    assert restore.find(f"file://{store}/run-a", step=5) is not None
 
 
 def test_what_is_not_there_is_not_found(s3_url: str) -> None:
