@@ -56,8 +56,9 @@ def wire(request: pytest.FixtureRequest, tls: ssl.SSLContext, ca_file: str) -> W
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stuck socket is looked after soon."""
+    """A stuck socket is looked after soon, an early answer at once: on loopback a body takes no time to look amid."""
     monkeypatch.setattr(connections, "BLOCK_S", 0.05)
+    monkeypatch.setattr(http_bodies, "LISTEN_S", 0.0)
 
 
 # --- one body ------------------------------------------------------------------------------------------------------
