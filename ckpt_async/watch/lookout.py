@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from ckpt_async.watch.formats import Found, find
 from ckpt_async.watch.holds import Hold, Holds
 from ckpt_async.watch.options import Options
 from ckpt_async.watch.telling import Teller
-from ckpt_async.watch.tree import Tree
+from ckpt_async.watch.tree import Identity, Tree
 from ckpt_async.watch.wake import Waker
 
 logger = logging.getLogger(__name__)
@@ -35,6 +36,7 @@ class Lookout:
         self._disk = Disk(options.folder)
         holds.dropping = self._give_up
         self._has_looked = False
+        self._seen: dict[str, tuple[Identity, frozenset[str]]] = {}  # of each path: its mark, and what it had
         self.num_left = 0
         self.tree = Tree({}, lambda *_: b"")  # the newest look
 
@@ -56,7 +58,8 @@ class Lookout:
     def take(self) -> None:
         """Stage what is complete; hold what is not, where it may become so after it was rotated away."""
         self._teller.incomplete, self.num_left = {}, 0
-        for found in find(self.tree, self._options.rules):
+        candidates, seen_before, self._seen = find(self.tree, self._options.rules), self._seen, {}
+        for found in (self._unrotated(each, seen_before) for each in candidates):
             verdict = self._judge(found, self.tree)
             if verdict is None:
                 continue
@@ -76,6 +79,22 @@ class Lookout:
         self._has_looked = True
         for hold in self._holds.gone(self.tree):
             self._take_held(hold)
+
+    def _unrotated(self, found: Found, seen_before: Mapping[str, tuple[Identity, frozenset[str]]]) -> Found:
+        """The same with a reason, if it had more files with the same mark once: its rotation has begun, and the times
+        tell nothing of it where links that failed have changed them.
+        """
+        if found.mark not in self.tree.files or self._options.rules.ignores_times:
+            return found
+        mark, files = self.tree.files[found.mark], frozenset(found.files)
+        mark_before, files_before = seen_before.get(found.path, (mark, files))
+        had = files | files_before if mark_before == mark else files
+        self._seen[found.path] = (mark, had)
+        if files == had or found.reason:
+            return found
+        return replace(
+            found, reason=f"{min(had - files)} was removed from it after its mark {found.mark} was written"
+        )
 
     def _judge(self, found: Found, tree: Tree) -> plan.Verdict | None:
         return plan.judge(found, tree, self._entries.all.values(), num_nodes=self._options.num_nodes)

@@ -2,9 +2,13 @@
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from ckpt_async.watch.entries import Entries
+from ckpt_async.watch.formats import Rules
 from ckpt_async.watch.holds import MAX_HELD, Holds
 from ckpt_async.watch.lookout import Lookout
 from ckpt_async.watch.options import Options
@@ -12,18 +16,57 @@ from ckpt_async.watch.telling import Teller
 from ckpt_async.watch.wake import Waker
 
 
-def test_what_waits_and_is_dropped_because_too_many_are_held_is_refused_by_name(tmp_path: Path) -> None:
-    folder = tmp_path / "out"
-    folder.mkdir()
-    options = Options(folder, "memory://", tmp_path / "state", tmp_path / "lock")
-    entries, holds = Entries(folder, tmp_path / "state", "memory://"), Holds(folder, tmp_path / "held")
-    entries.load()
-    holds.load()
-    told: list[tuple[str, str]] = []
-    teller, waker = Teller(lambda each: told.append((each.event, each.path))), Waker()
-    lookout = Lookout(options, entries, holds, teller, waker)
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator["Place"]:
+    place = Place(tmp_path)
+    yield place
+    place.waker.close()
+
+
+class Place:
+    """One folder, and what is told of it."""
+
+    def __init__(self, base: Path) -> None:
+        self.folder = base / "out"
+        self.folder.mkdir()
+        self.entries, self.holds = (
+            Entries(self.folder, base / "state", "memory://"),
+            Holds(self.folder, base / "held"),
+        )
+        self.entries.load()
+        self.holds.load()
+        self.told: list[tuple[str, str]] = []
+        self.teller, self.waker = Teller(lambda each: self.told.append((each.event, each.path))), Waker()
+        self._base = base
+
+    def lookout(self, rules: Rules) -> Lookout:
+        options = Options(self.folder, "memory://", self._base / "state", self._base / "lock", rules=rules)
+        return Lookout(options, self.entries, self.holds, self.teller, self.waker)
+
+
+def test_what_vanishes_while_it_is_linked_is_not_taken_for_whole_later(place: Place) -> None:
+    """The links that were made before one failed have changed the times by which a rotation is told."""
+    lookout = place.lookout(Rules(done="DONE"))
+    here = place.folder / "step-1"
+    here.mkdir()
+    for name in ("a", "b", "c", "DONE"):
+        (here / name).write_text(name)
+    lookout.look()
+    (here / "c").unlink()  # a rotation begins
+    lookout.take()
+    for _ in range(2):
+        lookout.look()
+        lookout.take()
+        assert not place.entries.all
+        assert place.teller.incomplete == {
+            "step-1": "step-1/c was removed from it after its mark step-1/DONE was written"
+        }
+
+
+def test_what_waits_and_is_dropped_because_too_many_are_held_is_refused_by_name(place: Place) -> None:
+    lookout = place.lookout(Rules())
     for step in range(1, MAX_HELD + 3):
-        here = folder / f"checkpoint-{step}"
+        here = place.folder / f"checkpoint-{step}"
         here.mkdir()
         for name in ("rng_state_0.pth", "rng_state_1.pth"):
             (here / name).write_bytes(b"x" * step)
@@ -31,6 +74,5 @@ def test_what_waits_and_is_dropped_because_too_many_are_held_is_refused_by_name(
         lookout.look()
         lookout.take()
         shutil.rmtree(here)
-    assert list(teller.refused) == ["checkpoint-1", "checkpoint-2"]
-    assert told == [("refused", "checkpoint-1"), ("refused", "checkpoint-2")]
-    waker.close()
+    assert list(place.teller.refused) == ["checkpoint-1", "checkpoint-2"]
+    assert place.told == [("refused", "checkpoint-1"), ("refused", "checkpoint-2")]
