@@ -128,6 +128,7 @@ def state_of(pid: int | str) -> str:
 def in_terminal(script: str, argv: list[str]) -> tuple[int, int]:
     pid, terminal = pty.fork()
     if pid == 0:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may have been started with nohup
         os.execv("/bin/sh", ["sh", "-c", script, "sh", *argv])
     return pid, terminal
 
