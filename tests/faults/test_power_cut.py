@@ -1,5 +1,6 @@
 """Power cuts: of a real ext4, and of a folder from which everything is taken that no fsync had made durable."""
 
+import ctypes
 import fcntl
 import os
 import random
@@ -24,6 +25,7 @@ SETTINGS = {
 # xfstests (src/godown.c) tests file systems with it.
 EXT4_IOC_SHUTDOWN = 0x8004587D
 NO_LOG_FLUSH = 2
+CLONE_NEWNS = 0x00020000  # linux/sched.h; Python 3.12 has os.unshare
 
 
 class Ext4:
@@ -72,6 +74,13 @@ def _run(*command: str) -> str:
     return done.stdout.strip()
 
 
+def mount_in_private() -> None:
+    """From now on what this process and its children mount goes with them, however they end."""
+    if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNS):
+        raise OSError(ctypes.get_errno(), "unshare(CLONE_NEWNS) failed")
+    _run("mount", "--make-rprivate", "/")
+
+
 @pytest.fixture
 def ext4(tmp_path: Path) -> Iterator[Ext4]:
     missing = [each for each in ("mkfs.ext4", "mount", "losetup") if shutil.which(each) is None]
@@ -79,11 +88,19 @@ def ext4(tmp_path: Path) -> Iterator[Ext4]:
     if missing:
         pytest.skip(f"needs {', '.join(missing)}")
     try:
+        mount_in_private()
         disk = Ext4(tmp_path)
     except OSError as error:
         pytest.skip(f"no loop devices here: {error}")
     yield disk
     disk.close()
+
+
+@pytest.fixture
+def nursery(ext4: Ext4, tmp_path: Path) -> Iterator[Nursery]:
+    """Its processes see the mounted disk; they are gone before it is."""
+    with Nursery(tmp_path) as nursery:
+        yield nursery
 
 
 class Machine:
