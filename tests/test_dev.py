@@ -196,6 +196,55 @@ def test_a_failing_check_does_not_hide_the_others(
     assert (out, err.splitlines()[-1]) == ("", "dev: FAILED: ruff check, ruff format, mypy")
 
 
+UNSTEADY = """
+from pathlib import Path
+
+def test_passes_the_second_time():
+    seen = Path(__file__).with_name("seen")
+    was_seen = seen.exists()
+    seen.touch()
+    assert was_seen
+
+def test_passes():
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "last"),
+    [
+        (
+            "",
+            0,
+            [
+                "dev: UNSTEADY: what failed above, beside other tests, has passed alone",
+                "dev: all good: pytest",
+            ],
+        ),
+        ("def test_fails():\n    assert False\n", 1, ["dev: FAILED: pytest"]),
+    ],
+    ids=["passes then", "fails again"],
+)
+def test_what_failed_is_tried_once_more_alone(
+    tree: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    more: str,
+    code: int,
+    last: list[str],
+) -> None:
+    (tree / "test_unsteady.py").write_text(UNSTEADY + more)
+    module = load(tree)
+    monkeypatch.setattr(module, "set_up", lambda: None)
+    monkeypatch.setattr(module, "PYTHON", Path(sys.executable))
+    monkeypatch.setattr(module, "CHECKS", {"pytest": ("pytest",)})
+    assert module.main(["test"]) == code
+    out, err = capfd.readouterr()
+    assert err.splitlines()[-len(last) :] == last
+    assert out.count("test_unsteady.py ") == 2  # pytest's line of the file, in each of both goes
+    assert "1 failed, 1 passed" in out or "2 failed, 1 passed" in out
+
+
 def test_what_python_compiles_is_kept_even_where_it_may_not_lie_beside_the_sources(
     tree: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
