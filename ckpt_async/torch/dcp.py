@@ -46,10 +46,10 @@ from ckpt_async.torch.validation import ValidationFunction
 logger = logging.getLogger(__name__)
 
 Group = dist.ProcessGroup | None
-# What an older checkpoint may be taken for instead.
 # How torch's planners say that a checkpoint does not fit the state.
 _NO_KEY = "Missing key in checkpoint state_dict: "
 _TORCH_SAYS = (_NO_KEY, "Size mismatch between saved ")
+# What an older checkpoint may be taken for instead.
 UNUSABLE = (DamagedCheckpointError, CheckpointGoneError)
 
 
