@@ -21,6 +21,7 @@ from pathlib import Path
 import peers
 from _child import Measured, Work, child_main, measure, measure_command
 from _compare import BUCKET, Server, add_ratio, key_of, parser_of, report, scratch, spread, turns
+from sink import Link
 
 RUN = "run"
 FILE_BYTES = 64 << 10
@@ -92,6 +93,7 @@ def checked(name: str, lines: list[str], target: Path, files: dict[str, bytes]) 
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--delay-ms", type=int, default=0, help="before every answer")
     parser.add_argument("--files", type=int, default=2000)
     parser.add_argument(
         "--concurrency", type=int, default=8, help="concurrent requests of ours; s5cmd makes 256"
@@ -106,7 +108,7 @@ def main() -> None:
     place = "/dev/shm" if arguments.to == "tmpfs" else None
     with scratch() as folder, scratch(place) as destination:
         log = folder / "requests"
-        with Server("sink", folder, log=log) as server:
+        with Server("sink", folder, link=Link(delay_ms=arguments.delay_ms), log=log) as server:
             key, files = commit_all(folder / "run", arguments.files, server.url)
             size_bytes = arguments.files * FILE_BYTES
             work = Work("", size_bytes, server.url, BUCKET, key, 0, arguments.concurrency)

@@ -18,6 +18,7 @@ from pathlib import Path
 import peers
 from _child import Measured, Work, child_main, measure, measure_command
 from _compare import BUCKET, Server, add_ratio, key_of, parser_of, report, scratch, spread, turns
+from sink import Link
 
 SHARD_BYTES = 64 << 10
 # Of what is not a shard: opening and closing requests of a rank with one checkpoint, whatever the number of shards.
@@ -89,6 +90,7 @@ def checked(name: str, log: Path, seen: int, num_shards: int) -> tuple[int, int]
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--delay-ms", type=int, default=0, help="before every answer")
     parser.add_argument("--shards", type=int, default=2000)
     parser.add_argument("--clients", nargs="+", choices=[*OURS, "s5cmd"], default=[*OURS, "s5cmd"])
     arguments = parser.parse_args()
@@ -102,7 +104,7 @@ def main() -> None:
             (folder / "shards" / f"{number:06d}.bin").write_bytes(os.urandom(SHARD_BYTES))
         os.sync()
         log = folder / "requests"
-        with Server("sink", folder, log=log) as server:
+        with Server("sink", folder, link=Link(delay_ms=arguments.delay_ms), log=log) as server:
             size_bytes = arguments.shards * SHARD_BYTES
             work = Work(str(folder / "shards"), size_bytes, server.url, BUCKET, "", 0, 0)
             for number, name in turns(names, arguments.rounds):

@@ -229,7 +229,7 @@ class Engine:
             work = self._perform_series(series) if len(series) > 1 else self._perform(series[0])
             self._start(series, work)
             self._num_uploading += 1
-        self.state.store.has_more(bool(self._queue))
+        self.state.store.has_more(self._start_uploads if self._queue else None)
 
     def _start(self, actions: Sequence[decide.Action], work: Coroutine[Any, Any, None]) -> None:
         task = self.state.loop.create_task(work, name=type(actions[0]).__name__)
@@ -265,6 +265,7 @@ class Engine:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+        self.state.store.has_more(None)
         if self._crash.done():
             self._crash.exception()  # it was raised, or something worse is being raised
 

@@ -10,7 +10,7 @@ from ckpt_async.core import decide
 from ckpt_async.core.model import CheckpointId
 from ckpt_async.engine.book import Book
 from ckpt_async.engine.state import State
-from ckpt_async.transfer.upload import SERIES_BYTES, SERIES_SHARDS, SMALL_BYTES
+from ckpt_async.transfer.upload import SERIES_BYTES, SMALL_BYTES
 
 
 class UploadQueue:
@@ -78,10 +78,11 @@ class UploadQueue:
         """The next upload, with those of the same checkpoint behind it if all of them are so small that they are sent
         in one go; but not more than a place's share, for the last ones shall not wait behind each other.
         """
-        share = -(-len(self._waiting) // self._state.store.concurrency)
+        store = self._state.store
+        most = min(-(-len(self._waiting) // store.concurrency), store.series_length)
         series = [self._waiting.popleft()]
         size_bytes = self._small_bytes(series[0])
-        while self._waiting and len(series) < min(share, SERIES_SHARDS):
+        while self._waiting and len(series) < most:
             size_bytes += self._small_bytes(self._waiting[0])
             if size_bytes > SERIES_BYTES or self._waiting[0].checkpoint != series[0].checkpoint:
                 break

@@ -46,7 +46,7 @@ from ckpt_async.stores.interface import SmallGet
 from ckpt_async.threads import in_thread
 from ckpt_async.transfer.patient import PatientStore
 from ckpt_async.transfer.together import all_or_none
-from ckpt_async.transfer.upload import SERIES_SHARDS, SMALL_BYTES
+from ckpt_async.transfer.upload import SMALL_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -304,7 +304,8 @@ class _Fetching:
         again: list[RemoteFile] = []
         while left:
             async with self._opened.bulk.turn() as store:
-                share = min(SERIES_SHARDS, LOCKS_AT_ONCE // store.concurrency, len(left) // store.concurrency)
+                at_once = store.concurrency
+                share = min(store.series_length, LOCKS_AT_ONCE // at_once, len(left) // at_once)
                 files = [left.popleft() for _ in range(min(len(left), max(1, share)))]
                 again += await self._bring_many(files, store, lease)
         await all_or_none(self._bring(file, lease) for file in again)

@@ -36,8 +36,8 @@ class Pace:
 
 
 def num_of_cores() -> int:
-    """Threads beyond one more than there are cores only take the interpreter's lock and the caches from each other, if
-    it is the cores that bound the rate: measured on two cores, with eight a download takes a sixth longer than with
-    three, over TLS a third, and many small files take twice as long.
+    """More threads only take the interpreter's lock and the caches from each other, if it is the cores that bound the
+    rate: measured on two cores, with three a download over TLS takes an eighth longer than with two, with eight a
+    third; many small files take twice as long with eight.
     """
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -82,7 +82,7 @@ async def session(
     )
     path = Path(folder) / keys.PRIVATE / known_link.file_name("down") if folder is not None else None
     known = await in_thread(known_link.recall, path, remote, time.time()) if path is not None else None
-    budgets = Budgets(settings, few=num_of_cores() + 1, direction="down", known=known)
+    budgets = Budgets(settings, few=num_of_cores(), direction="down", known=known)
     bulk = connect(remote, options, settings, silence_s=PATIENCE_S, budgets=budgets)
     try:
         await bulk.open(PATIENCE_S, is_read_only=True)

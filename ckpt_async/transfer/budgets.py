@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Hashable, Iterator
+from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import Protocol
 
@@ -101,8 +101,16 @@ class _Moving:
         return Request(self._size_bytes, moved_bytes, took_s, late_bytes_per_s)
 
 
+# Small requests in a series share what a series costs by itself. Far from the store they are fewer, or the connections
+# that are added meanwhile would find none left; and in the first ones, when nobody knows how far it is.
+MAX_SERIES, FIRST_SERIES, SERIES_S = 64, 8, 0.5
+# So many requests that have ended say what is usual, besides those under way.
+ENDED = 16
 # How often what has moved is looked at, while requests are under way: to find the link, and once it is found.
 LOOK_S, SELDOM_S = 0.05, 0.2
+# When no more wait than this part of the limit, they are let in with the first that ends: alone, they would leave the
+# link nearly empty.
+LAST = 0.5
 # The other side's kernel acknowledges what its program has not read yet.
 SEND_BUFFERS_FILL_S = 0.15
 
@@ -119,26 +127,34 @@ class Lane:
         self._node = node
         self._next_look: asyncio.TimerHandle | None = None
         self._looked = (0.0, 0.0)  # when, and how much CPU this process had taken by then
-        self._running = 0
+        self._running = self._num_for_many = 0
         self._watched: dict[Watched, _Moving] = {}
+        self._rates: deque[float] = deque(maxlen=ENDED)  # of the newest that have ended
+        self._small_s = 0.0  # of a small request; 0: not known yet
         self._waiting: dict[Hashable, deque[asyncio.Future[None]]] = {}  # in the order of their turns
-        self.have_more: set[Hashable] = set()  # owners that would ask for more if more were let in
+        # Owners that would ask for more if more were let in, which this makes them do.
+        self.have_more: dict[Hashable, Callable[[], None]] = {}
 
     @asynccontextmanager
-    async def hold(self, owner: Hashable) -> AsyncIterator[None]:
+    async def hold(self, owner: Hashable, *, is_for_many: bool = False) -> AsyncIterator[None]:
+        """A place, for one request, or for one after the other."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(owner, deque()).append(turn)
+        self._num_for_many += is_for_many
         self._admit()
         try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if turn.done() and not turn.cancelled():
+                    self._leave()
+                raise
+            try:
+                yield
+            finally:
                 self._leave()
-            raise
-        try:
-            yield
         finally:
-            self._leave()
+            self._num_for_many -= is_for_many
 
     def close(self) -> None:
         if self._node is not None:
@@ -151,8 +167,20 @@ class Lane:
             self._watched[progress] = _Moving(size_bytes)
         try:
             yield
+            if size_bytes:
+                took_s = asyncio.get_running_loop().time() - progress.began_s
+                self._rates.append(size_bytes / max(took_s, 1e-6))
         finally:
             self._watched.pop(progress, None)
+
+    def took_each(self, durations_s: Sequence[float]) -> None:
+        """The small requests of a series. The shortest says how far the store is: others waited for our own cores."""
+        if durations_s:
+            self._small_s = min(durations_s)
+
+    def series_length(self) -> int:
+        """How many small requests one connection should make before others may take its place."""
+        return max(1, min(MAX_SERIES, int(SERIES_S / self._small_s))) if self._small_s else FIRST_SERIES
 
     def throttled(self, began_s: float, now_s: float) -> None:
         self.concurrency = concurrency.throttled(self.concurrency, began_s=began_s, now_s=now_s)
@@ -167,22 +195,31 @@ class Lane:
         moved_bytes, others = sum(each.size_bytes for each in moved), list[int]()
         if self._node is not None:
             moved_bytes, others = self._node.tell(moved_bytes, self._running, time.monotonic())
+        limit = self.concurrency.limit
         self.concurrency = concurrency.observed(
             self.concurrency,
             moved_bytes=moved_bytes,
             round_trip_s=max(each.round_trip_s for each in moved),
-            is_full=self._running == self.concurrency.limit and bool(self._waiting or self.have_more),
+            is_full=self._running == self.concurrency.limit and self._has_more(),
             now_s=loop.time(),
             busy_cores=(self._looked[1] - cpu_s) / max(self._looked[0] - looked_s, 1e-6),
             others=others,
         )
         self._look_for_stragglers(loop.time())
         self._admit()
+        if self.concurrency.limit > limit:
+            for ask in list(self.have_more.values()):
+                ask()
+
+    def _has_more(self) -> bool:
+        """Who makes as many requests as there may ever be has none that wait."""
+        return bool(self._waiting or self.have_more) or self.concurrency.limit == self.concurrency.most
 
     def _look_for_stragglers(self, now_s: float) -> None:
         watched = list(self._watched.items())
         requests = [seen.look(each.moved_bytes, now_s - each.began_s) for each, seen in watched]
-        for number in concurrency.stragglers(requests, self.concurrency.connection_bytes_per_s):
+        usual = self.concurrency.connection_bytes_per_s or concurrency.usual_rate(requests, self._rates)
+        for number in concurrency.stragglers(requests, usual):
             slow = requests[number]
             logger.info(
                 "connection_slow moved_bytes=%d in_s=%.1f; beginning again", slow.moved_bytes, slow.took_s
@@ -191,10 +228,13 @@ class Lane:
 
     def _leave(self) -> None:
         self._running -= 1
-        self._admit()
+        limit = self.concurrency.limit
+        num_waiting = sum(map(len, self._waiting.values()))
+        is_end = not self.have_more and not self._num_for_many and num_waiting <= limit * LAST
+        self._admit(min(limit + num_waiting, self.concurrency.most) if is_end else limit)
 
-    def _admit(self) -> None:
-        while self._waiting and self._running < self.concurrency.limit:
+    def _admit(self, limit: int = 0) -> None:
+        while self._waiting and self._running < (limit or self.concurrency.limit):
             owner, turns = next(iter(self._waiting.items()))
             del self._waiting[owner]
             turn = turns.popleft()

@@ -12,7 +12,8 @@ each would grow for ever, for on a full link more connections are a larger share
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import statistics
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 # How long connections that were just added take to reach their rate, and how long that is looked at: this, or so many
@@ -22,7 +23,9 @@ WINDOW_S, WINDOW_ROUND_TRIPS = 0.2, 3
 # The first look is at connections that have all just begun: soon enough to lose little by too few of them.
 FIRST_WINDOW_S = 0.05
 # A link that gives one connection less than this takes many.
-SLOW_BYTES_PER_S = 10 << 20
+SLOW_BYTES_PER_S = 32 << 20
+# One that gives less than this mostly waits for answers to small requests.
+FAR_BYTES_PER_S = 2 << 20
 # A process that keeps as many cores at work as this is bound by them, or by Python's lock, rather than by the link.
 BUSY_CORES = 0.7
 # A step has paid in full if it brought this part of what as much more of everything would have.
@@ -209,6 +212,15 @@ class Request:
     late_bytes_per_s: float  # over half of its time or more: at first, buffers on the way swallow it at once
 
 
+def usual_rate(requests: Sequence[Request], ended_bytes_per_s: Iterable[float]) -> float:
+    """What a connection brings, by what most requests say, where there are too few of them for the link to be searched
+    for: those that have ended, and those under way long enough. 0 if they are too few for that, too.
+    """
+    late = [each.late_bytes_per_s for each in requests if each.took_s >= SLOW_AFTER_S / 2]
+    rates = [*ended_bytes_per_s, *late]
+    return statistics.median(rates) if len(rates) > FEW else 0.0
+
+
 def stragglers(requests: Sequence[Request], connection_bytes_per_s: float) -> list[int]:
     """Which of them, by number, would end sooner if they began again on other connections: those that are a small
     fraction as fast as a connection was seen to be, or that take far longer than others do (what buffers on the way
@@ -250,7 +262,8 @@ def _step_up(state: Concurrency, in_all: int, rate: float, now_s: float, settle_
     if not state.is_searching:
         more = max(1, state.limit // 4)
     else:
-        more = state.limit * (3 if rate < in_all * SLOW_BYTES_PER_S else 1)
+        each = rate / in_all
+        more = state.limit * (7 if each < FAR_BYTES_PER_S else 3 if each < SLOW_BYTES_PER_S else 1)
     return replace(
         state,
         limit=min(most, state.limit + more),

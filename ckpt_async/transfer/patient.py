@@ -262,23 +262,30 @@ class PatientStore:
         return self._budgets.bulk.concurrency.limit
 
     @property
+    def series_length(self) -> int:
+        """How many small requests should be one after the other, now."""
+        return self._budgets.bulk.series_length()
+
+    @property
     def link(self) -> Concurrency:
         """What is known of the link."""
         return self._budgets.bulk.concurrency
 
-    def has_more(self, has_more: bool) -> None:
-        """Whether the owner would make more requests at once: only then is `concurrency` what bounds the rate."""
-        if has_more:
-            self._budgets.bulk.have_more.add(self._owner)
+    def has_more(self, ask: Callable[[], None] | None) -> None:
+        """Whether the owner would make more requests at once: only then is `concurrency` what bounds the rate. `ask` is
+        called when it has grown.
+        """
+        if ask is not None:
+            self._budgets.bulk.have_more[self._owner] = ask
         else:
-            self._budgets.bulk.have_more.discard(self._owner)
+            self._budgets.bulk.have_more.pop(self._owner, None)
 
     @contextlib.asynccontextmanager
     async def turn(self) -> AsyncIterator[PatientStore]:
         """A place among the requests that carry shard bytes, for one after the other by the store that this gives:
         what they ask for can be decided when it is their turn.
         """
-        async with self._place():
+        async with self._budgets.bulk.hold(self._owner, is_for_many=True):
             admitted = copy.copy(self)
             admitted._place = contextlib.nullcontext  # noqa: SLF001  our own
             yield admitted
@@ -353,6 +360,7 @@ class PatientStore:
             await self._heeded(operation, lambda: self._admitted(size_bytes, once, num_requests))
         finally:
             self._observer.requests_finished(operation, durations_s)
+            self._budgets.bulk.took_each(durations_s)
 
     # --- patience ------------------------------------------------------------------------------------------
 

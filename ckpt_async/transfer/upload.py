@@ -252,9 +252,8 @@ async def read_back(store: PatientStore, key: str, size_bytes: int, algorithm: s
 
 # Up to here a request costs more than its bytes.
 SMALL_BYTES = 256 << 10
-# Sent on one connection, and recorded together: enough to share what a series costs by itself, few enough that its end
-# is soon known.
-SERIES_SHARDS, SERIES_BYTES = 64, 4 * MIB
+# Sent on one connection, and recorded together: few enough that the end is soon known. How many they may be: `Lane`.
+SERIES_BYTES = 4 * MIB
 
 
 @dataclass(frozen=True, slots=True)

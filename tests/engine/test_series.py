@@ -17,7 +17,7 @@ from ckpt_async.core import decide
 from ckpt_async.core.model import CheckpointId, Verified
 from ckpt_async.core.observe import Observer
 from ckpt_async.core.settings import Settings
-from ckpt_async.engine import book, sending, upload_queue
+from ckpt_async.engine import book, sending
 from ckpt_async.engine.loop import Engine
 from ckpt_async.errors import FailureReason, JournalError
 from ckpt_async.local.folder import Folder
@@ -25,6 +25,7 @@ from ckpt_async.local.journal import Journal
 from ckpt_async.monitor.metrics import Metrics
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.interface import ObjectInfo
+from ckpt_async.transfer import budgets
 from ckpt_async.transfer import upload as transfer
 from ckpt_async.transfer.patient import PatientStore
 from ckpt_async.transfer.source import Source
@@ -315,7 +316,7 @@ def test_many_small_shards_of_a_checkpoint_are_sent_in_series(opened: Open, seri
 
     with pytest.MonkeyPatch.context() as patch, opened(store) as uploader:
         patch.setattr(Journal, "append", noting)
-        patch.setattr(upload_queue, "SERIES_SHARDS", 32)
+        patch.setattr(budgets, "FIRST_SERIES", 32)
         save(uploader, 1)
         uploader.wait(1, timeout_s=30)
         assert uploader.metrics.registry.get_sample_value(

@@ -38,7 +38,7 @@ from ckpt_async.local.folder import Folder
 from ckpt_async.local.journal import RankLock
 from ckpt_async.runners import process as process_module
 from ckpt_async.runners import reports, wire
-from ckpt_async.transfer.upload import SERIES_SHARDS
+from ckpt_async.transfer.budgets import MAX_SERIES
 from tests.faults.oracle import Oracle
 from tests.faults.processes import Nursery, Trainer
 from tests.faults.proxy import Fault, FaultProxy
@@ -797,9 +797,9 @@ def test_the_largest_report_fits_into_a_packet() -> None:
     """One that does not would be tried for ever, or be cut short."""
     facts = reports._Facts(lambda: None)
     while len(facts.observed) < reports.MAX_FACTS:  # of series that are cut short at their end
-        facts.requests_finished("put", [10 + number / 7 for number in range(SERIES_SHARDS)])
-        facts.uploads_ended(SERIES_SHARDS)
-        facts.uploads_started(SERIES_SHARDS)
+        facts.requests_finished("put", [10 + number / 7 for number in range(MAX_SERIES)])
+        facts.uploads_ended(MAX_SERIES)
+        facts.uploads_started(MAX_SERIES)
     id_ = CheckpointId(999_999, 999_999_999_999)
     report = {
         "observed": list(facts.observed)[: reports.MAX_FACTS],

@@ -15,6 +15,7 @@ from ckpt_async.transfer.concurrency import (
     remembered,
     stragglers,
     throttled,
+    usual_rate,
 )
 from ckpt_async.transfer.upload import part_size
 
@@ -81,9 +82,13 @@ def test_what_a_link_far_away_needs_is_found_though_its_connections_are_slow_to_
 
 
 def test_slow_connections_are_made_more_at_once() -> None:
-    """Four times as many where each is slow; twice as many, as the link needs few, where each is fast."""
-    _, slow = Link(5 * MIB).play(Concurrency(limit=8, most=128), 3)
+    """Four times as many where each is slow, eight times where each mostly waits for answers; twice as many, as the
+    link needs few, where each is fast.
+    """
+    _, waiting = Link(MIB).play(Concurrency(limit=8, most=128), 3)
+    _, slow = Link(20 * MIB).play(Concurrency(limit=8, most=128), 3)
     _, fast = Link(60 * MIB).play(Concurrency(limit=8, most=128), 3)
+    assert sorted(set(waiting)) == [8, 64, 128]
     assert sorted(set(slow)) == [8, 32, 128]
     assert sorted(set(fast)) == [8, 16, 32, 64, 128]
 
@@ -320,6 +325,14 @@ def test_a_request_that_would_not_end_sooner_goes_on() -> None:
 def test_a_link_or_a_store_that_has_become_slow_makes_no_stragglers() -> None:
     assert stragglers([_request(0.5, 30) for _ in range(8)], 5 * MIB) == []
     assert stragglers([Request(16 * MIB, 16 * MIB, 9.0, 0.0)] * 8, 20 * MIB) == []
+
+
+def test_where_nobody_has_seen_the_link_most_requests_say_what_is_usual() -> None:
+    """Those that have ended, and those under way long enough: what buffers have swallowed is no rate."""
+    swallowed = Request(16 * MIB, 4 * MIB, 0.1, 40 * MIB)
+    assert usual_rate([*[_request(6, 1)] * 7, _request(2, 1), *[swallowed] * 20], []) == 6 * MIB
+    assert usual_rate([_request(2, 3)], [6 * MIB] * 7) == 6 * MIB  # the last one
+    assert usual_rate([_request(2, 3)], [6 * MIB] * 2) == 0.0  # too few to say
 
 
 def _part_mib(size_mib: int, link: Concurrency | None) -> int:

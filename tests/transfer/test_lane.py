@@ -99,6 +99,107 @@ def test_concurrency_follows_what_the_stores_say_has_moved() -> None:
     run(main())
 
 
+def test_the_last_few_are_let_in_with_the_first_that_ends() -> None:
+    """They would run alone when all others have ended. Not at the beginning, nor while there is more to come."""
+
+    async def most_at_once(
+        num_requests: int, most: int = 64, *, has_more: bool = False, is_for_many: bool = False
+    ) -> int:
+        lane, counts = Lane(8, most), [0]
+
+        async def work(number: int) -> None:
+            async with lane.hold(0, is_for_many=is_for_many):
+                counts.append(lane._running)
+                await asyncio.sleep(1 + number / 100)
+
+        if has_more:
+            lane.have_more[1] = lambda: None
+        await asyncio.gather(*(work(number) for number in range(num_requests)))
+        return max(counts)
+
+    assert run(most_at_once(8 + 8 + 5)) == 11  # 8; one by one 8 more; when 4 are left, all of them
+    assert run(most_at_once(8 + 4)) == 11
+    assert run(most_at_once(8 + 4, most=9)) == 9
+    assert run(most_at_once(8 + 4, has_more=True)) == 8
+    assert run(most_at_once(8 + 4, is_for_many=True)) == 8  # each would go on as long as there is something
+
+
+def test_who_makes_as_many_requests_as_there_may_be_learns_of_the_link_too() -> None:
+    """Then none waits, and yet it is the limit that bounds the rate."""
+
+    async def main() -> None:
+        lane = Lane(8, 8, few=2)
+        loop = asyncio.get_running_loop()
+        lane.movers.append(lambda: Moved(round(loop.time() * 1e9), 0.0))
+
+        async def work() -> None:
+            async with lane.hold(0, is_for_many=True):
+                await asyncio.sleep(2)
+
+        await asyncio.gather(*(work() for _ in range(8)))
+        assert lane.concurrency.connection_bytes_per_s > 0
+
+    run(main())
+
+
+def test_who_has_more_is_asked_for_it_when_more_are_let_in() -> None:
+    async def main() -> None:
+        lane, asked_at = Lane(8, 64), []
+        loop = asyncio.get_running_loop()
+        lane.movers.append(lambda: Moved(round(loop.time() * 1e6 * lane.concurrency.limit), 0.0))
+
+        async def work() -> None:
+            async with lane.hold(0):
+                await asyncio.sleep(9)
+
+        def ask() -> None:
+            asked_at.append(lane.concurrency.limit)
+            del lane.have_more[0]
+
+        lane.have_more[0] = ask
+        await asyncio.gather(*(work() for _ in range(8)))
+        assert asked_at == [64]
+
+    run(main())
+
+
+def test_a_series_is_as_long_as_the_store_is_near() -> None:
+    lane = Lane(8, 64)
+    unknown = lane.series_length()
+    lane.took_each([0.0005] * 8)
+    near = lane.series_length()
+    lane.took_each([0.05, 0.4, 0.05])
+    assert (unknown, near, lane.series_length()) == (8, 64, 10)
+    lane.took_each([3.0])
+    assert lane.series_length() == 1
+
+
+def test_a_slow_connection_is_seen_though_no_request_has_to_wait() -> None:
+    """Eight parts on eight connections: the link is not searched for, and what is usual is what the others have."""
+
+    async def main() -> None:
+        store, moved, attempts = PatientStore(MemoryStore(), Settings()), 0, Counter[int]()
+        store._budgets.bulk.movers.append(lambda: Moved(moved, 0.0))
+        store._budgets.bulk._node = None
+
+        async def request(number: int) -> None:
+            async def attempt(_: Store, progress: Progress) -> None:
+                nonlocal moved
+                attempts[number] += 1
+                rate = 200_000 if number == 3 and attempts[number] == 1 else 2_000_000
+                while progress.moved_bytes < 4_000_000:
+                    await asyncio.sleep(0.1)
+                    moved, progress.moved_bytes = moved + rate // 10, progress.moved_bytes + rate // 10
+                    progress.moved()
+
+            await store.bulk("upload_part", 4_000_000, attempt)
+
+        await asyncio.gather(*(request(number) for number in range(8)))
+        assert attempts == Counter({**dict.fromkeys(range(8), 1), 3: 2})
+
+    run(main())
+
+
 def test_slow_down_halves_the_concurrency() -> None:
     """Sixteen requests that are all told to slow down are one reason to, not sixteen."""
 
