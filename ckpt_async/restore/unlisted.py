@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from urllib.parse import urlsplit
 
+from ckpt_async.core import keys
 from ckpt_async.errors import (
     FailureReason,
     InvalidRecordError,
@@ -84,7 +84,7 @@ async def _of_ranks(opened: Session, root: str) -> dict[str, ObjectInfo]:
 
 async def _pointed(opened: Session) -> dict[str, ObjectInfo]:
     found: dict[str, ObjectInfo] = {}
-    root = urlsplit(opened.remote).path.strip("/")
+    root = keys.path_in(opened.remote)
     for pointer in (await _heads(opened, _POINTERS)).values():
         there = await read(opened.store, pointer.key, max_size_bytes=_MAX_POINTER_BYTES)
         target = there[0].decode("utf-8", "replace").strip() if there else ""

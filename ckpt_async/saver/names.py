@@ -6,8 +6,9 @@ import difflib
 import re
 import string
 from collections.abc import Iterable, Mapping
+from pathlib import PurePosixPath
 
-from ckpt_async.core import naming
+from ckpt_async.core import keys, naming
 from ckpt_async.core.launch import Placement
 from ckpt_async.errors import InvalidNameError, SettingsError
 from ckpt_async.saver.timestamp import Timestamp
@@ -52,6 +53,15 @@ def variables(run_name: str | None, placement: Placement) -> dict[str, object]:
 
 def fill(template: str, values: Mapping[str, object]) -> str:
     return naming.substitute(template, values) if "{" in template or "}" in template else template
+
+
+def below(remote: str, name: str) -> str:
+    """An object's name in the bucket, as a key below `remote`: where that ends as the name begins, this is left out."""
+    parts, above = PurePosixPath(name.strip("/")).parts, PurePosixPath(keys.path_in(remote)).parts
+    for count in range(len(parts) - 1, 0, -1):
+        if above[-count:] == parts[:count]:
+            return "/".join(parts[count:])
+    return "/".join(parts)
 
 
 def is_ahead(name: str, template: str, run: Mapping[str, object], resumed: Timestamp) -> bool:

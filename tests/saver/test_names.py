@@ -147,3 +147,18 @@ def test_times_are_read_back_from_names() -> None:
     }
     assert names.times("ep1-ba42-rank6.pt", "ep{epoch}-ba{batch}-rank{rank}.pt", run) is None
     assert names.times("rxn-1.pt", "{run_name}-{batch}.pt", run) is None  # a dot is a dot
+
+
+@pytest.mark.parametrize(
+    ("remote", "name", "key"),
+    [
+        ("s3://bucket/run-a", "run-a/checkpoints/ep1.pt", "checkpoints/ep1.pt"),
+        ("s3://bucket/teams/x/run-a", "/x/run-a/ep1.pt", "ep1.pt"),
+        ("s3://bucket/run-a", "other/ep1.pt", "other/ep1.pt"),
+        ("s3://bucket/run-a", "run-a", "run-a"),  # a key is never empty
+        ("s3://run-a", "run-a/ep1.pt", "run-a/ep1.pt"),  # the bucket is no part of a name
+        ("file:///store/lr=1?b#2/run-a", "lr=1?b#2/run-a/ep1.pt", "ep1.pt"),
+    ],
+)
+def test_a_name_in_the_bucket_becomes_a_key_below_the_run(remote: str, name: str, key: str) -> None:
+    assert names.below(remote, name) == key

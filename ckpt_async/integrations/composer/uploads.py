@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from ckpt_async import Uploader
 from ckpt_async.integrations.files import files_of_rank
@@ -134,21 +133,12 @@ class SaverUploads:
             settings.setdefault("publish_copies", True)
             if saver.latest_remote_file_name is not None and saver.latest_filename is not None:
                 pointer = format_name_with_dist(saver.latest_remote_file_name.filename, run_name)
-                settings.setdefault("composer_symlink", f"{self.key(pointer)}.symlink")
+                settings.setdefault("composer_symlink", f"{names.below(self.remote, pointer)}.symlink")
         if saver.num_concurrent_uploads > 1:  # Composer's default of 1 is not meant for parts of files
             settings.setdefault("num_concurrent_uploads", saver.num_concurrent_uploads)
         self._held = HeldUploader(self.remote, None, self._close_timeout_s, settings)
         self._held.open(self._folder, rank, world_size)
         _open.add(self)
-
-    def key(self, name: str) -> str:
-        """Composer's name of an object in the bucket, as a key below the run: what both have in common goes."""
-        parts, above = PurePosixPath(name.lstrip("/")).parts, PurePosixPath(urlsplit(self.remote).path).parts
-        for count in range(len(parts) - 1, 0, -1):
-            if above[-count:] == parts[:count]:
-                parts = parts[count:]
-                break
-        return "/".join(parts)
 
     def clear_leftovers(self, state: State) -> None:
         """At `fit_start`: remove what killed starts of this run have left behind of later saves, complete or not. Where
@@ -191,7 +181,7 @@ class SaverUploads:
             prefix = state.fsdp_config.sharded_ckpt_prefix_dir
             folder = format_name_with_dist_and_time(prefix, state.run_name, state.timestamp)
             key = str(PurePosixPath(key).parent / folder)
-        return self.key(key)
+        return names.below(self.remote, key)
 
     # --- the end -------------------------------------------------------------------------------------------
 
