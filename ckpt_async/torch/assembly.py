@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import math
 import zlib
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -30,6 +31,10 @@ BLOCKS_IN_MEMORY = 6
 _WINDOW_BYTES = 64 << 10
 # Of what torch writes for one tensor: all but its elements is in these.
 _HEAD_BYTES, _TAIL_BYTES = 2 << 10, 2 << 10
+# What is smaller is read with them, as a whole: or each of many small tensors would be a request of its own.
+_SMALL_BYTES = 64 << 10
+# What a part takes while it is read, beside its elements: those ends, and objects.
+_PART_BYTES = 8 << 10
 _SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -139,10 +144,10 @@ class Assembler:
         with ThreadPoolExecutor(1, thread_name_prefix="ckpt-async-unshard") as ahead:
             reading = [ahead.submit(self._read, batch) for batch in _first(batches)]
             while reading:
-                ready = reading.pop().result()
+                ready = deque(reading.pop().result())
                 reading = [ahead.submit(self._read, batch) for batch in _first(batches)]
                 while ready:
-                    whole, data = ready.pop(0)
+                    whole, data = ready.popleft()
                     yield whole, memoryview(data)
                     del data
 
@@ -165,7 +170,7 @@ class Assembler:
         for whole in wholes:
             count = self._block_bytes // whole.dtype.itemsize if whole.content is None else 1 << 62
             for block in blocks(whole.box, count):
-                size_bytes = math.prod(block.sizes) * whole.dtype.itemsize
+                size_bytes = math.prod(block.sizes) * whole.dtype.itemsize + len(whole.parts) * _PART_BYTES
                 if batch and batch_bytes + size_bytes > self._block_bytes:
                     yield batch
                     batch, batch_bytes = [], 0
@@ -175,7 +180,7 @@ class Assembler:
             yield batch
 
     def _read(self, batch: list[tuple[Whole, Block]]) -> list[tuple[Whole, bytearray]]:
-        self._locate([(whole, block) for whole, block in batch if whole.content is None])
+        archives = self._locate([(whole, block) for whole, block in batch if whole.content is None])
         targets: list[tuple[Whole, bytearray]] = []
         shares: list[_Share] = []
         for whole, block in batch:
@@ -187,7 +192,13 @@ class Assembler:
             there = [(part, found) for part in whole.parts if (found := overlap(block, part)) is not None]
             _check_cover(whole, block, [found for _, found in there])
             shares += [_Share(whole, block, part, found, target) for part, found in there]
-        self._reader.read_into([share.want for share in shares if share.part.strides is None])
+        wants: list[ReadInto] = []
+        for share in shares:
+            if (archive := archives.get(id(share.part))) is not None:
+                share.take(*archive)
+            elif share.part.strides is None:
+                wants.append(share.want)
+        self._reader.read_into(wants)
         for share in shares:
             if share.part.strides is not None:
                 share.data[:] = self._turned(share)
@@ -214,8 +225,10 @@ class Assembler:
 
     # --- where parts are -----------------------------------------------------------------------------------
 
-    def _locate(self, batch: list[tuple[Whole, Block]]) -> None:
-        """Find the elements in what torch has written, by the archive's ends, which are read for all parts at once."""
+    def _locate(self, batch: list[tuple[Whole, Block]]) -> dict[int, tuple[int, bytearray]]:
+        """Find the elements in what torch has written, by the archive's ends, which are read for all parts at once.
+        Returns what was read as a whole, and its place in the file, by the part's `id`.
+        """
         wanted = [
             (whole, number)
             for whole, block in batch
@@ -228,17 +241,22 @@ class Assembler:
             part = whole.parts[number]
             size_bytes = part.saved_bytes or 0
             file = CheckpointFile(self._reader, part.file, part.offset, size_bytes)
-            places = {0: min(_HEAD_BYTES, size_bytes)}
-            if not part.is_optimised and size_bytes > _HEAD_BYTES:
+            places = {0: size_bytes if size_bytes <= _SMALL_BYTES else _HEAD_BYTES}
+            if not part.is_optimised and size_bytes > _SMALL_BYTES:
                 tail_bytes = min(_TAIL_BYTES, size_bytes - _HEAD_BYTES)
                 places[size_bytes - tail_bytes] = tail_bytes
             read = [(at, bytearray(count)) for at, count in places.items()]
             wants += [ReadInto(part.file, part.offset + at, memoryview(data)) for at, data in read]
             ends.append((file, read))
         self._reader.read_into(wants)
+        archives: dict[int, tuple[int, bytearray]] = {}
         for (whole, number), (file, read) in zip(wanted, ends, strict=True):
-            file.known([(at, bytes(data)) for at, data in read])
-            whole.parts[number] = _located(whole, whole.parts[number], file)
+            file.known(read)
+            saved, part = whole.parts[number], _located(whole, whole.parts[number], file)
+            whole.parts[number] = part
+            if saved.saved_bytes == len(read[0][1]) and part.strides is None:
+                archives[id(part)] = saved.offset, read[0][1]
+        return archives
 
     def _take(self, file: str, record: Record, position: int, data: bytearray) -> None:
         """Go on with the record's CRC-32. What was passed over is read for it; what is read again counts once."""
@@ -278,6 +296,11 @@ class _Share:
         self.data = self.target if is_all else bytearray(math.prod(self.found.sizes) * itemsize)
         offset = self.part.offset + first_element(self.found, self.part) * itemsize
         self.want = ReadInto(self.part.file, offset, memoryview(self.data))
+
+    def take(self, start: int, archive: bytearray) -> None:
+        """Out of the archive that begins there in the file."""
+        at = self.want.offset - start
+        self.data[:] = memoryview(archive)[at : at + len(self.data)]
 
 
 def _located(whole: Whole, part: Part, file: CheckpointFile) -> Part:
@@ -354,7 +377,7 @@ class CheckpointFile(io.RawIOBase):
         self._reader, self._name, self._start = reader, name, start
         self._size_bytes = reader.files[name].size_bytes - start if size_bytes is None else size_bytes
         self._position = 0
-        self._windows: list[tuple[int, bytes]] = []
+        self._windows: list[tuple[int, bytes | bytearray]] = []
         self._prefetched: dict[int, bytes] = {}
 
     def prefetch(self, ranges: Sequence[tuple[int, int]]) -> None:
@@ -376,7 +399,7 @@ class CheckpointFile(io.RawIOBase):
         )
         self._prefetched |= {at: bytes(buffer) for (at, _), buffer in zip(inside, buffers, strict=True)}
 
-    def known(self, windows: Sequence[tuple[int, bytes]]) -> None:
+    def known(self, windows: Sequence[tuple[int, bytes | bytearray]]) -> None:
         """What was read already, from these offsets on."""
         self._windows = list(windows)
 
@@ -403,7 +426,7 @@ class CheckpointFile(io.RawIOBase):
         self._position += size
         return size
 
-    def _get(self, at: int, size: int) -> bytes:
+    def _get(self, at: int, size: int) -> bytes | bytearray:
         if (found := self._remembered(at, size)) is not None:
             return found
         # Around it, for an archive's directory is at its end and is read backwards.
@@ -413,8 +436,8 @@ class CheckpointFile(io.RawIOBase):
         self._windows = [*self._windows[-1:], (start, data)]
         return data[at - start : at - start + size]
 
-    def _remembered(self, at: int, size: int) -> bytes | None:
-        found = self._prefetched.get(at, b"")
+    def _remembered(self, at: int, size: int) -> bytes | bytearray | None:
+        found: bytes | bytearray = self._prefetched.get(at, b"")
         if len(found) >= size:
             return found[:size]
         for start, data in self._windows:

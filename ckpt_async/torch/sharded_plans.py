@@ -13,7 +13,8 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import IO, Any, cast
@@ -22,7 +23,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from ckpt_async.errors import DamagedCheckpointError, FormatError
-from ckpt_async.restore import Reader
+from ckpt_async.restore import Reader, ReadInto
 from ckpt_async.restore.dcp_files import (
     FLASHPOINT_HEAD_BYTES,
     FLASHPOINT_PREFIX_BYTES,
@@ -31,6 +32,7 @@ from ckpt_async.restore.dcp_files import (
 from ckpt_async.torch import flashpoint, olmo_keys
 from ckpt_async.torch.assembly import Box, CheckpointFile, Part, Whole, part_of
 from ckpt_async.torch.codecs import SAFETENSORS_SUFFIX, TORCH_SUFFIXES
+from ckpt_async.torch.nested import MAX_DEPTH, Nested, nest, with_lists
 from ckpt_async.torch.olmo_core_files import MARK, OlmoCoreFiles
 from ckpt_async.torch.sharded_rules import CLASSES, ShardedRules, Shards
 from ckpt_async.torch.tensors import safetensors_places
@@ -43,11 +45,13 @@ _WORLD_SIZE = re.compile(r"^world_size: *([0-9]{1,6})\s*$", re.MULTILINE)
 _WRAPPED = "_fsdp_wrapped_module."
 _MAX_SMALL_BYTES = 1 << 20
 
-# Whoever goes through a state calls itself for each level.
-_MAX_DEPTH = 100
+# Values that are no tensors are read together up to so many bytes, or one by one.
+_TOGETHER_BYTES = 4 << 20
 
 Allow = Mapping[tuple[str, str], type]
 WholeOf = Callable[[torch.Tensor, str], Whole]
+# File, offset, what is not known yet (record, strides), size, and whether in ML Flashpoint's own form.
+_Place = tuple[str, int, None, None, int, bool]
 
 
 class _Visits:
@@ -66,8 +70,8 @@ class _Visits:
                     f"the state holds itself at {name[:200]!r}: it cannot be written as a whole"
                 )
             return found
-        if self._depth == _MAX_DEPTH:
-            raise FormatError(f"the state has more than {_MAX_DEPTH} containers within each other")
+        if self._depth == MAX_DEPTH:
+            raise FormatError(f"the state has more than {MAX_DEPTH} containers within each other")
         self._found[id(value)] = (value, None)
         self._depth += 1
         found = plan()
@@ -191,7 +195,13 @@ class Planner:
         prefix = f"{folder}/" if folder else ""
         metadata = load_metadata(self._reader.read(f"{prefix}.metadata"))
         forms: dict[str, bool | None] = {}
-        state = _Nested()
+        others = {
+            name: self._place(metadata, MetadataIndex(name), prefix, forms)
+            for name, told in metadata.state_dict_metadata.items()
+            if not isinstance(told, TensorStorageMetadata)
+        }
+        values = dict(self._values(others))
+        state = Nested()
         for name, told in metadata.state_dict_metadata.items():
             if isinstance(told, TensorStorageMetadata):
                 whole = self.plan.whole(name, told.size, told.properties.dtype)
@@ -201,17 +211,30 @@ class Planner:
                     whole.parts.append(Part(starts, sizes, *place))
                 value: Any = whole.stand_in
             else:
-                file, start, _, _, size_bytes, _ = self._place(metadata, MetadataIndex(name), prefix, forms)
-                data = io.BytesIO(self._reader.read(file, start, size_bytes))
-                found = read_state(data, f"{file}: {name[:200]!r}", allow=self._allow)
-                value = self.plan.planned(found, name, self.plan.in_memory)
-            _nest(state, (metadata.planner_data or {}).get(name, (name,)), value)
-        return cast(dict[str, Any], _with_lists(state))
+                value = self.plan.planned(values.pop(name), name, self.plan.in_memory)
+            nest(state, (metadata.planner_data or {}).get(name, (name,)), value)
+        return cast(dict[str, Any], with_lists(state))
+
+    def _values(self, places: Mapping[str, _Place]) -> Iterator[tuple[str, Any]]:
+        """What is no tensor, by name; there may be many, and each is small."""
+        left = deque(places.items())
+        while left:
+            reading: list[tuple[str, str, bytearray]] = []
+            wants: list[ReadInto] = []
+            size_bytes = 0
+            while left and (not wants or size_bytes + left[0][1][4] <= _TOGETHER_BYTES):
+                name, (file, start, _, _, count, _) = left.popleft()
+                size_bytes += count
+                reading.append((name, file, data := bytearray(count)))
+                wants.append(ReadInto(file, start, memoryview(data)))
+            self._reader.read_into(wants)
+            for name, file, data in reading:
+                what = f"{file}: {name[:200]!r}"
+                yield name, read_state(io.BytesIO(data), what, allow=self._allow)
 
     def _place(
         self, metadata: Metadata, index: MetadataIndex, prefix: str, forms: dict[str, bool | None]
-    ) -> tuple[str, int, None, None, int, bool]:
-        """File, offset, what is not known yet (record, strides), size, and whether in ML Flashpoint's own form."""
+    ) -> _Place:
         place = (metadata.storage_data or {}).get(index)
         if place is None:
             raise DamagedCheckpointError(f"{prefix}.metadata does not say where {index.fqn!r} is")
@@ -508,41 +531,3 @@ def _is_equal(a: Any, b: Any) -> bool:
         return len(a) == len(b) and all(map(_is_equal, a, b))
     same = a == b
     return bool(same.all()) if hasattr(same, "all") else bool(same)
-
-
-class _Nested(dict[Any, Any]):
-    """A dict or list on the way to a value; what is a dict by itself is none."""
-
-
-def _nest(state: _Nested, path: Sequence[Any], value: Any) -> None:
-    """DCP's path of keys; of lists, by position."""
-    if not 0 < len(path) <= _MAX_DEPTH:
-        raise DamagedCheckpointError(f".metadata has a path of {len(path)} keys")
-    at: Any = state
-    for key in path[:-1]:
-        at = at.setdefault(key, _Nested())
-        if not isinstance(at, _Nested):
-            raise DamagedCheckpointError(f".metadata has {_told(path)} below a value")
-    if path[-1] in at:
-        raise DamagedCheckpointError(f".metadata has two values at {_told(path)}")
-    at[path[-1]] = value
-
-
-def _with_lists(value: Any, path: tuple[Any, ...] = ()) -> Any:
-    if not isinstance(value, _Nested):
-        return value
-    found = {key: _with_lists(each, (*path, key)) for key, each in value.items()}
-    if not found or any(type(key) is not int for key in found):
-        return found
-    places = sorted(found)
-    if places != list(range(len(places))):
-        missing = next((at for at, place in enumerate(places) if at != place))
-        raise FormatError(
-            f"the list at {_told(path)} has nothing at position {missing}: torch's DCP does not save an empty dict",
-            hint="load it with ckpt_async.torch.load_latest, or torch's dcp.load, into a state of this structure",
-        )
-    return [found[place] for place in places]
-
-
-def _told(path: Sequence[Any]) -> str:
-    return repr("/".join(map(str, path))[:200])
