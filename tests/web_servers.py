@@ -14,12 +14,16 @@ from aiohttp import web
 
 
 @contextlib.contextmanager
-def serving_ranges(folder: Path, *, page: str = "", forbids: bool = False) -> Iterator[str]:
+def serving_ranges(
+    folder: Path, *, page: str = "", forbids: bool = False, asked: list[str] | None = None
+) -> Iterator[str]:
     """The URL of `folder`; below /moved/ everything is redirected there. `page` is what is answered to what is missing;
-    with `forbids` that is 403, as buckets do that may not be listed.
+    with `forbids` that is 403, as buckets do that may not be listed. `asked` gets the path of each request.
     """
 
     async def answer(request: web.Request) -> web.StreamResponse:
+        if asked is not None:
+            asked.append(request.match_info["path"])
         path = folder / request.match_info["path"]
         if path.is_file():
             return web.FileResponse(path)

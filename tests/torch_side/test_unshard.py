@@ -32,6 +32,7 @@ from ckpt_async.errors import (
 from ckpt_async.torch import unsharding
 from ckpt_async.torch.assembly import Block, Part, blocks, first_element, overlap
 from tests.torch_side import foreign_files
+from tests.web_servers import serving_ranges
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -431,6 +432,19 @@ def test_memory_stays_within_the_bound_however_large_the_state(tmp_path: Path, f
     tensors = ckpt.load(tmp_path / name, mmap=True)
     tensors = tensors.get("model", tensors)
     assert all(torch.equal(tensors[key], each) for key, each in state["model"].items())
+
+
+def test_many_small_values_take_few_requests(tmp_path: Path) -> None:
+    tensors = {f"bias{number}": torch.full((64,), float(number)) for number in range(300)}
+    state = {"model": tensors, "optim": {f"group{number}": {"lr": number / 8} for number in range(300)}}
+    foreign_files.dcp(tmp_path / "step-20", state)
+    asked: list[str] = []
+    with serving_ranges(tmp_path, asked=asked) as url:
+        checkpoint = restore.find(f"{url}/step-20")
+        assert checkpoint is not None
+        ckpt.unshard(checkpoint, tmp_path / "whole.pt")
+    assert same(loaded(tmp_path / "whole.pt"), state)
+    assert sum(path.endswith(".distcp") for path in asked) < 20
 
 
 # --- refused -----------------------------------------------------------------------------------------------
