@@ -1,9 +1,13 @@
 """Adapters for training frameworks, one module each. They use only the public API.
 
     from ckpt_async.integrations.lightning import CkptAsyncCheckpointIO, newest_checkpoint
-    from ckpt_async.integrations.composer import CheckpointSaver, RemoteUploaderDownloader
     from ckpt_async.integrations.transformers import CkptAsyncCallback, newest_checkpoint
+    from ckpt_async.integrations.composer import CheckpointSaver, RemoteUploaderDownloader
+    from ckpt_async.integrations.olmo import Trainer, find_latest_checkpoint
+    from ckpt_async.integrations.olmo_core import CkptAsyncCallback, newest_checkpoint
     from ckpt_async.integrations.ray import newest_checkpoint, open_in_ray, upload_fn
+    from ckpt_async.integrations.torchtitan import CkptAsyncManager
 
-The frameworks are not dependencies: `pip install ckpt-async[lightning]` or `ckpt-async[transformers]`.
+The frameworks are not dependencies: `pip install ckpt-async[lightning]` or `ckpt-async[transformers]`; each of the
+others says what to install.
 """

@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ from ckpt_async.torch import fetch_together, launch_id
 
 logger = logging.getLogger(__name__)
 
+# How long a start may take to upload what a killed one left on this node.
+DRAIN_TIMEOUT_S = 300.0
 CLOSE_TIMEOUT_S = 600.0
 # Training has failed, and its traceback waits: long enough for receipts.
 CLOSE_AFTER_ERROR_S = 10.0
@@ -53,7 +55,7 @@ class HeldUploader:
             raise SettingsError(f"pass these settings where the uploader is opened: {', '.join(settings)}")
         _refuse_unknown(settings)
         self.remote = uploader.remote if uploader is not None else remote
-        self.now = uploader  # None while it is not open
+        self.uploader = uploader  # None while it is not open
         self.store_options: StoreOptions | None = settings.get("store_options")
         self._is_lent = uploader is not None
         self._settings = {"on_error": "warn", **settings}
@@ -63,12 +65,14 @@ class HeldUploader:
         self._has_raised = False
 
     def open(self, folder: str | os.PathLike[str] | None, rank: int, world_size: int) -> Uploader:
-        """Open it for a start of training, or check that the lent one fits. Of several ranks all must call it."""
-        if self.now is None:
+        """Open it for a start of training, or check that the lent one fits. All ranks must call it: a collective, if
+        there are several.
+        """
+        if self.uploader is None:
             assert self.remote is not None
             assert folder is not None
             self.newest_step, self._not_handed_over, self._has_raised = None, None, False
-            self.now = Uploader(
+            self.uploader = Uploader(
                 folder,
                 self.remote,
                 rank=rank,
@@ -76,13 +80,13 @@ class HeldUploader:
                 launch_id=launch_id() if world_size > 1 else None,
                 **self._settings,
             )
-        elif (self.now.rank, self.now.world_size) != (rank, world_size):
+        elif (self.uploader.rank, self.uploader.world_size) != (rank, world_size):
             raise SettingsError(
-                f"the uploader was opened for rank {self.now.rank} of {self.now.world_size}, but this process saves as"
-                f" rank {rank} of {world_size}",
+                f"the uploader was opened for rank {self.uploader.rank} of {self.uploader.world_size},"
+                f" but this process saves as rank {rank} of {world_size}",
                 hint=f"open it with rank={rank}, world_size={world_size}",
             )
-        return self.now
+        return self.uploader
 
     def hand_over(
         self,
@@ -94,12 +98,14 @@ class HeldUploader:
         metrics: Mapping[str, float] | None = None,
         publish_as: str | None = None,
     ) -> None:
-        """Enqueue what this rank has of a checkpoint, and seal. One that is sealed already stays as it is.
+        """Enqueue what this rank has of a checkpoint, and seal: on return SIGKILL cannot lose it, and the files may be
+        deleted; it is in the store once all ranks have done so and it is committed. One that is sealed already stays as
+        it is.
 
         In warn mode nothing is raised: a checkpoint that could not be handed over is in the log, given up on all ranks,
         and never committed.
         """
-        uploader = self.now
+        uploader = self.uploader
         assert uploader is not None
         self.newest_step, self._not_handed_over, self._has_raised = step, None, False
         try:
@@ -121,7 +127,7 @@ class HeldUploader:
 
         Raises UploadFailedError, with either `on_error`, if it is not: training is over, so that stops nothing.
         """
-        uploader, step = self.now, self.newest_step
+        uploader, step = self.uploader, self.newest_step
         if uploader is None or step is None or self._has_raised:
             return
         if (why := self._not_handed_over) is None:
@@ -144,7 +150,7 @@ class HeldUploader:
         """Finish what was handed over, within the bound, and raise what `wait_for_newest` does. A lent uploader stays
         open, and its owner hears of failures when closing it.
         """
-        uploader = self.now
+        uploader = self.uploader
         if uploader is None:
             return
         is_failing = sys.exc_info()[0] is not None  # the frameworks clean up inside their `except`
@@ -160,7 +166,7 @@ class HeldUploader:
     def _close(self, uploader: Uploader, timeout_s: float, *, is_failing: bool) -> None:
         try:
             if not self._is_lent:
-                self.now = None
+                self.uploader = None
                 uploader.close(timeout_s)
             elif not (report := uploader.flush(timeout_s)).is_done:
                 logger.warning("not_flushed steps=%s within_s=%g", list(report.steps_left), timeout_s)
@@ -193,15 +199,24 @@ def give_up(uploader: Uploader, step: int, name: str, why: Exception) -> None:
 def fetch_newest(
     folder: str | os.PathLike[str],
     remote: str,
-    destination: Callable[[restore.Checkpoint], Path],
     drain_timeout_s: float,
     store_options: StoreOptions | None,
+    *,
     kind: str | None = None,
-) -> tuple[restore.Checkpoint, restore.FetchReport] | None:
-    """The newest good checkpoint, whole, at its destination; the same on all ranks where there is a process group."""
+    has_bare_files: bool = False,
+) -> tuple[restore.Checkpoint, Path] | None:
+    """The newest good checkpoint, whole, and its path: `<folder>/<its name>`; or, of trainers that save a checkpoint as
+    one file without a folder of its own (`has_bare_files`), that file in `folder`. The same on all ranks where there is
+    a process group.
+    """
+    where = Path(folder)
+
+    def destination(checkpoint: restore.Checkpoint) -> Path:
+        return where if has_bare_files and len(checkpoint.files) == 1 else where / checkpoint.name
+
     has_group = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     fetch = fetch_together if has_group else restore.fetch_latest
-    return fetch(
+    found = fetch(
         remote,
         destination,
         kind=kind,
@@ -210,3 +225,8 @@ def fetch_newest(
         store_options=store_options,
         overwrite=True,
     )
+    if found is None:
+        return None
+    checkpoint, report = found
+    path = destination(checkpoint)
+    return checkpoint, next(iter(report.paths.values())) if path == where else path

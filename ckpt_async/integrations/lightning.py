@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt_async import StoreOptions, Uploader, restore
 from ckpt_async.errors import SettingsError
 from ckpt_async.integrations.files import files_of_rank
-from ckpt_async.integrations.held import CLOSE_TIMEOUT_S, HeldUploader, fetch_newest
+from ckpt_async.integrations.held import CLOSE_TIMEOUT_S, DRAIN_TIMEOUT_S, HeldUploader, fetch_newest
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -57,10 +57,11 @@ def _on_cpu(storage: Any, _location: str) -> Any:
 class CkptAsyncCheckpointIO(CheckpointIO):
     """Saves as Lightning does, and uploads: `Trainer(plugins=[CkptAsyncCheckpointIO("checkpoints", remote)])`.
 
-    For strategies that save a single file, written by rank 0: only rank 0 uploads, as a run with one rank. The uploader
-    is opened by `open` or at the first save, and closed when the trainer finishes. Invalid settings, credentials or
-    buckets raise when it is opened. Later failures are logged and counted, and training continues; with
-    `on_error="raise"` they raise.
+    For strategies that save a single file, written by rank 0: only rank 0 uploads, as a run with one rank. When a save
+    returns, SIGKILL does not lose it any more; it is uploaded and committed in the background. The uploader is opened
+    by `open` or at the first save, and closed when the trainer finishes. Invalid settings, credentials or buckets raise
+    when it is opened. Later failures are logged and counted, and training continues; with `on_error="raise"` they
+    raise.
 
     If several files are saved at one step, only the first is uploaded. So prefer `save_last="link"` (`save_last=True`
     writes the same state a second time), and list a full `ModelCheckpoint` before one with `save_weights_only`.
@@ -98,7 +99,7 @@ class CkptAsyncCheckpointIO(CheckpointIO):
     @property
     def uploader(self) -> Uploader | None:
         """The open uploader, e.g. for its metrics or `wait`; None while it is closed, and on ranks above 0."""
-        return self._held.now
+        return self._held.uploader
 
     def open(self) -> None:
         """Open the uploader before the first save, so that configuration errors raise now. Call it on global rank 0."""
@@ -137,7 +138,7 @@ class CkptAsyncCheckpointIO(CheckpointIO):
 
     def _fetch(self, path: Path) -> Path:
         """Fetch the file and return its local path; `path` unchanged if the store does not have it either."""
-        folder = self._held.now.folder if self._held.now is not None else self._folder
+        folder = self._held.uploader.folder if self._held.uploader is not None else self._folder
         said, is_last = _STEP.search(path.name), _LAST.fullmatch(path.name)
         assert folder is not None
         assert self._held.remote is not None
@@ -168,9 +169,10 @@ class CkptAsyncCallback(Callback):
     """Uploads sharded saves of FSDP and ModelParallel strategies, which write folders and bypass any `CheckpointIO`:
     `Trainer(callbacks=[CkptAsyncCallback("checkpoints", remote), ModelCheckpoint("checkpoints")])`.
 
-    After a `ModelCheckpoint` has saved, each rank enqueues the files it wrote, before the next batch; the rank that
-    finishes last commits. The uploader is opened when `fit` starts and closed when it ends. Arguments and error
-    handling are those of `CkptAsyncCheckpointIO`, except that `uploader` must have this rank and world size.
+    After a `ModelCheckpoint` has saved, each rank enqueues the files it wrote, before the next batch: from then on
+    SIGKILL does not lose them. The rank that finishes its uploads last commits. The uploader is opened when `fit`
+    starts and closed when it ends. Arguments and error handling are those of `CkptAsyncCheckpointIO`, except that
+    `uploader` must have this rank and world size.
 
     Use `save_last="link"`: `save_last=True` overwrites `last.ckpt` in place, which aborts a checkpoint whose upload
     has not finished. Checkpoints saved by your own call of `trainer.save_checkpoint` are not uploaded: enqueue them
@@ -193,7 +195,7 @@ class CkptAsyncCallback(Callback):
     @property
     def uploader(self) -> Uploader | None:
         """This rank's uploader while `fit` runs, e.g. for its metrics or `wait`; else None."""
-        return self._held.now
+        return self._held.uploader
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
@@ -219,7 +221,7 @@ class CkptAsyncCallback(Callback):
             self._held.close()
 
     def _hand_over(self, trainer: Trainer) -> None:
-        uploader = self._held.now
+        uploader = self._held.uploader
         for (path, changed_ns), scores in _saved(trainer).items():
             if uploader is None or (path, changed_ns) in self._seen:
                 continue
@@ -237,7 +239,7 @@ def newest_checkpoint(
     folder: str | os.PathLike[str],
     remote: str,
     *,
-    drain_timeout_s: float = 300.0,
+    drain_timeout_s: float = DRAIN_TIMEOUT_S,
     store_options: StoreOptions | None = None,
 ) -> str | None:
     """Fetch the newest usable checkpoint into `folder`, under its original name, and return its path, or None for a
@@ -250,19 +252,8 @@ def newest_checkpoint(
 
     Raises the errors of `restore.find` and `restore.fetch`, also if there are checkpoints but none is usable.
     """
-    where = Path(folder)
-    found = fetch_newest(
-        where,
-        remote,
-        lambda checkpoint: where if len(checkpoint.files) == 1 else where / checkpoint.name,
-        drain_timeout_s,
-        store_options,
-    )
-    if found is None:
-        return None
-    checkpoint, report = found
-    (path,) = report.paths.values() if len(report.paths) == 1 else (where / checkpoint.name,)
-    return str(path)
+    found = fetch_newest(folder, remote, drain_timeout_s, store_options, has_bare_files=True)
+    return None if found is None else str(found[1])
 
 
 def _hold(

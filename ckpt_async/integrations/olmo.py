@@ -115,8 +115,9 @@ def close_uploads() -> None:
 class _Uploading(theirs.Checkpointer):
     """What the five have in common, before OLMo's own in the order of classes.
 
-    `save_checkpoint` returns when the local folder is complete and, with `upload_to`, handed over, on every rank. The
-    last part of `upload_to` must be the folder's name; what is before it is the run.
+    `save_checkpoint` returns when the local folder is complete and, with `upload_to`, handed over, on every rank: then
+    SIGKILL does not lose it any more. It is uploaded and committed in the background. The last part of `upload_to` must
+    be the folder's name; what is before it is the run.
     """
 
     kind: str | None = None

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from ckpt_async import StoreOptions, Uploader
 from ckpt_async.errors import SaveFailedError, SettingsError
 from ckpt_async.integrations.files import files_of_rank
-from ckpt_async.integrations.held import CLOSE_TIMEOUT_S, HeldUploader, fetch_newest, give_up
+from ckpt_async.integrations.held import CLOSE_TIMEOUT_S, DRAIN_TIMEOUT_S, HeldUploader, fetch_newest, give_up
 
 try:
     from olmo_core.distributed.utils import (
@@ -43,11 +43,12 @@ class CkptAsyncCallback(Callback):
     """Uploads every checkpoint that the `Trainer` saves, at once or asynchronously:
     `TrainerConfig(…).with_callback("ckpt_async", CkptAsyncCallback(remote))`.
 
-    Each rank enqueues the files it wrote, when its part of the save is finished; the rank that finishes last commits.
-    The uploader is opened on the trainer's `save_folder`, which must be local, when training starts, and closed when it
-    ends. Invalid settings, credentials or buckets raise at the start. Later failures are logged and counted, and
-    training continues; with `on_error="raise"` they end training at the next batch, also if they came while OLMo-core
-    saved asynchronously, in a thread whose exceptions it only logs.
+    Each rank enqueues the files it wrote, when its part of the save is finished: after that SIGKILL does not lose them.
+    They are uploaded in the background, and the rank that finishes last commits. The uploader is opened on the
+    trainer's `save_folder`, which must be local, when training starts, and closed when it ends. Invalid settings,
+    credentials or buckets raise at the start. Later failures are logged and counted, and training continues; with
+    `on_error="raise"` they end training at the next batch, also if they came while OLMo-core saved asynchronously, in a
+    thread whose exceptions it only logs.
 
     Args:
         remote: As for `Uploader`.
@@ -85,7 +86,7 @@ class CkptAsyncCallback(Callback):
     @property
     def uploader(self) -> Uploader | None:
         """The uploader while training runs, e.g. for its metrics or `wait`; else None."""
-        return None if self._held is None else self._held.now
+        return None if self._held is None else self._held.uploader
 
     @property
     def _uploads(self) -> HeldUploader:
@@ -147,7 +148,7 @@ class CkptAsyncCallback(Callback):
             if path in self._seen:
                 return
             self._seen.add(path)
-        uploader, step = self._uploads.now, _step_of(path)
+        uploader, step = self._uploads.uploader, _step_of(path)
         try:
             if uploader is None or step is None:
                 raise SaveFailedError(f"{path} was saved, but is not a checkpoint of the training that runs")
@@ -169,7 +170,7 @@ class CkptAsyncCallback(Callback):
 
     def _raise_failure(self) -> None:
         """On the training thread, if the uploader was opened to raise."""
-        uploader, failure = self._uploads.now, self._failure
+        uploader, failure = self._uploads.uploader, self._failure
         if uploader is not None and uploader.settings.on_error == "raise":
             uploader.raise_failures()
             if failure is not None:
@@ -196,7 +197,7 @@ def newest_checkpoint(
     save_folder: str | os.PathLike[str],
     remote: str,
     *,
-    drain_timeout_s: float = 300.0,
+    drain_timeout_s: float = DRAIN_TIMEOUT_S,
     store_options: StoreOptions | None = None,
 ) -> str | None:
     """Fetch the newest usable checkpoint to `<save_folder>/step<N>` and return that path, or None for a fresh start.
@@ -208,20 +209,14 @@ def newest_checkpoint(
 
     Raises the errors of `restore.find` and `restore.fetch`, also if there are checkpoints but none is usable.
     """
-    found = fetch_newest(
-        save_folder,
-        remote,
-        lambda checkpoint: Path(save_folder, checkpoint.name),
-        drain_timeout_s,
-        store_options,
-    )
+    found = fetch_newest(save_folder, remote, drain_timeout_s, store_options)
     newest = -1 if found is None else found[0].step
     for path in Path(save_folder).glob("step*"):
         if (_step_of(path) or 0) > newest:
             logger.warning(
                 "never_committed path=%s: load what is returned; the trainer would load this", path
             )
-    return None if found is None else os.path.join(save_folder, found[0].name)
+    return None if found is None else str(found[1])
 
 
 def _step_of(path: Path) -> int | None:

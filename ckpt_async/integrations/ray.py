@@ -6,13 +6,12 @@ import os
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt_async import StoreOptions, Uploader, restore
 from ckpt_async.errors import CheckpointGoneError, FormatError
 from ckpt_async.integrations.files import files_of_rank
-from ckpt_async.integrations.held import fetch_newest
+from ckpt_async.integrations.held import DRAIN_TIMEOUT_S, fetch_newest
 from ckpt_async.torch import launch_id
 
 try:
@@ -116,7 +115,7 @@ def newest_checkpoint(
     folder: str | os.PathLike[str],
     remote: str,
     *,
-    drain_timeout_s: float = 300.0,
+    drain_timeout_s: float = DRAIN_TIMEOUT_S,
     store_options: StoreOptions | None = None,
 ) -> str | None:
     """Fetch the newest usable checkpoint to `<folder>/<its name>` and return that path, or None for a fresh start.
@@ -129,11 +128,8 @@ def newest_checkpoint(
     Raises the errors of `restore.find` and `restore.fetch`, also if there are checkpoints but none is usable.
     """
 
-    def destination(checkpoint: restore.Checkpoint) -> Path:
-        return Path(folder, checkpoint.name)
-
-    found = fetch_newest(folder, remote, destination, drain_timeout_s, store_options)
-    return None if found is None else str(destination(found[0]))
+    found = fetch_newest(folder, remote, drain_timeout_s, store_options)
+    return None if found is None else str(found[1])
 
 
 def _pointer(uploader: Uploader, step: int, name: str) -> Checkpoint:

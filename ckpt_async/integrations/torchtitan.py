@@ -12,7 +12,7 @@ from torch.distributed.checkpoint import state_dict_saver
 
 from ckpt_async import Uploader
 from ckpt_async.errors import SettingsError
-from ckpt_async.integrations.held import CLOSE_TIMEOUT_S, HeldUploader
+from ckpt_async.integrations.held import CLOSE_TIMEOUT_S, DRAIN_TIMEOUT_S, HeldUploader
 from ckpt_async.torch import CkptAsyncWriter, fetch_together
 
 try:
@@ -22,19 +22,17 @@ except ImportError as error:
         "ckpt_async.integrations.torchtitan needs torchtitan 0.3: pip install torchtitan"
     ) from error
 
-DRAIN_TIMEOUT_S = 300.0  # how long `load` may upload what a killed trainer left on this node
-
 
 class CkptAsyncManager(CheckpointManager):  # type: ignore[misc]  # where torchtitan is not installed
     """torchtitan's own, with `checkpoint=CkptAsyncManager.Config(remote=…, …)` in the trainer's config.
 
     Writes to the local `folder` as torchtitan does, in all its async modes. Each rank hands over its own files as soon
-    as they are written, rank 0 also `.metadata`; the rank that finishes last commits. `load` fetches the newest
-    committed checkpoint (or the one at `load_step`), the same on all ranks, and never takes a local folder that was not
-    committed: it raises FileNotFoundError if the store has no such step. It opens the uploader: invalid
-    settings, credentials and buckets raise before training. `keep_latest_k` is about local folders. Closing waits for
-    uploads, for 10 s if training has failed, and else raises UploadFailedError if the newest checkpoint is not
-    committed by then.
+    as they are written, rank 0 also `.metadata`: from then on SIGKILL does not lose them. The rank that finishes its
+    uploads last commits. `load` fetches the newest committed checkpoint (or the one at `load_step`), the same on all
+    ranks, and never takes a local folder that was not committed: it raises FileNotFoundError if the store has no such
+    step. It opens the uploader: invalid settings, credentials and buckets raise before training. `keep_latest_k` is
+    about local folders. Closing waits for uploads, for 10 s if training has failed, and else raises UploadFailedError
+    if the newest checkpoint is not committed by then.
     """
 
     @dataclass(kw_only=True, slots=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_async import StoreOptions, Uploader
 from ckpt_async.integrations.files import files_of_rank
-from ckpt_async.integrations.held import CLOSE_TIMEOUT_S, HeldUploader, fetch_newest
+from ckpt_async.integrations.held import CLOSE_TIMEOUT_S, DRAIN_TIMEOUT_S, HeldUploader, fetch_newest
 
 try:
     from transformers import TrainerCallback
@@ -30,7 +30,8 @@ _SENTINEL = "checkpoint-is-incomplete.txt"
 class CkptAsyncCallback(TrainerCallback):
     """Uploads every checkpoint that the `Trainer` saves: `Trainer(…, callbacks=[CkptAsyncCallback(remote)])`.
 
-    Each rank enqueues the files it wrote, at `on_save`; the rank that finishes last commits. The uploader is opened on
+    Each rank enqueues the files it wrote, at `on_save`: after that SIGKILL does not lose them, and the `Trainer` may
+    delete them. They are uploaded in the background, and the rank that finishes last commits. The uploader is opened on
     `args.output_dir`, which must be on a local disk, when training starts, and closed when it ends. Invalid settings,
     credentials or buckets raise at the start. Later failures are logged and counted, and training continues; with
     `on_error="raise"` they raise.
@@ -57,7 +58,7 @@ class CkptAsyncCallback(TrainerCallback):
     @property
     def uploader(self) -> Uploader | None:
         """The uploader while training runs, e.g. for its metrics or `wait`; else None."""
-        return self._held.now
+        return self._held.uploader
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -97,7 +98,7 @@ def newest_checkpoint(
     output_dir: str | os.PathLike[str],
     remote: str,
     *,
-    drain_timeout_s: float = 300.0,
+    drain_timeout_s: float = DRAIN_TIMEOUT_S,
     store_options: StoreOptions | None = None,
 ) -> str | None:
     """Fetch the newest usable checkpoint to `<output_dir>/checkpoint-<step>` and return that path, or None for a fresh
@@ -109,14 +110,8 @@ def newest_checkpoint(
 
     Raises the errors of `restore.find` and `restore.fetch`, also if there are checkpoints but none is usable.
     """
-    found = fetch_newest(
-        output_dir,
-        remote,
-        lambda checkpoint: Path(output_dir, checkpoint.name),
-        drain_timeout_s,
-        store_options,
-    )
-    return None if found is None else os.path.join(output_dir, found[0].name)
+    found = fetch_newest(output_dir, remote, drain_timeout_s, store_options)
+    return None if found is None else str(found[1])
 
 
 def _folder(args: TrainingArguments, name: str) -> Path:

@@ -74,7 +74,7 @@ def test_a_failed_enqueue_is_logged_and_the_next_one_works(
     held.close()
     assert "checkpoint_not_handed_over step=1" in caplog.text
     assert "checkpoint_not_handed_over step=3" in caplog.text
-    assert held.now is None
+    assert held.uploader is None
     checkpoint = restore.find(remote)
     assert checkpoint is not None
     assert (checkpoint.step, list(checkpoint.files), checkpoint.metrics) == (2, ["b/a"], {"loss": 0.5})
@@ -125,7 +125,7 @@ def test_each_opening_is_a_separate_start(tmp_path: Path, remote: str) -> None:
     generations = []
     for _ in range(2):
         generations.append(held.open(tmp_path / "folder", 0, 1).generation)
-        assert held.open(tmp_path / "folder", 0, 1) is held.now
+        assert held.open(tmp_path / "folder", 0, 1) is held.uploader
         held.close()
     assert generations == [1, 2]
 
@@ -179,7 +179,7 @@ def test_closing_is_bounded_and_brief_after_a_training_failure(
     else:
         with pytest.raises(UploadFailedError, match="the newest checkpoint, step 1, is not committed"):
             held.close()
-    assert held.now is None
+    assert held.uploader is None
     held.close()
     assert "closed_with_unfinished steps=[1]" in caplog.text
 
@@ -193,12 +193,11 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_next_older(
             uploader.seal(step)
     (damaged,) = (tmp_path / "remote" / "ckpt").glob("step-2.*/a")
     damaged.write_text("b")
-    found = fetch_newest(
-        tmp_path / "fresh", remote, lambda checkpoint: tmp_path / "fresh" / checkpoint.name, 0, None
-    )
+    found = fetch_newest(tmp_path / "fresh", remote, 0, None)
     assert found is not None
-    assert {name: path.read_text() for name, path in found[1].paths.items()} == {"a": "a"}
-    assert found[0].step == 1
+    checkpoint, path = found
+    assert (checkpoint.step, path) == (1, tmp_path / "fresh" / "step-1")
+    assert (path / "a").read_text() == "a"
     assert "checkpoint_passed_over" in caplog.text
 
 

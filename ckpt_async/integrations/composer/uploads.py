@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-DRAIN_TIMEOUT_S = 300.0
-
 # Those of this process: in notebooks one trainer follows another that nobody has closed.
 _open: weakref.WeakSet[SaverUploads] = weakref.WeakSet()
 
@@ -69,7 +67,7 @@ class SaverUploads:
     @property
     def uploader(self) -> Uploader | None:
         """This rank's, while it is open; None where rank 0 has all files."""
-        return None if self._held is None else self._held.now
+        return None if self._held is None else self._held.uploader
 
     # --- the start -----------------------------------------------------------------------------------------
 
@@ -101,20 +99,19 @@ class SaverUploads:
         found = fetch_newest(
             folder,
             self.remote,
-            lambda checkpoint: folder if len(checkpoint.files) == 1 else folder / checkpoint.name,
             self._drain_timeout_s,
             self._settings.get("store_options"),
-            self._kind,
+            kind=self._kind,
+            has_bare_files=True,
         )
         if found is None:
             return
-        checkpoint, report = found
+        checkpoint, target = found
         self._newest_batch = checkpoint.step
         if latest is None:
             return
         # All look for rank 0's link, which then names what all have.
         link = folder / dist.all_gather_object(format_name_with_dist(latest.filename, run_name))[0]
-        target = next(iter(report.paths.values())) if len(report.paths) == 1 else folder / checkpoint.name
         if dist.get_local_rank() == 0:
             _link(link, target)
             logger.info("resume_from step=%d link=%s", checkpoint.step, link)
