@@ -156,16 +156,16 @@ class _Uploading(theirs.Checkpointer):
     def restore_checkpoint(self, load_path: Any, dist_model: Any, optim: Any, **how: Any) -> dict[str, Any]:
         with _todays_torch():
             state: dict[str, Any] = super().restore_checkpoint(
-                self._local(load_path), dist_model, optim, **how
+                self._local(load_path, how), dist_model, optim, **how
             )
         return state
 
     def unshard_checkpoint(self, load_path: Any, **how: Any) -> Any:
         with _todays_torch():
-            return super().unshard_checkpoint(self._local(load_path), **how)
+            return super().unshard_checkpoint(self._local(load_path, how), **how)
 
-    def _local(self, load_path: str | os.PathLike[str]) -> str:
-        return local_checkpoint(load_path, self.cfg)
+    def _local(self, load_path: str | os.PathLike[str], how: dict[str, Any]) -> str:
+        return local_checkpoint(load_path, self.cfg, _taken_cache(load_path, how))
 
 
 class FullCheckpointer(_Uploading, theirs.FullCheckpointer):
@@ -173,7 +173,7 @@ class FullCheckpointer(_Uploading, theirs.FullCheckpointer):
 
     def load_checkpoint(self, load_path: Any, **how: Any) -> Any:
         with _todays_torch():
-            return super().load_checkpoint(self._local(load_path), **how)
+            return super().load_checkpoint(self._local(load_path, how), **how)
 
 
 class TorchNewStyleShardedCheckpointer(_Uploading, theirs.TorchNewStyleShardedCheckpointer):
@@ -256,7 +256,7 @@ class Trainer(train.Trainer):
         return super()._save_checkpoint(_ours(checkpointer, self.upload_settings), checkpoint_type)
 
     def restore_checkpoint(self, load_path: str | os.PathLike[str], **how: Any) -> None:
-        local = local_checkpoint(load_path, self.cfg)
+        local = local_checkpoint(load_path, self.cfg, _taken_cache(load_path, how))
         with _todays_torch():
             super().restore_checkpoint(local, **how)
 
@@ -295,9 +295,17 @@ def _find(remote: str, kind: str | None) -> restore.Checkpoint | None:
         return None
 
 
-def local_checkpoint(load_path: str | os.PathLike[str], cfg: TrainConfig) -> str:
+def _taken_cache(load_path: str | os.PathLike[str], how: dict[str, Any]) -> str | os.PathLike[str] | None:
+    """OLMo's `local_cache`, out of what OLMo is given, where we fetch: what is used of it is then verified."""
+    return how.pop("local_cache", None) if util.is_url(load_path) else None
+
+
+def local_checkpoint(
+    load_path: str | os.PathLike[str], cfg: TrainConfig, local_cache: str | os.PathLike[str] | None = None
+) -> str:
     """A checkpoint as a local folder: a path as it is; a URL fetched, verified, by all ranks together: to the
     `save_folder` if it is of the run that is saved to, else to `loaded/` in it. A run means its newest checkpoint.
+    `local_cache` is that of `restore.fetch`: a copy of the checkpoint on this node.
 
     Raises FileNotFoundError if there is no such checkpoint, and the errors of `fetch_together`.
     """
@@ -322,6 +330,7 @@ def local_checkpoint(load_path: str | os.PathLike[str], cfg: TrainConfig) -> str
             folder / name,
             folder=cfg.save_folder if is_own else None,
             overwrite=True,
+            local_cache=local_cache,
             **which,
         )
         if found is not None:

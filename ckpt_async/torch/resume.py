@@ -76,13 +76,15 @@ def fetch_together(
     drain_timeout_s: float = 0.0,
     store_options: StoreOptions | None = None,
     overwrite: bool = False,
+    local_cache: str | os.PathLike[str] | None = None,
     num_concurrent_reads: int = MAX_CONCURRENT_READS,
 ) -> tuple[restore.Checkpoint, restore.FetchReport] | None:
     """`restore.find` and `restore.fetch` on all ranks of a process group at once; without a group there is one rank.
     None on all of them if there is no checkpoint (of this `kind`). `ranks` and `files` say what *this* rank needs
     (`ranks=[dist.get_rank()]` for a file per rank; all by default); `destination` where to, or a function of the
     checkpoint; `world_size` is that of `restore.find`. `folder` is the trainer's on this node. `overwrite` replaces a
-    file in the destination that is not the checkpoint's, torn by a power loss, say.
+    file in the destination that is not the checkpoint's, torn by a power loss, say. `local_cache` is that of `fetch`,
+    for this node alone: what counts by its size only is not served to others.
 
     A checkpoint that any rank finds damaged is given up by all of them for the next older one. Ranks with the same
     `node` (by default: those that have the destination in common, on one machine) share its files: each is fetched once
@@ -101,6 +103,7 @@ def fetch_together(
         files=files,
         folder=folder,
         overwrite=overwrite,
+        local_cache=local_cache,
         num_concurrent_reads=num_concurrent_reads,
     )
 

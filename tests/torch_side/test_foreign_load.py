@@ -233,6 +233,9 @@ def test_a_local_cache_of_another_tools_checkpoint_is_read_first(tmp_path: Path,
     assert found is not None
     report = restore.fetch(found, tmp_path / "there", local_cache=cache)
     assert report.bytes_from.keys() == {"local"}
+    together = ckpt.fetch_together(f"file://{tmp_path}/run", tmp_path / "here", local_cache=cache)
+    assert together is not None
+    assert together[1].bytes_from.keys() == {"local"}
     assert ckpt.load_remote(found, "train/rank0.pt", local_cache=cache) == {"global_step": 20}
 
 

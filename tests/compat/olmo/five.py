@@ -1,5 +1,5 @@
-"""Saves with each of OLMo's five checkpointers, loses the local folder, and restores into another model.
-`python five.py NODE REMOTE`.
+"""Saves with each of OLMo's five checkpointers, loses the local folder (of one it is kept, as a cache), and restores into
+another model. `python five.py NODE REMOTE`.
 """
 
 import shutil
@@ -17,6 +17,7 @@ from olmo.optim import build_optimizer
 from ckpt_async import restore
 from ckpt_async.errors import SettingsError
 from ckpt_async.integrations import olmo as ours
+from ckpt_async.torch import load, unshard
 from tests.compat.olmo.tiny import LENGTH, VOCABULARY, config, start_ranks, wrapped
 
 
@@ -57,18 +58,24 @@ def check(cfg: TrainConfig, name: str, step: int) -> None:
     assert found is not None
     if not is_ddp:
         assert {rank for file in found.files.values() for rank in file.ranks} == {0, 1}
+    cache = Path(cfg.save_folder).with_name("cache") / folder.name
     if dist.get_rank() == 0:
-        shutil.rmtree(folder)
+        shutil.move(folder, cache)
     dist.barrier()
 
     other, its_optim = built(cfg, 2, is_ddp=is_ddp)
-    restored = checkpointer.restore_checkpoint(url, other, its_optim)
+    restored = checkpointer.restore_checkpoint(url, other, its_optim, local_cache=cache if is_ddp else None)
     assert (restored["global_step"], restored["checkpoints"]) == (step, [folder])
     assert losses(other, its_optim) == expected
     if name in ("torch_legacy", "local", "olmo_core"):
         weights = checkpointer.unshard_checkpoint(url)[0]
         shapes = {key: value.shape for key, value in OLMo(cfg.model).state_dict().items()}
         assert {key: value.shape for key, value in weights.items()} == shapes
+        if dist.get_rank() == 0:  # without OLMo
+            unshard(found, path := Path(f"{name}.safetensors"))
+            ours_whole = load(path)
+            assert ours_whole.keys() == weights.keys()
+            assert all(torch.equal(value, weights[key]) for key, value in ours_whole.items())
     if is_ddp:
         weights, optim_state = checkpointer.load_checkpoint(url)
         assert weights

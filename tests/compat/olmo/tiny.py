@@ -26,7 +26,13 @@ VOCABULARY, LENGTH = 64, 16
 
 
 def config(
-    save_folder: str, remote: str, *, is_ddp: bool, name: str = "torch_new", **more: Any
+    save_folder: str,
+    remote: str,
+    *,
+    is_ddp: bool,
+    name: str = "torch_new",
+    dropout: float = 0.1,
+    **more: Any,
 ) -> TrainConfig:
     return TrainConfig(
         model=ModelConfig(
@@ -40,6 +46,9 @@ def config(
             pad_token_id=0,
             eos_token_id=1,
             init_device="cpu",
+            attention_dropout=dropout,
+            residual_dropout=dropout,
+            embedding_dropout=dropout,
         ),
         optimizer=OptimizerConfig(learning_rate=1e-2),
         scheduler=SchedulerConfig(name=SchedulerType.constant, t_warmup=0),

@@ -1,4 +1,4 @@
-"""OLMo's Trainer as docs/integrations.md shows it. `python train.py fsdp|ddp NODE REMOTE`."""
+"""OLMo's Trainer as docs/integrations.md shows it. `python train.py fsdp|ddp RANKS DROPOUT STEPS NODE REMOTE`."""
 
 import random
 import sys
@@ -16,7 +16,7 @@ from ckpt_async.integrations.olmo import Trainer, find_latest_checkpoint
 from tests.compat.olmo.tiny import LENGTH, VOCABULARY, config, start_ranks, wrapped
 from tests.compat.play import say_loss
 
-STEPS, BATCH = 100, 4
+MOST_STEPS, BATCH = 100, 8
 
 # OLMo's trainer keeps the random numbers of CUDA, and there is none here.
 torch.cuda.get_rng_state = torch.get_rng_state  # type: ignore[assignment]
@@ -29,8 +29,8 @@ class SayingTrainer(Trainer):
             say_loss(self.global_step, metrics["train/CrossEntropyLoss"])
 
 
-def main(strategy: str, node: str, remote: str) -> None:
-    start_ranks(2)
+def main(strategy: str, ranks: str, dropout: str, steps: str, node: str, remote: str) -> None:
+    start_ranks(int(ranks))
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(1)
     is_ddp = strategy == "ddp"
@@ -38,11 +38,13 @@ def main(strategy: str, node: str, remote: str) -> None:
         f"{node}/checkpoints",
         remote,
         is_ddp=is_ddp,
-        global_train_batch_size=2 * BATCH,
-        device_train_batch_size=BATCH,
-        device_train_microbatch_size=BATCH,
+        dropout=float(dropout),
+        global_train_batch_size=BATCH,
+        device_train_batch_size=BATCH // int(ranks),
+        device_train_microbatch_size=BATCH // int(ranks),
         device_train_grad_accum=1,
-        max_duration=STEPS,
+        max_duration=int(steps),
+        stop_at=int(steps),  # or OLMo goes on for 10 more
         console_log_interval=1,
         eval_interval=10**6,
         save_interval=10,
@@ -54,11 +56,11 @@ def main(strategy: str, node: str, remote: str) -> None:
     model = OLMo(cfg.model)
     dist_model = wrapped(model, is_ddp=is_ddp)
     numbers = torch.Generator().manual_seed(2)
-    tokens = torch.randint(0, VOCABULARY, (2 * BATCH * (STEPS + 1), LENGTH), generator=numbers)
+    tokens = torch.randint(0, VOCABULARY, (BATCH * (MOST_STEPS + 1), LENGTH), generator=numbers)
     samples: Any = [{"input_ids": sample} for sample in tokens]
-    data = IterableDataset(samples, 2 * BATCH, num_threads=0)
+    data = IterableDataset(samples, BATCH, num_threads=0)
     # A loader that begins takes a random number, after those of the checkpoint were restored: here from its own.
-    loader = DataLoader(data, BATCH, drop_last=True, generator=torch.Generator())
+    loader = DataLoader(data, BATCH // int(ranks), drop_last=True, generator=torch.Generator())
     with SayingTrainer(
         cfg=cfg,
         epoch=0,
