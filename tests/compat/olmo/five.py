@@ -1,5 +1,5 @@
-"""Saves with each of OLMo's five checkpointers, loses the local folder (one is kept, as a cache), and restores into another
-model. `python five.py NODE REMOTE`.
+"""Saves with each of OLMo's five checkpointers, loses the local folder (of one, all but a copy, for `local_cache`) and
+restores into another model. `python five.py NODE REMOTE`.
 """
 
 import shutil
