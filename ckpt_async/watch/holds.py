@@ -1,7 +1,7 @@
 """Links of what may become a checkpoint: its trainer may rotate it away before anybody knows that it is one.
 
     <place>/<number>/<path>   hard links, by the paths in the watched folder; of a mark beside the checkpoint, a copy
-    <place>/<number>.json     the look that they are of; the file's time is when the folder was last seen like that
+    <place>/<number>.json     the look that they are of; the file's time is until when the folder is known to have been so
 
 The record is written when every file of a look is linked, so it is a whole listing; links without it are nothing.
 Blocking calls.
@@ -21,6 +21,7 @@ from pathlib import Path
 from ckpt_async.watch.disk import Disk, identity_of
 from ckpt_async.watch.formats import Found
 from ckpt_async.watch.tree import Identity, Tree
+from ckpt_async.watch.wake import News
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ _NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK)
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """One version of a candidate: the folder had exactly these files at `seen_ns`. `beside` is its mark, where that is
+    """One version of a candidate: the folder had exactly these files until `seen_ns`. `beside` is its mark, where that is
     not among them. `is_waiting`: the mark was there, and only time was wanting.
     """
 
@@ -65,6 +66,7 @@ class Holds:
     is_possible: bool = True  # False once the disk has refused a link
     min_free: float = MIN_FREE
     dropping: Callable[[Hold], None] = lambda _: None  # told of what is dropped because too many are held
+    _looked_ns: int = 0  # the newest look
 
     def load(self) -> None:
         """Read them, and drop what a kill has cut short."""
@@ -89,6 +91,20 @@ class Holds:
         """What the folder has no more as it was: rotated away, begun to be, or written anew. Oldest first."""
         return [each for _, each in sorted(self.all.items()) if each.seen_ns != tree.now_ns]
 
+    def miss(self, tree: Tree, news: News) -> None:
+        """What the last look saw and this one does not was there until the first of its files was removed, if nothing
+        came to its place meanwhile: the removal of a name sets the ctime of the link that we have.
+        """
+        for hold in self.gone(tree):
+            if hold.seen_ns != self._looked_ns or not news.is_untouched(hold.path, hold.changed_ns):
+                continue
+            now = {path: tree.files[path].inode for path in hold.files.keys() & tree.files.keys()}
+            removed = [path for path, was in hold.files.items() if now.get(path) != was.inode]
+            ctime_ns = Disk(self.folder(hold)).look().ctime_ns
+            removed_ns = min((ctime_ns.get(path, 0) for path in removed), default=0)
+            self._record(replace(hold, seen_ns=max(hold.seen_ns, removed_ns)), hold)
+        self._looked_ns = tree.now_ns
+
     def folder(self, hold: Hold) -> Path:
         return self.place / f"{hold.number:08d}"
 
@@ -110,6 +126,8 @@ class Holds:
             self.is_possible = error.errno not in _NO_LINKS
             logger.warning("path=%s is not linked before it is complete: %s", found.path, error)
             return
+        if last is None or now.files.keys() != last.files.keys():
+            logger.info("held path=%s num_files=%d", found.path, len(now.files))
         self._record(now, last)
         disk = shutil.disk_usage(self.place)
         most = MAX_HELD if disk.free >= self.min_free * disk.total else MAX_HELD_LOW

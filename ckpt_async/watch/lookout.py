@@ -15,7 +15,7 @@ from ckpt_async.watch.holds import Hold, Holds
 from ckpt_async.watch.options import Options
 from ckpt_async.watch.telling import Teller
 from ckpt_async.watch.tree import Identity, Tree
-from ckpt_async.watch.wake import Waker
+from ckpt_async.watch.wake import News, Waker
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +39,10 @@ class Lookout:
         self._seen: dict[str, tuple[Identity, frozenset[str]]] = {}  # of each path: its mark, and what it had
         self.num_left = 0
         self.tree = Tree({}, lambda *_: b"")  # the newest look
+        self._news = News()  # since the one before it
 
     def look(self) -> None:
+        self._news = self._waker.news()
         self.tree = self._disk.look()
         self._waker.follow(self._options.folder, self.tree.folders_below(""))
 
@@ -77,6 +79,7 @@ class Lookout:
                 if plan.is_held(found, self._options.num_nodes) and self._holds.is_possible:
                     self._holds.see(found, self.tree)
         self._has_looked = True
+        self._holds.miss(self.tree, self._news)
         for hold in self._holds.gone(self.tree):
             self._take_held(hold)
 

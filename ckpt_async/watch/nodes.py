@@ -106,6 +106,7 @@ class Nodes:
             _marked_ns(entry) if self._has_times else 0,
         )
         there = self._remote.announce(ours)
+        logger.info("announced path=%s step=%d by_node=%d", entry.path, entry.step, there.node)
         return entry if there.node == self._node else _rest(entry, there)
 
     def follow(

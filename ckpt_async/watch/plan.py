@@ -48,12 +48,13 @@ def judge(found: Found, tree: Tree, known: Iterable[Entry], *, num_nodes: int) -
     if found.missing and num_nodes == 1:
         return Verdict(found, reason=lacking(found.missing))
     if entries and (found.is_file or found.format in MARKLESS):
-        changed = changed_in_place(entries[-1], tree.files)
+        known_files = entries[-1].files.keys() & tree.files.keys()
+        older = [path for path in known_files if tree.born_ns(path) <= entries[-1].staged_ns]
+        changed = changed_in_place(entries[-1], {path: tree.files[path] for path in older})
         if changed:
             reason = (
-                f"{changed} was written in place (or removed and made anew, with the same inode) after it had been"
-                " handed in, so nothing tells when it is whole: have the trainer write under another name while the"
-                " earlier one is there, and then rename it"
+                f"{changed} was written in place after it had been handed in, so nothing tells when it is whole: have"
+                " the trainer write under another name while the earlier one is there, and then rename it"
             )
             return Verdict(found, reason=reason, is_refused=True)
     return Verdict(found, take=True)

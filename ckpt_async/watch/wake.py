@@ -6,13 +6,39 @@ import contextlib
 import ctypes
 import os
 import select
-from pathlib import Path
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 
-# inotify(7): files closed after writing, renamed into place, made; folders made.
-_CLOSE_WRITE, _MOVED_TO, _CREATE = 0x8, 0x80, 0x100
-_MASK = _CLOSE_WRITE | _MOVED_TO | _CREATE
+# inotify(7): files closed after writing, renamed into place, made; folders made; the folder itself renamed.
+_CLOSE_WRITE, _MOVED_TO, _CREATE, _MOVE_SELF = 0x8, 0x80, 0x100, 0x800
+_MASK = _CLOSE_WRITE | _MOVED_TO | _CREATE | _MOVE_SELF
+_OVERFLOW, _IGNORED = 0x4000, 0x8000  # events were lost; a watch has ended, as its folder has
+_EVENT = struct.Struct("iIII")
 # A folder of datasets must not take every watch of the machine.
 _MAX_WATCHED = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What happened between two looks: `paths` were made, written or renamed. Of `folders` nothing was missed."""
+
+    paths: frozenset[str] = frozenset()
+    folders: frozenset[str] = frozenset()
+
+    def is_untouched(self, path: str, folders: Iterable[str]) -> bool:
+        """Whether surely nothing came to `path`, which has these folders, and no other took its place. What was removed
+        from it is not asked.
+        """
+        above = {"" if str(each) == "." else str(each) for each in PurePosixPath(path).parents}
+        return {path, *folders, *above} <= self.folders and not any(
+            _is_within(each, path) or _is_within(path, each) for each in self.paths
+        )
+
+
+def _is_within(path: str, folder: str) -> bool:
+    return not folder or path == folder or path.startswith(f"{folder}/")
 
 
 class Waker:
@@ -23,6 +49,8 @@ class Waker:
         os.set_blocking(self._write, False)
         self._watched: dict[str, int] = {}  # the kernel's number of each folder's watch
         self._is_new = False  # a folder is followed that nobody has looked at since
+        self._steady: frozenset[str] = frozenset()  # were followed already when the newest look began
+        self._paths: set[str] = set()  # what happened since
         self._inotify = -1
         with contextlib.suppress(OSError, AttributeError):
             libc = ctypes.CDLL(None, use_errno=True)
@@ -41,6 +69,7 @@ class Waker:
             if number >= 0:
                 self._watched[folder] = number
         self._is_new |= not {*self._watched.values()} <= {*before.values()}
+        self._steady = frozenset(each for each, number in self._watched.items() if before.get(each) == number)
         for number in {*before.values()} - {*self._watched.values()}:
             self._remove(self._inotify, number)
 
@@ -49,15 +78,39 @@ class Waker:
         with contextlib.suppress(OSError):
             os.write(self._write, b"x")
 
+    def news(self) -> News:
+        """Since this was asked before. Ask when a look begins, and `follow` what it finds."""
+        self._read_events()
+        paths, self._paths = frozenset(self._paths), set()
+        return News(paths, self._steady)
+
     def wait(self, timeout_s: float) -> None:
         if self._is_new:
             self._is_new = False
             return
         watched = [self._read, *([self._inotify] if self._inotify >= 0 else [])]
         ready, _, _ = select.select(watched, [], [], max(0.0, timeout_s))
-        for descriptor in ready:
-            with contextlib.suppress(OSError):
-                os.read(descriptor, 1 << 16)
+        if self._read in ready:
+            os.read(self._read, 1 << 16)
+        if self._inotify in ready:
+            self._read_events()
+
+    def _read_events(self) -> None:
+        names = {number: folder for folder, number in self._watched.items()}
+        with contextlib.suppress(OSError):  # EAGAIN: that was all
+            while self._inotify >= 0:
+                self._understand(os.read(self._inotify, 1 << 16), names)
+
+    def _understand(self, data: bytes, names: dict[int, str]) -> None:
+        at = 0
+        while at < len(data):
+            number, mask, _, name_bytes = _EVENT.unpack_from(data, at)
+            at += _EVENT.size + name_bytes
+            folder, name = names.get(number), os.fsdecode(data[at - name_bytes : at].rstrip(b"\0"))
+            if mask & _OVERFLOW or (mask & _IGNORED and folder == ""):
+                self._paths.add("")
+            elif folder is not None and not mask & _IGNORED:  # if it is made again, the one above tells
+                self._paths.add("/".join(filter(None, (folder, name))))
 
     def close(self) -> None:
         for descriptor in (self._read, self._write, self._inotify):

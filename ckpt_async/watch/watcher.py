@@ -194,12 +194,12 @@ class Watcher:
                 self._teller.say("trouble", str(error), f"{error}; trying again")
             # At the end, what only another node can go on with is left to the next start.
             left = [each for each in self.entries.open() if not (was_stopping and plan.awaits_others(each))]
-            is_idle = is_whole and not left and not self._lookout.num_left
+            assert self._nodes is not None
+            is_idle = is_whole and not (left or self._lookout.num_left or self._nodes.has_heard)
             if is_idle and (was_stopping or self.options.is_once) and self._nodes_are_done():
                 return
             if self._stopping.is_over(self.options.drain_timeout_s):
-                assert self._nodes is not None
-                self._is_cut_short = not is_idle or self._nodes.has_heard
+                self._is_cut_short = not is_idle
                 return
             soon_s = max(0.1, self.options.settle_s / 2)
             pause_s = self.options.interval_s if is_idle and not was_stopping else soon_s

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -39,8 +39,9 @@ class Place:
         self.teller, self.waker = Teller(lambda each: self.told.append((each.event, each.path))), Waker()
         self._base = base
 
-    def lookout(self, rules: Rules) -> Lookout:
-        options = Options(self.folder, "memory://", self._base / "state", self._base / "lock", rules=rules)
+    def lookout(self, rules: Rules, num_nodes: int = 1) -> Lookout:
+        state, lock = self._base / "state", self._base / "lock"
+        options = Options(self.folder, "memory://", state, lock, rules=rules, num_nodes=num_nodes)
         return Lookout(options, self.entries, self.holds, self.teller, self.waker)
 
 
@@ -76,3 +77,49 @@ def test_what_waits_and_is_dropped_because_too_many_are_held_is_refused_by_name(
         shutil.rmtree(here)
     assert list(place.teller.refused) == ["checkpoint-1", "checkpoint-2"]
     assert place.told == [("refused", "checkpoint-1"), ("refused", "checkpoint-2")]
+
+
+def rewritten(here: Path) -> None:
+    shutil.rmtree(here)
+    here.mkdir()
+    (here / "__1_0.distcp").write_text("2")
+
+
+MEANWHILE: dict[str, tuple[Callable[[Path], object], bool]] = {
+    "nothing else": (lambda here: None, True),
+    "another file came": (lambda here: (here / "__1_1.distcp").write_text("2"), False),
+    "it was written anew": (rewritten, False),
+    "it was moved": (lambda here: here.rename(here.with_name("old")), False),
+}
+
+
+@pytest.mark.parametrize("what", MEANWHILE)
+def test_what_was_removed_since_the_last_look_was_there_until_then_if_nothing_came_to_its_place(
+    place: Place, what: str
+) -> None:
+    """What a node without the mark rotates away before it has looked again."""
+    lookout, here = place.lookout(Rules(), num_nodes=2), place.folder / "step-1"
+    here.mkdir()
+    (here / "__1_0.distcp").write_text("1")
+    for _ in range(2):  # from the first look on it is followed
+        lookout.look()
+        lookout.take()
+    (hold,) = place.holds.all.values()
+    do, is_known = MEANWHILE[what]
+    do(here)
+    mark = place.folder.parent / "mark"
+    mark.touch()  # on another node
+    while mark.stat().st_mtime_ns <= hold.seen_ns:  # files' times come in ticks of 10 ms
+        mark.touch()
+    for each in place.folder.iterdir():
+        shutil.rmtree(each)
+    lookout.look()
+    lookout.take()
+    until_ns = place.holds.all[hold.number].seen_ns
+    assert (until_ns >= mark.stat().st_mtime_ns) == is_known
+    assert is_known or until_ns == hold.seen_ns
+    lookout.look()
+    lookout.take()
+    assert place.holds.all[hold.number].seen_ns == until_ns
+    place.holds.load()
+    assert place.holds.all[hold.number].seen_ns == until_ns, "also after a kill"

@@ -31,6 +31,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+THEIRS, OURS = "__1_0.distcp", ("__0_0.distcp", ".metadata")  # the mark last
+
+
 class Nodes:
     """Two of them, with folders of their own, and a watcher on each."""
 
@@ -49,9 +52,9 @@ class Nodes:
         self.watching[node] = self._all[-1]
         return self._all[-1]
 
-    def save(self, step: int) -> None:
+    def save(self, step: int, names: tuple[str, ...] = (THEIRS, *OURS)) -> None:
         """As the ranks did, the mark last, at the time it is now."""
-        for name in ("__1_0.distcp", "__0_0.distcp", ".metadata"):
+        for name in names:
             node = int(name[2] == "1")
             here = self.folder / f"node-{node}/out/step-{step}"
             here.mkdir(exist_ok=True)
@@ -125,6 +128,22 @@ def test_each_node_sends_what_it_has_and_the_commit_needs_all_that_the_mark_name
     assert (state["step"], bool((state["w"] == 20).all())) == (20, True)
     first.process.terminate()
     assert (second.end(), first.process.wait(60)) == (0, 0)
+
+
+def test_what_a_node_deletes_before_it_has_looked_after_the_mark_is_sent(nodes: Nodes) -> None:
+    first, second = nodes.watch(0, "-v"), nodes.watch(1, "-v", "--interval", "60")
+    for each in (first, second):
+        each.until_logged("watching folder")
+    for step in (10, 20):  # when it has seen the second, it follows the first
+        nodes.save(step, (THEIRS,))
+        second.until_logged(f"held path=step-{step}")
+    nodes.save(10, OURS)
+    saved = nodes.written(10)
+    shutil.rmtree(nodes.folder / "node-1/out/step-10")
+    first.until_logged("announced path=step-10")
+    nodes.save(30, (THEIRS,))  # wakes it
+    first.until("committed", 10)
+    assert nodes.fetched(10) == saved
 
 
 def test_a_file_that_no_node_has_is_named_and_nothing_is_committed(nodes: Nodes) -> None:
@@ -229,9 +248,8 @@ def test_what_was_handed_in_in_an_earlier_start_is_there_when_it_is_announced_ag
     nodes.save(10)
     second = nodes.watch(1, "-v")
     second.until_logged("generation=1")
-    here, theirs = (".metadata", "__0_0.distcp"), ("__1_0.distcp",)
     mark = (nodes.folder / "node-0/out/step-10/.metadata").stat().st_mtime_ns
-    told = Announcement(CheckpointId(1, 10), 0, "dcp", "step-10", "step-10", here, (*here, *theirs), mark)
+    told = Announcement(CheckpointId(1, 10), 0, "dcp", "step-10", "step-10", OURS, (*OURS, THEIRS), mark)
     nodes.put(keys.announcement_key(told.checkpoint), told.encode())
     while not (Path(nodes.remote.removeprefix("file://")) / keys.receipt_key(told.checkpoint, 1)).exists():
         pass

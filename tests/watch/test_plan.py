@@ -48,6 +48,10 @@ def test_a_file_of_the_same_name_is_new_if_it_was_renamed_there_and_refused_if_i
     assert verdict
     assert (verdict.take, verdict.is_refused) == (False, True)
     assert "written in place" in verdict.reason
+    made_anew = replace(in_place, born_ns=lambda _: known.staged_ns + 1)
+    verdict = plan.judge(found, made_anew, [known], num_nodes=1)
+    assert verdict
+    assert verdict.take, "the inode was given out again"
 
 
 def test_a_file_with_another_name_for_a_step_that_is_taken_is_not_sent_again() -> None:
