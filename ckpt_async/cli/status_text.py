@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ckpt_async.cli.drawing import Block, Table
 from ckpt_async.core.units import age, few, in_units, named, one_line
+from ckpt_async.monitor.rates import eta_s
 from ckpt_async.monitor.report import Seen, hint_for
 from ckpt_async.monitor.status import CheckpointStatus
 
@@ -77,9 +78,8 @@ def _left(each: CheckpointStatus) -> int:
 def _speed(bytes_per_s: float, left_bytes: int) -> str:
     if bytes_per_s <= 0:
         return ""
-    return f"{in_units(bytes_per_s)}/s" + (
-        f", {age(left_bytes / bytes_per_s + 0.5)} left" if left_bytes else ""
-    )
+    left_s = eta_s(bytes_per_s, left_bytes)
+    return f"{in_units(bytes_per_s)}/s" + ("" if left_s is None else f", {age(left_s + 0.5)} left")
 
 
 # --- a remote ----------------------------------------------------------------------------------------------

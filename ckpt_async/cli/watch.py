@@ -19,12 +19,12 @@ from ckpt_async.cli.events import OPTIONS, add_events, given
 from ckpt_async.cli.output import Exit, Json, store_options
 from ckpt_async.cli.parsing import WHERE, add_kind, add_store_options, as_folder, as_seconds
 from ckpt_async.cli.stderr import say
-from ckpt_async.core import launch
+from ckpt_async.core import keys, launch
 from ckpt_async.core.settings import Settings
 from ckpt_async.core.units import counted, in_units
 from ckpt_async.errors import SettingsError
 from ckpt_async.local.filesystems import LOCAL_FILESYSTEMS, filesystem_of
-from ckpt_async.watch.beside import run_beside
+from ckpt_async.watch.beside import GRACE_S, run_beside
 from ckpt_async.watch.formats import FORMATS, Rules
 from ckpt_async.watch.meanwhile import Stop
 from ckpt_async.watch.options import Options
@@ -69,6 +69,13 @@ def run_arguments(parser: argparse.ArgumentParser) -> None:
         help="where the command writes its checkpoints (default: the working directory)",
     )
     _add_common(parser)
+    parser.add_argument(
+        "--grace",
+        metavar="S",
+        type=as_seconds,
+        default=GRACE_S,
+        help="told to end after the command's end, go on for so long at most (10); a second signal ends it at once",
+    )
     parser.set_defaults(argv=[])
     parser.epilog = "after `--` comes the command: ckpt-async run s3://bucket/run-a -- torchrun train.py"
 
@@ -221,7 +228,7 @@ def run(options: argparse.Namespace) -> int:
     environment = dict(os.environ)
     new_watcher = partial(_watcher, options, environment)
     try:
-        status, report, error = run_beside(options.argv, environment, new_watcher)
+        status, report, error = run_beside(options.argv, environment, new_watcher, options.grace)
     except OSError as problem:
         text = f"ckpt-async: {options.argv[0]!r} cannot be started: {problem.strerror}"
         say(text, "not_started", level=logging.ERROR)
@@ -256,7 +263,6 @@ def _watcher(options: argparse.Namespace, environment: dict[str, str]) -> Watche
 def _options(options: argparse.Namespace, environment: dict[str, str]) -> Options:
     folder = Path(os.path.realpath(options.folder))
     kind = f".{options.kind}" if options.kind else ""
-    beside = folder.parent / f".{folder.name}.ckpt_async"
     is_shared = filesystem_of(str(folder), Path("/proc/self/mountinfo")) not in LOCAL_FILESYSTEMS
     node, num_nodes = options.node or ((0, 1) if is_shared else launch.node(environment))
     if options.once and num_nodes > 1:
@@ -264,7 +270,7 @@ def _options(options: argparse.Namespace, environment: dict[str, str]) -> Option
             "--once works for one node: the others would not know when it is over",
             hint="watch on all nodes without it, or --node 0/1",
         )
-    state = Path(os.path.realpath(options.state)) if options.state else beside
+    state = Path(os.path.realpath(options.state)) if options.state else keys.watcher_state(folder)
     if state == folder or folder in state.parents:
         raise SettingsError(
             f"--state {options.state} is in the watched folder",

@@ -69,11 +69,20 @@ def read(
         if time.monotonic() >= deadline:  # a rank may just have taken its rows from the shared one
             raise JournalError(f"the journals in {str(private)!r} change too fast to be read")
     if not found and not is_shared:
-        raise NoJournalError(
-            f"there is no journal in {os.path.realpath(folder)!r}" + (f" of kind {kind!r}" if kind else ""),
-            hint="use the folder that the uploader was opened with",
-        )
+        raise none_in(folder, kind)
     return dict(sorted(found.items()))
+
+
+def none_in(folder: str | os.PathLike[str], kind: str = "") -> NoJournalError:
+    """Why, and where it may be."""
+    path = Path(os.path.realpath(folder))
+    beside = keys.watcher_state(path)
+    if (beside / keys.PRIVATE).is_dir():
+        hint = f"a watcher works on it: use its state, {str(beside)!r}"
+    else:
+        hint = "use the folder that the uploader was opened with"
+    of_kind = f" of kind {kind!r}" if kind else ""
+    return NoJournalError(f"there is no journal in {str(path)!r}{of_kind}", hint=hint)
 
 
 def private_of(folder: str | os.PathLike[str], kind: str = "") -> Path:

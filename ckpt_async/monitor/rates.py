@@ -8,10 +8,19 @@ from typing import Generic, TypeVar
 
 # Progress is noted once a second: less than that shows its jumps, more of it hides that the link has changed.
 WINDOW_S = 15.0
+# What is slower, over that while, is small files between two parts of a large one: of the rest it tells nothing.
+MIN_BYTES_PER_S = 64 * 1024
 # Two looks that are closer than this tell nothing.
 CLOSE_S = 0.5
 
 Key = TypeVar("Key", bound=Hashable)
+
+
+def eta_s(bytes_per_s: float | None, left_bytes: int) -> float | None:
+    """How long the rest takes, if that can be told."""
+    if not left_bytes or bytes_per_s is None or bytes_per_s < MIN_BYTES_PER_S:
+        return None
+    return left_bytes / bytes_per_s
 
 
 class Rates(Generic[Key]):

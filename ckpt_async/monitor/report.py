@@ -10,9 +10,8 @@ from typing import Any
 
 from ckpt_async.core.local_state import Local
 from ckpt_async.core.model import CheckpointId
-from ckpt_async.errors import NoJournalError
 from ckpt_async.local import journals
-from ckpt_async.monitor.rates import Rates
+from ckpt_async.monitor.rates import Rates, eta_s
 from ckpt_async.monitor.replay import Replay
 from ckpt_async.monitor.status import CheckpointStatus, Status, has_owner, view
 
@@ -65,10 +64,7 @@ class FolderWatch:
             if replay.is_there:
                 found[kind] = self._seen(kind, locals_, missing, now)
         if not found:
-            raise NoJournalError(
-                f"there is no journal in {self.folder!r}",
-                hint="use the folder that the uploader was opened with",
-            )
+            raise journals.none_in(self.folder)
         return found
 
     def _seen(self, kind: str, locals_: Sequence[Local], missing: Missing, now: float) -> Seen:
@@ -142,10 +138,10 @@ def id_json(checkpoint: CheckpointId) -> Json:
 
 
 def _speed_json(bytes_per_s: float | None, left_bytes: int) -> Json:
-    is_known = bytes_per_s is not None and bytes_per_s > 0 and left_bytes > 0
+    left_s = eta_s(bytes_per_s, left_bytes)
     return {
         "bytes_per_s": None if bytes_per_s is None else round(bytes_per_s),
-        "eta_s": round(left_bytes / bytes_per_s, 1) if is_known and bytes_per_s else None,
+        "eta_s": None if left_s is None else round(left_s, 1),
     }
 
 

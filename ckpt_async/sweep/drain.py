@@ -27,7 +27,6 @@ from ckpt_async.errors import (
     CkptAsyncError,
     FolderInUseError,
     JournalError,
-    NoJournalError,
     SettingsError,
     StoreError,
 )
@@ -129,9 +128,7 @@ async def drain(
     """
     path = Path(os.path.realpath(folder))
     if not (path / keys.PRIVATE).is_dir():
-        raise NoJournalError(
-            f"there is no journal in {str(path)!r}", hint="use the folder that the uploader was opened with"
-        )
+        raise journals.none_in(path)
     reports: list[RankReport] = []
     adoptions: list[_Adoption] = []
     shared: dict[str, Budgets] = {}

@@ -23,18 +23,21 @@ BY_TERMINAL = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)
 ENDING = (signal.SIGTERM, *BY_TERMINAL)
 # A watcher that cannot work (wrong credentials, no store) is started again for as long as the command runs.
 AGAIN_S = 10.0
-# Told to end when the command has ended: time for what is under way.
+# Told to end when the command has ended: time for what is under way, unless told otherwise.
 GRACE_S = 10.0
 # What ended the command may have been sent to us as well: by a terminal, by Slurm.
 SAME_S = 1.0
 
 
 def run_beside(
-    command: Sequence[str], environment: Mapping[str, str], new_watcher: Callable[[], Watcher]
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    new_watcher: Callable[[], Watcher],
+    grace_s: float = GRACE_S,
 ) -> tuple[int, Report | None, BaseException | None]:
     """Run a command to its end and watch meanwhile; then finish what it saved. Returns the command's exit status as a
     shell would (128 + the signal that ended it), what the watcher did, and why it could not, if it failed at last.
-    A signal after the command's end leaves GRACE_S to finish; after a second one the reason is KeyboardInterrupt.
+    A signal after the command's end leaves `grace_s` to finish; after a second one the reason is KeyboardInterrupt.
 
     Raises OSError if the command cannot be started.
     """
@@ -46,7 +49,7 @@ def run_beside(
             return
         if ended.is_shortened:
             raise KeyboardInterrupt("told twice to end before all was finished")
-        ended.shorten(GRACE_S)
+        ended.shorten(grace_s)
         watchers[-1].waker.wake()
 
     with _passing_on(hurry) as (children, early):

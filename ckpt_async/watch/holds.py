@@ -1,7 +1,7 @@
 """Links of what may become a checkpoint: its trainer may rotate it away before anybody knows that it is one.
 
     <place>/<number>/<path>   hard links, by the paths in the watched folder; of a mark beside the checkpoint, a copy
-    <place>/<number>.json     the look that they are of; the file's time is until when the folder is known to have been so
+    <place>/<number>.json     the look that they are of; the file's time is until when the folder was so
 
 The record is written when every file of a look is linked, so it is a whole listing; links without it are nothing.
 Blocking calls.
@@ -33,8 +33,8 @@ _NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK)
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """One version of a candidate: the folder had exactly these files until `seen_ns`. `beside` is its mark, where that is
-    not among them. `is_waiting`: the mark was there, and only time was wanting.
+    """One version of a candidate: the folder had exactly these files until `seen_ns`, as far as is known.
+    `beside` is its mark, where that is not among them. `is_waiting`: the mark was there, and only time was wanting.
     """
 
     number: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import logging
 import os
 import socket
@@ -19,9 +20,11 @@ class FolderLock:
     Where there can be none, it is at `otherwise`, and keeps apart only the watchers of one machine.
     """
 
-    def __init__(self, path: Path, otherwise: Path) -> None:
+    def __init__(self, path: Path, otherwise: Path, remote: str) -> None:
         self.path = path
         self._otherwise = otherwise
+        # A hash, as a remote may have a password in it.
+        self._remote = hashlib.sha256(remote.rstrip("/").encode()).hexdigest()[:16]
         self._descriptor = -1
 
     def try_take(self) -> bool:
@@ -55,14 +58,23 @@ class FolderLock:
             os.close(descriptor)
             raise JournalError(f"{str(self.path)!r} cannot be locked: {error.strerror}") from error
         os.truncate(descriptor, 0)
-        os.pwrite(descriptor, f"{socket.gethostname()} pid {os.getpid()}\n".encode(), 0)
+        text = f"{socket.gethostname()} pid {os.getpid()}\n{self._remote}\n"
+        os.pwrite(descriptor, text.encode(), 0)
         self._descriptor = descriptor
         return True
 
     def holder(self) -> str:
+        return self._lines()[0] or "somebody"
+
+    def is_for_another_remote(self) -> bool:
+        """Whether its holder says so. It may be about to write who it is."""
+        return self._lines()[1] not in ("", self._remote)
+
+    def _lines(self) -> tuple[str, str]:
         with contextlib.suppress(OSError):
-            return self.path.read_text(errors="replace").strip()
-        return "somebody"
+            holder, _, remote = self.path.read_text(errors="replace").strip().partition("\n")
+            return holder, remote
+        return "", ""
 
     def release(self) -> None:
         if self._descriptor >= 0:

@@ -69,18 +69,19 @@ class Watcher:
         self._sealed_before: frozenset[CheckpointId] = frozenset()
         self._stopping = Stop()
         self._is_cut_short = False
-        self._were_committed: frozenset[int] = frozenset()
+        self._num_there_before = 0
 
     def run(self, stopping: Stop) -> Report:
         """Watch until `stopping` is set (with `is_once`: until all that is complete is committed), then finish what was
         handed in. Raises what keeps it from working: nothing is lost then, the next start goes on.
         """
         self._stopping = stopping
-        lock = FolderLock(self.options.lock, otherwise=self.options.state / "watch.lock")
+        lock = FolderLock(self.options.lock, self.options.state / "watch.lock", self.entries.remote)
         try:
             while not lock.try_take():
-                if self.options.is_once:
-                    raise FolderInUseError(f"{self.options.folder} is watched by {lock.holder()}")
+                if self.options.is_once or lock.is_for_another_remote():
+                    to = ", which sends it to another remote" if lock.is_for_another_remote() else ""
+                    raise FolderInUseError(f"{self.options.folder} is watched by {lock.holder()}{to}")
                 self._teller.say(
                     "standing_by", lock.holder(), f"standing by: {lock.holder()} works on the folder"
                 )
@@ -89,14 +90,18 @@ class Watcher:
                 self.waker.wait(STANDBY_S)
             self.entries.load()
             self._holds.load()
-            known = self.entries.all.values()
-            self._were_committed = frozenset(each.number for each in known if each.state is State.COMMITTED)
+            if self.options.is_once:
+                self._lookout.look()
+                self._num_there_before = self._count_there()
             close_s = REOPEN_S
             try:
                 self._open_while_linking()
                 self.entries.bind()
                 self._work()
+                if self._is_cut_short:
+                    close_s = 0.0
             except OutOfTimeError:
+                close_s = 0.0
                 # With nothing to finish no answer is missed, but those of other nodes.
                 self._is_cut_short = self.options.num_nodes > 1 or self._has_left()
             except KeyboardInterrupt:
@@ -334,16 +339,16 @@ class Watcher:
         self.entries.settle(entry, State.REFUSED, reason)
         self._teller.refuse(entry, reason)
 
-    def _there_before(self) -> list[Entry]:
+    def _count_there(self) -> int:
         """What an earlier start has committed, and is in the folder."""
         files = self._lookout.tree.files
-        known = [each for each in self.entries.all.values() if each.number in self._were_committed]
-        return [each for each in known if each.files.items() & files.items()]
+        known = (each for each in self.entries.all.values() if each.state is State.COMMITTED)
+        return sum(any(files.get(path) == was for path, was in each.files.items()) for each in known)
 
     def _report(self) -> Report:
         return Report(
             self._teller.counts["committed"],
-            self._teller.counts["there"] + (len(self._there_before()) if self.options.is_once else 0),
+            self._teller.counts["there"] + self._num_there_before,
             dict(self._teller.refused),
             dict(self._teller.incomplete),
             tuple(each.path or "." for each in self.entries.open()),

@@ -1,6 +1,6 @@
 """How fast something grows, and the last things that happened."""
 
-from ckpt_async.monitor.rates import WINDOW_S, Rates
+from ckpt_async.monitor.rates import WINDOW_S, Rates, eta_s
 from ckpt_async.monitor.recent import MAX_TEXT, MOST, SAME_S, Recent
 
 
@@ -18,6 +18,11 @@ def test_a_rate_is_that_of_the_last_while() -> None:
         rates.look(float(second), {"a": min(second, 50) * 10})
     assert rates.look(100.0, {"a": 500}) == {"a": 0.0}
     assert rates.look(100.0 + 1, {"a": 500 + 15})["a"] <= 15 / (WINDOW_S - 1)
+
+
+def test_when_the_rest_is_sent_is_told_if_more_than_small_files_has_moved() -> None:
+    assert eta_s(1e6, 10_000_000) == 10.0
+    assert [eta_s(None, 10), eta_s(0.0, 10), eta_s(22 / WINDOW_S, 5_000_000), eta_s(1e6, 0)] == [None] * 4
 
 
 def test_what_is_begun_anew_has_no_negative_rate() -> None:

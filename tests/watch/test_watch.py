@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -14,7 +15,9 @@ from pathlib import Path
 import pytest
 
 from ckpt_async import Uploader
+from ckpt_async.errors import NoJournalError
 from ckpt_async.monitor import status
+from ckpt_async.watch.beside import SAME_S
 from tests.watch.conftest import Place, hashes
 from tests.watch.trees import safetensors, torch_zip
 
@@ -249,6 +252,10 @@ def test_one_of_two_watchers_stands_by_and_takes_over(place: Place) -> None:
     second = place.watch()
     second.until_logged("standing by")
     assert place.watch("--once").process.wait(60) == 5
+    place.remote, remote = f"{place.remote}-2", place.remote
+    third = place.watch()
+    assert (third.process.wait(60), "to another remote" in third.errors()) == (5, True)
+    place.remote = remote
     first.kill()
     saved = save(place, 20)
     second.until("committed", 20)
@@ -262,6 +269,9 @@ def test_what_is_committed_is_deleted_only_if_that_is_asked_for(place: Place) ->
     (place.out / "checkpoint-30/trainer_state.json").unlink()
     assert place.once("--keep-local", "1")[0] == 0
     assert sorted(path.name for path in place.out.iterdir()) == ["checkpoint-20", "checkpoint-30"]
+    save(place, 40)
+    code, ended = place.once("--keep-local", "1")
+    assert (code, ended["committed"], ended["there"]) == (0, 1, 1), "20, which is deleted for it"
 
 
 def test_what_a_dead_watcher_had_in_hand_is_in_the_state_s_journal(place: Place) -> None:
@@ -272,6 +282,8 @@ def test_what_a_dead_watcher_had_in_hand_is_in_the_state_s_journal(place: Place)
     while [each.state for each in status.load(place.state)[""].checkpoints] != ["uploading"]:
         pass
     watching.kill()
+    with pytest.raises(NoJournalError, match=re.escape(str(place.state))):
+        status.load(place.out)
     Uploader(place.state, place.remote).close(60)
     assert place.committed(10) == saved
     assert place.once()[1]["committed"] == 1, "it learns of that"
@@ -346,6 +358,21 @@ def test_after_the_command_s_end_a_second_signal_ends_run_at_once(place: Place) 
         watching.process.terminate()
         assert watching.process.wait(5) == 6
     assert "checkpoints may not be in the store: told twice to end" in watching.errors()
+
+
+def test_a_signal_after_the_command_s_end_leaves_run_the_grace_that_it_was_given_and_no_more(
+    place: Place,
+) -> None:
+    save(place, 10, size_bytes=5_000_000)
+    watching = place.watch("-v", "--max-bytes-per-s", "1e5", "--grace", "1", "--", "true", command="run")
+    watching.until_logged("complete path=checkpoint-10")
+    assert not has_ended_within(watching.process, SAME_S + 0.2), (
+        "an earlier signal may be the one that ended it"
+    )
+    watching.process.terminate()
+    assert not has_ended_within(watching.process, 0.9)
+    assert watching.process.wait(3) == 6
+    assert json.loads(watching.process.communicate()[0].splitlines()[-1])["unfinished"] == ["checkpoint-10"]
 
 
 def has_ended_within(process: "subprocess.Popen[str]", timeout_s: float) -> bool:
