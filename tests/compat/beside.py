@@ -33,7 +33,9 @@ Sums = dict[str, str]  # SHA-256 of each file of a checkpoint
 
 
 def say_step(step: int, loss: float, to: str = "/dev/fd/1") -> None:
-    """Takes 0.15 s: a watcher that was killed must be back before all is over."""
+    """Takes 0.15 s, of training: a watcher that was killed is back, 1 s later, before the trainer has rotated away all
+    that it had. Nothing else may tell the trainer when to go on, or no kill would be at a random moment.
+    """
     time.sleep(0.13)
     say_loss(step, loss, to)
 

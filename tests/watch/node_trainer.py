@@ -46,9 +46,10 @@ def save(nodes: list[Path], step: int) -> None:
 
 
 def main(nodes: list[Path], first: int, last: int, num_kept: int) -> None:
-    time.sleep(1.1)  # real ones take longer to start, and to save the same step again
+    # A save of a step within 1 s (nodes.CLOCKS_S) of an earlier one may be taken for that. Real trainers take longer.
+    time.sleep(1.1)
     for step in range(first, last + 1, 10):
-        time.sleep(0.3)
+        time.sleep(0.3)  # of training: of a faster one, more would be rotated away than are held
         save(nodes, step)
         for out in reversed(nodes):
             for old in sorted(out.iterdir(), key=lambda path: int(path.name.rpartition("-")[2]))[:-num_kept]:

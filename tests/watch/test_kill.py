@@ -12,23 +12,21 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import IO
 
 import pytest
 from botocore.session import get_session
 
 from tests.seaweed import SeaweedServer
+from tests.watch.killed import Sums, Trainer
 
 NUM_KILLS = int(os.environ.get("CKPT_ASYNC_WATCH_KILLS", "4"))
 pytestmark = pytest.mark.timeout(120 + 12 * NUM_KILLS)
 
-Sums = dict[str, str]
-
 
 class Oracle:
-    """What the trainer has said, and what the store has."""
+    """What the store has, beside what the trainer has said."""
 
-    def __init__(self, server: SeaweedServer, prefix: str) -> None:
+    def __init__(self, server: SeaweedServer, prefix: str, trainer: Trainer) -> None:
         keys = server.environment()
         self._s3 = get_session().create_client(
             "s3",
@@ -38,16 +36,8 @@ class Oracle:
             region_name="us-east-1",
         )
         self._bucket, self._prefix = server.bucket, prefix
-        self.intended: dict[int, list[Sums]] = {}
-        self.saved: dict[int, Sums] = {}  # the last version that was said to be saved
+        self._trainer = trainer
         self._seen: dict[str, tuple[int, int, Sums]] = {}
-
-    def hear(self, line: str) -> None:
-        what, step, *rest = line.split(maxsplit=2)
-        if what == "intends":
-            self.intended.setdefault(int(step), []).append(json.loads(rest[0]))
-        elif what == "saved":
-            self.saved[int(step)] = self.intended[int(step)][-1]
 
     def committed(self) -> dict[tuple[int, int], Sums]:
         """By generation and step. Fails if one is not, to the byte, what a trainer wrote as a whole."""
@@ -63,7 +53,9 @@ class Oracle:
                 each.removeprefix(folder): hashlib.sha256(self._get(each)).hexdigest()
                 for each in self._keys(folder)
             }
-            assert sums in self.intended[step], f"{decision['name']} of generation {generation} is no whole"
+            assert sums in self._trainer.intended[step], (
+                f"{decision['name']} of generation {generation} is no whole"
+            )
             self._seen[key] = generation, step, sums
         return {(generation, step): sums for generation, step, sums in self._seen.values()}
 
@@ -71,7 +63,7 @@ class Oracle:
         newest: dict[int, Sums] = {}
         for (_, step), sums in sorted(self.committed().items()):
             newest[step] = sums
-        assert newest == self.saved
+        assert newest == self._trainer.saved
 
     def _keys(self, below: str) -> list[str]:
         pages = self._s3.get_paginator("list_objects_v2").paginate(
@@ -86,98 +78,55 @@ class Oracle:
         return data
 
 
-class Play:
-    """A trainer and a watcher, each started again when it was killed."""
+class Watcher:
+    """Started again when it was killed."""
 
-    def __init__(self, folder: Path, url: str, oracle: Oracle, chance: random.Random) -> None:
-        self._out, self._url, self._oracle, self._chance = folder / "out", url, oracle, chance
-        self._out.mkdir()
-        self._logs = (folder / "watcher.log").open("wb")
-        self.trainer = self.start_trainer(10**9)
-        self.watcher = self.start_watcher()
+    def __init__(self, folder: Path, url: str) -> None:
+        self._command = [sys.executable, "-m", "ckpt_async", "watch", folder / "out", url, "-v"]
+        self._log = (folder / "watcher.log").open("wb")
+        self._process = self._start()
 
-    def start_trainer(self, last: int) -> subprocess.Popen[str]:
-        """From the newest checkpoint that it said it had saved, sometimes from the one before."""
-        newest = max(self._oracle.saved, default=0)
-        if self._chance.random() < 0.2:
-            newest = max(0, newest - 10)
-        script = Path(__file__).with_name("trainer.py")
-        return subprocess.Popen(
-            [sys.executable, script, self._out, str(newest + 10), str(last)],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+    def _start(self, *more: str) -> "subprocess.Popen[bytes]":
+        command = [*self._command, "--settle-s", "0.2", "--interval", "1", *more]
+        return subprocess.Popen(command, stdout=self._log, stderr=self._log)
 
-    def start_watcher(self, *more: str) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "ckpt_async", "watch", self._out, self._url, "-v", *more]
-        return subprocess.Popen(
-            [*command, "--settle-s", "0.2", "--interval", "1"], stdout=self._logs, stderr=self._logs
-        )
-
-    def train(self, num_lines: int) -> None:
-        stdout = self.trainer.stdout
-        assert stdout
-        for _ in range(num_lines):
-            self._oracle.hear(stdout.readline())
-
-    def kill_trainer(self, last: int | None = None) -> None:
-        """And start it again, to save without end, or so many more."""
-        self.trainer.kill()
-        self._hear_to_the_end()
-        self.trainer = self.start_trainer(
-            10**9 if last is None else max(self._oracle.saved, default=0) + last
-        )
-
-    def _hear_to_the_end(self) -> None:
-        stdout: IO[str] | None = self.trainer.stdout
-        assert stdout
-        with stdout:
-            for line in stdout:
-                if line.endswith("\n"):
-                    self._oracle.hear(line)
-        self.trainer.wait()
-
-    def kill_watcher(self) -> None:
-        self.watcher.kill()
-        self.watcher.wait()
-        self.watcher = self.start_watcher()
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._process = self._start()
 
     def end(self) -> None:
-        """In peace: the trainer saves three more, the watcher finishes."""
-        self.kill_trainer(last=30)
-        self._hear_to_the_end()
-        assert self.trainer.returncode == 0
-        self.watcher.send_signal(signal.SIGTERM)
-        self.watcher.wait(120)
-        code = self.start_watcher("--once").wait(120)
-        assert code in (0, 1), "1: a version was written over while it was uploaded"
+        """In peace; and what it may not have seen is adopted."""
+        self._process.send_signal(signal.SIGTERM)
+        self._process.wait(120)
+        self._process = self._start("--once")
+        assert self._process.wait(120) in (0, 1), "1: a version was written over while it was uploaded"
 
     def stop(self) -> None:
-        for each in (self.trainer, self.watcher):
-            each.kill()
-            each.wait()
-        if self.trainer.stdout:
-            self.trainer.stdout.close()
-        self._logs.close()
+        self._process.kill()
+        self._process.wait()
+        self._log.close()
 
 
 def test_kills_at_random_moments_lose_nothing_and_publish_no_half(
     tmp_path: Path, s3_server: SeaweedServer, s3_url: str
 ) -> None:
-    oracle = Oracle(s3_server, s3_url.partition(f"{s3_server.bucket}/")[2])
     chance = random.Random(7)
-    play = Play(tmp_path, s3_url, oracle, chance)
+    (tmp_path / "out").mkdir()
+    trainer = Trainer("trainer.py", [tmp_path / "out"], chance, goes_back=0.2)
+    watcher = Watcher(tmp_path, s3_url)
+    oracle = Oracle(s3_server, s3_url.partition(f"{s3_server.bucket}/")[2], trainer)
     try:
         for _ in range(NUM_KILLS):
-            play.train(chance.randrange(20, 200))
-            victim = chance.choice(["trainer", "watcher", "both"])
-            if victim != "watcher":
-                play.kill_trainer()
-            if victim != "trainer":
-                play.kill_watcher()
+            trainer.train(chance.randrange(20, 100))
+            victims = chance.choice([[trainer], [watcher], [trainer, watcher]])
+            for victim in victims:
+                victim.kill()
             oracle.committed()
-        play.end()
+        trainer.finish()
+        watcher.end()
         oracle.check_nothing_is_lost()
     finally:
-        play.stop()
-    print(f"{len(oracle.saved)} saved, {len(oracle.committed())} commits, {NUM_KILLS} kills")
+        trainer.stop()
+        watcher.stop()
+    print(f"{len(trainer.saved)} saved, {len(oracle.committed())} commits, {NUM_KILLS} kills")

@@ -11,43 +11,30 @@ import random
 import subprocess
 import sys
 from pathlib import Path
-from typing import IO
 
 import pytest
 
 from tests.watch.conftest import hashes
+from tests.watch.killed import Sums, Trainer
 
 NUM_KILLS = int(os.environ.get("CKPT_ASYNC_WATCH_KILLS", "2"))
 # How many checkpoints the trainer leaves in its folders.
 NUM_KEPT = [3, 1000] if NUM_KILLS > 5 else [3]
 pytestmark = pytest.mark.timeout(180 + 30 * NUM_KILLS)
 
-Sums = dict[str, str]
-
 
 class Play:
     """A trainer on two nodes and the watcher of each, started again when they were killed."""
 
     def __init__(self, folder: Path, num_kept: int, chance: random.Random) -> None:
-        self._folder, self._num_kept, self._chance = folder, num_kept, chance
+        self._folder = folder
+        self._seen: dict[str, Sums] = {}  # what was committed, by name and generation
         self._nodes = [folder / f"node-{node}/out" for node in range(2)]
         for out in self._nodes:
             out.mkdir(parents=True)
         self._logs = [(folder / f"watcher-{node}.log").open("wb") for node in range(2)]
-        self.intended: dict[int, list[Sums]] = {}
-        self.saved: dict[int, Sums] = {}  # the last version that was said to be saved
-        self.trainer = self._start_trainer(10**9)
+        self.trainer = Trainer("node_trainer.py", self._nodes, chance, goes_back=0.3, more=[str(num_kept)])
         self.watchers = [self._start_watcher(node) for node in range(2)]
-
-    def _start_trainer(self, last: int) -> subprocess.Popen[str]:
-        newest = max(self.saved, default=0)
-        if self._chance.random() < 0.3:
-            newest = max(0, newest - 10)
-        script = Path(__file__).with_name("node_trainer.py")
-        numbers = map(str, (newest + 10, last, self._num_kept))
-        return subprocess.Popen(
-            [sys.executable, script, *self._nodes, *numbers], stdout=subprocess.PIPE, text=True
-        )
 
     def _start_watcher(self, node: int) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "ckpt_async", "watch", self._nodes[node]]
@@ -56,32 +43,6 @@ class Play:
         remote = f"file://{self._folder}/remote"
         return subprocess.Popen([*command, remote, *options], stdout=log, stderr=log)
 
-    def hear(self, line: str) -> None:
-        what, step, *rest = line.split(maxsplit=2)
-        if what == "intends":
-            self.intended.setdefault(int(step), []).append(json.loads(rest[0]))
-        elif what == "saved":
-            self.saved[int(step)] = self.intended[int(step)][-1]
-
-    def train(self, num_lines: int) -> None:
-        assert self.trainer.stdout
-        for _ in range(num_lines):
-            self.hear(self.trainer.stdout.readline())
-
-    def kill_trainer(self, last: int = 10**9) -> None:
-        self.trainer.kill()
-        self._hear_to_the_end()
-        self.trainer = self._start_trainer(last)
-
-    def _hear_to_the_end(self) -> None:
-        stdout: IO[str] | None = self.trainer.stdout
-        assert stdout
-        with stdout:
-            for line in stdout:
-                if line.endswith("\n"):
-                    self.hear(line)
-        self.trainer.wait()
-
     def kill_watcher(self, node: int) -> None:
         self.watchers[node].kill()
         self.watchers[node].wait()
@@ -89,9 +50,7 @@ class Play:
 
     def end(self) -> list[int]:
         """In peace: the trainer saves three more, the watchers finish. Returns their exit codes."""
-        last = max(self.saved, default=0) + 30
-        self.kill_trainer(last)
-        self._hear_to_the_end()
+        last = self.trainer.finish()
         while last not in self.committed():
             for each in self.watchers:
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -108,8 +67,10 @@ class Play:
         for each in sorted(decided, key=lambda each: (each["generation"], each["step"])):
             if each["outcome"] == "commit":
                 name = f"{each['name']}.g{each['generation']}"
-                sums = hashes(self._folder / "remote/ckpt" / name)
-                versions = self.intended[each["step"]]
+                if name not in self._seen:
+                    self._seen[name] = hashes(self._folder / "remote/ckpt" / name)
+                sums = self._seen[name]
+                versions = self.trainer.intended[each["step"]]
                 whose = {
                     shard: [n for n, was in enumerate(versions) if was.get(shard) == of]
                     for shard, of in sums.items()
@@ -119,11 +80,10 @@ class Play:
         return found
 
     def stop(self) -> None:
-        for each in (self.trainer, *self.watchers):
+        self.trainer.stop()
+        for each in self.watchers:
             each.kill()
             each.wait()
-        if self.trainer.stdout:
-            self.trainer.stdout.close()
         for log in self._logs:
             log.close()
 
@@ -136,16 +96,16 @@ def test_kills_on_two_nodes_publish_no_half_and_lose_nothing_that_is_still_there
     play = Play(tmp_path, num_kept, chance)
     try:
         for _ in range(NUM_KILLS):
-            play.train(chance.randrange(20, 100))
+            play.trainer.train(chance.randrange(20, 100))
             victims = chance.choice([["trainer"], [0], [1], [0, 1], ["trainer", 0, 1]])
             for victim in victims:
-                play.kill_watcher(victim) if isinstance(victim, int) else play.kill_trainer()
+                play.kill_watcher(victim) if isinstance(victim, int) else play.trainer.kill()
             play.committed()
         codes = play.end()
         committed = play.committed()
-        lost = [step for step, sums in play.saved.items() if committed.get(step) != sums]
-        print(f"{len(play.saved)} saved, {len(lost)} lost, {NUM_KILLS} kills, exit codes {codes}")
-        newest = sorted(play.saved)[-min(num_kept, len(play.saved)) :]
+        lost = [step for step, sums in play.trainer.saved.items() if committed.get(step) != sums]
+        print(f"{len(play.trainer.saved)} saved, {len(lost)} lost, {NUM_KILLS} kills, exit codes {codes}")
+        newest = sorted(play.trainer.saved)[-min(num_kept, len(play.trainer.saved)) :]
         assert not set(newest) & {*lost}
     finally:
         play.stop()

@@ -66,7 +66,7 @@ from tests.compat.composer.train import Model, trainer_of
 class Late(Callback):
     def batch_end(self, state, logger):
         if dist.get_global_rank() == 1:
-            time.sleep(2)
+            time.sleep(2)  # the first has begun its save long before
 
 saver = CheckpointSaver(
     "checkpoints", "ep{epoch}-ba{batch}.pt", None, "latest.pt", None, "2ba", remote=sys.argv[1], weights_only=True

@@ -22,7 +22,7 @@ def main(folder: Path, remote: str) -> None:
             path.write_bytes(b"%d" % step)
             uploader.enqueue(path, step)
             uploader.seal(step)
-            time.sleep(0.05)
+            time.sleep(0.05)  # of training: what was sealed is sent meanwhile
             if first == 1 and step == KILLED_AT:
                 os.kill(os.getpid(), signal.SIGKILL)
     print("DONE", flush=True)
