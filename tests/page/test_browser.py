@@ -1,6 +1,7 @@
 """The page in a real browser: a run that goes on, one that is stalled, and names that mean ill."""
 
 import json
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,26 @@ def test_a_run_that_goes_on_a_store_that_goes_away_and_a_process_that_ends(
     browser.until(says("connection lost"))
     browser.until("/No answer for [1-9]/.test(document.body.innerText)")
     assert "Step 1100" in browser.text
+
+
+def test_what_events_tell_and_who_was_not_told_is_read(tmp_path: Path, browser: Browser) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        nobody = f"http://127.0.0.1:{taken.getsockname()[1]}/hook"
+    settings: dict[str, Any] = {"num_checkpoints_to_keep": 1, "event_webhook": nobody, "event_grace_s": 0}
+    with Uploader(
+        tmp_path / "a", f"file://{tmp_path}/b", rank=0, world_size=1, metrics_port=0, **settings
+    ) as uploader:
+        for step in (1, 2):
+            (tmp_path / f"a/{step}.pt").write_bytes(b"x")
+            uploader.enqueue(tmp_path / f"a/{step}.pt", step)
+            uploader.seal(step)
+        assert uploader.page_url is not None
+        browser.go(uploader.page_url)
+        browser.until(
+            "/3 events not delivered to the webhook, in [0-9]+ attempts?/.test(document.body.innerText)"
+        )
+        browser.until(says("Step 1 files of this node removed"))
+        assert (browser.complaints, browser.violations) == ([], [])
 
 
 def test_what_means_ill_is_text(tmp_path: Path, browser: Browser) -> None:
