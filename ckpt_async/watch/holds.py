@@ -126,9 +126,9 @@ class Holds:
             self.is_possible = error.errno not in _NO_LINKS
             logger.warning("path=%s is not linked before it is complete: %s", found.path, error)
             return
+        self._record(now, last)
         if last is None or now.files.keys() != last.files.keys():
             logger.info("held path=%s num_files=%d", found.path, len(now.files))
-        self._record(now, last)
         disk = shutil.disk_usage(self.place)
         most = MAX_HELD if disk.free >= self.min_free * disk.total else MAX_HELD_LOW
         for oldest in sorted(self.all.values(), key=lambda each: each.written_ns)[:-most]:

@@ -177,8 +177,8 @@ class Watcher:
         if uploader is not None:
             uploader.close(timeout_s)
 
-    def _reopen(self) -> None:
-        self._close(REOPEN_S)
+    def _reopen(self, close_s: float = REOPEN_S) -> None:
+        self._close(close_s)
         self._open_while_linking()
 
     # --- rounds --------------------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ class Watcher:
                 if self.options.num_nodes == 1:
                     raise
                 logger.warning("another node has begun a new start; joining it")
-                self._reopen()
+                self._reopen(0.0)  # nothing is committed in this one any more
                 continue
             except (StoreError, NoSpaceError) as error:
                 self._teller.say("trouble", str(error), f"{error}; trying again")

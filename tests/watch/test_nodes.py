@@ -61,15 +61,10 @@ class Nodes:
             shutil.copyfile(self._saved / f"node-{node}/step-{step}/{name}", here / f"{name}.tmp")
             (here / f"{name}.tmp").replace(here / name)
 
-    def until_seen(self, node: int, step: int) -> None:
-        """Until the node without the mark has looked after it was written."""
-        mark = (self.folder / f"node-0/out/step-{step}/.metadata").stat().st_mtime_ns
-        held = self.folder / f"node-{node}/.out.ckpt_async/run/held"
-        while not any(
-            f"step-{step}/" in path.read_text() and path.stat().st_mtime_ns >= mark
-            for path in held.glob("*.json")
-        ):
-            pass
+    def until_looked(self, step: int) -> None:
+        """Until the node without the marks has looked once more: it sees its part of one that is never whole."""
+        self.save(step, (THEIRS,))
+        self.watching[1].until_logged(f"held path=step-{step}")
 
     def put(self, key: str, data: bytes) -> None:
         """In the store, as a node would."""
@@ -135,8 +130,7 @@ def test_what_a_node_deletes_before_it_has_looked_after_the_mark_is_sent(nodes: 
     for each in (first, second):
         each.until_logged("watching folder")
     for step in (10, 20):  # when it has seen the second, it follows the first
-        nodes.save(step, (THEIRS,))
-        second.until_logged(f"held path=step-{step}")
+        nodes.until_looked(step)
     nodes.save(10, OURS)
     saved = nodes.written(10)
     shutil.rmtree(nodes.folder / "node-1/out/step-10")
@@ -188,9 +182,9 @@ def test_while_the_store_is_away_trainers_rotate_and_write_anew_and_no_end_is_a_
         nodes.save(10)
         nodes.save(20)
         saved = {}
+        watching[0].until_logged("complete path=step-20")
+        nodes.until_looked(30)
         for step in (10, 20):
-            watching[0].until_logged(f"complete path=step-{step}")
-            nodes.until_seen(1, step)
             saved[step] = nodes.written(step)
             for node in range(2):
                 shutil.rmtree(nodes.folder / f"node-{node}/out/step-{step}")
@@ -213,8 +207,7 @@ def test_what_was_last_seen_before_the_mark_is_not_sent(nodes: Nodes) -> None:
     early = nodes.folder / "node-1/out/step-10"
     early.mkdir()
     (early / "__1_0.distcp").write_bytes(b"1" * 10_000)
-    while not list((nodes.folder / "node-1/.out.ckpt_async/run/held").glob("*.json")):
-        pass
+    second.until_logged("held path=step-10")
     second.kill()
     nodes.save(10)
     shutil.rmtree(early)

@@ -224,12 +224,10 @@ def test_what_is_rotated_away_while_it_must_be_quiet_is_taken_if_a_later_one_pro
 
     watching = place.watch("-v")
     watching.until_logged("watching folder")
-    held = place.state / "run/held"
     saved = {}
     for step, ranks in ((10, (0, 1, 2)), (15, (0, 1))):
         saved[step] = save_of_ranks(step, *ranks)
-        while not any(f"checkpoint-{step}/" in path.read_text() for path in held.glob("*.json")):
-            pass
+        watching.until_logged(f"held path=checkpoint-{step}")
         shutil.rmtree(place.out / f"checkpoint-{step}")
     saved[20] = save_of_ranks(20, 0, 1, 2)
     watching.until("committed", 20)
