@@ -19,11 +19,12 @@ from ckpt_async.cli.events import OPTIONS, add_events, given
 from ckpt_async.cli.output import Exit, Json, store_options
 from ckpt_async.cli.parsing import WHERE, add_kind, add_store_options, as_folder, as_seconds
 from ckpt_async.cli.stderr import say
-from ckpt_async.core import keys, launch
+from ckpt_async.core import launch
 from ckpt_async.core.settings import Settings
 from ckpt_async.core.units import counted, in_units
 from ckpt_async.errors import SettingsError
 from ckpt_async.local.filesystems import LOCAL_FILESYSTEMS, filesystem_of
+from ckpt_async.local.journals import watcher_state
 from ckpt_async.watch.beside import GRACE_S, run_beside
 from ckpt_async.watch.formats import FORMATS, Rules
 from ckpt_async.watch.meanwhile import Stop
@@ -270,7 +271,7 @@ def _options(options: argparse.Namespace, environment: dict[str, str]) -> Option
             "--once works for one node: the others would not know when it is over",
             hint="watch on all nodes without it, or --node 0/1",
         )
-    state = Path(os.path.realpath(options.state)) if options.state else keys.watcher_state(folder)
+    state = Path(os.path.realpath(options.state)) if options.state else watcher_state(folder)
     if state == folder or folder in state.parents:
         raise SettingsError(
             f"--state {options.state} is in the watched folder",

@@ -35,7 +35,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-from pathlib import Path
 
 from ckpt_async.core.model import CheckpointId
 
@@ -81,11 +80,6 @@ _LAST_NUMBER = re.compile(r"([0-9]+)[^0-9]*$")
 def is_kind(text: str) -> bool:
     """Whether this may name a kind of checkpoints."""
     return _KIND.fullmatch(text) is not None
-
-
-def watcher_state(folder: Path) -> Path:
-    """Where a watcher of a folder keeps its journal, unless it is told another place."""
-    return folder.parent / f".{folder.name}.ckpt_async"
 
 
 def kind_place(kind: str) -> str:

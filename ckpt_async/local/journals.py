@@ -73,10 +73,15 @@ def read(
     return dict(sorted(found.items()))
 
 
+def watcher_state(folder: Path) -> Path:
+    """Where a watcher of a folder keeps its journal, unless it is told another place."""
+    return folder.parent / f".{folder.name}.ckpt_async"
+
+
 def none_in(folder: str | os.PathLike[str], kind: str = "") -> NoJournalError:
     """Why, and where it may be."""
     path = Path(os.path.realpath(folder))
-    beside = keys.watcher_state(path)
+    beside = watcher_state(path)
     if (beside / keys.PRIVATE).is_dir():
         hint = f"a watcher works on it: use its state, {str(beside)!r}"
     else:
