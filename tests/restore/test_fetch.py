@@ -401,7 +401,7 @@ def test_no_descriptor_or_thread_leaks(any_run: Run, tmp_path: Path) -> None:
     """After successes and failures alike."""
     checkpoint = _committed(any_run)
     restore.fetch(checkpoint, tmp_path / "warm-up")
-    before = _in_use()
+    num_descriptors, num_threads = _in_use()
     for number in range(3):
         restore.fetch(checkpoint, tmp_path / f"there-{number}")
         with restore.open(checkpoint) as reader:
@@ -409,7 +409,10 @@ def test_no_descriptor_or_thread_leaks(any_run: Run, tmp_path: Path) -> None:
     any_run.flip(shard_key(10, "rank-1.pt"))
     with pytest.raises(restore.DamagedCheckpointError):
         restore.fetch(checkpoint, tmp_path / "damaged")
-    assert _in_use() == before
+    # Fewer, if something of an earlier test was let go meanwhile.
+    now = _in_use()
+    assert now[0] <= num_descriptors
+    assert now[1] <= num_threads
 
 
 def _in_use() -> tuple[int, int]:

@@ -262,8 +262,8 @@ def test_all_kinds_are_scraped_at_one_port(folder: Path, remote: str) -> None:
     ):
         save(full, 1, 2)
         save(weights, 1)
-        full.wait(2, 30)
-        weights.wait(1, 30)
+        for uploader, step in ((full, 1), (full, 2), (weights, 1)):
+            uploader.wait(step, 30)
         assert full.metrics_url is not None
         assert weights.metrics_url == full.metrics_url
         with urllib.request.urlopen(full.metrics_url) as page:
