@@ -94,7 +94,7 @@ PARTS = [
         "interference",
         "What training loses per GiB uploaded",
         SINK,
-        f"{QUICK} --windows 1 --mib 512 --clients thread process obstore",
+        f"{QUICK} --windows 2 --loops python --clients 'ours, thread' 'ours, process' obstore",
     ),
     Part("enqueue", "enqueue", "`enqueue`, while shards are written beside it", SINK, "--total 160"),
     Part("enqueue-quiet", "enqueue --quiet", "`enqueue`, nothing written beside it", SINK),

@@ -21,14 +21,13 @@ from ckpt_async.stores.interface import BodyWriter
 from ckpt_async.transfer.progress import TELL_S, Progress
 
 MIB = 1 << 20
-# Read and checksummed at a time: training in the same interpreter loses a moment with each. With 4 MiB the memory would
-# be more than the gain.
-SLICE_BYTES = 2 * MIB
+# Read and checksummed at a time: training in the same interpreter loses a moment with each, and two such are in memory.
+SLICE_BYTES = 4 * MIB
 # What is checksummed and encrypted at a time stays in the cache; with less, threads hand the interpreter's lock round
 # more often. With half or four times as much, an upload over TLS takes a twelfth more CPU.
 THREAD_SLICE_BYTES = 512 << 10
-# What the kernel is asked to send at a time, at most; only the bookkeeping of progress costs anything here.
-SEND_BYTES, FIRST_SEND_BYTES, MIN_SEND_BYTES = 4 * MIB, 256 << 10, 64 << 10
+# What the kernel is asked to send at a time, at most: with each call training in the same interpreter loses a moment.
+SEND_BYTES, FIRST_SEND_BYTES, MIN_SEND_BYTES = 8 * MIB, 256 << 10, 64 << 10
 # Checksums run at 8 GiB/s. More of one shard at once would only make all its parts wait for theirs at the same
 # time, with nothing on the wire: measured, 8 at once cost about a quarter of the throughput of a 1 GiB file.
 CHECKSUMS_AT_ONCE = 2
@@ -45,6 +44,7 @@ class Source:
         self.descriptor, self.identity, self.path = descriptor, identity, path
         self._checksums = asyncio.Semaphore(CHECKSUMS_AT_ONCE)
         self._on_read: list[Callable[[], None]] = []
+        self.send_bytes = FIRST_SEND_BYTES  # at a time: what its last part has come to, for they share a link
 
     @property
     def size_bytes(self) -> int:
@@ -153,7 +153,8 @@ class FileBody:
         """
         offset, end = self._offset, self._offset + self._size_bytes
         takes_files, buffer = writer.takes_files, memoryview(b"")
-        now, send_bytes = time.monotonic(), FIRST_SEND_BYTES
+        now, send_bytes = time.monotonic(), self._source.send_bytes
+        self._source.send_bytes = FIRST_SEND_BYTES  # unless this ends well
         while offset < end:
             most = SEND_BYTES if takes_files else THREAD_SLICE_BYTES
             size_bytes = min(send_bytes, most, end - offset)
@@ -174,6 +175,7 @@ class FileBody:
             is_fast = now - began < TELL_S
             send_bytes = min(2 * send_bytes, SEND_BYTES) if is_fast else max(send_bytes // 2, MIN_SEND_BYTES)
             self._progress.moved_in_thread(is_last=offset == end)
+        self._source.send_bytes = send_bytes
         self._source.check()
 
     def _send_file(self, writer: BodyWriter, offset: int, size_bytes: int) -> int | None:

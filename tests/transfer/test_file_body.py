@@ -162,6 +162,32 @@ def test_a_range_arrives_at_any_read_speed(
     assert bool(kernel.num_sent) == (not refused and not link.near.gettimeout())
 
 
+def test_a_part_begins_with_slices_as_large_as_the_last_one_came_to_unless_that_failed(
+    source: Source, link: Link, kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With each call training in the same interpreter loses a moment."""
+    monkeypatch.setattr(source_module, "TELL_S", PATIENCE_S)  # fast, whatever this machine does
+
+    def num_calls(*, is_broken: bool = False) -> int:
+        before = kernel.num_calls
+        kernel.refuses = lambda call: errno.ECONNRESET if is_broken and call == before + 2 else 0
+        sending = link.send(source)
+        if is_broken:
+            link.drain()
+            with pytest.raises(ConnectionError):
+                sending.result(PATIENCE_S)
+        else:
+            link.receive(len(HEAD) + SIZE - OFFSET)
+            link.far.sendall(DONE)
+            sending.result(PATIENCE_S)
+        return kernel.num_calls - before
+
+    first, second = num_calls(), num_calls()
+    assert (first, second) == (6, 2)
+    num_calls(is_broken=True)
+    assert source.send_bytes == source_module.FIRST_SEND_BYTES
+
+
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOSYS, errno.ENOTSUP])
 @pytest.mark.parametrize("first_refused", [1, 4])
 def test_slices_are_sent_where_sendfile_is_unsupported(
