@@ -30,6 +30,7 @@ from ckpt_async.watch.formats import FORMATS, Rules
 from ckpt_async.watch.meanwhile import Stop
 from ckpt_async.watch.options import Options
 from ckpt_async.watch.telling import Report, Told
+from ckpt_async.watch.wake import Waker
 from ckpt_async.watch.watcher import Watcher
 
 # What a watcher decides by itself, or has a flag of another name for.
@@ -257,8 +258,8 @@ def _leave_at_once(code: int) -> None:
         register(leave)
 
 
-def _watcher(options: argparse.Namespace, environment: dict[str, str]) -> Watcher:
-    return Watcher(_options(options, environment), partial(_tell, options))
+def _watcher(options: argparse.Namespace, environment: dict[str, str], waker: Waker | None = None) -> Watcher:
+    return Watcher(_options(options, environment), partial(_tell, options), waker)
 
 
 def _options(options: argparse.Namespace, environment: dict[str, str]) -> Options:

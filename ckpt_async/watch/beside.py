@@ -13,6 +13,7 @@ from types import FrameType
 
 from ckpt_async.watch.meanwhile import Stop
 from ckpt_async.watch.telling import Report
+from ckpt_async.watch.wake import Waker
 from ckpt_async.watch.watcher import Watcher
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,7 @@ SAME_S = 1.0
 def run_beside(
     command: Sequence[str],
     environment: Mapping[str, str],
-    new_watcher: Callable[[], Watcher],
+    new_watcher: Callable[[Waker], Watcher],
     grace_s: float = GRACE_S,
 ) -> tuple[int, Report | None, BaseException | None]:
     """Run a command to its end and watch meanwhile; then finish what it saved. Returns the command's exit status as a
@@ -41,7 +42,8 @@ def run_beside(
 
     Raises OSError if the command cannot be started.
     """
-    ended, watchers = Stop(), [new_watcher()]
+    ended, waker = Stop(), Waker()  # one for all watchers: it has descriptors
+    watcher = new_watcher(waker)
 
     def hurry() -> None:
         """Told to end, and the command has ended."""
@@ -50,7 +52,7 @@ def run_beside(
         if ended.is_shortened:
             raise KeyboardInterrupt("told twice to end before all was finished")
         ended.shorten(grace_s)
-        watchers[-1].waker.wake()
+        waker.wake()
 
     with _passing_on(hurry) as (children, early):
         # What we have opened ourselves is closed on exec; what we were given (`<(…)`, a pipe) is the command's.
@@ -62,8 +64,7 @@ def run_beside(
         def wait_for_child() -> None:
             child.wait()
             ended.set()
-            for watcher in watchers:
-                watcher.waker.wake()
+            waker.wake()
 
         waiting = threading.Thread(target=wait_for_child, name="ckpt-async-child", daemon=True)
         waiting.start()
@@ -72,7 +73,7 @@ def run_beside(
             report: Report | None = None
             error: BaseException | None = None
             try:
-                report = watchers[-1].run(ended)
+                report = watcher.run(ended)
             except KeyboardInterrupt as told:
                 error, was_ended = told, True
             except Exception as problem:  # noqa: BLE001  the command must not end for it
@@ -81,7 +82,7 @@ def run_beside(
             if error is None or was_ended:
                 break
             ended.wait(AGAIN_S)
-            watchers.append(new_watcher())
+            watcher = new_watcher(waker)
         waiting.join()
     return _status(child.returncode), report, error
 

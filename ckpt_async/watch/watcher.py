@@ -53,11 +53,13 @@ STANDBY_S = 2.0
 class Watcher:
     """One folder and one remote. `run` blocks; all else is for tests and for what `run` calls."""
 
-    def __init__(self, options: Options, tell: Callable[[Told], None] = lambda _: None) -> None:
+    def __init__(
+        self, options: Options, tell: Callable[[Told], None] = lambda _: None, waker: Waker | None = None
+    ) -> None:
         self.options = options
         place = options.state / (f"kinds/{options.kind}" if options.kind else "run")
         self.entries = Entries(options.folder, place, keys.kind_remote(options.remote, options.kind or ""))
-        self.waker = Waker()
+        self.waker = Waker() if waker is None else waker
         self._teller = Teller(tell)
         self._holds = Holds(options.folder, place / "held")
         self._lookout = Lookout(options, self.entries, self._holds, self._teller, self.waker)

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import io
 import json
 import os
 import signal
@@ -13,9 +14,10 @@ from typing import Any
 
 import pytest
 
-from ckpt_async import restore
+from ckpt_async import cli, restore
 
 LIMIT_S = 120.0
+FAST = ("--settle-s", "0.2", "--interval", "1", "--json")
 
 
 class Watching:
@@ -73,20 +75,23 @@ class Place:
         self._started: list[Watching] = []
 
     def watch(self, *more: str | Path, command: str = "watch", **environment: str) -> Watching:
-        args = (self.out, self.remote) if command == "watch" else (self.remote, "--folder", self.out)
-        fast = ("--settle-s", "0.2", "--interval", "1", "--json")
-        split = more.index("--") if "--" in more else len(more)
-        self._started.append(Watching(command, *args, *fast, *more[:split], *more[split:], **environment))
+        self._started.append(Watching(*self._arguments(command, more), **environment))
         return self._started[-1]
 
+    def _arguments(self, command: str, more: tuple[str | Path, ...]) -> list[str]:
+        args = (self.out, self.remote) if command == "watch" else (self.remote, "--folder", self.out)
+        return [*map(str, (command, *args, *FAST, *more))]
+
     def once(self, *more: str | Path) -> tuple[int, dict[str, Any]]:
-        """`watch --once` to its end."""
-        watching = self.watch("--once", *more)
-        output, errors = watching.process.communicate(timeout=LIMIT_S)
-        assert output, errors
+        return self.main("--once", *more)
+
+    def main(self, *more: str | Path, command: str = "watch") -> tuple[int, dict[str, Any]]:
+        """A command to its end, in this process: a new one takes a second to begin."""
+        with contextlib.redirect_stdout(io.StringIO()) as told:
+            code = cli.main(self._arguments(command, more))
+        output = told.getvalue()
         is_error = output.startswith("{\n")
-        ended = json.loads(output if is_error else output.splitlines()[-1])
-        return watching.process.returncode, ended
+        return code, json.loads(output if is_error else output.splitlines()[-1]) if output else {}
 
     def committed(self, step: int, generation: int | None = None) -> dict[str, str] | None:
         """SHA-256 of what `fetch` gives back of a step, by name; None if nobody has committed it."""

@@ -6,12 +6,16 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from ckpt_async.errors import StoreError
+from ckpt_async.watch import beside
 from ckpt_async.watch.beside import run_beside
 from ckpt_async.watch.options import Options
+from ckpt_async.watch.wake import Waker
 from ckpt_async.watch.watcher import Watcher
 
 # Says which signals it gets, until SIGTERM; and whose child it is.
@@ -118,7 +122,33 @@ def test_a_signal_that_comes_while_the_command_is_started_reaches_it(tmp_path: P
 
     (tmp_path / "out").mkdir()
     options = Options(tmp_path / "out", f"file://{tmp_path}/remote", tmp_path / "state", tmp_path / "lock")
-    assert run_beside(["sleep", "20"], Environment(), lambda: Watcher(options))[0] == 128 + signal.SIGTERM
+    assert (
+        run_beside(["sleep", "20"], Environment(), partial(new_watcher, options))[0] == 128 + signal.SIGTERM
+    )
+
+
+def new_watcher(options: Options, waker: Waker) -> Watcher:
+    return Watcher(options, waker=waker)
+
+
+def test_a_watcher_that_fails_for_hours_leaves_nothing_behind_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Descriptors above all: a process has 1024 of them."""
+    monkeypatch.setattr(beside, "AGAIN_S", 0.0)
+    os.mkfifo(tmp_path / "end")
+    options = Options(tmp_path, "file:///proc/nowhere", tmp_path / "state", tmp_path / "lock")
+    num_open: list[int] = []
+
+    def again(waker: Waker) -> Watcher:
+        num_open.append(len(os.listdir("/proc/self/fd")))
+        if len(num_open) == 6:
+            (tmp_path / "end").write_text("")
+        return new_watcher(options, waker)
+
+    status, report, error = run_beside(["cat", str(tmp_path / "end")], dict(os.environ), again)
+    assert (status, report, isinstance(error, StoreError)) == (0, None, True)
+    assert len({*num_open[1:6]}) == 1, num_open
 
 
 def state_of(pid: int | str) -> str:

@@ -27,7 +27,7 @@ VOCABULARY, LENGTH = 64, 16
 
 def config(
     save_folder: str,
-    remote: str,
+    remote: str | None,
     *,
     is_ddp: bool,
     name: str = "torch_new",

@@ -29,8 +29,19 @@ class SayingTrainer(Trainer):
             say_loss(self.global_step, metrics["train/CrossEntropyLoss"])
 
 
-def main(strategy: str, ranks: str, dropout: str, steps: str, node: str, remote: str) -> None:
-    start_ranks(int(ranks))
+def trainer_of(
+    kind: Any,
+    strategy: str,
+    node: str,
+    remote: str | None,
+    *,
+    ranks: int,
+    steps: int,
+    dropout: float = 0.1,
+    interval: int = 10,
+    **more: Any,
+) -> Any:
+    """In each rank, one that saves below NODE/checkpoints."""
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(1)
     is_ddp = strategy == "ddp"
@@ -38,19 +49,20 @@ def main(strategy: str, ranks: str, dropout: str, steps: str, node: str, remote:
         f"{node}/checkpoints",
         remote,
         is_ddp=is_ddp,
-        dropout=float(dropout),
+        dropout=dropout,
         global_train_batch_size=BATCH,
-        device_train_batch_size=BATCH // int(ranks),
-        device_train_microbatch_size=BATCH // int(ranks),
+        device_train_batch_size=BATCH // ranks,
+        device_train_microbatch_size=BATCH // ranks,
         device_train_grad_accum=1,
-        max_duration=int(steps),
-        stop_at=int(steps),  # or OLMo goes on for 10 more
+        max_duration=steps,
+        stop_at=steps,  # or OLMo goes on for 10 more
         console_log_interval=1,
         eval_interval=10**6,
-        save_interval=10,
+        save_interval=interval,
         save_num_checkpoints_to_keep=2,
-        save_interval_unsharded=10 if is_ddp else None,
+        save_interval_unsharded=interval if is_ddp else None,
         save_num_unsharded_checkpoints_to_keep=2,
+        **more,
     )
     Path(cfg.save_folder).mkdir(parents=True, exist_ok=True)
     model = OLMo(cfg.model)
@@ -60,8 +72,8 @@ def main(strategy: str, ranks: str, dropout: str, steps: str, node: str, remote:
     samples: Any = [{"input_ids": sample} for sample in tokens]
     data = IterableDataset(samples, BATCH, num_threads=0)
     # A loader that begins takes a random number, after those of the checkpoint were restored: here from its own.
-    loader = DataLoader(data, BATCH // int(ranks), drop_last=True, generator=torch.Generator())
-    with SayingTrainer(
+    loader = DataLoader(data, BATCH // ranks, drop_last=True, generator=torch.Generator())
+    return kind(
         cfg=cfg,
         epoch=0,
         model=model,
@@ -71,7 +83,13 @@ def main(strategy: str, ranks: str, dropout: str, steps: str, node: str, remote:
         train_loader=loader,
         device=torch.device("cpu"),
         evaluators=[],
-    ) as trainer:
+    )
+
+
+def main(strategy: str, ranks: str, dropout: str, steps: str, node: str, remote: str) -> None:
+    start_ranks(int(ranks))
+    sizes: dict[str, Any] = {"ranks": int(ranks), "dropout": float(dropout), "steps": int(steps)}
+    with trainer_of(SayingTrainer, strategy, node, remote, **sizes) as trainer:
         if (load_path := find_latest_checkpoint(remote)) is not None:
             trainer.restore_checkpoint(load_path)
         trainer.fit()
