@@ -16,7 +16,7 @@ from tests.compat.olmo.train import trainer_of
 
 STEPS = 60
 
-# OLMo's own code reads as torch did before 2.6, and lacks two methods that torch 2.3 has added: they have nothing to do.
+# OLMo reads as torch did before 2.6, and lacks two methods that torch 2.3 has added: they have nothing to do.
 os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
 RemoteFileSystemReader.__abstractmethods__ = frozenset()
 
