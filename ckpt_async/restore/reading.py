@@ -21,6 +21,7 @@ from ckpt_async.restore.peers import Peer, Peers, PeerSource
 from ckpt_async.restore.session import MAX_CONCURRENT_READS, damaged, leased, session
 from ckpt_async.restore.sources import FileSource, LocalCopies, LocalSource, StoreSource
 from ckpt_async.stores.interface import Sink
+from ckpt_async.threads import in_thread
 from ckpt_async.transfer.together import all_or_none
 
 logger = logging.getLogger(__name__)
@@ -29,6 +30,10 @@ logger = logging.getLogger(__name__)
 MAX_GAP_BYTES = 512 << 10
 WASTE_DIVISOR = 20
 MIN_RUN_BYTES, MAX_RUN_BYTES = 4 << 20, 32 << 20
+
+# Reads of a local file that are this large on average each have a system call of their own; smaller ones share one, and
+# are copied.
+DIRECT_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,8 +277,11 @@ class Reader:
         sources = await self._sources_of(file)
         for source in sources:
             try:
-                async with source.turn() as turn:
-                    await turn.get_range(run.offset, run.size_bytes, lambda: scatter(run))
+                if isinstance(source, LocalSource) and run.size_bytes >= len(run.wants) * DIRECT_BYTES:
+                    await in_thread(source.read_into, run.wants)
+                else:
+                    async with source.turn() as turn:
+                        await turn.get_range(run.offset, run.size_bytes, lambda: scatter(run))
             except (CkptAsyncError, OSError) as error:
                 if source is sources[-1]:
                     raise

@@ -7,7 +7,7 @@ import errno
 import os
 import stat
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Protocol, Self
@@ -152,21 +152,39 @@ class LocalSource(AnyTime):
     async def get_range(self, offset: int, size_bytes: int, sink: SinkFactory) -> None:
         await in_thread(self._read, offset, size_bytes, sink())
 
+    def read_into(self, wants: Iterable[tuple[int, memoryview]]) -> None:
+        """Fill these buffers, each from its offset, with no copy in between. Blocks."""
+        with self._opened() as descriptor:
+            for offset, buffer in wants:
+                left = buffer
+                while left:
+                    count = self._fill(descriptor, left, offset + len(buffer) - len(left))
+                    left = left[count:]
+
     def _read(self, offset: int, size_bytes: int, sink: Sink) -> None:
+        buffer = memoryview(bytearray(min(SLICE_BYTES, size_bytes)))
+        end = offset + size_bytes
+        with self._opened() as descriptor:
+            while offset < end:
+                count = self._fill(descriptor, buffer[: end - offset], offset)
+                sink(buffer[:count])
+                offset += count
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[int]:
         descriptor = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             if self._facts is not None and not _is_same(self._facts, os.fstat(descriptor)):
                 raise OSError(errno.ESTALE, "the file was changed since it was verified", str(self._path))
-            buffer = memoryview(bytearray(min(SLICE_BYTES, size_bytes)))
-            end = offset + size_bytes
-            while offset < end:
-                count = os.preadv(descriptor, [buffer[: end - offset]], offset)
-                if count == 0:
-                    raise OSError(errno.EIO, "the file was cut short while it was read", str(self._path))
-                sink(buffer[:count])
-                offset += count
+            yield descriptor
         finally:
             os.close(descriptor)
+
+    def _fill(self, descriptor: int, buffer: memoryview, offset: int) -> int:
+        count = os.preadv(descriptor, [buffer], offset)
+        if count == 0:
+            raise OSError(errno.EIO, "the file was cut short while it was read", str(self._path))
+        return count
 
 
 def _is_same(a: os.stat_result, b: os.stat_result) -> bool:

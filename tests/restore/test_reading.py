@@ -1,5 +1,6 @@
 """Reading in parts: every byte that is wanted, few that are not, from any thread."""
 
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -146,6 +147,37 @@ def test_a_local_copy_is_read(run_: Run, tmp_path: Path, monkeypatch: pytest.Mon
         (tmp_path / "rank-0.pt").write_bytes(bytes(3000))
         assert reader.read("rank-0.pt", 10, 100) == content(10, "rank-0.pt")[10:110]
         assert reader.bytes_from == {"local": 300, "remote": 400}
+
+
+def test_large_reads_of_a_local_copy_go_straight_to_their_buffers(
+    run_: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy in between would take time; small ones share a system call. Where the file ends early: the store."""
+    data = content(1, "large", 1 << 20)
+    checkpoint = _committed(run_, {0: {"large.pt": data}})
+    (tmp_path / "large.pt").write_bytes(data)
+    runs, preadv, scatter = [], os.preadv, reading.scatter
+    monkeypatch.setattr(reading, "scatter", lambda run: runs.append(len(run.wants)) or scatter(run))
+
+    def read(reader: restore.Reader, *wants: tuple[int, int]) -> None:
+        buffers = [bytearray(size) for _, size in wants]
+        reader.read_into(
+            [ReadInto("large.pt", at, memoryview(b)) for (at, _), b in zip(wants, buffers, strict=True)]
+        )
+        assert [bytes(each) for each in buffers] == [data[at : at + size] for at, size in wants]
+
+    with restore.open(checkpoint, folder=tmp_path) as reader:
+        monkeypatch.setattr(os, "preadv", lambda fd, views, at: preadv(fd, [views[0][:99_999]], at))
+        read(reader, (17, 300_000), (400_000, 300_001), (0, 200_000))
+        assert runs == []
+        read(reader, *((at, 100) for at in range(0, 100_000, 100)))
+        assert runs == [1000]
+        counts = [0]
+        monkeypatch.setattr(
+            os, "preadv", lambda fd, views, at: counts.pop() if counts else preadv(fd, views, at)
+        )
+        read(reader, (0, 1 << 20))
+        assert reader.bytes_from == {"local": 700_018, "remote": 1 << 20}
 
 
 def test_a_closed_reader_raises(run_: Run) -> None:
