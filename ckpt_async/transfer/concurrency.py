@@ -26,6 +26,8 @@ FIRST_WINDOW_S = 0.05
 SLOW_BYTES_PER_S = 32 << 20
 # One that gives less than this mostly waits for answers to small requests.
 FAR_BYTES_PER_S = 2 << 20
+# Connections that have less than this part of what they had before the last step are about to fill the link.
+STEADY = 0.9
 # A process that keeps as many cores at work as this is bound by them, or by Python's lock, rather than by the link.
 BUSY_CORES = 0.7
 # A step has paid in full if it brought this part of what as much more of everything would have.
@@ -263,7 +265,9 @@ def _step_up(state: Concurrency, in_all: int, rate: float, now_s: float, settle_
         more = max(1, state.limit // 4)
     else:
         each = rate / in_all
-        more = state.limit * (7 if each < FAR_BYTES_PER_S else 3 if each < SLOW_BYTES_PER_S else 1)
+        is_filling = state.before is not None and each < STEADY * state.before[2] / state.before[1]
+        far_or_slow = 7 if each < FAR_BYTES_PER_S else 3 if each < SLOW_BYTES_PER_S else 1
+        more = state.limit * (1 if is_filling else far_or_slow)
     return replace(
         state,
         limit=min(most, state.limit + more),

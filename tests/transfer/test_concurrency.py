@@ -93,6 +93,13 @@ def test_slow_connections_are_made_more_at_once() -> None:
     assert sorted(set(fast)) == [8, 16, 32, 64, 128]
 
 
+def test_a_link_that_begins_to_fill_is_not_tried_with_four_times_as_many() -> None:
+    """Else a step that has nearly paid in full would be followed by one far too many."""
+    _, limits = Link(20 * MIB, 500 * MIB).play(Concurrency(limit=8, most=128), 4)
+    assert max(limits) == 64
+    assert limits[-1] == 32
+
+
 def test_a_first_look_that_sees_the_cores_at_their_limit_goes_back_to_as_few_as_load_them() -> None:
     """And searches from there: it may have been a fast link."""
     _, loopback = Link(400 * MIB, 1200 * MIB).play(Concurrency(limit=8, most=64, few=3), 3, busy_cores=1.1)
