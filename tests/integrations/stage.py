@@ -185,7 +185,7 @@ def _serve(plays: Any) -> None:
         request = json.loads(line)
         number = request["number"]
         if request["play"] is None:
-            with contextlib.suppress(KeyError):
+            with contextlib.suppress(KeyError, ProcessLookupError):  # it has ended by itself, just now
                 os.kill(pids[number], signal.SIGKILL)
             continue
         with _say_lock:  # held by no thread that is not in the child
