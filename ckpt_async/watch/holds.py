@@ -118,6 +118,11 @@ class Holds:
             now = replace(now, number=last.number)
         else:
             last = None
+        disk = shutil.disk_usage(self.place)
+        most = MAX_HELD if disk.free >= self.min_free * disk.total else MAX_HELD_LOW
+        oldest_ns = min((each.written_ns for each in self.all.values()), default=0)
+        if last is None and len(self.all) >= most and now.written_ns < oldest_ns:
+            return  # it would be the first to go
         try:
             self._link(now, last)
         except FileNotFoundError:
@@ -129,8 +134,6 @@ class Holds:
         self._record(now, last)
         if last is None or now.files.keys() != last.files.keys():
             logger.info("held path=%s num_files=%d", found.path, len(now.files))
-        disk = shutil.disk_usage(self.place)
-        most = MAX_HELD if disk.free >= self.min_free * disk.total else MAX_HELD_LOW
         for oldest in sorted(self.all.values(), key=lambda each: each.written_ns)[:-most]:
             self.dropping(oldest)
             self.drop(oldest)

@@ -126,6 +126,18 @@ def test_only_the_newest_are_held(place: Place) -> None:
     assert [each.path for each in place.holds.all.values()] == [f"step-{MAX_HELD + 2}", "step-1000"]
 
 
+def test_those_that_are_not_among_the_newest_are_not_linked_again_at_each_look(place: Place) -> None:
+    for step in range(MAX_HELD + 3):
+        os.utime(place.write("a", str(step), step), ns=(step, step * 10**9))
+    place.look()
+    paths = {each.path for each in place.holds.all.values()}
+    assert paths == {f"step-{n}" for n in range(3, MAX_HELD + 3)}
+    dropped: list[Hold] = []
+    place.holds.dropping = dropped.append
+    place.look()
+    assert (dropped, {each.path for each in place.holds.all.values()}) == ([], paths)
+
+
 def test_on_another_disk_nothing_is_held(place: Place) -> None:
     place.state = Path(tempfile.mkdtemp(dir="/dev/shm"))
     try:
