@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass
 
 from ckpt_async.core.model import CheckpointId
 from ckpt_async.core.naming import check_component, check_relative
 from ckpt_async.errors import InvalidNameError, InvalidRecordError
 
 _FORMAT = "ckpt_async/announcement"
+_ILL_FORMED = (ValueError, LookupError, TypeError, AttributeError, RecursionError, InvalidNameError)
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """Of a file, as far as it tells that another one is not the same. `sample`: see `disk.sample`."""
+
+    size_bytes: int
+    mtime_ns: int
+    sample: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """A checkpoint is complete: every node sends what it has of it and `node` has not. `here` names what that has,
-    `expected` all that the mark names. `marked_ns` is when that was written, by the clock of `node`; 0 if times tell
-    nothing (`Rules.ignores_times`).
+    """A checkpoint is complete: every node sends what it has of it and `node` has not. `here` names what that has, with
+    its version where other nodes must not have another; `expected` names all that the mark names. `marked_ns` is when
+    that was written, by the clock of `node`; 0 if times tell nothing (`Rules.ignores_times`).
     """
 
     checkpoint: CheckpointId
@@ -24,13 +35,14 @@ class Announcement:
     format: str
     path: str  # in the watched folder; "": the folder itself
     name: str
-    here: tuple[str, ...]
+    here: Mapping[str, Version | None]
     expected: tuple[str, ...]
     marked_ns: int = 0
 
     def encode(self) -> bytes:
-        fields = {"format": _FORMAT, "version": 2, "node": self.node, "of": self.format, "path": self.path}
-        names = {"name": self.name, "here": self.here, "expected": self.expected}
+        fields = {"format": _FORMAT, "version": 3, "node": self.node, "of": self.format, "path": self.path}
+        here = {name: None if each is None else astuple(each) for name, each in self.here.items()}
+        names = {"name": self.name, "here": here, "expected": self.expected}
         return json.dumps({**fields, **names, "marked_ns": self.marked_ns}, sort_keys=True).encode() + b"\n"
 
     @classmethod
@@ -38,7 +50,7 @@ class Announcement:
         """Raises InvalidRecordError: what another machine wrote is input."""
         try:
             fields = json.loads(data)
-            if fields["format"] != _FORMAT or fields["version"] != 2:
+            if fields["format"] != _FORMAT or fields["version"] != 3:
                 raise InvalidRecordError(
                     f"announcement of {checkpoint}: {fields['format']} {fields['version']}"
                 )
@@ -50,9 +62,18 @@ class Announcement:
                 check_component(fields["of"], "format"),
                 fields["path"],
                 check_component(fields["name"], "name"),
-                tuple(check_relative(each, "file") for each in fields["here"]),
+                {check_relative(name, "file"): _version(each) for name, each in fields["here"].items()},
                 tuple(check_relative(each, "file") for each in fields["expected"]),
                 int(fields["marked_ns"]),
             )
-        except (ValueError, LookupError, TypeError, RecursionError, InvalidNameError) as error:
+        except _ILL_FORMED as error:
             raise InvalidRecordError(f"announcement of {checkpoint} cannot be read: {error}") from None
+
+
+def _version(told: list[int | None] | None) -> Version | None:
+    if told is None:
+        return None
+    size_bytes, mtime_ns, sample = told
+    if size_bytes is None or mtime_ns is None:
+        raise ValueError("a file's version")
+    return Version(int(size_bytes), int(mtime_ns), None if sample is None else int(sample))

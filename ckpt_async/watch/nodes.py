@@ -17,9 +17,10 @@ from ckpt_async.core import keys
 from ckpt_async.core.model import CheckpointId, Outcome
 from ckpt_async.errors import FencedError
 from ckpt_async.watch import plan
-from ckpt_async.watch.announcement import Announcement
+from ckpt_async.watch.announcement import Announcement, Version
+from ckpt_async.watch.disk import sample
 from ckpt_async.watch.entries import Entries, Entry, State, VanishedError
-from ckpt_async.watch.formats.checks import is_free
+from ckpt_async.watch.formats.checks import is_free, is_of_one_node, may_be_left_over
 from ckpt_async.watch.holds import Holds, is_same_version
 from ckpt_async.watch.options import Options
 from ckpt_async.watch.remote import Remote
@@ -101,13 +102,30 @@ class Nodes:
             entry.format,
             entry.path,
             entry.name,
-            tuple(sorted(entry.shards.values())),
+            {shard: self._told(entry, path) for path, shard in sorted(entry.shards.items())},
             entry.expected,
             _marked_ns(entry) if self._has_times else 0,
         )
         there = self._remote.announce(ours)
         logger.info("announced path=%s step=%d by_node=%d", entry.path, entry.step, there.node)
-        return entry if there.node == self._node else _rest(entry, there)
+        return entry if there.node == self._node else self._rest(entry, there)
+
+    def _told(self, entry: Entry, path: str) -> Version | None:
+        shard = entry.shards[path]
+        if path == entry.mark or not is_of_one_node(entry.format, shard, entry.expected):
+            return None
+        was = entry.files[path]
+        return Version(was.size_bytes, was.mtime_ns, sample(self._entries.staged(entry) / shard))
+
+    def _rest(self, entry: Entry, announced: Announcement) -> Entry:
+        """Without what the announcing node sends."""
+        place = self._entries.staged(entry)
+        shards = {
+            path: shard
+            for path, shard in entry.shards.items()
+            if _is_ours(announced, shard, entry.files[path], place / shard)
+        }
+        return replace(entry, shards=shards, expected=(), is_followed=True, told_ns=announced.marked_ns)
 
     def follow(
         self, tree: Tree, hand_in: Callable[[Entry], None], give_up: Callable[[Announcement, str], None]
@@ -154,7 +172,7 @@ class Nodes:
             else:
                 is_same = is_same and not _later(entry.files, entry.shards, announced)
             if is_same and self._entries.is_intact(entry):
-                return _rest(entry, announced)
+                return self._rest(entry, announced)
         return None
 
     def _version(self, announced: Announcement, tree: Tree) -> _Version | str:
@@ -167,8 +185,7 @@ class Nodes:
         for hold in held:
             links = self._holds.tree(hold, tree) if hold.seen_ns >= announced.marked_ns else None
             if links is not None:
-                here = _paths_here(announced, links)
-                return self._fitting(_Version(here, links, self._holds.folder(hold)), announced)
+                return self._fitting(_version_in(self._holds.folder(hold), links, announced), announced)
         is_rest = (
             bool(held) and is_same_version(files, held[-1].files) and held[-1].files.keys() - files.keys()
         )
@@ -176,7 +193,7 @@ class Nodes:
             return (
                 f"what node {self._node} had of it was removed, and was last seen before its mark was written"
             )
-        return self._fitting(_Version(_paths_here(announced, tree), tree, self._entries.source), announced)
+        return self._fitting(_version_in(self._entries.source, tree, announced), announced)
 
     def _fitting(self, version: _Version, announced: Announcement) -> _Version | str:
         if later := _later(version.tree.files, version.shards, announced):
@@ -274,26 +291,39 @@ class Nodes:
         return now - self._ended_at > FAREWELL_S
 
 
-def _rest(entry: Entry, announced: Announcement) -> Entry:
-    """Without what the announcing node sends."""
-    theirs = set(announced.here)
-    shards = {path: shard for path, shard in entry.shards.items() if shard not in theirs}
-    return replace(entry, shards=shards, expected=(), is_followed=True, told_ns=announced.marked_ns)
+def _is_ours(announced: Announcement, shard: str, ours: Identity, file: Path) -> bool:
+    """Whether this node sends a file: the announcing one has none of this name, or another version, so that one of them
+    is not of this checkpoint. Two of one name are refused by the commit, which says who has them.
+    """
+    if shard not in announced.here:
+        return True
+    theirs = announced.here[shard]
+    if theirs is None:
+        return False
+    has_times = announced.marked_ns > 0
+    is_newer = ours.mtime_ns > theirs.mtime_ns + CLOCKS_S * 1e9
+    if has_times and not is_newer and may_be_left_over(announced.format):
+        return False
+    return (ours.size_bytes, sample(file)) != (theirs.size_bytes, theirs.sample)
 
 
 def _files_of(path: str, tree: Tree) -> dict[str, Identity]:
     return {each: tree.files[each] for each in (tree.below(path) if path else sorted(tree.names("")))}
 
 
-def _paths_here(announced: Announcement, tree: Tree) -> dict[str, str]:
-    """The files of it that are on this node and not on the one that announced it, and their names in the checkpoint."""
+def _paths_here(announced: Announcement, tree: Tree, source: Path) -> dict[str, str]:
+    """The files of it that this node sends, below `source`, and their names in the checkpoint."""
     prefix = f"{announced.path}/" if announced.path else ""
     if announced.path:
         below = tree.below(announced.path)
     else:
         below = [path for path in tree.below("") if path in announced.expected]
     named = {path: path.removeprefix(prefix) for path in below if not path.endswith(".tmp")}
-    return {path: shard for path, shard in named.items() if shard not in announced.here}
+    return {
+        path: shard
+        for path, shard in named.items()
+        if _is_ours(announced, shard, tree.files[path], source / path)
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,6 +333,10 @@ class _Version:
     shards: dict[str, str]
     tree: Tree
     source: Path
+
+
+def _version_in(source: Path, tree: Tree, announced: Announcement) -> _Version:
+    return _Version(_paths_here(announced, tree, source), tree, source)
 
 
 def _marked_ns(entry: Entry) -> int:

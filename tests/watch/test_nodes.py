@@ -1,5 +1,6 @@
 """Nodes with a folder of their own each: `dcp.save` of two gloo ranks, and a watcher for each node."""
 
+import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -150,6 +151,43 @@ def test_a_file_that_no_node_has_is_named_and_nothing_is_committed(nodes: Nodes)
     assert restore.find(nodes.remote) is None
 
 
+def test_a_file_that_an_earlier_save_has_left_on_the_node_with_the_mark_is_not_mixed_in(nodes: Nodes) -> None:
+    """Ranks have moved between the nodes: each has its new file, and an older one of the other's name."""
+    stale = nodes.folder / "node-0/out/step-10" / THEIRS
+    stale.parent.mkdir()
+    stale.write_bytes(bytes(1 << 16))
+    os.utime(stale, (0, 0))
+    first, second = nodes.watch(0), nodes.watch(1)
+    nodes.save(10)
+    told = first.until("refused", 10)
+    assert "ranks 0 and 1 both wrote" in told["reason"]
+    assert THEIRS in told["reason"]
+    assert restore.find(nodes.remote) is None
+    (nodes.folder / "node-1/out/step-20").mkdir()
+    stale = nodes.folder / "node-1/out/step-20" / OURS[0]  # of the node without the mark it is just not sent
+    stale.write_bytes(bytes(1 << 16))
+    os.utime(stale, (0, 0))
+    nodes.save(20)
+    second.until("committed", 20)
+    assert nodes.fetched(20) == nodes.written(20) | hashes(nodes.folder / "node-0/out/step-20")
+
+
+def test_files_of_a_format_of_ones_own_that_differ_between_nodes_are_refused(nodes: Nodes) -> None:
+    """The same ones are sent once."""
+    first, second = (nodes.watch(node, "--done", "DONE") for node in range(2))
+    for step, contents in ((10, (b"a", b"a")), (20, (b"a", b"b"))):
+        for node, content in enumerate(contents):
+            here = nodes.folder / f"node-{node}/out/step-{step}"
+            here.mkdir()
+            (here / "shard.pt").write_bytes(content * 1000)
+        (nodes.folder / f"node-0/out/step-{step}/DONE").write_bytes(b"node 0")
+    first.until("committed", 10)
+    second.until("committed", 10)
+    told = first.until("refused", 20)
+    assert "ranks 0 and 1 both wrote" in told["reason"]
+    assert "shard.pt, with different content" in told["reason"]
+
+
 def test_a_node_whose_watcher_was_killed_comes_back_and_nothing_is_lost(nodes: Nodes) -> None:
     first, second = nodes.watch(0), nodes.watch(1)
     nodes.save(10)
@@ -242,7 +280,9 @@ def test_what_was_handed_in_in_an_earlier_start_is_there_when_it_is_announced_ag
     second = nodes.watch(1, "-v")
     second.until_logged("generation=1")
     mark = (nodes.folder / "node-0/out/step-10/.metadata").stat().st_mtime_ns
-    told = Announcement(CheckpointId(1, 10), 0, "dcp", "step-10", "step-10", OURS, (*OURS, THEIRS), mark)
+    told = Announcement(
+        CheckpointId(1, 10), 0, "dcp", "step-10", "step-10", dict.fromkeys(OURS), (*OURS, THEIRS), mark
+    )
     nodes.put(keys.announcement_key(told.checkpoint), told.encode())
     while not (Path(nodes.remote.removeprefix("file://")) / keys.receipt_key(told.checkpoint, 1)).exists():
         pass

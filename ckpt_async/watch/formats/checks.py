@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+from collections.abc import Collection
 from dataclasses import replace
 
 from ckpt_async.errors import UnsafePickleError
@@ -32,6 +33,10 @@ _TICK_NS = 20_000_000
 _RENAMED_NS = {"olmo-core": 60 * _NS, "orbax": _NS, "megatron": _NS, "done": _NS}
 # Whose marks name every file, so that one that was deleted is missed.
 _NAMING = frozenset({"dcp", "lightning", "nemo", "deepspeed", "composer"})
+# Of which nothing is known but what the user says.
+_OWN = frozenset({"done", "pattern", "quiet"})
+# Of formats whose marks name no files: what each rank writes.
+_OF_RANK = {"deepspeed": _DEEPSPEED_RANK, "transformers": RNG, "olmo": _OLMO_RANK}
 
 
 def checked(tree: Tree, found: Found, rules: Rules) -> Found:
@@ -114,9 +119,24 @@ def is_free(format_: str, shard: str) -> bool:
         return OLMO_CORE_LATE.fullmatch(shard) is not None
     if format_ == "deepspeed" and DEEPSPEED_UNCOUNTED.fullmatch(shard):
         return True
-    of_rank = {"deepspeed": _DEEPSPEED_RANK, "transformers": RNG, "olmo": _OLMO_RANK}.get(format_)
+    of_rank = _OF_RANK.get(format_)
     match = of_rank.fullmatch(shard) if of_rank else None
     return match is not None and int(next(filter(None, match.groups()))) > 0
+
+
+def is_of_one_node(format_: str, shard: str, named: Collection[str]) -> bool:
+    """Whether two nodes with different files of this name cannot both be right: one rank has written it, or nothing is
+    known of the format. What the mark names is `named`.
+    """
+    if format_ in _OWN:
+        return True
+    of_rank = _OF_RANK.get(format_)
+    return (format_ in _NAMING and shard in named) or (of_rank is not None and bool(of_rank.fullmatch(shard)))
+
+
+def may_be_left_over(format_: str) -> bool:
+    """Whether of two nodes' files the older one is surely of an earlier save: one rank writes it, on one node."""
+    return format_ not in _OWN
 
 
 def _with_named(tree: Tree, found: Found) -> Found:
