@@ -19,9 +19,9 @@ from ckpt_async.cli.events import OPTIONS, add_events, given
 from ckpt_async.cli.output import Exit, Json, store_options
 from ckpt_async.cli.parsing import WHERE, add_kind, add_store_options, as_folder, as_seconds
 from ckpt_async.cli.stderr import say
-from ckpt_async.core import launch
+from ckpt_async.core import keys, launch
 from ckpt_async.core.settings import Settings
-from ckpt_async.core.units import counted, in_units
+from ckpt_async.core.units import counted, in_units, one_line
 from ckpt_async.errors import SettingsError
 from ckpt_async.local.filesystems import LOCAL_FILESYSTEMS, filesystem_of
 from ckpt_async.local.journals import watcher_state
@@ -278,6 +278,10 @@ def _options(options: argparse.Namespace, environment: dict[str, str]) -> Option
             f"--state {options.state} is in the watched folder",
             hint="take a folder beside it, on the same disk",
         )
+    if options.remote.startswith("file://") and Path(f"/{keys.path_in(options.remote)}").resolve() == folder:
+        raise SettingsError(
+            f"{options.remote} is the watched folder itself", hint="take another folder as the remote"
+        )
     # The watcher is none of the trainer's ranks, though it was started as one.
     for name in environment.keys() - launch.without_rank(environment).keys():
         os.environ.pop(name, None)
@@ -335,7 +339,7 @@ def _tell(options: argparse.Namespace, told: Told) -> None:
     }[told.event]
     # Of `run`, stdout is the command's own.
     is_ours = options.command == "watch" and not is_problem
-    line = f"{told.path}: step {told.step} {text}"
+    line = one_line(f"{told.path}: step {told.step} {text}")
     if is_ours:
         print(line, flush=True)
         return
@@ -363,6 +367,7 @@ def _end(report: Report, options: argparse.Namespace, *, is_once: bool) -> Exit:
 
 
 def _say_at_the_end(options: argparse.Namespace, text: str) -> None:
+    text = one_line(text)
     if options.command == "watch":
         print(text, flush=True)
     else:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ckpt_async.core import keys
 from ckpt_async.watch.tree import Identity, Tree
 
 # Folders that no trainer writes checkpoints to: hidden ones, and Python's.
@@ -102,7 +103,11 @@ class Disk:
         while waiting:
             here = waiting.pop()
             found.folders[here] = self._time_of(here)
-            with contextlib.suppress(OSError), os.scandir(self.folder / here) as entries:
+            with contextlib.suppress(OSError), os.scandir(self.folder / here) as scanned:
+                entries = list(scanned)
+                # A run's remote, or the folder of an uploader: what is there is on its way or there already.
+                if here and any(each.name == keys.PRIVATE for each in entries):
+                    continue
                 for entry in entries:
                     path = f"{here}/{entry.name}" if here else entry.name
                     with contextlib.suppress(OSError):

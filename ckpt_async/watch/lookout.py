@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,6 +37,8 @@ class Lookout:
         holds.dropping = self._give_up
         self._has_looked = False
         self._seen: dict[str, tuple[Identity, frozenset[str]]] = {}  # of each path: its mark, and what it had
+        # By path: what has its mark, this one, and yet is not complete; and why.
+        self._lacking: dict[str, tuple[Found, Identity, str]] = {}
         self.num_left = 0
         self.tree = Tree({}, lambda *_: b"")  # the newest look
         self._news = News()  # since the one before it
@@ -61,6 +63,7 @@ class Lookout:
         """Stage what is complete; hold what is not, where it may become so after it was rotated away."""
         self._teller.incomplete, self.num_left = {}, 0
         candidates, seen_before, self._seen = find(self.tree, self._options.rules), self._seen, {}
+        self._tell_of_removed({each.path for each in candidates})
         for found in (self._unrotated(each, seen_before) for each in candidates):
             verdict = self._judge(found, self.tree)
             if verdict is None:
@@ -74,6 +77,8 @@ class Lookout:
             else:
                 self.num_left += verdict.is_waiting
                 self._teller.incomplete[found.path or "."] = verdict.reason
+                if found.mark in self.tree.files and not verdict.is_waiting:
+                    self._lacking[found.path] = found, self.tree.files[found.mark], verdict.reason
                 if _is_stale(found, self.tree):
                     self._teller.tell("incomplete", found, verdict.reason)
                 if plan.is_held(found, self._options.num_nodes) and self._holds.is_possible:
@@ -82,6 +87,15 @@ class Lookout:
         self._holds.miss(self.tree, self._news)
         for hold in self._holds.gone(self.tree):
             self._take_held(hold)
+
+    def _tell_of_removed(self, there: Collection[str]) -> None:
+        """Of what was never complete, though its trainer had finished it: a wrong option would lose all, silently."""
+        for path, (found, mark, reason) in list(self._lacking.items()):
+            is_taken = any(each.files.get(found.mark) == mark for each in self._entries.of_path(path))
+            if is_taken or path not in there:
+                del self._lacking[path]
+            if not is_taken and path not in there:
+                self._teller.tell("incomplete", found, f"{reason}; it has been removed")
 
     def _unrotated(self, found: Found, seen_before: Mapping[str, tuple[Identity, frozenset[str]]]) -> Found:
         """The same with a reason, if it had more files with the same mark once: its rotation has begun, and the times

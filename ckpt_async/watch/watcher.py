@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -48,6 +48,8 @@ PREDECESSOR_S = 5.0
 # Before another start is begun, for what the uploader has in its hands; the journal has the rest.
 REOPEN_S = 5.0
 STANDBY_S = 2.0
+# Nodes that are restarted for a reason begin fewer new starts.
+MANY_STARTS, MANY_STARTS_S = 5, 60.0
 
 
 class Watcher:
@@ -71,6 +73,7 @@ class Watcher:
         self._sealed_before: frozenset[CheckpointId] = frozenset()
         self._stopping = Stop()
         self._is_cut_short = False
+        self._joined: deque[float] = deque(maxlen=MANY_STARTS)
         self._num_there_before = 0
 
     def run(self, stopping: Stop) -> Report:
@@ -195,6 +198,7 @@ class Watcher:
                 if self.options.num_nodes == 1:
                     raise
                 logger.warning("another node has begun a new start; joining it")
+                self._note_joined(time.monotonic())
                 self._reopen(0.0)  # nothing is committed in this one any more
                 continue
             except (StoreError, NoSpaceError) as error:
@@ -212,6 +216,18 @@ class Watcher:
             pause_s = self.options.interval_s if is_idle and not was_stopping else soon_s
             self.waker.wait(min(pause_s, self.options.interval_s))
 
+    def _note_joined(self, now: float) -> None:
+        self._joined.append(now)
+        if len(self._joined) == MANY_STARTS and now - self._joined[0] < MANY_STARTS_S:
+            node, num_nodes = self.options.node, self.options.num_nodes
+            self._teller.say(
+                "many_starts",
+                "",
+                f"nodes begin new starts again and again, and what is not committed begins anew each time: is another"
+                f" watcher node {node}, too, or counts other than {num_nodes} nodes? Each needs its own"
+                f" --node I/{num_nodes}",
+            )
+
     def _round(self) -> None:
         self._lookout.look()
         self._lookout.review()
@@ -226,9 +242,20 @@ class Watcher:
         self.entries.forget_gone(self._lookout.tree)
 
     def _there(self, entry: Entry) -> Decision | None:
+        """If it is in the store: from a watcher whose memory is lost; or it is a copy, made by hand, of one that is
+        known by another path, which a trainer that goes back would have written to the same.
+        """
         assert self._remote is not None
-        ours = {CheckpointId(each.generation, each.step) for each in self.entries.all.values()}
-        return same_in_store(self._remote, entry, self.entries.staged(entry), ours)
+        known = self.entries.all.values()
+        assert self._uploader is not None
+        if not entry.is_doubtful and not plan.needs_new_generation(entry, known, self._uploader.generation):
+            return None
+        not_of = {
+            CheckpointId(each.generation, each.step)
+            for each in known
+            if entry.is_doubtful or each.path == entry.path
+        }
+        return same_in_store(self._remote, entry, self.entries.staged(entry), not_of)
 
     def _hand_over(self) -> None:
         assert self._uploader is not None
@@ -239,7 +266,7 @@ class Watcher:
             if not self.entries.is_intact(entry):
                 self.entries.drop(entry)
                 continue
-            if entry.is_doubtful and (decision := self._there(entry)) is not None:
+            if (decision := self._there(entry)) is not None:
                 self._teller.counts["there"] += 1
                 there = replace(entry, generation=decision.checkpoint.generation)
                 self._teller.tell("there", self.entries.settle(there, State.COMMITTED))

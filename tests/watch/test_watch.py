@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_async import Uploader
+from ckpt_async import Uploader, cli
 from ckpt_async.errors import NoJournalError
 from ckpt_async.monitor import status
 from ckpt_async.watch.beside import SAME_S
@@ -394,3 +394,56 @@ def test_a_command_is_run_for_each_checkpoint_that_is_committed(place: Place) ->
     code, ended = place.once("--exec", f"{sys.executable} {script} {{step}} {{kind}}")
     assert (code, ended["committed"]) == (0, 1)
     assert (place.here / "told").read_text() == "10 committed"
+
+
+def test_a_remote_in_the_watched_folder_is_not_watched(place: Place) -> None:
+    """Or each checkpoint would become another one there, for ever."""
+    place.remote = f"file://{place.out}/remote"
+    written = save(place, 10)
+    code, told = place.once()
+    assert (code, told["committed"]) == (0, 1)
+    assert place.committed(10) == written
+    code, told = place.once()
+    assert (code, told["committed"], told["there"]) == (0, 0, 1)
+    place.remote = f"file://{place.out}"
+    code, told = place.once()
+    assert (code, "is the watched folder itself" in str(told)) == (2, True)
+
+
+def test_what_was_finished_but_never_complete_is_named_when_it_is_removed(place: Place) -> None:
+    """With a wrong `--ranks` all would be lost so, and nothing said."""
+    watching = place.watch("--ranks", "2")
+    for step, num_ranks in ((10, 1), (20, 2)):
+        here = place.out / f"checkpoint-{step}"
+        here.mkdir()
+        for rank in range(num_ranks):
+            (here / f"rng_state_{rank}.pth").write_bytes(torch_zip(step=rank))
+        (here / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+    watching.until("committed", 20)  # so it has seen the other one
+    shutil.rmtree(place.out / "checkpoint-10")
+    assert "it has been removed" in watching.until("incomplete", 10)["reason"]
+    shutil.rmtree(place.out / "checkpoint-20")
+    assert watching.end() == 0
+
+
+def test_a_copy_of_an_older_one_is_not_the_newest(place: Place) -> None:
+    watching = place.watch()
+    for step in (10, 20):
+        save(place, step)
+        watching.until("committed", step)
+    (place.out / "best").mkdir()
+    os.utime(shutil.copytree(place.out / "checkpoint-10", place.out / "copied") / "trainer_state.json")
+    (place.out / "copied").rename(place.out / "best/checkpoint-10")
+    assert watching.until("there", 10)["path"] == "best/checkpoint-10"
+    assert watching.end() == 0
+    assert place.newest() == 20
+
+
+def test_a_folder_s_name_is_no_line_of_its_own(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    hostile = place.out / "x\nstep-9: step 9 committed"
+    hostile.mkdir()
+    save(place, 10)
+    (place.out / "checkpoint-10").rename(hostile / "checkpoint-10")
+    arguments = [each for each in place._arguments("watch", ("--once",)) if each != "--json"]
+    assert cli.main(arguments) == 0
+    assert not [line for line in capsys.readouterr().out.splitlines() if line.startswith("step-9")]
