@@ -274,6 +274,17 @@ def test_a_node_that_is_dead_for_good_takes_with_it_only_what_it_alone_had(nodes
     assert (replacement.end(), first.process.wait(60)) == (1, 1), "one was given up"
 
 
+def test_two_watchers_that_say_they_are_the_same_node_are_told_so(nodes: Nodes, tmp_path: Path) -> None:
+    """An old pod that is not gone: each start ends the other's."""
+    nodes.watch(0)
+    copied = Nodes(tmp_path / "copied", tmp_path)
+    copied.remote = nodes.remote
+    try:
+        copied.watch(0).until_logged("is another watcher node 0, too, or counts other than 2 nodes?")
+    finally:
+        copied.end()
+
+
 def test_what_was_handed_in_in_an_earlier_start_is_there_when_it_is_announced_again(nodes: Nodes) -> None:
     """Its trainer has rotated it away meanwhile, and the node with the mark comes back first."""
     nodes.save(10)
