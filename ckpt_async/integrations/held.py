@@ -132,7 +132,10 @@ class HeldUploader:
             return
         if (why := self._not_handed_over) is None:
             try:
-                uploader.wait(step, self._close_timeout_s)
+                if not uploader.is_committed(
+                    step
+                ):  # else it may be closed already, at the interpreter's exit
+                    uploader.wait(step, self._close_timeout_s)
             except CkptAsyncError as error:
                 why = error
             else:
@@ -181,7 +184,7 @@ def _refuse_unknown(settings: Mapping[str, Any]) -> None:
     known = {*inspect.signature(Uploader).parameters, *(each.name for each in dataclasses.fields(Settings))}
     for name in settings:
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
+            near = difflib.get_close_matches(name, {*known, "close_timeout_s"}, 1)
             raise SettingsError(
                 f"unknown setting {name!r}",
                 hint=f"did you mean {near[0]!r}?" if near else "see docs/settings.md",

@@ -66,6 +66,8 @@ _LAST_NUMBER = re.compile(r"([0-9]{1,12})[^0-9]*$")
 _FLASHPOINT = re.compile(r"step-([0-9]{1,12})_ckpt")
 _UNFINISHED = re.compile(r"(step-[0-9]{1,12}_ckpt).*unfinished")
 _OLMO = re.compile(r"step([0-9]{1,12})(-unsharded)?")
+_OLMO_CORE_MARK = ".metadata.json"
+_NOT_RENAMED = "it was never renamed into place"
 _NO_OLMO_MARK = "it has neither .metadata.json nor config.yaml, which are written last"
 _ORBAX = re.compile(r"(?:[a-z_]*_)?([0-9]{1,12})")
 _ORBAX_COMMIT, _ORBAX_METADATA = "commit_success.txt", "_CHECKPOINT_METADATA"
@@ -166,10 +168,11 @@ def _of_folder(
     if ".orbax-checkpoint-tmp" in name:
         number = _LAST_NUMBER.search(name.partition(".")[0])
         return Found("orbax", int(number[1]) if number else 0, folder, "it was never finalised")
-    if ".metadata.json" in files:
-        return Found("olmo-core", _step(name), folder)
+    if _OLMO_CORE_MARK in files:
+        reason = _NOT_RENAMED if name.endswith("-tmp") else ""
+        return Found("olmo-core", _step(name), folder, reason)
     if match := _OLMO_UNNAMED.fullmatch(name):
-        return Found("olmo", int(match[1]), folder, "it was never renamed into place")
+        return Found("olmo", int(match[1]), folder, _NOT_RENAMED)
     if match := _OLMO.fullmatch(name):
         if "config.yaml" in files:
             return Found("olmo", int(match[1]), folder)
@@ -332,11 +335,14 @@ async def _check_promise(opened: Session, found: Found, files: Mapping[str, Remo
 
     Raises InvalidRecordError, or UnsafePickleError for a `.metadata` that is none.
     """
-    marks = {"config.yaml", ".metadata.json", _ORBAX_COMMIT, _ORBAX_METADATA}
+    marks = {"config.yaml", _OLMO_CORE_MARK, _ORBAX_COMMIT, _ORBAX_METADATA}
     if not files.keys() - marks:
         raise InvalidRecordError("there is nothing of it but its mark")
     if found.format == "olmo-core" and f"{_OLMO_DCP}/{METADATA}" not in files:
         raise InvalidRecordError(f"it has no {_OLMO_DCP}/{METADATA}")
+    mark = files.get(_OLMO_CORE_MARK)
+    if found.format == "olmo-core" and mark is not None and not mark.size_bytes:
+        raise InvalidRecordError(f"{_OLMO_CORE_MARK} is empty")
     if found.format == "olmo":
         told = files.get(olmo_files.METADATA_YAML)
         content = await _content(opened, told) if told and told.size_bytes <= MAX_YAML_BYTES else b""

@@ -77,6 +77,13 @@ LAYOUTS = {
         ["step20/.metadata.json", "step20/model_and_optim/.metadata", "step20/train/rank0.pt"],
         ("olmo-core", 20, "step20"),
     ),
+    "olmo-core, the next one not renamed": (
+        [
+            *("step20/.metadata.json", "step20/model_and_optim/.metadata", "step20/train/rank0.pt"),
+            *("step30-tmp/.metadata.json", "step30-tmp/model_and_optim/.metadata"),
+        ],
+        ("olmo-core", 20, "step20"),
+    ),
     "olmo-core, the next one unfinished": (
         [
             *("step20/.metadata.json", "step20/model_and_optim/.metadata", "step20/train/rank0.pt"),
@@ -398,6 +405,11 @@ BROKEN = {
         ["step20/.metadata.json", "step20/model_and_optim/.metadata", "step20/train/rank0.pt"],
         "step20/model_and_optim/.metadata",
         None,
+    ),
+    "olmo-core, an empty mark": (
+        ["step20/.metadata.json", "step20/model_and_optim/.metadata", "step20/model_and_optim/__0_0.distcp"],
+        "step20/.metadata.json",
+        b"",
     ),
     "composer": (
         ["ep1-ba20/.metadata", "ep1-ba20/__0_0.distcp", "latest-rank0.pt.symlink"],
