@@ -64,6 +64,7 @@ def born_ns(path: Path) -> int:
 @dataclass(slots=True)
 class _Listing:
     files: dict[str, Identity] = field(default_factory=dict)
+    unreadable: dict[str, str] = field(default_factory=dict)
     ctime_ns: dict[str, int] = field(default_factory=dict)
     folders: dict[str, tuple[int, int, int]] = field(default_factory=dict)
     links: list[str] = field(default_factory=list)
@@ -95,6 +96,7 @@ class Disk:
         self._memo = {key: each for key, each in self._memo.items() if files.get(key[1]) == key[2]}
         return Tree(
             *(files, read, self.folder.name, now_ns, changed_ns, links, self._memo, found.ctime_ns),
+            unreadable=found.unreadable,
             born_ns=lambda path: born_ns(self.folder / path),
         )
 
@@ -103,22 +105,33 @@ class Disk:
         while waiting:
             here = waiting.pop()
             found.folders[here] = self._time_of(here)
-            with contextlib.suppress(OSError), os.scandir(self.folder / here) as scanned:
-                entries = list(scanned)
-                # A run's remote, or the folder of an uploader: what is there is on its way or there already.
-                if here and any(each.name == keys.PRIVATE for each in entries):
+            try:
+                with os.scandir(self.folder / here) as scanned:
+                    entries = list(scanned)
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except OSError as error:  # it is there, and nobody knows what is in it
+                found.unreadable[here] = error.strerror or str(error)
+                continue
+            # A run's remote, or the folder of an uploader: what is there is on its way or there already.
+            if here and any(each.name == keys.PRIVATE for each in entries):
+                continue
+            for entry in entries:
+                path = f"{here}/{entry.name}" if here else entry.name
+                try:
+                    facts = entry.stat(follow_symlinks=False)
+                except FileNotFoundError:
                     continue
-                for entry in entries:
-                    path = f"{here}/{entry.name}" if here else entry.name
-                    with contextlib.suppress(OSError):
-                        facts = entry.stat(follow_symlinks=False)
-                        if stat.S_ISREG(facts.st_mode):
-                            found.files[path] = identity_of(facts)
-                            found.ctime_ns[path] = facts.st_ctime_ns
-                        elif stat.S_ISLNK(facts.st_mode):
-                            found.links.append(path)
-                        elif stat.S_ISDIR(facts.st_mode) and not _is_skipped(entry.name):
-                            waiting.append(path)
+                except OSError as error:
+                    found.unreadable[path] = error.strerror or str(error)
+                    continue
+                if stat.S_ISREG(facts.st_mode):
+                    found.files[path] = identity_of(facts)
+                    found.ctime_ns[path] = facts.st_ctime_ns
+                elif stat.S_ISLNK(facts.st_mode):
+                    found.links.append(path)
+                elif stat.S_ISDIR(facts.st_mode) and not _is_skipped(entry.name):
+                    waiting.append(path)
         return found
 
     def _time_of(self, folder: str) -> tuple[int, int, int]:

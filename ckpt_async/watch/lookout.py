@@ -62,6 +62,7 @@ class Lookout:
     def take(self) -> None:
         """Stage what is complete; hold what is not, where it may become so after it was rotated away."""
         self._teller.incomplete, self.num_left = {}, 0
+        self._teller.pass_over(self.tree.unreadable)
         candidates, seen_before, self._seen = find(self.tree, self._options.rules), self._seen, {}
         self._tell_of_removed({each.path for each in candidates})
         for found in (self._unrotated(each, seen_before) for each in candidates):

@@ -53,6 +53,7 @@ class Teller:
         self.counts: Counter[str] = Counter()
         self.refused: dict[str, str] = {}
         self.incomplete: dict[str, str] = {}
+        self.unreadable: dict[str, str] = {}
 
     def tell(self, event: str, what: Entry | Found, reason: str = "") -> None:
         """Once for each thing and reason."""
@@ -67,6 +68,12 @@ class Teller:
     def refuse(self, what: Entry | Found, reason: str) -> None:
         self.refused[what.path or "."] = reason
         self.tell("refused", what, reason)
+
+    def pass_over(self, unreadable: Mapping[str, str]) -> None:
+        """What cannot be looked at now, and why: a checkpoint may be there."""
+        self.unreadable = {path or ".": f"it cannot be read: {why}" for path, why in unreadable.items()}
+        for path, reason in self.unreadable.items():
+            self.say("unreadable", path, f"{path}: {reason}; nothing in it is uploaded")
 
     def say(self, kind: str, what: str, message: str) -> None:
         """A warning in the log, once for each `what` of a kind."""

@@ -44,6 +44,7 @@ class Tree:
     # What was made of a file's content, from one look to the next: a `.metadata` may have a gigabyte.
     memo: dict[tuple[str, str, Identity], Any] = field(default_factory=dict)
     ctime_ns: Mapping[str, int] = field(default_factory=dict)
+    unreadable: Mapping[str, str] = field(default_factory=dict)  # what cannot be looked at, and why
     born_ns: Callable[[str], int] = lambda _: 0  # when a file was made; 0 where nothing tells
     _folders: dict[str, tuple[set[str], set[str]]] = field(default_factory=dict)
     _sorted: list[str] = field(default_factory=list)

@@ -378,7 +378,7 @@ class Watcher:
         return Report(
             self._teller.counts["committed"],
             self._teller.counts["there"] + self._num_there_before,
-            dict(self._teller.refused),
+            self._teller.refused | self._teller.unreadable,
             dict(self._teller.incomplete),
             tuple(each.path or "." for each in self.entries.open()),
             is_cut_short=self._is_cut_short,

@@ -1,5 +1,6 @@
 """`ckpt-async watch` beside a trainer that writes files: what is sent, what is not, and what it leaves alone."""
 
+import errno
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -447,3 +449,31 @@ def test_a_folder_s_name_is_no_line_of_its_own(place: Place, capsys: pytest.Capt
     arguments = [each for each in place._arguments("watch", ("--once",)) if each != "--json"]
     assert cli.main(arguments) == 0
     assert not [line for line in capsys.readouterr().out.splitlines() if line.startswith("step-9")]
+
+
+def test_a_folder_that_cannot_be_listed_is_named_and_is_not_an_empty_one(
+    place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """(Root may list all, so the answer of the system is made up.)"""
+    for step in (10, 20):
+        here = place.out / f"step-{step}"
+        (here / "optim").mkdir(parents=True)
+        for name in ("model.pt", "optim/state.pt", "DONE"):
+            (here / name).write_bytes(b"x")
+    closed = {str(place.out / "step-10/optim"), str(place.out / "closed")}
+    (place.out / "closed").mkdir()
+    scandir = os.scandir
+
+    def refusing(path: Any) -> Any:
+        if str(path) in closed:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    code, told = place.once("--done", "DONE")
+    assert (code, told["committed"], place.committed(10)) == (1, 1, None)
+    assert told["incomplete"] == {"step-10": "step-10/optim cannot be read: Permission denied"}
+    assert told["refused"].keys() == {"step-10/optim", "closed"}
+    assert "closed: it cannot be read: Permission denied" in caplog.text
+    closed.clear()
+    assert place.once("--done", "DONE")[:1] == (1,), "it is older than the other"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from ckpt_async.errors import UnsafePickleError
@@ -46,9 +46,11 @@ def checked(tree: Tree, found: Found, rules: Rules) -> Found:
         return found
     if not found.files:
         return replace(found, reason="it has no files yet")
-    if link := _link_in(tree, found):
+    if link := _within(tree.links, found):
         reason = f"{link} is a symbolic link, which is not followed: have the trainer write the file itself"
         return replace(found, reason=reason, is_refused=True)
+    if closed := _within(tree.unreadable, found):
+        return replace(found, reason=f"{closed} cannot be read: {tree.unreadable[closed]}")
     for path in found.files:
         if not tree.is_whole(path):
             return replace(found, reason=f"{path} has no end yet")
@@ -81,14 +83,14 @@ def unrotated(tree: Tree, found: Found, rules: Rules) -> Found:
     return replace(found, reason=reason, is_waiting=False)
 
 
-def _link_in(tree: Tree, found: Found) -> str:
-    """A symbolic link in its folder; "" if there is none. What DCP's mark right in the watched folder names is missed
-    where it is a link, and other links beside it are none of its own.
+def _within(paths: Iterable[str], found: Found) -> str:
+    """One of these that is in its folder; "" if none is. What DCP's mark right in the watched folder names is missed
+    where it is not read, and what else is beside it is none of its own.
     """
     if found.is_file or (found.format == "dcp" and not found.path):
         return ""
     here = f"{found.path}/" if found.path else ""
-    return next((each for each in tree.links if each.startswith(here)), "")
+    return next((each for each in paths if each.startswith(here)), "")
 
 
 def _is_json(tree: Tree, path: str) -> bool:
