@@ -25,6 +25,7 @@ from ckpt_async.core.units import counted, in_units, one_line
 from ckpt_async.errors import SettingsError
 from ckpt_async.local.filesystems import LOCAL_FILESYSTEMS, filesystem_of
 from ckpt_async.local.journals import watcher_state
+from ckpt_async.stores import parse_url
 from ckpt_async.watch.beside import GRACE_S, run_beside
 from ckpt_async.watch.formats import FORMATS, Rules
 from ckpt_async.watch.meanwhile import Stop
@@ -226,6 +227,7 @@ def run(options: argparse.Namespace) -> int:
     """Run a command with a watcher beside it. Returns the command's own status; that of the watcher if that is 0."""
     if not options.argv:
         raise SettingsError("no command is given", hint="ckpt-async run REMOTE -- python train.py")
+    parse_url(options.remote)  # no later start of a watcher would understand it either
     options.once = False
     environment = dict(os.environ)
     new_watcher = partial(_watcher, options, environment)
