@@ -322,10 +322,10 @@ def test_run_says_what_it_could_not_finish(place: Place) -> None:
     assert place.main("--", *command, command="run")[0] == 0
     assert place.main("--", "/nonexistent", command="run")[0] == 127
     assert place.main("--", "/etc/passwd", command="run")[0] == 126
+    assert place.main("--", "sh", "-c", "kill -9 $$", command="run")[0] == 137
     place.remote = "nope://x"
     assert place.main("--", "touch", place.out / "ran", command="run")[0] == 2
     assert not (place.out / "ran").exists()
-    assert place.main("--", "sh", "-c", "kill -9 $$", command="run")[0] == 137
 
 
 @pytest.mark.parametrize("command", ["run", "watch", "watch --once"])
