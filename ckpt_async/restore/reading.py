@@ -180,6 +180,10 @@ class Reader:
         self.read_into([ReadInto(name, offset, memoryview(data))])
         return bytes(data)
 
+    def has_copy(self, name: str) -> bool:
+        """Whether this node has a file of the right size that may be this one. Its bytes are not looked at."""
+        return bool(self._local.find(self.files[name]))
+
     def is_verified(self, name: str) -> bool:
         """Whether all that was read of this file so far came from a local copy that has the receipt's checksum."""
         return name in self._verified

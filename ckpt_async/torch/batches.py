@@ -15,6 +15,8 @@ from torch.distributed.checkpoint.planner import ReadItem
 # so a larger piece makes a larger batch.
 BATCH_BYTES = 64 << 20
 BATCHES_AHEAD = 3
+# Of files that this node has, where nothing is waited for: as little as stays in the core's cache until it is used.
+LOCAL_BATCH_BYTES, LOCAL_BATCHES_AHEAD = 16 << 20, 2
 # As torch aligns tensors within what it saves.
 _ALIGNMENT_BYTES = 64
 
@@ -30,12 +32,13 @@ class Piece:
     is_optimised: bool = False  # in ML Flashpoint's form, without any checksum
 
 
-def batched(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """As many together as fit into BATCH_BYTES, and at least one."""
+def batched(pieces: Iterable[Piece], *, is_local: bool = False) -> Iterator[list[Piece]]:
+    """As many together as fit into a batch, and at least one."""
+    most_bytes = _batch_bytes(is_local=is_local)
     batch: list[Piece] = []
     size_bytes = 0
     for piece in pieces:
-        if batch and size_bytes + _room(piece) > BATCH_BYTES:
+        if batch and size_bytes + _room(piece) > most_bytes:
             yield batch
             batch, size_bytes = [], 0
         batch.append(piece)
@@ -48,7 +51,11 @@ Views = Sequence[memoryview]
 
 
 def read_ahead(
-    batches: Iterable[Sequence[Piece]], read: Callable[[Sequence[Piece], Views], Views], num_ahead: int
+    batches: Iterable[Sequence[Piece]],
+    read: Callable[[Sequence[Piece], Views], Views],
+    num_ahead: int,
+    *,
+    is_local: bool = False,
 ) -> Iterator[tuple[Sequence[Piece], Views]]:
     """Each batch with what is in its pieces, valid until the next one is asked for. `read` fills views, or gives others
     in their place; it is called in threads, in order, up to `num_ahead` at once.
@@ -58,7 +65,7 @@ def read_ahead(
 
     def begin(threads: ThreadPoolExecutor) -> None:
         batch = waiting.popleft()
-        size_bytes = max(BATCH_BYTES, sum(map(_room, batch)))
+        size_bytes = max(_batch_bytes(is_local=is_local), sum(map(_room, batch)))
         memory = next((each for each in free if len(each) >= size_bytes), None)
         if memory is None:
             memory = _memory(size_bytes)
@@ -76,6 +83,10 @@ def read_ahead(
                 begin(threads)
             yield batch, views
             free.append(memory)
+
+
+def _batch_bytes(*, is_local: bool) -> int:
+    return LOCAL_BATCH_BYTES if is_local else BATCH_BYTES
 
 
 def _memory(size_bytes: int) -> mmap.mmap:

@@ -43,7 +43,7 @@ from ckpt_async.restore.session import MAX_CONCURRENT_READS, unreliable
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.torch import flashpoint
 from ckpt_async.torch.agreement import agree, sendable
-from ckpt_async.torch.batches import BATCHES_AHEAD, Piece, Views, batched, read_ahead
+from ckpt_async.torch.batches import BATCHES_AHEAD, LOCAL_BATCHES_AHEAD, Piece, Views, batched, read_ahead
 from ckpt_async.torch.plain import Allow, allowed
 from ckpt_async.torch.states import matching
 from ckpt_async.torch.tensors import flashpoint_tensor
@@ -205,8 +205,10 @@ class CkptAsyncReader(StorageReader):
             agree(digest, what="what to load, so they are no replicas of each other", group=self._replicas)
         failure: Exception | None = None
         # Replicas must ask each other in one order.
-        num_ahead = 1 if self._replicas is not None else BATCHES_AHEAD
-        for batch, views in read_ahead(batched(pieces), partial(self._read, reader), num_ahead):
+        is_local = self._replicas is None and all(map(reader.has_copy, {piece.file for piece in pieces}))
+        num_ahead = LOCAL_BATCHES_AHEAD if is_local else BATCHES_AHEAD if self._replicas is None else 1
+        batches = batched(pieces, is_local=is_local)
+        for batch, views in read_ahead(batches, partial(self._read, reader), num_ahead, is_local=is_local):
             try:
                 for piece, view in zip(batch, views, strict=True) if failure is None else ():
                     self._put(piece, view, planner)

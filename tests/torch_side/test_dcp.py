@@ -88,6 +88,28 @@ def test_a_state_loads_in_batches_of_any_size(
     assert is_equal(loaded, state)
 
 
+def test_files_of_this_node_are_read_in_small_batches(
+    tmp_path: Path, run_: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is read is used while it is in the cache; from afar much is asked for at once."""
+    monkeypatch.setattr(batches, "LOCAL_BATCH_BYTES", 5000)
+    state = state_of(12)
+    run_.commit(1, {0: saved(state, tmp_path / "folder" / "step-1")})
+    reads: dict[bool, int] = {}
+    read_into = restore.Reader.read_into
+    for is_local in (True, False):
+
+        def counting(reader: restore.Reader, wants: Any, is_local: bool = is_local) -> None:
+            reads[is_local] = reads.get(is_local, 0) + 1
+            read_into(reader, wants)
+
+        monkeypatch.setattr(restore.Reader, "read_into", counting)
+        loaded = empty(state)
+        load(loaded, run_, folder=tmp_path / "folder" if is_local else None)
+        assert is_equal(loaded, state)
+    assert reads[True] > reads[False]
+
+
 def test_loading_a_tenth_of_the_tensors_reads_little_more(
     tmp_path: Path, counted_run: Run, relay: Relay
 ) -> None:
