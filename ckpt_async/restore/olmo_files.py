@@ -34,7 +34,9 @@ def lacking(names: Collection[str], metadata_yaml: bytes = b"") -> str:
             ranks.setdefault(match[1], set()).add(int(match[2]))
     is_local = METADATA_YAML in names and "model/" in ranks
     if not is_local:
-        ranks.pop("train/", None)  # a rank that finds none of its own takes that of rank 0
+        train = ranks.pop("train/", {0})  # a rank that finds none of its own takes that of rank 0
+        if 0 not in train:
+            return "it has no file of rank 0 in train/"
     told = _WORLD_SIZE.search(metadata_yaml) if is_local else None
     most = int(told[1]) if told else 1 + max((max(each) for each in ranks.values()), default=-1)
     for folder, each in sorted(ranks.items()):

@@ -436,6 +436,15 @@ BROKEN = {
         "step20/rank1.pt",
         None,
     ),
+    "olmo, the trainer's state of rank 0": (
+        [
+            "step20/config.yaml",
+            "step20/model_and_optim/.metadata",
+            *(f"step20/train/rank{n}.pt" for n in (0, 1)),
+        ],
+        "step20/train/rank0.pt",
+        None,
+    ),
     "olmo local, the last rank": (
         [
             *("step20/config.yaml", "step20/metadata.yaml"),
