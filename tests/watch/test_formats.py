@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 
 from ckpt_async.watch.disk import Disk
 from ckpt_async.watch.formats import Found, Rules, find
+from ckpt_async.watch.formats.checks import is_of_one_node
 from tests.watch.trees import SECOND, START, safetensors, torch_zip, tree_of
 
 TABLE = Rules()
@@ -472,3 +473,21 @@ def test_a_mark_is_read_once_for_each_version_of_it(metadata: Mapping[str, bytes
     assert find(again)[0].missing == ("another",), "what was found is used again"
     (tmp_path / ".metadata").write_bytes(metadata[".metadata"] + b" ")
     assert not find(disk.look())[0].missing
+
+
+@pytest.mark.parametrize(
+    ("format_", "shard", "is_of_one"),
+    [
+        ("dcp", "__1_0.distcp", True),
+        ("dcp", "weights.bin", True),  # its mark names it
+        ("dcp", "config.json", False),
+        ("olmo-core", "model_and_optim/__1_0.distcp", True),
+        ("olmo-core", "train/rank1.pt", True),
+        ("olmo-core", "config.json", False),
+        ("transformers", "rng_state_1.pth", True),
+        ("transformers", "training_args.bin", False),  # each node may have its own
+        ("done", "config.json", True),
+    ],
+)
+def test_which_files_two_nodes_must_not_have_different(format_: str, shard: str, is_of_one: bool) -> None:
+    assert is_of_one_node(format_, shard, ("__1_0.distcp", "weights.bin")) is is_of_one

@@ -35,6 +35,8 @@ _RENAMED_NS = {"olmo-core": 60 * _NS, "orbax": _NS, "megatron": _NS, "done": _NS
 _NAMING = frozenset({"dcp", "lightning", "nemo", "deepspeed", "composer"})
 # Of which nothing is known but what the user says.
 _OWN = frozenset({"done", "pattern", "quiet"})
+# What one rank writes, whatever the format: DCP's, and OLMo-core's state of its trainer.
+_ANY_RANK = re.compile(r"(?:.*/)?(?:__[0-9]+_[0-9]+\.distcp|train/rank[0-9]+\.pt)")
 # Of formats whose marks name no files: what each rank writes.
 _OF_RANK = {"deepspeed": _DEEPSPEED_RANK, "transformers": RNG, "olmo": _OLMO_RANK}
 
@@ -130,7 +132,7 @@ def is_of_one_node(format_: str, shard: str, named: Collection[str]) -> bool:
     """Whether two nodes with different files of this name cannot both be right: one rank has written it, or nothing is
     known of the format. What the mark names is `named`.
     """
-    if format_ in _OWN:
+    if format_ in _OWN or _ANY_RANK.fullmatch(shard):
         return True
     of_rank = _OF_RANK.get(format_)
     return (format_ in _NAMING and shard in named) or (of_rank is not None and bool(of_rank.fullmatch(shard)))
