@@ -132,14 +132,12 @@ class HeldUploader:
             return
         if (why := self._not_handed_over) is None:
             try:
-                if not uploader.is_committed(
-                    step
-                ):  # else it may be closed already, at the interpreter's exit
+                # At the interpreter's exit it may be closed by now, and then `wait` refuses.
+                if not uploader.is_committed(step):
                     uploader.wait(step, self._close_timeout_s)
+                return
             except CkptAsyncError as error:
                 why = error
-            else:
-                return
         self._has_raised = True
         is_lost = self._not_handed_over is not None or isinstance(why, CheckpointAbortedError)
         raise UploadFailedError(

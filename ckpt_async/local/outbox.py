@@ -130,7 +130,7 @@ class Outbox:
         with self._using() as connection:
             marks = ",".join("?" * len(names))
             [(found,)] = connection.execute(
-                f"SELECT count(*) FROM outbox WHERE NOT is_done AND next_at < ? AND sink IN ({marks})",  # noqa: S608
+                f"SELECT count(*) FROM outbox WHERE NOT is_done AND next_at < ? AND sink IN ({marks})",  # noqa: S608 - question marks
                 [before, *names],
             ).fetchall()
         return int(found)
@@ -140,7 +140,7 @@ class Outbox:
         marks = ",".join("?" * len(but))
         with self._using() as connection:
             [(found,)] = connection.execute(
-                f"SELECT count(*) FROM outbox WHERE NOT is_done AND sink NOT IN ({marks})",  # noqa: S608
+                f"SELECT count(*) FROM outbox WHERE NOT is_done AND sink NOT IN ({marks})",  # noqa: S608 - question marks
                 tuple(but),
             ).fetchall()
         return int(found)

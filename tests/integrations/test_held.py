@@ -99,6 +99,16 @@ def committed_steps(remote: str) -> list[int]:
     return [step for step in (1, 2) if restore.find(remote, step=step) is not None]
 
 
+def test_what_is_committed_needs_no_waiting_once_the_uploader_is_closed(tmp_path: Path, remote: str) -> None:
+    held = HeldUploader(remote, None, CLOSE_TIMEOUT_S, {})
+    uploader = held.open(tmp_path / "folder", 0, 1)
+    held.hand_over(written(tmp_path / "folder" / "step-1", "a"), 1, "step-1")
+    uploader.close()  # as it closes itself when Python ends, before the framework's own clean-up
+    held.wait_for_newest()
+    held.close()
+    assert restore.find(remote, step=1)
+
+
 def test_files_of_a_folder_are_within_it(tmp_path: Path, remote: str) -> None:
     written(tmp_path, "folder/step-1/a", "folder/b")
     with Uploader(tmp_path / "folder", remote) as uploader:

@@ -89,7 +89,7 @@ def test_each_call_makes_one_attempt(run, call, reply, reason):
 
     async def body():
         peer = Peer(lambda _: reply)
-        async with connected(peer, read_timeout_s=0.3) as store:
+        async with connected(peer, read_timeout_s=0.3 if reply is SILENCE else 30) as store:
             with pytest.raises(StoreError) as raised:
                 await CALLS[call](store)
         assert raised.value.reason is reason

@@ -32,6 +32,7 @@ mkfifo "$BASE/ready" "$BASE/plugged"
 unshare --net --mount --uts bash -ec '
     node 1; echo $$ > "$BASE/ready"; read _ < "$BASE/plugged"; plug cable-b 2
     export GLOO_SOCKET_IFNAME=cable; rank 1' &
+far=$!
 read second < "$BASE/ready"
 node 0
 ip link add cable-a type veth peer name cable-b
@@ -39,8 +40,10 @@ ip link set cable-b netns "$second"
 plug cable-a 1
 echo > "$BASE/plugged"
 (export GLOO_SOCKET_IFNAME=cable; rank 0) &
+near=$!
 wait -n || { kill $(jobs -p); exit 1; }
-wait -n
+wait "$far"
+wait "$near"
 """
 
 

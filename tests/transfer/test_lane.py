@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
 
 from ckpt_async.core.observe import Observer
 from ckpt_async.core.settings import Settings
@@ -174,27 +175,40 @@ def test_a_series_is_as_long_as_the_store_is_near() -> None:
     assert lane.series_length() == 1
 
 
+async def moving(
+    store: PatientStore, num: int, size_bytes: int, rate: Callable[[int, int], int]
+) -> Counter[int]:
+    """`num` requests at once, each at a rate by its number and attempt, in bytes/s; how many attempts each took."""
+    moved, attempts = 0, Counter[int]()
+    store._budgets.bulk.movers.append(lambda: Moved(moved, 0.0))
+    store._budgets.bulk._node = None  # whose clock is not the test's
+
+    async def request(number: int) -> None:
+        async def attempt(_: Store, progress: Progress) -> None:
+            nonlocal moved
+            attempts[number] += 1
+            each = rate(number, attempts[number]) // 10
+            while progress.moved_bytes < size_bytes:
+                await asyncio.sleep(0.1)
+                moved, progress.moved_bytes = moved + each, progress.moved_bytes + each
+                progress.moved()
+
+        await store.bulk("upload_part", size_bytes, attempt)
+
+    await asyncio.gather(*(request(number) for number in range(num)))
+    return attempts
+
+
 def test_a_slow_connection_is_seen_though_no_request_has_to_wait() -> None:
     """Eight parts on eight connections: the link is not searched for, and what is usual is what the others have."""
 
     async def main() -> None:
-        store, moved, attempts = PatientStore(MemoryStore(), Settings()), 0, Counter[int]()
-        store._budgets.bulk.movers.append(lambda: Moved(moved, 0.0))
-        store._budgets.bulk._node = None
+        store = PatientStore(MemoryStore(), Settings())
 
-        async def request(number: int) -> None:
-            async def attempt(_: Store, progress: Progress) -> None:
-                nonlocal moved
-                attempts[number] += 1
-                rate = 200_000 if number == 3 and attempts[number] == 1 else 2_000_000
-                while progress.moved_bytes < 4_000_000:
-                    await asyncio.sleep(0.1)
-                    moved, progress.moved_bytes = moved + rate // 10, progress.moved_bytes + rate // 10
-                    progress.moved()
+        def rate(number: int, attempt: int) -> int:
+            return 200_000 if (number, attempt) == (3, 1) else 2_000_000
 
-            await store.bulk("upload_part", 4_000_000, attempt)
-
-        await asyncio.gather(*(request(number) for number in range(8)))
+        attempts = await moving(store, 8, 4_000_000, rate)
         assert attempts == Counter({**dict.fromkeys(range(8), 1), 3: 2})
 
     run(main())
@@ -240,24 +254,12 @@ def test_a_request_on_a_slow_connection_begins_again_and_no_other_does() -> None
         failed: list[FailureReason] = []
         observer, settings = Observer(), Settings(num_concurrent_uploads=9, max_concurrent_uploads=9)
         observer.attempt_failed = failed.append  # type: ignore[method-assign]
-        store, moved, attempts = PatientStore(MemoryStore(), settings, observer), 0, Counter[int]()
-        store._budgets.bulk.movers.append(lambda: Moved(moved, 0.0))
-        store._budgets.bulk._node = None  # whose clock is not the test's
+        store = PatientStore(MemoryStore(), settings, observer)
 
-        async def request(number: int) -> None:
-            async def attempt(_: Store, progress: Progress) -> None:
-                nonlocal moved
-                attempts[number] += 1
-                is_slow = number == 3 and attempts[number] == 1
-                rate = 80_000 if is_slow or number == 5 else 400_000
-                while progress.moved_bytes < 2_000_000:
-                    await asyncio.sleep(0.1)
-                    moved, progress.moved_bytes = moved + rate // 10, progress.moved_bytes + rate // 10
-                    progress.moved()
+        def rate(number: int, attempt: int) -> int:
+            return 80_000 if (number, attempt) == (3, 1) or number == 5 else 400_000
 
-            await store.bulk("upload_part", 2_000_000, attempt)
-
-        await asyncio.gather(*(request(number) for number in range(27)))
+        attempts = await moving(store, 27, 2_000_000, rate)
         assert attempts == Counter({**dict.fromkeys(range(27), 1), 3: 2, 5: 3})
         assert failed == []
 
