@@ -107,7 +107,7 @@ class Clients:
 
     def __init__(self, wanted: Sequence[str], table: Table) -> None:
         self._table = table
-        self._verb = next(verb for verb, each in peers.TABLES if each is table)
+        self._verb = next((verb for verb, each in peers.TABLES if each is table), "")
         groups = {table[name][0] for name in wanted if name in table}
         self._pythons = {group: peers.install(group) for group in sorted(groups)}
         self.names = [name for name in wanted if name not in table or self._python(name) is not None]

@@ -257,7 +257,8 @@ def get_crt(work: Work) -> Callable[[], None]:
     manager = _crt_manager(work)
 
     def run() -> None:
-        manager.download(work.bucket, work.key, work.path).result()
+        with manager:  # which waits for the file to get its name, too
+            manager.download(work.bucket, work.key, work.path).result()
         fsync(work.path)
 
     return run
