@@ -236,6 +236,20 @@ def receive_into(connected: socket.socket, buffer: memoryview, timeout_s: float,
                 raise TimeoutError(f"no answer within {timeout_s:g} s") from None
 
 
+def fill(connected: socket.socket, buffer: memoryview, timeout_s: float, within_s: float) -> int:
+    """`receive_into`, until the buffer is full, nothing more has come for BLOCK_S, or `within_s` are over. TLS gives no
+    more than 16 KiB at a time: what is done for each of these records is as little as can be.
+    """
+    if not isinstance(connected, ssl.SSLSocket):
+        return receive_into(connected, buffer, timeout_s, socket.MSG_WAITALL)
+    filled = count = receive_into(connected, buffer, timeout_s)
+    read, now, size_bytes, until = connected.read, time.monotonic, len(buffer), time.monotonic() + within_s
+    with contextlib.suppress(*BLOCKED):
+        while count and filled < size_bytes and now() < until:
+            filled += (count := read(size_bytes, buffer[filled:]))
+    return filled
+
+
 def receive(connected: socket.socket, size_bytes: int, timeout_s: float) -> bytes:
     """`receive_into`, for a few bytes."""
     buffer = memoryview(bytearray(size_bytes))

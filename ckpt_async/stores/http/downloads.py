@@ -17,7 +17,7 @@ from functools import partial
 from types import MappingProxyType
 from urllib.parse import SplitResult, urlsplit
 
-from ckpt_async.stores.http.connections import CancelToken, Connections, receive, receive_into
+from ckpt_async.stores.http.connections import CancelToken, Connections, fill, receive
 from ckpt_async.stores.http.messages import (
     HEAD_BYTES,
     Response,
@@ -165,22 +165,17 @@ class Downloads(Connections):
     def _receive(self, connected: socket.socket, content: bytes, size_bytes: int, sink: Sink) -> None:
         """Hand over exactly `size_bytes`, which begin with `content`, in slices as large as arrive within a second."""
         buffer = memoryview(bytearray(min(BUFFER_BYTES, size_bytes)))
-        flags = 0 if isinstance(connected, ssl.SSLSocket) else socket.MSG_WAITALL
         filled, left = len(content), size_bytes
         buffer[:filled] = content
         while left:
-            piece, flush_at = buffer[: min(len(buffer), left)], time.monotonic() + FLUSH_S
-            rest, filled = piece[filled:], 0
-            while rest:
-                count = receive_into(connected, rest, self._read_timeout_s, flags)
+            piece = buffer[: min(len(buffer), left)]
+            if filled < len(piece):
+                count = fill(connected, piece[filled:], self._read_timeout_s, FLUSH_S)
                 if not count:
                     raise http.client.IncompleteRead(b"", left)
-                rest = rest[count:]
-                if time.monotonic() >= flush_at:
-                    break
-            piece = piece[: len(piece) - len(rest)]
-            sink(piece)
-            left -= len(piece)
+                filled += count
+            sink(piece[:filled])
+            left, filled = left - filled, 0
 
     def _rest_of_refusal(self, connected: socket.socket) -> bytes:
         """Whose body may be cut short: its status counts."""
