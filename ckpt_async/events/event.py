@@ -12,7 +12,7 @@ from ckpt_async.core import keys
 from ckpt_async.core.model import CheckpointId
 
 VERSION = 1
-KINDS = ("committed", "given_up", "fenced", "damaged", "pruned", "backlog")
+KINDS = ("committed", "given_up", "refused", "fenced", "damaged", "pruned", "backlog")
 # What one reason may take: an event is to fit into an environment variable.
 MAX_TEXT = 4000
 
@@ -66,6 +66,14 @@ def of_run(kind: str, run: str, generation: int, time: float, *, about: str = ""
     run = run.rstrip("/")
     id_ = _id(run, generation, None, kind, about)
     return Event(kind, id_, run, run, generation, None, "", time, _shortened(details))
+
+
+def of_found(
+    kind: str, run: str, step: int | None, name: str, time: float, *, about: str, **details: Any
+) -> Event:
+    """An event of what a watcher has found, and no start of the run has handed in: its generation is 0."""
+    run = run.rstrip("/")
+    return Event(kind, _id(run, 0, step, kind, about), run, run, 0, step, name, time, _shortened(details))
 
 
 def _id(*facts: str | int | None) -> str:

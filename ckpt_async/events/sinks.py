@@ -39,15 +39,15 @@ def check(settings: Settings) -> None:
         _secret(settings, os.environ)
 
 
-def sinks_of(settings: Settings, environment: Mapping[str, str]) -> list[Sink]:
-    """Those that any process can serve. Raises SettingsError."""
+def sinks_of(settings: Settings, environment: Mapping[str, str], *, warns: bool = True) -> list[Sink]:
+    """Those that any process can serve. `warns`: of a webhook without a secret. Raises SettingsError."""
     sinks: list[Sink] = []
     if settings.event_exec:
         sinks.append(command.Command(settings.event_exec, settings.event_exec_timeout_s))
     if settings.event_webhook:
         secret = _secret(settings, environment)
         hook = webhook.Webhook(settings.event_webhook, secret)
-        if not secret:
+        if warns and not secret:
             logger.warning(
                 "webhook_unsigned host=%s; set %s or event_webhook_secret_file", hook.host, command.SECRET
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ckpt_async.core.refusal import Refusal
 from ckpt_async.errors import FailureReason
 from ckpt_async.monitor.holdings import QUEUE_STATES
 
@@ -13,6 +14,7 @@ REASONS = tuple(reason.value for reason in FailureReason)
 LOCATIONS = ("local",)
 SAVES = ("ok", "failed")
 COPIES = ("ok", "failed")
+REFUSALS = tuple(refusal.value for refusal in Refusal)
 SWEEPS = ("ok", "failed")
 SWEEP_SCOPES = ("folder", "remote", "action")
 ENDS = ("committed", "aborted", "pruned")
@@ -160,6 +162,13 @@ DEFINITIONS = (
     _gauge(
         "ckpt_async_save_interval_seconds",
         "Interval between saves that `Auto` chose; absent without it, and on all ranks but the first.",
+    ),
+    _counter(
+        "ckpt_async_watch_refused_total",
+        "What a watcher (`watch`, `run`) has refused: it is not in the store, and will not be. Counted by each node for"
+        " itself, `given_up` ones by all. Absent where no watcher is.",
+        labels={**_RUN, "reason": REFUSALS},
+        is_sparse=True,
     ),
     *_OF_A_FOLDER,
     _gauge(

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from ckpt_async.core.model import CheckpointId
 from ckpt_async.core.observe import Observer
+from ckpt_async.core.refusal import Refusal
 from ckpt_async.core.units import age, counted
 from ckpt_async.errors import CkptAsyncError, FailureReason
 from ckpt_async.local.folder import Folder
@@ -155,6 +156,17 @@ class Metrics(Counters, Observer):
     def save_interval_chosen(self, interval_s: float) -> None:
         """From now on saves come this often."""
         self._save_interval_s = interval_s
+
+    # --- of a watcher --------------------------------------------------------------------------------------
+
+    def watcher_opened(self) -> None:
+        """A watcher will tell of what it refuses: that is exported, at 0."""
+        for refusal in Refusal:
+            self.watch_refused(refusal, 0)
+
+    def watch_refused(self, refusal: Refusal, count: int = 1) -> None:
+        """It does not take what it has found."""
+        self._add("ckpt_async_watch_refused_total", self._run, refusal.value, amount=count)
 
     # --- collector -----------------------------------------------------------------------------------------
 

@@ -163,12 +163,14 @@ class Exporter:
     def engine_json(self) -> dict[str, Any]:
         """What is known here and in no journal."""
         failures = self.metrics.total("ckpt_async_upload_attempt_failures_total")
+        refused = self.metrics.total("ckpt_async_watch_refused_total")
         return {
             "kind": self.kind or None,
             "rank": self.rank,
             "generation": self.engine.generation,
             "problem": self.problem or None,
             "attempt_failures": {reason: int(count) for reason, count in failures.items()},
+            "refused": {reason: int(count) for reason, count in refused.items() if count},
             "restarts": int(self.metrics.total("ckpt_async_engine_restarts_total").get("", 0)),
             "earlier": self._earlier(),
         }

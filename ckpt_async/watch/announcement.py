@@ -39,6 +39,10 @@ class Announcement:
     expected: tuple[str, ...]
     marked_ns: int = 0
 
+    @property
+    def step(self) -> int:
+        return self.checkpoint.step
+
     def encode(self) -> bytes:
         fields = {"format": _FORMAT, "version": 3, "node": self.node, "of": self.format, "path": self.path}
         here = {name: None if each is None else astuple(each) for name, each in self.here.items()}

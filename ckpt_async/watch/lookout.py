@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from ckpt_async.core.refusal import Refusal
 from ckpt_async.watch import plan
 from ckpt_async.watch.disk import Disk
 from ckpt_async.watch.entries import Entries, State, VanishedError, entry_of
@@ -69,8 +70,8 @@ class Lookout:
             verdict = self._judge(found, self.tree)
             if verdict is None:
                 continue
-            if verdict.is_refused:
-                self._teller.refuse(found, verdict.reason)
+            if verdict.refusal is not None:
+                self._teller.refuse(found, verdict.refusal, verdict.reason)
             elif verdict.is_twin:
                 self._teller.say("twin", verdict.reason, verdict.reason)
             elif verdict.take:
@@ -81,7 +82,8 @@ class Lookout:
                 if found.mark in self.tree.files and not verdict.is_waiting:
                     self._lacking[found.path] = found, self.tree.files[found.mark], verdict.reason
                 if _is_stale(found, self.tree):
-                    self._teller.tell("incomplete", found, verdict.reason)
+                    is_finished = found.path in self._lacking
+                    self._teller.tell_incomplete(found, verdict.reason, is_finished=is_finished)
                 if plan.is_held(found, self._options.num_nodes) and self._holds.is_possible:
                     self._holds.see(found, self.tree)
         self._has_looked = True
@@ -96,7 +98,7 @@ class Lookout:
             if is_taken or path not in there:
                 del self._lacking[path]
             if not is_taken and path not in there:
-                self._teller.tell("incomplete", found, f"{reason}; it has been removed")
+                self._teller.tell_incomplete(found, f"{reason}; it has been removed", is_finished=True)
 
     def _unrotated(self, found: Found, seen_before: Mapping[str, tuple[Identity, frozenset[str]]]) -> Found:
         """The same with a reason, if it had more files with the same mark once: its rotation has begun, and the times
@@ -146,9 +148,9 @@ class Lookout:
         tree, found = self._held(hold)
         if not hold.is_waiting or is_here or found is None or tree is None:
             return
-        if (verdict := self._judge(found, tree)) is not None and not verdict.is_refused:
+        if (verdict := self._judge(found, tree)) is not None and verdict.refusal is None:
             reason = "it was removed before it had been quiet for long enough, and too many later ones wait for that"
-            self._teller.refuse(found, reason)
+            self._teller.refuse(found, Refusal.INCOMPLETE, reason)
 
     def _stage(self, found: Found, tree: Tree, source: Path) -> None:
         if sum(each.is_copied for each in self._entries.open()) >= MAX_COPIED:
@@ -173,7 +175,7 @@ class Lookout:
             self.num_left += 1
             self._teller.say("cannot_link", found.path, f"{found.path}: {reason}; trying again")
         else:
-            self._teller.refuse(found, reason)  # for now: the next round tries again
+            self._teller.refuse(found, Refusal.NO_SPACE, reason)  # for now: the next round tries again
 
 
 def _is_stale(found: Found, tree: Tree) -> bool:

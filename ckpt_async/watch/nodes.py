@@ -15,6 +15,7 @@ from pathlib import Path
 from ckpt_async import Uploader
 from ckpt_async.core import keys
 from ckpt_async.core.model import CheckpointId, Outcome
+from ckpt_async.core.refusal import Refusal
 from ckpt_async.errors import FencedError
 from ckpt_async.watch import plan
 from ckpt_async.watch.announcement import Announcement, Version
@@ -230,7 +231,7 @@ class Nodes:
             if hold.seen_ns < announced.marked_ns and hold.path not in awaited:
                 self._holds.drop(hold)
 
-    def settle_earlier(self, refuse: Callable[[Entry, str], None]) -> None:
+    def settle_earlier(self, refuse: Callable[[Entry, Refusal, str], None]) -> None:
         """Say when this node has announced all that it knew of before this start; and when all others have, let go of
         what one of them had announced in an earlier start and none has in this one.
         """
@@ -261,7 +262,7 @@ class Nodes:
             if decision is None or decision.outcome is Outcome.ABORT:
                 self._let_go(entry, refuse)
 
-    def _let_go(self, entry: Entry, refuse: Callable[[Entry, str], None]) -> None:
+    def _let_go(self, entry: Entry, refuse: Callable[[Entry, Refusal, str], None]) -> None:
         staged = self._entries.staged(entry)
         files = {path: entry.files[path] for path in entry.shards}
         links = {path: staged / shard for path, shard in entry.shards.items()}
@@ -270,9 +271,8 @@ class Nodes:
         self._entries.drop(entry)
         logger.info("not_announced_again path=%s step=%d", entry.path, entry.step)
         if not any(plan.stands_for(each, entry) for each in self._entries.all.values()):
-            refuse(
-                entry, "no node announces it any more: the one that had its mark gave it up, or was replaced"
-            )
+            reason = "no node announces it any more: the one that had its mark gave it up, or was replaced"
+            refuse(entry, Refusal.INCOMPLETE, reason)
 
     def is_over(self) -> bool:
         """Whether no node will announce anything more, as this one will not."""

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from ckpt_async.core.refusal import Refusal
 from ckpt_async.watch.entries import Entry, State
 from ckpt_async.watch.formats import Found
 from ckpt_async.watch.tree import Identity, Tree
@@ -22,14 +23,14 @@ TWIN_SIZES = 64  # their sizes differ by less than a part in so many
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Of one checkpoint of the folder: take it, or why not. `is_refused`: it was handed in before and then changed, or
-    can never be taken as it is. `is_waiting`: it wants only time. `is_twin`: it has the step of one that is taken.
+    """Of one checkpoint of the folder: take it, or why not. `refusal`: it was handed in before and then changed, or can
+    never be taken as it is. `is_waiting`: it wants only time. `is_twin`: it has the step of one that is taken.
     """
 
     found: Found
     take: bool = False
     reason: str = ""
-    is_refused: bool = False
+    refusal: Refusal | None = None
     is_waiting: bool = False
     is_twin: bool = False
 
@@ -44,7 +45,8 @@ def judge(found: Found, tree: Tree, known: Iterable[Entry], *, num_nodes: int) -
     if (twin := twin_of(found, tree, everything)) is not None:
         return _of_twin(found, tree, twin)
     if found.reason:
-        return Verdict(found, reason=found.reason, is_refused=found.is_refused, is_waiting=found.is_waiting)
+        refusal = Refusal.UNSUPPORTED if found.is_refused else None
+        return Verdict(found, reason=found.reason, refusal=refusal, is_waiting=found.is_waiting)
     if found.missing and num_nodes == 1:
         return Verdict(found, reason=lacking(found.missing))
     if entries and (found.is_file or found.format in MARKLESS):
@@ -56,7 +58,7 @@ def judge(found: Found, tree: Tree, known: Iterable[Entry], *, num_nodes: int) -
                 f"{changed} was written in place after it had been handed in, so nothing tells when it is whole: have"
                 " the trainer write under another name while the earlier one is there, and then rename it"
             )
-            return Verdict(found, reason=reason, is_refused=True)
+            return Verdict(found, reason=reason, refusal=Refusal.CHANGED)
     return Verdict(found, take=True)
 
 

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from ckpt_async.core.refusal import Refusal
+from ckpt_async.watch.announcement import Announcement
 from ckpt_async.watch.entries import Entry
 from ckpt_async.watch.formats import Found
+from ckpt_async.watch.refusals import Refused
 
 logger = logging.getLogger(__name__)
+
+# What cannot be read for a moment (a folder that another node is deleting, too many open files) is no refusal yet.
+UNREADABLE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +52,20 @@ class Report:
 
 
 class Teller:
-    """Tells each thing once, and keeps what is to be reported."""
+    """Tells each thing once, and keeps what is to be reported. `on_refused` hears of each refusal once, too."""
 
-    def __init__(self, tell: Callable[[Told], None]) -> None:
-        self._tell = tell
+    def __init__(self, tell: Callable[[Told], None], *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._tell, self._clock = tell, clock
+        self.on_refused: Callable[[Refused], None] = lambda _: None
+        self._counted: set[tuple[str, Refusal, int | None, int]] = set()
+        self._unreadable_since: dict[str, float] = {}
         self._said: set[tuple[str, str]] = set()
         self.counts: Counter[str] = Counter()
         self.refused: dict[str, str] = {}
         self.incomplete: dict[str, str] = {}
         self.unreadable: dict[str, str] = {}
 
-    def tell(self, event: str, what: Entry | Found, reason: str = "") -> None:
+    def tell(self, event: str, what: Entry | Found | Announcement, reason: str = "") -> None:
         """Once for each thing and reason."""
         path = what.path or "."
         number = str(what.number) if isinstance(what, Entry) else ""
@@ -65,15 +75,43 @@ class Teller:
         size_bytes = what.size_bytes if isinstance(what, Entry) else 0
         self._tell(Told(event, path, what.step, what.name, what.format, reason, size_bytes))
 
-    def refuse(self, what: Entry | Found, reason: str) -> None:
-        self.refused[what.path or "."] = reason
+    def refuse(self, what: Entry | Found | Announcement, refusal: Refusal, reason: str) -> None:
+        """It is not taken."""
+        path = what.path or "."
+        self.refused[path] = reason
+        number = what.number if isinstance(what, Entry) else 0
+        self._count(Refused(path, refusal, reason, what.step, what.name, number))
         self.tell("refused", what, reason)
+
+    def tell_incomplete(self, found: Found, reason: str, *, is_finished: bool) -> None:
+        """Nothing will come of it. `is_finished`: its trainer was done with it, so that it is lost by some mistake."""
+        if is_finished:
+            self._count(Refused(found.path or ".", Refusal.INCOMPLETE, reason, found.step, found.name))
+        self.tell("incomplete", found, reason)
 
     def pass_over(self, unreadable: Mapping[str, str]) -> None:
         """What cannot be looked at now, and why: a checkpoint may be there."""
         self.unreadable = {path or ".": f"it cannot be read: {why}" for path, why in unreadable.items()}
+        now = self._clock()
+        self._unreadable_since = {path: self._unreadable_since.get(path, now) for path in self.unreadable}
+        self._counted = {
+            each for each in self._counted if each[1] is not Refusal.UNREADABLE or each[0] in self.unreadable
+        }
         for path, reason in self.unreadable.items():
             self.say("unreadable", path, f"{path}: {reason}; nothing in it is uploaded")
+            if now - self._unreadable_since[path] >= UNREADABLE_S:
+                self._count(Refused(path, Refusal.UNREADABLE, reason))
+
+    def end(self) -> None:
+        """Nobody looks any more: what cannot be read now is refused."""
+        for path, reason in self.unreadable.items():
+            self._count(Refused(path, Refusal.UNREADABLE, reason))
+
+    def _count(self, refused: Refused) -> None:
+        key = refused.path, refused.cause, refused.step, refused.version
+        if key not in self._counted:
+            self._counted.add(key)
+            self.on_refused(refused)
 
     def say(self, kind: str, what: str, message: str) -> None:
         """A warning in the log, once for each `what` of a kind."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections import Counter, deque
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from dataclasses import replace
 from ckpt_async import Uploader
 from ckpt_async.core import keys
 from ckpt_async.core.model import CheckpointId, Decision, Outcome
+from ckpt_async.core.refusal import Refusal
 from ckpt_async.errors import (
     CheckpointAbortedError,
     FencedError,
@@ -21,6 +23,7 @@ from ckpt_async.errors import (
     NoSpaceError,
     StoreError,
 )
+from ckpt_async.local.settings_file import load_settings
 from ckpt_async.monitor import status
 from ckpt_async.watch import plan
 from ckpt_async.watch.announcement import Announcement
@@ -32,6 +35,7 @@ from ckpt_async.watch.meanwhile import OutOfTimeError, Stop, attend, begin
 from ckpt_async.watch.nodes import Nodes
 from ckpt_async.watch.options import Options
 from ckpt_async.watch.recognise import same_in_store
+from ckpt_async.watch.refusals import Refusals
 from ckpt_async.watch.remote import Remote
 from ckpt_async.watch.telling import Report, Teller, Told
 from ckpt_async.watch.wake import Waker
@@ -69,6 +73,7 @@ class Watcher:
         self._uploader: Uploader | None = None
         self._remote: Remote | None = None
         self._nodes: Nodes | None = None
+        self._refusals: Refusals | None = None
         self._opened_at = 0.0
         self._sealed_before: frozenset[CheckpointId] = frozenset()
         self._stopping = Stop()
@@ -93,13 +98,12 @@ class Watcher:
                 if stopping.is_set():
                     return replace(self._report(), stood_by=True)
                 self.waker.wait(STANDBY_S)
-            self.entries.load()
-            self._holds.load()
-            if self.options.is_once:
-                self._lookout.look()
-                self._num_there_before = self._count_there()
+            self._settle_in()
             close_s = REOPEN_S
             try:
+                if self.options.is_once:
+                    self._lookout.look()
+                    self._num_there_before = self._count_there()
                 self._open_while_linking()
                 self.entries.bind()
                 self._work()
@@ -113,10 +117,27 @@ class Watcher:
                 close_s = 0.0
                 raise
             finally:
-                self._close(close_s)
+                self._end(close_s)
             return self._report()
         finally:
             lock.release()
+
+    def _settle_in(self) -> None:
+        """The folder is ours."""
+        self.entries.load()
+        self._holds.load()
+        options = self.options
+        settings = load_settings(options.settings, os.environ, options.settings_file)
+        self._refusals = Refusals(self.entries.remote, options.node, self.entries.place, settings)
+        self._teller.on_refused = self._refusals.add
+
+    def _end(self, close_s: float) -> None:
+        assert self._refusals is not None
+        try:
+            self._teller.end()
+            self._close(close_s)
+        finally:
+            self._refusals.close(at_once=close_s == 0.0)
 
     # --- a start of the run --------------------------------------------------------------------------------
 
@@ -167,6 +188,8 @@ class Watcher:
         self._remote = Remote(
             self._uploader.remote, options.store_options, self._uploader.settings, writes=world_size > 1
         )
+        assert self._refusals is not None
+        self._refusals.count_in(self._uploader.metrics)
         self._nodes = Nodes(*(options, self.entries, self._holds, self._uploader, self._remote))
         self._opened_at = time.monotonic()
         logger.info(
@@ -177,6 +200,8 @@ class Watcher:
     def _close(self, timeout_s: float) -> None:
         uploader, remote = self._uploader, self._remote
         self._uploader = self._remote = None
+        if self._refusals is not None:
+            self._refusals.count_in(None)
         if remote is not None:
             remote.close()
         if uploader is not None:
@@ -279,7 +304,7 @@ class Watcher:
                 self._reopen()
             generation = self._uploader.generation
             if reason := plan.passed_over(entry, known, generation):
-                self._settle_refused(entry, reason)
+                self._settle_refused(entry, Refusal.OUTDATED, reason)
                 continue
             assert self._nodes is not None
             ours = self._nodes.announce(entry)
@@ -295,7 +320,7 @@ class Watcher:
                 self._uploader.enqueue(self.entries.staged(entry), entry.step, entry.name, files=shards)
             self._uploader.seal(entry.step, name=entry.name, expected=entry.expected)
         except (InvalidNameError, InvalidShardError) as error:
-            self._settle_refused(entry, str(error))
+            self._settle_refused(entry, Refusal.UNSUPPORTED, str(error))
         except (NoSpaceError, FencedError):
             self.entries.put(replace(entry, state=State.STAGED, generation=0))
             raise
@@ -303,7 +328,7 @@ class Watcher:
     def _cannot_follow(self, announced: Announcement, reason: str) -> None:
         assert self._uploader is not None
         self._uploader.give_up(announced.checkpoint.step, reason, name=announced.name)
-        self._teller.refused[announced.path or "."] = reason
+        self._teller.refuse(announced, Refusal.GIVEN_UP, reason)
 
     def _nodes_are_done(self) -> bool:
         assert self._nodes is not None
@@ -357,16 +382,16 @@ class Watcher:
                 replace(entry, state=State.STAGED)
             )  # its generation stays: others may finish it yet
         else:
-            self._settle_refused(entry, reason)
+            self._settle_refused(entry, Refusal.GIVEN_UP, reason)
 
     def _settle_committed(self, entry: Entry) -> None:
         self._teller.counts["committed"] += 1
         self.entries.settle(entry, State.COMMITTED)
         self._teller.tell("committed", entry)
 
-    def _settle_refused(self, entry: Entry, reason: str) -> None:
+    def _settle_refused(self, entry: Entry, refusal: Refusal, reason: str) -> None:
         self.entries.settle(entry, State.REFUSED, reason)
-        self._teller.refuse(entry, reason)
+        self._teller.refuse(entry, refusal, reason)
 
     def _count_there(self) -> int:
         """What an earlier start has committed, and is in the folder."""

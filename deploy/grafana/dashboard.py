@@ -303,6 +303,17 @@ ROWS: dict[str, tuple[Graph, ...]] = {
             alarm=0.2,
         ),
         Graph(
+            "Refused by watchers",
+            "In the last hour: what ckpt-async watch or run has found and does not upload. given_up ones were begun.",
+            "none",
+            (
+                Query(
+                    f"max by (run, reason) (increase(ckpt_async_watch_refused_total{{{RUN}}}[1h]))",
+                    "{{reason}} {{run}}",
+                ),
+            ),
+        ),
+        Graph(
             "Shards by result",
             "In the last hour. failed ones are retried; source_changed and source_missing ones are lost.",
             "none",

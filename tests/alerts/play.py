@@ -25,8 +25,11 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_async import Sweeper, Uploader
+from ckpt_async.core.refusal import Refusal
+from ckpt_async.core.settings import Settings
 from ckpt_async.errors import CkptAsyncError
 from ckpt_async.page.server import MetricsServer, serve
+from ckpt_async.watch.refusals import Refusals, Refused
 
 ROOT = Path(__file__).resolve().parents[2]
 RULES = ROOT / "deploy/prometheus/alerts.yaml"
@@ -229,6 +232,15 @@ def a_shard_is_changed(world: World) -> Act:
     yield {("CkptAsyncUploadsFailing", trainer.run)}
 
 
+def a_watcher_refuses(world: World) -> Act:
+    trainer = world.trainer("watched")
+    refusals = Refusals(trainer.run, 0, world.root / "watched", Settings())
+    refusals.count_in(trainer.uploader.metrics)
+    yield set()
+    refusals.add(Refused("last.ckpt", Refusal.CHANGED, "it was written in place"))
+    yield {("CkptAsyncWatchRefused", trainer.run)}
+
+
 def it_is_started_twice(world: World) -> Act:
     older = world.trainer("older", remote="twice", generation=1, pause_s=0.5)
     yield set()
@@ -291,6 +303,7 @@ ACTS: tuple[Callable[[World], Act], ...] = (
         a_rank_never_delivers,
         the_trainer_hangs,
         a_shard_is_changed,
+        a_watcher_refuses,
     ),
     *(it_is_started_twice, the_disk_is_full, a_remote_fails, the_sweeper_hangs, a_checkpoint_is_damaged),
     a_port_does_not_answer,

@@ -65,6 +65,8 @@ def ask(port: int, query: str) -> list[Any]:
 def begin(world: alerts.World, ends: contextlib.ExitStack) -> None:
     """All that a dashboard may show, at once."""
     world.trainer("usual", pause_s=0.5, num_checkpoints_to_keep=2)
+    watched = world.trainer("watched")
+    watched.uploader.metrics.watcher_opened()
     for name, more in (("away", {}), ("blocked", {"max_backlog_checkpoints": 2})):
         trainer = world.trainer(name, pause_s=0.5, **more)
         ends.enter_context(alerts.away(trainer.remote))

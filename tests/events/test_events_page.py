@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_async import Event, Uploader
+from ckpt_async.core.refusal import Refusal
 from ckpt_async.events import KINDS
 from ckpt_async.events.command import _FIELDS
 from tests.events.receiver import receiving
@@ -39,10 +40,11 @@ def test_the_example_is_an_event_with_exactly_these_fields() -> None:
 
 def test_every_kind_and_every_value_of_a_command_is_on_the_page() -> None:
     assert re.findall(r"^\| `(\w+)` \|", PAGE, re.MULTILINE) == [
-        *("committed", "given_up", "fenced", "pruned", "damaged", "backlog")
+        *("committed", "given_up", "refused", "fenced", "pruned", "damaged", "backlog")
     ]
     assert set(KINDS) == set(re.findall(r"^\| `(\w+)` \|", PAGE, re.MULTILINE))
     assert all(f"`{{{each}}}`" in PAGE for each in _FIELDS)
+    assert re.findall(r"^- `(\w+)`: ", PAGE, re.MULTILINE) == [each.value for each in Refusal]
 
 
 def test_the_first_example_runs(tmp_path: Path) -> None:

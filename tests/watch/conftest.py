@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from ckpt_async import cli, restore
+from tests.watch.trees import safetensors, torch_zip
 
 LIMIT_S = 120.0
 FAST = ("--settle-s", "0.2", "--interval", "1", "--json")
@@ -117,6 +118,16 @@ def hashes(folder: Path) -> dict[str, str]:
         for path in folder.rglob("*")
         if path.is_file()
     }
+
+
+def save(place: Place, step: int, *, size_bytes: int = 64) -> dict[str, str]:
+    """A checkpoint as transformers writes it, and its SHA-256s."""
+    here = place.out / f"checkpoint-{step}"
+    here.mkdir()
+    (here / "model.safetensors").write_bytes(safetensors(size_bytes))
+    (here / "optimizer.pt").write_bytes(torch_zip(step=step))
+    (here / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+    return hashes(here)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from ckpt_async.core.refusal import Refusal
 from ckpt_async.watch import plan
 from ckpt_async.watch.entries import Entry, State, entry_of
 from ckpt_async.watch.formats import Found, find
@@ -46,7 +47,7 @@ def test_a_file_of_the_same_name_is_new_if_it_was_renamed_there_and_refused_if_i
     in_place = Tree({"last.ckpt": was._replace(mtime_ns=was.mtime_ns + 1)}, tree.read)
     verdict = plan.judge(found, in_place, [known], num_nodes=1)
     assert verdict
-    assert (verdict.take, verdict.is_refused) == (False, True)
+    assert (verdict.take, verdict.refusal) == (False, Refusal.CHANGED)
     assert "written in place" in verdict.reason
     made_anew = replace(in_place, born_ns=lambda _: known.staged_ns + 1)
     verdict = plan.judge(found, made_anew, [known], num_nodes=1)

@@ -20,20 +20,10 @@ from ckpt_async import Uploader, cli
 from ckpt_async.errors import NoJournalError
 from ckpt_async.monitor import status
 from ckpt_async.watch.beside import SAME_S
-from tests.watch.conftest import Place, hashes
+from tests.watch.conftest import Place, hashes, save
 from tests.watch.trees import safetensors, torch_zip
 
 pytestmark = pytest.mark.timeout(90)
-
-
-def save(place: Place, step: int, *, size_bytes: int = 64) -> dict[str, str]:
-    """A checkpoint as transformers writes it, and its SHA-256s."""
-    here = place.out / f"checkpoint-{step}"
-    here.mkdir()
-    (here / "model.safetensors").write_bytes(safetensors(size_bytes))
-    (here / "optimizer.pt").write_bytes(torch_zip(step=step))
-    (here / "trainer_state.json").write_text(json.dumps({"global_step": step}))
-    return hashes(here)
 
 
 def test_once_adopts_what_is_complete_and_says_what_is_not(place: Place) -> None:

@@ -160,6 +160,13 @@ function tiles(run, engine, isStalled) {
       : tile("Ranks", String(run.ranks.length), stopped.length ? `${ranksOf(stopped)} stopped` : "running"));
 }
 
+function refusals(engine) {
+  const found = Object.entries(engine ? engine.refused : {});
+  const count = found.reduce((sum, each) => sum + each[1], 0);
+  return count ? el("p", { cls: "failure" },
+    `${count} refused by the watcher, and not in the store (${few(found.map(([why, times]) => `${why.replace("_", " ")} ${times}`), 3)}). The events below name what it was.`) : null;
+}
+
 function run(folder, kind, found, engine) {
   const stalled = stall(found, kind), remote = found.remote || "", [mood, title, sub] = headline(found, stalled);
   const known = new Set(found.checkpoints.map((each) => `${each.generation}/${each.step}`));
@@ -176,6 +183,7 @@ function run(folder, kind, found, engine) {
     stalled ? el("p", { cls: "failure" }, stalled) : null,
     (engine ? engine.untold : []).filter((each) => each.attempts).map((each) => el("p", { cls: "failure" },
       `${some(each.waiting, "event")} not delivered to the ${each.sink}, in ${some(each.attempts, "attempt")} since ${span(now() - each.oldest_at)}. They are tried again.`)),
+    refusals(engine),
     tiles(found, engine, stalled),
     timeline([...found.checkpoints.map((each) => (stalled ? { ...each, is_stalled: true, bytes_per_s: null, eta_s: null } : each)), ...earlier]));
 }

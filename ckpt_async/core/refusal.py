@@ -1,0 +1,17 @@
+"""Why a watcher does not take what it has found, as a word of a small fixed set: for metrics and events."""
+
+from __future__ import annotations
+
+import enum
+
+
+class Refusal(enum.Enum):
+    """`docs/events.md` says what each means."""
+
+    CHANGED = "changed"  # written in place, so nothing tells when it is whole
+    UNREADABLE = "unreadable"
+    INCOMPLETE = "incomplete"  # finished by its trainer, and never seen complete
+    UNSUPPORTED = "unsupported"  # a symbolic link, or a name that not every store takes
+    OUTDATED = "outdated"  # it would become the newest, and is not
+    NO_SPACE = "no_space"  # it can be neither linked nor copied
+    GIVEN_UP = "given_up"  # handed in, and then given up by the run

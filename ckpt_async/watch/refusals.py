@@ -1,0 +1,127 @@
+"""What a watcher has refused, for those who do not read its output: events, metrics, the live page. None of it needs
+the store: what is refused while that is away is told at once, and counted when there is somebody to count.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpt_async.core.refusal import Refusal
+from ckpt_async.core.settings import Settings
+from ckpt_async.errors import FolderInUseError, JournalError
+from ckpt_async.events import telling
+from ckpt_async.events.couriers import Couriers
+from ckpt_async.events.sinks import sinks_of, wants_of
+from ckpt_async.local.outbox import OwnOutbox
+from ckpt_async.monitor.metrics import Metrics
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """One thing, at `path`. `version` tells apart what was there one after the other; `step` is None where it may be no
+    checkpoint.
+    """
+
+    path: str
+    cause: Refusal
+    reason: str
+    step: int | None = None
+    name: str = ""
+    version: int = 0
+
+
+class Refusals:
+    """Of one watcher, from its start to its end. Its events are kept at `place` until they are delivered: every node
+    tells its own. Thread-safe.
+
+    Raises SettingsError.
+    """
+
+    def __init__(self, run: str, node: int, place: Path, settings: Settings) -> None:
+        self._run, self._node, self._grace_s = run, node, settings.event_grace_s
+        self._lock = threading.Lock()
+        self._counts: Counter[Refusal] = Counter()
+        self._unshown: list[Refused] = []
+        self._metrics: Metrics | None = None
+        self._wants = wants_of(settings)
+        self._outbox: OwnOutbox | None = None
+        self._couriers: Couriers | None = None
+        if not self._wants:
+            return
+        sinks = sinks_of(settings, os.environ, warns=False)  # the run does
+        try:
+            self._outbox = OwnOutbox(place / "events")
+        except (JournalError, FolderInUseError) as error:
+            logger.error("events_not_told error=%s; those of refusals are lost", error)  # noqa: TRY400  no bug of ours
+            return
+        for sink in sinks:
+            self._outbox.retry_now(sink.name)
+        self._couriers = Couriers(self._outbox, sinks)
+
+    def add(self, refused: Refused) -> None:
+        """Something was refused that had not been before."""
+        with self._lock:
+            self._counts[refused.cause] += 1
+            if self._metrics is not None:
+                _count(self._metrics, refused)
+            else:
+                self._unshown.append(refused)
+        # Of what was handed in the run's own event tells, once for all nodes.
+        if self._outbox is None or self._couriers is None or refused.cause is Refusal.GIVEN_UP:
+            return
+        event = telling.refused(
+            *(
+                self._run,
+                refused.path,
+                refused.step,
+                refused.name,
+                refused.cause,
+                refused.reason,
+                time.time(),
+            ),
+            node=self._node,
+            version=refused.version,
+        )
+        try:
+            self._outbox.put(telling.notices_of(event, self._wants), time.time())
+        except JournalError as error:  # a full disk, say
+            logger.error("event_not_made path=%s error=%s", refused.path, error)  # noqa: TRY400  no bug of ours
+        self._couriers.notify()
+
+    def count_in(self, metrics: Metrics | None) -> None:
+        """These are exported from now on, with what was refused before. None: none are."""
+        with self._lock:
+            self._metrics = metrics
+            if metrics is None:
+                return
+            metrics.watcher_opened()
+            for cause, count in self._counts.items():
+                metrics.watch_refused(cause, count)
+            for refused in self._unshown:
+                _show(metrics, refused)
+            self._unshown.clear()
+
+    def close(self, *, at_once: bool = False) -> None:
+        """Deliver what can be, for `event_grace_s` at most; the rest waits for the next start."""
+        if self._couriers is not None:
+            self._couriers.close(0.0 if at_once else self._grace_s)
+        if self._outbox is not None:
+            self._outbox.close()
+
+
+def _count(metrics: Metrics, refused: Refused) -> None:
+    metrics.watch_refused(refused.cause)
+    _show(metrics, refused)
+
+
+def _show(metrics: Metrics, refused: Refused) -> None:
+    what, text = f"refused {refused.path}", f"{refused.path} is refused: {refused.reason}"
+    metrics.recent.add("bad", what, text, step=refused.step)

@@ -1,0 +1,149 @@
+"""What a watcher refuses is told to those who do not read its output: events, metrics, the live page."""
+
+import errno
+import json
+import os
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_async.core.refusal import Refusal
+from ckpt_async.events.telling import refused
+from ckpt_async.watch.refusals import Refused
+from ckpt_async.watch.telling import UNREADABLE_S, Teller
+from tests.events.receiver import free_port, receiving, wait_until
+from tests.watch.conftest import Place, save
+from tests.watch.trees import torch_zip
+
+pytestmark = pytest.mark.timeout(90)
+
+METRIC = "ckpt_async_watch_refused_total"
+
+
+def counts(port: int, run: str) -> dict[str, float]:
+    """What is exported now, by reason; empty while nobody answers."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as reply:
+            lines = [line for line in reply.read().decode().splitlines() if line.startswith(METRIC)]
+    except OSError:
+        return {}
+    assert all(f'run="{run}"' in line for line in lines)
+    return {line.partition('reason="')[2].partition('"')[0]: float(line.split()[-1]) for line in lines}
+
+
+def test_each_refusal_is_an_event_once_also_over_restarts(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """(Root may list all, so that answer of the system is made up.)"""
+    save(place, 10)
+    for step, name in ((20, "my model.bin"), (30, "link")):
+        save(place, step)
+        path = place.out / f"checkpoint-{step}" / name
+        path.symlink_to(place.here) if name == "link" else path.write_bytes(b"x")
+        os.utime(path.parent / "trainer_state.json")  # the mark is the last
+    (place.out / "closed").mkdir()
+    scandir = os.scandir
+
+    def refusing(path: Any) -> Any:
+        if str(path) == str(place.out / "closed"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    with receiving() as receiver:
+        for _ in range(2):
+            code, told = place.once("--webhook", receiver.url, "--webhook-on", "refused")
+            assert (code, {"checkpoint-30", "closed"} <= set(told["refused"])) == (1, True)
+        bodies = sorted(receiver.bodies, key=lambda each: str(each["details"]["path"]))
+    assert [(each["details"]["path"], each["step"], each["details"]["cause"]) for each in bodies] == [
+        ("checkpoint-20", 20, "unsupported"),
+        ("checkpoint-30", 30, "unsupported"),
+        ("closed", None, "unreadable"),
+    ]
+    assert {(each["kind"], each["run"], each["generation"]) for each in bodies} == {
+        ("refused", place.remote, 0)
+    }
+    assert "'my model.bin' has a character" in bodies[0]["details"]["reason"]
+    assert len({each["id"] for each in bodies}) == 3
+
+
+def test_while_the_store_is_away_a_refusal_is_told_all_the_same(place: Place) -> None:
+    place.remote = "s3://bucket/run"
+    save(place, 10)
+    (place.out / "checkpoint-10/link").symlink_to(place.here)
+    with receiving() as receiver:
+        away = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_REGION": "us-east-1"}
+        watching = place.watch(*("--endpoint-url", "http://127.0.0.1:9", "--webhook", receiver.url), **away)
+        [body] = receiver.wait_for(1)
+        watching.kill()
+    assert (body["kind"], body["details"]["path"]) == ("refused", "checkpoint-10")
+
+
+def test_refusals_are_counted_from_0_over_all_starts_of_the_run_and_are_on_the_page(place: Place) -> None:
+    port = free_port()
+    watching = place.watch("--metrics-port", str(port))
+    (place.out / "last.ckpt").write_bytes(torch_zip(global_step=10))
+    watching.until("committed", 10)
+    assert counts(port, place.remote) == {each.value: 0.0 for each in Refusal}, (
+        "so that increase() sees the first"
+    )
+    (place.out / "last.ckpt").write_bytes(torch_zip(global_step=20))
+    watching.until("refused")
+    assert counts(port, place.remote)["changed"] == 1
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/status.json", timeout=10) as reply:
+        page = json.load(reply)
+    assert [each["refused"] for each in page["engines"]] == [{"changed": 1}]
+    [text] = [each["text"] for each in page["events"] if each["what"].startswith("refused")]
+    assert text.startswith("last.ckpt is refused: last.ckpt was written in place")
+    save(place, 30)
+    watching.until("committed", 30)
+    (place.out / "checkpoint-30").rename(place.here / "aside")
+    save(place, 20)  # the trainer has gone back: a new start of the run, and another uploader
+    watching.until("committed", 20)
+    wait_until(lambda: counts(port, place.remote).get("changed") == 1)
+    assert watching.end() == 1
+
+
+def test_what_was_handed_in_and_given_up_is_told_by_the_run_itself(place: Place) -> None:
+    """Once for all nodes, though each of them counts it."""
+    with receiving() as receiver:
+        watching = place.watch("--max-bytes-per-s", "5e6", "-v", "--webhook", receiver.url)
+        save(place, 10, size_bytes=20_000_000)
+        watching.until_logged("complete path=checkpoint-10")
+        save(place, 20)
+        watching.until("committed", 20)  # so 10 is being uploaded
+        with (place.out / "checkpoint-10/model.safetensors").open("r+b") as file:
+            file.seek(10_000_000)
+            file.write(b"other bytes")
+        watching.until("refused", 10)
+        assert watching.end() == 1
+    assert sorted(receiver.kinds()) == [("committed", 20), ("given_up", 10)]
+
+
+def test_what_cannot_be_read_for_a_moment_is_no_refusal_and_the_end_waits_for_nothing() -> None:
+    now, heard = [0.0], list[Refused]()
+    teller = Teller(lambda _: None, clock=lambda: now[0])
+    teller.on_refused = heard.append
+    teller.pass_over({"a": "Stale file handle"})
+    teller.pass_over({})
+    now[0] += UNREADABLE_S
+    teller.pass_over({"a": "Stale file handle", "b": "Permission denied"})
+    assert not heard
+    now[0] += UNREADABLE_S
+    for _ in range(2):
+        teller.pass_over({"b": "Permission denied"})
+    assert [each.path for each in heard] == ["b"]
+    teller.pass_over({})
+    teller.pass_over({"b": "Permission denied", "c": "Permission denied"})
+    teller.end()
+    assert [each.path for each in heard] == ["b", "b", "c"], "what comes back is told again"
+
+
+def test_a_refusal_is_told_by_each_node_that_has_it_and_again_for_another_version(tmp_path: Path) -> None:
+    def id_of(path: str = "a", step: int | None = 1, node: int = 0, version: int = 0) -> str:
+        return refused("s3://b/r", path, step, "", Refusal.CHANGED, "why", 1.0, node=node, version=version).id
+
+    assert id_of() == id_of()
+    assert len({id_of(), id_of("b"), id_of(step=2), id_of(step=None), id_of(node=1), id_of(version=1)}) == 6
