@@ -84,7 +84,8 @@ class Lookout:
                 if _is_stale(found, self.tree):
                     is_finished = found.path in self._lacking
                     self._teller.tell_incomplete(found, verdict.reason, is_finished=is_finished)
-                if plan.is_held(found, self._options.num_nodes) and self._holds.is_possible:
+                is_held = plan.is_held(found, self._options.num_nodes) and self._holds.is_possible
+                if is_held and not self.tree.unreadable_below(found.path):  # half of it is worse than nothing
                     self._holds.see(found, self.tree)
         self._has_looked = True
         self._holds.miss(self.tree, self._news)

@@ -143,16 +143,13 @@ class Nodes:
             if waited_s < self._settle_s:
                 continue
             entry = self._staged(announced)
-            version = self._version(announced, tree) if entry is None else None
-            if isinstance(version, str):
-                give_up(announced, version)
-                del self._heard[step]
-            elif version is not None:
-                unfinished = [path for path in version.shards if not version.tree.is_whole(path)]
-                if unfinished and waited_s < WHOLE_S:
+            if entry is None:
+                version = self._version(announced, tree)
+                unready = self._unready(announced, version, tree)
+                if unready and waited_s < WHOLE_S:
                     continue
-                if unfinished:
-                    give_up(announced, f"{unfinished[0]} has no end on node {self._node}")
+                if unready or isinstance(version, str):
+                    give_up(announced, unready or str(version))
                     del self._heard[step]
                     continue
                 entry = self._stage(announced, version)
@@ -195,6 +192,17 @@ class Nodes:
                 f"what node {self._node} had of it was removed, and was last seen before its mark was written"
             )
         return self._fitting(_version_in(self._entries.source, tree, announced), announced)
+
+    def _unready(self, announced: Announcement, version: _Version | str, tree: Tree) -> str:
+        """What keeps this node from knowing all that it has of it, and time may heal; "" if nothing does."""
+        seen = tree if isinstance(version, str) else version.tree
+        # Right in the watched folder only what the mark names is of it, and is missed.
+        if announced.path and (closed := seen.unreadable_below(announced.path)):
+            return f"on node {self._node}, {closed}"
+        if isinstance(version, str):
+            return ""
+        unfinished = next((path for path in version.shards if not version.tree.is_whole(path)), "")
+        return f"{unfinished} has no end on node {self._node}" if unfinished else ""
 
     def _fitting(self, version: _Version, announced: Announcement) -> _Version | str:
         if later := _later(version.tree.files, version.shards, announced):

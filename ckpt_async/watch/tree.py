@@ -90,6 +90,21 @@ class Tree:
         start, end = (bisect.bisect_left(self._all_folders, f"{folder}{mark}") for mark in "/0")
         return [folder, *self._all_folders[start:end]]
 
+    def links_below(self, folder: str) -> list[str]:
+        """Symbolic links below a folder."""
+        here = f"{folder}/" if folder else ""
+        return [path for path in self.links if path.startswith(here)]
+
+    def unreadable_below(self, folder: str) -> str:
+        """Of what could not be looked at, the first that has to do with a folder, and why: the folder itself, one that
+        it is in, or something below it. "" if there is none.
+        """
+        here = f"{folder}/" if folder else ""
+        for path, why in self.unreadable.items():
+            if not path or path.startswith(here) or here.startswith(f"{path}/"):
+                return f"{path or '.'} cannot be read: {why}"
+        return ""
+
     def once(self, what: str, path: str, make: Callable[[], T]) -> T:
         """What `make` finds in a file, made once for each version of it. Where it finds nothing, or says why not, it is
         asked again: the read may have failed.

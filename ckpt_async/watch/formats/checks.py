@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import replace
 
 from ckpt_async.errors import UnsafePickleError
@@ -48,11 +48,12 @@ def checked(tree: Tree, found: Found, rules: Rules) -> Found:
         return found
     if not found.files:
         return replace(found, reason="it has no files yet")
-    if link := _within(tree.links, found):
-        reason = f"{link} is a symbolic link, which is not followed: have the trainer write the file itself"
-        return replace(found, reason=reason, is_refused=True)
-    if closed := _within(tree.unreadable, found):
-        return replace(found, reason=f"{closed} cannot be read: {tree.unreadable[closed]}")
+    if _has_all_below(found):
+        if links := tree.links_below(found.path):
+            reason = f"{links[0]} is a symbolic link, which is not followed: have the trainer write the file itself"
+            return replace(found, reason=reason, is_refused=True)
+        if closed := tree.unreadable_below(found.path):
+            return replace(found, reason=closed)
     for path in found.files:
         if not tree.is_whole(path):
             return replace(found, reason=f"{path} has no end yet")
@@ -85,14 +86,11 @@ def unrotated(tree: Tree, found: Found, rules: Rules) -> Found:
     return replace(found, reason=reason, is_waiting=False)
 
 
-def _within(paths: Iterable[str], found: Found) -> str:
-    """One of these that is in its folder; "" if none is. What DCP's mark right in the watched folder names is missed
-    where it is not read, and what else is beside it is none of its own.
+def _has_all_below(found: Found) -> bool:
+    """Whether all that is below its folder is its own. What DCP's mark right in the watched folder names is missed
+    where it is not read, and what else is beside it is something else.
     """
-    if found.is_file or (found.format == "dcp" and not found.path):
-        return ""
-    here = f"{found.path}/" if found.path else ""
-    return next((each for each in paths if each.startswith(here)), "")
+    return not found.is_file and (found.format != "dcp" or bool(found.path))
 
 
 def _is_json(tree: Tree, path: str) -> bool:

@@ -1,0 +1,85 @@
+"""What a node sends of a checkpoint that another has announced, where its own disk does not answer."""
+
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from ckpt_async import Uploader
+from ckpt_async.core.model import CheckpointId
+from ckpt_async.watch import nodes as of_nodes
+from ckpt_async.watch.announcement import Announcement
+from ckpt_async.watch.disk import Disk
+from ckpt_async.watch.entries import Entries, Entry
+from ckpt_async.watch.holds import Holds
+from ckpt_async.watch.nodes import Nodes
+from ckpt_async.watch.options import Options
+from ckpt_async.watch.remote import Remote
+
+
+class Store:
+    """The other node has announced `step-1` there, whose mark names no files; and this one's uploader."""
+
+    generation = 1
+
+    def announced(self, generation: int, after: int, known: set[int]) -> Iterator[Announcement]:
+        here = dict.fromkeys(("DONE",))
+        if not known:
+            yield Announcement(CheckpointId(generation, 1), 0, "done", "step-1", "step-1", here, ())
+
+    def newest_generation(self, generation: int) -> int:
+        return generation
+
+    def check_takes(self, step: int) -> None:
+        pass
+
+
+@pytest.mark.parametrize("closed", ["step-1/optim", "step-1", ""])
+def test_what_a_node_cannot_look_at_is_waited_for_and_never_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed: str
+) -> None:
+    """(Root may list all, so the answer of the system is made up.)"""
+    out = tmp_path / "out"
+    for name in ("model.pt", "optim/state.bin"):
+        (out / "step-1" / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / "step-1" / name).write_bytes(b"x")
+    scandir, is_closed = os.scandir, [True]
+
+    def refusing(path: Any) -> Any:
+        if is_closed[0] and Path(path) == out / closed:
+            raise OSError(errno.EMFILE, "Too many open files", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    entries, holds = Entries(out, tmp_path / "state", "memory://"), Holds(out, tmp_path / "held")
+    entries.load()
+    holds.load()
+    options = Options(
+        out, "memory://", tmp_path / "state", tmp_path / "lock", node=1, num_nodes=2, settle_s=0
+    )
+    store = Store()
+    handed, given_up = list[Entry](), list[str]()
+
+    def look(*, is_late: bool = False) -> None:
+        monkeypatch.setattr(of_nodes, "WHOLE_S", 0.0 if is_late else 60.0)
+        nodes.follow(Disk(out).look(), handed.append, lambda _, reason: given_up.append(reason))
+
+    for is_healed in (True, False):
+        nodes = Nodes(options, entries, holds, cast(Uploader, store), cast(Remote, store))
+        nodes.listen()
+        is_closed[0] = True
+        look()
+        assert (handed, given_up, nodes.has_heard) == ([], [], True)
+        is_closed[0] = not is_healed
+        look(is_late=True)
+        assert not nodes.has_heard
+        if is_healed:
+            (entry,) = handed
+            assert sorted(entry.shards.values()) == ["model.pt", "optim/state.bin"]
+            entries.drop(entries.all[entry.number])
+            handed.clear()
+    assert given_up == [f"on node 1, {closed or '.'} cannot be read: Too many open files"]
+    assert not handed
