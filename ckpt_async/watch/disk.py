@@ -34,11 +34,16 @@ def identity_of(facts: os.stat_result) -> Identity:
 
 
 def sample(path: Path) -> int | None:
-    """CRC-32 of a few blocks of a file: where two have another, they differ. None if it cannot be read."""
+    """CRC-32 of a few blocks of a file, of a small one of all: where two have another, they differ. None if it cannot
+    be read.
+    """
     checksum = 0
     try:
         with path.open("rb", buffering=0) as file:
-            last = max(0, file.seek(0, os.SEEK_END) - _BLOCK_BYTES)
+            size_bytes = os.fstat(file.fileno()).st_size
+            if size_bytes <= _NUM_BLOCKS * _BLOCK_BYTES:
+                return zlib.crc32(file.read(size_bytes))
+            last = size_bytes - _BLOCK_BYTES
             for number in range(_NUM_BLOCKS):
                 file.seek(last * number // (_NUM_BLOCKS - 1))
                 checksum = zlib.crc32(file.read(_BLOCK_BYTES), checksum)

@@ -1,12 +1,15 @@
 """What a look does about candidates that come and go."""
 
 import json
+import random
 import shutil
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from ckpt_async.watch.disk import sample
 from ckpt_async.watch.entries import Entries
 from ckpt_async.watch.formats import Rules
 from ckpt_async.watch.holds import MAX_HELD, Holds
@@ -123,3 +126,17 @@ def test_what_was_removed_since_the_last_look_was_there_until_then_if_nothing_ca
     assert place.holds.all[hold.number].seen_ns == until_ns
     place.holds.load()
     assert place.holds.all[hold.number].seen_ns == until_ns, "also after a kill"
+
+
+def test_a_sample_of_a_small_file_is_all_of_it_read_once(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    for size_bytes in (0, 1, 4096, 16 * 4096):
+        path.write_bytes(data := random.Random(size_bytes).randbytes(size_bytes))
+        assert sample(path) == zlib.crc32(data)
+    path.write_bytes(large := random.Random(1).randbytes(1 << 20))
+    was = sample(path)
+    assert was != zlib.crc32(large), "a few blocks"
+    for at in (0, len(large) - 1):
+        path.write_bytes(large[:at] + bytes([large[at] ^ 1]) + large[at + 1 :])
+        assert sample(path) != was
+    assert sample(tmp_path / "nowhere") is None
