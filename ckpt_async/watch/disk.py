@@ -73,6 +73,7 @@ class _Listing:
     ctime_ns: dict[str, int] = field(default_factory=dict)
     folders: dict[str, tuple[int, int, int]] = field(default_factory=dict)
     links: list[str] = field(default_factory=list)
+    special: dict[str, str] = field(default_factory=dict)
 
 
 class Disk:
@@ -102,6 +103,7 @@ class Disk:
         return Tree(
             *(files, read, self.folder.name, now_ns, changed_ns, links, self._memo, found.ctime_ns),
             unreadable=found.unreadable,
+            special=found.special,
             born_ns=lambda path: born_ns(self.folder / path),
         )
 
@@ -135,8 +137,11 @@ class Disk:
                     found.ctime_ns[path] = facts.st_ctime_ns
                 elif stat.S_ISLNK(facts.st_mode):
                     found.links.append(path)
-                elif stat.S_ISDIR(facts.st_mode) and not _is_skipped(entry.name):
-                    waiting.append(path)
+                elif stat.S_ISDIR(facts.st_mode):
+                    if not _is_skipped(entry.name):
+                        waiting.append(path)
+                else:
+                    found.special[path] = _what(facts.st_mode)
         return found
 
     def _time_of(self, folder: str) -> tuple[int, int, int]:
@@ -171,6 +176,10 @@ class Disk:
                     self._known.pop(next(iter(self._known)))
                 self._known[place] = data
         return data
+
+
+def _what(mode: int) -> str:
+    return "a FIFO" if stat.S_ISFIFO(mode) else "a socket" if stat.S_ISSOCK(mode) else "a device"
 
 
 def _is_skipped(name: str) -> bool:

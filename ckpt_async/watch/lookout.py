@@ -12,6 +12,7 @@ from ckpt_async.watch import plan
 from ckpt_async.watch.disk import Disk
 from ckpt_async.watch.entries import Entries, State, VanishedError, entry_of
 from ckpt_async.watch.formats import Found, find
+from ckpt_async.watch.formats.checks import has_all_below
 from ckpt_async.watch.holds import Hold, Holds
 from ckpt_async.watch.options import Options
 from ckpt_async.watch.telling import Teller
@@ -70,6 +71,7 @@ class Lookout:
             verdict = self._judge(found, self.tree)
             if verdict is None:
                 continue
+            self._tell_of_special(found)
             if verdict.refusal is not None:
                 self._teller.refuse(found, verdict.refusal, verdict.reason)
             elif verdict.is_twin:
@@ -100,6 +102,14 @@ class Lookout:
                 del self._lacking[path]
             if not is_taken and path not in there:
                 self._teller.tell_incomplete(found, f"{reason}; it has been removed", is_finished=True)
+
+    def _tell_of_special(self, found: Found) -> None:
+        """What has no content is no loss to a backup, but it must not be missing silently."""
+        if not has_all_below(found):
+            return
+        for path in self.tree.special_below(found.path):
+            what = f"{path} is {self.tree.special[path]}, which has no content: it is left out of {found.path or '.'}"
+            self._teller.say("special", path, what)
 
     def _unrotated(self, found: Found, seen_before: Mapping[str, tuple[Identity, frozenset[str]]]) -> Found:
         """The same with a reason, if it had more files with the same mark once: its rotation has begun, and the times

@@ -45,6 +45,7 @@ class Tree:
     memo: dict[tuple[str, str, Identity], Any] = field(default_factory=dict)
     ctime_ns: Mapping[str, int] = field(default_factory=dict)
     unreadable: Mapping[str, str] = field(default_factory=dict)  # what cannot be looked at, and why
+    special: Mapping[str, str] = field(default_factory=dict)  # what has no content, and what it is: a FIFO …
     born_ns: Callable[[str], int] = lambda _: 0  # when a file was made; 0 where nothing tells
     _folders: dict[str, tuple[set[str], set[str]]] = field(default_factory=dict)
     _sorted: list[str] = field(default_factory=list)
@@ -94,6 +95,11 @@ class Tree:
         """Symbolic links below a folder."""
         here = f"{folder}/" if folder else ""
         return [path for path in self.links if path.startswith(here)]
+
+    def special_below(self, folder: str) -> list[str]:
+        """What has no content below a folder."""
+        here = f"{folder}/" if folder else ""
+        return [path for path in self.special if path.startswith(here)]
 
     def unreadable_below(self, folder: str) -> str:
         """Of what could not be looked at, the first that has to do with a folder, and why: the folder itself, one that

@@ -1,8 +1,10 @@
 """What a look does about candidates that come and go."""
 
 import json
+import os
 import random
 import shutil
+import socket
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -140,3 +142,26 @@ def test_a_sample_of_a_small_file_is_all_of_it_read_once(tmp_path: Path) -> None
         path.write_bytes(large[:at] + bytes([large[at] ^ 1]) + large[at + 1 :])
         assert sample(path) != was
     assert sample(tmp_path / "nowhere") is None
+
+
+def test_what_has_no_content_is_left_out_and_named(
+    place: Place, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(place.folder)
+    Path("step-1/deep").mkdir(parents=True)
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind("step-1/debugger")
+    os.mkfifo("step-1/deep/pipe")
+    os.mkfifo("beside")
+    for name in ("model.bin", "DONE"):
+        Path("step-1", name).write_text(name)
+    lookout = place.lookout(Rules(done="DONE"))
+    for _ in range(2):
+        lookout.look()
+        lookout.take()
+    [entry] = place.entries.all.values()
+    assert sorted(entry.shards.values()) == ["DONE", "model.bin"]
+    assert [each.getMessage() for each in caplog.records] == [
+        "step-1/debugger is a socket, which has no content: it is left out of step-1",
+        "step-1/deep/pipe is a FIFO, which has no content: it is left out of step-1",
+    ]

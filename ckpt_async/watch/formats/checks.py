@@ -48,7 +48,7 @@ def checked(tree: Tree, found: Found, rules: Rules) -> Found:
         return found
     if not found.files:
         return replace(found, reason="it has no files yet")
-    if _has_all_below(found):
+    if has_all_below(found):
         if links := tree.links_below(found.path):
             reason = f"{links[0]} is a symbolic link, which is not followed: have the trainer write the file itself"
             return replace(found, reason=reason, is_refused=True)
@@ -86,7 +86,7 @@ def unrotated(tree: Tree, found: Found, rules: Rules) -> Found:
     return replace(found, reason=reason, is_waiting=False)
 
 
-def _has_all_below(found: Found) -> bool:
+def has_all_below(found: Found) -> bool:
     """Whether all that is below its folder is its own. What DCP's mark right in the watched folder names is missed
     where it is not read, and what else is beside it is something else.
     """
