@@ -15,11 +15,12 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import TextIO, cast
 
 from ckpt_async import __version__
 from ckpt_async.cli.failures import tell
 from ckpt_async.cli.metrics_file import measuring
-from ckpt_async.cli.output import Exit
+from ckpt_async.cli.output import Exit, Output, OutputError
 from ckpt_async.cli.parsing import Parser, split_command
 from ckpt_async.cli.stderr import say, set_form
 from ckpt_async.core.json_log import JsonFormatter
@@ -56,19 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     _prepare_streams()
     set_form(ours)
     try:
-        try:
-            options = _parser().parse_args(arguments)
-            with _logging(options.verbose, options.log_format), measuring(options) as tally:
-                tally.code = code = int(options.run(options))
-        except SystemExit as ended:  # --help and --version
-            code = int(ended.code or 0)
-        except KeyboardInterrupt:
-            code = Exit.INTERRUPTED
-        except BrokenPipeError:
-            raise
-        except Exception as error:  # noqa: BLE001  the outermost frame: told in one line
-            code = tell(error, is_json=is_json)
-        sys.stdout.flush()
+        with contextlib.redirect_stdout(cast(TextIO, Output(sys.stdout))):
+            code = _run(arguments, is_json=is_json)
+            sys.stdout.flush()
     except OSError as error:  # of stdout itself: all else is told already
         code = Exit.BROKEN_PIPE  # whoever read us has seen enough
         if not isinstance(error, BrokenPipeError):
@@ -82,6 +73,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return int(code)
+
+
+def _run(arguments: Sequence[str], *, is_json: bool) -> int:
+    """Raises OSError if the output cannot be written."""
+    try:
+        options = _parser().parse_args(arguments)
+        with _logging(options.verbose, options.log_format), measuring(options) as tally:
+            tally.code = code = int(options.run(options))
+    except SystemExit as ended:  # --help and --version
+        return int(ended.code or 0)
+    except KeyboardInterrupt:
+        return Exit.INTERRUPTED
+    except (BrokenPipeError, OutputError):
+        raise
+    except Exception as error:  # noqa: BLE001  the outermost frame: told in one line
+        return tell(error, is_json=is_json)
+    return code
 
 
 def _prepare_streams() -> None:

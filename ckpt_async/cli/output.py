@@ -5,11 +5,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import enum
+import errno
 import json
+import select
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from ckpt_async.cli.stderr import say
 
@@ -79,6 +83,55 @@ def saying_later(text: str, event: str, *, url: str) -> Iterator[Callable[[], No
         yield timer.cancel
     finally:
         timer.cancel()
+
+
+class OutputError(OSError):
+    """What is printed cannot be written."""
+
+
+class Output:
+    """A stream in which a failed write is told from every other OSError of a command."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Raises OutputError; BrokenPipeError, if whoever read it has seen enough."""
+        with _told_apart():
+            return self._stream.write(text)
+
+    def flush(self) -> None:
+        """Raises what `write` raises."""
+        with _told_apart():
+            self._stream.flush()
+
+
+@contextlib.contextmanager
+def _told_apart() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OutputError(error.errno, error.strerror) from error
+
+
+def pause_for_reader(pause_s: float) -> None:
+    """Sleep, but raise BrokenPipeError as soon as nobody can read our output any more: where nothing changes nothing is
+    written, which would be the other way to learn of that.
+    """
+    try:
+        descriptor = sys.stdout.fileno()
+    except (OSError, ValueError):  # no file
+        time.sleep(pause_s)
+        return
+    poll = select.poll()
+    poll.register(descriptor, 0)  # errors are told always
+    if poll.poll(pause_s * 1000):
+        raise BrokenPipeError(errno.EPIPE, "nobody reads the output any more")
 
 
 def id_json(checkpoint: CheckpointId) -> Json:

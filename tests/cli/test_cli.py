@@ -522,6 +522,32 @@ def test_unwritable_output_is_reported(arguments: list[str], unbuffered: str) ->
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("as_json", [(), ("--json",)])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_that_is_cut_short_is_one_error(
+    tmp_path: Path, as_json: tuple[str, ...], unbuffered: str
+) -> None:
+    """Also where more is printed than a buffer has, so that the command itself meets it."""
+    with Uploader(tmp_path / "f", f"file://{tmp_path}/run", rank=0, world_size=1) as uploader:
+        for step in range(60):
+            name = "n" * 150 + f"-{step}"
+            with uploader.open(step, "shard.bin", checkpoint_name=name) as file:
+                file.write(b"x")
+            uploader.seal(step, name=name)
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            command("ls", f"file://{tmp_path}/run", *as_json),
+            cwd=ROOT,
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
+    assert done.returncode == 1
+    assert done.stderr == "ckpt-async: the output cannot be written: No space left on device\n"
+
+
 @pytest.mark.parametrize(
     ("closed", "arguments", "code", "out"),
     [

@@ -146,6 +146,24 @@ def test_without_a_terminal_a_line_for_each_change(
 
 
 @pytest.mark.usefixtures("ranks")
+@pytest.mark.parametrize("how", ["--json", "-v"])
+def test_when_nobody_reads_any_more_it_ends_also_while_nothing_changes(tmp_path: Path, how: str) -> None:
+    process = watching(
+        tmp_path / "node-0", how, "--interval", "60", stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.readline()
+    process.stdout.close()  # as `head -1` does
+    try:
+        assert process.wait(30) == 141
+        assert process.stderr.read() == ""
+    finally:
+        process.kill()
+        process.stderr.close()
+
+
+@pytest.mark.usefixtures("ranks")
 def test_on_a_narrow_terminal_it_is_drawn_again_in_place(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     place = {"TERM": "xterm", "COLUMNS": "36", "LINES": "40", "NO_COLOR": ""}
