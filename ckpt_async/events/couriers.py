@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import random
 import threading
@@ -68,17 +69,30 @@ class Courier:
         self._bell.set()
 
     def close(self, grace_s: float) -> None:
-        """Deliver what is, or becomes, due within `grace_s`, then cut short what is under way. Idempotent."""
+        """Deliver what is, or becomes, due within `grace_s`, then cut short what is under way, and say in one line what
+        is left. Idempotent.
+        """
+        if self._is_over:
+            return
         deadline = time.monotonic() + grace_s
         self._ends_at = time.time() + grace_s
         self._bell.set()
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         self._is_over = True
+        with self._lock:
+            num_cut_short = len(self._busy)
         self._sink.stop()
         deadline = time.monotonic() + STOP_S
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
+        self._tell_what_is_left(num_cut_short)
+
+    def _tell_what_is_left(self, num_cut_short: int) -> None:
+        with contextlib.suppress(CkptAsyncError):  # the journal is gone
+            if num := self._outbox.num_due([self._sink.name], float("inf")):
+                told = f"events_left sink={self._sink.name} num={num} cut_short={min(num, num_cut_short)}"
+                logger.warning("%s; the next start tells them", told)
 
     # --- on its threads ------------------------------------------------------------------------------------
 

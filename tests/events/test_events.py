@@ -418,18 +418,37 @@ def test_a_command_that_takes_too_long_is_ended_with_its_group_and_run_again(
         wait_until(lambda pid=pid: not _is_running(int(pid)))
 
 
-def test_a_command_that_still_runs_at_close_is_ended_and_run_by_the_next_start(tmp_path: Path) -> None:
+def test_a_command_that_still_runs_at_close_is_ended_and_run_by_the_next_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     script = tmp_path / "slow.sh"
     script.write_text(f"echo $$ >> {tmp_path}/pids; exec sleep 60\n")
     uploader = opened(tmp_path, event_exec=f"sh {script}", event_grace_s=0.0)
     save(uploader, 1)
     wait_until((tmp_path / "pids").exists)
     uploader.close()
+    assert _left(caplog) == ["events_left sink=exec num=1 cut_short=1; the next start tells them"]
     assert not _is_running(int((tmp_path / "pids").read_text()))
     script.write_text(f"echo $CKPT_ASYNC_EVENT_STEP > {tmp_path}/told\n")
     with opened(tmp_path, event_exec=f"sh {script}"):
         pass
     assert (tmp_path / "told").read_text() == "1\n"
+    assert len(_left(caplog)) == 1
+
+
+def test_what_could_not_be_delivered_is_summed_up_at_close(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = f"http://127.0.0.1:{free_port()}/hook"
+    with opened(tmp_path, event_webhook=url, event_grace_s=0.0) as uploader:
+        save(uploader, 1, 2, 3)
+        for step in (1, 2, 3):
+            uploader.wait(step)
+    assert _left(caplog) == ["events_left sink=webhook num=3 cut_short=0; the next start tells them"]
+
+
+def _left(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [each.getMessage() for each in caplog.records if each.getMessage().startswith("events_left")]
 
 
 def _is_running(pid: int) -> bool:
