@@ -17,7 +17,7 @@ import time
 import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import TypeVar, cast
 from urllib.parse import SplitResult, urlsplit
 
 from ckpt_async.niceness import BulkThreads
@@ -243,7 +243,8 @@ def fill(connected: socket.socket, buffer: memoryview, timeout_s: float, within_
     if not isinstance(connected, ssl.SSLSocket):
         return receive_into(connected, buffer, timeout_s, socket.MSG_WAITALL)
     filled = count = receive_into(connected, buffer, timeout_s)
-    read, now, size_bytes, until = connected.read, time.monotonic, len(buffer), time.monotonic() + within_s
+    read = cast("Callable[[int, memoryview], int]", connected.read)  # with a buffer it returns how many
+    now, size_bytes, until = time.monotonic, len(buffer), time.monotonic() + within_s
     with contextlib.suppress(*BLOCKED):
         while count and filled < size_bytes and now() < until:
             filled += (count := read(size_bytes, buffer[filled:]))
