@@ -312,6 +312,12 @@ class Uploader:
         """
         return is_committed(self._engine, self._checkpoint(step))
 
+    def missing_ranks(self, step: int) -> list[int]:
+        """Ranks that have not delivered their part of a checkpoint that this one has sealed, as far as is known: those
+        that `wait` would wait for. Returns at once.
+        """
+        return self._engine.view().missing_ranks(self._checkpoint(step))
+
     def wait_for_predecessor(self, timeout_s: float) -> bool:
         """Block until everything that an earlier start of the run had sealed on this rank is decided, at most
         `timeout_s`. Returns whether it is. Call it before choosing what to resume from: the newest checkpoint is often

@@ -175,6 +175,11 @@ class Entries:
     def of_path(self, path: str) -> list[Entry]:
         return [each for each in self.all.values() if each.path == path]
 
+    def num_committed_in(self, tree: Tree) -> int:
+        """What is committed, and is in the folder."""
+        committed = (each for each in self.all.values() if each.state is State.COMMITTED)
+        return sum(any(tree.files.get(path) == was for path, was in each.files.items()) for each in committed)
+
     def stage(self, entry: Entry, source: Path) -> Entry:
         """Link every file of it, which are below `source`: then the trainer may delete them. Raises VanishedError, and
         then nothing is left; OSError if the disk is full.

@@ -41,9 +41,13 @@ class Stop(threading.Event):
 
     def is_over(self, timeout_s: float) -> bool:
         """Whether it was set so long ago."""
+        return self._since_s is not None and self.left_s(timeout_s) <= 0
+
+    def left_s(self, timeout_s: float) -> float:
+        """Until then."""
         now = time.monotonic()
-        has_passed = self._until_s is not None and now >= self._until_s
-        return self._since_s is not None and (has_passed or now - self._since_s >= timeout_s)
+        left_s = timeout_s if self._since_s is None else self._since_s + timeout_s - now
+        return left_s if self._until_s is None else min(left_s, self._until_s - now)
 
 
 def attend(future: Future[T], do: Callable[[], None]) -> T:

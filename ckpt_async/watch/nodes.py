@@ -58,6 +58,7 @@ class Nodes:
         self._last_before: int | None = None  # the newest entry that was there when this start began
         self._has_told_all = False
         self._ended_at: float | None = None
+        self.awaited: list[int] = []  # at the end: nodes that may announce something yet
 
     @property
     def generation(self) -> int:
@@ -292,7 +293,8 @@ class Nodes:
         if self._ended_at is None:
             self._remote.say_ended(self.generation, self._node)
             self._ended_at = now
-        if len(self._remote.ended(self.generation)) >= self._num_nodes:
+        self.awaited = sorted({*range(self._num_nodes)} - self._remote.ended(self.generation))
+        if not self.awaited:
             self._next_look_at = 0.0
             self.listen()  # what was announced before the last of them had ended
             return not self._heard

@@ -13,6 +13,7 @@ from ckpt_async import Uploader
 from ckpt_async.core import keys
 from ckpt_async.core.model import CheckpointId, Decision, Outcome
 from ckpt_async.core.refusal import Refusal
+from ckpt_async.core.units import named
 from ckpt_async.errors import (
     CheckpointAbortedError,
     FencedError,
@@ -25,8 +26,9 @@ from ckpt_async.errors import (
 )
 from ckpt_async.local.settings_file import load_settings
 from ckpt_async.monitor import status
-from ckpt_async.watch import plan
+from ckpt_async.watch import ending, plan
 from ckpt_async.watch.announcement import Announcement
+from ckpt_async.watch.ending import Ending
 from ckpt_async.watch.entries import Entries, Entry, State, remove_files
 from ckpt_async.watch.holds import Holds
 from ckpt_async.watch.lock import FolderLock
@@ -77,6 +79,7 @@ class Watcher:
         self._opened_at = 0.0
         self._sealed_before: frozenset[CheckpointId] = frozenset()
         self._stopping = Stop()
+        self._ending = Ending(self._stopping, options.drain_timeout_s)
         self._is_cut_short = False
         self._joined: deque[float] = deque(maxlen=MANY_STARTS)
         self._num_there_before = 0
@@ -86,6 +89,7 @@ class Watcher:
         handed in. Raises what keeps it from working: nothing is lost then, the next start goes on.
         """
         self._stopping = stopping
+        self._ending = Ending(stopping, self.options.drain_timeout_s)
         lock = FolderLock(self.options.lock, self.options.state / "watch.lock", self.entries.remote)
         try:
             while not lock.try_take():
@@ -103,7 +107,7 @@ class Watcher:
             try:
                 if self.options.is_once:
                     self._lookout.look()
-                    self._num_there_before = self._count_there()
+                    self._num_there_before = self.entries.num_committed_in(self._lookout.tree)
                 self._open_while_linking()
                 self.entries.bind()
                 self._work()
@@ -155,6 +159,7 @@ class Watcher:
         has_nothing = self._nodes is None and not self._has_left()
         if (has_nothing and self._stopping.is_set()) or self._stopping.is_over(self.options.drain_timeout_s):
             raise OutOfTimeError
+        self._ending.tell(self._waits_for)
 
     def _has_left(self) -> bool:
         return bool(self._lookout.num_left or self.entries.open())
@@ -237,9 +242,24 @@ class Watcher:
             if self._stopping.is_over(self.options.drain_timeout_s):
                 self._is_cut_short = not is_idle
                 return
+            self._ending.tell(self._waits_for)
             soon_s = max(0.1, self.options.settle_s / 2)
             pause_s = self.options.interval_s if is_idle and not was_stopping else soon_s
             self.waker.wait(min(pause_s, self.options.interval_s))
+
+    def _waits_for(self) -> str:
+        left = self.entries.open()
+        steps = [each.step for each in left]
+        if not left and self._lookout.num_left:
+            return "what has just been written to stay as it is"
+        if self._uploader is None or self._nodes is None:
+            return ending.parts({}, steps, is_open=False)
+        if not left and self._nodes.awaited:
+            return f"{named('node', self._nodes.awaited)} to end, too: there may be more"
+        ours = [each for each in left if each.generation == self._uploader.generation]
+        handed = [each.step for each in ours if each.state is State.HANDED]
+        nodes = {step: self._uploader.missing_ranks(step) for step in handed}
+        return ending.parts(ending.others(nodes, self.options.node), steps, is_open=True)
 
     def _note_joined(self, now: float) -> None:
         self._joined.append(now)
@@ -392,12 +412,6 @@ class Watcher:
     def _settle_refused(self, entry: Entry, refusal: Refusal, reason: str) -> None:
         self.entries.settle(entry, State.REFUSED, reason)
         self._teller.refuse(entry, refusal, reason)
-
-    def _count_there(self) -> int:
-        """What an earlier start has committed, and is in the folder."""
-        files = self._lookout.tree.files
-        known = (each for each in self.entries.all.values() if each.state is State.COMMITTED)
-        return sum(any(files.get(path) == was for path, was in each.files.items()) for each in known)
 
     def _report(self) -> Report:
         return Report(

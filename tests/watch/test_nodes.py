@@ -274,6 +274,15 @@ def test_a_node_that_is_dead_for_good_takes_with_it_only_what_it_alone_had(nodes
     assert (replacement.end(), first.process.wait(60)) == (1, 1), "one was given up"
 
 
+def test_the_end_says_which_node_it_waits_for(nodes: Nodes) -> None:
+    first = nodes.watch(0, "-v", "--drain-timeout", "6")
+    nodes.save(10)
+    first.until_logged("announced path=step-10")
+    first.process.terminate()
+    first.until_logged("at the end: waiting for node 1 to hand in step 10; ")
+    assert first.process.wait(60) == 6
+
+
 def test_two_watchers_that_say_they_are_the_same_node_are_told_so(nodes: Nodes, tmp_path: Path) -> None:
     """An old pod that is not gone: each start ends the other's."""
     nodes.watch(0)

@@ -1,0 +1,61 @@
+"""What a watcher that was told to end still waits for: said soon, and then now and then."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from ckpt_async.core.units import age, named
+from ckpt_async.watch.meanwhile import Stop
+
+logger = logging.getLogger(__name__)
+
+# An ordinary end takes less, and says nothing.
+QUIET_S = 2.0
+EVERY_S = 60.0
+
+
+class Ending:
+    """Of one watcher. `timeout_s`: how long it may take."""
+
+    def __init__(self, stopping: Stop, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stopping, self._timeout_s, self._clock = stopping, timeout_s, clock
+        self._next_at = float("-inf")
+
+    def tell(self, waits_for: Callable[[], str]) -> None:
+        """`waits_for` says what it is, or "" for nothing that is worth a line."""
+        if not self._stopping.is_over(min(QUIET_S, self._timeout_s)) or self._clock() < self._next_at:
+            return
+        if what := waits_for():
+            self._next_at = self._clock() + EVERY_S
+            left = age(self._stopping.left_s(self._timeout_s))
+            logger.warning("at the end: waiting for %s; %s more at most", what, left)
+
+
+def others(nodes: Mapping[int, Sequence[int]], ours: int) -> dict[int, list[int]]:
+    """The steps that each other node lacks, of which nodes lack each step."""
+    found: dict[int, list[int]] = {}
+    for step, lacking in nodes.items():
+        for node in lacking:
+            if node != ours:
+                found.setdefault(node, []).append(step)
+    return found
+
+
+def parts(missing: Mapping[int, Sequence[int]], steps: Sequence[int], *, is_open: bool) -> str:
+    """What is awaited: `missing` has by other nodes the steps that they have not handed in, `steps` is all that is not
+    decided. `is_open`: the store has answered, and the nodes have agreed on a start of the run.
+    """
+    left = named("step", sorted(steps))
+    if not is_open:
+        return f"the store to answer, or another node to begin: {left} is not handed in" if steps else ""
+    if not missing:
+        return f"{left} to be committed" if steps else ""
+    by_steps: dict[tuple[int, ...], list[int]] = {}
+    for node, lacking in sorted(missing.items()):
+        by_steps.setdefault(tuple(sorted(lacking)), []).append(node)
+    each = (
+        f"{named('node', nodes)} to hand in {named('step', lacking)}" for lacking, nodes in by_steps.items()
+    )
+    return ", and ".join(each)
