@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 
 # What cannot be read for a moment (a folder that another node is deleting, too many open files) is no refusal yet.
 UNREADABLE_S = 30.0
+# Nodes that are restarted for a reason begin fewer new starts.
+MANY_STARTS, MANY_STARTS_S = 5, 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,7 @@ class Teller:
         self.on_refused: Callable[[Refused], None] = lambda _: None
         self._counted: set[tuple[str, Refusal, int | None, int]] = set()
         self._unreadable_since: dict[str, float] = {}
+        self._joined: deque[float] = deque(maxlen=MANY_STARTS)
         self._said: set[tuple[str, str]] = set()
         self.counts: Counter[str] = Counter()
         self.refused: dict[str, str] = {}
@@ -112,6 +115,19 @@ class Teller:
         if key not in self._counted:
             self._counted.add(key)
             self.on_refused(refused)
+
+    def note_joined(self, node: int, num_nodes: int) -> None:
+        """Another node has begun a new start, and this one joins it."""
+        now = self._clock()
+        self._joined.append(now)
+        if len(self._joined) == MANY_STARTS and now - self._joined[0] < MANY_STARTS_S:
+            self.say(
+                "many_starts",
+                "",
+                "nodes begin new starts again and again, and what is not committed begins anew each time: is another"
+                f" watcher node {node}, too, or counts other than {num_nodes} nodes? Each needs its own"
+                f" --node I/{num_nodes}",
+            )
 
     def say(self, kind: str, what: str, message: str) -> None:
         """A warning in the log, once for each `what` of a kind."""

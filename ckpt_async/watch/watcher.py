@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -54,8 +54,6 @@ PREDECESSOR_S = 5.0
 # Before another start is begun, for what the uploader has in its hands; the journal has the rest.
 REOPEN_S = 5.0
 STANDBY_S = 2.0
-# Nodes that are restarted for a reason begin fewer new starts.
-MANY_STARTS, MANY_STARTS_S = 5, 60.0
 
 
 class Watcher:
@@ -81,7 +79,6 @@ class Watcher:
         self._stopping = Stop()
         self._ending = Ending(self._stopping, options.drain_timeout_s)
         self._is_cut_short = False
-        self._joined: deque[float] = deque(maxlen=MANY_STARTS)
         self._num_there_before = 0
 
     def run(self, stopping: Stop) -> Report:
@@ -228,7 +225,7 @@ class Watcher:
                 if self.options.num_nodes == 1:
                     raise
                 logger.warning("another node has begun a new start; joining it")
-                self._note_joined(time.monotonic())
+                self._teller.note_joined(self.options.node, self.options.num_nodes)
                 self._reopen(0.0)  # nothing is committed in this one any more
                 continue
             except (StoreError, NoSpaceError) as error:
@@ -260,18 +257,6 @@ class Watcher:
         handed = [each.step for each in ours if each.state is State.HANDED]
         nodes = {step: self._uploader.missing_ranks(step) for step in handed}
         return ending.parts(ending.others(nodes, self.options.node), steps, is_open=True)
-
-    def _note_joined(self, now: float) -> None:
-        self._joined.append(now)
-        if len(self._joined) == MANY_STARTS and now - self._joined[0] < MANY_STARTS_S:
-            node, num_nodes = self.options.node, self.options.num_nodes
-            self._teller.say(
-                "many_starts",
-                "",
-                f"nodes begin new starts again and again, and what is not committed begins anew each time: is another"
-                f" watcher node {node}, too, or counts other than {num_nodes} nodes? Each needs its own"
-                f" --node I/{num_nodes}",
-            )
 
     def _round(self) -> None:
         self._lookout.look()
