@@ -67,6 +67,9 @@ def examine(
             path = Path(os.path.realpath(folder))
             local, workplace = _try_folder(path, settings, scratch)
             journal, recorded = _look_at_journal(path)
+            if not journal.is_there and (watched_from := journals.watched_from(path)) is not None:
+                journal, recorded = _look_at_journal(watched_from)
+                journal = dataclasses.replace(journal, watched_from=str(watched_from))
         address = (remote, store_options) if remote is not None else _as_recorded(recorded, store_options)
         if address is None:
             return Facts(host, local, journal, checkpoint_bytes=checkpoint_bytes)

@@ -87,6 +87,11 @@ class JournalState:
     num_pending: int = 0
     num_failed: int = 0
     running_ranks: tuple[int, ...] = ()
+    watched_from: str = ""  # the state of the watcher whose journal this is; "": it is in the folder itself
+
+    @property
+    def is_there(self) -> bool:
+        return bool(self.error or self.summary)
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,15 +255,19 @@ def _of_journal(journal: JournalState, remote: Remote | None) -> Iterator[Findin
     if journal.error:
         yield Finding("journal", Level.FAIL, journal.error, journal.hint)
         return
-    if not journal.summary:
+    if not journal.is_there:
         yield Finding("journal", Level.OK, "none yet: no uploader has run here")
         return
     running = ", ".join(map(str, journal.running_ranks))
     owner = f"ranks running: {running}" if running else "no uploader is running"
+    place = "can be read and written"
+    if journal.watched_from:
+        owner = "a watcher is running" if running else "no watcher is running"
+        place = f"a watcher's, in {journal.watched_from!r}: {place}"
     yield _either(
         journal.is_writable,
         "journal",
-        f"can be read and written; {owner}",
+        f"{place}; {owner}",
         "cannot be written by this user",
         "run as the user whose trainer made it",
         otherwise=Level.FAIL,
@@ -266,7 +275,8 @@ def _of_journal(journal: JournalState, remote: Remote | None) -> Iterator[Findin
     if journal.num_failed:
         level, hint = Level.WARN, "`ckpt-async status` shows why; each is retried automatically"
     elif journal.num_pending and not running:
-        level, hint = Level.WARN, "`ckpt-async drain` or the next start finishes it"
+        what = f" {journal.watched_from}" if journal.watched_from else ""
+        level, hint = Level.WARN, f"`ckpt-async drain{what}` or the next start finishes it"
     else:
         level, hint = Level.OK, ""
     yield Finding("backlog", level, journal.summary, hint)

@@ -78,11 +78,18 @@ def watcher_state(folder: Path) -> Path:
     return folder.parent / f".{folder.name}.ckpt_async"
 
 
+def watched_from(folder: str | os.PathLike[str]) -> Path | None:
+    """The state of a watcher that works, or has worked, on this folder; None if it was told another place, or there is
+    none.
+    """
+    beside = watcher_state(Path(os.path.realpath(folder)))
+    return beside if (beside / keys.PRIVATE).is_dir() else None
+
+
 def none_in(folder: str | os.PathLike[str], kind: str = "") -> NoJournalError:
     """Why, and where it may be."""
     path = Path(os.path.realpath(folder))
-    beside = watcher_state(path)
-    if (beside / keys.PRIVATE).is_dir():
+    if (beside := watched_from(path)) is not None:
         hint = f"a watcher works on it: use its state, {str(beside)!r}"
     else:
         hint = "use the folder that the uploader was opened with"

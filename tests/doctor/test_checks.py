@@ -363,6 +363,27 @@ def test_a_damaged_or_newer_journal_is_reported(folder: Path, call: Examine) -> 
     assert "rebuilt from the manifests" in found["journal"]["hint"]
 
 
+def test_of_a_watched_folder_the_watcher_s_journal_is_looked_at(
+    folder: Path, call: Examine, tmp_path: Path
+) -> None:
+    folder.mkdir()
+    state, run = folder.parent / f".{folder.name}.ckpt_async", f"file://{tmp_path}/watched"
+    (state / "ckpt").mkdir(parents=True)
+    (state / "ckpt/step-7.bin").write_bytes(b"x")
+    with Uploader(state, run, rank=0, world_size=1) as uploader:
+        uploader.enqueue(state / "ckpt/step-7.bin", 7)
+        uploader.seal(7)
+        uploader.wait(7, timeout_s=30)
+        running = call(folder)[1]
+    assert running["journal"]["message"] == (
+        f"a watcher's, in {str(state)!r}: can be read and written; a watcher is running"
+    )
+    code, found = call(folder)
+    assert (code, found["journal"]["message"].endswith("no watcher is running")) == (0, True)
+    assert "last committed step 7" in found["backlog"]["message"]
+    assert found["write"]["level"] == "ok", "its remote is the one that is tried"
+
+
 # --- the environment and the command line ------------------------------------------------------------------
 
 
