@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from ckpt_async.core.refusal import Refusal
 from ckpt_async.errors import CkptAsyncError, SettingsError
 from ckpt_async.local.durable import write_durably
 from ckpt_async.watch.disk import identity_of
@@ -54,6 +55,7 @@ class Entry:
     state: State = State.STAGED
     generation: int = 0  # in which it was handed in
     reason: str = ""  # why it was refused
+    refusal: Refusal | None = None
     is_copied: bool = False
     is_followed: bool = False  # another node has announced it
     told_ns: int = 0  # and of which time that said its mark is
@@ -207,8 +209,8 @@ class Entries:
         write_durably(self._entries / f"{entry.number:08d}.json", json.dumps(_encode(entry)).encode())
         self.all[entry.number] = entry
 
-    def settle(self, entry: Entry, state: State, reason: str = "") -> Entry:
-        settled = replace(entry, state=state, reason=reason)
+    def settle(self, entry: Entry, state: State, reason: str = "", refusal: Refusal | None = None) -> Entry:
+        settled = replace(entry, state=state, reason=reason, refusal=refusal)
         self.put(settled)
         shutil.rmtree(self.staged(entry), ignore_errors=True)
         return settled
@@ -262,7 +264,8 @@ def _link_or_copy(source: Path, target: Path, wanted: Identity) -> bool:
 
 
 def _encode(entry: Entry) -> dict[str, object]:
-    return asdict(entry) | {"state": entry.state.value}
+    refusal = entry.refusal.value if entry.refusal else None
+    return asdict(entry) | {"state": entry.state.value, "refusal": refusal}
 
 
 def _decode(fields: dict[str, object]) -> Entry:
@@ -275,6 +278,7 @@ def _decode(fields: dict[str, object]) -> Entry:
             "files": {path: Identity(*each) for path, each in files.items()},
             "expected": tuple(fields["expected"]),  # type: ignore[arg-type]
             "state": State(fields["state"]),
+            "refusal": Refusal(refusal) if (refusal := fields.get("refusal")) else None,
         }
     )
 

@@ -70,6 +70,7 @@ class Lookout:
         for found in (self._unrotated(each, seen_before) for each in candidates):
             verdict = self._judge(found, self.tree)
             if verdict is None:
+                self._refuse_again(found)
                 continue
             self._tell_of_special(found)
             if verdict.refusal is not None:
@@ -102,6 +103,12 @@ class Lookout:
                 del self._lacking[path]
             if not is_taken and path not in there:
                 self._teller.tell_incomplete(found, f"{reason}; it has been removed", is_finished=True)
+
+    def _refuse_again(self, found: Found) -> None:
+        """What an earlier start has refused is refused still, as long as it is there: nobody may take it for sent."""
+        entry = plan.refused_as(found, self.tree, self._entries.all.values())
+        if entry is not None and entry.refusal is not None:
+            self._teller.refuse(entry, entry.refusal, entry.reason)
 
     def _tell_of_special(self, found: Found) -> None:
         """What has no content is no loss to a backup, but it must not be missing silently."""

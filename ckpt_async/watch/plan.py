@@ -62,6 +62,14 @@ def judge(found: Found, tree: Tree, known: Iterable[Entry], *, num_nodes: int) -
     return Verdict(found, take=True)
 
 
+def refused_as(found: Found, tree: Tree, known: Iterable[Entry]) -> Entry | None:
+    """What was refused of this version of it, perhaps in an earlier start; None if it is on its way or in the store."""
+    files = {path: tree.files[path] for path in found.files}
+    entries = [each for each in known if each.path == found.path and each.is_of(files)]
+    newest = max(entries, key=lambda each: each.number, default=None)
+    return newest if newest is not None and newest.state is State.REFUSED else None
+
+
 def is_held(found: Found, num_nodes: int) -> bool:
     """Whether it may become a checkpoint after its trainer has deleted it: by what another node tells, or because its
     mark is there and only time is wanting. Whoever guesses by time alone (`--quiet-s`) has no mark.

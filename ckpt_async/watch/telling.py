@@ -64,9 +64,20 @@ class Teller:
         self._joined: deque[float] = deque(maxlen=MANY_STARTS)
         self._said: set[tuple[str, str]] = set()
         self.counts: Counter[str] = Counter()
-        self.refused: dict[str, str] = {}
+        self._refused: dict[tuple[str, int], str] = {}  # by path and step
         self.incomplete: dict[str, str] = {}
         self.unreadable: dict[str, str] = {}
+
+    @property
+    def refused(self) -> dict[str, str]:
+        """What was refused and is not in the store after all, and why, by path."""
+        return {path: reason for (path, _), reason in self._refused.items()}
+
+    def settled(self, event: str, entry: Entry) -> None:
+        """It is in the store: `committed`, or `there` before. If it had been refused before, that is made good."""
+        self.counts[event] += 1
+        self._refused.pop((entry.path or ".", entry.step), None)
+        self.tell(event, entry)
 
     def tell(self, event: str, what: Entry | Found | Announcement, reason: str = "") -> None:
         """Once for each thing and reason."""
@@ -81,7 +92,7 @@ class Teller:
     def refuse(self, what: Entry | Found | Announcement, refusal: Refusal, reason: str) -> None:
         """It is not taken."""
         path = what.path or "."
-        self.refused[path] = reason
+        self._refused[path, what.step] = reason
         number = what.number if isinstance(what, Entry) else 0
         self._count(Refused(path, refusal, reason, what.step, what.name, number))
         self.tell("refused", what, reason)

@@ -297,9 +297,8 @@ class Watcher:
                 self.entries.drop(entry)
                 continue
             if (decision := self._there(entry)) is not None:
-                self._teller.counts["there"] += 1
                 there = replace(entry, generation=decision.checkpoint.generation)
-                self._teller.tell("there", self.entries.settle(there, State.COMMITTED))
+                self._teller.settled("there", self.entries.settle(there, State.COMMITTED))
                 continue
             known = self.entries.all.values()
             if plan.is_early(entry, known, self._uploader.generation, num_nodes=self.options.num_nodes):
@@ -390,12 +389,11 @@ class Watcher:
             self._settle_refused(entry, Refusal.GIVEN_UP, reason)
 
     def _settle_committed(self, entry: Entry) -> None:
-        self._teller.counts["committed"] += 1
         self.entries.settle(entry, State.COMMITTED)
-        self._teller.tell("committed", entry)
+        self._teller.settled("committed", entry)
 
     def _settle_refused(self, entry: Entry, refusal: Refusal, reason: str) -> None:
-        self.entries.settle(entry, State.REFUSED, reason)
+        self.entries.settle(entry, State.REFUSED, reason, refusal)
         self._teller.refuse(entry, refusal, reason)
 
     def _report(self) -> Report:
