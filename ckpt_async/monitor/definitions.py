@@ -165,8 +165,8 @@ DEFINITIONS = (
     ),
     _counter(
         "ckpt_async_watch_refused_total",
-        "What a watcher (`watch`, `run`) has refused: it is not in the store, and will not be. Counted by each node for"
-        " itself, `given_up` ones by all. Absent where no watcher is.",
+        "What a watcher (`watch`, `run`) has refused: it is not in the store, unless it was committed later after all."
+        " Counted by each node for itself, `given_up` ones by all. Absent where no watcher is.",
         labels={**_RUN, "reason": REFUSALS},
         is_sparse=True,
     ),

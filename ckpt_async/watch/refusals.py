@@ -12,9 +12,10 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from ckpt_async.core.notices import Notice
 from ckpt_async.core.refusal import Refusal
 from ckpt_async.core.settings import Settings
-from ckpt_async.errors import FolderInUseError, JournalError
+from ckpt_async.errors import JournalError
 from ckpt_async.events import telling
 from ckpt_async.events.couriers import Couriers
 from ckpt_async.events.sinks import sinks_of, wants_of
@@ -40,7 +41,7 @@ class Refused:
 
 class Refusals:
     """Of one watcher, from its start to its end. Its events are kept at `place` until they are delivered: every node
-    tells its own. Thread-safe.
+    tells its own. `add` and `close` are for one thread.
 
     Raises SettingsError.
     """
@@ -50,6 +51,7 @@ class Refusals:
         self._lock = threading.Lock()
         self._counts: Counter[Refusal] = Counter()
         self._unshown: list[Refused] = []
+        self._unwritten: list[Notice] = []
         self._metrics: Metrics | None = None
         self._wants = wants_of(settings)
         self._outbox: OwnOutbox | None = None
@@ -59,11 +61,11 @@ class Refusals:
         sinks = sinks_of(settings, os.environ, warns=False)  # the run does
         try:
             self._outbox = OwnOutbox(place / "events")
-        except (JournalError, FolderInUseError) as error:
+            for sink in sinks:
+                self._outbox.retry_now(sink.name)
+        except JournalError as error:
             logger.error("events_not_told error=%s; those of refusals are lost", error)  # noqa: TRY400  no bug of ours
             return
-        for sink in sinks:
-            self._outbox.retry_now(sink.name)
         self._couriers = Couriers(self._outbox, sinks)
 
     def add(self, refused: Refused) -> None:
@@ -74,8 +76,7 @@ class Refusals:
                 _count(self._metrics, refused)
             else:
                 self._unshown.append(refused)
-        # Of what was handed in the run's own event tells, once for all nodes.
-        if self._outbox is None or self._couriers is None or refused.cause is Refusal.GIVEN_UP:
+        if refused.cause is Refusal.GIVEN_UP:  # the run's own event tells, once for all nodes
             return
         event = telling.refused(
             *(
@@ -90,10 +91,19 @@ class Refusals:
             node=self._node,
             version=refused.version,
         )
+        self._unwritten.extend(telling.notices_of(event, self._wants))
+        self._write()
+
+    def _write(self) -> None:
+        """What cannot be written now, on a disk that is full, is tried again with the next one and at the end."""
+        if self._outbox is None or self._couriers is None or not self._unwritten:
+            return
         try:
-            self._outbox.put(telling.notices_of(event, self._wants), time.time())
-        except JournalError as error:  # a full disk, say
-            logger.error("event_not_made path=%s error=%s", refused.path, error)  # noqa: TRY400  no bug of ours
+            self._outbox.put(self._unwritten, time.time())
+        except JournalError as error:
+            logger.warning("events_not_written num=%d error=%s", len(self._unwritten), error)
+            return
+        self._unwritten.clear()
         self._couriers.notify()
 
     def count_in(self, metrics: Metrics | None) -> None:
@@ -111,6 +121,7 @@ class Refusals:
 
     def close(self, *, at_once: bool = False) -> None:
         """Deliver what can be, for `event_grace_s` at most; the rest waits for the next start."""
+        self._write()
         if self._couriers is not None:
             self._couriers.close(0.0 if at_once else self._grace_s)
         if self._outbox is not None:

@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 
 from ckpt_async.core.refusal import Refusal
+from ckpt_async.core.settings import Settings
+from ckpt_async.errors import NoSpaceError
 from ckpt_async.events.telling import refused
+from ckpt_async.local.outbox import OwnOutbox
 from ckpt_async.watch.meanwhile import Stop
 from ckpt_async.watch.options import Options
-from ckpt_async.watch.refusals import Refused
+from ckpt_async.watch.refusals import Refusals, Refused
 from ckpt_async.watch.telling import UNREADABLE_S, Teller, Told
 from ckpt_async.watch.watcher import Watcher
 from tests.events.receiver import free_port, receiving, wait_until
@@ -153,6 +156,23 @@ def test_what_was_handed_in_and_given_up_is_told_by_the_run_itself(place: Place)
         watching.until("refused", 10)
         assert watching.end() == 1
     assert sorted(receiver.kinds()) == [("committed", 20), ("given_up", 10)]
+
+
+def test_what_is_refused_while_the_disk_is_full_is_told_when_it_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with receiving() as receiver:
+        settings = Settings(event_webhook=receiver.url)
+        refusals = Refusals("s3://b/r", 0, tmp_path, settings)
+
+        def refusing(*_: object) -> None:
+            raise NoSpaceError("no space left")
+
+        with monkeypatch.context() as full:
+            full.setattr(OwnOutbox, "put", refusing)
+            refusals.add(Refused("a", Refusal.NO_SPACE, "it can be neither linked nor copied", 1))
+        refusals.close()
+    assert [each["details"]["cause"] for each in receiver.bodies] == ["no_space"]
 
 
 def test_what_cannot_be_read_for_a_moment_is_no_refusal_and_the_end_waits_for_nothing() -> None:
