@@ -123,6 +123,8 @@ class _StoreTurn:
         self._source, self._store, self._pace = source, store, pace
 
     def request_bytes(self, left_bytes: int) -> int:
+        if not self._store.link.connection_bytes_per_s:
+            return 0  # after the first look at the link there may be fewer at once, and those under way go on
         return self._pace.request_bytes(left_bytes, self._store.concurrency)
 
     async def get_range(self, offset: int, size_bytes: int, sink: SinkFactory) -> None:

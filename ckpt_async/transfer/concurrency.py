@@ -118,7 +118,8 @@ def observed(
     if state.window is None:
         return state if now_s < state.settles_until_s else replace(state, window=(now_s, moved_bytes))
     began_s, moved_before = state.window
-    is_first = state.before is None and (state.is_searching or state.unconfirmed is not None)
+    was_more = state.before is not None and state.limit < state.before[0]
+    is_first = (state.before is None or was_more) and (state.is_searching or state.unconfirmed is not None)
     if moved_bytes < moved_before or (is_first and moved_bytes == moved_before):
         # A store that shared the limit has closed; no answer has come yet.
         return replace(state, window=(now_s, moved_bytes))
@@ -135,7 +136,10 @@ def observed(
         return _confirmed(state, *state.unconfirmed, rate / in_all, now_s, settle_s)
     few, state = state.few, replace(state, few=0, connection_bytes_per_s=rate / in_all)
     if state.limit > few > 0 and busy_cores > BUSY_CORES:
-        return replace(state, limit=few, window=None, settles_until_s=now_s + settle_s)
+        before = state.limit, in_all, rate
+        return replace(state, limit=few, window=None, settles_until_s=now_s + settle_s, before=before)
+    if state.before is not None and was_more and rate >= STEADY * state.before[2]:
+        return _resting(state, now_s)
     if state.before is None and now_s < state.tries_at_s:
         return state
     if state.before is None and not state.is_searching and (fair := _fair(state.limit, others)):
@@ -160,13 +164,16 @@ def _step_back(state: Concurrency, in_all: int, rate: float, now_s: float, settl
     # Its share of what the rate needs, if a connection has the rate that it had before.
     share = math.ceil(in_all_before * gain * SLACK * state.limit / in_all)
     needed = limit if gain < GAIN else min(state.limit, max(1, share))
+    each = min(rate_before / in_all_before, rate / (in_all - state.limit + needed))
+    state = replace(state, limit=needed, connection_bytes_per_s=each, window=None)
+    return _resting(replace(state, settles_until_s=now_s + settle_s), now_s)
+
+
+def _resting(state: Concurrency, now_s: float) -> Concurrency:
+    """The number stays for a while."""
     return replace(
         state,
-        limit=needed,
-        connection_bytes_per_s=min(rate_before / in_all_before, rate / (in_all - state.limit + needed)),
         is_searching=False,
-        window=None,
-        settles_until_s=now_s + settle_s,
         before=None,
         tries_at_s=now_s + state.rest_s,
         rest_s=min(LONGEST_REST_S, 2 * state.rest_s),
