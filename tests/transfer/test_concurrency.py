@@ -101,10 +101,10 @@ def test_a_link_that_begins_to_fill_is_not_tried_with_four_times_as_many() -> No
 
 
 def test_a_first_look_that_sees_the_cores_at_their_limit_goes_back_to_as_few_as_load_them() -> None:
-    """And searches from there: it may have been a fast link."""
+    """And stays there, if these bring as much, else searches: it may have been a fast link."""
     _, loopback = Link(400 * MIB, 1200 * MIB).play(Concurrency(limit=8, most=64, few=3), 3, busy_cores=1.1)
     assert loopback[3] == 3
-    assert loopback[-1] <= 4
+    assert max(loopback[3:]) <= 4  # one more is tried now and then
     _, beside_training = Link(100 * MIB).play(Concurrency(limit=8, most=64, few=3), 6, busy_cores=1.1)
     assert 3 in beside_training
     assert beside_training[-1] == 64
