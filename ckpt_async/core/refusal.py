@@ -12,6 +12,7 @@ class Refusal(enum.Enum):
     UNREADABLE = "unreadable"
     INCOMPLETE = "incomplete"  # finished by its trainer, and never seen complete
     UNSUPPORTED = "unsupported"  # a symbolic link, or a name that not every store takes
+    UNKNOWN = "unknown"  # of no known format
     OUTDATED = "outdated"  # it would become the newest, and is not
     NO_SPACE = "no_space"  # it can be neither linked nor copied
     GIVEN_UP = "given_up"  # handed in, and then given up by the run

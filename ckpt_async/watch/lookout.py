@@ -38,6 +38,7 @@ class Lookout:
         self._disk = Disk(options.folder)
         holds.dropping = self._give_up
         self._has_looked = False
+        self._began_ns = 0  # the first look
         self._seen: dict[str, tuple[Identity, frozenset[str]]] = {}  # of each path: its mark, and what it had
         # By path: what has its mark, this one, and yet is not complete; and why.
         self._lacking: dict[str, tuple[Found, Identity, str]] = {}
@@ -90,6 +91,7 @@ class Lookout:
                 is_held = plan.is_held(found, self._options.num_nodes) and self._holds.is_possible
                 if is_held and not self.tree.unreadable_below(found.path):  # half of it is worse than nothing
                     self._holds.see(found, self.tree)
+        self._tell_of_unknown(candidates)
         self._has_looked = True
         self._holds.miss(self.tree, self._news)
         for hold in self._holds.gone(self.tree):
@@ -103,6 +105,18 @@ class Lookout:
                 del self._lacking[path]
             if not is_taken and path not in there:
                 self._teller.tell_incomplete(found, f"{reason}; it has been removed", is_finished=True)
+
+    def _tell_of_unknown(self, candidates: Collection[Found]) -> None:
+        """What a trainer writes in a format that is not known would be missed silently. What was there before may be
+        anything, a model to begin with for one.
+        """
+        self._began_ns = self._began_ns or self.tree.now_ns
+        rules = self._options.rules
+        if rules.formats or rules.done or rules.pattern or rules.quiet_s:
+            return
+        until_ns = self.tree.now_ns - int(STALE_S * 1e9)
+        for folder, path in plan.unknown(self.tree, candidates, self._began_ns, until_ns).items():
+            self._teller.pass_by(folder, path)
 
     def _refuse_again(self, found: Found) -> None:
         """What an earlier start has refused is refused still, as long as it is there: nobody may take it for sent."""

@@ -18,6 +18,8 @@ from ckpt_async.watch.tree import Identity, Tree
 MARKLESS = ("pattern", "quiet")
 # Two files of one step that were written so close are of one save: Lightning's `last.ckpt` and `epoch=…-step=….ckpt`.
 TWIN_S = 60.0
+# What trainers call files with tensors in them.
+_OF_TENSORS = (".pt", ".pth", ".bin", ".safetensors", ".ckpt", ".distcp", ".npz", ".msgpack", ".h5")
 TWIN_SIZES = 64  # their sizes differ by less than a part in so many
 
 
@@ -68,6 +70,25 @@ def refused_as(found: Found, tree: Tree, known: Iterable[Entry]) -> Entry | None
     entries = [each for each in known if each.path == found.path and each.is_of(files)]
     newest = max(entries, key=lambda each: each.number, default=None)
     return newest if newest is not None and newest.state is State.REFUSED else None
+
+
+def unknown(tree: Tree, candidates: Iterable[Found], since_ns: int, until_ns: int) -> dict[str, str]:
+    """By folder, a file that looks like a part of a checkpoint, was written between these times, and is in none of the
+    `candidates`: its format is not known.
+    """
+    taken = {each.path for each in candidates}
+    found: dict[str, str] = {}
+    for path in tree.below(""):
+        folder = path.rpartition("/")[0]
+        is_between = since_ns < tree.files[path].mtime_ns < until_ns
+        if folder in found or not path.endswith(_OF_TENSORS) or not is_between:
+            continue
+        parts = path.split("/")
+        if "" not in taken and taken.isdisjoint(
+            "/".join(parts[:depth]) for depth in range(1, len(parts) + 1)
+        ):
+            found[folder] = path
+    return found
 
 
 def is_held(found: Found, num_nodes: int) -> bool:

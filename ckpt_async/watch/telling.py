@@ -103,6 +103,12 @@ class Teller:
             self._count(Refused(found.path or ".", Refusal.INCOMPLETE, reason, found.step, found.name))
         self.tell("incomplete", found, reason)
 
+    def pass_by(self, folder: str, path: str) -> None:
+        """A file of a folder is of no known format."""
+        reason = f"{path} is of no known format, and is not uploaded: see --done, --pattern and --quiet-s"
+        self.say("unknown", folder, reason)
+        self._count(Refused(folder or ".", Refusal.UNKNOWN, reason))
+
     def pass_over(self, unreadable: Mapping[str, str]) -> None:
         """What cannot be looked at now, and why: a checkpoint may be there."""
         self.unreadable = {path or ".": f"it cannot be read: {why}" for path, why in unreadable.items()}

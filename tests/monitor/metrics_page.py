@@ -23,7 +23,7 @@ from `LOCAL_RANK`, `SLURM_LOCALID` or MPI's variables) and let Prometheus scrape
 `/` is [a page for people](page.md).
 A taken port is logged and does not stop training. To use your own server, give it `uploader.metrics.registry`.
 `run` is the URL of the remote. A rank has at most 60 series, with every kind of failure, four more with a
-`CheckpointSaver` and seven more with a watcher (`ckpt-async watch`, `run`), which are absent without one.
+`CheckpointSaver` and eight more with a watcher (`ckpt-async watch`, `run`), which are absent without one.
 
 """
 

@@ -286,12 +286,12 @@ def test_every_reported_fact_has_a_metric():
     assert reported["save_finished"] == set(definitions.SAVES)
 
 
-def test_a_watcher_adds_seven_series(metrics):
+def test_a_watcher_adds_eight_series(metrics):
     """Absent without one; with it, at 0 from the start: `increase()` misses what is also the first sample."""
     before = scrape(metrics)
     metrics.watcher_opened()
     added = {key: count for key, count in scrape(metrics).items() if key not in before}
-    assert [*added.values()] == [0] * 7
+    assert [*added.values()] == [0] * 8
     assert {name for name, _ in added} == {"ckpt_async_watch_refused_total"}
 
 

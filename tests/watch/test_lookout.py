@@ -5,17 +5,20 @@ import os
 import random
 import shutil
 import socket
+import time
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from ckpt_async.core.refusal import Refusal
 from ckpt_async.watch.disk import sample
 from ckpt_async.watch.entries import Entries
 from ckpt_async.watch.formats import Rules
 from ckpt_async.watch.holds import MAX_HELD, Holds
-from ckpt_async.watch.lookout import Lookout
+from ckpt_async.watch.lookout import STALE_S, Lookout
 from ckpt_async.watch.options import Options
 from ckpt_async.watch.telling import Teller
 from ckpt_async.watch.wake import Waker
@@ -164,4 +167,46 @@ def test_what_has_no_content_is_left_out_and_named(
     assert [each.getMessage() for each in caplog.records] == [
         "step-1/debugger is a socket, which has no content: it is left out of step-1",
         "step-1/deep/pipe is a FIFO, which has no content: it is left out of step-1",
+    ]
+
+
+def test_a_format_that_is_not_known_is_named_once_for_each_folder(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else its trainer would run for days, and nothing would be uploaded or said."""
+    heard: list[tuple[str, Refusal]] = []
+    place.teller.on_refused = lambda each: heard.append((each.path, each.cause))
+    lookout, now_s = place.lookout(Rules()), [float(int(time.time()))]
+
+    def look() -> None:
+        lookout.look()
+        lookout.tree = replace(lookout.tree, now_ns=int(now_s[0] * 1e9), _sorted=[], _all_folders=[])
+        lookout.take()
+
+    def write(path: str) -> None:
+        (place.folder / path).parent.mkdir(exist_ok=True)
+        (place.folder / path).write_text('{"global_step": 5}')
+        os.utime(place.folder / path, (now_s[0], now_s[0]))
+
+    write("base/model.safetensors")
+    look()
+    now_s[0] += 1
+    for path in (
+        "mine-1/a.h5",
+        "mine-1/b.h5",
+        "log.txt",
+        "checkpoint-5/model.bin",
+        "checkpoint-5/trainer_state.json",
+    ):
+        write(path)
+    now_s[0] += STALE_S - 1
+    write("mine-2/a.h5")
+    look()
+    assert heard == []
+    now_s[0] += 2
+    for _ in range(2):
+        look()
+    assert heard == [("mine-1", Refusal.UNKNOWN)]
+    assert [each.getMessage() for each in caplog.records if "no known format" in each.getMessage()] == [
+        "mine-1/a.h5 is of no known format, and is not uploaded: see --done, --pattern and --quiet-s"
     ]
