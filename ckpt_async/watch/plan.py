@@ -168,6 +168,14 @@ def needs_new_generation(entry: Entry, known: Iterable[Entry], generation: int) 
     return any(entry.marked_ns > each.written_ns for each in higher)
 
 
+def gone_back(entry: Entry) -> str:
+    return (
+        f"{entry.path or entry.name} was complete after a higher step, or again: its trainer has gone back to step"
+        f" {entry.step}, and what it saves from now on is newer than all before it. Of a copy that did not keep times"
+        " (`cp -r`) that is wrong: use --ignore-times"
+    )
+
+
 def is_early(entry: Entry, known: Iterable[Entry], generation: int, *, num_nodes: int) -> bool:
     """Whether it has to wait for one that was saved before it and is not decided: its trainer has gone back, and that
     one, handed in again in a later start, would be the newest. Of several nodes, one that was killed may not have

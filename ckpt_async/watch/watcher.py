@@ -304,7 +304,7 @@ class Watcher:
             if plan.is_early(entry, known, self._uploader.generation, num_nodes=self.options.num_nodes):
                 return
             if plan.needs_new_generation(entry, known, self._uploader.generation):
-                logger.info("the trainer has gone back to step %d: beginning a new generation", entry.step)
+                self._teller.say("went_back", entry.path, plan.gone_back(entry))
                 self._reopen()
             generation = self._uploader.generation
             if reason := plan.passed_over(entry, known, generation):

@@ -325,6 +325,20 @@ def test_a_file_without_a_step_in_its_name_says_it_within() -> None:
 @pytest.mark.parametrize(
     ("name", "step"),
     [
+        ("ckpt-7", 7),
+        ("epoch1-loss0.9512", 1),
+        ("model.500", 500),
+        ("ckpt-20261120235959", START // SECOND + 1),  # when it was written
+    ],
+)
+def test_a_step_is_no_part_of_a_date_or_of_a_fraction(name: str, step: int) -> None:
+    (found,) = find(tree_of({f"{name}/DONE": b""}), Rules(done="DONE"))
+    assert found.step == step
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
         ("epoch=02-val_loss=0.29.ckpt", 1234),
         ("epoch=02-train_loss_step=0.29.ckpt", 1234),
         ("last-v1.ckpt", 1234),

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(90)
 
 
 def test_once_adopts_what_is_complete_and_says_what_is_not(place: Place) -> None:
-    saved = {step: save(place, step) for step in (20, 3)}
+    saved = {step: save(place, step) for step in (3, 20)}
     (place.out / "checkpoint-30").mkdir()
     (place.out / "checkpoint-30/model.safetensors").write_bytes(safetensors())
     before = {path: path.stat() for path in place.out.rglob("*")}
@@ -40,6 +40,22 @@ def test_once_adopts_what_is_complete_and_says_what_is_not(place: Place) -> None
     assert [(path, facts.st_mtime_ns, facts.st_nlink) for path, facts in after.items()] == [
         (path, facts.st_mtime_ns, facts.st_nlink) for path, facts in before.items()
     ], "the trainer's files are as they were, and nothing holds them"
+
+
+@pytest.mark.parametrize("ignores_times", [False, True])
+def test_of_an_old_folder_what_was_saved_last_is_the_newest(
+    place: Place, *, ignores_times: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its trainer had gone back. Or it is a copy in the order of the names, of which times tell nothing."""
+    saved = {step: save(place, step) for step in (1, 10, 3, 4)}
+    code, ended = place.once(*(["--ignore-times"] if ignores_times else []))
+    assert (code, ended["committed"]) == (0, 4)
+    assert place.newest() == (10 if ignores_times else 4)
+    assert {step: place.committed(step) for step in saved} == saved
+    assert ("gone back to step 3" in caplog.text, "use --ignore-times" in caplog.text) == (
+        not ignores_times,
+        not ignores_times,
+    )
 
 
 def test_once_again_sends_nothing_and_another_watcher_finds_it_by_its_checksums(place: Place) -> None:

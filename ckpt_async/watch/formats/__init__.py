@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ckpt_async.watch.formats.checks import checked, unrotated
-from ckpt_async.watch.formats.found import Found, Rules, changed_ns, join, of_folder, one_file
+from ckpt_async.watch.formats.found import Found, Rules, changed_ns, join, marked_ns, of_folder, one_file
 from ckpt_async.watch.formats.marks import FORMATS, TABLE, torch_file
 from ckpt_async.watch.tree import Tree
 
@@ -23,10 +23,16 @@ _TABLE_ONLY = Rules()
 
 
 def find(tree: Tree, rules: Rules = _TABLE_ONLY) -> list[Found]:
-    """Every checkpoint of the folder that is there or on its way, by step."""
+    """Every checkpoint of the folder that is there or on its way, in the order in which they were complete: a trainer
+    may have gone back to a lower step. Where times tell nothing, by step.
+    """
     recognise = _by_rules if rules.done or rules.pattern or rules.quiet_s else _by_table
     found = [_checked(tree, each, rules) for each in recognise(tree, rules, set())]
-    return sorted(found, key=lambda each: (each.step, each.path))
+
+    def place(each: Found) -> tuple[int, int, str]:
+        return 0 if rules.ignores_times else marked_ns(tree, each), each.step, each.path
+
+    return sorted(found, key=place)
 
 
 def _checked(tree: Tree, found: Found, rules: Rules) -> Found:

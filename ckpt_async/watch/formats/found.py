@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from ckpt_async.watch.tree import Tree
 
 METADATA = ".metadata"
-_NUMBER = re.compile(r"[0-9]{1,12}")
-_NAMED_STEP = re.compile(r"(?:step=?[-_]?|iter[-_]?|ba|checkpoint-)([0-9]{1,12})")
+# No part of a longer one (a date with its time), nor of a fraction (a metric).
+_NUMBER = re.compile(r"(?<![0-9])(?<![0-9]\.)([0-9]{1,12})(?![0-9])(?!\.[0-9])")
+_NAMED_STEP = re.compile(r"(?:step=?[-_]?|iter[-_]?|ba|checkpoint-)" + _NUMBER.pattern)
 # Lightning's names have metrics too (`val_loss=0.29`, `train_loss_step=0.29`), and versions (`-v1`).
 _LIGHTNING_STEP = re.compile(r"(?<![A-Za-z_])(?:global_)?step=([0-9]{1,12})(?!\.?[0-9])")
 # How much of a pickle is searched for a number that it says. DeepSpeed's comes after the names of all tensors.
@@ -102,6 +103,12 @@ def _step_of(name: str, format_: str) -> int | None:
 def _written_s(tree: Tree, path: str) -> int:
     """Where nothing tells a step: later ones are higher."""
     return tree.files[path].mtime_ns // _NS if path in tree.files else 0
+
+
+def marked_ns(tree: Tree, found: Found) -> int:
+    """When it was complete, by its mark, or else by its newest file; 0 if nothing of it is here."""
+    told_by = [found.mark] if found.mark in tree.files else found.files
+    return max((tree.files[each].mtime_ns for each in told_by), default=0)
 
 
 def changed_ns(tree: Tree, found: Found) -> int:
