@@ -20,7 +20,7 @@ from typing import TextIO, cast
 from ckpt_async import __version__
 from ckpt_async.cli.failures import tell
 from ckpt_async.cli.metrics_file import measuring
-from ckpt_async.cli.output import Exit, Output, OutputError
+from ckpt_async.cli.output import Exit, Output, OutputError, let_go
 from ckpt_async.cli.parsing import Parser, split_command
 from ckpt_async.cli.stderr import say, set_form
 from ckpt_async.core.json_log import JsonFormatter
@@ -69,9 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 level=logging.ERROR,
             )
             code = Exit.ERROR
-        # What Python flushes at exit must not complain again.
-        with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        let_go(sys.stdout)
+    let_go(sys.stderr)
     return int(code)
 
 

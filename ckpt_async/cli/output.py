@@ -7,13 +7,14 @@ import contextlib
 import enum
 import errno
 import json
+import os
 import select
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from ckpt_async.cli.stderr import say
 
@@ -117,6 +118,57 @@ def _told_apart() -> Iterator[None]:
         raise
     except OSError as error:
         raise OutputError(error.errno, error.strerror) from error
+
+
+class _Unread:
+    """A stream whose failed writes are said once, and lose what was written."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._has_said = stream, False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with self._telling():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._telling():
+            self._stream.flush()
+
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if not self._has_said:
+                self._has_said = True
+                text = f"ckpt-async: the output cannot be written: {error.strerror}; going on without it"
+                say(text, "output_failed")
+
+
+@contextlib.contextmanager
+def going_on_unread() -> Iterator[None]:
+    """For a command whose work must not end, nor its exit code change, because nobody can read what it prints."""
+    stream = sys.stdout
+    with contextlib.redirect_stdout(cast(TextIO, _Unread(stream))):
+        try:
+            yield
+        finally:
+            let_go(stream)
+
+
+def let_go(stream: TextIO) -> None:
+    """Write what a stream still has. What it cannot write must not fail again when Python flushes it at its end, which
+    would change the exit code.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        stream.flush()
+        return
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def pause_for_reader(pause_s: float) -> None:

@@ -4,6 +4,7 @@ like those of the log.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import sys
@@ -20,11 +21,12 @@ def set_form(arguments: Sequence[str]) -> None:
 
 
 def say(text: str, event: str, *, level: int = logging.WARNING, **fields: str | int) -> None:
-    """One line, at once."""
+    """One line, at once. What cannot be written (a log on a full disk, a reader that is gone) fails nothing."""
     if _is_json:
         from ckpt_async.core.json_log import FIELDS, JsonFormatter
 
         record = logging.LogRecord("ckpt_async.cli", level, "", 0, text, None, None)
         setattr(record, FIELDS, (event, fields))
         text = JsonFormatter().format(record)
-    print(text, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_async.cli.events import OPTIONS, add_events, given
-from ckpt_async.cli.output import Exit, Json, store_options
+from ckpt_async.cli.output import Exit, Json, going_on_unread, let_go, store_options
 from ckpt_async.cli.parsing import WHERE, add_kind, add_store_options, as_folder, as_seconds
 from ckpt_async.cli.stderr import say
 from ckpt_async.core import keys, launch
@@ -188,6 +188,7 @@ def _add_setting(group: Any, setting: dataclasses.Field[Any]) -> None:
     )
 
 
+@going_on_unread()
 def watch(options: argparse.Namespace) -> Exit:
     """Watch a folder until SIGTERM or SIGINT, or, with --once, until what is complete is committed."""
     if options.once and not os.path.isdir(options.folder):
@@ -223,6 +224,7 @@ def watch(options: argparse.Namespace) -> Exit:
     return code
 
 
+@going_on_unread()
 def run(options: argparse.Namespace) -> int:
     """Run a command with a watcher beside it. Returns the command's own status; that of the watcher if that is 0."""
     if not options.argv:
@@ -251,8 +253,8 @@ def _leave_at_once(code: int) -> None:
     """When this process ends: threads that wait for the store, and that Python would wait for, must not hold it up."""
 
     def leave() -> None:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        let_go(sys.stdout)
+        let_go(sys.stderr)
         os._exit(code)
 
     register = getattr(threading, "_register_atexit", None)  # before threads are joined, unlike `atexit`

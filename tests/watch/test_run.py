@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_async import restore
 from ckpt_async.errors import StoreError
 from ckpt_async.watch import beside
 from ckpt_async.watch.beside import run_beside
@@ -18,6 +19,7 @@ from ckpt_async.watch.options import Options
 from ckpt_async.watch.wake import Waker
 from ckpt_async.watch.watcher import Watcher
 
+ROOT = Path(__file__).parents[2]
 # Says which signals it gets, until SIGTERM; and whose child it is.
 TRAINER = """
 import os, signal, sys
@@ -149,6 +151,63 @@ def test_a_watcher_that_fails_for_hours_leaves_nothing_behind_each_time(
     status, report, error = run_beside(["cat", str(tmp_path / "end")], dict(os.environ), again)
     assert (status, report, isinstance(error, StoreError)) == (0, None, True)
     assert len({*num_open[1:6]}) == 1, num_open
+
+
+# Saves three checkpoints, each when the one before is committed, and fails in its own way.
+SAVING = """
+import json, os, pathlib, sys, time
+sys.path.insert(0, sys.argv[3])
+from ckpt_async import restore
+for step in (10, 20, 30):
+    here = pathlib.Path(sys.argv[1], f"checkpoint-{step}")
+    here.mkdir()
+    (here / "model.bin").write_bytes(b"x" * step)
+    (here / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+    while step < 30 and restore.find(sys.argv[2], step=step) is None:
+        time.sleep(0.05)
+sys.exit(5)
+"""
+
+
+# What could not be written is in a buffer still when Python ends.
+BUFFERED = os.environ | {"PYTHONUNBUFFERED": ""}
+
+
+def unwritable(why: str) -> int:
+    """A descriptor that nothing can be written to."""
+    if why == "disk full":
+        return os.open("/dev/full", os.O_WRONLY)
+    reader, writer = os.pipe()
+    os.close(reader)
+    return writer
+
+
+@pytest.mark.parametrize("why", ["disk full", "reader gone"])
+@pytest.mark.parametrize("unread", ["stderr", "stdout"])
+def test_messages_that_cannot_be_written_change_nothing(tmp_path: Path, why: str, unread: str) -> None:
+    remote = f"file://{tmp_path}/remote"
+    argv = command(tmp_path, sys.executable, "-c", SAVING, f"{tmp_path}/out", remote, str(ROOT))
+    argv[argv.index("--") : argv.index("--")] = ["--settle-s", "0.1", *(["--json"] * (unread == "stdout"))]
+    descriptor = unwritable(why)
+    streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE} | {unread: descriptor}
+    done = subprocess.run(argv, text=True, timeout=80, env=BUFFERED, **streams)  # type: ignore[call-overload]
+    os.close(descriptor)
+    assert done.returncode == 5
+    found = [restore.find(remote, step=step) for step in (10, 20, 30)]
+    assert [each.generation for each in found if each] == [1, 1, 1], "the watcher has not begun anew"
+    if unread == "stdout":
+        assert done.stderr.count("the output cannot be written") == 1, done.stderr
+
+
+def test_watch_goes_on_though_nobody_reads_it(tmp_path: Path) -> None:
+    (tmp_path / "out" / "checkpoint-10").mkdir(parents=True)
+    (tmp_path / "out" / "checkpoint-10" / "trainer_state.json").write_text('{"global_step": 10}')
+    remote, descriptor = f"file://{tmp_path}/remote", unwritable("reader gone")
+    argv = [sys.executable, "-m", "ckpt_async", "watch", f"{tmp_path}/out", remote, "--once"]
+    done = subprocess.run(argv, stdout=descriptor, stderr=descriptor, timeout=60, env=BUFFERED)
+    os.close(descriptor)
+    assert done.returncode == 0
+    assert restore.find(remote, step=10)
 
 
 def state_of(pid: int | str) -> str:
