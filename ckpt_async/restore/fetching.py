@@ -123,7 +123,7 @@ def fetch(
     processes may fetch the same files: each file is fetched once, the others wait for it.
 
     Blocks; `on_progress(done_bytes, total_bytes)` is called from time to time. `num_concurrent_reads`
-    is the most requests at once, 512 KiB of memory each: as many are made as the link is seen to take. A reader's lease
+    is the most requests at once, 512 KiB of memory each, 1 MiB over TLS: as many as the link takes. A reader's lease
     holds off retention meanwhile.
 
     Raises NoSpaceError before anything is fetched if it would not fit; DestinationError if a different file is in the

@@ -26,6 +26,7 @@ from ckpt_async.stores.http import connections
 from ckpt_async.stores.http import downloads as http_ranges
 from ckpt_async.stores.http.downloads import BUFFER_BYTES, Check, Downloads
 from ckpt_async.stores.http.messages import Response
+from ckpt_async.stores.http.tls import TlsSocket
 from ckpt_async.stores.interface import BytesBody
 from ckpt_async.stores.s3 import reading
 from ckpt_async.stores.s3.reading import SignedUrl
@@ -230,8 +231,7 @@ def test_unsolicited_bytes_already_decrypted_are_detected(run: Any, certificate:
     """The end of the body and what follows it are in one record: no socket has anything to read."""
     size_bytes = 3 * BUFFER_BYTES
     is_first = True
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate)
+    context = _serving(certificate)
 
     def talk(near: socket.socket) -> None:
         nonlocal is_first
@@ -435,6 +435,115 @@ def test_a_server_that_stops_sending_is_an_error(
     run(main())
 
 
+def test_over_tls_the_kernel_is_asked_for_many_records_at_once(
+    run: Any, monkeypatch: Any, certificate: Path
+) -> None:
+    """Of 16 KiB each: asking twice for every one of them costs as much as decrypting it."""
+    asked = 0
+    take = TlsSocket._take
+
+    def counted(*arguments: Any) -> int:
+        nonlocal asked
+        asked += 1
+        return take(*arguments)
+
+    monkeypatch.setattr(TlsSocket, "_take", counted)
+    size_bytes = 64 * BUFFER_BYTES
+
+    def talk(near: socket.socket) -> None:
+        request_of(near)
+        near.sendall(_answer(size_bytes, bytes(size_bytes)))
+
+    async def main() -> None:
+        with Server(talk, _serving(certificate)) as server:
+            async with _downloads(ca_file=str(certificate.with_name("c.pem"))) as downloads:
+                await _get(downloads, server, "https", size_bytes)
+
+    run(main())
+    assert asked < size_bytes / (16 << 10) / 3
+
+
+def _half_a_record(near: socket.socket, context: ssl.SSLContext) -> bytes:
+    """After a handshake and the head of an answer."""
+    arrived, leaving = ssl.MemoryBIO(), ssl.MemoryBIO()
+    tls = context.wrap_bio(arrived, leaving, server_side=True)
+    request = b""
+    while not request.endswith(b"\r\n\r\n"):
+        with contextlib.suppress(ssl.SSLWantReadError):
+            tls.do_handshake()
+            request += tls.read()
+            continue
+        near.sendall(leaving.read())
+        arrived.write(near.recv(1 << 16))
+    tls.write(_answer(1000, b""))
+    near.sendall(leaving.read())
+    tls.write(bytes(1000))
+    return leaving.read()[:500]
+
+
+def test_half_a_record_that_trickles_is_no_answer(run: Any, certificate: Path) -> None:
+    """Nothing of it can be decrypted, however long its bytes come."""
+    is_over = threading.Event()
+
+    def talk(near: socket.socket) -> None:
+        for byte in _half_a_record(near, _serving(certificate)):
+            near.sendall(bytes([byte]))
+            if is_over.wait(0.02):
+                return
+
+    async def main() -> None:
+        options = {"ca_file": str(certificate.with_name("c.pem")), "read_timeout_s": 0.3}
+        with Server(talk) as server:
+            async with _downloads(**options) as downloads, asyncio.timeout(PATIENCE_S):
+                with pytest.raises(TimeoutError, match="no answer within"):
+                    await _get(downloads, server, "https", 1000)
+            is_over.set()
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("first", "error"), [(b"", TimeoutError), (b"HTTP/1.1 400 plain\r\n\r\n", ssl.SSLError)]
+)
+def test_a_server_that_speaks_no_tls_is_an_error(
+    run: Any, certificate: Path, first: bytes, error: type[Exception]
+) -> None:
+    """Within the time that a connection may take to be made, if it says nothing."""
+
+    def talk(near: socket.socket) -> None:
+        near.sendall(first)
+        while near.recv(1 << 10):
+            pass
+
+    async def main() -> None:
+        options = {"ca_file": str(certificate.with_name("c.pem")), "connect_timeout_s": 0.3}
+        with Server(talk) as server:
+            async with _downloads(**options) as downloads, asyncio.timeout(PATIENCE_S):
+                with pytest.raises(error):
+                    await _get(downloads, server, "https")
+
+    run(main())
+
+
+def test_a_server_that_closes_amid_the_handshake_is_an_error(run: Any, certificate: Path) -> None:
+    def talk(near: socket.socket) -> None:
+        near.recv(10)
+
+    async def main() -> None:
+        with Server(talk) as server:
+            async with _downloads(ca_file=str(certificate.with_name("c.pem"))) as downloads:
+                with pytest.raises((ssl.SSLEOFError, ConnectionError)):
+                    await _get(downloads, server, "https")
+
+    run(main())
+
+
+def _serving(certificate: Path) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate)
+    return context
+
+
 def _certificate(folder: Path) -> Path:
     """Self-made, for localhost; key and certificate in one file."""
     made = folder / "made.pem"
@@ -480,8 +589,7 @@ def test_ca_certificates_are_loaded_once_until_they_change(
 
     noting(ssl, "create_default_context")
     noting(aiobotocore.httpsession, "create_urllib3_context")
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate)
+    context = _serving(certificate)
     monkeypatch.setenv("AWS_CA_BUNDLE", str(ca_file))
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "x")
@@ -517,15 +625,12 @@ def tls(request: pytest.FixtureRequest, certificate: Path) -> Iterator[ssl.SSLCo
     if request.param == "http":
         yield None
         return
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate)
-    yield context
+    yield _serving(certificate)
 
 
 def test_ranges_over_tls(run: Any, certificate: Path) -> None:
     """Verified against the CA that is set, and against no other."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate)
+    context = _serving(certificate)
     ca_file = str(certificate.with_name("c.pem"))
 
     async def main() -> None:

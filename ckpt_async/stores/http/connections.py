@@ -17,7 +17,7 @@ import time
 import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar, cast
+from typing import TypeVar
 from urllib.parse import SplitResult, urlsplit
 
 from ckpt_async.niceness import BulkThreads
@@ -74,6 +74,8 @@ class Connections:
     """Keep-alive connections and the threads that use them. Whoever asks for more than `max_connections` at once waits
     for a thread. Bulk ones are as nice as the bytes that they carry (see `niceness`). `traffic` counts what moves.
     """
+
+    _OVER_TLS: type[http.client.HTTPSConnection] = http.client.HTTPSConnection
 
     def __init__(
         self,
@@ -146,7 +148,7 @@ class Connections:
         assert url.hostname is not None
         if url.scheme != "https":
             return http.client.HTTPConnection(url.hostname, url.port or 80, timeout=self._connect_timeout_s)
-        return http.client.HTTPSConnection(
+        return self._OVER_TLS(
             url.hostname, url.port or 443, timeout=self._connect_timeout_s, context=trusting(self._ca_file)
         )
 
@@ -188,7 +190,8 @@ def enable_keepalive(made: socket.socket) -> None:
 
 def has_unread(connected: socket.socket) -> bool:
     """Whether there is something to read, or the end."""
-    if isinstance(connected, ssl.SSLSocket) and connected.pending():
+    of_tls: Callable[[], int] | None = getattr(connected, "pending", None)
+    if of_tls is not None and of_tls():
         return True
     poll = select.poll()
     poll.register(connected, select.POLLIN)
@@ -234,21 +237,6 @@ def receive_into(connected: socket.socket, buffer: memoryview, timeout_s: float,
         except BLOCKED:
             if time.monotonic() >= give_up_at:
                 raise TimeoutError(f"no answer within {timeout_s:g} s") from None
-
-
-def fill(connected: socket.socket, buffer: memoryview, timeout_s: float, within_s: float) -> int:
-    """`receive_into`, until the buffer is full, nothing more has come for BLOCK_S, or `within_s` are over. TLS gives no
-    more than 16 KiB at a time: what is done for each of these records is as little as can be.
-    """
-    if not isinstance(connected, ssl.SSLSocket):
-        return receive_into(connected, buffer, timeout_s, socket.MSG_WAITALL)
-    filled = count = receive_into(connected, buffer, timeout_s)
-    read = cast("Callable[[int, memoryview], int]", connected.read)  # with a buffer it returns how many
-    now, size_bytes, until = time.monotonic, len(buffer), time.monotonic() + within_s
-    with contextlib.suppress(*BLOCKED):
-        while count and filled < size_bytes and now() < until:
-            filled += (count := read(size_bytes, buffer[filled:]))
-    return filled
 
 
 def receive(connected: socket.socket, size_bytes: int, timeout_s: float) -> bytes:

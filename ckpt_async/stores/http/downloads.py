@@ -17,7 +17,7 @@ from functools import partial
 from types import MappingProxyType
 from urllib.parse import SplitResult, urlsplit
 
-from ckpt_async.stores.http.connections import CancelToken, Connections, fill, receive
+from ckpt_async.stores.http.connections import CancelToken, Connections, receive, receive_into
 from ckpt_async.stores.http.messages import (
     HEAD_BYTES,
     Response,
@@ -29,13 +29,12 @@ from ckpt_async.stores.http.messages import (
     read_by_library,
     without_interim,
 )
+from ckpt_async.stores.http.tls import TlsConnection
 from ckpt_async.stores.interface import Sink
 
 # Large enough that threads which write to one file seldom wait for each other (half as often as with 256 KiB), small
 # enough that a slice is still in the core's own cache when its checksum is computed and when it is written.
 BUFFER_BYTES = 512 << 10
-# A slow link fills no buffer in this time; whoever watches for stalls wants to hear of it all the same.
-FLUSH_S = 1.0
 
 Check = Callable[[Response], None]
 END = b"\r\n\r\n"
@@ -44,6 +43,8 @@ NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 class Downloads(Connections):
     """Ranges of objects, received into buffers that are used again and again."""
+
+    _OVER_TLS = TlsConnection
 
     async def get_range(
         self,
@@ -163,14 +164,16 @@ class Downloads(Connections):
             received = without_interim(received + data)
 
     def _receive(self, connected: socket.socket, content: bytes, size_bytes: int, sink: Sink) -> None:
-        """Hand over exactly `size_bytes`, which begin with `content`, in slices as large as arrive within a second."""
+        """Hand over exactly `size_bytes`, which begin with `content`, in slices as large as arrive within BLOCK_S: who
+        watches for stalls wants to hear of a slow link's bytes, too.
+        """
         buffer = memoryview(bytearray(min(BUFFER_BYTES, size_bytes)))
         filled, left = len(content), size_bytes
         buffer[:filled] = content
         while left:
             piece = buffer[: min(len(buffer), left)]
             if filled < len(piece):
-                count = fill(connected, piece[filled:], self._read_timeout_s, FLUSH_S)
+                count = receive_into(connected, piece[filled:], self._read_timeout_s, socket.MSG_WAITALL)
                 if not count:
                     raise http.client.IncompleteRead(b"", left)
                 filled += count

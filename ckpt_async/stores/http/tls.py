@@ -1,0 +1,123 @@
+"""TLS over a blocking socket that takes much at a time.
+
+An SSLSocket makes two system calls for each record of 16 KiB, which costs as much as decrypting it. Here the kernel is
+asked for sixteen records at once; measured, receiving over TLS takes a quarter less CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import socket
+import ssl
+import time
+from collections.abc import Callable
+from typing import Any, cast
+
+from ckpt_async.stores.http.connections import BLOCK_S, BLOCKED
+
+# What is taken from the kernel at once, at most. It waits in OpenSSL's memory until it is decrypted.
+TAKE_BYTES = 256 << 10
+# A record at its largest, and what TLS adds to it: as much of what is still to come may have come already.
+RECORD_BYTES = (16 << 10) + 512
+
+
+class TlsSocket(socket.socket):
+    """Made of a connected socket, which it takes over, with its timeout for the handshake. Only what downloads need:
+    `sendall`, `recv_into`, `pending`. Raises as SSLSocket does, and as a plain socket where it waits.
+    """
+
+    def __init__(self, raw: socket.socket, context: ssl.SSLContext, server_hostname: str) -> None:
+        timeout_s = raw.gettimeout()
+        super().__init__(raw.family, raw.type, raw.proto, fileno=raw.detach())
+        self.settimeout(timeout_s)
+        self._arrived, self._leaving = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._record = memoryview(bytearray(RECORD_BYTES))
+        try:
+            self._tls = context.wrap_bio(self._arrived, self._leaving, server_hostname=server_hostname)
+            self._shake_hands(timeout_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def _shake_hands(self, timeout_s: float | None) -> None:
+        give_up_at = time.monotonic() + timeout_s if timeout_s is not None else None
+        while True:
+            try:
+                self._tls.do_handshake()
+            except ssl.SSLWantReadError:
+                self._send_out()
+            except ssl.SSLError:
+                with contextlib.suppress(OSError):
+                    self._send_out()  # why
+                raise
+            else:
+                self._send_out()
+                return
+            if give_up_at is not None:
+                self.settimeout(max(give_up_at - time.monotonic(), 1e-3))
+            if not self._take(self._record, 0):
+                self._arrived.write_eof()
+
+    def sendall(self, data: Any, flags: int = 0, /) -> None:
+        self._tls.write(data)
+        self._send_out(flags)
+
+    def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
+        """With MSG_WAITALL, which says that so much will come: until the buffer is full, or for BLOCK_S."""
+        whole, is_for_all = memoryview(buffer)[: nbytes or None], bool(flags & socket.MSG_WAITALL)
+        size_bytes, filled = len(whole), 0
+        read = cast("Callable[[int, memoryview], int]", self._tls.read)  # with a buffer it returns how many
+        until = time.monotonic() + BLOCK_S
+        while True:
+            try:
+                while filled < size_bytes:
+                    filled += (count := read(size_bytes, whole[filled:]))
+                    if not (count and is_for_all):
+                        break
+                return filled
+            except ssl.SSLWantReadError:
+                pass  # it has no whole record
+            try:
+                if time.monotonic() >= until:
+                    raise TimeoutError("no whole record")
+                if not self._take_more(whole[filled:], is_for_all=is_for_all):
+                    return filled
+            except BLOCKED:
+                if not filled:
+                    raise
+                return filled
+
+    def _take_more(self, room: memoryview, *, is_for_all: bool) -> int:
+        """By way of what is not filled yet of the buffer, if that is large enough."""
+        self._send_out()  # the answer to a new key
+        # What is certain to come: some of the last record may have come already.
+        certain_bytes = min(len(room) - RECORD_BYTES, TAKE_BYTES) if is_for_all else 0
+        if certain_bytes > 0:
+            return self._take(room[:certain_bytes], socket.MSG_WAITALL)
+        return self._take(max(room[:TAKE_BYTES], self._record, key=len), 0)
+
+    def _take(self, room: memoryview, flags: int) -> int:
+        count = super().recv_into(room, 0, flags)
+        self._arrived.write(room[:count])
+        return count
+
+    def _send_out(self, flags: int = 0) -> None:
+        if self._leaving.pending:
+            super().sendall(self._leaving.read(), flags)
+
+    def pending(self) -> int:
+        """How much has come that nobody has read."""
+        return self._tls.pending() + self._arrived.pending
+
+
+class TlsConnection(http.client.HTTPSConnection):
+    """Over a TlsSocket."""
+
+    def __init__(self, host: str, port: int, *, timeout: float, context: ssl.SSLContext) -> None:
+        super().__init__(host, port, timeout=timeout, context=context)
+        self._tls_context = context
+
+    def connect(self) -> None:
+        http.client.HTTPConnection.connect(self)
+        self.sock = TlsSocket(self.sock, self._tls_context, self.host)
