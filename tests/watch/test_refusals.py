@@ -80,13 +80,11 @@ def test_what_is_refused_for_now_and_committed_later_is_no_error(
 ) -> None:
     """(A disk that is full only once, so the answer of the system is made up.)"""
     saved = save(place, 10)
-    link, full = os.link, [True]
+    link, failures = os.link, [OSError(errno.ENOSPC, "No space left on device")]
 
     def refusing(source: Any, target: Any, **more: Any) -> None:
-        if "staged" in str(target) and full.pop():
-            full.append(False)
-            raise OSError(errno.ENOSPC, "No space left on device")
-        full.append(False)
+        if "staged" in str(target) and failures:
+            raise failures.pop()
         link(source, target, **more)
 
     monkeypatch.setattr(os, "link", refusing)
