@@ -246,17 +246,18 @@ class Watcher:
 
     def _waits_for(self) -> str:
         left = self.entries.open()
-        steps = [each.step for each in left]
         if not left and self._lookout.num_left:
             return "what has just been written to stay as it is"
         if self._uploader is None or self._nodes is None:
-            return ending.parts({}, steps, is_open=False)
+            return ending.parts({}, [each.step for each in left], is_open=False)
+        left = [each for each in left if not plan.awaits_others(each)]  # the next start goes on with those
         if not left and self._nodes.awaited:
             return f"{named('node', self._nodes.awaited)} to end, too: there may be more"
         ours = [each for each in left if each.generation == self._uploader.generation]
         handed = [each.step for each in ours if each.state is State.HANDED]
         nodes = {step: self._uploader.missing_ranks(step) for step in handed}
-        return ending.parts(ending.others(nodes, self.options.node), steps, is_open=True)
+        missing = ending.others(nodes, self.options.node)
+        return ending.parts(missing, [each.step for each in left], is_open=True)
 
     def _round(self) -> None:
         self._lookout.look()
