@@ -29,12 +29,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedServer]:
         yield started
 
 
-@pytest.fixture(scope="module")
-def run(server: SeaweedServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    with going_on(server, tmp_path_factory.mktemp("run"), "llama-7b") as started:
-        yield started
-
-
 @pytest.fixture
 def browser() -> Iterator[Browser]:
     program = find()
@@ -42,6 +36,13 @@ def browser() -> Iterator[Browser]:
     with Browser(program) as opened:
         opened.look(390, 844)
         yield opened
+
+
+@pytest.fixture
+def run(browser: Browser, server: SeaweedServer, tmp_path: Path) -> Iterator[Run]:
+    """Begun once the browser is there, which takes its time on a busy machine: it is to be seen going on."""
+    with going_on(server, tmp_path, "llama-7b") as started:
+        yield started
 
 
 def says(text: str) -> str:
