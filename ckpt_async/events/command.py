@@ -128,14 +128,17 @@ class Command:
         deadline = time.monotonic() + self._timeout_s
         pidfd = os.pidfd_open(process.pid)
         try:
-            watched = [reading, pidfd, self._stopping]
+            poll = select.poll()  # select() takes no descriptor from 1,024 on, and a trainer may have as many
+            for each in (reading, pidfd, self._stopping):
+                poll.register(each, select.POLLIN)
             while True:
-                ready, _, _ = select.select(watched, [], [], max(0.0, deadline - time.monotonic()))
+                left_s = max(0.0, deadline - time.monotonic())
+                ready = {descriptor for descriptor, _ in poll.poll(left_s * 1000)}
                 if reading in ready:
                     chunk = os.read(reading, 65_536)
                     output = (output + chunk)[-OUTPUT_BYTES:]
                     if not chunk:
-                        watched.remove(reading)
+                        poll.unregister(reading)
                 if pidfd in ready:
                     return (output + _rest(reading))[-OUTPUT_BYTES:], True
                 if not ready or self._stopping in ready:

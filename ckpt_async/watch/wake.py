@@ -88,8 +88,11 @@ class Waker:
         if self._is_new:
             self._is_new = False
             return
-        watched = [self._read, *([self._inotify] if self._inotify >= 0 else [])]
-        ready, _, _ = select.select(watched, [], [], max(0.0, timeout_s))
+        poll = select.poll()  # select() takes no descriptor from 1,024 on, and `run` may inherit as many
+        for each in (self._read, self._inotify):
+            if each >= 0:
+                poll.register(each, select.POLLIN)
+        ready = {descriptor for descriptor, _ in poll.poll(max(0.0, timeout_s) * 1000)}
         if self._read in ready:
             os.read(self._read, 1 << 16)
         if self._inotify in ready:

@@ -9,6 +9,7 @@ import pytest
 
 from ckpt_async.watch.disk import Disk
 from ckpt_async.watch.wake import News, Waker
+from tests.descriptors import many_open
 
 LONG_S = 10.0
 
@@ -43,6 +44,18 @@ def test_a_folder_that_is_made_again_under_its_name_wakes_too(tmp_path: Path, is
     follow(waker, folder)
     settle(waker)
     (folder / "latest/DONE").touch()
+    assert is_woken(waker)
+    waker.close()
+
+
+def test_one_that_inherited_thousands_of_open_files_is_woken_too(tmp_path: Path) -> None:
+    with many_open():
+        waker = Waker()
+    follow(waker, tmp_path)
+    settle(waker)
+    (tmp_path / "DONE").touch()
+    assert is_woken(waker)
+    waker.wake()
     assert is_woken(waker)
     waker.close()
 
