@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +29,9 @@ STALE_S = 600.0
 
 
 class Lookout:
-    """One folder. Blocking calls, not thread-safe. `num_left`: complete, or nearly, and not staged yet."""
+    """One folder. Blocking calls, not thread-safe. `num_left`: complete, or nearly, and not staged yet. `took_s`: the
+    newest look.
+    """
 
     def __init__(
         self, options: Options, entries: Entries, holds: Holds, teller: Teller, waker: Waker
@@ -42,14 +45,16 @@ class Lookout:
         self._seen: dict[str, tuple[Identity, frozenset[str]]] = {}  # of each path: its mark, and what it had
         # By path: what has its mark, this one, and yet is not complete; and why.
         self._lacking: dict[str, tuple[Found, Identity, str]] = {}
-        self.num_left = 0
+        self.num_left, self.took_s = 0, 0.0
         self.tree = Tree({}, lambda *_: b"")  # the newest look
         self._news = News()  # since the one before it
 
     def look(self) -> None:
+        began_s = time.monotonic()
         self._news = self._waker.news()
         self.tree = self._disk.look()
         self._waker.follow(self._options.folder, self.tree.folders_below(""))
+        self.took_s = time.monotonic() - began_s
 
     def review(self) -> None:
         """Of what waits or is under way: has somebody changed it?"""

@@ -12,6 +12,8 @@ T = TypeVar("T")
 
 # How often what cannot wait is done while the store is waited for.
 EVERY_S = 0.5
+# After a look at the folder the trainer has the core, and the disk, for so many times as long.
+REST = 4.0
 
 
 class OutOfTimeError(Exception):
@@ -52,8 +54,11 @@ class Stop(threading.Event):
 
 def attend(future: Future[T], do: Callable[[], None]) -> T:
     """Wait for it, and `do` something now and then. What that raises ends the waiting."""
-    while not wait({future}, timeout=EVERY_S).done:
+    pause_s = EVERY_S
+    while not wait({future}, timeout=pause_s).done:
+        began_s = time.monotonic()
         do()
+        pause_s = max(EVERY_S, REST * (time.monotonic() - began_s))
     return future.result()
 
 

@@ -202,9 +202,9 @@ def passed_over(entry: Entry, known: Iterable[Entry], generation: int) -> str:
 
 
 def due(entries: Iterable[Entry], now_ns: int, settle_s: float) -> list[Entry]:
-    """What is staged and has settled, as it was found: of one look by step, and a trainer that goes back is newer."""
+    """What is staged and has settled, in the order in which it was found; also if the clock was set back far."""
     staged = [each for each in entries if each.state is State.STAGED and not each.is_followed]
-    ready = [each for each in staged if now_ns - each.staged_ns >= settle_s * 1e9]
+    ready = [each for each in staged if abs(now_ns - each.staged_ns) >= settle_s * 1e9]
     return sorted(ready, key=lambda each: each.number)
 
 

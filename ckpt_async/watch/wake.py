@@ -41,6 +41,15 @@ def _is_within(path: str, folder: str) -> bool:
     return not folder or path == folder or path.startswith(f"{folder}/")
 
 
+def _readable(descriptors: Iterable[int], timeout_s: float) -> set[int]:
+    """Which of them, as soon as there is one. Not by select(), which takes no descriptor above 1,023."""
+    poll = select.poll()
+    for descriptor in descriptors:
+        if descriptor >= 0:
+            poll.register(descriptor, select.POLLIN)
+    return {descriptor for descriptor, _ in poll.poll(timeout_s * 1000)}
+
+
 class Waker:
     """Waits for a time, or until something happens in the folders that were given. Without inotify, for the time."""
 
@@ -84,15 +93,15 @@ class Waker:
         paths, self._paths = frozenset(self._paths), set()
         return News(paths, self._steady)
 
-    def wait(self, timeout_s: float) -> None:
+    def wait(self, timeout_s: float, *, rest_s: float = 0.0) -> None:
+        """`rest_s`: for so long only `wake` ends it."""
+        if rest_s > 0 and _readable([self._read], min(rest_s, timeout_s)):
+            os.read(self._read, 1 << 16)
+            return
         if self._is_new:
             self._is_new = False
             return
-        poll = select.poll()  # select() takes no descriptor from 1,024 on, and `run` may inherit as many
-        for each in (self._read, self._inotify):
-            if each >= 0:
-                poll.register(each, select.POLLIN)
-        ready = {descriptor for descriptor, _ in poll.poll(max(0.0, timeout_s) * 1000)}
+        ready = _readable([self._read, self._inotify], max(0.0, timeout_s))
         if self._read in ready:
             os.read(self._read, 1 << 16)
         if self._inotify in ready:

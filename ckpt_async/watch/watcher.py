@@ -33,7 +33,7 @@ from ckpt_async.watch.entries import Entries, Entry, State, remove_files
 from ckpt_async.watch.holds import Holds
 from ckpt_async.watch.lock import FolderLock
 from ckpt_async.watch.lookout import Lookout
-from ckpt_async.watch.meanwhile import OutOfTimeError, Stop, attend, begin
+from ckpt_async.watch.meanwhile import REST, OutOfTimeError, Stop, attend, begin
 from ckpt_async.watch.nodes import Nodes
 from ckpt_async.watch.options import Options
 from ckpt_async.watch.recognise import same_in_store
@@ -242,7 +242,7 @@ class Watcher:
             self._ending.tell(self._waits_for)
             soon_s = max(0.1, self.options.settle_s / 2)
             pause_s = self.options.interval_s if is_idle and not was_stopping else soon_s
-            self.waker.wait(min(pause_s, self.options.interval_s))
+            self.waker.wait(min(pause_s, self.options.interval_s), rest_s=REST * self._lookout.took_s)
 
     def _waits_for(self) -> str:
         left = self.entries.open()

@@ -124,6 +124,12 @@ def test_what_has_settled_is_handed_in_as_it_was_found() -> None:
     assert [each.step for each in plan.due(staged, 5 * SECOND, 1.0)] == [30, 10]
 
 
+def test_what_was_staged_by_a_clock_that_was_an_hour_ahead_is_handed_in_all_the_same() -> None:
+    staged = replace(entry(1, 30, written_s=1), state=State.STAGED, staged_ns=3600 * SECOND)
+    assert plan.due([staged], 5 * SECOND, 30.0) == [staged]
+    assert not plan.due([staged], 3599 * SECOND, 30.0)
+
+
 def test_after_a_trainer_has_gone_back_what_it_saved_before_is_decided_first() -> None:
     """Else, handed in again in another start, that would be the newest."""
     again = entry(3, 20, written_s=30, state=State.STAGED)

@@ -30,6 +30,23 @@ def settle(waker: Waker) -> None:
         waker.wait(0)
 
 
+def test_only_a_call_ends_the_rest_after_a_look(tmp_path: Path) -> None:
+    """A log that is written all the time would have the folder looked at all the time."""
+    waker = Waker()
+    follow(waker, tmp_path)
+    settle(waker)
+    (tmp_path / "log").touch()
+    began_s = time.monotonic()
+    waker.wait(LONG_S, rest_s=0.2)
+    rested_s = time.monotonic() - began_s
+    assert 0.2 <= rested_s < LONG_S / 2, "and then what happened meanwhile wakes it"
+    waker.wake()
+    began_s = time.monotonic()
+    waker.wait(LONG_S, rest_s=LONG_S)
+    assert time.monotonic() - began_s < LONG_S / 2
+    waker.close()
+
+
 @pytest.mark.parametrize("is_moved", [False, True])
 def test_a_folder_that_is_made_again_under_its_name_wakes_too(tmp_path: Path, is_moved: bool) -> None:
     waker, folder = Waker(), tmp_path / "out"
