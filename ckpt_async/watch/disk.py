@@ -94,6 +94,7 @@ class Disk:
                 break
         changed_ns = {folder: mtime_ns for folder, (_, mtime_ns, _) in found.folders.items()}
         changed_ns |= dict.fromkeys(changed, time.time_ns())
+        ctime_ns = {folder: each for folder, (_, _, each) in found.folders.items()} | found.ctime_ns
         files, links = found.files, tuple(sorted(found.links))
 
         def read(path: str, offset: int, size_bytes: int) -> bytes:
@@ -101,7 +102,7 @@ class Disk:
 
         self._memo = {key: each for key, each in self._memo.items() if files.get(key[1]) == key[2]}
         return Tree(
-            *(files, read, self.folder.name, now_ns, changed_ns, links, self._memo, found.ctime_ns),
+            *(files, read, self.folder.name, now_ns, changed_ns, links, self._memo, ctime_ns),
             unreadable=found.unreadable,
             special=found.special,
             born_ns=lambda path: born_ns(self.folder / path),

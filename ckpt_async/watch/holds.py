@@ -195,7 +195,7 @@ class Holds:
             tree.root,
             tree.now_ns,
             hold.changed_ns,
-            ctime_ns=links.ctime_ns,
+            ctime_ns={path: links.ctime_ns[path] for path in links.files},
         )
 
     def drop(self, hold: Hold) -> None:

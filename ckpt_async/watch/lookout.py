@@ -42,7 +42,9 @@ class Lookout:
         holds.dropping = self._give_up
         self._has_looked = False
         self._began_ns = 0  # the first look
-        self._seen: dict[str, tuple[Identity, frozenset[str]]] = {}  # of each path: its mark, and what it had
+        self._seen: dict[
+            str, Mapping[str, Identity]
+        ] = {}  # of each path: what it had with the mark that it has
         # By path: what has its mark, this one, and yet is not complete; and why.
         self._lacking: dict[str, tuple[Found, Identity, str]] = {}
         self.num_left, self.took_s = 0, 0.0
@@ -137,21 +139,23 @@ class Lookout:
             what = f"{path} is {self.tree.special[path]}, which has no content: it is left out of {found.path or '.'}"
             self._teller.say("special", path, what)
 
-    def _unrotated(self, found: Found, seen_before: Mapping[str, tuple[Identity, frozenset[str]]]) -> Found:
+    def _unrotated(self, found: Found, seen_before: Mapping[str, Mapping[str, Identity]]) -> Found:
         """The same with a reason, if it had more files with the same mark once: its rotation has begun, and the times
         tell nothing of it where links that failed have changed them.
         """
-        if found.mark not in self.tree.files or self._options.rules.ignores_times:
+        has_mark, is_renamed = found.mark in self.tree.files, found.format == "pattern" and not found.is_file
+        if not (has_mark or is_renamed) or self._options.rules.ignores_times:
             return found
-        mark, files = self.tree.files[found.mark], frozenset(found.files)
-        mark_before, files_before = seen_before.get(found.path, (mark, files))
-        had = files | files_before if mark_before == mark else files
-        self._seen[found.path] = (mark, had)
-        if files == had or found.reason:
+        now = {path: self.tree.files[path] for path in {*found.files, found.mark} - {""}}
+        had = seen_before.get(found.path, {})
+        if any(had.get(path, now[path]) != now[path] for path in ([found.mark] if has_mark else now)):
+            had = {}
+        gone = had.keys() - now.keys()
+        self._seen[found.path] = {**had, **now}
+        if not gone or found.reason:
             return found
-        return replace(
-            found, reason=f"{min(had - files)} was removed from it after its mark {found.mark} was written"
-        )
+        after = f"its mark {found.mark} was written" if has_mark else "it was renamed into place"
+        return replace(found, reason=f"{min(gone)} was removed from it after {after}")
 
     def _judge(self, found: Found, tree: Tree) -> plan.Verdict | None:
         return plan.judge(found, tree, self._entries.all.values(), num_nodes=self._options.num_nodes)

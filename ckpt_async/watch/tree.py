@@ -32,7 +32,7 @@ Read = Callable[[str, int, int], bytes]
 class Tree:
     """The regular files below a folder, by their paths in it. `root` is the folder's own name; `changed_ns` says when
     something was last made, renamed or removed right in a folder; `ctime_ns` when a file was written, renamed or
-    linked; `links` are the symbolic links, not followed.
+    linked, or a folder changed or renamed; `links` are the symbolic links, not followed.
     """
 
     files: Mapping[str, Identity]

@@ -3,6 +3,8 @@
 import json
 import os
 import pickle
+import shutil
+import time
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -448,6 +450,87 @@ def test_nemo_has_no_unfinished_beside_it(metadata: Mapping[str, bytes]) -> None
     averaged = {path.replace("last", "last-EMA"): data for path, data in written.items()}
     assert "unfinished" in reasons({**averaged, **unfinished}), "one mark for both"
     assert "no weights/.metadata" in reasons({"m--step=5-last/weights/__0_0.distcp": b"x"})
+
+
+def test_nemo_half_deleted_is_not_complete(metadata: Mapping[str, bytes]) -> None:
+    """By NeMo itself it has an `…-unfinished` beside it then, by others not. Its context is not always saved."""
+    core = {
+        "common.pt": torch_zip(global_step=5),
+        **metadata,
+        "metadata.json": b'{"sharded_backend":"torch_dist"}',
+    }
+    written = {f"m-step=5/weights/{name}": data for name, data in core.items()}
+    saved = {**written, "m-step=5/context/io.json": b"{}", "m-step=5/context/model.yaml": b"x: 1"}
+    begun = {"m-step=5": START + SECOND, "m-step=5/weights": START + 4 * SECOND}
+    made = begun | {"m-step=5": START + 5 * SECOND, "m-step=5/context": START + 6 * SECOND}
+    for here, changed_ns in ((written, begun), (saved, made)):
+        (found,) = complete(here, changed_ns=changed_ns)
+        assert (found.format, found.step) == ("nemo", 5)
+    without = {path: data for path, data in saved.items() if not path.endswith("common.pt")}
+    assert reasons(without) == "missing weights/common.pt"
+    without = {path: data for path, data in saved.items() if not path.endswith("io.json")}
+    assert reasons(without) == "missing context/io.json"
+    at = START + 60 * SECOND
+    assert "something was removed from m-step=5 after" in reasons(
+        written, changed_ns=begun | {"m-step=5": at}
+    )
+    assert "something was removed from m-step=5/context after" in reasons(written, changed_ns=made), "emptied"
+    assert "removed from m-step=5/weights" in reasons(saved, changed_ns=made | {"m-step=5/weights": at})
+    assert not reasons(saved, Rules(ignores_times=True), changed_ns={"m-step=5": at})
+
+
+def shards(folder: Path, *names: str) -> None:
+    """Of two minutes ago."""
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(b"x")
+    for path in [*folder.rglob("*"), folder]:
+        os.utime(path, (written_s := time.time() - 120, written_s))
+
+
+def tick(folder: Path) -> None:
+    """Files' times come in ticks of 10 ms at most."""
+    was, probe = folder.stat().st_ctime_ns, folder.parent / "probe"
+    probe.touch()
+    while probe.stat().st_mtime_ns <= was + 20_000_000:
+        probe.touch()
+    probe.unlink()
+
+
+@pytest.mark.parametrize("removed", ["b", "deep/d", "deep"])
+def test_what_was_renamed_into_place_and_half_deleted_later_is_not_complete(
+    removed: str, tmp_path: Path
+) -> None:
+    new, out = tmp_path / "new", tmp_path / "out"
+    out.mkdir()
+    shards(new, "a", "b", "lock", "deep/c", "deep/d")
+    (new / "lock").unlink()  # its writer tidies up
+    tick(new)
+    new.rename(out / "step-1")
+
+    def reason(**more: Any) -> str:
+        (found,) = find(Disk(out).look(), Rules(pattern="step-*", **more))
+        return found.reason
+
+    assert not reason()
+    tick(out / "step-1")
+    path = out / "step-1" / removed
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert "something was removed from step-1" in reason()
+    assert not reason(ignores_times=True)
+
+
+@pytest.mark.parametrize("made", ["c", "deep/d", "other/e"])
+def test_what_is_made_in_a_folder_that_was_renamed_into_place_is_no_removal(
+    made: str, tmp_path: Path
+) -> None:
+    shards(tmp_path / "new", "a", "deep/b")
+    (tmp_path / "new").rename(tmp_path / "step-1")
+    tick(tmp_path / "step-1")
+    (tmp_path / "step-1" / made).parent.mkdir(exist_ok=True)
+    (tmp_path / "step-1" / made).write_bytes(b"x")
+    (found,) = find(Disk(tmp_path).look(), Rules(pattern="step-*"))
+    assert not found.reason
 
 
 def test_ones_own_rules_replace_the_table() -> None:

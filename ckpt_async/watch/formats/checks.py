@@ -30,7 +30,16 @@ _NS = 1_000_000_000
 _TICK_NS = 20_000_000
 # Whose mark, or what comes after it, may be renamed into place: how long after its last byte. OLMo-core has the file on
 # the disk first, behind all else that is on its way there. All others write their marks in place.
-_RENAMED_NS = {"olmo-core": 60 * _NS, "orbax": _NS, "megatron": _NS, "done": _NS}
+_RENAMED_NS = {
+    "olmo-core": 60 * _NS,
+    "orbax": _NS,
+    "megatron": _NS,
+    "done": _NS,
+    "nemo": 60 * _NS,
+    "pattern": 60 * _NS,
+}
+# Where nothing is written or renamed last: how long after the last byte a writer may tidy up.
+_TIDIED_NS = {"pattern": _NS, "nemo": _NS}
 # Whose marks name every file, so that one that was deleted is missed.
 _NAMING = frozenset({"dcp", "lightning", "nemo", "deepspeed", "composer"})
 # Of which nothing is known but what the user says.
@@ -74,16 +83,30 @@ def checked(tree: Tree, found: Found, rules: Rules) -> Found:
 
 def unrotated(tree: Tree, found: Found, rules: Rules) -> Found:
     """The same with a reason, if something seems to have been deleted from it and its mark cannot tell."""
-    if not found.mark or rules.ignores_times or found.format in _NAMING:
+    if rules.ignores_times or found.is_file:
         return found
-    changed = _changed_later(tree, found, tree.files[found.mark].mtime_ns)
+    if found.mark and found.format not in _NAMING:
+        since_ns, when = tree.files[found.mark].mtime_ns, f"its mark {found.mark} was written"
+    elif found.format in _TIDIED_NS:
+        since_ns, when = _renamed_ns(tree, found.path), "all of it was there"
+    else:
+        return found
+    changed = _changed_later(tree, found, since_ns)
     if changed is None:
         return found
     reason = (
-        f"something was removed from {changed or 'it'} after its mark {found.mark} was written, or it was copied"
-        " without its times (--ignore-times)"
+        f"something was removed from {changed or 'it'} after {when}, or it was copied without its times"
+        " (--ignore-times)"
     )
     return replace(found, reason=reason, is_waiting=False)
+
+
+def _renamed_ns(tree: Tree, folder: str) -> int:
+    """When a folder was renamed, if nothing was made in it or removed from it later, or else 0: those set both of its
+    times.
+    """
+    ctime_ns = tree.ctime_ns.get(folder, 0)
+    return ctime_ns if ctime_ns > tree.changed_ns.get(folder, 0) else 0
 
 
 def has_all_below(found: Found) -> bool:
@@ -101,16 +124,24 @@ def _is_json(tree: Tree, path: str) -> bool:
         return False
 
 
-def _changed_later(tree: Tree, found: Found, marked_ns: int) -> str | None:
+def _changed_later(tree: Tree, found: Found, since_ns: int) -> str | None:
     """The folder from which something seems to have been deleted since, as a rotation does that has begun. What was
-    renamed into it was changed itself then, as its ctime says.
+    made in it was written then, and what was renamed into it was changed itself, as its ctime says.
     """
+    made_ns: dict[str, int] = {}  # in each folder, the newest that is a folder itself
+    for folder in tree.folders_below(found.path):
+        above = folder.rpartition("/")[0]
+        made_ns[above] = max(made_ns.get(above, 0), tree.changed_ns.get(folder, 0))
+    all_ns = max((tree.files[each].mtime_ns for each in found.files), default=0)
     for folder in tree.folders_below(found.path):
         files = [join(folder, each) for each in tree.names(folder)]
-        written_ns = max(marked_ns, *(tree.files[each].mtime_ns for each in files), 0)
+        # Of an empty one nothing says when it was made.
+        here_ns = max((tree.files[each].mtime_ns for each in files), default=made_ns.get(folder, all_ns))
+        written_ns = max(since_ns, here_ns, made_ns.get(folder, 0))
         renamed_ns = max((tree.ctime_ns.get(each, 0) for each in files), default=0)
         renamed_ns = min(renamed_ns, written_ns + _RENAMED_NS.get(found.format, 0))
-        if tree.changed_ns.get(folder, 0) > max(written_ns, renamed_ns) + _TICK_NS:
+        latest_ns = max(written_ns, renamed_ns) + (_TICK_NS if since_ns else _TIDIED_NS[found.format])
+        if tree.changed_ns.get(folder, 0) > latest_ns:
             return folder
     return None
 

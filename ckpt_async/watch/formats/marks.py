@@ -81,7 +81,7 @@ def flashpoint(tree: Tree, folder: str, _: Rules) -> Found | None:
 
 
 def nemo(tree: Tree, folder: str, _: Rules) -> Found | None:
-    """`weights/.metadata` in it, and no `<name>-unfinished` beside it."""
+    """`weights/.metadata` in it, and no `<name>-unfinished` beside it. The `context` is not always saved."""
     weights = tree.names(join(folder, "weights")) if folder else set()
     if METADATA not in weights:
         is_begun = any(each.endswith(".distcp") for each in weights)
@@ -89,7 +89,10 @@ def nemo(tree: Tree, folder: str, _: Rules) -> Found | None:
         return of_folder(tree, "nemo", folder, reason=reason) if is_begun else None
     above, name = folder.rpartition("/")[0], last(folder).removesuffix("-EMA")
     reason = f"{name}-unfinished is beside it" if f"{name}-unfinished" in tree.names(above) else ""
-    return of_folder(tree, "nemo", folder, reason=reason)
+    missing = {f"weights/{each}" for each in _core_missing(tree, join(folder, "weights"))}
+    if "context" in tree.parts(folder):
+        missing |= {f"context/{each}" for each in {"io.json"} - tree.names(join(folder, "context"))}
+    return replace(of_folder(tree, "nemo", folder, reason=reason), missing=tuple(sorted(missing)))
 
 
 def olmo(tree: Tree, folder: str, _: Rules) -> Found | None:
@@ -248,11 +251,20 @@ def dcp(tree: Tree, folder: str, _: Rules) -> Found | None:
         return of_folder(
             tree, "dcp", folder, reason="it has no metadata.json, which megatron-core writes last"
         )
-    core = join(folder, "metadata.json")
-    if "common.pt" not in names and '"sharded_backend"' not in tree.text(core, MAX_JSON_BYTES):
+    missing = _core_missing(tree, folder)
+    if "common.pt" not in names and not missing:
         return of_folder(tree, "dcp", folder, mark=join(folder, METADATA))
-    # megatron-core's, which .metadata names only in part: a rotation that was cut short may have begun with the rest.
-    return replace(of_folder(tree, "dcp", folder, mark=core), missing=tuple(sorted({"common.pt"} - names)))
+    core = of_folder(tree, "dcp", folder, mark=join(folder, "metadata.json"))
+    return replace(core, missing=tuple(missing))
+
+
+def _core_missing(tree: Tree, folder: str) -> list[str]:
+    """Of megatron-core's files, which .metadata names only in part, those that are not here: a rotation that was cut
+    short may have begun with them.
+    """
+    names, core = tree.names(folder), join(folder, "metadata.json")
+    is_core = '"sharded_backend"' in tree.text(core, MAX_JSON_BYTES)
+    return ["common.pt"] if is_core and "common.pt" not in names else []
 
 
 # In this order: what is in a folder that one of them recognises is part of that.
