@@ -11,7 +11,7 @@ class Refusal(enum.Enum):
     CHANGED = "changed"  # written in place, so nothing tells when it is whole
     UNREADABLE = "unreadable"
     INCOMPLETE = "incomplete"  # finished by its trainer, and never seen complete
-    UNSUPPORTED = "unsupported"  # a symbolic link, or a name that not every store takes
+    UNSUPPORTED = "unsupported"  # a symbolic link, a name that not every store takes, a second file of a step
     UNKNOWN = "unknown"  # of no known format
     OUTDATED = "outdated"  # it would become the newest, and is not
     NO_SPACE = "no_space"  # it can be neither linked nor copied

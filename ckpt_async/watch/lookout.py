@@ -83,8 +83,6 @@ class Lookout:
             self._tell_of_special(found)
             if verdict.refusal is not None:
                 self._teller.refuse(found, verdict.refusal, verdict.reason)
-            elif verdict.is_twin:
-                self._teller.say("twin", verdict.reason, verdict.reason)
             elif verdict.take:
                 self._stage(found, self.tree, self._options.folder)
             else:

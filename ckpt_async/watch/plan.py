@@ -26,7 +26,7 @@ TWIN_SIZES = 64  # their sizes differ by less than a part in so many
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """Of one checkpoint of the folder: take it, or why not. `refusal`: it was handed in before and then changed, or can
-    never be taken as it is. `is_waiting`: it wants only time. `is_twin`: it has the step of one that is taken.
+    never be taken as it is. `is_waiting`: it wants only time.
     """
 
     found: Found
@@ -34,7 +34,6 @@ class Verdict:
     reason: str = ""
     refusal: Refusal | None = None
     is_waiting: bool = False
-    is_twin: bool = False
 
 
 def judge(found: Found, tree: Tree, known: Iterable[Entry], *, num_nodes: int) -> Verdict | None:
@@ -131,16 +130,23 @@ def twin_of(found: Found, tree: Tree, known: Iterable[Entry]) -> Entry | None:
 
 
 def _of_twin(found: Found, tree: Tree, twin: Entry) -> Verdict | None:
-    """None where it is surely the same: in one folder, and about as long (`last.ckpt` has a path or two more in it)."""
-    is_beside = twin.path.rpartition("/")[0] == found.path.rpartition("/")[0]
+    """None where it is the same state: by the checksums of its tensors, or, if the other one is gone, because it is in
+    one folder with that and about as long (`last.ckpt` has a path or two more in it).
+    """
     size_bytes = tree.files[found.path].size_bytes
-    if is_beside and abs(size_bytes - twin.size_bytes) * TWIN_SIZES <= twin.size_bytes:
+    if twin.path in tree.files:
+        tensors = tree.tensor_sums(found.path)
+        is_same = bool(tensors) and tensors == tree.tensor_sums(twin.path)
+    else:
+        is_beside = twin.path.rpartition("/")[0] == found.path.rpartition("/")[0]
+        is_same = is_beside and abs(size_bytes - twin.size_bytes) * TWIN_SIZES <= twin.size_bytes
+    if is_same:
         return None
     reason = (
-        f"{found.path} is not uploaded: {twin.path} is, of the same step {found.step} and minute. If they differ, watch"
-        " its folder by itself with another --kind, or take both by --pattern"
+        f"{found.path} is not uploaded: {twin.path} is, of the same step {found.step} and minute, and they differ."
+        " Watch its folder by itself with another --kind, or take both by --pattern"
     )
-    return Verdict(found, reason=reason, is_twin=True)
+    return Verdict(found, reason=reason, refusal=Refusal.UNSUPPORTED)
 
 
 def lacking(missing: tuple[str, ...]) -> str:

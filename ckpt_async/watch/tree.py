@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import bisect
+import io
 import json
 import struct
+import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
@@ -131,6 +133,19 @@ class Tree:
     def whole(self, path: str, most_bytes: int) -> bytes:
         return self.read(path, 0, min(self.files[path].size_bytes, most_bytes))
 
+    def tensor_sums(self, path: str) -> dict[str, int]:
+        """The CRC-32 of each tensor in a file of torch.save's, as it says them itself; none if it is no such file."""
+
+        def sums() -> dict[str, int]:
+            try:
+                with zipfile.ZipFile(io.BufferedReader(_Reading(self, path))) as file:
+                    inner = ((each.filename.partition("/")[2], each.CRC) for each in file.infolist())
+                    return {name: crc for name, crc in inner if name.startswith("data/")}
+            except (zipfile.BadZipFile, OSError, ValueError):
+                return {}
+
+        return self.once("sums", path, sums)
+
     def is_whole(self, path: str) -> bool:
         """Whether a file has its end, as far as its own format tells: torch.save's zip files, and safetensors. True for
         every other.
@@ -141,6 +156,31 @@ class Tree:
         if self.read(path, 0, 4) == b"PK\x03\x04":
             return _is_whole_zip(self.read(path, -_ZIP_TAIL_BYTES, _ZIP_TAIL_BYTES), size_bytes)
         return size_bytes > 0 or not path.endswith((".pt", ".pth", ".bin", ".ckpt", ".distcp"))
+
+
+class _Reading(io.RawIOBase):
+    """A file of a tree."""
+
+    def __init__(self, tree: Tree, path: str) -> None:
+        self._tree, self._path, self._at = tree, path, 0
+        self._size_bytes = tree.files[path].size_bytes
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + (0, self._at, self._size_bytes)[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        room = memoryview(buffer).cast("B")
+        data = self._tree.read(self._path, self._at, min(len(room), self._size_bytes - self._at))
+        room[: len(data)] = data
+        self._at += len(data)
+        return len(data)
 
 
 def _is_whole_zip(tail: bytes, size_bytes: int) -> bool:

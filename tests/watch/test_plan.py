@@ -2,10 +2,13 @@
 
 from dataclasses import replace
 
+import pytest
+
 from ckpt_async.core.refusal import Refusal
 from ckpt_async.watch import plan
 from ckpt_async.watch.entries import Entry, State, entry_of
 from ckpt_async.watch.formats import Found, find
+from ckpt_async.watch.formats.found import one_file
 from ckpt_async.watch.tree import Identity, Tree
 from tests.watch.trees import SECOND, torch_zip, tree_of
 
@@ -56,25 +59,34 @@ def test_a_file_of_the_same_name_is_new_if_it_was_renamed_there_and_refused_if_i
 
 
 def test_a_file_with_another_name_for_a_step_that_is_taken_is_not_sent_again() -> None:
+    """Its tensors are the same, wherever it is; how long it is tells only where the other one has been deleted."""
+    for last in ("last.ckpt", "b/step=10.ckpt"):
+        written = {"epoch=0-step=10.ckpt": torch_zip(x=1), last: torch_zip(global_step=10, path="x" * 99)}
+        tree = tree_of(written)
+        first, second = find(tree)
+        known = entry_of(first, tree, 1)
+        assert plan.judge(second, tree, [known], num_nodes=1) is None
     tree = tree_of({"epoch=0-step=10.ckpt": torch_zip(x=1), "last.ckpt": torch_zip(global_step=10)})
-    first, last = find(tree)
+    first, second = find(tree)
     known = entry_of(first, tree, 1)
-    assert plan.judge(last, tree, [known], num_nodes=1) is None
-    assert plan.judge(last, tree, [replace(known, state=State.REFUSED)], num_nodes=1), "that is not there"
+    assert plan.judge(second, tree, [replace(known, state=State.REFUSED)], num_nodes=1), "that is not there"
     long_ago = {path: was._replace(mtime_ns=was.mtime_ns - 100 * SECOND) for path, was in known.files.items()}
-    assert plan.judge(last, tree, [replace(known, files=long_ago)], num_nodes=1), "the trainer has gone back"
+    assert plan.judge(second, tree, [replace(known, files=long_ago)], num_nodes=1), (
+        "the trainer has gone back"
+    )
+    left = tree_of({"last.ckpt": torch_zip(global_step=10)})
+    assert plan.judge(find(left)[0], left, [known], num_nodes=1) is None
 
 
-def test_a_twin_in_another_folder_or_of_another_size_is_named() -> None:
-    tree = tree_of({"a/step=10.ckpt": torch_zip(x=1), "b/step=10.ckpt": torch_zip(x=1)})
-    first, other = find(tree)
-    verdict = plan.judge(other, tree, [entry_of(first, tree, 1)], num_nodes=1)
+@pytest.mark.parametrize("other", [torch_zip(tensor=b"\1" * 400, x=1), b"no zip"])
+def test_another_state_of_a_step_that_is_taken_is_refused(other: bytes) -> None:
+    """Of a student and its teacher, say: as long to the byte."""
+    tree = tree_of({"student-step=10.ckpt": torch_zip(x=1), "teacher-step=10.ckpt": other})
+    teacher = one_file(tree, "lightning", "teacher-step=10.ckpt")
+    verdict = plan.judge(teacher, tree, [entry_of(find(tree)[0], tree, 1)], num_nodes=1)
     assert verdict
-    assert (verdict.take, verdict.is_twin) == (False, True)
-    assert "b/step=10.ckpt is not uploaded: a/step=10.ckpt is" in verdict.reason
-    tree = tree_of({"a/step=10.ckpt": torch_zip(x=1), "a/weights-step=10.ckpt": torch_zip(x="1" * 99)})
-    first, other = find(tree)
-    assert plan.judge(other, tree, [entry_of(first, tree, 1)], num_nodes=1)
+    assert (verdict.take, verdict.refusal) == (False, Refusal.UNSUPPORTED)
+    assert "teacher-step=10.ckpt is not uploaded: student-step=10.ckpt is" in verdict.reason
 
 
 def test_files_on_another_node_are_missed_on_one_node_only() -> None:

@@ -37,12 +37,12 @@ def tree_of(
     return Tree(files, read, root, now_ns, changed_ns or {}, links, ctime_ns=ctime_ns or {})
 
 
-def torch_zip(**state: Any) -> bytes:
+def torch_zip(*, tensor: bytes = b"\0" * 400, **state: Any) -> bytes:
     """As torch.save writes it: `archive/data.pkl` first, stored."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as file:
         file.writestr("archive/data.pkl", pickle.dumps(state, protocol=2))
-        file.writestr("archive/data/0", b"\0" * 400)
+        file.writestr("archive/data/0", tensor)
     return buffer.getvalue()
 
 
