@@ -7,8 +7,8 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable
+from typing import Protocol, TypeVar
 
 from ckpt_async.errors import CkptAsyncError
 from ckpt_async.events.event import Event
@@ -24,6 +24,10 @@ MAX_AGE_S = 72 * 3600.0
 # For what is cut short to end, once its time is over.
 STOP_S = 4.0
 TIDY_EVERY = 500
+# A journal that cannot be written, as its disk is full say, is tried again.
+JOURNAL_RETRY_S = 1.0
+
+T = TypeVar("T")
 
 
 class DeliveryError(Exception):
@@ -55,7 +59,8 @@ class Courier:
         self._bell, self._lock = threading.Event(), threading.Lock()
         self._busy: set[int] = set()
         self._ends_at: float | None = None  # once it is closing: what is not due by then is left
-        self._is_over = False
+        self._over = threading.Event()
+        self._stuck: set[int] = set()  # threads that wait for the journal
         self._num_taken = 0
         self._threads = [
             threading.Thread(target=self._work, name=f"ckpt-async-{sink.name}-{number}", daemon=True)
@@ -72,14 +77,14 @@ class Courier:
         """Deliver what is, or becomes, due within `grace_s`, then cut short what is under way, and say in one line what
         is left. Idempotent.
         """
-        if self._is_over:
+        if self._over.is_set():
             return
         deadline = time.monotonic() + grace_s
         self._ends_at = time.time() + grace_s
         self._bell.set()
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        self._is_over = True
+        self._over.set()
         with self._lock:
             num_cut_short = len(self._busy)
         self._sink.stop()
@@ -100,40 +105,78 @@ class Courier:
         try:
             while (taken := self._take()) is not None:
                 try:
+                    self._tidy()
                     self._deliver(taken)
                 finally:
                     with self._lock:
                         self._busy.discard(taken.sequence)
-        except CkptAsyncError as error:  # the journal: it was closed, or deleted beneath us
-            if not self._is_over:
-                logger.error("events_stopped sink=%s error=%s", self._sink.name, error)  # noqa: TRY400  no bug
+        except (
+            CkptAsyncError
+        ) as error:  # the journal, and it is over: what it lacks is told again by the next start
+            logger.debug("events_unwritten sink=%s error=%s", self._sink.name, error)
         except Exception:
             logger.exception("events_stopped sink=%s; the next start delivers what waits", self._sink.name)
 
+    def _patiently(self, use: Callable[[], T]) -> T:
+        """Read or write the journal, again and again if it cannot be: a disk that is full for a moment must neither end
+        the courier, nor have that delivered again which it only could not note. Raises CkptAsyncError once it is over.
+        """
+        while True:
+            try:
+                done = use()
+            except CkptAsyncError as error:
+                if self._over.is_set():
+                    raise
+                self._mark_stuck(error)
+                self._over.wait(JOURNAL_RETRY_S)
+            else:
+                self._mark_stuck(None)
+                return done
+
+    def _mark_stuck(self, error: CkptAsyncError | None) -> None:
+        """Said once for all threads."""
+        me = {threading.get_ident()}
+        with self._lock:
+            before = self._stuck
+            self._stuck = after = before | me if error else before - me
+        if after and not before:
+            logger.error(
+                "events_held_up sink=%s error=%s; tried again until it works", self._sink.name, error
+            )
+        elif before and not after:
+            logger.warning("events_go_on sink=%s", self._sink.name)
+
     def _take(self) -> Waiting | None:
         """The next one that is due; None at the end."""
-        while not self._is_over:
+        while not self._over.is_set():
             self._bell.clear()  # first: what is put after we have looked rings again
-            with self._lock:
-                waiting = self._outbox.waiting(self._sink.name)
-                free = [each for each in waiting if each.sequence not in self._busy]
-                now = time.time()
-                due = next((each for each in free if each.next_at <= now), None)
-                if due is not None:
-                    self._busy.add(due.sequence)
-                    if len(free) > 1:
-                        self._bell.set()
-                    self._tidy()
-                    return due
+            due, next_at = self._patiently(self._look)
+            if due is not None:
+                return due
             ends_at = self._ends_at
-            if ends_at is not None and not any(each.next_at < ends_at for each in free):
+            if ends_at is not None and next_at >= ends_at:
                 return None
-            self._bell.wait(min([POLL_S, *(each.next_at - now for each in free)]))
+            self._bell.wait(min(POLL_S, max(0.0, next_at - time.time())))
         return None
 
+    def _look(self) -> tuple[Waiting | None, float]:
+        """One that is due, from now on ours; and when the first of those is due that no other thread has."""
+        with self._lock:
+            waiting = self._outbox.waiting(self._sink.name)
+            free = [each for each in waiting if each.sequence not in self._busy]
+            now = time.time()
+            due = next((each for each in free if each.next_at <= now), None)
+            if due is not None:
+                self._busy.add(due.sequence)
+                if len(free) > 1:
+                    self._bell.set()
+            return due, min((each.next_at for each in free), default=float("inf"))
+
     def _tidy(self) -> None:
-        self._num_taken += 1
-        if self._num_taken % TIDY_EVERY == 1 and (num := self._outbox.tidy(self._sink.name)):
+        with self._lock:
+            self._num_taken += 1
+            is_due = self._num_taken % TIDY_EVERY == 1
+        if is_due and (num := self._patiently(lambda: self._outbox.tidy(self._sink.name))):
             logger.error("events_dropped sink=%s num=%d: too many wait to be delivered", self._sink.name, num)
 
     def _deliver(self, waiting: Waiting) -> None:
@@ -141,18 +184,18 @@ class Courier:
             event = Event.from_json(waiting.body)
         except ValueError:
             logger.exception("event_unreadable sink=%s", self._sink.name)
-            return self._outbox.dropped(waiting.sequence)
+            return self._patiently(lambda: self._outbox.dropped(waiting.sequence))
         told = f"sink={self._sink.name} kind={event.kind} id={event.id}"
         try:
             self._sink.deliver(event)
         except DeliveryError as error:
-            if not self._is_over:  # else we have cut it short ourselves
+            if not self._over.is_set():  # else we have cut it short ourselves
                 self._failed(waiting, told, str(error))
             return None
         except Exception as error:
             logger.exception("event_sink_failed %s", told)
             return self._failed(waiting, told, repr(error))
-        self._outbox.delivered(waiting.sequence)
+        self._patiently(lambda: self._outbox.delivered(waiting.sequence))
         logger.info("event_delivered %s", told)
         return None
 
@@ -160,11 +203,11 @@ class Courier:
         num_attempts, now = waiting.num_attempts + 1, time.time()
         is_last = self._sink.max_attempts is not None and num_attempts >= self._sink.max_attempts
         if is_last or now - waiting.made_at > MAX_AGE_S:
-            self._outbox.dropped(waiting.sequence)
+            self._patiently(lambda: self._outbox.dropped(waiting.sequence))
             logger.error("event_dropped %s attempts=%d error=%s", told, num_attempts, why)
             return
         pause_s = min(RETRY_MAX_S, 2.0 ** min(waiting.num_attempts, 20)) * random.uniform(0.5, 1.0)
-        self._outbox.failed(waiting.sequence, now + pause_s)
+        self._patiently(lambda: self._outbox.failed(waiting.sequence, now + pause_s))
         log = logger.warning if num_attempts in (1, 5) or num_attempts % 25 == 0 else logger.info
         log("event_not_delivered %s attempts=%d retry_in_s=%.1f error=%s", told, num_attempts, pause_s, why)
 

@@ -1,0 +1,98 @@
+"""Couriers whose journal cannot be written for a while."""
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ckpt_async.core.model import CheckpointId
+from ckpt_async.core.notices import Notice
+from ckpt_async.errors import NoSpaceError
+from ckpt_async.events import couriers
+from ckpt_async.events.couriers import Courier, DeliveryError
+from ckpt_async.events.event import Event, of_checkpoint
+from ckpt_async.local.outbox import OwnOutbox
+from tests.events.receiver import wait_until
+
+
+class Box(OwnOutbox):
+    """In which nothing can be written while `is_full`."""
+
+    is_full = False
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.num_refused = 0
+
+    def _write(self, statement: str, *values: object) -> None:
+        if self.is_full:
+            self.num_refused += 1
+            raise NoSpaceError("the disk is full")
+        super()._write(statement, *values)
+
+
+class Sink:
+    name = "exec"
+    max_attempts = 5
+
+    def __init__(self, num_parallel: int) -> None:
+        self.num_parallel, self.steps, self.is_away = num_parallel, list[int | None](), False
+
+    def deliver(self, event: Event) -> None:
+        self.steps.append(event.step)
+        if self.is_away:
+            raise DeliveryError("away")
+
+    def stop(self) -> None:
+        """Nothing takes long."""
+
+
+@pytest.fixture
+def box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Box]:
+    monkeypatch.setattr(couriers, "JOURNAL_RETRY_S", 0.01)
+    box = Box(tmp_path)
+    yield box
+    box.close()
+
+
+def put(box: Box, *steps: int) -> None:
+    found = [of_checkpoint("committed", "s3://b/r", CheckpointId(1, step), "", 0.0) for step in steps]
+    box.put([Notice(each.id, "exec", each.to_json()) for each in found], time.time())
+
+
+@pytest.mark.parametrize("num_parallel", [1, 4])
+@pytest.mark.parametrize("is_away", [False, True])
+def test_what_a_full_disk_cannot_note_is_noted_later_and_not_delivered_again(
+    box: Box, num_parallel: int, is_away: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    sink = Sink(num_parallel)
+    sink.is_away, box.is_full = is_away, True
+    put(box, 1)
+    courier = Courier(box, sink)
+    wait_until(lambda: box.num_refused > 10)
+    assert sink.steps == [1]
+    sink.is_away = box.is_full = False
+    wait_until(lambda: box.num_due(["exec"], time.time()) == 0)
+    put(box, 2)
+    courier.notify()
+    wait_until(lambda: 2 in sink.steps)
+    courier.close(5.0)
+    assert sink.steps.count(1) == 1 + is_away
+    assert box.num_due(["exec"], float("inf")) == 0
+    assert caplog.text.count("events_held_up") == caplog.text.count("events_go_on") == 1
+
+
+def test_a_disk_that_stays_full_holds_up_no_end(box: Box, caplog: pytest.LogCaptureFixture) -> None:
+    """The next start tells it again, and the log says so."""
+    sink = Sink(1)
+    box.is_full = True
+    put(box, 1)
+    courier = Courier(box, sink)
+    wait_until(lambda: box.num_refused > 0)
+    courier.close(0.05)
+    assert "events_left sink=exec num=1 cut_short=1; the next start tells them" in caplog.text
+    assert not [each for each in threading.enumerate() if each.name.startswith("ckpt-async-exec")]
