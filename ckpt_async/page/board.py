@@ -22,6 +22,8 @@ Json = dict[str, Any]
 AT_MOST_EVERY_S = 1.0
 # Of one core: what a look has cost decides how long it must do.
 SHARE = 0.02
+# Who asks while somebody looks waits for so long. A disk that does not answer must not collect them.
+PATIENCE_S = 5.0
 
 
 class Board:
@@ -42,14 +44,18 @@ class Board:
 
     def status(self) -> bytes | None:
         """What is served as `/status.json`; who asks while somebody looks waits for that, and has the same. None if it
-        could not be told, which is a bug, and logged once.
+        could not be told, which is a bug, and logged once. Raises TimeoutError if that takes long.
         """
-        with self._lock:
+        if not self._lock.acquire(timeout=PATIENCE_S):
+            raise TimeoutError
+        try:
             if (started := self._clock()) >= self._due_at:
                 self._body = self._told_or_none()
                 ended = self._clock()
                 self._due_at = max(started + AT_MOST_EVERY_S, ended + (ended - started) / SHARE)
             return self._body
+        finally:
+            self._lock.release()
 
     def _told_or_none(self) -> bytes | None:
         try:

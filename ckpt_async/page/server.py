@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import logging
 import socket
 import socketserver
 import threading
+import time
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import cache, partial
 from http import HTTPStatus
 from importlib import resources
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
@@ -25,8 +28,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# A client that says nothing for so long is hung up on.
-SILENCE_S = 10.0
+# A client that says nothing for so long is hung up on, and one whose request is not answered by then.
+SILENCE_S, REQUEST_S = 10.0, 30.0
+# Each takes a descriptor and a thread of the trainer. Whoever comes then has the place of one that is there.
+MAX_CONNECTIONS = 32
+HANG_UP_S = 0.2
 STATIC = {
     "/": ("index.html", "text/html; charset=utf-8"),
     "/page.css": ("page.css", "text/css; charset=utf-8"),
@@ -113,6 +119,63 @@ def _listen(address: str, port: int) -> WSGIServer:
 
 class _Server(socketserver.ThreadingMixIn, WSGIServer):
     daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, place: tuple[str, int], handler: type[WSGIRequestHandler]) -> None:
+        self._lock = threading.Lock()
+        self._places = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self._began_s: dict[socket.socket, float] = {}  # of those that were not hung up on, oldest first
+        super().__init__(place, handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """On the thread that accepts: one request for each connection."""
+        if not self._places.acquire(blocking=False) and not self._take_place():
+            return self.shutdown_request(request)
+        with self._lock:
+            self._began_s[request] = time.monotonic()
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # no thread could be started
+            self._leave(request)
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._leave(request)
+
+    def _leave(self, request: socket.socket) -> None:
+        with self._lock:
+            self._began_s.pop(request, None)
+        self._places.release()
+
+    def service_actions(self) -> None:
+        """Twice a second."""
+        now = time.monotonic()
+        with self._lock:
+            late = [each for each, began_s in self._began_s.items() if now - began_s > REQUEST_S]
+        for each in late:
+            self._hang_up(each)
+
+    def _take_place(self) -> bool:
+        """Of the oldest of those who have the most: a probe is not shut out by somebody who takes all there are."""
+        while True:
+            with self._lock:
+                hosts = {each: _host_of(each) for each in self._began_s}
+            if not hosts:
+                return False  # those that were hung up on are at work, and not done yet
+            num = Counter(hosts.values())
+            self._hang_up(max(hosts, key=lambda each: num[hosts[each]]))
+            if self._places.acquire(timeout=HANG_UP_S):
+                return True
+
+    def _hang_up(self, request: socket.socket) -> None:
+        """Its thread finds out, and closes it."""
+        with self._lock:
+            self._began_s.pop(request, None)
+        with contextlib.suppress(OSError):
+            request.shutdown(socket.SHUT_RDWR)
 
     def server_bind(self) -> None:
         """Without asking the DNS for our own name, which may take long and is needed by nobody."""
@@ -130,6 +193,13 @@ class _Handler(WSGIRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002  the library's name
         """Requests are not logged."""
+
+
+def _host_of(connected: socket.socket) -> str:
+    try:
+        return str(connected.getpeername()[0])
+    except OSError:  # it has gone
+        return ""
 
 
 # --- what is answered --------------------------------------------------------------------------------------
@@ -158,7 +228,12 @@ def application(registry: CollectorRegistry, board: Board | None, *, is_local: b
             text = b"this address is for this machine alone: open it as localhost, or set metrics_address\n"
             return answer(HTTPStatus.MISDIRECTED_REQUEST, text)
         if path == "/status.json":
-            if (told := board.status()) is None:
+            try:
+                told = board.status()
+            except TimeoutError:
+                text = b"the folder is being read, and its disk does not answer\n"
+                return answer(HTTPStatus.SERVICE_UNAVAILABLE, text)
+            if told is None:
                 return answer(HTTPStatus.INTERNAL_SERVER_ERROR, b"a bug: the log has it\n")
             return answer(HTTPStatus.OK, told, "application/json")
         if path in STATIC:

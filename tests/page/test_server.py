@@ -1,5 +1,6 @@
 """The port of an uploader: metrics as before, and beside them a page, its data and a probe that change nothing."""
 
+import contextlib
 import gzip
 import http.client
 import json
@@ -239,6 +240,82 @@ def test_a_client_that_says_nothing_holds_up_nobody(
         assert ask(served.url, "/healthz")[0] == 200
         assert silent.recv(1) == b""
     assert threading.active_count() < 50
+
+
+@pytest.fixture
+def dripping(
+    told: Told, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[MetricsServer, list[socket.socket]]]:
+    """A server for four, and eight clients that send a byte now and then, and never finish."""
+    monkeypatch.setattr(page_server, "MAX_CONNECTIONS", 4)
+    server = serve(CollectorRegistry(), 0, "127.0.0.1", {}, Board(told.look))
+    assert server is not None
+    place = urllib.parse.urlsplit(server.url)
+    clients = []
+    for _ in range(8):
+        clients.append(socket.create_connection((place.hostname, place.port), timeout=30))
+        clients[-1].sendall(b"GET / HTTP/1.1\r\nX: ")
+    yield server, clients
+    server.close()
+    for each in clients:
+        each.close()
+
+
+def is_hung_up(client: socket.socket, says: bytes = b"") -> bool:
+    """Whether it reads the end. Raises TimeoutError if there is nothing to read yet."""
+    try:
+        client.sendall(says)
+        return client.recv(1) == b""
+    except ConnectionError:
+        return True
+
+
+def test_however_many_connect_the_probe_is_answered_and_few_descriptors_are_taken(
+    dripping: tuple[MetricsServer, list[socket.socket]],
+) -> None:
+    server, clients = dripping
+    for _ in range(3):
+        assert ask(server.url, "/healthz")[0] == 200
+    assert all(is_hung_up(each) for each in clients[:4]), "the oldest"
+    assert sum("process_request_thread" in each.name for each in threading.enumerate()) <= 4
+
+
+def test_a_client_that_never_comes_to_an_end_is_hung_up_on(
+    dripping: tuple[MetricsServer, list[socket.socket]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, clients = dripping
+    monkeypatch.setattr(page_server, "REQUEST_S", 0.5)
+    clients[-1].settimeout(0.05)
+    for _ in tries():
+        with contextlib.suppress(TimeoutError):
+            if is_hung_up(clients[-1], b"a"):
+                break
+
+
+def test_a_disk_that_does_not_answer_collects_nobody(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckpt_async.page.board.PATIENCE_S", 0.1)
+    monkeypatch.setattr(page_server, "MAX_CONNECTIONS", 4)
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def look() -> dict[str, Any]:
+        begun.set()
+        goes_on.wait(30)
+        return told.look()
+
+    server = serve(CollectorRegistry(), 0, "127.0.0.1", {}, Board(look))
+    assert server is not None
+    first = threading.Thread(target=ask, args=(server.url, "/status.json"))
+    try:
+        first.start()
+        assert begun.wait(10)
+        for _ in range(5):
+            status, _, body = ask(server.url, "/status.json")
+            assert (status, body) == (503, b"the folder is being read, and its disk does not answer\n")
+        assert ask(server.url, "/healthz")[0] == 200
+    finally:
+        goes_on.set()
+        first.join()
+        server.close()
 
 
 def test_without_a_board_there_are_metrics_only(told: Told) -> None:
