@@ -227,8 +227,6 @@ def test_probes_ask_the_page_and_not_the_store() -> None:
                 assert probe["httpGet"]["port"] in ports, where
                 assert str(ports[probe["httpGet"]["port"]]) in (each.get("args") or ["9400"]), where
     assert probes.keys() == {
-        ("jobset", "trainer", "livenessProbe"),
-        ("jobset", "trainer", "startupProbe"),
         ("jobset", "sweeper", "livenessProbe"),
         ("job", "sweeper", "livenessProbe"),
         ("node-sweeper", "sweeper", "livenessProbe"),
