@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Generic, TypeVar
 
 # Progress is noted once a second: less than that shows its jumps, more of it hides that the link has changed.
@@ -29,17 +29,22 @@ class Rates(Generic[Key]):
     def __init__(self) -> None:
         self._seen: dict[Key, deque[tuple[float, int]]] = {}
         self._moved_at_s: float | None = None
+        self._done: frozenset[Key] = frozenset()
 
     def idle_s(self, now_s: float) -> float | None:
         """How long nothing has moved, as far as it was looked at; None if there is nothing to move."""
         return None if self._moved_at_s is None else max(0.0, now_s - self._moved_at_s)
 
-    def look(self, now_s: float, sizes: Mapping[Key, int]) -> dict[Key, float]:
-        """Bytes per second of each that was seen before; what is not in `sizes` is forgotten."""
+    def look(self, now_s: float, sizes: Mapping[Key, int], done: Iterable[Key] = ()) -> dict[Key, float]:
+        """Bytes per second of each that was seen before; what is not in `sizes` is forgotten. `done`: of those that have
+        all their bytes, so that one which came and went between two looks has moved, too.
+        """
         before = {key: seen[-1][1] for key, seen in self._seen.items() if seen}
+        done_before, self._done = self._done, frozenset(done)
+        has_grown = any(before.get(key, 0) != size for key, size in sizes.items())
         if not sizes:
             self._moved_at_s = None
-        elif self._moved_at_s is None or any(before.get(key) != size for key, size in sizes.items()):
+        elif self._moved_at_s is None or has_grown or self._done - done_before:
             self._moved_at_s = now_s
         self._seen = {key: self._seen.get(key, deque()) for key in sizes}
         return {key: rate for key, size in sizes.items() if (rate := self._of(key, now_s, size)) is not None}

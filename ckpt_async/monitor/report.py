@@ -76,10 +76,13 @@ class FolderWatch:
         status = view(locals_, progress, now)
         rates = self._rates.setdefault(kind, Rates())
         unfinished = {each.id: each.uploaded_bytes for each in status.pending if each.state != "waiting"}
+        done = {each.id for each in status.pending if each.state == "waiting"}
+        if status.last_committed is not None:
+            done.add(status.last_committed)
         return Seen(
             status,
             {rank for rank in status.ranks if has_owner(self.folder, rank, kind)},
-            rates.look(now, unfinished),
+            rates.look(now, unfinished, done),
             {each.id: missing(kind, each.id) for each in status.pending if each.state == "waiting"},
             rates.idle_s(now),
         )

@@ -43,6 +43,19 @@ def test_how_long_nothing_has_moved() -> None:
     assert rates.idle_s(15.0) == 0.0
 
 
+def test_what_is_new_or_given_up_has_not_moved_but_what_is_done_has() -> None:
+    """A store that hangs shows however often the trainer saves, and whatever is dropped for newer ones."""
+    rates = Rates[str]()
+    rates.look(10.0, {"a": 0}, done=["z"])
+    rates.look(13.0, {"a": 0, "b": 0}, done=["z"])
+    rates.look(16.0, {"b": 0, "c": 0}, done=["z"])
+    assert rates.idle_s(16.0) == 6.0
+    rates.look(17.0, {"c": 0}, done=["b"])
+    assert rates.idle_s(17.0) == 0.0
+    rates.look(18.0, {"c": 0, "d": 5}, done=["b"])
+    assert rates.idle_s(18.0) == 0.0
+
+
 def test_what_comes_again_soon_is_counted_and_the_rest_is_kept_in_bounds() -> None:
     now = [0.0]
     recent = Recent(lambda: now[0])
