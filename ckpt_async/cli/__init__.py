@@ -148,9 +148,16 @@ def _logging(verbosity: int, log_format: str) -> Iterator[None]:
     handler.setFormatter(JsonFormatter() if log_format == "json" else as_text)
     before = logger.level
     logger.addHandler(handler)
+    warnings_logger = logging.getLogger("py.warnings")
+    if log_format == "json":  # Python's own are lines of text otherwise
+        warnings_logger.addHandler(handler)
+        logging.captureWarnings(True)
     logger.setLevel((logging.WARNING, logging.INFO, logging.DEBUG)[min(verbosity, 2)])
     try:
         yield
     finally:
+        if log_format == "json":
+            logging.captureWarnings(False)
+            warnings_logger.removeHandler(handler)
         logger.removeHandler(handler)
         logger.setLevel(before)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import traceback
 
 from ckpt_async.cli.output import Exit, print_json
 from ckpt_async.cli.parsing import UsageError
@@ -28,12 +27,18 @@ from ckpt_async.errors import (
 
 def tell(error: Exception, *, is_json: bool) -> Exit:
     """One line to stderr, with --json also an object to stdout; a traceback only when asked for."""
-    if os.environ.get("CKPT_ASYNC_DEBUG") == "1":
-        traceback.print_exception(error)
     code, message, hint = _explain(error)
     told = " ".join(f"{message} ({hint})".split() if hint else message.split())
     name = type(error).__name__
-    say(f"ckpt-async: {told}", "command_failed", level=logging.ERROR, error=name, exit_code=int(code))
+    shown = error if os.environ.get("CKPT_ASYNC_DEBUG") == "1" else None
+    say(
+        f"ckpt-async: {told}",
+        "command_failed",
+        level=logging.ERROR,
+        exception=shown,
+        error=name,
+        exit_code=int(code),
+    )
     if is_json:
         kind = type(error).__name__
         print_json(

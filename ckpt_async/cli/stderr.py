@@ -8,6 +8,7 @@ import contextlib
 import itertools
 import logging
 import sys
+import traceback
 from collections.abc import Sequence
 
 _is_json = False  # one command runs in a process at a time
@@ -20,13 +21,25 @@ def set_form(arguments: Sequence[str]) -> None:
     _is_json = "--log-format=json" in arguments or ("--log-format", "json") in pairs
 
 
-def say(text: str, event: str, *, level: int = logging.WARNING, **fields: str | int) -> None:
-    """One line, at once. What cannot be written (a log on a full disk, a reader that is gone) fails nothing."""
+def say(
+    text: str,
+    event: str,
+    *,
+    level: int = logging.WARNING,
+    exception: BaseException | None = None,
+    **fields: str | int,
+) -> None:
+    """One line, at once; the traceback of an `exception` before it, or as its field. What cannot be written (a log on a
+    full disk, a reader that is gone) fails nothing.
+    """
     if _is_json:
         from ckpt_async.core.json_log import FIELDS, JsonFormatter
 
-        record = logging.LogRecord("ckpt_async.cli", level, "", 0, text, None, None)
+        raised = (type(exception), exception, exception.__traceback__) if exception else None
+        record = logging.LogRecord("ckpt_async.cli", level, "", 0, text, None, raised)
         setattr(record, FIELDS, (event, fields))
         text = JsonFormatter().format(record)
+    elif exception is not None:
+        text = f"{''.join(traceback.format_exception(exception))}{text}"
     with contextlib.suppress(OSError, ValueError):
         print(text, file=sys.stderr, flush=True)

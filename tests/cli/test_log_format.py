@@ -1,6 +1,7 @@
 """`--log-format json`: every line of stderr is an object."""
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -63,3 +64,28 @@ def test_an_option_before_the_command_is_told_where_it_belongs(
     [line] = said(capsys)
     told = f"ckpt-async: {typed[0].partition('=')[0]} comes after the command (did you mean `ckpt-async {meant}`?)"
     assert line["message"] == told
+
+
+def test_a_traceback_that_was_asked_for_is_a_field(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CKPT_ASYNC_DEBUG", "1")
+    assert main(["ls", "file:///nowhere/at/all", "--log-format", "json"]) == 3
+    (line,) = capsys.readouterr().err.splitlines()
+    assert json.loads(line)["exception"].startswith("Traceback (most recent call last)")
+    assert main(["ls", "file:///nowhere/at/all"]) == 3
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("Traceback")
+    assert lines[-1].startswith("ckpt-async: ")
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_warning_of_python_is_an_object(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckpt_async.cli.version.version", lambda _: warnings.warn("old", stacklevel=1) or 0)
+    assert main(["version", "--log-format", "json"]) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    told = json.loads(line)
+    assert told["logger"] == "py.warnings"
+    assert "UserWarning: old" in told["message"]
