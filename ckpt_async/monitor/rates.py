@@ -36,7 +36,7 @@ class Rates(Generic[Key]):
         return None if self._moved_at_s is None else max(0.0, now_s - self._moved_at_s)
 
     def look(self, now_s: float, sizes: Mapping[Key, int], done: Iterable[Key] = ()) -> dict[Key, float]:
-        """Bytes per second of each that was seen before; what is not in `sizes` is forgotten. `done`: of those that have
+        """Bytes per second of each that was seen before; what is not in `sizes` is forgotten. `done`: those that have
         all their bytes, so that one which came and went between two looks has moved, too.
         """
         before = {key: seen[-1][1] for key, seen in self._seen.items() if seen}
