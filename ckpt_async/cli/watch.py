@@ -37,7 +37,7 @@ from ckpt_async.watch.watcher import Watcher
 # What a watcher decides by itself, or has a flag of another name for.
 _OURS = frozenset(
     "num_checkpoints_to_keep local_retention on_error latest_filename composer_symlink publish_copies sigterm_flush_s"
-    # What waits is links, not the uploader's: nothing to hold up or to drop.
+    # What waits is links, not the uploader's: nothing to hold up or to drop; `min_free_bytes` is of these.
     " num_concurrent_uploads on_backlog on_disk_low max_backlog_checkpoints max_backlog_bytes min_free_bytes"
     " block_timeout_s abandon_after_s abandon_newest_after_s linger_s node_shared".split()
 )
@@ -122,6 +122,13 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     settings.add_argument("--settings-file", metavar="FILE", help="TOML file with settings")
     settings.add_argument(
         "--uploads", metavar="N", type=_as_count, help="initial number of concurrent uploads (8)"
+    )
+    settings.add_argument(
+        "--min-free-bytes",
+        metavar="X",
+        type=int,
+        help="leave so much of the disk to the trainer: else what it has deleted goes, sent or not, the oldest first"
+        " (0: its next checkpoint, and a reserve)",
     )
     for each in dataclasses.fields(Settings):
         if each.name not in _OURS and each.name not in OPTIONS.values():

@@ -116,7 +116,7 @@ class Settings:
     )
     min_free_bytes: int = _setting(
         0,
-        "free bytes on the folder's file system below which `on_disk_low` applies; 0 for no limit",
+        "free bytes on the folder's file system below which `on_disk_low` applies; 0 for no limit; see watch.md, too",
         0,
         10**15,
     )

@@ -14,7 +14,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from ckpt_async.errors import CkptAsyncError, SettingsError
 from ckpt_async.local.durable import write_durably
 from ckpt_async.watch.disk import identity_of
 from ckpt_async.watch.formats import Found
+from ckpt_async.watch.room import Room
 from ckpt_async.watch.tree import Identity, Tree
 
 
@@ -114,6 +115,7 @@ class Entries:
     source: Path
     place: Path
     remote: str
+    room: Room | None = None  # for copies; None: enough
     all: dict[int, Entry] = field(default_factory=dict)
 
     def load(self) -> None:
@@ -184,16 +186,21 @@ class Entries:
 
     def stage(self, entry: Entry, source: Path) -> Entry:
         """Link every file of it, which are below `source`: then the trainer may delete them. Raises VanishedError, and
-        then nothing is left; OSError if the disk is full.
+        then nothing is left; OSError if the disk is full, or has no room for a copy.
         """
         place = self._staged / f"{entry.number:08d}.tmp"
         shutil.rmtree(place, ignore_errors=True)
         is_copied = False
+
+        def may_copy() -> None:
+            if self.room is not None and not is_copied:  # the rest is copied, too
+                self.room.check_copy(entry.size_bytes)
+
         try:
             for path, shard in entry.shards.items():
                 target = place / shard
                 target.parent.mkdir(parents=True, exist_ok=True)
-                is_copied |= _link_or_copy(source / path, target, entry.files[path])
+                is_copied |= _link_or_copy(source / path, target, entry.files[path], may_copy)
             place.mkdir(exist_ok=True)
             entry = replace(entry, is_copied=is_copied)
             self.put(entry)
@@ -211,8 +218,10 @@ class Entries:
 
     def settle(self, entry: Entry, state: State, reason: str = "", refusal: Refusal | None = None) -> Entry:
         settled = replace(entry, state=state, reason=reason, refusal=refusal)
+        shutil.rmtree(
+            self.staged(entry), ignore_errors=True
+        )  # first: on a full disk nothing can be put otherwise
         self.put(settled)
-        shutil.rmtree(self.staged(entry), ignore_errors=True)
         return settled
 
     def drop(self, entry: Entry) -> None:
@@ -244,8 +253,8 @@ class Entries:
             self.drop(entry)
 
 
-def _link_or_copy(source: Path, target: Path, wanted: Identity) -> bool:
-    """Whether it had to be copied."""
+def _link_or_copy(source: Path, target: Path, wanted: Identity, may_copy: Callable[[], None]) -> bool:
+    """Whether it had to be copied. `may_copy` raises if it may not be."""
     try:
         try:
             os.link(source, target, follow_symlinks=False)
@@ -253,6 +262,7 @@ def _link_or_copy(source: Path, target: Path, wanted: Identity) -> bool:
         except OSError as error:
             if error.errno not in (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK):
                 raise
+            may_copy()
             shutil.copyfile(source, target, follow_symlinks=False)
             is_copied = True
         facts = (source if is_copied else target).lstat()

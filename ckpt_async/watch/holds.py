@@ -20,14 +20,14 @@ from pathlib import Path
 
 from ckpt_async.watch.disk import Disk, identity_of
 from ckpt_async.watch.formats import Found
+from ckpt_async.watch.room import Room
 from ckpt_async.watch.tree import Identity, Tree
 from ckpt_async.watch.wake import News
 
 logger = logging.getLogger(__name__)
 
-# The newest: what was rotated away takes space for as long as it is held. Fewer where less of the disk is free.
+# The newest: what was rotated away takes space for as long as it is held. Fewer where the trainer lacks some.
 MAX_HELD, MAX_HELD_LOW = 32, 2
-MIN_FREE = 0.05
 _NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK)
 
 
@@ -49,6 +49,10 @@ class Hold:
     def written_ns(self) -> int:
         return max((each.mtime_ns for each in self.files.values()), default=0)
 
+    @property
+    def size_bytes(self) -> int:
+        return sum(each.size_bytes for each in self.files.values())
+
 
 def is_same_version(files: Mapping[str, Identity], others: Mapping[str, Identity]) -> bool:
     """Whether they are of one save: files come and grow, and none has become another one."""
@@ -64,7 +68,7 @@ class Holds:
     place: Path
     all: dict[int, Hold] = field(default_factory=dict)
     is_possible: bool = True  # False once the disk has refused a link
-    min_free: float = MIN_FREE
+    room: Room | None = None  # None: enough
     dropping: Callable[[Hold], None] = lambda _: None  # told of what is dropped because too many are held
     _looked_ns: int = 0  # the newest look
 
@@ -118,8 +122,7 @@ class Holds:
             now = replace(now, number=last.number)
         else:
             last = None
-        disk = shutil.disk_usage(self.place)
-        most = MAX_HELD if disk.free >= self.min_free * disk.total else MAX_HELD_LOW
+        most = MAX_HELD_LOW if self.room is not None and self.room.lacking_bytes() else MAX_HELD
         oldest_ns = min((each.written_ns for each in self.all.values()), default=0)
         if last is None and len(self.all) >= most and now.written_ns < oldest_ns:
             return  # it would be the first to go

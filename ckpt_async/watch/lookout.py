@@ -11,11 +11,12 @@ from pathlib import Path
 from ckpt_async.core.refusal import Refusal
 from ckpt_async.watch import plan
 from ckpt_async.watch.disk import Disk
-from ckpt_async.watch.entries import Entries, State, VanishedError, entry_of
+from ckpt_async.watch.entries import Entries, Entry, State, VanishedError, entry_of
 from ckpt_async.watch.formats import Found, find
 from ckpt_async.watch.formats.checks import has_all_below
 from ckpt_async.watch.holds import Hold, Holds
 from ckpt_async.watch.options import Options
+from ckpt_async.watch.room import Room, held_only_by
 from ckpt_async.watch.telling import Teller
 from ckpt_async.watch.tree import Identity, Tree
 from ckpt_async.watch.wake import News, Waker
@@ -24,6 +25,10 @@ logger = logging.getLogger(__name__)
 
 # Copies take the disk's space twice.
 MAX_COPIED = 2
+TOO_MANY = "it was removed before it had been quiet for long enough, and too many later ones wait for that"
+DISK_LOW = "its trainer has deleted it, and needs the space: the disk was nearly full before it could be sent"
+# What the trainer writes next is as large as the largest of so many that were found last.
+NUM_LATE = 16
 # Of what nothing was written for so long its mark may never come.
 STALE_S = 600.0
 
@@ -34,9 +39,9 @@ class Lookout:
     """
 
     def __init__(
-        self, options: Options, entries: Entries, holds: Holds, teller: Teller, waker: Waker
+        self, options: Options, entries: Entries, holds: Holds, teller: Teller, waker: Waker, room: Room
     ) -> None:
-        self._options, self._entries, self._holds = options, entries, holds
+        self._options, self._entries, self._holds, self._room = options, entries, holds, room
         self._teller, self._waker = teller, waker
         self._disk = Disk(options.folder)
         holds.dropping = self._give_up
@@ -70,7 +75,9 @@ class Lookout:
                 self._teller.tell("changed", entry, reason)
 
     def take(self) -> None:
-        """Stage what is complete; hold what is not, where it may become so after it was rotated away."""
+        """Stage what is complete; hold what is not, where it may become so after it was rotated away. Where the trainer
+        lacks space, let go of links.
+        """
         self._teller.incomplete, self.num_left = {}, 0
         self._teller.pass_over(self.tree.unreadable)
         candidates, seen_before, self._seen = find(self.tree, self._options.rules), self._seen, {}
@@ -101,6 +108,7 @@ class Lookout:
         self._holds.miss(self.tree, self._news)
         for hold in self._holds.gone(self.tree):
             self._take_held(hold)
+        self._make_room()
 
     def _tell_of_removed(self, there: Collection[str]) -> None:
         """Of what was never complete, though its trainer had finished it: a wrong option would lose all, silently."""
@@ -181,19 +189,47 @@ class Lookout:
         candidates = find(tree, self._options.rules) if tree is not None else []
         return tree, next((each for each in candidates if each.path == hold.path), None)
 
-    def _give_up(self, hold: Hold) -> None:
+    def _give_up(self, hold: Hold, refusal: Refusal = Refusal.INCOMPLETE, why: str = TOO_MANY) -> None:
         """It is dropped because too many are held. Where the folder has it still, nothing is lost."""
         is_here = any(self.tree.files.get(path) == was for path, was in hold.files.items())
         tree, found = self._held(hold)
         if not hold.is_waiting or is_here or found is None or tree is None:
             return
         if (verdict := self._judge(found, tree)) is not None and verdict.refusal is None:
-            reason = "it was removed before it had been quiet for long enough, and too many later ones wait for that"
-            self._teller.refuse(found, Refusal.INCOMPLETE, reason)
+            self._teller.refuse(found, refusal, why)
+
+    def _make_room(self) -> None:
+        """Training comes first: let go of what only our links keep on the disk, the oldest first. What is handed in is
+        on its way, and so little that it leaves room.
+        """
+        newest = dict(sorted(self._entries.all.items())[-NUM_LATE:])
+        self._room.expect([*newest.values(), *self._holds.all.values()], self.tree)
+        lacking_bytes = self._room.lacking_bytes()
+        if not lacking_bytes:
+            return
+        staged = [each for each in self._entries.open() if each.state is State.STAGED]
+        links: list[Entry | Hold] = [*staged, *self._holds.all.values()]
+        for each in sorted(links, key=lambda each: each.written_ns):
+            if lacking_bytes <= 0:
+                return
+            place = self._entries.staged(each) if isinstance(each, Entry) else self._holds.folder(each)
+            if freed_bytes := held_only_by(place):
+                self._let_go(each)
+                lacking_bytes -= freed_bytes
+
+    def _let_go(self, what: Entry | Hold) -> None:
+        if isinstance(what, Hold):
+            self._give_up(what, Refusal.NO_SPACE, DISK_LOW)
+            self._holds.drop(what)
+        elif what.files.items() <= self.tree.files.items():  # its copy; when there is room it is made again
+            self._entries.drop(what)
+        else:
+            self._teller.refuse(what, Refusal.NO_SPACE, DISK_LOW)
+            self._entries.settle(what, State.REFUSED, DISK_LOW, Refusal.NO_SPACE)
 
     def _stage(self, found: Found, tree: Tree, source: Path) -> None:
         if sum(each.is_copied for each in self._entries.open()) >= MAX_COPIED:
-            self.num_left += 1
+            self._wait(found, f"it is to be copied, {MAX_COPIED} at a time")
             return
         expected = tuple(sorted({*found.inner, *found.missing})) if self._options.num_nodes > 1 else ()
         try:
@@ -211,10 +247,16 @@ class Lookout:
 
     def _cannot_link(self, found: Found, reason: str) -> None:
         if self._entries.open():  # whose end may free space
-            self.num_left += 1
             self._teller.say("cannot_link", found.path, f"{found.path}: {reason}; trying again")
+            self._wait(found, reason)
         else:
             self._teller.refuse(found, Refusal.NO_SPACE, reason)  # for now: the next round tries again
+
+    def _wait(self, found: Found, reason: str) -> None:
+        """If it is removed meanwhile, that is told."""
+        self.num_left += 1
+        if found.mark in self.tree.files:
+            self._lacking[found.path] = found, self.tree.files[found.mark], reason
 
 
 def _is_stale(found: Found, tree: Tree) -> bool:

@@ -39,6 +39,7 @@ from ckpt_async.watch.options import Options
 from ckpt_async.watch.recognise import same_in_store
 from ckpt_async.watch.refusals import Refusals
 from ckpt_async.watch.remote import Remote
+from ckpt_async.watch.room import Room
 from ckpt_async.watch.telling import Report, Teller, Told
 from ckpt_async.watch.wake import Waker
 
@@ -67,8 +68,9 @@ class Watcher:
         self.entries = Entries(options.folder, place, keys.kind_remote(options.remote, options.kind or ""))
         self.waker = Waker() if waker is None else waker
         self._teller = Teller(tell)
-        self._holds = Holds(options.folder, place / "held")
-        self._lookout = Lookout(options, self.entries, self._holds, self._teller, self.waker)
+        self._room = self.entries.room = Room(options.folder, place)
+        self._holds = Holds(options.folder, place / "held", room=self._room)
+        self._lookout = Lookout(options, self.entries, self._holds, self._teller, self.waker, self._room)
         self._attempts: Counter[int] = Counter()
         self._uploader: Uploader | None = None
         self._remote: Remote | None = None
@@ -129,6 +131,7 @@ class Watcher:
         self._holds.load()
         options = self.options
         settings = load_settings(options.settings, os.environ, options.settings_file)
+        self._room.min_free_bytes = settings.min_free_bytes
         self._refusals = Refusals(self.entries.remote, options.node, self.entries.place, settings)
         self._teller.on_refused = self._refusals.add
 
@@ -182,6 +185,7 @@ class Watcher:
             **{
                 **options.settings,
                 "on_error": "warn",
+                "min_free_bytes": 0,  # what is handed in is never held up: what is staged leaves room
                 # What is staged goes when its entry is settled; the trainer's files are not the uploader's.
                 "num_checkpoints_to_keep": -1,
                 "latest_filename": "",
@@ -291,8 +295,10 @@ class Watcher:
     def _hand_over(self) -> None:
         assert self._uploader is not None
         for entry in plan.due(self.entries.all.values(), self._lookout.tree.now_ns, self.options.settle_s):
-            num_open = sum(each.state is State.HANDED for each in self.entries.open())
-            if num_open >= MAX_OPEN:
+            handed = [each for each in self.entries.open() if each.state is State.HANDED]
+            size_bytes = sum(each.size_bytes for each in (*handed, entry))
+            # What is in its hands keeps its space until it is committed, however long that takes.
+            if len(handed) >= MAX_OPEN or (handed and not self._room.is_enough_without(size_bytes)):
                 return
             if not self.entries.is_intact(entry):
                 self.entries.drop(entry)

@@ -11,6 +11,7 @@ from ckpt_async.watch.disk import Disk
 from ckpt_async.watch.formats import Found, find
 from ckpt_async.watch.holds import MAX_HELD, Hold, Holds
 from ckpt_async.watch.plan import is_held
+from ckpt_async.watch.room import Room
 from ckpt_async.watch.tree import Tree
 
 
@@ -120,7 +121,7 @@ def test_only_the_newest_are_held(place: Place) -> None:
         shutil.rmtree(place.out / f"step-{step}")
     assert [each.path for each in place.holds.all.values()] == [f"step-{n}" for n in range(3, MAX_HELD + 3)]
     assert len(list(place.state.iterdir())) == 2 * MAX_HELD
-    place.holds.min_free = 1.1  # as if the disk were full
+    place.holds.room = Room(place.out, place.state, 1 << 60)  # as if the disk were full
     place.write("a", "x", 1000)
     place.look()
     assert [each.path for each in place.holds.all.values()] == [f"step-{MAX_HELD + 2}", "step-1000"]

@@ -20,6 +20,7 @@ from ckpt_async.watch.formats import Rules
 from ckpt_async.watch.holds import MAX_HELD, Holds
 from ckpt_async.watch.lookout import STALE_S, Lookout
 from ckpt_async.watch.options import Options
+from ckpt_async.watch.room import Room
 from ckpt_async.watch.telling import Teller
 from ckpt_async.watch.wake import Waker
 
@@ -41,6 +42,7 @@ class Place:
             Entries(self.folder, base / "state", "memory://"),
             Holds(self.folder, base / "held"),
         )
+        self.room = self.entries.room = Room(self.folder, base / "state")
         self.entries.load()
         self.holds.load()
         self.told: list[tuple[str, str]] = []
@@ -50,7 +52,7 @@ class Place:
     def lookout(self, rules: Rules, num_nodes: int = 1) -> Lookout:
         state, lock = self._base / "state", self._base / "lock"
         options = Options(self.folder, "memory://", state, lock, rules=rules, num_nodes=num_nodes)
-        return Lookout(options, self.entries, self.holds, self.teller, self.waker)
+        return Lookout(options, self.entries, self.holds, self.teller, self.waker, self.room)
 
 
 RULES = {

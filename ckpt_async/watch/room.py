@@ -1,0 +1,92 @@
+"""What is left of the disk to the trainer, which comes first: links of what it has deleted keep their space, and copies
+take some.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Collection
+from pathlib import Path
+from typing import Protocol
+
+from ckpt_async.core.units import in_units
+from ckpt_async.errors import NoSpaceError
+from ckpt_async.watch.tree import Tree
+
+# Beside the next checkpoint, for logs and whatever else is written there: so much of the disk, and never more than such
+# a checkpoint, which of a large disk is little.
+RESERVE = 0.05
+
+
+class Written(Protocol):
+    """A checkpoint, or what may become one."""
+
+    @property
+    def written_ns(self) -> int: ...
+    @property
+    def size_bytes(self) -> int: ...
+
+
+class Room:
+    """Of the disk that has `place`, where links and copies are. `min_free_bytes`: what the user wants to be left; 0 for
+    the next checkpoint and a reserve. Blocking calls.
+    """
+
+    def __init__(self, folder: Path, place: Path, min_free_bytes: int = 0) -> None:
+        self._folder, self._place, self.min_free_bytes = folder, place, min_free_bytes
+        self._save_bytes = self._begun_bytes = 0
+
+    def expect(self, known: Collection[Written], tree: Tree) -> None:
+        """The trainer's next checkpoint is as large as the largest of these. What was written since is part of it."""
+        self._save_bytes = max((each.size_bytes for each in known), default=0)
+        last_ns = max((each.written_ns for each in known), default=0)
+        self._begun_bytes = sum(each.size_bytes for each in tree.files.values() if each.mtime_ns > last_ns)
+
+    def lacking_bytes(self) -> int:
+        """What the trainer lacks for what it writes next; 0 where it writes to another disk."""
+        if not self._is_the_trainer_s():
+            return 0
+        free_bytes, floor_bytes = self._space(self._save_bytes)
+        if not self.min_free_bytes:
+            floor_bytes -= min(self._begun_bytes, self._save_bytes)
+        return max(0, floor_bytes - free_bytes)
+
+    def is_enough_without(self, size_bytes: int) -> bool:
+        """Whether the trainer would lack nothing if so much were taken."""
+        free_bytes, floor_bytes = self._space(self._save_bytes)
+        return not self._is_the_trainer_s() or free_bytes - size_bytes >= floor_bytes
+
+    def check_copy(self, size_bytes: int) -> None:
+        """Raises NoSpaceError if a copy of so much would leave too little."""
+        free_bytes, floor_bytes = self._space(max(size_bytes, self._save_bytes))
+        if free_bytes - size_bytes < floor_bytes:
+            raise NoSpaceError(
+                f"a copy of {in_units(size_bytes)} would leave less than {in_units(floor_bytes)} of the disk free",
+                hint="let the watcher link: as the trainer's user, with --state on the same disk; or free space",
+            )
+
+    def _space(self, save_bytes: int) -> tuple[int, int]:
+        """What is free, and what has to be: of a disk that only copies are on, the reserve."""
+        facts = os.statvfs(self._place)
+        reserve_bytes = min(save_bytes, int(facts.f_blocks * facts.f_frsize * RESERVE))
+        next_bytes = save_bytes if self._is_the_trainer_s() else 0
+        free_bytes = facts.f_bavail * facts.f_frsize if facts.f_blocks else sys.maxsize  # not every one tells
+        return free_bytes, self.min_free_bytes or next_bytes + reserve_bytes
+
+    def _is_the_trainer_s(self) -> bool:
+        with contextlib.suppress(OSError):
+            return self._folder.stat().st_dev == self._place.stat().st_dev
+        return False
+
+
+def held_only_by(folder: Path) -> int:
+    """How many bytes would be free without the files below it: those of which there is no other link."""
+    size_bytes = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):
+            facts = path.lstat()
+            if facts.st_nlink == 1:  # a folder has at least two, or blocks of its own
+                size_bytes += facts.st_blocks * 512
+    return size_bytes
