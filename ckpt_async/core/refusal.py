@@ -14,5 +14,5 @@ class Refusal(enum.Enum):
     UNSUPPORTED = "unsupported"  # a symbolic link, a name that not every store takes, a second file of a step
     UNKNOWN = "unknown"  # of no known format
     OUTDATED = "outdated"  # it would become the newest, and is not
-    NO_SPACE = "no_space"  # it can be neither linked nor copied
+    NO_SPACE = "no_space"  # for a copy; or for links of what its trainer has deleted
     GIVEN_UP = "given_up"  # handed in, and then given up by the run

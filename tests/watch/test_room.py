@@ -4,6 +4,7 @@ import errno
 import os
 import shutil
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,8 @@ from ckpt_async.watch.watcher import Watcher
 from tests.faults.small_disk import on_small_disk
 from tests.watch import conftest
 from tests.watch.conftest import save
-from tests.watch.test_lookout import Place, place
+from tests.watch.looking import Place
 
-__all__ = ["place"]
 MIB = 1 << 20
 BLOCK = 4096
 
@@ -34,6 +34,13 @@ class Disk:
     def _facts(self, _: object) -> os.statvfs_result:
         blocks = (self.total_bytes // BLOCK, self.free_bytes // BLOCK, self.free_bytes // BLOCK)
         return os.statvfs_result((BLOCK, BLOCK, *blocks, 0, 0, 0, 0, 255))
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    place = Place(tmp_path)
+    yield place
+    place.waker.close()
 
 
 @pytest.fixture
@@ -117,7 +124,7 @@ def test_of_a_large_disk_little_is_kept_free_and_what_is_on_another_one_is_no_ma
     assert place.room.lacking_bytes()
     other = Room(Path("/proc"), place.folder, min_free_bytes=MIB * 1000)
     assert not other.lacking_bytes()
-    disk.total_bytes = 0  # some network file systems do not tell
+    disk.total_bytes = disk.free_bytes = 0  # some network file systems do not tell
     assert not place.room.lacking_bytes()
 
 
