@@ -19,7 +19,7 @@ from ckpt_async.cli.output import (
     store_options,
     telling_of_silence,
 )
-from ckpt_async.cli.parsing import WHERE, add_kind, add_store_options, as_which
+from ckpt_async.cli.parsing import WHERE, add_kind, add_store_options, as_step, as_which
 from ckpt_async.core.units import counted, in_units
 from ckpt_async.errors import ObjectNotFoundError
 from ckpt_async.restore.checkpoint import RemoteFile
@@ -60,6 +60,9 @@ def _as_place(text: str) -> Place:
     found = _PLACED.fullmatch(text)
     if found is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a remote such as s3://bucket/prefix/run#100")
+    _, mark, step = found["remote"].rpartition("#")
+    if mark and "/" not in step:
+        as_step(step)  # says that it is none
     return Place(found["remote"], as_which(found["step"]) if found["step"] else ANY)
 
 

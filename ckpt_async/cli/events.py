@@ -62,6 +62,8 @@ def given(options: argparse.Namespace) -> dict[str, Any]:
 
 def event_settings(options: argparse.Namespace, settings: Settings) -> Settings:
     """The settings, with what these options say. Raises SettingsError if something of it is wrong."""
-    settings = replace(settings, **given(options))
-    check(settings)
+    said = given(options)
+    settings = replace(settings, **said)
+    options_of = {setting: f"--{option.replace('_', '-')}" for option, setting in OPTIONS.items()}
+    check(settings, {setting: options_of[setting] for setting in said})
     return settings

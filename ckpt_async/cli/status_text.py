@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from ckpt_async.cli.drawing import Block, Table
-from ckpt_async.core.units import age, few, in_units, named, one_line
+from ckpt_async.core.units import age, counted, few, in_units, named, one_line
 from ckpt_async.monitor.rates import eta_s
 from ckpt_async.monitor.report import Seen, hint_for
 from ckpt_async.monitor.status import CheckpointStatus
@@ -95,7 +95,7 @@ def remote_block(kind: str, found: Overview, *, is_titled: bool) -> Block:
         ago = age(found.seen_at - (newest.at or 0.0))
         lines.append(("good", f"newest committed step {newest.id.step}, {ago} ago"))
     lines += [("warn", _waiting(each, found.seen_at)) for each in flying]
-    ranks = f" of {found.world_size} ranks" if found.world_size else ""
+    ranks = f", {counted(found.world_size, 'rank')}" if found.world_size else ""
     lines += [("", ""), ("", f"start   generation {found.generation}{ranks}")]
     lines += [("bad", f"cannot be read: {key}") for key in found.unreadable]
     decided = [each for each in found.items if each.state != "in_flight"]

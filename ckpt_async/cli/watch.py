@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ckpt_async.cli.events import OPTIONS, add_events, given
+from ckpt_async.cli.events import OPTIONS, add_events, event_settings, given
 from ckpt_async.cli.output import Exit, Json, going_on_unread, let_go, store_options
 from ckpt_async.cli.parsing import WHERE, add_kind, add_store_options, as_folder, as_seconds
 from ckpt_async.cli.stderr import say
@@ -301,6 +301,7 @@ def _options(options: argparse.Namespace, environment: dict[str, str]) -> Option
         for each in dataclasses.fields(Settings)
         if (value := getattr(options, each.name, None)) is not None
     }
+    event_settings(options, Settings())  # says by their options what is wrong with them
     settings |= given(options)
     if options.uploads:
         settings["num_concurrent_uploads"] = options.uploads

@@ -13,6 +13,7 @@ import subprocess
 import time
 import weakref
 from collections.abc import Mapping
+from dataclasses import replace
 
 from ckpt_async.errors import SettingsError
 from ckpt_async.events.couriers import DeliveryError
@@ -25,6 +26,8 @@ MAX_ATTEMPTS = 5
 # Between SIGTERM and SIGKILL.
 TERM_S = 2.0
 OUTPUT_BYTES = 8192
+# Linux takes 128 KiB in one argument or variable; a template may have the event twice in one.
+MAX_JSON_BYTES = 60_000
 OUR_PREFIX = "CKPT_ASYNC_EVENT"
 SECRET = "CKPT_ASYNC_WEBHOOK_SECRET"  # noqa: S105  the name of the variable
 
@@ -60,8 +63,19 @@ def arguments(parts: list[str], event: Event) -> list[str]:
 def values_of(event: Event) -> dict[str, str]:
     values = {name: getattr(event, name) for name in _FIELDS if name != "json"}
     return {name: "" if value is None else str(value) for name, value in values.items()} | {
-        "json": event.to_json()
+        "json": _json_of(event)
     }
+
+
+def _json_of(event: Event) -> str:
+    """Of metrics alone there may be more than an argument holds."""
+    text = event.to_json()
+    if len(text) <= MAX_JSON_BYTES or "metrics" not in event.details:
+        return text
+    metrics = event.details["metrics"]
+    return replace(
+        event, details={**event.details, "metrics": {}, "num_metrics_left_out": len(metrics)}
+    ).to_json()
 
 
 def environment(event: Event, inherited: Mapping[str, str]) -> dict[str, str]:

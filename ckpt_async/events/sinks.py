@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import SettingsError
@@ -13,6 +14,8 @@ from ckpt_async.events.couriers import Sink
 from ckpt_async.events.telling import Wants, parse_kinds
 
 logger = logging.getLogger(__name__)
+
+_SECRET_FILE = "event_webhook_secret_file"  # noqa: S105  the name of the setting
 
 
 def wants_of(settings: Settings, *, callback: str = "") -> Wants:
@@ -30,13 +33,15 @@ def wants_of(settings: Settings, *, callback: str = "") -> Wants:
     return wants
 
 
-def check(settings: Settings) -> None:
-    """Raise SettingsError if something of it is wrong."""
+def check(settings: Settings, names: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Raise SettingsError if something of it is wrong. `names`: of settings that were given by another one."""
     if settings.event_exec:
-        command.parse(settings.event_exec, "event_exec")
+        command.parse(settings.event_exec, names.get("event_exec", "event_exec"))
+        parse_kinds(settings.event_exec_kinds, names.get("event_exec_kinds", "event_exec_kinds"))
     if settings.event_webhook:
-        webhook.host_of(settings.event_webhook, "event_webhook")
-        _secret(settings, os.environ)
+        webhook.host_of(settings.event_webhook, names.get("event_webhook", "event_webhook"))
+        parse_kinds(settings.event_webhook_kinds, names.get("event_webhook_kinds", "event_webhook_kinds"))
+        _secret(settings, os.environ, names.get(_SECRET_FILE, _SECRET_FILE))
 
 
 def sinks_of(settings: Settings, environment: Mapping[str, str], *, warns: bool = True) -> list[Sink]:
@@ -55,7 +60,7 @@ def sinks_of(settings: Settings, environment: Mapping[str, str], *, warns: bool 
     return sinks
 
 
-def _secret(settings: Settings, environment: Mapping[str, str]) -> bytes:
+def _secret(settings: Settings, environment: Mapping[str, str], where: str = _SECRET_FILE) -> bytes:
     path = settings.event_webhook_secret_file
     if not path:
         return environment.get(command.SECRET, "").encode(errors="surrogateescape")
@@ -63,7 +68,7 @@ def _secret(settings: Settings, environment: Mapping[str, str]) -> bytes:
         with open(path, "rb") as file:
             secret = file.read(4096).strip()
     except OSError as error:
-        raise SettingsError(f"event_webhook_secret_file {path!r} cannot be read: {error.strerror}") from None
+        raise SettingsError(f"{where} {path!r} cannot be read: {error.strerror}") from None
     if not secret:
-        raise SettingsError(f"event_webhook_secret_file {path!r} is empty")
+        raise SettingsError(f"{where} {path!r} is empty")
     return secret

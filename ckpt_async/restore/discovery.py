@@ -107,7 +107,7 @@ def find(
                 raise
             check_nowhere(remote, known)
             await _check_kind(run, kind, store_options)
-            logger.warning("remote_missing %s error=%s; treated as a fresh start", remote, error)
+            logger.warning("remote_missing %s error=%s; as if nothing had been committed yet", remote, error)
             return None
         if found is None:
             await _check_kind(run, kind, store_options)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckpt_async.core import naming
+from ckpt_async.core.arguments import shown
 from ckpt_async.core.model import CheckpointId, FileIdentity, Shard
 from ckpt_async.errors import InvalidNameError, InvalidShardError, SealedError, SettingsError
 from ckpt_async.stores import check_key_length
@@ -129,11 +130,12 @@ def metric_values(metrics: Mapping[str, float], step: int) -> tuple[tuple[str, f
     for key, value in metrics.items():
         try:
             number = value if type(value) in (int, float) else float(value)
-        except (TypeError, ValueError, RuntimeError):
-            number = None
+            is_finite = math.isfinite(number)  # an OverflowError of an int that no float can hold
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            number, is_finite = None, False
         if type(key) is not str or number is None or isinstance(value, str | bytes | bool):
-            raise InvalidNameError(f"metrics: {key!r}: {value!r} is not a name with a number")
-        if math.isfinite(number):
+            raise InvalidNameError(f"metrics: {shown(key)}: {shown(value)} is not a name with a number")
+        if is_finite:
             found[key] = number
         else:
             logger.warning("metric_left_out step=%d metric=%s value=%r", step, key, number)

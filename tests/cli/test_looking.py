@@ -224,7 +224,7 @@ def test_diff_compares_files_by_their_receipts(tmp_path: Path, remote: str, call
     assert "- gone" in shown
     assert "~ longer  1 B -> 2 B" in shown
     assert "~ other  1 B, another content" in shown
-    for wrong in (["here", "1"], [remote, "there"]):
+    for wrong in (["here", "1"], [remote, "there"], [f"{remote}#abc", "1"], [remote, f"{remote}#1@2"]):
         assert call("diff", *wrong)[0] == 2
 
 

@@ -1,10 +1,15 @@
 """A command that is told of events, by itself."""
 
+import json
+import os
 from pathlib import Path
 
+import pytest
+
+from ckpt_async.cli import main
 from ckpt_async.core.model import CheckpointId
-from ckpt_async.events.command import Command
-from ckpt_async.events.event import of_checkpoint
+from ckpt_async.events.command import Command, environment
+from ckpt_async.events.event import Event, of_checkpoint
 from tests.descriptors import many_open
 
 
@@ -13,3 +18,40 @@ def test_a_command_is_run_in_a_trainer_with_thousands_of_open_files(tmp_path: Pa
     with many_open():
         Command(f"touch {tmp_path}/told-{{step}}", 60.0).deliver(event)
     assert (tmp_path / "told-7").exists()
+
+
+def test_an_event_that_no_argument_holds_is_told_without_its_metrics(tmp_path: Path) -> None:
+    metrics = {f"expert-{number}/load-of-its-router": 0.5 for number in range(10_000)}
+    event = of_checkpoint(
+        "committed", "s3://bucket/run", CheckpointId(1, 7), "step-7", 0.0, num_shards=3, metrics=metrics
+    )
+    Command(f"sh -c 'echo \"$1\" > {tmp_path}/told' - {{json}}", 60.0).deliver(event)
+    for text in ((tmp_path / "told").read_text(), environment(event, os.environ)["CKPT_ASYNC_EVENT_JSON"]):
+        told = Event.from_json(text)
+        assert told.id == event.id
+        assert told.details == {"num_shards": 3, "metrics": {}, "num_metrics_left_out": 10_000}
+    few = of_checkpoint("committed", "s3://bucket/run", CheckpointId(1, 7), "", 0.0, metrics={"loss": 2.5})
+    assert json.loads(environment(few, {})["CKPT_ASYNC_EVENT_JSON"])["details"] == {"metrics": {"loss": 2.5}}
+
+
+@pytest.mark.parametrize("command", [["drain"], ["sweep"], ["watch"]])
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--exec", "evaluate {stpe}"),
+        ("--exec-on", "comitted"),
+        ("--webhook", "example.com"),
+        ("--webhook-on", "comitted"),
+        ("--webhook-secret-file", "/nowhere"),
+    ],
+)
+def test_what_is_wrong_is_called_as_it_was_typed(
+    tmp_path: Path, command: list[str], option: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = {"--exec": "true", "--webhook": "http://127.0.0.1:9/", option: value}
+    arguments = [word for pair in given.items() for word in pair]
+    remote = [f"file://{tmp_path}/run"] if command == ["watch"] else []
+    assert main([*command, str(tmp_path), *remote, *arguments]) == 2
+    told = capsys.readouterr().err
+    assert f"{option} " in told or f"{option}=" in told
+    assert "event_" not in told

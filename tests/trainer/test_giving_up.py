@@ -101,7 +101,19 @@ def test_numbers_of_other_libraries_are_accepted_and_non_finite_metrics_rejected
     assert left_out == {"worst", "bad"}
 
 
-@pytest.mark.parametrize("value", ["0.5", b"1", True, None, [1, 2], {}])
+@pytest.mark.parametrize(
+    "value",
+    [
+        "0.5",
+        b"1",
+        True,
+        None,
+        [1, 2],
+        {},
+        pytest.param(10**400, id="huge"),
+        pytest.param(10**5000, id="more"),
+    ],
+)
 def test_a_metric_that_is_not_a_number_is_rejected(opened: Open, value: Any) -> None:
     with opened(Meddled()) as uploader, pytest.raises(InvalidNameError, match="is not a name with a number"):
         uploader.seal(1, metrics={"loss": value})
