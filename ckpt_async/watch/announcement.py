@@ -58,13 +58,11 @@ class Announcement:
                 raise InvalidRecordError(
                     f"announcement of {checkpoint}: {fields['format']} {fields['version']}"
                 )
-            if fields["path"]:
-                check_relative(fields["path"], "path")
             return cls(
                 checkpoint,
                 int(fields["node"]),
                 check_component(fields["of"], "format"),
-                fields["path"],
+                _path(fields["path"]),
                 check_component(fields["name"], "name"),
                 {check_relative(name, "file"): _version(each) for name, each in fields["here"].items()},
                 tuple(check_relative(each, "file") for each in fields["expected"]),
@@ -72,6 +70,13 @@ class Announcement:
             )
         except _ILL_FORMED as error:
             raise InvalidRecordError(f"announcement of {checkpoint} cannot be read: {error}") from None
+
+
+def _path(told: object) -> str:
+    """Within the watched folder, whose own folders may have any name."""
+    if not isinstance(told, str) or (told and not {"", ".", ".."}.isdisjoint(told.split("/"))):
+        raise ValueError(f"the path {told!r}")
+    return told
 
 
 def _version(told: list[int | None] | None) -> Version | None:

@@ -91,6 +91,7 @@ class Lookout:
             if verdict.refusal is not None:
                 self._teller.refuse(found, verdict.refusal, verdict.reason)
             elif verdict.take:
+                self._lacking.pop(found.path, None)  # it is whole by now
                 self._stage(found, self.tree, self._options.folder)
             else:
                 self.num_left += verdict.is_waiting

@@ -16,7 +16,7 @@ from ckpt_async import Uploader
 from ckpt_async.core import keys
 from ckpt_async.core.model import CheckpointId, Outcome
 from ckpt_async.core.refusal import Refusal
-from ckpt_async.errors import FencedError
+from ckpt_async.errors import FencedError, InvalidRecordError
 from ckpt_async.watch import plan
 from ckpt_async.watch.announcement import Announcement, Version
 from ckpt_async.watch.disk import sample
@@ -80,10 +80,12 @@ class Nodes:
         self._next_look_at = now + self._num_nodes / LOOKS_PER_S
         self.check_newest()
         after = min(sorted(self._known)[-NUM_LATE:], default=0) - 1
-        for each in self._remote.announced(self.generation, after, self._known):
-            self._known.add(each.checkpoint.step)
-            if each.node != self._node:
-                self._heard[each.checkpoint.step] = each, time.monotonic()
+        for id_, told in self._remote.announced(self.generation, after, self._known):
+            self._known.add(id_.step)
+            if isinstance(told, InvalidRecordError):
+                self._uploader.give_up(id_.step, str(told))
+            elif told.node != self._node:
+                self._heard[id_.step] = told, time.monotonic()
 
     def check_newest(self) -> None:
         """Raises FencedError if another node has begun a new start."""

@@ -8,7 +8,9 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from ckpt_async.core import naming
 from ckpt_async.core.refusal import Refusal
+from ckpt_async.errors import InvalidNameError
 from ckpt_async.watch.entries import Entry, State
 from ckpt_async.watch.formats import Found
 from ckpt_async.watch.tree import Identity, Tree
@@ -50,6 +52,8 @@ def judge(found: Found, tree: Tree, known: Iterable[Entry], *, num_nodes: int) -
         return Verdict(found, reason=found.reason, refusal=refusal, is_waiting=found.is_waiting)
     if found.missing and num_nodes == 1:
         return Verdict(found, reason=lacking(found.missing))
+    if reason := unsafe_name(found):
+        return Verdict(found, reason=reason, refusal=Refusal.UNSUPPORTED)
     if entries and (found.is_file or found.format in MARKLESS):
         known_files = entries[-1].files.keys() & tree.files.keys()
         older = [path for path in known_files if tree.born_ns(path) <= entries[-1].staged_ns]
@@ -147,6 +151,19 @@ def _of_twin(found: Found, tree: Tree, twin: Entry) -> Verdict | None:
         " Watch its folder by itself with another --kind, or take both by --pattern"
     )
     return Verdict(found, reason=reason, refusal=Refusal.UNSUPPORTED)
+
+
+def unsafe_name(found: Found) -> str:
+    """Why not every store takes its name, or one of its files': nothing of it may be staged, or told to other nodes. ""
+    if all do.
+    """
+    try:
+        naming.checkpoint_name(found.name, found.step)
+        for name in found.inner:
+            naming.check_relative(name, "file")
+    except InvalidNameError as error:
+        return str(error)
+    return ""
 
 
 def lacking(missing: tuple[str, ...]) -> str:

@@ -74,20 +74,27 @@ class Remote:
         there = self.call(lambda store: create_once(store, key, announced.encode()))
         return Announcement.decode(there, announced.checkpoint)
 
-    def announced(self, generation: int, after: int, known: Collection[int]) -> list[Announcement]:
-        """What is complete in this generation, past a step, by step; but for these steps."""
+    def announced(
+        self, generation: int, after: int, known: Collection[int]
+    ) -> list[tuple[CheckpointId, Announcement | InvalidRecordError]]:
+        """What is complete in this generation, past a step, by step; but for these steps. Or why what was told of it
+        cannot be read.
+        """
 
-        async def work(store: PatientStore) -> list[Announcement]:
+        def decoded(data: bytes, id_: CheckpointId) -> Announcement | InvalidRecordError:
+            try:
+                return Announcement.decode(data, id_)
+            except InvalidRecordError as error:
+                return error
+
+        async def work(store: PatientStore) -> list[tuple[CheckpointId, Announcement | InvalidRecordError]]:
             start = keys.announcement_key(CheckpointId(generation, after)) if after >= 0 else ""
             listing = await store.list(keys.announcements_prefix(generation), start_after=start)
             named = (keys.parse_announcement_key(each.key) for each in listing.objects)
             ids = [each for each in named if each is not None and each.step not in known]
             found = await all_or_none(read(store, keys.announcement_key(id_)) for id_ in ids)
-            return [
-                Announcement.decode(each[0], id_)
-                for id_, each in zip(ids, found, strict=True)
-                if each is not None
-            ]
+            there = ((id_, each) for id_, each in zip(ids, found, strict=True) if each is not None)
+            return [(id_, decoded(each[0], id_)) for id_, each in there]
 
         return self.call(work)
 

@@ -19,6 +19,7 @@ from ckpt_async.errors import (
     FencedError,
     FolderInUseError,
     InvalidNameError,
+    InvalidRecordError,
     InvalidShardError,
     NoJournalError,
     NoSpaceError,
@@ -318,7 +319,11 @@ class Watcher:
                 self._settle_refused(entry, Refusal.OUTDATED, reason)
                 continue
             assert self._nodes is not None
-            ours = self._nodes.announce(entry)
+            try:
+                ours = self._nodes.announce(entry)
+            except InvalidRecordError as error:  # by another node, of another version perhaps
+                self._settle_refused(entry, Refusal.GIVEN_UP, str(error))
+                continue
             self._hand_in(replace(ours, state=State.HANDED, generation=generation))
 
     def _hand_in(self, entry: Entry) -> None:

@@ -25,10 +25,13 @@ class Store:
 
     generation = 1
 
-    def announced(self, generation: int, after: int, known: set[int]) -> Iterator[Announcement]:
+    def announced(
+        self, generation: int, after: int, known: set[int]
+    ) -> Iterator[tuple[CheckpointId, Announcement]]:
         here = dict.fromkeys(("DONE",))
         if not known:
-            yield Announcement(CheckpointId(generation, 1), 0, "done", "step-1", "step-1", here, ())
+            id_ = CheckpointId(generation, 1)
+            yield id_, Announcement(id_, 0, "done", "step-1", "step-1", here, ())
 
     def newest_generation(self, generation: int) -> int:
         return generation

@@ -403,6 +403,15 @@ def test_olmo_s_other_ranks_may_write_after_its_config_and_before_the_renaming()
     assert "is newer than its mark" in reasons({**written, "step50/train/rank0.pt": torch_zip(x=1)})
 
 
+def test_a_configuration_that_comes_first_is_no_mark_of_olmo(metadata: Mapping[str, bytes]) -> None:
+    """Of any trainer that calls its folders so."""
+    begun = {"step50/config.yaml": b"a"}
+    assert not complete(begun)
+    (found,) = complete({**begun, **{f"step50/{name}": data for name, data in metadata.items()}})
+    assert (found.format, found.inner[0]) == ("dcp", ".metadata")
+    assert "config.yaml" in found.inner
+
+
 def test_olmo_and_temporary_folders() -> None:
     check_only_the_whole_is_complete(
         {"step50-unsharded/model.pt": torch_zip(x=1), "step50-unsharded/config.yaml": b"a"}, "olmo", 50

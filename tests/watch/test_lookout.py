@@ -190,3 +190,20 @@ def test_a_format_that_is_not_known_is_named_once_for_each_folder(
     assert [each.getMessage() for each in caplog.records if "no known format" in each.getMessage()] == [
         "mine-1/a.h5 is of no known format, and is not uploaded: see --done, --pattern and --quiet-s"
     ]
+
+
+def test_what_was_taken_once_its_mark_was_whole_is_not_missed_when_it_is_rotated_away(place: Place) -> None:
+    """The first look woke when the mark was made, and saw it empty."""
+    lookout = place.lookout(Rules(ranks=1))
+    here = place.folder / "checkpoint-10"
+    here.mkdir()
+    (here / "rng_state.pth").write_bytes(b"x")
+    for text in ("", json.dumps({"global_step": 10})):
+        (here / "trainer_state.json").write_text(text)
+        lookout.look()
+        lookout.take()
+    assert [each.path for each in place.entries.open()] == ["checkpoint-10"]
+    shutil.rmtree(here)
+    lookout.look()
+    lookout.take()
+    assert place.told == []

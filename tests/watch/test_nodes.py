@@ -141,6 +141,20 @@ def test_what_a_node_deletes_before_it_has_looked_after_the_mark_is_sent(nodes: 
     assert nodes.fetched(10) == saved
 
 
+def test_a_bad_name_and_what_cannot_be_read_stop_no_other_checkpoint(nodes: Nodes) -> None:
+    first, second = nodes.watch(0), nodes.watch(1)
+    (nodes.folder / "node-0/out/step-10").mkdir()
+    (nodes.folder / "node-0/out/step-10/notes (1).md").write_text("of somebody")
+    nodes.save(10)
+    assert "'notes (1).md' has a character" in first.until("refused", 10)["reason"]
+    nodes.put(keys.announcement_key(CheckpointId(1, 15)), b"of another version")
+    nodes.save(20)
+    first.until("committed", 20)
+    second.until("committed", 20)
+    assert nodes.fetched(20) == nodes.written(20)
+    assert restore.find(nodes.remote, step=10) is None
+
+
 def test_a_file_that_no_node_has_is_named_and_nothing_is_committed(nodes: Nodes) -> None:
     nodes.save(10)
     (nodes.folder / "node-1/out/step-10/__1_0.distcp").unlink()

@@ -7,7 +7,7 @@ import pytest
 from ckpt_async.core.refusal import Refusal
 from ckpt_async.watch import plan
 from ckpt_async.watch.entries import Entry, State, entry_of
-from ckpt_async.watch.formats import Found, find
+from ckpt_async.watch.formats import Found, Rules, find
 from ckpt_async.watch.formats.found import one_file
 from ckpt_async.watch.tree import Identity, Tree
 from tests.watch.trees import SECOND, torch_zip, tree_of
@@ -29,11 +29,13 @@ def entry(
 
 
 def test_what_is_known_as_it_is_is_left_alone_also_when_a_rotation_has_begun() -> None:
-    tree = tree_of({"step1/model.pt": torch_zip(x=1), "step1/config.yaml": b"a"})
+    written = {"step1/model.pt": torch_zip(x=1), "step1/optim.pt": torch_zip(x=1), "step1/config.yaml": b"a"}
+    tree = tree_of(written)
     (found,) = find(tree)
     known = entry_of(found, tree, 1)
     assert plan.judge(found, tree, [known], num_nodes=1) is None
-    rest = Tree({"step1/config.yaml": tree.files["step1/config.yaml"]}, tree.read, "run", tree.now_ns)
+    left = {path: was for path, was in tree.files.items() if path != "step1/optim.pt"}
+    rest = Tree(left, tree.read, "run", tree.now_ns)
     assert plan.judge(find(rest)[0], rest, [known], num_nodes=1) is None
 
 
@@ -87,6 +89,19 @@ def test_another_state_of_a_step_that_is_taken_is_refused(other: bytes) -> None:
     assert verdict
     assert (verdict.take, verdict.refusal) == (False, Refusal.UNSUPPORTED)
     assert "teacher-step=10.ckpt is not uploaded: student-step=10.ckpt is" in verdict.reason
+
+
+@pytest.mark.parametrize("path", ["step 2/DONE", "step-2/notes (1).md"])
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_names_that_not_every_store_takes_are_refused_before_anybody_hears_of_them(
+    path: str, num_nodes: int
+) -> None:
+    tree = tree_of({path: b"x", f"{path.partition('/')[0]}/DONE": b"x"})
+    (found,) = find(tree, Rules(done="DONE"))
+    verdict = plan.judge(found, tree, [], num_nodes=num_nodes)
+    assert verdict
+    assert (verdict.take, verdict.refusal) == (False, Refusal.UNSUPPORTED)
+    assert "not safe in every store" in verdict.reason
 
 
 def test_files_on_another_node_are_missed_on_one_node_only() -> None:

@@ -113,6 +113,18 @@ def test_a_name_that_not_every_store_takes_is_refused_and_the_others_are_sent(pl
     assert place.newest() == 10
 
 
+def test_a_folder_that_no_store_takes_stops_no_other(place: Place) -> None:
+    for name in ("step-1 backup", "step-2"):
+        (place.out / name).mkdir()
+        (place.out / name / "model.bin").write_bytes(name.encode())
+        (place.out / name / "DONE").touch()
+    code, ended = place.once("--done", "DONE")
+    assert (code, ended["committed"], list(ended["refused"])) == (1, 1, ["step-1 backup"])
+    (place.out / "step-1 backup").rename(place.out / "step-1-backup")
+    code, ended = place.once("--done", "DONE", "--kind", "old")
+    assert (code, ended["committed"], ended["refused"]) == (0, 2, {})
+
+
 def test_nothing_to_find_is_not_found(place: Place) -> None:
     assert place.once()[0] == 3
     missing = subprocess.run(

@@ -26,6 +26,7 @@ from ckpt_async.watch.tree import Tree
 _PARTS = ("model_and_optim", "weights", "pytorch_model_fsdp_0", "optimizer_0", "model", "optim", "train")
 _TRANSFORMERS = re.compile(r"checkpoint-([0-9]{1,12})")
 _OLMO = re.compile(r"step([0-9]{1,12})(-unsharded)?(-tmp)?")
+_OLMO_STATE = re.compile(r"model\.(pt|safetensors)|rank[0-9]+\.pt")
 _MEGATRON = re.compile(r"iter_([0-9]{1,12})")
 _MEGATRON_TRACKER = "latest_checkpointed_iteration.txt"
 _FLASHPOINT = re.compile(r"step-([0-9]{1,12})_ckpt")
@@ -105,12 +106,20 @@ def olmo(tree: Tree, folder: str, _: Rules) -> Found | None:
         return _olmo_core(tree, folder)
     if match and match[3]:
         return of_folder(tree, "olmo", folder, reason="OLMo has not renamed it into place")
-    if match and "config.yaml" in names:
+    if match and "config.yaml" in names and _has_state_of_olmo(tree, folder):
         return of_folder(tree, "olmo", folder, mark=join(folder, "config.yaml"))
     if match and tree.parts(folder) & {"model_and_optim", "train"}:
         reason = "it has neither .metadata.json nor config.yaml, which OLMo-core and OLMo write last"
         return of_folder(tree, "olmo-core", folder, reason=reason)
     return None
+
+
+def _has_state_of_olmo(tree: Tree, folder: str) -> bool:
+    """As its five checkpointers name it (olmo/checkpoint.py, 0.6.0). Others call a folder `step100`, too, and write a
+    `config.yaml` first.
+    """
+    is_named = any(_OLMO_STATE.fullmatch(each) for each in tree.names(folder))
+    return is_named or not tree.parts(folder).isdisjoint({"model", "model_and_optim", "train"})
 
 
 def _olmo_core(tree: Tree, folder: str) -> Found:
