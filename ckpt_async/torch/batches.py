@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 from torch.distributed.checkpoint.planner import ReadItem
 
@@ -48,19 +49,20 @@ def batched(pieces: Iterable[Piece], *, is_local: bool = False) -> Iterator[list
 
 
 Views = Sequence[memoryview]
+T = TypeVar("T")
 
 
 def read_ahead(
     batches: Iterable[Sequence[Piece]],
-    read: Callable[[Sequence[Piece], Views], Views],
+    read: Callable[[Sequence[Piece], Views], Sequence[T]],
     num_ahead: int,
     *,
     is_local: bool = False,
-) -> Iterator[tuple[Sequence[Piece], Views]]:
-    """Each batch with what is in its pieces, valid until the next one is asked for. `read` fills views, or gives others
-    in their place; it is called in threads, in order, up to `num_ahead` at once.
+) -> Iterator[tuple[Sequence[Piece], Sequence[T]]]:
+    """Each batch with what is in its pieces, valid until the next one is asked for. `read` fills views, and gives them,
+    others or what they hold; it is called in threads, in order, up to `num_ahead` at once.
     """
-    waiting, reading = deque(batches), deque[tuple[Sequence[Piece], mmap.mmap, Future[Views]]]()
+    waiting, reading = deque(batches), deque[tuple[Sequence[Piece], mmap.mmap, Future[Sequence[T]]]]()
     free: list[mmap.mmap] = []
 
     def begin(threads: ThreadPoolExecutor) -> None:
@@ -78,10 +80,10 @@ def read_ahead(
             while waiting and len(reading) < num_ahead:
                 begin(threads)
             batch, memory, filled = reading.popleft()
-            views = filled.result()
+            contents = filled.result()
             if waiting:
                 begin(threads)
-            yield batch, views
+            yield batch, contents
             free.append(memory)
 
 

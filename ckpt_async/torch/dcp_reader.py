@@ -208,10 +208,12 @@ class CkptAsyncReader(StorageReader):
         is_local = self._replicas is None and all(map(reader.has_copy, {piece.file for piece in pieces}))
         num_ahead = LOCAL_BATCHES_AHEAD if is_local else BATCHES_AHEAD if self._replicas is None else 1
         batches = batched(pieces, is_local=is_local)
-        for batch, views in read_ahead(batches, partial(self._read, reader), num_ahead, is_local=is_local):
+        read: Callable[[Reader, Sequence[Piece], Views], Sequence[memoryview | torch.Tensor]]
+        read = self._read if self._replicas is not None else self._read_and_decode
+        for batch, contents in read_ahead(batches, partial(read, reader), num_ahead, is_local=is_local):
             try:
-                for piece, view in zip(batch, views, strict=True) if failure is None else ():
-                    self._put(piece, view, planner)
+                for piece, content in zip(batch, contents, strict=True) if failure is None else ():
+                    self._put(piece, content, planner)
             except Exception as error:
                 if self._replicas is None:
                     raise
@@ -314,6 +316,18 @@ class CkptAsyncReader(StorageReader):
             self._signatures[name] = flashpoint_is_optimised(head)
         return self._signatures[name]
 
+    def _read_and_decode(
+        self, reader: Reader, pieces: Sequence[Piece], views: Views
+    ) -> Sequence[memoryview | torch.Tensor]:
+        """The tensors in the thread that reads them, while others are copied to where they belong."""
+        views = self._read_self(reader, pieces, views)
+        return [
+            view
+            if any(item.type is LoadItemType.BYTE_IO for item in piece.items)
+            else self._tensor(piece, view)
+            for piece, view in zip(pieces, views, strict=True)
+        ]
+
     def _read(self, reader: Reader, pieces: Sequence[Piece], views: Views) -> Views:
         """What is in these pieces: read, or received from the replica that reads."""
         if self._replicas is None:
@@ -363,16 +377,16 @@ class CkptAsyncReader(StorageReader):
                 before = stream.getvalue()
         raise unreliable(f"{self.checkpoint.name}: {file}: {told}, and other ones when they are read again")
 
-    def _put(self, piece: Piece, view: memoryview, planner: LoadPlanner) -> None:
+    def _put(self, piece: Piece, content: memoryview | torch.Tensor, planner: LoadPlanner) -> None:
         objects = [item for item in piece.items if item.type is LoadItemType.BYTE_IO]
-        if objects:
-            content = self._object(piece, io.BytesIO(view))
+        if objects and not isinstance(content, torch.Tensor):
+            data = self._object(piece, io.BytesIO(content))
         if len(objects) < len(piece.items):
-            saved = self._tensor(piece, view)
+            saved = content if isinstance(content, torch.Tensor) else self._tensor(piece, content)
         for item in piece.items:
             self.loaded.add(item.dest_index.fqn)
             if item.type is LoadItemType.BYTE_IO:
-                planner.load_bytes(item, io.BytesIO(content))
+                planner.load_bytes(item, io.BytesIO(data))
             else:
                 part = narrowed(saved, item)
                 target = planner.resolve_tensor(item).detach()
