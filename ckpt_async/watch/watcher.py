@@ -128,6 +128,8 @@ class Watcher:
 
     def _settle_in(self) -> None:
         """The folder is ours."""
+        if not self.options.folder.is_dir():
+            logger.warning("%s is not there yet; waiting for it", self.options.folder)
         self.entries.load()
         self._holds.load()
         options = self.options

@@ -136,6 +136,16 @@ def test_nothing_to_find_is_not_found(place: Place) -> None:
     assert (missing.returncode, "there is no folder" in missing.stderr) == (2, True)
 
 
+def test_a_folder_that_its_trainer_has_yet_to_make_is_waited_for_and_named(place: Place) -> None:
+    place.out.rmdir()
+    watching = place.watch()
+    watching.until_logged(f"{place.out} is not there yet")
+    place.out.mkdir()
+    save(place, 10)
+    watching.until("committed", 10)
+    assert watching.end() == 0
+
+
 def test_a_state_of_another_remote_is_refused(place: Place) -> None:
     save(place, 10)
     place.once()
