@@ -127,8 +127,8 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         "--min-free-bytes",
         metavar="X",
         type=int,
-        help="leave so much of the disk to the trainer: else what it has deleted goes, sent or not, the oldest first"
-        " (0: its next checkpoint, and a reserve)",
+        help="leave so much of the disk to the trainer: what it has deleted and is not sent goes then, the oldest"
+        " first (0: its next checkpoint, and a reserve)",
     )
     for each in dataclasses.fields(Settings):
         if each.name not in _OURS and each.name not in OPTIONS.values():

@@ -218,9 +218,7 @@ class Entries:
 
     def settle(self, entry: Entry, state: State, reason: str = "", refusal: Refusal | None = None) -> Entry:
         settled = replace(entry, state=state, reason=reason, refusal=refusal)
-        shutil.rmtree(
-            self.staged(entry), ignore_errors=True
-        )  # first: on a full disk nothing can be put otherwise
+        shutil.rmtree(self.staged(entry), ignore_errors=True)  # first: a full disk takes no record
         self.put(settled)
         return settled
 

@@ -204,7 +204,7 @@ class Lookout:
         on its way, and so little that it leaves room.
         """
         newest = dict(sorted(self._entries.all.items())[-NUM_LATE:])
-        self._room.expect([*newest.values(), *self._holds.all.values()], self.tree)
+        self._room.expect([*newest.values(), *self._holds.gone(self.tree)], self.tree)
         lacking_bytes = self._room.lacking_bytes()
         if not lacking_bytes:
             return
