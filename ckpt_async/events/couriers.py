@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import random
@@ -59,6 +60,7 @@ class Courier:
         self._bell, self._lock = threading.Event(), threading.Lock()
         self._busy: set[int] = set()
         self._ends_at: float | None = None  # once it is closing: what is not due by then is left
+        self._is_closed = False
         self._over = threading.Event()
         self._stuck: set[int] = set()  # threads that wait for the journal
         self._num_taken = 0
@@ -77,8 +79,9 @@ class Courier:
         """Deliver what is, or becomes, due within `grace_s`, then cut short what is under way, and say in one line what
         is left. Idempotent.
         """
-        if self._over.is_set():
+        if self._is_closed:
             return
+        self._is_closed = True
         deadline = time.monotonic() + grace_s
         self._ends_at = time.time() + grace_s
         self._bell.set()
@@ -92,6 +95,12 @@ class Courier:
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         self._tell_what_is_left(num_cut_short)
+
+    def cut_short(self) -> None:
+        """A `close` that another thread is in waits no longer. Any thread; never blocks."""
+        self._over.set()
+        self._bell.set()
+        self._sink.stop()
 
     def _tell_what_is_left(self, num_cut_short: int) -> None:
         with contextlib.suppress(CkptAsyncError):  # the journal is gone
@@ -232,3 +241,29 @@ class Couriers:
             thread.start()
         for thread in closing:
             thread.join()
+
+    def cut_short(self) -> None:
+        """See `Courier.cut_short`."""
+        for each in self._couriers:
+            each.cut_short()
+
+
+class Closable(Protocol):
+    """Couriers, or who has them."""
+
+    def close(self, grace_s: float) -> None: ...
+
+    def cut_short(self) -> None: ...
+
+
+async def close_on_thread(couriers: Closable, grace_s: float) -> None:
+    """Beside an event loop. If it is cancelled, by Ctrl-C say, it cuts short what is under way and ends all the same:
+    the journal beneath is closed next.
+    """
+    closing = asyncio.ensure_future(asyncio.to_thread(couriers.close, grace_s))
+    try:
+        await asyncio.shield(closing)
+    except asyncio.CancelledError:
+        couriers.cut_short()
+        await closing
+        raise

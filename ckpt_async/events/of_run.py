@@ -85,3 +85,8 @@ class RunEvents:
         """Blocks for at most `grace_s` and a few seconds more."""
         if self._couriers is not None:
             self._couriers.close(grace_s)
+
+    def cut_short(self) -> None:
+        """A `close` that another thread is in waits no longer."""
+        if self._couriers is not None:
+            self._couriers.cut_short()

@@ -20,6 +20,7 @@ from ckpt_async.core.settings import EVENTS, RECORDED
 from ckpt_async.engine.loop import Engine
 from ckpt_async.engine.state import State
 from ckpt_async.errors import JournalError, SettingsError
+from ckpt_async.events.couriers import close_on_thread
 from ckpt_async.events.of_run import CLOSE_S, RunEvents
 from ckpt_async.events.telling import parse_wants
 from ckpt_async.local import known_link
@@ -141,7 +142,7 @@ class Host:
                 self.stop_beating()
                 with contextlib.suppress(asyncio.CancelledError):
                     await self._beating
-                await asyncio.to_thread(events.close, self.tells_for_s)
+                await close_on_thread(events, self.tells_for_s)
 
     async def _work(self, store: PatientStore, engine: Engine) -> None:
         while True:

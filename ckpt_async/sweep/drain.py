@@ -31,7 +31,8 @@ from ckpt_async.errors import (
     StoreError,
 )
 from ckpt_async.events.callback import Callback, OnEvent
-from ckpt_async.events.of_run import RunEvents
+from ckpt_async.events.couriers import close_on_thread
+from ckpt_async.events.of_run import CLOSE_S, RunEvents
 from ckpt_async.events.sinks import wants_of
 from ckpt_async.events.telling import Wants, parse_wants
 from ckpt_async.local import journals, shared_journal
@@ -196,7 +197,7 @@ async def _adopt(
         if each.before.checkpoints or rank in spooled:
             adopted.append(each)
         else:
-            await asyncio.to_thread(each.tell_what_waits, settings)
+            await each.tell_what_waits(settings)
             each.release()  # others may take long: its trainer must not wait for them
             reports.append(RankReport(rank, folder.kind, num_untold_events=each.num_untold))
     return adopted, reports
@@ -260,10 +261,11 @@ class _Adopted:
     def _wants(self, settings: Settings) -> Wants:
         return wants_of(settings, callback=Callback.of_sweeper if self._on_event is not None else "")
 
-    def tell_what_waits(self, settings: Settings) -> None:
+    async def tell_what_waits(self, settings: Settings) -> None:
         """Nothing else is left of it. Takes as long as the receivers."""
         if self._wants(settings) and self.before.remote is not None:
-            self.begin_to_tell(self.before.remote.url, settings).close(settings.event_grace_s)
+            events = await asyncio.to_thread(self.begin_to_tell, self.before.remote.url, settings)
+            await close_on_thread(events, settings.event_grace_s)
 
     def release(self) -> None:
         """Note what is left, and give it back. Idempotent."""
@@ -408,7 +410,7 @@ class _Adoption:
             if each.task is not None:
                 await asyncio.gather(each.task, return_exceptions=True)
             if each.events is not None:
-                await asyncio.to_thread(each.events.close)
+                await close_on_thread(each.events, CLOSE_S)
             each.release()
 
     async def _stop(self) -> None:
@@ -418,9 +420,7 @@ class _Adoption:
                 each.engine.stop()
         await asyncio.gather(*tasks, return_exceptions=True)
         telling = [each.events for each in self._ranks if each.events is not None]
-        await asyncio.gather(
-            *(asyncio.to_thread(each.close, self._settings.event_grace_s) for each in telling)
-        )
+        await asyncio.gather(*(close_on_thread(each, self._settings.event_grace_s) for each in telling))
 
 
 async def _within(timeout_s: float, waiting: Awaitable[object]) -> None:

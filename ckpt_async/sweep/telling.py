@@ -21,7 +21,7 @@ from ckpt_async.errors import CkptAsyncError, JournalError
 from ckpt_async.events import event as events
 from ckpt_async.events import telling
 from ckpt_async.events.callback import Callback, OnEvent
-from ckpt_async.events.couriers import Couriers
+from ckpt_async.events.couriers import Couriers, close_on_thread
 from ckpt_async.events.event import Event
 from ckpt_async.events.sinks import sinks_of, wants_of
 from ckpt_async.local.outbox import OwnOutbox
@@ -116,6 +116,6 @@ async def remote_events(
         try:
             yield RemoteEvents(outbox, wants, couriers)
         finally:
-            await asyncio.to_thread(couriers.close, settings.event_grace_s)
+            await close_on_thread(couriers, settings.event_grace_s)
     finally:
         outbox.close()

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from ckpt_async.core import keys
 from ckpt_async.core.model import CheckpointId
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import SettingsError
+from ckpt_async.events.couriers import Courier
+from ckpt_async.sweep.drain import drain
 from tests.events.receiver import Receiver, free_port, receiving
 from tests.events.saves import QUICK, save
 from tests.sweep.trainers import Trainers
@@ -51,6 +54,57 @@ def test_what_prune_removed_is_told_also_by_the_next_one_if_the_receiver_was_awa
         assert {each["details"]["location"] for each in receiver.bodies} == {"remote"}
         assert main(["sweep", "--remote", remote, "--keep", "last=1", *hook(receiver, tmp_path)]) == 0
     assert len(receiver.bodies) == 2
+
+
+@pytest.mark.parametrize("what", ["drain", "drain of events alone", "sweep"])
+def test_ctrl_c_while_a_receiver_is_waited_for_ends_it_at_once(
+    tmp_path: Path,
+    remote: str,
+    trainers: Trainers,
+    what: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """What is not told is left to the next one, and the journal is closed after those who use it."""
+    closes, closing = Courier.close, threading.Event()
+
+    def close(courier: Courier, grace_s: float) -> None:
+        closing.set()
+        closes(courier, grace_s)
+
+    folder, is_bare = tmp_path / "dead", what == "drain of events alone"
+    monkeypatch.setattr(Courier, "close", close)
+    trainers.die(folder, f"file://{tmp_path}/dead-run", 1, event_webhook="http://127.0.0.1:9/hook")
+    if is_bare:
+        assert main(["drain", str(folder)]) == 0
+        closing.clear()
+
+    async def interrupted(settings: Settings) -> None:
+        sweeper = Sweeper((), [remote], settings=settings, events_folder=tmp_path / "events")
+        work = (
+            sweeper.sweep() if what == "sweep" else drain(folder, timeout_s=60, grace_s=0, settings=settings)
+        )
+        task = asyncio.ensure_future(work)
+        assert await asyncio.to_thread(closing.wait, 30)
+        began_s = time.monotonic()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert time.monotonic() - began_s < 20
+
+    with receiving() as receiver:
+        receiver.says = ["hang"] * 10
+        asyncio.run(
+            interrupted(
+                Settings(
+                    event_webhook=receiver.url, event_grace_s=60, remote_retention="last=1", close_grace_s=0
+                )
+            )
+        )
+    assert "closed" not in caplog.text
+    assert "events_held_up" not in caplog.text
+    assert "events_left sink=webhook" in caplog.text
+    assert not [each for each in threading.enumerate() if each.name.startswith("ckpt-async-webhook")]
 
 
 def test_a_sweepers_function_is_told_of_remotes_and_of_folders_that_it_finishes(
