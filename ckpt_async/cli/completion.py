@@ -205,13 +205,11 @@ def _fish_option(option: Argument) -> str:
         f" -l {name[2:]}" if name.startswith("--") else f" -s {name[1:]}" for name in option.names
     )
     if option.value:
-        words += " -r"
+        words += " -r -F" if option.is_file else " -x"  # -x: and no file
         if option.choices:
             words += f" -a {_fish(' '.join(option.choices))}"
         elif option.is_folder:
             words += " -a '(__fish_complete_directories)'"
-        elif option.is_file:
-            words += " -F"
     return f"{words} -d {_fish(option.help)}"
 
 

@@ -6,10 +6,13 @@ import argparse
 from dataclasses import dataclass
 
 from ckpt_async.cli.parsing import RUNS_ANOTHER, Parser
+from ckpt_async.events.event import KINDS
 
 # Placeholders that stand for something on this node.
 _FOLDERS = frozenset({"FOLDER", "FOLDER|REMOTE", "DEST", "F"})
 _FILES = frozenset({"FILE", "SOURCE", "DESTINATION"})
+# For words of a list too: the first one.
+_OFFERED = {"KINDS": (*KINDS, "all")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +74,7 @@ def described(parser: Parser, name: str = "", summary: str = "") -> Command:
 
 
 def _argument(action: argparse.Action) -> Argument:
-    choices = tuple(map(str, action.choices or ()))
+    choices = tuple(map(str, action.choices or _OFFERED.get(str(action.metavar)) or ()))
     named = action.metavar or ("|".join(choices) if choices else action.dest.upper())
     help_ = (action.help or "") % {**vars(action), "prog": "ckpt-async"}
     return Argument(
