@@ -8,7 +8,9 @@ import enum
 class Refusal(enum.Enum):
     """`docs/events.md` says what each means."""
 
-    CHANGED = "changed"  # written in place, so nothing tells when it is whole
+    CHANGED = (
+        "changed"  # written in place, so nothing tells when it is whole; or something of it was too late
+    )
     UNREADABLE = "unreadable"
     INCOMPLETE = "incomplete"  # finished by its trainer, and never seen complete
     UNSUPPORTED = "unsupported"  # a symbolic link, a name that not every store takes, a second file of a step

@@ -26,6 +26,9 @@ from ckpt_async.watch.formats import Found
 from ckpt_async.watch.room import Room
 from ckpt_async.watch.tree import Identity, Tree
 
+# What was added to a checkpoint and is no larger may go on being written to: it is copied.
+MAX_LOG_BYTES = 16 << 20
+
 
 class State(enum.Enum):
     """staged → handed → committed | refused. Handed again in a new generation if nobody had sealed it."""
@@ -184,9 +187,11 @@ class Entries:
         committed = (each for each in self.all.values() if each.state is State.COMMITTED)
         return sum(any(tree.files.get(path) == was for path, was in each.files.items()) for each in committed)
 
-    def stage(self, entry: Entry, source: Path) -> Entry:
-        """Link every file of it, which are below `source`: then the trainer may delete them. Raises VanishedError, and
-        then nothing is left; OSError if the disk is full, or has no room for a copy.
+    def stage(self, entry: Entry, source: Path, smaller: Entry | None = None) -> Entry:
+        """Link every file of it, which are below `source`: then the trainer may delete them. What is staged of a
+        `smaller` version is taken from there, and what was added to that is copied, if it is no larger than a log may
+        be. Raises VanishedError, and then nothing is left; OSError if the disk is full, or has no room for a
+        copy.
         """
         place = self._staged / f"{entry.number:08d}.tmp"
         shutil.rmtree(place, ignore_errors=True)
@@ -200,7 +205,13 @@ class Entries:
             for path, shard in entry.shards.items():
                 target = place / shard
                 target.parent.mkdir(parents=True, exist_ok=True)
-                is_copied |= _link_or_copy(source / path, target, entry.files[path], may_copy)
+                if smaller is not None and path in smaller.shards:
+                    os.link(self.staged(smaller) / smaller.shards[path], target)
+                    is_copied |= smaller.is_copied
+                elif smaller is not None and entry.files[path].size_bytes <= MAX_LOG_BYTES:
+                    _copy(source / path, target, entry.files[path])
+                else:
+                    is_copied |= _link_or_copy(source / path, target, entry.files[path], may_copy)
             place.mkdir(exist_ok=True)
             entry = replace(entry, is_copied=is_copied)
             self.put(entry)
@@ -236,7 +247,8 @@ class Entries:
             except OSError:
                 return False
             wanted = entry.files[path]
-            if facts.size_bytes != wanted.size_bytes or (not entry.is_copied and facts != wanted):
+            is_link = not entry.is_copied and facts.inode == wanted.inode
+            if facts.size_bytes != wanted.size_bytes or (is_link and facts != wanted):
                 return False
         return True
 
@@ -254,21 +266,28 @@ class Entries:
 def _link_or_copy(source: Path, target: Path, wanted: Identity, may_copy: Callable[[], None]) -> bool:
     """Whether it had to be copied. `may_copy` raises if it may not be."""
     try:
-        try:
-            os.link(source, target, follow_symlinks=False)
-            is_copied = False
-        except OSError as error:
-            if error.errno not in (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK):
-                raise
-            may_copy()
-            shutil.copyfile(source, target, follow_symlinks=False)
-            is_copied = True
-        facts = (source if is_copied else target).lstat()
+        os.link(source, target, follow_symlinks=False)
+    except FileNotFoundError as error:
+        raise VanishedError(f"{source} is gone") from error
+    except OSError as error:
+        if error.errno not in (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK):
+            raise
+        may_copy()
+        _copy(source, target, wanted)
+        return True
+    if identity_of(target.lstat()) != wanted:
+        raise VanishedError(f"{source} has changed")
+    return False
+
+
+def _copy(source: Path, target: Path, wanted: Identity) -> None:
+    try:
+        shutil.copyfile(source, target, follow_symlinks=False)
+        facts = source.lstat()
     except FileNotFoundError as error:
         raise VanishedError(f"{source} is gone") from error
     if identity_of(facts) != wanted:
         raise VanishedError(f"{source} has changed")
-    return is_copied
 
 
 def _encode(entry: Entry) -> dict[str, object]:

@@ -199,6 +199,7 @@ class Holds:
             tree.now_ns,
             hold.changed_ns,
             ctime_ns={path: links.ctime_ns[path] for path in links.files},
+            born_ns=links.born_ns,
         )
 
     def drop(self, hold: Hold) -> None:

@@ -9,7 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckpt_async.core.refusal import Refusal
-from ckpt_async.watch import plan
+from ckpt_async.watch import added, plan
+from ckpt_async.watch.added import LeftOut, has_grown, has_outlived, known_of, smaller
 from ckpt_async.watch.disk import Disk
 from ckpt_async.watch.entries import Entries, Entry, State, VanishedError, entry_of
 from ckpt_async.watch.formats import Found, find
@@ -18,7 +19,7 @@ from ckpt_async.watch.holds import Hold, Holds
 from ckpt_async.watch.options import Options
 from ckpt_async.watch.room import Room, held_only_by
 from ckpt_async.watch.telling import Teller
-from ckpt_async.watch.tree import Identity, Tree
+from ckpt_async.watch.tree import Identity, Tree, files_of
 from ckpt_async.watch.wake import News, Waker
 
 logger = logging.getLogger(__name__)
@@ -53,6 +54,8 @@ class Lookout:
         # By path: what has its mark, this one, and yet is not complete; and why.
         self._lacking: dict[str, tuple[Found, Identity, str]] = {}
         self.num_left, self.took_s = 0, 0.0
+        self.now: dict[str, Mapping[str, Identity]] = {}  # by path: the files of each candidate
+        self._left_out = LeftOut(teller.leave_out)
         self.tree = Tree({}, lambda *_: b"")  # the newest look
         self._news = News()  # since the one before it
 
@@ -67,7 +70,9 @@ class Lookout:
         """Of what waits or is under way: has somebody changed it?"""
         for entry in self._entries.open():
             changed = plan.changed_in_place(entry, self.tree.files)
-            if entry.state is State.STAGED and not self._entries.is_intact(entry):
+            if added.is_superseded(entry, self.tree, self._entries.all.values()):
+                self._entries.drop(entry)
+            elif entry.state is State.STAGED and not self._entries.is_intact(entry):
                 self._entries.drop(entry)  # it is looked at anew
                 logger.info("changed_while_settling path=%s", entry.path)
             elif changed and entry.state is State.HANDED:
@@ -80,7 +85,9 @@ class Lookout:
         """
         self._teller.incomplete, self.num_left = {}, 0
         self._teller.pass_over(self.tree.unreadable)
-        candidates, seen_before, self._seen = find(self.tree, self._options.rules), self._seen, {}
+        candidates = find(self.tree, self._options.rules, known_of(self._entries.all.values()))
+        self.now = {each.path: {path: self.tree.files[path] for path in each.files} for each in candidates}
+        seen_before, self._seen = self._seen, {}
         self._tell_of_removed({each.path for each in candidates})
         for found in (self._unrotated(each, seen_before) for each in candidates):
             verdict = self._judge(found, self.tree)
@@ -95,21 +102,50 @@ class Lookout:
                 self._stage(found, self.tree, self._options.folder)
             else:
                 self.num_left += verdict.is_waiting
-                self._teller.incomplete[found.path or "."] = verdict.reason
-                if found.mark in self.tree.files and not verdict.is_waiting:
-                    self._lacking[found.path] = found, self.tree.files[found.mark], verdict.reason
-                if _is_stale(found, self.tree):
-                    is_finished = found.path in self._lacking
-                    self._teller.tell_incomplete(found, verdict.reason, is_finished=is_finished)
+                if not self._is_known_by_less(found.path):
+                    self._tell_of_incomplete(found, verdict)
                 is_held = plan.is_held(found, self._options.num_nodes) and self._holds.is_possible
                 if is_held and not self.tree.unreadable_below(found.path):  # half of it is worse than nothing
                     self._holds.see(found, self.tree)
         self._tell_of_unknown(candidates)
+        self._left_out.see(self._grown(candidates), self.tree)
         self._has_looked = True
         self._holds.miss(self.tree, self._news)
         for hold in self._holds.gone(self.tree):
             self._take_held(hold)
         self._make_room()
+
+    def _tell_of_incomplete(self, found: Found, verdict: plan.Verdict) -> None:
+        self._teller.incomplete[found.path or "."] = verdict.reason
+        if found.mark in self.tree.files and not verdict.is_waiting:
+            self._lacking[found.path] = found, self.tree.files[found.mark], verdict.reason
+        if _is_stale(found, self.tree):
+            is_finished = found.path in self._lacking
+            self._teller.tell_incomplete(found, verdict.reason, is_finished=is_finished)
+
+    def _is_known_by_less(self, path: str) -> bool:
+        """Whether it was complete, and is staged or handed in."""
+        files = self.now[path]
+        alive = (each for each in self._entries.of_path(path) if each.is_alive)
+        return any(has_grown(each, files) or has_outlived(each, files) for each in alive)
+
+    def _grown(self, candidates: Collection[Found]) -> dict[int, tuple[Entry, Mapping[str, Identity]]]:
+        """What was handed in, and has more by now that is not to be handed in, too."""
+        waiting = {each.path for each in candidates if each.is_waiting or not has_all_below(each)}
+        newest: dict[str, Entry] = {}
+        for entry in sorted(self._entries.all.values(), key=lambda each: each.number):
+            if entry.path and entry.is_alive:
+                newest[entry.path] = entry
+        found: dict[int, tuple[Entry, Mapping[str, Identity]]] = {}
+        for path in newest.keys() - waiting:
+            files = self.now.get(path) or files_of(path, self.tree)
+            if newest[path].state is not State.STAGED and has_outlived(newest[path], files):
+                found[newest[path].number] = newest[path], files
+        return found
+
+    def end(self) -> None:
+        """Nobody looks any more."""
+        self._left_out.end()
 
     def _tell_of_removed(self, there: Collection[str]) -> None:
         """Of what was never complete, though its trainer had finished it: a wrong option would lose all, silently."""
@@ -209,6 +245,9 @@ class Lookout:
         if not lacking_bytes:
             return
         staged = [each for each in self._entries.open() if each.state is State.STAGED]
+        for less in {less.number: less for entry in staged for less in smaller(entry, staged)}.values():
+            self._entries.drop(less)  # its links are those of the larger one
+            staged.remove(less)
         links: list[Entry | Hold] = [*staged, *self._holds.all.values()]
         for each in sorted(links, key=lambda each: each.written_ns):
             if lacking_bytes <= 0:
@@ -229,13 +268,15 @@ class Lookout:
             self._entries.settle(what, State.REFUSED, DISK_LOW, Refusal.NO_SPACE)
 
     def _stage(self, found: Found, tree: Tree, source: Path) -> None:
-        if sum(each.is_copied for each in self._entries.open()) >= MAX_COPIED:
+        if len({each.path for each in self._entries.open() if each.is_copied} - {found.path}) >= MAX_COPIED:
             self._wait(found, f"it is to be copied, {MAX_COPIED} at a time")
             return
         expected = tuple(sorted({*found.inner, *found.missing})) if self._options.num_nodes > 1 else ()
         try:
             entry = entry_of(found, tree, self._entries.next_number(), expected=expected)
-            entry = self._entries.stage(replace(entry, is_doubtful=not self._has_looked), source)
+            versions = smaller(entry, self._entries.all.values())
+            entry = replace(entry, is_doubtful=not self._has_looked)
+            entry = self._entries.stage(entry, source, versions[-1] if versions else None)
         except VanishedError as error:
             self.num_left += 1
             logger.info("vanished path=%s: %s", found.path, error)
@@ -243,6 +284,8 @@ class Lookout:
         except OSError as error:
             self._cannot_link(found, f"it can be neither linked nor copied: {error}")
             return
+        for each in versions[1:]:
+            self._entries.drop(each)
         self._holds.drop_version(entry.path, entry.files)
         logger.info("complete path=%s step=%d format=%s", entry.path, entry.step, entry.format)
 

@@ -25,7 +25,7 @@ from ckpt_async.watch.formats.checks import is_free, is_of_one_node, may_be_left
 from ckpt_async.watch.holds import Holds, is_same_version
 from ckpt_async.watch.options import Options
 from ckpt_async.watch.remote import Remote
-from ckpt_async.watch.tree import Identity, Tree
+from ckpt_async.watch.tree import Identity, Tree, files_of
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class Nodes:
     ) -> None:
         self._node, self._num_nodes = options.node, options.num_nodes
         self._entries, self._holds, self._uploader, self._remote = entries, holds, uploader, remote
-        self._settle_s = options.settle_s
+        self._settle_s = options.rules.settle_s
         self._has_times = not options.rules.ignores_times
         self._heard: dict[int, tuple[Announcement, float]] = {}  # by step: and when, not handed in yet
         self._known: set[int] = set()  # every step that was announced
@@ -178,7 +178,7 @@ class Nodes:
 
     def _version(self, announced: Announcement, tree: Tree) -> _Version | str:
         """What this node has of it: the earliest that was there when it was marked, or later. Or why there is none."""
-        files = _files_of(announced.path, tree)
+        files = files_of(announced.path, tree)
         gone = {each.number for each in self._holds.gone(tree)}
         held = [each for each in self._holds.of_path(announced.path) if each.number in gone]
         if not announced.marked_ns:  # times tell nothing: the latest
@@ -223,7 +223,7 @@ class Nodes:
             announced.path,
             announced.checkpoint.step,
             announced.name,
-            _files_of(announced.path, version.tree),
+            files_of(announced.path, version.tree),
             version.shards,
             is_followed=True,
             told_ns=announced.marked_ns,
@@ -317,10 +317,6 @@ def _is_ours(announced: Announcement, shard: str, ours: Identity, file: Path) ->
     if has_times and not is_newer and may_be_left_over(announced.format):
         return False
     return (ours.size_bytes, sample(file)) != (theirs.size_bytes, theirs.sample)
-
-
-def _files_of(path: str, tree: Tree) -> dict[str, Identity]:
-    return {each: tree.files[each] for each in (tree.below(path) if path else sorted(tree.names("")))}
 
 
 def _paths_here(announced: Announcement, tree: Tree, source: Path) -> dict[str, str]:

@@ -25,7 +25,6 @@ class Options:
     num_nodes: int = 1
     launch_id: str | None = None
     interval_s: float = 5.0
-    settle_s: float = 1.0
     keep_local: int | None = None  # None: the trainer's files are left alone
     is_once: bool = False
     drain_timeout_s: float = 3600.0

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from ckpt_async.core import naming
 from ckpt_async.core.refusal import Refusal
 from ckpt_async.errors import InvalidNameError
+from ckpt_async.watch import added
 from ckpt_async.watch.entries import Entry, State
-from ckpt_async.watch.formats import Found
+from ckpt_async.watch.formats import Found, Rules
 from ckpt_async.watch.tree import Identity, Tree
 
 # Formats without a mark of their own beside the bytes: a file that is written again in place has no end that proves
@@ -23,6 +24,9 @@ TWIN_S = 60.0
 # What trainers call files with tensors in them.
 _OF_TENSORS = (".pt", ".pth", ".bin", ".safetensors", ".ckpt", ".distcp", ".npz", ".msgpack", ".h5")
 TWIN_SIZES = 64  # their sizes differ by less than a part in so many
+
+
+_NOTHING: Mapping[str, Mapping[str, Identity]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,10 +228,20 @@ def passed_over(entry: Entry, known: Iterable[Entry], generation: int) -> str:
     return ""
 
 
-def due(entries: Iterable[Entry], now_ns: int, settle_s: float) -> list[Entry]:
-    """What is staged and has settled, in the order in which it was found; also if the clock was set back far."""
-    staged = [each for each in entries if each.state is State.STAGED and not each.is_followed]
-    ready = [each for each in staged if abs(now_ns - each.staged_ns) >= settle_s * 1e9]
+def due(
+    known: Iterable[Entry], now_ns: int, rules: Rules, now: Mapping[str, Mapping[str, Identity]] = _NOTHING
+) -> list[Entry]:
+    """What is staged and has settled, in the order in which it was found; also if the clock was set back far. `now`:
+    the files that the folder has of each candidate.
+    """
+    everything = list(known)
+    staged = [each for each in everything if each.state is State.STAGED and not each.is_followed]
+    settled = [each for each in staged if added.has_settled(each, now_ns, rules.settle_s)]
+    ready = [
+        each
+        for each in settled
+        if not added.is_held_back(each, everything, now.get(each.path, {}), now_ns, rules)
+    ]
     return sorted(ready, key=lambda each: each.number)
 
 

@@ -65,18 +65,23 @@ class Teller:
         self._said: set[tuple[str, str]] = set()
         self.counts: Counter[str] = Counter()
         self._refused: dict[tuple[str, int], str] = {}  # by path and step
+        self._left_out: dict[tuple[str, int], tuple[int, str]] = {}  # the same: from which entry, and what
         self.incomplete: dict[str, str] = {}
         self.unreadable: dict[str, str] = {}
 
     @property
     def refused(self) -> dict[str, str]:
-        """What was refused and is not in the store after all, and why, by path."""
-        return {path: reason for (path, _), reason in self._refused.items()}
+        """What was refused and is not in the store after all, and why, by path; also single files."""
+        left_out = {path: reason for (path, _), (_, reason) in self._left_out.items()}
+        return left_out | {path: reason for (path, _), reason in self._refused.items()}
 
     def settled(self, event: str, entry: Entry) -> None:
         """It is in the store: `committed`, or `there` before. If it had been refused before, that is made good."""
         self.counts[event] += 1
-        self._refused.pop((entry.path or ".", entry.step), None)
+        here = entry.path or ".", entry.step
+        self._refused.pop(here, None)
+        if here in self._left_out and self._left_out[here][0] < entry.number:
+            del self._left_out[here]
         self.tell(event, entry)
 
     def tell(self, event: str, what: Entry | Found | Announcement, reason: str = "") -> None:
@@ -96,6 +101,13 @@ class Teller:
         number = what.number if isinstance(what, Entry) else 0
         self._count(Refused(path, refusal, reason, what.step, what.name, number))
         self.tell("refused", what, reason)
+
+    def leave_out(self, entry: Entry, reason: str) -> None:
+        """Something of it was too late."""
+        path = entry.path or "."
+        self._left_out[path, entry.step] = entry.number, reason
+        self._count(Refused(path, Refusal.CHANGED, reason, entry.step, entry.name, entry.number))
+        self.tell("changed", entry, reason)
 
     def tell_incomplete(self, found: Found, reason: str, *, is_finished: bool) -> None:
         """Nothing will come of it. `is_finished`: its trainer was done with it, so that it is lost by some mistake."""

@@ -183,6 +183,11 @@ class _Reading(io.RawIOBase):
         return len(data)
 
 
+def files_of(path: str, tree: Tree) -> dict[str, Identity]:
+    """What is below a folder, or right in the watched one."""
+    return {each: tree.files[each] for each in (tree.below(path) if path else sorted(tree.names("")))}
+
+
 def _is_whole_zip(tail: bytes, size_bytes: int) -> bool:
     """Its directory comes last, and says where it begins."""
     at = tail.rfind(b"PK\x05\x06")

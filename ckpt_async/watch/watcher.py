@@ -141,6 +141,7 @@ class Watcher:
     def _end(self, close_s: float) -> None:
         assert self._refusals is not None
         try:
+            self._lookout.end()
             self._teller.end()
             self._close(close_s)
         finally:
@@ -247,7 +248,7 @@ class Watcher:
                 self._is_cut_short = not is_idle
                 return
             self._ending.tell(self._waits_for)
-            soon_s = max(0.1, self.options.settle_s / 2)
+            soon_s = max(0.1, self.options.rules.settle_s / 2)
             pause_s = self.options.interval_s if is_idle and not was_stopping else soon_s
             self.waker.wait(min(pause_s, self.options.interval_s), rest_s=REST * self._lookout.took_s)
 
@@ -297,7 +298,8 @@ class Watcher:
 
     def _hand_over(self) -> None:
         assert self._uploader is not None
-        for entry in plan.due(self.entries.all.values(), self._lookout.tree.now_ns, self.options.settle_s):
+        now_ns = self._lookout.tree.now_ns
+        for entry in plan.due(self.entries.all.values(), now_ns, self.options.rules, self._lookout.now):
             handed = [each for each in self.entries.open() if each.state is State.HANDED]
             size_bytes = sum(each.size_bytes for each in (*handed, entry))
             # What is in its hands keeps its space until it is committed, however long that takes.
@@ -416,7 +418,7 @@ class Watcher:
             self._teller.counts["there"] + self._num_there_before,
             self._teller.refused | self._teller.unreadable,
             dict(self._teller.incomplete),
-            tuple(each.path or "." for each in self.entries.open()),
+            tuple(dict.fromkeys(each.path or "." for each in self.entries.open())),
             is_cut_short=self._is_cut_short,
             is_empty=not (self.entries.all or self._teller.incomplete or self._teller.refused),
         )

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from ckpt_async import cli, restore
 from tests.watch.trees import safetensors, torch_zip
 
 LIMIT_S = 120.0
+METRIC = "ckpt_async_watch_refused_total"
 FAST = ("--settle-s", "0.2", "--interval", "1", "--json")
 
 
@@ -128,6 +130,17 @@ def save(place: Place, step: int, *, size_bytes: int = 64) -> dict[str, str]:
     (here / "optimizer.pt").write_bytes(torch_zip(step=step))
     (here / "trainer_state.json").write_text(json.dumps({"global_step": step}))
     return hashes(here)
+
+
+def counts(port: int, run: str) -> dict[str, float]:
+    """What is exported now, by reason; empty while nobody answers."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as reply:
+            lines = [line for line in reply.read().decode().splitlines() if line.startswith(METRIC)]
+    except OSError:
+        return {}
+    assert all(f'run="{run}"' in line for line in lines)
+    return {line.partition('reason="')[2].partition('"')[0]: float(line.split()[-1]) for line in lines}
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from ckpt_async.watch import nodes as of_nodes
 from ckpt_async.watch.announcement import Announcement
 from ckpt_async.watch.disk import Disk
 from ckpt_async.watch.entries import Entries, Entry
+from ckpt_async.watch.formats import Rules
 from ckpt_async.watch.holds import Holds
 from ckpt_async.watch.nodes import Nodes
 from ckpt_async.watch.options import Options
@@ -61,7 +62,7 @@ def test_what_a_node_cannot_look_at_is_waited_for_and_never_left_out(
     entries.load()
     holds.load()
     options = Options(
-        out, "memory://", tmp_path / "state", tmp_path / "lock", node=1, num_nodes=2, settle_s=0
+        out, "memory://", tmp_path / "state", tmp_path / "lock", node=1, num_nodes=2, rules=Rules(settle_s=0)
     )
     store = Store()
     handed, given_up = list[Entry](), list[str]()

@@ -148,13 +148,13 @@ def test_what_has_settled_is_handed_in_as_it_was_found() -> None:
         replace(entry(n, step, written_s=n), state=State.STAGED) for n, step in ((1, 30), (2, 10), (3, 20))
     ]
     staged[2] = replace(staged[2], staged_ns=5 * SECOND)
-    assert [each.step for each in plan.due(staged, 5 * SECOND, 1.0)] == [30, 10]
+    assert [each.step for each in plan.due(staged, 5 * SECOND, Rules(settle_s=1.0))] == [30, 10]
 
 
 def test_what_was_staged_by_a_clock_that_was_an_hour_ahead_is_handed_in_all_the_same() -> None:
     staged = replace(entry(1, 30, written_s=1), state=State.STAGED, staged_ns=3600 * SECOND)
-    assert plan.due([staged], 5 * SECOND, 30.0) == [staged]
-    assert not plan.due([staged], 3599 * SECOND, 30.0)
+    assert plan.due([staged], 5 * SECOND, Rules(settle_s=30.0)) == [staged]
+    assert not plan.due([staged], 3599 * SECOND, Rules(settle_s=30.0))
 
 
 def test_after_a_trainer_has_gone_back_what_it_saved_before_is_decided_first() -> None:

@@ -14,29 +14,17 @@ from ckpt_async.core.settings import Settings
 from ckpt_async.errors import NoSpaceError
 from ckpt_async.events.telling import refused
 from ckpt_async.local.outbox import OwnOutbox
+from ckpt_async.watch.formats import Rules
 from ckpt_async.watch.meanwhile import Stop
 from ckpt_async.watch.options import Options
 from ckpt_async.watch.refusals import Refusals, Refused
 from ckpt_async.watch.telling import UNREADABLE_S, Teller, Told
 from ckpt_async.watch.watcher import Watcher
 from tests.events.receiver import free_port, receiving, wait_until
-from tests.watch.conftest import Place, save
+from tests.watch.conftest import Place, counts, save
 from tests.watch.trees import torch_zip
 
 pytestmark = pytest.mark.timeout(90)
-
-METRIC = "ckpt_async_watch_refused_total"
-
-
-def counts(port: int, run: str) -> dict[str, float]:
-    """What is exported now, by reason; empty while nobody answers."""
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as reply:
-            lines = [line for line in reply.read().decode().splitlines() if line.startswith(METRIC)]
-    except OSError:
-        return {}
-    assert all(f'run="{run}"' in line for line in lines)
-    return {line.partition('reason="')[2].partition('"')[0]: float(line.split()[-1]) for line in lines}
 
 
 def test_each_refusal_is_an_event_once_also_over_restarts(
@@ -90,7 +78,9 @@ def test_what_is_refused_for_now_and_committed_later_is_no_error(
     monkeypatch.setattr(os, "link", refusing)
     told = list[Told]()
     folder, state = place.out, place.state
-    options = Options(folder, place.remote, state, place.here / "lock", settle_s=0, interval_s=0.1)
+    options = Options(
+        folder, place.remote, state, place.here / "lock", rules=Rules(settle_s=0), interval_s=0.1
+    )
     stopping = Stop()
 
     def tell(each: Told) -> None:

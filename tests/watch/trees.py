@@ -21,6 +21,7 @@ def tree_of(
     now_s: float = 0,
     links: tuple[str, ...] = (),
     ctime_ns: Mapping[str, int] | None = None,
+    born_ns: Mapping[str, int] | None = None,
 ) -> Tree:
     """Files in the order in which they were written, a second each."""
     files = {
@@ -34,7 +35,12 @@ def tree_of(
         return data[start : start + size_bytes]
 
     now_ns = int(START + (len(written) + now_s) * SECOND)
-    return Tree(files, read, root, now_ns, changed_ns or {}, links, ctime_ns=ctime_ns or {})
+    born = (born_ns or {}).get
+    return Tree(
+        *(files, read, root, now_ns, changed_ns or {}, links),
+        ctime_ns=ctime_ns or {},
+        born_ns=lambda path: born(path, 0),
+    )
 
 
 def torch_zip(*, tensor: bytes = b"\0" * 400, **state: Any) -> bytes:

@@ -10,24 +10,34 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ckpt_async.watch.formats.checks import checked, unrotated
-from ckpt_async.watch.formats.found import Found, Rules, changed_ns, join, marked_ns, of_folder, one_file
+from ckpt_async.watch.formats.found import (
+    Found,
+    Known,
+    Rules,
+    changed_ns,
+    join,
+    marked_ns,
+    of_folder,
+    one_file,
+)
 from ckpt_async.watch.formats.marks import FORMATS, TABLE, torch_file
 from ckpt_async.watch.tree import Tree
 
-__all__ = ["FORMATS", "Found", "Rules", "find"]
+__all__ = ["FORMATS", "Found", "Known", "Rules", "find"]
 
 _NS = 1_000_000_000
 
 
 _TABLE_ONLY = Rules()
+_NONE = Known()
 
 
-def find(tree: Tree, rules: Rules = _TABLE_ONLY) -> list[Found]:
+def find(tree: Tree, rules: Rules = _TABLE_ONLY, known: Known = _NONE) -> list[Found]:
     """Every checkpoint of the folder that is there or on its way, in the order in which they were complete: a trainer
-    may have gone back to a lower step. Where times tell nothing, by step.
+    may have gone back to a lower step. Where times tell nothing, by step. `known`: what was seen before.
     """
     recognise = _by_rules if rules.done or rules.pattern or rules.quiet_s else _by_table
-    found = [_checked(tree, each, rules) for each in recognise(tree, rules, set())]
+    found = [_checked(tree, each, rules, known) for each in recognise(tree, rules, set())]
 
     def place(each: Found) -> tuple[int, int, str]:
         return 0 if rules.ignores_times else marked_ns(tree, each), each.step, each.path
@@ -35,10 +45,19 @@ def find(tree: Tree, rules: Rules = _TABLE_ONLY) -> list[Found]:
     return sorted(found, key=place)
 
 
-def _checked(tree: Tree, found: Found, rules: Rules) -> Found:
+def _checked(tree: Tree, found: Found, rules: Rules, known: Known) -> Found:
     if found.is_waiting:
         return unrotated(tree, found, rules)
-    return found if found.reason else checked(tree, found, rules)
+    if found.reason:
+        return found
+    files = {path: tree.files[path] for path in found.files}
+    return checked(
+        *(tree, found, rules),
+        has_grown=any(each.items() <= files.items() for each in known.growing.get(found.path, ())),
+        was_handed=any(
+            each.get(found.mark) == tree.files.get(found.mark) for each in known.handed.get(found.path, ())
+        ),
+    )
 
 
 def _by_table(tree: Tree, rules: Rules, taken: set[str]) -> Iterator[Found]:

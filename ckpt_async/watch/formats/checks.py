@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from ckpt_async.errors import UnsafePickleError
 from ckpt_async.restore.dcp_files import MAX_METADATA_BYTES, named_files
-from ckpt_async.watch.formats.found import METADATA, Found, Rules, join, last
+from ckpt_async.watch.formats.found import METADATA, Found, Rules, changed_ns, join, last
 from ckpt_async.watch.tree import Tree
 
 _DEEPSPEED_RANK = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_\d+_(?:model|optim)_states\.pt")
@@ -25,6 +25,8 @@ _OLMO_RANK = re.compile(r"(?:.*/)?rank([0-9]+)\.pt")
 # What OLMo-core's callbacks write after its mark, and the names that it first gives to such files.
 OLMO_CORE_LATE = re.compile(r"config\.json|data_paths\.txt|tmp[a-z0-9_]{8}")
 MAX_JSON_BYTES = 1 << 26
+# How long nothing may have changed where it is unknown what else is written.
+UNCOUNTED_S = 30.0
 _NS = 1_000_000_000
 # Two times that the kernel takes one after the other may differ by a tick of its clock.
 _TICK_NS = 20_000_000
@@ -50,8 +52,12 @@ _ANY_RANK = re.compile(r"(?:.*/)?(?:__[0-9]+_[0-9]+\.distcp|train/rank[0-9]+\.pt
 _OF_RANK = {"deepspeed": _DEEPSPEED_RANK, "transformers": RNG, "olmo": _OLMO_RANK}
 
 
-def checked(tree: Tree, found: Found, rules: Rules) -> Found:
-    """The same with a reason, if a file that is here breaks the promise."""
+def checked(
+    tree: Tree, found: Found, rules: Rules, *, has_grown: bool = False, was_handed: bool = False
+) -> Found:
+    """The same with a reason, if a file that is here breaks the promise. `has_grown`: it was seen complete, and all of
+    that is there still. `was_handed`: with the same mark it was handed in.
+    """
     found = _with_named(tree, found)
     if found.reason:
         return found
@@ -68,17 +74,34 @@ def checked(tree: Tree, found: Found, rules: Rules) -> Found:
             return replace(found, reason=f"{path} has no end yet")
     if found.mark.endswith(".json") and not _is_json(tree, found.mark):
         return replace(found, reason=f"{found.mark} has no end yet")
+    if has_grown:
+        return found
     if found.mark and not rules.ignores_times:
         marked_ns = tree.files[found.mark].mtime_ns
         newer = [path for path in found.files if tree.files[path].mtime_ns > marked_ns]
         newer = [path for path in newer if not is_free(found.format, found.shard(path))]
-        if newer:
+        if newer and (was_handed or not _are_added(tree, newer, marked_ns, rules)):
             return replace(
                 found,
                 reason=f"{newer[0]} is newer than its mark {found.mark}: it is being written anew, or was copied"
                 " without its times (--ignore-times)",
             )
+        if newer and abs(tree.now_ns - changed_ns(tree, found)) < UNCOUNTED_S * _NS:
+            reason = f"{newer[0]} was added after its mark, and it changed within the last {UNCOUNTED_S:g} s"
+            return replace(found, reason=reason, is_waiting=True)
     return unrotated(tree, found, rules)
+
+
+def _are_added(tree: Tree, newer: Collection[str], marked_ns: int, rules: Rules) -> bool:
+    """Whether these were made after the mark, one soon after the other. What is being written anew was there before, or
+    begins later.
+    """
+    end_ns = float(marked_ns)
+    for path in sorted(newer, key=lambda each: tree.files[each].mtime_ns):
+        if not marked_ns <= tree.born_ns(path) <= end_ns + rules.settle_s * _NS:
+            return False
+        end_ns = tree.files[path].mtime_ns
+    return end_ns <= marked_ns + rules.growing_s * _NS
 
 
 def unrotated(tree: Tree, found: Found, rules: Rules) -> Found:

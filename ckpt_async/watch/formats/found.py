@@ -5,10 +5,11 @@ from __future__ import annotations
 import pickletools
 import re
 import struct
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from ckpt_async.watch.tree import Tree
+from ckpt_async.watch.tree import Identity, Tree
 
 METADATA = ".metadata"
 # No part of a longer one (a date with its time), nor of a fraction (a metric).
@@ -19,6 +20,8 @@ _LIGHTNING_STEP = re.compile(r"(?<![A-Za-z_])(?:global_)?step=([0-9]{1,12})(?!\.
 # How much of a pickle is searched for a number that it says. DeepSpeed's comes after the names of all tensors.
 _SEARCHED_BYTES = 1 << 22
 _NS = 1_000_000_000
+# What is added to a checkpoint holds it up for so long, or so many settle times, at most.
+GROWING_S, NUM_SETTLES = 60.0, 10
 # Formats of Lightning, and the file of a folder that says the step where its name does not.
 _SAYS_STEP = {"lightning": "meta.pt", "nemo": "weights/common.pt"}
 
@@ -34,6 +37,23 @@ class Rules:
     ignores_times: bool = False
     ranks: int = 0  # trainer processes on all nodes, where the format does not tell; 0: unknown
     num_nodes: int = 1
+    settle_s: float = 1.0  # what is added to it within so long belongs to it
+
+    @property
+    def growing_s(self) -> float:
+        """How long after its mark something may go on being added to it."""
+        return max(GROWING_S, NUM_SETTLES * self.settle_s)
+
+
+Files = Mapping[str, Identity]
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """By path, the files of what was seen complete: `growing` may still be added to, `handed` was handed in."""
+
+    growing: Mapping[str, Sequence[Files]] = field(default_factory=dict)
+    handed: Mapping[str, Sequence[Files]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

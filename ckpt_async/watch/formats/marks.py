@@ -7,7 +7,13 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from ckpt_async.watch.formats.checks import DEEPSPEED_UNCOUNTED, MAX_JSON_BYTES, OLMO_CORE_LATE, RNG
+from ckpt_async.watch.formats.checks import (
+    DEEPSPEED_UNCOUNTED,
+    MAX_JSON_BYTES,
+    OLMO_CORE_LATE,
+    RNG,
+    UNCOUNTED_S,
+)
 from ckpt_async.watch.formats.found import (
     METADATA,
     Found,
@@ -34,8 +40,6 @@ _ORBAX = re.compile(r"(?:[a-z_]*_)?([0-9]{1,12})")
 _DEEPSPEED_MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _DEEPSPEED_OPTIM = re.compile(r"((?:bf16_|fp16_)?zero_pp_rank_)(\d+)(_mp_rank_(\d+)_optim_states\.pt)")
 _COMPOSER = re.compile(r"ep[0-9]+-ba([0-9]{1,12})(?:-rank([0-9]+))?\.pt")
-# How long nothing may have changed where it is unknown how many ranks write.
-UNCOUNTED_S = 30.0
 # Between two small files that a writer leaves one after the other.
 NEXT_FILE_S = 2.0
 _NS = 1_000_000_000

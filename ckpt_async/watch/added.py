@@ -1,0 +1,130 @@
+"""Files that a trainer adds to a checkpoint after its mark: an adapter, a configuration, a log.
+
+Until a checkpoint is handed in, it is staged anew with them, and its settle time begins again. What its mark stood for
+is kept beside that until the larger version is committed: something may write to an added file for ever.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+
+from ckpt_async.watch.entries import Entry, State
+from ckpt_async.watch.formats import Known, Rules
+from ckpt_async.watch.formats.found import Files
+from ckpt_async.watch.tree import Tree
+
+# A file that is there for a moment, or the first of a save to the same place, was not left out of anything.
+LEFT_OUT_S = 10.0
+
+
+def has_grown(entry: Entry, files: Files) -> bool:
+    """Whether all that was staged of it is there as it was, and more. (What a rotation has begun with is not.)"""
+    return entry.files.items() < files.items()
+
+
+def has_outlived(entry: Entry, files: Files) -> bool:
+    """Whether what was handed in has more by now, or something in it that is newer than its mark was written again,
+    and its mark still stands for the rest.
+    """
+    rest = {path: was for path, was in entry.files.items() if was.mtime_ns <= entry.marked_ns}
+    is_whole = rest.items() <= files.items() and entry.files.keys() <= files.keys()
+    return is_whole and files != entry.files
+
+
+def larger(entry: Entry, known: Iterable[Entry]) -> list[Entry]:
+    """The versions that it has grown to."""
+    later = (each for each in known if each.path == entry.path and each.number > entry.number)
+    return [each for each in later if has_grown(entry, each.files)]
+
+
+def smaller(entry: Entry, known: Iterable[Entry]) -> list[Entry]:
+    """The versions that have grown to it, oldest first, and may still be handed in instead."""
+    earlier = (each for each in known if each.path == entry.path and each.number < entry.number)
+    return [each for each in earlier if _is_fresh(each) and has_grown(each, entry.files)]
+
+
+def known_of(entries: Iterable[Entry]) -> Known:
+    """What may still be added to is what was not handed in in any version."""
+    everything = list(entries)
+    growing, handed = defaultdict[str, list[Files]](list), defaultdict[str, list[Files]](list)
+    for entry in everything:
+        if _is_fresh(entry) and all(each.state is State.STAGED for each in larger(entry, everything)):
+            growing[entry.path].append(entry.files)
+        if entry.state in (State.HANDED, State.COMMITTED):
+            handed[entry.path].append(entry.files)
+    return Known(growing, handed)
+
+
+def _is_fresh(entry: Entry) -> bool:
+    return entry.state is State.STAGED and not (entry.generation or entry.is_followed)
+
+
+def is_held_back(entry: Entry, known: Iterable[Entry], files: Files, now_ns: int, rules: Rules) -> bool:
+    """Whether a larger version is on its way, or may still come: not for ever, and not where one was given up.
+    `files` are what its folder has now.
+    """
+    if not _is_fresh(entry):
+        return False
+    everything = list(known)
+    states = {each.state: each for each in larger(entry, everything)}
+    if State.REFUSED in states:
+        return False
+    if State.HANDED in states:
+        return True
+    first = min([entry, *smaller(entry, everything)], key=lambda each: each.number)
+    if abs(now_ns - first.staged_ns) < rules.growing_s * 1e9:
+        return State.STAGED in states or has_grown(entry, files)
+    return State.STAGED in states and has_settled(states[State.STAGED], now_ns, rules.settle_s)
+
+
+def is_superseded(entry: Entry, tree: Tree, known: Iterable[Entry]) -> bool:
+    """Whether it is of no use any more: a larger version of it is in the store; or it is one itself, and what it has is
+    being written anew.
+    """
+    everything = list(known)
+    if not _is_fresh(entry):
+        return False
+    if any(each.state is State.COMMITTED for each in larger(entry, everything)):
+        return True
+    is_other = any(tree.files.get(path, was) != was for path, was in entry.files.items())
+    return is_other and bool(smaller(entry, everything))
+
+
+def has_settled(entry: Entry, now_ns: int, settle_s: float) -> bool:
+    return abs(now_ns - entry.staged_ns) >= settle_s * 1e9
+
+
+class LeftOut:
+    """What came after its checkpoint was handed in: it is told when it stays, or goes with the checkpoint."""
+
+    def __init__(
+        self, tell: Callable[[Entry, str], None], *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._tell, self._clock = tell, clock
+        self._since: dict[int, tuple[Entry, str, float]] = {}  # by the entry's number
+
+    def see(self, now: Mapping[int, tuple[Entry, Files]], tree: Tree) -> None:
+        """These have grown, to such files."""
+        before, self._since = self._since, {}
+        for entry, reason, _ in before.values():
+            if not entry.files.keys() & tree.files.keys():
+                self._tell(entry, reason)
+        for entry, files in now.values():
+            new = [path for path, is_ in files.items() if entry.files.get(path) != is_]
+            first = min(new, key=lambda each: (each in entry.files, files[each].mtime_ns, each))
+            came = "was written again" if first in entry.files else "came"
+            reason = (
+                f"{first} {came} after it was handed in, and is not so in what is committed: raise --settle-s, or have"
+                " the trainer write a file last and give its name by --done"
+            )
+            _, _, since = before.get(entry.number, (entry, reason, self._clock()))
+            self._since[entry.number] = entry, reason, since
+            if self._clock() - since >= LEFT_OUT_S:
+                self._tell(entry, reason)
+
+    def end(self) -> None:
+        """Nobody looks any more."""
+        for entry, reason, _ in self._since.values():
+            self._tell(entry, reason)
