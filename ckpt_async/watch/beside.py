@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 
@@ -72,19 +73,36 @@ def run_beside(
             was_ended = ended.is_set()
             report: Report | None = None
             error: BaseException | None = None
+            failure = _Failure(is_last=was_ended)
             try:
-                report = watcher.run(ended)
+                report = watcher.run(ended, failure.tell)
             except KeyboardInterrupt as told:
                 error, was_ended = told, True
             except Exception as problem:  # noqa: BLE001  the command must not end for it
                 error = problem
-                logger.warning("watching_failed error=%s; trying again: %s", problem, not was_ended)
+                failure.tell(problem)
             if error is None or was_ended:
                 break
-            ended.wait(AGAIN_S)
+            ended.wait(failure.left_s())
             watcher = new_watcher(waker)
         waiting.join()
     return _status(child.returncode), report, error
+
+
+class _Failure:
+    """Of one watcher: said once, and for how long no other is begun."""
+
+    def __init__(self, *, is_last: bool) -> None:
+        self._is_last, self._until = is_last, 0.0
+
+    def tell(self, problem: Exception) -> float:
+        if not self._until:
+            self._until = time.monotonic() + AGAIN_S
+            logger.warning("watching_failed error=%s; trying again: %s", problem, not self._is_last)
+        return self.left_s()
+
+    def left_s(self) -> float:
+        return 0.0 if self._is_last else max(0.0, self._until - time.monotonic())
 
 
 def _status(returncode: int) -> int:

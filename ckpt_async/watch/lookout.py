@@ -66,6 +66,11 @@ class Lookout:
         self._waker.follow(self._options.folder, self.tree.folders_below(""))
         self.took_s = time.monotonic() - began_s
 
+    def look_and_take(self) -> None:
+        """What cannot wait for the store."""
+        self.look()
+        self.take()
+
     def review(self) -> None:
         """Of what waits or is under way: has somebody changed it?"""
         for entry in self._entries.open():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -60,6 +61,16 @@ def attend(future: Future[T], do: Callable[[], None]) -> T:
         do()
         pause_s = max(EVERY_S, REST * (time.monotonic() - began_s))
     return future.result()
+
+
+def keep_on(do: Callable[[], None], duration_s: float, stopping: Stop) -> None:
+    """Do something now and then, though something else has failed: that is what is raised, whatever comes of this."""
+    until_s, pause_s = time.monotonic() + duration_s, 0.0
+    while (left_s := until_s - time.monotonic()) > 0 and not stopping.wait(min(left_s, pause_s)):
+        began_s = time.monotonic()
+        with contextlib.suppress(Exception):
+            do()
+        pause_s = max(EVERY_S, REST * (time.monotonic() - began_s))
 
 
 def begin(work: Callable[[], T], name: str) -> Future[T]:

@@ -34,7 +34,7 @@ from ckpt_async.watch.entries import Entries, Entry, State, remove_files
 from ckpt_async.watch.holds import Holds
 from ckpt_async.watch.lock import FolderLock
 from ckpt_async.watch.lookout import Lookout
-from ckpt_async.watch.meanwhile import REST, OutOfTimeError, Stop, attend, begin
+from ckpt_async.watch.meanwhile import REST, OutOfTimeError, Stop, attend, begin, keep_on
 from ckpt_async.watch.nodes import Nodes
 from ckpt_async.watch.options import Options
 from ckpt_async.watch.recognise import same_in_store
@@ -84,9 +84,10 @@ class Watcher:
         self._is_cut_short = False
         self._num_there_before = 0
 
-    def run(self, stopping: Stop) -> Report:
+    def run(self, stopping: Stop, again: Callable[[Exception], float] = lambda _: 0.0) -> Report:
         """Watch until `stopping` is set (with `is_once`: until all that is complete is committed), then finish what was
-        handed in. Raises what keeps it from working: nothing is lost then, the next start goes on.
+        handed in. Raises what keeps it from working: nothing is lost then, the next start goes on. `again` is told of
+        that first, and the folder is looked at for as many seconds as it returns.
         """
         self._stopping = stopping
         self._ending = Ending(stopping, self.options.drain_timeout_s)
@@ -120,6 +121,9 @@ class Watcher:
             except KeyboardInterrupt:
                 close_s = 0.0
                 raise
+            except Exception as error:
+                keep_on(self._lookout.look_and_take, again(error), stopping)
+                raise
             finally:
                 self._end(close_s)
             return self._report()
@@ -152,14 +156,14 @@ class Watcher:
     def _open_while_linking(self) -> None:
         """The store may take its time, or be away."""
         opened = begin(self._open, "ckpt-async-open")
-        self._look_and_take()
+        self._lookout.look_and_take()
         attend(opened, self._go_on)
         assert self._remote is not None
         self._remote.meanwhile = self._go_on
 
     def _go_on(self) -> None:
         """What cannot wait for the store. Raises OutOfTimeError when waiting is over, too."""
-        self._look_and_take()
+        self._lookout.look_and_take()
         has_nothing = self._nodes is None and not self._has_left()
         if (has_nothing and self._stopping.is_set()) or self._stopping.is_over(self.options.drain_timeout_s):
             raise OutOfTimeError
@@ -167,10 +171,6 @@ class Watcher:
 
     def _has_left(self) -> bool:
         return bool(self._lookout.num_left or self.entries.open())
-
-    def _look_and_take(self) -> None:
-        self._lookout.look()
-        self._lookout.take()
 
     def _open(self) -> None:
         """Begin a new generation of the run; what earlier ones had sealed is finished by it."""

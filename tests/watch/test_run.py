@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_async import restore
-from ckpt_async.errors import StoreError
+from ckpt_async.errors import FailureReason, StoreError
 from ckpt_async.watch import beside
 from ckpt_async.watch.beside import run_beside
 from ckpt_async.watch.options import Options
@@ -151,6 +151,38 @@ def test_a_watcher_that_fails_for_hours_leaves_nothing_behind_each_time(
     status, report, error = run_beside(["cat", str(tmp_path / "end")], dict(os.environ), again)
     assert (status, report, isinstance(error, StoreError)) == (0, None, True)
     assert len({*num_open[1:6]}) == 1, num_open
+
+
+ROTATING = """
+until [ -e failed ]; do sleep 0.05; done
+mkdir out/checkpoint-1
+echo '{"global_step": 1}' > out/checkpoint-1/trainer_state.json
+until [ -e state/run/entries/00000001.json ]; do sleep 0.05; done
+rm -r out/checkpoint-1
+"""
+
+
+def test_what_is_saved_before_a_watcher_that_failed_is_started_again_is_linked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a wrong key, say: the trainer rotates, and fills its disk, all the same."""
+    num_opened: list[int] = []
+
+    def refusing(self: Watcher) -> None:
+        num_opened.append(1)
+        (tmp_path / "failed").touch()
+        raise StoreError("no such key", reason=FailureReason.AUTH)
+
+    monkeypatch.setattr(beside, "AGAIN_S", 30.0)
+    monkeypatch.setattr(Watcher, "_open", refusing)
+    (tmp_path / "out").mkdir()
+    monkeypatch.chdir(tmp_path)
+    options = Options(tmp_path / "out", f"file://{tmp_path}/remote", tmp_path / "state", tmp_path / "lock")
+    status, _, error = run_beside(
+        ["sh", "-c", ROTATING], dict(os.environ), partial(new_watcher, options), grace_s=0
+    )
+    assert (status, isinstance(error, StoreError)) == (0, True)
+    assert len(num_opened) == 2, "once more at the end"
 
 
 # Saves three checkpoints, each when the one before is committed, and fails in its own way.
