@@ -1,8 +1,9 @@
-"""Why a watcher does not take what it has found, as a word of a small fixed set: for metrics and events."""
+"""What a watcher does not take of what it has found, and why: for metrics and events."""
 
 from __future__ import annotations
 
 import enum
+from dataclasses import dataclass
 
 
 class Refusal(enum.Enum):
@@ -18,3 +19,17 @@ class Refusal(enum.Enum):
     OUTDATED = "outdated"  # it would become the newest, and is not
     NO_SPACE = "no_space"  # for a copy; or for links of what its trainer has deleted
     GIVEN_UP = "given_up"  # handed in, and then given up by the run
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """One thing, at `path` of the watched folder. `version` tells apart what was there one after the other; `step` is
+    None where it may be no checkpoint.
+    """
+
+    path: str
+    cause: Refusal
+    reason: str
+    step: int | None = None
+    name: str = ""
+    version: int = 0

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ckpt_async.core.model import CheckpointId, Decision, Outcome
 from ckpt_async.core.notices import Notice, Teller
-from ckpt_async.core.refusal import Refusal
+from ckpt_async.core.refusal import Refused
 from ckpt_async.errors import SettingsError
 from ckpt_async.events import event as events
 from ckpt_async.events.event import KINDS, Event
@@ -86,24 +86,11 @@ def damaged(
     return events.of_checkpoint("damaged", run, checkpoint, name, now, about=key, reason=reason, key=key)
 
 
-def refused(
-    run: str,
-    path: str,
-    step: int | None,
-    name: str,
-    cause: Refusal,
-    reason: str,
-    now: float,
-    *,
-    node: int,
-    version: int,
-) -> Event:
-    """A watcher does not take what is at `path` of its folder. `version` tells apart what was there one after the
-    other.
-    """
-    about = f"{node} {cause.value} {version} {path}"
-    details = {"path": path, "cause": cause.value, "reason": reason, "node": node}
-    return events.of_found("refused", run, step, name, now, about=about, **details)
+def refused(run: str, what: Refused, now: float, *, node: int) -> Event:
+    """The watcher of a node does not take it."""
+    about = f"{node} {what.cause.value} {what.version} {what.path}"
+    details = {"path": what.path, "cause": what.cause.value, "reason": what.reason, "node": node}
+    return events.of_found("refused", run, what.step, what.name, now, about=about, **details)
 
 
 class RunTeller(Teller):

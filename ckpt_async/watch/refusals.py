@@ -9,11 +9,10 @@ import os
 import threading
 import time
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_async.core.notices import Notice
-from ckpt_async.core.refusal import Refusal
+from ckpt_async.core.refusal import Refusal, Refused
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import JournalError
 from ckpt_async.events import telling
@@ -23,20 +22,6 @@ from ckpt_async.local.outbox import OwnOutbox
 from ckpt_async.monitor.metrics import Metrics
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """One thing, at `path`. `version` tells apart what was there one after the other; `step` is None where it may be no
-    checkpoint.
-    """
-
-    path: str
-    cause: Refusal
-    reason: str
-    step: int | None = None
-    name: str = ""
-    version: int = 0
 
 
 class Refusals:
@@ -78,19 +63,7 @@ class Refusals:
                 self._unshown.append(refused)
         if refused.cause is Refusal.GIVEN_UP:  # the run's own event tells, once for all nodes
             return
-        event = telling.refused(
-            *(
-                self._run,
-                refused.path,
-                refused.step,
-                refused.name,
-                refused.cause,
-                refused.reason,
-                time.time(),
-            ),
-            node=self._node,
-            version=refused.version,
-        )
+        event = telling.refused(self._run, refused, time.time(), node=self._node)
         self._unwritten.extend(telling.notices_of(event, self._wants))
         self._write()
 

@@ -8,11 +8,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from ckpt_async.core.refusal import Refusal
+from ckpt_async.core.refusal import Refusal, Refused
 from ckpt_async.watch.announcement import Announcement
 from ckpt_async.watch.entries import Entry
 from ckpt_async.watch.formats import Found
-from ckpt_async.watch.refusals import Refused
 
 logger = logging.getLogger(__name__)
 

@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_async import Sweeper, Uploader
-from ckpt_async.core.refusal import Refusal
+from ckpt_async.core.refusal import Refusal, Refused
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import CkptAsyncError
 from ckpt_async.page.server import MetricsServer, serve
-from ckpt_async.watch.refusals import Refusals, Refused
+from ckpt_async.watch.refusals import Refusals
 
 ROOT = Path(__file__).resolve().parents[2]
 RULES = ROOT / "deploy/prometheus/alerts.yaml"

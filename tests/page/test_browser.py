@@ -10,11 +10,11 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from ckpt_async import Uploader
-from ckpt_async.core.refusal import Refusal
+from ckpt_async.core.refusal import Refusal, Refused
 from ckpt_async.core.settings import Settings
 from ckpt_async.page.board import Board
 from ckpt_async.page.server import serve
-from ckpt_async.watch.refusals import Refusals, Refused
+from ckpt_async.watch.refusals import Refusals
 from tests.page.browser import Browser, find
 from tests.page.scenes import HOSTILE, Run, going_on
 from tests.seaweed import SeaweedServer

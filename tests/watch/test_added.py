@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 
-from ckpt_async.core.refusal import Refusal
+from ckpt_async.core.refusal import Refusal, Refused
 from ckpt_async.watch import added
 from ckpt_async.watch.added import LEFT_OUT_S, LeftOut
 from ckpt_async.watch.entries import Entry, State
 from ckpt_async.watch.formats import Known, Rules, find
 from ckpt_async.watch.formats.checks import UNCOUNTED_S
 from ckpt_async.watch.formats.found import GROWING_S
-from ckpt_async.watch.refusals import Refused
 from ckpt_async.watch.tree import Identity, Tree
 from tests.events.receiver import free_port, receiving
 from tests.watch.conftest import Place, counts, hashes, save

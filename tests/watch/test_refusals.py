@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ckpt_async.core.refusal import Refusal
+from ckpt_async.core.refusal import Refusal, Refused
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import NoSpaceError
 from ckpt_async.events.telling import refused
@@ -17,7 +17,7 @@ from ckpt_async.local.outbox import OwnOutbox
 from ckpt_async.watch.formats import Rules
 from ckpt_async.watch.meanwhile import Stop
 from ckpt_async.watch.options import Options
-from ckpt_async.watch.refusals import Refusals, Refused
+from ckpt_async.watch.refusals import Refusals
 from ckpt_async.watch.telling import UNREADABLE_S, Teller, Told
 from ckpt_async.watch.watcher import Watcher
 from tests.events.receiver import free_port, receiving, wait_until
@@ -184,7 +184,8 @@ def test_what_cannot_be_read_for_a_moment_is_no_refusal_and_the_end_waits_for_no
 
 def test_a_refusal_is_told_by_each_node_that_has_it_and_again_for_another_version(tmp_path: Path) -> None:
     def id_of(path: str = "a", step: int | None = 1, node: int = 0, version: int = 0) -> str:
-        return refused("s3://b/r", path, step, "", Refusal.CHANGED, "why", 1.0, node=node, version=version).id
+        what = Refused(path, Refusal.CHANGED, "why", step, "", version)
+        return refused("s3://b/r", what, 1.0, node=node).id
 
     assert id_of() == id_of()
     assert len({id_of(), id_of("b"), id_of(step=2), id_of(step=None), id_of(node=1), id_of(version=1)}) == 6
