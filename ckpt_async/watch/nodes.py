@@ -21,7 +21,7 @@ from ckpt_async.watch import plan
 from ckpt_async.watch.announcement import Announcement, Version
 from ckpt_async.watch.disk import sample
 from ckpt_async.watch.entries import Entries, Entry, State, VanishedError
-from ckpt_async.watch.formats.checks import is_free, is_of_one_node, may_be_left_over
+from ckpt_async.watch.formats.checks import are_added, is_free, is_of_one_node, may_be_left_over
 from ckpt_async.watch.holds import Holds, is_same_version
 from ckpt_async.watch.options import Options
 from ckpt_async.watch.remote import Remote
@@ -50,7 +50,7 @@ class Nodes:
     ) -> None:
         self._node, self._num_nodes = options.node, options.num_nodes
         self._entries, self._holds, self._uploader, self._remote = entries, holds, uploader, remote
-        self._settle_s = options.rules.settle_s
+        self._rules = options.rules
         self._has_times = not options.rules.ignores_times
         self._heard: dict[int, tuple[Announcement, float]] = {}  # by step: and when, not handed in yet
         self._known: set[int] = set()  # every step that was announced
@@ -143,7 +143,7 @@ class Nodes:
                 del self._heard[step]
                 continue
             waited_s = time.monotonic() - heard_at
-            if waited_s < self._settle_s:
+            if waited_s < self._rules.settle_s:
                 continue
             entry = self._staged(announced)
             if entry is None:
@@ -171,7 +171,7 @@ class Nodes:
             if entry.is_followed:
                 is_same = is_same and entry.told_ns == announced.marked_ns
             else:
-                is_same = is_same and not _later(entry.files, entry.shards, announced)
+                is_same = is_same and not _late(entry.files, entry.shards, announced)
             if is_same and self._entries.is_intact(entry):
                 return self._rest(entry, announced)
         return None
@@ -204,11 +204,16 @@ class Nodes:
             return f"on node {self._node}, {closed}"
         if isinstance(version, str):
             return ""
+        for path in _late(seen.files, version.shards, announced):
+            if abs(seen.now_ns - seen.files[path].mtime_ns) < self._rules.settle_s * 1e9:
+                return f"{path} is still written on node {self._node}, after the mark"
         unfinished = next((path for path in version.shards if not version.tree.is_whole(path)), "")
         return f"{unfinished} has no end on node {self._node}" if unfinished else ""
 
     def _fitting(self, version: _Version, announced: Announcement) -> _Version | str:
-        if later := _later(version.tree.files, version.shards, announced):
+        late = _late(version.tree.files, version.shards, announced)
+        if late and not are_added(version.tree, late, announced.marked_ns, self._rules):
+            later = late[0]
             late_s = (version.tree.files[later].mtime_ns - announced.marked_ns) / 1e9
             return (
                 f"{later} on node {self._node} is {late_s:.0f} s newer than the mark: it was saved again, or the clocks"
@@ -352,10 +357,10 @@ def _marked_ns(entry: Entry) -> int:
     return entry.marked_ns if entry.mark in entry.files else entry.staged_ns
 
 
-def _later(files: Mapping[str, Identity], shards: Mapping[str, str], announced: Announcement) -> str:
-    """A file of it that was written after its mark; "" if there is none, or times tell nothing."""
+def _late(files: Mapping[str, Identity], shards: Mapping[str, str], announced: Announcement) -> list[str]:
+    """Files of it that were written after its mark; none if times tell nothing."""
     if not announced.marked_ns:
-        return ""
+        return []
     limit_ns = announced.marked_ns + CLOCKS_S * 1e9
     late = (path for path, shard in shards.items() if files[path].mtime_ns > limit_ns)
-    return next((path for path in late if not is_free(announced.format, shards[path])), "")
+    return [path for path in late if not is_free(announced.format, shards[path])]

@@ -4,6 +4,7 @@ import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -19,6 +20,7 @@ from ckpt_async.watch.holds import Holds
 from ckpt_async.watch.nodes import Nodes
 from ckpt_async.watch.options import Options
 from ckpt_async.watch.remote import Remote
+from tests.watch.trees import SECOND
 
 
 class Store:
@@ -26,13 +28,16 @@ class Store:
 
     generation = 1
 
+    def __init__(self, marked_ns: int = 0) -> None:
+        self._marked_ns = marked_ns
+
     def announced(
         self, generation: int, after: int, known: set[int]
     ) -> Iterator[tuple[CheckpointId, Announcement]]:
         here = dict.fromkeys(("DONE",))
         if not known:
             id_ = CheckpointId(generation, 1)
-            yield id_, Announcement(id_, 0, "done", "step-1", "step-1", here, ())
+            yield id_, Announcement(id_, 0, "done", "step-1", "step-1", here, (), self._marked_ns)
 
     def newest_generation(self, generation: int) -> int:
         return generation
@@ -87,3 +92,42 @@ def test_what_a_node_cannot_look_at_is_waited_for_and_never_left_out(
             handed.clear()
     assert given_up == [f"on node 1, {closed or '.'} cannot be read: Too many open files"]
     assert not handed
+
+
+@pytest.mark.parametrize("is_added", [True, False])
+def test_what_is_added_on_a_node_without_the_mark_is_sent_when_it_has_settled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_added: bool
+) -> None:
+    """What was there before the mark is written anew."""
+    out = tmp_path / "out"
+    (out / "step-1").mkdir(parents=True)
+    model, adapter = out / "step-1/model.pt", out / "step-1/adapter.bin"
+    for path in (model, adapter):
+        path.write_bytes(b"x")
+    marked_ns = model.stat().st_mtime_ns + (0 if is_added else SECOND)
+    entries, holds = Entries(out, tmp_path / "state", "memory://"), Holds(out, tmp_path / "held")
+    entries.load()
+    holds.load()
+    options = Options(
+        *(out, "memory://", tmp_path / "state", tmp_path / "lock"),
+        rules=Rules(settle_s=3),
+        node=1,
+        num_nodes=2,
+    )
+    store, now_s = Store(marked_ns), [0.0]
+    monkeypatch.setattr(of_nodes, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    nodes = Nodes(options, entries, holds, cast(Uploader, store), cast(Remote, store))
+    nodes.listen()
+    now_s[0] = 3.0
+    told = list[str]()
+    for written_s in (2, 10):  # after the mark, so by 1 to 2 s, and 9 to 10 s, from now
+        os.utime(adapter, ns=(marked_ns, marked_ns + written_s * SECOND))
+        assert not (told and is_added)
+        nodes.follow(
+            *(Disk(out).look(), lambda entry: told.extend(sorted(entry.shards.values()))),
+            lambda _, reason: told.append(reason),
+        )
+    if is_added:
+        assert told == ["adapter.bin", "model.pt"]
+    else:
+        assert "adapter.bin on node 1 is 2 s newer than the mark: it was saved again" in told[0]

@@ -80,7 +80,7 @@ def checked(
         marked_ns = tree.files[found.mark].mtime_ns
         newer = [path for path in found.files if tree.files[path].mtime_ns > marked_ns]
         newer = [path for path in newer if not is_free(found.format, found.shard(path))]
-        if newer and (was_handed or not _are_added(tree, newer, marked_ns, rules)):
+        if newer and (was_handed or not are_added(tree, newer, marked_ns, rules)):
             return replace(
                 found,
                 reason=f"{newer[0]} is newer than its mark {found.mark}: it is being written anew, or was copied"
@@ -92,7 +92,7 @@ def checked(
     return unrotated(tree, found, rules)
 
 
-def _are_added(tree: Tree, newer: Collection[str], marked_ns: int, rules: Rules) -> bool:
+def are_added(tree: Tree, newer: Collection[str], marked_ns: int, rules: Rules) -> bool:
     """Whether these were made after the mark, one soon after the other. What is being written anew was there before, or
     begins later.
     """
