@@ -119,9 +119,7 @@ class Courier:
                 finally:
                     with self._lock:
                         self._busy.discard(taken.sequence)
-        except (
-            CkptAsyncError
-        ) as error:  # the journal, and it is over: what it lacks is told again by the next start
+        except CkptAsyncError as error:  # of the journal, at the end: the next start tells it again
             logger.debug("events_unwritten sink=%s error=%s", self._sink.name, error)
         except Exception:
             logger.exception("events_stopped sink=%s; the next start delivers what waits", self._sink.name)
