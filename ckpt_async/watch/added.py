@@ -6,9 +6,10 @@ is kept beside that until the larger version is committed: something may write t
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from ckpt_async.watch.entries import Entry, State
 from ckpt_async.watch.formats import Known, Rules
@@ -33,24 +34,34 @@ def has_outlived(entry: Entry, files: Files) -> bool:
     return is_whole and files != entry.files
 
 
-def larger(entry: Entry, known: Iterable[Entry]) -> list[Entry]:
+def larger(entry: Entry, known: Collection[Entry]) -> list[Entry]:
     """The versions that it has grown to."""
     later = (each for each in known if each.path == entry.path and each.number > entry.number)
     return [each for each in later if has_grown(entry, each.files)]
 
 
-def smaller(entry: Entry, known: Iterable[Entry]) -> list[Entry]:
+def smaller(entry: Entry, known: Collection[Entry]) -> list[Entry]:
     """The versions that have grown to it, oldest first, and may still be handed in instead."""
     earlier = (each for each in known if each.path == entry.path and each.number < entry.number)
     return [each for each in earlier if _is_fresh(each) and has_grown(each, entry.files)]
 
 
+def by_path(known: Iterable[Entry]) -> dict[str, list[Entry]]:
+    """A folder may have thousands."""
+    found = defaultdict[str, list[Entry]](list)
+    for each in known:
+        found[each.path].append(each)
+    return found
+
+
 def known_of(entries: Iterable[Entry]) -> Known:
     """What may still be added to is what was not handed in in any version."""
-    everything = list(entries)
+    versions = by_path(entries)
     growing, handed = defaultdict[str, list[Files]](list), defaultdict[str, list[Files]](list)
-    for entry in everything:
-        if _is_fresh(entry) and all(each.state is State.STAGED for each in larger(entry, everything)):
+    for entry in itertools.chain(*versions.values()):
+        if _is_fresh(entry) and all(
+            each.state is State.STAGED for each in larger(entry, versions[entry.path])
+        ):
             growing[entry.path].append(entry.files)
         if entry.state in (State.HANDED, State.COMMITTED):
             handed[entry.path].append(entry.files)
@@ -61,35 +72,33 @@ def _is_fresh(entry: Entry) -> bool:
     return entry.state is State.STAGED and not (entry.generation or entry.is_followed)
 
 
-def is_held_back(entry: Entry, known: Iterable[Entry], files: Files, now_ns: int, rules: Rules) -> bool:
+def is_held_back(entry: Entry, known: Collection[Entry], files: Files, now_ns: int, rules: Rules) -> bool:
     """Whether a larger version is on its way, or may still come: not for ever, and not where one was given up.
     `files` are what its folder has now.
     """
     if not _is_fresh(entry):
         return False
-    everything = list(known)
-    states = {each.state: each for each in larger(entry, everything)}
+    states = {each.state: each for each in larger(entry, known)}
     if State.REFUSED in states:
         return False
     if State.HANDED in states:
         return True
-    first = min([entry, *smaller(entry, everything)], key=lambda each: each.number)
+    first = min([entry, *smaller(entry, known)], key=lambda each: each.number)
     if abs(now_ns - first.staged_ns) < rules.growing_s * 1e9:
         return State.STAGED in states or has_grown(entry, files)
     return State.STAGED in states and has_settled(states[State.STAGED], now_ns, rules.settle_s)
 
 
-def is_superseded(entry: Entry, tree: Tree, known: Iterable[Entry]) -> bool:
+def is_superseded(entry: Entry, tree: Tree, known: Collection[Entry]) -> bool:
     """Whether it is of no use any more: a larger version of it is in the store; or it is one itself, and what it has is
     being written anew.
     """
-    everything = list(known)
     if not _is_fresh(entry):
         return False
-    if any(each.state is State.COMMITTED for each in larger(entry, everything)):
+    if any(each.state is State.COMMITTED for each in larger(entry, known)):
         return True
     is_other = any(tree.files.get(path, was) != was for path, was in entry.files.items())
-    return is_other and bool(smaller(entry, everything))
+    return is_other and bool(smaller(entry, known))
 
 
 def has_settled(entry: Entry, now_ns: int, settle_s: float) -> bool:

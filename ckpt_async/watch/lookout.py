@@ -73,9 +73,10 @@ class Lookout:
 
     def review(self) -> None:
         """Of what waits or is under way: has somebody changed it?"""
+        versions = added.by_path(self._entries.all.values())
         for entry in self._entries.open():
             changed = plan.changed_in_place(entry, self.tree.files)
-            if added.is_superseded(entry, self.tree, self._entries.all.values()):
+            if added.is_superseded(entry, self.tree, versions[entry.path]):
                 self._entries.drop(entry)
             elif entry.state is State.STAGED and not self._entries.is_intact(entry):
                 self._entries.drop(entry)  # it is looked at anew
@@ -143,7 +144,8 @@ class Lookout:
                 newest[entry.path] = entry
         found: dict[int, tuple[Entry, Mapping[str, Identity]]] = {}
         for path in newest.keys() - waiting:
-            files = self.now.get(path) or files_of(path, self.tree)
+            below = files_of(path, self.tree).items()
+            files = self.now.get(path) or {each: was for each, was in below if not each.endswith(".tmp")}
             if newest[path].state is not State.STAGED and has_outlived(newest[path], files):
                 found[newest[path].number] = newest[path], files
         return found
@@ -279,7 +281,7 @@ class Lookout:
         expected = tuple(sorted({*found.inner, *found.missing})) if self._options.num_nodes > 1 else ()
         try:
             entry = entry_of(found, tree, self._entries.next_number(), expected=expected)
-            versions = smaller(entry, self._entries.all.values())
+            versions = smaller(entry, self._entries.of_path(entry.path))
             entry = replace(entry, is_doubtful=not self._has_looked)
             entry = self._entries.stage(entry, source, versions[-1] if versions else None)
         except VanishedError as error:

@@ -5,7 +5,7 @@ run they belong. Pure.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from ckpt_async.core import naming
@@ -229,18 +229,18 @@ def passed_over(entry: Entry, known: Iterable[Entry], generation: int) -> str:
 
 
 def due(
-    known: Iterable[Entry], now_ns: int, rules: Rules, now: Mapping[str, Mapping[str, Identity]] = _NOTHING
+    known: Collection[Entry], now_ns: int, rules: Rules, now: Mapping[str, Mapping[str, Identity]] = _NOTHING
 ) -> list[Entry]:
     """What is staged and has settled, in the order in which it was found; also if the clock was set back far. `now`:
     the files that the folder has of each candidate.
     """
-    everything = list(known)
-    staged = [each for each in everything if each.state is State.STAGED and not each.is_followed]
+    versions = added.by_path(known)
+    staged = [each for each in known if each.state is State.STAGED and not each.is_followed]
     settled = [each for each in staged if added.has_settled(each, now_ns, rules.settle_s)]
     ready = [
         each
         for each in settled
-        if not added.is_held_back(each, everything, now.get(each.path, {}), now_ns, rules)
+        if not added.is_held_back(each, versions[each.path], now.get(each.path, {}), now_ns, rules)
     ]
     return sorted(ready, key=lambda each: each.number)
 

@@ -325,10 +325,12 @@ def test_what_comes_too_late_on_a_node_without_the_mark_is_named(looking: Lookin
     lookout.look()
     files = {"step-1/__1_0.distcp": lookout.tree.files["step-1/__1_0.distcp"]}
     looking.entries.put(entry(1, files, state=State.COMMITTED, is_followed=True))
-    write(looking.folder / "step-1/optimizer.bin")
-    lookout.look()
-    lookout.take()
-    lookout.end()
+    for name in ("optimizer.tmp", "optimizer.bin"):
+        assert not refused
+        write(looking.folder / "step-1" / name)
+        lookout.look()
+        lookout.take()
+        lookout.end()
     assert [(each.path, each.cause, each.version) for each in refused] == [("step-1", Refusal.CHANGED, 1)]
     assert looking.teller.refused["step-1"].startswith("step-1/optimizer.bin came after")
     looking.teller.settled("committed", entry(2, files))
