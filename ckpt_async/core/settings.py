@@ -78,7 +78,7 @@ class Settings:
         0.0, "upload bandwidth of one engine, so that training keeps the network; 0 for no cap", 0, 1e12
     )
     part_size_bytes: int = _setting(
-        8 * MIB,
+        16 * MIB,
         "minimum part size of a multipart upload; grows with the shard, to need few requests",
         5 * MIB,
         5 * 10**9,

@@ -34,7 +34,7 @@ BUSY_CORES = 0.7
 FULL = 0.6
 # What a step must gain to be kept in part: less is noise.
 GAIN = 1.08
-# So many times the average of all processes on a link, or as much less, is not fair.
+# So many times what most processes on a link have, or as much less, is not fair.
 FAIR = 1.25
 # A connection with this part of the rate that an earlier process has seen is on the same link; one with so many times
 # as much is on a wider one.
@@ -146,10 +146,14 @@ def observed(
         return replace(
             state, limit=fair, window=None, settles_until_s=now_s + settle_s, tries_at_s=now_s + REST_S
         )
-    if state.before is None or state.before[2] <= 0 or in_all <= state.before[1]:
+    if state.before is None or state.before[2] <= 0 or was_more:
         return _step_up(state, in_all, rate, now_s, settle_s)
     _, in_all_before, rate_before = state.before
-    if rate / rate_before - 1 >= FULL * (in_all / in_all_before - 1):
+    paid = 1 + FULL * (in_all / in_all_before - 1)
+    if others:  # of many processes one moves the sum by less than it varies by itself
+        paid = max(paid, GAIN)
+    # Where others have given way meanwhile nothing is learnt, and the link may be full.
+    if in_all > in_all_before and rate / rate_before >= paid:
         if state.refused is None or state.limit >= state.refused[0]:
             state = replace(state, rest_s=REST_S, refused=None)
         return _step_up(state, in_all, rate, now_s, settle_s)
@@ -253,12 +257,14 @@ def _is_straggler(request: Request, usual_s: float) -> bool:
 
 
 def _fair(limit: int, others: Sequence[int]) -> int:
-    """A step towards what each has on average; 0 if it is near."""
-    mean = (limit + sum(others)) / (1 + len(others))
-    if limit > FAIR * mean:
-        return max(math.ceil(mean), limit * 3 // 4)
-    if limit * FAIR < mean:
-        return min(math.floor(mean), limit + max(1, limit // 4))
+    """A step towards what most have; 0 if it is near. (Not towards the mean, which one that tries more would raise, and
+    then all others.)
+    """
+    usual = statistics.median([limit, *others])
+    if limit > FAIR * usual:
+        return max(math.ceil(usual), limit * 3 // 4)
+    if limit * FAIR < usual:
+        return min(math.floor(usual), limit + max(1, limit // 4))
     return 0
 
 
@@ -269,12 +275,13 @@ def _step_up(state: Concurrency, in_all: int, rate: float, now_s: float, settle_
     if state.limit >= most:
         return replace(state, is_searching=False, before=None)
     if not state.is_searching:
-        more = max(1, state.limit // 4)
+        more = max(1, state.limit // 4, in_all // 8)  # what only one process tries has to be seen in the sum
     else:
         each = rate / in_all
         is_filling = state.before is not None and each < STEADY * state.before[2] / state.before[1]
         far_or_slow = 7 if each < FAR_BYTES_PER_S else 3 if each < SLOW_BYTES_PER_S else 1
-        more = state.limit * (1 if is_filling else far_or_slow)
+        is_shared = in_all > state.limit  # there are many connections already
+        more = state.limit * (1 if is_filling or is_shared else far_or_slow)
     return replace(
         state,
         limit=min(most, state.limit + more),
