@@ -138,16 +138,14 @@ def twin_of(found: Found, tree: Tree, known: Iterable[Entry]) -> Entry | None:
 
 
 def _of_twin(found: Found, tree: Tree, twin: Entry) -> Verdict | None:
-    """None where it is the same state: by the checksums of its tensors, or, if the other one is gone, because it is in
-    one folder with that and about as long (`last.ckpt` has a path or two more in it).
+    """None where it is the same state: by the checksums of its tensors. If the other one is gone, by its size: while
+    both were there it was refused if they differed.
     """
-    size_bytes = tree.files[found.path].size_bytes
     if twin.path in tree.files:
         tensors = tree.tensor_sums(found.path)
         is_same = bool(tensors) and tensors == tree.tensor_sums(twin.path)
-    else:
-        is_beside = twin.path.rpartition("/")[0] == found.path.rpartition("/")[0]
-        is_same = is_beside and abs(size_bytes - twin.size_bytes) * TWIN_SIZES <= twin.size_bytes
+    else:  # `last.ckpt` has a path or two more in it
+        is_same = abs(tree.files[found.path].size_bytes - twin.size_bytes) * TWIN_SIZES <= twin.size_bytes
     if is_same:
         return None
     reason = (

@@ -42,6 +42,7 @@ from ckpt_async.watch.refusals import Refusals
 from ckpt_async.watch.remote import Remote
 from ckpt_async.watch.room import Room
 from ckpt_async.watch.telling import Report, Teller, Told
+from ckpt_async.watch.tree import Tree, files_of
 from ckpt_async.watch.wake import Waker
 
 logger = logging.getLogger(__name__)
@@ -277,7 +278,7 @@ class Watcher:
         self._hand_over()
         self._nodes.follow(self._lookout.tree, self._hand_in, self._cannot_follow)
         self._nodes.settle_earlier(self._teller.refuse)
-        _retire(self.options, self.entries)
+        _retire(self.options, self.entries, self._lookout.tree)
         self.entries.forget_gone(self._lookout.tree)
 
     def _there(self, entry: Entry) -> Decision | None:
@@ -434,8 +435,12 @@ def _sealed(options: Options) -> frozenset[CheckpointId]:
     return frozenset(each.id for each in open_)
 
 
-def _retire(options: Options, entries: Entries) -> None:
-    """Delete the trainer's older checkpoints, if that was asked for: only what is committed and has not changed."""
-    if options.keep_local is not None:
-        for entry in plan.to_remove(entries.all.values(), options.keep_local):
+def _retire(options: Options, entries: Entries, tree: Tree) -> None:
+    """Delete the trainer's older checkpoints, if that was asked for: only what is committed and has not changed. What
+    has more files than that is whole nowhere else.
+    """
+    if options.keep_local is None:
+        return
+    for entry in plan.to_remove(entries.all.values(), options.keep_local):
+        if entry.path in entry.files or files_of(entry.path, tree).keys() <= entry.files.keys():
             remove_files(options.folder, entry)

@@ -302,6 +302,18 @@ def test_what_is_committed_is_deleted_only_if_that_is_asked_for(place: Place) ->
     assert (code, ended["committed"], ended["there"]) == (0, 1, 1), "20, which is deleted for it"
 
 
+def test_what_has_more_than_was_sent_is_not_deleted(place: Place) -> None:
+    """A file that came too late is nowhere else, and without the others it is worth nothing."""
+    for step in (10, 20):
+        save(place, step)
+    assert place.once()[0] == 0
+    (place.out / "checkpoint-20/adapter.bin").write_bytes(b"late")
+    before = sorted((place.out / "checkpoint-20").iterdir())
+    place.once("--keep-local", "0")
+    assert not (place.out / "checkpoint-10").exists()
+    assert sorted((place.out / "checkpoint-20").iterdir()) == before
+
+
 def test_what_a_dead_watcher_had_in_hand_is_in_the_state_s_journal(place: Place) -> None:
     """`drain` and a trainer's own Uploader work on it like on any other folder."""
     saved = save(place, 10, size_bytes=20_000_000)
