@@ -10,9 +10,11 @@ import itertools
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 
 from ckpt_async.watch.entries import Entry, State
-from ckpt_async.watch.formats import Known, Rules
+from ckpt_async.watch.formats import Found, Known, Rules, find
+from ckpt_async.watch.formats.checks import are_added, is_free, unrotated
 from ckpt_async.watch.formats.found import Files
 from ckpt_async.watch.tree import Tree
 
@@ -79,12 +81,12 @@ def is_held_back(entry: Entry, known: Collection[Entry], files: Files, now_ns: i
     if not _is_fresh(entry):
         return False
     states = {each.state: each for each in larger(entry, known)}
+    if State.HANDED in states or State.COMMITTED in states:
+        return True
     if State.REFUSED in states:
         return False
-    if State.HANDED in states:
-        return True
     first = min([entry, *smaller(entry, known)], key=lambda each: each.number)
-    if abs(now_ns - first.staged_ns) < rules.growing_s * 1e9:
+    if abs(now_ns - first.staged_ns) < rules.held_back_s * 1e9:
         return State.STAGED in states or has_grown(entry, files)
     return State.STAGED in states and has_settled(states[State.STAGED], now_ns, rules.settle_s)
 
@@ -99,6 +101,24 @@ def is_superseded(entry: Entry, tree: Tree, known: Collection[Entry]) -> bool:
         return True
     is_other = any(tree.files.get(path, was) != was for path, was in entry.files.items())
     return is_other and bool(smaller(entry, known))
+
+
+def marked(tree: Tree, path: str, written: Collection[str], rules: Rules) -> Found | None:
+    """What the mark of a folder stood for, with what was added to that and not `written` to since this look. None if
+    nothing was added, or something else is wanting.
+    """
+    candidates = find(tree, rules, Known(growing={path: [{}]}))
+    found = next((each for each in candidates if each.path == path), None)
+    if found is None or found.reason or found.mark not in tree.files:
+        return None
+    marked_ns = tree.files[found.mark].mtime_ns
+    newer = {each for each in found.files if tree.files[each].mtime_ns > marked_ns}
+    newer = {each for each in newer if not is_free(found.format, found.shard(each))}
+    if not newer or not newer.issuperset(written) or not are_added(tree, newer, marked_ns, rules):
+        return None
+    if unrotated(tree, found, rules).reason:
+        return None
+    return replace(found, files=tuple(each for each in found.files if each not in written))
 
 
 def has_settled(entry: Entry, now_ns: int, settle_s: float) -> bool:

@@ -21,6 +21,7 @@ from pathlib import Path
 from ckpt_async.watch.disk import Disk, identity_of
 from ckpt_async.watch.formats import Found
 from ckpt_async.watch.room import Room
+from ckpt_async.watch.seen import Seen
 from ckpt_async.watch.tree import Identity, Tree
 from ckpt_async.watch.wake import News
 
@@ -70,6 +71,7 @@ class Holds:
     is_possible: bool = True  # False once the disk has refused a link
     room: Room | None = None  # None: enough
     dropping: Callable[[Hold], None] = lambda _: None  # told of what is dropped because too many are held
+    seen: Seen = field(default_factory=Seen)  # also what cannot be held
     _looked_ns: int = 0  # the newest look
 
     def load(self) -> None:
@@ -189,9 +191,16 @@ class Holds:
 
     def tree(self, hold: Hold, tree: Tree) -> Tree | None:
         """What it holds, as a look at the watched folder; None if something has written to it since it was seen."""
+        return None if self.written(hold) else self.as_seen(hold, tree)
+
+    def written(self, hold: Hold) -> set[str]:
+        """What of it something has written to since it was seen."""
         links = Disk(self.folder(hold)).look()
-        if any(links.files.get(path) != was for path, was in hold.files.items()):
-            return None
+        return {path for path, was in hold.files.items() if links.files.get(path) != was}
+
+    def as_seen(self, hold: Hold, tree: Tree) -> Tree:
+        """The newest look at the watched folder that it is of."""
+        links = Disk(self.folder(hold)).look()
         return Tree(
             {**hold.files, **hold.beside},
             links.read,

@@ -94,7 +94,6 @@ class Lookout:
         candidates = find(self.tree, self._options.rules, known_of(self._entries.all.values()))
         self.now = {each.path: {path: self.tree.files[path] for path in each.files} for each in candidates}
         seen_before, self._seen = self._seen, {}
-        self._tell_of_removed({each.path for each in candidates})
         for found in (self._unrotated(each, seen_before) for each in candidates):
             verdict = self._judge(found, self.tree)
             if verdict is None:
@@ -116,9 +115,12 @@ class Lookout:
         self._tell_of_unknown(candidates)
         self._left_out.see(self._grown(candidates), self.tree)
         self._has_looked = True
+        if self._options.num_nodes > 1:
+            self._holds.seen.see(self.tree)
         self._holds.miss(self.tree, self._news)
         for hold in self._holds.gone(self.tree):
             self._take_held(hold)
+        self._tell_of_removed({each.path for each in candidates})
         self._make_room()
 
     def _tell_of_incomplete(self, found: Found, verdict: plan.Verdict) -> None:
@@ -212,12 +214,22 @@ class Lookout:
 
     def _take_held(self, hold: Hold) -> None:
         """What the folder has no more: the same rules judge its links. Without a mark, only other nodes can tell."""
-        if not hold.is_waiting:
+        if not hold.is_waiting or self._take_marked(hold):
             return
         tree, found = self._held(hold)
-        verdict = self._judge(found, tree) if found is not None and tree is not None else None
-        if found is None or tree is None or verdict is None or not (verdict.take or verdict.is_waiting):
+        verdict = self._judge(found, tree) if found is not None else None
+        written = self._holds.written(hold)
+        if found is None or verdict is None:
             self._holds.drop(hold)
+        elif written or not (verdict.take or verdict.is_waiting):
+            if not self._is_here(hold):
+                reason = (
+                    f"{min(written)} was written to until its trainer removed it"
+                    if written
+                    else verdict.reason
+                )
+                self._teller.refuse(found, Refusal.INCOMPLETE, reason)
+                self._holds.drop(hold)
         elif verdict.is_waiting:
             self.num_left += 1
         elif not plan.has_peer(found, tree, self._entries.all.values()):
@@ -228,16 +240,34 @@ class Lookout:
         else:
             self._stage(found, tree, self._holds.folder(hold))
 
-    def _held(self, hold: Hold) -> tuple[Tree | None, Found | None]:
-        tree = self._holds.tree(hold, self.tree)
-        candidates = find(tree, self._options.rules) if tree is not None else []
+    def _take_marked(self, hold: Hold) -> bool:
+        """What its mark stood for, once its trainer has removed it: a file that was added may be written to still."""
+        if self._is_here(hold):
+            return False
+        tree, written = self._holds.as_seen(hold, self.tree), self._holds.written(hold)
+        found = added.marked(tree, hold.path, written, self._options.rules)
+        verdict = self._judge(found, tree) if found is not None else None
+        if found is None or verdict is None or not verdict.take:
+            return False
+        self._stage(found, tree, self._holds.folder(hold))
+        for entry in self._entries.of_path(hold.path):
+            if written and entry.files.get(found.mark) == tree.files[found.mark]:
+                reason = f"{min(written)} was written to until its trainer removed it, and is not in what is committed"
+                self._teller.leave_out(entry, reason)
+        return True
+
+    def _is_here(self, hold: Hold) -> bool:
+        return any(self.tree.files.get(path) == was for path, was in hold.files.items())
+
+    def _held(self, hold: Hold) -> tuple[Tree, Found | None]:
+        tree = self._holds.as_seen(hold, self.tree)
+        candidates = find(tree, self._options.rules)
         return tree, next((each for each in candidates if each.path == hold.path), None)
 
     def _give_up(self, hold: Hold, refusal: Refusal = Refusal.INCOMPLETE, why: str = TOO_MANY) -> None:
         """It is dropped because too many are held. Where the folder has it still, nothing is lost."""
-        is_here = any(self.tree.files.get(path) == was for path, was in hold.files.items())
         tree, found = self._held(hold)
-        if not hold.is_waiting or is_here or found is None or tree is None:
+        if not hold.is_waiting or self._is_here(hold) or found is None:
             return
         if (verdict := self._judge(found, tree)) is not None and verdict.refusal is None:
             self._teller.refuse(found, refusal, why)

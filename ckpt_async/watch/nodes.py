@@ -21,7 +21,13 @@ from ckpt_async.watch import plan
 from ckpt_async.watch.announcement import Announcement, Version
 from ckpt_async.watch.disk import sample
 from ckpt_async.watch.entries import Entries, Entry, State, VanishedError
-from ckpt_async.watch.formats.checks import are_added, is_free, is_of_one_node, may_be_left_over
+from ckpt_async.watch.formats.checks import (
+    are_added,
+    is_free,
+    is_of_one_node,
+    may_be_left_over,
+    misses_what_is_gone,
+)
 from ckpt_async.watch.holds import Holds, is_same_version
 from ckpt_async.watch.options import Options
 from ckpt_async.watch.remote import Remote
@@ -194,7 +200,21 @@ class Nodes:
             return (
                 f"what node {self._node} had of it was removed, and was last seen before its mark was written"
             )
+        if (lost := self._lost(announced, tree)) and not misses_what_is_gone(announced.format):
+            return f"{lost} was removed on node {self._node} before it heard of the checkpoint"
         return self._fitting(_version_in(self._entries.source, tree, announced), announced)
+
+    def _lost(self, announced: Announcement, tree: Tree) -> str:
+        """A file of it that this node had after the mark, or at any time if it has none any more."""
+        if not announced.path:
+            return ""
+        has_any = bool(files_of(announced.path, tree))
+        if has_any and not announced.marked_ns:
+            return ""
+        since_ns = announced.marked_ns + int(CLOCKS_S * 1e9) if has_any else 0
+        gone = self._holds.seen.gone(announced.path, tree, since_ns)
+        prefix = len(announced.path) + 1
+        return next((each for each in gone if not is_free(announced.format, each[prefix:])), "")
 
     def _unready(self, announced: Announcement, version: _Version | str, tree: Tree) -> str:
         """What keeps this node from knowing all that it has of it, and time may heal; "" if nothing does."""

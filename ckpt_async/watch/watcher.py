@@ -27,7 +27,7 @@ from ckpt_async.errors import (
 )
 from ckpt_async.local.settings_file import load_settings
 from ckpt_async.monitor import status
-from ckpt_async.watch import ending, plan
+from ckpt_async.watch import added, ending, plan
 from ckpt_async.watch.announcement import Announcement
 from ckpt_async.watch.ending import Ending
 from ckpt_async.watch.entries import Entries, Entry, State, remove_files
@@ -310,6 +310,7 @@ class Watcher:
                 self.entries.drop(entry)
                 continue
             if (decision := self._there(entry)) is not None:
+                _drop_larger(self.entries, entry)
                 there = replace(entry, generation=decision.checkpoint.generation)
                 self._teller.settled("there", self.entries.settle(there, State.COMMITTED))
                 continue
@@ -329,6 +330,7 @@ class Watcher:
             except InvalidRecordError as error:  # by another node, of another version perhaps
                 self._settle_refused(entry, Refusal.GIVEN_UP, str(error))
                 continue
+            _drop_larger(self.entries, entry)
             self._hand_in(replace(ours, state=State.HANDED, generation=generation))
 
     def _hand_in(self, entry: Entry) -> None:
@@ -433,6 +435,13 @@ def _sealed(options: Options) -> frozenset[CheckpointId]:
         return frozenset()
     open_ = [each for each in found.checkpoints if each.state != "open"] if found else []
     return frozenset(each.id for each in open_)
+
+
+def _drop_larger(entries: Entries, entry: Entry) -> None:
+    """What has come too late for it is named, and not sent after it."""
+    for late in added.larger(entry, entries.of_path(entry.path)):
+        if late.state is State.STAGED:
+            entries.drop(late)
 
 
 def _retire(options: Options, entries: Entries, tree: Tree) -> None:

@@ -190,6 +190,11 @@ def is_of_one_node(format_: str, shard: str, named: Collection[str]) -> bool:
     return (format_ in _NAMING and shard in named) or (of_rank is not None and bool(of_rank.fullmatch(shard)))
 
 
+def misses_what_is_gone(format_: str) -> bool:
+    """Whether its mark names the files that must be there, on one node or another."""
+    return format_ in _NAMING
+
+
 def may_be_left_over(format_: str) -> bool:
     """Whether of two nodes' files the older one is surely of an earlier save: one rank writes it, on one node."""
     return format_ not in _OWN

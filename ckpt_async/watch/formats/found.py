@@ -22,6 +22,8 @@ _SEARCHED_BYTES = 1 << 22
 _NS = 1_000_000_000
 # What is added to a checkpoint holds it up for so long, or so many settle times, at most.
 GROWING_S, NUM_SETTLES = 60.0, 10
+# Where other nodes wait to hear of it: time for one file to be added, and to settle.
+NUM_SETTLES_OF_NODES = 2
 # Formats of Lightning, and the file of a folder that says the step where its name does not.
 _SAYS_STEP = {"lightning": "meta.pt", "nemo": "weights/common.pt"}
 
@@ -43,6 +45,11 @@ class Rules:
     def growing_s(self) -> float:
         """How long after its mark something may go on being added to it."""
         return max(GROWING_S, NUM_SETTLES * self.settle_s)
+
+    @property
+    def held_back_s(self) -> float:
+        """How long it is held back for that. Of several nodes, the others may rotate away their parts meanwhile."""
+        return self.growing_s if self.num_nodes == 1 else NUM_SETTLES_OF_NODES * self.settle_s
 
 
 Files = Mapping[str, Identity]
