@@ -401,9 +401,8 @@ class Watcher:
         """Hand it in again if that can help: its bytes are still here, and a kill was in the way."""
         self._attempts[entry.number] += 1
         if may_repeat and self._attempts[entry.number] <= MAX_ATTEMPTS and self.entries.is_intact(entry):
-            self.entries.put(
-                replace(entry, state=State.STAGED)
-            )  # its generation stays: others may finish it yet
+            # Its generation stays: others may finish it yet.
+            self.entries.put(replace(entry, state=State.STAGED))
         else:
             self._settle_refused(entry, Refusal.GIVEN_UP, reason)
 

@@ -194,6 +194,8 @@ def test_what_is_made_right_after_the_mark_is_added_once_nothing_changes_any_mor
         (GROWING_S, [(State.HANDED, 5)], MORE, True),
         (5, [(State.REFUSED, 5)], MORE, False),
         (5, [(State.REFUSED, 5), (State.STAGED, 6)], MORE, False),
+        (5, [(State.COMMITTED, 5)], {}, True),  # and both were rotated away
+        (5, [(State.REFUSED, 5), (State.COMMITTED, 6)], MORE, True),
     ],
 )
 def test_how_long_it_is_held_back_for_what_is_added(
@@ -209,6 +211,15 @@ def test_how_long_it_is_held_back_for_what_is_added(
     assert not added.is_held_back(fetched, known, files, now_ns, Rules()), "it was handed in before"
     raised = Rules(settle_s=30)
     assert added.is_held_back(small, known[:1], MORE, int(299 * SECOND), raised)
+
+
+def test_other_nodes_are_not_kept_waiting_for_what_is_added() -> None:
+    """They may rotate away their parts meanwhile."""
+    small, rules = entry(1, FILES), Rules(settle_s=3, num_nodes=2)
+    for age_s, is_held_back in ((5, True), (6, False)):
+        assert added.is_held_back(small, [small], MORE, age_s * SECOND, rules) is is_held_back
+    large = entry(2, MORE, staged_ns=2 * SECOND)
+    assert added.is_held_back(small, [small, large], MORE, 6 * SECOND, rules), "it has settled"
 
 
 def test_what_may_still_be_added_to_was_not_handed_in() -> None:
@@ -255,6 +266,49 @@ def test_what_was_added_and_changes_before_it_has_settled_is_staged_anew(looking
     lookout.take()
     assert [(each.number, len(each.shards)) for each in looking.entries.all.values()] == [(1, 2), (2, 3)]
     assert (looking.entries.staged(looking.entries.all[2]) / "log").read_text() == "12"
+
+
+# --- removed before it was quiet -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("written", [(), ("log",), ("log", "model.bin")])
+def test_what_is_first_seen_with_what_was_added_and_is_removed_is_sent_as_its_mark_stood_for_it(
+    looking: Looking, written: tuple[str, ...]
+) -> None:
+    lookout = looking.lookout(Rules(done="DONE"))
+    refused = list[Refused]()
+    looking.teller.on_refused = refused.append
+    here = looking.folder / "step-1"
+    for name in ("model.bin", "DONE", "adapter", "log"):
+        write(here / name)
+    for path in (here / "adapter", here / "log"):
+        os.utime(path, ns=(1, (here / "DONE").stat().st_mtime_ns + 1))
+    lookout.look()
+    lookout.take()
+    (hold,) = looking.holds.all.values()
+    for name in written:
+        with (here / name).open("a") as file:
+            file.write("more")
+        os.utime(here / name)
+    if written:  # a rotation that has begun with nothing of it
+        lookout._take_held(hold)
+        assert (refused, list(looking.holds.all)) == ([], [hold.number])
+    shutil.rmtree(here)
+    for _ in range(2):
+        lookout.look()
+        lookout.review()
+        lookout.take()
+    assert not looking.holds.all
+    staged = [sorted(each.shards.values()) for each in looking.entries.all.values()]
+    if "model.bin" in written:
+        assert (staged, [each.cause for each in refused]) == ([], [Refusal.INCOMPLETE])
+        assert "was written to until its trainer removed it" in looking.teller.refused["step-1"]
+    elif written:
+        assert staged == [["DONE", "adapter", "model.bin"]]
+        assert [each.cause for each in refused] == [Refusal.CHANGED]
+        assert looking.teller.refused["step-1"].startswith("step-1/log was written to until")
+    else:
+        assert (staged, refused) == ([["DONE", "adapter", "log", "model.bin"]], [])
 
 
 # --- too late ------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import pytest
 from ckpt_async import Uploader
 from ckpt_async.core.model import CheckpointId
 from ckpt_async.watch import nodes as of_nodes
+from ckpt_async.watch import seen
 from ckpt_async.watch.announcement import Announcement
 from ckpt_async.watch.disk import Disk
 from ckpt_async.watch.entries import Entries, Entry
@@ -20,6 +21,7 @@ from ckpt_async.watch.holds import Holds
 from ckpt_async.watch.nodes import Nodes
 from ckpt_async.watch.options import Options
 from ckpt_async.watch.remote import Remote
+from ckpt_async.watch.tree import Identity, Tree
 from tests.watch.trees import SECOND
 
 
@@ -131,3 +133,63 @@ def test_what_is_added_on_a_node_without_the_mark_is_sent_when_it_has_settled(
         assert told == ["adapter.bin", "model.pt"]
     else:
         assert "adapter.bin on node 1 is 2 s newer than the mark: it was saved again" in told[0]
+
+
+DONE_AT_S = 100
+
+
+@pytest.mark.parametrize(
+    ("seen_s", "left", "answer"),
+    [
+        ({}, [], []),  # it has nothing of it, as far as anybody knows
+        ({"a": 99, "b": 99}, [], "step-1/a was removed on node 1 before it heard of the checkpoint"),
+        ({"a": 102, "b": 102}, ["b"], "step-1/a was removed on node 1 before it heard of the checkpoint"),
+        ({"a": 99, "b": 102}, ["b"], ["b"]),  # of an earlier save, or a name that was given first
+        ({"a.tmp": 102}, [], []),
+        ({"a.tmp": 102, "b": 102}, ["b"], ["b"]),
+    ],
+)
+@pytest.mark.parametrize("has_times", [True, False])
+def test_what_a_node_had_and_has_no_more_is_given_up_where_no_mark_misses_it(
+    tmp_path: Path, seen_s: dict[str, int], left: list[str], answer: str | list[str], has_times: bool
+) -> None:
+    """Half of it would be committed."""
+    out = tmp_path / "out"
+    for name in left:
+        (out / "step-1").mkdir(parents=True, exist_ok=True)
+        (out / "step-1" / name).write_bytes(b"x")
+        os.utime(out / "step-1" / name, ns=(1, 1))
+    entries, holds = Entries(out, tmp_path / "state", "memory://"), Holds(out, tmp_path / "held")
+    entries.load()
+    holds.load()
+    for name, at_s in seen_s.items():
+        holds.seen.see(Tree({f"step-1/{name}": Identity(1, 1, 1)}, lambda *_: b"", now_ns=at_s * SECOND))
+    rules = Rules(done="DONE", settle_s=0, num_nodes=2, ignores_times=not has_times)
+    options = Options(
+        out, "memory://", tmp_path / "state", tmp_path / "lock", node=1, num_nodes=2, rules=rules
+    )
+    store = Store(DONE_AT_S * SECOND if has_times else 0)
+    nodes = Nodes(options, entries, holds, cast(Uploader, store), cast(Remote, store))
+    nodes.listen()
+    told = list[str | list[str]]()
+    nodes.follow(
+        *(Disk(out).look(), lambda entry: told.append(sorted(entry.shards.values()))),
+        lambda _, reason: told.append(reason),
+    )
+    assert told == [answer if has_times or not left else left]
+
+
+def test_what_was_seen_is_remembered_as_long_as_it_is_there_and_then_the_newest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(seen, "MAX_GONE", 2)
+    all_seen = seen.Seen()
+    for now in range(10):
+        files = {"a/there": Identity(1, 1, 1), f"a/{now}": Identity(2, 1, 1)}
+        tree = Tree(files, lambda *_: b"", now_ns=now)
+        all_seen.see(tree)
+    gone = all_seen.gone("a", tree, 0)
+    assert {"a/7", "a/8"} <= {*gone}
+    assert len(gone) <= 5
+    assert "a/there" in all_seen.gone("a", Tree({}, lambda *_: b""), 9)
+    assert not all_seen.gone("a", tree, 9)

@@ -207,3 +207,16 @@ def test_what_was_taken_once_its_mark_was_whole_is_not_missed_when_it_is_rotated
     lookout.look()
     lookout.take()
     assert place.told == []
+
+
+def test_one_of_several_nodes_remembers_what_it_cannot_hold(place: Place) -> None:
+    """Another node may announce it when it is gone."""
+    lookout, here = place.lookout(Rules(done="DONE", num_nodes=2), num_nodes=2), place.folder / "step-1"
+    here.mkdir()
+    (here / "shard-1.bin").write_text("1")
+    for _ in range(2):
+        lookout.look()
+        lookout.take()
+        shutil.rmtree(here, ignore_errors=True)
+    assert place.holds.seen.gone("step-1", lookout.tree, 0) == ["step-1/shard-1.bin"]
+    assert not place.holds.all

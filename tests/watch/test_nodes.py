@@ -202,6 +202,38 @@ def test_files_of_a_format_of_ones_own_that_differ_between_nodes_are_refused(nod
     assert "shard.pt, with different content" in told["reason"]
 
 
+def test_what_goes_on_being_written_on_one_node_keeps_no_other_waiting_and_is_not_sent_later(
+    nodes: Nodes,
+) -> None:
+    first, second = (nodes.watch(node, "--done", "DONE", "-v") for node in range(2))
+    for node in range(2):
+        here = nodes.folder / f"node-{node}/out/step-10"
+        here.mkdir()
+        (here / f"shard-{node}.pt").write_bytes(b"x" * 1000)
+    first.until_logged("watching folder")
+    here = nodes.folder / "node-0/out/step-10"
+    (here / "DONE").touch()
+    first.until_logged("complete path=step-10")
+    saved = nodes.written(10)
+    remote = Path(nodes.remote.removeprefix("file://"))
+    announced = [remote / keys.announcement_key(CheckpointId(generation, 10)) for generation in (1, 2)]
+    with (here / "train.log").open("a") as log:
+        while not any(each.exists() for each in announced):
+            log.write("x")
+            log.flush()
+    first.until("committed", 10)
+    shutil.rmtree(here)
+    assert "train.log" in first.until("changed", 10)["reason"]
+    fetched = nodes.fetched(10)
+    fetched.pop("train.log", None)  # what of it was there when it was announced
+    assert fetched == saved
+    for each in (first, second):
+        each.process.terminate()
+    assert first.until("ended")["committed"] == 1
+    assert [each.process.wait(60) for each in (first, second)] == [1, 0]
+    assert "gone back" not in first.errors()
+
+
 def test_a_node_whose_watcher_was_killed_comes_back_and_nothing_is_lost(nodes: Nodes) -> None:
     first, second = nodes.watch(0), nodes.watch(1)
     nodes.save(10)
