@@ -100,8 +100,7 @@ class Spans(Observer):
         from opentelemetry.trace import StatusCode
 
         now = time.time()
-        started_at = min((each.started_at for each in self._uploads.get(step, ())), default=now)
-        span = self._checkpoint(step, started_at)
+        span = self._checkpoint(step, now)
         span.set_attribute("ckpt_async.outcome", "given_up")
         span.set_status(StatusCode.ERROR, reason)
         self._end(span, step, now)
@@ -110,6 +109,8 @@ class Spans(Observer):
         from opentelemetry.context import Context
 
         attributes = self._attributes | {"ckpt_async.step": step}
+        # Two clocks tell when it began and how long an upload took: no upload begins before it.
+        started_at = min([started_at, *(each.started_at for each in self._uploads.get(step, ()))])
         # Of no other trace: it begins and ends beside whatever is current here.
         return self._tracer.start_span(
             "ckpt_async.checkpoint", Context(), attributes=attributes, start_time=_ns(started_at)

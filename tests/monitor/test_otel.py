@@ -7,7 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client.parser import text_string_to_metric_families
+
+from ckpt_async.monitor.otel import Spans
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -78,6 +83,18 @@ def test_a_checkpoint_is_a_trace_from_its_save_to_its_commit(played: dict[str, A
         assert times == sorted(times)
     assert of_checkpoints[3]["status"]["status_code"] == "ERROR"
     assert "no more" in of_checkpoints[3]["status"]["description"]
+
+
+def test_no_upload_begins_before_its_checkpoint() -> None:
+    """Of another process, say, by whose clock it took longer than the checkpoint by ours."""
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    spans = Spans("file:///run", 0)
+    spans._tracer = provider.get_tracer("ckpt_async")
+    spans.shards_finished("ok", 1, 2.0, step=1, at=10.0)
+    spans.checkpoint_committed(1, 1.0, 10.5)
+    began = {each.name: each.start_time for each in exporter.get_finished_spans()}
+    assert began["ckpt_async.checkpoint"] == began["ckpt_async.upload"] == 8 * 10**9
 
 
 def test_metrics_are_those_that_prometheus_scrapes(played: dict[str, Any]) -> None:
