@@ -337,10 +337,10 @@ class Watcher:
         """First it is written down: after a kill, the journal tells whether it was sealed."""
         assert self._uploader is not None
         self.entries.put(entry)
-        shards = sorted(entry.shards.values())
         try:
-            if shards:
-                self._uploader.enqueue(self.entries.staged(entry), entry.step, entry.name, files=shards)
+            if reason := _enqueue(self._uploader, self.entries, entry):
+                self._uploader.give_up(entry.step, reason, name=entry.name)
+                return self._settle_refused(entry, Refusal.CHANGED, reason)
             self._uploader.seal(entry.step, name=entry.name, expected=entry.expected)
         except (InvalidNameError, InvalidShardError) as error:
             self._settle_refused(entry, Refusal.UNSUPPORTED, str(error))
@@ -441,6 +441,13 @@ def _drop_larger(entries: Entries, entry: Entry) -> None:
     for late in added.larger(entry, entries.of_path(entry.path)):
         if late.state is State.STAGED:
             entries.drop(late)
+
+
+def _enqueue(uploader: Uploader, entries: Entries, entry: Entry) -> str:
+    """Why it must not be sealed; "" if it may. From here on the uploader notices what is changed in place."""
+    if shards := sorted(entry.shards.values()):
+        uploader.enqueue(entries.staged(entry), entry.step, entry.name, files=shards)
+    return "" if entries.is_intact(entry) else "it was written in place while it was handed in"
 
 
 def _retire(options: Options, entries: Entries, tree: Tree) -> None:

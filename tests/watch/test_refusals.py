@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from ckpt_async import Uploader
 from ckpt_async.core.refusal import Refusal, Refused
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import NoSpaceError
@@ -91,6 +92,24 @@ def test_what_is_refused_for_now_and_committed_later_is_no_error(
     report = Watcher(options, tell).run(stopping)
     assert [(each.event, each.step) for each in told] == [("refused", 10), ("committed", 10)]
     assert (report.refused, place.committed(10)) == ({}, saved)
+
+
+def test_what_is_written_in_place_while_it_is_handed_in_is_never_committed(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """(By a trainer that saves to the same place again; when, is made up.)"""
+    save(place, 10)
+    enqueue = Uploader.enqueue
+
+    def meanwhile(uploader: Uploader, *args: Any, **more: Any) -> None:
+        with (place.out / "checkpoint-10/model.safetensors").open("r+b") as file:
+            file.write(b"another")
+        enqueue(uploader, *args, **more)
+
+    monkeypatch.setattr(Uploader, "enqueue", meanwhile)
+    code, ended = place.once()
+    assert (code, list(ended["refused"]), place.committed(10)) == (1, ["checkpoint-10"], None)
+    assert "written in place while" in ended["refused"]["checkpoint-10"]
 
 
 def test_while_the_store_is_away_a_refusal_is_told_all_the_same(place: Place) -> None:
