@@ -40,9 +40,8 @@ def tell(error: Exception, *, is_json: bool) -> Exit:
         exit_code=int(code),
     )
     if is_json:
-        kind = type(error).__name__
         print_json(
-            {"error": {"kind": kind, "message": message, "hint": hint or None, "exit_code": int(code)}}
+            {"error": {"kind": name, "message": message, "hint": hint or None, "exit_code": int(code)}}
         )
     return code
 

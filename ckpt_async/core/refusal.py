@@ -9,9 +9,7 @@ from dataclasses import dataclass
 class Refusal(enum.Enum):
     """`docs/events.md` says what each means."""
 
-    CHANGED = (
-        "changed"  # written in place, so nothing tells when it is whole; or something of it was too late
-    )
+    CHANGED = "changed"  # written in place, so nothing tells when it is whole; or a part of it was too late
     UNREADABLE = "unreadable"
     INCOMPLETE = "incomplete"  # finished by its trainer, and never seen complete
     UNSUPPORTED = "unsupported"  # a symbolic link, a name that not every store takes, a second file of a step

@@ -48,9 +48,8 @@ class Lookout:
         holds.dropping = self._give_up
         self._has_looked = False
         self._began_ns = 0  # the first look
-        self._seen: dict[
-            str, Mapping[str, Identity]
-        ] = {}  # of each path: what it had with the mark that it has
+        # By path: what it had with the mark that it has.
+        self._seen: dict[str, Mapping[str, Identity]] = {}
         # By path: what has its mark, this one, and yet is not complete; and why.
         self._lacking: dict[str, tuple[Found, Identity, str]] = {}
         self.num_left, self.took_s = 0, 0.0

@@ -21,10 +21,9 @@ from ckpt_async.watch.tree import Identity, Tree
 MARKLESS = ("pattern", "quiet")
 # Two files of one step that were written so close are of one save: Lightning's `last.ckpt` and `epoch=…-step=….ckpt`.
 TWIN_S = 60.0
+TWIN_SIZES = 64  # their sizes differ by less than a part in so many
 # What trainers call files with tensors in them.
 _OF_TENSORS = (".pt", ".pth", ".bin", ".safetensors", ".ckpt", ".distcp", ".npz", ".msgpack", ".h5")
-TWIN_SIZES = 64  # their sizes differ by less than a part in so many
-
 
 _NOTHING: Mapping[str, Mapping[str, Identity]] = {}
 

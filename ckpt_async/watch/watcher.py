@@ -338,15 +338,13 @@ class Watcher:
         assert self._uploader is not None
         self.entries.put(entry)
         try:
-            if reason := _enqueue(self._uploader, self.entries, entry):
-                self._uploader.give_up(entry.step, reason, name=entry.name)
-                return self._settle_refused(entry, Refusal.CHANGED, reason)
-            self._uploader.seal(entry.step, name=entry.name, expected=entry.expected)
-        except (InvalidNameError, InvalidShardError) as error:
-            self._settle_refused(entry, Refusal.UNSUPPORTED, str(error))
+            reason = _seal(self._uploader, self.entries, entry)
         except (NoSpaceError, FencedError):
             self.entries.put(replace(entry, state=State.STAGED, generation=0))
             raise
+        if reason:
+            self._uploader.give_up(entry.step, reason, name=entry.name)  # other nodes would wait for our part
+            self._settle_refused(entry, Refusal.GIVEN_UP, reason)
 
     def _cannot_follow(self, announced: Announcement, reason: str) -> None:
         assert self._uploader is not None
@@ -443,11 +441,17 @@ def _drop_larger(entries: Entries, entry: Entry) -> None:
             entries.drop(late)
 
 
-def _enqueue(uploader: Uploader, entries: Entries, entry: Entry) -> str:
-    """Why it must not be sealed; "" if it may. From here on the uploader notices what is changed in place."""
-    if shards := sorted(entry.shards.values()):
-        uploader.enqueue(entries.staged(entry), entry.step, entry.name, files=shards)
-    return "" if entries.is_intact(entry) else "it was written in place while it was handed in"
+def _seal(uploader: Uploader, entries: Entries, entry: Entry) -> str:
+    """Why it may not be; "" if it is. From `enqueue` on the uploader notices what is changed in place."""
+    try:
+        if shards := sorted(entry.shards.values()):
+            uploader.enqueue(entries.staged(entry), entry.step, entry.name, files=shards)
+        if not entries.is_intact(entry):
+            return "it was written in place while it was handed in"
+        uploader.seal(entry.step, name=entry.name, expected=entry.expected)
+    except (InvalidNameError, InvalidShardError) as error:
+        return str(error)
+    return ""
 
 
 def _retire(options: Options, entries: Entries, tree: Tree) -> None:

@@ -155,6 +155,22 @@ def test_a_bad_name_and_what_cannot_be_read_stop_no_other_checkpoint(nodes: Node
     assert restore.find(nodes.remote, step=10) is None
 
 
+def test_a_bad_name_on_a_node_without_the_mark_keeps_no_other_node_waiting(nodes: Nodes) -> None:
+    for step in (10, 20):
+        nodes.save(step, (THEIRS,))
+    (nodes.folder / "node-1/out/step-10/notes (1).md").write_text("of somebody")
+    first, second = nodes.watch(0), nodes.watch(1)
+    for step in (10, 20):
+        nodes.save(step, OURS)
+    for each in (first, second):
+        assert "'notes (1).md' has a character" in each.until("refused", 10)["reason"]
+        each.until("committed", 20)
+    assert restore.find(nodes.remote, step=10) is None
+    for each in (first, second):
+        each.process.terminate()
+    assert (first.process.wait(60), second.process.wait(60)) == (1, 1)
+
+
 def test_a_file_that_no_node_has_is_named_and_nothing_is_committed(nodes: Nodes) -> None:
     nodes.save(10)
     (nodes.folder / "node-1/out/step-10/__1_0.distcp").unlink()
