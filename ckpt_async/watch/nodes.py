@@ -24,9 +24,11 @@ from ckpt_async.watch.entries import Entries, Entry, State, VanishedError
 from ckpt_async.watch.formats.checks import (
     are_added,
     is_free,
+    is_of_all_nodes,
     is_of_one_node,
     may_be_left_over,
     misses_what_is_gone,
+    removed_from,
 )
 from ckpt_async.watch.holds import Holds, is_same_version
 from ckpt_async.watch.options import Options
@@ -200,21 +202,33 @@ class Nodes:
             return (
                 f"what node {self._node} had of it was removed, and was last seen before its mark was written"
             )
-        if (lost := self._lost(announced, tree)) and not misses_what_is_gone(announced.format):
-            return f"{lost} was removed on node {self._node} before it heard of the checkpoint"
-        return self._fitting(_version_in(self._entries.source, tree, announced), announced)
+        return self._lost(announced, tree) or self._fitting(
+            _version_in(self._entries.source, tree, announced), announced
+        )
 
     def _lost(self, announced: Announcement, tree: Tree) -> str:
-        """A file of it that this node had after the mark, or at any time if it has none any more."""
-        if not announced.path:
+        """Why this node lacks something of it that it had after the mark, or at any time if it has nothing any more; ""
+        where it lacks nothing, or the mark tells.
+        """
+        path, format_ = announced.path, announced.format
+        if not path or misses_what_is_gone(format_):
             return ""
-        has_any = bool(files_of(announced.path, tree))
+        has_any = bool(files_of(path, tree))
         if has_any and not announced.marked_ns:
             return ""
         since_ns = announced.marked_ns + int(CLOCKS_S * 1e9) if has_any else 0
-        gone = self._holds.seen.gone(announced.path, tree, since_ns)
-        prefix = len(announced.path) + 1
-        return next((each for each in gone if not is_free(announced.format, each[prefix:])), "")
+        gone = self._holds.seen.gone(path, tree, since_ns)
+        if lost := next((each for each in gone if not is_free(format_, each[len(path) + 1 :])), ""):
+            return f"{lost} was removed on node {self._node} before it heard of the checkpoint"
+        if has_any and (changed := removed_from(tree, format_, path, since_ns)) is not None:
+            return f"something was removed from {changed} on node {self._node} after its mark was written"
+        is_file = set(announced.here) == {path.rpartition("/")[2]}
+        if not (has_any or is_file) and is_of_all_nodes(format_, announced.name):
+            return (
+                f"node {self._node} has nothing of it: it was removed there before it was seen, or other nodes alone"
+                " write checkpoints (watch on those only)"
+            )
+        return ""
 
     def _unready(self, announced: Announcement, version: _Version | str, tree: Tree) -> str:
         """What keeps this node from knowing all that it has of it, and time may heal; "" if nothing does."""

@@ -46,6 +46,8 @@ _TIDIED_NS = {"pattern": _NS, "nemo": _NS}
 _NAMING = frozenset({"dcp", "lightning", "nemo", "deepspeed", "composer"})
 # Of which nothing is known but what the user says.
 _OWN = frozenset({"done", "pattern", "quiet"})
+# Whose marks name no files, and to which all ranks write (OLMo: unless its name says otherwise).
+_OF_ALL_NODES = _OWN | {"orbax", "ml-flashpoint", "megatron", "olmo"}
 # What one rank writes, whatever the format: DCP's, and OLMo-core's state of its trainer.
 _ANY_RANK = re.compile(r"(?:.*/)?(?:__[0-9]+_[0-9]+\.distcp|train/rank[0-9]+\.pt)")
 # Of formats whose marks name no files: what each rank writes.
@@ -193,6 +195,18 @@ def is_of_one_node(format_: str, shard: str, named: Collection[str]) -> bool:
 def misses_what_is_gone(format_: str) -> bool:
     """Whether its mark names the files that must be there, on one node or another."""
     return format_ in _NAMING
+
+
+def is_of_all_nodes(format_: str, name: str) -> bool:
+    """Whether a node that has nothing of it must have had something: its mark names no files, and all ranks write."""
+    return format_ in _OF_ALL_NODES and not name.endswith("-unsharded")
+
+
+def removed_from(tree: Tree, format_: str, folder: str, since_ns: int) -> str | None:
+    """The folder from which something seems to have been deleted since, if its mark cannot tell."""
+    if format_ in _NAMING:
+        return None
+    return _changed_later(tree, Found(format_, folder, 0, "", tuple(tree.below(folder))), since_ns)
 
 
 def may_be_left_over(format_: str) -> bool:
