@@ -222,8 +222,7 @@ class Nodes:
             return f"{lost} was removed on node {self._node} before it heard of the checkpoint"
         if has_any and (changed := removed_from(tree, format_, path, since_ns)) is not None:
             return f"something was removed from {changed} on node {self._node} after its mark was written"
-        is_file = set(announced.here) == {path.rpartition("/")[2]}
-        if not (has_any or is_file) and is_of_all_nodes(format_, announced.name):
+        if not has_any and is_of_all_nodes(format_, announced.name, announced.here):
             return (
                 f"node {self._node} has nothing of it: it was removed there before it was seen, or other nodes alone"
                 " write checkpoints (watch on those only)"

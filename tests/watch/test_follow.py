@@ -30,20 +30,18 @@ class Store:
 
     generation = 1
 
-    def __init__(self, marked_ns: int = 0, format_: str = "done", name: str = "step-1") -> None:
-        self._marked_ns, self._format, self._name = marked_ns, format_, name
+    def __init__(
+        self, marked_ns: int = 0, format_: str = "done", name: str = "step-1", mark: str = "DONE"
+    ) -> None:
+        self._marked_ns, self._format, self._name, self._mark = marked_ns, format_, name, mark
 
     def announced(
         self, generation: int, after: int, known: set[int]
     ) -> Iterator[tuple[CheckpointId, Announcement]]:
-        is_file = self._name.endswith(".pt")
-        path, here = (self._name, self._name) if is_file else ("step-1", "DONE")
+        path, here = self._name if self._name == self._mark else "step-1", {self._mark: None}
         if not known:
             id_ = CheckpointId(generation, 1)
-            yield (
-                id_,
-                Announcement(id_, 0, self._format, path, self._name, {here: None}, (), self._marked_ns),
-            )
+            yield id_, Announcement(id_, 0, self._format, path, self._name, here, (), self._marked_ns)
 
     def newest_generation(self, generation: int) -> int:
         return generation
@@ -210,23 +208,24 @@ def test_what_a_node_had_and_has_no_more_is_given_up_where_no_mark_misses_it(
 
 
 @pytest.mark.parametrize(
-    ("format_", "name", "may_have_nothing"),
+    ("format_", "name", "mark", "may_have_nothing"),
     [
-        ("quiet", "step-1", False),
-        ("pattern", "step-1.pt", True),  # one file
-        ("orbax", "1", False),
-        ("ml-flashpoint", "step-1_ckpt", False),
-        ("megatron", "iter_0000001", False),
-        ("olmo", "step1", False),
-        ("olmo", "step1-unsharded", True),
-        ("transformers", "checkpoint-1", True),  # what is wanting of other ranks is counted
-        ("dcp", "step-1", True),  # the mark misses it
+        ("quiet", "step-1", "model.pt", False),
+        ("pattern", "step-1.pt", "step-1.pt", True),  # one file
+        ("orbax", "1", "mark", False),
+        ("ml-flashpoint", "step-1_ckpt", "mark", False),
+        ("megatron", "iter_0000001", "mark", False),
+        ("megatron", "iter_0000001", "core/.metadata", True),  # which names all
+        ("olmo", "step1", "mark", False),
+        ("olmo", "step1-unsharded", "mark", True),
+        ("transformers", "checkpoint-1", "mark", True),  # what is wanting of other ranks is counted
+        ("dcp", "step-1", "mark", True),  # the mark misses it
     ],
 )
 def test_a_node_without_anything_gives_up_what_all_nodes_write(
-    tmp_path: Path, format_: str, name: str, may_have_nothing: bool
+    tmp_path: Path, format_: str, name: str, mark: str, may_have_nothing: bool
 ) -> None:
-    told = follow(tmp_path, [], {}, 0, format_=format_, name=name)
+    told = follow(tmp_path, [], {}, 0, format_=format_, name=name, mark=mark)
     assert told == [] if may_have_nothing else str(told).startswith(NOTHING)
 
 

@@ -197,9 +197,14 @@ def misses_what_is_gone(format_: str) -> bool:
     return format_ in _NAMING
 
 
-def is_of_all_nodes(format_: str, name: str) -> bool:
-    """Whether a node that has nothing of it must have had something: its mark names no files, and all ranks write."""
-    return format_ in _OF_ALL_NODES and not name.endswith("-unsharded")
+def is_of_all_nodes(format_: str, name: str, files: Collection[str]) -> bool:
+    """Whether a node that has nothing of it must have had something: nothing names its files, and all ranks write.
+    `files` are those of the node with the mark.
+    """
+    if format_ not in _OF_ALL_NODES or name.endswith("-unsharded"):
+        return False
+    is_file = {*files} == {name}
+    return not (is_file or any(last(each) == METADATA for each in files))
 
 
 def removed_from(tree: Tree, format_: str, folder: str, since_ns: int) -> str | None:
