@@ -213,7 +213,6 @@ def test_what_a_node_had_and_has_no_more_is_given_up_where_no_mark_misses_it(
         ("quiet", "step-1", "model.pt", False),
         ("pattern", "step-1.pt", "step-1.pt", True),  # one file
         ("orbax", "1", "mark", False),
-        ("ml-flashpoint", "step-1_ckpt", "mark", False),
         ("megatron", "iter_0000001", "mark", False),
         ("megatron", "iter_0000001", "core/.metadata", True),  # which names all
         ("olmo", "step1", "mark", False),

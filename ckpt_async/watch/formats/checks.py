@@ -47,7 +47,7 @@ _NAMING = frozenset({"dcp", "lightning", "nemo", "deepspeed", "composer"})
 # Of which nothing is known but what the user says.
 _OWN = frozenset({"done", "pattern", "quiet"})
 # Whose marks name no files, and to which all ranks write (OLMo: unless its name says otherwise).
-_OF_ALL_NODES = _OWN | {"orbax", "ml-flashpoint", "megatron", "olmo"}
+_OF_ALL_NODES = _OWN | {"orbax", "megatron", "olmo"}
 # What one rank writes, whatever the format: DCP's, and OLMo-core's state of its trainer.
 _ANY_RANK = re.compile(r"(?:.*/)?(?:__[0-9]+_[0-9]+\.distcp|train/rank[0-9]+\.pt)")
 # Of formats whose marks name no files: what each rank writes.
