@@ -87,7 +87,7 @@ class Nodes:
             return
         self._next_look_at = now + self._num_nodes / LOOKS_PER_S
         self.check_newest()
-        after = min(sorted(self._known)[-NUM_LATE:], default=0) - 1
+        after = sorted(self._known)[-NUM_LATE] - 1 if len(self._known) >= NUM_LATE else -1
         for id_, told in self._remote.announced(self.generation, after, self._known):
             self._known.add(id_.step)
             if isinstance(told, InvalidRecordError):

@@ -228,6 +228,36 @@ def test_a_node_without_anything_gives_up_what_all_nodes_write(
     assert told == [] if may_have_nothing else str(told).startswith(NOTHING)
 
 
+class Asked(Store):
+    """Announces these steps, one after the other, and notes after which it was asked for more."""
+
+    def __init__(self, steps: list[int]) -> None:
+        super().__init__()
+        self._steps, self.after = steps, list[int]()
+
+    def announced(
+        self, generation: int, after: int, known: set[int]
+    ) -> Iterator[tuple[CheckpointId, Announcement]]:
+        self.after.append(after)
+        if self._steps:
+            id_ = CheckpointId(generation, step := self._steps.pop(0))
+            yield id_, Announcement(id_, 0, "done", f"step-{step}", f"step-{step}", {"DONE": None}, ())
+
+
+@pytest.mark.parametrize(("num_higher", "is_heard"), [(1, True), (15, True), (16, False)])
+def test_a_lower_step_that_is_complete_later_is_heard_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_higher: int, is_heard: bool
+) -> None:
+    monkeypatch.setattr(of_nodes, "LOOKS_PER_S", 1e9)
+    entries, holds = Entries(tmp_path / "out", tmp_path / "state", "memory://"), Holds(tmp_path, tmp_path)
+    options = Options(tmp_path / "out", "memory://", tmp_path, tmp_path / "lock", node=1, num_nodes=2)
+    store = Asked([*range(20, 20 + num_higher)])
+    nodes = Nodes(options, entries, holds, cast(Uploader, store), cast(Remote, store))
+    for _ in range(num_higher + 1):
+        nodes.listen()
+    assert (store.after[-1] < 10) == is_heard
+
+
 def test_what_was_seen_is_remembered_as_long_as_it_is_there_and_then_the_newest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
