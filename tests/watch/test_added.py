@@ -170,6 +170,22 @@ def test_what_is_made_right_after_the_mark_is_added_once_nothing_changes_any_mor
     assert not reason(known=other)
 
 
+def test_what_was_added_before_a_later_one_was_complete_need_not_be_quiet() -> None:
+    """Waiting, it would be handed in after that, and after a kill be passed over as older."""
+
+    def reason(*later: str) -> str:
+        written = dict.fromkeys(["step-1/a", "step-1/DONE", "step-1/b", *later], b"1")
+        tree = tree_of(written)
+        born = {path: was.mtime_ns - SECOND // 2 for path, was in tree.files.items()}
+        [found, *_] = find(tree_of(written, born_ns=born), Rules(done="DONE", settle_s=2))
+        assert found.path == "step-1"
+        return found.reason
+
+    assert not reason("step-2/a", "step-2/DONE")
+    for others in ([], ["step-2/a"], ["step-2/DONE", "step-1/c"]):
+        assert "was added after its mark, and it changed within the last 30 s" in reason(*others)
+
+
 # --- for ever ------------------------------------------------------------------------------------------------
 
 

@@ -37,7 +37,10 @@ def find(tree: Tree, rules: Rules = _TABLE_ONLY, known: Known = _NONE) -> list[F
     may have gone back to a lower step. Where times tell nothing, by step. `known`: what was seen before.
     """
     recognise = _by_rules if rules.done or rules.pattern or rules.quiet_s else _by_table
-    found = [_checked(tree, each, rules, known) for each in recognise(tree, rules, set())]
+    there = list(recognise(tree, rules, set()))
+    marked = (each for each in there if each.mark in tree.files and not each.reason)
+    newest_ns = max((marked_ns(tree, each) for each in marked), default=0)
+    found = [_checked(tree, each, rules, known, newest_ns) for each in there]
 
     def place(each: Found) -> tuple[int, int, str]:
         return 0 if rules.ignores_times else marked_ns(tree, each), each.step, each.path
@@ -45,7 +48,7 @@ def find(tree: Tree, rules: Rules = _TABLE_ONLY, known: Known = _NONE) -> list[F
     return sorted(found, key=place)
 
 
-def _checked(tree: Tree, found: Found, rules: Rules, known: Known) -> Found:
+def _checked(tree: Tree, found: Found, rules: Rules, known: Known, newest_ns: int) -> Found:
     if found.is_waiting:
         return unrotated(tree, found, rules)
     if found.reason:
@@ -57,6 +60,7 @@ def _checked(tree: Tree, found: Found, rules: Rules, known: Known) -> Found:
         was_handed=any(
             each.get(found.mark) == tree.files.get(found.mark) for each in known.handed.get(found.path, ())
         ),
+        newest_ns=newest_ns,
     )
 
 

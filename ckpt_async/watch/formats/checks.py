@@ -55,10 +55,16 @@ _OF_RANK = {"deepspeed": _DEEPSPEED_RANK, "transformers": RNG, "olmo": _OLMO_RAN
 
 
 def checked(
-    tree: Tree, found: Found, rules: Rules, *, has_grown: bool = False, was_handed: bool = False
+    tree: Tree,
+    found: Found,
+    rules: Rules,
+    *,
+    has_grown: bool = False,
+    was_handed: bool = False,
+    newest_ns: int = 0,
 ) -> Found:
     """The same with a reason, if a file that is here breaks the promise. `has_grown`: it was seen complete, and all of
-    that is there still. `was_handed`: with the same mark it was handed in.
+    that is there still. `was_handed`: with the same mark it was handed in. `newest_ns`: of the newest mark of any.
     """
     found = _with_named(tree, found)
     if found.reason:
@@ -88,7 +94,8 @@ def checked(
                 reason=f"{newer[0]} is newer than its mark {found.mark}: it is being written anew, or was copied"
                 " without its times (--ignore-times)",
             )
-        if newer and abs(tree.now_ns - changed_ns(tree, found)) < UNCOUNTED_S * _NS:
+        changed = changed_ns(tree, found)  # before another was complete: nobody writes to it any more
+        if newer and changed >= newest_ns and abs(tree.now_ns - changed) < UNCOUNTED_S * _NS:
             reason = f"{newer[0]} was added after its mark, and it changed within the last {UNCOUNTED_S:g} s"
             return replace(found, reason=reason, is_waiting=True)
     return unrotated(tree, found, rules)
