@@ -39,8 +39,8 @@ logger = logging.getLogger(__name__)
 
 # All nodes together look so often.
 LOOKS_PER_S = 100
-# One that was complete later than so many of higher steps is not heard of any more.
-NUM_LATE = 16
+# One that was complete later than so many of higher steps is heard of when all are listed, which may be many.
+NUM_LATE, ALL_S = 16, 600.0
 # How long a file that is announced may be without its end here, before the checkpoint is given up.
 WHOLE_S = 60.0
 # At the end, for the others to say that they announce nothing more.
@@ -62,7 +62,7 @@ class Nodes:
         self._has_times = not options.rules.ignores_times
         self._heard: dict[int, tuple[Announcement, float]] = {}  # by step: and when, not handed in yet
         self._known: set[int] = set()  # every step that was announced
-        self._next_look_at = self._next_roll_at = 0.0
+        self._next_look_at = self._next_look_at_all = self._next_roll_at = 0.0
         self._last_before: int | None = None  # the newest entry that was there when this start began
         self._has_told_all = False
         self._ended_at: float | None = None
@@ -87,7 +87,11 @@ class Nodes:
             return
         self._next_look_at = now + self._num_nodes / LOOKS_PER_S
         self.check_newest()
-        after = sorted(self._known)[-NUM_LATE] - 1 if len(self._known) >= NUM_LATE else -1
+        after = -1
+        if len(self._known) < NUM_LATE or now >= self._next_look_at_all:
+            self._next_look_at_all = now + ALL_S
+        else:
+            after = sorted(self._known)[-NUM_LATE] - 1
         for id_, told in self._remote.announced(self.generation, after, self._known):
             self._known.add(id_.step)
             if isinstance(told, InvalidRecordError):

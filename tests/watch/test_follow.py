@@ -244,17 +244,23 @@ class Asked(Store):
             yield id_, Announcement(id_, 0, "done", f"step-{step}", f"step-{step}", {"DONE": None}, ())
 
 
-@pytest.mark.parametrize(("num_higher", "is_heard"), [(1, True), (15, True), (16, False)])
+@pytest.mark.parametrize(
+    ("num_higher", "waited_s", "is_heard"), [(1, 0, True), (15, 0, True), (16, 0, False), (16, 600, True)]
+)
 def test_a_lower_step_that_is_complete_later_is_heard_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_higher: int, is_heard: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_higher: int, waited_s: float, is_heard: bool
 ) -> None:
-    monkeypatch.setattr(of_nodes, "LOOKS_PER_S", 1e9)
+    now_s = [0.0]
+    monkeypatch.setattr(of_nodes, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     entries, holds = Entries(tmp_path / "out", tmp_path / "state", "memory://"), Holds(tmp_path, tmp_path)
     options = Options(tmp_path / "out", "memory://", tmp_path, tmp_path / "lock", node=1, num_nodes=2)
     store = Asked([*range(20, 20 + num_higher)])
     nodes = Nodes(options, entries, holds, cast(Uploader, store), cast(Remote, store))
-    for _ in range(num_higher + 1):
+    for _ in range(num_higher):
         nodes.listen()
+        now_s[0] += 1
+    now_s[0] += waited_s
+    nodes.listen()
     assert (store.after[-1] < 10) == is_heard
 
 
