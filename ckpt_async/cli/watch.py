@@ -270,6 +270,8 @@ def _leave_at_once(code: int) -> None:
 
 
 def _watcher(options: argparse.Namespace, environment: dict[str, str], waker: Waker | None = None) -> Watcher:
+    if os.path.exists(options.folder) and not os.path.isdir(options.folder):
+        raise SettingsError(f"{options.folder!r} is not a folder")
     return Watcher(_options(options, environment), partial(_tell, options), waker)
 
 

@@ -138,7 +138,8 @@ class Settings:
         604_800.0, "sweeper: the same for the newest generation, whose trainer may only be paused", 60, 1e9
     )
     remote_retention: str = _setting(
-        "", "checkpoints to keep remotely, e.g. last=3,every-steps=1000,best=2:loss:min; empty keeps all"
+        "",
+        "checkpoints that a sweeper keeps remotely, e.g. last=3,every-steps=1000,best=2:loss:min; empty keeps all",
     )
     allow_unknown_filesystem: bool = _setting(
         False,

@@ -18,6 +18,8 @@ _OVERFLOW, _IGNORED = 0x4000, 0x8000  # events were lost; a watch has ended, as 
 _EVENT = struct.Struct("iIII")
 # A folder of datasets must not take every watch of the machine.
 _MAX_WATCHED = 4096
+# While the folder is not there, what is above it: it may be made.
+_ABOVE = ".."
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,10 @@ class Waker:
             number = self._add(self._inotify, os.fsencode(root / folder), _MASK)
             if number >= 0:
                 self._watched[folder] = number
+        if not self._watched:
+            above = next(each for each in root.absolute().parents if each.is_dir())
+            if (number := self._add(self._inotify, os.fsencode(above), _MASK)) >= 0:
+                self._watched[_ABOVE] = number
         self._is_new |= not {*self._watched.values()} <= {*before.values()}
         self._steady = frozenset(each for each, number in self._watched.items() if before.get(each) == number)
         for number in {*before.values()} - {*self._watched.values()}:

@@ -455,6 +455,13 @@ def test_a_remote_in_the_watched_folder_is_not_watched(place: Place) -> None:
     assert (code, "is the watched folder itself" in str(told)) == (2, True)
 
 
+def test_what_is_no_folder_is_refused_at_once(place: Place) -> None:
+    place.out.rmdir()
+    place.out.write_text("a file")
+    watching = place.watch()
+    assert (watching.process.wait(60), "is not a folder" in watching.errors()) == (2, True)
+
+
 def test_what_was_finished_but_never_complete_is_named_when_it_is_removed(place: Place) -> None:
     """With a wrong `--ranks` all would be lost so, and nothing said."""
     watching = place.watch("--ranks", "2")
