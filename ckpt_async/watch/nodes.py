@@ -48,6 +48,8 @@ FAREWELL_S = 60.0
 # By how much the clocks of nodes may differ. A step that is saved again so soon may be taken for the earlier one: a
 # trainer needs longer to start.
 CLOCKS_S = 1.0
+# How long after the mark a rank that waits for no other may write. What comes later is of another save.
+LATE_RANK_S = 60.0
 
 
 class Nodes:
@@ -124,6 +126,11 @@ class Nodes:
         )
         there = self._remote.announce(ours)
         logger.info("announced path=%s step=%d by_node=%d", entry.path, entry.step, there.node)
+        if (there.path, there.format) != (entry.path, entry.format):
+            raise InvalidRecordError(
+                f"node {there.node} has {there.path} ({there.format}) as step {entry.step}, and a run has one"
+                " checkpoint of each step: watch the other with --kind, or into another remote"
+            )
         return entry if there.node == self._node else self._rest(entry, there)
 
     def _told(self, entry: Entry, path: str) -> Version | None:
@@ -206,6 +213,8 @@ class Nodes:
             return (
                 f"what node {self._node} had of it was removed, and was last seen before its mark was written"
             )
+        if announced.path and (linked := tree.links_below(announced.path)):
+            return f"{linked[0]} on node {self._node} is a symbolic link, which is not followed"
         return self._lost(announced, tree) or self._fitting(
             _version_in(self._entries.source, tree, announced), announced
         )
@@ -241,11 +250,24 @@ class Nodes:
             return f"on node {self._node}, {closed}"
         if isinstance(version, str):
             return ""
+        if stale := self._stale(announced, version):
+            return f"{stale} is of an earlier save on node {self._node}"
         for path in _late(seen.files, version.shards, announced):
             if abs(seen.now_ns - seen.files[path].mtime_ns) < self._rules.settle_s * 1e9:
                 return f"{path} is still written on node {self._node}, after the mark"
         unfinished = next((path for path in version.shards if not version.tree.is_whole(path)), "")
         return f"{unfinished} has no end on node {self._node}" if unfinished else ""
+
+    def _stale(self, announced: Announcement, version: _Version) -> str:
+        """A file of a rank that may write after the mark, and has not yet: it was sent with an earlier mark."""
+        for entry in self._entries.of_path(announced.path):
+            marked_ns = entry.told_ns if entry.is_followed else entry.marked_ns
+            if entry.generation and entry.is_alive and marked_ns < announced.marked_ns:
+                for path, shard in version.shards.items():
+                    is_same = entry.files.get(path) == version.tree.files[path]
+                    if is_same and is_free(announced.format, shard):
+                        return path
+        return ""
 
     def _fitting(self, version: _Version, announced: Announcement) -> _Version | str:
         late = _late(version.tree.files, version.shards, announced)
@@ -398,6 +420,9 @@ def _late(files: Mapping[str, Identity], shards: Mapping[str, str], announced: A
     """Files of it that were written after its mark; none if times tell nothing."""
     if not announced.marked_ns:
         return []
-    limit_ns = announced.marked_ns + CLOCKS_S * 1e9
-    late = (path for path, shard in shards.items() if files[path].mtime_ns > limit_ns)
-    return [path for path in late if not is_free(announced.format, shards[path])]
+    late = list[str]()
+    for path, shard in shards.items():
+        within_s = LATE_RANK_S if is_free(announced.format, shard) else CLOCKS_S
+        if files[path].mtime_ns > announced.marked_ns + within_s * 1e9:
+            late.append(path)
+    return late

@@ -3,6 +3,7 @@
 import errno
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,11 +12,12 @@ import pytest
 
 from ckpt_async import Uploader
 from ckpt_async.core.model import CheckpointId
+from ckpt_async.errors import InvalidRecordError
 from ckpt_async.watch import nodes as of_nodes
 from ckpt_async.watch import seen
 from ckpt_async.watch.announcement import Announcement
-from ckpt_async.watch.disk import Disk
-from ckpt_async.watch.entries import Entries, Entry
+from ckpt_async.watch.disk import Disk, identity_of
+from ckpt_async.watch.entries import Entries, Entry, State
 from ckpt_async.watch.formats import Rules
 from ckpt_async.watch.holds import Holds
 from ckpt_async.watch.nodes import Nodes
@@ -28,7 +30,7 @@ from tests.watch.trees import SECOND
 class Store:
     """The other node has announced `step-1` there, whose mark names no files; and this one's uploader."""
 
-    generation = 1
+    generation = 2
 
     def __init__(
         self, marked_ns: int = 0, format_: str = "done", name: str = "step-1", mark: str = "DONE"
@@ -148,6 +150,7 @@ def follow(
     changed_s: int,
     *,
     has_times: bool = True,
+    sent_s: int = 0,
     **of: str,
 ) -> str | list[str]:
     """What node 1 sends of `step-1`, or why it gives it up."""
@@ -161,6 +164,11 @@ def follow(
     entries, holds = Entries(out, tmp_path / "state", "memory://"), Holds(out, tmp_path / "held")
     entries.load()
     holds.load()
+    if sent_s:
+        files = {f"step-1/{name}": identity_of((out / "step-1" / name).lstat()) for name in left}
+        sent = Entry(1, "transformers", "step-1", 1, "step-1", files, {each: each[7:] for each in files})
+        sent = replace(sent, is_followed=True, told_ns=sent_s * SECOND, generation=1, state=State.COMMITTED)
+        entries.put(sent)
     for name, at_s in seen_s.items():
         holds.seen.see(Tree({f"step-1/{name}": Identity(1, 1, 1)}, lambda *_: b"", now_ns=at_s * SECOND))
     rules = Rules(done="DONE", settle_s=0, num_nodes=2, ignores_times=not has_times)
@@ -226,6 +234,55 @@ def test_a_node_without_anything_gives_up_what_all_nodes_write(
 ) -> None:
     told = follow(tmp_path, [], {}, 0, format_=format_, name=name, mark=mark)
     assert told == [] if may_have_nothing else str(told).startswith(NOTHING)
+
+
+@pytest.mark.parametrize(
+    ("sent_s", "name", "is_stale"),
+    [
+        (DONE_AT_S - 50, "rng_state_1.pth", True),  # its rank has not written it anew yet
+        (DONE_AT_S - 50, "config.json", False),
+        (DONE_AT_S, "rng_state_1.pth", False),  # it is the same save, announced once more
+    ],
+)
+def test_what_a_late_rank_has_not_written_anew_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent_s: int, name: str, is_stale: bool
+) -> None:
+    """Two saves to the same place would be mixed."""
+    monkeypatch.setattr(of_nodes, "WHOLE_S", 0.0)
+    told = follow(tmp_path, [name], {}, 0, sent_s=sent_s, format_="transformers")
+    assert told == (f"step-1/{name} is of an earlier save on node 1" if is_stale else [name])
+
+
+@pytest.mark.parametrize(("written_s", "is_late"), [(DONE_AT_S + 59, False), (DONE_AT_S + 61, True)])
+def test_what_a_rank_writes_long_after_the_mark_is_of_another_save(
+    tmp_path: Path, written_s: int, is_late: bool
+) -> None:
+    there = tmp_path / "out/step-1/rng_state_1.pth"
+    there.parent.mkdir(parents=True)
+    there.write_bytes(b"x")
+    os.utime(there, ns=(1, written_s * SECOND))
+    told = follow(tmp_path, [], {}, written_s, format_="transformers")
+    assert "newer than the mark: it was saved again" in told if is_late else told == [there.name]
+
+
+def test_a_link_on_a_node_without_the_mark_is_named(tmp_path: Path) -> None:
+    """What it points to would not be in the checkpoint."""
+    (tmp_path / "out/step-1").mkdir(parents=True)
+    (tmp_path / "out/step-1/model.bin").symlink_to("/etc/hostname")
+    told = follow(tmp_path, ["b"], {}, 0)
+    assert told == "step-1/model.bin on node 1 is a symbolic link, which is not followed"
+
+
+def test_two_checkpoints_of_one_step_on_two_nodes_are_not_taken_for_one(tmp_path: Path) -> None:
+    entries, holds = Entries(tmp_path / "out", tmp_path / "state", "memory://"), Holds(tmp_path, tmp_path)
+    options = Options(tmp_path / "out", "memory://", tmp_path, tmp_path / "lock", node=1, num_nodes=2)
+    theirs = Announcement(CheckpointId(2, 1), 0, "dcp", "actor/step-1", "step-1", {"__0_0.distcp": None}, ())
+    store = SimpleNamespace(generation=2, announce=lambda _: theirs)
+    nodes = Nodes(options, entries, holds, cast(Uploader, store), cast(Remote, store))
+    ours = Entry(1, "dcp", "critic/step-1", 1, "step-1", {}, {})
+    with pytest.raises(InvalidRecordError, match=r"node 0 has actor/step-1 \(dcp\) as step 1"):
+        nodes.announce(ours)
+    assert nodes.announce(replace(ours, path="actor/step-1")).is_followed
 
 
 class Asked(Store):
