@@ -27,6 +27,7 @@ T = TypeVar("T")
 
 # Asked in every round of a watcher, which tries again in the next.
 ANSWER_TIMEOUT_S = 60.0
+OPEN_TIMEOUT_S = 60.0
 
 
 class Remote:
@@ -39,7 +40,7 @@ class Remote:
         self.meanwhile: Callable[[], None] = lambda: None  # done now and then while an answer is waited for
         self._bulk = connect(url, options, settings)
         try:
-            self.call(lambda _: self._bulk.open(is_read_only=not writes))
+            self.call(lambda _: self._bulk.open(OPEN_TIMEOUT_S, is_read_only=not writes))
         except BaseException:
             self._stop()
             raise

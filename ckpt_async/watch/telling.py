@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import time
 from collections import Counter, deque
@@ -156,6 +157,12 @@ class Teller:
                 f" watcher node {node}, too, or counts other than {num_nodes} nodes? Each needs its own"
                 f" --node I/{num_nodes}",
             )
+
+    def trouble(self, error: Exception) -> None:
+        """Raises what does not pass by itself."""
+        if isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise error
+        self.say("trouble", str(error), f"{error}; trying again")
 
     def say(self, kind: str, what: str, message: str) -> None:
         """A warning in the log, once for each `what` of a kind."""

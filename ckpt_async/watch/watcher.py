@@ -82,8 +82,7 @@ class Watcher:
         self._sealed_before: frozenset[CheckpointId] = frozenset()
         self._stopping = Stop()
         self._ending = Ending(self._stopping, options.drain_timeout_s)
-        self._is_cut_short = False
-        self._num_there_before = 0
+        self._is_cut_short, self._num_there_before = False, 0
 
     def run(self, stopping: Stop, again: Callable[[Exception], float] = lambda _: 0.0) -> Report:
         """Watch until `stopping` is set (with `is_once`: until all that is complete is committed), then finish what was
@@ -220,7 +219,10 @@ class Watcher:
 
     def _reopen(self, close_s: float = REOPEN_S) -> None:
         self._close(close_s)
-        self._open_while_linking()
+        while (error := _failure_of(self._open_while_linking)) is not None:  # it was open before
+            self._teller.trouble(error)
+            self._close(0.0)
+            self.waker.wait(self.options.interval_s)
 
     # --- rounds --------------------------------------------------------------------------------------------
 
@@ -237,8 +239,8 @@ class Watcher:
                 self._teller.note_joined(self.options.node, self.options.num_nodes)
                 self._reopen(0.0)  # nothing is committed in this one any more
                 continue
-            except (StoreError, NoSpaceError) as error:
-                self._teller.say("trouble", str(error), f"{error}; trying again")
+            except (StoreError, NoSpaceError, OSError) as error:
+                self._teller.trouble(error)
             # At the end, what only another node can go on with is left to the next start.
             left = [each for each in self.entries.open() if not (was_stopping and plan.awaits_others(each))]
             assert self._nodes is not None
@@ -358,7 +360,7 @@ class Watcher:
         except FencedError:
             return False
         except StoreError as error:
-            self._teller.say("trouble", str(error), f"{error}; trying again")
+            self._teller.trouble(error)
             return False
 
     # --- what became of it ---------------------------------------------------------------------------------
@@ -432,6 +434,14 @@ def _sealed(options: Options) -> frozenset[CheckpointId]:
         return frozenset()
     open_ = [each for each in found.checkpoints if each.state != "open"] if found else []
     return frozenset(each.id for each in open_)
+
+
+def _failure_of(opening: Callable[[], None]) -> StoreError | None:
+    try:
+        opening()
+    except StoreError as error:
+        return error
+    return None
 
 
 def _drop_larger(entries: Entries, entry: Entry) -> None:

@@ -12,13 +12,15 @@ import pytest
 from ckpt_async import Uploader
 from ckpt_async.core.refusal import Refusal, Refused
 from ckpt_async.core.settings import Settings
-from ckpt_async.errors import NoSpaceError
+from ckpt_async.errors import FailureReason, NoSpaceError, StoreError
 from ckpt_async.events.telling import refused
 from ckpt_async.local.outbox import OwnOutbox
+from ckpt_async.watch.entries import Entries, Entry, State
 from ckpt_async.watch.formats import Rules
 from ckpt_async.watch.meanwhile import Stop
 from ckpt_async.watch.options import Options
 from ckpt_async.watch.refusals import Refusals
+from ckpt_async.watch.remote import Remote
 from ckpt_async.watch.telling import UNREADABLE_S, Teller, Told
 from ckpt_async.watch.watcher import Watcher
 from tests.events.receiver import free_port, receiving, wait_until
@@ -92,6 +94,38 @@ def test_what_is_refused_for_now_and_committed_later_is_no_error(
     report = Watcher(options, tell).run(stopping)
     assert [(each.event, each.step) for each in told] == [("refused", 10), ("committed", 10)]
     assert (report.refused, place.committed(10)) == ({}, saved)
+
+
+def test_a_full_disk_and_a_store_that_goes_away_while_a_trainer_goes_back_end_nothing(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """(Both only for a moment, so the answers of the system and of the store are made up.)"""
+    saved = {step: save(place, step) for step in (20, 10)}  # the second is newer: another start of the run
+    full = [OSError(errno.ENOSPC, "No space left on device")]
+    away = [StoreError("no answer", reason=FailureReason.TRANSIENT)]
+    put, open_, num_opened = Entries.put, Remote.__init__, [0]
+
+    def putting(entries: Entries, entry: Entry) -> None:
+        if entry.state is State.HANDED and full:
+            raise full.pop()
+        put(entries, entry)
+
+    def opening(remote: Remote, *args: Any, **more: Any) -> None:
+        num_opened[0] += 1
+        if num_opened[0] == 2:
+            raise away.pop()
+        open_(remote, *args, **more)
+
+    monkeypatch.setattr(Entries, "put", putting)
+    monkeypatch.setattr(Remote, "__init__", opening)
+    folder, rules = place.out, Rules(settle_s=0)
+    options = Options(
+        folder, place.remote, place.state, place.here / "lock", rules=rules, interval_s=0.1, is_once=True
+    )
+    report = Watcher(options).run(Stop())
+    assert (full, away, num_opened[0]) == ([], [], 3)
+    assert (report.num_committed, report.refused) == (2, {})
+    assert all(place.committed(step) == was for step, was in saved.items())
 
 
 def test_what_is_written_in_place_while_it_is_handed_in_is_never_committed(
