@@ -20,7 +20,8 @@ from ckpt_async.watch.tree import Identity, Tree
 _SKIPPED = frozenset({"__pycache__", "node_modules", "site-packages"})
 # What is remembered of files' contents: marks, and ends of files. A `.metadata` of 5 million shards is not.
 _MAX_REMEMBERED_BYTES = 1 << 20
-_MAX_REMEMBERED = 20_000
+_MAX_ALL_REMEMBERED_BYTES = 64 << 20
+_ONE_BYTES = 512  # what it takes to remember one, beside its content
 # How often everything is read while folders change under the reading.
 _MAX_READ_ANEW = 3
 # Of a sample.
@@ -82,6 +83,7 @@ class Disk:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._known: dict[tuple[str, int, int, Identity], bytes] = {}
+        self._known_bytes = 0
         self._memo: dict[tuple[str, str, Identity], Any] = {}
 
     def look(self) -> Tree:
@@ -173,9 +175,10 @@ class Disk:
             finally:
                 os.close(descriptor)
             if len(data) <= _MAX_REMEMBERED_BYTES:
-                while len(self._known) >= _MAX_REMEMBERED:
-                    self._known.pop(next(iter(self._known)))
                 self._known[place] = data
+                self._known_bytes += len(data) + _ONE_BYTES
+                while self._known_bytes > _MAX_ALL_REMEMBERED_BYTES:
+                    self._known_bytes -= len(self._known.pop(next(iter(self._known)))) + _ONE_BYTES
         return data
 
 

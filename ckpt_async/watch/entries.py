@@ -14,7 +14,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -120,6 +120,7 @@ class Entries:
     remote: str
     room: Room | None = None  # for copies; None: enough
     all: dict[int, Entry] = field(default_factory=dict)
+    _alike: dict[str | int, set[int]] = field(default_factory=dict)  # numbers, by path and by step
 
     def load(self) -> None:
         """Read them, and finish or undo what a kill has cut short."""
@@ -134,7 +135,7 @@ class Entries:
                     f"{str(path)!r} cannot be read: {error}",
                     hint="move it away; what it says is found out again",
                 ) from None
-            self.all[entry.number] = entry
+            self._remember(entry)
         for folder in self._staged.iterdir():
             number, _, suffix = folder.name.partition(".")
             entry_ = self.all.get(int(number)) if number.isdecimal() else None
@@ -180,7 +181,14 @@ class Entries:
         return [each for each in self.all.values() if not each.is_settled]
 
     def of_path(self, path: str) -> list[Entry]:
-        return [each for each in self.all.values() if each.path == path]
+        return self._numbered(self._alike.get(path, set()))
+
+    def akin_to(self, found: Found) -> list[Entry]:
+        """Those of its path, or of its step: of thousands, all that what it is can depend on."""
+        return self._numbered(self._alike.get(found.path, set()) | self._alike.get(found.step, set()))
+
+    def _numbered(self, numbers: Iterable[int]) -> list[Entry]:
+        return [self.all[each] for each in sorted(numbers)]
 
     def num_committed_in(self, tree: Tree) -> int:
         """What is committed, and is in the folder."""
@@ -225,7 +233,12 @@ class Entries:
     def put(self, entry: Entry) -> None:
         """Durable on return."""
         write_durably(self._entries / f"{entry.number:08d}.json", json.dumps(_encode(entry)).encode())
+        self._remember(entry)
+
+    def _remember(self, entry: Entry) -> None:
         self.all[entry.number] = entry
+        for key in (entry.path, entry.step):
+            self._alike.setdefault(key, set()).add(entry.number)
 
     def settle(self, entry: Entry, state: State, reason: str = "", refusal: Refusal | None = None) -> Entry:
         settled = replace(entry, state=state, reason=reason, refusal=refusal)
@@ -235,7 +248,9 @@ class Entries:
 
     def drop(self, entry: Entry) -> None:
         """As if it had never been seen."""
-        self.all.pop(entry.number, None)
+        if self.all.pop(entry.number, None) is not None:
+            for key in (entry.path, entry.step):
+                self._alike[key].discard(entry.number)
         (self._entries / f"{entry.number:08d}.json").unlink(missing_ok=True)
         shutil.rmtree(self.staged(entry), ignore_errors=True)
 

@@ -178,7 +178,7 @@ class Lookout:
 
     def _refuse_again(self, found: Found) -> None:
         """What an earlier start has refused is refused still, as long as it is there: nobody may take it for sent."""
-        entry = plan.refused_as(found, self.tree, self._entries.all.values())
+        entry = plan.refused_as(found, self.tree, self._entries.akin_to(found))
         if entry is not None and entry.refusal is not None:
             self._teller.refuse(entry, entry.refusal, entry.reason)
 
@@ -209,7 +209,7 @@ class Lookout:
         return replace(found, reason=f"{min(gone)} was removed from it after {after}")
 
     def _judge(self, found: Found, tree: Tree) -> plan.Verdict | None:
-        return plan.judge(found, tree, self._entries.all.values(), num_nodes=self._options.num_nodes)
+        return plan.judge(found, tree, self._entries.akin_to(found), num_nodes=self._options.num_nodes)
 
     def _take_held(self, hold: Hold) -> None:
         """What the folder has no more: the same rules judge its links. Without a mark, only other nodes can tell."""

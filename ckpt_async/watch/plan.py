@@ -22,6 +22,10 @@ MARKLESS = ("pattern", "quiet")
 # Two files of one step that were written so close are of one save: Lightning's `last.ckpt` and `epoch=…-step=….ckpt`.
 TWIN_S = 60.0
 TWIN_SIZES = 64  # their sizes differ by less than a part in so many
+# So many are in the uploader's hands at once: what was not begun need not be given up when the watcher is killed. Of
+# small ones more, or a folder of thousands would be looked at for every four.
+MAX_OPEN, MAX_OPEN_SMALL = 4, 64
+SMALL_BYTES = 1 << 30  # all of them
 # What trainers call files with tensors in them.
 _OF_TENSORS = (".pt", ".pth", ".bin", ".safetensors", ".ckpt", ".distcp", ".npz", ".msgpack", ".h5")
 
@@ -41,14 +45,13 @@ class Verdict:
     is_waiting: bool = False
 
 
-def judge(found: Found, tree: Tree, known: Iterable[Entry], *, num_nodes: int) -> Verdict | None:
-    """None: it is known already, as it is."""
+def judge(found: Found, tree: Tree, known: Collection[Entry], *, num_nodes: int) -> Verdict | None:
+    """None: it is known already, as it is. `known`: at least those of its path, and of its step."""
     files = {path: tree.files[path] for path in found.files}
-    everything = sorted(known, key=lambda each: each.number)
-    entries = [each for each in everything if each.path == found.path]
+    entries = sorted((each for each in known if each.path == found.path), key=lambda each: each.number)
     if any(each.is_of(files) for each in entries):
         return None
-    if (twin := twin_of(found, tree, everything)) is not None:
+    if (twin := twin_of(found, tree, known)) is not None:
         return _of_twin(found, tree, twin)
     if found.reason:
         refusal = Refusal.UNSUPPORTED if found.is_refused else None
@@ -240,6 +243,11 @@ def due(
         if not added.is_held_back(each, versions[each.path], now.get(each.path, {}), now_ns, rules)
     ]
     return sorted(ready, key=lambda each: each.number)
+
+
+def are_many(num_handed: int, size_bytes: int) -> bool:
+    """Whether so many are in the uploader's hands that another one, with which they have this size, has to wait."""
+    return num_handed >= (MAX_OPEN_SMALL if size_bytes <= SMALL_BYTES else MAX_OPEN)
 
 
 def has_told_all(known: Iterable[Entry], generation: int, last_number: int) -> bool:

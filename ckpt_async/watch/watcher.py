@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from ckpt_async import Uploader
 from ckpt_async.core import keys
-from ckpt_async.core.model import CheckpointId, Decision, Outcome
+from ckpt_async.core.model import CheckpointId, Outcome
 from ckpt_async.core.refusal import Refusal
 from ckpt_async.core.units import named
 from ckpt_async.errors import (
@@ -37,7 +37,7 @@ from ckpt_async.watch.lookout import Lookout
 from ckpt_async.watch.meanwhile import REST, OutOfTimeError, Stop, attend, begin, keep_on
 from ckpt_async.watch.nodes import Nodes
 from ckpt_async.watch.options import Options
-from ckpt_async.watch.recognise import same_in_store
+from ckpt_async.watch.recognise import there
 from ckpt_async.watch.refusals import Refusals
 from ckpt_async.watch.remote import Remote
 from ckpt_async.watch.room import Room
@@ -47,8 +47,6 @@ from ckpt_async.watch.wake import Waker
 
 logger = logging.getLogger(__name__)
 
-# So many are in the uploader's hands at once: what was not begun need not be given up when the watcher is killed.
-MAX_OPEN = 4
 # How often one is handed in again that nobody could finish, though its bytes are still there.
 MAX_ATTEMPTS = 20
 # What several nodes had sealed before one of them was started again: time for its commit. Later it is done again.
@@ -283,38 +281,24 @@ class Watcher:
         _retire(self.options, self.entries, self._lookout.tree)
         self.entries.forget_gone(self._lookout.tree)
 
-    def _there(self, entry: Entry) -> Decision | None:
-        """If it is in the store: from a watcher whose memory is lost; or it is a copy, made by hand, of one that is
-        known by another path, which a trainer that goes back would have written to the same.
-        """
-        assert self._remote is not None
-        known = self.entries.all.values()
-        assert self._uploader is not None
-        if not entry.is_doubtful and not plan.needs_new_generation(entry, known, self._uploader.generation):
-            return None
-        not_of = {
-            CheckpointId(each.generation, each.step)
-            for each in known
-            if entry.is_doubtful or each.path == entry.path
-        }
-        return same_in_store(self._remote, entry, self.entries.staged(entry), not_of)
-
     def _hand_over(self) -> None:
         assert self._uploader is not None
+        assert self._remote is not None
         now_ns = self._lookout.tree.now_ns
         for entry in plan.due(self.entries.all.values(), now_ns, self.options.rules, self._lookout.now):
             handed = [each for each in self.entries.open() if each.state is State.HANDED]
             size_bytes = sum(each.size_bytes for each in (*handed, entry))
             # What is in its hands keeps its space until it is committed, however long that takes.
-            if len(handed) >= MAX_OPEN or (handed and not self._room.is_enough_without(size_bytes)):
+            has_room = not handed or self._room.is_enough_without(size_bytes)
+            if not has_room or plan.are_many(len(handed), size_bytes):
                 return
             if not self.entries.is_intact(entry):
                 self.entries.drop(entry)
                 continue
-            if (decision := self._there(entry)) is not None:
+            if (decision := there(self._remote, self.entries, entry, self._uploader.generation)) is not None:
                 _drop_larger(self.entries, entry)
-                there = replace(entry, generation=decision.checkpoint.generation)
-                self._teller.settled("there", self.entries.settle(there, State.COMMITTED))
+                known_as = replace(entry, generation=decision.checkpoint.generation)
+                self._teller.settled("there", self.entries.settle(known_as, State.COMMITTED))
                 continue
             known = self.entries.all.values()
             if plan.is_early(entry, known, self._uploader.generation, num_nodes=self.options.num_nodes):

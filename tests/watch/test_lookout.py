@@ -7,17 +7,20 @@ import shutil
 import socket
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ckpt_async.core.refusal import Refusal
+from ckpt_async.watch import plan
 from ckpt_async.watch.disk import sample
-from ckpt_async.watch.formats import Rules
+from ckpt_async.watch.entries import Entries, Entry
+from ckpt_async.watch.formats import Found, Rules
 from ckpt_async.watch.holds import MAX_HELD
 from ckpt_async.watch.lookout import STALE_S
+from ckpt_async.watch.tree import Tree
 from tests.watch.looking import Place
 
 
@@ -220,3 +223,30 @@ def test_one_of_several_nodes_remembers_what_it_cannot_hold(place: Place) -> Non
         shutil.rmtree(here, ignore_errors=True)
     assert place.holds.seen.gone("step-1", lookout.tree, 0) == ["step-1/shard-1.bin"]
     assert not place.holds.all
+
+
+def test_of_thousands_each_is_judged_by_those_of_its_path_or_step(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By all of them, a look would take a second for every thousand, times their number."""
+    judge, numbers = plan.judge, list[int]()
+
+    def counting(
+        found: Found, tree: Tree, known: Collection[Entry], *, num_nodes: int
+    ) -> plan.Verdict | None:
+        numbers.append(len(known))
+        return judge(found, tree, known, num_nodes=num_nodes)
+
+    monkeypatch.setattr(plan, "judge", counting)
+    for step in range(10):
+        (place.folder / f"{step}.done").write_text(f"{step}")
+    lookout = place.lookout(Rules(pattern="*.done"))
+    for _ in range(2):
+        lookout.look_and_take()
+        assert len(place.entries.all) == 10
+    assert numbers == [0] * 10 + [1] * 10
+    place.entries.drop(place.entries.all[3])
+    again = Entries(place.folder, place.entries.place, place.entries.remote)
+    again.load()
+    for entries in (place.entries, again):
+        assert [len(entries.of_path(f"{step}.done")) for step in range(10)] == [1, 1, 0, *[1] * 7]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from ckpt_async.core.refusal import Refusal
+from ckpt_async.watch import plan
 from ckpt_async.watch.entries import State
 from ckpt_async.watch.formats import Rules
 from ckpt_async.watch.room import Room
@@ -193,10 +194,12 @@ def test_what_is_removed_while_it_waits_to_be_copied_is_told(
     assert place.told == [("incomplete", "step-2"), ("incomplete", "step-4")]
 
 
-def test_where_space_is_scarce_one_at_a_time_is_handed_in(
+def test_where_space_is_scarce_one_at_a_time_is_handed_in_and_else_few_large_ones_or_many_small_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is in the uploader's hands keeps its space for as long as the store is away."""
+    """What is in the uploader's hands keeps its space for as long as the store is away. Of thousands, each round takes
+    a look at all of them.
+    """
     hand_in, num_handed = Watcher._hand_in, list[int]()
 
     def counting(self: Watcher, entry: Any) -> None:
@@ -204,8 +207,9 @@ def test_where_space_is_scarce_one_at_a_time_is_handed_in(
         num_handed.append(sum(each.state is State.HANDED for each in self.entries.open()))
 
     monkeypatch.setattr(Watcher, "_hand_in", counting)
-    for min_free_bytes, at_once in ((10**15, 1), (1, 4)):
+    for min_free_bytes, small_bytes, at_once in ((10**15, 1 << 30, 1), (1, 0, 4), (1, 1 << 30, 5)):
         (here := tmp_path / f"{at_once}").mkdir()
+        monkeypatch.setattr(plan, "SMALL_BYTES", small_bytes)
         place = conftest.Place(here)
         for step in (10, 20, 30, 40, 50):
             save(place, step)
