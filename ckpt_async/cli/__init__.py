@@ -76,6 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str], *, is_json: bool) -> int:
     """Raises OSError if the output cannot be written."""
+    if "--version" in arguments and all(each.startswith("-") for each in arguments):
+        arguments = ["version", *(each for each in arguments if each != "--version")]
     try:
         options = _parser().parse_args(arguments)
         with _logging(options.verbose, options.log_format), measuring(options) as tally:

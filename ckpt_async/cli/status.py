@@ -52,11 +52,11 @@ def status(options: argparse.Namespace) -> Exit:
         sight.look()
     if len(sights) == 1 and sights[0].error is not None:
         raise sights[0].error
+    _print_errors(sights)
     if options.json:
         print_json(sights[0].json() if len(sights) == 1 else _json(sights))
     else:
         on = drawing.terminal(os.environ)
-        _print_errors(sights)
         seen = [sight for sight in sights if sight.error is None]
         blocks = [block for sight in seen for block in sight.blocks(is_titled=len(sights) > 1)]
         if blocks:

@@ -23,6 +23,7 @@ from ckpt_async.core.model import Outcome
 from ckpt_async.core.settings import Settings
 from ckpt_async.core.units import counted, in_units
 from ckpt_async.errors import SettingsError
+from ckpt_async.local.journals import watched_from
 from ckpt_async.local.settings_file import load_settings
 from ckpt_async.page.board import Board
 from ckpt_async.page.server import serve
@@ -193,7 +194,9 @@ def _folder_lines(each: FolderReport) -> Iterator[str]:
     if each.error:
         yield f"{each.folder}: {each.error}"
     elif not os.path.isdir(f"{each.folder}/{keys.PRIVATE}"):
-        yield f"{each.folder}: no trainer has run here yet"
+        beside = watched_from(each.folder)
+        where = f"; a watcher works on it: sweep its state, {str(beside)!r}" if beside else ""
+        yield f"{each.folder}: no trainer has run here yet{where}"
     elif each.waiting_ranks:
         yield f"{each.folder}: would finish what ranks {list(each.waiting_ranks)} left, where no owner is alive"
     elif each.drained is None:

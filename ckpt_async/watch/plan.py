@@ -195,7 +195,11 @@ def needs_new_generation(entry: Entry, known: Iterable[Entry], generation: int) 
     return any(entry.marked_ns > each.written_ns for each in higher)
 
 
-def gone_back(entry: Entry) -> str:
+def gone_back(entry: Entry, known: Collection[Entry]) -> str:
+    """What is said when its trainer has gone back, perhaps while nobody watched; "" if it has not."""
+    newest = max((each.generation for each in known if each.number != entry.number), default=0)
+    if not newest or not needs_new_generation(entry, known, newest):
+        return ""
     return (
         f"{entry.path or entry.name} was complete after a higher step, or again: its trainer has gone back to step"
         f" {entry.step}, and what it saves from now on is newer than all before it. Of a copy that did not keep times"

@@ -303,13 +303,15 @@ class Watcher:
             known = self.entries.all.values()
             if plan.is_early(entry, known, self._uploader.generation, num_nodes=self.options.num_nodes):
                 return
+            warning = plan.gone_back(entry, known)
             if plan.needs_new_generation(entry, known, self._uploader.generation):
-                self._teller.say("went_back", entry.path, plan.gone_back(entry))
                 self._reopen()
             generation = self._uploader.generation
             if reason := plan.passed_over(entry, known, generation):
                 self._settle_refused(entry, Refusal.OUTDATED, reason)
                 continue
+            if warning:
+                self._teller.say("went_back", entry.path, warning)
             assert self._nodes is not None
             try:
                 ours = self._nodes.announce(entry)

@@ -595,7 +595,7 @@ def test_verbose_logs_to_stderr_and_leaves_no_handler(
 
 def test_version_prints_the_package_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert shell("version").stdout == shell("--version").stdout == f"ckpt-async {__version__}\n"
-    assert json_of(capsys, "version")["version"] == __version__
+    assert json_of(capsys, "version")["version"] == json_of(capsys, "--version")["version"] == __version__
 
 
 def test_the_documentation_names_every_exit_code_and_command() -> None:

@@ -86,7 +86,10 @@ def test_several_at_once_have_the_shape_of_the_page(
 ) -> None:
     """One that cannot be looked at hides no other."""
     nodes = [tmp_path / "node-0", tmp_path / "none", tmp_path / "node-1"]
-    found = told(capsys, *nodes, remote, code=3)
+    assert cli.main(["status", *map(str, nodes), remote, "--json"]) == 3
+    out, err = capsys.readouterr()
+    assert err.startswith(f"ckpt-async: {nodes[1]}: there is no journal")
+    found = json.loads(out)
     assert [each["folder"] for each in found["folders"]] == [str(each) for each in nodes]
     assert [each.get("error", "")[:19] for each in found["folders"]] == ["", "there is no journal", ""]
     assert found["folders"][2]["ranks"] == [{"rank": 2, "is_running": True}]

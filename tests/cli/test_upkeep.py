@@ -596,6 +596,10 @@ def test_a_number_out_of_range_is_rejected_with_the_option_name(
 def test_sweep_reports_a_missing_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It may come later, so it is no error; but a typing mistake must not read like a folder that is done."""
     assert cli.main(["sweep", str(tmp_path / "nope")]) == 0
-    assert "nope: no trainer has run here yet" in capsys.readouterr().out
+    assert "nope: no trainer has run here yet\n" in capsys.readouterr().out
+    (tmp_path / ".nope.ckpt_async/.ckpt_async").mkdir(parents=True)
+    assert cli.main(["sweep", str(tmp_path / "nope")]) == 0
+    beside = str(tmp_path / ".nope.ckpt_async")
+    assert f"a watcher works on it: sweep its state, {beside!r}" in capsys.readouterr().out
     assert cli.main(["sweep", str(tmp_path / "*/nope")]) == 0
     assert "no folder matches yet" in capsys.readouterr().out

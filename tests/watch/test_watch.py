@@ -234,6 +234,22 @@ def test_a_trainer_that_goes_back_is_newer_whatever_its_steps(place: Place) -> N
     assert watching.end() == 0
 
 
+def test_a_trainer_that_has_gone_back_between_two_starts_is_newer_and_a_warning_says_so_once(
+    place: Place, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for step in (10, 20, 30):
+        save(place, step)
+    assert place.once()[0] == 0
+    assert "gone back" not in capfd.readouterr().err
+    for step in (10, 20, 30):
+        shutil.rmtree(place.out / f"checkpoint-{step}")
+    for step in (15, 20, 40):
+        save(place, step, size_bytes=99)
+    assert place.once()[0] == 0
+    assert capfd.readouterr().err.count("gone back to step") == 1
+    assert place.newest() == 40
+
+
 def test_what_is_rotated_away_while_it_must_be_quiet_is_taken_if_a_later_one_proves_that_it_is_whole(
     place: Place,
 ) -> None:
