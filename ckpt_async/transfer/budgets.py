@@ -103,7 +103,7 @@ class _Moving:
 
 # Small requests in a series share what a series costs by itself. Far from the store they are fewer, or the connections
 # that are added meanwhile would find none left; and in the first ones, when nobody knows how far it is.
-MAX_SERIES, FIRST_SERIES, SERIES_S = 64, 8, 0.5
+MAX_SERIES, FIRST_SERIES, SERIES_S = 64, 2, 0.5
 # So many requests that have ended say what is usual, besides those under way.
 ENDED = 16
 # How often what has moved is looked at, while requests are under way: to find the link, and once it is found.
@@ -130,6 +130,7 @@ class Lane:
         self._running = self._num_for_many = 0
         self._watched: dict[Watched, _Moving] = {}
         self._rates: deque[float] = deque(maxlen=ENDED)  # of the newest that have ended
+        self._others: Sequence[int] = ()  # what other processes on the link have under way
         self._small_s = 0.0  # of a small request; 0: not known yet
         self._waiting: dict[Hashable, deque[asyncio.Future[None]]] = {}  # in the order of their turns
         # Owners that would ask for more if more were let in, which this makes them do.
@@ -173,10 +174,17 @@ class Lane:
         finally:
             self._watched.pop(progress, None)
 
-    def took_each(self, durations_s: Sequence[float]) -> None:
-        """The small requests of a series. The shortest says how far the store is: others waited for our own cores."""
+    def took_each(self, durations_s: Sequence[float], size_bytes: int) -> None:
+        """The small requests of a series, of this size in all. The shortest says how far the store is: others waited
+        for our own cores.
+        """
         if durations_s:
             self._small_s = min(durations_s)
+            each_bytes = size_bytes / len(durations_s)
+            far = concurrency.far_away(
+                self.concurrency, small_s=self._small_s, small_bytes=each_bytes, others=self._others
+            )
+            self._change(far)
 
     def series_length(self) -> int:
         """How many small requests one connection should make before others may take its place."""
@@ -192,22 +200,25 @@ class Lane:
             return
         loop = asyncio.get_running_loop()
         (looked_s, cpu_s), self._looked = self._looked, (loop.time(), time.process_time())
-        moved_bytes, others = sum(each.size_bytes for each in moved), list[int]()
+        moved_bytes = sum(each.size_bytes for each in moved)
         if self._node is not None:
-            moved_bytes, others = self._node.tell(moved_bytes, self._running, time.monotonic())
-        limit = self.concurrency.limit
-        self.concurrency = concurrency.observed(
+            moved_bytes, self._others = self._node.tell(moved_bytes, self._running, time.monotonic())
+        found = concurrency.observed(
             self.concurrency,
             moved_bytes=moved_bytes,
             round_trip_s=max(each.round_trip_s for each in moved),
             is_full=self._running == self.concurrency.limit and self._has_more(),
             now_s=loop.time(),
             busy_cores=(self._looked[1] - cpu_s) / max(self._looked[0] - looked_s, 1e-6),
-            others=others,
+            others=self._others,
         )
         self._look_for_stragglers(loop.time())
+        self._change(found)
+
+    def _change(self, found: Concurrency) -> None:
+        is_more, self.concurrency = found.limit > self.concurrency.limit, found
         self._admit()
-        if self.concurrency.limit > limit:
+        if is_more:
             for ask in list(self.have_more.values()):
                 ask()
 

@@ -26,6 +26,9 @@ FIRST_WINDOW_S = 0.05
 SLOW_BYTES_PER_S = 32 << 20
 # One that gives less than this mostly waits for answers to small requests.
 FAR_BYTES_PER_S = 2 << 20
+# What a small request takes of us, so that others may be made while it waits for its answer; and how much of all of
+# them may be on the link at once before its rate is known.
+SMALL_S, SMALL_INFLIGHT_BYTES = 0.0004, 8 << 20
 # Connections that have less than this part of what they had before the last step are about to fill the link.
 STEADY = 0.9
 # A process that keeps as many cores at work as this is bound by them, or by Python's lock, rather than by the link.
@@ -289,6 +292,17 @@ def _step_up(state: Concurrency, in_all: int, rate: float, now_s: float, settle_
         settles_until_s=now_s + settle_s,
         before=(state.limit, in_all, rate),
     )
+
+
+def far_away(
+    state: Concurrency, *, small_s: float, small_bytes: float, others: Sequence[int] = ()
+) -> Concurrency:
+    """A small request of `small_bytes` waits for so long. What does not fill the link needs no search: as many as can
+    be made meanwhile, if nobody else is on it.
+    """
+    limit = min(state.most, math.ceil(small_s / SMALL_S), int(SMALL_INFLIGHT_BYTES / max(small_bytes, 1.0)))
+    is_new = state.is_searching and state.before is None and state.unconfirmed is None and not any(others)
+    return replace(state, limit=limit, few=0, window=None) if is_new and limit > state.limit else state
 
 
 def throttled(state: Concurrency, *, began_s: float, now_s: float) -> Concurrency:

@@ -360,7 +360,7 @@ class PatientStore:
             await self._heeded(operation, lambda: self._admitted(size_bytes, once, num_requests))
         finally:
             self._observer.requests_finished(operation, durations_s)
-            self._budgets.bulk.took_each(durations_s)
+            self._budgets.bulk.took_each(durations_s, size_bytes)
 
     # --- patience ------------------------------------------------------------------------------------------
 

@@ -4,12 +4,16 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 
+import pytest
+
 from ckpt_async.core.observe import Observer
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import FailureReason
 from ckpt_async.stores.interface import Moved, Store
 from ckpt_async.stores.memory import MemoryStore
+from ckpt_async.transfer import concurrency
 from ckpt_async.transfer.budgets import LOOK_S, Lane
+from ckpt_async.transfer.concurrency import Concurrency
 from ckpt_async.transfer.patient import PatientStore
 from ckpt_async.transfer.progress import Progress
 from tests.stores.misbehaving import trouble
@@ -167,12 +171,47 @@ def test_who_has_more_is_asked_for_it_when_more_are_let_in() -> None:
 def test_a_series_is_as_long_as_the_store_is_near() -> None:
     lane = Lane(8, 64)
     unknown = lane.series_length()
-    lane.took_each([0.0005] * 8)
+    lane.took_each([0.0005] * 8, 8 << 20)
     near = lane.series_length()
-    lane.took_each([0.05, 0.4, 0.05])
-    assert (unknown, near, lane.series_length()) == (8, 64, 10)
-    lane.took_each([3.0])
+    lane.took_each([0.05, 0.4, 0.05], 3 << 20)
+    assert (unknown, near, lane.series_length()) == (2, 64, 10)
+    lane.took_each([3.0], 1 << 20)
     assert lane.series_length() == 1
+
+
+def test_who_waits_far_away_for_answers_to_small_requests_lets_in_many_at_once() -> None:
+    """Without the steps of a search, each of which takes longer than all of them might."""
+
+    async def main() -> None:
+        lane, asked_at = Lane(8, 128), list[int]()
+        lane.have_more[0] = lambda: asked_at.append(lane.concurrency.limit)
+        lane.took_each([0.05, 0.4], 8 << 10)
+        lane.took_each([0.02], 4 << 10)
+        assert asked_at == [125], "and never fewer again by this"
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("small_s", "small_bytes", "others", "limit"),
+    [
+        (0.02, 4 << 10, (), 50),
+        (0.05, 256 << 10, (), 32),  # more at once could fill the link
+        (0.05, 1 << 20, (), 8),
+        (0.002, 4 << 10, (), 8),  # near
+        (0.05, 4 << 10, (8,), 8),  # each of many processes would
+    ],
+)
+def test_as_many_small_requests_are_right_at_once_as_no_link_notices(
+    small_s: float, small_bytes: int, others: tuple[int, ...], limit: int
+) -> None:
+    state = Concurrency(8, 128)
+    found = concurrency.far_away(state, small_s=small_s, small_bytes=small_bytes, others=others)
+    assert found.limit == limit
+    slowed = concurrency.throttled(state, began_s=1.0, now_s=1.0)
+    assert concurrency.far_away(slowed, small_s=0.05, small_bytes=1.0) == slowed, (
+        "the store said it is too much"
+    )
 
 
 async def moving(
