@@ -12,6 +12,9 @@ from ckpt_async.engine.book import Book
 from ckpt_async.engine.state import State
 from ckpt_async.transfer.upload import SERIES_BYTES, SMALL_BYTES
 
+# So few that wait have a connection each, if there is one; of more, no small one goes alone: two cost as much as one.
+FEW = 8
+
 
 class UploadQueue:
     """Uploads that are due and wait for a place: oldest first, or of the newest complete checkpoint only."""
@@ -79,7 +82,8 @@ class UploadQueue:
         in one go; but not more than a place's share, for the last ones shall not wait behind each other.
         """
         store = self._state.store
-        most = min(-(-len(self._waiting) // store.concurrency), store.series_length)
+        share = max(-(-len(self._waiting) // store.concurrency), 2 if len(self._waiting) > FEW else 1)
+        most = min(share, store.series_length)
         series = [self._waiting.popleft()]
         size_bytes = self._small_bytes(series[0])
         while self._waiting and len(series) < most:

@@ -29,6 +29,8 @@ FAR_BYTES_PER_S = 2 << 20
 # What a small request takes of us, so that others may be made while it waits for its answer; and how much of all of
 # them may be on the link at once before its rate is known.
 SMALL_S, SMALL_INFLIGHT_BYTES = 0.0004, 8 << 20
+# A store that answers sooner is near: what a small request waits for is a core.
+FAR_S = 0.01
 # Connections that have less than this part of what they had before the last step are about to fill the link.
 STEADY = 0.9
 # A process that keeps as many cores at work as this is bound by them, or by Python's lock, rather than by the link.
@@ -301,8 +303,10 @@ def far_away(
     be made meanwhile, if nobody else is on it.
     """
     limit = min(state.most, math.ceil(small_s / SMALL_S), int(SMALL_INFLIGHT_BYTES / max(small_bytes, 1.0)))
-    is_new = state.is_searching and state.before is None and state.unconfirmed is None and not any(others)
-    return replace(state, limit=limit, few=0, window=None) if is_new and limit > state.limit else state
+    is_new = state.is_searching and state.before is None and state.unconfirmed is None
+    if small_s < FAR_S or limit <= state.limit or not is_new or any(others):
+        return state
+    return replace(state, limit=limit, few=0, window=None)
 
 
 def throttled(state: Concurrency, *, began_s: float, now_s: float) -> Concurrency:

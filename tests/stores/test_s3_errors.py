@@ -94,7 +94,8 @@ def test_each_call_makes_one_attempt(run, call, reply, reason):
 )
 def test_refusals_are_classified(run, reply, reason, hint):
     async def body():
-        async with connected(Peer(lambda _: reply), read_timeout_s=0.2) as store:
+        read_timeout_s = 0.2 if reason is FailureReason.TIMEOUT else 20.0
+        async with connected(Peer(lambda _: reply), read_timeout_s=read_timeout_s) as store:
             with pytest.raises(StoreError) as raised:
                 await put(store, "a", b"hello")
         assert raised.value.reason is reason

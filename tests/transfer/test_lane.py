@@ -198,7 +198,8 @@ def test_who_waits_far_away_for_answers_to_small_requests_lets_in_many_at_once()
         (0.02, 4 << 10, (), 50),
         (0.05, 256 << 10, (), 32),  # more at once could fill the link
         (0.05, 1 << 20, (), 8),
-        (0.002, 4 << 10, (), 8),  # near
+        (0.0101, 4 << 10, (), 26),
+        (0.0099, 4 << 10, (), 8),  # near
         (0.05, 4 << 10, (8,), 8),  # each of many processes would
     ],
 )
