@@ -32,9 +32,9 @@ from ckpt_async.restore.freshness import check_fresh, check_nowhere, known_in
 from ckpt_async.restore.proof import sure
 from ckpt_async.restore.session import Session, mark_damaged, session
 from ckpt_async.stores import StoreOptions
-from ckpt_async.stores.interface import ObjectInfo
+from ckpt_async.stores.interface import Listing, ObjectInfo
 from ckpt_async.sweep.drain import drain
-from ckpt_async.transfer.together import all_or_none
+from ckpt_async.transfer.together import all_or_none, both
 
 logger = logging.getLogger(__name__)
 
@@ -168,10 +168,10 @@ async def _find(
     world_size: int | None,
 ) -> Checkpoint | None:
     rejected: list[Rejected] = []
-    marks = await _damaged(opened)
-    # One that cannot be read voids nothing here. Who may not read at all is told so at once.
-    await if_readable(sure(opened, lambda looking: steps.read_boundary(looking.store)))
-    async for id_ in _newest_first(opened, step, generation):
+    # A boundary that cannot be read voids nothing here. Who may not read at all is told so at once.
+    boundary = if_readable(sure(opened, lambda looking: steps.read_boundary(looking.store)))
+    (marks, listing), _ = await both(both(_damaged(opened), _decisions(opened)), boundary)
+    async for id_ in _newest_first(opened, listing, step, generation):
         if step not in (None, id_.step) or generation not in (None, id_.generation):
             continue
         name = f"step-{id_.step}"
@@ -207,24 +207,29 @@ async def _find(
     return None
 
 
+async def _decisions(opened: Session) -> Listing | StoreError:
+    try:
+        return await opened.store.list(keys.DECISIONS)
+    except StoreError as error:
+        return error
+
+
 async def _newest_first(
-    opened: Session, step: int | None, generation: int | None
+    opened: Session, listing: Listing | StoreError, step: int | None, generation: int | None
 ) -> AsyncIterator[CheckpointId]:
     """Every checkpoint that was decided. Where none can be listed: what latest names; or this step in that generation
     and those before it, which may not be there.
     """
     store = opened.store
-    try:
-        listing = await store.list(keys.DECISIONS)
-    except StoreError as error:
+    if isinstance(listing, StoreError):
         latest = None
-        if error.reason is FailureReason.AUTH:
+        if listing.reason is FailureReason.AUTH:
             latest = await steps.read_latest(store)
         if latest is None:
             if not store.capabilities.lists:
                 return  # perhaps another tool's
-            raise
-        logger.warning("listing_refused error=%s; only what latest names is looked at", error)
+            raise listing
+        logger.warning("listing_refused error=%s; only what latest names is looked at", listing)
         if step in (None, latest.checkpoint.step):
             yield latest.checkpoint
             return
@@ -258,12 +263,11 @@ async def _look(id_: CheckpointId, opened: Session) -> tuple[Decision, list[Rece
 
 async def _check(opened: Session, decision: Decision) -> list[Receipt]:
     """The receipts of a committed checkpoint; InvalidRecordError if it cannot be read as it was decided."""
-    receipts = _whole(
-        await all_or_none(_receipt(opened, decision, rank) for rank in range(decision.world_size))
-    )
+    ranks = all_or_none(_receipt(opened, decision, rank) for rank in range(decision.world_size))
+    read, sizes = await both(ranks, _sizes(opened, decision))
+    receipts = _whole(read)
     if reason := obstacle(decision.checkpoint, receipts):
         raise InvalidRecordError(f"{decision.checkpoint}: {reason}")
-    sizes = await _sizes(opened, decision)
     wanted = {shard.key: shard.size_bytes for receipt in receipts for shard in receipt.shards}
     unlisted = [key for key in wanted if key not in sizes]
     for info in _whole(await all_or_none(_head(opened, key) for key in unlisted)):

@@ -91,6 +91,7 @@ class ProcessRunner:
         self.group: int | None = None  # process group of one that no other rank has
         self.log_path = self._own_log_path()
         self._pidfd: int | None = None  # of one that the node shares
+        self._pidfd_lock = threading.Lock()
         self._thread = threading.Thread(
             target=self._run, name=f"ckpt-async-rank-{start.rank}-runner", daemon=True
         )
@@ -132,10 +133,12 @@ class ProcessRunner:
     def _end_by_force(self) -> None:
         """It keeps locks, which would keep the next start out. One that other ranks share goes on if it answers."""
         self._kill()  # if no other rank has it; it has our socket open: the group exists
-        if self._pidfd is not None and not self._answers():
-            logger.error("runner_hangs: the node's runner process is killed; its other ranks restart it")
-            with contextlib.suppress(OSError):  # it has ended
-                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        answers = self._pidfd is None or self._answers()
+        with self._pidfd_lock:  # or it ends meanwhile
+            if self._pidfd is not None and not answers:
+                logger.error("runner_hangs: the node's runner process is killed; its other ranks restart it")
+                with contextlib.suppress(OSError):  # it has ended
+                    signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
         if self.group is None and self._channel is not None:
             self._channel.shut()
 
@@ -231,8 +234,9 @@ class ProcessRunner:
             self._view.detach()
             self._leave()
             channel.close()
-            if self._pidfd is not None:
-                os.close(self._pidfd)
+            with self._pidfd_lock:
+                if self._pidfd is not None:
+                    os.close(self._pidfd)
                 self._pidfd = None
 
     # --- starting it -------------------------------------------------------------------------------------------

@@ -562,6 +562,23 @@ def test_a_hung_rank_in_a_shared_runner_does_not_end_the_others(
     assert "runner_hangs" not in caplog.text
 
 
+def test_a_runner_that_ends_while_it_is_asked_whether_it_hangs_is_not_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(process_module, "STOP_TIMEOUT_S", 0.0)
+    asked = []
+
+    def answers(runner: process_module.ProcessRunner) -> bool:
+        asked.append(runner)
+        runner._thread.join(PATIENCE_S)
+        return False
+
+    monkeypatch.setattr(process_module.ProcessRunner, "_answers", answers)
+    Uploader(tmp_path / "folder", f"file://{tmp_path}/store", **PROCESS | {"node_shared": True}).close()
+    assert asked
+    assert "runner_hangs" not in caplog.text
+
+
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_a_runner_killed_while_it_starts_is_restarted(
     tmp_path: Path, proxy: FaultProxy, s3_url: str, is_shared: bool

@@ -89,10 +89,10 @@ def test_the_newest_checkpoint_has_the_full_bandwidth_until_sent(opened: Open) -
         save(uploader, 3)
         seen = uploader._engine.view().num_rounds
         wait_until(lambda: uploader._engine.view().num_rounds > seen + 2, uploader)
-        assert (store.came, store.held) == ([1, 2], 1)
+        assert ({*store.came}, store.held) == ({1, 2}, 1)
         store.go.set()
         flushing.join(15)
-        assert store.came == [1, 2, 3, 1]
+        assert store.came[2:] == [3, 1]
     assert outcomes(store) == dict.fromkeys((1, 2, 3), "commit")
 
 
