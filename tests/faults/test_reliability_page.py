@@ -2,10 +2,18 @@
 
 import ast
 import re
+from functools import cache
+from pathlib import Path
 
 from tests.faults.processes import ROOT
 
 PAGE = (ROOT / "docs" / "reliability.md").read_text()
+
+
+@cache
+def functions_of(file: Path) -> set[str]:
+    nodes = ast.walk(ast.parse(file.read_text()))
+    return {each.name for each in nodes if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)}
 
 
 def test_every_test_named_on_the_page_exists() -> None:
@@ -18,10 +26,7 @@ def test_every_test_named_on_the_page_exists() -> None:
         if not file.is_file():
             missing.append(path)
             continue
-        tree = ast.parse(file.read_text())
-        functions = {
-            each.name for each in ast.walk(tree) if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)
-        }
+        functions = functions_of(file)
         if test and test not in functions:
             missing.append(f"{path}::{test}")
     assert missing == []

@@ -7,10 +7,19 @@ replay. `test_mutants` shows that each seeded mistake is found by this very mach
 import pytest
 from hypothesis import Phase
 
+from tests.faults.processes import SOAK
 from tests.model.machines import Collecting, Protocol, Publishing, PublishingSteady, Steady, explore
 
 
-@pytest.mark.parametrize(("machine", "max_examples"), [(Protocol, 300), (Steady, 200)])
+@pytest.mark.parametrize(
+    ("machine", "max_examples"),
+    [
+        (Protocol, 120),
+        (Steady, 80),
+        pytest.param(Protocol, 3000, marks=SOAK),
+        pytest.param(Steady, 2000, marks=SOAK),
+    ],
+)
 def test_no_schedule_breaks_an_invariant(machine: type[Protocol], max_examples: int) -> None:
     """The one test that sees what happens *between* modules, where checkpoints are lost."""
     explore(max_examples, machine)

@@ -54,7 +54,7 @@ def _ranges(asked: list[tuple[int, int]]) -> set[int]:
     return {at for offset, size in asked for at in range(offset, offset + size, partial.RANGE_BYTES)}
 
 
-@pytest.mark.parametrize("num_kills", [50, pytest.param(500, marks=SOAK)])
+@pytest.mark.parametrize("num_kills", [20, pytest.param(500, marks=SOAK)])
 def test_a_fetch_killed_repeatedly_resumes(run_: Run, tmp_path: Path, seed: int, num_kills: int) -> None:
     """SIGKILL between any two pieces: it finishes, byte-identical, and no range on record is asked for again."""
     chance = random.Random(seed)
