@@ -375,7 +375,7 @@ def _end(report: Report, options: argparse.Namespace, *, is_once: bool) -> Exit:
             _say_at_the_end(options, f"{path}: is not complete: {reason}")
         for path in report.unfinished:
             _say_at_the_end(options, f"{path}: is not committed yet; the next start goes on with it")
-        there = f", {report.num_there} in the store already" if report.num_there else ""
+        there = f", {report.num_there} before" if report.num_there else ""
         _say_at_the_end(options, f"{counted(report.num_committed, 'checkpoint')} committed{there}")
     return code
 

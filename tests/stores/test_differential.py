@@ -29,7 +29,7 @@ PREFIXES = ["", "b", "b/", "b/c", "b/d", "step-1", "step-1/", "step-10/", "é", 
 PART_BYTES = 5 << 20  # the smallest that may be followed by another
 CONTENTS = [b"", b"one", b"two!", b"one" * 400]
 
-NUM_SEQUENCES = 12
+NUM_SEQUENCES = 24
 NUM_OPERATIONS = 160
 
 

@@ -182,10 +182,13 @@ class FsspecStore(WholeObjects):
                 await send_in_thread(body, PipeWriter(pipe))
             pipe.end()
             found = await writing
-        except BaseException:
+        except BaseException as error:
             pipe.break_off()
-            writing.cancel()
-            await asyncio.gather(writing, return_exceptions=True)
+            if isinstance(error, asyncio.CancelledError):
+                writing.cancel()  # for the file system may hang
+            await asyncio.gather(
+                writing, return_exceptions=True
+            )  # half of it must be gone before the next attempt
             raise
         return found.info(key, checksum)
 
