@@ -269,13 +269,14 @@ async def upload_many(store: PatientStore, shards: Sequence[SmallShard]) -> list
     """Send shards one after the other as *one* request of the budgets, without retries. The checksum of each one that
     the store has, as it answered it (rule R1); None for the rest, which `upload` will send, or say what is wrong with.
     """
+    algorithm = store.capabilities.checksum_algorithm
     checksums: dict[str, Checksum] = {}
     stored: dict[str, ObjectInfo] = {}
 
     def read() -> Iterator[SmallPut]:
         for each in shards:
             try:
-                put = _read(each, store.capabilities.checksum_algorithm)
+                put = _read(each, algorithm)
             except (StoreError, SourceError, OSError):
                 continue  # `upload` will say what is wrong
             checksums[each.key] = put.checksum

@@ -20,6 +20,7 @@ _INTERIM = re.compile(rb"HTTP/1\.[0-9] 1[0-9][0-9].*?\r\n\r\n", re.DOTALL)
 _STATUS = re.compile(r"[0-9]{3}(?: |\Z)")
 # A name goes up to the colon (RFC 9110, 5.1); a value has no control characters, and lines are not folded.
 _HEADER = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+):([\t\x20-\x7e\x80-\xff]*)")
+_HEADERS = re.compile(rf"{_HEADER.pattern}(?:\r\n|\Z)")
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,19})-([0-9]{1,19})/([0-9]{1,19})")
 _WHOLE = re.compile(r"[0-9]{1,19}")
 # What says where an answer ends.
@@ -104,16 +105,17 @@ def parsed(head: bytes) -> Response:
     """An answer's head, without the empty line at its end. Strict: what can be read in two ways lets a part of one
     answer pass for the next (RFC 9112, 11.2). Raises BadStatusLine or MalformedResponseError.
     """
-    first, *lines = head.decode("latin-1").split("\r\n")
+    first, _, lines = head.decode("latin-1").partition("\r\n")
     version, _, status = first.partition(" ")
     if not version.startswith("HTTP/1.") or not _STATUS.match(status):
         raise http.client.BadStatusLine(first)
     headers: dict[str, str] = {}
-    for line in lines:
-        match = _HEADER.fullmatch(line)
-        if match is None:
-            raise MalformedResponseError(f"the answer has a header line {line[:80]!r}")
-        name, value = match[1].lower(), match[2].strip(" \t")
+    found = _HEADERS.findall(lines)
+    if "\r\n".join(f"{name}:{value}" for name, value in found) != lines:
+        line = next(each for each in lines.split("\r\n") if not _HEADER.fullmatch(each))
+        raise MalformedResponseError(f"the answer has a header line {line[:80]!r}")
+    for as_written, padded in found:
+        name, value = as_written.lower(), padded.strip(" \t")
         if name in _FRAMING and name in headers:
             raise MalformedResponseError(f"the answer has {name} twice")
         # Several lines of a name are one list (RFC 9110, 5.3).
