@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from _compare import parser_of, quantile, report, scratch
-from sink import SinkServer
+from sink import Link, SinkServer
 
 MIB = 1 << 20
 OPERATIONS = {
@@ -146,7 +146,8 @@ def writer_main(settings: dict[str, Any]) -> None:
 def run(ranks: int, arguments: argparse.Namespace) -> tuple[list[dict[str, float]], int]:
     """The samples of all ranks, and the bytes that reached the sink meanwhile."""
     processes: list[subprocess.Popen[str]] = []
-    with scratch(arguments.folder) as folder, SinkServer() as sink:
+    link = Link(20, 400, 30) if arguments.link else None
+    with scratch(arguments.folder) as folder, SinkServer(link=link, is_idle=arguments.link) as sink:
 
         def start(kind: str, rank: int) -> subprocess.Popen[str]:
             settings = {
@@ -213,6 +214,11 @@ def main() -> None:
         "--write-gib", type=float, default=24.0, help="limit of what the writers write in all"
     )
     parser.add_argument("--quiet", action="store_true", help="no writers")
+    parser.add_argument(
+        "--link",
+        action="store_true",
+        help="the sink is elsewhere: 20 MiB/s a connection, 400 in all, 30 ms to an answer, and no core of ours",
+    )
     parser.add_argument("--folder", help="where to write (default: the system's temporary folder)")
     arguments = parser.parse_args()
     arguments.mib = 64 if arguments.real else 1024

@@ -190,6 +190,11 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=1024, help="size of the shard")
     parser.add_argument("--part-mib", type=int, default=16)
     parser.add_argument("--concurrency", type=int, default=8)
+    parser.add_argument(
+        "--server-takes-cores",
+        action="store_true",
+        help="the sink competes with training, as no server elsewhere does",
+    )
     parser.add_argument("--loops", nargs="+", choices=[*LOOPS], default=[*LOOPS])
     parser.add_argument("--clients", nargs="+", choices=[*RUNNERS, *PEERS], default=[*RUNNERS, *PEERS])
     arguments = parser.parse_args()
@@ -198,7 +203,7 @@ def main() -> None:
     found: dict[tuple[str, str], list[dict[str, float]]] = {}
     with scratch() as folder:
         path = real_file(folder / "shards" / "shard.bin", arguments.mib * MIB)
-        with Server("sink", folder) as server:
+        with Server("sink", folder, is_idle=not arguments.server_takes_cores) as server:
             part_bytes, size_bytes = arguments.part_mib * MIB, arguments.mib * MIB
             work = Work(str(path), size_bytes, server.url, BUCKET, "", part_bytes, arguments.concurrency)
             for number, name in turns(names, arguments.rounds):

@@ -73,7 +73,8 @@ class Link:
 
 class SinkServer:
     """One sink process on a free port. A context manager. It writes the method and target of every request to `log`,
-    and keeps up to `keep_mib` of large bodies. `link` is what lies between it and its clients.
+    and keeps up to `keep_mib` of large bodies. `link` is what lies between it and its clients. `is_idle`: it has only
+    the cores that nobody else wants, for a server on another machine takes none of a trainer's.
     """
 
     def __init__(
@@ -84,7 +85,9 @@ class SinkServer:
         keep_mib: int = 0,
         link: Link | None = None,
         log: Path | None = None,
+        is_idle: bool = False,
     ) -> None:
+        self._is_idle = is_idle
         self._options = ["stdin", *(["verify"] if verify else [])]
         self._options += [f"keep={keep_mib}"] if keep_mib else []
         self._options += link.options() if link else []
@@ -106,6 +109,8 @@ class SinkServer:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
         self._port = int(self._process.stdout.readline())
+        if self._is_idle:  # the threads that it makes from now on, one for each connection, inherit it
+            os.sched_setscheduler(self._process.pid, os.SCHED_IDLE, os.sched_param(0))
         return self
 
     def __exit__(self, *_: object) -> None:

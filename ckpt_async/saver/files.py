@@ -76,9 +76,10 @@ class Files:
         return names.fill(self.publish, self._at(now)) if self.publish else None
 
     @property
-    def told(self) -> str:
+    def told(self) -> dict[str, str]:
         """The same on all ranks, or they would not save one checkpoint."""
-        return f"{self.remote} {self.kind} {self.filename} {self.checkpoint_name} {self.publish}"
+        names = ("remote", "kind", "filename", "checkpoint_name", "publish")
+        return {name: getattr(self, name) for name in names}
 
     def path(self, now: Timestamp) -> Path:
         return self.folder / names.fill(self.filename, self._at(now))

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from ckpt_async.core import arguments
+from ckpt_async.errors import SettingsError
 from ckpt_async.saver.writing import SavedCheckpoint
 
 logger = logging.getLogger(__name__)
@@ -27,6 +29,15 @@ class Hooks:
     on_failed: FailureHook | None = None
     is_at_once: bool = False
     _waiting: deque[tuple[Callable[..., Any], tuple[Any, ...]]] = field(default_factory=deque)
+
+    @classmethod
+    def of(cls, on_saved: Any, on_committed: Any, on_failed: Any, is_at_once: bool) -> Hooks:
+        """Raises SettingsError for what cannot be called."""
+        given = {"on_saved": on_saved, "on_committed": on_committed, "on_failed": on_failed}
+        for name, each in given.items():
+            if each is not None and not callable(each):
+                raise SettingsError(f"{name}={arguments.shown(each)} must be a function")
+        return cls(on_saved, on_committed, on_failed, is_at_once)
 
     def saved(self, checkpoint: SavedCheckpoint) -> None:
         self._tell(self.on_saved, checkpoint)

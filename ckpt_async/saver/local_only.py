@@ -11,7 +11,7 @@ from typing import Any
 from ckpt_async.core import arguments, keys, launch, naming, retention
 from ckpt_async.core.model import CheckpointId, FileIdentity
 from ckpt_async.core.retention import Candidate
-from ckpt_async.errors import CommitTimeoutError, SealedError
+from ckpt_async.errors import CommitTimeoutError, SealedError, SettingsError
 from ckpt_async.local.durable import fsync_path, point_symlink
 from ckpt_async.local.folder import Folder
 from ckpt_async.local.links import identity_of
@@ -43,6 +43,11 @@ class LocalOnly:
         self.rank, self.world_size = launch.rank_and_world_size(os.environ, rank, world_size)
         self.settings = load_settings(settings, os.environ, settings_file)
         self.kind = naming.check_kind(kind)
+        if self.settings.num_checkpoints_to_keep == 0:
+            raise SettingsError(
+                "num_checkpoints_to_keep=0 deletes what the store has, and with remote=None nothing has it",
+                hint="keep at least 1, or give a remote",
+            )
         is_trusted = self.settings.allow_unknown_filesystem
         self._folder = Folder(folder, kind=self.kind, allows_unknown_filesystem=is_trusted)
         self.folder = self._folder.path

@@ -4,6 +4,7 @@ training goes on.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -12,8 +13,8 @@ from types import TracebackType
 from typing import Any, Self
 
 import ckpt_async.torch as ckpt
-from ckpt_async.core import launch
-from ckpt_async.errors import UploaderClosedError
+from ckpt_async.core import arguments, launch
+from ckpt_async.errors import CkptAsyncError, SettingsError, UploaderClosedError
 from ckpt_async.restore import Checkpoint
 from ckpt_async.saver import schedule as schedules
 from ckpt_async.saver.asking import Asking
@@ -146,18 +147,25 @@ class CheckpointSaver:
             has_several_writers=(bool(is_writer) or deepspeed) and world_size > 1 and not sharded,
         )
         self._past = Past(decided=None if resume_from is None else Timestamp.of(resume_from))
+        self._hooks = Hooks.of(on_saved, on_committed, on_failed, hooks_at_once)
         check(files, what, schedule, self._past.decided)
         self._saves_last, self._saves_on_exception = saves_last, save_on_exception
         uploader.setdefault("launch_id", ckpt.launch_id())
+        self._schedule = schedule
         self.uploader = uploader_of(files, kind, uploader)
-        self._resuming = Resuming(files, self.uploader, uploader.get("store_options"))
-        self._schedule, self._metrics = schedule, self.uploader.metrics
-        self._asking = Asking(schedule, rank, world_size, chosen=self._metrics.save_interval_chosen)
-        self._hooks = Hooks(on_saved, on_committed, on_failed, hooks_at_once)
-        self._saving = Saving(self.uploader, files, what, self._hooks, self._asking.ended)
-        self._begin(save_signals)
+        try:
+            self._resuming = Resuming(files, self.uploader, uploader.get("store_options"))
+            chosen = self.uploader.metrics.save_interval_chosen
+            self._asking = Asking(schedule, rank, world_size, chosen=chosen)
+            self._saving = Saving(self.uploader, files, what, self._hooks, self._asking.ended)
+            self._begin(save_signals)
+        except BaseException:
+            with contextlib.suppress(CkptAsyncError):  # else the folder stays in use, by nobody
+                self.uploader.close(0)
+            raise
 
     def _begin(self, save_signals: Sequence[int]) -> None:
+        self._metrics = self.uploader.metrics
         self._metrics.saver_opened()
         self._is_strict = self.uploader.settings.on_error == "raise"
         self._seen: tuple[State, Timestamp] | None = None
@@ -189,7 +197,8 @@ class CheckpointSaver:
         metrics: Mapping[str, float] | None = None,
     ) -> bool:
         """Save if that is due at `timestamp` (a number is the batch). Returns whether it was. Every rank calls it after
-        each training step; it costs some microseconds when nothing is due.
+        each training step; it costs some microseconds when nothing is due. Raises SettingsError if an interval counts
+        what the timestamp does not tell, epochs for example.
 
         `state` is called, on every rank, only if it is (it may hold collectives, as FSDP's do). This blocks while an
         earlier save is still being written, and until the state is copied to CPU memory; the rest goes on beside
@@ -201,6 +210,7 @@ class CheckpointSaver:
         began_s = time.monotonic()
         self._asking.meter.step_ended(began_s)
         now = Timestamp.of(timestamp)
+        self._schedule.check_counts(now, is_number=now is not timestamp)
         self._seen = (state, now)
         self._saving.settle()
         self._hooks.deliver()
@@ -277,8 +287,13 @@ class CheckpointSaver:
             "saved_checkpoints": [each.state_dict() for each in (*self.saved_checkpoints, *taking)],
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there: the same steps are saved as if the run had never ended."""
+    def load_state_dict(self, state: Any) -> None:
+        """Go on from there: the same steps are saved as if the run had never ended. Raises SettingsError."""
+        if not isinstance(state, Mapping) or not {"timestamp", "saved_checkpoints"} <= state.keys():
+            raise SettingsError(
+                f"load_state_dict wants what state_dict returned, not {arguments.shown(state)}",
+                hint="put saver.state_dict() into the state that is saved",
+            )
         if state["timestamp"] is not None:
             self._past = Past(decided=Timestamp.from_state_dict(state["timestamp"]))
         self._saving.saved = [SavedCheckpoint.from_state_dict(each) for each in state["saved_checkpoints"]]

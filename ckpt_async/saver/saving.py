@@ -25,6 +25,7 @@ from ckpt_async.errors import (
     FencedError,
     SaveFailedError,
     SealedError,
+    SettingsError,
     UploaderClosedError,
 )
 from ckpt_async.saver.files import Files, check_conflicts
@@ -51,8 +52,10 @@ class What:
 
     @classmethod
     def of(cls, is_writer: bool, is_sharded: bool, *others: Any) -> What:
-        """A collective of all ranks, where shards are saved and no group was given for it."""
+        """A collective of all ranks, where shards are saved and no group was given for it. Raises SettingsError."""
         found = cls(is_writer, is_sharded, *others)
+        if isinstance(found.ignore_keys, str):
+            raise SettingsError(f"ignore_keys={found.ignore_keys!r} must be a list of globs, or a function")
         if is_sharded and found.process_group is None:
             return replace(found, process_group=ckpt.own_group())
         return found
@@ -62,7 +65,9 @@ def check(files: Files, what: What, schedule: Schedule, resumed: Timestamp | Non
     """Refuse, before training, what could not be written, or would be another checkpoint on each rank: a collective.
     Raises FormatError, CheckpointConflictError, RanksDisagreeError.
     """
-    ckpt.agree((schedule.told, files.told), what="what a CheckpointSaver saves when, and under which names")
+    ckpt.agree(
+        {**schedule.told, **files.told}, what="what a CheckpointSaver saves when, and under which names"
+    )
     if what.is_writer and not what.is_sharded:
         ckpt.check_writable(files.filename)
     if what.is_writer and not what.overwrite:
@@ -124,7 +129,9 @@ class Saving:
         return checkpoint
 
     def refuse_repeated(self, now: Timestamp) -> None:
-        """A save that fails: not to say so would leave a run without any that counts its batches anew each epoch."""
+        """A save that fails: not to say so would leave a run without any that counts its batches anew each epoch. What
+        was saved at this batch before is not touched.
+        """
         checkpoint = SavedCheckpoint(now, self._files.name(now), ())
         error = SealedError(
             f"batch {now.batch} comes again: a start saves no batch twice, and none before one that it saved",
@@ -132,7 +139,7 @@ class Saving:
             " saver and make a new one",
         )
         self._num_begun += 1
-        self._failed(checkpoint, error)
+        self._tell(checkpoint, _failure_of(checkpoint, error))
 
     def _paths(self, now: Timestamp) -> tuple[Path, ...]:
         if self._what.is_sharded:
@@ -252,19 +259,27 @@ class Saving:
         return found[0] if found else None
 
     def _failed(self, checkpoint: SavedCheckpoint, error: BaseException) -> None:
-        failure = SaveFailedError(
-            f"checkpoint {checkpoint.name} was not saved: {type(error).__name__}: {error}",
-            hint="training may go on; the next save is not affected",
-        )
-        failure.__cause__ = error
-        logger.error("save_failed checkpoint=%s error=%r", checkpoint.name, error)
-        self._uploader.metrics.save_finished("failed")
+        failure = _failure_of(checkpoint, error)
         # The other ranks need not wait. Sealed already, closed, fenced: then they learn it otherwise.
         with contextlib.suppress(CkptAsyncError):
             self._uploader.give_up(checkpoint.step, str(failure.without_hint), name=checkpoint.name)
+        self._tell(checkpoint, failure)
+
+    def _tell(self, checkpoint: SavedCheckpoint, failure: SaveFailedError) -> None:
+        logger.error("save_failed checkpoint=%s error=%r", checkpoint.name, failure.__cause__)
+        self._uploader.metrics.save_finished("failed")
         with self._lock:
             self._failures.append(failure)
             self._num_ended += 1
             self._changed.notify_all()
         self._hooks.failed(checkpoint, failure)
         self._ended()
+
+
+def _failure_of(checkpoint: SavedCheckpoint, error: BaseException) -> SaveFailedError:
+    failure = SaveFailedError(
+        f"checkpoint {checkpoint.name} was not saved: {type(error).__name__}: {error}",
+        hint="training may go on; the next save is not affected",
+    )
+    failure.__cause__ = error
+    return failure

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import IntEnum
 from fractions import Fraction
@@ -25,6 +25,9 @@ Interval = int | str | timedelta | Auto | Predicate | Collection[Any] | None
 
 # Composer's units, and the field of `Timestamp` that each counts.
 _COUNTED = {"ep": "epoch", "ba": "batch", "sp": "sample", "tok": "token", "iter": "iteration"}
+_PLURAL = {unit: "batches" if unit == "ba" else f"{field}s" for unit, field in _COUNTED.items()}
+# Of those, what no batch leaves at 0.
+_GROWS = frozenset({"sample", "token"})
 _SECONDS = {
     "s": 1,
     "sec": 1,
@@ -65,6 +68,9 @@ class Every:
     def is_reached(self, now: Timestamp) -> bool:
         return bool(getattr(now, self.field) >= self.count)
 
+    def __str__(self) -> str:
+        return f"{self.count} x {self.field}"
+
 
 @dataclass(frozen=True, slots=True)
 class Amount:
@@ -93,6 +99,13 @@ class Rules:
         answers = [bool(each(now, event)) for each in self.predicates]
         return any(answers) or any(each.is_passed(before, now) for each in self.intervals)
 
+    @property
+    def told(self) -> str:
+        told = [str(each) for each in self.intervals]
+        told += ["a function"] * len(self.predicates)
+        told += [] if self.clock_s is None else [f"{self.clock_s:g} s"]
+        return " or ".join([*told, *([] if self.auto is None else [repr(self.auto)])]) or "never"
+
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
@@ -102,13 +115,38 @@ class Schedule:
     ephemeral: Rules = Rules()
     fixed_steps: frozenset[int] = frozenset()
     end: Every | None = None
+    _counted: frozenset[str] = field(init=False)  # what of a timestamp is needed besides the batch
+
+    def __post_init__(self) -> None:
+        intervals = [
+            *self.rules.intervals,
+            *self.ephemeral.intervals,
+            *([] if self.end is None else [self.end]),
+        ]
+        object.__setattr__(self, "_counted", frozenset(each.field for each in intervals) - {"batch"})
 
     @property
-    def told(self) -> str:
+    def told(self) -> dict[str, str]:
         """The same on all ranks, or they would not save at the same steps."""
-        rules = (self.rules, self.ephemeral)
-        counts = [(each.intervals, len(each.predicates), each.clock_s, each.auto) for each in rules]
-        return f"{counts} {sorted(self.fixed_steps)} {self.end}"
+        return {
+            "save_interval": self.rules.told,
+            "ephemeral_save_interval": self.ephemeral.told,
+            "fixed_steps": str(sorted(self.fixed_steps)),
+            "max_duration": str(self.end),
+        }
+
+    def check_counts(self, now: Timestamp, *, is_number: bool) -> None:
+        """Refuse a timestamp that lacks what an interval counts: nothing would ever be due, and nobody would hear of
+        it. `is_number`: the trainer gives the batch alone. (An epoch of 0 is the first one; a batch without a sample
+        is none.) Raises SettingsError.
+        """
+        for name in self._counted:
+            if is_number or (name in _GROWS and now.batch > 0 and getattr(now, name) == 0):
+                raise SettingsError(
+                    f"a save interval, or max_duration, counts {name}s, but step() was given"
+                    f" {'the batch alone' if is_number else f'{name}=0'}: it would never be due",
+                    hint=f'pass Timestamp(batch=…, {name}=…), or an interval in batches, like save_interval="500ba"',
+                )
 
     @property
     def needs_clock(self) -> bool:
@@ -183,11 +221,15 @@ def parse(
     return Schedule(
         rules=_rules(save_interval, "save_interval", whole),
         ephemeral=_rules(ephemeral_save_interval, "ephemeral_save_interval", whole),
-        fixed_steps=frozenset(
-            arguments.whole(step, "fixed_steps", 1, keys.MAX_STEP, SettingsError) for step in fixed_steps
-        ),
+        fixed_steps=_batches(fixed_steps),
         end=None if whole is None else Every(_COUNTED[whole.unit], whole.number),
     )
+
+
+def _batches(given: Any) -> frozenset[int]:
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise SettingsError(f"fixed_steps={arguments.shown(given)} must be a list of batches")
+    return frozenset(arguments.whole(each, "fixed_steps", 1, keys.MAX_STEP, SettingsError) for each in given)
 
 
 def amount(given: object, what: str) -> Amount:
@@ -207,7 +249,7 @@ def amount(given: object, what: str) -> Amount:
     if number <= 0:
         raise SettingsError(f"{what}={given!r} must be more than 0")
     if unit in _COUNTED and number.denominator != 1:
-        raise SettingsError(f"{what}={given!r} must be a whole number of {_COUNTED[unit]}s")
+        raise SettingsError(f"{what}={given!r} must be a whole number of {_PLURAL[unit]}")
     if unit == "dur" and number > 1:
         raise SettingsError(f"{what}={given!r} must be a part of the run, up to 1dur")
     return Amount(number, unit)

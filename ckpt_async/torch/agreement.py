@@ -11,7 +11,7 @@ import os
 import pickle
 import traceback
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
@@ -43,22 +43,27 @@ def own_rank() -> int:
 
 
 def agree(value: object, *, what: str, group: dist.ProcessGroup | None = None) -> None:
-    """Return if all ranks have an equal `value`; else raise RanksDisagreeError on all of them, naming who has what.
+    """Return if all ranks have an equal `value`; else raise RanksDisagreeError on all of them, naming who has what: of
+    a mapping, the first key whose values differ.
 
     For values that print well: a step, a checkpoint's id. They are compared by their `repr`.
     """
     if is_alone():
         return
     # Each rank's text goes with its global rank: in a subgroup the position says nothing to the reader.
-    texts: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(texts, (dist.get_rank(), repr(value)), group=group)
-    ranks: dict[str, list[int]] = {}
-    for rank, text in texts:
-        ranks.setdefault(text, []).append(rank)
-    if len(ranks) > 1:
+    told: list[Any] = [None] * dist.get_world_size(group)
+    parts = value if isinstance(value, Mapping) else {"": value}
+    own = {str(name): repr(each) for name, each in parts.items()}
+    dist.all_gather_object(told, (dist.get_rank(), own), group=group)
+    for name in {name: None for _, texts in told for name in texts}:
+        ranks: dict[str, list[int]] = {}
+        for rank, texts in told:
+            ranks.setdefault(texts.get(name, "nothing"), []).append(rank)
+        if len(ranks) == 1:
+            continue
         commonest_first = sorted(ranks.items(), key=lambda each: (-len(each[1]), each[1]))
         who = "; ".join(f"{text[:200]} on {_spell(those)}" for text, those in commonest_first)
-        raise RanksDisagreeError(f"ranks disagree about {what}: {who}")
+        raise RanksDisagreeError(f"ranks disagree about {what}: {f'{name}: ' if name else ''}{who}")
 
 
 def _spell(ranks: Sequence[int]) -> str:

@@ -40,7 +40,10 @@ def run(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
 def test_what_was_taken_is_written_and_uploaded_before_the_interpreter_exits(
     tmp_path: Path, end: str, code: int
 ) -> None:
-    script = 'timeout_s = 60\nsaver = CheckpointSaver(*sys.argv[1:3])\nsaver.save_now()\nsaver.step({"a": Slow()}, 1)\n'
+    script = (
+        "timeout_s = 60\nsaver = CheckpointSaver(*sys.argv[1:3], save_interval=None)\nsaver.save_now()\n"
+        'saver.step({"a": Slow()}, 1)\n'
+    )
     done = run(script + end, tmp_path)
     assert done.returncode == code, done.stderr
     found = restore.find(f"file://{tmp_path}/remote")

@@ -1,8 +1,11 @@
 """`CheckpointSaver` on one rank: what is saved when, what can be loaded again, and what fails how."""
 
+from __future__ import annotations
+
 import logging
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -384,6 +387,57 @@ def test_a_save_that_is_due_at_a_batch_that_comes_again_fails_and_says_why(open_
     assert [each.step for each in saver.saved_checkpoints][:2] == [2, 4]
 
 
+def test_a_batch_that_comes_again_leaves_the_first_alone_while_that_is_written(
+    open_saver: Open, remote: str
+) -> None:
+    is_refused = threading.Event()
+
+    class Slow:
+        def __deepcopy__(self, _: object) -> Slow:
+            return self
+
+        def __reduce__(self) -> tuple[type[int], tuple[int]]:
+            assert is_refused.wait(60)
+            return int, (5,)
+
+    saver = open_saver(save_interval="5ba")
+    saver.step(lambda: {"value": Slow()}, 5)
+    saver.step(dict, 4)
+    with pytest.raises(SaveFailedError, match="batch 5 comes again"):
+        saver.step(dict, 5)
+    is_refused.set()
+    saver.close()
+    assert steps_of(remote) == [5]
+
+
+@pytest.mark.parametrize("options", [{}, {"save_interval": ["500ba", "100sp"]}, {"max_duration": "3iter"}])
+def test_an_interval_in_what_no_timestamp_tells_is_refused_at_the_first_step(
+    open_saver: Open, options: dict[str, Any]
+) -> None:
+    options = {"save_interval": "1ep", **options}
+    with pytest.raises(SettingsError, match=r"counts \w+s, but step\(\) was given the batch alone"):
+        open_saver(**options).step(dict, 1)
+
+
+def test_samples_that_are_not_counted_are_refused_and_epochs_may_be_none_yet(open_saver: Open) -> None:
+    with pytest.raises(SettingsError, match="was given sample=0"):
+        open_saver(save_interval="100sp").step(dict, Timestamp(batch=1))
+    assert not open_saver(save_interval="1ep", kind="other").step(dict, Timestamp(batch=1))
+
+
+def test_what_cannot_be_made_after_the_uploader_leaves_the_folder_free(open_saver: Open) -> None:
+    with pytest.raises(SettingsError, match="save_signals"):
+        open_saver(save_signals=[99])
+    open_saver().close()
+
+
+def test_a_state_that_is_no_savers_is_refused(open_saver: Open) -> None:
+    saver = open_saver()
+    for wrong in ({"x": 1}, None):
+        with pytest.raises(SettingsError, match="wants what state_dict returned"):
+            saver.load_state_dict(wrong)
+
+
 def test_a_name_that_does_not_change_is_refused_at_its_second_save(open_saver: Open) -> None:
     saver = open_saver(filename="model.pt", saves_last=False)
     Training().run(saver, 1, 3)
@@ -462,6 +516,10 @@ def test_wrong_arguments_are_refused_before_the_folder_is_made(open_saver: Open,
         {"filename": "{batch}.foo"},
         {"unknown_setting": 3},
         {"resume_from": -1},
+        {"ignore_keys": "model"},
+        {"on_saved": 3},
+        {"fixed_steps": 3},
+        {"remote": None, "num_checkpoints_to_keep": 0},
     ):
         with pytest.raises((SettingsError, ValueError, FormatError, TypeError)):
             open_saver(**wrong)
