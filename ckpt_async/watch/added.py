@@ -9,13 +9,13 @@ from __future__ import annotations
 import itertools
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from ckpt_async.watch.entries import Entry, State
 from ckpt_async.watch.formats import Found, Known, Rules, find
-from ckpt_async.watch.formats.checks import are_added, is_free, unrotated
-from ckpt_async.watch.formats.found import Files
+from ckpt_async.watch.formats.checks import are_added, newer_than_mark, unrotated
+from ckpt_async.watch.formats.found import Files, Version
 from ckpt_async.watch.tree import Tree
 
 # A file that is there for a moment, or the first of a save to the same place, was not left out of anything.
@@ -67,7 +67,11 @@ def known_of(entries: Iterable[Entry]) -> Known:
             growing[entry.path].append(entry.files)
         if entry.state in (State.HANDED, State.COMMITTED):
             handed[entry.path].append(entry.files)
-    return Known(growing, handed)
+    return Known(growing, handed, {path: versions_of(each) for path, each in versions.items()})
+
+
+def versions_of(entries: Iterable[Entry]) -> list[Version]:
+    return [Version(each.files, each.marked_ns) for each in entries]
 
 
 def _is_fresh(entry: Entry) -> bool:
@@ -103,18 +107,19 @@ def is_superseded(entry: Entry, tree: Tree, known: Collection[Entry]) -> bool:
     return is_other and bool(smaller(entry, known))
 
 
-def marked(tree: Tree, path: str, written: Collection[str], rules: Rules) -> Found | None:
+def marked(
+    tree: Tree, path: str, written: Collection[str], rules: Rules, versions: Sequence[Version]
+) -> Found | None:
     """What the mark of a folder stood for, with what was added to that and not `written` to since this look. None if
-    nothing was added, or something else is wanting.
+    nothing was added, or something else is wanting. `versions`: what was complete at its path.
     """
-    candidates = find(tree, rules, Known(growing={path: [{}]}))
+    candidates = find(tree, rules, Known(growing={path: [{}]}, versions={path: versions}))
     found = next((each for each in candidates if each.path == path), None)
     if found is None or found.reason or found.mark not in tree.files:
         return None
     marked_ns = tree.files[found.mark].mtime_ns
-    newer = {each for each in found.files if tree.files[each].mtime_ns > marked_ns}
-    newer = {each for each in newer if not is_free(found.format, found.shard(each))}
-    if not newer or not newer.issuperset(written) or not are_added(tree, newer, marked_ns, rules):
+    newer = {*newer_than_mark(tree, found)}
+    if not newer or not newer.issuperset(written) or not are_added(tree, newer, marked_ns, rules, versions):
         return None
     if unrotated(tree, found, rules).reason:
         return None

@@ -64,6 +64,9 @@ class Entry:
     is_followed: bool = False  # another node has announced it
     told_ns: int = 0  # and of which time that said its mark is
     is_doubtful: bool = False  # a watcher whose memory is lost may have sent it
+    tensors: Mapping[str, int] = field(
+        default_factory=dict
+    )  # of a single file: their checksums, as it says them
 
     @property
     def is_settled(self) -> bool:
@@ -104,6 +107,7 @@ def entry_of(found: Found, tree: Tree, number: int, *, expected: tuple[str, ...]
         found.mark,
         expected,
         tree.now_ns,
+        tensors=tree.tensor_sums(found.path) if found.is_file else {},
     )
 
 

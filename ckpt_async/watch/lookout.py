@@ -10,10 +10,10 @@ from pathlib import Path
 
 from ckpt_async.core.refusal import Refusal
 from ckpt_async.watch import added, plan
-from ckpt_async.watch.added import LeftOut, has_grown, has_outlived, known_of, smaller
+from ckpt_async.watch.added import LeftOut, has_grown, has_outlived, known_of, smaller, versions_of
 from ckpt_async.watch.disk import Disk
 from ckpt_async.watch.entries import Entries, Entry, State, VanishedError, entry_of
-from ckpt_async.watch.formats import Found, find
+from ckpt_async.watch.formats import Found, Known, find
 from ckpt_async.watch.formats.checks import has_all_below
 from ckpt_async.watch.holds import Hold, Holds
 from ckpt_async.watch.options import Options
@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 # Copies take the disk's space twice.
 MAX_COPIED = 2
 TOO_MANY = "it was removed before it had been quiet for long enough, and too many later ones wait for that"
+OVERTAKEN = "it was saved again to the same place before it had been quiet for long enough"
 DISK_LOW = "its trainer has deleted it, and needs the space: the disk was nearly full before it could be sent"
 # What the trainer writes next is as large as the largest of so many that were found last.
 NUM_LATE = 16
@@ -220,6 +221,9 @@ class Lookout:
         written = self._holds.written(hold)
         if found is None or verdict is None:
             self._holds.drop(hold)
+        elif plan.is_overtaken(found, tree, self._entries.of_path(hold.path)):
+            self._teller.refuse(found, Refusal.INCOMPLETE, OVERTAKEN)
+            self._holds.drop(hold)
         elif written or not (verdict.take or verdict.is_waiting):
             if not self._is_here(hold):
                 reason = (
@@ -244,7 +248,8 @@ class Lookout:
         if self._is_here(hold):
             return False
         tree, written = self._holds.as_seen(hold, self.tree), self._holds.written(hold)
-        found = added.marked(tree, hold.path, written, self._options.rules)
+        versions = versions_of(self._entries.of_path(hold.path))
+        found = added.marked(tree, hold.path, written, self._options.rules, versions)
         verdict = self._judge(found, tree) if found is not None else None
         if found is None or verdict is None or not verdict.take:
             return False
@@ -260,7 +265,8 @@ class Lookout:
 
     def _held(self, hold: Hold) -> tuple[Tree, Found | None]:
         tree = self._holds.as_seen(hold, self.tree)
-        candidates = find(tree, self._options.rules)
+        known = Known(versions={hold.path: versions_of(self._entries.of_path(hold.path))})
+        candidates = find(tree, self._options.rules, known)
         return tree, next((each for each in candidates if each.path == hold.path), None)
 
     def _give_up(self, hold: Hold, refusal: Refusal = Refusal.INCOMPLETE, why: str = TOO_MANY) -> None:

@@ -22,6 +22,7 @@ from ckpt_async.watch.announcement import Announcement, Version
 from ckpt_async.watch.disk import sample
 from ckpt_async.watch.entries import Entries, Entry, State, VanishedError
 from ckpt_async.watch.formats.checks import (
+    LATE_RANK_S,
     are_added,
     is_free,
     is_of_all_nodes,
@@ -48,8 +49,6 @@ FAREWELL_S = 60.0
 # By how much the clocks of nodes may differ. A step that is saved again so soon may be taken for the earlier one: a
 # trainer needs longer to start.
 CLOCKS_S = 1.0
-# How long after the mark a rank that waits for no other may write. What comes later is of another save.
-LATE_RANK_S = 60.0
 
 
 class Nodes:

@@ -14,6 +14,7 @@ from ckpt_async.errors import InvalidNameError
 from ckpt_async.watch import added
 from ckpt_async.watch.entries import Entry, State
 from ckpt_async.watch.formats import Found, Rules
+from ckpt_async.watch.formats.found import marked_ns
 from ckpt_async.watch.tree import Identity, Tree
 
 # Formats without a mark of their own beside the bytes: a file that is written again in place has no end that proves
@@ -21,7 +22,6 @@ from ckpt_async.watch.tree import Identity, Tree
 MARKLESS = ("pattern", "quiet")
 # Two files of one step that were written so close are of one save: Lightning's `last.ckpt` and `epoch=…-step=….ckpt`.
 TWIN_S = 60.0
-TWIN_SIZES = 64  # their sizes differ by less than a part in so many
 # So many are in the uploader's hands at once: what was not begun need not be given up when the watcher is killed. Of
 # small ones more, or a folder of thousands would be looked at for every four.
 MAX_OPEN, MAX_OPEN_SMALL = 4, 64
@@ -109,6 +109,11 @@ def is_held(found: Found, num_nodes: int) -> bool:
     return num_nodes > 1 or (found.is_waiting and bool(found.mark))
 
 
+def is_overtaken(found: Found, tree: Tree, known: Iterable[Entry]) -> bool:
+    """Whether a later save to the same place is known: what is taken after that would pass for the newest."""
+    return any(each.is_alive and each.marked_ns > marked_ns(tree, found) for each in known)
+
+
 def has_peer(found: Found, tree: Tree, known: Iterable[Entry]) -> bool:
     """Whether a later one of the same trainer, seen to its end, has files of the same names. Of one that was deleted
     before it had been quiet for long enough, this says that no rank's file was missed.
@@ -140,15 +145,10 @@ def twin_of(found: Found, tree: Tree, known: Iterable[Entry]) -> Entry | None:
 
 
 def _of_twin(found: Found, tree: Tree, twin: Entry) -> Verdict | None:
-    """None where it is the same state: by the checksums of its tensors. If the other one is gone, by its size: while
-    both were there it was refused if they differed.
-    """
-    if twin.path in tree.files:
-        tensors = tree.tensor_sums(found.path)
-        is_same = bool(tensors) and tensors == tree.tensor_sums(twin.path)
-    else:  # `last.ckpt` has a path or two more in it
-        is_same = abs(tree.files[found.path].size_bytes - twin.size_bytes) * TWIN_SIZES <= twin.size_bytes
-    if is_same:
+    """None where it is the same state, by the checksums of its tensors."""
+    tensors = tree.tensor_sums(found.path)
+    theirs = twin.tensors or (tree.tensor_sums(twin.path) if twin.path in tree.files else {})
+    if tensors and tensors == theirs:
         return None
     reason = (
         f"{found.path} is not uploaded: {twin.path} is, of the same step {found.step} and minute, and they differ."
@@ -274,7 +274,16 @@ def stands_for(other: Entry, entry: Entry) -> bool:
 
 
 def to_remove(entries: Iterable[Entry], num_kept: int) -> list[Entry]:
-    """Committed ones beyond the newest `num_kept`, by the order in which they were found."""
-    committed = [each for each in entries if each.state is State.COMMITTED]
-    newest = sorted(committed, key=lambda each: (each.written_ns, each.number))
+    """Committed ones beyond the newest `num_kept`, by the order in which they were written. A place that was saved to
+    again is its newest save's, whatever became of that; and a copy that somebody has made of one that is committed is
+    not the trainer's.
+    """
+    everything = sorted(entries, key=lambda each: each.number)
+    of_place = {each.path: each for each in everything}
+    written = sorted(of_place.values(), key=lambda each: (each.written_ns, each.number))
+    of_commit: dict[tuple[int, int], Entry] = {}
+    for each in written:
+        if each.state is State.COMMITTED:
+            of_commit.setdefault((each.generation, each.step), each)
+    newest = list(of_commit.values())
     return newest[: max(0, len(newest) - num_kept)]

@@ -17,7 +17,7 @@ from ckpt_async.watch.added import LEFT_OUT_S, LeftOut
 from ckpt_async.watch.entries import Entry, State
 from ckpt_async.watch.formats import Known, Rules, find
 from ckpt_async.watch.formats.checks import UNCOUNTED_S
-from ckpt_async.watch.formats.found import GROWING_S
+from ckpt_async.watch.formats.found import GROWING_S, Version
 from ckpt_async.watch.tree import Identity, Tree
 from tests.events.receiver import free_port, receiving
 from tests.watch.conftest import Place, counts, hashes, save
@@ -168,6 +168,32 @@ def test_what_is_made_right_after_the_mark_is_added_once_nothing_changes_any_mor
     assert "b is newer than its mark" in reason(known=handed), "it is not sent twice"
     other = Known(handed={"step-1": [without | {"step-1/DONE": Identity(9, 9, 9)}]})
     assert not reason(known=other)
+
+
+def test_what_was_there_before_is_written_anew_whatever_its_inode() -> None:
+    """A save to the same place that begins soon after the mark: by renames, each of its files is a new one."""
+    written = dict.fromkeys(["step-1/a", "step-1/DONE", "step-1/b"], b"1")
+    tree = tree_of(written, now_s=UNCOUNTED_S)
+    born = {path: was.mtime_ns - SECOND // 2 for path, was in tree.files.items()}
+
+    def reason(*earlier: dict[str, Identity], marked_ns: int) -> str:
+        now = tree_of(written, now_s=UNCOUNTED_S, born_ns=born)
+        versions = [Version(each, marked_ns) for each in earlier]
+        (found,) = find(now, Rules(done="DONE"), Known(versions={"step-1": versions}))
+        return found.reason
+
+    before = {path: Identity(9, 1, was.mtime_ns - 100 * SECOND) for path, was in tree.files.items()}
+    last_ns = max(was.mtime_ns for was in before.values())
+    assert not reason(marked_ns=0)
+    assert "b is newer than its mark" in reason(before, marked_ns=last_ns)
+    assert not reason(before, marked_ns=last_ns - 1), "it was added to the earlier one, too"
+    same = {path: was for path, was in tree.files.items() if path != "step-1/b"}
+    assert not reason(same, marked_ns=last_ns)
+    (hidden,) = find(tree_of(written, born_ns=born), Rules(done="DONE"), Known(growing={"step-1": [{}]}))
+    assert not hidden.reason
+    for versions, is_taken in (([], True), ([Version(before, last_ns)], False)):
+        now = tree_of(written, now_s=1, born_ns=born)
+        assert (added.marked(now, "step-1", [], Rules(done="DONE"), versions) is not None) is is_taken
 
 
 def test_what_was_added_before_a_later_one_was_complete_need_not_be_quiet() -> None:

@@ -7,6 +7,7 @@ import shutil
 import time
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from ckpt_async.watch.disk import Disk
-from ckpt_async.watch.formats import Found, Rules, find
+from ckpt_async.watch.formats import Found, Known, Rules, find
 from ckpt_async.watch.formats.checks import is_of_one_node
+from ckpt_async.watch.formats.found import Version
+from ckpt_async.watch.tree import Identity, Tree
 from tests.watch.trees import SECOND, START, safetensors, torch_zip, tree_of
 
 TABLE = Rules()
@@ -597,3 +600,60 @@ def test_a_mark_is_read_once_for_each_version_of_it(metadata: Mapping[str, bytes
 )
 def test_which_files_two_nodes_must_not_have_different(format_: str, shard: str, is_of_one: bool) -> None:
     assert is_of_one_node(format_, shard, ("__1_0.distcp", "weights.bin")) is is_of_one
+
+
+LATE = {
+    "transformers": (
+        ["checkpoint-6/model.safetensors", "checkpoint-6/rng_state_0.pth", "checkpoint-6/trainer_state.json"],
+        "checkpoint-6/rng_state_1.pth",
+    ),
+    "deepspeed": (
+        [
+            "global_step6/mp_rank_00_model_states.pt",
+            "global_step6/zero_pp_rank_0_mp_rank_00_optim_states.pt",
+            "latest",
+        ],
+        "global_step6/zero_pp_rank_1_mp_rank_00_optim_states.pt",
+    ),
+    "olmo": (["step6/model.pt", "step6/rank0.pt", "step6/config.yaml"], "step6/rank1.pt"),
+}
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_a_ranks_file_of_another_save_is_not_mixed_with_the_rest(name: str) -> None:
+    """These ranks wait for no other: rank 1 may be done before rank 0 begins, or the other way round."""
+    first, late = LATE[name]
+
+    def tree(*, late_s: float = 0) -> Tree:
+        written = {each: _content(each) for each in ([*first, late] if late_s else [late, *first])}
+        found = tree_of(written, now_s=100)
+        moved = found.files[late]._replace(mtime_ns=found.files[late].mtime_ns + int(late_s * SECOND))
+        return replace(found, files={**found.files, late: moved}) if late_s else found
+
+    def reason(*versions: Mapping[str, Identity], ignores_times: bool = False, late_s: float = 0) -> str:
+        path = late.partition("/")[0]
+        seen = [Version(each, max(was.mtime_ns for was in each.values())) for each in versions]
+        rules = Rules(ranks=2, ignores_times=ignores_times)
+        (found,) = find(tree(late_s=late_s), rules, Known(versions={path: seen}))
+        assert found.format == name
+        return found.reason
+
+    this = {path: was for path, was in tree().files.items() if path != "latest"}
+    earlier = {path: Identity(was.inode + 9, 1, was.mtime_ns - 99 * SECOND) for path, was in this.items()}
+    assert not reason()
+    assert not reason(this, earlier)
+    for ignores_times in (False, True):
+        begun = reason({**this, late: earlier[late]}, ignores_times=ignores_times)
+        assert f"{late} is of another save" in begun, "rank 1 has begun the next"
+        not_yet = reason({**earlier, late: this[late]}, ignores_times=ignores_times)
+        assert f"{late} is of another save" in not_yet, "it has not begun this one"
+    assert not reason(late_s=50)
+    assert f"{late} is newer than its mark" in reason(late_s=70)
+
+
+def _content(path: str) -> bytes:
+    if path == "latest":
+        return b"global_step6"
+    if path.endswith(".json"):
+        return b'{"global_step": 6}'
+    return safetensors() if path.endswith(".safetensors") else torch_zip(dp_world_size=2, mp_world_size=1)

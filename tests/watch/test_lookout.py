@@ -250,3 +250,29 @@ def test_of_thousands_each_is_judged_by_those_of_its_path_or_step(
     again.load()
     for entries in (place.entries, again):
         assert [len(entries.of_path(f"{step}.done")) for step in range(10)] == [1, 1, 0, *[1] * 7]
+
+
+def test_what_is_saved_again_to_the_same_place_before_it_was_quiet_does_not_come_after_that(
+    place: Place,
+) -> None:
+    """Its links would be handed in last, and pass for the newest."""
+    lookout = place.lookout(Rules())
+    here = place.folder / "checkpoint-1"
+    here.mkdir()
+    names = ("model.bin", "rng_state_0.pth", "rng_state_1.pth", "trainer_state.json")
+
+    def save(value: str, age_s: float) -> None:
+        for name in names:
+            (place.folder / "new").write_text(f'{{"global_step": 1, "value": "{value}"}}')
+            os.utime(place.folder / "new", (time.time() - age_s,) * 2)
+            (place.folder / "new").rename(here / name)
+        lookout.look()
+        lookout.take()
+
+    save("1", 0)  # how many ranks there are is a guess, so it has to be quiet
+    assert (place.entries.all, len(place.holds.all)) == ({}, 1)
+    lookout = place.lookout(Rules(ranks=2))
+    save("2", 0)
+    assert [each.path for each in place.entries.all.values()] == ["checkpoint-1"]
+    assert place.holds.all == {}
+    assert place.told == [("refused", "checkpoint-1")]

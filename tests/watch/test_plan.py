@@ -61,7 +61,7 @@ def test_a_file_of_the_same_name_is_new_if_it_was_renamed_there_and_refused_if_i
 
 
 def test_a_file_with_another_name_for_a_step_that_is_taken_is_not_sent_again() -> None:
-    """Its tensors are the same, wherever it is; how long it is tells only where the other one has been deleted."""
+    """Its tensors are the same, wherever it is, and also when the other one has been deleted."""
     for last in ("last.ckpt", "b/step=10.ckpt"):
         written = {"epoch=0-step=10.ckpt": torch_zip(x=1), last: torch_zip(global_step=10, path="x" * 99)}
         tree = tree_of(written)
@@ -79,6 +79,10 @@ def test_a_file_with_another_name_for_a_step_that_is_taken_is_not_sent_again() -
     for path in ("last.ckpt", "b/step=10.ckpt"):
         left = tree_of({path: torch_zip(global_step=10)})
         assert plan.judge(find(left)[0], left, [known], num_nodes=1) is None
+        left = tree_of({path: torch_zip(tensor=b"\1" * 400, global_step=10)})
+        verdict = plan.judge(find(left)[0], left, [known], num_nodes=1)
+        assert verdict, "it has the same size, and is another state"
+        assert verdict.refusal is Refusal.UNSUPPORTED
 
 
 @pytest.mark.parametrize("other", [torch_zip(tensor=b"\1" * 400, x=1), b"no zip"])
@@ -185,6 +189,23 @@ def test_local_retention_keeps_the_newest_committed() -> None:
     known.append(entry(4, 5, written_s=0, state=State.REFUSED))
     assert [each.step for each in plan.to_remove(known, 1)] == [30, 10]
     assert len(plan.to_remove(known, 0)) == 3
+
+
+@pytest.mark.parametrize("state", State)
+def test_local_retention_leaves_a_place_that_was_saved_to_again_to_its_newest_save(state: State) -> None:
+    first = entry(1, 10, written_s=1, state=State.COMMITTED)
+    again = replace(entry(2, 10, written_s=2, state=state), generation=2)
+    other = entry(3, 20, written_s=3, state=State.COMMITTED)
+    is_committed = state is State.COMMITTED
+    assert plan.to_remove([first, again, other], 1) == [again] * is_committed
+    assert plan.to_remove([first, again], 1) == []
+
+
+def test_local_retention_neither_counts_nor_deletes_a_copy_that_somebody_has_made() -> None:
+    known = [entry(n, step, written_s=n, state=State.COMMITTED) for n, step in ((1, 10), (2, 20))]
+    copy = replace(known[0], number=3, path="best", files={"best": Identity(9, 1, 9 * SECOND)})
+    assert plan.to_remove([*known, copy], 2) == []
+    assert plan.to_remove([*known, copy], 0) == known
 
 
 def test_a_node_has_told_all_when_what_it_knew_before_is_announced_in_this_start_or_decided() -> None:

@@ -60,6 +60,7 @@ def _checked(tree: Tree, found: Found, rules: Rules, known: Known, newest_ns: in
         was_handed=any(
             each.get(found.mark) == tree.files.get(found.mark) for each in known.handed.get(found.path, ())
         ),
+        versions=known.versions.get(found.path, ()),
         newest_ns=newest_ns,
     )
 

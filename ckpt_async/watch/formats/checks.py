@@ -9,12 +9,12 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from ckpt_async.errors import UnsafePickleError
 from ckpt_async.restore.dcp_files import MAX_METADATA_BYTES, named_files
-from ckpt_async.watch.formats.found import METADATA, Found, Rules, changed_ns, join, last
+from ckpt_async.watch.formats.found import METADATA, Found, Rules, Version, changed_ns, join, last
 from ckpt_async.watch.tree import Tree
 
 _DEEPSPEED_RANK = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_\d+_(?:model|optim)_states\.pt")
@@ -25,6 +25,8 @@ _OLMO_RANK = re.compile(r"(?:.*/)?rank([0-9]+)\.pt")
 # What OLMo-core's callbacks write after its mark, and the names that it first gives to such files.
 OLMO_CORE_LATE = re.compile(r"config\.json|data_paths\.txt|tmp[a-z0-9_]{8}")
 MAX_JSON_BYTES = 1 << 26
+# How long after the mark a rank that waits for no other may write. What comes later is of another save.
+LATE_RANK_S = 60.0
 # How long nothing may have changed where it is unknown what else is written.
 UNCOUNTED_S = 30.0
 _NS = 1_000_000_000
@@ -61,10 +63,12 @@ def checked(
     *,
     has_grown: bool = False,
     was_handed: bool = False,
+    versions: Sequence[Version] = (),
     newest_ns: int = 0,
 ) -> Found:
     """The same with a reason, if a file that is here breaks the promise. `has_grown`: it was seen complete, and all of
-    that is there still. `was_handed`: with the same mark it was handed in. `newest_ns`: of the newest mark of any.
+    that is there still. `was_handed`: with the same mark it was handed in. `versions`: what was complete at its path.
+    `newest_ns`: of the newest mark of any.
     """
     found = _with_named(tree, found)
     if found.reason:
@@ -82,13 +86,14 @@ def checked(
             return replace(found, reason=f"{path} has no end yet")
     if found.mark.endswith(".json") and not _is_json(tree, found.mark):
         return replace(found, reason=f"{found.mark} has no end yet")
+    if other := of_another_save(tree, found, versions):
+        return replace(found, reason=f"{other} is of another save to the same place than the rest")
     if has_grown:
         return found
     if found.mark and not rules.ignores_times:
         marked_ns = tree.files[found.mark].mtime_ns
-        newer = [path for path in found.files if tree.files[path].mtime_ns > marked_ns]
-        newer = [path for path in newer if not is_free(found.format, found.shard(path))]
-        if newer and (was_handed or not are_added(tree, newer, marked_ns, rules)):
+        newer = newer_than_mark(tree, found)
+        if newer and (was_handed or not are_added(tree, newer, marked_ns, rules, versions)):
             return replace(
                 found,
                 reason=f"{newer[0]} is newer than its mark {found.mark}: it is being written anew, or was copied"
@@ -101,10 +106,45 @@ def checked(
     return unrotated(tree, found, rules)
 
 
-def are_added(tree: Tree, newer: Collection[str], marked_ns: int, rules: Rules) -> bool:
-    """Whether these were made after the mark, one soon after the other. What is being written anew was there before, or
-    begins later.
+def newer_than_mark(tree: Tree, found: Found) -> list[str]:
+    """What of it was written after its mark, but for what may be, soon after it."""
+    marked_ns = tree.files[found.mark].mtime_ns
+    newer = [path for path in found.files if tree.files[path].mtime_ns > marked_ns]
+    late_ns = marked_ns + int(LATE_RANK_S * _NS)
+    return [
+        path
+        for path in newer
+        if not is_free(found.format, found.shard(path))
+        or (is_of_late_rank(found.format, found.shard(path)) and tree.files[path].mtime_ns > late_ns)
+    ]
+
+
+def of_another_save(tree: Tree, found: Found, versions: Sequence[Version]) -> str:
+    """A file of a rank that waits for no other, which is that of an earlier save, or of the next one already: it is as
+    it was in another save, or it is not as it was in this one. "" if there is none.
     """
+    ranks = [path for path in found.files if is_of_late_rank(found.format, found.shard(path))]
+    for each in versions if ranks else ():
+        rest = {
+            path: was
+            for path, was in each.body.items()
+            if not is_free(found.format, path[len(found.path) + 1 if found.path else 0 :])
+        }
+        is_same = rest.items() <= tree.files.items()
+        for path in ranks if rest else ():
+            if path in each.files and (each.files[path] == tree.files[path]) != is_same:
+                return path
+    return ""
+
+
+def are_added(
+    tree: Tree, newer: Collection[str], marked_ns: int, rules: Rules, versions: Sequence[Version] = ()
+) -> bool:
+    """Whether these were made after the mark, one soon after the other. What is being written anew was there before,
+    also if it has another inode now, or begins later.
+    """
+    if any(path in each.body for each in versions for path in newer):
+        return False
     end_ns = float(marked_ns)
     for path in sorted(newer, key=lambda each: tree.files[each].mtime_ns):
         if not marked_ns <= tree.born_ns(path) <= end_ns + rules.settle_s * _NS:
@@ -187,6 +227,11 @@ def is_free(format_: str, shard: str) -> bool:
     of_rank = _OF_RANK.get(format_)
     match = of_rank.fullmatch(shard) if of_rank else None
     return match is not None and int(next(filter(None, match.groups()))) > 0
+
+
+def is_of_late_rank(format_: str, shard: str) -> bool:
+    """Whether it is of a rank that writes it for each save, and waits for no other."""
+    return format_ != "olmo-core" and is_free(format_, shard)
 
 
 def is_of_one_node(format_: str, shard: str, named: Collection[str]) -> bool:

@@ -56,11 +56,27 @@ Files = Mapping[str, Identity]
 
 
 @dataclass(frozen=True, slots=True)
+class Version:
+    """One that was seen complete, and when its mark was written."""
+
+    files: Files
+    marked_ns: int
+
+    @property
+    def body(self) -> Files:
+        """What its mark stood for, without what was added to that."""
+        return {path: was for path, was in self.files.items() if was.mtime_ns <= self.marked_ns}
+
+
+@dataclass(frozen=True, slots=True)
 class Known:
-    """By path, the files of what was seen complete: `growing` may still be added to, `handed` was handed in."""
+    """By path, the files of what was seen complete: `growing` may still be added to, `handed` was handed in; `versions`
+    are all.
+    """
 
     growing: Mapping[str, Sequence[Files]] = field(default_factory=dict)
     handed: Mapping[str, Sequence[Files]] = field(default_factory=dict)
+    versions: Mapping[str, Sequence[Version]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
