@@ -150,8 +150,10 @@ class StoreError(CkptAsyncError):
 class ObjectNotFoundError(StoreError):
     """No object at this key."""
 
-    def __init__(self, message: str = "no such object", *, operation: str = "", key: str = "") -> None:
-        super().__init__(message, reason=FailureReason.NOT_FOUND, operation=operation, key=key)
+    def __init__(
+        self, message: str = "no such object", *, operation: str = "", key: str = "", hint: str = ""
+    ) -> None:
+        super().__init__(message, reason=FailureReason.NOT_FOUND, operation=operation, key=key, hint=hint)
 
 
 class PreconditionFailedError(StoreError):

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from ckpt_async import restore
-from ckpt_async.cli.output import ANY, Exit, print_json, store_options, telling_of_silence
+from ckpt_async.cli.output import ANY, Exit, print_json, print_line, store_options, telling_of_silence
 from ckpt_async.cli.parsing import add_kind, add_store_options, as_path, as_size, as_step
 from ckpt_async.core.units import counted, in_units
 from ckpt_async.errors import ObjectNotFoundError, SettingsError
@@ -94,7 +94,7 @@ def convert(options: argparse.Namespace) -> Exit:
         )
         return Exit.OK
     for each in checkpoint.rejected:
-        print(f"passed over {each}")
+        print_line(f"passed over {each}")
     for path in report.paths:
         print(path)
     print(

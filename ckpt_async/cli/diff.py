@@ -16,6 +16,7 @@ from ckpt_async.cli.output import (
     Which,
     id_json,
     print_json,
+    print_line,
     store_options,
     telling_of_silence,
 )
@@ -118,12 +119,14 @@ def diff(options: argparse.Namespace) -> Exit:
         print_json(made)
         return code
     for sign, each in (("-", a), ("+", b)):
-        print(f"{sign * 3} {each.remote} step {each.step} ({each.name}, generation {each.generation})")
+        print_line(f"{sign * 3} {each.remote} step {each.step} ({each.name}, generation {each.generation})")
     _print(files, _file_text, "file")
     if tensors is not None:
         _print(tensors, str, "tensor")
         if silent:
-            print(f"the tensors of {counted(len(silent), 'file')} are not known: {', '.join(silent[:5])}")
+            print_line(
+                f"the tensors of {counted(len(silent), 'file')} are not known: {', '.join(silent[:5])}"
+            )
     return code
 
 
@@ -148,12 +151,12 @@ def _tensors(checkpoint: restore.Checkpoint) -> Tensors:
 
 def _print(found: Difference[T], text: Callable[[T], str], noun: str) -> None:
     for name, each in found.removed.items():
-        print(f"- {name}  {text(each)}")
+        print_line(f"- {name}  {text(each)}")
     for name, each in found.added.items():
-        print(f"+ {name}  {text(each)}")
+        print_line(f"+ {name}  {text(each)}")
     for name, (old, new) in found.changed.items():
         changed = f"{text(old)} -> {text(new)}" if text(old) != text(new) else f"{text(old)}, another content"
-        print(f"~ {name}  {changed}")
+        print_line(f"~ {name}  {changed}")
     print(
         f"{counted(found.num_same, noun)} the same, {len(found.changed)} changed, {len(found.removed)} only in A,"
         f" {len(found.added)} only in B"

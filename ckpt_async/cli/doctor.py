@@ -6,7 +6,7 @@ import argparse
 import os
 import signal
 
-from ckpt_async.cli.output import Exit, Json, print_json, store_options
+from ckpt_async.cli.output import Exit, Json, print_json, print_line, store_options
 from ckpt_async.cli.parsing import add_store_options, as_path, as_size
 from ckpt_async.doctor.checks import examine
 from ckpt_async.doctor.diagnosis import Facts, Level, diagnose
@@ -74,7 +74,7 @@ def doctor(options: argparse.Namespace) -> Exit:
     width = max(len(each.check) for each in findings)
     for each in findings:
         hint = f" ({each.hint})" if each.hint else ""
-        print(f"{each.level.value:4}  {each.check:{width}}  {each.message}{hint}")
+        print_line(f"{each.level.value:4}  {each.check:{width}}  {each.message}{hint}")
     print(f"{num_failed} of {len(findings)} checks failed" if num_failed else "nothing failed")
     return code
 

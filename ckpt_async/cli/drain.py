@@ -10,7 +10,7 @@ from dataclasses import replace
 from ckpt_async import threads
 from ckpt_async.cli.events import add_events, event_settings
 from ckpt_async.cli.metrics_file import add_metrics_file, tally_of
-from ckpt_async.cli.output import Exit, Json, id_json, print_json
+from ckpt_async.cli.output import Exit, Json, id_json, print_json, print_line
 from ckpt_async.cli.parsing import add_store_options, as_folder, as_seconds
 from ckpt_async.core.model import RemoteAddress
 from ckpt_async.core.units import in_units, named, one_line
@@ -72,9 +72,9 @@ def drain(options: argparse.Namespace) -> Exit:
         return code
     lines = [line for each in report.ranks for line in _rank_lines(each)]
     for line in lines or ["nothing to do"]:
-        print(line)
+        print_line(line)
     if report.uploaded_bytes:
-        print(f"{in_units(report.uploaded_bytes)} uploaded to {', '.join(report.remotes)}")
+        print_line(f"{in_units(report.uploaded_bytes)} uploaded to {', '.join(report.remotes)}")
     return code
 
 

@@ -8,7 +8,9 @@ import importlib.util
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+from ckpt_async.core.units import one_line
 
 # By what a thing is called: state or mood.
 COLOURS = {
@@ -59,9 +61,9 @@ def terminal(environment: Mapping[str, str]) -> Terminal:
 
 
 def drawn(blocks: Sequence[Block], on: Terminal) -> list[str]:
-    """The lines, none wider than the terminal."""
+    """The lines, none wider than the terminal, to which nothing that they name can speak."""
     lines: list[str] = []
-    for number, block in enumerate(blocks):
+    for number, block in enumerate(map(_tamed, blocks)):
         if number:
             lines.append("")
         lines += [part for mood, text in block.lines for part in _wrapped(text, mood, on)]
@@ -89,6 +91,16 @@ class Screen:
 
 
 # --- within ------------------------------------------------------------------------------------------------
+
+
+def _tamed(block: Block) -> Block:
+    def of(lines: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+        return [(mood, one_line(text)) for mood, text in lines]
+
+    table = block.table
+    if table is not None:
+        table = replace(table, rows=[tuple(map(one_line, row)) for row in table.rows])
+    return Block(of(block.lines), table, of(block.after))
 
 
 def _wrapped(text: str, mood: str, on: Terminal) -> list[str]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from ckpt_async.cli.stderr import say
+from ckpt_async.core.units import one_line
 
 if TYPE_CHECKING:
     from ckpt_async.core.model import CheckpointId
@@ -190,12 +191,18 @@ def id_json(checkpoint: CheckpointId) -> Json:
     return {"generation": checkpoint.generation, "step": checkpoint.step}
 
 
+def print_line(text: str) -> None:
+    """With names of folders, keys and runs, none of which can speak to the terminal, or forge a line."""
+    print(one_line(text), flush=True)
+
+
 def print_json(value: Json) -> None:
     print(json.dumps(value, indent=2))
 
 
 def print_table(titles: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
     """Columns as wide as their widest cell; numbers to the right."""
+    rows = [tuple(map(one_line, row)) for row in rows]
     widths = [max(len(row[column]) for row in (titles, *rows)) for column in range(len(titles))]
     is_number = [all(row[column][:1].isdigit() for row in rows) for column in range(len(titles))]
     for row in (titles, *rows):

@@ -9,7 +9,15 @@ import time
 
 from ckpt_async import restore
 from ckpt_async.cli.metrics_file import add_metrics_file, tally_of
-from ckpt_async.cli.output import ANY, Exit, Json, print_json, store_options, telling_of_silence
+from ckpt_async.cli.output import (
+    ANY,
+    Exit,
+    Json,
+    print_json,
+    print_line,
+    store_options,
+    telling_of_silence,
+)
 from ckpt_async.cli.parsing import (
     WHERE,
     add_generation,
@@ -175,7 +183,7 @@ def _plan(options: argparse.Namespace) -> Exit:
         return Exit.OK
     _tell_rejected(checkpoint)
     for file in files:
-        print(f"{in_units(file.size_bytes):>12}  {file.name}")
+        print_line(f"{in_units(file.size_bytes):>12}  {file.name}")
     print(
         f"step {checkpoint.step} ({checkpoint.name}): {counted(len(files), 'file')}, {in_units(size_bytes)} would be"
         " pulled"
@@ -187,12 +195,13 @@ def _none(options: argparse.Namespace) -> ObjectNotFoundError:
     which = "no checkpoint" if options.step.step is None else f"no checkpoint of step {options.step.text}"
     of_kind = f" of kind {options.kind}" if options.kind else ""
     of_kind += f" of generation {options.generation}" if options.generation else ""
-    return ObjectNotFoundError(f"{options.url} has {which}{of_kind} that is complete")
+    hint = f"`ckpt-async ls {options.url}` shows what is there, and the runs below a prefix"
+    return ObjectNotFoundError(f"{options.url} has {which}{of_kind} that is complete", hint=hint)
 
 
 def _tell_rejected(checkpoint: restore.Checkpoint) -> None:
     for each in checkpoint.rejected:
-        print(f"passed over {each}")
+        print_line(f"passed over {each}")
 
 
 def _checkpoint_json(checkpoint: restore.Checkpoint) -> Json:

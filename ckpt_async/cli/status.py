@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ckpt_async.cli import drawing, status_text
 from ckpt_async.cli.drawing import Block
 from ckpt_async.cli.failures import code_of
-from ckpt_async.cli.output import Exit, Json, pause_for_reader, print_json
+from ckpt_async.cli.output import Exit, Json, pause_for_reader, print_json, print_line
 from ckpt_async.cli.parsing import add_store_options, as_path, as_seconds
 from ckpt_async.cli.stderr import say
 from ckpt_async.core import keys
@@ -108,7 +108,7 @@ def _watch(sights: Sequence[_Sight], options: argparse.Namespace) -> Exit:
                 print(json.dumps(_json(sights)), flush=True)
         else:
             for line in status_text.changes(before, states):
-                print(f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ} {line}", flush=True)
+                print_line(f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ} {line}")
         before = states
         pause_for_reader(every_s)
 

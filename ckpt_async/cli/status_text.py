@@ -89,7 +89,12 @@ def remote_block(kind: str, found: Overview, *, is_titled: bool) -> Block:
     """A run, or one kind of its checkpoints, as the remote tells it."""
     lines: list[Line] = [("strong", found.url)] if is_titled or kind else []
     newest, flying = found.newest_committed, found.in_flight
-    if newest is None:
+    num_damaged = sum(each.is_damaged for each in found.items)
+    if newest is None and num_damaged:
+        lines.append(
+            ("bad", f"nothing can be used: {counted(num_damaged, 'checkpoint')} committed, all found damaged")
+        )
+    elif newest is None:
         lines.append(("warn", "nothing committed yet"))
     else:
         ago = age(found.seen_at - (newest.at or 0.0))

@@ -15,7 +15,7 @@ from dataclasses import replace
 from ckpt_async import threads
 from ckpt_async.cli.events import add_events, event_settings
 from ckpt_async.cli.metrics_file import Tally, add_metrics_file, tally_of
-from ckpt_async.cli.output import Exit, Json, id_json, store_options
+from ckpt_async.cli.output import Exit, Json, id_json, print_line, store_options
 from ckpt_async.cli.parsing import WHERE, add_kind, add_store_options, as_folder, as_path, as_seconds
 from ckpt_async.cli.upkeep import finding_json, with_store
 from ckpt_async.core import keys, retention
@@ -187,7 +187,8 @@ def _print_sweep(report: SweepReport, options: argparse.Namespace) -> None:
         return
     lines = [line for each in report.folders for line in _folder_lines(each)]
     lines += [line for each in report.remotes for line in _remote_lines(each, is_dry_run=options.dry_run)]
-    print("\n".join(lines or ["no folder matches yet: nothing to do"]), flush=True)
+    for line in lines or ["no folder matches yet: nothing to do"]:
+        print_line(line)
 
 
 def _folder_lines(each: FolderReport) -> Iterator[str]:

@@ -11,7 +11,16 @@ from typing import Any, TypeVar
 
 from ckpt_async import threads
 from ckpt_async.cli.metrics_file import add_metrics_file, tally_of
-from ckpt_async.cli.output import ANY, Exit, Json, Which, id_json, store_options, telling_of_silence
+from ckpt_async.cli.output import (
+    ANY,
+    Exit,
+    Json,
+    Which,
+    id_json,
+    print_line,
+    store_options,
+    telling_of_silence,
+)
 from ckpt_async.cli.parsing import (
     WHERE,
     add_generation,
@@ -194,15 +203,17 @@ def verify(options: argparse.Namespace) -> Exit:
         print(json.dumps(fields))
         return code
     for each in result.findings:
-        print(f"{'leftover' if each.is_leftover else 'VIOLATION'} {each}")
+        print_line(f"{'leftover' if each.is_leftover else 'VIOLATION'} {each}")
     for what in result.not_looked_at:
-        print(f"not looked at: {what}")
+        print_line(f"not looked at: {what}")
     for mark in result.marks:
-        print(f"MARKED {mark.checkpoint}: {mark.reason}")
+        print_line(f"MARKED {mark.checkpoint}: {mark.reason}")
         if mark.is_sound:
             name = f"{mark.checkpoint.step}@g{mark.checkpoint.generation}"
             where = f"{options.url} --kind {options.kind}" if options.kind else options.url
-            print(f"  every byte of it is as committed: `ckpt-async unmark {where} {name}` removes the mark")
+            print_line(
+                f"  every byte of it is as committed: `ckpt-async unmark {where} {name}` removes the mark"
+            )
     how = (
         f"{result.num_shards_read} of them read whole"
         if result.num_shards_read

@@ -8,7 +8,8 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
+from types import MappingProxyType
 from typing import Protocol, TypeVar
 
 from ckpt_async.errors import CkptAsyncError
@@ -53,10 +54,12 @@ class Sink(Protocol):
 
 
 class Courier:
-    """Delivers to one sink until it is closed. What could not be delivered stays in the box, for the next one."""
+    """Delivers to one sink until it is closed. What could not be delivered stays in the box, for the next one. `kinds`:
+    what the sink wants now, of what an earlier process may have put there; None for everything.
+    """
 
-    def __init__(self, outbox: Outbox, sink: Sink) -> None:
-        self._outbox, self._sink = outbox, sink
+    def __init__(self, outbox: Outbox, sink: Sink, kinds: Collection[str] | None = None) -> None:
+        self._outbox, self._sink, self._kinds = outbox, sink, kinds
         self._bell, self._lock = threading.Event(), threading.Lock()
         self._busy: set[int] = set()
         self._ends_at: float | None = None  # once it is closing: what is not due by then is left
@@ -193,6 +196,9 @@ class Courier:
             logger.exception("event_unreadable sink=%s", self._sink.name)
             return self._patiently(lambda: self._outbox.dropped(waiting.sequence))
         told = f"sink={self._sink.name} kind={event.kind} id={event.id}"
+        if self._kinds is not None and event.kind not in self._kinds:
+            logger.info("event_not_wanted %s", told)
+            return self._patiently(lambda: self._outbox.dropped(waiting.sequence))
         try:
             self._sink.deliver(event)
         except DeliveryError as error:
@@ -220,10 +226,15 @@ class Courier:
 
 
 class Couriers:
-    """One for each sink."""
+    """One for each sink. `wants`: the kinds of events that it wants now, if not all."""
 
-    def __init__(self, outbox: Outbox, sinks: Iterable[Sink]) -> None:
-        self._couriers = [Courier(outbox, sink) for sink in sinks]
+    def __init__(
+        self,
+        outbox: Outbox,
+        sinks: Iterable[Sink],
+        wants: Mapping[str, Collection[str]] = MappingProxyType({}),
+    ) -> None:
+        self._couriers = [Courier(outbox, sink, wants.get(sink.name)) for sink in sinks]
 
     def notify(self) -> None:
         for each in self._couriers:

@@ -54,7 +54,7 @@ class RunEvents:
         outbox = journal.outbox()
         for sink in sinks:
             outbox.retry_now(sink.name)
-        self._couriers = Couriers(outbox, sinks)
+        self._couriers = Couriers(outbox, sinks, wants)
 
     def look(self, generation: int, local: Local, sent_bytes: int, missing: Callable[[], list[int]]) -> None:
         """The engine has made a round. `missing`: the ranks that the oldest checkpoint waits for."""

@@ -50,7 +50,9 @@ class Webhook:
             # Texts of these errors may hold the URL.
             cause = getattr(error, "os_error", None) or getattr(error, "certificate_error", None)
             what = type(error).__name__ + (f": {cause}" if cause else "")
-            raise DeliveryError(f"{self.host} cannot be reached: {what}") from None
+            is_answered = isinstance(error, aiohttp.ClientResponseError | aiohttp.ClientPayloadError)
+            how = "answered what is no HTTP" if is_answered else "cannot be reached"
+            raise DeliveryError(f"{self.host} {how}: {what}") from None
         finally:
             self._posting = None
 

@@ -35,14 +35,15 @@ class RemoteFile:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """A newer checkpoint that cannot be used, and why."""
+    """A newer checkpoint that cannot be used, and why. `name` is "" where only what cannot be read would tell it."""
 
     id: CheckpointId
     name: str
     reason: str
 
     def __str__(self) -> str:
-        return f"step {self.id.step} ({self.name}, generation {self.id.generation}): {self.reason}"
+        name = f"{self.name}, " if self.name else ""
+        return f"step {self.id.step} ({name}generation {self.id.generation}): {self.reason}"
 
 
 def why_passed_over(passing_over: Collection[CheckpointId], id_: CheckpointId) -> str:

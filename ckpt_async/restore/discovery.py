@@ -100,7 +100,7 @@ def find(
         try:
             async with session(remote, store_options) as opened:
                 found = await _find(opened, step, generation, passing_over, world_size)
-                if found is None and step is None:
+                if found is None and step is None and generation is None:
                     await check_fresh(opened, remote, known)
         except StoreError as error:
             if not _is_nowhere(error):
@@ -174,17 +174,16 @@ async def _find(
     async for id_ in _newest_first(opened, listing, step, generation):
         if step not in (None, id_.step) or generation not in (None, id_.generation):
             continue
-        name = f"step-{id_.step}"
         reason = why_passed_over(passing_over, id_) or marks.get(id_)
         if reason is not None and step is None:
-            rejected.append(Rejected(id_, name, reason))
+            rejected.append(Rejected(id_, "", reason))
             continue
         try:
             found = await sure(opened, partial(_look, id_))
         except (
             InvalidRecordError
         ) as error:  # looked at again from the decision on, so it was not pruned meanwhile
-            rejected.append(Rejected(id_, name, str(error)))
+            rejected.append(Rejected(id_, "", str(error)))
             if not isinstance(error, UnknownVersionError):
                 await mark_damaged(opened, id_, str(error))
             if step is not None:

@@ -112,7 +112,7 @@ async def remote_events(
         yield None
         return
     try:
-        couriers = Couriers(outbox, [*functions, *sinks_of(settings, os.environ)])
+        couriers = Couriers(outbox, [*functions, *sinks_of(settings, os.environ)], wants)
         try:
             yield RemoteEvents(outbox, wants, couriers)
         finally:

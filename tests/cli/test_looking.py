@@ -117,6 +117,24 @@ def test_what_somebody_has_written_as_a_reason_cannot_speak_to_a_terminal(
         assert r"line two\n\x1b[31mred" in shown
 
 
+def test_no_name_of_a_key_or_a_folder_can_speak_to_a_terminal(tmp_path: Path, remote: str, text: Any) -> None:
+    hostile = "a\x1b[31mred\x9b\u202e\nVIOLATION forged"
+    save(tmp_path / "f", remote, 1, {"a.bin": b"a"})
+    (tmp_path / f"store/team/run/ckpt/{hostile}").mkdir()
+    (tmp_path / f"store/team/run/ckpt/{hostile}/x").write_bytes(b"x")
+    (tmp_path / hostile).mkdir()
+    save(tmp_path / hostile, f"file://{tmp_path}/store/other", 1, {"a.bin": b"a"})
+    for command in (
+        ("verify", remote),
+        ("status", tmp_path / hostile, tmp_path / "f"),
+        ("sweep", tmp_path / hostile, "--once"),
+        ("doctor", tmp_path / hostile),
+    ):
+        shown = text(*command)[1]
+        assert "a\\x1b[31mred\\x9b\\u202e\\nVIOLATION forged" in shown, command
+        assert not {each for each in shown if not each.isprintable()} - {"\n"}
+
+
 def test_ls_long_names_receipts_that_are_gone(tmp_path: Path, remote: str, call: Call) -> None:
     save(tmp_path / "f", remote, 1, {"a.bin": b"a"})
     (receipt,) = (tmp_path / "store/team/run/.ckpt_async/receipts").rglob("*.json")
@@ -141,7 +159,11 @@ def test_generation_and_step_select(tmp_path: Path, remote: str, call: Call) -> 
     assert call("ls", remote, "7")[0] == 3
     _, pulled = call("pull", remote, tmp_path / "here", "--generation", "1", "--dry-run")
     assert pulled["generation"] == 1
-    assert call("pull", remote, tmp_path / "here", "--generation", "3", "--dry-run")[0] == 3
+    code, told = call("pull", remote, tmp_path / "here", "--generation", "3", "--dry-run")
+    assert (code, told["error"]["kind"]) == (3, "ObjectNotFoundError"), (
+        "that it is no fresh start is beside the point"
+    )
+    assert "no checkpoint of generation 3 that is complete" in told["error"]["message"]
     assert call("verify", remote, "--generation", "2")[1]["committed"] == 1
     assert call("verify", remote, "--generation", "3")[0] == 3
     assert call("pull", remote, tmp_path / "here", "--step", "1@g2", "--generation", "1")[0] == 2

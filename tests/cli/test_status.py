@@ -68,6 +68,22 @@ def test_a_remote_tells_who_has_delivered_and_who_has_not(
     assert {each for each in fields if f"`{each}`" not in documented} == set()
 
 
+def test_a_remote_of_which_all_is_damaged_is_no_fresh_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    remote = f"file://{tmp_path}/store"
+    with Uploader(tmp_path / "a", remote, rank=0, world_size=1) as uploader:
+        save(uploader, 5)
+    [shard] = (tmp_path / "store/ckpt").glob("*/*")
+    shard.unlink()
+    assert cli.main(["pull", remote, str(tmp_path / "here")]) != 0  # marks it
+    capsys.readouterr()
+    cli.main(["status", remote])
+    assert capsys.readouterr().out.startswith(
+        "nothing can be used: 1 checkpoint committed, all found damaged\n"
+    )
+
+
 def test_a_remote_with_kinds_and_one_without_a_run(
     tmp_path: Path, remote: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

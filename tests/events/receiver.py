@@ -15,7 +15,8 @@ from typing import Any
 
 @dataclass
 class Receiver:
-    """`says`: what it does with the next requests; an empty list means 200. 'hang', 'reset', 'drop' or a status."""
+    """`says`: what it does with the next requests; an empty list means 200. 'hang', 'reset', 'drop',
+    'garbage' or a status."""
 
     url: str = ""
     says: list[int | str] = field(default_factory=list)
@@ -51,6 +52,8 @@ def receiving(context: ssl.SSLContext | None = None, port: int = 0) -> Iterator[
                 receiver.is_over.wait(30)
             if what == "reset":
                 self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            if what == "garbage":
+                self.wfile.write(b"220 smtp.example.com\r\n\r\n")
             if isinstance(what, str):
                 self.close_connection = True
                 self.connection.close()

@@ -96,3 +96,16 @@ def test_a_disk_that_stays_full_holds_up_no_end(box: Box, caplog: pytest.LogCapt
     courier.close(0.05)
     assert "events_left sink=exec num=1 cut_short=1; the next start tells them" in caplog.text
     assert not [each for each in threading.enumerate() if each.name.startswith("ckpt-async-exec")]
+
+
+def test_what_an_earlier_process_has_put_there_and_nobody_wants_now_is_dropped(box: Box) -> None:
+    """`drain --webhook-on fenced`, for one: its receiver wants no commits of the trainer's."""
+    sink = Sink(1)
+    put(box, 1)
+    courier = Courier(box, sink, {"fenced"})
+    wait_until(lambda: box.num_due(["exec"], float("inf")) == 0)
+    courier.close(5.0)
+    put(box, 2)
+    courier = Courier(box, sink, {"committed"})
+    wait_until(lambda: sink.steps == [2])
+    courier.close(5.0)

@@ -133,6 +133,17 @@ def test_a_webhook_that_hangs_ends_at_its_deadline(
     assert "has not answered within" in caplog.text
 
 
+def test_a_receiver_that_answers_something_else_was_reached(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with receiving() as receiver, opened(tmp_path, event_webhook=receiver.url) as uploader:
+        receiver.says = ["garbage"]
+        save(uploader, 1)
+        receiver.wait_for(1)
+    assert "answered what is no HTTP" in caplog.text
+    assert "cannot be reached" not in caplog.text
+
+
 def test_a_receiver_that_is_down_delays_neither_enqueue_nor_commit_nor_close(tmp_path: Path) -> None:
     port = free_port()
     with opened(tmp_path, event_webhook=f"http://127.0.0.1:{port}/hook", event_grace_s=1.0) as uploader:
