@@ -67,8 +67,8 @@ class CheckpointSaver:
         latest_remote_filename: Composer's text pointer to the newest committed file, below the remote; `.symlink` is
             added.
         save_interval: `"1ep"`, `"500ba"`, `"10000sp"`, `"1e9tok"`, `"2iter"`, `"0.1dur"` of `max_duration`, `"30min"`
-            of wall clock, a number of epochs, `Auto(…)`, a function `(timestamp, event) -> bool` that answers the same
-            on all ranks, or a list of several. None: only what the following ask for.
+            of wall clock, a whole number of epochs, `Auto(…)`, a function `(timestamp, event) -> bool` that answers the
+            same on all ranks, or a list of several. None: only what the following ask for.
         fixed_steps: Batches at which to save as well.
         ephemeral_save_interval: For checkpoints that are kept only until a newer one is committed.
         max_duration: Length of the run, like `"10ep"`. What ends it is saved.
