@@ -145,7 +145,7 @@ class Schedule:
                 raise SettingsError(
                     f"a save interval, or max_duration, counts {name}s, but step() was given"
                     f" {'the batch alone' if is_number else f'{name}=0'}: it would never be due",
-                    hint=f'pass Timestamp(batch=…, {name}=…), or an interval in batches, like save_interval="500ba"',
+                    hint=f'pass Timestamp(batch=…, {name}=…), or save_interval="500ba", which counts batches, or None',
                 )
 
     @property
