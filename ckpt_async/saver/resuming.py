@@ -71,8 +71,13 @@ class Resuming:
 
 
 def uploader_of(files: Files, kind: str | None, options: dict[str, Any]) -> Uploader | LocalOnly:
-    """Where saved files go."""
-    options = {**options, "kind": kind, "latest_filename": files.latest_filename}
+    """Where saved files go. A collective."""
+    options = {
+        "launch_id": ckpt.launch_id(),
+        **options,
+        "kind": kind,
+        "latest_filename": files.latest_filename,
+    }
     if files.publish:
         options["publish_copies"] = True
     if files.pointer:

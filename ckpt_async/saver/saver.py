@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-import ckpt_async.torch as ckpt
+from ckpt_async import StoreOptions
 from ckpt_async.core import arguments, launch
 from ckpt_async.errors import CkptAsyncError, SettingsError, UploaderClosedError
 from ckpt_async.restore import Checkpoint
 from ckpt_async.saver import schedule as schedules
 from ckpt_async.saver.asking import Asking
 from ckpt_async.saver.auto import Choice
-from ckpt_async.saver.files import FILENAME, LATEST_FILENAME, Templates, files_of
+from ckpt_async.saver.files import FILENAME, LATEST_FILENAME, Files, Templates, files_of
 from ckpt_async.saver.hooks import FailureHook, Hook, Hooks
 from ckpt_async.saver.resuming import Resuming, uploader_of
 from ckpt_async.saver.saving import Saving, What, check
@@ -150,22 +150,27 @@ class CheckpointSaver:
         self._hooks = Hooks.of(on_saved, on_committed, on_failed, hooks_at_once)
         check(files, what, schedule, self._past.decided)
         self._saves_last, self._saves_on_exception = saves_last, save_on_exception
-        uploader.setdefault("launch_id", ckpt.launch_id())
         self._schedule = schedule
         self.uploader = uploader_of(files, kind, uploader)
         try:
-            self._resuming = Resuming(files, self.uploader, uploader.get("store_options"))
-            chosen = self.uploader.metrics.save_interval_chosen
-            self._asking = Asking(schedule, rank, world_size, chosen=chosen)
-            self._saving = Saving(self.uploader, files, what, self._hooks, self._asking.ended)
-            self._begin(save_signals)
+            self._begin(files, what, (rank, world_size), uploader.get("store_options"), save_signals)
         except BaseException:
             with contextlib.suppress(CkptAsyncError):  # else the folder stays in use, by nobody
                 self.uploader.close(0)
             raise
 
-    def _begin(self, save_signals: Sequence[int]) -> None:
+    def _begin(
+        self,
+        files: Files,
+        what: What,
+        place: tuple[int, int],
+        store_options: StoreOptions | None,
+        save_signals: Sequence[int],
+    ) -> None:
         self._metrics = self.uploader.metrics
+        self._resuming = Resuming(files, self.uploader, store_options)
+        self._asking = Asking(self._schedule, *place, chosen=self._metrics.save_interval_chosen)
+        self._saving = Saving(self.uploader, files, what, self._hooks, self._asking.ended)
         self._metrics.saver_opened()
         self._is_strict = self.uploader.settings.on_error == "raise"
         self._seen: tuple[State, Timestamp] | None = None

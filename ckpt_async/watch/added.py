@@ -11,6 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from ckpt_async.watch.entries import Entry, State
 from ckpt_async.watch.formats import Found, Known, Rules, find
@@ -56,8 +57,8 @@ def by_path(known: Iterable[Entry]) -> dict[str, list[Entry]]:
     return found
 
 
-def known_of(entries: Iterable[Entry]) -> Known:
-    """What may still be added to is what was not handed in in any version."""
+def known_of(entries: Iterable[Entry], past: Mapping[str, Sequence[Version]] = MappingProxyType({})) -> Known:
+    """What may still be added to is what was not handed in in any version. `past`: versions without an entry."""
     versions = by_path(entries)
     growing, handed = defaultdict[str, list[Files]](list), defaultdict[str, list[Files]](list)
     for entry in itertools.chain(*versions.values()):
@@ -67,11 +68,15 @@ def known_of(entries: Iterable[Entry]) -> Known:
             growing[entry.path].append(entry.files)
         if entry.state in (State.HANDED, State.COMMITTED):
             handed[entry.path].append(entry.files)
-    return Known(growing, handed, {path: versions_of(each) for path, each in versions.items()})
+    seen = {path: versions_of(each) for path, each in versions.items()}
+    for path, others in past.items():
+        seen[path] = [*seen.get(path, []), *others]
+    return Known(growing, handed, seen)
 
 
 def versions_of(entries: Iterable[Entry]) -> list[Version]:
-    return [Version(each.files, each.marked_ns) for each in entries]
+    """Of one that another node has announced, with the time of its mark."""
+    return [Version(each.files, each.told_ns or each.marked_ns) for each in entries]
 
 
 def _is_fresh(entry: Entry) -> bool:
@@ -149,10 +154,11 @@ class LeftOut:
             new = [path for path, is_ in files.items() if entry.files.get(path) != is_]
             first = min(new, key=lambda each: (each in entry.files, files[each].mtime_ns, each))
             came = "was written again" if first in entry.files else "came"
-            reason = (
-                f"{first} {came} after it was handed in, and is not so in what is committed: raise --settle-s, or have"
-                " the trainer write a file last and give its name by --done"
-            )
+            came += " after it was handed in, and is not so in what is committed"
+            if files[first].mtime_ns <= entry.marked_ns:
+                came = "was added to an earlier save to the same place, and is not in what is committed"
+            advice = "raise --settle-s, or have the trainer write a file last and give its name by --done"
+            reason = f"{first} {came}: {advice}"
             _, _, since = before.get(entry.number, (entry, reason, self._clock()))
             self._since[entry.number] = entry, reason, since
             if self._clock() - since >= LEFT_OUT_S:

@@ -9,6 +9,7 @@ import stat
 import struct
 import time
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,12 @@ class Disk:
             special=found.special,
             born_ns=lambda path: born_ns(self.folder / path),
         )
+
+    def is_so(self, paths: Iterable[str], tree: Tree) -> bool:
+        """Whether these files are still as that look saw them: what was read of them since is theirs."""
+        with contextlib.suppress(OSError):
+            return all(identity_of((self.folder / each).lstat()) == tree.files[each] for each in paths)
+        return False
 
     def _walk(self) -> _Listing:
         found, waiting = _Listing(), [""]

@@ -64,9 +64,9 @@ class Entry:
     is_followed: bool = False  # another node has announced it
     told_ns: int = 0  # and of which time that said its mark is
     is_doubtful: bool = False  # a watcher whose memory is lost may have sent it
-    tensors: Mapping[str, int] = field(
-        default_factory=dict
-    )  # of a single file: their checksums, as it says them
+    # Of a single file: the checksums of its tensors, as it says them.
+    tensors: Mapping[str, int] = field(default_factory=dict)
+    mark_ns: int = 0  # when its mark was written, which may lie beside it; 0: not known
 
     @property
     def is_settled(self) -> bool:
@@ -80,7 +80,7 @@ class Entry:
     def marked_ns(self) -> int:
         """When it was complete. The oldest of its files tells nothing: a `config.json` may be copied with its time."""
         mark = self.files.get(self.mark)
-        return mark.mtime_ns if mark else self.written_ns
+        return mark.mtime_ns if mark else self.mark_ns or self.written_ns
 
     @property
     def written_ns(self) -> int:
@@ -108,6 +108,7 @@ def entry_of(found: Found, tree: Tree, number: int, *, expected: tuple[str, ...]
         expected,
         tree.now_ns,
         tensors=tree.tensor_sums(found.path) if found.is_file else {},
+        mark_ns=tree.files[found.mark].mtime_ns if found.mark in tree.files else 0,
     )
 
 

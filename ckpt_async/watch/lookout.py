@@ -15,6 +15,7 @@ from ckpt_async.watch.disk import Disk
 from ckpt_async.watch.entries import Entries, Entry, State, VanishedError, entry_of
 from ckpt_async.watch.formats import Found, Known, find
 from ckpt_async.watch.formats.checks import has_all_below
+from ckpt_async.watch.formats.found import Version
 from ckpt_async.watch.holds import Hold, Holds
 from ckpt_async.watch.options import Options
 from ckpt_async.watch.room import Room, held_only_by
@@ -31,6 +32,8 @@ OVERTAKEN = "it was saved again to the same place before it had been quiet for l
 DISK_LOW = "its trainer has deleted it, and needs the space: the disk was nearly full before it could be sent"
 # What the trainer writes next is as large as the largest of so many that were found last.
 NUM_LATE = 16
+# So many versions of a place that was saved to again are remembered besides those that were handed in.
+NUM_PAST = 2
 # Of what nothing was written for so long its mark may never come.
 STALE_S = 600.0
 
@@ -53,6 +56,9 @@ class Lookout:
         self._seen: dict[str, Mapping[str, Identity]] = {}
         # By path: what has its mark, this one, and yet is not complete; and why.
         self._lacking: dict[str, tuple[Found, Identity, str]] = {}
+        # By path, and by number: versions that no entry has, since they were written to before they were handed in, or
+        # after that.
+        self._past: dict[str, dict[int, Version]] = {}
         self.num_left, self.took_s = 0, 0.0
         self.now: dict[str, Mapping[str, Identity]] = {}  # by path: the files of each candidate
         self._left_out = LeftOut(teller.leave_out)
@@ -80,6 +86,7 @@ class Lookout:
                 self._entries.drop(entry)
             elif entry.state is State.STAGED and not self._entries.is_intact(entry):
                 self._entries.drop(entry)  # it is looked at anew
+                self._remember(entry, entry.files)
                 logger.info("changed_while_settling path=%s", entry.path)
             elif changed and entry.state is State.HANDED:
                 reason = f"{changed} was changed in place after its checkpoint was complete"
@@ -91,7 +98,9 @@ class Lookout:
         """
         self._teller.incomplete, self.num_left = {}, 0
         self._teller.pass_over(self.tree.unreadable)
-        candidates = find(self.tree, self._options.rules, known_of(self._entries.all.values()))
+        past = {path: list(each.values()) for path, each in self._past.items()}
+        known = known_of(self._entries.all.values(), past)
+        candidates = find(self.tree, self._options.rules, known)
         self.now = {each.path: {path: self.tree.files[path] for path in each.files} for each in candidates}
         seen_before, self._seen = self._seen, {}
         for found in (self._unrotated(each, seen_before) for each in candidates):
@@ -100,8 +109,10 @@ class Lookout:
                 self._refuse_again(found)
                 continue
             self._tell_of_special(found)
-            if verdict.refusal is not None:
+            if verdict.refusal is not None and self._disk.is_so(found.files, self.tree):
                 self._teller.refuse(found, verdict.refusal, verdict.reason)
+            elif verdict.refusal is not None:
+                self.num_left += 1  # it was judged by what has been written since this look
             elif verdict.take:
                 self._lacking.pop(found.path, None)  # it is whole by now
                 self._stage(found, self.tree, self._options.folder)
@@ -140,6 +151,7 @@ class Lookout:
     def _grown(self, candidates: Collection[Found]) -> dict[int, tuple[Entry, Mapping[str, Identity]]]:
         """What was handed in, and has more by now that is not to be handed in, too."""
         waiting = {each.path for each in candidates if each.is_waiting or not has_all_below(each)}
+        left = {each.path: {path: self.tree.files[path] for path in each.left_over} for each in candidates}
         newest: dict[str, Entry] = {}
         for entry in sorted(self._entries.all.values(), key=lambda each: each.number):
             if entry.path and entry.is_alive:
@@ -148,8 +160,10 @@ class Lookout:
         for path in newest.keys() - waiting:
             below = files_of(path, self.tree).items()
             files = self.now.get(path) or {each: was for each, was in below if not each.endswith(".tmp")}
+            files = {**files, **left.get(path, {})}
             if newest[path].state is not State.STAGED and has_outlived(newest[path], files):
                 found[newest[path].number] = newest[path], files
+                self._remember(newest[path], files)
         return found
 
     def end(self) -> None:
@@ -219,9 +233,10 @@ class Lookout:
         tree, found = self._held(hold)
         verdict = self._judge(found, tree) if found is not None else None
         written = self._holds.written(hold)
-        if found is None or verdict is None:
+        versions = self._entries.of_path(hold.path)
+        if found is None or verdict is None or plan.is_taken_otherwise(found, tree, versions):
             self._holds.drop(hold)
-        elif plan.is_overtaken(found, tree, self._entries.of_path(hold.path)):
+        elif plan.is_overtaken(found, tree, versions):
             self._teller.refuse(found, Refusal.INCOMPLETE, OVERTAKEN)
             self._holds.drop(hold)
         elif written or not (verdict.take or verdict.is_waiting):
@@ -248,8 +263,7 @@ class Lookout:
         if self._is_here(hold):
             return False
         tree, written = self._holds.as_seen(hold, self.tree), self._holds.written(hold)
-        versions = versions_of(self._entries.of_path(hold.path))
-        found = added.marked(tree, hold.path, written, self._options.rules, versions)
+        found = added.marked(tree, hold.path, written, self._options.rules, self._versions(hold.path))
         verdict = self._judge(found, tree) if found is not None else None
         if found is None or verdict is None or not verdict.take:
             return False
@@ -260,12 +274,22 @@ class Lookout:
                 self._teller.leave_out(entry, reason)
         return True
 
+    def _versions(self, path: str) -> list[Version]:
+        return [*versions_of(self._entries.of_path(path)), *self._past.get(path, {}).values()]
+
+    def _remember(self, entry: Entry, files: Mapping[str, Identity]) -> None:
+        """What a next save to the same place may find there still."""
+        past = self._past.setdefault(entry.path, {})
+        past[entry.number] = Version(files, entry.told_ns or entry.marked_ns)
+        for number in sorted(past)[:-NUM_PAST]:
+            del past[number]
+
     def _is_here(self, hold: Hold) -> bool:
         return any(self.tree.files.get(path) == was for path, was in hold.files.items())
 
     def _held(self, hold: Hold) -> tuple[Tree, Found | None]:
         tree = self._holds.as_seen(hold, self.tree)
-        known = Known(versions={hold.path: versions_of(self._entries.of_path(hold.path))})
+        known = Known(versions={hold.path: self._versions(hold.path)})
         candidates = find(tree, self._options.rules, known)
         return tree, next((each for each in candidates if each.path == hold.path), None)
 

@@ -114,6 +114,13 @@ def is_overtaken(found: Found, tree: Tree, known: Iterable[Entry]) -> bool:
     return any(each.is_alive and each.marked_ns > marked_ns(tree, found) for each in known)
 
 
+def is_taken_otherwise(found: Found, tree: Tree, known: Iterable[Entry]) -> bool:
+    """Whether the same save is known, with other files than these and what they have grown from."""
+    files, at_ns = {path: tree.files[path] for path in found.files}, marked_ns(tree, found)
+    same = (each for each in known if each.is_alive and each.marked_ns == at_ns)
+    return any(not added.has_grown(each, files) for each in same)
+
+
 def has_peer(found: Found, tree: Tree, known: Iterable[Entry]) -> bool:
     """Whether a later one of the same trainer, seen to its end, has files of the same names. Of one that was deleted
     before it had been quiet for long enough, this says that no rank's file was missed.
@@ -141,7 +148,7 @@ def twin_of(found: Found, tree: Tree, known: Iterable[Entry]) -> Entry | None:
     written_ns = tree.files[found.path].mtime_ns
     others = (each for each in known if each.step == found.step and each.path != found.path)
     near = (each for each in others if each.is_alive and abs(each.written_ns - written_ns) < TWIN_S * 1e9)
-    return next(near, None)
+    return max(near, key=lambda each: (each.written_ns, each.number), default=None)
 
 
 def _of_twin(found: Found, tree: Tree, twin: Entry) -> Verdict | None:
@@ -280,7 +287,7 @@ def to_remove(entries: Iterable[Entry], num_kept: int) -> list[Entry]:
     """
     everything = sorted(entries, key=lambda each: each.number)
     of_place = {each.path: each for each in everything}
-    written = sorted(of_place.values(), key=lambda each: (each.written_ns, each.number))
+    written = sorted(of_place.values(), key=lambda each: (each.written_ns, each.path.count("/"), each.number))
     of_commit: dict[tuple[int, int], Entry] = {}
     for each in written:
         if each.state is State.COMMITTED:

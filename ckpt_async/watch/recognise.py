@@ -20,11 +20,7 @@ def there(remote: Remote, entries: Entries, entry: Entry, generation: int) -> De
     known = entries.all.values()
     if not entry.is_doubtful and not plan.needs_new_generation(entry, known, generation):
         return None
-    not_of = {
-        CheckpointId(each.generation, each.step)
-        for each in known
-        if entry.is_doubtful or each.path == entry.path
-    }
+    not_of = {CheckpointId(each.generation, each.step) for each in known if each.path == entry.path}
     return _same_in_store(remote, entry, entries.staged(entry), not_of)
 
 

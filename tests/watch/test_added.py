@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from ckpt_async.core.refusal import Refusal, Refused
 from ckpt_async.watch import added
 from ckpt_async.watch.added import LEFT_OUT_S, LeftOut
 from ckpt_async.watch.entries import Entry, State
-from ckpt_async.watch.formats import Known, Rules, find
+from ckpt_async.watch.formats import Found, Known, Rules, find
 from ckpt_async.watch.formats.checks import UNCOUNTED_S
 from ckpt_async.watch.formats.found import GROWING_S, Version
 from ckpt_async.watch.tree import Identity, Tree
@@ -194,6 +195,72 @@ def test_what_was_there_before_is_written_anew_whatever_its_inode() -> None:
     for versions, is_taken in (([], True), ([Version(before, last_ns)], False)):
         now = tree_of(written, now_s=1, born_ns=born)
         assert (added.marked(now, "step-1", [], Rules(done="DONE"), versions) is not None) is is_taken
+
+
+def test_what_was_added_to_an_earlier_save_to_the_same_place_is_not_of_this_one() -> None:
+    """This save's is still to come. It may be written in place: that it was there before is known."""
+    written = dict.fromkeys(["step-1/b", "step-1/a", "step-1/DONE"], b"1")
+    now = tree_of(written, now_s=UNCOUNTED_S)
+    marked_ns = now.files["step-1/b"].mtime_ns - 1
+    earlier = {path: Identity(9, 1, marked_ns) for path in written} | {"step-1/b": now.files["step-1/b"]}
+
+    def seen(tree: Tree, *versions: Version) -> Found:
+        (found,) = find(tree, Rules(done="DONE"), Known(versions={"step-1": versions}))
+        return found
+
+    whole = seen(now)
+    assert (sorted(whole.files), whole.left_over) == (sorted(written), ())
+    without = seen(now, Version(earlier, marked_ns))
+    assert (sorted(without.files), without.left_over) == (["step-1/DONE", "step-1/a"], ("step-1/b",))
+    assert not seen(now, Version(earlier, marked_ns + 1)).left_over, "it had it when it was marked"
+    same = now.files | {"step-1/b": now.files["step-1/b"]}
+    assert not seen(now, Version(same, marked_ns)).left_over, "nothing else is another save"
+    again = tree_of(dict.fromkeys(["step-1/a", "step-1/DONE", "step-1/b"], b"1"), now_s=UNCOUNTED_S)
+    assert "b is newer than its mark" in seen(again).reason
+    settle = Rules(done="DONE", settle_s=2)
+    (found,) = find(again, settle, Known(versions={"step-1": [Version(earlier, marked_ns)]}))
+    assert not found.reason
+
+
+def test_what_was_written_to_before_it_was_handed_in_is_remembered(looking: Looking) -> None:
+    """The next save to the same place is compared with it: a late rank's file is of one of them."""
+    lookout, here = looking.lookout(Rules(ranks=2)), looking.folder / "checkpoint-1"
+    here.mkdir()
+    first = ("model.bin", "rng_state_0.pth", "trainer_state.json")
+
+    def look(*names: str) -> list[Entry]:
+        for name in names:
+            (here / name).write_text(json.dumps({"global_step": 1, "at": time.time_ns()}))
+        lookout.look()
+        lookout.review()
+        lookout.take()
+        return list(looking.entries.all.values())
+
+    assert len(look(*first, "rng_state_1.pth")) == 1
+    assert look(*first) == [], "rank 1 has not begun"
+    assert "of another save" in looking.teller.incomplete["checkpoint-1"]
+    assert len(look("rng_state_1.pth")) == 1
+
+
+def test_what_came_too_late_for_one_save_is_no_part_of_the_next(looking: Looking) -> None:
+    lookout, here = looking.lookout(Rules(done="DONE", settle_s=0)), looking.folder / "step-1"
+    here.mkdir()
+
+    def look(*names: str, state: State | None = None) -> list[str]:
+        for name in names:
+            (here / "new").write_text(str(time.time_ns()))
+            (here / "new").rename(here / name)
+        lookout.look()
+        lookout.take()
+        newest = max(looking.entries.all.values(), key=lambda each: each.number)
+        if state is not None:
+            looking.entries.settle(newest, state)
+        return sorted(newest.shards.values())
+
+    assert look("model.bin", "DONE", state=State.COMMITTED) == ["DONE", "model.bin"]
+    assert look("late.bin") == ["DONE", "model.bin"]
+    assert look("model.bin", "DONE", state=State.COMMITTED) == ["DONE", "model.bin"]
+    assert len(looking.entries.all) == 2
 
 
 def test_what_was_added_before_a_later_one_was_complete_need_not_be_quiet() -> None:

@@ -17,11 +17,12 @@ from ckpt_async.core.refusal import Refusal
 from ckpt_async.watch import plan
 from ckpt_async.watch.disk import sample
 from ckpt_async.watch.entries import Entries, Entry
-from ckpt_async.watch.formats import Found, Rules
+from ckpt_async.watch.formats import Found, Rules, find
 from ckpt_async.watch.holds import MAX_HELD
 from ckpt_async.watch.lookout import STALE_S
 from ckpt_async.watch.tree import Tree
 from tests.watch.looking import Place
+from tests.watch.trees import torch_zip
 
 
 @pytest.fixture
@@ -276,3 +277,24 @@ def test_what_is_saved_again_to_the_same_place_before_it_was_quiet_does_not_come
     assert [each.path for each in place.entries.all.values()] == ["checkpoint-1"]
     assert place.holds.all == {}
     assert place.told == [("refused", "checkpoint-1")]
+
+
+def test_what_is_written_between_the_look_and_the_judgement_is_not_judged_by_that_look(place: Place) -> None:
+    """Lightning's `last.ckpt` is replaced by that of the next step while it is compared."""
+    lookout = place.lookout(Rules())
+
+    def save(name: str, value: int) -> None:
+        (place.folder / "new").write_bytes(torch_zip(tensor=bytes([value]) * 400, global_step=value))
+        (place.folder / "new").rename(place.folder / name)
+
+    save("epoch=0-step=4.ckpt", 4)
+    save("last.ckpt", 4)
+    lookout.look()
+    assert [each.step for each in find(lookout.tree)] == [4, 4]  # read before
+    save("last.ckpt", 8)
+    lookout.take()
+    assert (place.told, [each.step for each in place.entries.all.values()]) == ([], [4])
+    save("epoch=0-step=8.ckpt", 8)
+    lookout.look()
+    lookout.take()
+    assert (place.told, sorted(each.step for each in place.entries.all.values())) == ([], [4, 8])

@@ -201,11 +201,40 @@ def test_local_retention_leaves_a_place_that_was_saved_to_again_to_its_newest_sa
     assert plan.to_remove([first, again], 1) == []
 
 
+def test_of_several_saves_of_a_step_the_newest_is_the_one_that_a_file_is_compared_with() -> None:
+    """Lightning's `last.ckpt`, when the step is saved again within the minute."""
+    tree = tree_of({"last.ckpt": torch_zip(tensor=b"\2" * 400, global_step=10)})
+    (found,) = find(tree)
+    names = ("a-step=10.ckpt", "b-step=10.ckpt")
+    trees = [tree_of({name: torch_zip(tensor=bytes([n]) * 400)}) for n, name in enumerate(names, 1)]
+    known = [entry_of(find(each)[0], each, number) for number, each in enumerate(trees, 1)]
+    assert plan.judge(found, tree, known, num_nodes=1) is None
+    verdict = plan.judge(found, tree, known[:1], num_nodes=1)
+    assert verdict is not None
+    assert verdict.refusal is Refusal.UNSUPPORTED
+
+
+def test_what_is_known_of_the_same_save_is_not_taken_once_more_with_other_files() -> None:
+    written = {"step1/model.pt": torch_zip(x=1), "step1/config.yaml": b"a"}
+    tree = tree_of(written)
+    (found,) = find(tree)
+    known = entry_of(found, tree, 1)
+    assert plan.is_taken_otherwise(found, tree, [known])
+    less = replace(known, files={path: was for path, was in known.files.items() if path == known.mark})
+    assert not plan.is_taken_otherwise(found, tree, [less]), "it has grown"
+    assert not plan.is_taken_otherwise(found, tree, [replace(known, state=State.REFUSED)])
+    mark = known.files[known.mark]
+    other = replace(known, files={**known.files, known.mark: mark._replace(mtime_ns=mark.mtime_ns - 1)})
+    assert not plan.is_taken_otherwise(found, tree, [other])
+
+
 def test_local_retention_neither_counts_nor_deletes_a_copy_that_somebody_has_made() -> None:
     known = [entry(n, step, written_s=n, state=State.COMMITTED) for n, step in ((1, 10), (2, 20))]
     copy = replace(known[0], number=3, path="best", files={"best": Identity(9, 1, 9 * SECOND)})
     assert plan.to_remove([*known, copy], 2) == []
     assert plan.to_remove([*known, copy], 0) == known
+    kept_times = replace(known[0], number=0, path="best/step-10")
+    assert plan.to_remove([kept_times, *known], 0) == known, "what is deeper is the copy"
 
 
 def test_a_node_has_told_all_when_what_it_knew_before_is_announced_in_this_start_or_decided() -> None:

@@ -16,7 +16,7 @@ def run(place: Place, script: str) -> None:
     command = [sys.executable, str(Path(__file__).with_name(script)), str(place.out)]
     watching = place.watch("--", *command, command="run", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
     ended = watching.until("ended")
-    assert watching.process.wait(60) == 0, watching.errors()
+    assert watching.process.wait(60) == 0, (ended["refused"], watching.errors())
     assert (ended["refused"], ended["incomplete"], ended["unfinished"]) == ({}, {}, [])
 
 

@@ -505,6 +505,14 @@ def test_a_copy_of_an_older_one_is_not_the_newest(place: Place) -> None:
     assert watching.until("there", 10)["path"] == "best/checkpoint-10"
     assert watching.end() == 0
     assert place.newest() == 20
+    # While nobody watched: with its times and without.
+    shutil.copytree(place.out / "checkpoint-10", place.out / "kept/checkpoint-10")
+    os.utime(
+        shutil.copytree(place.out / "checkpoint-10", place.out / "new/checkpoint-10") / "trainer_state.json"
+    )
+    code, ended = place.once("--keep-local", "1")
+    assert (code, ended["committed"], place.newest()) == (0, 0, 20)
+    assert sorted(each.name for each in place.out.iterdir()) == ["best", "checkpoint-20", "kept", "new"]
 
 
 def test_a_folder_s_name_is_no_line_of_its_own(place: Place, capsys: pytest.CaptureFixture[str]) -> None:

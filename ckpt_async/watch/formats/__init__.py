@@ -9,7 +9,7 @@ import fnmatch
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ckpt_async.watch.formats.checks import checked, unrotated
+from ckpt_async.watch.formats.checks import checked, unrotated, without_left_over
 from ckpt_async.watch.formats.found import (
     Found,
     Known,
@@ -49,6 +49,8 @@ def find(tree: Tree, rules: Rules = _TABLE_ONLY, known: Known = _NONE) -> list[F
 
 
 def _checked(tree: Tree, found: Found, rules: Rules, known: Known, newest_ns: int) -> Found:
+    versions = known.versions.get(found.path, ())
+    found = without_left_over(tree, found, versions)
     if found.is_waiting:
         return unrotated(tree, found, rules)
     if found.reason:
@@ -60,7 +62,7 @@ def _checked(tree: Tree, found: Found, rules: Rules, known: Known, newest_ns: in
         was_handed=any(
             each.get(found.mark) == tree.files.get(found.mark) for each in known.handed.get(found.path, ())
         ),
-        versions=known.versions.get(found.path, ()),
+        versions=versions,
         newest_ns=newest_ns,
     )
 

@@ -125,29 +125,54 @@ def of_another_save(tree: Tree, found: Found, versions: Sequence[Version]) -> st
     """
     ranks = [path for path in found.files if is_of_late_rank(found.format, found.shard(path))]
     for each in versions if ranks else ():
-        rest = {
-            path: was
-            for path, was in each.body.items()
-            if not is_free(found.format, path[len(found.path) + 1 if found.path else 0 :])
-        }
-        is_same = rest.items() <= tree.files.items()
-        for path in ranks if rest else ():
+        is_same = _is_same_save(tree, found, each)
+        for path in ranks if is_same is not None else ():
             if path in each.files and (each.files[path] == tree.files[path]) != is_same:
                 return path
     return ""
+
+
+def without_left_over(tree: Tree, found: Found, versions: Sequence[Version]) -> Found:
+    """The same without what was added to an earlier save to the same place after its mark, and has not been written
+    since: this one's is still to come, or it has none.
+    """
+    left = {
+        path
+        for each in versions
+        for path, was in each.added.items()
+        if tree.files.get(path) == was
+        and not is_free(found.format, found.shard(path))
+        and _is_same_save(tree, found, each) is False
+    }
+    if not left:
+        return found
+    files = tuple(path for path in found.files if path not in left)
+    return replace(found, files=files, left_over=tuple(sorted(left)))
+
+
+def _is_same_save(tree: Tree, found: Found, version: Version) -> bool | None:
+    """Whether what its mark stood for is here as it was; None where nothing can tell."""
+    rest = {
+        path: was
+        for path, was in version.body.items()
+        if not is_free(found.format, path[len(found.path) + 1 if found.path else 0 :])
+    }
+    return rest.items() <= tree.files.items() if rest else None
 
 
 def are_added(
     tree: Tree, newer: Collection[str], marked_ns: int, rules: Rules, versions: Sequence[Version] = ()
 ) -> bool:
     """Whether these were made after the mark, one soon after the other. What is being written anew was there before,
-    also if it has another inode now, or begins later.
+    also if it has another inode now, or begins later; what was added to an earlier save, too, may be written in place.
     """
     if any(path in each.body for each in versions for path in newer):
         return False
+    again = {path for each in versions for path in each.added}
     end_ns = float(marked_ns)
     for path in sorted(newer, key=lambda each: tree.files[each].mtime_ns):
-        if not marked_ns <= tree.born_ns(path) <= end_ns + rules.settle_s * _NS:
+        began_ns = tree.files[path].mtime_ns if path in again else tree.born_ns(path)
+        if not marked_ns <= began_ns <= end_ns + rules.settle_s * _NS:
             return False
         end_ns = tree.files[path].mtime_ns
     return end_ns <= marked_ns + rules.growing_s * _NS

@@ -67,6 +67,10 @@ class Version:
         """What its mark stood for, without what was added to that."""
         return {path: was for path, was in self.files.items() if was.mtime_ns <= self.marked_ns}
 
+    @property
+    def added(self) -> Files:
+        return {path: was for path, was in self.files.items() if was.mtime_ns > self.marked_ns}
+
 
 @dataclass(frozen=True, slots=True)
 class Known:
@@ -83,7 +87,8 @@ class Known:
 class Found:
     """One checkpoint. `files` are those here, by their paths in the folder; `missing` those that its mark names and
     that are not here (on one node: it is incomplete). `reason` says why it is not complete, "" if it is. `is_waiting`:
-    time alone will tell. `is_refused`: it will never be complete as it is.
+    time alone will tell. `is_refused`: it will never be complete as it is. `left_over`: what is in its folder of an
+    earlier save.
     """
 
     format: str
@@ -96,6 +101,7 @@ class Found:
     reason: str = ""
     is_waiting: bool = False
     is_refused: bool = False
+    left_over: tuple[str, ...] = ()
 
     @property
     def is_file(self) -> bool:
