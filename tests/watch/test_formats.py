@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 
 from ckpt_async.watch.disk import Disk
 from ckpt_async.watch.formats import Found, Known, Rules, find
-from ckpt_async.watch.formats.checks import is_of_one_node
+from ckpt_async.watch.formats.checks import EARLY_RANK_S, is_of_one_node
 from ckpt_async.watch.formats.found import Version
 from ckpt_async.watch.tree import Identity, Tree
 from tests.watch.trees import SECOND, START, safetensors, torch_zip, tree_of
@@ -649,6 +649,9 @@ def test_a_ranks_file_of_another_save_is_not_mixed_with_the_rest(name: str) -> N
         assert f"{late} is of another save" in not_yet, "it has not begun this one"
     assert not reason(late_s=50)
     assert f"{late} is newer than its mark" in reason(late_s=70)
+    assert not reason(late_s=-EARLY_RANK_S)
+    assert f"{late} is of another save" in reason(late_s=-EARLY_RANK_S - 9)
+    assert not reason(late_s=-EARLY_RANK_S - 9, ignores_times=True)
 
 
 def _content(path: str) -> bytes:

@@ -25,8 +25,9 @@ _OLMO_RANK = re.compile(r"(?:.*/)?rank([0-9]+)\.pt")
 # What OLMo-core's callbacks write after its mark, and the names that it first gives to such files.
 OLMO_CORE_LATE = re.compile(r"config\.json|data_paths\.txt|tmp[a-z0-9_]{8}")
 MAX_JSON_BYTES = 1 << 26
-# How long after the mark a rank that waits for no other may write. What comes later is of another save.
-LATE_RANK_S = 60.0
+# How long after the mark a rank that waits for no other may write, and how long before all that the others write it may
+# be done. What comes later, or was there before that, is of another save.
+LATE_RANK_S, EARLY_RANK_S = 60.0, 600.0
 # How long nothing may have changed where it is unknown what else is written.
 UNCOUNTED_S = 30.0
 _NS = 1_000_000_000
@@ -86,7 +87,7 @@ def checked(
             return replace(found, reason=f"{path} has no end yet")
     if found.mark.endswith(".json") and not _is_json(tree, found.mark):
         return replace(found, reason=f"{found.mark} has no end yet")
-    if other := of_another_save(tree, found, versions):
+    if other := of_another_save(tree, found, rules, versions):
         return replace(found, reason=f"{other} is of another save to the same place than the rest")
     if has_grown:
         return found
@@ -119,11 +120,17 @@ def newer_than_mark(tree: Tree, found: Found) -> list[str]:
     ]
 
 
-def of_another_save(tree: Tree, found: Found, versions: Sequence[Version]) -> str:
+def of_another_save(tree: Tree, found: Found, rules: Rules, versions: Sequence[Version]) -> str:
     """A file of a rank that waits for no other, which is that of an earlier save, or of the next one already: it is as
-    it was in another save, or it is not as it was in this one. "" if there is none.
+    it was in another save, or it is not as it was in this one, or it is far older than all the rest. "" if there is
+    none.
     """
     ranks = [path for path in found.files if is_of_late_rank(found.format, found.shard(path))]
+    others = (tree.files[path].mtime_ns for path in found.files if path not in ranks)
+    began_ns = 0 if rules.ignores_times else min(others, default=0)
+    for path in ranks:
+        if tree.files[path].mtime_ns < began_ns - EARLY_RANK_S * _NS:
+            return path
     for each in versions if ranks else ():
         is_same = _is_same_save(tree, found, each)
         for path in ranks if is_same is not None else ():
