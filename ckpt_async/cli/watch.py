@@ -26,7 +26,7 @@ from ckpt_async.errors import SettingsError
 from ckpt_async.local.filesystems import LOCAL_FILESYSTEMS, filesystem_of
 from ckpt_async.local.journals import watcher_state
 from ckpt_async.stores import parse_url
-from ckpt_async.watch.beside import GRACE_S, run_beside
+from ckpt_async.watch.beside import GRACE_S, SAME_S, run_beside
 from ckpt_async.watch.formats import FORMATS, Rules
 from ckpt_async.watch.meanwhile import Stop
 from ckpt_async.watch.options import Options
@@ -204,7 +204,7 @@ def watch(options: argparse.Namespace) -> Exit:
     watcher = _watcher(options, dict(os.environ))
 
     def stop(*_: object) -> None:
-        if stopping.is_set():
+        if stopping.is_over(SAME_S):  # `timeout`, for one, sends the first one twice
             raise KeyboardInterrupt
         stopping.set()
         watcher.waker.wake()

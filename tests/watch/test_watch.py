@@ -403,6 +403,24 @@ def test_a_store_that_does_not_answer_is_given_up_in_time(place: Place, command:
     assert "checkpoints may not be in the store" in watching.errors()
 
 
+def test_a_signal_that_is_sent_twice_at_once_is_one(place: Place) -> None:
+    """As by `timeout`, to its child and to its group. One that comes later ends it at once."""
+    save(place, 10, size_bytes=3_000_000)
+    watching = place.watch("-v", "--max-bytes-per-s", "1e6")
+    watching.until_logged("complete path=checkpoint-10")
+    for _ in range(3):
+        watching.process.terminate()
+    assert watching.process.wait(30) == 0
+    assert place.newest() == 10
+    save(place, 20, size_bytes=30_000_000)
+    watching = place.watch("-v", "--max-bytes-per-s", "1e6")
+    watching.until_logged("complete path=checkpoint-20")
+    watching.process.terminate()
+    assert not has_ended_within(watching.process, SAME_S + 0.2)
+    watching.process.terminate()
+    assert watching.process.wait(5) == 130
+
+
 def test_after_the_command_s_end_a_second_signal_ends_run_at_once(place: Place) -> None:
     save(place, 10)
     place.remote = "s3://bucket/run"
