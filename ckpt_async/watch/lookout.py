@@ -123,7 +123,7 @@ class Lookout:
                 is_held = plan.is_held(found, self._options.num_nodes) and self._holds.is_possible
                 if is_held and not self.tree.unreadable_below(found.path):  # half of it is worse than nothing
                     self._holds.see(found, self.tree)
-        self._tell_of_unknown(candidates)
+        self._tell_of_unknown(candidates, STALE_S)
         self._left_out.see(self._grown(candidates), self.tree)
         self._has_looked = True
         if self._options.num_nodes > 1:
@@ -169,6 +169,7 @@ class Lookout:
     def end(self) -> None:
         """Nobody looks any more."""
         self._left_out.end()
+        self._tell_of_unknown(find(self.tree, self._options.rules), 0.0)
 
     def _tell_of_removed(self, there: Collection[str]) -> None:
         """Of what was never complete, though its trainer had finished it: a wrong option would lose all, silently."""
@@ -179,7 +180,7 @@ class Lookout:
             if not is_taken and path not in there:
                 self._teller.tell_incomplete(found, f"{reason}; it has been removed", is_finished=True)
 
-    def _tell_of_unknown(self, candidates: Collection[Found]) -> None:
+    def _tell_of_unknown(self, candidates: Collection[Found], quiet_s: float) -> None:
         """What a trainer writes in a format that is not known would be missed silently. What was there before may be
         anything, a model to begin with for one.
         """
@@ -187,7 +188,7 @@ class Lookout:
         rules = self._options.rules
         if rules.formats or rules.done or rules.pattern or rules.quiet_s:
             return
-        until_ns = self.tree.now_ns - int(STALE_S * 1e9)
+        until_ns = self.tree.now_ns - int(quiet_s * 1e9)
         for folder, path in plan.unknown(self.tree, candidates, self._began_ns, until_ns).items():
             self._teller.pass_by(folder, path)
 

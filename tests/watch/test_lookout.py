@@ -194,6 +194,8 @@ def test_a_format_that_is_not_known_is_named_once_for_each_folder(
     assert [each.getMessage() for each in caplog.records if "no known format" in each.getMessage()] == [
         "mine-1/a.h5 is of no known format, and is not uploaded: see --done, --pattern and --quiet-s"
     ]
+    lookout.end()
+    assert heard == [("mine-1", Refusal.UNKNOWN), ("mine-2", Refusal.UNKNOWN)]
 
 
 def test_what_was_taken_once_its_mark_was_whole_is_not_missed_when_it_is_rotated_away(place: Place) -> None:
