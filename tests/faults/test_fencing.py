@@ -21,6 +21,7 @@ SETTINGS: dict[str, Any] = {
     "request_timeout_s": 60.0,
     "stall_timeout_s": 60.0,
     "close_grace_s": 0.0,
+    "max_bytes_per_s": 1e9,  # so that none takes a request that is held for a slow connection's, and sends it again
 }
 # Where the older one is stopped: with what request of its step 2 under way.
 MOMENTS = {
