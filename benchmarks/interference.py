@@ -7,7 +7,8 @@ an upload, as a multiple of the median step when alone. Each run is a whole proc
 
 "core" is the part of the loss during which the training thread was ready to run but had no core (from the kernel's
 schedstat, minus the same when alone): with two cores, a sink and an upload, that is due to the machine, not the
-client. "lock" is the rest: the GIL, caches, memory. A run counts only if all bytes arrived.
+client. "lock" is the rest: the GIL, caches, memory. A run counts only if all bytes arrived. The sink has only what the
+others leave of the cores, as if it were on another machine.
 """
 
 from __future__ import annotations
