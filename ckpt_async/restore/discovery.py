@@ -79,7 +79,8 @@ def find(
 
     None is returned only if nothing contradicts it: not if `latest.json` or the journal in `folder` knows of a commit,
     nor if the store shows no generation of a run that was opened in `folder`, nor if no Uploader was ever opened for
-    this kind though other kinds of the run were saved.
+    this kind though other kinds of the run were saved. (With `step` or `generation` it says only that there is no such
+    one.)
 
     Blocks. Raises NoUsableCheckpointError if there are checkpoints and all of them are damaged, UnknownKindError if
     there are only other kinds, StoreError if the store cannot be reached, or shows nothing of a run that was there.

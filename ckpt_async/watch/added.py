@@ -57,7 +57,9 @@ def by_path(known: Iterable[Entry]) -> dict[str, list[Entry]]:
     return found
 
 
-def known_of(entries: Iterable[Entry], past: Mapping[str, Sequence[Version]] = MappingProxyType({})) -> Known:
+def known_of(
+    entries: Iterable[Entry], past: Mapping[str, Collection[Version]] = MappingProxyType({})
+) -> Known:
     """What may still be added to is what was not handed in in any version. `past`: versions without an entry."""
     versions = by_path(entries)
     growing, handed = defaultdict[str, list[Files]](list), defaultdict[str, list[Files]](list)
@@ -75,8 +77,12 @@ def known_of(entries: Iterable[Entry], past: Mapping[str, Sequence[Version]] = M
 
 
 def versions_of(entries: Iterable[Entry]) -> list[Version]:
-    """Of one that another node has announced, with the time of its mark."""
-    return [Version(each.files, each.told_ns or each.marked_ns) for each in entries]
+    return [version_of(each, each.files) for each in entries]
+
+
+def version_of(entry: Entry, files: Files) -> Version:
+    """With these files. Of one that another node has announced, with the time of the mark that it told."""
+    return Version(files, entry.told_ns or entry.marked_ns)
 
 
 def _is_fresh(entry: Entry) -> bool:

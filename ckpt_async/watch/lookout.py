@@ -10,7 +10,15 @@ from pathlib import Path
 
 from ckpt_async.core.refusal import Refusal
 from ckpt_async.watch import added, plan
-from ckpt_async.watch.added import LeftOut, has_grown, has_outlived, known_of, smaller, versions_of
+from ckpt_async.watch.added import (
+    LeftOut,
+    has_grown,
+    has_outlived,
+    known_of,
+    smaller,
+    version_of,
+    versions_of,
+)
 from ckpt_async.watch.disk import Disk
 from ckpt_async.watch.entries import Entries, Entry, State, VanishedError, entry_of
 from ckpt_async.watch.formats import Found, Known, find
@@ -98,7 +106,8 @@ class Lookout:
         """
         self._teller.incomplete, self.num_left = {}, 0
         self._teller.pass_over(self.tree.unreadable)
-        past = {path: list(each.values()) for path, each in self._past.items()}
+        self._forget_past()
+        past = {path: each.values() for path, each in self._past.items()}
         known = known_of(self._entries.all.values(), past)
         candidates = find(self.tree, self._options.rules, known)
         self.now = {each.path: {path: self.tree.files[path] for path in each.files} for each in candidates}
@@ -124,7 +133,10 @@ class Lookout:
                 if is_held and not self.tree.unreadable_below(found.path):  # half of it is worse than nothing
                     self._holds.see(found, self.tree)
         self._tell_of_unknown(candidates, STALE_S)
-        self._left_out.see(self._grown(candidates), self.tree)
+        grown = self._grown(candidates)
+        for entry, files in grown.values():
+            self._remember(entry, files)
+        self._left_out.see(grown, self.tree)
         self._has_looked = True
         if self._options.num_nodes > 1:
             self._holds.seen.see(self.tree)
@@ -163,7 +175,6 @@ class Lookout:
             files = {**files, **left.get(path, {})}
             if newest[path].state is not State.STAGED and has_outlived(newest[path], files):
                 found[newest[path].number] = newest[path], files
-                self._remember(newest[path], files)
         return found
 
     def end(self) -> None:
@@ -281,9 +292,18 @@ class Lookout:
     def _remember(self, entry: Entry, files: Mapping[str, Identity]) -> None:
         """What a next save to the same place may find there still."""
         past = self._past.setdefault(entry.path, {})
-        past[entry.number] = Version(files, entry.told_ns or entry.marked_ns)
+        past[entry.number] = version_of(entry, files)
         for number in sorted(past)[:-NUM_PAST]:
             del past[number]
+
+    def _forget_past(self) -> None:
+        """Of what nothing is there any more as it was, nothing can be mistaken for a later save's."""
+        for path, past in list(self._past.items()):
+            for number, version in list(past.items()):
+                if version.files.items().isdisjoint(self.tree.files.items()):
+                    del past[number]
+            if not past:
+                del self._past[path]
 
     def _is_here(self, hold: Hold) -> bool:
         return any(self.tree.files.get(path) == was for path, was in hold.files.items())

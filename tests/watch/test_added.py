@@ -261,6 +261,10 @@ def test_what_came_too_late_for_one_save_is_no_part_of_the_next(looking: Looking
     assert look("late.bin") == ["DONE", "model.bin"]
     assert look("model.bin", "DONE", state=State.COMMITTED) == ["DONE", "model.bin"]
     assert len(looking.entries.all) == 2
+    assert lookout._past
+    shutil.rmtree(here)
+    look()
+    assert not lookout._past, "a run has many"
 
 
 def test_what_was_added_before_a_later_one_was_complete_need_not_be_quiet() -> None:

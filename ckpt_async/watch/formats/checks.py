@@ -125,7 +125,7 @@ def of_another_save(tree: Tree, found: Found, rules: Rules, versions: Sequence[V
     it was in another save, or it is not as it was in this one, or it is far older than all the rest. "" if there is
     none.
     """
-    ranks = [path for path in found.files if is_of_late_rank(found.format, found.shard(path))]
+    ranks = {path for path in found.files if is_of_late_rank(found.format, found.shard(path))}
     others = (tree.files[path].mtime_ns for path in found.files if path not in ranks)
     began_ns = 0 if rules.ignores_times else min(others, default=0)
     for path in ranks:
@@ -143,14 +143,12 @@ def without_left_over(tree: Tree, found: Found, versions: Sequence[Version]) -> 
     """The same without what was added to an earlier save to the same place after its mark, and has not been written
     since: this one's is still to come, or it has none.
     """
-    left = {
-        path
-        for each in versions
-        for path, was in each.added.items()
-        if tree.files.get(path) == was
-        and not is_free(found.format, found.shard(path))
-        and _is_same_save(tree, found, each) is False
-    }
+    left = set[str]()
+    for each in versions:
+        same = each.added.items() & tree.files.items()
+        here = {path for path, _ in same if not is_free(found.format, found.shard(path))}
+        if here and _is_same_save(tree, found, each) is False:
+            left |= here
     if not left:
         return found
     files = tuple(path for path in found.files if path not in left)
@@ -159,11 +157,7 @@ def without_left_over(tree: Tree, found: Found, versions: Sequence[Version]) -> 
 
 def _is_same_save(tree: Tree, found: Found, version: Version) -> bool | None:
     """Whether what its mark stood for is here as it was; None where nothing can tell."""
-    rest = {
-        path: was
-        for path, was in version.body.items()
-        if not is_free(found.format, path[len(found.path) + 1 if found.path else 0 :])
-    }
+    rest = {path: was for path, was in version.body.items() if not is_free(found.format, found.shard(path))}
     return rest.items() <= tree.files.items() if rest else None
 
 
@@ -173,7 +167,7 @@ def are_added(
     """Whether these were made after the mark, one soon after the other. What is being written anew was there before,
     also if it has another inode now, or begins later; what was added to an earlier save, too, may be written in place.
     """
-    if any(path in each.body for each in versions for path in newer):
+    if any(not each.body.keys().isdisjoint(newer) for each in versions):
         return False
     again = {path for each in versions for path in each.added}
     end_ns = float(marked_ns)
