@@ -13,13 +13,12 @@ from ckpt_async.transfer.budgets import Bandwidth
 
 T = TypeVar("T")
 
-# How often at most a thread tells the event loop that it gets on: seldom enough to cost nothing.
-TELL_S = 0.1
-
 
 class Progress:
-    """Told of every byte that moves; keeps the attempt's stall deadline ahead of it. Around the attempt: what a thread
-    has told may be heard only afterwards.
+    """Told of every byte that moves; keeps the attempt's stall deadline ahead of it. Around the attempt.
+
+    A worker thread tells it without the event loop, whose every awakening takes the interpreter's lock from training:
+    only to end earlier than the timer does is the loop woken.
     """
 
     def __init__(
@@ -37,8 +36,7 @@ class Progress:
         self.is_too_slow = False
         self._scope, self._deadline, self._stall_timeout_s = scope, deadline, stall_timeout_s
         self._bandwidth, self._is_over = bandwidth, False
-        self._tell_every_s = min(TELL_S, stall_timeout_s / 4)
-        self._tell_at = time.monotonic() + self._tell_every_s
+        self._ahead_s = self._loop.time() - time.monotonic()
 
     def __enter__(self) -> None:
         self._set_timer()
@@ -62,7 +60,7 @@ class Progress:
     def may_send_in_thread(self, size_bytes: int, wait: Callable[[float], None]) -> None:
         """`may_send`, for a worker thread that waits by `wait`."""
         self.moved_bytes += size_bytes
-        held_s = self._bandwidth.reserve(size_bytes, self._loop.time())
+        held_s = self._bandwidth.reserve(size_bytes, self._now_in_thread())
         if held_s > 0:
             self._loop.call_soon_threadsafe(self._held, held_s)
             try:
@@ -78,38 +76,41 @@ class Progress:
 
     def _held(self, held_s: float) -> None:
         self._deadline += held_s
-        self._reschedule(min(self._deadline, self._loop.time() + held_s + self._stall_timeout_s))
+        self._ends_at = min(self._deadline, self._loop.time() + held_s + self._stall_timeout_s)
+        if self._ends_at < self._rings_at:
+            self._set_timer()
 
     def moved_in_thread(self, *, is_last: bool = False) -> None:
-        """`moved`, for a worker thread, which may call it for every slice: the event loop is told now and then, and of
-        the last one.
-        """
-        now = time.monotonic()
-        if is_last or now >= self._tell_at:
-            self._tell_at = now + self._tell_every_s
-            self._loop.call_soon_threadsafe(functools.partial(self.moved, is_last=is_last))
+        """`moved`, for a worker thread."""
+        self._moved(self._now_in_thread(), is_last)
+        if self._ends_at < self._rings_at:
+            self._loop.call_soon_threadsafe(self._set_timer)
 
     def moved(self, *, is_last: bool = False) -> None:
         """Bytes moved. After the last one only the overall deadline counts: the store may need time."""
-        self.moved_at = self._loop.time()
-        stalled_at = self.moved_at + self._stall_timeout_s
-        self._reschedule(self._deadline if is_last else min(self._deadline, stalled_at))
+        self._moved(self._loop.time(), is_last)
+        if self._ends_at < self._rings_at:
+            self._set_timer()
+
+    def _moved(self, now: float, is_last: bool) -> None:
+        self.moved_at = now
+        self._ends_at = self._deadline if is_last else min(self._deadline, now + self._stall_timeout_s)
+
+    def _now_in_thread(self) -> float:
+        """By the loop's clock: uvloop's stands still while it sleeps, a simulated one leaps."""
+        return max(self._loop.time(), time.monotonic() + self._ahead_s)
 
     def begin_again(self) -> None:
         """End the attempt, for another connection will be faster."""
         self.is_too_slow = True
         self._end()
 
-    def _reschedule(self, at: float) -> None:
-        self._ends_at = at
-        if at < self._rings_at:
-            self._set_timer()
-
     def _set_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
         if not self._is_over:
-            self._rings_at, self._timer = self._ends_at, self._loop.call_at(self._ends_at, self._ring)
+            self._rings_at = self._ends_at  # once: a thread may move it
+            self._timer = self._loop.call_at(self._rings_at, self._ring)
 
     def _ring(self) -> None:
         if self._ends_at > self._rings_at:

@@ -18,7 +18,7 @@ from ckpt_async.errors import FailureReason, SourceError, StoreError
 from ckpt_async.local.folder import check_identity
 from ckpt_async.stores.checksums import Digest
 from ckpt_async.stores.interface import BodyWriter
-from ckpt_async.transfer.progress import TELL_S, Progress
+from ckpt_async.transfer.progress import Progress
 
 MIB = 1 << 20
 # Read and checksummed at a time: training in the same interpreter loses a moment with each, and two such are in memory.
@@ -28,6 +28,8 @@ SLICE_BYTES = 4 * MIB
 THREAD_SLICE_BYTES = 512 << 10
 # What the kernel is asked to send at a time, at most: with each call training in the same interpreter loses a moment.
 SEND_BYTES, FIRST_SEND_BYTES, MIN_SEND_BYTES = 8 * MIB, 256 << 10, 64 << 10
+# It is asked for less where that took longer: on a slow link, so much that it would pass for a stall.
+FAST_S = 0.1
 # Checksums run at 8 GiB/s. More of one shard at once would only make all its parts wait for theirs at the same
 # time, with nothing on the wire: measured, 8 at once cost about a quarter of the throughput of a 1 GiB file.
 CHECKSUMS_AT_ONCE = 2
@@ -170,9 +172,8 @@ class FileBody:
             if count < size_bytes:
                 self._progress.not_sent(size_bytes - count)
             offset += count
-            # This returns when all is sent: on a slow link, so much that it would pass for a stall.
             began, now = now, time.monotonic()
-            is_fast = now - began < TELL_S
+            is_fast = now - began < FAST_S
             send_bytes = min(2 * send_bytes, SEND_BYTES) if is_fast else max(send_bytes // 2, MIN_SEND_BYTES)
             self._progress.moved_in_thread(is_last=offset == end)
         self._source.send_bytes = send_bytes

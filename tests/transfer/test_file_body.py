@@ -166,7 +166,7 @@ def test_a_part_begins_with_slices_as_large_as_the_last_one_came_to_unless_that_
     source: Source, link: Link, kernel: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With each call training in the same interpreter loses a moment."""
-    monkeypatch.setattr(source_module, "TELL_S", PATIENCE_S)  # fast, whatever this machine does
+    monkeypatch.setattr(source_module, "FAST_S", PATIENCE_S)  # fast, whatever this machine does
 
     def num_calls(*, is_broken: bool = False) -> int:
         before = kernel.num_calls
@@ -255,7 +255,7 @@ def test_progress_is_reported_often_on_a_slow_link(
     source: Source, link: Link, kernel: Kernel, refused: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The watchdog must see bytes move: who hears of 4 MiB at a time takes 100 KB/s for a stall."""
-    monkeypatch.setattr(source_module, "TELL_S", 0.0)  # every call takes longer than that
+    monkeypatch.setattr(source_module, "FAST_S", 0.0)  # every call takes longer than that
     kernel.refuses = lambda _: refused
     told_of: list[int] = []
 
@@ -277,7 +277,7 @@ def test_progress_is_reported_often_on_a_slow_link(
 def test_few_system_calls_on_a_fast_link(
     source: Source, link: Link, kernel: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(source_module, "TELL_S", 1000.0)  # no call takes longer than that
+    monkeypatch.setattr(source_module, "FAST_S", 1000.0)  # no call takes longer than that
     sending = link.send(source)
     link.receive(len(HEAD) + SIZE - OFFSET)
     link.far.sendall(DONE)

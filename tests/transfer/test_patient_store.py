@@ -3,7 +3,6 @@
 import asyncio
 import logging
 from collections.abc import Sequence
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +16,7 @@ from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.interface import BytesBody, Create, Store
 from ckpt_async.stores.memory import MemoryBucket, MemoryStore
 from ckpt_async.transfer import patient, progress
+from ckpt_async.transfer.budgets import Bandwidth
 from ckpt_async.transfer.patient import MAX_CHECKSUM_ATTEMPTS, PatientStore
 from ckpt_async.transfer.progress import Progress, Series
 from tests.stores.misbehaving import Ambiguous, Meddled, trouble
@@ -205,34 +205,68 @@ def test_each_request_of_a_series_has_its_own_deadline(monkeypatch: pytest.Monke
     run(main())
 
 
-@pytest.mark.parametrize(("stall_timeout_s", "every_s"), [(20.0, 0.1), (0.2, 0.05)])
-def test_progress_may_be_reported_from_a_thread(
-    stall_timeout_s: float, every_s: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The event loop hears of few of them, often enough for the watchdog, and of the last: then it waits longer."""
+def test_a_thread_reports_progress_without_waking_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each awakening takes the interpreter's lock from training. The watchdog hears of it all the same, and of the
+    last: then it waits longer.
+    """
 
     async def main() -> None:
-        loop, told = asyncio.get_running_loop(), []
+        loop, woken = asyncio.get_running_loop(), []
         monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=loop.time))
-        moved = Progress.moved
+        monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *_: woken.append(loop.time()))
+        store = make(stall_timeout_s=2, request_timeout_s=60, upload_timeout_s=1)
 
-        def noted(self: Progress, *, is_last: bool = False) -> None:
-            told.append((loop.time(), is_last))
-            moved(self, is_last=is_last)
-
-        monkeypatch.setattr(Progress, "moved", noted)
-
-        async def attempt(_: Store, progress: Progress) -> None:
-            for number in range(1, 976):
-                await asyncio.sleep(0.001)
-                progress.moved_in_thread(is_last=number == 975)
+        async def attempt(_: Store, progress: Progress, ends: bool) -> None:
+            for number in range(1, 31):
+                await asyncio.sleep(1)
+                progress.moved_in_thread(is_last=ends and number == 30)
             await asyncio.sleep(10)  # the store's answer
 
-        await make(stall_timeout_s=stall_timeout_s, upload_timeout_s=1).bulk("put", 1, attempt)
-        assert [is_last for _, is_last in told] == [False] * (len(told) - 1) + [True]
-        gaps_s = [after - before for (before, _), (after, _) in pairwise([(0.0, False), *told])]
-        assert gaps_s[:-1] == pytest.approx([every_s] * (len(gaps_s) - 1), abs=0.0021)
-        assert told[-1][0] == pytest.approx(0.975)
+        await store.bulk("put", 1, lambda *each: attempt(*each, True))
+        assert (loop.time(), woken) == (40, [])
+        with pytest.raises(StoreError, match="no progress"):
+            await store.bulk("put", 1, lambda *each: attempt(*each, False))
+        assert (loop.time(), woken) == (40 + 30 + 2, [])
+
+    run(main())
+
+
+def test_a_thread_that_goes_on_after_the_last_byte_is_watched_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A range is read again, say: the timer that was put off until the deadline is set anew, by the event loop."""
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=loop.time))
+        store = make(stall_timeout_s=2, request_timeout_s=60, upload_timeout_s=1)
+
+        async def attempt(_: Store, progress: Progress) -> None:
+            progress.moved_in_thread(is_last=True)
+            await asyncio.sleep(10)
+            progress.moved_in_thread()
+            await asyncio.Event().wait()
+
+        with pytest.raises(StoreError, match="no progress"):
+            await store.bulk("put", 1, attempt)
+        assert loop.time() == 12
+
+    run(main())
+
+
+@pytest.mark.parametrize("is_simulated", [False, True], ids=["sleeps", "leaps"])
+def test_a_thread_reads_the_clock_by_which_its_deadline_is_kept(
+    is_simulated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """uvloop's stands still while it sleeps, until long after a byte has moved; a simulated one leaps ahead."""
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        asleep, real = 0.0, 0.0
+        monkeypatch.setattr(loop, "time", lambda: asleep)
+        monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: 70.0 + real))
+        watched = Progress(asyncio.timeout(None), 100.0, 20.0, Bandwidth(0.0))
+        asleep, real = (30.0, 1.0) if is_simulated else (0.0, 30.0)
+        watched.moved_in_thread()
+        assert watched.moved_at == 30.0
 
     run(main())
 
