@@ -24,7 +24,7 @@ class Capabilities:
     checksum_algorithm: str  # "crc64nvme" or "crc32c": verified by the store over the whole object
     min_part_size_bytes: int = 5 << 20  # S3: every part but the last
     max_parts: int = 10_000  # S3 user guide, multipart upload limits
-    trailing_checksums: bool = False  # `put_part` may find the checksum while it sends
+    finds_checksums: bool = False  # `put_part` may find a part's checksum itself
     copies: bool = True  # `copy`
     copies_parts: bool = True  # `copy_part`, where it has `multipart`
     max_copy_bytes: int = 5 << 30  # S3: more goes part by part (S3 API reference, CopyObject)
@@ -138,6 +138,19 @@ class Body(Protocol):
         ...
 
 
+Sink = Callable[[memoryview], None]
+
+
+class PartBody(Body, Protocol):
+    """A body that can be read before it is sent."""
+
+    def read(self, sink: Sink, check: Callable[[], None]) -> None:
+        """Give all of it to `sink`, in order; the slices are reused. Blocks, as `send` does. `check` is called now and
+        then, and ends it by raising.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class BytesBody:
     """A small body held in memory."""
@@ -150,6 +163,10 @@ class BytesBody:
 
     def send(self, writer: BodyWriter) -> None:
         writer.write(memoryview(self.data))
+
+    def read(self, sink: Sink, check: Callable[[], None]) -> None:
+        check()
+        sink(memoryview(self.data))
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,9 +186,6 @@ class SmallGet:
     size_bytes: int
 
 
-Sink = Callable[[memoryview], None]
-
-
 class Store(Protocol):
     """An object store under one prefix."""
 
@@ -182,7 +196,7 @@ class Store(Protocol):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Known after `open`. Only `trailing_checksums` may change."""
+        """Known after `open`. Only `finds_checksums` may change."""
         ...
 
     def moved(self) -> Moved | None:
@@ -274,10 +288,11 @@ class Store(Protocol):
         ...
 
     async def put_part(
-        self, key: str, upload_id: str, number: int, body: Body, checksum: Checksum | None
+        self, key: str, upload_id: str, number: int, body: PartBody, checksum: Checksum | None
     ) -> StoredPart:
         """Send one part, verified by the store against `checksum`, which the answer repeats. None, where
-        `capabilities.trailing_checksums` allows it: it is found while the bytes are sent, and follows them.
+        `capabilities.finds_checksums` allows it: it is found in the thread that sends, before the bytes or while they
+        go, and then follows them.
         """
         ...
 

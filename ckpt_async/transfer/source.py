@@ -7,9 +7,12 @@ while here it is an error. Memory does not grow with the shard.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import hashlib
+import mmap
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -17,12 +20,12 @@ from ckpt_async.core.model import Checksum, FileIdentity
 from ckpt_async.errors import FailureReason, SourceError, StoreError
 from ckpt_async.local.folder import check_identity
 from ckpt_async.stores.checksums import Digest
-from ckpt_async.stores.interface import BodyWriter
+from ckpt_async.stores.interface import BodyWriter, Sink
 from ckpt_async.transfer.progress import Progress
 
 MIB = 1 << 20
 # Read and checksummed at a time: training in the same interpreter loses a moment with each, and two such are in memory.
-SLICE_BYTES = 4 * MIB
+SLICE_BYTES = 8 * MIB
 # What is checksummed and encrypted at a time stays in the cache; with less, threads hand the interpreter's lock round
 # more often. With half or four times as much, an upload over TLS takes a twelfth more CPU.
 THREAD_SLICE_BYTES = 512 << 10
@@ -33,10 +36,28 @@ FAST_S = 0.1
 # Checksums run at 8 GiB/s. More of one shard at once would only make all its parts wait for theirs at the same
 # time, with nothing on the wire: measured, 8 at once cost about a quarter of the throughput of a 1 GiB file.
 CHECKSUMS_AT_ONCE = 2
+TURN_S = 0.1
 # Read in one go while checksumming: at 10 MB/s, a bad disk, still well below `stall_timeout_s`.
 CHECKSUM_BYTES = 64 * MIB
 # Some file systems (FUSE with direct I/O) give no pages to send.
 _NO_SENDFILE = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP})
+
+
+_free_buffers: list[memoryview] = []
+
+
+@contextlib.contextmanager
+def _slice_buffer() -> Iterator[memoryview]:
+    """Of SLICE_BYTES. Fresh memory costs a page fault for every 4 KiB: as many are kept as one shard uses."""
+    try:
+        buffer = _free_buffers.pop()
+    except IndexError:
+        buffer = memoryview(mmap.mmap(-1, SLICE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    try:
+        yield buffer
+    finally:
+        if len(_free_buffers) < CHECKSUMS_AT_ONCE:
+            _free_buffers.append(buffer)
 
 
 class Source:
@@ -45,6 +66,7 @@ class Source:
     def __init__(self, descriptor: int, identity: FileIdentity, path: str) -> None:
         self.descriptor, self.identity, self.path = descriptor, identity, path
         self._checksums = asyncio.Semaphore(CHECKSUMS_AT_ONCE)
+        self._turns, self._num_slices_read = threading.Semaphore(CHECKSUMS_AT_ONCE), 0
         self._on_read: list[Callable[[], None]] = []
         self.send_bytes = FIRST_SEND_BYTES  # at a time: what its last part has come to, for they share a link
 
@@ -71,7 +93,7 @@ class Source:
             async with self._checksums:
                 while offset < end:
                     stretch = min(CHECKSUM_BYTES, end - offset)
-                    await asyncio.to_thread(self._digest, digest, offset, stretch)
+                    await asyncio.to_thread(self.read_out, digest.update, offset, stretch)
                     offset += stretch
                     for each in self._on_read:
                         each()  # who waits for its turn has not stalled either
@@ -79,9 +101,32 @@ class Source:
             self._on_read.remove(moved)
         return digest.checksum()
 
-    def _digest(self, digest: Digest, offset: int, size_bytes: int) -> None:
-        for piece in self._pieces(offset, size_bytes):
-            digest.update(piece)
+    def read_out(
+        self,
+        sink: Sink,
+        offset: int,
+        size_bytes: int,
+        moved: Callable[[], None] = lambda: None,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Give a range to `sink`, in the calling thread. `moved` is called as long as some thread gets on with this
+        shard, `check` now and then, which ends it by raising.
+        """
+        num_slices_read = self._num_slices_read
+        check()
+        while not self._turns.acquire(timeout=TURN_S):
+            check()
+            if num_slices_read != self._num_slices_read:
+                num_slices_read = self._num_slices_read
+                moved()  # who waits for its turn has not stalled either
+        try:
+            for piece in self._pieces(offset, size_bytes):
+                sink(piece)
+                self._num_slices_read += 1
+                moved()
+                check()
+        finally:
+            self._turns.release()
 
     async def md5(self, offset: int, size_bytes: int) -> str:
         """MD5 of a range in hex, read in a worker thread: a part's ETag, where the store says nothing else."""
@@ -89,18 +134,17 @@ class Source:
 
     def _md5(self, offset: int, size_bytes: int) -> str:
         digest = hashlib.md5(usedforsecurity=False)
-        for piece in self._pieces(offset, size_bytes):
-            digest.update(piece)
+        self.read_out(digest.update, offset, size_bytes)
         return digest.hexdigest()
 
     def _pieces(self, offset: int, size_bytes: int) -> Iterator[memoryview]:
-        buffer = memoryview(bytearray(min(SLICE_BYTES, max(size_bytes, 1))))
         end = offset + size_bytes
-        while offset < end:
-            piece = buffer[: min(len(buffer), end - offset)]
-            self.read_into(piece, offset)
-            offset += len(piece)
-            yield piece
+        with _slice_buffer() as buffer:
+            while offset < end:
+                piece = buffer[: min(len(buffer), end - offset)]
+                self.read_into(piece, offset)
+                offset += len(piece)
+                yield piece
 
     def read(self) -> bytes:
         """All of a small shard."""
@@ -148,15 +192,27 @@ class FileBody:
     def size_bytes(self) -> int:
         return self._size_bytes
 
+    def read(self, sink: Sink, check: Callable[[], None]) -> None:
+        """As promised; of one shard, few at once."""
+        self._source.read_out(sink, self._offset, self._size_bytes, self._progress.moved_in_thread, check)
+
     def send(self, writer: BodyWriter) -> None:
         """Where it can, the kernel sends the file's own pages: measured, that halves the CPU of an upload. They were
         read for the checksum a moment ago, so that this rarely waits for the disk; what is written to the file
         meanwhile fails that checksum in the store. Else it goes through one small buffer.
         """
+        try:
+            self._source.send_bytes = self._send(writer)
+        except BaseException:
+            self._source.send_bytes = FIRST_SEND_BYTES
+            raise
+        self._source.check()
+
+    def _send(self, writer: BodyWriter) -> int:
+        """How much was sent at a time in the end."""
         offset, end = self._offset, self._offset + self._size_bytes
         takes_files, buffer = writer.takes_files, memoryview(b"")
         now, send_bytes = time.monotonic(), self._source.send_bytes
-        self._source.send_bytes = FIRST_SEND_BYTES  # unless this ends well
         while offset < end:
             most = SEND_BYTES if takes_files else THREAD_SLICE_BYTES
             size_bytes = min(send_bytes, most, end - offset)
@@ -176,8 +232,7 @@ class FileBody:
             is_fast = now - began < FAST_S
             send_bytes = min(2 * send_bytes, SEND_BYTES) if is_fast else max(send_bytes // 2, MIN_SEND_BYTES)
             self._progress.moved_in_thread(is_last=offset == end)
-        self._source.send_bytes = send_bytes
-        self._source.check()
+        return send_bytes
 
     def _send_file(self, writer: BodyWriter, offset: int, size_bytes: int) -> int | None:
         """How much the kernel took; None where it sends no files."""

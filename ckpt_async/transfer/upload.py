@@ -192,7 +192,7 @@ async def send_part(
 ) -> StoredPart:
     """One attempt. The answer has the checksum of what was sent."""
     checksum = None
-    if not store.capabilities.trailing_checksums:
+    if not store.capabilities.finds_checksums:
         algorithm = store.capabilities.checksum_algorithm
         checksum = await source.checksum(part.offset, part.size_bytes, algorithm, progress.moved)
     body = FileBody(source, part.offset, part.size_bytes, progress)

@@ -492,9 +492,9 @@ def test_over_tls_a_part_is_read_once_and_compared_with_what_the_store_answers(r
     async def body():
         async with opened(secure_peer) as store:
             upload_id = await store.create_multipart("a")
-            assert not store.capabilities.trailing_checksums
+            assert not store.capabilities.finds_checksums
             first = await store.put_part("a", upload_id, 1, BytesBody(BIG), crc(BIG))
-            assert store.capabilities.trailing_checksums
+            assert store.capabilities.finds_checksums
             second = await store.put_part("a", upload_id, 2, BytesBody(b"hello"), None)
             assert second.checksum == crc(b"hello")
             asked = [each for each in secure_peer.requests if each.is_part]

@@ -62,7 +62,7 @@ async def use_everything(store, algorithm, *, copies_parts=True):
     else:
         one = await store.put_part("parts", upload_id, 1, BytesBody(big), crc(big))
     parts = [one, await store.put_part("parts", upload_id, 2, BytesBody(last), crc(last))]
-    if store.capabilities.trailing_checksums:
+    if store.capabilities.finds_checksums:
         parts[1] = await store.put_part("parts", upload_id, 2, BytesBody(last), None)
     listed = await store.list_parts("parts", upload_id)
     assert [each.etag for each in listed] == [each.etag for each in parts]
@@ -113,7 +113,7 @@ def test_every_object_and_part_is_read_and_written_with_the_customers_key(
         ours = peer.environment() | {KEY_FILE: str(tmp_path / "key")}
         async with opened("s3://ckpt/run", None, ours) as store:
             await use_everything(store, "crc64nvme")
-            assert store.capabilities.trailing_checksums
+            assert store._sender.trails_checksums
             await put(store, "kept", b"hello")
         wrong = peer.environment() | {KEY: b64encode(OTHER_KEY).decode()}
         for env, said in ((peer.environment(), KEY_FILE), (wrong, "another key")):

@@ -1,11 +1,13 @@
 """A shard as a request body: what reaches the socket is the file, or the attempt fails and says why."""
 
+import contextlib
 import errno
 import itertools
 import os
 import random
 import socket
 import ssl
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +18,7 @@ import trustme
 
 from ckpt_async.errors import FailureReason, SourceError, StoreError
 from ckpt_async.local.folder import Folder
+from ckpt_async.stores.http import uploads
 from ckpt_async.stores.http.connections import let_block
 from ckpt_async.stores.http.uploads import Exchange
 from ckpt_async.transfer import source as source_module
@@ -283,3 +286,168 @@ def test_few_system_calls_on_a_fast_link(
     link.far.sendall(DONE)
     sending.result(PATIENCE_S)
     assert kernel.num_calls < 20
+
+
+def test_one_part_begins_where_the_last_one_ended(
+    source: Source, link: Link, kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while another is under way; after a failure nobody knows how fast the link is."""
+    monkeypatch.setattr(source_module, "FAST_S", 1000.0)  # no call takes longer than that
+    sending = link.send(source)
+    link.receive(len(HEAD) + SIZE - OFFSET)
+    link.far.sendall(DONE)
+    sending.result(PATIENCE_S)
+    assert source.send_bytes > 2 * MIB
+    reached, kernel.num_calls = source.send_bytes, 0
+    sending = link.send(source)
+    link.receive(len(HEAD) + MIB)
+    assert source.send_bytes == reached
+    assert kernel.num_calls == 1
+    link.far.close()
+    with pytest.raises(ConnectionError):
+        sending.result(PATIENCE_S)
+    assert source.send_bytes == source_module.FIRST_SEND_BYTES
+
+
+def test_nobody_listens_on_a_fast_link(
+    source: Source, link: Link, kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each look takes the interpreter's lock from training."""
+    monkeypatch.setattr(uploads, "LISTEN_S", 1000.0)
+    monkeypatch.setattr(uploads, "has_unread", lambda _: pytest.fail("it has listened"))
+    sending = link.send(source)
+    link.receive(len(HEAD) + SIZE - OFFSET)
+    link.far.sendall(DONE)
+    sending.result(PATIENCE_S)
+    assert kernel.num_calls > 1
+
+
+# --- read before it is sent ----------------------------------------------------------------------------------------
+
+
+class Reader:
+    """Reads a range of a shard in a thread, and holds it at its first slice until it is let go."""
+
+    def __init__(self, pool: ThreadPoolExecutor, source: Source, offset: int = 0) -> None:
+        self.has_some, self.goes_on = threading.Event(), threading.Event()
+        self.is_unwanted, self.num_checks, self.moves = False, 0, Moves()
+        self.received = bytearray()
+        progress: Any = self.moves
+        body = FileBody(source, offset, SIZE - offset, progress)
+        self.reading = pool.submit(body.read, self._take, self._check)
+
+    def _take(self, piece: memoryview) -> None:
+        self.received += piece
+        self.has_some.set()
+        assert self.goes_on.wait(PATIENCE_S)
+
+    def _check(self) -> None:
+        self.num_checks += 1
+        if self.is_unwanted:
+            raise TimeoutError
+
+
+@pytest.fixture
+def readers(source: Source, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Reader]]:
+    monkeypatch.setattr(source_module, "TURN_S", 0.01)
+    monkeypatch.setattr(source_module, "SLICE_BYTES", MIB)
+    monkeypatch.setattr(source_module, "_free_buffers", [])
+    begun: list[Reader] = []
+    with ThreadPoolExecutor(8) as pool:
+
+        def begin() -> Reader:
+            begun.append(Reader(pool, source, OFFSET))
+            return begun[-1]
+
+        yield begin
+        for each in begun:
+            each.goes_on.set()
+
+
+def test_a_range_is_read_before_it_is_sent(path: Path, readers: Callable[[], Reader]) -> None:
+    reader = readers()
+    reader.goes_on.set()
+    reader.reading.result(PATIENCE_S)
+    assert reader.received == path.read_bytes()[OFFSET:]
+    assert reader.moves.lasts == [False] * 9
+    assert reader.num_checks == 10
+
+
+def test_few_ranges_of_a_shard_are_read_at_once(path: Path, readers: Callable[[], Reader]) -> None:
+    """Who waits for its turn may be told to stop."""
+    first, second = readers(), readers()
+    assert first.has_some.wait(PATIENCE_S)
+    assert second.has_some.wait(PATIENCE_S)
+    third, fourth = readers(), readers()
+    while third.num_checks < 9 or fourth.num_checks < 9:
+        assert not third.reading.done()
+    assert not third.has_some.is_set()
+    fourth.is_unwanted = True
+    with pytest.raises(TimeoutError):
+        fourth.reading.result(PATIENCE_S)
+    first.goes_on.set()
+    first.reading.result(PATIENCE_S)
+    third.goes_on.set()
+    third.reading.result(PATIENCE_S)
+    assert third.received == path.read_bytes()[OFFSET:]
+    fifth = readers()
+    assert fifth.has_some.wait(PATIENCE_S)  # who has stopped has left no turn taken
+
+
+def test_who_waits_for_its_turn_has_not_stalled_while_others_get_on(source: Source) -> None:
+    told: list[int] = []
+
+    class Turns:
+        num_calls = 0
+
+        def acquire(self, timeout: float) -> bool:
+            assert 0 < timeout < 1
+            self.num_calls += 1
+            source._num_slices_read += self.num_calls in (2, 3)
+            return self.num_calls == 5
+
+        def release(self) -> None:
+            pass
+
+    turns: Any = Turns()
+    source._turns = turns
+    source.read_out(lambda _: None, 0, 0, lambda: told.append(turns.num_calls))
+    assert told == [2, 3]
+
+
+def test_a_reader_that_nobody_wants_stops_after_a_slice(readers: Callable[[], Reader]) -> None:
+    readers_ = [readers() for _ in range(source_module.CHECKSUMS_AT_ONCE)]
+    for each in readers_:
+        assert each.has_some.wait(PATIENCE_S)
+        each.is_unwanted = True
+        each.goes_on.set()
+        with pytest.raises(TimeoutError):
+            each.reading.result(PATIENCE_S)
+        assert len(each.received) == MIB
+    last = readers()
+    last.goes_on.set()
+    last.reading.result(PATIENCE_S)
+
+
+def test_buffers_are_kept_but_not_all(readers: Callable[[], Reader]) -> None:
+    """And are the process's own: a fork shares none."""
+    for _ in range(2):
+        both = [readers() for _ in range(source_module.CHECKSUMS_AT_ONCE)]
+        for each in both:
+            assert each.has_some.wait(PATIENCE_S)
+        assert not source_module._free_buffers
+        for each in both:
+            each.goes_on.set()
+            each.reading.result(PATIENCE_S)
+        kept = [id(each.obj) for each in source_module._free_buffers]
+        assert len(kept) == source_module.CHECKSUMS_AT_ONCE
+    with contextlib.ExitStack() as stack:
+        many = [stack.enter_context(source_module._slice_buffer()) for _ in range(5)]
+        assert {id(each.obj) for each in many[:2]} == set(kept)
+        many[0][0] = 1
+        if not (child := os.fork()):
+            many[0][0] = 2
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert many[0][0] == 1
+    assert len(source_module._free_buffers) == source_module.CHECKSUMS_AT_ONCE

@@ -256,7 +256,7 @@ class AzureStore:
         self, key: str, upload_id: str, number: int, body: Body, checksum: Checksum | None
     ) -> StoredPart:
         """As promised, but that a part of an upload that was aborted is taken too: completing it will fail."""
-        assert checksum is not None, "this store takes no trailing checksums"
+        assert checksum is not None, "this store finds no checksums"
         await self._put_block(key, upload_id, number, body, checksum)
         return StoredPart(number, body.size_bytes, blocks.block_id(upload_id, number, checksum), checksum)
 

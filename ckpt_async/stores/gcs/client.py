@@ -74,8 +74,8 @@ class GcsStore:
     @property
     def capabilities(self) -> Capabilities:
         assert self._capabilities is not None, "open() first"
-        trails = self._session.is_tls and self._multiparts.answers_checksums
-        return replace(self._capabilities, trailing_checksums=trails)
+        finds = self._session.is_tls and self._multiparts.answers_checksums
+        return replace(self._capabilities, finds_checksums=finds)
 
     def moved(self) -> Moved | None:
         return self._session.pools.traffic.read()

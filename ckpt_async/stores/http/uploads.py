@@ -40,6 +40,9 @@ _UNREACHABLE = frozenset(
 # Between two looks whether the store has answered amid a body; it has time until nothing more can be sent.
 LISTEN_S = 0.1
 _MAX_POLL_S = 60.0  # poll(2) takes milliseconds, and not too many of them
+# Makes URL and headers. If it takes long, it calls what it is given now and then, which raises when nobody wants the
+# request any more.
+Prepare = Callable[[Callable[[], None]], tuple[str, Mapping[str, str | bytes]]]
 
 
 class Uploads(Connections):
@@ -52,9 +55,16 @@ class Uploads(Connections):
 
         Raises whatever the socket or `body` raise. A refusal is returned.
         """
-        return await self._in_thread(
-            lambda token: self._put(token, head_of(urlsplit(url), headers, method), urlsplit(url), body)
-        )
+        return await self.put_prepared(lambda _: (url, headers), body, method=method)
+
+    async def put_prepared(self, prepare: Prepare, body: Body, *, method: str = "PUT") -> Response:
+        """`put`, of a request that is made in the thread which sends it, and may have read the body to make it."""
+
+        def work(token: CancelToken) -> Response:
+            url, headers = prepare(partial(token.uses, None, is_at_work=True))
+            return self._put(token, head_of(urlsplit(url), headers, method), urlsplit(url), body)
+
+        return await self._in_thread(work)
 
     # --- in a worker thread --------------------------------------------------------------------------------
 
@@ -113,7 +123,7 @@ class Exchange:
     def write(self, piece: memoryview) -> None:
         self._sent_bytes += len(piece)
         if self._head:
-            head, self._head = self._head, b""
+            head = self._begin()
             if not self._is_tls:
                 # Both in one packet, and one system call.
                 sent = self._until_some(lambda: self._socket.sendmsg([head, piece]))
@@ -125,8 +135,7 @@ class Exchange:
 
     def send_file(self, descriptor: int, offset: int, size_bytes: int) -> int:
         if self._head:
-            head, self._head = self._head, b""
-            self._send_all(memoryview(head), socket.MSG_MORE if hasattr(socket, "MSG_MORE") else 0)
+            self._send_all(memoryview(self._begin()), socket.MSG_MORE if hasattr(socket, "MSG_MORE") else 0)
         else:
             self._listen_now_and_then()
         connected = self._socket.fileno()
@@ -142,6 +151,12 @@ class Exchange:
         while (left_s := until - time.monotonic()) > 0:
             if poll.poll(min(left_s, _MAX_POLL_S) * 1000):
                 self._listen()
+
+    def _begin(self) -> bytes:
+        """The head, which is about to be sent."""
+        head, self._head = self._head, b""
+        self._listen_at = time.monotonic() + LISTEN_S
+        return head
 
     def _send_all(self, piece: memoryview, flags: int = 0) -> None:
         while piece:

@@ -32,6 +32,7 @@ from ckpt_async.stores.interface import (
     Moved,
     MultipartInfo,
     ObjectInfo,
+    PartBody,
     Sink,
     SmallGet,
     SmallPut,
@@ -84,7 +85,7 @@ class S3Store:
     @property
     def capabilities(self) -> Capabilities:
         assert self._capabilities is not None, "open() first"
-        return replace(self._capabilities, trailing_checksums=self._sender.trails_parts)
+        return replace(self._capabilities, finds_checksums=self._sender.finds_checksums)
 
     def moved(self) -> Moved | None:
         return self._session.pools.traffic.read()
@@ -245,7 +246,7 @@ class S3Store:
         return upload_id
 
     async def put_part(
-        self, key: str, upload_id: str, number: int, body: Body, checksum: Checksum | None
+        self, key: str, upload_id: str, number: int, body: PartBody, checksum: Checksum | None
     ) -> StoredPart:
         put = Put(
             "upload_part",
@@ -255,7 +256,7 @@ class S3Store:
         )
         if checksum is None:
             digest = Digest(self.capabilities.checksum_algorithm)
-            response = await self._sender.put_trailed(put, body, digest)
+            response = await self._sender.put_found(put, body, digest)
             checksum = digest.checksum()
         else:
             response = await self._sender.put(put, body, checksum)

@@ -53,9 +53,11 @@ class Probe:
         (is_conditional, info), heeds_trailers = await _gather(
             self._conditions(algorithm, created), self._heeds_trailers(algorithm)
         )
-        if is_enforced and heeds_trailers:
-            await self._sender.learn_parts(self._trailed, algorithm)
-            self._sender.trailers_from = -math.inf
+        if is_enforced:
+            if "put_object" in self._sender.templates:
+                await self._sender.learn_parts(self._trailed, algorithm)
+            if heeds_trailers:
+                self._sender.trailers_from = -math.inf
         if not is_enforced and info.checksum is not None:
             algorithm = info.checksum.algorithm
         return Capabilities(conditional_put=is_conditional, multipart=True, checksum_algorithm=algorithm)

@@ -14,7 +14,7 @@ from ckpt_async.errors import FailureReason, StoreError
 from ckpt_async.stores.checksums import Digest, checksum_of
 from ckpt_async.stores.http.messages import Response
 from ckpt_async.stores.http.series import SmallRequest
-from ckpt_async.stores.interface import Body, BytesBody, ObjectInfo, SmallPut
+from ckpt_async.stores.interface import Body, BytesBody, ObjectInfo, PartBody, SmallPut
 from ckpt_async.stores.s3 import answers
 from ckpt_async.stores.s3.answers import CHECKSUM_FIELDS, SdkResponse
 from ckpt_async.stores.s3.errors import refusal, translating
@@ -40,7 +40,9 @@ class Put:
 
 
 class Sender:
-    """Learns templates from what the SDK makes. Where the store was seen to heed them, checksums follow parts."""
+    """Learns templates from what the SDK makes. Where the store was seen to heed them, checksums follow parts; else the
+    thread that sends a part reads it first: a thread of its own would wake the event loop once more.
+    """
 
     def __init__(self, session: S3Session) -> None:
         self._session, self._location = session, session.location
@@ -48,8 +50,14 @@ class Sender:
         self.trailers_from = math.inf  # when they may be used, by time.monotonic()
 
     @property
-    def trails_parts(self) -> bool:
-        return "upload_part" in self.templates and time.monotonic() >= self.trailers_from
+    def finds_checksums(self) -> bool:
+        """Of parts."""
+        return "upload_part" in self.templates
+
+    @property
+    def trails_checksums(self) -> bool:
+        """Of parts, behind them, so that their bytes are read once."""
+        return time.monotonic() >= self.trailers_from
 
     async def put(self, put: Put, body: Body, checksum: Checksum) -> SdkResponse:
         """One attempt. On return or raise nothing reads the body or its buffers any more."""
@@ -67,10 +75,35 @@ class Sender:
             raise self._refused(put, response)
         return self._parsed(put.operation, put.key, response)
 
-    async def put_trailed(self, put: Put, body: Body, digest: Digest) -> SdkResponse:
+    async def put_found(self, put: Put, body: PartBody, digest: Digest) -> SdkResponse:
         """`put`, whose checksum is that of `digest` once the body is sent."""
         if (template := self.templates.get(put.operation)) is None:
             raise self._again(put, "what is to be sent is not known any more")
+        if self.trails_checksums:
+            return await self._put_trailed(template, put, body, digest)
+        response = await self._put_read_first(template, put, body, digest)
+        if response.status >= 300:
+            raise self._refused(put, response)
+        return self._parsed(put.operation, put.key, response)
+
+    async def _put_read_first(
+        self, template: RequestTemplate, put: Put, body: PartBody, digest: Digest
+    ) -> Response:
+        name = self._session.name(put.key, put.operation)
+        with translating(put.operation, put.key, self._location):
+            credentials = await self._session.credentials()
+
+            def prepare(check: Callable[[], None]) -> tuple[str, Mapping[str, str | bytes]]:
+                body.read(digest.update, check)
+                return template.request(
+                    name, body.size_bytes, digest.checksum(), credentials, time.time(), put.query
+                )
+
+            return await self._session.pools.uploads_for(body).put_prepared(prepare, body)
+
+    async def _put_trailed(
+        self, template: RequestTemplate, put: Put, body: Body, digest: Digest
+    ) -> SdkResponse:
         response = await self.try_trailer(template, put, body, digest)
         if response.status >= 300:
             error = self._refused(put, response)
