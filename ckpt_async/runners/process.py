@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 SPAWN_TIMEOUT_S = 120.0
 # Between a death and the next start, doubled while it does not get as far as working.
 RESTART_S, RESTART_MAX_S = 0.2, 30.0
+# One that has ended sooner will probably do so again.
+LASTS_S = 10.0
 # After `stop` it only cancels and closes. One that serves other ranks too is asked whether it still does.
 STOP_TIMEOUT_S = 5.0
 PING_TIMEOUT_S = 2.0
@@ -168,13 +170,13 @@ class ProcessRunner:
     # --- the thread that follows it ----------------------------------------------------------------------------
 
     def _run(self) -> None:
-        start, pause_s, num_starts = self._start, RESTART_S, 0
+        start, pause_s, num_starts = self._start, RESTART_S / 2, 0
         try:
             while True:
-                has_worked = False
                 num_starts += 1
+                began = time.monotonic()
                 try:
-                    has_worked = self._follow(start)
+                    self._follow(start)
                 except (CkptAsyncError, OSError) as error:
                     may_start = isinstance(error, RunnerDiedError) and num_starts < MAX_STARTS
                     if not (self._started.done() or may_start):
@@ -184,8 +186,11 @@ class ProcessRunner:
                     logger.error("runner_failed rank=%d error=%s", start.rank, error)  # noqa: TRY400  no bug of ours
                 if self._is_ended.is_set() or self.death is not None:
                     return
-                pause_s = RESTART_S if has_worked else min(RESTART_MAX_S, pause_s * 2)
-                logger.warning("runner_died rank=%d; restarting in %.1f s", start.rank, pause_s)
+                has_lasted = time.monotonic() - began >= LASTS_S
+                pause_s = RESTART_S if has_lasted else min(RESTART_MAX_S, pause_s * 2)
+                logger.warning(
+                    "runner_died rank=%d; restarting in %.1f s; see %s", start.rank, pause_s, self.log_path
+                )
                 self._observer.engine_restarted()
                 if self._is_ended.wait(pause_s):
                     return
@@ -200,12 +205,12 @@ class ProcessRunner:
         finally:
             self._on_change()
 
-    def _follow(self, start: Start) -> bool:
-        """Have it run the engine, and take note of what it says until it ends; whether the engine worked."""
+    def _follow(self, start: Start) -> None:
+        """Have it run the engine, and take note of what it says until it ends."""
         channel = self._connect(start)
         try:
             if self._is_ended.is_set():
-                return False
+                return
             has_worked, refusal = False, None
             while (message := channel.receive()) is not None:
                 match message:
@@ -229,7 +234,6 @@ class ProcessRunner:
                 raise refusal
             if not has_worked and not self._is_ended.is_set():
                 raise RunnerDiedError(f"the runner process ended before it had started: {self._log_tail()}")
-            return has_worked
         finally:
             self._view.detach()
             self._leave()

@@ -1,7 +1,7 @@
 """What all processes of this user on this node move over its link, so that none takes a larger share for a gain.
 
-A page of memory that they share, with a slot for each. It is advice: who cannot have it, or reads half a number, looks
-at what he moves himself.
+A file in memory that they share, with a slot for each. It is advice: who cannot have it, or reads half a number, looks
+at what he moves himself. It is never mapped: on a full or truncated one that is a SIGBUS, which kills the trainer.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import contextlib
 import fcntl
 import logging
 import math
-import mmap
 import os
 import stat
 import struct
@@ -35,7 +34,7 @@ class Node:
     def __init__(self, direction: Direction, environment: Mapping[str, str] = os.environ) -> None:
         folder = Path(environment.get("XDG_RUNTIME_DIR") or "/dev/shm")  # noqa: S108  who it belongs to is looked at
         self._path = folder / f"ckpt-async-{os.getuid()}-{direction}"
-        self._page: mmap.mmap | None = None
+        self._file: int | None = None  # its descriptor
         self._slot = self._base_bytes = 0
         self._is_alone = False
 
@@ -43,20 +42,17 @@ class Node:
         """What this process has moved, and has under way, at this time. What all have moved, and the requests of each
         other process that moves something now.
         """
-        if self._page is None and not self._is_alone:
+        slots: list[tuple[float, int, int]] = []
+        if not self._is_alone:
             try:
-                self._join(now_s)
+                slots = self._told(moved_bytes, num_requests, now_s)
             except BlockingIOError:
                 pass  # somebody else joins in this moment: at the next look
             except (OSError, ValueError, struct.error) as error:
-                self._is_alone = True
+                self.close()
                 logger.debug("link_not_shared path=%s error=%s", self._path, error)
-        if self._page is None:
+        if not slots:
             return moved_bytes, []
-        _SLOT.pack_into(
-            self._page, self._slot * _SLOT.size, now_s, num_requests, self._base_bytes + moved_bytes
-        )
-        slots = [_SLOT.unpack_from(self._page, number * _SLOT.size) for number in range(_NUM_SLOTS)]
         others = [
             under_way
             for number, (told_s, under_way, _) in enumerate(slots)
@@ -67,14 +63,23 @@ class Node:
     def close(self) -> None:
         """Leave the place to others. Idempotent."""
         self._is_alone = True
-        if self._page is not None:
-            moved_bytes = _SLOT.unpack_from(self._page, self._slot * _SLOT.size)[2]
-            _SLOT.pack_into(self._page, self._slot * _SLOT.size, -math.inf, 0, moved_bytes)
-            self._page.close()
-            self._page = None
+        if self._file is not None:
+            file, self._file = self._file, None
+            with contextlib.suppress(OSError, struct.error):
+                moved_bytes = _slots(file)[self._slot][2]
+                _write(file, self._slot, -math.inf, 0, moved_bytes)
+            with contextlib.suppress(OSError):
+                os.close(file)
 
     def __del__(self) -> None:
         self.close()
+
+    def _told(self, moved_bytes: int, num_requests: int, now_s: float) -> list[tuple[float, int, int]]:
+        if self._file is None:
+            self._join(now_s)
+        assert self._file is not None
+        _write(self._file, self._slot, now_s, num_requests, self._base_bytes + moved_bytes)
+        return _slots(self._file)
 
     def _join(self, now_s: float) -> None:
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -84,14 +89,23 @@ class Node:
             if facts.st_uid != os.getuid() or not stat.S_ISREG(facts.st_mode):
                 raise OSError("it is somebody else's")
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            opened.callback(fcntl.flock, descriptor, fcntl.LOCK_UN)  # the page keeps a descriptor of its own
             os.ftruncate(descriptor, _NUM_SLOTS * _SLOT.size)
-            page = mmap.mmap(descriptor, _NUM_SLOTS * _SLOT.size)
-            for number in range(_NUM_SLOTS):
-                told_s, _, moved_bytes = _SLOT.unpack_from(page, number * _SLOT.size)
+            for number, (told_s, _, moved_bytes) in enumerate(_slots(descriptor)):
                 if abs(now_s - told_s) > ABANDONED_S:
-                    _SLOT.pack_into(page, number * _SLOT.size, now_s, 0, moved_bytes)
-                    self._page, self._slot, self._base_bytes = page, number, moved_bytes
+                    _write(descriptor, number, now_s, 0, moved_bytes)
+                    self._slot, self._base_bytes = number, moved_bytes
+                    fcntl.flock(descriptor, fcntl.LOCK_UN)
+                    opened.pop_all()
+                    self._file = descriptor
                     return
-            page.close()
             raise OSError("all its places are taken")
+
+
+def _slots(file: int) -> list[tuple[float, int, int]]:
+    """Raises struct.error if somebody has truncated it."""
+    data = os.pread(file, _NUM_SLOTS * _SLOT.size, 0)
+    return [_SLOT.unpack_from(data, number * _SLOT.size) for number in range(_NUM_SLOTS)]
+
+
+def _write(file: int, slot: int, told_s: float, num_requests: int, moved_bytes: int) -> None:
+    os.pwrite(file, _SLOT.pack(told_s, num_requests, moved_bytes), slot * _SLOT.size)

@@ -493,6 +493,32 @@ def test_a_dead_runner_is_restarted_and_nothing_is_lost(
     assert caplog.text.count("runner_died") == 2
 
 
+@pytest.mark.parametrize(("lasts_s", "pauses"), [(3600.0, ["0.2", "0.4", "0.8"]), (0.0, ["0.2", "0.2", "0.2"])])
+def test_a_runner_that_dies_again_and_again_is_restarted_less_and_less_often(
+    lasts_s: float,
+    pauses: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """However far it came; and the log says where to look for why."""
+    monkeypatch.setattr(process_module, "LASTS_S", lasts_s)
+    folder, killed = tmp_path / "folder", set[int]()
+    with Uploader(folder, f"file://{tmp_path}/store", **PROCESS) as uploader:
+        for number in (1, 2, 3):
+            (runner,) = wait_until(lambda: [each for each in runners(folder) if each not in killed])
+            wait_until(lambda: counter(uploader, "engine_restarts_total") == number - 1)  # noqa: B023
+            save(uploader, number)
+            uploader.wait(number, timeout_s=PATIENCE_S)  # it works
+            killed.add(runner)
+            os.kill(runner, signal.SIGSEGV)
+        wait_until(lambda: counter(uploader, "engine_restarts_total") == 3)
+        said = re.findall(r"runner_died rank=0; restarting in (\S+) s; see (\S+)", caplog.text)
+        assert [pause for pause, _ in said] == pauses
+        wait_until(lambda: [each for each in runners(folder) if each not in killed])
+    assert {str(folder) in path for _, path in said} == {True}
+
+
 def test_closing_while_the_runner_is_dead_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

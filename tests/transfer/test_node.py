@@ -47,9 +47,9 @@ def test_who_has_nothing_under_way_or_has_not_told_for_a_while_is_not_among_the_
 def test_what_has_moved_never_becomes_less_when_processes_come_and_go(there: dict[str, str]) -> None:
     killed = Node("up", there)
     killed.tell(100, 8, NOW_S)
-    page = killed._page
-    killed._page = None  # as after SIGKILL: it takes no leave
-    assert page is not None
+    assert killed._file is not None
+    os.close(killed._file)
+    killed._file = None  # as after SIGKILL: it takes no leave
     later_s = NOW_S + 2 * ABANDONED_S
     nodes = [Node("up", there) for _ in range(400)]
     totals = [node.tell(1, 1, later_s)[0] for node in nodes[:150]]
@@ -79,3 +79,25 @@ def test_nobody_waits_for_a_process_that_stopped_while_it_joined(
         assert node.tell(3, 1, NOW_S) == (3, [])
     assert node.tell(3, 1, NOW_S) == (3, [])
     assert Node("up", there).tell(1, 1, NOW_S) == (4, [1])
+
+
+@pytest.mark.parametrize("how", ["full", "truncated", "closed beneath it"])
+def test_a_file_that_cannot_be_used_does_no_harm(there: dict[str, str], tmp_path: Path, how: str) -> None:
+    """A full /dev/shm of a container, say: what is mapped there ends the trainer with SIGBUS."""
+    path = tmp_path / f"ckpt-async-{os.getuid()}-up"
+    a, b = Node("up", there), Node("up", there)
+    assert a.tell(10, 8, NOW_S) == (10, [])
+    match how:
+        case "full":
+            path.unlink()
+            path.symlink_to("/dev/full")  # is followed by nobody; what is written there raises ENOSPC
+            assert b.tell(5, 3, NOW_S) == (5, [])
+            os.dup2(os.open("/dev/full", os.O_RDWR), a._file or -1)
+        case "truncated":
+            os.truncate(path, 100)
+        case _:
+            os.close(a._file or -1)
+    assert a.tell(20, 8, NOW_S) == (20, [])
+    assert a.tell(30, 8, NOW_S) == (30, [])
+    a.close()
+    b.close()
