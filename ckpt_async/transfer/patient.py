@@ -327,8 +327,8 @@ class PatientStore:
     ) -> T:
         """Make a request that carries shard bytes, within the budgets of requests and bytes.
 
-        Each attempt has a deadline that grows with its size and ends early when no byte moves (rule R14:
-        aiobotocore's own read timeout is not armed while a body is being written).
+        Each attempt has a deadline that grows with its size, is put off as long as enough bytes move, and ends early
+        when none do (rule R14: aiobotocore's own read timeout is not armed while a body is being written).
         """
         silence = Silence()
         once = functools.partial(silence.attempted, functools.partial(attempt, self._store))
@@ -372,18 +372,22 @@ class PatientStore:
         async with self._place(), budgets.bytes.hold(size_bytes):
             while True:
                 began = loop.time()
-                deadline = began + num_requests * settings.request_timeout_s
-                deadline += size_bytes / settings.minimum_rate_bytes_per_s
+                allowed_s = num_requests * settings.request_timeout_s
+                allowed_s += size_bytes / settings.minimum_rate_bytes_per_s
                 may_begin_again = num_requests == 1 and num_slow < MAX_SLOW_CONNECTIONS
                 may_begin_again &= not budgets.bandwidth.is_capped  # else it may be ours to make it slow
                 try:
                     async with asyncio.timeout(None) as scope:
-                        progress = Progress(scope, deadline, settings.stall_timeout_s, budgets.bandwidth)
+                        progress = Progress(
+                            scope, size_bytes, allowed_s, settings.stall_timeout_s, budgets.bandwidth
+                        )
                         with progress, budgets.bulk.watching(progress, size_bytes if may_begin_again else 0):
                             return await attempt(progress)
                 except TimeoutError:
                     if not progress.is_too_slow:
-                        raise
+                        if progress.is_late:
+                            budgets.bulk.throttled(began, loop.time())  # fewer at once have more of the link each
+                        raise TimeoutError(progress.how_far()) from None
                     num_slow += 1
                 except StoreError as error:
                     if error.reason is FailureReason.THROTTLED:
@@ -449,9 +453,9 @@ class PatientStore:
         started = loop.time()
         try:
             result = await once()
-        except TimeoutError:
+        except TimeoutError as timeout:
             error = StoreError(
-                f"no answer or no progress within {loop.time() - started:.1f} s",
+                str(timeout) or f"no answer or no progress within {loop.time() - started:.1f} s",
                 reason=FailureReason.TIMEOUT,
                 operation=operation,
             )

@@ -13,6 +13,11 @@ from ckpt_async.transfer.budgets import Bandwidth
 T = TypeVar("T")
 
 
+# An attempt that is late goes on if it has moved this part of its bytes in the time that would do for all of them: on a
+# thin link that many requests share, to begin them all again would be to begin for ever.
+GETS_ON = 1 / 8
+
+
 class Progress:
     """Told of every byte that moves; keeps the attempt's stall deadline ahead of it. Around the attempt.
 
@@ -21,19 +26,27 @@ class Progress:
     """
 
     def __init__(
-        self, scope: asyncio.Timeout, deadline: float, stall_timeout_s: float, bandwidth: Bandwidth
+        self,
+        scope: asyncio.Timeout,
+        size_bytes: int,
+        allowed_s: float,
+        stall_timeout_s: float,
+        bandwidth: Bandwidth,
     ) -> None:
         self._loop = asyncio.get_running_loop()
+        self._size_bytes, self._allowed_s = size_bytes, allowed_s
+        self._deadline = self._loop.time() + allowed_s
         # When to end; and a timer of that time or earlier. A new one for every byte that moves would cost more than the
         # bytes.
-        self._ends_at = min(deadline, self._loop.time() + stall_timeout_s)
+        self._ends_at = min(self._deadline, self._loop.time() + stall_timeout_s)
         self._timer: asyncio.TimerHandle | None = None
         self._rings_at = math.inf
         self.moved_at: float | None = None
         self.moved_bytes = 0  # to or from the kernel
         self.began_s = self._loop.time()
-        self.is_too_slow = False
-        self._scope, self._deadline, self._stall_timeout_s = scope, deadline, stall_timeout_s
+        self._moved_bytes_then = 0  # by the deadline before
+        self._is_all_moved = self.is_too_slow = self.is_late = False
+        self._scope, self._stall_timeout_s = scope, stall_timeout_s
         self._bandwidth, self._is_over = bandwidth, False
         self._ahead_s = self._loop.time() - time.monotonic()
 
@@ -86,14 +99,17 @@ class Progress:
             self._loop.call_soon_threadsafe(self._set_timer)
 
     def moved(self, *, is_last: bool = False) -> None:
-        """Bytes moved. After the last one only the overall deadline counts: the store may need time."""
+        """Bytes moved. After the last one the store has as long to answer as there was for all of it: what the kernel
+        has taken may still be on its way.
+        """
         self._moved(self._loop.time(), is_last)
         if self._ends_at < self._rings_at:
             self._set_timer()
 
     def _moved(self, now: float, is_last: bool) -> None:
-        self.moved_at = now
-        self._ends_at = self._deadline if is_last else min(self._deadline, now + self._stall_timeout_s)
+        self.moved_at, self._is_all_moved = now, is_last
+        stalls_at, answers_by = now + self._stall_timeout_s, now + self._allowed_s
+        self._ends_at = max(self._deadline, answers_by) if is_last else min(self._deadline, stalls_at)
 
     def _now_in_thread(self) -> float:
         """By the loop's clock: uvloop's stands still while it sleeps, a simulated one leaps."""
@@ -114,8 +130,24 @@ class Progress:
     def _ring(self) -> None:
         if self._ends_at > self._rings_at:
             self._set_timer()
+            return
+        self.is_late = self._ends_at >= self._deadline and self.moved_bytes > 0
+        if self.is_late and not self._is_all_moved and self._gets_on():
+            self._moved_bytes_then = self.moved_bytes
+            self._deadline += self._allowed_s
+            self._ends_at = min(self._deadline, (self.moved_at or self.began_s) + self._stall_timeout_s)
+            self._set_timer()
         else:
             self._end()
+
+    def _gets_on(self) -> bool:
+        return self.moved_bytes - self._moved_bytes_then >= GETS_ON * self._size_bytes
+
+    def how_far(self) -> str:
+        """It came, for an error; "" if no byte has moved."""
+        took_s = self._loop.time() - self.began_s
+        moved = f"only {self.moved_bytes} of {self._size_bytes} bytes moved within {took_s:.1f} s"
+        return moved if 0 < self.moved_bytes < self._size_bytes else ""
 
     def _end(self) -> None:
         if not self._is_over and not self._scope.expired():

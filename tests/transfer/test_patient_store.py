@@ -231,6 +231,137 @@ def test_a_thread_reports_progress_without_waking_the_event_loop(monkeypatch: py
     run(main())
 
 
+async def _moving(progress: Progress, bytes_per_s: int, size_bytes: int) -> None:
+    while progress.moved_bytes < size_bytes:
+        await asyncio.sleep(1)
+        progress.moved_bytes = min(size_bytes, progress.moved_bytes + bytes_per_s)
+        progress.moved(is_last=progress.moved_bytes == size_bytes)
+
+
+def test_on_a_thin_link_a_request_that_gets_on_is_not_begun_again() -> None:
+    """Eight parts of 16 MiB share 2 MiB/s. They were all ended at their deadline, and begun again, for ever."""
+
+    async def main() -> None:
+        loop, store, num_attempts = asyncio.get_running_loop(), make(), 0
+
+        async def attempt(_: Store, progress: Progress) -> None:
+            nonlocal num_attempts
+            num_attempts += 1
+            await _moving(progress, MIB // 4, 16 * MIB)
+
+        await asyncio.gather(*(store.bulk("put", 16 * MIB, attempt) for _ in range(8)))
+        assert (loop.time(), num_attempts) == (64, 8)
+        assert store.concurrency == 8
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_s", "size_bytes", "ends_s"),
+    [
+        (MIB // 32, 16 * MIB, 46),  # 1.4 of 16 MiB
+        (MIB // 8, 16 * MIB, 128),  # 5.75 by the first deadline
+        (MIB // 16, 4 * MIB, 64),
+    ],
+)
+def test_a_request_that_hardly_gets_on_ends_and_fewer_are_made_at_once(
+    bytes_per_s: int, size_bytes: int, ends_s: float
+) -> None:
+    async def main() -> None:
+        loop, store = asyncio.get_running_loop(), make(upload_timeout_s=1)
+        going = store.bulk("put", size_bytes, lambda _, progress: _moving(progress, bytes_per_s, size_bytes))
+        if bytes_per_s * 46 >= size_bytes / 8:
+            await going
+        else:
+            with pytest.raises(StoreError, match=f"only {bytes_per_s * 45} of {size_bytes} bytes") as caught:
+                await going
+            assert caught.value.reason is FailureReason.TIMEOUT
+        assert loop.time() == pytest.approx(ends_s)
+        assert store.concurrency == (8 if ends_s > 46 else 4)
+
+    run(main())
+
+
+@pytest.mark.parametrize(("stops_s", "ends_s"), [(30, 30 + 20), (60, 60 + 20), (50, 50 + 20)])
+def test_a_late_request_still_ends_when_no_byte_moves(stops_s: int, ends_s: float) -> None:
+    async def main() -> None:
+        loop, store = asyncio.get_running_loop(), make(upload_timeout_s=1)
+
+        async def attempt(_: Store, progress: Progress) -> None:
+            for _ in range(stops_s):
+                await asyncio.sleep(1)
+                progress.moved_bytes += MIB // 4
+                progress.moved()
+            await asyncio.Event().wait()
+
+        with pytest.raises(StoreError):
+            await store.bulk("put", 16 * MIB, attempt)
+        assert loop.time() == ends_s
+
+    run(main())
+
+
+def test_a_request_that_got_on_once_but_hardly_does_any_more_ends() -> None:
+    async def main() -> None:
+        loop, store = asyncio.get_running_loop(), make(upload_timeout_s=1)
+
+        async def attempt(_: Store, progress: Progress) -> None:
+            await _moving(progress, MIB // 4, 8 * MIB)  # in 32 s
+            progress.moved_bytes += MIB
+            while True:
+                await asyncio.sleep(1)
+                progress.moved_bytes += 1
+                progress.moved()
+
+        with pytest.raises(StoreError, match="only 94"):
+            await store.bulk("put", 16 * MIB, attempt)
+        assert loop.time() == 46 + 46
+        assert store.concurrency == 4
+
+    run(main())
+
+
+def test_who_has_moved_nothing_at_all_says_nothing_of_the_link() -> None:
+    """It was reading from a slow disk, say."""
+
+    async def main() -> None:
+        loop, store = asyncio.get_running_loop(), make(upload_timeout_s=1)
+
+        async def attempt(_: Store, progress: Progress) -> None:
+            while True:
+                await asyncio.sleep(1)
+                progress.moved()
+
+        with pytest.raises(StoreError, match="no answer"):
+            await store.bulk("put", 16 * MIB, attempt)
+        assert (loop.time(), store.concurrency) == (46, 8)
+
+    run(main())
+
+
+@pytest.mark.parametrize(("takes_s", "is_in_time"), [(40, True), (60, False)])
+def test_the_store_has_time_to_answer_after_the_last_byte(takes_s: float, is_in_time: bool) -> None:
+    """What the kernel has taken may still be on its way for long."""
+
+    async def main() -> None:
+        loop, store = asyncio.get_running_loop(), make(upload_timeout_s=1, stall_timeout_s=3600)
+
+        async def attempt(_: Store, progress: Progress) -> str:
+            await _moving(progress, MIB // 2, 16 * MIB)
+            await asyncio.sleep(takes_s)
+            return "answer"
+
+        going = store.bulk("put", 16 * MIB, attempt)
+        if is_in_time:
+            assert await going == "answer"
+        else:
+            with pytest.raises(StoreError, match="no answer"):
+                await going
+            assert loop.time() == 32 + 46
+
+    run(main())
+
+
 def test_a_thread_that_goes_on_after_the_last_byte_is_watched_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A range is read again, say: the timer that was put off until the deadline is set anew, by the event loop."""
 
@@ -263,7 +394,7 @@ def test_a_thread_reads_the_clock_by_which_its_deadline_is_kept(
         asleep, real = 0.0, 0.0
         monkeypatch.setattr(loop, "time", lambda: asleep)
         monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: 70.0 + real))
-        watched = Progress(asyncio.timeout(None), 100.0, 20.0, Bandwidth(0.0))
+        watched = Progress(asyncio.timeout(None), 1, 100.0, 20.0, Bandwidth(0.0))
         asleep, real = (30.0, 1.0) if is_simulated else (0.0, 30.0)
         watched.moved_in_thread()
         assert watched.moved_at == 30.0
