@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ckpt_async.core import backlog
 from ckpt_async.core.local_state import Local
 from ckpt_async.core.model import CheckpointId
-from ckpt_async.core.units import named
+from ckpt_async.core.units import in_units, named
 from ckpt_async.errors import CkptAsyncError, FencedError, UploadFailedError
 
 # How many are told in one message.
@@ -57,6 +57,19 @@ def to_raise(
     error = UploadFailedError("; ".join(texts[:MAX_TOLD]) + more, hint="; ".join(hints))
     error.__cause__ = found[0].error
     return error
+
+
+def not_sent(local: Local, within_s: float) -> UploadFailedError | None:
+    """What to raise when there was so much time to get into the store what this rank has sealed, and it is not."""
+    left = [each for each in backlog.backlog(local) if each.sealed is not None]
+    if not left:
+        return None
+    size_bytes = sum(map(backlog.unsent_bytes, left))
+    return UploadFailedError(
+        f"{named('step', [each.id.step for each in left])} of this rank not in the store within {within_s:g} s"
+        f" (upload_timeout_s): {in_units(size_bytes)} left to upload",
+        hint="it is in the spool: the next start on this node, `ckpt-async drain` or the sweeper uploads it",
+    )
 
 
 def in_vain(local: Local) -> list[int]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
-from ckpt_async.core import arguments, backlog, keys, naming
+from ckpt_async.core import arguments, backlog, failures, keys, naming
 from ckpt_async.core.model import CheckpointId, Enqueued, Failed, Growing, Sealed, Shard
 from ckpt_async.core.observe import Observers
 from ckpt_async.errors import (
@@ -364,9 +364,10 @@ class Uploader:
         uploads, and then up to `close_grace_s` for the other ranks, so that latest and local retention are done too.
         What is left on return is in the journal: the next start, `ckpt-async drain` or the sweeper finishes it.
 
-        In strict mode raises what failed. Also raises if this start committed nothing of what it sealed and never can,
-        after the other ranks had their time: FencedError if a newer start has begun, UploadFailedError if ranks never
-        opened it. Both modes log it; ranks that are merely late are a warning.
+        In strict mode raises what failed, and without `timeout_s` UploadFailedError if this rank's part is still not in
+        the store. Also raises if this start committed nothing of what it sealed and never can, after the other ranks
+        had their time: FencedError if a newer start has begun, UploadFailedError if ranks never opened it. Both modes
+        log it; ranks that are merely late are a warning.
         """
         if os.getpid() != self.pid or self._is_closed:
             return
@@ -376,10 +377,13 @@ class Uploader:
         runner = self._engine.runner
         runner.expect_end()
         never: CkptAsyncError | None = None
+        late: CkptAsyncError | None = None
         try:
             if runner.is_alive:
                 closing.drain(self._engine, deadline, grace_s=self.settings.close_grace_s)
-                closing.log_what_is_left(self._engine.view().fresh_local())
+                local = self._engine.view().fresh_local()
+                closing.log_what_is_left(local)
+                late = failures.not_sent(local, self.settings.upload_timeout_s) if timeout_s is None else None
                 never = closing.why_nothing_will_commit(self._engine, deadline)
                 self._events.wait(deadline)
         finally:
@@ -395,8 +399,9 @@ class Uploader:
         self._engine.check_alive()
         if failed is not None:
             raise failed
-        if never is not None and self.settings.on_error == "raise":
-            raise never
+        error = never or late
+        if error is not None and self.settings.on_error == "raise":
+            raise error
 
     def __enter__(self) -> Self:
         return self

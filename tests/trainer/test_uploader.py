@@ -298,6 +298,35 @@ def test_an_exception_in_the_training_loop_takes_precedence_over_errors_of_close
     assert "closed_in_vain" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("settings", "timeout_s", "raises"),
+    [({}, None, True), ({"on_error": "warn"}, None, False), ({}, 1.0, False)],
+)
+def test_closing_with_something_not_in_the_store_is_an_error_unless_the_caller_said_how_long_to_wait(
+    opened: Open,
+    caplog: pytest.LogCaptureFixture,
+    settings: dict[str, Any],
+    timeout_s: float | None,
+    raises: bool,
+) -> None:
+    """A job that ended with exit status 0 would pass for one whose checkpoint is there."""
+    store = Slow()
+    with opened(store, **{**QUICK, "upload_timeout_s": 1, **settings}) as uploader:
+        save(uploader, 1)
+        uploader.enqueue(write(uploader, "unsealed.bin"), 2)
+        try:
+            if raises:
+                with pytest.raises(
+                    UploadFailedError, match=r"step 1 of this rank not in the store within 1 s .* left"
+                ):
+                    uploader.close(timeout_s)
+            else:
+                uploader.close(timeout_s)
+        finally:
+            store.go.set()
+    assert "closed_with_unfinished steps=[1, 2]" in caplog.text
+
+
 def test_wait_returns_in_every_thread_also_after_the_commit(opened: Open) -> None:
     """A checkpoint leaves the journal once it is done; that it was committed stays known."""
     store = Slow()
