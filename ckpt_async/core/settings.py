@@ -87,7 +87,10 @@ class Settings:
         30.0, "deadline of a request, plus the time for its bytes (see minimum_rate_bytes_per_s)", 0.05, 3600
     )
     minimum_rate_bytes_per_s: float = _setting(
-        1.0 * MIB, "a request's deadline grows by its size / this rate; one that is late goes on at an eighth of it", 1, 1e12
+        1.0 * MIB,
+        "a request's deadline grows by its size / this rate; one that is late goes on at an eighth of it",
+        1,
+        1e12,
     )
     stall_timeout_s: float = _setting(
         20.0, "abort a request when no bytes have moved for this long", 0.05, 3600

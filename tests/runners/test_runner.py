@@ -493,7 +493,9 @@ def test_a_dead_runner_is_restarted_and_nothing_is_lost(
     assert caplog.text.count("runner_died") == 2
 
 
-@pytest.mark.parametrize(("lasts_s", "pauses"), [(3600.0, ["0.2", "0.4", "0.8"]), (0.0, ["0.2", "0.2", "0.2"])])
+@pytest.mark.parametrize(
+    ("lasts_s", "pauses"), [(3600.0, ["0.2", "0.4", "0.8"]), (0.0, ["0.2", "0.2", "0.2"])]
+)
 def test_a_runner_that_dies_again_and_again_is_restarted_less_and_less_often(
     lasts_s: float,
     pauses: list[str],

@@ -77,12 +77,26 @@ async def connected(peer: Peer, **options):
         (said(429), FailureReason.THROTTLED),
         (said(403, "AuthenticationFailed"), FailureReason.AUTH),
         (answer(404), FailureReason.TRANSIENT),  # whoever says so is not Azure
+        (answer(400, body=b"<html>Bad Request</html>"), FailureReason.TRANSIENT),
+        (answer(407, body=b"<html>Log in</html>"), FailureReason.TRANSIENT),
         (answer(200, body=b"<html>log in</html>"), FailureReason.TRANSIENT),
         (answer(302, headers={"Location": "https://login"}), FailureReason.TRANSIENT),
         (RESET, FailureReason.TRANSIENT),
         (SILENCE, FailureReason.TIMEOUT),
     ],
-    ids=["500", "503", "429", "403", "another's 404", "login page", "redirect", "reset", "silence"],
+    ids=[
+        "500",
+        "503",
+        "429",
+        "403",
+        "another's 404",
+        "another's 400",
+        "407",
+        "login page",
+        "redirect",
+        "reset",
+        "silence",
+    ],
 )
 def test_each_call_makes_one_attempt(run, call, reply, reason):
     """Retries belong to the engine. Nothing that is not understood reads as success, or as "nothing there"."""

@@ -87,10 +87,25 @@ CUT = Answer(200, sent_bytes=0)
         (xml_error(401, "AuthenticationRequired", "because"), FailureReason.AUTH),
         (Answer(408), FailureReason.TIMEOUT),
         (Answer(302, b"", [("Location", "http://127.0.0.1:1/")]), FailureReason.TRANSIENT),
+        (Answer(400, b"<html>Bad Request</html>"), FailureReason.TRANSIENT),
+        (Answer(407, b"<html>Log in</html>"), FailureReason.TRANSIENT),
         (Answer(404, b"<html>Not Found</html>"), FailureReason.TRANSIENT),
         (CUT, FailureReason.TRANSIENT),
     ],
-    ids=["500", "503", "429", "403-rate", "403", "401", "408", "302", "404-foreign", "cut"],
+    ids=[
+        "500",
+        "503",
+        "429",
+        "403-rate",
+        "403",
+        "401",
+        "408",
+        "302",
+        "400-foreign",
+        "407",
+        "404-foreign",
+        "cut",
+    ],
 )
 def test_each_call_makes_one_attempt_and_says_why_it_failed(run, peer, call, reply, reason):
     async def body():

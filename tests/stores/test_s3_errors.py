@@ -16,7 +16,7 @@ from ckpt_async.errors import (
     StoreError,
 )
 from ckpt_async.stores import StoreOptions, open_store
-from ckpt_async.stores.interface import Create, Match
+from ckpt_async.stores.interface import BytesBody, Create, Match
 from ckpt_async.stores.s3.payload import SdkBody
 from tests.stores import documents
 from tests.stores.bodies import ChangedBody, ReusingBody, ShortBody, crc, put
@@ -68,6 +68,10 @@ def test_each_call_makes_one_attempt(run, call, reply, reason):
     run(body())
 
 
+HTML = b"<html><title>Please log in</title></html>"
+ELSEWHERE = {"Location": "http://127.0.0.1:1/login"}
+
+
 @pytest.mark.parametrize(
     ("reply", "reason", "hint"),
     [
@@ -88,6 +92,12 @@ def test_each_call_makes_one_attempt(run, call, reply, reason):
         (answer(404, "NoSuchBucket"), FailureReason.NOT_FOUND, "no bucket bucket"),
         (answer(409, "OperationAborted"), FailureReason.TRANSIENT, ""),
         (answer(400, "AuthorizationHeaderMalformed"), FailureReason.OTHER, "region"),
+        (answer(307, "TemporaryRedirect"), FailureReason.TRANSIENT, ""),
+        (answer(302, headers=ELSEWHERE), FailureReason.TRANSIENT, "reachable"),  # it is not
+        (answer(400, body=HTML), FailureReason.TRANSIENT, "login page"),
+        (answer(404, body=HTML), FailureReason.TRANSIENT, "login page"),
+        (answer(407, body=HTML), FailureReason.TRANSIENT, "login page"),
+        (answer(413, body=HTML), FailureReason.OTHER, ""),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\nshort", FailureReason.TIMEOUT, ""),
         (b"not HTTP at all\r\n\r\n", FailureReason.TRANSIENT, ""),
     ],
@@ -101,6 +111,42 @@ def test_refusals_are_classified(run, reply, reason, hint):
         assert raised.value.reason is reason
         assert hint in raised.value.hint
         assert raised.value.key == "a"
+
+    run(body())
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        answer(302, headers=ELSEWHERE, body=HTML),
+        answer(307, "TemporaryRedirect"),
+        answer(400, body=HTML),
+        answer(407, body=HTML),
+    ],
+)
+def test_somebody_else_who_answers_amid_a_run_fails_no_part(run, reply):
+    """Past the SDK, and then by the SDK, which asks where the bucket is: the attempt may be made again."""
+    replies = (
+        [answer(200, headers={"ETag": '"e"'})] * 2 + [reply] * 2 + [answer(200, headers={"ETag": '"e"'})]
+    )
+
+    async def body():
+        left = iter(replies)
+        peer = Peer(
+            lambda request: (
+                next(left) if request.method == "PUT" else reply.partition(b"\r\n\r\n")[0] + b"\r\n\r\n"
+            )
+        )
+        async with connected(peer) as store:
+            for number in range(len(replies)):
+                sending = store.put_part("a", "u", 1, BytesBody(b"hello"), crc(b"hello"))
+                if number in (2, 3):
+                    with pytest.raises(StoreError) as raised:
+                        await sending
+                    assert raised.value.reason is FailureReason.TRANSIENT
+                else:
+                    await sending
+        assert len(peer.requests) <= len(replies) + 2
 
     run(body())
 

@@ -11,7 +11,13 @@ from typing import ClassVar
 
 from ckpt_async.errors import CkptAsyncError, FailureReason, StoreError
 from ckpt_async.stores.azure.account import Account
-from ckpt_async.stores.http.failures import SOMEBODY_ELSE, UNTRUSTED, failure_of, reason_of_status
+from ckpt_async.stores.http.failures import (
+    SOMEBODY_ELSE,
+    UNTRUSTED,
+    failure_of,
+    is_of_somebody_else,
+    reason_of_status,
+)
 from ckpt_async.stores.http.location import BucketLocation, legible
 from ckpt_async.stores.http.messages import MalformedResponseError, OtherRangeError, Response
 
@@ -61,8 +67,7 @@ def refusal(
     """What an HTTP error answer means."""
     code, status = code_of(answer), answer.status
     message = f"{status} {code}: {_said(answer)}".rstrip(": ")
-    if status == 404 and not code and "x-ms-request-id" not in answer.headers:
-        # The service says what is not there. Something else has answered, which knows nothing of our blobs.
+    if is_of_somebody_else(status) and not code and "x-ms-request-id" not in answer.headers:
         return location.error(
             f"{status}, but not in the form that Azure sends",
             reason=FailureReason.TRANSIENT,

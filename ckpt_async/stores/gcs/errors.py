@@ -11,7 +11,7 @@ import google.auth.exceptions
 
 from ckpt_async.errors import CkptAsyncError, FailureReason, StoreError
 from ckpt_async.stores.gcs.credentials import NO_CREDENTIALS
-from ckpt_async.stores.http.failures import SOMEBODY_ELSE, failure_of, reason_of_status
+from ckpt_async.stores.http.failures import SOMEBODY_ELSE, failure_of, is_of_somebody_else, reason_of_status
 from ckpt_async.stores.http.location import BucketLocation, legible
 from ckpt_async.stores.http.messages import MalformedResponseError, OtherRangeError, Response
 
@@ -54,10 +54,11 @@ def refusal(answer: Response, operation: str, key: str, location: GcsLocation) -
     code, said = _what_it_says(answer)
     message = f"{answer.status} {code}: {said}" if code else f"{answer.status}: {said}"
     reason = _reason_of(answer.status, code, said)
-    if answer.status < 400:
-        message, hint = f"{answer.status}: sent elsewhere", SOMEBODY_ELSE
+    is_unknown = not code and reason is not FailureReason.CHECKSUM
+    if answer.status < 400 or (is_unknown and is_of_somebody_else(answer.status)):
+        message = f"{answer.status}, but not in the form that a store sends"
         return location.error(
-            message, reason=FailureReason.TRANSIENT, operation=operation, key=key, hint=hint
+            message, reason=FailureReason.TRANSIENT, operation=operation, key=key, hint=SOMEBODY_ELSE
         )
     if answer.status == 404:
         return _missing(code, said, message, operation, key, location)
@@ -74,15 +75,6 @@ def refusal(answer: Response, operation: str, key: str, location: GcsLocation) -
 def _missing(
     code: str, said: str, message: str, operation: str, key: str, location: GcsLocation
 ) -> StoreError:
-    if not code:
-        # Google says what is not there. Something else has answered, which knows nothing of our objects.
-        return location.error(
-            "404, but not in the form that a store sends",
-            reason=FailureReason.TRANSIENT,
-            operation=operation,
-            key=key,
-            hint=SOMEBODY_ELSE,
-        )
     is_of_bucket = operation in location.listings or "bucket does not exist" in said.lower()
     if code == "NoSuchBucket" or is_of_bucket:
         hint = f"there is no bucket {location.bucket} at {location.endpoint_url}: create it"

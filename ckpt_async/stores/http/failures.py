@@ -43,6 +43,14 @@ def reason_of_status(status: int) -> FailureReason:
             return FailureReason.TRANSIENT if status >= 500 else FailureReason.OTHER
 
 
+def is_of_somebody_else(status: int) -> bool:
+    """Whether an answer with this status, and without the error code that a store gives, was made by something between
+    us and it: a proxy, a load balancer, a login page. It may be gone at the next attempt. (404: it knows nothing of our
+    objects.)
+    """
+    return 300 <= status < 400 or status in (400, 404, 407)
+
+
 def reachable_hint(endpoint: str) -> str:
     return f"is {endpoint} right, and reachable from here?"
 

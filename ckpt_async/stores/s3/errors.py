@@ -15,6 +15,7 @@ from ckpt_async.stores.http.failures import (
     SOMEBODY_ELSE,
     UNTRUSTED,
     failure_of,
+    is_of_somebody_else,
     reachable_hint,
     reason_of_status,
 )
@@ -77,8 +78,7 @@ def refusal(
             message, reason=FailureReason.OTHER, operation=operation, key=key, hint=_NEEDS_KEY
         )
     reason = reason_of(code, status)
-    if status == 404 and operation != "head_object" and (not code or code.isdecimal()):
-        # S3 says what is not there. Something else has answered, which knows nothing of our objects.
+    if is_of_somebody_else(status) and operation != "head_object" and (not code or code.isdecimal()):
         return location.error(
             f"{status}, but not in the form that a store sends",
             reason=FailureReason.TRANSIENT,
@@ -126,6 +126,7 @@ _REASONS = {
     "InternalError": FailureReason.TRANSIENT,
     "IncompleteBody": FailureReason.TRANSIENT,
     "OperationAborted": FailureReason.TRANSIENT,
+    "TemporaryRedirect": FailureReason.TRANSIENT,
     "ConditionalRequestConflict": FailureReason.TRANSIENT,
     "AccessDenied": FailureReason.AUTH,
     "ExpiredToken": FailureReason.AUTH,

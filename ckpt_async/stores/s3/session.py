@@ -78,6 +78,7 @@ class S3Session:
         events.unregister("before-call.s3", add_expect_header)
         events.register("before-call.s3.DeleteObjects", _add_content_md5)
         events.register_first("choose-signer.s3", _keep_signature_version)
+        events.register("before-call.s3.HeadBucket", _do_not_redirect)
 
     async def close(self) -> None:
         await self._exit_stack.aclose()
@@ -194,6 +195,13 @@ def _add_content_md5(params: dict[str, Any], **_: object) -> None:
     """DeleteObjects must carry a digest of its body; older S3-compatible stores take only this one."""
     digest = hashlib.md5(params["body"], usedforsecurity=False).digest()
     params["headers"]["Content-MD5"] = b64encode(digest).decode()
+
+
+def _do_not_redirect(context: dict[str, Any], **_: object) -> None:
+    """Sent elsewhere, the SDK asks where the bucket is. Should that be sent elsewhere too, it would ask again, a hundred
+    times over.
+    """
+    context.setdefault("s3_redirect", {})["redirected"] = True
 
 
 def _keep_signature_version(signature_version: str, **_: object) -> str | None:
