@@ -90,3 +90,33 @@ def test_a_wrong_host_certificate_is_rejected_by_the_store(run, authority, ca_fi
             assert not peer.requests
 
     run(body())
+
+
+def test_a_bundle_that_is_replaced_is_read_again(run, authority, tmp_path, monkeypatch):
+    """By all ways to a store: after a rotation a run goes on without a new start."""
+    bundle, other = tmp_path / "ca.pem", trustme.CA()
+    other.cert_pem.write_to_path(str(bundle))
+    monkeypatch.setenv("AWS_CA_BUNDLE", str(bundle))
+
+    async def body():
+        async with server_called("127.0.0.1", authority) as (peer, url):
+            store = open_store("s3://bucket/run", StoreOptions(endpoint_url=url))
+            await store.open(is_read_only=True)
+            requests = (
+                lambda: store.get("a", max_size_bytes=9),
+                lambda: put(store, "a", b"1"),
+                lambda: put(store, "a", b"1"),
+            )
+            for request in requests:
+                with pytest.raises(StoreError, match="certificate"):
+                    await request()
+            authority.cert_pem.write_to_path(str(bundle), append=True)
+            for request in requests:
+                await request()
+            for _ in range(5):
+                await store.get("a", max_size_bytes=9)
+            assert len(store._session.client._endpoint.http_session._sessions) == 1
+            await store.close()
+            assert len(peer.requests) == 8
+
+    run(body())

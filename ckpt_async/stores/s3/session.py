@@ -177,14 +177,27 @@ class _ParserFactory(AioResponseParserFactory):  # type: ignore[misc]
 
 
 class _HttpSession(AIOHTTPSession):  # type: ignore[misc]
-    """Whom to trust is read once in a process: that takes 10 ms of CPU, and every store would do it again."""
+    """Whom to trust is read once in a process: that takes 10 ms of CPU, and every store would do it again. When the file
+    changes it is read again, for connections that are made from then on.
+    """
+
+    _trusted: tuple[str, int] | None = None
+
+    async def send(self, request: AWSPreparedRequest) -> AWSResponse:
+        if self._verify and self._trusted not in (None, self._now_trusted()):
+            self._trusted = None
+            self._sessions.clear()  # those in use end with their requests, and all with this one
+        return await super().send(request)
+
+    def _now_trusted(self) -> tuple[str, int]:
+        path: str = botocore.httpsession.get_cert_path(self._verify)
+        return path, os.stat(path).st_mtime_ns
 
     def _build_verify_context(self) -> ssl.SSLContext:
         if not self._verify:
             made: ssl.SSLContext = super()._build_verify_context()
             return made
-        path: str = botocore.httpsession.get_cert_path(self._verify)
-        key = path, os.stat(path).st_mtime_ns
+        key = self._trusted = self._now_trusted()
         if (found := _contexts.get(key)) is None:
             _contexts.clear()
             found = _contexts[key] = super()._build_verify_context()
