@@ -417,7 +417,7 @@ class PatientStore:
             retry=tenacity.retry_if_exception(self._may_heal),
             wait=backoff,
             stop=is_final,
-            sleep=asyncio.sleep,
+            sleep=self._health.pause,
             reraise=True,
         )
         return await retrying(self._observed, operation, once)
@@ -477,13 +477,22 @@ class PatientStore:
 
 
 class _Health:
-    """Whether the store answers, and a line in the log when it has not for a while."""
+    """Whether the store answers, and a line in the log when it has not for a while. When it does again, whoever waits
+    to try again hears of it.
+    """
 
     def __init__(self, url: str) -> None:
         self._url = url
         self.answered_at = -math.inf
         self._failing_since: float | None = None
         self._has_warned = False
+        self._answers_again = asyncio.Event()
+
+    async def pause(self, duration_s: float) -> None:
+        """Before another attempt. After an outage all would else sit out what it has grown to."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(duration_s):
+                await self._answers_again.wait()
 
     def failed(self, error: StoreError, now: float) -> None:
         if self._failing_since is None:
@@ -498,7 +507,10 @@ class _Health:
             )
 
     def succeeded(self, now: float) -> None:
-        if self._has_warned and self._failing_since is not None:
-            logger.info("store_recovered url=%s after_s=%.0f", self._url, now - self._failing_since)
+        if self._failing_since is not None and now - self._failing_since >= QUIET_OUTAGE_S:
+            self._answers_again.set()
+            self._answers_again = asyncio.Event()
+            if self._has_warned:
+                logger.info("store_recovered url=%s after_s=%.0f", self._url, now - self._failing_since)
         self._failing_since, self._has_warned = None, False
         self.answered_at = now

@@ -716,6 +716,34 @@ def test_a_thread_that_is_held_back_does_not_stall() -> None:
     run(main())
 
 
+@pytest.mark.parametrize("outage_s", [60, 3])
+def test_when_the_store_answers_again_nobody_sits_out_the_rest_of_a_pause(outage_s: float) -> None:
+    """A part that failed now and then, while others went through, keeps its pause."""
+
+    async def main() -> list[float]:
+        loop = asyncio.get_running_loop()
+        store = make(retry_initial_s=60, retry_max_s=60, num_concurrent_uploads=16)
+        ended: list[float] = []
+
+        async def attempt(*_: object) -> None:
+            if loop.time() < outage_s:
+                raise trouble(FailureReason.TRANSIENT)
+            ended.append(loop.time())
+
+        async def ask_again() -> None:
+            await asyncio.sleep(outage_s)
+            await store.control("get", attempt)
+
+        await asyncio.gather(*(store.bulk("put", 1, attempt) for _ in range(9)), ask_again())
+        return ended
+
+    ended = run(main())
+    if outage_s == 60:
+        assert ended == [pytest.approx(60, abs=1)] * 10
+    else:
+        assert max(ended) > 5
+
+
 # --- a reader's patience -----------------------------------------------------------------------------------
 
 
