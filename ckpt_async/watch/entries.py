@@ -241,6 +241,9 @@ class Entries:
         self._remember(entry)
 
     def _remember(self, entry: Entry) -> None:
+        if (before := self.all.get(entry.number)) is not None:  # of another step perhaps
+            for key in (before.path, before.step):
+                self._alike[key].discard(entry.number)
         self.all[entry.number] = entry
         for key in (entry.path, entry.step):
             self._alike.setdefault(key, set()).add(entry.number)

@@ -29,6 +29,7 @@ SMALL_BYTES = 1 << 30  # all of them
 # What trainers call files with tensors in them.
 _OF_TENSORS = (".pt", ".pth", ".bin", ".safetensors", ".ckpt", ".distcp", ".npz", ".msgpack", ".h5")
 
+_NS = 1_000_000_000
 _NOTHING: Mapping[str, Mapping[str, Identity]] = {}
 
 
@@ -200,6 +201,38 @@ def needs_new_generation(entry: Entry, known: Iterable[Entry], generation: int) 
         return True
     higher = [each for each in handed if each.step > entry.step]
     return any(entry.marked_ns > each.written_ns for each in higher)
+
+
+def is_perhaps_copy(entry: Entry, known: Iterable[Entry], generation: int) -> bool:
+    """Whether it may be what somebody has renamed, or copied by hand: a trainer that goes back would have written the
+    same; or nothing but its time tells its step.
+    """
+    return has_no_step(entry) or needs_new_generation(entry, known, generation)
+
+
+def has_no_step(entry: Entry) -> bool:
+    return entry.step == entry.marked_ns // _NS
+
+
+def akin(entry: Entry, known: Iterable[Entry]) -> list[Entry]:
+    """Those of other paths that have files of the same names and sizes, and may be the same: of its step, if its name
+    tells one.
+    """
+    shape, any_step = _shape(entry), has_no_step(entry)
+    others = (each for each in known if each.path != entry.path and each.is_alive)
+    return [each for each in others if (any_step or each.step == entry.step) and _shape(each) == shape]
+
+
+def _shape(entry: Entry) -> Mapping[str, int]:
+    """A single file may have any name."""
+    is_file = entry.path in entry.files
+    return {"" if is_file else shard: entry.files[path].size_bytes for path, shard in entry.shards.items()}
+
+
+def awaits_akin(entry: Entry, known: Iterable[Entry], generation: int) -> bool:
+    """Whether one of which it may be a copy is not decided: what that becomes, it is."""
+    earlier = (each for each in akin(entry, known) if each.state is State.HANDED)
+    return any(earlier) and is_perhaps_copy(entry, known, generation)
 
 
 def gone_back(entry: Entry, known: Collection[Entry]) -> str:

@@ -295,12 +295,15 @@ class Watcher:
             if not self.entries.is_intact(entry):
                 self.entries.drop(entry)
                 continue
+            known = self.entries.all.values()
+            if plan.awaits_akin(entry, known, self._uploader.generation):
+                return
             if (decision := there(self._remote, self.entries, entry, self._uploader.generation)) is not None:
                 _drop_larger(self.entries, entry)
-                known_as = replace(entry, generation=decision.checkpoint.generation)
+                id_ = decision.checkpoint
+                known_as = replace(entry, generation=id_.generation, step=id_.step)
                 self._teller.settled("there", self.entries.settle(known_as, State.COMMITTED))
                 continue
-            known = self.entries.all.values()
             if plan.is_early(entry, known, self._uploader.generation, num_nodes=self.options.num_nodes):
                 return
             warning = plan.gone_back(entry, known)

@@ -177,8 +177,8 @@ class _ParserFactory(AioResponseParserFactory):  # type: ignore[misc]
 
 
 class _HttpSession(AIOHTTPSession):  # type: ignore[misc]
-    """Whom to trust is read once in a process: that takes 10 ms of CPU, and every store would do it again. When the file
-    changes it is read again, for connections that are made from then on.
+    """Whom to trust is read once in a process: that takes 10 ms of CPU, and every store would do it again. When the
+    file changes it is read again, for connections that are made from then on.
     """
 
     _trusted: tuple[str, int] | None = None
@@ -211,8 +211,8 @@ def _add_content_md5(params: dict[str, Any], **_: object) -> None:
 
 
 def _do_not_redirect(context: dict[str, Any], **_: object) -> None:
-    """Sent elsewhere, the SDK asks where the bucket is. Should that be sent elsewhere too, it would ask again, a hundred
-    times over.
+    """Sent elsewhere, the SDK asks where the bucket is. Should that be sent elsewhere too, it would ask again, hundreds
+    of times.
     """
     context.setdefault("s3_redirect", {})["redirected"] = True
 

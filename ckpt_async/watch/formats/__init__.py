@@ -6,8 +6,11 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
+from typing import TypeVar
 
 from ckpt_async.watch.formats.checks import checked, unrotated, without_left_over
 from ckpt_async.watch.formats.found import (
@@ -16,6 +19,7 @@ from ckpt_async.watch.formats.found import (
     Rules,
     changed_ns,
     join,
+    last,
     marked_ns,
     of_folder,
     one_file,
@@ -24,6 +28,10 @@ from ckpt_async.watch.formats.marks import FORMATS, TABLE, torch_file
 from ckpt_async.watch.tree import Tree
 
 __all__ = ["FORMATS", "Found", "Known", "Rules", "find"]
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _NS = 1_000_000_000
 
@@ -40,7 +48,10 @@ def find(tree: Tree, rules: Rules = _TABLE_ONLY, known: Known = _NONE) -> list[F
     there = list(recognise(tree, rules, set()))
     marked = (each for each in there if each.mark in tree.files and not each.reason)
     newest_ns = max((marked_ns(tree, each) for each in marked), default=0)
-    found = [_checked(tree, each, rules, known, newest_ns) for each in there]
+    found = [
+        _guarded(each.format, each.path, tree, partial(_checked, tree, each, rules, known, newest_ns))
+        for each in there
+    ]
 
     def place(each: Found) -> tuple[int, int, str]:
         return 0 if rules.ignores_times else marked_ns(tree, each), each.step, each.path
@@ -68,20 +79,35 @@ def _checked(tree: Tree, found: Found, rules: Rules, known: Known, newest_ns: in
 
 
 def _by_table(tree: Tree, rules: Rules, taken: set[str]) -> Iterator[Found]:
-    table = [each for name, each in TABLE.items() if not rules.formats or name in rules.formats]
+    table = [each for each in TABLE.items() if not rules.formats or each[0] in rules.formats]
     for folder in tree.folders:
         if _is_within(folder, taken):
             continue
-        for mark_of in table:
-            if (found := mark_of(tree, folder, rules)) is not None:
+        for name, mark_of in table:
+            if (found := _guarded(name, folder, tree, partial(mark_of, tree, folder, rules))) is not None:
                 if found.path or folder == "":
                     taken.add(folder if not found.is_file else found.path)
                 yield found
                 break
     for path in sorted(tree.files):
-        found = torch_file(tree, path) if not _is_within(path, taken) else None
+        if _is_within(path, taken):
+            continue
+        found = _guarded("torch-file", path, tree, partial(torch_file, tree, path))
         if found is not None and (not rules.formats or {"torch-file", found.format} & {*rules.formats}):
             yield found
+
+
+def _guarded(format_: str, path: str, tree: Tree, judge: Callable[[], T]) -> T | Found:
+    """What `judge` says. It reads what anybody may have written: whatever that does to it, this one is refused, and the
+    rest is not held up.
+    """
+    try:
+        return judge()
+    except Exception as error:
+        logger.debug("unjudged path=%s", path, exc_info=True)
+        files = (path,) if path in tree.files else tuple(tree.below(path))
+        reason = f"it cannot be judged: {error!r}"
+        return Found(format_, path, 0, last(path) or tree.root, files, "", (), reason, is_refused=True)
 
 
 def _is_within(path: str, taken: set[str]) -> bool:

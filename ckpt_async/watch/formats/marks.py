@@ -181,6 +181,9 @@ def _indexes(tree: Tree, folder: str) -> Iterator[str]:
             yield tree.text(join(folder, name), MAX_JSON_BYTES)
 
 
+_MAX_DIGITS = 12
+
+
 def megatron(tree: Tree, folder: str, _: Rules) -> Found | None:
     """`latest_checkpointed_iteration.txt`, written after a barrier, names it or a later one."""
     match = _MEGATRON.fullmatch(last(folder))
@@ -193,7 +196,7 @@ def megatron(tree: Tree, folder: str, _: Rules) -> Found | None:
             return None  # megatron-core without Megatron-LM: DCP's mark
         return of_folder(tree, "megatron", folder, reason=f"there is no {_MEGATRON_TRACKER} yet")
     told = tree.text(tracker).strip()
-    if not told.isdecimal() and told != "release":
+    if not (told.isdecimal() and len(told) <= _MAX_DIGITS) and told != "release":
         return of_folder(tree, "megatron", folder, reason=f"{_MEGATRON_TRACKER} is not whole")
     found = of_folder(tree, "megatron", folder)
     if told.isdecimal() and int(told) == int(match[1]):
