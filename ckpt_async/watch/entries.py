@@ -14,6 +14,7 @@ import errno
 import json
 import os
 import shutil
+import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -200,11 +201,14 @@ class Entries:
         committed = (each for each in self.all.values() if each.state is State.COMMITTED)
         return sum(any(tree.files.get(path) == was for path, was in each.files.items()) for each in committed)
 
-    def stage(self, entry: Entry, source: Path, smaller: Entry | None = None) -> Entry:
+    def stage(
+        self, entry: Entry, source: Path, smaller: Entry | None = None, *, is_in_place: bool = False
+    ) -> Entry:
         """Link every file of it, which are below `source`: then the trainer may delete them. What is staged of a
         `smaller` version is taken from there, and what was added to that is copied, if it is no larger than a log may
-        be. Raises VanishedError, and then nothing is left; OSError if the disk is full, or has no room for a
-        copy.
+        be. What `is_in_place` is copied, and compared with the checksums that it says itself: what is there may
+        be half of it, and the next save goes over it. Raises VanishedError, and then nothing is left; OSError if the
+        disk is full, or has no room for a copy.
         """
         place = self._staged / f"{entry.number:08d}.tmp"
         shutil.rmtree(place, ignore_errors=True)
@@ -218,7 +222,12 @@ class Entries:
             for path, shard in entry.shards.items():
                 target = place / shard
                 target.parent.mkdir(parents=True, exist_ok=True)
-                if smaller is not None and path in smaller.shards:
+                if is_in_place:
+                    may_copy()
+                    _copy(source / path, target, entry.files[path])
+                    _check_sums(target)
+                    is_copied = True
+                elif smaller is not None and path in smaller.shards:
                     os.link(self.staged(smaller) / smaller.shards[path], target)
                     is_copied |= smaller.is_copied
                 elif smaller is not None and entry.files[path].size_bytes <= MAX_LOG_BYTES:
@@ -311,6 +320,17 @@ def _copy(source: Path, target: Path, wanted: Identity) -> None:
         raise VanishedError(f"{source} is gone") from error
     if identity_of(facts) != wanted:
         raise VanishedError(f"{source} has changed")
+
+
+def _check_sums(path: Path) -> None:
+    """Of a file of torch.save's: those of all its records."""
+    try:
+        with zipfile.ZipFile(path) as file:
+            spoilt = file.testzip()
+    except Exception as error:  # whatever is wrong with it
+        raise VanishedError(f"{path.name} is not whole: {error!r}") from error
+    if spoilt is not None:
+        raise VanishedError(f"{path.name} is not whole: {spoilt} is not what its directory says")
 
 
 def _encode(entry: Entry) -> dict[str, object]:

@@ -96,7 +96,7 @@ class Lookout:
                 self._entries.drop(entry)  # it is looked at anew
                 self._remember(entry, entry.files)
                 logger.info("changed_while_settling path=%s", entry.path)
-            elif changed and entry.state is State.HANDED:
+            elif changed and entry.state is State.HANDED and not entry.is_copied:
                 reason = f"{changed} was changed in place after its checkpoint was complete"
                 self._teller.tell("changed", entry, reason)
 
@@ -124,7 +124,7 @@ class Lookout:
                 self.num_left += 1  # it was judged by what has been written since this look
             elif verdict.take:
                 self._lacking.pop(found.path, None)  # it is whole by now
-                self._stage(found, self.tree, self._options.folder)
+                self._stage(found, self.tree, self._options.folder, is_in_place=verdict.is_in_place)
             else:
                 self.num_left += verdict.is_waiting
                 if not self._is_known_by_less(found.path):
@@ -354,7 +354,7 @@ class Lookout:
             self._teller.refuse(what, Refusal.NO_SPACE, DISK_LOW)
             self._entries.settle(what, State.REFUSED, DISK_LOW, Refusal.NO_SPACE)
 
-    def _stage(self, found: Found, tree: Tree, source: Path) -> None:
+    def _stage(self, found: Found, tree: Tree, source: Path, *, is_in_place: bool = False) -> None:
         if len({each.path for each in self._entries.open() if each.is_copied} - {found.path}) >= MAX_COPIED:
             self._wait(found, f"it is to be copied, {MAX_COPIED} at a time")
             return
@@ -363,7 +363,8 @@ class Lookout:
             entry = entry_of(found, tree, self._entries.next_number(), expected=expected)
             versions = smaller(entry, self._entries.of_path(entry.path))
             entry = replace(entry, is_doubtful=not self._has_looked)
-            entry = self._entries.stage(entry, source, versions[-1] if versions else None)
+            less = versions[-1] if versions else None
+            entry = self._entries.stage(entry, source, less, is_in_place=is_in_place)
         except VanishedError as error:
             self.num_left += 1
             logger.info("vanished path=%s: %s", found.path, error)

@@ -36,7 +36,8 @@ _NOTHING: Mapping[str, Mapping[str, Identity]] = {}
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """Of one checkpoint of the folder: take it, or why not. `refusal`: it was handed in before and then changed, or can
-    never be taken as it is. `is_waiting`: it wants only time.
+    never be taken as it is. `is_waiting`: it wants only time. `is_in_place`: it was written over the one before it, and
+    says itself what its bytes should be.
     """
 
     found: Found
@@ -44,6 +45,7 @@ class Verdict:
     reason: str = ""
     refusal: Refusal | None = None
     is_waiting: bool = False
+    is_in_place: bool = False
 
 
 def judge(found: Found, tree: Tree, known: Collection[Entry], *, num_nodes: int) -> Verdict | None:
@@ -65,6 +67,8 @@ def judge(found: Found, tree: Tree, known: Collection[Entry], *, num_nodes: int)
         known_files = entries[-1].files.keys() & tree.files.keys()
         older = [path for path in known_files if tree.born_ns(path) <= entries[-1].staged_ns]
         changed = changed_in_place(entries[-1], {path: tree.files[path] for path in older})
+        if changed and found.is_file and tree.tensor_sums(found.path):
+            return Verdict(found, take=True, is_in_place=True)
         if changed:
             reason = (
                 f"{changed} was written in place after it had been handed in, so nothing tells when it is whole: have"

@@ -13,8 +13,8 @@ from ckpt_async.watch.tree import Identity, Tree
 from tests.watch.trees import SECOND, torch_zip, tree_of
 
 
-def one(path: str = "last.ckpt", **state: int) -> tuple[Found, Tree]:
-    tree = tree_of({path: torch_zip(**({"global_step": 10} | state))})
+def one(path: str = "last.ckpt", tensor: bytes | None = b"0" * 40, **state: int) -> tuple[Found, Tree]:
+    tree = tree_of({path: torch_zip(tensor=tensor, **({"global_step": 10} | state))})
     return find(tree)[0], tree
 
 
@@ -42,7 +42,7 @@ def test_what_is_known_as_it_is_is_left_alone_also_when_a_rotation_has_begun() -
 def test_a_file_of_the_same_name_is_new_if_it_was_renamed_there_and_refused_if_it_was_written_in_place() -> (
     None
 ):
-    found, tree = one()
+    found, tree = one(tensor=None)  # it has no checksum that would say what its bytes should be
     known = entry_of(found, tree, 1)
     was = tree.files["last.ckpt"]
     renamed = Tree({"last.ckpt": was._replace(inode=99)}, tree.read)
@@ -57,7 +57,13 @@ def test_a_file_of_the_same_name_is_new_if_it_was_renamed_there_and_refused_if_i
     made_anew = replace(in_place, born_ns=lambda _: known.staged_ns + 1)
     verdict = plan.judge(found, made_anew, [known], num_nodes=1)
     assert verdict
-    assert verdict.take, "the inode was given out again"
+    assert (verdict.take, verdict.is_in_place) == (True, False), "the inode was given out again"
+    found, tree = one()
+    known, was = entry_of(found, tree, 1), tree.files["last.ckpt"]
+    in_place = Tree({"last.ckpt": was._replace(mtime_ns=was.mtime_ns + 1)}, tree.read)
+    verdict = plan.judge(found, in_place, [known], num_nodes=1)
+    assert verdict
+    assert (verdict.take, verdict.is_in_place) == (True, True)
 
 
 def test_a_file_with_another_name_for_a_step_that_is_taken_is_not_sent_again() -> None:

@@ -166,7 +166,7 @@ def test_refusals_are_counted_from_0_over_all_starts_of_the_run_and_are_on_the_p
     assert counts(port, place.remote) == {each.value: 0.0 for each in Refusal}, (
         "so that increase() sees the first"
     )
-    (place.out / "last.ckpt").write_bytes(torch_zip(global_step=20))
+    (place.out / "last.ckpt").write_bytes(torch_zip(global_step=20, tensor=None))
     watching.until("refused")
     assert counts(port, place.remote)["changed"] == 1
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/status.json", timeout=10) as reply:

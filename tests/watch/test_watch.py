@@ -189,12 +189,36 @@ def test_a_file_that_is_renamed_over_itself_is_a_new_checkpoint_each_time(place:
     assert watching.end() == 0
 
 
+def test_a_file_of_torchs_that_is_written_in_place_is_copied_and_compared_with_its_own_checksums(
+    place: Place,
+) -> None:
+    """Lightning does so when its temporary folder is on another file system."""
+    watching = place.watch("-v")
+    saved: dict[int, dict[str, str]] = {}
+    for step in (10, 20, 30):
+        with (place.out / "last.ckpt").open("wb") as file:
+            file.write(torch_zip(global_step=step, tensor=os.urandom(1 << 20)))
+        saved[step] = hashes(place.out)
+        watching.until("committed", step)
+    whole = torch_zip(global_step=40, tensor=os.urandom(1 << 20))
+    half = bytearray(whole)
+    half[1 << 19] ^= 1
+    (place.out / "last.ckpt").write_bytes(half)
+    watching.until_logged("last.ckpt is not whole")
+    assert place.newest() == 30
+    (place.out / "last.ckpt").write_bytes(whole)
+    saved[40] = hashes(place.out)
+    watching.until("committed", 40)
+    assert watching.end() == 0
+    assert {step: place.committed(step) for step in saved} == saved
+
+
 def test_a_file_that_is_written_in_place_is_refused_until_it_is_made_anew(place: Place) -> None:
     watching = place.watch()
-    (place.out / "last.ckpt").write_bytes(torch_zip(global_step=10))
+    (place.out / "last.ckpt").write_bytes(torch_zip(global_step=10, tensor=None))
     was = hashes(place.out)
     watching.until("committed", 10)
-    (place.out / "last.ckpt").write_bytes(torch_zip(global_step=20))
+    (place.out / "last.ckpt").write_bytes(torch_zip(global_step=20, tensor=None))
     told = watching.until("refused")
     assert "written in place" in told["reason"]
     assert (place.newest(), place.committed(10)) == (10, was)

@@ -43,12 +43,13 @@ def tree_of(
     )
 
 
-def torch_zip(*, tensor: bytes = b"\0" * 400, **state: Any) -> bytes:
+def torch_zip(*, tensor: bytes | None = b"\0" * 400, **state: Any) -> bytes:
     """As torch.save writes it: `archive/data.pkl` first, stored."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as file:
         file.writestr("archive/data.pkl", pickle.dumps(state, protocol=2))
-        file.writestr("archive/data/0", tensor)
+        if tensor is not None:
+            file.writestr("archive/data/0", tensor)
     return buffer.getvalue()
 
 
