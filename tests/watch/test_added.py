@@ -21,6 +21,7 @@ from ckpt_async.watch.formats.checks import UNCOUNTED_S
 from ckpt_async.watch.formats.found import GROWING_S, Version
 from ckpt_async.watch.tree import Identity, Tree
 from tests.events.receiver import free_port, receiving
+from tests.restore.test_foreign import metadata_of
 from tests.watch.conftest import Place, counts, hashes, save
 from tests.watch.looking import Place as Looking
 from tests.watch.trees import SECOND, tree_of
@@ -220,6 +221,24 @@ def test_what_was_added_to_an_earlier_save_to_the_same_place_is_not_of_this_one(
     settle = Rules(done="DONE", settle_s=2)
     (found,) = find(again, settle, Known(versions={"step-1": [Version(earlier, marked_ns)]}))
     assert not found.reason
+
+
+def test_a_rank_s_file_that_is_as_it_was_with_another_mark_is_not_of_this_save() -> None:
+    """Each rank copies its own files into the place, with their times: the mark may come before the others'."""
+    files = {"last/__0_0.distcp": b"of 0", "last/__1_0.distcp": b"of 1"}
+    written = files | {"last/.metadata": metadata_of({"__0_0.distcp": 4, "__1_0.distcp": 4})}
+    now = tree_of(written, now_s=UNCOUNTED_S)
+
+    def reason(**was: Identity) -> str:
+        earlier = dict(now.files) | {f"last/{name}": each for name, each in was.items()}
+        (found,) = find(now, Rules(), Known(versions={"last": [Version(earlier, 1)]}))
+        return found.reason
+
+    other = Identity(9, 1, 1)
+    marked = {".metadata": other, "__0_0.distcp": other}
+    assert reason(**marked) == "last/__1_0.distcp is of another save to the same place than the rest"
+    assert reason(**marked, **{"__1_0.distcp": other}) == ""
+    assert reason() == "", "it is this one"
 
 
 def test_what_was_written_to_before_it_was_handed_in_is_remembered(looking: Looking) -> None:

@@ -122,9 +122,16 @@ def newer_than_mark(tree: Tree, found: Found) -> list[str]:
 
 def of_another_save(tree: Tree, found: Found, rules: Rules, versions: Sequence[Version]) -> str:
     """A file of a rank that waits for no other, which is that of an earlier save, or of the next one already: it is as
-    it was in another save, or it is not as it was in this one, or it is far older than all the rest. "" if there is
-    none.
+    it was in another save, or it is not as it was in this one, or it is far older than all the rest. Or one that each
+    save writes, and that is as it was with another mark: whoever copies may bring the mark first, and keep old times.
+    "" if there is none.
     """
+    for each in versions:
+        if each.files.get(found.mark, tree.files.get(found.mark)) == tree.files.get(found.mark):
+            continue
+        for path in found.files:
+            if _ANY_RANK.fullmatch(found.shard(path)) and each.files.get(path) == tree.files[path]:
+                return path
     ranks = {path for path in found.files if is_of_late_rank(found.format, found.shard(path))}
     others = (tree.files[path].mtime_ns for path in found.files if path not in ranks)
     began_ns = 0 if rules.ignores_times else min(others, default=0)
