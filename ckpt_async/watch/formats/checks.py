@@ -153,7 +153,7 @@ def without_left_over(tree: Tree, found: Found, versions: Sequence[Version]) -> 
     left = set[str]()
     for each in versions:
         same = each.added.items() & tree.files.items()
-        here = {path for path, _ in same if not is_free(found.format, found.shard(path))}
+        here = {path for path, _ in same if not _is_written_by_each(found.format, found.shard(path))}
         if here and _is_same_save(tree, found, each) is False:
             left |= here
     if not left:
@@ -260,6 +260,11 @@ def is_free(format_: str, shard: str) -> bool:
     of_rank = _OF_RANK.get(format_)
     match = of_rank.fullmatch(shard) if of_rank else None
     return match is not None and int(next(filter(None, match.groups()))) > 0
+
+
+def _is_written_by_each(format_: str, shard: str) -> bool:
+    """Whether each save writes it, and it is added to none."""
+    return is_free(format_, shard) or _ANY_RANK.fullmatch(shard) is not None
 
 
 def is_of_late_rank(format_: str, shard: str) -> bool:
