@@ -11,15 +11,18 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ckpt_async import Uploader, cli
+from ckpt_async import Uploader, cli, restore
 from ckpt_async.errors import NoJournalError
 from ckpt_async.monitor import status
+from ckpt_async.watch import formats
 from ckpt_async.watch.beside import SAME_S
+from tests.restore.test_foreign import metadata_of
 from tests.watch.conftest import Place, hashes, save
 from tests.watch.trees import safetensors, torch_zip
 
@@ -511,6 +514,100 @@ def test_a_remote_in_the_watched_folder_is_not_watched(place: Place) -> None:
     place.remote = f"file://{place.out}"
     code, told = place.once()
     assert (code, "is the watched folder itself" in str(told)) == (2, True)
+
+
+def save_dcp(place: Place, step: int) -> dict[str, str]:
+    """A checkpoint as DCP writes it: in a folder of any name."""
+    here = place.out / f"step-{step}"
+    here.mkdir()
+    (here / "__0_0.distcp").write_bytes(os.urandom(400))
+    (here / ".metadata").write_bytes(metadata_of({"__0_0.distcp": 400}))
+    return hashes(here)
+
+
+COPIES: dict[str, Callable[[Path, Path], object]] = {
+    "mv": os.rename,
+    "cp -r": lambda old, new: shutil.copytree(old, new, copy_function=shutil.copyfile),
+    "cp -a": shutil.copytree,
+    "cp -al": lambda old, new: shutil.copytree(old, new, copy_function=os.link),
+}
+
+
+@pytest.mark.parametrize("name", ["best", "step-10-best"])
+@pytest.mark.parametrize("how", COPIES)
+def test_what_somebody_has_renamed_or_copied_is_known_by_its_bytes(place: Place, how: str, name: str) -> None:
+    """Whatever its new name: latest does not go back, and its trainer has not."""
+    watching = place.watch()
+    for step in (10, 20):
+        save_dcp(place, step)
+        watching.until("committed", step)
+    COPIES[how](place.out / "step-10", place.out / name)
+    assert watching.until("there")["step"] == 10
+    saved = save_dcp(place, 30)
+    watching.until("committed", 30)
+    found = restore.find(place.remote)
+    assert found is not None
+    assert (found.step, found.generation, place.committed(30)) == (30, 1, saved)
+    assert watching.end() == 0
+    assert place.once()[1]["committed"] == 0, "nor is it new to the next watcher"
+
+
+def test_a_copy_of_a_single_file_is_known_by_its_bytes(place: Place) -> None:
+    watching = place.watch()
+    for step in (10, 20):
+        (place.out / f"step={step}.ckpt").write_bytes(torch_zip(global_step=step, tensor=os.urandom(400)))
+        watching.until("committed", step)
+    copy = place.here / "copy"
+    shutil.copyfile(place.out / "step=10.ckpt", copy)
+    os.utime(
+        copy, (time.time() + 100, time.time() + 100)
+    )  # later than another file of the same save would be
+    os.rename(copy, place.out / "best.ckpt")
+    assert watching.until("there")["step"] == 10
+    assert (watching.end(), place.newest()) == (0, 20)
+
+
+def test_a_step_that_only_looks_like_an_earlier_one_is_new(place: Place) -> None:
+    """Its name tells another step, or a byte differs."""
+    watching = place.watch()
+    for step in (10, 20):
+        save_dcp(place, step)
+        watching.until("committed", step)
+    shutil.copytree(place.out / "step-10", place.out / "step-30", copy_function=shutil.copyfile)
+    watching.until("committed", 30)
+    shutil.copytree(place.out / "step-10", place.here / "best", copy_function=shutil.copyfile)
+    (place.here / "best/__0_0.distcp").write_bytes(os.urandom(400))
+    os.utime(place.here / "best/.metadata")
+    os.rename(place.here / "best", place.out / "best")
+    assert watching.until("committed")["step"] > 10**9
+    assert watching.end() == 0
+
+
+def test_one_that_cannot_be_judged_holds_up_nothing_else(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is in a file: `int` refuses thousands of digits, `zipfile` a version that it does not know."""
+    zipped = bytearray(torch_zip(global_step=10))
+    at = zipped.rindex(b"PK\x01\x02")
+    zipped[at + 6] = 255  # what version is needed to read it
+    (place.out / "step=10.ckpt").write_bytes(zipped)
+    (place.out / "iter_0000005").mkdir()
+    (place.out / "iter_0000005/model.pt").write_bytes(torch_zip(x=1))
+    (place.out / "latest_checkpointed_iteration.txt").write_text("5" * 5000)
+    save(place, 20)
+    code, told = place.once()
+    assert (code, told["committed"], place.newest()) == (0, 2, 20)
+    assert "is not whole" in told["incomplete"]["iter_0000005"]
+
+    def broken(*_: object) -> None:
+        raise RecursionError("too deep")
+
+    monkeypatch.setattr(formats, "torch_file", broken)
+    save(place, 30)
+    (place.out / "step=40.ckpt").write_bytes(torch_zip(global_step=40))
+    code, told = place.once()
+    assert (code, told["committed"], place.newest()) == (1, 1, 30)
+    assert "cannot be judged: RecursionError('too deep')" in told["refused"]["step=40.ckpt"]
 
 
 def test_what_is_no_folder_is_refused_at_once(place: Place) -> None:
