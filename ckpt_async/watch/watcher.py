@@ -227,6 +227,7 @@ class Watcher:
     def _work(self) -> None:
         while True:
             was_stopping, is_whole = self._stopping.is_set(), False
+            began_s = time.thread_time()
             try:
                 self._round()
                 is_whole = True
@@ -251,7 +252,9 @@ class Watcher:
             self._ending.tell(self._waits_for)
             soon_s = max(0.1, self.options.rules.settle_s / 2)
             pause_s = self.options.interval_s if is_idle and not was_stopping else soon_s
-            self.waker.wait(min(pause_s, self.options.interval_s), rest_s=REST * self._lookout.took_s)
+            # What is made of a folder of thousands may take longer than listing it.
+            took_s = max(self._lookout.took_s, time.thread_time() - began_s)
+            self.waker.wait(min(pause_s, self.options.interval_s), rest_s=REST * took_s)
 
     def _waits_for(self) -> str:
         left = self.entries.open()

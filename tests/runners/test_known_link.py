@@ -1,5 +1,6 @@
 """A new start does not look for the link from the beginning."""
 
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -34,3 +35,12 @@ def test_a_start_begins_with_the_connections_that_the_last_one_has_noted(
         noted = known_link.KnownLink(24, 5e6)
         known_link.note(folder / ".ckpt_async" / "link-up.json", remote, noted, time.time())
     assert limits == [8, 24]
+
+
+def test_what_is_no_file_is_nothing_of_use_and_nobody_waits_for_it(tmp_path: Path) -> None:
+    path = tmp_path / "link-up.json"
+    os.mkfifo(path)
+    assert known_link.recall(path, "file:///remote", 1.0) is None
+    path.unlink()
+    path.mkdir()
+    assert known_link.recall(path, "file:///remote", 1.0) is None

@@ -1,6 +1,7 @@
 """`ckpt-async watch` beside a trainer that writes files: what is sent, what is not, and what it leaves alone."""
 
 import errno
+import itertools
 import json
 import os
 import re
@@ -13,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,8 +22,10 @@ import pytest
 from ckpt_async import Uploader, cli, restore
 from ckpt_async.errors import NoJournalError
 from ckpt_async.monitor import status
-from ckpt_async.watch import formats
+from ckpt_async.watch import formats, watcher
 from ckpt_async.watch.beside import SAME_S
+from ckpt_async.watch.meanwhile import REST
+from ckpt_async.watch.wake import Waker
 from tests.restore.test_foreign import metadata_of
 from tests.watch.conftest import Place, hashes, save
 from tests.watch.trees import safetensors, torch_zip
@@ -608,6 +612,28 @@ def test_one_that_cannot_be_judged_holds_up_nothing_else(
     code, told = place.once()
     assert (code, told["committed"], place.newest()) == (1, 1, 30)
     assert "cannot be judged: RecursionError('too deep')" in told["refused"]["step=40.ckpt"]
+
+
+def test_a_watcher_rests_for_several_times_as_long_as_a_round_has_kept_the_core(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A log in a folder of thousands wakes it all the time; listing the folder is not all that a round takes."""
+    rests: list[float] = []
+    wait = Waker.wait
+
+    def noted(self: Waker, timeout_s: float, *, rest_s: float = 0.0) -> None:
+        rests.append(rest_s)
+        wait(self, timeout_s)
+
+    monkeypatch.setattr(Waker, "wait", noted)
+    busy_s = itertools.count(0.0, 100.0)
+    monkeypatch.setattr(
+        watcher, "time", SimpleNamespace(**vars(time) | {"thread_time": lambda: next(busy_s)})
+    )
+    save(place, 10)
+    assert place.once()[0] == 0
+    assert rests
+    assert min(rests) == REST * 100.0
 
 
 def test_what_is_no_folder_is_refused_at_once(place: Place) -> None:
