@@ -47,6 +47,9 @@ class Part:
 SINK = "bytes counted by a sink that reads all of them before it answers"
 LINK = "bytes counted by a sink that models the link"
 GRID = "network --clients ours obstore s5cmd boto3+crt"
+SOME = "'5 of 100 MiB/s, 50 ms' '20 of 400 MiB/s, 30 ms' '60 of 400 MiB/s, 30 ms'"
+TLS_GRID = f"network --server tls --clients ours obstore s5cmd boto3+crt --links {SOME} ceiling"
+LARGE = "network --mib 8192 --clients ours obstore boto3+crt s3torchconnector --links '20 of 400 MiB/s, 30 ms'"
 QUICK = "--rounds 1"
 FEW = "--mib 256 --clients ours obstore boto3+crt"
 PARTS = [
@@ -70,6 +73,9 @@ PARTS = [
         "Eight processes on one link",
         LINK,
     ),
+    Part("network-tls-up", f"{TLS_GRID} --way up", "Up such a link over TLS", LINK),
+    Part("network-tls-down", f"{TLS_GRID} --way down", "Down such a link over TLS", LINK),
+    Part("network-large", LARGE, "8 GiB up such a link", LINK),
     Part("upload", "upload", "Upload of 1 GiB, plain HTTP", SINK, QUICK),
     Part("upload-tls", "upload --server tls", "Upload of 1 GiB, TLS", SINK, QUICK),
     Part(

@@ -16,6 +16,7 @@ from ckpt_async import restore
 from ckpt_async.errors import InvalidNameError, UnsafePickleError
 from ckpt_async.restore.dcp_files import named_files
 from ckpt_async.restore.foreign import Found, recognise
+from tests.dcp_metadata import metadata_of
 from tests.restore.runs import Run, left_in
 
 
@@ -34,21 +35,6 @@ def _data(name: str, names: Collection[str]) -> bytes:
         return name.encode()
     return metadata_of(
         {each.rpartition("/")[2]: 5 for each in names if each.rpartition("/")[0] == folder != each}
-    )
-
-
-def metadata_of(sizes: dict[str, int]) -> bytes:
-    """As DCP writes it, for one tensor in each of these files."""
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-    from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
-
-    return pickle.dumps(
-        Metadata(
-            {path: BytesStorageMetadata() for path in sizes},
-            storage_data={
-                MetadataIndex(path): _StorageInfo(path, 1, size - 1) for path, size in sizes.items()
-            },
-        )
     )
 
 

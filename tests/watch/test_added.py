@@ -20,8 +20,8 @@ from ckpt_async.watch.formats import Found, Known, Rules, find
 from ckpt_async.watch.formats.checks import UNCOUNTED_S
 from ckpt_async.watch.formats.found import GROWING_S, Version
 from ckpt_async.watch.tree import Identity, Tree
+from tests.dcp_metadata import metadata_of
 from tests.events.receiver import free_port, receiving
-from tests.restore.test_foreign import metadata_of
 from tests.watch.conftest import Place, counts, hashes, save
 from tests.watch.looking import Place as Looking
 from tests.watch.trees import SECOND, tree_of

@@ -26,7 +26,7 @@ from ckpt_async.watch import formats, watcher
 from ckpt_async.watch.beside import SAME_S
 from ckpt_async.watch.meanwhile import REST
 from ckpt_async.watch.wake import Waker
-from tests.restore.test_foreign import metadata_of
+from tests.dcp_metadata import metadata_of
 from tests.watch.conftest import Place, hashes, save
 from tests.watch.trees import safetensors, torch_zip
 
