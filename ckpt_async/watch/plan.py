@@ -233,10 +233,11 @@ def _shape(entry: Entry) -> Mapping[str, int]:
     return {"" if is_file else shard: entry.files[path].size_bytes for path, shard in entry.shards.items()}
 
 
-def awaits_akin(entry: Entry, known: Iterable[Entry], generation: int) -> bool:
+def awaits_akin(entry: Entry, known: Collection[Entry], generation: int) -> bool:
     """Whether one of which it may be a copy is not decided: what that becomes, it is."""
-    earlier = (each for each in akin(entry, known) if each.state is State.HANDED)
-    return any(earlier) and is_perhaps_copy(entry, known, generation)
+    if not is_perhaps_copy(entry, known, generation):
+        return False
+    return bool(akin(entry, [each for each in known if each.state is State.HANDED]))
 
 
 def gone_back(entry: Entry, known: Collection[Entry]) -> str:

@@ -299,7 +299,8 @@ class Watcher:
                 self.entries.drop(entry)
                 continue
             known = self.entries.all.values()
-            if plan.awaits_akin(entry, known, self._uploader.generation):
+            is_alone = self.options.num_nodes == 1  # else each has a part of it only
+            if is_alone and plan.awaits_akin(entry, known, self._uploader.generation):
                 return
             if (decision := there(self._remote, self.entries, entry, self._uploader.generation)) is not None:
                 _drop_larger(self.entries, entry)
