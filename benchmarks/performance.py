@@ -49,7 +49,9 @@ LINK = "bytes counted by a sink that models the link"
 GRID = "network --clients ours obstore s5cmd boto3+crt"
 SOME = "'5 of 100 MiB/s, 50 ms' '20 of 400 MiB/s, 30 ms' '60 of 400 MiB/s, 30 ms'"
 TLS_GRID = f"network --server tls --clients ours obstore s5cmd boto3+crt --links {SOME} ceiling"
-LARGE = "network --mib 8192 --clients ours obstore boto3+crt s3torchconnector --links '20 of 400 MiB/s, 30 ms'"
+LARGE = (
+    "network --mib 8192 --clients ours obstore boto3+crt s3torchconnector --links '20 of 400 MiB/s, 30 ms'"
+)
 QUICK = "--rounds 1"
 FEW = "--mib 256 --clients ours obstore boto3+crt"
 PARTS = [
