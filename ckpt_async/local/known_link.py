@@ -41,12 +41,18 @@ def note(path: Path, remote: str, known: KnownLink, now_s: float) -> None:
         os.close(descriptor)
 
 
+def _read(path: Path) -> bytes:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # in a FIFO nothing is waited for
+    try:
+        return os.read(descriptor, MAX_FILE_BYTES)
+    finally:
+        os.close(descriptor)
+
+
 def recall(path: Path, remote: str, now_s: float) -> KnownLink | None:
     """What the file at `path` says of the link to `remote`; None if nothing of use."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # of a FIFO nobody waits for
-        with open(descriptor, "rb") as file:
-            found = json.loads(file.read(MAX_FILE_BYTES))
+        found = json.loads(_read(path))
         known = KnownLink(int(found["num_connections"]), float(found["connection_bytes_per_s"]))
         is_of_use = found["remote"] == remote and 0 <= now_s - found["noted_at"] < GOOD_FOR_S
     except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):

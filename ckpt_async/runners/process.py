@@ -36,10 +36,8 @@ logger = logging.getLogger(__name__)
 
 # Python has to start and to read its modules, maybe from a cold network disk.
 SPAWN_TIMEOUT_S = 120.0
-# Between a death and the next start, doubled while it does not get as far as working.
-RESTART_S, RESTART_MAX_S = 0.2, 30.0
-# One that has ended sooner will probably do so again.
-LASTS_S = 10.0
+# Between a death and the next start, doubled as long as none lasts: one that has ended so soon probably does so again.
+RESTART_S, RESTART_MAX_S, LASTS_S = 0.2, 30.0, 10.0
 # After `stop` it only cancels and closes. One that serves other ranks too is asked whether it still does.
 STOP_TIMEOUT_S = 5.0
 PING_TIMEOUT_S = 2.0

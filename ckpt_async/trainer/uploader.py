@@ -383,7 +383,8 @@ class Uploader:
                 closing.drain(self._engine, deadline, grace_s=self.settings.close_grace_s)
                 local = self._engine.view().fresh_local()
                 closing.log_what_is_left(local)
-                late = failures.not_sent(local, self.settings.upload_timeout_s) if timeout_s is None else None
+                if timeout_s is None and time.monotonic() >= deadline:
+                    late = failures.not_sent(local, self.settings.upload_timeout_s)
                 never = closing.why_nothing_will_commit(self._engine, deadline)
                 self._events.wait(deadline)
         finally:

@@ -67,7 +67,7 @@ class Bandwidth:
             return 0.0
         with self._lock:
             self._free = min(self._burst, self._free + max(0.0, now - self._counted_at) * self._bytes_per_s)
-            self._counted_at = now
+            self._counted_at = max(self._counted_at, now)  # threads' clocks differ: no moment counts twice
             self._free -= size_bytes
             return max(0.0, -self._free / self._bytes_per_s)
 

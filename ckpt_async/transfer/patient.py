@@ -385,10 +385,8 @@ class PatientStore:
                             return await attempt(progress)
                 except TimeoutError:
                     if not progress.is_too_slow:
-                        if progress.is_late:
-                            budgets.bulk.throttled(
-                                began, loop.time()
-                            )  # fewer at once have more of the link each
+                        if progress.is_late:  # fewer at once have more of the link each
+                            budgets.bulk.throttled(began, loop.time())
                         raise TimeoutError(progress.how_far()) from None
                     num_slow += 1
                 except StoreError as error:

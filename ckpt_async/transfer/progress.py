@@ -12,7 +12,6 @@ from ckpt_async.transfer.budgets import Bandwidth
 
 T = TypeVar("T")
 
-
 # An attempt that is late goes on if it has moved this part of its bytes in the time that would do for all of them: on a
 # thin link that many requests share, to begin them all again would be to begin for ever.
 GETS_ON = 1 / 8

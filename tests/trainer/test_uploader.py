@@ -35,6 +35,7 @@ from ckpt_async.errors import (
 from ckpt_async.local import journals
 from ckpt_async.local.journal import Journal
 from ckpt_async.stores.memory import CAPABILITIES, MemoryBucket
+from ckpt_async.trainer import closing
 from ckpt_async.transfer import source
 from tests.local import old_journals
 from tests.stores.misbehaving import Faulty, Meddled, Slow, trouble
@@ -325,6 +326,21 @@ def test_closing_with_something_not_in_the_store_is_an_error_unless_the_caller_s
         finally:
             store.go.set()
     assert "closed_with_unfinished steps=[1, 2]" in caplog.text
+
+
+def test_closing_before_the_time_is_over_does_not_say_that_it_is(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that has nothing to do now ends the wait."""
+    store = Slow()
+    with opened(store) as uploader:
+        save(uploader, 1)
+        assert store.has_come.wait(10)
+        monkeypatch.setattr(closing, "drain", lambda *_, **__: None)
+        try:
+            uploader.close()
+        finally:
+            store.go.set()
 
 
 def test_wait_returns_in_every_thread_also_after_the_commit(opened: Open) -> None:

@@ -103,6 +103,12 @@ class Link:
             found += data
         return bytes(found)
 
+    def finish(self, sending: "Future[Any]") -> None:
+        """Receive all of it, and answer."""
+        self.receive(len(HEAD) + SIZE - OFFSET)
+        self.far.sendall(DONE)
+        sending.result(PATIENCE_S)
+
     def drain(self) -> None:
         """So that nobody waits for the reader any more."""
         self._pool.submit(self.receive, SIZE)
@@ -281,10 +287,7 @@ def test_few_system_calls_on_a_fast_link(
     source: Source, link: Link, kernel: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(source_module, "FAST_S", 1000.0)  # no call takes longer than that
-    sending = link.send(source)
-    link.receive(len(HEAD) + SIZE - OFFSET)
-    link.far.sendall(DONE)
-    sending.result(PATIENCE_S)
+    link.finish(link.send(source))
     assert kernel.num_calls < 20
 
 
@@ -293,10 +296,7 @@ def test_one_part_begins_where_the_last_one_ended(
 ) -> None:
     """Also while another is under way; after a failure nobody knows how fast the link is."""
     monkeypatch.setattr(source_module, "FAST_S", 1000.0)  # no call takes longer than that
-    sending = link.send(source)
-    link.receive(len(HEAD) + SIZE - OFFSET)
-    link.far.sendall(DONE)
-    sending.result(PATIENCE_S)
+    link.finish(link.send(source))
     assert source.send_bytes > 2 * MIB
     reached, kernel.num_calls = source.send_bytes, 0
     sending = link.send(source)
@@ -315,10 +315,7 @@ def test_nobody_listens_on_a_fast_link(
     """Each look takes the interpreter's lock from training."""
     monkeypatch.setattr(uploads, "LISTEN_S", 1000.0)
     monkeypatch.setattr(uploads, "has_unread", lambda _: pytest.fail("it has listened"))
-    sending = link.send(source)
-    link.receive(len(HEAD) + SIZE - OFFSET)
-    link.far.sendall(DONE)
-    sending.result(PATIENCE_S)
+    link.finish(link.send(source))
     assert kernel.num_calls > 1
 
 
