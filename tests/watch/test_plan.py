@@ -1,6 +1,7 @@
 """What is done about what was found."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -64,6 +65,26 @@ def test_a_file_of_the_same_name_is_new_if_it_was_renamed_there_and_refused_if_i
     verdict = plan.judge(found, in_place, [known], num_nodes=1)
     assert verdict
     assert (verdict.take, verdict.is_in_place) == (True, True)
+
+
+def test_what_may_be_a_copy_waits_for_what_it_may_be_a_copy_of() -> None:
+    """Of its step, or of any if its name tells none; and of its shape."""
+    first = entry(1, 10, written_s=5)
+    new: dict[str, Any] = {"state": State.STAGED, "generation": 0, "files": {}, "shards": {}}
+    again = replace(entry(2, 10, written_s=9), path="step-10-best", **new)
+    stepless = replace(entry(3, 20, written_s=20), path="best", mark_ns=20 * SECOND, **new)
+    first = replace(first, files={}, shards={}, mark_ns=5 * SECOND)
+    for copy in (again, stepless):
+        known = [first, copy]
+        assert plan.awaits_akin(copy, known, 1)
+        assert not plan.awaits_akin(first, known, 1), "it was before that"
+        assert not plan.awaits_akin(copy, [replace(first, state=State.COMMITTED), copy], 1), (
+            "that is compared"
+        )
+        assert not plan.akin(copy, [replace(first, state=State.REFUSED)])
+        assert not plan.akin(copy, [replace(first, files={"x": Identity(1, 1, 1)}, shards={"x": "x"})])
+    assert not plan.akin(again, [replace(first, step=11)])
+    assert plan.akin(stepless, [replace(first, step=11)])
 
 
 def test_a_file_with_another_name_for_a_step_that_is_taken_is_not_sent_again() -> None:
