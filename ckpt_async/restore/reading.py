@@ -252,6 +252,7 @@ class Reader:
                 ) as self._opened,
                 leased(self._opened, checkpoint) as self._lease,
             ):
+                await self._lease.taken()
                 opened.set_result(asyncio.get_running_loop())
                 await self._ended.wait()
                 for read in self._reads:

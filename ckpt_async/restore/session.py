@@ -11,7 +11,7 @@ import secrets
 import socket
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckpt_async.core import keys, records
@@ -62,6 +62,7 @@ class Session:
     store: PatientStore
     bulk: PatientStore
     pace: Pace
+    ending: set[asyncio.Task[None]] = field(default_factory=set)  # waited for when it is closed
 
 
 @contextlib.asynccontextmanager
@@ -86,7 +87,11 @@ async def session(
     bulk = connect(remote, options, settings, silence_s=PATIENCE_S, budgets=budgets)
     try:
         await bulk.open(PATIENCE_S, is_read_only=True)
-        yield Session(remote, options, bulk.answering_within(PATIENCE_S), bulk, Pace())
+        opened = Session(remote, options, bulk.answering_within(PATIENCE_S), bulk, Pace())
+        try:
+            yield opened
+        finally:
+            await asyncio.gather(*opened.ending, return_exceptions=True)
     except IntegrityError as error:
         raise unreliable(str(error)) from error
     finally:
@@ -98,17 +103,28 @@ async def session(
                 await in_thread(known_link.note, path, remote, found, time.time())
 
 
-class HeldLease:
-    """Keeps retention away from a checkpoint while it is read (rule R3)."""
+class _NotTakenError(CkptAsyncError):
+    """Of a lease. No StoreError, which reads that are patient would wait out."""
 
-    def __init__(self, session: Session, lease: Lease, taken_at: float) -> None:
+
+class HeldLease:
+    """Keeps retention away from a checkpoint while it is read (rule R3). What is read while it is being taken counts
+    once it is taken.
+    """
+
+    def __init__(self, session: Session, lease: Lease) -> None:
         self._session, self._lease = session, lease
-        self._good_until = taken_at + lease.ttl_s * 2 / 3
-        self._is_gone = False
+        self._good_until = time.monotonic() + lease.ttl_s * 2 / 3
+        self._is_needed, self._is_gone = True, False
+        self._taking = asyncio.ensure_future(self._take())
 
     def check(self) -> None:
-        """Raise CheckpointGoneError once the lease no longer protects what is read."""
-        if self._is_gone or time.monotonic() > self._good_until:
+        """Raise CheckpointGoneError once the lease no longer protects what is read; something else if it could not be
+        taken: `leased` says why.
+        """
+        if self._taking.done() and (self._taking.cancelled() or self._taking.exception() is not None):
+            raise _NotTakenError("there is no lease")
+        if self._is_needed and (self._is_gone or time.monotonic() > self._good_until):
             raise CheckpointGoneError(
                 f"{self._lease.checkpoint} "
                 + (
@@ -117,10 +133,35 @@ class HeldLease:
                 hint="find a checkpoint again",
             )
 
+    async def taken(self) -> None:
+        """Wait until it is. Raises CheckpointGoneError if the checkpoint is not there any more."""
+        await asyncio.shield(self._taking)
+
+    async def _take(self) -> None:
+        """Credentials that may not write read without one, and say so in the log."""
+        try:
+            decision = await steps.take_lease(self._session.store, self._lease)
+        except StoreError as error:
+            if error.reason not in (FailureReason.AUTH, FailureReason.DISK):
+                raise
+            logger.warning(
+                "reading_without_lease %s error=%s; retention may prune it meanwhile",
+                self._lease.checkpoint,
+                error,
+            )
+            self._is_needed = False
+            return
+        if decision is None:
+            self._is_needed = False  # and dropped
+            raise CheckpointGoneError(
+                f"{self._lease.checkpoint} was pruned before it was read", hint="find another one"
+            )
+
     async def keep(self) -> None:
         """Renew until cancelled; what failed is tried again soon, for the lease still holds for a while."""
+        await self.taken()
         pause_s = self._lease.ttl_s / 3
-        while not self._is_gone:
+        while self._is_needed and not self._is_gone:
             await asyncio.sleep(pause_s)
             began = time.monotonic()
             try:
@@ -134,6 +175,17 @@ class HeldLease:
                 self._good_until = began + self._lease.ttl_s * 2 / 3
             else:
                 self._is_gone = True
+
+    async def drop(self) -> None:
+        """If it was taken, or may have been."""
+        try:
+            async with asyncio.timeout(DROP_TIMEOUT_S):
+                await asyncio.wait([self._taking])
+                if self._is_needed:
+                    await steps.drop_lease(self._session.store, self._lease)
+        except (StoreError, TimeoutError) as error:
+            self._taking.cancel()
+            logger.warning("lease_not_dropped %s error=%r; it will expire", self._lease.checkpoint, error)
 
     async def _renew(self) -> bool:
         """Whether nothing was taken. Retention that has decided to prune it waits for leases to end, and this one has
@@ -154,45 +206,34 @@ class _NoLease(HeldLease):
     def check(self) -> None:
         """What is read without a lease may vanish, and then says so itself."""
 
+    async def taken(self) -> None:
+        """At once."""
+
 
 @contextlib.asynccontextmanager
 async def leased(
     session: Session, checkpoint: Checkpoint, ttl_s: float = LEASE_TTL_S
 ) -> AsyncIterator[HeldLease]:
-    """Hold a lease on the checkpoint for as long as the block lasts. Credentials that may not write read without one,
-    and say so in the log; nor can what another tool wrote be leased.
+    """Hold a lease on the checkpoint for as long as the block lasts, which begins while it is being taken: that is
+    three round trips. What another tool wrote cannot be leased.
 
-    Raises CheckpointGoneError if it is not there any more.
+    Raises CheckpointGoneError if it is not there any more: at the end of the block, if nothing has checked before.
     """
     if checkpoint.format != OWN_FORMAT:
         yield _NoLease()
         return
-    lease = Lease(checkpoint.id, _reader_name(), ttl_s)
-    began = time.monotonic()
-    try:
-        decision = await steps.take_lease(session.store, lease)
-    except StoreError as error:
-        if error.reason not in (FailureReason.AUTH, FailureReason.DISK):
-            raise
-        logger.warning(
-            "reading_without_lease %s error=%s; retention may prune it meanwhile", checkpoint.id, error
-        )
-        yield _NoLease()
-        return
-    if decision is None:
-        raise CheckpointGoneError(f"{checkpoint.id} was pruned before it was read", hint="find another one")
-    held = HeldLease(session, lease, began)
+    held = HeldLease(session, Lease(checkpoint.id, _reader_name(), ttl_s))
     keeping = asyncio.ensure_future(held.keep())
     try:
         yield held
+        await held.taken()
+    except _NotTakenError:
+        await held.taken()  # raises why
+        raise
     finally:
         keeping.cancel()
         await asyncio.gather(keeping, return_exceptions=True)
-        try:
-            async with asyncio.timeout(DROP_TIMEOUT_S):
-                await steps.drop_lease(session.store, lease)
-        except (StoreError, TimeoutError) as error:
-            logger.warning("lease_not_dropped %s error=%r; it will expire", checkpoint.id, error)
+        session.ending.add(asyncio.ensure_future(held.drop()))
 
 
 def unreliable(what: str) -> UnreliableReadError:

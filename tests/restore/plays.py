@@ -13,6 +13,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from ckpt_async import restore
+from ckpt_async.core import keys
 from ckpt_async.restore import partial, session
 from ckpt_async.stores.directory import DirectoryStore
 
@@ -116,7 +117,9 @@ def holds(pipe: Connection, checkpoint: Any, ttl_s: float) -> None:
 def never_ends(pipe: Connection, checkpoint: Any, destination: str) -> None:
     """Fetch from a store that takes its time; says what Ctrl-C leads to."""
 
-    async def slow(*_: Any) -> Any:
+    async def slow(store: DirectoryStore, *_: Any) -> Any:
+        while not (await store.list(keys.LEASES)).objects:
+            await asyncio.sleep(0)
         pipe.send("reading")
         await asyncio.Event().wait()
 

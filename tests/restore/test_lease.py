@@ -144,6 +144,85 @@ def test_a_checkpoint_pruned_after_find_falls_back(
     assert run_.damages() == {}
 
 
+def test_bytes_come_while_the_lease_is_taken(
+    run_: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That takes three round trips. They count once it is taken."""
+    run_.commit(10)
+    take, read, events = steps.take_lease, DirectoryStore.get_range, []
+    is_read = asyncio.Event()
+
+    async def take_late(store: Any, lease: Any) -> Any:
+        async with asyncio.timeout(10):
+            await is_read.wait()
+        decision = await take(store, lease)
+        events.append("taken")
+        return decision
+
+    async def note(*args: Any) -> Any:
+        info = await read(*args)
+        events.append("read")
+        is_read.set()
+        return info
+
+    monkeypatch.setattr(steps, "take_lease", take_late)
+    monkeypatch.setattr(DirectoryStore, "get_range", note)
+    assert is_whole(restore.fetch(_find(run_), tmp_path / "there"), files_of(10))
+    assert events[0] == "read"
+    assert "taken" in events
+    assert run_.leases() == []
+
+
+def test_what_was_read_of_a_checkpoint_pruned_meanwhile_does_not_count(
+    run_: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_.commit(10)
+    checkpoint = _find(run_)
+    run_.commit(20)
+    take, sync = steps.take_lease, fetching._Fetching._bring_all
+    is_read = asyncio.Event()
+
+    async def prune_first(store: Any, lease: Any) -> Any:
+        async with asyncio.timeout(10):
+            await is_read.wait()
+        await run_.prune_in_loop(lease.checkpoint)
+        return await take(store, lease)
+
+    async def note(self: Any, *rest: Any) -> None:
+        await sync(self, *rest)
+        is_read.set()
+
+    monkeypatch.setattr(steps, "take_lease", prune_first)
+    monkeypatch.setattr(fetching._Fetching, "_bring_all", note)
+    with pytest.raises(restore.CheckpointGoneError):
+        restore.fetch(checkpoint, tmp_path / "there")
+    assert not list(tmp_path.glob("there/*.pt"))
+    assert run_.leases() == []
+    assert run_.damages() == {}
+
+
+def test_a_lease_that_cannot_be_taken_ends_what_reads(
+    run_: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its own error, and without the patience that reads have."""
+    run_.commit(10)
+    asked = []
+
+    async def refused(*_: Any) -> Any:
+        raise StoreError("away", reason=FailureReason.TRANSIENT, operation="put")
+
+    async def away(*_: Any) -> Any:
+        asked.append(1)
+        raise StoreError("broken", reason=FailureReason.TRANSIENT, operation="get")
+
+    monkeypatch.setattr(steps, "take_lease", refused)
+    monkeypatch.setattr(DirectoryStore, "get_range", away)
+    with pytest.raises(StoreError, match="away"):
+        restore.fetch(_find(run_), tmp_path / "there")
+    assert len(asked) <= len(files_of(10))
+    assert run_.damages() == {}
+
+
 def _short(monkeypatch: pytest.MonkeyPatch, ttl_s: float) -> None:
     monkeypatch.setattr(session.leased.__wrapped__, "__defaults__", (ttl_s,))
 
