@@ -99,4 +99,4 @@ class Peer:
         await writer.drain()
         if self.stop_after is not None:
             await asyncio.Event().wait()  # keeps the connection and reads nothing more of it
-        return True
+        return b"Connection: close" not in data

@@ -20,7 +20,7 @@ from ckpt_async.local.folder import Folder
 from ckpt_async.stores import StoreOptions, open_store
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.http.uploads import head_of
-from ckpt_async.stores.interface import BytesBody, Create, SmallPut
+from ckpt_async.stores.interface import BytesBody, Create, Match, SmallPut
 from ckpt_async.stores.s3.signing import RequestTemplate, UrlTemplate
 from ckpt_async.transfer.source import FileBody, Source
 from tests.faults.proxy import Fault, FaultProxy
@@ -51,9 +51,15 @@ def in_order(url: str) -> list[str]:
 
 
 def sent_by_sdk(
-    url: str, headers: Mapping[str, str], credentials: Any, at: dt.datetime, *, is_trailed: bool = False
+    url: str,
+    headers: Mapping[str, str],
+    credentials: Any,
+    at: dt.datetime,
+    *,
+    is_trailed: bool = False,
+    method: str = "PUT",
 ) -> AWSRequest:
-    request = AWSRequest("PUT", url, headers=dict(headers))
+    request = AWSRequest(method, url, headers=dict(headers))
     if is_trailed:
         request.context["checksum"] = {"request_algorithm": {"in": "trailer"}}
     request.context["client_config"] = Config(s3={"payload_signing_enabled": False})
@@ -132,6 +138,17 @@ def test_signatures_match_the_sdks(
         }.items()
     )
     assert not any(name.startswith("x-amz-checksum-") for name in headers)
+
+    for method, own in (
+        ("GET", {}),
+        ("PUT", {"if-match": '"a  b"', **pattern.of_body(7, CHECKSUM)}),
+    ):
+        url, headers = pattern.rare(method, second, own, credentials, now)
+        ours = {name: value for name, value in headers.items() if name not in SIGNERS_OWN}
+        wanted = sent_by_sdk(url, ours, credentials, at, method=method)
+        assert {name.lower(): value for name, value in wanted.headers.items()} | {"host": host} == headers
+        assert in_order(url) == in_order(address(place, second, {}))
+        assert own.items() <= headers.items()
 
 
 @pytest.mark.parametrize(
@@ -344,7 +361,7 @@ def test_after_a_suspicious_refusal_the_sdk_sends_the_request(
 
 @pytest.mark.usefixtures("given_credentials")
 def test_each_operation_has_its_own_template(run: Any, source: Any) -> None:
-    """Only an object is encrypted and tagged, its parts are not; a conditional one is for one object."""
+    """Only an object is encrypted and tagged, its parts are not; a conditional one is no pattern for others."""
 
     async def body() -> list[bool]:
         peer = Peer(lambda _: answer(200, headers={"ETag": '"e"'}))
@@ -358,7 +375,171 @@ def test_each_operation_has_its_own_template(run: Any, source: Any) -> None:
             await store.put("a", BytesBody(DATA), RIGHT)
         return [is_by_sdk(each) for each in peer.requests]
 
-    assert run(body()) == [True, True, True, False, False, True, False]
+    assert run(body()) == [True, True, True, False, False, False, False]
+
+
+@pytest.mark.usefixtures("given_credentials")
+@pytest.mark.parametrize("condition", [Create(), Match('"e+/"')])
+def test_conditional_requests_match_the_sdks(
+    run: Any, source: Any, condition: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "token")
+
+    async def body() -> list[Request]:
+        peer = Peer(lambda _: answer(200, headers={"ETag": '"e"'}))
+        async with connected(peer, put_args={"Tagging": "a=b%20c"}) as store:
+            await put(store, "a b", DATA, condition=condition)
+            await WAYS["put"](store, source)
+            await put(store, "a b", DATA, condition=condition)
+        return peer.requests
+
+    first, _, ours = run(body())
+    assert [is_by_sdk(each) for each in (first, ours)] == [True, False]
+    assert (ours.method, ours.path, ours.body) == (first.method, first.path, first.body)
+    assert _lasting(ours) == _lasting(first)
+    assert {"if-match", "if-none-match"} & ours.headers.keys()
+
+
+def _lasting(request: Request) -> dict[str, str]:
+    return {name: value for name, value in request.headers.items() if name not in OF_ONE}
+
+
+@pytest.mark.usefixtures("given_credentials")
+@pytest.mark.parametrize(
+    ("status", "code", "reason"),
+    [
+        (412, "PreconditionFailed", FailureReason.PRECONDITION),
+        (409, "ConditionalRequestConflict", FailureReason.PRECONDITION),
+        (404, "NoSuchBucket", FailureReason.NOT_FOUND),
+        (501, "NotImplemented", FailureReason.OTHER),
+        (503, "SlowDown", FailureReason.THROTTLED),
+    ],
+)
+def test_refused_conditions_are_told_as_through_the_sdk(
+    run: Any, source: Any, status: int, code: str, reason: FailureReason
+) -> None:
+    async def main() -> None:
+        def respond(request: Request) -> bytes:
+            is_conditional = "if-none-match" in request.headers
+            return answer(status, code) if is_conditional else answer(200, headers={"ETag": '"e"'})
+
+        peer = Peer(respond)
+        async with connected(peer) as store:
+            for _ in range(2):  # through the SDK, and past it
+                with pytest.raises(StoreError) as refused:
+                    await put(store, "a", DATA, condition=Create())
+                assert refused.value.reason is reason
+                await WAYS["put"](store, source)
+        conditional = [is_by_sdk(each) for each in peer.requests if "if-none-match" in each.headers]
+        assert conditional == [True, False]
+
+    run(main())
+
+
+# --- small objects ----------------------------------------------------------------------------------------------------
+
+HELD = {"ETag": '"e"', "Last-Modified": "Tue, 24 Nov 2026 12:00:00 GMT"}
+
+
+def _get_thrice(run: Any, replies: list[bytes], **put_args: Any) -> tuple[list[Any], list[Request]]:
+    """What three GETs of one object bring, and the requests that they took."""
+    left, brought = iter(replies), []
+
+    async def main() -> list[Request]:
+        peer = Peer(lambda _: next(left))
+        async with connected(peer, **put_args) as store:
+            for _ in range(3):
+                try:
+                    brought.append(await store.get("a~b/c d+é", max_size_bytes=20))
+                except StoreError as error:
+                    brought.append(error)
+        return peer.requests
+
+    return brought, run(main())
+
+
+@pytest.mark.usefixtures("given_credentials")
+def test_gets_match_the_sdks(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "token")
+    monkeypatch.setenv("CKPT_ASYNC_S3_REQUEST_PAYER", "requester")
+    told = HELD | {"x-amz-checksum-crc64nvme": RIGHT.value, "x-amz-checksum-type": "FULL_OBJECT"}
+    brought, requests = _get_thrice(run, [answer(200, body=DATA, headers=told)] * 3)
+    assert [is_by_sdk(each) for each in requests] == [True, False, False]
+    for each in requests[1:]:
+        assert (each.method, each.path, each.body) == ("GET", requests[0].path, b"")
+        assert _lasting(each) == _lasting(requests[0])
+    assert brought[0] == brought[1] == brought[2]
+    assert (brought[0][0], brought[0][1].checksum) == (DATA, RIGHT)
+    assert requests[1].headers["x-amz-checksum-mode"] == "ENABLED"
+    assert requests[1].headers["x-amz-request-payer"] == "requester"
+
+
+@pytest.mark.usefixtures("given_credentials")
+@pytest.mark.parametrize(
+    ("reply", "reason", "by_sdk"),
+    [
+        (
+            answer(404, "NoSuchKey"),
+            FailureReason.NOT_FOUND,
+            [True, False, False],
+        ),
+        (
+            answer(404, "NoSuchBucket"),
+            FailureReason.NOT_FOUND,
+            [True, False, False],
+        ),
+        (answer(404, body=b"not ours"), FailureReason.TRANSIENT, [True, False, False]),
+        (answer(403, "AccessDenied"), FailureReason.AUTH, [True, False, True]),
+        (answer(400, "ExpiredToken"), FailureReason.AUTH, [True, False, True]),
+        (answer(503, "SlowDown"), FailureReason.THROTTLED, [True, False, False]),
+        (answer(200, body=DATA, headers={}), FailureReason.TRANSIENT, [True, False, False]),
+        (
+            answer(200, body=DATA, headers=HELD | {"x-amz-checksum-crc64nvme": CHECKSUM.value}),
+            FailureReason.CHECKSUM,
+            [True, False, False],
+        ),
+        (answer(200, body=3 * DATA, headers=HELD), FailureReason.OTHER, [True, False, False]),
+        (
+            b'HTTP/1.1 200 OK\r\nETag: "e"\r\nConnection: close\r\nContent-Length: 13\r\n\r\na sm',
+            FailureReason.TRANSIENT,
+            [True, False, False],
+        ),
+    ],
+    ids=range(10),
+)
+def test_odd_answers_to_gets_are_told_as_through_the_sdk(
+    run: Any, reply: bytes, reason: FailureReason, by_sdk: list[bool]
+) -> None:
+    good = answer(200, body=DATA, headers=HELD)
+    brought, requests = _get_thrice(run, [good, reply, good])
+    assert [is_by_sdk(each) for each in requests] == by_sdk
+    assert brought[1].reason is reason
+    through_sdk, _ = _get_thrice(run, [reply, good, good])
+    assert (type(brought[1]), brought[1].reason) == (type(through_sdk[0]), through_sdk[0].reason)
+    assert brought[2][0] == DATA
+
+
+@pytest.mark.usefixtures("given_credentials")
+@pytest.mark.parametrize(
+    "headers",
+    [{"x-amz-checksum-crc32": "AAAAAA=="}, {"x-amz-checksum-sha256": f"{'A' * 43}="}],
+    ids=["CRC32", "SHA-256"],
+)
+def test_checksums_that_only_the_sdk_knows_it_compares(run: Any, headers: dict[str, str]) -> None:
+    good, other = answer(200, body=DATA, headers=HELD), answer(200, body=DATA, headers=HELD | headers)
+    brought, requests = _get_thrice(run, [good, other, other, good])
+    assert [is_by_sdk(each) for each in requests] == [True, False, True, False]
+    assert brought[1].reason is FailureReason.CHECKSUM
+    assert brought[2][0] == DATA
+
+
+@pytest.mark.usefixtures("given_credentials")
+def test_a_chunked_answer_is_read(run: Any) -> None:
+    head = b'HTTP/1.1 200 OK\r\nETag: "e"\r\nTransfer-Encoding: chunked\r\n\r\n'
+    chunked = head + b"5\r\na sma\r\n8\r\nll shard\r\n0\r\n\r\n"
+    brought, _ = _get_thrice(run, [answer(200, body=DATA, headers=HELD), chunked, chunked])
+    assert [data for data, _ in brought] == [DATA] * 3
+    assert [info.size_bytes for _, info in brought] == [len(DATA)] * 3
 
 
 @pytest.mark.usefixtures("given_credentials")

@@ -19,6 +19,7 @@ from ckpt_async.core.model import Checksum
 from ckpt_async.stores.http.messages import (
     MalformedResponseError,
     Response,
+    content_length,
     http_date,
     seconds_of,
     total_of_range,
@@ -224,6 +225,23 @@ def info_of_range(key: str, answer: Response, offset: int, size_bytes: int) -> O
     modified = answer.headers.get("last-modified")
     modified_at = None if modified is None else http_date("Last-Modified", modified)
     return ObjectInfo(key, total, answer.headers["etag"], None, modified_at)
+
+
+def is_plain(answer: Response) -> bool:
+    """Whether an answer to a GET is the whole object, with no checksum but of the kinds that are ours."""
+    ours = {f"x-amz-checksum-{name}" for name in (*CHECKSUM_FIELDS, "type")}
+    others = {name for name in answer.headers if name.startswith("x-amz-checksum-")} - ours
+    return answer.status == 200 and not others and "content-encoding" not in answer.headers
+
+
+def info_of_whole(key: str, answer: Response) -> ObjectInfo:
+    """Of a plain answer."""
+    length = content_length(answer)
+    size_bytes = len(answer.error) if length is None else length
+    modified = answer.headers.get("last-modified")
+    modified_at = None if modified is None else http_date("Last-Modified", modified)
+    told = past_sdk(answer)
+    return ObjectInfo(key, size_bytes, _field(told, "ETag", str), checksum(told), modified_at)
 
 
 def copied_part(number: int, size_bytes: int, response: SdkResponse) -> StoredPart:

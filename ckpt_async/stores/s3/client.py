@@ -52,6 +52,7 @@ from ckpt_async.stores.s3.standing import NOTHING
 
 # CopyObject takes these from its source, unless told to replace all of them.
 _COPIED_ALONG = frozenset({"CacheControl", "ContentType", "Metadata", "Tagging"})
+_HEADERS = {"IfNoneMatch": "if-none-match", "IfMatch": "if-match"}
 _DELETE_BATCH = 1000  # DeleteObjects takes no more (S3 API reference)
 
 
@@ -112,8 +113,13 @@ class S3Store:
     async def put(
         self, key: str, body: Body, checksum: Checksum, *, condition: Condition = None
     ) -> ObjectInfo:
-        parameters = {**_condition_parameters(condition), **self._options.put_args}
-        put = Put("put_object", key, parameters, is_conditional=condition is not None)
+        conditions = _conditions(condition)
+        put = Put(
+            "put_object",
+            key,
+            {**conditions, **self._options.put_args},
+            conditions={_HEADERS[name]: value for name, value in conditions.items()},
+        )
         response = await self._sender.put(put, body, checksum)
         return ObjectInfo(key, body.size_bytes, response["ETag"], answers.checksum(response))
 
@@ -328,7 +334,7 @@ class S3Store:
         return translating(pages.operation, key, self._location)
 
 
-def _condition_parameters(condition: Condition) -> dict[str, str]:
+def _conditions(condition: Condition) -> dict[str, str]:
     match condition:
         case None:
             return {}

@@ -1,14 +1,17 @@
-"""Reading past the SDK: by threads of our own, at addresses that it has signed, or that are signed as it does."""
+"""Reading past the SDK: small objects by requests after its pattern, ranges by threads of our own at addresses that it
+has signed, or that are signed as it does.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ckpt_async.errors import FailureReason, StoreError
 from ckpt_async.stores.checks import check_size
+from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.http.connections import has_proxy
 from ckpt_async.stores.http.failures import telling_failures_of
 from ckpt_async.stores.http.messages import Response, range_total, total_of_range
@@ -16,7 +19,7 @@ from ckpt_async.stores.interface import ObjectInfo, Sink, SmallGet
 from ckpt_async.stores.s3 import answers
 from ckpt_async.stores.s3.errors import refusal, translating
 from ckpt_async.stores.s3.session import S3Session
-from ckpt_async.stores.s3.signing import UrlTemplate
+from ckpt_async.stores.s3.signing import RequestTemplate, UrlTemplate
 from ckpt_async.stores.s3.standing import headers_to_read
 from ckpt_async.threads import in_thread
 
@@ -41,24 +44,64 @@ class Reader:
     def __init__(self, session: S3Session) -> None:
         self._session, self._location = session, session.location
         self._headers = headers_to_read(session.standing)  # they are signed too
+        self._small: RequestTemplate | None = None  # of a GET as the SDK has made it
+        self._asked: list[str] = []  # names of what the SDK gets now
+        session.on_get = self._learn
         self._template: UrlTemplate | None = None
         self._is_proxied = False  # whoever follows that template
         self._urls: dict[str, SignedUrl] = {}  # by key
 
     async def get(self, key: str, max_size_bytes: int) -> tuple[bytes, ObjectInfo]:
+        """What is not a plain answer the SDK is asked for again, which knows redirects and other checksums; and after a
+        refusal the next time: it knows what the configuration says by then.
+        """
+        if (template := self._small) is None:
+            return await self._get_by_sdk(key, max_size_bytes)
+        name = self._session.name(key, "get_object")
         with translating("get_object", key, self._location):
-            response = await self._session.call("get_object", key, ChecksumMode="ENABLED")
-            stream = response["Body"]
-            try:
-                info = answers.info(key, response)
-                if info.size_bytes > max_size_bytes:
-                    raise self._location.too_large(
-                        info.size_bytes, max_size_bytes, operation="get_object", key=key
-                    )
-                data: bytes = await stream.read()
-            finally:
-                stream.close()  # drops the connection unless the body was read to its end
+            credentials = await self._session.credentials()
+            url, headers = template.rare("GET", name, {}, credentials, time.time())
+            response = await self._session.get(url, headers, max_size_bytes)
+            if not answers.is_plain(response):
+                if response.status < 500 and response.status != 404:
+                    self._small = None
+                if response.status >= 400:
+                    raise refusal(response.as_sdk_response(), "get_object", key, self._location)
+                return await self._get_by_sdk(key, max_size_bytes)
+            info = answers.info_of_whole(key, response)
+            self._check_size(key, info, max_size_bytes)
+            if info.checksum is not None and info.checksum != checksum_of(
+                response.error, info.checksum.algorithm
+            ):
+                message = f"what came does not have the checksum that came with it, {info.checksum}"
+                raise self._location.spoilt(message, operation="get_object", key=key)
+        return response.error, info
+
+    async def _get_by_sdk(self, key: str, max_size_bytes: int) -> tuple[bytes, ObjectInfo]:
+        name = self._session.name(key, "get_object")
+        self._asked.append(name)
+        try:
+            with translating("get_object", key, self._location):
+                response = await self._session.call("get_object", key, ChecksumMode="ENABLED")
+                stream = response["Body"]
+                try:
+                    info = answers.info(key, response)
+                    self._check_size(key, info, max_size_bytes)
+                    data: bytes = await stream.read()
+                finally:
+                    stream.close()  # drops the connection unless the body was read to its end
+        finally:
+            self._asked.remove(name)
         return data, info
+
+    def _check_size(self, key: str, info: ObjectInfo, max_size_bytes: int) -> None:
+        if info.size_bytes > max_size_bytes:
+            raise self._location.too_large(info.size_bytes, max_size_bytes, operation="get_object", key=key)
+
+    def _learn(self, url: str, headers: Mapping[str, str | bytes]) -> None:
+        if self._small is None:
+            found = (RequestTemplate.of(url, headers, name, has_body=False) for name in self._asked)
+            self._small = next(filter(None, found), None)
 
     async def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> ObjectInfo:
         """At least one byte."""

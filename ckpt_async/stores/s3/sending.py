@@ -19,12 +19,13 @@ from ckpt_async.stores.s3 import answers
 from ckpt_async.stores.s3.answers import CHECKSUM_FIELDS, SdkResponse
 from ckpt_async.stores.s3.errors import refusal, translating
 from ckpt_async.stores.s3.payload import SdkBody
-from ckpt_async.stores.s3.session import S3Session
+from ckpt_async.stores.s3.session import S3Session, unmet
 from ckpt_async.stores.s3.signing import NO_QUERY, RequestTemplate
 from ckpt_async.stores.s3.trailer import AwsChunkedBody
 
 # For so long no trailers are sent after a refusal that may be their fault; and what is not.
 _DISTRUST_S = 600.0
+_NOT_OF_TEMPLATES = frozenset({FailureReason.CHECKSUM, FailureReason.PRECONDITION})
 _NOT_OF_TRAILERS = frozenset({FailureReason.THROTTLED, FailureReason.NOT_FOUND, FailureReason.TIMEOUT})
 
 
@@ -36,7 +37,7 @@ class Put:
     key: str
     parameters: Mapping[str, Any]  # for the SDK
     query: Mapping[str, str] = field(default_factory=lambda: NO_QUERY)  # of the URL
-    is_conditional: bool = False
+    conditions: Mapping[str, str] = field(default_factory=lambda: NO_QUERY)  # headers, names in lower case
 
 
 class Sender:
@@ -61,15 +62,17 @@ class Sender:
 
     async def put(self, put: Put, body: Body, checksum: Checksum) -> SdkResponse:
         """One attempt. On return or raise nothing reads the body or its buffers any more."""
-        template = None if put.is_conditional else self.templates.get(put.operation)
-        if template is None:
+        if (template := self.templates.get(put.operation)) is None:
             return await self._put_by_sdk(put, body, checksum)
         name = self._session.name(put.key, put.operation)
         with translating(put.operation, put.key, self._location):
             credentials = await self._session.credentials()
-            url, headers = template.request(
-                name, body.size_bytes, checksum, credentials, time.time(), put.query
-            )
+            now, size_bytes = time.time(), body.size_bytes
+            if put.conditions:
+                told = {**put.conditions, **template.of_body(size_bytes, checksum)}
+                url, headers = template.rare("PUT", name, told, credentials, now)
+            else:
+                url, headers = template.request(name, size_bytes, checksum, credentials, now, put.query)
             response = await self._session.pools.uploads_for(body).put(url, headers, body)
         if response.status >= 300:
             raise self._refused(put, response)
@@ -187,7 +190,7 @@ class Sender:
         )
 
     def _learn(self, put: Put, url: str, headers: Mapping[str, str | bytes]) -> None:
-        if not put.is_conditional and put.operation not in self.templates:
+        if not put.conditions and put.operation not in self.templates:
             name = self._session.name(put.key, put.operation)
             if (template := RequestTemplate.of(url, headers, name, put.query)) is not None:
                 self.templates[put.operation] = template
@@ -196,8 +199,10 @@ class Sender:
         """After a refusal that may be the request's fault the SDK makes the next one: it knows redirects, regions and
         what else the configuration says by then.
         """
-        error = refusal(response.as_sdk_response(), put.operation, put.key, self._location)
-        if response.status < 500 and error.reason is not FailureReason.CHECKSUM:
+        error = refusal(
+            response.as_sdk_response(), put.operation, put.key, self._location, unmet(put.parameters)
+        )
+        if response.status < 500 and error.reason not in _NOT_OF_TEMPLATES:
             self.templates.pop(put.operation, None)
         if response.status < 400:
             return self._again(put, f"the store answered {response.status}")

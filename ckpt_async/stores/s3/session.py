@@ -10,7 +10,8 @@ import re
 import socket
 import ssl
 from base64 import b64encode
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import botocore.exceptions
@@ -26,7 +27,7 @@ from botocore.loaders import Loader, create_loader
 
 from ckpt_async.stores.checks import check_key
 from ckpt_async.stores.http.connections import enable_keepalive, has_proxy
-from ckpt_async.stores.http.messages import MalformedResponseError
+from ckpt_async.stores.http.messages import MalformedResponseError, Response, content_length
 from ckpt_async.stores.http.pools import Pools
 from ckpt_async.stores.options import StoreOptions
 from ckpt_async.stores.s3 import answers
@@ -48,6 +49,11 @@ _UNMET = {
 }
 
 
+def unmet(parameters: Mapping[str, Any]) -> frozenset[int]:
+    """The statuses that refuse the condition of a request with these parameters."""
+    return next((statuses for name, statuses in _UNMET.items() if name in parameters), frozenset())
+
+
 class S3Session:
     """Belongs to the event loop that opened it."""
 
@@ -58,6 +64,8 @@ class S3Session:
         self.client: Any = None
         self._credentials: Any = None
         self._exit_stack = contextlib.AsyncExitStack()
+        # Called with URL and headers of each GetObject that the SDK makes.
+        self.on_get: Callable[[str, Mapping[str, str | bytes]], None] = lambda *_: None
 
     async def open(self) -> None:
         with translating("open", "", self.location):
@@ -73,6 +81,7 @@ class S3Session:
         events.register("provide-client-params.s3", AddStanding(self.standing))
         for operation in ("PutObject", "UploadPart"):
             events.register(f"before-send.s3.{operation}", _hand_over)
+        events.register("before-send.s3.GetObject", self._tell_of_get)
         # The SDK waits for "100 Continue" without any timeout (rule R14), and a body sent in vain is cheaper
         # than a round trip for each one that is taken.
         events.unregister("before-call.s3", add_expect_header)
@@ -92,14 +101,29 @@ class S3Session:
         """Of an object in its bucket. Raises StoreError for a key that could lead out of the root."""
         return self.location.root + check_key(key, operation)
 
+    def _tell_of_get(self, request: AWSPreparedRequest, **_: object) -> None:
+        self.on_get(request.url, request.headers)
+
+    async def get(self, url: str, headers: Mapping[str, str], max_size_bytes: int) -> Response:
+        """A request that was not made by the SDK, by its HTTP client: so through its connections and proxies. An object
+        is left out where the answer says that it has more than `max_size_bytes`.
+        """
+        request = AWSPreparedRequest("GET", url, headers, None, True)
+        answer = await self.client._endpoint.http_session.send(request)  # noqa: SLF001  there is no other way to it
+        response = Response(answer.status_code, answer.headers)
+        size_bytes = content_length(response)
+        if response.status < 300 and size_bytes is not None and size_bytes > max_size_bytes:
+            answer.raw.close()
+            return response
+        return replace(response, error=await answer.content)
+
     async def call(
         self, operation: str, key: str | None, about: str = "", /, **parameters: Any
     ) -> SdkResponse:
         """`about`: what errors name where the request has no key."""
         if key is not None:
             parameters["Key"] = self.name(key, operation)
-        unmet = next((statuses for name, statuses in _UNMET.items() if name in parameters), frozenset[int]())
-        with translating(operation, key or about, self.location, unmet=unmet):
+        with translating(operation, key or about, self.location, unmet=unmet(parameters)):
             request = getattr(self.client, operation)
             response: SdkResponse = await request(Bucket=self.location.bucket, **parameters)
             answers.check_needed(operation, response)

@@ -1,9 +1,10 @@
-"""Requests past the SDK's serializer: what it sent for one PutObject or UploadPart, or signed for reading, is the
-pattern for the next.
+"""Requests past the SDK's serializer: what it sent for one PutObject, UploadPart or GetObject, or signed for reading,
+is the pattern for the next.
 
-Measured, the SDK takes 1 ms of CPU to make, sign and parse a request, which is most of what a shard of 64 KiB costs.
-Its own first requests have everything that configuration decides (endpoint, addressing style, encryption, tags, user
-agent); only key, part, size, checksum and signature differ in the next one.
+Measured, the SDK takes 1 to 4 ms of CPU to make, sign and parse a request, which is most of what a shard of 64 KiB
+costs, and half of what uploads beside training in one interpreter cost that. Its own first requests have everything
+that configuration decides (endpoint, addressing style, encryption, tags, user agent); only key, part, size, checksum,
+condition and signature differ in the next one.
 """
 
 from __future__ import annotations
@@ -34,8 +35,10 @@ _OWN = frozenset(
 # Means something else for each request, or is signed in another way (S3 Express).
 _NOT_OURS = frozenset("if-match if-none-match content-md5 x-amz-s3session-token".split())
 _CHECKSUM = "x-amz-checksum-"
+_CHECKSUM_MODE = f"{_CHECKSUM}mode"  # of a GET: its answer shall have it
 _CONTENT = "x-amz-content-sha256"
 _UNSIGNED, _UNSIGNED_TRAILED = "UNSIGNED-PAYLOAD", "STREAMING-UNSIGNED-PAYLOAD-TRAILER"
+_OF_NOTHING = hashlib.sha256().hexdigest()
 _ALGORITHM = "AWS4-HMAC-SHA256"
 # Of a URL: whose signature it is, and when it was made.
 _SIGNERS = frozenset(
@@ -55,7 +58,7 @@ class Credentials(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RequestTemplate:
-    """A PutObject or UploadPart without what is one body's."""
+    """A PutObject or UploadPart without what is one body's, or a GetObject."""
 
     origin: str  # scheme and host
     base_path: str  # up to the key
@@ -64,7 +67,13 @@ class RequestTemplate:
 
     @classmethod
     def of(
-        cls, url: str, headers: Mapping[str, str | bytes], key: str, query: Mapping[str, str] = NO_QUERY
+        cls,
+        url: str,
+        headers: Mapping[str, str | bytes],
+        key: str,
+        query: Mapping[str, str] = NO_QUERY,
+        *,
+        has_body: bool = True,
     ) -> Self | None:
         """The pattern of a request that the SDK makes for `key`; None if it is not ours to repeat. `query` is what
         tells a part from others.
@@ -74,12 +83,14 @@ class RequestTemplate:
             for name, value in headers.items()
         }
         signed = _AUTHORIZATION.fullmatch(told.get("authorization", ""))
-        is_ours = told.get(_CONTENT) == _UNSIGNED and not _NOT_OURS & told.keys()
+        contents = {_UNSIGNED} if has_body else {_UNSIGNED, _OF_NOTHING}
+        is_ours = told.get(_CONTENT) in contents and not _NOT_OURS & told.keys()
         url, _, asked = url.partition("?")
         is_ours = is_ours and sorted(parse_qsl(asked, keep_blank_values=True)) == sorted(query.items())
         if signed is None or not is_ours or not url.endswith(f"/{_quoted(key)}"):
             return None
-        kept = ((name, told[name]) for name in told.keys() - _OWN if not name.startswith(_CHECKSUM))
+        own = _OWN | {name for name in told if name.startswith(_CHECKSUM) and name != _CHECKSUM_MODE}
+        kept = ((name, told[name]) for name in told.keys() - own)
         parts = urlsplit(url)
         base_path = parts.path.removesuffix(_quoted(key))
         return cls(f"{parts.scheme}://{parts.netloc}", base_path, tuple(sorted(kept)), signed[1])
@@ -128,6 +139,26 @@ class RequestTemplate:
             "authorization": frame.authorization(path, asked, own),
         }
         return f"{self.origin}{path}?{asked}" if asked else f"{self.origin}{path}", headers
+
+    def rare(
+        self, method: str, key: str, headers: Mapping[str, str], credentials: Credentials, now: float
+    ) -> tuple[str, dict[str, str]]:
+        """URL and headers of a request for which nothing is kept: `headers`, with names in lower case, are its own."""
+        _, secret_key, _ = secrets = _frozen(credentials)
+        path = self.base_path + _quoted(key)
+        stamp, scope, told = _told(self, secrets, int(now), headers)
+        names = sorted(told.keys() - {"user-agent"})
+        lines = "".join(f"{name}:{_trimmed(told[name])}\n" for name in names)
+        canonical = f"{method}\n{path}\n\n{lines}\n{';'.join(names)}\n{told[_CONTENT]}"
+        digest = hashlib.sha256(canonical.encode()).hexdigest()
+        signature = _signer(secret_key, stamp[:8], self.region)(f"{_ALGORITHM}\n{stamp}\n{scope}\n{digest}")
+        told["authorization"] = f"{_authority(secrets, scope, names)}{signature}"
+        return f"{self.origin}{path}", told
+
+    @staticmethod
+    def of_body(size_bytes: int, checksum: Checksum) -> dict[str, str]:
+        """What tells of a body in `rare`."""
+        return {"content-length": str(size_bytes), f"{_CHECKSUM}{checksum.algorithm}": checksum.value}
 
     def head(
         self, key: str, size_bytes: int, checksum: Checksum, credentials: Credentials, now: float
@@ -251,32 +282,40 @@ class _Frame:
 def _frame(
     pattern: RequestTemplate, size_bytes: int, own_header: str, secrets: tuple[str, str, str], now_s: int
 ) -> _Frame:
-    access_key, secret_key, token = secrets
-    stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(now_s))
-    told = {
-        **dict(pattern.headers),
-        "host": host_of(urlsplit(pattern.origin)),
-        "content-length": str(size_bytes),
-        "x-amz-date": stamp,
-    }
-    if token:
-        told["x-amz-security-token"] = token
+    stamp, scope, told = _told(pattern, secrets, now_s, {"content-length": str(size_bytes)})
     names = sorted((told.keys() | {own_header}) - {"user-agent"})
-    lines = [f"{name}:{' '.join(told.get(name, '').split())}" for name in names]
+    lines = [f"{name}:{_trimmed(told.get(name, ''))}" for name in names]
     index = names.index(own_header) + 1
-    scope = f"{stamp[:8]}/{pattern.region}/s3/aws4_request"
-    signed_headers = ";".join(names)
-    signer = f"Credential={access_key}/{scope}, SignedHeaders={signed_headers}"
     return _Frame(
         headers=told,
         lines=lines_of(told),
         own_header=own_header,
         before_own="\n".join(lines[:index]),
-        after_own="\n".join(["", *lines[index:], "", signed_headers, told[_CONTENT]]),
+        after_own="\n".join(["", *lines[index:], "", ";".join(names), told[_CONTENT]]),
         to_sign=f"{_ALGORITHM}\n{stamp}\n{scope}\n",
-        sign=_signer(secret_key, stamp[:8], pattern.region),
-        before_signature=f"{_ALGORITHM} {signer}, Signature=",
+        sign=_signer(secrets[1], stamp[:8], pattern.region),
+        before_signature=_authority(secrets, scope, names),
     )
+
+
+def _told(
+    pattern: RequestTemplate, secrets: tuple[str, str, str], now_s: int, own: Mapping[str, str]
+) -> tuple[str, str, dict[str, str]]:
+    """When, in which scope, and all headers but the signature's."""
+    stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(now_s))
+    told = {**dict(pattern.headers), "host": host_of(urlsplit(pattern.origin)), "x-amz-date": stamp, **own}
+    if token := secrets[2]:
+        told["x-amz-security-token"] = token
+    return stamp, f"{stamp[:8]}/{pattern.region}/s3/aws4_request", told
+
+
+def _trimmed(value: str) -> str:
+    return " ".join(value.split())
+
+
+def _authority(secrets: tuple[str, str, str], scope: str, signed_names: list[str]) -> str:
+    """The header up to the signature."""
+    return f"{_ALGORITHM} Credential={secrets[0]}/{scope}, SignedHeaders={';'.join(signed_names)}, Signature="
 
 
 @functools.lru_cache(maxsize=8)
