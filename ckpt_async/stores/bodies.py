@@ -37,6 +37,9 @@ class LocalWriter:
         if self._is_cancelled.wait(duration_s):
             raise WriterCancelledError
 
+    def queued_bytes(self) -> int:
+        return 0
+
     def cancel(self) -> bool:
         self._is_cancelled.set()
         return True

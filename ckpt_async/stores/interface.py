@@ -124,6 +124,10 @@ class BodyWriter(Protocol):
         """Hold back for a bandwidth cap. Raises as soon as the attempt is over."""
         ...
 
+    def queued_bytes(self) -> int:
+        """Of what was sent: how much has not reached the other side yet, as far as known. Any thread may ask."""
+        ...
+
 
 class Body(Protocol):
     """Bytes to send."""

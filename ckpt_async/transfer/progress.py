@@ -15,6 +15,8 @@ T = TypeVar("T")
 # An attempt that is late goes on if it has moved this part of its bytes in the time that would do for all of them: on a
 # thin link that many requests share, to begin them all again would be to begin for ever.
 GETS_ON = 1 / 8
+# How often what is queued is looked at, once all has moved and it takes long.
+LOOK_S = 5.0
 
 
 class Progress:
@@ -42,8 +44,12 @@ class Progress:
         self._rings_at = math.inf
         self.moved_at: float | None = None
         self.moved_bytes = 0  # to or from the kernel
+        # Of these: how many have not reached the other side yet. A link that many requests share empties the kernel's
+        # buffers of one in minutes.
+        self.queued_bytes: Callable[[], int] = lambda: 0
+        self._queued_bytes = 0  # as last seen, once all have moved
         self.began_s = self._loop.time()
-        self._moved_bytes_then = 0  # by the deadline before
+        self._arrived_bytes_then = 0  # by the deadline before
         self._is_all_moved = self.is_too_slow = self.is_late = False
         self._scope, self._stall_timeout_s = scope, stall_timeout_s
         self._bandwidth, self._is_over = bandwidth, False
@@ -123,30 +129,48 @@ class Progress:
         if self._timer is not None:
             self._timer.cancel()
         if not self._is_over:
-            self._rings_at = self._ends_at  # once: a thread may move it
+            looks_at = self._loop.time() + LOOK_S if self._queued_bytes else math.inf
+            self._rings_at = min(self._ends_at, looks_at)  # once: a thread may move it
             self._timer = self._loop.call_at(self._rings_at, self._ring)
 
     def _ring(self) -> None:
+        if self._is_all_moved:
+            self._look_at_queue(self._loop.time())
         if self._ends_at > self._rings_at:
             self._set_timer()
             return
         self.is_late = self._ends_at >= self._deadline and self.moved_bytes > 0
-        if self.is_late and not self._is_all_moved and self._gets_on():
-            self._moved_bytes_then = self.moved_bytes
-            self._deadline += self._allowed_s
+        has_arrived = self._is_all_moved and not self._queued_bytes
+        if self.is_late and not has_arrived and self._gets_on():
+            self._arrived_bytes_then = self._arrived_bytes()
+            self._deadline = max(self._deadline, self._rings_at) + self._allowed_s
             self._ends_at = min(self._deadline, (self.moved_at or self.began_s) + self._stall_timeout_s)
             self._set_timer()
         else:
             self._end()
 
+    def _look_at_queue(self, now: float) -> None:
+        """Of what has all moved: once it has arrived the store has its time to answer, before it is still moving."""
+        before, self._queued_bytes = self._queued_bytes, self.queued_bytes()
+        if self._queued_bytes and self._queued_bytes != before:
+            self.moved_at = now
+        if self._queued_bytes:
+            assert self.moved_at is not None
+            self._ends_at = min(self._deadline, self.moved_at + self._stall_timeout_s)
+        elif before:
+            self._ends_at = now + self._allowed_s
+
+    def _arrived_bytes(self) -> int:
+        return self.moved_bytes - self.queued_bytes()
+
     def _gets_on(self) -> bool:
-        return self.moved_bytes - self._moved_bytes_then >= GETS_ON * self._size_bytes
+        return self._arrived_bytes() - self._arrived_bytes_then >= GETS_ON * self._size_bytes
 
     def how_far(self) -> str:
         """It came, for an error; "" if no byte has moved."""
-        took_s = self._loop.time() - self.began_s
-        moved = f"only {self.moved_bytes} of {self._size_bytes} bytes moved within {took_s:.1f} s"
-        return moved if 0 < self.moved_bytes < self._size_bytes else ""
+        took_s, moved_bytes = self._loop.time() - self.began_s, self.moved_bytes - self._queued_bytes
+        moved = f"only {moved_bytes} of {self._size_bytes} bytes moved within {took_s:.1f} s"
+        return moved if 0 < moved_bytes < self._size_bytes else ""
 
     def _end(self) -> None:
         if not self._is_over and not self._scope.expired():

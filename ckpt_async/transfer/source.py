@@ -201,6 +201,7 @@ class FileBody:
         read for the checksum a moment ago, so that this rarely waits for the disk; what is written to the file
         meanwhile fails that checksum in the store. Else it goes through one small buffer.
         """
+        self._progress.queued_bytes = writer.queued_bytes
         try:
             self._source.send_bytes = self._send(writer)
         except BaseException:

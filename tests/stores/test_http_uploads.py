@@ -690,3 +690,55 @@ class Unpaced:
 
     def moved_in_thread(self, *, is_last: bool = False) -> None:
         pass
+
+
+# --- what the kernel has taken -------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("quick")
+def test_what_is_still_on_its_way_needs_no_answer_yet(run: Any, wire: Wire) -> None:
+    """On a thin link the kernel's buffers, of 4 MiB, take minutes to empty."""
+    size_bytes = 2 * MIB
+
+    def talk(near: socket.socket) -> None:
+        near.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 10)
+        left = content_length(request_of(near))
+        while left:
+            left -= len(near.recv(min(left, 96 << 10)))
+            assert not select.select([], [], [], 0.05)[0]  # a slow reader
+        near.sendall(DONE)
+
+    async def main() -> float:
+        with wire.server(talk) as server:
+            async with wire.uploads(read_timeout_s=0.4) as uploads:
+                began = time.monotonic()
+                assert (await wire.put(uploads, server, Slices(bytes(size_bytes)))).status == 200
+                return time.monotonic() - began
+
+    assert run(main()) > 0.8  # else it was no test
+
+
+def test_of_a_request_that_is_given_up_nothing_more_is_sent(run: Any, wire: Wire) -> None:
+    """A late attempt's bytes would take the link from the next one's."""
+    may_read, arrived = threading.Event(), []
+
+    def talk(near: socket.socket) -> None:
+        near.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 10)
+        request_of(near)
+        assert may_read.wait(PATIENCE_S)
+        arrived.append(0)
+        with contextlib.suppress(OSError):
+            while data := near.recv(MIB):
+                arrived[0] += len(data)
+
+    async def main() -> None:
+        with wire.server(talk) as server:
+            async with wire.uploads() as uploads:
+                sending = asyncio.ensure_future(wire.put(uploads, server, Slices(bytes(32 * MIB))))
+                await asyncio.sleep(0.3)  # the kernel takes what it takes
+                sending.cancel()
+                await asyncio.wait([sending])
+                may_read.set()
+
+    run(main())
+    assert arrived[0] < 2 * MIB

@@ -362,6 +362,58 @@ def test_the_store_has_time_to_answer_after_the_last_byte(takes_s: float, is_in_
     run(main())
 
 
+@pytest.mark.parametrize(
+    ("bytes_per_s", "ends_s"),
+    [
+        (MIB // 4, 64.0),  # it goes on, and is answered
+        (MIB // 64, 46.0),  # less than an eighth of it in the time for all
+        (0, 20.0 + 20.0),  # seen after 20 s, and nothing has arrived 20 s later
+    ],
+)
+def test_what_the_kernel_has_taken_is_watched_until_it_has_arrived(bytes_per_s: int, ends_s: float) -> None:
+    """A link that many requests share empties the buffers of each of them in minutes."""
+
+    async def main() -> None:
+        loop, store = asyncio.get_running_loop(), make(upload_timeout_s=1)
+
+        async def attempt(_: Store, progress: Progress) -> str:
+            began, progress.moved_bytes = loop.time(), 16 * MIB
+            progress.queued_bytes = lambda: max(0, 16 * MIB - int((loop.time() - began) * bytes_per_s))
+            progress.moved(is_last=True)
+            await asyncio.sleep(64 if bytes_per_s else 3600)
+            return "answer"
+
+        going = store.bulk("put", 16 * MIB, attempt)
+        if ends_s == 64:
+            assert await going == "answer"
+        else:
+            with pytest.raises(StoreError, match="only" if bytes_per_s else "no progress"):
+                await going
+            assert store.concurrency == (4 if bytes_per_s else 8)
+        assert loop.time() == ends_s
+
+    run(main())
+
+
+def test_the_store_has_time_to_answer_once_all_has_arrived() -> None:
+    """However long it took to arrive; and no longer than that."""
+
+    async def main() -> None:
+        loop, store = asyncio.get_running_loop(), make(upload_timeout_s=1)
+
+        async def attempt(_: Store, progress: Progress) -> None:
+            began, progress.moved_bytes = loop.time(), 16 * MIB
+            progress.queued_bytes = lambda: max(0, 16 * MIB - int((loop.time() - began) * MIB // 4))
+            progress.moved(is_last=True)
+            await asyncio.Event().wait()
+
+        with pytest.raises(StoreError, match="no answer"):
+            await store.bulk("put", 16 * MIB, attempt)
+        assert 64 + 46 <= loop.time() <= 64 + 46 + 5  # it is looked at every five seconds
+
+    run(main())
+
+
 def test_a_thread_that_goes_on_after_the_last_byte_is_watched_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A range is read again, say: the timer that was put off until the deadline is set anew, by the event loop."""
 

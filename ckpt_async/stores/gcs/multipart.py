@@ -186,6 +186,9 @@ class _DigestingWriter:
     def wait(self, duration_s: float) -> None:
         self._writer.wait(duration_s)
 
+    def queued_bytes(self) -> int:
+        return self._writer.queued_bytes()
+
 
 def _told(put_args: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     for name, value in {"contentType": "application/octet-stream", **put_args}.items():

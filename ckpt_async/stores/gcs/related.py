@@ -62,3 +62,6 @@ class _CountingWriter:
 
     def wait(self, duration_s: float) -> None:
         self._writer.wait(duration_s)
+
+    def queued_bytes(self) -> int:
+        return self._writer.queued_bytes()

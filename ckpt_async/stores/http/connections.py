@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import fcntl
 import functools
 import http.client
 import os
@@ -12,6 +13,8 @@ import select
 import socket
 import ssl
 import struct
+import sys
+import termios
 import threading
 import time
 import urllib.request
@@ -65,6 +68,7 @@ class CancelToken:
             if self._socket is None:
                 return self._is_at_work
             with contextlib.suppress(OSError):
+                _forget_queued(self._socket)
                 # Not SSLSocket's own, after which the thread would take what is still encrypted for the body.
                 socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
             return True
@@ -180,6 +184,28 @@ class Connections:
         connection.close()
 
 
+def abort(connection: http.client.HTTPConnection) -> None:
+    """Close it. What the kernel has not sent yet is not sent: on a thin link that is minutes of it."""
+    if connection.sock is not None:
+        with contextlib.suppress(OSError):
+            _forget_queued(connection.sock)
+    connection.close()
+
+
+def _forget_queued(connected: socket.socket) -> None:
+    """When it is closed."""
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+def unacknowledged_bytes(connected: socket.socket) -> int:
+    """Of what the kernel has taken (Linux: tcp(7), SIOCOUTQ; 0 elsewhere). Raises OSError or ValueError if it is
+    closed.
+    """
+    if not sys.platform.startswith("linux"):
+        return 0
+    return int.from_bytes(fcntl.ioctl(connected.fileno(), termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+
+
 def enable_keepalive(made: socket.socket) -> None:
     """Notice a dead peer within about 90 s, and keep what is in between from forgetting the connection."""
     made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -229,13 +255,18 @@ def let_block(connected: socket.socket, timeout_s: float) -> None:
 
 
 def receive_into(connected: socket.socket, buffer: memoryview, timeout_s: float, flags: int = 0) -> int:
-    """Wait for bytes; how many came, 0 at the end. Raises TimeoutError after `timeout_s` without any."""
-    give_up_at = time.monotonic() + timeout_s
+    """Wait for bytes; how many came, 0 at the end. Raises TimeoutError after `timeout_s` without any. Nobody can answer
+    what is still on its way: that time counts once it has arrived, or does not get on any more.
+    """
+    give_up_at, queued_bytes = time.monotonic() + timeout_s, 0
     while True:
         try:
             return connected.recv_into(buffer, 0, flags)
         except BLOCKED:
-            if time.monotonic() >= give_up_at:
+            before, queued_bytes = queued_bytes, unacknowledged_bytes(connected)
+            if queued_bytes != before:
+                give_up_at = time.monotonic() + timeout_s
+            elif time.monotonic() >= give_up_at:
                 raise TimeoutError(f"no answer within {timeout_s:g} s") from None
 
 

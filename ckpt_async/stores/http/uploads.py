@@ -21,7 +21,15 @@ from functools import partial
 from urllib.parse import SplitResult, urlsplit
 
 from ckpt_async.stores.bodies import check_complete
-from ckpt_async.stores.http.connections import BLOCKED, CancelToken, Connections, has_unread, receive
+from ckpt_async.stores.http.connections import (
+    BLOCKED,
+    CancelToken,
+    Connections,
+    abort,
+    has_unread,
+    receive,
+    unacknowledged_bytes,
+)
 from ckpt_async.stores.http.messages import (
     HEAD_BYTES,
     Response,
@@ -77,7 +85,7 @@ class Uploads(Connections):
             answer, is_last = Exchange(connected, self._read_timeout_s).make(head, body)
             token.uses(None)
         except BaseException:
-            connection.close()
+            abort(connection)
             raise
         if is_last:
             connection.close()
@@ -151,6 +159,11 @@ class Exchange:
         while (left_s := until - time.monotonic()) > 0:
             if poll.poll(min(left_s, _MAX_POLL_S) * 1000):
                 self._listen()
+
+    def queued_bytes(self) -> int:
+        with contextlib.suppress(OSError, ValueError):  # closed
+            return unacknowledged_bytes(self._socket)
+        return 0
 
     def _begin(self) -> bytes:
         """The head, which is about to be sent."""

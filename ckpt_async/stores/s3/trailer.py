@@ -75,5 +75,8 @@ class _ChunkWriter:
     def wait(self, duration_s: float) -> None:
         self._writer.wait(duration_s)
 
+    def queued_bytes(self) -> int:
+        return self._writer.queued_bytes()
+
     def end(self) -> None:
         self._writer.write(memoryview(self._end_of_chunk + _end(self._digest.checksum())))
