@@ -2,6 +2,7 @@
 
 import contextlib
 import ssl
+from functools import partial
 
 import pytest
 import trustme
@@ -118,5 +119,35 @@ def test_a_bundle_that_is_replaced_is_read_again(run, authority, tmp_path, monke
             assert len(store._session.client._endpoint.http_session._sessions) == 1
             await store.close()
             assert len(peer.requests) == 8
+
+    run(body())
+
+
+@pytest.mark.parametrize("kind", ["gs", "az"])
+def test_a_replaced_bundle_is_read_again_by_small_requests(run, authority, tmp_path, monkeypatch, kind):
+    """Which are made by an HTTP client that is kept."""
+    bundle, other = tmp_path / "ca.pem", trustme.CA()
+    other.cert_pem.write_to_path(str(bundle))
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(bundle))
+    monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", "sig=x")
+
+    async def body():
+        async with server_called("127.0.0.1", authority) as (peer, url):
+            if kind == "gs":
+                session = open_store("gs://bucket/run", StoreOptions(endpoint_url=url))._session
+                session._connect()  # what finds credentials would look for them on the network
+                asking = partial(session.request, "get", "a", "GET", f"{url}/a")
+            else:
+                session = open_store("az://bucket/run", StoreOptions(endpoint_url=f"{url}/account"))._session
+                await session.open()
+                asking = partial(session.call, "HEAD", "head", "a")
+            with pytest.raises(StoreError, match="certificate"):
+                await asking()
+            assert not peer.requests
+            authority.cert_pem.write_to_path(str(bundle), append=True)
+            with contextlib.suppress(StoreError):  # what it answers does not matter
+                await asking()
+            assert len(peer.requests) == 1
+            await session.close()
 
     run(body())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import ssl
 from collections.abc import Mapping
 from urllib.parse import quote, urlencode, urlsplit
 
@@ -16,7 +15,7 @@ from ckpt_async.stores.azure import answers
 from ckpt_async.stores.azure.access import VERSION, Access, Grant
 from ckpt_async.stores.azure.errors import AzureLocation, refusal, translating
 from ckpt_async.stores.checks import check_key
-from ckpt_async.stores.http.connections import has_proxy
+from ckpt_async.stores.http.connections import has_proxy, trusting
 from ckpt_async.stores.http.messages import MalformedResponseError, Response
 from ckpt_async.stores.http.pools import Pools
 from ckpt_async.stores.interface import Body
@@ -30,6 +29,7 @@ class AzureSession:
     """Belongs to the event loop that opened it."""
 
     pools: Pools  # made by `open`
+    _ca_file: str | None
     _client: aiohttp.ClientSession
 
     def __init__(self, location: AzureLocation, access: Access, options: StoreOptions) -> None:
@@ -45,10 +45,10 @@ class AzureSession:
                 hint=f"add {urlsplit(self.location.account.endpoint_url).hostname} to NO_PROXY, if it can be reached",
             )
         with translating("open", "", self.location):
-            ca_file = os.environ.get("REQUESTS_CA_BUNDLE") or None
+            self._ca_file = os.environ.get("REQUESTS_CA_BUNDLE") or None
             await self.access.grant()  # want of credentials is told at once
-            self._client = await self._exit_stack.enter_async_context(_client(self.options, ca_file))
-        self.pools = Pools(self.options, ca_file)
+            self._client = await self._exit_stack.enter_async_context(_client(self.options))
+        self.pools = Pools(self.options, self._ca_file)
         self._exit_stack.callback(self.pools.close)
 
     async def close(self) -> None:
@@ -111,6 +111,7 @@ class AzureSession:
                 URL(url, encoded=True),
                 headers=self.headers(grant, headers),
                 allow_redirects=False,
+                ssl=trusting(self._ca_file),  # as it is now
             ) as response:
                 size_bytes = response.content_length
                 told = {name.lower(): value for name, value in response.headers.items()}
@@ -142,11 +143,9 @@ class AzureSession:
         return error
 
 
-def _client(options: StoreOptions, ca_file: str | None) -> aiohttp.ClientSession:
+def _client(options: StoreOptions) -> aiohttp.ClientSession:
     timeout = aiohttp.ClientTimeout(
         total=None, sock_connect=options.connect_timeout_s, sock_read=options.read_timeout_s
     )
-    connector = aiohttp.TCPConnector(
-        limit=options.max_connections, ssl=ssl.create_default_context(cafile=ca_file)
-    )
+    connector = aiohttp.TCPConnector(limit=options.max_connections)
     return aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)

@@ -28,6 +28,7 @@ class GcsSession:
     """Belongs to the event loop that opened it."""
 
     pools: Pools  # made by `open`
+    _ca_file: str | None
     _http: aiohttp.ClientSession
 
     def __init__(self, location: GcsLocation, options: StoreOptions) -> None:
@@ -58,15 +59,15 @@ class GcsSession:
             self._connect()
 
     def _connect(self) -> None:
-        ca_file = os.environ.get("REQUESTS_CA_BUNDLE") or None  # as google-auth does
-        self.pools = Pools(self.options, ca_file)
+        self._ca_file = os.environ.get("REQUESTS_CA_BUNDLE") or None  # as google-auth does
+        self.pools = Pools(self.options, self._ca_file)
         self._exit_stack.callback(self.pools.close)
         timeout = aiohttp.ClientTimeout(
             total=None,
             sock_connect=self.options.connect_timeout_s,
             sock_read=self.options.read_timeout_s,
         )
-        connector = aiohttp.TCPConnector(limit=self.options.max_connections, ssl=trusting(ca_file))
+        connector = aiohttp.TCPConnector(limit=self.options.max_connections)
         self._http = aiohttp.ClientSession(
             connector=connector,
             timeout=timeout,
@@ -137,7 +138,12 @@ class GcsSession:
             headers = {**await self.credentials.headers(), **headers}
             target = URL(url, encoded=True)
             request = self._http.request(
-                method, target, headers=headers, data=body or None, allow_redirects=False
+                method,
+                target,
+                headers=headers,
+                data=body or None,
+                allow_redirects=False,
+                ssl=trusting(self._ca_file),  # as it is now
             )
             async with request as answer:
                 size_bytes = answer.content_length or 0
