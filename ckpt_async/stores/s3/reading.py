@@ -66,7 +66,7 @@ class Reader:
                 if response.status < 500 and response.status != 404:
                     self._small = None
                 if response.status >= 400:
-                    raise refusal(response.as_sdk_response(), "get_object", key, self._location)
+                    raise self._told(key, response)
                 return await self._get_by_sdk(key, max_size_bytes)
             info = answers.info_of_whole(key, response)
             self._check_size(key, info, max_size_bytes)
@@ -160,20 +160,25 @@ class Reader:
         return found
 
     async def _sign(self, name: str) -> SignedUrl:
-        if self._template is None:
+        credentials = await self._session.signer.credentials()
+        if self._template is None or credentials is None:
             url: str = await self._session.client.generate_presigned_url(
                 "get_object", {"Bucket": self._location.bucket, "Key": name}
             )
             self._template, self._is_proxied = UrlTemplate.of(url, name, self._headers), has_proxy(url)
         else:
-            url = self._template.url(name, await self._session.credentials(), time.time())
+            url = self._template.url(name, credentials, time.time())
         return SignedUrl(url, self._is_proxied, time.monotonic())
 
     def _refused(self, key: str, response: Response) -> StoreError:
         """Credentials may have been replaced, and the SDK knows what else has changed."""
         self._urls.pop(key, None)
         self._template = None
-        return refusal(response.as_sdk_response(), "get_object", key, self._location)
+        return self._told(key, response)
+
+    def _told(self, key: str, response: Response) -> StoreError:
+        error = refusal(response.as_sdk_response(), "get_object", key, self._location)
+        return self._session.signer.heed(error)
 
     async def _get_range_through_sdk(self, key: str, offset: int, size_bytes: int, sink: Sink) -> ObjectInfo:
         """The slow way, which knows of proxies."""

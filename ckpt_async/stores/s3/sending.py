@@ -206,7 +206,7 @@ class Sender:
             self.templates.pop(put.operation, None)
         if response.status < 400:
             return self._again(put, f"the store answered {response.status}")
-        return error
+        return self._session.signer.heed(error)
 
     def _again(self, put: Put, message: str) -> StoreError:
         return self._location.error(

@@ -10,7 +10,7 @@ import re
 import socket
 import ssl
 from base64 import b64encode
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from botocore.awsrequest import AWSPreparedRequest, AWSResponse
 from botocore.handlers import add_expect_header
 from botocore.loaders import Loader, create_loader
 
+from ckpt_async.errors import StoreError
 from ckpt_async.stores.checks import check_key
 from ckpt_async.stores.http.connections import enable_keepalive, has_proxy
 from ckpt_async.stores.http.messages import MalformedResponseError, Response, content_length
@@ -32,6 +33,7 @@ from ckpt_async.stores.http.pools import Pools
 from ckpt_async.stores.options import StoreOptions
 from ckpt_async.stores.s3 import answers
 from ckpt_async.stores.s3.answers import SdkResponse
+from ckpt_async.stores.s3.credentials import Signer
 from ckpt_async.stores.s3.errors import S3Location, translating
 from ckpt_async.stores.s3.payload import SdkBody
 from ckpt_async.stores.s3.signing import Credentials
@@ -62,7 +64,7 @@ class S3Session:
     def __init__(self, location: S3Location, options: StoreOptions, standing: Mapping[str, str]) -> None:
         self.location, self.options, self.standing = location, options, standing
         self.client: Any = None
-        self._credentials: Any = None
+        self.signer = Signer(options.profile)
         self._exit_stack = contextlib.AsyncExitStack()
         # Called with URL and headers of each GetObject that the SDK makes.
         self.on_get: Callable[[str, Mapping[str, str | bytes]], None] = lambda *_: None
@@ -74,7 +76,7 @@ class S3Session:
             session.register_component("response_parser_factory", _ParserFactory())
             client = _create_client(session, self.options, self.location)
             self.client = await self._exit_stack.enter_async_context(client)
-            self._credentials = await session.get_credentials()
+            await self.signer.find(session)
         self.pools = Pools(self.options, _ca_file(session))
         self._exit_stack.callback(self.pools.close)
         events = self.client.meta.events
@@ -90,12 +92,15 @@ class S3Session:
         events.register("before-call.s3.HeadBucket", _do_not_redirect)
 
     async def close(self) -> None:
+        self.signer.close()
         await self._exit_stack.aclose()
         self.client = None
 
     async def credentials(self) -> Credentials:
-        frozen: Credentials = await self._credentials.get_frozen_credentials()
-        return frozen
+        """Of requests past the SDK."""
+        if (found := await self.signer.credentials()) is None:
+            raise botocore.exceptions.NoCredentialsError
+        return found
 
     def name(self, key: str, operation: str) -> str:
         """Of an object in its bucket. Raises StoreError for a key that could lead out of the root."""
@@ -117,13 +122,25 @@ class S3Session:
             return response
         return replace(response, error=await answer.content)
 
+    @contextlib.contextmanager
+    def _heeding(self) -> Iterator[None]:
+        try:
+            yield
+        except StoreError as error:
+            self.signer.heed(error)
+            raise
+
     async def call(
         self, operation: str, key: str | None, about: str = "", /, **parameters: Any
     ) -> SdkResponse:
         """`about`: what errors name where the request has no key."""
         if key is not None:
             parameters["Key"] = self.name(key, operation)
-        with translating(operation, key or about, self.location, unmet=unmet(parameters)):
+        with (
+            self._heeding(),
+            translating(operation, key or about, self.location, unmet=unmet(parameters)),
+        ):
+            await self.signer.credentials()  # the SDK would ask for them once for each request
             request = getattr(self.client, operation)
             response: SdkResponse = await request(Bucket=self.location.bucket, **parameters)
             answers.check_needed(operation, response)

@@ -1,0 +1,71 @@
+"""Who signs: what the SDK's chain finds, asked for once at a time, and read again when it was refused."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import botocore.credentials
+from aiobotocore.session import AioSession
+
+from ckpt_async.errors import FailureReason, StoreError
+from ckpt_async.stores.s3.signing import Credentials
+
+# Whoever gives temporary credentials has so long; the requests that wait for them give up sooner, and come again.
+GIVEN_WITHIN_S = 300.0
+READ_AGAIN_S = 5.0
+
+
+class Signer:
+    """The credentials of one store's client. Belongs to its event loop."""
+
+    def __init__(self, profile: str | None) -> None:
+        self._profile = profile
+        self._found: Any = None
+        self._renewing: asyncio.Future[Credentials] | None = None
+        self._is_refused, self._read_at = False, time.monotonic()
+
+    async def find(self, session: AioSession) -> None:
+        """Those of the session, which its clients share."""
+        self._found = await session.get_credentials()
+
+    async def credentials(self) -> Credentials | None:
+        """None if there are none. Temporary ones are renewed by one task, however many wait for it or stop to: else
+        each that gives up would leave a `credential_process` behind, and the next one would start another.
+        """
+        if self._is_refused and time.monotonic() >= self._read_at + READ_AGAIN_S:
+            await self._read_again()
+        if not self._renews_itself:
+            return None if self._found is None else await self._frozen()
+        if self._renewing is None or self._renewing.done():
+            self._renewing = asyncio.ensure_future(asyncio.wait_for(self._frozen(), GIVEN_WITHIN_S))
+        return await asyncio.shield(self._renewing)
+
+    def heed(self, error: StoreError) -> StoreError:
+        """The error. If it says that the credentials were refused, others are looked for before the next request."""
+        self._is_refused = self._is_refused or error.reason is FailureReason.AUTH
+        return error
+
+    def close(self) -> None:
+        if self._renewing is not None:
+            self._renewing.cancel()
+
+    @property
+    def _renews_itself(self) -> bool:
+        return isinstance(self._found, botocore.credentials.RefreshableCredentials)
+
+    async def _frozen(self) -> Credentials:
+        frozen: Credentials = await self._found.get_frozen_credentials()
+        return frozen
+
+    async def _read_again(self) -> None:
+        """Keys in a file may have been replaced; temporary credentials renew themselves."""
+        self._is_refused, self._read_at = False, time.monotonic()
+        if self._found is None or self._renews_itself:
+            return
+        if (now := await AioSession(profile=self._profile).get_credentials()) is not None:
+            frozen = await now.get_frozen_credentials()
+            # In place: the client has this object.
+            self._found.access_key, self._found.secret_key = frozen.access_key, frozen.secret_key
+            self._found.token = frozen.token
