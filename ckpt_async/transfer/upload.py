@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ckpt_async.core.model import Checksum
-from ckpt_async.errors import IntegrityError, ObjectNotFoundError, SourceError, StoreError
+from ckpt_async.errors import FailureReason, IntegrityError, ObjectNotFoundError, SourceError, StoreError
 from ckpt_async.stores.checksums import Digest, checksum_of, combine
 from ckpt_async.stores.interface import Capabilities, ObjectInfo, Sink, SmallPut, Store, StoredPart
 from ckpt_async.transfer.concurrency import Concurrency
@@ -130,9 +130,23 @@ async def _put(store: PatientStore, source: Source, key: str) -> tuple[ObjectInf
         algorithm = once.capabilities.checksum_algorithm
         checksum = await source.checksum(0, source.size_bytes, algorithm, progress.moved)
         body = FileBody(source, 0, source.size_bytes, progress)
-        return await once.put(key, body, checksum), checksum
+        info = await once.put(key, body, checksum)
+        return info if info.checksum is not None else await _there(once, key), checksum
 
     return await _unless_changed(source, store.bulk("put", source.size_bytes, attempt))
+
+
+async def _there(once: Store, key: str) -> ObjectInfo:
+    """What was put just now. Some proxies answer for a store that has not got it."""
+    try:
+        return await once.head(key)
+    except ObjectNotFoundError:
+        raise StoreError(
+            f"{key} was put, and the answer was that it is stored, but it is not there",
+            reason=FailureReason.TRANSIENT,
+            operation="put",
+            key=key,
+        ) from None
 
 
 async def _multipart(

@@ -8,11 +8,12 @@ import pytest
 
 from ckpt_async.errors import SettingsError, StoreError
 from ckpt_async.stores import StoreOptions, address_of, open_store, parse_url
+from ckpt_async.stores.azure import access as azure_access
 from ckpt_async.stores.azure.access import Access, signed
 from ckpt_async.stores.azure.account import Account
 from tests.azurite import AzuriteServer
 from tests.stores.bodies import put
-from tests.stores.peer import Peer, answer
+from tests.stores.peer import SILENCE, Peer, answer
 
 CLOUD = "https://account.blob.core.windows.net"
 STRING = "AZURE_STORAGE_CONNECTION_STRING"
@@ -109,6 +110,31 @@ def test_a_managed_identity_gives_tokens(monkeypatch, run):
         assert "token" not in repr(first)
 
     run(asyncio.wait_for(body(), 30))
+
+
+def test_who_gives_up_on_a_silent_identity_leaves_its_thread_to_the_next(monkeypatch, run):
+    """Threads that wait for it would soon be all that the loop has."""
+
+    async def body():
+        peer = Peer(lambda _: SILENCE)
+        async with peer.serve() as url:
+            monkeypatch.setenv("IDENTITY_ENDPOINT", url)
+            monkeypatch.setenv("IDENTITY_HEADER", "header")
+            monkeypatch.setenv("AZURE_TOKEN_CREDENTIALS", "ManagedIdentityCredential")
+            monkeypatch.setattr(azure_access, "_ANSWER_S", 0.3)
+            access = Access(Account("account", CLOUD), "box", {})
+            asking = asyncio.ensure_future(access.grant())
+            await peer.arrived.wait()
+            for _ in range(3):
+                asking.cancel()
+                await asyncio.wait([asking])
+                asking = asyncio.ensure_future(access.grant())
+                await asyncio.sleep(0)
+            assert len(peer.requests) == 1
+            with pytest.raises(StoreError, match="no identity gives a token"):
+                await asking
+
+    run(asyncio.wait_for(body(), 60))
 
 
 def test_a_proxy_is_refused_at_once(monkeypatch, run):

@@ -77,3 +77,25 @@ def test_objects_are_read_back_from_a_store_without_checksums(
         return
     with pytest.raises(StoreError, match=refusal):
         run(_upload(Folder(tmp_path), store))
+
+
+class AnswersForNothing(KeepsNoChecksum):
+    """The first time it says that it has stored what it has not, as a proxy in its place may."""
+
+    num_puts = 0
+
+    async def put(self, key: str, *args: Any, **kwargs: Any) -> ObjectInfo:
+        info = await super().put(key, *args, **kwargs)
+        self.num_puts += 1
+        if self.num_puts == 1:
+            del self.bucket.objects[key]
+        return info
+
+
+def test_what_was_stored_only_by_its_answer_is_sent_again(run: Any, tmp_path: Path) -> None:
+    (tmp_path / "a.bin").write_bytes(DATA)
+    bucket = MemoryBucket()
+    store = AnswersForNothing(bucket)
+    run(_upload(Folder(tmp_path), store))
+    assert store.num_puts == 2
+    assert bucket.objects["ckpt/a.bin"].data == DATA

@@ -25,6 +25,8 @@ _SCOPE = "https://storage.azure.com/.default"
 _SIGNED_S, _RENEW_S = 3600.0, 1800.0
 # A token that is about to expire may do so on its way.
 _MARGIN_S = 120.0
+# Left alone, azure-identity waits 300 s for whoever gives tokens.
+_ANSWER_S = 30
 _KEYS = "set AZURE_STORAGE_KEY, AZURE_STORAGE_SAS_TOKEN or AZURE_STORAGE_CONNECTION_STRING"
 _NO_CREDENTIALS = (
     f"{_KEYS}; for a managed identity, workload identity or `az login`: pip install 'ckpt-async[azure]'"
@@ -54,6 +56,7 @@ class Access:
         self._grant: Grant | None = None
         self._renew_at = 0.0  # by time.time()
         self._identity: Any = None
+        self._asking: asyncio.Future[tuple[Grant, float]] | None = None
         self._lock = asyncio.Lock()
 
     async def grant(self) -> Grant:
@@ -74,7 +77,11 @@ class Access:
         if key := given.get("AccountKey") or first_of(self._env, KEY_NAMES):
             now = time.time()
             return Grant(signed(self._account.name, self._container, key, now + _SIGNED_S)), now + _RENEW_S
-        return await asyncio.to_thread(self._ask_identity)
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.ensure_future(asyncio.to_thread(self._ask_identity))
+            self._asking.add_done_callback(lambda asked: asked.cancelled() or asked.exception())  # seen
+        # Who gives up leaves the thread to who comes next: one that waits for an answer each time would be all soon.
+        return await asyncio.shield(self._asking)
 
     def _ask_identity(self) -> tuple[Grant, float]:
         try:
@@ -83,7 +90,9 @@ class Access:
             raise _refused("there are no credentials", _NO_CREDENTIALS) from None
         say_once("azure")
         try:
-            self._identity = self._identity or DefaultAzureCredential()
+            self._identity = self._identity or DefaultAzureCredential(
+                connection_timeout=_ANSWER_S, read_timeout=_ANSWER_S
+            )
             token = self._identity.get_token(_SCOPE)
         except Exception as error:
             # Its message lists what was tried, over many lines.

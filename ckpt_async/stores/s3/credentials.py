@@ -40,6 +40,7 @@ class Signer:
             return None if self._found is None else await self._frozen()
         if self._renewing is None or self._renewing.done():
             self._renewing = asyncio.ensure_future(asyncio.wait_for(self._frozen(), GIVEN_WITHIN_S))
+            self._renewing.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # seen
         return await asyncio.shield(self._renewing)
 
     def heed(self, error: StoreError) -> StoreError:
