@@ -735,3 +735,27 @@ def test_a_store_that_takes_no_checksum_is_told_by_name(run):
             assert raised.value.reason is FailureReason.OTHER
 
     run(body())
+
+
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_errors_name_the_proxy_but_not_its_password(run, monkeypatch, scheme):
+    """It may be the proxy that cannot be reached, or that refuses."""
+
+    async def body() -> tuple[str, str]:
+        peer = Peer(lambda _: answer(407))
+        async with peer.serve() as url:
+            proxy = url.replace("//", "//me:secret@")
+            monkeypatch.setenv(f"{scheme.upper()}_PROXY", proxy)
+            monkeypatch.delenv("NO_PROXY", raising=False)
+            monkeypatch.delenv("no_proxy", raising=False)
+            store = open_store("s3://bucket/run", StoreOptions(endpoint_url=f"{scheme}://store.example"))
+            await store._session.open()
+            with pytest.raises(StoreError) as raised:
+                await store.head("a")
+            await store.close()
+            assert raised.value.reason is FailureReason.TRANSIENT
+            return url, str(raised.value)
+
+    url, message = run(body())
+    assert f"the proxy {url.removeprefix('http://')}" in message
+    assert "secret" not in message

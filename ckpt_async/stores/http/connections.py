@@ -278,5 +278,11 @@ def receive(connected: socket.socket, size_bytes: int, timeout_s: float) -> byte
 
 def has_proxy(url: str) -> bool:
     """Whether the environment sends requests to `url` through a proxy: then the SDK's HTTP client must make them."""
+    return bool(proxy_of(url))
+
+
+def proxy_of(url: str) -> str:
+    """The proxy, without the name and password that may be in its URL; "" if there is none."""
     parts = urlsplit(url)
-    return parts.scheme in urllib.request.getproxies() and not urllib.request.proxy_bypass(parts.netloc)
+    proxy = urllib.request.getproxies().get(parts.scheme, "")
+    return "" if urllib.request.proxy_bypass(parts.netloc) else proxy.rpartition("@")[2]

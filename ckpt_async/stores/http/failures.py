@@ -14,6 +14,7 @@ from typing import ParamSpec
 import aiohttp
 
 from ckpt_async.errors import CkptAsyncError, FailureReason
+from ckpt_async.stores.http.connections import proxy_of
 from ckpt_async.stores.http.messages import MalformedResponseError
 
 P = ParamSpec("P")
@@ -51,8 +52,17 @@ def is_of_somebody_else(status: int) -> bool:
     return 300 <= status < 400 or status in (400, 404, 407)
 
 
+def somebody_else_hint(endpoint: str) -> str:
+    proxy = proxy_of(endpoint)
+    return (
+        f"did the proxy {proxy}, which the environment names, answer by itself?" if proxy else SOMEBODY_ELSE
+    )
+
+
 def reachable_hint(endpoint: str) -> str:
-    return f"is {endpoint} right, and reachable from here?"
+    proxy = proxy_of(endpoint)
+    way = f"through the proxy {proxy}, which the environment names" if proxy else "from here"
+    return f"is {endpoint} right, and reachable {way}?"
 
 
 def failure_of(error: Exception, endpoint: str) -> tuple[FailureReason, str]:

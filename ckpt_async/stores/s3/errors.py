@@ -11,13 +11,14 @@ import botocore.exceptions
 import botocore.parsers
 
 from ckpt_async.errors import CkptAsyncError, FailureReason, StoreError
+from ckpt_async.stores.http.connections import has_proxy
 from ckpt_async.stores.http.failures import (
-    SOMEBODY_ELSE,
     UNTRUSTED,
     failure_of,
     is_of_somebody_else,
     reachable_hint,
     reason_of_status,
+    somebody_else_hint,
 )
 from ckpt_async.stores.http.location import BucketLocation, legible
 from ckpt_async.stores.http.messages import MalformedResponseError, OtherRangeError
@@ -78,13 +79,14 @@ def refusal(
             message, reason=FailureReason.OTHER, operation=operation, key=key, hint=_NEEDS_KEY
         )
     reason = reason_of(code, status)
-    if is_of_somebody_else(status) and operation != "head_object" and (not code or code.isdecimal()):
+    has_no_code = operation != "head_object" and (not code or code.isdecimal())
+    if status == 407 or (is_of_somebody_else(status) and has_no_code):
         return location.error(
             f"{status}, but not in the form that a store sends",
             reason=FailureReason.TRANSIENT,
             operation=operation,
             key=key,
-            hint=SOMEBODY_ELSE,
+            hint=somebody_else_hint(location.endpoint_url or _AWS),
         )
     if status in unmet and code != "NoSuchBucket":
         return location.unmet(message, operation=operation, key=key)
@@ -148,6 +150,7 @@ _REASONS = {
     "InvalidObjectState": FailureReason.OTHER,  # with 403, but it is about the storage class
 }
 
+_AWS = "https://s3.amazonaws.com"
 _AWS_REACHABLE = "is AWS reachable from here, and the region (AWS_REGION) that of the bucket?"
 _NEEDS_KEY = f"if it was stored with a customer's key (SSE-C), set {KEY} or {KEY_FILE}"
 _HINTS = {
@@ -184,12 +187,16 @@ def reason_of(code: str, status: int) -> FailureReason:
 
 def _failure(error: Exception, location: S3Location) -> tuple[FailureReason, str]:
     """Why a request got no answer, and what to do about it."""
-    reachable = reachable_hint(location.endpoint_url) if location.endpoint_url else _AWS_REACHABLE
+    endpoint = location.endpoint_url or _AWS
+    is_direct_aws = endpoint == _AWS and not has_proxy(_AWS)
+    reachable = _AWS_REACHABLE if is_direct_aws else reachable_hint(endpoint)
     match error:
         case botocore.exceptions.ConnectTimeoutError():
             return FailureReason.TIMEOUT, reachable
         case botocore.exceptions.ReadTimeoutError():
             return FailureReason.TIMEOUT, ""
+        case botocore.exceptions.ProxyConnectionError():
+            return FailureReason.TRANSIENT, reachable
         case botocore.exceptions.SSLError():
             return FailureReason.TRANSIENT, UNTRUSTED
         case botocore.exceptions.EndpointConnectionError():
