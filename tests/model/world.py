@@ -750,10 +750,24 @@ class World:
         if latest is None:
             return
         began, lease = self.now, Lease(latest.checkpoint, f"reader-{next(self._readers)}", LEASE_TTL_S)
+        found = await steps.read_settled(store, lease.checkpoint, only_reads=True)
+        if found is None or found.outcome is not Outcome.COMMIT:
+            return
+        vanished = await self._vanished(store, found, ranks=[0])  # while the lease is taken, as readers do
         decision = await steps.take_lease(store, lease)
         if decision is None:
             return
-        for rank in range(decision.world_size):
+        vanished = vanished or await self._vanished(store, decision, ranks=range(decision.world_size))
+        if vanished is not None and self.now - began < LEASE_TTL_S * 2 / 3:
+            raise ViolationError(f"R3: vanished while it was read: {vanished}")
+        if vanished is None:
+            await steps.drop_lease(store, lease)
+
+    async def _vanished(
+        self, store: Any, decision: Decision, ranks: Iterable[int]
+    ) -> InvalidRecordError | None:
+        """What of a committed checkpoint is not there."""
+        for rank in ranks:
             try:
                 receipt = await steps.bound_receipt(store, decision, rank)
                 for shard in receipt.shards:
@@ -761,10 +775,8 @@ class World:
                     if there is None or checksum_of(there[0], "crc64nvme") != shard.checksum:
                         raise InvalidRecordError(f"{shard.key} is gone")
             except InvalidRecordError as error:
-                if self.now - began < LEASE_TTL_S * 2 / 3:
-                    raise ViolationError(f"R3: vanished while it was read: {error}") from None
-                return
-        await steps.drop_lease(store, lease)
+                return error
+        return None
 
     # --- what must hold ----------------------------------------------------------------------------------
 
