@@ -15,10 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_async.core import keys
+from ckpt_async.restore.destination import PARTIAL_FOLDER
 from ckpt_async.watch.tree import Identity, Tree
 
 # Folders that no trainer writes checkpoints to: hidden ones, and Python's.
 _SKIPPED = frozenset({"__pycache__", "node_modules", "site-packages"})
+# What `hf download --local-dir` has not finished, below the folder of the file that it becomes.
+_HUB_FOLDER, _HUB_UNFINISHED = ".cache/huggingface/download", ".incomplete"
 # What is remembered of files' contents: marks, and ends of files. A `.metadata` of 5 million shards is not.
 _MAX_REMEMBERED_BYTES = 1 << 20
 _MAX_ALL_REMEMBERED_BYTES = 64 << 20
@@ -76,6 +79,7 @@ class _Listing:
     folders: dict[str, tuple[int, int, int]] = field(default_factory=dict)
     links: list[str] = field(default_factory=list)
     special: dict[str, str] = field(default_factory=dict)
+    fetching: dict[str, str] = field(default_factory=dict)
 
 
 class Disk:
@@ -108,6 +112,7 @@ class Disk:
             *(files, read, self.folder.name, now_ns, changed_ns, links, self._memo, ctime_ns),
             unreadable=found.unreadable,
             special=found.special,
+            fetching=found.fetching,
             born_ns=lambda path: born_ns(self.folder / path),
         )
 
@@ -150,8 +155,23 @@ class Disk:
                 elif stat.S_ISDIR(facts.st_mode):
                     if not _is_skipped(entry.name):
                         waiting.append(path)
+                    elif entry.name == PARTIAL_FOLDER:
+                        found.fetching[here] = path
+                    elif entry.name == _HUB_FOLDER.partition("/")[0]:
+                        found.fetching |= self._hub_fetches(here)
                 else:
                     found.special[path] = _what(facts.st_mode)
+        return found
+
+    def _hub_fetches(self, here: str) -> dict[str, str]:
+        """By the folder that a file is to come to."""
+        found, begin = {}, self.folder / here / _HUB_FOLDER
+        for place, _, names in os.walk(begin):
+            unfinished = [each for each in names if each.endswith(_HUB_UNFINISHED)]
+            if unfinished:
+                to = (Path(here) / Path(place).relative_to(begin)).as_posix()
+                path = (Path(place) / min(unfinished)).relative_to(self.folder).as_posix()
+                found["" if to == "." else to] = path
         return found
 
     def _time_of(self, folder: str) -> tuple[int, int, int]:

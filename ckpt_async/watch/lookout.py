@@ -90,8 +90,11 @@ class Lookout:
         versions = added.by_path(self._entries.all.values())
         for entry in self._entries.open():
             changed = plan.changed_in_place(entry, self.tree.files)
+            is_staged = entry.state is State.STAGED and not entry.generation
             if added.is_superseded(entry, self.tree, versions[entry.path]):
                 self._entries.drop(entry)
+            elif is_staged and entry.path not in entry.files and self.tree.fetched_to(entry.path):
+                self._entries.drop(entry)  # what is fetched next belongs to it
             elif entry.state is State.STAGED and not self._entries.is_intact(entry):
                 self._entries.drop(entry)  # it is looked at anew
                 self._remember(entry, entry.files)

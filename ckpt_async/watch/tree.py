@@ -48,6 +48,8 @@ class Tree:
     ctime_ns: Mapping[str, int] = field(default_factory=dict)
     unreadable: Mapping[str, str] = field(default_factory=dict)  # what cannot be looked at, and why
     special: Mapping[str, str] = field(default_factory=dict)  # what has no content, and what it is: a FIFO …
+    # What a downloader has not finished, by the folder that it writes to.
+    fetching: Mapping[str, str] = field(default_factory=dict)
     born_ns: Callable[[str], int] = lambda _: 0  # when a file was made; 0 where nothing tells
     _folders: dict[str, tuple[set[str], set[str]]] = field(default_factory=dict)
     _sorted: list[str] = field(default_factory=list)
@@ -111,6 +113,16 @@ class Tree:
         for path, why in self.unreadable.items():
             if not path or path.startswith(here) or here.startswith(f"{path}/"):
                 return f"{path or '.'} cannot be read: {why}"
+        return ""
+
+    def fetched_to(self, folder: str) -> str:
+        """What a downloader has not finished of a folder, or of one that it is in, or of one in it; "" if nothing. One
+        that writes to the watched folder itself has nothing to do with what others write in it.
+        """
+        here = f"{folder}/" if folder else ""
+        for to, path in self.fetching.items():
+            if f"{to}/".startswith(here) or (to and here.startswith(f"{to}/")):
+                return path
         return ""
 
     def once(self, what: str, path: str, make: Callable[[], T]) -> T:

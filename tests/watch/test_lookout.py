@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_async import Uploader, restore
 from ckpt_async.core.refusal import Refusal
+from ckpt_async.restore.destination import PARTIAL_FOLDER
 from ckpt_async.watch import plan
-from ckpt_async.watch.disk import sample
+from ckpt_async.watch.disk import Disk, sample
 from ckpt_async.watch.entries import Entries, Entry
 from ckpt_async.watch.formats import Found, Rules, find
 from ckpt_async.watch.holds import MAX_HELD
@@ -300,3 +302,76 @@ def test_what_is_written_between_the_look_and_the_judgement_is_not_judged_by_tha
     lookout.look()
     lookout.take()
     assert (place.told, sorted(each.step for each in place.entries.all.values())) == ([], [4, 8])
+
+
+def state_of(here: Path, step: int) -> None:
+    """The mark, and a file whose name comes later."""
+    here.mkdir(parents=True)
+    (here / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+    (here / "z.bin").write_bytes(b"z")
+
+
+def test_what_is_being_fetched_is_complete_only_at_the_end(tmp_path: Path) -> None:
+    """`pull` into a watched folder brings the mark before large files."""
+    state_of(tmp_path / "there/checkpoint-5", 5)
+    remote = f"file://{tmp_path}/remote"
+    with Uploader(tmp_path / "there", remote) as uploader:
+        uploader.enqueue(tmp_path / "there/checkpoint-5", 5, "checkpoint-5")
+        uploader.seal(5)
+    out, seen = tmp_path / "out", dict[tuple[str, ...], str]()
+    out.mkdir()
+
+    def look(*_: int) -> None:
+        for found in find(Disk(out).look(), Rules(ignores_times=True)):
+            seen[found.inner] = found.reason
+
+    newest = restore.find(remote)
+    assert newest is not None
+    restore.fetch(newest, out / "checkpoint-5", num_concurrent_reads=1, on_progress=look)
+    assert "it is being downloaded" in seen[("trainer_state.json",)]
+    look()
+    assert seen[("trainer_state.json", "z.bin")] == ""
+
+
+UNFINISHED = {
+    "pull": ("", PARTIAL_FOLDER + "/0", True),
+    "pull, before its first file": ("", PARTIAL_FOLDER, True),
+    "pull into the folder above": ("../", PARTIAL_FOLDER + "/0", True),
+    "hf download": ("", ".cache/huggingface/download/x.incomplete", True),
+    "hf download of the folder above": ("../", ".cache/huggingface/download/checkpoint-5/x.incomplete", True),
+    "hf download of another one": ("../", ".cache/huggingface/download/checkpoint-6/x.incomplete", False),
+    "hf download that has ended": ("", ".cache/huggingface/download/x.metadata", False),
+    "pull into the watched folder": ("../../", PARTIAL_FOLDER + "/0", False),
+}
+
+
+@pytest.mark.parametrize("what", UNFINISHED)
+def test_what_a_downloader_has_not_finished_is_named_and_not_taken(place: Place, what: str) -> None:
+    where, path, is_unfinished = UNFINISHED[what]
+    here = place.folder / "run/checkpoint-5"
+    state_of(here, 5)
+    unfinished = Path(os.path.normpath(here / where / path))
+    if path == PARTIAL_FOLDER:
+        unfinished.mkdir()
+    else:
+        unfinished.parent.mkdir(parents=True)
+        unfinished.write_text("half")
+    lookout = place.lookout(Rules(ignores_times=True))
+    lookout.look_and_take()
+    assert bool(place.entries.all) != is_unfinished
+    if is_unfinished:
+        named = unfinished if unfinished.suffix or unfinished.name == PARTIAL_FOLDER else unfinished.parent
+        reason = place.teller.incomplete["run/checkpoint-5"]
+        assert reason.endswith(f"{named.relative_to(place.folder).as_posix()} is there")
+
+
+def test_what_settles_while_it_is_fetched_on_is_not_handed_in(place: Place) -> None:
+    """Of two processes that fetch, the first to end removes the folder that the other one makes again."""
+    lookout = place.lookout(Rules(ignores_times=True))
+    state_of(place.folder / "checkpoint-5", 5)
+    lookout.look_and_take()
+    assert len(place.entries.all) == 1
+    (place.folder / "checkpoint-5" / PARTIAL_FOLDER).mkdir()
+    lookout.look()
+    lookout.review()
+    assert not place.entries.all

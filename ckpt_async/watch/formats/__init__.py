@@ -61,6 +61,10 @@ def find(tree: Tree, rules: Rules = _TABLE_ONLY, known: Known = _NONE) -> list[F
 
 def _checked(tree: Tree, found: Found, rules: Rules, known: Known, newest_ns: int) -> Found:
     versions = known.versions.get(found.path, ())
+    may_be_complete = found.is_waiting or not found.reason
+    if may_be_complete and not found.is_file and (path := tree.fetched_to(found.path)):
+        reason = f"it is being downloaded, or that was cut short: {path} is there"
+        return replace(found, reason=reason, is_waiting=False)
     found = without_left_over(tree, found, versions)
     if found.is_waiting:
         return unrotated(tree, found, rules)
