@@ -120,7 +120,7 @@ class Lookout:
             if verdict is None:
                 self._refuse_again(found)
                 continue
-            self._tell_of_special(found)
+            self._tell_of_left_out(found)
             if verdict.refusal is not None and self._disk.is_so(found.files, self.tree):
                 self._teller.refuse(found, verdict.refusal, verdict.reason)
             elif verdict.refusal is not None:
@@ -183,6 +183,11 @@ class Lookout:
     def end(self) -> None:
         """Nobody looks any more."""
         self._left_out.end()
+        for found, mark, reason in self._lacking.values():
+            if found.is_mixed and self.tree.files.get(found.mark) == mark:
+                self._teller.incomplete.pop(found.path or ".", None)
+                advice = "if the rank that wrote it is no part of the new save, delete it"
+                self._teller.refuse(found, Refusal.INCOMPLETE, f"{reason}: {advice}")
         self._tell_of_unknown(find(self.tree, self._options.rules), 0.0)
 
     def _tell_of_removed(self, there: Collection[str]) -> None:
@@ -212,8 +217,16 @@ class Lookout:
         if entry is not None and entry.refusal is not None:
             self._teller.refuse(entry, entry.refusal, entry.reason)
 
-    def _tell_of_special(self, found: Found) -> None:
-        """What has no content is no loss to a backup, but it must not be missing silently."""
+    def _tell_of_left_out(self, found: Found) -> None:
+        """What has no content, or is of ranks that only an earlier save had, is no loss, but it must not be missing
+        silently.
+        """
+        if found.of_other_ranks and not found.reason:
+            some = ", ".join(found.of_other_ranks[:3]) + (" …" if len(found.of_other_ranks) > 3 else "")
+            what = (
+                f"{some}: of ranks of an earlier save to the same place, and left out of {found.path or '.'}"
+            )
+            self._teller.say("of_other_ranks", some, what)
         if not has_all_below(found):
             return
         for path in self.tree.special_below(found.path):
@@ -231,7 +244,7 @@ class Lookout:
         had = seen_before.get(found.path, {})
         if any(had.get(path, now[path]) != now[path] for path in ([found.mark] if has_mark else now)):
             had = {}
-        gone = had.keys() - now.keys()
+        gone = had.keys() - now.keys() - self.tree.files.keys()
         self._seen[found.path] = {**had, **now}
         if not gone or found.reason:
             return found

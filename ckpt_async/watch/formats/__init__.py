@@ -25,6 +25,7 @@ from ckpt_async.watch.formats.found import (
     one_file,
 )
 from ckpt_async.watch.formats.marks import FORMATS, TABLE, torch_file
+from ckpt_async.watch.formats.ranks import without_other_ranks
 from ckpt_async.watch.tree import Tree
 
 __all__ = ["FORMATS", "Found", "Known", "Rules", "find"]
@@ -65,7 +66,7 @@ def _checked(tree: Tree, found: Found, rules: Rules, known: Known, newest_ns: in
     if may_be_complete and not found.is_file and (path := tree.fetched_to(found.path)):
         reason = f"it is being downloaded, or that was cut short: {path} is there"
         return replace(found, reason=reason, is_waiting=False)
-    found = without_left_over(tree, found, versions)
+    found = without_other_ranks(tree, without_left_over(tree, found, versions), rules, versions)
     if found.is_waiting:
         return unrotated(tree, found, rules)
     if found.reason:

@@ -17,7 +17,7 @@ from ckpt_async.restore.dcp_files import MAX_METADATA_BYTES, named_files
 from ckpt_async.watch.formats.found import METADATA, Found, Rules, Version, changed_ns, join, last
 from ckpt_async.watch.tree import Tree
 
-_DEEPSPEED_RANK = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_\d+_(?:model|optim)_states\.pt")
+DEEPSPEED_RANK = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_\d+_(?:model|optim)_states\.pt")
 # Written by other ranks than 0, after `latest` too, and no file says how many there are: pipeline stages, experts.
 DEEPSPEED_UNCOUNTED = re.compile(r"(?:layer_|expert_|(?:bf16_|fp16_)?expp_rank_)\d+[-_].*_states\.pt")
 RNG = re.compile(r"rng_state_([0-9]+)\.pth|random_states_([0-9]+)\.pkl")
@@ -54,7 +54,7 @@ _OF_ALL_NODES = _OWN | {"orbax", "megatron", "olmo"}
 # What one rank writes, whatever the format: DCP's, and OLMo-core's state of its trainer.
 _ANY_RANK = re.compile(r"(?:.*/)?(?:__[0-9]+_[0-9]+\.distcp|train/rank[0-9]+\.pt)")
 # Of formats whose marks name no files: what each rank writes.
-_OF_RANK = {"deepspeed": _DEEPSPEED_RANK, "transformers": RNG, "olmo": _OLMO_RANK}
+_OF_RANK = {"deepspeed": DEEPSPEED_RANK, "transformers": RNG, "olmo": _OLMO_RANK}
 
 
 def checked(
@@ -88,7 +88,8 @@ def checked(
     if found.mark.endswith(".json") and not _is_json(tree, found.mark):
         return replace(found, reason=f"{found.mark} has no end yet")
     if other := of_another_save(tree, found, rules, versions):
-        return replace(found, reason=f"{other} is of another save to the same place than the rest")
+        reason = f"{other} is of another save to the same place than the rest"
+        return replace(found, reason=reason, is_mixed=True)
     if has_grown:
         return found
     if found.mark and not rules.ignores_times:
@@ -132,14 +133,14 @@ def of_another_save(tree: Tree, found: Found, rules: Rules, versions: Sequence[V
         for path in found.files:
             if _ANY_RANK.fullmatch(found.shard(path)) and each.files.get(path) == tree.files[path]:
                 return path
-    ranks = {path for path in found.files if is_of_late_rank(found.format, found.shard(path))}
+    ranks = sorted(path for path in found.files if is_of_late_rank(found.format, found.shard(path)))
     others = (tree.files[path].mtime_ns for path in found.files if path not in ranks)
     began_ns = 0 if rules.ignores_times else min(others, default=0)
     for path in ranks:
         if tree.files[path].mtime_ns < began_ns - EARLY_RANK_S * _NS:
             return path
     for each in versions if ranks else ():
-        is_same = _is_same_save(tree, found, each)
+        is_same = is_same_save(tree, found, each)
         for path in ranks if is_same is not None else ():
             if path in each.files and (each.files[path] == tree.files[path]) != is_same:
                 return path
@@ -154,7 +155,7 @@ def without_left_over(tree: Tree, found: Found, versions: Sequence[Version]) -> 
     for each in versions:
         same = each.added.items() & tree.files.items()
         here = {path for path, _ in same if not _is_written_by_each(found.format, found.shard(path))}
-        if here and _is_same_save(tree, found, each) is False:
+        if here and is_same_save(tree, found, each) is False:
             left |= here
     if not left:
         return found
@@ -162,7 +163,7 @@ def without_left_over(tree: Tree, found: Found, versions: Sequence[Version]) -> 
     return replace(found, files=files, left_over=tuple(sorted(left)))
 
 
-def _is_same_save(tree: Tree, found: Found, version: Version) -> bool | None:
+def is_same_save(tree: Tree, found: Found, version: Version) -> bool | None:
     """Whether what its mark stood for is here as it was; None where nothing can tell."""
     rest = {path: was for path, was in version.body.items() if not is_free(found.format, found.shard(path))}
     return rest.items() <= tree.files.items() if rest else None
@@ -315,7 +316,7 @@ def _with_named(tree: Tree, found: Found) -> Found:
     missing = list(found.missing)
     for mark in marks:
         folder = mark.rpartition("/")[0]
-        named = tree.once("named", mark, functools.partial(_named, tree, mark))
+        named = named_in(tree, mark)
         if isinstance(named, str):
             return replace(found, reason=f"{mark} cannot be read: {named}")
         for name, least_bytes in named.items():
@@ -327,8 +328,12 @@ def _with_named(tree: Tree, found: Found) -> Found:
     return replace(found, missing=tuple(sorted({*missing})))
 
 
+def named_in(tree: Tree, mark: str) -> dict[str, int] | str:
+    """What a `.metadata` names, with the least size of each; or why it cannot be read."""
+    return tree.once("named", mark, functools.partial(_named, tree, mark))
+
+
 def _named(tree: Tree, mark: str) -> dict[str, int] | str:
-    """What a `.metadata` names, or why it cannot be read."""
     try:
         return named_files(tree.whole(mark, MAX_METADATA_BYTES))
     except UnsafePickleError as error:

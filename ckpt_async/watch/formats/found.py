@@ -88,7 +88,8 @@ class Found:
     """One checkpoint. `files` are those here, by their paths in the folder; `missing` those that its mark names and
     that are not here (on one node: it is incomplete). `reason` says why it is not complete, "" if it is. `is_waiting`:
     time alone will tell. `is_refused`: it will never be complete as it is. `left_over`: what is in its folder of an
-    earlier save.
+    earlier save. `num_ranks`: how many have written it, 0 if unknown; `of_other_ranks`: what ranks have left that an
+    earlier save had. `is_mixed`: its mark is there, and a file is not of the same save.
     """
 
     format: str
@@ -102,6 +103,9 @@ class Found:
     is_waiting: bool = False
     is_refused: bool = False
     left_over: tuple[str, ...] = ()
+    num_ranks: int = 0
+    of_other_ranks: tuple[str, ...] = ()
+    is_mixed: bool = False
 
     @property
     def is_file(self) -> bool:

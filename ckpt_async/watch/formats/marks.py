@@ -165,14 +165,19 @@ def transformers(tree: Tree, folder: str, rules: Rules) -> Found | None:
     count = num_ranks or max(*ranks, 1, 1) + 1  # one process alone has no number in the name
     lacking = [f"rng_state_{rank}.pth" for rank in range(count) if ranks and rank not in ranks]
     named = set(re.findall(r'"([^"/]+\.(?:safetensors|bin))"', "".join(_indexes(tree, folder))))
-    found = replace(found, missing=tuple(sorted({*lacking} | (named - tree.names(folder)))))
+    missing = tuple(sorted({*lacking} | (named - tree.names(folder))))
+    found = replace(found, missing=missing, num_ranks=rules.ranks or _num_processes(tree, folder))
     return _settled(tree, found) if ranks and not num_ranks else found
 
 
 def _world_size(tree: Tree, folder: str, ranks: set[int]) -> int:
     """How many processes there were, as the pickled arguments say; 0 if they do not, or not of these ranks."""
-    told = said(tree, join(folder, "training_args.bin"), ("num_processes",)).get("num_processes", 0)
+    told = _num_processes(tree, folder)
     return told if told > max(ranks, default=0) else 0
+
+
+def _num_processes(tree: Tree, folder: str) -> int:
+    return said(tree, join(folder, "training_args.bin"), ("num_processes",)).get("num_processes", 0)
 
 
 def _indexes(tree: Tree, folder: str) -> Iterator[str]:
@@ -224,6 +229,8 @@ def deepspeed(tree: Tree, folder: str, rules: Rules) -> Found | None:
         return replace(found, reason="there is no `latest` that names it yet")
     if told != last(folder):
         return replace(found, reason=f"`latest` names {told}")
+    # The newest is of this save; others may be left of an earlier one on more ranks.
+    models.sort(key=lambda each: tree.files[join(folder, each[0])].mtime_ns, reverse=True)
     world_sizes = [
         said(tree, join(folder, each[0]), ("dp_world_size", "mp_world_size")) for each in models[:1]
     ]
@@ -241,7 +248,7 @@ def deepspeed(tree: Tree, folder: str, rules: Rules) -> Found | None:
             wanted.add(f"mp_rank_{rank:02d}_model_states.pt")
         for optim in optims[:1]:
             wanted |= {f"{optim[1]}{each}_mp_rank_{rank:02d}_optim_states.pt" for each in range(dp)}
-    found = replace(found, missing=tuple(sorted(wanted - names)), mark=latest)
+    found = replace(found, missing=tuple(sorted(wanted - names)), mark=latest, num_ranks=dp)
     return _settled(tree, found) if any(DEEPSPEED_UNCOUNTED.fullmatch(each) for each in names) else found
 
 

@@ -1,0 +1,86 @@
+"""Files of ranks that a save does not have: an earlier one to the same place, on more ranks, has left them. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ckpt_async.watch.formats.checks import (
+    DEEPSPEED_RANK,
+    EARLY_RANK_S,
+    RNG,
+    is_same_save,
+    named_in,
+)
+from ckpt_async.watch.formats.found import METADATA, Found, Rules, Version, changed_ns, join, last, marked_ns
+from ckpt_async.watch.tree import Tree
+
+_DISTCP = re.compile(r"__[0-9]+_[0-9]+\.distcp")
+# What a rank writes for each save. (OLMo begins each save in an empty folder.)
+_OF_RANK = {"transformers": RNG, "deepspeed": DEEPSPEED_RANK}
+# What one process alone writes instead.
+_OF_ONE = {"transformers": "rng_state.pth"}
+_NS = 1_000_000_000
+
+
+def without_other_ranks(tree: Tree, found: Found, rules: Rules, versions: Sequence[Version]) -> Found:
+    """The same without the files of ranks that its save does not have."""
+    others = _unnamed(tree, found) | _beyond(tree, found, rules, versions)
+    if not others:
+        return found
+    files = tuple(path for path in found.files if path not in others)
+    return replace(found, files=files, of_other_ranks=tuple(sorted(others)))
+
+
+def _unnamed(tree: Tree, found: Found) -> set[str]:
+    """DCP reads no file of a rank that its `.metadata` does not name."""
+    others = set[str]()
+    for mark in (path for path in found.files if last(path) == METADATA):
+        folder, named = mark.rpartition("/")[0], named_in(tree, mark)
+        if isinstance(named, str) or not named:
+            continue
+        here = {name for name in tree.names(folder) if _DISTCP.fullmatch(name)}
+        others |= {join(folder, name) for name in here - named.keys()}
+    return others & {*found.files}
+
+
+def _beyond(tree: Tree, found: Found, rules: Rules, versions: Sequence[Version]) -> set[str]:
+    """Of formats whose marks name no files: what is of another save, and of a rank that this one does not have. Where
+    the number of its ranks is unknown, these are the last ones, and nobody has written anything for as long as a rank
+    may be late.
+    """
+    pattern = _OF_RANK.get(found.format)
+    matches = {path: pattern.fullmatch(found.shard(path)) for path in found.files} if pattern else {}
+    ranks = {path: int(next(filter(None, match.groups()))) for path, match in matches.items() if match}
+    one = join(found.path, _OF_ONE.get(found.format, ""))
+    stale = _stale(tree, found, rules, versions, {*ranks, one} & {*found.files}) if ranks else set()
+    if not stale:
+        return set()
+    written = {rank for path, rank in ranks.items() if path not in stale}
+    if one in tree.files and one not in stale:  # it has one rank
+        return stale if not written else set()
+    if found.num_ranks:
+        first = found.num_ranks
+    elif tree.now_ns - changed_ns(tree, found) >= EARLY_RANK_S * _NS:
+        first = max(written, default=0) + 1
+    else:
+        return set()
+    beyond = {path for path in stale if ranks.get(path, -1) >= first}
+    return beyond | ({one} & stale if written else set())
+
+
+def _stale(tree: Tree, found: Found, rules: Rules, versions: Sequence[Version], paths: set[str]) -> set[str]:
+    """Those of these that are as they were in another save, or are far older than all the rest."""
+    at_ns = marked_ns(tree, found)
+    others = [
+        each for each in versions if each.marked_ns != at_ns and is_same_save(tree, found, each) is False
+    ]
+    rest = [tree.files[path].mtime_ns for path in found.files if path not in paths]
+    began_ns = 0 if rules.ignores_times else min(rest, default=0) - int(EARLY_RANK_S * _NS)
+    return {
+        path
+        for path in paths
+        if tree.files[path].mtime_ns < began_ns
+        or any(each.files.get(path) == tree.files[path] for each in others)
+    }

@@ -1,0 +1,140 @@
+"""Saves on fewer ranks to the place of an earlier one, which has left files of ranks that the new one does not have."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from ckpt_async.watch.formats import Found, Known, Rules, find
+from ckpt_async.watch.formats.checks import EARLY_RANK_S
+from ckpt_async.watch.formats.found import Version
+from ckpt_async.watch.tree import Identity
+from tests.dcp_metadata import metadata_of
+from tests.watch.conftest import Place, hashes
+from tests.watch.looking import Place as Looking
+from tests.watch.trees import START, safetensors, torch_zip, tree_of
+
+pytestmark = pytest.mark.timeout(90)
+
+HERE = "checkpoint-40"
+RNG = [f"{HERE}/rng_state_{rank}.pth" for rank in range(4)]
+ONE = f"{HERE}/rng_state.pth"
+DEEPSPEED = [f"global_step6/zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(4)]
+
+
+def transformers(*ranks: str, num_processes: int = 0) -> dict[str, bytes]:
+    arguments = {"num_processes": num_processes} if num_processes else {}
+    return {
+        f"{HERE}/model.safetensors": safetensors(),
+        f"{HERE}/training_args.bin": torch_zip(**arguments),
+        **{each: torch_zip(x=1) for each in ranks},
+        f"{HERE}/trainer_state.json": json.dumps({"global_step": 40}).encode(),
+    }
+
+
+def deepspeed(*ranks: str, dp: int) -> dict[str, bytes]:
+    model = torch_zip(dp_world_size=dp, mp_world_size=1)
+    return {
+        "global_step6/mp_rank_00_model_states.pt": model,
+        **{each: torch_zip(x=1) for each in ranks},
+        "latest": b"global_step6",
+    }
+
+
+def saved_again(
+    stale: list[str], written: dict[str, bytes], rules: Rules, now_s: float, *, is_known: bool
+) -> Found:
+    """A save of `written` over one that has left `stale`, and that was seen complete if `is_known`."""
+    tree = tree_of({**{each: torch_zip(x=1) for each in stale}, **written}, now_s=now_s)
+    earlier = {path: Identity(path_number + 99, 1, START) for path_number, path in enumerate(written)}
+    earlier |= {path: tree.files[path] for path in stale}
+    earlier.pop("latest", None)
+    path = next(iter(written)).partition("/")[0]
+    known = Known(versions={path: [Version(earlier, tree.files[stale[-1]].mtime_ns)]} if is_known else {})
+    (found,) = find(tree, rules, known)
+    return found
+
+
+FEWER: dict[str, tuple[list[str], dict[str, bytes], Rules, float]] = {
+    "the user says how many there are": (RNG[2:], transformers(*RNG[:2]), Rules(ranks=2), 0),
+    "its arguments say it": (RNG[2:], transformers(*RNG[:2], num_processes=2), Rules(), 31),
+    "one alone has no number": (RNG[:2], transformers(ONE), Rules(), 31),
+    "nothing says it, and nobody writes": (RNG[2:], transformers(*RNG[:2]), Rules(), EARLY_RANK_S),
+    "DeepSpeed says it": (DEEPSPEED[2:], deepspeed(*DEEPSPEED[:2], dp=2), Rules(), 0),
+}
+
+
+@pytest.mark.parametrize("what", FEWER)
+def test_what_ranks_have_left_that_a_save_does_not_have_is_no_part_of_it(what: str) -> None:
+    stale, written, rules, now_s = FEWER[what]
+    found = saved_again(stale, written, rules, now_s, is_known=True)
+    assert (found.reason, found.missing) == ("", ())
+    assert {*found.files} == {*written} - {"latest"}
+    assert found.of_other_ranks == tuple(stale)
+
+
+MIXED: dict[str, tuple[list[str], dict[str, bytes], Rules, float]] = {
+    "a rank of it is late, by what the user says": (RNG[1:2], transformers(RNG[0]), Rules(ranks=2), 9_999),
+    "by its arguments": (RNG[1:2], transformers(RNG[0], num_processes=2), Rules(), 9_999),
+    "a rank between others is late": (RNG[1:2], transformers(RNG[0], RNG[2]), Rules(), 9_999),
+    "nothing says it, and a rank may be late": (RNG[2:], transformers(*RNG[:2]), Rules(), EARLY_RANK_S - 9),
+    "a rank of DeepSpeed's is late": (DEEPSPEED[1:2], deepspeed(DEEPSPEED[0], dp=2), Rules(), 9_999),
+}
+
+
+@pytest.mark.parametrize("what", MIXED)
+def test_a_rank_that_a_save_has_is_waited_for(what: str) -> None:
+    stale, written, rules, now_s = MIXED[what]
+    found = saved_again(stale, written, rules, now_s, is_known=True)
+    assert (found.is_mixed, found.of_other_ranks) == (True, ())
+    assert found.reason == f"{stale[0]} is of another save to the same place than the rest"
+
+
+def test_what_nobody_has_seen_complete_before_is_taken_as_it_is() -> None:
+    """Nothing tells then that a rank's file of a minute ago is of another save."""
+    stale, written, rules, now_s = FEWER["the user says how many there are"]
+    found = saved_again(stale, written, rules, now_s, is_known=False)
+    assert (found.reason, found.of_other_ranks) == ("", ())
+
+
+def test_dcp_s_mark_names_its_files_and_what_it_does_not_name_is_left_out(place: Place) -> None:
+    watching = place.watch()
+
+    def save(*names: str) -> dict[str, str]:
+        here = place.out / "step-5"
+        here.mkdir(exist_ok=True)
+        for name in names:
+            (here / name).write_bytes(os.urandom(400))
+        (here / "new").write_bytes(metadata_of(dict.fromkeys(names, 400)))
+        os.replace(here / "new", here / ".metadata")
+        return {path: each for path, each in hashes(here).items() if path in {*names, ".metadata"}}
+
+    two = save("__0_0.distcp", "__1_0.distcp")
+    watching.until("committed", 5)
+    one = save("__0_0.distcp")
+    watching.until("committed", 5)
+    assert watching.end() == 0
+    assert "step-5/__1_0.distcp: of ranks of an earlier save" in watching.errors()
+    assert (place.committed(5, 1), place.committed(5, 2)) == (two, one)
+
+
+def test_what_is_never_complete_for_a_rank_s_file_of_an_earlier_save_is_refused_at_the_end(
+    tmp_path: Path,
+) -> None:
+    looking = Looking(tmp_path)
+    lookout = looking.lookout(Rules())
+
+    def save(*ranks: str) -> None:
+        for path, data in transformers(*ranks, num_processes=2).items():
+            (looking.folder / path).parent.mkdir(exist_ok=True)
+            (looking.folder / path).write_bytes(data)
+
+    for ranks in (RNG[:2], RNG[:1]):
+        save(*ranks)
+        lookout.look_and_take()
+    lookout.end()
+    looking.waker.close()
+    assert looking.told == [("refused", HERE)]
+    assert "delete it" in looking.teller.refused[HERE]
+    assert not looking.teller.incomplete
